@@ -1,0 +1,39 @@
+# Everything runs in .venv, made on first use from the pinned versions in constraints.txt.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: demo test test-all lint format bench gpu clean
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,cli,dev]'
+	@touch $@
+
+demo: $(STAMP)  ## train a character model on sequences of 1,000 within 5 % of the memory
+	$(BIN)/retrograde train --memory 5% --report report
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n 2
+
+test-all: $(STAMP)
+	$(BIN)/python -m pytest -m 'not gpu'
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP)  ## every claim of speed, both sides in one process
+	$(BIN)/python benchmarks/lstm_budget.py
+
+gpu:  ## marked tests and benchmarks on a CUDA device, with the interpreter at hand
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
+	PYTHONPATH=src $(PYTHON) benchmarks/lstm_budget.py --device cuda
+
+clean:
+	rm -rf .venv report build src/*.egg-info

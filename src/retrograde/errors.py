@@ -1,0 +1,35 @@
+"""What this library raises: one family, so that a caller can catch all of it at once.
+
+Every message says what was given, what was expected and what to do.
+"""
+
+__all__ = ["BudgetError", "CellError", "RetrogradeError", "ScheduleError", "UnitError"]
+
+
+class RetrogradeError(Exception):
+    """The base of every error that retrograde raises on purpose."""
+
+
+class ScheduleError(RetrogradeError, ValueError):
+    """A schedule is not legal, or what it was asked for makes no sense."""
+
+
+class UnitError(RetrogradeError, ValueError):
+    """A size or a fraction could not be read."""
+
+
+class BudgetError(RetrogradeError, ValueError):
+    """A memory budget is too small; ``minimum_bytes`` is the smallest that would do.
+
+    Args:
+        message: what was given, expected, and to be done.
+        minimum_bytes: the smallest feasible budget, in bytes.
+    """
+
+    def __init__(self, message: str, minimum_bytes: int) -> None:
+        super().__init__(message)
+        self.minimum_bytes = minimum_bytes
+
+
+class CellError(RetrogradeError, TypeError):
+    """A cell cannot be run exactly: its state, its inputs or its side effects are not supported."""

@@ -1,0 +1,132 @@
+"""Sizes as people write them: ``"64MiB"``, ``"5%"``, ``0.05``, ``67108864``.
+
+A whole number is bytes; a float in (0, 1] or a percentage is a fraction of what ordinary
+backpropagation of the same module and shapes would hold. Decimal prefixes (kB, MB, GB) are powers
+of 1000, binary ones (KiB, MiB, GiB) of 1024, as IEC 80000-13 has it.
+"""
+
+import math
+import operator
+import re
+from fractions import Fraction
+from typing import SupportsIndex
+
+from retrograde.errors import UnitError
+
+__all__ = ["Memory", "as_bytes", "format_bytes", "parse_memory"]
+
+Memory = str | float | SupportsIndex
+
+_FACTORS = {"": 1, "b": 1} | {
+    prefix + suffix: base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for base, prefix, suffix in [(1000, letter, "b"), (1024, letter, "ib"), (1024, letter + "i", "")]
+}
+_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([a-zA-Z]*|%)\s*")
+_HINT = "expected bytes (67108864), a size ('64MiB', '1.5GB') or a fraction (0.05, '5%')"
+
+
+def parse_memory(memory: Memory) -> int | Fraction:
+    """Read a budget: an ``int`` is bytes, a :class:`~fractions.Fraction` a share of ordinary BPTT's.
+
+    Args:
+        memory: ``67108864``, ``"64MiB"``, ``"1.5 GB"``, ``0.05`` or ``"5%"``.
+
+    Returns:
+        Bytes (int, at least 1), or the exact fraction in (0, 1].
+
+    Raises:
+        UnitError: the text cannot be read, or the number is not positive, finite and, for a
+            fraction, at most 1.
+
+    Example:
+        >>> parse_memory("64MiB"), parse_memory("5%")
+        (67108864, Fraction(1, 20))
+    """
+    if isinstance(memory, bool):
+        raise UnitError(f"cannot read the memory {memory!r}: {_HINT}")
+    if isinstance(memory, str):
+        return _parse_text(memory)
+    if isinstance(memory, float):
+        if not math.isfinite(memory):
+            raise UnitError(f"cannot read the memory {memory!r}: {_HINT}")
+        return _fraction(Fraction(repr(memory)), memory)
+    try:
+        size = operator.index(memory)
+    except TypeError:
+        raise UnitError(f"cannot read the memory {memory!r}: {_HINT}") from None
+    return _positive(size, memory)
+
+
+def as_bytes(memory: Memory, ordinary_bytes: int) -> int:
+    """The budget in bytes, a fraction being taken of ``ordinary_bytes`` and rounded down.
+
+    Args:
+        memory: as :func:`parse_memory` reads it.
+        ordinary_bytes: what ordinary backpropagation holds, in bytes.
+
+    Returns:
+        Bytes.
+
+    Raises:
+        UnitError: as :func:`parse_memory`.
+
+    Example:
+        >>> as_bytes("5%", 1000), as_bytes("1KiB", 1000)
+        (50, 1024)
+    """
+    size = parse_memory(memory)
+    return size if isinstance(size, int) else math.floor(size * ordinary_bytes)
+
+
+def format_bytes(size: float) -> str:
+    """A size for people, in binary units.
+
+    Args:
+        size: bytes.
+
+    Returns:
+        Such as ``"64 MiB"`` or ``"1.46 GiB"``.
+
+    Example:
+        >>> format_bytes(67108864), format_bytes(1000), format_bytes(0)
+        ('64 MiB', '1000 B', '0 B')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            break
+        size /= 1024
+    else:
+        unit = "TiB"
+    digits = f"{size:.0f}" if unit == "B" or abs(size) >= 999.5 else f"{size:.3g}"
+    return f"{digits} {unit}"
+
+
+def _parse_text(text: str) -> int | Fraction:
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise UnitError(f"cannot read the memory {text!r}: {_HINT}")
+    number, unit = Fraction(match[1]), match[2].lower()
+    if unit == "%":
+        return _fraction(number / 100, text)
+    if unit not in _FACTORS:
+        known = "B, kB, MB, GB, TB, KiB, MiB, GiB, TiB, %"
+        raise UnitError(f"unknown unit {match[2]!r} in the memory {text!r}: use one of {known}")
+    if not unit and number.denominator != 1:
+        return _fraction(number, text)
+    return _positive(math.floor(number * _FACTORS[unit]), text)
+
+
+def _fraction(value: Fraction, given: object) -> Fraction:
+    if not 0 < value <= 1:
+        raise UnitError(
+            f"the memory {given!r} is {float(value):g} times what ordinary backpropagation holds: "
+            "expected a fraction above 0 and at most 1 (write bytes as a whole number or '64MiB')"
+        )
+    return value
+
+
+def _positive(size: int, given: object) -> int:
+    if size < 1:
+        raise UnitError(f"the memory {given!r} is {size} bytes: expected at least 1 byte")
+    return size
