@@ -20,14 +20,18 @@ Memory = str | float | SupportsIndex
 _FACTORS = {"": 1, "b": 1} | {
     prefix + suffix: base**power
     for power, letter in enumerate("kmgt", start=1)
-    for base, prefix, suffix in [(1000, letter, "b"), (1024, letter, "ib"), (1024, letter + "i", "")]
+    for base, prefix, suffix in [
+        (1000, letter, "b"),
+        (1024, letter, "ib"),
+        (1024, letter + "i", ""),
+    ]
 }
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([a-zA-Z]*|%)\s*")
 _HINT = "expected bytes (67108864), a size ('64MiB', '1.5GB') or a fraction (0.05, '5%')"
 
 
 def parse_memory(memory: Memory) -> int | Fraction:
-    """Read a budget: an ``int`` is bytes, a :class:`~fractions.Fraction` a share of ordinary BPTT's.
+    """Read a budget: an ``int`` is bytes, a ``Fraction`` a share of ordinary BPTT's.
 
     Args:
         memory: ``67108864``, ``"64MiB"``, ``"1.5 GB"``, ``0.05`` or ``"5%"``.
@@ -92,12 +96,11 @@ def format_bytes(size: float) -> str:
         >>> format_bytes(67108864), format_bytes(1000), format_bytes(0)
         ('64 MiB', '1000 B', '0 B')
     """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            break
+    units = ["TiB", "GiB", "MiB", "KiB", "B"]
+    while abs(size) >= 1024 and len(units) > 1:
         size /= 1024
-    else:
-        unit = "TiB"
+        units.pop()
+    unit = units[-1]
     digits = f"{size:.0f}" if unit == "B" or abs(size) >= 999.5 else f"{size:.3g}"
     return f"{digits} {unit}"
 

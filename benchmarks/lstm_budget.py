@@ -1,0 +1,162 @@
+"""Claim: an LSTM trains within 5 % of ordinary BPTT's memory at no more than its time.
+
+Four ways to the same gradient, alternating in one process: ``torch.nn.LSTM``; ``retrograde.LSTM``
+at each budget; √T segments by ``torch.utils.checkpoint``. A timed call is forward and backward
+with a ready-made output gradient, gradients of inputs and parameters included. Bytes are working
+bytes: what is released again within the call.
+
+    python benchmarks/lstm_budget.py                # every case; JSON into benchmarks/results/
+    python benchmarks/lstm_budget.py --device cuda
+"""
+
+import argparse
+import json
+import math
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import retrograde as rg
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One size of LSTM, and the budgets to run it at."""
+
+    hidden: int
+    batch: int
+    length: int
+    budgets: tuple[str, ...]
+
+
+CASES = [
+    Case(hidden=256, batch=64, length=1000, budgets=("5%", "1%")),
+    Case(hidden=64, batch=16, length=1000, budgets=("5%", "1%")),
+]
+
+
+def ways(case: Case, device: str) -> tuple[dict[str, Callable[[], Tensor]], list[Tensor]]:
+    """The competitors, each with its own gradients, and the tensors whose gradients to clear."""
+    torch.manual_seed(0)
+    x = torch.randn(case.length, case.batch, case.hidden, device=device, requires_grad=True)
+    seed = torch.randn(case.length, case.batch, case.hidden, device=device)
+    ordinary = torch.nn.LSTM(case.hidden, case.hidden, device=device)
+    found: dict[str, Callable[[], Tensor]] = {}
+    tensors: list[Tensor] = [x, *ordinary.parameters()]
+
+    def add(name: str, run: Callable[[Tensor], Tensor]) -> None:
+        def call() -> Tensor:
+            for t in tensors:
+                t.grad = None
+            y = run(x)
+            y.backward(seed)
+            return y
+
+        found[name] = call
+
+    add("torch.nn.LSTM", lambda x: ordinary(x)[0])
+    for budget in case.budgets:
+        ours = rg.LSTM(case.hidden, case.hidden, memory=budget, device=device)
+        ours.load_state_dict(ordinary.state_dict())
+        tensors += ours.parameters()
+        add(f"retrograde {budget}", lambda x, ours=ours: ours(x)[0])
+    segment = math.isqrt(case.length - 1) + 1
+
+    def segments(x: Tensor) -> Tensor:
+        outputs, state = [], None
+        for piece in x.split(segment):
+            y, state = checkpoint(ordinary, piece, state, use_reentrant=False)
+            outputs.append(y)
+        return torch.cat(outputs)
+
+    add("checkpoint √T", segments)
+    return found, tensors
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def run(case: Case, device: str, rounds: int) -> dict[str, object]:
+    """Bytes once each, then seconds in alternation; medians and ratios."""
+    calls, tensors = ways(case, device)
+    sizes = {}
+    for name, call in calls.items():
+        call()
+        for t in tensors:
+            t.grad = None
+        sizes[name] = rg.measure(call, device=device).working_bytes
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            synchronize(device)
+            start = time.perf_counter()
+            call()
+            synchronize(device)
+            seconds[name].append(time.perf_counter() - start)
+    ordinary = statistics.median(seconds["torch.nn.LSTM"])
+    rows = {
+        name: {
+            "seconds": statistics.median(s),
+            "seconds_least": min(s),
+            "seconds_most": max(s),
+            "time_against_ordinary": statistics.median(s) / ordinary,
+            "working_bytes": sizes[name],
+            "bytes_against_ordinary": sizes[name] / sizes["torch.nn.LSTM"],
+        }
+        for name, s in seconds.items()
+    }
+    return {"case": asdict(case), "rounds": rounds, "ways": rows}
+
+
+def main() -> None:
+    """Run every case, print a table each, and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--rounds", type=int, default=9)
+    arguments = parser.parse_args()
+    machine = {
+        "device": torch.cuda.get_device_name() if arguments.device == "cuda" else _processor(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    found = [run(case, arguments.device, arguments.rounds) for case in CASES]
+    for result in found:
+        show(result)
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"lstm_budget_{arguments.device}.json"
+    path.write_text(json.dumps({"machine": machine, "results": found}, indent=1) + "\n")
+    print(f"written to {path}")
+
+
+def show(result: dict) -> None:
+    """One case as a table."""
+    case = result["case"]
+    print(f"LSTM {case['hidden']}→{case['hidden']}, B={case['batch']}, T={case['length']}")
+    for name, row in result["ways"].items():
+        print(
+            f"  {name:<16} {row['seconds'] * 1e3:8.1f} ms ({row['time_against_ordinary']:.2f}×)  "
+            f"{row['working_bytes'] / 2**20:8.1f} MiB ({row['bytes_against_ordinary']:.1%})"
+        )
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return f"{line.split(':')[1].strip()}, {torch.get_num_threads()} threads"
+    return platform.processor()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Exact backpropagation on a budget of memory and time.
+
+A user names a budget in bytes and gets the gradient of ordinary backpropagation by the fastest
+schedule that fits (Gruslys et al., Memory-Efficient Backpropagation Through Time, 2016).
+
+Names are loaded when they are first used: planning needs no torch, and importing this package
+loads neither torch nor numba.
+"""
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from retrograde.errors import (
+        BudgetError,
+        CellError,
+        RetrogradeError,
+        ScheduleError,
+        UnitError,
+    )
+    from retrograde.execute.measure import Measurement, measure
+    from retrograde.execute.profile import Profile, profile
+    from retrograde.execute.unroll import unroll
+    from retrograde.nn.recurrent import LSTM
+    from retrograde.plan import cost, plan
+    from retrograde.schedule import (
+        Advance,
+        Backward,
+        Free,
+        Load,
+        Record,
+        Schedule,
+        Store,
+        simulate,
+    )
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "retrograde.errors": (
+        "BudgetError",
+        "CellError",
+        "RetrogradeError",
+        "ScheduleError",
+        "UnitError",
+    ),
+    "retrograde.schedule": (
+        "Advance",
+        "Backward",
+        "Free",
+        "Load",
+        "Record",
+        "Schedule",
+        "Store",
+        "simulate",
+    ),
+    "retrograde.plan": ("cost", "plan"),
+    "retrograde.execute.measure": ("Measurement", "measure"),
+    "retrograde.execute.profile": ("Profile", "profile"),
+    "retrograde.execute.unroll": ("unroll",),
+    "retrograde.nn.recurrent": ("LSTM",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "LSTM",
+    "Advance",
+    "Backward",
+    "BudgetError",
+    "CellError",
+    "Free",
+    "Load",
+    "Measurement",
+    "Profile",
+    "Record",
+    "RetrogradeError",
+    "Schedule",
+    "ScheduleError",
+    "Store",
+    "UnitError",
+    "cost",
+    "measure",
+    "plan",
+    "profile",
+    "simulate",
+    "unroll",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'retrograde' has no attribute {name!r}")
+    try:
+        value = getattr(import_module(_HOME_OF[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ModuleNotFoundError(
+            f"retrograde.{name} needs torch: install it with pip install 'retrograde[torch]'",
+            name="torch",
+        ) from None
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME_OF})
+
+
+class _Package(ModuleType):
+    """This package: ``retrograde.plan`` is the function, whichever submodule is loaded first."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _HOME_OF and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -1,0 +1,287 @@
+"""The command ``retrograde``: what the library does, without writing a program.
+
+Each command imports what it needs when it runs, so help comes at once, ``plan`` works without
+torch, and whatever is missing is named with the extra that brings it.
+"""
+
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from retrograde import __version__
+from retrograde.errors import RetrogradeError
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+except ModuleNotFoundError as missing:
+    sys.exit(f"the command needs {missing.name}: pip install 'retrograde[cli]'")
+
+if TYPE_CHECKING:
+    from retrograde.schedule import Schedule
+
+__all__ = ["app", "main"]
+
+_SHORT = 60  # actions that still fit on a few lines
+_INTERRUPTED = 130  # what a shell reports for Ctrl-C
+
+app = typer.Typer(
+    name="retrograde",
+    help="Exact backpropagation on a budget of memory and time.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+
+
+def main() -> None:
+    """Run the command with the arguments of the process.
+
+    Raises:
+        SystemExit: always; 0 when all went well, 2 for what the user can put right.
+    """
+    app()
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"retrograde {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _retrograde(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and leave."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def train(
+    context: typer.Context,
+    memory: Annotated[
+        str,
+        typer.Option(
+            help="Working memory of the LSTM: a share of what ordinary BPTT holds (5%), or bytes "
+            "(64MiB). Its outputs, the embedding and the linear layer are beside it."
+        ),
+    ] = "5%",
+    length: Annotated[int, typer.Option(min=1, help="Characters in a sequence.")] = 1000,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences side by side.")] = 64,
+    hidden: Annotated[int, typer.Option(min=1, help="Width of embedding and LSTM.")] = 256,
+    iterations: Annotated[int, typer.Option(min=1, help="Iterations in all.")] = 60,
+    learning_rate: Annotated[float, typer.Option(help="Of Adam.")] = 0.01,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="A file in UTF-8 to learn from; without it, Python's documentation."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the first weights.")] = 1,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="To compute with; without it, as torch chooses.")
+    ] = None,
+    report: Annotated[Path, typer.Option(help="Folder for everything written.")] = Path("report"),
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on with the run in the report folder, bit for bit as if it had not stopped. "
+            "Its own options hold; more --iterations may be named.",
+        ),
+    ] = False,
+) -> None:
+    """Train a character model on long sequences, the LSTM's backpropagation within a budget.
+
+    Needs no data and no GPU. Writes a checkpoint after every iteration, and at the end pictures,
+    metrics and weights to the report folder.
+    """
+    values = {
+        "memory": memory, "length": length, "batch": batch, "hidden": hidden,
+        "iterations": iterations, "learning_rate": learning_rate, "seed": seed,
+        "threads": threads, "text": None if text is None else str(text),
+    }  # fmt: skip
+    given = {name: value for name, value in values.items() if _is_named(context, name)}
+    with _clean_errors():
+        _require("torch", "torch")
+        _require("matplotlib", "cli")
+        _train(report, given, resume)
+
+
+def _is_named(context: typer.Context, option: str) -> bool:
+    """Whether the user named the option, rather than leave it at its default."""
+    source = context.get_parameter_source(option)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _train(folder: Path, given: dict[str, Any], resume: bool) -> None:
+    console = Console(highlight=False)
+    try:
+        _run(folder, given, resume, console)
+    except KeyboardInterrupt:
+        saved = (folder / "checkpoint.pt").exists()
+        again = f"go on with: retrograde train --resume --report {shlex.quote(str(folder))}"
+        remedy = again if saved else "nothing was finished yet, so start anew"
+        console.print(f"\nstopped; {remedy}", markup=False, soft_wrap=True)
+        raise typer.Exit(_INTERRUPTED) from None
+
+
+def _run(folder: Path, given: dict[str, Any], resume: bool, console: Console) -> None:
+    import torch
+
+    from retrograde import training
+
+    report = training.Report(folder)
+    try:
+        if resume:
+            run, comparison = training.resume(report, given, console)
+        else:
+            threads = {"threads": torch.get_num_threads()}
+            run, comparison = training.start(report, threads | given, console)
+        training.train(report, run, comparison, console)
+    except (RuntimeError, MemoryError) as error:
+        if not training.is_out_of_memory(error):
+            raise
+        raise training.TrainingError(
+            "the machine has too little memory for this model: only the LSTM's working memory is "
+            "bounded by --memory; name a smaller --batch, --hidden or --length"
+        ) from error
+
+
+@app.command()
+def plan(
+    length: Annotated[int, typer.Option(help="Steps of the sequence.")],
+    memory: Annotated[
+        int | None, typer.Option(help="Slots, in the policy's unit; none for a baseline.")
+    ] = None,
+    policy: Annotated[
+        str,
+        typer.Option(
+            help="hsm, ism, msm, or a baseline: store-all, store-hidden, recompute-all, "
+            "chen-sqrt, chen-recursive."
+        ),
+    ] = "hsm",
+    alpha: Annotated[
+        int | None, typer.Option(help="msm: size of an internal state, in hidden states.")
+    ] = None,
+    beta: Annotated[
+        int | None,
+        typer.Option(help="msm: the same where its input hidden state is kept; by default α − 1."),
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw the schedule to this file (.svg, .png, .pdf).")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the schedule to this file.")] = None,
+    actions: Annotated[bool, typer.Option("--actions", help="List every action.")] = False,
+) -> None:
+    """Cost, memory and picture of the schedule that a policy prescribes.
+
+    hsm and msm count hidden states, the initial one included and the step at work not; ism counts
+    internal states, the step at work included. Needs no torch.
+    """
+    with _clean_errors():
+        if picture is not None:
+            _require("matplotlib", "cli")
+        schedule = _describe(length, memory, {"policy": policy, "alpha": alpha, "beta": beta})
+        if actions:
+            typer.echo("\n".join(map(str, schedule)))
+        if json is not None:
+            json.write_text(schedule.to_json(), encoding="utf-8")
+            typer.echo(f"schedule written to {json}")
+        if picture is not None:
+            _draw(schedule, picture)
+            typer.echo(f"picture written to {picture}")
+
+
+def _describe(length: int, memory: int | None, kind: dict[str, Any]) -> "Schedule":
+    """Print what a schedule costs and holds, and return it."""
+    from retrograde.plan import plan
+
+    schedule = plan(length, memory, **kind)
+    console = Console(highlight=False)
+    cost = schedule.cost
+    allowed = "" if memory is None else f" of {memory:,} slots"
+    for name, value in {
+        "cost": f"{cost:,} forward steps, {cost / length:.3g} for each; "
+        f"{_against_ordinary(cost, length):.3f}× the time of ordinary BPTT "
+        "where backward takes as long as two forwards",
+        "peak": f"{schedule.peak:,}{allowed}",
+        "actions": f"{len(schedule):,}",
+        "schedule": str(schedule) if len(schedule) <= _SHORT else "",
+    }.items():
+        if value:
+            console.print(f"[bold]{name:<10}[/]{value}", soft_wrap=True)
+    if memory is not None:
+        console.print(_trade_off(length, memory, kind))
+    return schedule
+
+
+def _trade_off(length: int, memory: int, kind: dict[str, Any]) -> Table:
+    """What less and more memory would cost, halving and doubling."""
+    from retrograde.plan import cost
+
+    table = Table(
+        title=f"What memory buys: {kind['policy']}, {length:,} steps", title_justify="left"
+    )
+    for name in ("memory", "forward steps", "for each step", "× ordinary BPTT"):
+        table.add_column(name, justify="right")
+    for slots in sorted({max(1, memory * 2**power // 16) for power in range(8)}):
+        steps = cost(length, slots, **kind)
+        table.add_row(
+            f"{slots:,}",
+            f"{steps:,}",
+            f"{steps / length:.3g}",
+            f"{_against_ordinary(steps, length):.3f}",
+            style="bold" if slots == memory else "",
+        )
+    return table
+
+
+def _against_ordinary(cost: int, length: int) -> float:
+    """Time of an iteration, ordinary BPTT being 1, backward taking two forwards."""
+    return (cost / length + 2) / 3
+
+
+def _draw(schedule: "Schedule", picture: Path) -> None:
+    from retrograde import figures
+
+    try:
+        figures.draw_schedule(schedule).savefig(picture, dpi=160)
+    except ValueError as error:  # an ending that matplotlib does not know
+        raise RetrogradeError(f"cannot draw {picture}: {error}; try .svg or .png") from error
+
+
+@contextmanager
+def _clean_errors() -> Iterator[None]:
+    """What the user can put right is one message and exit code 2, never a traceback."""
+    try:
+        yield
+    except RetrogradeError as error:
+        message = str(error)
+    except OSError as error:
+        message = f"cannot write {error.filename}: {error.strerror or error}"
+    else:
+        return
+    Console(stderr=True, highlight=False).print(
+        f"[bold red]error[/] {escape(message)}", soft_wrap=True
+    )
+    raise typer.Exit(2)
+
+
+def _require(module: str, extra: str) -> None:
+    if find_spec(module) is None:
+        raise RetrogradeError(f"this needs {module}: pip install 'retrograde[{extra}]'")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""Carrying a schedule out: one ``match`` over its actions. It plans nothing.
+
+A :class:`Run` performs the actions up to the first ``Backward`` in the forward pass, and the rest
+when the gradient arrives. Ordinary autograd does the differentiating, a range at a time: the range
+is recorded from detached leaves, and its graph is consumed by one ``torch.autograd.grad``.
+
+Input and state gradients of a core called step by step are bitwise those of ordinary autograd
+(rule 1). For that, contributions to the gradient of a state must be added in the same order: where
+an output *is* the state (``y is h``), ordinary autograd adds the output's gradient first, before
+those from within the next step. So it is handed to the range that consumes the state, as a root on
+that range's own leaf, and not to the range that produced it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from retrograde.errors import CellError
+from retrograde.execute.cell import Core, as_leaf, foreign_tensors
+from retrograde.execute.replay import Snapshot
+from retrograde.schedule import Action, Advance, Backward, Free, Load, Record, Store
+
+__all__ = ["Gradients", "Run", "Tape", "advance", "backpropagate", "pieces", "record", "window"]
+
+Tensors = list[Tensor]
+Gradient = Tensor | None
+Emit = Callable[[int, int, Tensors], None]
+
+
+@dataclass
+class Tape:
+    """The internal states of steps ``start`` … ``stop − 1``, as one autograd graph."""
+
+    start: int
+    stop: int
+    inputs: Tensors
+    state: Tensors
+    output_edges: list[GradientEdge | None]
+    state_edges: list[GradientEdge | None]
+    state_after: Tensors
+    ambient_after: Snapshot
+
+
+@dataclass
+class Gradients:
+    """What a backward pass collects; ``states`` is the gradient of the state reached so far."""
+
+    outputs: Sequence[Gradient]
+    states: list[Gradient]
+    inputs: list[Gradient]
+    parameters: list[Gradient]
+    length: int
+
+
+def pieces(core: Core, start: int, stop: int) -> list[tuple[int, int]]:
+    """The calls that a range of steps takes."""
+    return [(start, stop)] if core.fused else [(k, k + 1) for k in range(start, stop)]
+
+
+def window(core: Core, start: int, stop: int) -> int | slice:
+    """The index of a call's part in a tensor over all steps."""
+    return slice(start, stop) if core.fused else start
+
+
+def advance(
+    core: Core, inputs: Tensors, start: int, stop: int, state: Tensors, emit: Emit | None
+) -> Tensors:
+    """Run steps ``start`` … ``stop − 1`` and keep nothing but the state after them."""
+    with torch.no_grad():
+        for a, b in pieces(core, start, stop):
+            index = window(core, a, b)
+            outputs, state = core([x[index] for x in inputs], state)
+            if emit is not None:
+                emit(a, b, outputs)
+    return [s.detach() for s in state]
+
+
+def record(
+    core: Core, inputs: Tensors, start: int, stop: int, state: Tensors, emit: Emit | None
+) -> Tape:
+    """Run one call's steps and keep their internal states."""
+    index = window(core, start, stop)
+    mark = torch._C._autograd._get_sequence_nr()
+    with torch.enable_grad():
+        x = [t[index].detach().requires_grad_(t.requires_grad) for t in inputs]
+        s = [as_leaf(t) for t in state]
+        outputs, after = core(x, s)
+    if not core.fused:
+        _check_leaves(core, [*outputs, *after], mark, {id(t) for t in (*x, *s)}, start)
+    if emit is not None:
+        emit(start, stop, outputs)
+    return Tape(
+        start=start,
+        stop=stop,
+        inputs=x,
+        state=s,
+        output_edges=[_edge(y) for y in outputs],
+        state_edges=[_edge(t) for t in after],
+        state_after=[t.detach() for t in after],
+        ambient_after=core.ambient.capture(),
+    )
+
+
+def backpropagate(core: Core, tape: Tape, gradients: Gradients) -> None:
+    """Backpropagate the steps of a tape, collect their gradients, and use the tape up."""
+    index = window(core, tape.start, tape.stop)
+    roots: list[GradientEdge] = []
+    seeds: Tensors = []
+
+    def seed(edge: GradientEdge | None, gradient: Gradient) -> None:
+        if edge is not None and gradient is not None:
+            roots.append(edge)
+            seeds.append(gradient)
+
+    for alias, total in zip(core.aliases, gradients.outputs, strict=True):
+        if alias is not None and tape.start > 0 and total is not None:
+            seed(_edge(tape.state[alias]), total[tape.start - 1])
+    for edge, alias, total in zip(tape.output_edges, core.aliases, gradients.outputs, strict=True):
+        if total is not None and (alias is None or tape.stop == gradients.length):
+            seed(edge, total[index])
+    for edge, gradient in zip(tape.state_edges, gradients.states, strict=True):
+        seed(edge, gradient)
+
+    leaves = [t for t in (*tape.inputs, *tape.state) if t.requires_grad]
+    found: Sequence[Gradient] = [None] * (len(leaves) + len(core.parameters))
+    if roots:
+        found = torch.autograd.grad(roots, [*leaves, *core.parameters], seeds, allow_unused=True)
+    shares = iter(found)
+    for x, total in zip(tape.inputs, gradients.inputs, strict=True):
+        share = next(shares) if x.requires_grad else None
+        if total is not None:
+            total[index] = 0 if share is None else share
+    gradients.states = [next(shares) if s.requires_grad else None for s in tape.state]
+    _accumulate(gradients.parameters, list(shares), core.parameters)
+
+
+def _accumulate(totals: list[Gradient], shares: list[Gradient], parameters: Tensors) -> None:
+    """Add one range's parameter gradients, in the order in which ordinary autograd adds them."""
+    old, new = [], []
+    for i, share in enumerate(shares):
+        if share is None:
+            continue
+        total = totals[i]
+        if total is None:
+            # A copy, since a gradient may share its memory with another tensor.
+            totals[i] = torch.empty_like(parameters[i]).copy_(share)
+        else:
+            old.append(total)
+            new.append(share)
+    if old:
+        torch._foreach_add_(old, new)
+
+
+def _edge(t: Tensor) -> GradientEdge | None:
+    return get_gradient_edge(t) if t.requires_grad else None
+
+
+def _check_leaves(core: Core, outputs: Tensors, mark: int, ours: set[int], step: int) -> None:
+    """Rule 5: a tensor first used at a later step must not lose its gradient in silence."""
+    leaves, older = foreign_tensors(outputs, mark)
+    known = ours | {id(p) for p in core.parameters}
+    grad_fns = {p.grad_fn for p in core.parameters}
+    if any(id(t) not in known for t in leaves) or older - grad_fns:
+        raise CellError(
+            f"at step {step} the cell uses a tensor that requires a gradient and that it did not "
+            "use at step 0: expected the same parameters at every step; pass the cell as an "
+            "nn.Module that owns them, or use them at every step"
+        )
+
+
+@dataclass
+class Run:
+    """The state of one execution: what is stored, what is recorded, what is current.
+
+    Tensors of the caller are passed to its methods and never kept.
+    """
+
+    core: Core
+    actions: tuple[Action, ...]
+    length: int
+    done: int = 0
+    position: int = 0
+    state: Tensors = field(default_factory=list)
+    stored: dict[int, tuple[Tensors, Snapshot]] = field(default_factory=dict)
+    tapes: list[Tape] = field(default_factory=list)
+
+    def forward(self, inputs: Tensors, state: Tensors, emit: Emit | None) -> Tensors:
+        """Perform all that precedes the first ``Backward``; return the state after all steps."""
+        self.stored, self.tapes = {}, []
+        self.done, self.position, self.state = 0, 0, [s.detach() for s in state]
+        while not isinstance(self.actions[self.done], Backward):
+            self._perform(inputs, emit, None)
+        after, self.state = self.state, []
+        return after
+
+    def backward(self, inputs: Tensors, gradients: Gradients) -> None:
+        """Perform the rest, from the first ``Backward`` on."""
+        while self.done < len(self.actions):
+            self._perform(inputs, None, gradients)
+        self.state = []
+
+    def _perform(self, inputs: Tensors, emit: Emit | None, gradients: Gradients | None) -> None:
+        action: Any = self.actions[self.done]
+        self.done += 1
+        match action:
+            case Advance(start, stop):
+                self.state = advance(self.core, inputs, start, stop, self.state, emit)
+                self.position = stop
+            case Store(at):
+                self.stored[at] = (self.state, self.core.ambient.capture())
+            case Record(start, stop):
+                for a, b in pieces(self.core, start, stop):
+                    tape = record(self.core, inputs, a, b, self.state, emit)
+                    self.tapes.append(tape)
+                    self.state, self.position = tape.state_after, b
+            case Load(at):
+                self.state, ambient = self._kept(at)
+                self.core.ambient.restore(ambient)
+                self.position = at
+            case Free(at):
+                del self.stored[at]
+            case Backward(start, _):
+                assert gradients is not None
+                self.state = []
+                while self.tapes and self.tapes[-1].start >= start:
+                    backpropagate(self.core, self.tapes.pop(), gradients)
+
+    def _kept(self, at: int) -> tuple[Tensors, Snapshot]:
+        if at in self.stored:
+            return self.stored[at]
+        tape = next(tape for tape in reversed(self.tapes) if tape.stop == at)
+        return tape.state_after, tape.ambient_after

@@ -1,0 +1,349 @@
+"""What one step takes, in bytes and seconds: what the planner needs, read off the real thing.
+
+The functions that will carry the schedule out are run here on short ranges under
+:func:`retrograde.execute.measure.measure`, on the caller's own tensors, so every temporary of
+every kernel is counted. A core that is called step by step is measured on one step. A fused kernel
+is measured on ranges of a few lengths: its bytes are affine in the length, and the larger lengths
+decide the slope.
+"""
+
+import statistics
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retrograde.execute.cell import Cell, Core, as_leaf, check_length, examine
+from retrograde.execute.executor import (
+    Emit,
+    Gradients,
+    Tape,
+    advance,
+    backpropagate,
+    pieces,
+    record,
+    window,
+)
+from retrograde.execute.fused import HEAP_BYTES
+from retrograde.execute.measure import measure, measure_phases
+from retrograde.execute.replay import autocast_as_now, muted_hooks
+from retrograde.execute.trees import flatten
+from retrograde.plan.fit import Curve, Fit, Footprint, fit, predict_peak_bytes
+from retrograde.units import Memory, format_bytes
+
+__all__ = ["Profile", "fit_measured", "footprint", "profile"]
+
+Tensors = list[Tensor]
+Shapes = list[tuple[torch.Size, torch.dtype]]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What one step of a cell takes.
+
+    Attributes:
+        state_bytes: a hidden state, with the random state and the buffers that a rerun needs.
+        internal_bytes: what backpropagating the step needs, its input hidden state not counted.
+        core_bytes: the working core: the most that running and backpropagating the step takes.
+        forward_seconds: one step that keeps nothing.
+        record_seconds: one step that keeps its internal state.
+        backward_seconds: backpropagating it.
+        parameters: how many tensors besides inputs and state receive a gradient.
+        draws: whether the step draws random numbers.
+    """
+
+    state_bytes: int
+    internal_bytes: int
+    core_bytes: int
+    forward_seconds: float
+    record_seconds: float
+    backward_seconds: float
+    parameters: int
+    draws: bool
+
+    @property
+    def beta(self) -> int:
+        """An internal state in hidden states, its input not counted, rounded up (β)."""
+        return max(1, -(-self.internal_bytes // max(1, self.state_bytes)))
+
+    @property
+    def alpha(self) -> int:
+        """The same with its input hidden state (α)."""
+        return self.beta + 1
+
+    def __str__(self) -> str:
+        rows = [
+            ("hidden state", format_bytes(self.state_bytes)),
+            ("internal state", format_bytes(self.internal_bytes)),
+            ("working core", format_bytes(self.core_bytes)),
+            ("α, β", f"{self.alpha}, {self.beta}"),
+            ("forward step", f"{self.forward_seconds * 1e6:.0f} µs"),
+            ("recording step", f"{self.record_seconds * 1e6:.0f} µs"),
+            ("backward step", f"{self.backward_seconds * 1e6:.0f} µs"),
+        ]
+        return "\n".join(f"{name:<15}{value:>12}" for name, value in rows)
+
+
+def profile(cell: Cell, x: Any, state: Any, *, repeats: int = 9) -> Profile:
+    """Measure one step of a cell: its bytes and its seconds.
+
+    Args:
+        cell: ``cell(x_t, state) -> (y_t, state)``.
+        x: the input of one step, a pytree of tensors.
+        state: a hidden state, a pytree of tensors.
+        repeats: how often each part is timed; medians are told.
+
+    Returns:
+        A :class:`Profile`; ``print`` shows it as a table.
+
+    Raises:
+        CellError: the cell cannot be run exactly.
+
+    Example:
+        >>> cell = torch.nn.GRUCell(8, 16)
+        >>> def step(x, h):
+        ...     h = cell(x, h)
+        ...     return h, h
+        >>> p = profile(step, torch.zeros(4, 8), torch.zeros(4, 16))
+        >>> p.state_bytes, p.alpha > 2
+        (256, True)
+    """
+    leaves, input_spec = flatten(x, "inputs")
+    states, state_spec = flatten(state, "state")
+    inputs = [t.unsqueeze(0) for t in leaves]
+    check_length(inputs)
+    with autocast_as_now(leaves[0].device):
+        core = examine(cell, leaves, input_spec, states, state_spec)
+    sizes = footprint(core, inputs, states)
+    with core.ambient.without_trace(), autocast_as_now(leaves[0].device):
+        seconds = [_seconds_of_step(core, inputs, states) for _ in range(repeats)]
+    forward, recording, backward = map(statistics.median, zip(*seconds, strict=True))
+    return Profile(
+        state_bytes=sizes.state_bytes,
+        internal_bytes=sizes.held(1),
+        core_bytes=sizes.core_bytes(1),
+        forward_seconds=forward,
+        record_seconds=recording,
+        backward_seconds=backward,
+        parameters=len(core.parameters),
+        draws=core.ambient.draws,
+    )
+
+
+def _seconds_of_step(core: Core, inputs: Tensors, state: Tensors) -> tuple[float, float, float]:
+    shapes: Shapes = []
+    moments = [time.perf_counter()]
+    advance(core, inputs, 0, 1, state, None)
+    moments.append(_now(inputs[0].device))
+    tape = record(core, inputs, 0, 1, state, _noting(shapes))
+    moments.append(_now(inputs[0].device))
+    gradients = _gradients_like(core, inputs, tape, shapes, 1)
+    moments.append(_now(inputs[0].device))
+    with muted_hooks(core.parameters):
+        backpropagate(core, tape, gradients)
+    end = _now(inputs[0].device)
+    return moments[1] - moments[0], moments[2] - moments[1], end - moments[3]
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+@dataclass(frozen=True)
+class _Bytes:
+    """The bytes of one range, as :class:`Footprint` has them."""
+
+    advance: int
+    held: int
+    record: int
+    backward: int
+
+
+def footprint(core: Core, inputs: Tensors, state: Tensors, call_steps: float = 0.0) -> Footprint:
+    """Measure what the steps of a core take.
+
+    Args:
+        core: as the executor will run it.
+        inputs: the inputs of all steps, time first; only the first few are used.
+        state: the initial state.
+        call_steps: what a call costs besides its steps, in forward steps.
+
+    Returns:
+        The footprint, for :func:`retrograde.plan.fit.fit`.
+    """
+    device = inputs[0].device
+    with core.ambient.without_trace(), autocast_as_now(device), muted_hooks(core.parameters):
+        _measure_range(core, inputs, state, 1)  # what a first call allocates for good is not ours
+        lengths = _lengths(inputs[0].shape[0]) if core.fused else [1]
+        points = {L: _measure_range(core, inputs, state, L) for L in lengths}
+        few = sorted({min(inputs[0].shape[0], L) for L in (8, 16)})
+        ordinary = Curve(tuple((L, _measure_ordinary(core, inputs, state, L)) for L in few))
+    if not core.fused:  # any range is single steps: what is held grows, the rest does not
+        one = points[1]
+        points[2] = replace(one, held=2 * one.held, record=one.record + one.held)
+    advance, held, record, backward = (
+        Curve(tuple((L, getattr(size, name)) for L, size in points.items()))
+        for name in ("advance", "held", "record", "backward")
+    )
+    return Footprint(
+        state_bytes=sum(map(_rounded, state)) + sum(map(_rounded, core.ambient.capture())),
+        advance=advance,
+        held=held,
+        record=record,
+        backward=backward,
+        ordinary=ordinary,
+        gradient_bytes=sum(_rounded(t) for t in state if t.is_floating_point() or t.is_complex()),
+        heap_bytes=HEAP_BYTES if core.fused and device.type == "cpu" else None,
+        call_steps=call_steps,
+    )
+
+
+def fit_measured(
+    core: Core,
+    inputs: Tensors,
+    state: Tensors,
+    memory: Memory | None,
+    call_steps: float = 0.0,
+) -> Fit:
+    """The fastest schedule for a core within a budget, every length that it uses being measured.
+
+    Args:
+        core: as the executor will run it.
+        inputs: the inputs of all steps, time first.
+        state: the initial state.
+        memory: as :func:`retrograde.plan.fit.fit` takes it.
+        call_steps: what a call costs besides its steps, in forward steps.
+
+    Returns:
+        A fit whose predicted peak is within the budget.
+
+    Raises:
+        BudgetError: even the least schedule does not fit.
+    """
+    sizes = footprint(core, inputs, state, call_steps)
+    while True:
+        found = fit(inputs[0].shape[0], memory, sizes)
+        if not core.fused:
+            return found
+        sizes = _corrected(sizes, found, core, inputs, state)
+        if predict_peak_bytes(found.schedule, sizes) <= found.budget_bytes:
+            return found
+
+
+def _corrected(
+    sizes: Footprint, found: Fit, core: Core, inputs: Tensors, state: Tensors
+) -> Footprint:
+    """The footprint, with the very lengths measured that a fit is going to use."""
+    with muted_hooks(core.parameters), autocast_as_now(inputs[0].device):
+        if found.chunk not in dict(sizes.advance.points):
+            size = _measure_advance(core, inputs, state, found.chunk)
+            sizes = replace(sizes, advance=sizes.advance.through(found.chunk, size))
+        if found.block not in dict(sizes.held.points):
+            range_ = _measure_range(core, inputs, state, found.block)
+            sizes = replace(
+                sizes,
+                held=sizes.held.through(found.block, range_.held),
+                record=sizes.record.through(found.block, range_.record),
+                backward=sizes.backward.through(found.block, range_.backward),
+            )
+    return sizes
+
+
+def _lengths(length: int) -> list[int]:
+    """Where a fused kernel is measured: a few short ranges, since its sizes are nearly affine."""
+    return sorted({min(length, L) for L in (1, 2, 4, 16)})
+
+
+def _measure_advance(core: Core, inputs: Tensors, state: Tensors, steps: int) -> int:
+    device = inputs[0].device
+    return measure(lambda: advance(core, inputs, 0, steps, state, None), device=device).peak_bytes
+
+
+def _measure_range(core: Core, inputs: Tensors, state: Tensors, steps: int) -> _Bytes:
+    device = inputs[0].device
+    shapes: Shapes = []
+    tapes: list[Tape] = []
+    gradients: list[Gradients] = []
+
+    def run() -> None:
+        tapes.append(record(core, inputs, 0, steps, state, _noting(shapes)))
+
+    def prepare() -> None:
+        gradients.append(_gradients_like(core, inputs, tapes[0], shapes, steps))
+
+    def back() -> None:
+        backpropagate(core, tapes.pop(), gradients[0])
+
+    sweep = _measure_advance(core, inputs, state, steps)
+    recorded, _, backward, _ = measure_phases([run, prepare, back, gradients.clear], device=device)
+    return _Bytes(sweep, held=recorded[1], record=recorded[0], backward=backward[0])
+
+
+def _measure_ordinary(core: Core, inputs: Tensors, state: Tensors, steps: int) -> int:
+    """The working bytes of ordinary backpropagation through the first steps, as one graph."""
+
+    def call() -> object:
+        with torch.enable_grad():
+            x = [
+                [t[window(core, a, b)].detach().requires_grad_(t.requires_grad) for t in inputs]
+                for a, b in pieces(core, 0, steps)
+            ]
+            start = s = [as_leaf(t) for t in state]
+            outputs = []
+            for x_t in x:
+                y, s = core(x_t, s)
+                outputs.append(y)
+            wholes = outputs[0]
+            if not core.fused:
+                wholes = [torch.stack(ys) for ys in zip(*outputs, strict=True)]
+        roots = [y for y in wholes if y.requires_grad]
+        leaves = [*(t for x_t in x for t in x_t), *start, *core.parameters]
+        leaves = [t for t in leaves if t.requires_grad]
+        seeds = [torch.ones_like(y) for y in roots]
+        found = torch.autograd.grad(roots, leaves, seeds, allow_unused=True) if roots else ()
+        return wholes, s, seeds, found
+
+    return measure(call, device=inputs[0].device).working_bytes
+
+
+def _noting(shapes: Shapes) -> Emit:
+    """An emitter that keeps no output, only the shapes and dtypes."""
+
+    def emit(start: int, stop: int, values: Tensors) -> None:
+        shapes[:] = [(y.shape, y.dtype) for y in values]
+
+    return emit
+
+
+def _gradients_like(
+    core: Core,
+    inputs: Tensors,
+    tape: Tape,
+    shapes: Shapes,
+    steps: int,
+) -> Gradients:
+    """Gradients of the layout that costs most: expanded scalars, which kernels must copy."""
+    lead = () if core.fused else (steps,)
+    outputs = [
+        torch.ones((), dtype=dtype, device=inputs[0].device).expand(*lead, *shape)
+        for shape, dtype in shapes
+    ]
+    return Gradients(
+        outputs=outputs,
+        states=[
+            torch.ones_like(t) if edge is not None else None
+            for t, edge in zip(tape.state_after, tape.state_edges, strict=True)
+        ],
+        inputs=[torch.empty_like(x[:steps]) if x.requires_grad else None for x in inputs],
+        parameters=[torch.zeros_like(p) for p in core.parameters],
+        length=steps,
+    )
+
+
+def _rounded(t: Tensor) -> int:
+    """The bytes of a tensor as an allocator counts them: CUDA's rounds up to 512."""
+    return -(-t.nbytes // 512) * 512 if t.is_cuda else t.nbytes

@@ -1,0 +1,63 @@
+"""Pytrees of tensors as flat lists and back; a ``None`` is part of the structure, not a leaf."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from retrograde.errors import CellError
+
+__all__ = ["Structure", "flatten"]
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What a flat list of tensors once was.
+
+    Attributes:
+        spec: torch's description of the tree, in which a ``None`` is a leaf.
+        absent: which of its leaves are ``None``.
+    """
+
+    spec: pytree.TreeSpec
+    absent: tuple[bool, ...]
+
+    def unflatten(self, tensors: list[Tensor]) -> Any:
+        """The tree again, with these tensors as its leaves."""
+        rest = iter(tensors)
+        leaves = [None if absent else next(rest) for absent in self.absent]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    def __str__(self) -> str:
+        leaves = [None if absent else "*" for absent in self.absent]
+        return str(pytree.tree_unflatten(leaves, self.spec)).replace("'*'", "*")
+
+
+def flatten(tree: Any, name: str) -> tuple[list[Tensor], Structure]:
+    """The tensors of a tree, in order, and its structure.
+
+    Args:
+        tree: a pytree of tensors and ``None``.
+        name: what to call it in an error.
+
+    Returns:
+        The tensors, and what puts them back.
+
+    Raises:
+        CellError: a leaf is neither a tensor nor ``None``.
+
+    Example:
+        >>> import torch
+        >>> leaves, structure = flatten({"h": torch.zeros(2), "c": None}, "state")
+        >>> len(leaves), str(structure)
+        (1, "{'h': *, 'c': None}")
+    """
+    leaves, spec = pytree.tree_flatten(tree)
+    for leaf in leaves:
+        if leaf is not None and not isinstance(leaf, Tensor):
+            raise CellError(
+                f"the {name} holds a {type(leaf).__name__}: expected a pytree of tensors; "
+                "turn numbers into tensors"
+            )
+    return [t for t in leaves if t is not None], Structure(spec, tuple(t is None for t in leaves))

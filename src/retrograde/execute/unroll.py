@@ -1,0 +1,127 @@
+"""``unroll``: any cell over a sequence, its gradient within a memory budget."""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retrograde.errors import ScheduleError
+from retrograde.execute.autograd import run_schedule, run_without_gradient
+from retrograde.execute.cell import Cell, StepCore, check_length, examine
+from retrograde.execute.profile import fit_measured
+from retrograde.execute.replay import autocast_as_now
+from retrograde.execute.trees import flatten
+from retrograde.plan.fit import Fit
+from retrograde.schedule import Schedule
+from retrograde.units import Memory, parse_memory
+
+__all__ = ["check_schedule", "needs_gradient", "unroll"]
+
+Tensors = list[Tensor]
+
+# What was learnt of a cell, for as long as the cell lives.
+_KNOWN: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+def unroll(
+    cell: Cell,
+    inputs: Any,
+    state: Any,
+    *,
+    memory: Memory | None = None,
+    schedule: Schedule | None = None,
+) -> tuple[Any, Any]:
+    """Run a cell over a sequence; the exact gradient then takes no more than ``memory``.
+
+    Outputs and gradients are those of the plain loop ``y[t], state = cell(x[t], state)``; input
+    and state gradients are bitwise those of ordinary autograd on the same device (rule 1).
+
+    Args:
+        cell: ``cell(x_t, state) -> (y_t, state)``: a module, a function, a closure. It is called
+            once more at the first call for each new input shape, to be measured.
+        inputs: a pytree of tensors, each with time as its first dimension (T, …).
+        state: the initial state, a pytree of tensors, whose structure and shapes every step keeps.
+        memory: the budget for the backward pass, beyond inputs, outputs and gradients: bytes
+            (``67108864``), a size (``"64MiB"``), or a fraction of what ordinary backpropagation
+            would hold (``0.05``, ``"5%"``). None: as ordinary backpropagation does.
+        schedule: the schedule to follow, in place of a budget.
+
+    Returns:
+        The outputs, stacked along a new first dimension (T, …), and the state after the last step.
+
+    Raises:
+        BudgetError: the budget is too small; the message names the smallest that would do.
+        CellError: the cell cannot be run exactly.
+        ScheduleError: the schedule is for another length, or is not legal.
+        UnitError: the memory cannot be read.
+
+    Example:
+        >>> import torch
+        >>> cell = torch.nn.GRUCell(3, 5)
+        >>> x, h = torch.randn(100, 2, 3), torch.zeros(2, 5)
+        >>> def step(x, h):
+        ...     h = cell(x, h)
+        ...     return h, h
+        >>> ys, last = unroll(step, x, h, memory="20%")
+        >>> ys.sum().backward()
+        >>> ys.shape, bool((ys[-1] == last).all())
+        (torch.Size([100, 2, 5]), True)
+    """
+    if memory is not None:
+        parse_memory(memory)
+        if schedule is not None:
+            raise ScheduleError("given both memory and schedule: expected one; leave one out")
+    leaves, input_spec = flatten(inputs, "inputs")
+    states, state_spec = flatten(state, "state")
+    length = check_length(leaves)
+    if schedule is not None:
+        check_schedule(schedule, length)
+    with autocast_as_now(leaves[0].device):
+        core = examine(cell, [x[0] for x in leaves], input_spec, states, state_spec)
+    if needs_gradient([*leaves, *states, *core.parameters]):
+        if schedule is None:
+            schedule = _fitted(cell, core, leaves, states, memory).schedule
+        outputs, after = run_schedule(core, schedule, leaves, states)
+    else:
+        outputs, after = run_without_gradient(core, length, length, leaves, states)
+    return core.output_spec.unflatten(outputs), state_spec.unflatten(after)
+
+
+def needs_gradient(tensors: Tensors) -> bool:
+    """Whether anything that is to be run will be backpropagated."""
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def check_schedule(schedule: Schedule, length: int) -> None:
+    """Refuse a schedule for another length, and one that is not legal.
+
+    Raises:
+        ScheduleError: as said.
+    """
+    if schedule.length != length:
+        raise ScheduleError(
+            f"the schedule is for {schedule.length} steps, but the inputs have {length}: "
+            f"plan one for {length}"
+        )
+    _ = schedule.cost  # replayed, and so checked, once
+
+
+def _fitted(
+    cell: Cell, core: StepCore, leaves: Tensors, states: Tensors, memory: Memory | None
+) -> Fit:
+    key = (memory, *(_signature(t) for t in (*leaves, *states, *core.parameters)))
+    try:
+        known = _KNOWN.setdefault(cell, {})
+    except TypeError:  # a cell that cannot be referred to weakly is measured at every call
+        known = {}
+    if key not in known:
+        known[key] = fit_measured(core, leaves, states, memory)
+    found: Fit = known[key]
+    return found
+
+
+def _signature(t: Tensor) -> tuple[Any, ...]:
+    device = t.device
+    autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+    return tuple(t.shape), t.stride(), t.dtype, device, t.requires_grad, autocast

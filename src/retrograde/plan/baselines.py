@@ -1,0 +1,177 @@
+"""What people do without a planner, as schedules.
+
+===================  ===========================================  ==========================
+policy               keeps                                        forward steps
+===================  ===========================================  ==========================
+``store-all``        every internal state: ordinary BPTT          t
+``store-hidden``     every hidden state                           2t − 1
+``recompute-all``    the initial state only                       t(t+1)/2
+``chen-sqrt``        hidden states between ⌈√t⌉ segments, then    2t − the last segment
+                     a segment's internal states
+``chen-recursive``   hidden states between k parts, each divided  about t·log_k t
+                     in k again, down to parts shorter than k
+===================  ===========================================  ==========================
+
+The first three: Gruslys et al. 2016, sections 2.1, 2.2 and 3. The last two: Chen et al., *Training
+Deep Nets with Sublinear Memory Cost* (2016), as G16 section 2.2 tells it; parts differ by one step
+at most, and the last segment is recorded in the first sweep already, not run twice.
+
+None takes a memory: each holds what it holds, and ``schedule.peak`` says how much, in units of
+hidden states (α = 2, β = 1 unless given). The start of a last part of one step is not stored: the
+step runs in the working core. Time and memory are linear in the actions.
+"""
+
+from collections.abc import Iterator
+from math import isqrt
+
+from retrograde.schedule import Schedule, Units, Verb
+from retrograde.schedule.actions import Code
+
+__all__ = ["chen_recursive", "chen_sqrt", "recompute_all", "store_all", "store_hidden"]
+
+_ADVANCE, _STORE, _RECORD, _LOAD, _FREE, _BACKWARD = (verb.value for verb in Verb)
+_UNITS = Units(alpha=2, beta=1, core=0, initial=1)
+
+
+def store_all(length: int, units: Units = _UNITS) -> Schedule:
+    """Ordinary backpropagation through time: record every step once.
+
+    Args:
+        length: steps.
+        units: sizes, in hidden states.
+
+    Returns:
+        A schedule of t forward steps.
+
+    Example:
+        >>> print(store_all(5))
+        store 0, record 0→5, backward 5→0, free 0
+    """
+    return _schedule("store-all", length, units, _recorded(0, length))
+
+
+def store_hidden(length: int, units: Units = _UNITS) -> Schedule:
+    """Keep every hidden state, and run each step once more when it is backpropagated.
+
+    Args:
+        length: steps.
+        units: sizes, in hidden states.
+
+    Returns:
+        A schedule of 2t − 1 forward steps.
+
+    Example:
+        >>> store_hidden(5).cost
+        9
+    """
+    return _schedule("store-hidden", length, units, _divided(0, range(length + 1), 1))
+
+
+def recompute_all(length: int, units: Units = _UNITS) -> Schedule:
+    """Keep the initial state only, and run to every step anew.
+
+    Args:
+        length: steps.
+        units: sizes, in hidden states.
+
+    Returns:
+        A schedule of t(t+1)/2 forward steps.
+
+    Example:
+        >>> recompute_all(5).cost
+        15
+    """
+    return _schedule("recompute-all", length, units, _recomputed(length))
+
+
+def chen_sqrt(length: int, units: Units = _UNITS) -> Schedule:
+    """Keep the hidden states between ⌈√t⌉ segments, and record a segment as a whole.
+
+    Args:
+        length: steps.
+        units: sizes, in hidden states.
+
+    Returns:
+        A schedule of less than 2t forward steps.
+
+    Example:
+        >>> chen_sqrt(9).cost
+        15
+    """
+    parts = isqrt(length - 1) + 1
+    return _schedule("chen-sqrt", length, units, _divided(0, _bounds(length, parts), length))
+
+
+def chen_recursive(length: int, units: Units = _UNITS, *, segments: int = 2) -> Schedule:
+    """Divide into parts, these into parts again, down to parts shorter than their number.
+
+    Args:
+        length: steps.
+        units: sizes, in hidden states.
+        segments: parts at each division, at least 2.
+
+    Returns:
+        A schedule of about t·log(t) forward steps.
+
+    Example:
+        >>> chen_recursive(8).cost
+        20
+    """
+    whole = segments - 1
+    codes = (
+        _recorded(0, length)
+        if length <= whole
+        else _divided(0, _bounds(length, segments), whole, segments)
+    )
+    return _schedule("chen-recursive", length, units, codes)
+
+
+def _schedule(policy: str, length: int, units: Units, codes: Iterator[Code]) -> Schedule:
+    whole = [(_STORE, 0, 0), *codes, (_FREE, 0, 0)]
+    return Schedule.from_codes(whole, length=length, policy=policy, units=units)
+
+
+def _bounds(length: int, parts: int) -> list[int]:
+    """Where ``parts`` parts of equal length begin and end, to one step."""
+    return [length * i // parts for i in range(parts + 1)]
+
+
+def _recorded(start: int, stop: int) -> Iterator[Code]:
+    yield _RECORD, start, stop
+    yield _BACKWARD, start, stop
+
+
+def _recomputed(length: int) -> Iterator[Code]:
+    for step in reversed(range(length)):
+        if step < length - 1:
+            yield _LOAD, 0, 0
+        if step:
+            yield _ADVANCE, 0, step
+        yield from _recorded(step, step + 1)
+
+
+def _divided(base: int, bounds: "list[int] | range", whole: int, parts: int = 0) -> Iterator[Code]:
+    """Parts from the last to the first, each begun from its stored start.
+
+    Args:
+        base: the state that the bounds are relative to, current and stored.
+        bounds: where parts begin and end, from 0.
+        whole: the most steps that are recorded as a whole; longer parts are divided again.
+        parts: into how many.
+    """
+    last = len(bounds) - 2
+    for i in range(last):
+        start, stop = base + bounds[i], base + bounds[i + 1]
+        yield _ADVANCE, start, stop
+        if i + 1 < last or bounds[-1] - bounds[-2] > 1:
+            yield _STORE, stop, stop
+    for i in reversed(range(last + 1)):
+        start, steps = base + bounds[i], bounds[i + 1] - bounds[i]
+        if i < last:
+            yield _LOAD, start, start
+        if steps <= whole:
+            yield from _recorded(start, start + steps)
+        else:
+            yield from _divided(start, _bounds(steps, parts), whole, parts)
+        if i and (i < last or steps > 1):
+            yield _FREE, start, start

@@ -1,0 +1,307 @@
+"""From bytes to a schedule: the fastest way, of those that fit, to run a recurrence of equal steps.
+
+The sequence is cut into blocks of L steps, and the blocks are planned as the steps of the mixed
+policy (G16 section 3.3), whose sizes are bytes: one block at a time is recorded in the working
+core, other blocks and hidden states are kept as far as the rest of the budget goes. L = 1 is the
+policy of the paper. A larger L gives the kernels longer ranges and the dynamic program fewer
+cells; a smaller one uses the budget more finely. Every L of a geometric grid is planned and the
+one with the least predicted time is taken, in units of a forward step:
+
+    time(L) = forward steps + (calls of a kernel) · (cost of a call)
+
+No clock is read, so the same budget gives the same schedule, and the same sums, on every run.
+
+Complexity: a few dynamic programs over ⌈T/L⌉ blocks and at most :data:`LEVELS` levels of memory;
+where one would exceed :data:`CELLS` operations, the closed form of HSM over blocks stands in.
+Known limit: with several layers of different size a state is still counted as one whole.
+"""
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from retrograde.errors import BudgetError
+from retrograde.plan import mixed
+from retrograde.plan.closed_form import hsm_cost, hsm_schedule
+from retrograde.schedule import (
+    Action,
+    Advance,
+    Backward,
+    Free,
+    Load,
+    Record,
+    Schedule,
+    Store,
+    Units,
+)
+from retrograde.units import Memory, as_bytes, format_bytes
+
+__all__ = ["Curve", "Fit", "Footprint", "fit", "predict_peak_bytes"]
+
+LEVELS = 1024
+CELLS = 2e8
+_GRID = 1.2
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Bytes as a function of the steps in a range: linear between the points that were measured.
+
+    Attributes:
+        points: pairs (steps, bytes), steps increasing; before the first the curve is flat, beyond
+            the last it goes on as between the last two.
+    """
+
+    points: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def affine(cls, fixed: int, per_step: int) -> "Curve":
+        """The curve ``fixed + per_step · steps``."""
+        return cls(((1, fixed + per_step), (2, fixed + 2 * per_step)))
+
+    def __call__(self, steps: int) -> int:
+        points = self.points
+        if len(points) == 1 or steps <= points[0][0]:
+            return points[0][1]
+        right = min(max(1, bisect_left(points, (steps, 0))), len(points) - 1)
+        (a, low), (b, high) = points[right - 1], points[right]
+        return low - (low - high) * (steps - a) // (b - a)
+
+    def through(self, steps: int, size: int) -> "Curve":
+        """The same curve, corrected by one more measurement."""
+        return Curve(tuple(sorted({**dict(self.points), steps: size}.items())))
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What the steps of a recurrence take, in bytes; measured, never guessed.
+
+    Attributes:
+        state_bytes: one stored hidden state, with all that a rerun from it needs.
+        advance: the peak of a call that keeps nothing.
+        held: what a recorded range holds on to, its final state included.
+        record: the peak of recording a range.
+        backward: the peak of backpropagating a range, beyond what it holds.
+        ordinary: the working memory of ordinary backpropagation, as one graph.
+        gradient_bytes: the gradient of one hidden state, carried between ranges.
+        heap_bytes: the most that one recorded call should hold, for speed; None where it is one.
+        call_steps: what a call costs besides its steps, in forward steps.
+    """
+
+    state_bytes: int
+    advance: Curve
+    held: Curve
+    record: Curve
+    backward: Curve
+    ordinary: Curve
+    gradient_bytes: int
+    heap_bytes: int | None
+    call_steps: float
+
+    def core_bytes(self, steps: int) -> int:
+        """The working core: what recording and backpropagating one range takes."""
+        return max(self.record(steps), self.held(steps) + self.backward(steps))
+
+    def minimum_bytes(self) -> int:
+        """The least that any schedule takes: the initial and the current state, and one step."""
+        return self.overhead_bytes(1) + self.state_bytes
+
+    def overhead_bytes(self, steps: int) -> int:
+        """The working core for blocks of ``steps``, the state it starts from, the gradient."""
+        return self.core_bytes(steps) + self.state_bytes + self.gradient_bytes
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A schedule for a budget, and what it was chosen for.
+
+    Attributes:
+        schedule: the actions.
+        block: the steps of one recorded range.
+        chunk: the most steps of one advancing range.
+        forward_steps: forward steps in all, the first sweep included.
+        calls: calls of a kernel in all.
+        budget_bytes: what was allowed.
+        peak_bytes: what the schedule will hold at most.
+        ordinary_bytes: what ordinary backpropagation would hold.
+        minimum_bytes: the least budget that would have done.
+    """
+
+    schedule: Schedule
+    block: int
+    chunk: int
+    forward_steps: int
+    calls: int
+    budget_bytes: int
+    peak_bytes: int
+    ordinary_bytes: int
+    minimum_bytes: int
+
+
+def fit(length: int, memory: Memory | None, footprint: Footprint) -> Fit:
+    """The fastest schedule for a recurrence of ``length`` steps within a budget.
+
+    Args:
+        length: steps, at least 1.
+        memory: bytes, a text such as ``"64MiB"``, or a fraction of ordinary backpropagation's;
+            None allows whatever ordinary backpropagation takes.
+        footprint: what the steps take.
+
+    Returns:
+        A :class:`Fit`.
+
+    Raises:
+        BudgetError: even the least schedule does not fit; the message names the least budget.
+        UnitError: the memory cannot be read.
+
+    Example:
+        >>> constant, per_step = Curve.affine(900, 0), Curve.affine(0, 400)
+        >>> f = Footprint(100, constant, per_step, per_step, constant, per_step, 100, None, 0.0)
+        >>> found = fit(1000, "10%", f)
+        >>> found.peak_bytes <= found.budget_bytes, found.forward_steps
+        (True, 1906)
+    """
+    ordinary, minimum = footprint.ordinary(length), footprint.minimum_bytes()
+    ample = max(minimum, footprint.overhead_bytes(length) + footprint.state_bytes)
+    budget = ample if memory is None else as_bytes(memory, ordinary)
+    if budget < minimum:
+        given = f"{memory} of {format_bytes(ordinary)}" if _is_share(memory) else f"{memory!r}"
+        raise BudgetError(
+            f"the memory {given} is {budget} bytes ({format_bytes(budget)}), but {length} steps "
+            f"need at least {minimum} bytes ({format_bytes(minimum)}), that is "
+            f"{minimum / ordinary:.2%} of ordinary backpropagation's: raise the budget, or make "
+            "the batch or the state smaller",
+            minimum,
+        )
+    blocks = _grid(length, budget, footprint)
+    candidates = (_plan_blocks(length, block, budget, footprint) for block in blocks)
+    best = min(candidates, key=lambda found: _seconds(found, footprint))
+    assert best.peak_bytes <= budget
+    return best
+
+
+def predict_peak_bytes(schedule: Schedule, footprint: Footprint) -> int:
+    """Replay a schedule in bytes: the most that it will hold at any moment.
+
+    Args:
+        schedule: every ``Record`` is one call.
+        footprint: what the steps take.
+
+    Returns:
+        Bytes.
+    """
+    state, gradient = footprint.state_bytes, 0
+    stored: set[int] = set()
+    tapes: dict[int, tuple[int, int]] = {}  # by their end: what they hold, their steps
+    current, peak = 0, 0
+    for action in schedule:
+        loose = state if current not in stored and current not in tapes else 0
+        base = state * len(stored) + sum(held for held, _ in tapes.values()) + loose + gradient
+        transient = 0
+        match action:
+            case Advance(start, stop):
+                transient, current = footprint.advance(stop - start), stop
+            case Store(at):
+                stored.add(at)
+            case Record(start, stop):
+                transient, current = footprint.record(stop - start), stop
+                tapes[stop] = (footprint.held(stop - start), stop - start)
+            case Load(at):
+                current = at
+            case Free(at):
+                stored.remove(at)
+            case Backward(start, _):
+                base += footprint.gradient_bytes - gradient
+                gradient = footprint.gradient_bytes
+                for stop in [stop for stop in tapes if stop > start]:
+                    _, steps = tapes.pop(stop)
+                    transient = max(transient, footprint.backward(steps))
+        peak = max(peak, base + transient)
+    return peak
+
+
+def _is_share(memory: Memory | None) -> bool:
+    return isinstance(memory, float) or (isinstance(memory, str) and "%" in memory)
+
+
+def _grid(length: int, budget: int, footprint: Footprint) -> list[int]:
+    """Block lengths to try, from 1 to the longest that leaves room for the initial state."""
+    room = budget - footprint.state_bytes
+    most = _most(length, room, footprint.overhead_bytes)
+    if footprint.heap_bytes is not None:
+        most = min(most, _most(length, footprint.heap_bytes, footprint.held))
+    count = max(1, math.ceil(math.log(most) / math.log(_GRID)))
+    grid = {round(most ** (i / count)) for i in range(count + 1)}
+    return sorted(L for L in grid if footprint.overhead_bytes(L) <= room)
+
+
+def _most(length: int, limit: int, size: Callable[[int], int]) -> int:
+    """The most steps, of 1 … length, whose size is within a limit (1 if none is)."""
+    return max(1, bisect_right(range(1, length + 1), limit, key=size))
+
+
+def _plan_blocks(length: int, block: int, budget: int, footprint: Footprint) -> Fit:
+    blocks = -(-length // block)
+    memory = budget - footprint.overhead_bytes(block)
+    unit = max(1, footprint.state_bytes, -(-memory // LEVELS))
+    levels = memory // unit
+    if blocks * blocks * levels / 2 <= CELLS:
+        held = -(-footprint.held(block) // unit)
+        plan = mixed.plan_blocks(blocks, levels, state=1, alpha=held + 1, beta=held)
+    else:
+        plan = hsm_schedule(blocks, max(1, memory // max(1, footprint.state_bytes)))
+    return _describe(_stretch(plan, length, block, footprint), block, budget, footprint)
+
+
+def _stretch(plan: Schedule, length: int, block: int, footprint: Footprint) -> Schedule:
+    """From blocks to steps: the first block is the shorter one, the last is recorded first."""
+    first = length - (plan.length - 1) * block
+    bounds = [0, *range(first, length + 1, block)]
+    chunk = _chunk(length, block, footprint)
+    actions = [piece for action in plan for piece in _split(action, bounds, chunk)]
+    return Schedule.from_actions(
+        actions, length=length, policy=plan.policy, units=_units(footprint)
+    )
+
+
+def _split(action: Action, bounds: Sequence[int], chunk: int) -> Iterator[Action]:
+    match action:
+        case Advance(start, stop):
+            for a in range(bounds[start], bounds[stop], chunk):
+                yield Advance(a, min(a + chunk, bounds[stop]))
+        case Record(start, stop) | Backward(start, stop):
+            yield type(action)(bounds[start], bounds[stop])
+        case Store(at) | Load(at) | Free(at):
+            yield type(action)(bounds[at])
+
+
+def _chunk(length: int, block: int, footprint: Footprint) -> int:
+    """The longest range that may advance in one call: its temporaries fit the working core."""
+    return _most(length, footprint.core_bytes(block), footprint.advance)
+
+
+def _units(footprint: Footprint) -> Units:
+    """The sizes of one step in hidden states, rounded up, for the record in the schedule."""
+    beta = max(1, -(-footprint.held(1) // max(1, footprint.state_bytes)))
+    return Units(alpha=beta + 1, beta=beta, core=0, initial=1)
+
+
+def _describe(schedule: Schedule, block: int, budget: int, footprint: Footprint) -> Fit:
+    ranges = [a for a in schedule if isinstance(a, Advance | Record)]
+    return Fit(
+        schedule=schedule,
+        block=block,
+        chunk=_chunk(schedule.length, block, footprint),
+        forward_steps=sum(a.stop - a.start for a in ranges),
+        calls=sum(2 if isinstance(a, Record) else 1 for a in ranges),
+        budget_bytes=budget,
+        peak_bytes=predict_peak_bytes(schedule, footprint),
+        ordinary_bytes=footprint.ordinary(schedule.length),
+        minimum_bytes=footprint.minimum_bytes(),
+    )
+
+
+def _seconds(found: Fit, footprint: Footprint) -> float:
+    """The predicted time, in forward steps."""
+    return found.forward_steps + footprint.call_steps * found.calls

@@ -1,0 +1,239 @@
+"""The six verbs that every schedule is written in.
+
+Steps are numbered 0 … T−1; hidden state k is the one before step k, so state 0 is the initial one.
+
+=========================  =====================================================================
+``Advance(start, stop)``   from state ``start``, run steps start … stop−1, keep nothing; state
+                           ``stop`` is now current
+``Store(at)``              keep the current hidden state ``at``
+``Record(start, stop)``    as Advance, but keep each step's internal state
+``Load(at)``               make kept state ``at`` current (stored, or a recorded step's output)
+``Free(at)``               drop stored state ``at``
+``Backward(start, stop)``  backpropagate steps stop−1 … start, whose internal states are recorded,
+                           and drop those
+=========================  =====================================================================
+
+The set is that of Gruslys et al., *Memory-Efficient Backpropagation Through Time* (2016), with
+ranges where the paper has single steps. Which orders are legal, and what they cost, is said by
+:mod:`retrograde.schedule.simulate`. Actions know nothing of memory, time or tensors.
+
+Inside, an action is a *code*: three integers (verb, start, stop), ``stop == start`` where the verb
+has one position only.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TypeAlias
+
+__all__ = [
+    "Action",
+    "Advance",
+    "Backward",
+    "Code",
+    "Free",
+    "Load",
+    "Record",
+    "Store",
+    "Verb",
+    "decode",
+    "encode",
+]
+
+Code: TypeAlias = tuple[int, int, int]
+
+
+class Verb(IntEnum):
+    """The number that stands for a verb in a code, and in the arrays of a schedule."""
+
+    ADVANCE = 0
+    STORE = 1
+    RECORD = 2
+    LOAD = 3
+    FREE = 4
+    BACKWARD = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """Run steps ``start`` … ``stop − 1`` and keep nothing.
+
+    Args:
+        start: the current hidden state.
+        stop: the hidden state that is current afterwards.
+
+    Example:
+        >>> print(Advance(0, 5))
+        advance 0→5
+    """
+
+    start: int
+    stop: int
+
+    def __str__(self) -> str:
+        return f"advance {self.start}→{self.stop}"
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Keep the current hidden state.
+
+    Args:
+        at: the current hidden state.
+
+    Example:
+        >>> print(Store(5))
+        store 5
+    """
+
+    at: int
+
+    def __str__(self) -> str:
+        return f"store {self.at}"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Run steps ``start`` … ``stop − 1`` and keep the internal state of each.
+
+    Args:
+        start: the current hidden state.
+        stop: the hidden state that is current afterwards.
+
+    Example:
+        >>> print(Record(5, 7))
+        record 5→7
+    """
+
+    start: int
+    stop: int
+
+    def __str__(self) -> str:
+        return f"record {self.start}→{self.stop}"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Make a kept hidden state current: a stored one, or the output of a recorded step.
+
+    Args:
+        at: the hidden state.
+
+    Example:
+        >>> print(Load(0))
+        load 0
+    """
+
+    at: int
+
+    def __str__(self) -> str:
+        return f"load {self.at}"
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Drop a stored hidden state.
+
+    Args:
+        at: the hidden state.
+
+    Example:
+        >>> print(Free(5))
+        free 5
+    """
+
+    at: int
+
+    def __str__(self) -> str:
+        return f"free {self.at}"
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """Backpropagate steps ``stop − 1`` … ``start``, and drop their internal states.
+
+    Args:
+        start: the last step to be backpropagated, the earliest in time.
+        stop: one past the first step to be backpropagated.
+
+    Example:
+        >>> print(Backward(5, 7))
+        backward 7→5
+    """
+
+    start: int
+    stop: int
+
+    def __str__(self) -> str:
+        return f"backward {self.stop}→{self.start}"
+
+
+Action: TypeAlias = Advance | Store | Record | Load | Free | Backward
+
+
+def encode(action: Action) -> Code:
+    """The code of an action.
+
+    Args:
+        action: any of the six.
+
+    Returns:
+        Verb, start and stop.
+
+    Raises:
+        TypeError: ``action`` is none of the six.
+
+    Example:
+        >>> encode(Record(5, 7))
+        (2, 5, 7)
+    """
+    match action:
+        case Advance(start, stop):
+            return Verb.ADVANCE.value, start, stop
+        case Store(at):
+            return Verb.STORE.value, at, at
+        case Record(start, stop):
+            return Verb.RECORD.value, start, stop
+        case Load(at):
+            return Verb.LOAD.value, at, at
+        case Free(at):
+            return Verb.FREE.value, at, at
+        case Backward(start, stop):
+            return Verb.BACKWARD.value, start, stop
+        case _:
+            raise TypeError(
+                f"{action!r} is not an action: expected Advance, Store, Record, Load, Free or "
+                "Backward"
+            )
+
+
+def decode(verb: int, start: int, stop: int) -> Action:
+    """The action that a code stands for.
+
+    Args:
+        verb: as in :class:`Verb`.
+        start: the first position.
+        stop: the second; not looked at where the verb has one only.
+
+    Returns:
+        The action.
+
+    Raises:
+        ValueError: no verb has that number.
+
+    Example:
+        >>> decode(2, 5, 7)
+        Record(start=5, stop=7)
+    """
+    match Verb(verb):
+        case Verb.ADVANCE:
+            return Advance(start, stop)
+        case Verb.STORE:
+            return Store(start)
+        case Verb.RECORD:
+            return Record(start, stop)
+        case Verb.LOAD:
+            return Load(start)
+        case Verb.FREE:
+            return Free(start)
+        case Verb.BACKWARD:
+            return Backward(start, stop)

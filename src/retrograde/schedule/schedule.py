@@ -1,0 +1,297 @@
+"""A schedule: everything that one policy does for one length and one memory, as a finite value.
+
+Outside, a schedule is a sequence of frozen actions; inside, three read-only arrays of equal length
+(verb, start, stop), 17 bytes an action, so that the 300 000 actions of a schedule for 100 000 steps
+are 5 MB and no garbage. It is a value: equal when its parts are equal, hashable, never changed.
+
+Its cost and its peak are not stored but replayed by :mod:`retrograde.schedule.simulate` when first
+asked for, so a schedule cannot claim what it does not do. A schedule need not be legal to exist:
+only a replay says so.
+
+Limits: positions are 64-bit integers; indexing by slices gives tuples of actions, not schedules.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrograde.errors import ScheduleError
+from retrograde.schedule.actions import Action, Code, Verb, decode, encode
+from retrograde.schedule.simulate import simulate
+
+if TYPE_CHECKING:
+    from retrograde.schedule.simulate import Replay
+
+__all__ = ["Schedule", "Units"]
+
+_SHOWN = 60  # actions that str() shows of a long schedule, at each end
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """What the peak of a schedule is counted in.
+
+    Args:
+        alpha: an internal state whose input hidden state is not in memory (α).
+        beta: an internal state whose input hidden state is in memory already (β).
+        core: the working core, that is the internal state of the step being backpropagated:
+            0 where it is not counted (HSM, MSM), 1 where it takes a slot (ISM).
+        initial: the stored initial state: 1 for HSM and MSM, 0 for ISM.
+        state: every other stored hidden state.
+
+    Raises:
+        ScheduleError: one of them is negative or no integer, or beta exceeds alpha.
+
+    Example:
+        >>> Units(alpha=5, beta=4).core
+        0
+    """
+
+    alpha: int = 2
+    beta: int = 1
+    core: int = 0
+    initial: int = 1
+    state: int = 1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if type(value) is not int or value < 0:
+                raise ScheduleError(
+                    f"the unit {field.name} is {value!r}: expected an integer, 0 or more"
+                )
+        if self.beta > self.alpha:
+            raise ScheduleError(
+                f"beta is {self.beta} and alpha is {self.alpha}: an internal state without its "
+                "input cannot be larger than with it; expected beta <= alpha"
+            )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Schedule:
+    """A finite, immutable sequence of actions, with what is needed to replay it.
+
+    Args:
+        length: steps, at least 1.
+        policy: the name of the policy that made it.
+        memory: what the planner was given, in ``units``; None where it was given nothing.
+        units: what the peak is counted in.
+        kind: verbs (:class:`~retrograde.schedule.actions.Verb`), shape (actions,).
+        start: first positions, shape (actions,).
+        stop: second positions, shape (actions,); equal to ``start`` for verbs with one position.
+
+    Raises:
+        ScheduleError: the arrays differ in shape, or a verb is unknown.
+
+    Example:
+        >>> from retrograde.schedule import Backward, Free, Record, Store
+        >>> actions = [Store(0), Record(0, 3), Backward(0, 3), Free(0)]
+        >>> schedule = Schedule.from_actions(actions, length=3, policy="store-all")
+        >>> len(schedule), schedule[1], schedule.cost, schedule.peak
+        (4, Record(start=0, stop=3), 3, 3)
+    """
+
+    length: int
+    policy: str
+    memory: int | None
+    units: Units
+    kind: NDArray[np.uint8]
+    start: NDArray[np.int64]
+    stop: NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        shapes = {np.shape(part) for part in (self.kind, self.start, self.stop)}
+        if len(shapes) != 1 or len(next(iter(shapes))) != 1:
+            raise ScheduleError(
+                f"kind, start and stop have the shapes {sorted(shapes)}: expected one, (actions,)"
+            )
+        if np.size(self.kind) and np.max(self.kind) > max(Verb):
+            raise ScheduleError(
+                f"a verb is numbered {np.max(self.kind)}: expected 0 to {max(Verb):d}"
+            )
+        for name, dtype in (("kind", np.uint8), ("start", np.int64), ("stop", np.int64)):
+            part = np.array(getattr(self, name), dtype=dtype)
+            part.flags.writeable = False
+            object.__setattr__(self, name, part)
+
+    @classmethod
+    def from_actions(
+        cls,
+        actions: Iterable[Action],
+        *,
+        length: int,
+        policy: str = "custom",
+        memory: int | None = None,
+        units: Units | None = None,
+    ) -> "Schedule":
+        """Make a schedule of any actions.
+
+        Args:
+            actions: in the order of their execution.
+            length: steps.
+            policy: a name.
+            memory: slots, or None.
+            units: what the peak is counted in; ``Units()`` by default.
+
+        Returns:
+            The schedule; nothing is replayed yet.
+
+        Raises:
+            ScheduleError: a position does not fit 64 bits.
+
+        Example:
+            >>> from retrograde.schedule import Store
+            >>> Schedule.from_actions([Store(0)], length=1)[0]
+            Store(at=0)
+        """
+        codes = [encode(action) for action in actions]
+        return cls.from_codes(codes, length=length, policy=policy, memory=memory, units=units)
+
+    @classmethod
+    def from_codes(
+        cls,
+        codes: Sequence[Code],
+        *,
+        length: int,
+        policy: str = "custom",
+        memory: int | None = None,
+        units: Units | None = None,
+    ) -> "Schedule":
+        """Make a schedule of codes: as :meth:`from_actions`, for builders of long schedules.
+
+        Args:
+            codes: triples (verb, start, stop).
+            length: steps.
+            policy: a name.
+            memory: slots, or None.
+            units: what the peak is counted in; ``Units()`` by default.
+
+        Returns:
+            The schedule; nothing is replayed yet.
+
+        Raises:
+            ScheduleError: a position does not fit 64 bits.
+
+        Example:
+            >>> Schedule.from_codes([(1, 0, 0)], length=1)[0]
+            Store(at=0)
+        """
+        try:
+            table = np.array(codes, dtype=np.int64).reshape(-1, 3)
+        except OverflowError:
+            raise ScheduleError("a position does not fit 64 bits: expected 0 to length") from None
+        kind, start, stop = table[:, 0].astype(np.uint8), table[:, 1], table[:, 2]
+        return cls(length, policy, memory, units or Units(), kind, start, stop)
+
+    @cached_property
+    def _replay(self) -> "Replay":
+        return simulate(self)
+
+    @property
+    def cost(self) -> int:
+        """Forward steps run in all, the first sweep included; ScheduleError if not legal."""
+        return self._replay.cost
+
+    @property
+    def peak(self) -> int:
+        """The most that is held at any time, in ``units``; ScheduleError if not legal."""
+        return self._replay.peak
+
+    def codes(self) -> Iterator[Code]:
+        """The codes of all actions, as Python integers.
+
+        Returns:
+            An iterator over triples (verb, start, stop).
+
+        Example:
+            >>> list(Schedule.from_codes([(1, 0, 0)], length=1).codes())
+            [(1, 0, 0)]
+        """
+        return zip(self.kind.tolist(), self.start.tolist(), self.stop.tolist(), strict=True)
+
+    def to_json(self) -> str:
+        """The schedule as compact JSON text: see :mod:`retrograde.schedule.text`.
+
+        Returns:
+            One line.
+
+        Example:
+            >>> from retrograde.schedule import Store
+            >>> text = Schedule.from_actions([Store(0)], length=1).to_json()
+            >>> Schedule.from_json(text)[0]
+            Store(at=0)
+        """
+        from retrograde.schedule.text import to_json
+
+        return to_json(self)
+
+    @staticmethod
+    def from_json(text: str) -> "Schedule":
+        """Read what :meth:`to_json` wrote.
+
+        Args:
+            text: JSON.
+
+        Returns:
+            An equal schedule; nothing is replayed yet.
+
+        Raises:
+            ScheduleError: the text is malformed; the message says where.
+
+        Example:
+            >>> Schedule.from_json("[]")
+            Traceback (most recent call last):
+            ...
+            retrograde.errors.ScheduleError: not a schedule: expected a JSON object, got []
+        """
+        from retrograde.schedule.text import from_json
+
+        return from_json(text)
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+    def __iter__(self) -> Iterator[Action]:
+        return (decode(*code) for code in self.codes())
+
+    @overload
+    def __getitem__(self, index: int) -> Action: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Action, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Action | tuple[Action, ...]:
+        kind, start, stop = self.kind[index], self.start[index], self.stop[index]
+        if isinstance(index, slice):
+            parts = zip(kind.tolist(), start.tolist(), stop.tolist(), strict=True)
+            return tuple(decode(*code) for code in parts)
+        return decode(int(kind), int(start), int(stop))
+
+    def _key(self) -> tuple[Any, ...]:
+        arrays = (self.kind.tobytes(), self.start.tobytes(), self.stop.tobytes())
+        return (self.length, self.policy, self.memory, self.units, *arrays)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Schedule):
+            return NotImplemented
+        return self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __str__(self) -> str:
+        if len(self) <= 2 * _SHOWN:
+            return ", ".join(map(str, self))
+        head, tail = self[:_SHOWN], self[-_SHOWN:]
+        gap = f"… {len(self) - 2 * _SHOWN} more …"
+        return ", ".join([*map(str, head), gap, *map(str, tail)])
+
+    def __repr__(self) -> str:
+        return (
+            f"<Schedule {self.policy!r}, length={self.length}, memory={self.memory}, "
+            f"{len(self)} actions>"
+        )

@@ -1,0 +1,226 @@
+"""The executable specification: which schedules are legal, what they cost, what they hold.
+
+At the start state 0 is current and nothing is kept. Then, action by action:
+
+1. ``Advance`` and ``Record`` start at the current state, run forward through at least one step, and
+   through none that is recorded or backpropagated already.
+2. ``Store`` keeps the current state, once.
+3. ``Load`` finds a state that is stored or is the output of a recorded step, and not yet current.
+4. ``Backward`` continues where the last one ended (the first at the end of the sequence), through
+   recorded steps only. Afterwards no state is current.
+5. ``Free`` comes directly after the last use of a stored state: after ``Load(at)``, or after a
+   ``Backward`` that ends at it. No recorded step may still rest on it.
+6. At the end every step is backpropagated and nothing is kept.
+
+So nothing in a legal schedule is kept longer than it is needed or done twice, and leaving out,
+doubling or exchanging any of its actions makes it illegal.
+
+*Accounting.* A stored state counts ``units.state`` (state 0: ``units.initial``). A recorded step
+counts β where its input state is kept too, else α; the steps of a range rest on one another. A
+``Record`` directly followed by a ``Backward`` from its end has its last step in the working core,
+which counts ``units.core``. The peak is the largest sum after any action; the cost is the number of
+forward steps. Both as G16, sections 3.1 to 3.4, count them.
+
+Time and memory are linear in actions and steps.
+"""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrograde.errors import ScheduleError
+from retrograde.schedule.actions import Code, Verb, decode
+
+if TYPE_CHECKING:
+    from retrograde.schedule.schedule import Schedule, Units
+
+__all__ = ["Replay", "simulate"]
+
+_ADVANCE, _STORE, _RECORD, _LOAD, _FREE, _BACKWARD = (verb.value for verb in Verb)
+_NOTHING: Code = (-1, -1, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What a legal schedule was seen to do.
+
+    Args:
+        cost: forward steps run in all.
+        peak: the most that was held at any time, in the schedule's units.
+        actions: how many there are.
+        kept: units held after each action, shape (actions,), read-only.
+    """
+
+    cost: int
+    peak: int
+    actions: int
+    kept: NDArray[np.int64] = field(repr=False, compare=False)
+
+
+def simulate(schedule: "Schedule") -> Replay:
+    """Replay a schedule, step by step, and count.
+
+    Args:
+        schedule: any, legal or not.
+
+    Returns:
+        Its cost and its peak.
+
+    Raises:
+        ScheduleError: it is not legal; the message names the action and the reason.
+
+    Example:
+        >>> from retrograde.schedule import Backward, Free, Record, Schedule, Store
+        >>> actions = [Store(0), Record(0, 3), Backward(0, 3), Free(0)]
+        >>> simulate(Schedule.from_actions(actions, length=3))
+        Replay(cost=3, peak=3, actions=4)
+        >>> simulate(Schedule.from_actions(actions[:3], length=3))
+        Traceback (most recent call last):
+        ...
+        retrograde.errors.ScheduleError: after the last action state 0 is still stored: free it
+    """
+    length = schedule.length
+    if type(length) is not int or length < 1:
+        raise ScheduleError(f"the schedule has length {length!r}: expected at least 1 step")
+    codes = list(schedule.codes())
+    machine = _Machine(length, schedule.units)
+    kept = np.zeros(len(codes), dtype=np.int64)
+    previous = _NOTHING
+    for index, (code, following) in enumerate(zip(codes, [*codes[1:], _NOTHING], strict=False)):
+        reason = machine.apply(code, previous, following)
+        if reason:
+            raise ScheduleError(f"action {index}, {decode(*code)}: {reason}")
+        kept[index] = machine.held
+        previous = code
+    reason = machine.unfinished()
+    if reason:
+        raise ScheduleError(f"after the last action {reason}")
+    kept.flags.writeable = False
+    return Replay(machine.cost, int(kept.max()), len(codes), kept)
+
+
+class _Machine:
+    """Everything that is current, kept and done; each verb returns why it is refused, or ""."""
+
+    def __init__(self, length: int, units: "Units") -> None:
+        self.length = length
+        self.units = units
+        self.current = 0  # -1 where no state is
+        self.stored = bytearray(length + 1)
+        self.recorded = bytearray(length)
+        self.prices = [0] * length  # what each recorded step counts
+        self.frontier = length  # steps from here on are backpropagated
+        self.held = 0
+        self.cost = 0
+
+    def apply(self, code: Code, previous: Code, following: Code) -> str:
+        verb, start, stop = code
+        if verb == _ADVANCE:
+            return self._run(start, stop)
+        if verb == _STORE:
+            return self._store(start)
+        if verb == _RECORD:
+            in_core = following[0] == _BACKWARD and following[2] == stop
+            return self._record(start, stop, in_core)
+        if verb == _LOAD:
+            return self._load(start)
+        if verb == _FREE:
+            return self._free(start, previous)
+        return self._backward(start, stop)
+
+    def unfinished(self) -> str:
+        if self.frontier:
+            return f"step {self.frontier - 1} is not backpropagated"
+        state = self.stored.find(1)
+        return f"state {state} is still stored: free it" if state >= 0 else ""
+
+    def _run(self, start: int, stop: int) -> str:
+        if reason := self._bad_range(start, stop):
+            return reason
+        if start != self.current:
+            return f"{self._where()}, not state {start}: load it first"
+        if stop > self.frontier:
+            step = max(start, self.frontier)
+            return f"step {step} is backpropagated already"
+        step = self.recorded.find(1, start, stop)
+        if step >= 0:
+            return f"step {step} is recorded already: load its output, state {step + 1}"
+        self.current = stop
+        self.cost += stop - start
+        return ""
+
+    def _store(self, at: int) -> str:
+        if at != self.current:
+            return f"{self._where()}, not state {at}: only the current state can be stored"
+        if self.stored[at]:
+            return f"state {at} is stored already"
+        self.stored[at] = 1
+        self.held += self._price_of_state(at)
+        return ""
+
+    def _record(self, start: int, stop: int, in_core: bool) -> str:
+        if reason := self._run(start, stop):
+            return reason
+        units, prices = self.units, self.prices
+        prices[start:stop] = [units.beta] * (stop - start)
+        if not self._is_kept(start):
+            prices[start] = units.alpha
+        if in_core:
+            prices[stop - 1] = units.core
+        self.recorded[start:stop] = b"\1" * (stop - start)
+        self.held += sum(prices[start:stop])
+        return ""
+
+    def _load(self, at: int) -> str:
+        if not 0 <= at <= self.length:
+            return f"there is no state {at}: expected 0 to {self.length}"
+        if at == self.current:
+            return f"state {at} is current already"
+        if not self._is_kept(at):
+            return f"state {at} is neither stored nor the output of a recorded step"
+        self.current = at
+        return ""
+
+    def _free(self, at: int, previous: Code) -> str:
+        if not 0 <= at <= self.length or not self.stored[at]:
+            return f"state {at} is not stored"
+        if previous[:2] not in ((_LOAD, at), (_BACKWARD, at)):
+            return (
+                f"state {at} is not freed directly after its last use: expected load {at} or a "
+                f"backward to {at} just before"
+            )
+        if at < self.length and self.recorded[at]:
+            return f"the recorded step {at} still rests on state {at}"
+        self.stored[at] = 0
+        self.held -= self._price_of_state(at)
+        return ""
+
+    def _backward(self, start: int, stop: int) -> str:
+        if reason := self._bad_range(start, stop):
+            return reason
+        if stop != self.frontier:
+            return f"the next step to be backpropagated is {self.frontier - 1}, not {stop - 1}"
+        step = self.recorded.rfind(0, start, stop)
+        if step >= 0:
+            return f"step {step} is not recorded"
+        self.held -= sum(self.prices[start:stop])
+        self.recorded[start:stop] = bytes(stop - start)
+        self.frontier = start
+        self.current = -1
+        return ""
+
+    def _bad_range(self, start: int, stop: int) -> str:
+        if 0 <= start < stop <= self.length:
+            return ""
+        return f"the range is empty or not within steps 0 to {self.length - 1}"
+
+    def _is_kept(self, state: int) -> bool:
+        return bool(self.stored[state] or (state and self.recorded[state - 1]))
+
+    def _price_of_state(self, state: int) -> int:
+        return self.units.state if state else self.units.initial
+
+    def _where(self) -> str:
+        return "no state is current" if self.current < 0 else f"state {self.current} is current"

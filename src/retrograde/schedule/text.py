@@ -1,0 +1,136 @@
+"""Schedules as text: versioned, compact JSON, both ways.
+
+One object; all actions are one string of letters and positions, ``"S0 A0:5 S5 R5:6 B5:6"``, so that
+a schedule of 300 000 actions stays near 4 MB and can be read by eye. Reading checks the form only;
+whether the schedule is legal, :func:`retrograde.schedule.simulate` says.
+"""
+
+import json
+import re
+from dataclasses import asdict, fields
+from typing import Any, NoReturn
+
+from retrograde.errors import ScheduleError
+from retrograde.schedule.actions import Code, Verb
+from retrograde.schedule.schedule import Schedule, Units
+
+__all__ = ["VERSION", "from_json", "to_json"]
+
+VERSION = 1
+
+_FORMAT = "retrograde-schedule"
+_LETTERS = "ASRLFB"  # in the order of Verb
+_RANGES = frozenset({Verb.ADVANCE.value, Verb.RECORD.value, Verb.BACKWARD.value})
+_WORD = re.compile(r"([ARB])([0-9]+):([0-9]+)|([SLF])([0-9]+)")
+_KEYS = ("format", "version", "length", "policy", "memory", "units", "actions")
+
+
+def to_json(schedule: Schedule) -> str:
+    """Write a schedule as one line of JSON.
+
+    Args:
+        schedule: any.
+
+    Returns:
+        The text.
+
+    Example:
+        >>> from retrograde.schedule import Store
+        >>> to_json(Schedule.from_actions([Store(0)], length=1))[-15:]
+        '"actions":"S0"}'
+    """
+    document = {
+        "format": _FORMAT,
+        "version": VERSION,
+        "length": schedule.length,
+        "policy": schedule.policy,
+        "memory": schedule.memory,
+        "units": asdict(schedule.units),
+        "actions": " ".join(_word(*code) for code in schedule.codes()),
+    }
+    return json.dumps(document, separators=(",", ":"))
+
+
+def from_json(text: str) -> Schedule:
+    """Read what :func:`to_json` wrote.
+
+    Args:
+        text: JSON.
+
+    Returns:
+        An equal schedule.
+
+    Raises:
+        ScheduleError: the text is malformed; the message says where, and what was expected.
+
+    Example:
+        >>> from retrograde.schedule import Store
+        >>> print(from_json(to_json(Schedule.from_actions([Store(0)], length=1))))
+        store 0
+    """
+    document = _document(text)
+    length, policy, memory = document["length"], document["policy"], document["memory"]
+    if type(length) is not int or length < 1:
+        _fail(f"'length' is {length!r}: expected an integer, 1 or more")
+    if not isinstance(policy, str):
+        _fail(f"'policy' is {policy!r}: expected a name")
+    if memory is not None and (type(memory) is not int or memory < 1):
+        _fail(f"'memory' is {memory!r}: expected an integer, 1 or more, or null")
+    units = _units(document["units"])
+    codes = _codes(document["actions"])
+    return Schedule.from_codes(codes, length=length, policy=policy, memory=memory, units=units)
+
+
+def _document(text: str) -> dict[str, Any]:
+    try:
+        document = json.loads(text)
+    except (TypeError, ValueError) as error:
+        _fail(f"the text is no JSON ({error})")
+    if not isinstance(document, dict):
+        _fail(f"expected a JSON object, got {json.dumps(document)[:40]}")
+    if document.get("format") != _FORMAT:
+        _fail(f"'format' is {document.get('format')!r}: expected {_FORMAT!r}")
+    if document.get("version") != VERSION:
+        _fail(f"'version' is {document.get('version')!r}: this library reads {VERSION}")
+    _same_keys("the object", document, _KEYS)
+    return document
+
+
+def _units(document: Any) -> Units:
+    if not isinstance(document, dict):
+        _fail(f"'units' is {document!r}: expected an object")
+    _same_keys("'units'", document, tuple(field.name for field in fields(Units)))
+    return Units(**document)
+
+
+def _same_keys(where: str, document: dict[str, Any], expected: tuple[str, ...]) -> None:
+    missing = [key for key in expected if key not in document]
+    unknown = [key for key in document if key not in expected]
+    if missing:
+        _fail(f"{where} lacks {', '.join(map(repr, missing))}")
+    if unknown:
+        _fail(f"{where} has the unknown {', '.join(map(repr, unknown))}")
+
+
+def _codes(text: Any) -> list[Code]:
+    if not isinstance(text, str):
+        _fail(f"'actions' is {text!r}: expected text such as 'S0 R0:5 B0:5 F0'")
+    return [_code(index, word) for index, word in enumerate(text.split())]
+
+
+def _code(index: int, word: str) -> Code:
+    match = _WORD.fullmatch(word)
+    if match is None:
+        _fail(
+            f"action {index} is {word!r}: expected such as 'A0:5', 'S5', 'R5:6', 'L0', 'F5', 'B5:6'"
+        )
+    letter, start, stop = match[1] or match[4], match[2] or match[5], match[3] or match[5]
+    return _LETTERS.index(letter), int(start), int(stop)
+
+
+def _word(verb: int, start: int, stop: int) -> str:
+    return f"{_LETTERS[verb]}{start}:{stop}" if verb in _RANGES else f"{_LETTERS[verb]}{start}"
+
+
+def _fail(reason: str) -> NoReturn:
+    raise ScheduleError(f"not a schedule: {reason}")

@@ -1,0 +1,233 @@
+"""Ordinary BPTT beside the budgeted LSTM: same weights, same batch, same output gradient.
+
+Both run forward and backward in this process, and only the LSTM: the two differ in nothing else.
+Bytes are measured in a call of their own, seconds in others that take turns, so that neither side
+has the better moments of the machine to itself.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from retrograde.execute.measure import Measurement, measure
+from retrograde.figures.memory import Curve
+from retrograde.training.model import CharacterModel
+from retrograde.units import format_bytes
+
+__all__ = ["Comparison", "Side", "compare", "is_out_of_memory"]
+
+_POINTS = 4000
+Tensors = tuple[Tensor, ...]
+Call = Callable[[], Tensors]
+
+
+@dataclass(frozen=True)
+class Side:
+    """What one of the two took.
+
+    Attributes:
+        working_bytes: peak of the bytes that count against a budget.
+        seconds: of one iteration, the median of a few.
+        curve: working bytes over time.
+    """
+
+    working_bytes: int
+    seconds: float
+    curve: Curve
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Both sides, and how far their gradients are apart.
+
+    Attributes:
+        budget_bytes: what the budgeted side may use.
+        budgeted: the LSTM within its budget.
+        ordinary: ``torch.nn.LSTM``; None where the machine has too little memory for it.
+        gradient_difference: the largest difference of any gradient's element, of inputs and
+            parameters, relative to that gradient's largest element; None likewise.
+        failure: why there is no ordinary side, in words; empty otherwise.
+    """
+
+    budget_bytes: int
+    budgeted: Side
+    ordinary: Side | None
+    gradient_difference: float | None
+    failure: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain containers, for a checkpoint.
+
+        Returns:
+            What :meth:`from_dict` reads.
+        """
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Comparison":
+        """The comparison that :meth:`as_dict` wrote.
+
+        Args:
+            values: by name.
+
+        Returns:
+            The comparison.
+        """
+        ordinary = values["ordinary"]
+        return cls(
+            **values
+            | {
+                "budgeted": _side_from(values["budgeted"]),
+                "ordinary": None if ordinary is None else _side_from(ordinary),
+            }
+        )
+
+
+def compare(model: CharacterModel, codes: Tensor, targets: Tensor, repeats: int = 3) -> Comparison:
+    """Run the model's LSTM, within its budget and without one, on one batch.
+
+    Args:
+        model: whose LSTM; its weights and gradients are left alone.
+        codes: shape ``(length, batch)``.
+        targets: likewise; they give the gradient of the outputs.
+        repeats: timed calls of each side, beside the measured one.
+
+    Returns:
+        The comparison.
+
+    Raises:
+        BudgetError: the budget is too small for the LSTM.
+
+    Example:
+        >>> model = CharacterModel(5, hidden=8, memory="100%")
+        >>> codes = torch.zeros(20, 2, dtype=torch.long)
+        >>> compare(model, codes, codes, repeats=1).gradient_difference < 1e-5
+        True
+    """
+    inputs = model.embedding(codes).detach().requires_grad_()
+    fit = model.lstm.fit(inputs)
+    gradient = _output_gradient(model, inputs, targets)
+    within = _call(model.lstm, inputs, gradient)
+    unlimited = _call(_ordinary_lstm(model.lstm), inputs, gradient)
+    failure = _obstacle(unlimited, fit.ordinary_bytes)
+    if failure:
+        (seconds,) = _take_turns([within], repeats)
+        return Comparison(fit.budget_bytes, _side(measure(within), seconds), None, None, failure)
+    ours, theirs = _take_turns([within, unlimited], repeats)
+    budgeted, ordinary = measure(within), measure(unlimited)
+    return Comparison(
+        fit.budget_bytes,
+        _side(budgeted, ours),
+        _side(ordinary, theirs),
+        _largest_difference(budgeted.value, ordinary.value),
+    )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch failed because the machine has too little memory.
+
+    Args:
+        error: that torch raised.
+
+    Returns:
+        True for what the allocators of CPU and CUDA raise.
+
+    Example:
+        >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("size mismatch"))
+        (True, False)
+    """
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("allocate memory" in text or "alloc_cpu" in text)
+
+
+def _side_from(values: dict[str, Any]) -> Side:
+    return Side(**values | {"curve": Curve(**values["curve"])})
+
+
+def _side(measurement: Measurement[Tensors], seconds: float) -> Side:
+    times, working = measurement.times.tolist(), measurement.working.tolist()
+    return Side(measurement.working_bytes, seconds, Curve(times, working).thinned(_POINTS))
+
+
+def _ordinary_lstm(lstm: nn.LSTM) -> nn.LSTM:
+    ordinary = nn.LSTM(lstm.input_size, lstm.hidden_size)
+    ordinary.load_state_dict(lstm.state_dict())
+    return ordinary
+
+
+def _output_gradient(model: CharacterModel, inputs: Tensor, targets: Tensor) -> Tensor:
+    """The gradient that the loss of this batch sends into the LSTM's outputs."""
+    with torch.no_grad():
+        outputs = model.lstm(inputs)[0]
+    outputs.requires_grad_()
+    logits = model.linear(outputs).flatten(0, 1)
+    loss = functional.cross_entropy(logits, targets.flatten())
+    gradient: Tensor = torch.autograd.grad(loss, outputs)[0]
+    return gradient
+
+
+def _call(lstm: nn.LSTM, inputs: Tensor, gradient: Tensor) -> Call:
+    """Forward and backward; what a caller is handed is returned: gradients, then outputs."""
+    sources = (inputs, *lstm.parameters())
+
+    def call() -> Tensors:
+        outputs, _ = lstm(inputs)
+        return (*torch.autograd.grad(outputs, sources, gradient), outputs.detach())
+
+    return call
+
+
+def _obstacle(call: Call, expected_bytes: int) -> str:
+    """Try a call, and say in words what keeps it from running for lack of memory, if anything.
+
+    Where memory is overcommitted, a process that takes too much is killed and can say nothing, so
+    what is free is looked at first.
+    """
+    free = _free_bytes()
+    if free is not None and expected_bytes > free:
+        return f"would hold {format_bytes(expected_bytes)}; {format_bytes(free)} are free"
+    try:
+        call()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return "out of memory"
+    return ""
+
+
+def _free_bytes() -> int | None:
+    """Memory that the system could still give, in bytes; None where it does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    sizes = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return 1024 * int(sizes[0]) if sizes else None
+
+
+def _take_turns(calls: list[Call], repeats: int) -> list[float]:
+    """Seconds of each call, the median over ``repeats`` rounds."""
+    seconds: list[list[float]] = [[] for _ in calls]
+    for _ in range(repeats):
+        for call, taken in zip(calls, seconds, strict=True):
+            start = time.perf_counter()
+            call()
+            taken.append(time.perf_counter() - start)
+    return [statistics.median(taken) for taken in seconds]
+
+
+def _largest_difference(ours: Tensors, theirs: Tensors) -> float:
+    """Over all but the last, the outputs, which are no gradients."""
+    return max(
+        ((a - b).abs().max() / b.abs().max().clamp(min=torch.finfo(b.dtype).tiny)).item()
+        for a, b in zip(ours[:-1], theirs[:-1], strict=True)
+    )

@@ -1,0 +1,167 @@
+"""A training run: what changes from one iteration to the next, and nothing else.
+
+All that decides the rest of a run is in :meth:`Run.snapshot`; taken up from there, it goes on bit
+for bit as if it had never stopped, given the same machine and number of threads.
+"""
+
+import math
+import os
+import time
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from retrograde.training.model import CharacterModel
+from retrograde.training.options import TrainingError, TrainingOptions
+from retrograde.training.text import Text, embedded_text, read_text
+
+__all__ = ["Run"]
+
+_CLIP = 1.0
+
+
+class Run:
+    """A character model in training.
+
+    Args:
+        options: what is asked for.
+        text: to learn from; read as the options say if None.
+
+    Attributes:
+        options: what was asked for.
+        text: learnt from.
+        model: the model.
+        losses: bits per character, one for each finished iteration.
+        seconds: likewise, forward to the optimizer's step.
+
+    Raises:
+        TrainingError: the text cannot be read, or is shorter than a sequence.
+
+    Example:
+        >>> run = Run(TrainingOptions(length=8, batch=2, hidden=4, memory="1MiB"))
+        >>> 0 < run.step() < 10
+        True
+    """
+
+    def __init__(self, options: TrainingOptions, text: Text | None = None) -> None:
+        self.options = options
+        self.text = _text_of(options) if text is None else text
+        self.text.check_length(options.length)
+        torch.set_num_threads(options.threads)
+        torch.manual_seed(options.seed)
+        self.model = CharacterModel(len(self.text.vocabulary), options.hidden, options.memory)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=options.learning_rate)
+        self.state: tuple[Tensor, Tensor] | None = None
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+
+    @property
+    def done(self) -> int:
+        """How many iterations are finished."""
+        return len(self.losses)
+
+    @property
+    def position(self) -> int:
+        """How many characters every stream has read."""
+        return self.done * self.options.length
+
+    def sequences(self) -> tuple[Tensor, Tensor]:
+        """What the next iteration reads and should predict, each ``(length, batch)``."""
+        return self.text.sequences(self.position, self.options.length, self.options.batch)
+
+    def step(self) -> float:
+        """One iteration.
+
+        Returns:
+            Its loss, in bits per character.
+
+        Raises:
+            TrainingError: the loss is not finite; the weights are left as they were before.
+            BudgetError: the budget is too small for the LSTM.
+        """
+        start = time.perf_counter()
+        codes, targets = self.sequences()
+        logits, state = self.model(codes, self.state)
+        loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        del logits  # not needed for backward, where the LSTM wants the room
+        bits = loss.item() / math.log(2)
+        if not math.isfinite(bits):
+            raise TrainingError(
+                f"the loss is {bits} in iteration {self.done + 1}: expected a finite number; start "
+                f"anew with a --learning-rate below {self.options.learning_rate:g}"
+            )
+        self.optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        nn.utils.clip_grad_norm_(self.model.parameters(), _CLIP)
+        self.optimizer.step()
+        self.state = (state[0].detach(), state[1].detach())
+        self.losses.append(bits)
+        self.seconds.append(time.perf_counter() - start)
+        return bits
+
+    def snapshot(self) -> dict[str, Any]:
+        """All that decides the rest of the run: tensors, numbers, strings and plain containers.
+
+        Returns:
+            What :meth:`resumed` takes up.
+        """
+        live = {
+            "options": self.options.as_dict(),
+            "text": {"source": self.text.source, "sha256": self.text.digest},
+            "vocabulary": self.text.vocabulary,
+            "model": dict(self.model.state_dict()),
+            "optimizer": self.optimizer.state_dict(),
+            "random": torch.get_rng_state(),
+            "position": self.position,
+            "state": self.state,
+            "losses": self.losses,
+            "seconds": self.seconds,
+        }
+        return deepcopy(live)  # training goes on in place, in the optimizer's tensors too
+
+    @classmethod
+    def resumed(
+        cls, snapshot: dict[str, Any], iterations: int | None = None, text: str | None = None
+    ) -> "Run":
+        """A run taken up where a snapshot was made.
+
+        Args:
+            snapshot: what :meth:`snapshot` returned.
+            iterations: how many in all, if other than asked for at first.
+            text: where the text is now, if it has moved.
+
+        Returns:
+            The run.
+
+        Raises:
+            TrainingError: the text is not the one that the run began with, or the snapshot is not
+                one of this version.
+        """
+        snapshot = deepcopy(snapshot)
+        options = TrainingOptions.from_dict(snapshot["options"])
+        options = replace(
+            options,
+            iterations=options.iterations if iterations is None else iterations,
+            text=options.text if text is None else os.path.abspath(text),
+        )
+        found = _text_of(options)
+        if found.digest != snapshot["text"]["sha256"]:
+            raise TrainingError(
+                f"the text {found.source} is not the one that this run began with (its SHA-256 "
+                "differs): give that one with --text, or start anew without --resume"
+            )
+        run = cls(options, found)
+        run.model.load_state_dict(snapshot["model"])
+        run.optimizer.load_state_dict(snapshot["optimizer"])
+        run.state = snapshot["state"]
+        run.losses, run.seconds = snapshot["losses"], snapshot["seconds"]
+        torch.set_rng_state(snapshot["random"])
+        return run
+
+
+def _text_of(options: TrainingOptions) -> Text:
+    return embedded_text() if options.text is None else read_text(options.text)

@@ -1,0 +1,51 @@
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from retrograde.plan.closed_form import ism_schedule
+from retrograde.plan.mixed import plan_blocks
+from retrograde.schedule import Advance, Backward, Free, Load, Record, Schedule, Store, merge
+
+
+def merged(*actions):
+    return list(merge(Schedule.from_actions(actions, length=9)))
+
+
+def test_adjacent_ranges_of_one_verb_become_one():
+    assert merged(Advance(0, 1), Advance(1, 2), Advance(2, 5)) == [Advance(0, 5)]
+    assert merged(Record(0, 1), Record(1, 3)) == [Record(0, 3)]
+    assert merged(Backward(3, 4), Backward(1, 3), Backward(0, 1)) == [Backward(0, 4)]
+
+
+def test_ranges_that_do_not_meet_stay_apart():
+    for pair in (
+        (Advance(0, 1), Advance(2, 3)),
+        (Backward(0, 1), Backward(1, 2)),
+        (Advance(0, 1), Record(1, 2)),
+        (Store(1), Store(1)),
+        (Load(1), Load(1)),
+        (Free(1), Free(1)),
+    ):
+        assert merged(*pair) == list(pair)
+
+
+def test_whatever_lies_between_keeps_ranges_apart():
+    actions = [Advance(0, 1), Store(1), Advance(1, 2)]
+    assert merged(*actions) == actions
+
+
+def test_nothing_merges_to_nothing():
+    assert merged() == []
+
+
+@settings(deadline=None)  # the first example may compile
+@given(st.integers(1, 60), st.integers(1, 60), st.integers(2, 6), st.integers(0, 2))
+def test_cost_and_peak_stay_as_they_were(length, memory, alpha, less):
+    beta = max(1, alpha - less)
+    for schedule in (
+        plan_blocks(length, memory, alpha=alpha, beta=beta),
+        ism_schedule(length, memory),
+    ):
+        short = merge(schedule)
+        assert (short.cost, short.peak) == (schedule.cost, schedule.peak)
+        assert merge(short) == short
+        assert len(short) <= len(schedule)

@@ -1,0 +1,276 @@
+"""The command: what it prints, what it writes, and what bad input gets."""
+
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from retrograde import __version__, cli
+from retrograde.training import TrainingOptions, load_checkpoint
+
+SMALL = ["--memory", "60%", "--length", "40", "--batch", "4", "--hidden", "16", "--threads", "1"]
+
+
+@pytest.fixture(autouse=True)
+def _torch_left_as_it_was():
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    yield
+    torch.set_num_threads(threads)
+    torch.set_rng_state(state)
+
+
+def run(*arguments):
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+
+
+def start(*arguments):
+    """The command as a process of its own."""
+    command = [sys.executable, "-m", "retrograde.cli", *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for(path, process):
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def refused(result):
+    """The one message of a command that was refused, on one line."""
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output
+    return " ".join(result.output.split())
+
+
+def same_run(one, other):
+    """Whether two report folders hold the same run: weights, optimizer, losses, random numbers."""
+    mine, theirs = (load_checkpoint(folder / "checkpoint.pt")["run"] for folder in (one, other))
+    assert mine["losses"] == theirs["losses"]
+    assert mine["position"] == theirs["position"]
+    assert torch.equal(mine["random"], theirs["random"])
+    for name, value in mine["model"].items():
+        assert torch.equal(value, theirs["model"][name]), name
+    for key, moments in mine["optimizer"]["state"].items():
+        for name, value in moments.items():
+            assert torch.equal(value, theirs["optimizer"]["state"][key][name])
+    return True
+
+
+def test_help_and_version_come_without_the_heavy_imports():
+    code = (
+        "import sys, retrograde.cli\n"
+        "print([m for m in ('torch', 'numba', 'matplotlib') if m in sys.modules])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
+    assert run("--version").output == f"retrograde {__version__}\n"
+    for command in ("train", "plan"):
+        assert command in run("--help").output
+        assert run(command, "--help").exit_code == 0
+
+
+def test_the_defaults_of_the_command_are_those_of_the_run():
+    parameters = inspect.signature(cli.train).parameters
+    for name, value in TrainingOptions().as_dict().items():
+        if name != "threads":  # torch's choice, where nobody chooses
+            assert parameters[name].default == value, name
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_a_missing_package_is_named_with_its_extra(missing):
+    code = f"import sys; sys.modules[{missing!r}] = None; import retrograde.cli"
+    process = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True)
+    assert process.returncode == 1
+    assert "pip install 'retrograde[cli]'" in process.stderr
+    assert "Traceback" not in process.stderr
+
+
+@pytest.mark.parametrize(("missing", "extra"), [("torch", "torch"), ("matplotlib", "cli")])
+def test_training_without_a_package_is_refused(monkeypatch, tmp_path, missing, extra):
+    found = cli.find_spec
+    monkeypatch.setattr(cli, "find_spec", lambda name: None if name == missing else found(name))
+    message = refused(run("train", "--report", tmp_path))
+    assert f"this needs {missing}: pip install 'retrograde[{extra}]'" in message
+
+
+def test_training_writes_its_report(tmp_path):
+    result = run("train", *SMALL, "--iterations", 3, "--report", tmp_path / "deep" / "report")
+    assert result.exit_code == 0, result.output
+    written = {path.name for path in (tmp_path / "deep" / "report").iterdir()}
+    pictures = {
+        f"{name}.{end}" for name in ("loss", "memory", "schedule") for end in ("svg", "png")
+    }
+    assert written == pictures | {"metrics.json", "weights.pt", "checkpoint.pt"}
+    for expected in ("Python's own documentation", "1/3", "3/3", "bits/char", "ordinary BPTT"):
+        assert expected in result.output
+    metrics = json.loads((tmp_path / "deep" / "report" / "metrics.json").read_text())
+    assert len(metrics["loss_bits_per_character"]) == len(metrics["seconds_per_iteration"]) == 3
+    assert metrics["options"]["hidden"] == 16
+    comparison = metrics["comparison"]
+    assert comparison["largest_gradient_difference"] < 1e-5
+    assert comparison["budgeted"]["working_bytes"] <= comparison["budget_bytes"]
+    assert metrics["machine"]["torch"] == torch.__version__
+    weights = torch.load(tmp_path / "deep" / "report" / "weights.pt", weights_only=True)
+    assert weights["model"]["lstm.weight_hh_l0"].shape == (64, 16)
+    assert len(weights["vocabulary"]) == metrics["text"]["vocabulary"]
+
+
+def test_resuming_is_bit_for_bit(tmp_path):
+    straight, parts = tmp_path / "straight", tmp_path / "parts"
+    assert run("train", *SMALL, "--iterations", 6, "--report", straight).exit_code == 0
+    assert run("train", *SMALL, "--iterations", 3, "--report", parts).exit_code == 0
+    result = run("train", "--resume", "--iterations", 6, "--report", parts)
+    assert result.exit_code == 0, result.output
+    assert "resumed after iteration 3 of 6" in result.output
+    assert same_run(straight, parts)
+
+
+def test_a_killed_run_goes_on_bit_for_bit(tmp_path):
+    killed, straight = tmp_path / "killed", tmp_path / "straight"
+    process = start("train", *SMALL, "--iterations", 100_000, "--report", killed)
+    wait_for(killed / "checkpoint.pt", process)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    total = len(load_checkpoint(killed / "checkpoint.pt")["run"]["losses"]) + 2
+    assert total < 100_000
+    assert run("train", "--resume", "--iterations", total, "--report", killed).exit_code == 0
+    assert run("train", *SMALL, "--iterations", total, "--report", straight).exit_code == 0
+    assert same_run(killed, straight)
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path):
+    process = start("train", *SMALL, "--iterations", 100_000, "--report", tmp_path)
+    wait_for(tmp_path / "checkpoint.pt", process)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"stopped; go on with: retrograde train --resume --report {tmp_path}" in output
+    assert "Traceback" not in output
+    assert load_checkpoint(tmp_path / "checkpoint.pt")["run"]["losses"]
+
+
+def test_starting_anew_keeps_the_old_checkpoint(tmp_path):
+    run("train", *SMALL, "--iterations", 1, "--report", tmp_path)
+    before = (tmp_path / "checkpoint.pt").read_bytes()
+    result = run("train", *SMALL, "--iterations", 1, "--seed", 2, "--report", tmp_path)
+    assert "the checkpoint of an earlier run is kept as" in result.output
+    assert (tmp_path / "checkpoint.previous.pt").read_bytes() == before
+
+
+def test_a_finished_run_has_nothing_to_resume_but_says_so(tmp_path):
+    run("train", *SMALL, "--iterations", 2, "--report", tmp_path)
+    result = run("train", "--resume", "--report", tmp_path)
+    assert result.exit_code == 0
+    assert "all 2 iterations are done; name more --iterations to go on" in result.output
+
+
+def test_resuming_with_other_options_is_refused(tmp_path):
+    run("train", *SMALL, "--iterations", 1, "--report", tmp_path)
+    message = refused(run("train", "--resume", "--hidden", 32, "--report", tmp_path))
+    assert "--hidden is 32" in message
+    assert "was begun with 16: leave --hidden out" in message
+    assert run("train", "--resume", *SMALL, "--report", tmp_path).exit_code == 0
+
+
+def test_resuming_without_a_whole_checkpoint_is_refused(tmp_path):
+    assert "there is no checkpoint" in refused(run("train", "--resume", "--report", tmp_path))
+    (tmp_path / "checkpoint.pt").write_bytes(b"half a check")
+    assert "is damaged: start anew" in refused(run("train", "--resume", "--report", tmp_path))
+
+
+def test_a_report_folder_that_cannot_be_written_is_said_first(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    started = time.monotonic()
+    message = refused(run("train", "--report", tmp_path / "file" / "report"))
+    assert "cannot write the report folder" in message
+    assert "name one that can be written with --report" in message
+    assert time.monotonic() - started < 5  # nothing of the full size was run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--text", "missing.txt"], "cannot read the text missing.txt: No such file or directory"),
+        (["--length", 10**9], "needs at least 1,000,000,001; use --length"),
+        (["--memory", "5 parsecs"], "unknown unit 'parsecs'"),
+        (["--memory", "500%"], "expected a fraction above 0 and at most 1"),
+        (["--memory", "100B"], "at least"),
+        (["--learning-rate", "-1"], "--learning-rate is -1.0: expected a number above 0"),
+        (["--length", 0], "greater than or equal to 1"),
+        (["--batch", "many"], "--batch"),
+    ],
+)
+def test_bad_input_to_train_is_one_message(tmp_path, arguments, expected):
+    result = run("train", *SMALL, "--iterations", 1, "--report", tmp_path, *arguments)
+    assert expected in refused(result)
+    assert not (tmp_path / "checkpoint.pt").exists()
+
+
+def test_a_plan_tells_cost_peak_and_trade_off(tmp_path):
+    result = run("plan", "--length", 1000, "--memory", 50)
+    assert result.exit_code == 0, result.output
+    assert "2,948 forward steps, 2.95 for each; 1.649× the time of ordinary BPTT" in result.output
+    assert "50 of 50 slots" in result.output
+    rows = [line for line in result.output.splitlines() if line.count("│") == 5]
+    assert [int(row.split("│")[1].replace(",", "")) for row in rows] == [
+        3, 6, 12, 25, 50, 100, 200, 400,
+    ]  # fmt: skip
+
+
+def test_the_headline_of_ism():
+    output = run("plan", "--length", 1000, "--memory", 50, "--policy", "ism").output
+    assert "1,950 forward steps, 1.95 for each; 1.317× the time of ordinary BPTT" in output
+
+
+def test_a_short_plan_is_spelt_out():
+    output = run("plan", "--length", 4, "--memory", 4).output
+    assert "schedule  store 0, advance 0→1" in output
+    assert "\nadvance 0→1\n" in run("plan", "--length", 4, "--memory", 4, "--actions").output
+
+
+def test_a_mixed_plan_takes_its_sizes():
+    output = run(
+        "plan", "--length", 100, "--memory", 30, "--policy", "msm", "--alpha", 5, "--beta", 4
+    ).output
+    assert "forward steps" in output
+
+
+@pytest.mark.parametrize("ending", ["svg", "png"])
+def test_a_plan_is_drawn_and_written(tmp_path, ending):
+    picture, text = tmp_path / f"picture.{ending}", tmp_path / "schedule.json"
+    result = run("plan", "--length", 10, "--memory", 4, "--picture", picture, "--json", text)
+    assert result.exit_code == 0, result.output
+    assert picture.stat().st_size > 1000
+    assert json.loads(text.read_text())["length"] == 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--length", 0, "--memory", 4], "0"),
+        (["--length", 10, "--memory", 0], "0"),
+        (["--length", 10, "--memory", 4, "--policy", "guess"], "guess"),
+        (["--length", 10, "--memory", 4, "--picture", "picture.xyz"], "cannot draw picture.xyz"),
+        (
+            ["--length", 10, "--memory", 4, "--json", "missing/x.json"],
+            "cannot write missing/x.json",
+        ),
+    ],
+)
+def test_bad_input_to_plan_is_one_message(arguments, expected):
+    assert expected in refused(run("plan", *arguments))
+
+
+def test_the_command_can_be_run_as_a_module():
+    environment = {**os.environ, "COLUMNS": "100"}
+    command = [sys.executable, "-m", "retrograde.cli", "plan", "--length", "8", "--memory", "3"]
+    output = subprocess.check_output(command, text=True, env=environment)
+    assert "forward steps" in output
