@@ -37,7 +37,7 @@ def run_schedule(
     Returns:
         The outputs, with time first, and the state after the last step.
     """
-    results = _Recurrence.apply(
+    results = _Recurrence.apply(  # type: ignore[no-untyped-call]
         core, schedule, len(inputs), len(state), *inputs, *state, *core.parameters
     )
     return list(results[: len(core.aliases)]), list(results[len(core.aliases) :])

@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,19 +26,27 @@ Tensors = list[Tensor]
 
 
 class Core(Protocol):
-    """A recurrence on flat lists of tensors.
+    """A recurrence on flat lists of tensors."""
 
-    Attributes:
-        fused: whether a range of steps is one call (leaves then keep their time dimension).
-        parameters: every tensor, besides inputs and state, that is to receive a gradient.
-        ambient: the surroundings that a step depends on.
-        aliases: for each output leaf, the state leaf that is the very same tensor, or None.
-    """
+    @property
+    def fused(self) -> bool:
+        """Whether a range of steps is one call (leaves then keep their time dimension)."""
+        ...
 
-    fused: bool
-    parameters: Tensors
-    ambient: Ambient
-    aliases: Sequence[int | None]
+    @property
+    def parameters(self) -> Tensors:
+        """Every tensor, besides inputs and state, that is to receive a gradient."""
+        ...
+
+    @property
+    def ambient(self) -> Ambient:
+        """The surroundings that a step depends on."""
+        ...
+
+    @property
+    def aliases(self) -> Sequence[int | None]:
+        """For each output leaf, the state leaf that is the very same tensor, or None."""
+        ...
 
     def __call__(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
         """Run one step, or a fused range: outputs, and the state after it."""
@@ -125,7 +133,7 @@ def examine(
     _check_like("state", states, after_spec, like, state_spec)
     leaves, edges = foreign_tensors([*outputs, *states], mark)
     ours = {id(t) for t in (*x, *s)}
-    found = [p for m in modules for p in m.parameters() if p.requires_grad]
+    found: Tensors = [p for m in modules for p in m.parameters() if p.requires_grad]
     found += [t for t in captured if t.grad_fn in edges]
     found += [t for t in leaves if id(t) not in ours]
     _check_captured(edges, captured)
@@ -180,7 +188,7 @@ def foreign_tensors(outputs: Sequence[Tensor], mark: int) -> tuple[Tensors, set[
     while pending:
         node = pending.pop()
         if node.name() == "torch::autograd::AccumulateGrad":
-            leaves.append(node.variable)
+            leaves.append(cast(Any, node).variable)
         elif node._sequence_nr() < mark:
             older.add(node)
         else:

@@ -24,7 +24,16 @@ from retrograde.execute.cell import Core, as_leaf, foreign_tensors
 from retrograde.execute.replay import Snapshot
 from retrograde.schedule import Action, Advance, Backward, Free, Load, Record, Store
 
-__all__ = ["Gradients", "Run", "Tape", "advance", "backpropagate", "pieces", "record", "window"]
+__all__ = [
+    "Gradients",
+    "Run",
+    "Tape",
+    "advance",
+    "backpropagate",
+    "record",
+    "run_ordinary",
+    "window",
+]
 
 Tensors = list[Tensor]
 Gradient = Tensor | None
@@ -77,6 +86,17 @@ def advance(
             if emit is not None:
                 emit(a, b, outputs)
     return [s.detach() for s in state]
+
+
+def run_ordinary(core: Core, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
+    """Run all steps as ordinary autograd would record them: the outputs, the state after them."""
+    if core.fused:
+        return core(inputs, state)
+    outputs = []
+    for x in zip(*(t.unbind() for t in inputs), strict=True):
+        y, state = core(list(x), state)
+        outputs.append(y)
+    return [torch.stack(ys) for ys in zip(*outputs, strict=True)], state
 
 
 def record(

@@ -17,8 +17,13 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch._C._profiler import ProfilerActivity, _EventType, _ExperimentalConfig
-from torch.autograd import ProfilerConfig, ProfilerState
+from torch._C._profiler import (
+    ProfilerActivity,
+    ProfilerConfig,
+    ProfilerState,
+    _EventType,
+    _ExperimentalConfig,
+)
 
 from retrograde.errors import RetrogradeError
 from retrograde.units import format_bytes
@@ -75,9 +80,9 @@ def measure(fn: Callable[[], T], *, device: str | torch.device = "cpu") -> Measu
 
     Example:
         >>> import torch
-        >>> m = measure(lambda: torch.zeros(1024).add_(torch.ones(256).repeat(4)))
+        >>> m = measure(lambda: torch.zeros(1024)[:8].clone())
         >>> m.peak_bytes, m.working_bytes, m.retained_bytes
-        (9216, 5120, 4096)
+        (4128, 4096, 32)
     """
     device = torch.device(device)
     value, start_ns, stop_ns, events = _observe(fn, device)

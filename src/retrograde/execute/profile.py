@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from retrograde.errors import BudgetError
 from retrograde.execute.cell import Cell, Core, as_leaf, check_length, examine
 from retrograde.execute.executor import (
     Emit,
@@ -22,18 +23,20 @@ from retrograde.execute.executor import (
     Tape,
     advance,
     backpropagate,
-    pieces,
     record,
-    window,
+    run_ordinary,
 )
-from retrograde.execute.fused import HEAP_BYTES
+from retrograde.execute.fused import HEAP_BYTES, FusedLSTM
 from retrograde.execute.measure import measure, measure_phases
 from retrograde.execute.replay import autocast_as_now, muted_hooks
 from retrograde.execute.trees import flatten
 from retrograde.plan.fit import Curve, Fit, Footprint, fit, predict_peak_bytes
 from retrograde.units import Memory, format_bytes
 
-__all__ = ["Profile", "fit_measured", "footprint", "profile"]
+__all__ = ["Profile", "fit_fused", "fit_measured", "footprint", "profile"]
+
+# How far ordinary backpropagation is followed to learn what a step adds.
+_LONGEST_MEASURED = 256
 
 Tensors = list[Tensor]
 Shapes = list[tuple[torch.Size, torch.dtype]]
@@ -163,7 +166,15 @@ class _Bytes:
     backward: int
 
 
-def footprint(core: Core, inputs: Tensors, state: Tensors, call_steps: float = 0.0) -> Footprint:
+def footprint(
+    core: Core,
+    inputs: Tensors,
+    state: Tensors,
+    *,
+    call_steps: float = 0.0,
+    backward_steps: float = 2.0,
+    ordinary: Curve | None = None,
+) -> Footprint:
     """Measure what the steps of a core take.
 
     Args:
@@ -171,17 +182,20 @@ def footprint(core: Core, inputs: Tensors, state: Tensors, call_steps: float = 0
         inputs: the inputs of all steps, time first; only the first few are used.
         state: the initial state.
         call_steps: what a call costs besides its steps, in forward steps.
+        backward_steps: what recording and backpropagating a step costs more than running it
+            forward, in forward steps.
+        ordinary: what ordinary backpropagation takes, if it is known; measured otherwise.
 
     Returns:
         The footprint, for :func:`retrograde.plan.fit.fit`.
     """
-    device = inputs[0].device
+    length, device = inputs[0].shape[0], inputs[0].device
     with core.ambient.without_trace(), autocast_as_now(device), muted_hooks(core.parameters):
         _measure_range(core, inputs, state, 1)  # what a first call allocates for good is not ours
-        lengths = _lengths(inputs[0].shape[0]) if core.fused else [1]
+        lengths = sorted({min(length, L) for L in ((1, 2, 4, 16) if core.fused else (1,))})
         points = {L: _measure_range(core, inputs, state, L) for L in lengths}
-        few = sorted({min(inputs[0].shape[0], L) for L in (8, 16)})
-        ordinary = Curve(tuple((L, _measure_ordinary(core, inputs, state, L)) for L in few))
+        if ordinary is None:
+            ordinary = _ordinary_curve(core, inputs, state)
     if not core.fused:  # any range is single steps: what is held grows, the rest does not
         one = points[1]
         points[2] = replace(one, held=2 * one.held, record=one.record + one.held)
@@ -199,15 +213,12 @@ def footprint(core: Core, inputs: Tensors, state: Tensors, call_steps: float = 0
         gradient_bytes=sum(_rounded(t) for t in state if t.is_floating_point() or t.is_complex()),
         heap_bytes=HEAP_BYTES if core.fused and device.type == "cpu" else None,
         call_steps=call_steps,
+        backward_steps=backward_steps,
     )
 
 
 def fit_measured(
-    core: Core,
-    inputs: Tensors,
-    state: Tensors,
-    memory: Memory | None,
-    call_steps: float = 0.0,
+    core: Core, inputs: Tensors, state: Tensors, memory: Memory | None, sizes: Footprint
 ) -> Fit:
     """The fastest schedule for a core within a budget, every length that it uses being measured.
 
@@ -216,7 +227,7 @@ def fit_measured(
         inputs: the inputs of all steps, time first.
         state: the initial state.
         memory: as :func:`retrograde.plan.fit.fit` takes it.
-        call_steps: what a call costs besides its steps, in forward steps.
+        sizes: the core's footprint.
 
     Returns:
         A fit whose predicted peak is within the budget.
@@ -224,14 +235,74 @@ def fit_measured(
     Raises:
         BudgetError: even the least schedule does not fit.
     """
-    sizes = footprint(core, inputs, state, call_steps)
     while True:
         found = fit(inputs[0].shape[0], memory, sizes)
-        if not core.fused:
+        if found.ordinary or not core.fused:
             return found
         sizes = _corrected(sizes, found, core, inputs, state)
         if predict_peak_bytes(found.schedule, sizes) <= found.budget_bytes:
             return found
+
+
+def fit_fused(
+    core: FusedLSTM, inputs: Tensors, state: Tensors, memory: Memory | None
+) -> tuple[FusedLSTM, Fit]:
+    """The fastest of a fused core's kernels, with its schedule, within a budget.
+
+    Args:
+        core: the core, with the kernel that torch would choose.
+        inputs: the inputs of all steps, time first.
+        state: the initial state.
+        memory: as :func:`retrograde.plan.fit.fit` takes it.
+
+    Returns:
+        The core with the kernel to use, and the fit for it.
+
+    Raises:
+        BudgetError: the budget is too small for every kernel.
+    """
+    kernels, sizes, ordinary = core.kernels(), [], None
+    for kernel in kernels:
+        sizes.append(
+            footprint(
+                kernel,
+                inputs,
+                state,
+                call_steps=kernel.call_steps(inputs[0].shape[1]),
+                backward_steps=kernel.backward_steps,
+                ordinary=ordinary,
+            )
+        )
+        ordinary = sizes[0].ordinary
+    minimum = min(size.minimum_bytes() for size in sizes)
+    found: list[tuple[FusedLSTM, Fit]] = []
+    refusals: list[BudgetError] = []
+    for kernel, size in zip(kernels, sizes, strict=True):
+        try:
+            fitted = fit_measured(kernel, inputs, state, memory, size)
+        except BudgetError as refusal:
+            refusals.append(refusal)
+            continue
+        found.append((kernel, replace(fitted, minimum_bytes=min(minimum, fitted.minimum_bytes))))
+        if fitted.forward_steps <= 2 * inputs[0].shape[0]:
+            break  # no kernel can save a recomputation
+    if not found:
+        raise min(refusals, key=lambda refusal: refusal.minimum_bytes)
+    return min(found, key=lambda pair: pair[1].time)
+
+
+def _ordinary_curve(core: Core, inputs: Tensors, state: Tensors) -> Curve:
+    """Ordinary backpropagation's working bytes at doubling lengths, until they grow evenly."""
+    length = inputs[0].shape[0]
+    points = [(L, _measure_ordinary(core, inputs, state, L)) for L in sorted({1, min(2, length)})]
+    while points[-1][0] < min(length, _LONGEST_MEASURED):
+        steps = min(2 * points[-1][0], length)
+        points.append((steps, _measure_ordinary(core, inputs, state, steps)))
+        (a, low), (b, middle), (c, high) = ((0, 0), *points)[-3:]
+        slopes = (middle - low) / (b - a), (high - middle) / (c - b)
+        if steps >= 16 and abs(slopes[1] - slopes[0]) <= 1e-3 * slopes[1]:
+            break
+    return Curve(tuple(points))
 
 
 def _corrected(
@@ -251,11 +322,6 @@ def _corrected(
                 backward=sizes.backward.through(found.block, range_.backward),
             )
     return sizes
-
-
-def _lengths(length: int) -> list[int]:
-    """Where a fused kernel is measured: a few short ranges, since its sizes are nearly affine."""
-    return sorted({min(length, L) for L in (1, 2, 4, 16)})
 
 
 def _measure_advance(core: Core, inputs: Tensors, state: Tensors, steps: int) -> int:
@@ -288,24 +354,14 @@ def _measure_ordinary(core: Core, inputs: Tensors, state: Tensors, steps: int) -
 
     def call() -> object:
         with torch.enable_grad():
-            x = [
-                [t[window(core, a, b)].detach().requires_grad_(t.requires_grad) for t in inputs]
-                for a, b in pieces(core, 0, steps)
-            ]
-            start = s = [as_leaf(t) for t in state]
-            outputs = []
-            for x_t in x:
-                y, s = core(x_t, s)
-                outputs.append(y)
-            wholes = outputs[0]
-            if not core.fused:
-                wholes = [torch.stack(ys) for ys in zip(*outputs, strict=True)]
-        roots = [y for y in wholes if y.requires_grad]
-        leaves = [*(t for x_t in x for t in x_t), *start, *core.parameters]
-        leaves = [t for t in leaves if t.requires_grad]
+            x = [t[:steps].detach().requires_grad_(t.requires_grad) for t in inputs]
+            start = [as_leaf(t) for t in state]
+            outputs, after = run_ordinary(core, x, start)
+        roots = [y for y in outputs if y.requires_grad]
+        leaves = [t for t in (*x, *start, *core.parameters) if t.requires_grad]
         seeds = [torch.ones_like(y) for y in roots]
         found = torch.autograd.grad(roots, leaves, seeds, allow_unused=True) if roots else ()
-        return wholes, s, seeds, found
+        return outputs, after, seeds, found
 
     return measure(call, device=inputs[0].device).working_bytes
 

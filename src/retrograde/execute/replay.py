@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 __all__ = ["Ambient", "Snapshot", "autocast_as_now", "muted_hooks", "random_states"]
 
@@ -62,7 +63,7 @@ class Ambient:
         with torch.no_grad():
             for buffer, value in zip(self.buffers, snapshot[random:], strict=True):
                 # A graph recorded earlier may hold this buffer; its version must not move.
-                with torch.autograd._unsafe_preserve_version_counter(buffer):
+                with _unsafe_preserve_version_counter(buffer):
                     buffer.copy_(value)
 
     @contextmanager

@@ -9,7 +9,8 @@ from torch import Tensor
 from retrograde.errors import ScheduleError
 from retrograde.execute.autograd import run_schedule, run_without_gradient
 from retrograde.execute.cell import Cell, StepCore, check_length, examine
-from retrograde.execute.profile import fit_measured
+from retrograde.execute.executor import run_ordinary
+from retrograde.execute.profile import fit_measured, footprint
 from retrograde.execute.replay import autocast_as_now
 from retrograde.execute.trees import flatten
 from retrograde.plan.fit import Fit
@@ -81,8 +82,12 @@ def unroll(
         core = examine(cell, [x[0] for x in leaves], input_spec, states, state_spec)
     if needs_gradient([*leaves, *states, *core.parameters]):
         if schedule is None:
-            schedule = _fitted(cell, core, leaves, states, memory).schedule
-        outputs, after = run_schedule(core, schedule, leaves, states)
+            found = _fitted(cell, core, leaves, states, memory)
+            schedule = None if found.ordinary else found.schedule
+        if schedule is None:
+            outputs, after = run_ordinary(core, leaves, states)
+        else:
+            outputs, after = run_schedule(core, schedule, leaves, states)
     else:
         outputs, after = run_without_gradient(core, length, length, leaves, states)
     return core.output_spec.unflatten(outputs), state_spec.unflatten(after)
@@ -116,7 +121,7 @@ def _fitted(
     except TypeError:  # a cell that cannot be referred to weakly is measured at every call
         known = {}
     if key not in known:
-        known[key] = fit_measured(core, leaves, states, memory)
+        known[key] = fit_measured(core, leaves, states, memory, footprint(core, leaves, states))
     found: Fit = known[key]
     return found
 

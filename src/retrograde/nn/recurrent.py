@@ -16,8 +16,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from retrograde.errors import CellError
 from retrograde.execute.autograd import run_schedule
-from retrograde.execute.fused import FusedLSTM
-from retrograde.execute.profile import fit_measured
+from retrograde.execute.fused import FusedLSTM, OneDNN
+from retrograde.execute.profile import fit_fused
 from retrograde.execute.unroll import check_schedule, needs_gradient
 from retrograde.plan.fit import Fit
 from retrograde.schedule import Schedule
@@ -66,7 +66,7 @@ class LSTM(nn.LSTM):
             parse_memory(memory)
         self.memory = memory
         self.schedule = schedule
-        self._fits: dict[Any, Fit] = {}
+        self._fits: dict[Any, tuple[OneDNN, Fit]] = {}
 
     def forward(  # type: ignore[override]
         self, input: Tensor | PackedSequence, hx: State | None = None
@@ -82,17 +82,19 @@ class LSTM(nn.LSTM):
             The outputs (T, B, H), laid out as the input is, and the final (h, c).
         """
         budgeted = self.memory is not None or self.schedule is not None
-        tensors = [*self._tensors(input), *(hx or ())]
-        if not (budgeted and needs_gradient([*tensors, *self._parameter_list()])):
+        data = input.data if isinstance(input, PackedSequence) else input
+        if not (budgeted and needs_gradient([data, *(hx or ()), *self.parameters()])):
             return cast(tuple[Tensor | PackedSequence, State], super().forward(input, hx))
         self._check_supported(input)
         x, state = self._time_major(cast(Tensor, input), hx)
-        core = self._core()
         if self.schedule is not None:
             check_schedule(self.schedule, x.shape[0])
-            schedule = self.schedule
+            core, schedule = self._core(), self.schedule
         else:
-            schedule = self._fit(core, x, state).schedule
+            core, found = self._fit(x, state)
+            if found.ordinary:
+                return cast(tuple[Tensor, State], super().forward(input, hx))
+            schedule = found.schedule
         (y,), (h, c) = run_schedule(core, schedule, [x], state)
         return self._laid_out(cast(Tensor, input), y, h, c)
 
@@ -111,7 +113,7 @@ class LSTM(nn.LSTM):
         """
         self._check_supported(input)
         x, state = self._time_major(input, hx)
-        return self._fit(self._core(), x, state)
+        return self._fit(x, state)[1]
 
     def extra_repr(self) -> str:
         """torch's own, and the budget."""
@@ -119,33 +121,28 @@ class LSTM(nn.LSTM):
         return text if self.memory is None else f"{text}, memory={self.memory!r}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_fits": {}}
+        return {
+            **super().__getstate__(),  # type: ignore[no-untyped-call]
+            "_fits": {},
+        }
 
-    def _parameter_list(self) -> list[Tensor]:
-        return cast(list[Tensor], self._flat_weights)
+    def _core(self, onednn: OneDNN = "always") -> FusedLSTM:
+        weights = cast(list[Tensor], self._flat_weights)
+        return FusedLSTM(weights, self.num_layers, self.bias, onednn)
 
-    def _core(self) -> FusedLSTM:
-        weights = self._parameter_list()
-        return FusedLSTM(weights, self.num_layers, self.bias, weights[0].device)
-
-    def _fit(self, core: FusedLSTM, x: Tensor, state: list[Tensor]) -> Fit:
+    def _fit(self, x: Tensor, state: list[Tensor]) -> tuple[FusedLSTM, Fit]:
         kind = x.device.type
         key = (
             self.memory,
             *((tuple(t.shape), t.stride(), t.dtype, t.requires_grad) for t in (x, *state)),
-            *(p.requires_grad for p in core.parameters),
-            (core.device, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
+            *(p.requires_grad for p in self.parameters()),
+            (x.device, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
         )
         if key not in self._fits:
-            self._fits[key] = fit_measured(core, [x], state, self.memory, self._call_steps(x))
-        return self._fits[key]
-
-    def _call_steps(self, x: Tensor) -> float:
-        """What a kernel call costs besides its steps, in forward steps: nominal, not timed, so
-        that the schedule, and with it every sum, is the same on every run."""
-        rows = self.num_layers * x.shape[1]
-        flops = 8 * rows * self.hidden_size * (self.input_size + self.hidden_size)
-        return _CALL_FLOPS / (flops + _STEP_FLOPS)
+            core, found = fit_fused(self._core(), [x], state, self.memory)
+            self._fits[key] = core.onednn, found
+        onednn, found = self._fits[key]
+        return self._core(onednn), found
 
     def _check_supported(self, input: Any) -> None:
         if isinstance(input, PackedSequence):
@@ -163,10 +160,6 @@ class LSTM(nn.LSTM):
                 f"dropout={self.dropout} between layers is not supported together with memory=: "
                 "stack single-layer LSTMs with torch.nn.Dropout between them"
             )
-
-    @staticmethod
-    def _tensors(input: Tensor | PackedSequence) -> list[Tensor]:
-        return [input.data if isinstance(input, PackedSequence) else input]
 
     def _time_major(self, input: Tensor, hx: State | None) -> tuple[Tensor, list[Tensor]]:
         if input.dim() not in (2, 3):
@@ -194,9 +187,3 @@ class LSTM(nn.LSTM):
         if input.dim() == 2:
             return y.squeeze(1), (h.squeeze(1), c.squeeze(1))
         return (y.transpose(0, 1) if self.batch_first else y), (h, c)
-
-
-# On CPUs a range of one step costs about as much as 30 MFLOP more than its arithmetic, forward and
-# backward together, and no step takes less than the time of half a MFLOP (benchmarks/call_cost.py).
-_CALL_FLOPS = 3e7
-_STEP_FLOPS = 5e5

@@ -19,11 +19,11 @@ Known limit: with several layers of different size a state is still counted as o
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from retrograde.errors import BudgetError
 from retrograde.plan import mixed
-from retrograde.plan.closed_form import hsm_cost, hsm_schedule
+from retrograde.plan.closed_form import hsm_schedule
 from retrograde.schedule import (
     Action,
     Advance,
@@ -42,6 +42,7 @@ __all__ = ["Curve", "Fit", "Footprint", "fit", "predict_peak_bytes"]
 LEVELS = 1024
 CELLS = 2e8
 _GRID = 1.2
+_KEPT = 16
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,8 @@ class Footprint:
         gradient_bytes: the gradient of one hidden state, carried between ranges.
         heap_bytes: the most that one recorded call should hold, for speed; None where it is one.
         call_steps: what a call costs besides its steps, in forward steps.
+        backward_steps: what recording and backpropagating a step costs more than running it
+            forward, in forward steps; it matters between cores only.
     """
 
     state_bytes: int
@@ -98,10 +101,12 @@ class Footprint:
     gradient_bytes: int
     heap_bytes: int | None
     call_steps: float
+    backward_steps: float = 2.0
 
     def core_bytes(self, steps: int) -> int:
-        """The working core: what recording and backpropagating one range takes."""
-        return max(self.record(steps), self.held(steps) + self.backward(steps))
+        """The working core: what recording and backpropagating one range takes (or one step of a
+        range that only advances, if that is more)."""
+        return max(self.record(steps), self.held(steps) + self.backward(steps), self.advance(1))
 
     def minimum_bytes(self) -> int:
         """The least that any schedule takes: the initial and the current state, and one step."""
@@ -122,10 +127,12 @@ class Fit:
         chunk: the most steps of one advancing range.
         forward_steps: forward steps in all, the first sweep included.
         calls: calls of a kernel in all.
+        time: the predicted time of an iteration, in forward steps.
         budget_bytes: what was allowed.
         peak_bytes: what the schedule will hold at most.
         ordinary_bytes: what ordinary backpropagation would hold.
         minimum_bytes: the least budget that would have done.
+        ordinary: whether the budget is enough for ordinary backpropagation, which then is used.
     """
 
     schedule: Schedule
@@ -133,10 +140,12 @@ class Fit:
     chunk: int
     forward_steps: int
     calls: int
+    time: float
     budget_bytes: int
     peak_bytes: int
     ordinary_bytes: int
     minimum_bytes: int
+    ordinary: bool
 
 
 def fit(length: int, memory: Memory | None, footprint: Footprint) -> Fit:
@@ -145,7 +154,7 @@ def fit(length: int, memory: Memory | None, footprint: Footprint) -> Fit:
     Args:
         length: steps, at least 1.
         memory: bytes, a text such as ``"64MiB"``, or a fraction of ordinary backpropagation's;
-            None allows whatever ordinary backpropagation takes.
+            None allows what ordinary backpropagation takes.
         footprint: what the steps take.
 
     Returns:
@@ -162,9 +171,11 @@ def fit(length: int, memory: Memory | None, footprint: Footprint) -> Fit:
         >>> found.peak_bytes <= found.budget_bytes, found.forward_steps
         (True, 1906)
     """
-    ordinary, minimum = footprint.ordinary(length), footprint.minimum_bytes()
-    ample = max(minimum, footprint.overhead_bytes(length) + footprint.state_bytes)
-    budget = ample if memory is None else as_bytes(memory, ordinary)
+    ordinary = footprint.ordinary(length)
+    minimum = min(ordinary, footprint.minimum_bytes())
+    budget = ordinary if memory is None else as_bytes(memory, ordinary)
+    if budget >= ordinary:
+        return _ordinary(length, budget, footprint)
     if budget < minimum:
         given = f"{memory} of {format_bytes(ordinary)}" if _is_share(memory) else f"{memory!r}"
         raise BudgetError(
@@ -176,7 +187,7 @@ def fit(length: int, memory: Memory | None, footprint: Footprint) -> Fit:
         )
     blocks = _grid(length, budget, footprint)
     candidates = (_plan_blocks(length, block, budget, footprint) for block in blocks)
-    best = min(candidates, key=lambda found: _seconds(found, footprint))
+    best = min(candidates, key=lambda found: found.time)
     assert best.peak_bytes <= budget
     return best
 
@@ -226,14 +237,24 @@ def _is_share(memory: Memory | None) -> bool:
 
 
 def _grid(length: int, budget: int, footprint: Footprint) -> list[int]:
-    """Block lengths to try, from 1 to the longest that leaves room for the initial state."""
+    """Block lengths to try: a geometric grid, and those that fill the budget with 0, 1, 2, …
+    recorded blocks beside the working core and the states between the others."""
     room = budget - footprint.state_bytes
     most = _most(length, room, footprint.overhead_bytes)
     if footprint.heap_bytes is not None:
         most = min(most, _most(length, footprint.heap_bytes, footprint.held))
     count = max(1, math.ceil(math.log(most) / math.log(_GRID)))
     grid = {round(most ** (i / count)) for i in range(count + 1)}
-    return sorted(L for L in grid if footprint.overhead_bytes(L) <= room)
+
+    for kept in range(_KEPT):
+
+        def filled(block: int, kept: int = kept) -> int:
+            return footprint.overhead_bytes(block) + kept * footprint.held(block)
+
+        block = _most(length, room, filled)
+        states = max(0, -(-length // block) - kept - 1) * footprint.state_bytes
+        grid.add(min(most, _most(length, room - states, filled)))
+    return sorted(block for block in grid if footprint.overhead_bytes(block) <= room)
 
 
 def _most(length: int, limit: int, size: Callable[[int], int]) -> int:
@@ -289,19 +310,29 @@ def _units(footprint: Footprint) -> Units:
 
 def _describe(schedule: Schedule, block: int, budget: int, footprint: Footprint) -> Fit:
     ranges = [a for a in schedule if isinstance(a, Advance | Record)]
+    forward_steps = sum(a.stop - a.start for a in ranges)
+    calls = sum(2 if isinstance(a, Record) else 1 for a in ranges)
+    backward_steps = footprint.backward_steps * schedule.length
     return Fit(
         schedule=schedule,
         block=block,
         chunk=_chunk(schedule.length, block, footprint),
-        forward_steps=sum(a.stop - a.start for a in ranges),
-        calls=sum(2 if isinstance(a, Record) else 1 for a in ranges),
+        forward_steps=forward_steps,
+        calls=calls,
+        time=forward_steps + backward_steps + footprint.call_steps * calls,
         budget_bytes=budget,
         peak_bytes=predict_peak_bytes(schedule, footprint),
         ordinary_bytes=footprint.ordinary(schedule.length),
         minimum_bytes=footprint.minimum_bytes(),
+        ordinary=False,
     )
 
 
-def _seconds(found: Fit, footprint: Footprint) -> float:
-    """The predicted time, in forward steps."""
-    return found.forward_steps + footprint.call_steps * found.calls
+def _ordinary(length: int, budget: int, footprint: Footprint) -> Fit:
+    """Everything in one recorded range: ordinary backpropagation, with its own peak."""
+    actions: list[Action] = [Store(0), Record(0, length), Backward(0, length), Free(0)]
+    schedule = Schedule.from_actions(
+        actions, length=length, policy="store-all", units=_units(footprint)
+    )
+    found = _describe(schedule, length, budget, footprint)
+    return replace(found, chunk=length, peak_bytes=found.ordinary_bytes, ordinary=True)

@@ -1,0 +1,233 @@
+"""``retrograde.LSTM`` is ``torch.nn.LSTM`` within a budget."""
+
+import copy
+import io
+
+import pytest
+import torch
+
+import retrograde as rg
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+
+def pair(*args, memory=None, schedule=None, **options):
+    """torch's module and ours, with the same weights."""
+    torch.manual_seed(0)
+    theirs = torch.nn.LSTM(*args, **options)
+    ours = rg.LSTM(*args, memory=memory, schedule=schedule, **options)
+    ours.load_state_dict(theirs.state_dict())
+    return theirs, ours
+
+
+def results(net, x, hx):
+    """Outputs and all gradients of a loss in which each output has a part of its own."""
+    leaves = [x, *(hx or ())]
+    for t in [*leaves, *net.parameters()]:
+        t.grad = None
+    y, (h, c) = net(x, hx)
+    generator = torch.Generator().manual_seed(1)
+    outputs = [y, h, c]
+    seeds = [torch.randn(t.shape, generator=generator, dtype=t.dtype) for t in outputs]
+    torch.autograd.backward(outputs, seeds)
+    return [t.detach() for t in outputs] + [t.grad for t in [*leaves, *net.parameters()]]
+
+
+def assert_equal_to(ours, theirs, tolerance):
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a - b).norm() <= tolerance * b.norm().clamp_min(1e-30)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("length", [1, 2, 63, 1000])
+def test_gradients_from_the_least_budget_to_more_than_enough(dtype, length):
+    theirs, ours = pair(5, 7, dtype=dtype)
+    x = torch.randn(length, 3, 5, dtype=dtype, requires_grad=True)
+    hx = tuple(torch.randn(1, 3, 7, dtype=dtype, requires_grad=True) for _ in range(2))
+    expected = results(theirs, x, hx)
+    ours.memory = 1
+    with pytest.raises(rg.BudgetError) as caught:
+        ours(x, hx)
+    least = caught.value.minimum_bytes
+    for memory in [least if length < 1000 else 2 * least, 4 * least, 1.0, "1GiB"]:
+        ours.memory = memory
+        assert_equal_to(results(ours, x, hx), expected, TOLERANCE[dtype])
+    ours.memory = least - 1
+    with pytest.raises(rg.BudgetError, match=f"need at least {least} bytes"):
+        ours(x, hx)
+
+
+@pytest.mark.parametrize(
+    ("policy", "memory", "sizes"),
+    [
+        ("hsm", 3, {}),
+        ("ism", 3, {}),
+        ("msm", 12, {"alpha": 5, "beta": 4}),
+        ("store-all", None, {}),
+        ("store-hidden", None, {}),
+        ("recompute-all", None, {}),
+        ("chen-sqrt", None, {}),
+        ("chen-recursive", None, {}),
+    ],
+)
+def test_every_policy(policy, memory, sizes):
+    schedule = rg.plan(63, memory, policy=policy, **sizes)
+    theirs, ours = pair(5, 7, schedule=schedule, dtype=torch.float64)
+    x = torch.randn(63, 3, 5, dtype=torch.float64, requires_grad=True)
+    assert_equal_to(results(ours, x, None), results(theirs, x, None), 1e-12)
+    with pytest.raises(rg.ScheduleError, match="for 63 steps, but the inputs have 64"):
+        ours(torch.randn(64, 3, 5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_layers": 3},
+        {"bias": False},
+        {"proj_size": 4},
+        {"num_layers": 2, "proj_size": 4, "bias": False},
+        {"batch_first": True},
+    ],
+)
+def test_options(options):
+    theirs, ours = pair(5, 7, memory="30%", dtype=torch.float64, **options)
+    x = torch.randn(40, 40, 5, dtype=torch.float64, requires_grad=True)
+    assert_equal_to(results(ours, x, None), results(theirs, x, None), 1e-12)
+
+
+def test_without_a_batch():
+    theirs, ours = pair(5, 7, memory="50%", dtype=torch.float64)
+    x = torch.randn(63, 5, dtype=torch.float64, requires_grad=True)
+    hx = tuple(torch.randn(1, 7, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert_equal_to(results(ours, x, hx), results(theirs, x, hx), 1e-12)
+
+
+def test_gradcheck_passes():
+    _, ours = pair(3, 2, schedule=rg.plan(9, 2), dtype=torch.float64)
+    x = torch.randn(9, 2, 3, dtype=torch.float64, requires_grad=True)
+    hx = [torch.randn(1, 2, 2, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    assert torch.autograd.gradcheck(lambda x, h, c: ours(x, (h, c))[0], (x, *hx))
+
+
+def working_bytes(net, x, seed):
+    def call():
+        y, state = net(x)
+        y.backward(seed)
+        return y, state
+
+    call()
+    for t in [x, *net.parameters()]:
+        t.grad = None
+    return rg.measure(call).working_bytes
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 64), (torch.float64, 48)])
+def test_the_peak_is_within_the_budget_and_uses_it(dtype, size):
+    theirs, ours = pair(size, size, dtype=dtype)
+    x = torch.randn(300, 16, size, dtype=dtype, requires_grad=True)
+    seed = torch.randn(300, 16, size, dtype=dtype)
+    ordinary = working_bytes(theirs, x, seed)
+    ours.memory = 1
+    with pytest.raises(rg.BudgetError) as caught:
+        ours(x)
+    least = caught.value.minimum_bytes
+    for budget in [least, 2 * least, *(ordinary * n // 100 for n in (8, 10, 20, 30, 45, 60))]:
+        ours.memory = budget
+        assert 0.85 * budget <= working_bytes(ours, x, seed) <= budget
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_fraction_is_of_what_torch_really_takes(dtype):
+    theirs, ours = pair(32, 48, memory="10%", dtype=dtype)
+    x = torch.randn(400, 8, 32, dtype=dtype, requires_grad=True)
+    seed = torch.randn(400, 8, 48, dtype=dtype)
+    ordinary = working_bytes(theirs, x, seed)
+    assert ours.fit(x).ordinary_bytes == pytest.approx(ordinary, rel=0.01)
+    assert working_bytes(ours, x, seed) <= ordinary // 10 * 1.01
+
+
+def test_the_same_budget_gives_the_same_schedule():
+    _, ours = pair(5, 7, memory="20%")
+    x = torch.randn(200, 3, 5)
+    schedules = [copy.deepcopy(ours).fit(x).schedule for _ in range(3)]
+    assert schedules[0] == schedules[1] == schedules[2]
+
+
+def test_without_gradients_it_is_torchs_own_and_holds_nothing():
+    _, ours = pair(5, 7, memory=1)  # a byte would not do for a gradient
+    x = torch.randn(63, 3, 5)
+    with torch.no_grad():
+        y, _ = ours(x)
+    assert not y.requires_grad
+    ours.requires_grad_(False)
+    assert not ours(x)[0].requires_grad
+
+
+def test_frozen_weights_and_inputs_without_a_gradient():
+    theirs, ours = pair(5, 7, memory="50%", dtype=torch.float64)
+    for net in (theirs, ours):
+        net.weight_ih_l0.requires_grad_(False)
+    x = torch.randn(63, 3, 5, dtype=torch.float64)
+    for net in (theirs, ours):
+        net(x)[0].square().sum().backward()
+    assert ours.weight_ih_l0.grad is None
+    torch.testing.assert_close(ours.weight_hh_l0.grad, theirs.weight_hh_l0.grad, rtol=1e-12, atol=0)
+
+
+def test_it_copies_saves_and_loads():
+    theirs, ours = pair(5, 7, memory="80%")
+    ours.fit(torch.randn(20, 2, 5))  # plans are not part of what is saved
+    buffer = io.BytesIO()
+    torch.save(ours, buffer)
+    buffer.seek(0)
+    for again in (torch.load(buffer, weights_only=False), copy.deepcopy(ours)):
+        assert again.memory == "80%"
+        again(torch.randn(20, 2, 5))[0].sum().backward()
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    assert "memory='80%'" in repr(ours)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bidirectional": True}, "bidirectional=True is not supported.*use two LSTMs"),
+        ({"dropout": 0.1, "num_layers": 2}, "dropout=0.1 between layers is not supported"),
+    ],
+)
+def test_what_is_not_supported_says_so(options, message):
+    ours = rg.LSTM(5, 7, memory="50%", **options)
+    with pytest.raises(rg.CellError, match=message):
+        ours(torch.randn(9, 2, 5))
+
+
+def test_bad_input():
+    ours = rg.LSTM(5, 7, memory="50%")
+    packed = torch.nn.utils.rnn.pack_sequence([torch.randn(4, 5), torch.randn(3, 5)])
+    with pytest.raises(rg.CellError, match="takes padded tensors; unpack it with"):
+        ours(packed)
+    with pytest.raises(rg.CellError, match="has 0 steps"):
+        ours(torch.randn(0, 2, 5))
+    with pytest.raises(rg.CellError, match="has 4 dimensions"):
+        ours(torch.randn(1, 4, 2, 5))
+    with pytest.raises(RuntimeError, match=r"input.size\(-1\) must be equal to input_size"):
+        ours(torch.randn(4, 2, 6))
+    with pytest.raises(rg.UnitError, match="unknown unit"):
+        rg.LSTM(5, 7, memory="3 apples")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("memory", ["5%", "60%"])
+def test_on_a_gpu(memory):
+    theirs, ours = pair(64, 64, memory=memory, device="cuda")
+    x = torch.randn(500, 16, 64, device="cuda", requires_grad=True)
+    seed = torch.randn(500, 16, 64, device="cuda")
+    outcomes = []
+    for net in (theirs, ours):
+        x.grad = None
+        net(x)[0].backward(seed)
+        outcomes.append([x.grad, *(p.grad for p in net.parameters())])
+    assert_equal_to(outcomes[1], outcomes[0], 1e-5)
+    budget = ours.fit(x).budget_bytes
+    torch.cuda.synchronize()
+    assert working_bytes(ours, x, seed) <= budget

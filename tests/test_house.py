@@ -1,0 +1,117 @@
+"""The shape of the house: imports run downward, nothing loads before it is needed, docs run."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "retrograde"
+
+LEVELS = [
+    {"errors", "units"},
+    {"schedule"},
+    {"plan"},
+    {"execute", "scan"},
+    {"nn"},
+    {"figures"},
+    {"training"},
+    {"cli"},
+]
+LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names}
+
+
+def imports(path):
+    """The parts of this package that a file imports, wherever in the file."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and node.module.startswith("retrograde.")
+        ):
+            yield node.module.split(".")[1]
+        elif isinstance(node, ast.ImportFrom) and node.module == "retrograde":
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.startswith("retrograde."):
+                    yield alias.name.split(".")[1]
+
+
+FILES = [p for p in sorted(PACKAGE.rglob("*.py")) if p != PACKAGE / "__init__.py"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_run_downward(path):
+    mine = path.relative_to(PACKAGE).with_suffix("").parts[0]
+    for theirs in imports(path):
+        if theirs in LEVEL and theirs != mine:
+            assert LEVEL[theirs] < LEVEL[mine], f"{path} imports {theirs}"
+
+
+def test_every_part_of_the_house_has_a_level():
+    parts = {p.relative_to(PACKAGE).with_suffix("").parts[0] for p in FILES}
+    assert parts <= LEVEL.keys()
+
+
+def modules_after(statement):
+    code = f"{statement}\nimport sys; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(run.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("statement", "absent"),
+    [
+        ("import retrograde", {"torch", "numba", "matplotlib"}),
+        ("import retrograde as rg; rg.cost(1000, 50)", {"torch", "numba", "matplotlib"}),
+        ("import retrograde as rg; rg.plan(10, 4)", {"torch", "numba", "matplotlib"}),
+        ("import retrograde as rg; rg.plan(10, 9, 'msm', alpha=3)", {"torch", "matplotlib"}),
+        ("import retrograde.cli", {"torch", "numba", "matplotlib"}),
+    ],
+)
+def test_nothing_is_loaded_before_it_is_needed(statement, absent):
+    assert not modules_after(statement) & absent
+
+
+def test_plan_is_the_function_whichever_module_comes_first():
+    code = "import retrograde as rg; rg.LSTM; rg.unroll; print(rg.plan(1000, 50).cost)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "2948"
+
+
+def test_public_names_exist_and_are_documented():
+    import retrograde as rg
+
+    for name in rg.__all__:
+        assert getattr(rg, name).__doc__
+    with pytest.raises(AttributeError, match="no attribute 'frobnicate'"):
+        rg.frobnicate  # noqa: B018
+    assert set(rg.__all__) <= set(dir(rg))
+
+
+def python_blocks(path):
+    """The ```python blocks of a page, in order, with where they stand."""
+    lines, block, start = path.read_text().splitlines(), None, 0
+    for number, line in enumerate(lines, 1):
+        if line.strip() == "```python":
+            block, start = [], number
+        elif line.strip() == "```" and block is not None:
+            yield start, "\n".join(block)
+            block = None
+        elif block is not None:
+            block.append(line)
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_the_code_of_every_page_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for line, block in python_blocks(page):
+        code = compile("\n" * line + block, str(page), "exec")
+        exec(code, names)
