@@ -1,30 +1,30 @@
-"""Torch's own multi-step recurrent kernels as a core: a range of steps is one call.
+"""An LSTM as a core: a range of steps is one call.
 
 A call of ``torch.lstm`` over a range from a given state computes what a step at a time would, up
 to the order of additions, at the speed of the vendor's kernel (oneDNN, cuDNN, or torch's own for
 the types that those lack). All layers of a range run in one call; inter-layer dropout is not
 supported, since its mask would belong to the range and not to the step (rule 2).
 
-On a CPU there are two kernels to choose between. oneDNN's is the faster, but where a range is
-recorded it holds about half as much again per step, and it copies the weights several times;
-torch's own fits budgets of a few steps, where it wins. So oneDNN may be used always, for ranges
-that only advance, or never.
+On a CPU there is a choice. oneDNN's kernel is the fastest, but a range that it records holds
+sixteen numbers a unit and step, and copies of the weights; :mod:`retrograde.execute.lean` holds
+six. So a budget of a few steps may be met sooner by recording with the lean kernel, or, the
+tightest ones, by the lean kernel alone.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from retrograde.execute.lean import lean_lstm
 from retrograde.execute.replay import Ambient
 
-__all__ = ["HEAP_BYTES", "FusedLSTM", "OneDNN"]
+__all__ = ["HEAP_BYTES", "FusedLSTM", "Kernel"]
 
 Tensors = list[Tensor]
-OneDNN = Literal["always", "advance", "never"]
+#: ``torch.lstm`` always, or the lean kernel where a range is recorded, or the lean one always.
+Kernel = Literal["torch", "lean record", "lean"]
 
 #: The most that one recorded range should hold on a CPU. The C library's allocator maps larger
 #: blocks afresh at every call, and the page faults cost more than long ranges save (glibc:
@@ -37,9 +37,9 @@ HEAP_BYTES = 24 * 2**20
 _CALL_FLOPS = 3e7
 _STEP_FLOPS = 5e5
 
-# Recording and backpropagating a step, beyond running it forward, in forward steps of oneDNN. (Its
-# absence from the advancing steps too is counted here, as that of one step: there is at least one.)
-_BACKWARD_STEPS: dict[OneDNN, float] = {"always": 2.0, "advance": 3.0, "never": 3.5}
+# Recording and backpropagating a step, beyond running it forward, in forward steps of oneDNN. (That
+# the lean kernel advances more slowly is counted here too, for one sweep: there is at least one.)
+_BACKWARD_STEPS: dict[Kernel, float] = {"torch": 2.0, "lean record": 2.8, "lean": 3.3}
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,13 @@ class FusedLSTM:
             bias_ih, bias_hh; with projections, weight_hr.
         layers: how many layers.
         bias: whether there are biases.
-        onednn: when oneDNN's kernel may be used, where torch would use it.
+        kernel: which kernel runs a range.
     """
 
     weights: Tensors
     layers: int
     bias: bool
-    onednn: OneDNN = "always"
+    kernel: Kernel = "torch"
     fused: bool = True
     aliases: tuple[int | None, ...] = (None,)
     parameters: Tensors = field(init=False)
@@ -68,20 +68,22 @@ class FusedLSTM:
         object.__setattr__(self, "ambient", Ambient(self.weights[0].device))
 
     def __call__(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
+        (x,), (h, c) = inputs, state
+        if self.kernel == "lean" or (self.kernel == "lean record" and torch.is_grad_enabled()):
+            output, h, c = lean_lstm(x, (h, c), self.weights, self.layers, self.bias)
+            return [output], [h, c]
         train, bidirectional, batch_first, dropout = True, False, False, 0.0
-        advancing = not torch.is_grad_enabled()
-        with _onednn_only_if(self.onednn == "always" or (advancing and self.onednn == "advance")):
-            output, h, c = torch._VF.lstm(  # type: ignore[attr-defined]
-                inputs[0],
-                state,
-                self.weights,
-                self.bias,
-                self.layers,
-                dropout,
-                train,
-                bidirectional,
-                batch_first,
-            )
+        output, h, c = torch._VF.lstm(  # type: ignore[attr-defined]
+            x,
+            (h, c),
+            self.weights,
+            self.bias,
+            self.layers,
+            dropout,
+            train,
+            bidirectional,
+            batch_first,
+        )
         return [output], [h, c]
 
     def call_steps(self, batch: int) -> float:
@@ -92,30 +94,15 @@ class FusedLSTM:
     @property
     def backward_steps(self) -> float:
         """What recording and backpropagating a step costs more than running it forward."""
-        return _BACKWARD_STEPS[self.onednn]
+        return _BACKWARD_STEPS[self.kernel]
 
     def kernels(self) -> list["FusedLSTM"]:
-        """The cores to choose between: this one, and others where oneDNN would be used."""
-        weight = self.weights[0]
-        both = (
-            weight.device.type == "cpu"
-            and weight.dtype in (torch.float32, torch.bfloat16)
-            and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-            and torch.backends.mkldnn.enabled
+        """The cores to choose between: this one, and on a CPU those with the lean kernel."""
+        per_layer = len(self.weights) // self.layers
+        lean = (
+            self.weights[0].device.type == "cpu"
+            and per_layer == (4 if self.bias else 2)  # no projections
+            and not torch.is_autocast_enabled("cpu")
         )
-        others: tuple[OneDNN, ...] = ("advance", "never") if both else ()
-        return [self, *(replace(self, onednn=onednn) for onednn in others)]
-
-
-@contextmanager
-def _onednn_only_if(wanted: bool) -> Iterator[None]:
-    """Leave torch's choice of kernel alone, or keep oneDNN out of it."""
-    if wanted:
-        yield
-        return
-    before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(before)
+        others: tuple[Kernel, ...] = ("lean record", "lean") if lean else ()
+        return [self, *(replace(self, kernel=kernel) for kernel in others)]

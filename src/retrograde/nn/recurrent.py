@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from retrograde.errors import CellError
 from retrograde.execute.autograd import run_schedule
-from retrograde.execute.fused import FusedLSTM, OneDNN
+from retrograde.execute.fused import FusedLSTM, Kernel
 from retrograde.execute.profile import fit_fused
 from retrograde.execute.unroll import check_schedule, needs_gradient
 from retrograde.plan.fit import Fit
@@ -66,7 +66,7 @@ class LSTM(nn.LSTM):
             parse_memory(memory)
         self.memory = memory
         self.schedule = schedule
-        self._fits: dict[Any, tuple[OneDNN, Fit]] = {}
+        self._fits: dict[Any, tuple[Kernel, Fit]] = {}
 
     def forward(  # type: ignore[override]
         self, input: Tensor | PackedSequence, hx: State | None = None
@@ -126,9 +126,9 @@ class LSTM(nn.LSTM):
             "_fits": {},
         }
 
-    def _core(self, onednn: OneDNN = "always") -> FusedLSTM:
+    def _core(self, kernel: Kernel = "torch") -> FusedLSTM:
         weights = cast(list[Tensor], self._flat_weights)
-        return FusedLSTM(weights, self.num_layers, self.bias, onednn)
+        return FusedLSTM(weights, self.num_layers, self.bias, kernel)
 
     def _fit(self, x: Tensor, state: list[Tensor]) -> tuple[FusedLSTM, Fit]:
         kind = x.device.type
@@ -140,9 +140,9 @@ class LSTM(nn.LSTM):
         )
         if key not in self._fits:
             core, found = fit_fused(self._core(), [x], state, self.memory)
-            self._fits[key] = core.onednn, found
-        onednn, found = self._fits[key]
-        return self._core(onednn), found
+            self._fits[key] = core.kernel, found
+        kernel, found = self._fits[key]
+        return self._core(kernel), found
 
     def _check_supported(self, input: Any) -> None:
         if isinstance(input, PackedSequence):
