@@ -11,7 +11,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "retrograde"
 
 LEVELS = [
-    {"errors", "units"},
+    {"errors"},
+    {"units"},
     {"schedule"},
     {"plan"},
     {"execute", "scan"},

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import retrograde as rg
+from retrograde.execute.autograd import run_schedule
+from retrograde.execute.fused import FusedLSTM
 from retrograde.execute.lean import lean_lstm
 
 
@@ -41,13 +43,21 @@ def test_expanded_gradients_and_frozen_parts():
 
 def test_gradcheck_passes():
     net = torch.nn.LSTM(2, 3, dtype=torch.float64)
-    x, h, c = (
-        torch.randn(s, dtype=torch.float64, requires_grad=True)
-        for s in [(4, 2, 2), (1, 2, 3), (1, 2, 3)]
-    )
+    core = FusedLSTM(net._flat_weights, layers=1, bias=True, kernel="lean")
+    sizes = [(4, 2, 2), (1, 2, 3), (1, 2, 3)]
+    inputs = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in sizes]
     assert torch.autograd.gradcheck(
-        lambda x, h, c: lean_lstm(x, (h, c), net._flat_weights, 1, True), (x, h, c)
+        lambda x, *state: tuple(run_schedule(core, rg.plan(4, 2), [x], list(state))[0]), inputs
     )
+
+
+def test_a_graph_of_it_is_used_once():
+    net = torch.nn.LSTM(2, 3)
+    state = (torch.zeros(1, 2, 3), torch.zeros(1, 2, 3))
+    y, _, _ = lean_lstm(torch.randn(4, 2, 2), state, net._flat_weights, 1, True)
+    y.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="used once"):
+        y.sum().backward()
 
 
 def test_it_holds_six_numbers_a_unit_and_step():

@@ -136,6 +136,20 @@ def test_the_peak_is_within_the_budget_and_uses_it(dtype, size):
         assert 0.85 * budget <= working_bytes(ours, x, seed) <= budget
 
 
+@pytest.mark.parametrize("size", [1, 7, 16, 33])
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("memory", ["10%", "25%", "70%"])
+def test_small_sizes_keep_to_their_budget_too(size, batch, memory):
+    _, ours = pair(size, size, memory=memory)
+    x = torch.randn(200, batch, size, requires_grad=True)
+    for seed in [torch.randn(200, batch, size), torch.ones(()).expand(200, batch, size)]:
+        try:
+            budget = ours.fit(x).budget_bytes
+        except rg.BudgetError:
+            pytest.skip("refused: the weights alone take more")
+        assert working_bytes(ours, x, seed) <= budget
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_fraction_is_of_what_torch_really_takes(dtype):
     theirs, ours = pair(32, 48, memory="10%", dtype=dtype)

@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from retrograde.errors import CellError
+from retrograde.errors import CellError, RetrogradeError
 from retrograde.execute.cell import Core
 from retrograde.execute.executor import Gradients, Run, advance, window
-from retrograde.execute.replay import autocast_as_now, muted_hooks, random_states
+from retrograde.execute.replay import autocast_as_now, muted_hooks, random_position
 from retrograde.schedule import Schedule
 
 __all__ = ["run_schedule", "run_without_gradient"]
@@ -95,7 +94,7 @@ class _Recurrence(torch.autograd.Function):
         device = tensors[0].device
         ctx.autocast = autocast_as_now(device)
         ctx.before = core.ambient.capture()
-        random = random_states(device)
+        position = random_position(device)
         ctx.run = Run(core, tuple(schedule), schedule.length)
         outputs = _Outputs(core, schedule.length)
         with ctx.autocast:
@@ -106,7 +105,7 @@ class _Recurrence(torch.autograd.Function):
                 "the cell wrote in place to an input, an initial state or a parameter during the "
                 "forward pass: expected them to stay as they are; return new tensors instead"
             )
-        if not core.ambient.draws and not all(map(torch.equal, random, random_states(device))):
+        if not core.ambient.draws and position != random_position(device):
             raise CellError(
                 "the cell drew random numbers at a later step, but none at step 0: expected it to "
                 "draw at every step or at none; draw at step 0 too, and discard what is not used"
@@ -119,8 +118,12 @@ class _Recurrence(torch.autograd.Function):
         return results
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise RetrogradeError(
+                "the gradient of a budgeted recurrence cannot itself be differentiated: expected "
+                "create_graph=False; for second derivatives use memory=None (ordinary BPTT)"
+            )
         tensors = ctx.saved_tensors
         inputs, state, parameters = _split(tensors, *ctx.counts)
         run: Run = ctx.run

@@ -84,7 +84,9 @@ class _Range(torch.autograd.Function):
     def backward(ctx: Any, gy: Tensor, gh: Tensor, gc: Tensor) -> tuple[Tensor | None, ...]:
         x, h, c, w, u, hs = ctx.saved_tensors
         gates, cs = ctx.gates, ctx.cs
-        del ctx.gates, ctx.cs  # the gates become their gradients: there is no second time
+        if gates is None:
+            raise RuntimeError("a graph recorded by lean_lstm can be used once")
+        ctx.gates = ctx.cs = None  # the gates become their gradients
         forget, through_tanh = _derivatives(gates, cs, c)
         del cs
         parts = gates.unflatten(-1, (4, -1))

@@ -31,6 +31,7 @@ from retrograde.execute.measure import measure, measure_phases
 from retrograde.execute.replay import autocast_as_now, muted_hooks
 from retrograde.execute.trees import flatten
 from retrograde.plan.fit import Curve, Fit, Footprint, fit, predict_peak_bytes
+from retrograde.schedule import Advance, Record
 from retrograde.units import Memory, format_bytes
 
 __all__ = ["Profile", "fit_fused", "fit_measured", "footprint", "profile"]
@@ -203,6 +204,7 @@ def footprint(
         Curve(tuple((L, getattr(size, name)) for L, size in points.items()))
         for name in ("advance", "held", "record", "backward")
     )
+    gradient = sum(_rounded(t) for t in state if t.is_floating_point() or t.is_complex())
     return Footprint(
         state_bytes=sum(map(_rounded, state)) + sum(map(_rounded, core.ambient.capture())),
         advance=advance,
@@ -210,7 +212,8 @@ def footprint(
         record=record,
         backward=backward,
         ordinary=ordinary,
-        gradient_bytes=sum(_rounded(t) for t in state if t.is_floating_point() or t.is_complex()),
+        # A kernel may need zeros for a state that has no gradient, beside what is carried.
+        gradient_bytes=2 * gradient if core.fused else gradient,
         heap_bytes=HEAP_BYTES if core.fused and device.type == "cpu" else None,
         call_steps=call_steps,
         backward_steps=backward_steps,
@@ -308,18 +311,21 @@ def _ordinary_curve(core: Core, inputs: Tensors, state: Tensors) -> Curve:
 def _corrected(
     sizes: Footprint, found: Fit, core: Core, inputs: Tensors, state: Tensors
 ) -> Footprint:
-    """The footprint, with the very lengths measured that a fit is going to use."""
+    """The footprint, with the very lengths measured that a schedule is going to use."""
+    schedule = found.schedule
+    advances = {a.stop - a.start for a in schedule if isinstance(a, Advance)}
+    records = {a.stop - a.start for a in schedule if isinstance(a, Record)}
     with muted_hooks(core.parameters), autocast_as_now(inputs[0].device):
-        if found.chunk not in dict(sizes.advance.points):
-            size = _measure_advance(core, inputs, state, found.chunk)
-            sizes = replace(sizes, advance=sizes.advance.through(found.chunk, size))
-        if found.block not in dict(sizes.held.points):
-            range_ = _measure_range(core, inputs, state, found.block)
+        for steps in sorted(advances - {L for L, _ in sizes.advance.points}):
+            size = _measure_advance(core, inputs, state, steps)
+            sizes = replace(sizes, advance=sizes.advance.through(steps, size))
+        for steps in sorted(records - {L for L, _ in sizes.held.points}):
+            range_ = _measure_range(core, inputs, state, steps)
             sizes = replace(
                 sizes,
-                held=sizes.held.through(found.block, range_.held),
-                record=sizes.record.through(found.block, range_.record),
-                backward=sizes.backward.through(found.block, range_.backward),
+                held=sizes.held.through(steps, range_.held),
+                record=sizes.record.through(steps, range_.record),
+                backward=sizes.backward.through(steps, range_.backward),
             )
     return sizes
 

@@ -17,17 +17,30 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-__all__ = ["Ambient", "Snapshot", "autocast_as_now", "muted_hooks", "random_states"]
+__all__ = ["Ambient", "Snapshot", "autocast_as_now", "muted_hooks", "random_position"]
 
 Snapshot = tuple[Tensor, ...]
 
 
-def random_states(device: torch.device) -> list[Tensor]:
+def _random_states(device: torch.device) -> list[Tensor]:
     """The states of the generators that a step on ``device`` may draw from."""
     states = [torch.get_rng_state()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
     return states
+
+
+def random_position(device: torch.device) -> tuple[int, ...]:
+    """Where the generators stand, as numbers that change when one is drawn from.
+
+    It takes no memory to speak of, unlike the states themselves: a copy of the CPU's generator is
+    asked for its next number, and CUDA's for its offset.
+    """
+    ahead = torch.default_generator.clone_state()
+    position = [int(torch.randint(2**62, (), generator=ahead))]
+    if device.type == "cuda":
+        position.append(torch.cuda.default_generators[device.index or 0].get_offset())
+    return tuple(position)
 
 
 def _set_random_states(device: torch.device, states: Sequence[Tensor]) -> None:
@@ -52,7 +65,7 @@ class Ambient:
 
     def capture(self) -> Snapshot:
         """Copy the surroundings as they are; nothing for a cell that depends on none."""
-        random = random_states(self.device) if self.draws else []
+        random = _random_states(self.device) if self.draws else []
         return (*random, *(buffer.detach().clone() for buffer in self.buffers))
 
     def restore(self, snapshot: Snapshot) -> None:

@@ -40,7 +40,8 @@ def unroll(
 
     Args:
         cell: ``cell(x_t, state) -> (y_t, state)``: a module, a function, a closure. It is called
-            once more at the first call for each new input shape, to be measured.
+            once more for step 0, to learn what it uses, and for a new input shape on short ranges,
+            to be measured; of neither any trace is left.
         inputs: a pytree of tensors, each with time as its first dimension (T, …).
         state: the initial state, a pytree of tensors, whose structure and shapes every step keeps.
         memory: the budget for the backward pass, beyond inputs, outputs and gradients: bytes
@@ -81,7 +82,7 @@ def unroll(
     with autocast_as_now(leaves[0].device):
         core = examine(cell, [x[0] for x in leaves], input_spec, states, state_spec)
     if needs_gradient([*leaves, *states, *core.parameters]):
-        if schedule is None:
+        if schedule is None and memory is not None:
             found = _fitted(cell, core, leaves, states, memory)
             schedule = None if found.ordinary else found.schedule
         if schedule is None:
