@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from retrograde.execute.profile import Profile, profile
     from retrograde.execute.unroll import unroll
     from retrograde.nn.recurrent import LSTM
-    from retrograde.plan import cost, plan
+    from retrograde.interchange import from_checkpoint_schedules, to_checkpoint_schedules
+    from retrograde.plan import TradeOff, cost, least_memory, longest, plan, split, trade_off
     from retrograde.schedule import (
         Advance,
         Backward,
@@ -56,7 +57,16 @@ _HOMES = {
         "Store",
         "simulate",
     ),
-    "retrograde.plan": ("cost", "plan"),
+    "retrograde.interchange": ("from_checkpoint_schedules", "to_checkpoint_schedules"),
+    "retrograde.plan": (
+        "TradeOff",
+        "cost",
+        "least_memory",
+        "longest",
+        "plan",
+        "split",
+        "trade_off",
+    ),
     "retrograde.execute.measure": ("Measurement", "measure"),
     "retrograde.execute.profile": ("Profile", "profile"),
     "retrograde.execute.unroll": ("unroll",),
@@ -79,12 +89,19 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "Store",
+    "TradeOff",
     "UnitError",
     "cost",
+    "from_checkpoint_schedules",
+    "least_memory",
+    "longest",
     "measure",
     "plan",
     "profile",
     "simulate",
+    "split",
+    "to_checkpoint_schedules",
+    "trade_off",
     "unroll",
 ]
 

@@ -4,9 +4,18 @@ Every table is indexed ``[t, m]``; memory that is too short costs ``inf``.
 """
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
-__all__ = ["fewest_actions", "hsm_table", "ism_table", "msm_table"]
+__all__ = [
+    "fewest_actions",
+    "fewest_actions_hsm",
+    "fewest_actions_ism",
+    "hsm_table",
+    "ism_table",
+    "msm_table",
+    "plain_tables",
+]
 
 Table = NDArray[np.float64]
 
@@ -85,3 +94,76 @@ def fewest_actions(length: int, memory: int, alpha: int, beta: int) -> dict[tupl
             cheapest = min(cost for cost, _, _ in found)
             cells[t, m] = {item for item in found if item[0] == cheapest}
     return {cell: min(actions for _, actions, _ in items) for cell, items in cells.items()}
+
+
+def fewest_actions_hsm(length: int, memory: int) -> list[int]:
+    """The fewest actions of all cheapest schedules of HSM, by trying every split of the table.
+
+    By length; ``Store(0)`` and ``Free(0)`` are not counted.
+    """
+    costs = hsm_table(length, memory)
+    actions = np.full((length + 1, memory + 1), 2)  # a part of one step: Record, Backward
+    for t in range(2, length + 1):
+        for m in range(1, memory + 1):
+            # The last step is current: Advance, Record, Backward, Load.
+            found = [4 + actions[t - 1, m]] if t + costs[t - 1, m] == costs[t, m] else []
+            for y in range(1, t - 1 if m > 1 else 1):
+                if y + costs[t - y, m - 1] + costs[y, m] == costs[t, m]:
+                    found.append(4 + actions[t - y, m - 1] + actions[y, m])
+            actions[t, m] = min(found)
+    return actions[:, memory].tolist()
+
+
+def fewest_actions_ism(length: int, memory: int) -> list[int]:
+    """As :func:`fewest_actions_hsm`, for ISM and merged ranges.
+
+    Adjacent ``Record``s merge, and a part's last ``Backward`` merges with that of the recorded step
+    before the part. So each cell is kept twice: in all, and where it begins with a ``Record``.
+    """
+    costs = ism_table(length, memory)
+    actions = np.full((length + 1, memory + 1), np.inf)
+    begins = np.full((length + 1, memory + 1), np.inf)
+    for t in range(1, length + 1):
+        for m in range(1, memory + 1):
+            for y in range(1, t + 1):
+                if y + costs[y - 1, m] + costs[t - y, m - 1] != costs[t, m]:
+                    continue
+                right = 2  # Record, Backward
+                if t > y:
+                    right = min(actions[t - y, m - 1] + 1, begins[t - y, m - 1])
+                total = right + (2 + actions[y - 1, m] if y > 1 else 0)  # Advance, Load
+                actions[t, m] = min(actions[t, m], total)
+                if y == 1:
+                    begins[t, m] = min(begins[t, m], total)
+    return [0, *actions[1:, memory].astype(int).tolist()]
+
+
+@njit(cache=True)
+def plain_tables(length: int, memory: int, alpha: int, beta: int, state: int):
+    """HSM, ISM and MSM by three plain loops over every cell and every split, ``[t, m]`` each.
+
+    As the tables above, for sizes where numpy's cell by cell takes too long.
+    """
+    never = 1 << 40
+    hsm = np.full((length + 1, memory + 1), never)
+    ism = np.full((length + 1, memory + 1), never)
+    msm = np.full((length + 1, memory + 1), never)
+    ism[0], msm[0, state:] = 0, 0
+    for t in range(1, length + 1):
+        for m in range(1, memory + 1):
+            hsm[t, m] = 1 if t == 1 else t * (t + 1) // 2 if m == 1 else never
+            for y in range(1, t if m > 1 else 1):
+                hsm[t, m] = min(hsm[t, m], y + hsm[t - y, m - 1] + hsm[y, m])
+            for y in range(1, t + 1):
+                ism[t, m] = min(ism[t, m], y + ism[y - 1, m] + ism[t - y, m - 1])
+            if m < state:
+                continue
+            best = t + msm[t - 1, m]  # y = t in eq. 7: the last step in the working core
+            if m >= beta:
+                best = min(best, 1 + msm[t - 1, m - beta])
+            for y in range(1, t if m >= state else 1):
+                best = min(best, y + msm[y, m] + msm[t - y, m - state])
+            for y in range(2, t if m >= alpha else 2):
+                best = min(best, y + msm[y - 1, m] + msm[t - y, m - alpha])
+            msm[t, m] = best
+    return hsm, ism, msm

@@ -4,29 +4,87 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oracles.exhaustive import cheapest
-from oracles.recurrences import fewest_actions, msm_table
+from oracles.recurrences import fewest_actions, hsm_table, ism_table, msm_table, plain_tables
 from retrograde.errors import ScheduleError
+from retrograde.plan import cost, mixed
 from retrograde.plan.closed_form import hsm_cost, ism_cost
-from retrograde.plan.mixed import LONGEST, mixed_costs, plan_blocks
-from retrograde.schedule import Backward, Record, merge
+from retrograde.plan.mixed import LONGEST, mixed_bound, mixed_costs, plan_blocks
 
 LENGTH, MEMORY = 60, 30
 SIZES = [(alpha, beta) for alpha in range(1, 8) for beta in range(1, alpha + 1)]
+FAR = [(2, 1), (2, 2), (3, 2), (5, 1), (5, 2), (5, 4), (5, 5), (9, 2), (11, 10), (21, 20), (40, 40)]
+
+
+def table(length, memory, **sizes):
+    """C(t, m) for all lengths and memories, indexed [t, m] from t = 0 and m = state."""
+    memories = np.arange(sizes.get("state", 1), memory + 1)
+    return mixed_costs(np.arange(length + 1)[:, None], memories, **sizes)
 
 
 @pytest.mark.parametrize(("alpha", "beta"), SIZES)
 def test_costs_are_those_of_the_recurrence(alpha, beta):
-    costs = mixed_costs(LENGTH, range(1, MEMORY + 1), alpha=alpha, beta=beta)
-    assert np.array_equal(costs.T, msm_table(LENGTH, MEMORY, alpha, beta)[:, 1:])
+    costs = table(LENGTH, MEMORY, alpha=alpha, beta=beta)
+    assert np.array_equal(costs, msm_table(LENGTH, MEMORY, alpha, beta)[:, 1:])
 
 
-@pytest.mark.parametrize(
-    ("state", "alpha", "beta"), [(3, 7, 5), (2, 3, 3), (4, 4, 2), (5, 9, 4), (2, 6, 4), (3, 3, 3)]
-)
+@pytest.mark.parametrize(("alpha", "beta"), FAR)
+def test_every_policy_costs_what_brute_force_finds_up_to_400_steps(alpha, beta):
+    length, memory = 400, 120
+    hsm, ism, msm = plain_tables(length, memory, alpha, beta, 1)
+    lengths, memories = np.arange(1, length + 1)[:, None], np.arange(1, memory + 1)
+    assert np.array_equal(cost(lengths, memories, "hsm"), hsm[1:, 1:])
+    assert np.array_equal(cost(lengths, memories, "ism"), ism[1:, 1:])
+    assert np.array_equal(cost(lengths, memories, "msm", alpha=alpha, beta=beta), msm[1:, 1:])
+
+
+STATES = [(3, 7, 5), (2, 3, 3), (4, 4, 2), (5, 9, 4), (2, 6, 4), (3, 3, 3), (16, 105, 89)]
+
+
+@pytest.mark.parametrize(("state", "alpha", "beta"), STATES)
 def test_hidden_states_may_be_of_any_size(state, alpha, beta):
-    memories = range(state, 41)
-    costs = mixed_costs(30, memories, state=state, alpha=alpha, beta=beta)
-    assert np.array_equal(costs.T, msm_table(30, 40, alpha, beta, state)[:, state:])
+    for length, memory in ((30, 40), (200, 260)):
+        costs = table(length, memory, state=state, alpha=alpha, beta=beta)
+        _, _, msm = plain_tables(length, memory, alpha, beta, state)
+        assert np.array_equal(costs, msm[:, state:])
+
+
+def test_the_oracles_agree():
+    """The compiled loops against the tables written down equation by equation."""
+    hsm, ism, msm = plain_tables(30, 40, 7, 5, 3)
+    assert np.array_equal(hsm[1:, 1:], hsm_table(30, 40)[1:, 1:])
+    assert np.array_equal(ism[1:, 1:], ism_table(30, 40)[1:, 1:])
+    assert np.array_equal(msm[:, 3:], msm_table(30, 40, 7, 5, 3)[:, 3:])
+
+
+@pytest.mark.parametrize(("state", "alpha", "beta"), [(1, 5, 4), (1, 3, 3), (5, 9, 4), (2, 3, 3)])
+def test_the_bound_is_never_wrong_and_never_far(state, alpha, beta):
+    """With states of size 1 it is the cost itself; else at most one step below, in these cells."""
+    _, _, msm = plain_tables(90, 60, alpha, beta, state)
+    below = {
+        int(msm[length, memory]) - mixed_bound(length, memory, state=state, alpha=alpha, beta=beta)
+        for length in range(1, 91, 4)
+        for memory in range(state, 61, 3)
+    }
+    assert below == ({0} if state == 1 else {0, 1})
+
+
+@pytest.mark.parametrize("sizes", [(1, 5, 4), (1, 3, 3), (5, 9, 4), (16, 105, 89)])
+def test_past_the_exact_size_the_gap_is_certified(sizes, monkeypatch):
+    state, alpha, beta = sizes
+    monkeypatch.setattr(mixed, "MOST_CELLS", 0)
+    for length in (1, 2, 63, 200):
+        _, _, msm = plain_tables(length, 200, alpha, beta, state)
+        for memory in (state, state + 1, 37, 63, 200):
+            schedule = plan_blocks(length, memory, state=state, alpha=alpha, beta=beta)
+            assert schedule.bound <= msm[length, memory] <= schedule.cost
+            assert schedule.peak <= memory
+            assert schedule.gap <= (0 if state == 1 else 0.05)
+
+
+def test_a_long_schedule_is_planned_within_a_certified_gap():
+    schedule = plan_blocks(10**6, 300, alpha=5, beta=4)
+    assert schedule.cost == schedule.bound == mixed_bound(10**6, 300, alpha=5, beta=4)
+    assert schedule.peak <= 300
 
 
 @pytest.mark.parametrize("alpha", [2, 3, 4, 5])
@@ -63,7 +121,7 @@ def test_ties_break_by_the_fewest_actions(alpha, beta):
     fewest = fewest_actions(11, 13, alpha, beta)
     for length in range(1, 12):
         for memory in range(1, 14):
-            schedule = merge(plan_blocks(length, memory, alpha=alpha, beta=beta))
+            schedule = plan_blocks(length, memory, alpha=alpha, beta=beta)
             assert len(schedule) == 2 + fewest[length, memory]
 
 
@@ -78,7 +136,7 @@ def test_ties_break_by_the_fewest_actions(alpha, beta):
 def test_a_schedule_keeps_what_was_promised(length, memory, state, beta, more):
     sizes = {"state": state, "alpha": beta + more, "beta": beta}
     schedule = plan_blocks(length, state + memory, **sizes)
-    assert schedule.cost == mixed_costs(length, [state + memory], **sizes)[0, length]
+    assert schedule.cost == schedule.bound == mixed_costs(length, state + memory, **sizes)
     assert schedule.peak <= state + memory
 
 
@@ -88,13 +146,6 @@ def test_the_unit_does_not_matter(length, memory, beta, unit):
     small = plan_blocks(length, memory, state=3, alpha=beta + 3, beta=beta)
     sizes = {"state": 3 * unit, "alpha": (beta + 3) * unit, "beta": beta * unit}
     assert list(plan_blocks(length, memory * unit + unit - 1, **sizes)) == list(small)
-
-
-def test_every_recorded_step_is_an_action_of_its_own():
-    schedule = plan_blocks(40, 12, alpha=3, beta=2)
-    ranges = [a for a in schedule if isinstance(a, Record | Backward)]
-    assert len(ranges) == 80
-    assert all(a.stop == a.start + 1 for a in ranges)
 
 
 def test_memory_is_enough_at_one_state_and_all_but_one_step():
@@ -126,8 +177,8 @@ def test_one_state_of_room_recomputes_all():
         ((0, 3, 1, 2, 1), f"length is 0: the mixed policy takes 1 to {LONGEST} steps"),
         ((LONGEST + 1, 3, 1, 2, 1), f"length is {LONGEST + 1}: .* plan blocks of steps"),
         (
-            (10_000, 30_000, 1, 5, 4),
-            r"10000 steps and a memory of 30000 may take 4.47 GiB, expected at most 2 GiB: count",
+            (10**7, 10**9, 1, 5, 4),
+            r"10000000 steps and 39999997 units of memory have more than 4194304 levels",
         ),
     ],
 )

@@ -114,7 +114,7 @@ def test_bad_arguments_are_refused_with_a_remedy(ask, given, message):
         ({"length": [1.5]}, "length is an array of float64: expected integers, 1 or more"),
         ({"memory": [True]}, "memory is an array of bool: expected integers, 1 or more"),
         ({"memory": [3, -1]}, "memory is -1: expected integers, 1 or more"),
-        ({"length": [2**40]}, "length 1099511627776 in an array: expected at most 2147483647"),
+        ({"length": [2**40], "memory": 1}, "a cost in the array is 604462909807864343166976: exp"),
         ({"length": [2**70]}, "length is an array of object: expected integers"),
     ],
 )

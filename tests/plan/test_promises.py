@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from oracles.mutations import mutants
 from retrograde.errors import ScheduleError
 from retrograde.plan import BASELINES, POLICIES, cost, plan
-from retrograde.plan.closed_form import ism_schedule
+from retrograde.plan.ism import ism_schedule
 from retrograde.plan.mixed import plan_blocks
 from retrograde.schedule import Free, Schedule, Store, merge, simulate
 

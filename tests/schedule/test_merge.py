@@ -1,7 +1,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrograde.plan.closed_form import ism_schedule
+from retrograde.plan.ism import ism_schedule
 from retrograde.plan.mixed import plan_blocks
 from retrograde.schedule import Advance, Backward, Free, Load, Record, Schedule, Store, merge
 

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -21,12 +22,14 @@ SCHEDULE = plan(5, 2)
     st.integers(1, 2**40),
     st.text(),
     st.none() | st.integers(1, 2**80),
+    st.none() | st.integers(0, 2**80),
 )
-def test_any_schedule_comes_back_equal(actions, length, policy, memory):
+def test_any_schedule_comes_back_equal(actions, length, policy, memory, bound):
     units = Units(alpha=7, beta=3, core=2, initial=4, state=5)
     schedule = Schedule.from_actions(
         actions, length=length, policy=policy, memory=memory, units=units
     )
+    schedule = replace(schedule, bound=bound)
     assert Schedule.from_json(schedule.to_json()) == schedule
 
 
@@ -69,6 +72,7 @@ def test_text_of_another_kind_is_refused(text, message):
         ({"length": 1.5}, "'length' is 1.5: expected an integer"),
         ({"policy": 7}, "'policy' is 7: expected a name"),
         ({"memory": -1}, "'memory' is -1: expected an integer, 1 or more, or null"),
+        ({"bound": -1}, "'bound' is -1: expected an integer, 0 or more, or null"),
         ({"units": 3}, "'units' is 3: expected an object"),
         ({"units": {}}, "'units' lacks 'alpha', 'beta', 'core', 'initial', 'state'"),
         ({"actions": ["S0"]}, r"'actions' is \['S0'\]: expected text such as"),

@@ -1,8 +1,20 @@
 """How to find the best schedule: numbers in, a Schedule out. Knows no torch, clock or randomness.
 
-Importing it loads neither torch nor numba: the mixed policy compiles on first use.
+Importing it loads neither torch nor numba: what is compiled is compiled on first use.
 """
 
-from retrograde.plan.planner import BASELINES, POLICIES, cost, plan
+from retrograde.plan.arguments import BASELINES, POLICIES
+from retrograde.plan.inverse import TradeOff, least_memory, longest, trade_off
+from retrograde.plan.planner import cost, plan, split
 
-__all__ = ["BASELINES", "POLICIES", "cost", "plan"]
+__all__ = [
+    "BASELINES",
+    "POLICIES",
+    "TradeOff",
+    "cost",
+    "least_memory",
+    "longest",
+    "plan",
+    "split",
+    "trade_off",
+]

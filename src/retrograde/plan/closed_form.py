@@ -1,4 +1,4 @@
-"""HSM and ISM without a table: costs, splits, schedules and bounds in closed form.
+"""HSM and ISM without a table: costs, splits and bounds in closed form.
 
 HSM keeps hidden states. With m slots, the initial state's among them, and the working core free,
 
@@ -18,39 +18,33 @@ ISM keeps internal states. With m slots, the working core's among them, and the 
 
 (eqs. 4, 5), and C_ISM(t, m) = C_HSM(t+1, m) − (t+1), with the splits of HSM at t+1.
 
-Of the optimal splits the largest is taken. A cost or a split takes a few binomials, a schedule time
-and memory linear in its actions. Scalars are exact at any size; arrays take lengths below 2³¹.
+A cost or a split takes a few binomials. Scalars are exact at any size; arrays are exact too, and
+quick for lengths below 2³¹; a cost in an array that passes 64 bits is refused.
 """
 
-from collections.abc import Callable
-from functools import cache
 from math import comb, factorial
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from retrograde.errors import ScheduleError
-from retrograde.schedule import Schedule, Units, Verb
-from retrograde.schedule.actions import Code
 
 __all__ = [
     "hsm_cost",
     "hsm_costs",
     "hsm_linear_bound",
     "hsm_power_bound",
-    "hsm_schedule",
     "hsm_split",
     "ism_cost",
     "ism_costs",
     "ism_linear_bound",
-    "ism_schedule",
     "ism_split",
+    "repetitions",
+    "split_of",
 ]
 
-_ADVANCE, _STORE, _RECORD, _LOAD, _FREE, _BACKWARD = (verb.value for verb in Verb)
-_HSM_UNITS = Units(alpha=2, beta=1, core=0, initial=1)
-_ISM_UNITS = Units(alpha=1, beta=1, core=1, initial=0)
-_LONGEST_IN_ARRAYS = 2**31 - 1
+_LONGEST_AT_ONCE = 2**31 - 1
 
 
 def hsm_cost(length: int, memory: int) -> int:
@@ -67,7 +61,7 @@ def hsm_cost(length: int, memory: int) -> int:
         >>> hsm_cost(1000, 50), hsm_cost(10**5, 1000)
         (2948, 298998)
     """
-    r = _repetitions(length, memory)
+    r = repetitions(length, memory)
     return length + r * length - comb(memory + r, memory + 1)
 
 
@@ -92,28 +86,25 @@ def hsm_costs(length: ArrayLike, memory: ArrayLike) -> NDArray[np.int64]:
     """As :func:`hsm_cost`, for arrays that broadcast.
 
     Args:
-        length: steps, any shape, 1 to 2³¹ − 1.
+        length: steps, any shape.
         memory: hidden states, any shape that broadcasts with it.
 
     Returns:
         Forward steps, of the broadcast shape.
 
     Raises:
-        ScheduleError: a length is too large for exact 64-bit arithmetic.
+        ScheduleError: a cost does not fit 64 bits.
 
     Example:
         >>> hsm_costs([4, 10], 4).tolist()
         [7, 24]
     """
     lengths, memories = np.broadcast_arrays(np.asarray(length), np.asarray(memory))
-    if lengths.size and int(lengths.max()) > _LONGEST_IN_ARRAYS:
-        raise ScheduleError(
-            f"length {int(lengths.max())} in an array: expected at most {_LONGEST_IN_ARRAYS}, "
-            "where 64-bit costs are exact; ask for it alone, as an int"
-        )
+    if lengths.size and int(lengths.max()) > _LONGEST_AT_ONCE:
+        return _costs_one_by_one(lengths, memories)
     costs = np.empty(lengths.shape, dtype=np.int64)
     for m in np.unique(memories).tolist():
-        where = memories == m
+        where = memories == m if memories.size > 1 else ...
         costs[where] = _costs_of_one_memory(lengths[where].astype(np.int64), m)
     return costs
 
@@ -122,14 +113,14 @@ def ism_costs(length: ArrayLike, memory: ArrayLike) -> NDArray[np.int64]:
     """As :func:`ism_cost`, for arrays that broadcast.
 
     Args:
-        length: steps, any shape, 0 to 2³¹ − 2.
+        length: steps, any shape.
         memory: internal states, any shape that broadcasts with it.
 
     Returns:
         Forward steps, of the broadcast shape.
 
     Raises:
-        ScheduleError: a length is too large for exact 64-bit arithmetic.
+        ScheduleError: a cost does not fit 64 bits.
 
     Example:
         >>> ism_costs(1000, [1, 50, 1000]).tolist()
@@ -141,7 +132,14 @@ def ism_costs(length: ArrayLike, memory: ArrayLike) -> NDArray[np.int64]:
 
 
 def hsm_split(length: int, memory: int) -> int:
-    """The largest optimal position D(t, m) of the next stored state (G16 eq. 3), without a table.
+    """The position D(t, m) of the next stored state (G16 eq. 3), without a table.
+
+    Of the optimal positions those lead to the fewest actions that leave the fewest parts of one
+    step. With r as above, the least number of such parts is binom(m+r−2, r−1) up to
+    z = binom(m+r−2, r−1) steps beyond binom(m+r−1, m), and one more for each step beyond that: a
+    part may take a second step for nothing, and every later one is a part of its own. So both parts
+    fill what is free first; z is the sum of theirs, by Pascal's rule. Of those positions, the
+    largest is taken.
 
     Args:
         length: steps, at least 2.
@@ -152,13 +150,13 @@ def hsm_split(length: int, memory: int) -> int:
 
     Example:
         >>> hsm_split(10, 4)
-        5
+        3
     """
-    return _split(length, memory, _repetitions(length, memory), _states_within())
+    return split_of(length, memory, repetitions(length, memory))
 
 
 def ism_split(length: int, memory: int) -> int:
-    """The largest optimal position D(t, m) of the next internal state (G16 eq. 5).
+    """The position D(t, m) of the next internal state (G16 eq. 5): an optimal one.
 
     Args:
         length: steps, at least 1.
@@ -172,80 +170,6 @@ def ism_split(length: int, memory: int) -> int:
         10
     """
     return hsm_split(length + 1, memory)
-
-
-def hsm_schedule(length: int, memory: int) -> Schedule:
-    """The schedule of HSM, in single recorded steps.
-
-    Args:
-        length: steps.
-        memory: hidden states, the initial one included.
-
-    Returns:
-        A schedule that costs :func:`hsm_cost`.
-
-    Example:
-        >>> print(hsm_schedule(2, 1))
-        store 0, advance 0→1, record 1→2, backward 2→1, load 0, record 0→1, backward 1→0, free 0
-    """
-    within = _states_within()
-    codes: list[Code] = [(_STORE, 0, 0)]
-    waiting: list[
-        tuple[int, int, int, int, bool]
-    ] = []  # left parts, and whether the split is stored
-    base, steps, slots, r = 0, length, memory, _repetitions(length, memory)
-    while True:
-        while steps > 1:
-            y = _split(steps, slots, r, within)
-            codes.append((_ADVANCE, base, base + y))
-            if steps - y > 1:
-                codes.append((_STORE, base + y, base + y))
-            waiting.append((base, y, slots, r - 1, steps - y > 1))
-            base, steps, slots = base + y, steps - y, slots - 1
-        codes += [(_RECORD, base, base + 1), (_BACKWARD, base, base + 1)]
-        if not waiting:
-            break
-        base, steps, slots, r, stored = waiting.pop()
-        if stored:
-            codes.append((_FREE, base + steps, base + steps))
-        codes.append((_LOAD, base, base))
-    codes.append((_FREE, 0, 0))
-    return Schedule.from_codes(codes, length=length, policy="hsm", memory=memory, units=_HSM_UNITS)
-
-
-def ism_schedule(length: int, memory: int) -> Schedule:
-    """The schedule of ISM, in single recorded steps.
-
-    Args:
-        length: steps.
-        memory: internal states, the working core included.
-
-    Returns:
-        A schedule that costs :func:`ism_cost`.
-
-    Example:
-        >>> print(ism_schedule(2, 1))
-        store 0, advance 0→1, record 1→2, backward 2→1, load 0, record 0→1, backward 1→0, free 0
-    """
-    within = _states_within()
-    codes: list[Code] = [(_STORE, 0, 0)]
-    waiting: list[tuple[int, int, int, int]] = []  # left parts: base, steps + 1, slots, repetitions
-    base, more, slots, r = 0, length + 1, memory, _repetitions(length + 1, memory)
-    while more > 1:
-        while more > 1:
-            y = _split(more, slots, r, within)
-            if y > 1:
-                codes.append((_ADVANCE, base, base + y - 1))
-            codes.append((_RECORD, base + y - 1, base + y))
-            waiting.append((base, y, slots, r - 1))
-            base, more, slots = base + y, more - y, slots - 1
-        while waiting and more == 1:
-            base, more, slots, r = waiting.pop()
-            codes.append((_BACKWARD, base + more - 1, base + more))
-        if more > 1:
-            codes.append((_LOAD, base, base))
-    codes.append((_FREE, 0, 0))
-    return Schedule.from_codes(codes, length=length, policy="ism", memory=memory, units=_ISM_UNITS)
 
 
 def hsm_power_bound(length: int, memory: int) -> float:
@@ -305,8 +229,20 @@ def ism_linear_bound(length: int, memory: int) -> int | None:
     return None
 
 
-def _repetitions(length: int, memory: int) -> int:
-    """The least r with length ≤ binom(memory + r, memory): doubled, then halved."""
+def repetitions(length: int, memory: int) -> int:
+    """How often a step is run again at most: the least r with length ≤ binom(memory + r, memory).
+
+    Args:
+        length: steps, at least 1.
+        memory: slots, at least 1.
+
+    Returns:
+        r, found by doubling and halving.
+
+    Example:
+        >>> repetitions(1000, 50)
+        2
+    """
     high = 1
     while comb(memory + high, memory) < length:
         high *= 2
@@ -320,19 +256,50 @@ def _repetitions(length: int, memory: int) -> int:
     return high
 
 
-def _states_within() -> Callable[[int, int], int]:
-    """binom(m+r, m), the longest sequence with no step run more than r+1 times; remembered."""
+def split_of(length: int, memory: int, r: int) -> int:
+    """:func:`hsm_split` of a part whose steps are run again r times at most.
 
-    @cache
-    def within(m: int, r: int) -> int:
-        return comb(m + r, m) if r >= 0 else 0
+    Args:
+        length: steps, binom(memory + r − 1, memory) to binom(memory + r, memory), at least 2.
+        memory: slots.
+        r: at least 1.
 
-    return within
+    Returns:
+        The position; the left part has r − 1, the right one a slot less.
+
+    Example:
+        >>> split_of(10, 4, 2)
+        3
+    """
+    if r == 1:
+        return 1
+    least = _within(memory, r - 2)
+    beyond = length - least - _within(memory - 1, r - 1)
+    free, free_right = _free(memory, r - 1), _free(memory - 1, r)
+    if beyond <= free + free_right:
+        return least + min(beyond, free)
+    return min(_within(memory, r - 1), least + beyond - free_right)
 
 
-def _split(length: int, memory: int, r: int, within: Callable[[int, int], int]) -> int:
-    right_at_least = within(memory - 1, r - 1)
-    return min(length - 1, within(memory, r - 1), length - right_at_least)
+def _within(m: int, r: int) -> int:
+    """binom(m+r, m), the longest sequence with no step run more than r+1 times."""
+    return comb(m + r, r)
+
+
+def _free(m: int, r: int) -> int:
+    """Steps beyond the least that cost no further part of one step: binom(m+r−2, r−1)."""
+    return comb(m + r - 2, r - 1) if m else 0
+
+
+def _costs_one_by_one(lengths: NDArray[Any], memories: NDArray[Any]) -> NDArray[np.int64]:
+    pairs = zip(lengths.ravel().tolist(), memories.ravel().tolist(), strict=True)
+    costs = [hsm_cost(t, m) for t, m in pairs]
+    if max(costs) >= 2**63:
+        raise ScheduleError(
+            f"a cost in the array is {max(costs)}: expected less than 2**63, for 64-bit integers; "
+            "ask for it alone, as an int"
+        )
+    return np.array(costs, dtype=np.int64).reshape(lengths.shape)
 
 
 def _costs_of_one_memory(lengths: NDArray[np.int64], memory: int) -> NDArray[np.int64]:

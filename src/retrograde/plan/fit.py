@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 from retrograde.errors import BudgetError
 from retrograde.plan import mixed
-from retrograde.plan.closed_form import hsm_schedule
+from retrograde.plan.hsm import hsm_schedule
 from retrograde.schedule import (
     Action,
     Advance,
@@ -291,8 +291,12 @@ def _split(action: Action, bounds: Sequence[int], chunk: int) -> Iterator[Action
         case Advance(start, stop):
             for a in range(bounds[start], bounds[stop], chunk):
                 yield Advance(a, min(a + chunk, bounds[stop]))
-        case Record(start, stop) | Backward(start, stop):
-            yield type(action)(bounds[start], bounds[stop])
+        case Record(start, stop):  # a block is one call
+            for block in range(start, stop):
+                yield Record(bounds[block], bounds[block + 1])
+        case Backward(start, stop):
+            for block in reversed(range(start, stop)):
+                yield Backward(bounds[block], bounds[block + 1])
         case Store(at) | Load(at) | Free(at):
             yield type(action)(bounds[at])
 

@@ -1,23 +1,26 @@
-"""The two questions a user asks: what is the schedule, and what does it cost?
+"""The questions a user asks first: what is the schedule, what does it cost, where does it split?
 
-One table of policies, one place where arguments are checked, one answer for each. HSM and ISM are
-closed forms (:mod:`retrograde.plan.closed_form`), MSM is a dynamic program
-(:mod:`retrograde.plan.mixed`), the rest are :mod:`retrograde.plan.baselines`.
+One answer for each policy. HSM and ISM are closed forms (:mod:`retrograde.plan.closed_form`, and
+:mod:`~retrograde.plan.hsm` and :mod:`~retrograde.plan.ism` for their schedules), MSM is a dynamic
+program around a convex bound (:mod:`retrograde.plan.mixed`), the rest are
+:mod:`retrograde.plan.baselines`. The questions the other way round are in
+:mod:`retrograde.plan.inverse`.
 
 ===================  =========================================================  ================
 policy               ``memory`` counts                                          also takes
 ===================  =========================================================  ================
 ``hsm``              hidden states, the initial one included
 ``ism``              internal states, the working core included
-``msm``              hidden states, the initial one included                    alpha, beta
+``msm``              hidden states, the initial one included; or, with          alpha, beta,
+                     ``state``, bytes                                           state
 ``store-all`` …      none: it holds what it holds                               alpha, beta
 ``chen-recursive``   none                                                       alpha, beta,
                                                                                 segments
 ===================  =========================================================  ================
 """
 
-import operator
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import overload
 
@@ -26,9 +29,15 @@ from numpy.typing import ArrayLike, NDArray
 
 from retrograde.errors import ScheduleError
 from retrograde.plan import baselines, closed_form, mixed
+from retrograde.plan.arguments import check_policy, integer, integers, units_of
+from retrograde.plan.coarse import coarsen
+from retrograde.plan.hsm import hsm_schedule
+from retrograde.plan.ism import ism_schedule
+from retrograde.plan.unfold import check_size
 from retrograde.schedule import Schedule, Units, Verb, merge
+from retrograde.units import Memory, as_bytes
 
-__all__ = ["BASELINES", "POLICIES", "cost", "plan"]
+__all__ = ["cost", "plan", "split"]
 
 _BASELINES: Mapping[str, Callable[[int, Units], Schedule]] = MappingProxyType(
     {
@@ -39,38 +48,44 @@ _BASELINES: Mapping[str, Callable[[int, Units], Schedule]] = MappingProxyType(
         "chen-recursive": baselines.chen_recursive,
     }
 )
-
-BASELINES = tuple(_BASELINES)
-POLICIES = ("hsm", "ism", "msm", *BASELINES)
+_ACTIONS_PER_STEP = {"store-hidden": 6, "recompute-all": 4, "chen-recursive": 6}  # at most
 
 
 def plan(
     length: int,
-    memory: int | None = None,
+    memory: Memory | None = None,
     policy: str = "hsm",
     *,
     alpha: int | None = None,
     beta: int | None = None,
+    state: int | None = None,
     segments: int | None = None,
 ) -> Schedule:
     """The schedule of a policy, in the longest ranges.
 
     Args:
         length: steps, at least 1.
-        memory: slots, in the policy's units, at least 1; None for a baseline.
+        memory: slots, in the policy's units, at least 1; bytes, a text such as ``"64MiB"`` or a
+            share of ordinary backpropagation's (``0.05``, ``"5%"``) where ``state`` is given; None
+            for a baseline.
         policy: ``"hsm"``, ``"ism"``, ``"msm"``, or a baseline: ``"store-all"``,
             ``"store-hidden"``, ``"recompute-all"``, ``"chen-sqrt"``, ``"chen-recursive"``.
         alpha: size of an internal state in hidden states, for ``"msm"`` (and for the peak of a
-            baseline, where it is 2 by default).
-        beta: the same when its input hidden state is in memory; ``alpha − 1`` by default, and at
-            least 1.
+            baseline, where it is 2 by default); in bytes where ``state`` is given.
+        beta: the same when its input hidden state is in memory; ``alpha`` less a hidden state by
+            default, and at least 1.
+        state: size of a hidden state in bytes, for ``"msm"`` with real sizes; they are counted in
+            units so coarse that at most 1 % of the memory is wasted.
         segments: parts at each division, for ``"chen-recursive"``; 2 by default.
 
     Returns:
-        The cheapest schedule of that policy whose peak is within ``memory``.
+        The cheapest schedule of that policy whose peak is within ``memory``; of those, one with the
+        fewest actions. Where it could not be proven the cheapest, its ``bound`` is below its cost.
 
     Raises:
-        ScheduleError: an argument is missing, out of place or out of range.
+        ScheduleError: an argument is missing, out of place or out of range; the schedule or what is
+            needed to find it would be too large.
+        UnitError: the memory cannot be read.
 
     Example:
         >>> schedule = plan(1000, 50, policy="hsm")
@@ -78,18 +93,26 @@ def plan(
         (2948, 50)
         >>> print(plan(3, 3, "msm", alpha=2))
         store 0, record 0→3, backward 3→0, free 0
+        >>> schedule = plan(1000, "5%", "msm", state=65_536, alpha=430_080)
+        >>> schedule.cost, schedule.peak <= schedule.memory
+        (1954, True)
     """
-    _check_policy(policy, alpha, beta, segments, memory is not None)
-    steps = _integer("length", length)
+    check_policy(
+        policy, alpha=alpha, beta=beta, state=state, segments=segments,
+        has_memory=memory is not None,
+    )  # fmt: skip
+    steps = integer("length", length)
     if memory is None:
         return merge(_baseline(steps, policy, alpha, beta, segments))
-    slots = _integer("memory", memory)
+    if state is not None:
+        return _plan_bytes(steps, memory, units_of(alpha, beta, state))
+    slots = integer("memory", memory)
     if policy == "hsm":
-        return merge(closed_form.hsm_schedule(steps, slots))
+        return merge(hsm_schedule(steps, slots))
     if policy == "ism":
-        return merge(closed_form.ism_schedule(steps, slots))
-    units = _units(alpha, beta)
-    return merge(mixed.plan_blocks(steps, slots, alpha=units.alpha, beta=units.beta))
+        return merge(ism_schedule(steps, slots))
+    units = units_of(alpha, beta)
+    return mixed.plan_blocks(steps, slots, alpha=units.alpha, beta=units.beta)
 
 
 @overload
@@ -137,10 +160,10 @@ def cost(
         segments: as :func:`plan` has it.
 
     Returns:
-        An exact integer; for arrays, 64-bit integers of the broadcast shape.
+        An exact integer of any size; for arrays, 64-bit integers of the broadcast shape.
 
     Raises:
-        ScheduleError: as :func:`plan`; also a length in an array is too large for 64-bit costs.
+        ScheduleError: as :func:`plan`; also a cost in an array does not fit 64 bits.
 
     Example:
         >>> cost(1000, 50)
@@ -148,22 +171,80 @@ def cost(
         >>> cost(1000, [1, 50, 1000], policy="ism").tolist()
         [500500, 1950, 1000]
     """
-    _check_policy(policy, alpha, beta, segments, memory is not None)
+    if type(length) is int and type(memory) is int and alpha is beta is segments is None:
+        # The quick way to a closed form; everything else, and every error, is below.
+        if policy == "hsm" and length > 0 and memory > 0:
+            return closed_form.hsm_cost(length, memory)
+        if policy == "ism" and length > 0 and memory > 0:
+            return closed_form.ism_cost(length, memory)
+    check_policy(policy, alpha=alpha, beta=beta, segments=segments, has_memory=memory is not None)
     if np.ndim(length) == 0 and (memory is None or np.ndim(memory) == 0):
-        slots = None if memory is None else _integer("memory", memory)
-        return _cost_of_one(_integer("length", length), slots, policy, alpha, beta, segments)
-    lengths = _integers("length", length)
+        slots = None if memory is None else integer("memory", memory)
+        return _cost_of_one(integer("length", length), slots, policy, alpha, beta, segments)
+    lengths = integers("length", length)
     if memory is None:
         one = [
             _cost_of_one(t, None, policy, alpha, beta, segments) for t in lengths.ravel().tolist()
         ]
         return np.array(one, dtype=np.int64).reshape(lengths.shape)
-    memories = _integers("memory", memory)
+    memories = integers("memory", memory)
     if policy == "hsm":
         return closed_form.hsm_costs(lengths, memories)
     if policy == "ism":
         return closed_form.ism_costs(lengths, memories)
-    return _mixed_costs(lengths, memories, _units(alpha, beta))
+    units = units_of(alpha, beta)
+    return mixed.mixed_costs(lengths, memories, alpha=units.alpha, beta=units.beta)
+
+
+def split(length: int, memory: int, policy: str = "hsm") -> int:
+    """Where HSM or ISM keeps its first state, D(t, m), without a table (G16 eqs. 3 and 5).
+
+    Args:
+        length: steps; at least 2 for ``"hsm"``, which has nothing to split in one step.
+        memory: slots, as :func:`plan` has it.
+        policy: ``"hsm"`` or ``"ism"``.
+
+    Returns:
+        A position y that is optimal: HSM stores the hidden state y, and ISM records the step y − 1.
+        HSM's is that of :func:`plan`; ISM's is the largest of HSM's for one step more.
+
+    Raises:
+        ScheduleError: an argument is out of range, or the policy splits otherwise.
+
+    Example:
+        >>> split(1000, 50), split(10**12, 10**6, "ism")
+        (51, 2000001)
+    """
+    if policy not in ("hsm", "ism"):
+        check_policy(policy, alpha=1)
+        raise ScheduleError(
+            f"the policy {policy!r} keeps states of two kinds: expected 'hsm' or 'ism'; read the "
+            "actions of a plan instead"
+        )
+    slots = integer("memory", memory)
+    if policy == "hsm":
+        return closed_form.hsm_split(integer("length", length, 2), slots)
+    return closed_form.ism_split(integer("length", length), slots)
+
+
+def _plan_bytes(length: int, memory: Memory, units: Units) -> Schedule:
+    """MSM with sizes in bytes: planned in coarser units, bounded in units as coarse."""
+    room = as_bytes(memory, units.state + units.beta * (length - 1))
+    if room < units.state:
+        raise ScheduleError(
+            f"memory is {room} bytes: expected at least {units.state}, the initial state alone"
+        )
+    sizes = coarsen(room, units)
+    schedule = mixed.plan_blocks(
+        length, sizes.memory, state=sizes.state, alpha=sizes.alpha, beta=sizes.beta
+    )
+    bound = schedule.bound
+    if not sizes.exact:
+        least = sizes.optimistic()
+        bound = mixed.mixed_bound(
+            length, least.memory, state=least.state, alpha=least.alpha, beta=least.beta
+        )
+    return replace(schedule, memory=room, units=units, bound=bound)
 
 
 def _cost_of_one(
@@ -180,94 +261,21 @@ def _cost_of_one(
         return closed_form.hsm_cost(length, memory)
     if policy == "ism":
         return closed_form.ism_cost(length, memory)
-    return int(_mixed_costs(np.array(length), np.array(memory), _units(alpha, beta))[()])
-
-
-def _mixed_costs(
-    length: NDArray[np.int64], memory: NDArray[np.int64], units: Units
-) -> NDArray[np.int64]:
-    """One dynamic program for all, to the longest length."""
-    lengths, memories = np.broadcast_arrays(length, memory)
-    if not lengths.size:
-        return np.empty(lengths.shape, dtype=np.int64)
-    levels, rows = np.unique(memories, return_inverse=True)
-    table = mixed.mixed_costs(
-        int(lengths.max()), levels.tolist(), alpha=units.alpha, beta=units.beta
-    )
-    return np.asarray(table[rows.reshape(lengths.shape), lengths])
+    units = units_of(alpha, beta)
+    return int(mixed.mixed_costs(length, memory, alpha=units.alpha, beta=units.beta)[()])
 
 
 def _baseline(
     length: int, policy: str, alpha: int | None, beta: int | None, segments: int | None
 ) -> Schedule:
-    units = _units(2 if alpha is None else alpha, beta)
-    if segments is None:
+    units = units_of(2 if alpha is None else alpha, beta)
+    parts = None if segments is None else integer("segments", segments, 2)
+    check_size(length, _ACTIONS_PER_STEP.get(policy, 0) * length)
+    if parts is None:
         return _BASELINES[policy](length, units)
-    return baselines.chen_recursive(length, units, segments=_integer("segments", segments, 2))
+    return baselines.chen_recursive(length, units, segments=parts)
 
 
 def _forward_steps(schedule: Schedule) -> int:
     runs = (schedule.kind == Verb.ADVANCE) | (schedule.kind == Verb.RECORD)
     return int((schedule.stop - schedule.start)[runs].sum())
-
-
-def _check_policy(
-    policy: str, alpha: int | None, beta: int | None, segments: int | None, has_memory: bool
-) -> None:
-    """Refuse an unknown policy, and whatever is missing for it or foreign to it."""
-    if policy not in POLICIES:
-        raise ScheduleError(f"unknown policy {policy!r}: use one of {', '.join(POLICIES)}")
-    if has_memory and policy in BASELINES:
-        raise ScheduleError(
-            f"the policy {policy!r} takes no memory: it holds what it holds; leave memory out, or "
-            "use 'hsm', 'ism' or 'msm'"
-        )
-    if not has_memory and policy not in BASELINES:
-        raise ScheduleError(f"the policy {policy!r} needs a memory: give its slots, 1 or more")
-    if policy == "msm" and alpha is None:
-        raise ScheduleError(
-            "the policy 'msm' needs alpha, the size of an internal state in hidden states: give "
-            "such as alpha=5"
-        )
-    if policy in ("hsm", "ism") and not (alpha is None and beta is None):
-        raise ScheduleError(
-            f"the policy {policy!r} keeps states of one size and takes neither alpha nor beta: "
-            "leave them out, or use 'msm'"
-        )
-    if policy != "chen-recursive" and segments is not None:
-        raise ScheduleError(
-            f"the policy {policy!r} takes no segments: leave them out, or use 'chen-recursive'"
-        )
-
-
-def _units(alpha: int | None, beta: int | None) -> Units:
-    size = _integer("alpha", alpha)
-    without_input = max(1, size - 1) if beta is None else _integer("beta", beta)
-    if without_input > size:
-        raise ScheduleError(
-            f"beta is {without_input} and alpha is {size}: an internal state without its input is "
-            "no larger than with it; expected beta <= alpha"
-        )
-    return Units(alpha=size, beta=without_input, core=0, initial=1)
-
-
-def _integer(name: str, value: object, least: int = 1) -> int:
-    """A number as a Python integer, at least ``least``; truth values and fractions are refused."""
-    try:
-        if isinstance(value, bool | np.bool_):
-            raise TypeError
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise ScheduleError(f"{name} is {value!r}: expected an integer, {least} or more") from None
-    if number < least:
-        raise ScheduleError(f"{name} is {number}: expected an integer, {least} or more")
-    return number
-
-
-def _integers(name: str, values: ArrayLike) -> NDArray[np.int64]:
-    array = np.asarray(values)
-    if array.size and array.dtype.kind not in "iu":
-        raise ScheduleError(f"{name} is an array of {array.dtype}: expected integers, 1 or more")
-    if array.size and int(array.min()) < 1:
-        raise ScheduleError(f"{name} is {int(array.min())}: expected integers, 1 or more")
-    return array.astype(np.int64)

@@ -48,4 +48,5 @@ def merge(schedule: Schedule) -> Schedule:
         kind,
         np.where(down, start[last], start[first]),
         np.where(down, stop[first], stop[last]),
+        schedule.bound,
     )

@@ -83,6 +83,8 @@ class Schedule:
         kind: verbs (:class:`~retrograde.schedule.actions.Verb`), shape (actions,).
         start: first positions, shape (actions,).
         stop: second positions, shape (actions,); equal to ``start`` for verbs with one position.
+        bound: what the planner proved that no schedule of the policy undercuts, in forward steps;
+            None where it proved nothing.
 
     Raises:
         ScheduleError: the arrays differ in shape, or a verb is unknown.
@@ -102,6 +104,7 @@ class Schedule:
     kind: NDArray[np.uint8]
     start: NDArray[np.int64]
     stop: NDArray[np.int64]
+    bound: int | None = None
 
     def __post_init__(self) -> None:
         shapes = {np.shape(part) for part in (self.kind, self.start, self.stop)}
@@ -201,6 +204,12 @@ class Schedule:
         """The most that is held at any time, in ``units``; ScheduleError if not legal."""
         return self._replay.peak
 
+    @property
+    def gap(self) -> float | None:
+        """How far the cost may be from the least, as a share of ``bound``: 0.0 is optimal; None
+        where there is no bound."""
+        return None if self.bound is None else self.cost / self.bound - 1
+
     def codes(self) -> Iterator[Code]:
         """The codes of all actions, as Python integers.
 
@@ -273,7 +282,7 @@ class Schedule:
 
     def _key(self) -> tuple[Any, ...]:
         arrays = (self.kind.tobytes(), self.start.tobytes(), self.stop.tobytes())
-        return (self.length, self.policy, self.memory, self.units, *arrays)
+        return (self.length, self.policy, self.memory, self.units, self.bound, *arrays)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Schedule):

@@ -7,7 +7,7 @@ whether the schedule is legal, :func:`retrograde.schedule.simulate` says.
 
 import json
 import re
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any, NoReturn
 
 from retrograde.errors import ScheduleError
@@ -22,6 +22,7 @@ _FORMAT = "retrograde-schedule"
 _LETTERS = "ASRLFB"  # in the order of Verb
 _RANGES = frozenset({Verb.ADVANCE.value, Verb.RECORD.value, Verb.BACKWARD.value})
 _WORD = re.compile(r"([ARB])([0-9]+):([0-9]+)|([SLF])([0-9]+)")
+_OPTIONAL = {"bound": None}
 _KEYS = ("format", "version", "length", "policy", "memory", "units", "actions")
 
 
@@ -46,6 +47,7 @@ def to_json(schedule: Schedule) -> str:
         "policy": schedule.policy,
         "memory": schedule.memory,
         "units": asdict(schedule.units),
+        **({} if schedule.bound is None else {"bound": schedule.bound}),
         "actions": " ".join(_word(*code) for code in schedule.codes()),
     }
     return json.dumps(document, separators=(",", ":"))
@@ -76,9 +78,13 @@ def from_json(text: str) -> Schedule:
         _fail(f"'policy' is {policy!r}: expected a name")
     if memory is not None and (type(memory) is not int or memory < 1):
         _fail(f"'memory' is {memory!r}: expected an integer, 1 or more, or null")
+    bound = document["bound"]
+    if bound is not None and (type(bound) is not int or bound < 0):
+        _fail(f"'bound' is {bound!r}: expected an integer, 0 or more, or null")
     units = _units(document["units"])
     codes = _codes(document["actions"])
-    return Schedule.from_codes(codes, length=length, policy=policy, memory=memory, units=units)
+    schedule = Schedule.from_codes(codes, length=length, policy=policy, memory=memory, units=units)
+    return replace(schedule, bound=bound)
 
 
 def _document(text: str) -> dict[str, Any]:
@@ -92,7 +98,8 @@ def _document(text: str) -> dict[str, Any]:
         _fail(f"'format' is {document.get('format')!r}: expected {_FORMAT!r}")
     if document.get("version") != VERSION:
         _fail(f"'version' is {document.get('version')!r}: this library reads {VERSION}")
-    _same_keys("the object", document, _KEYS)
+    document = _OPTIONAL | document
+    _same_keys("the object", document, (*_KEYS, *_OPTIONAL))
     return document
 
 

@@ -1,0 +1,159 @@
+"""The arguments of every public planning function, checked in one place before work begins."""
+
+import operator
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from retrograde.errors import ScheduleError
+from retrograde.schedule import Units
+
+__all__ = ["BASELINES", "POLICIES", "check_policy", "integer", "integers", "units_of"]
+
+BASELINES = ("store-all", "store-hidden", "recompute-all", "chen-sqrt", "chen-recursive")
+POLICIES = ("hsm", "ism", "msm", *BASELINES)
+
+
+def check_policy(
+    policy: str,
+    *,
+    alpha: int | None = None,
+    beta: int | None = None,
+    state: int | None = None,
+    segments: int | None = None,
+    has_memory: bool = True,
+) -> None:
+    """Refuse an unknown policy, and whatever is missing for it or foreign to it.
+
+    Args:
+        policy: its name.
+        alpha: as given.
+        beta: as given.
+        state: as given.
+        segments: as given.
+        has_memory: whether a memory was given.
+
+    Raises:
+        ScheduleError: with what was given, what was expected and what to do.
+
+    Example:
+        >>> check_policy("msm", alpha=5)
+    """
+    if policy not in POLICIES:
+        raise ScheduleError(f"unknown policy {policy!r}: use one of {', '.join(POLICIES)}")
+    if has_memory and policy in BASELINES:
+        raise ScheduleError(
+            f"the policy {policy!r} takes no memory: it holds what it holds; leave memory out, or "
+            "use 'hsm', 'ism' or 'msm'"
+        )
+    if not has_memory and policy not in BASELINES:
+        raise ScheduleError(f"the policy {policy!r} needs a memory: give its slots, 1 or more")
+    if policy == "msm" and alpha is None:
+        raise ScheduleError(
+            "the policy 'msm' needs alpha, the size of an internal state in hidden states: give "
+            "such as alpha=5"
+        )
+    if policy in ("hsm", "ism") and not (alpha is None and beta is None):
+        raise ScheduleError(
+            f"the policy {policy!r} stores states of one kind and takes neither alpha nor beta: "
+            "leave them out, or use 'msm'"
+        )
+    if policy != "msm" and state is not None:
+        raise ScheduleError(
+            f"the policy {policy!r} takes no state size: its slots are states; leave state out, or "
+            "use 'msm'"
+        )
+    if policy != "chen-recursive" and segments is not None:
+        raise ScheduleError(
+            f"the policy {policy!r} takes no segments: leave them out, or use 'chen-recursive'"
+        )
+
+
+def units_of(alpha: int | None, beta: int | None, state: int | None = None) -> Units:
+    """The sizes that ``alpha``, ``beta`` and ``state`` give, in one unit.
+
+    Args:
+        alpha: an internal state, its input included.
+        beta: one without; ``alpha`` less a hidden state by default, and at least 1.
+        state: a hidden state; 1 by default.
+
+    Returns:
+        The units, the working core free.
+
+    Raises:
+        ScheduleError: one is no positive integer, or beta exceeds alpha.
+
+    Example:
+        >>> units_of(5, None).beta, units_of(5000, None, 1024).beta
+        (4, 3976)
+    """
+    hidden = 1 if state is None else integer("state", state)
+    if state is None and isinstance(alpha, float | np.floating) and alpha > 1:
+        raise ScheduleError(
+            f"alpha is {alpha}: expected an integer, 1 or more; for a ratio between, give all "
+            "sizes in bytes: state=, alpha= and beta= with a memory such as '64MiB'"
+        )
+    size = integer("alpha", alpha)
+    without_input = max(1, size - hidden) if beta is None else integer("beta", beta)
+    if without_input > size:
+        raise ScheduleError(
+            f"beta is {without_input} and alpha is {size}: an internal state without its input is "
+            "no larger than with it; expected beta <= alpha"
+        )
+    return Units(alpha=size, beta=without_input, core=0, initial=hidden, state=hidden)
+
+
+def integer(name: str, value: object, least: int = 1) -> int:
+    """A number as a Python integer, at least ``least``; truth values and fractions are refused.
+
+    Args:
+        name: for the message.
+        value: as given.
+        least: the smallest that will do.
+
+    Returns:
+        The number.
+
+    Raises:
+        ScheduleError: it is none, or too small.
+
+    Example:
+        >>> integer("length", 1000)
+        1000
+    """
+    try:
+        if isinstance(value, bool | np.bool_):
+            raise TypeError
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise ScheduleError(f"{name} is {value!r}: expected an integer, {least} or more") from None
+    if number < least:
+        raise ScheduleError(f"{name} is {number}: expected an integer, {least} or more")
+    return number
+
+
+def integers(name: str, values: ArrayLike) -> NDArray[np.int64]:
+    """An array of integers, 1 or more, as 64-bit ones.
+
+    Args:
+        name: for the message.
+        values: as given.
+
+    Returns:
+        The array; of another shape only where it was no array.
+
+    Raises:
+        ScheduleError: it holds something else.
+
+    Example:
+        >>> integers("length", [1, 5]).tolist()
+        [1, 5]
+    """
+    array = np.asarray(values)
+    if array.size and array.dtype.kind not in "iu":
+        raise ScheduleError(f"{name} is an array of {array.dtype}: expected integers, 1 or more")
+    if array.size and int(array.min()) < 1:
+        raise ScheduleError(f"{name} is {int(array.min())}: expected integers, 1 or more")
+    if array.dtype == np.uint64 and array.size and int(array.max()) >= 2**63:
+        raise ScheduleError(f"{name} is {int(array.max())}: expected less than 2**63 in an array")
+    return array.astype(np.int64, copy=False)

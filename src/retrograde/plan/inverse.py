@@ -1,0 +1,254 @@
+"""The questions the other way round: how much memory for a cost, how long a sequence, what curve?
+
+Every cost falls with memory and grows with length, so each question is a bisection over
+:func:`retrograde.plan.cost`; no answer is approximate. T(a, m), the longest sequence at a cost of
+at most a forward steps each, is that of G16, appendix B.2. For the mixed policy C(t, m)/t need not
+grow with t: the cost is the rounded-up value of a convex function (:mod:`retrograde.plan.mixed`),
+so the last length at which it is a·t or less lies before the first at which it is above a·t + 1.
+"""
+
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrograde.errors import ScheduleError
+from retrograde.plan.arguments import BASELINES, check_policy, integer, units_of
+from retrograde.plan.closed_form import hsm_cost, ism_cost
+from retrograde.plan.mixed import LONGEST
+from retrograde.plan.planner import cost
+
+__all__ = ["TradeOff", "least_memory", "longest", "trade_off"]
+
+_MOST_POINTS = 10**6
+
+
+@dataclass(frozen=True, eq=False)
+class TradeOff:
+    """What memory buys: every memory at which the cost of a sequence drops.
+
+    Attributes:
+        length: steps.
+        policy: ``"hsm"``, ``"ism"`` or ``"msm"``.
+        memory: slots, growing, the least feasible first, shape (points,).
+        cost: forward steps with that much memory, and up to the next, shape (points,).
+        alpha: size of an internal state, for ``"msm"``.
+        beta: the same where its input is in memory.
+
+    Example:
+        >>> trade_off(4, "ism").cost.tolist()
+        [10, 6, 5, 4]
+    """
+
+    length: int
+    policy: str
+    memory: NDArray[np.int64] = field(repr=False)
+    cost: NDArray[np.int64] = field(repr=False)
+    alpha: int | None = None
+    beta: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.memory)
+
+    def at(self, memory: int) -> int:
+        """The cost with a memory that need not be one of the points.
+
+        Args:
+            memory: slots, at least 1.
+
+        Returns:
+            Forward steps.
+
+        Raises:
+            ScheduleError: memory is no positive integer.
+
+        Example:
+            >>> trade_off(4, "ism").at(100)
+            4
+        """
+        slots = integer("memory", memory)
+        return int(self.cost[np.searchsorted(self.memory, slots, side="right") - 1])
+
+
+def least_memory(
+    length: int,
+    cost: int,
+    policy: str = "hsm",
+    *,
+    alpha: int | None = None,
+    beta: int | None = None,
+) -> int:
+    """The least memory with which a sequence costs no more than is allowed.
+
+    Args:
+        length: steps, at least 1.
+        cost: forward steps allowed in all, the first sweep included.
+        policy: ``"hsm"``, ``"ism"`` or ``"msm"``.
+        alpha: as :func:`~retrograde.plan.plan` has it.
+        beta: likewise.
+
+    Returns:
+        Slots, in the policy's units.
+
+    Raises:
+        ScheduleError: no memory meets that cost; an argument is out of range.
+
+    Example:
+        >>> least_memory(1000, 3000), least_memory(1000, 2000, "msm", alpha=5)
+        (43, 88)
+    """
+    steps, allowed = _ask(length, policy, alpha, beta), integer("cost", cost)
+    enough = _enough(steps, policy, alpha, beta)
+    least = _cost(steps, enough, policy, alpha, beta)
+    if allowed < least:
+        raise ScheduleError(
+            f"cost is {allowed}: no memory meets it; {steps} steps of {policy!r} take at least "
+            f"{least} forward steps, with a memory of {enough}"
+        )
+    low, high = 0, enough  # too little, and enough
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _cost(steps, middle, policy, alpha, beta) <= allowed:
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def longest(
+    cost_per_step: float | Fraction,
+    memory: int,
+    policy: str = "hsm",
+    *,
+    alpha: int | None = None,
+    beta: int | None = None,
+) -> int:
+    """T(a, m): the longest sequence at a cost of at most ``cost_per_step`` for each step.
+
+    Args:
+        cost_per_step: forward steps allowed for each step, at least 1; taken exactly as given.
+        memory: slots, in the policy's units.
+        policy: ``"hsm"``, ``"ism"`` or ``"msm"``.
+        alpha: as :func:`~retrograde.plan.plan` has it.
+        beta: likewise.
+
+    Returns:
+        Steps; of any size for ``"hsm"`` and ``"ism"``.
+
+    Raises:
+        ScheduleError: an argument is out of range; or the answer is beyond what ``"msm"`` can
+            plan.
+
+    Example:
+        >>> longest(2, 50), longest(3, 50), longest(2, 50, "ism")
+        (52, 1378, 1375)
+    """
+    _ask(1, policy, alpha, beta)
+    slots = integer("memory", memory)
+    try:
+        allowed = Fraction(cost_per_step)
+    except (TypeError, ValueError, OverflowError):
+        allowed = Fraction(0)
+    if allowed < 1:
+        raise ScheduleError(
+            f"cost_per_step is {cost_per_step!r}: expected 1 or more, since every step is run once"
+        )
+    if policy == "msm":
+        return _longest_mixed(allowed, slots, alpha, beta)
+    low, high = 1, 2
+    while _cost(high, slots, policy, alpha, beta) <= allowed * high:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _cost(middle, slots, policy, alpha, beta) <= allowed * middle:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def trade_off(
+    length: int, policy: str = "hsm", *, alpha: int | None = None, beta: int | None = None
+) -> TradeOff:
+    """The trade-off curve: every memory at which the cost drops, from the least feasible on.
+
+    Args:
+        length: steps, at least 1.
+        policy: ``"hsm"``, ``"ism"`` or ``"msm"``.
+        alpha: as :func:`~retrograde.plan.plan` has it.
+        beta: likewise.
+
+    Returns:
+        Memories and costs; the last cost is the least of all.
+
+    Raises:
+        ScheduleError: an argument is out of range, or there are more than a million memories.
+
+    Example:
+        >>> curve = trade_off(1000, "msm", alpha=5)
+        >>> len(curve), int(curve.memory[-1]), int(curve.cost[-1]), curve.at(300)
+        (1085, 3997, 1000, 1928)
+    """
+    steps = _ask(length, policy, alpha, beta)
+    enough = _enough(steps, policy, alpha, beta)
+    if enough > _MOST_POINTS:
+        raise ScheduleError(
+            f"the curve for {steps} steps has {enough} memories, expected at most {_MOST_POINTS}: "
+            "ask for the cost at those of interest"
+        )
+    memories = np.arange(1, enough + 1)
+    if policy == "msm":
+        costs = np.asarray(cost(steps, memories, policy, alpha=alpha, beta=beta))
+    else:
+        costs = np.array([_cost(steps, m, policy) for m in range(1, enough + 1)], np.int64)
+    drops = np.flatnonzero(np.diff(costs, prepend=costs[0] + 1))
+    units = units_of(alpha, beta) if policy == "msm" else None
+    return TradeOff(
+        steps, policy, memories[drops], costs[drops],
+        units.alpha if units else None, units.beta if units else None,
+    )  # fmt: skip
+
+
+def _ask(length: int, policy: str, alpha: int | None, beta: int | None) -> int:
+    """The length, checked together with the policy."""
+    if policy in BASELINES:
+        raise ScheduleError(
+            f"the policy {policy!r} takes no memory: it holds what it holds; use 'hsm', 'ism' or "
+            "'msm'"
+        )
+    check_policy(policy, alpha=alpha, beta=beta)
+    if policy == "msm":
+        units_of(alpha, beta)
+    return integer("length", length)
+
+
+def _enough(length: int, policy: str, alpha: int | None, beta: int | None) -> int:
+    """The memory from which on nothing becomes cheaper (erratum 5 of G16: earlier than it says)."""
+    if policy == "msm":
+        return 1 + units_of(alpha, beta).beta * (length - 1)
+    return length if policy == "ism" else max(1, length - 1)
+
+
+def _cost(
+    length: int, memory: int, policy: str, alpha: int | None = None, beta: int | None = None
+) -> int:
+    if policy == "msm":
+        return int(cost(length, memory, policy, alpha=alpha, beta=beta))
+    return (hsm_cost if policy == "hsm" else ism_cost)(length, memory)
+
+
+def _longest_mixed(allowed: Fraction, memory: int, alpha: int | None, beta: int | None) -> int:
+    high = 2
+    while _cost(high, memory, "msm", alpha, beta) <= allowed * high + 1:
+        high *= 2
+        if high > LONGEST:
+            raise ScheduleError(
+                f"cost_per_step is {float(allowed):g} and memory {memory}: the longest sequence is "
+                f"beyond {LONGEST // 2} steps, which 'msm' can plan; name less of either, or 'hsm'"
+            )
+    lengths = np.arange(1, high)
+    costs = np.asarray(cost(lengths, memory, "msm", alpha=alpha, beta=beta))
+    # In integers, since the share allowed may be any fraction.
+    fits = [int(c) * allowed.denominator <= allowed.numerator * t for t, c in enumerate(costs, 1)]
+    return int(lengths[fits][-1])

@@ -1,0 +1,228 @@
+"""From a few distinct parts to all the actions of a schedule.
+
+A planner divides a sequence into parts, these into parts again, and the same part (so many steps,
+so much memory) comes back in many places. So a planner describes each *distinct* part once, and
+this module writes the actions out, however many they are. A part that begins at hidden state b,
+which is current and kept, reads
+
+    Advance(b, b+a),   keep,   the part to the right,   drop,   Load(b),   the part to the left
+
+where *keep* and *drop* are either ``Store`` and ``Free`` of the hidden state b+a, or ``Record`` and
+``Backward`` of n steps from there. The left part runs from b to b+a again; either part may be
+missing. This is the divide-and-conquer of Gruslys et al. 2016, figures 1 and 4.
+
+Complexity: linear in the actions; one loop, interpreted for short schedules and compiled by numba
+for those of more than :data:`INTERPRETED` actions. 17 bytes an action.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrograde.errors import ScheduleError
+from retrograde.schedule import Schedule, Units, Verb
+from retrograde.units import format_bytes
+
+__all__ = ["INTERPRETED", "LARGEST_BYTES", "NOTHING", "Parts", "check_size", "recall"]
+
+INTERPRETED = 20_000
+LARGEST_BYTES = 8 * 2**30
+NOTHING = -1
+
+_ACTION_BYTES = 17
+
+_ADVANCE, _STORE, _RECORD, _LOAD, _FREE, _BACKWARD = (verb.value for verb in Verb)
+_Key = TypeVar("_Key")
+_Verbs = NDArray[np.uint8]
+_Places = NDArray[np.int64]
+
+
+def check_size(length: int, actions: int) -> None:
+    """Refuse a schedule that is too large to be held, before it is begun.
+
+    Args:
+        length: steps, for the message.
+        actions: how many there will be.
+
+    Raises:
+        ScheduleError: they take more than :data:`LARGEST_BYTES`.
+
+    Example:
+        >>> check_size(1000, 5896)
+    """
+    size = _ACTION_BYTES * actions
+    if size > LARGEST_BYTES:
+        raise ScheduleError(
+            f"the schedule for {length} steps has {actions} actions and takes "
+            f"{format_bytes(size)}, expected at most {format_bytes(LARGEST_BYTES)}: plan blocks of "
+            "steps; cost and split take any length"
+        )
+
+
+class Parts:
+    """The distinct parts of one schedule, each described after the parts that it is made of.
+
+    Example:
+        >>> parts = Parts()
+        >>> last = parts.record(0, 1)
+        >>> whole = parts.store(2, last, parts.record(0, 2))
+        >>> print(parts.unfold(whole, length=3, policy="custom"))
+        store 0, advance 0→2, store 2, record 2→3, backward 3→2, free 2, load 0, record 0→2,
+        backward 2→0, free 0
+    """
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[int, int, int, int]] = []
+        self._actions: list[int] = []
+
+    def store(self, advance: int, right: int, left: int) -> int:
+        """A part that keeps the hidden state after ``advance`` steps.
+
+        Args:
+            advance: steps to run first, at least 1.
+            right: the part from the stored state on.
+            left: the part before it.
+
+        Returns:
+            The number of the new part.
+        """
+        return self._add(advance, 0, right, left)
+
+    def record(self, advance: int, steps: int, right: int = NOTHING, left: int = NOTHING) -> int:
+        """A part that keeps the internal states of ``steps`` steps.
+
+        Args:
+            advance: steps to run first, 0 or more.
+            steps: steps to record, at least 1.
+            right: the part from the last recorded step on; by default there is none.
+            left: the part of ``advance`` steps; by default there is none.
+
+        Returns:
+            The number of the new part.
+        """
+        return self._add(advance, steps, right, left)
+
+    def _add(self, advance: int, steps: int, right: int, left: int) -> int:
+        mine = 2 + (advance > 0) + (left != NOTHING)
+        inside = sum(self._actions[part] for part in (right, left) if part != NOTHING)
+        self._rows.append((advance, steps, right, left))
+        self._actions.append(mine + inside)
+        return len(self._rows) - 1
+
+    def unfold(
+        self,
+        root: int,
+        *,
+        length: int,
+        policy: str,
+        memory: int | None = None,
+        units: Units | None = None,
+        bound: int | None = None,
+    ) -> Schedule:
+        """Write a part out, between ``Store(0)`` and ``Free(0)``.
+
+        Args:
+            root: the part that is the whole sequence.
+            length: as :class:`~retrograde.schedule.Schedule` has it.
+            policy: likewise.
+            memory: likewise.
+            units: likewise; ``Units()`` by default.
+            bound: likewise.
+
+        Returns:
+            The schedule, its ranges not yet merged.
+
+        Raises:
+            ScheduleError: it is too large.
+        """
+        size = self._actions[root] + 2
+        check_size(length, size)
+        kind = np.empty(size, np.uint8)
+        start, stop = np.empty(size, np.int64), np.empty(size, np.int64)
+        rows = np.array(self._rows, np.int64)
+        if size > INTERPRETED:
+            _compiled()(rows, root, kind, start, stop)
+        else:
+            _unfold(rows.tolist(), root, kind, start, stop)
+        return Schedule(length, policy, memory, units or Units(), kind, start, stop, bound)
+
+
+def recall(root: _Key, describe: Callable[[_Key, Callable[[_Key], int]], int]) -> int:
+    """Describe a part and all that it is made of, each distinct one once, to any depth.
+
+    Args:
+        root: what names the whole.
+        describe: adds one part, given its name and a function that knows the number of each part
+            inside; it is called again once a missing one is known.
+
+    Returns:
+        The number of the whole.
+
+    Example:
+        >>> recall(5, lambda n, number: number(n - 1) + n if n else 0)
+        15
+    """
+    known: dict[_Key, int] = {}
+    waiting = [root]
+
+    def number(key: _Key) -> int:
+        if key not in known:
+            raise _MissingError(key)
+        return known[key]
+
+    while waiting:
+        try:
+            known[waiting[-1]] = describe(waiting[-1], number)
+            waiting.pop()
+        except _MissingError as missing:
+            waiting.append(missing.key)
+    return known[root]
+
+
+class _MissingError(LookupError):
+    """A part is needed that is not described yet."""
+
+    def __init__(self, key: Any) -> None:
+        self.key = key
+
+
+def _unfold(rows: Any, root: int, kind: _Verbs, start: _Places, stop: _Places) -> None:
+    """The loop; a stack holds what is still to be written: a part, or one action."""
+    kind[0], start[0], stop[0] = _STORE, 0, 0
+    at = 1
+    stack = [
+        (-1, root, 0)
+    ]  # a verb (−1: a part), its first place (the part), its second (the base)
+    while len(stack) > 0:
+        verb, first, second = stack.pop()
+        if verb >= 0:
+            kind[at], start[at], stop[at] = verb, first, second
+            at += 1
+            continue
+        base = second
+        advance, steps, right, left = rows[first][0], rows[first][1], rows[first][2], rows[first][3]
+        if left >= 0:
+            stack.append((-1, left, base))
+            stack.append((_LOAD, base, base))
+        keep = base + advance
+        after = keep + steps
+        if advance > 0:
+            kind[at], start[at], stop[at] = _ADVANCE, base, keep
+            at += 1
+        kind[at], start[at], stop[at] = (_RECORD if steps else _STORE), keep, after
+        at += 1
+        stack.append((_BACKWARD if steps else _FREE, keep, after))
+        if right >= 0:
+            stack.append((-1, right, after))
+    kind[at], start[at], stop[at] = _FREE, 0, 0
+
+
+@cache
+def _compiled() -> Callable[..., None]:
+    from numba import njit
+
+    compiled: Callable[..., None] = njit(cache=True)(_unfold)
+    return compiled
