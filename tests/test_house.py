@@ -15,6 +15,7 @@ LEVELS = [
     {"units"},
     {"schedule"},
     {"plan"},
+    {"interchange"},
     {"execute", "scan"},
     {"nn"},
     {"figures"},

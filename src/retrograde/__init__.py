@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from retrograde.execute.measure import Measurement, measure
     from retrograde.execute.profile import Profile, profile
     from retrograde.execute.unroll import unroll
-    from retrograde.nn.recurrent import LSTM
     from retrograde.interchange import from_checkpoint_schedules, to_checkpoint_schedules
+    from retrograde.nn.recurrent import LSTM
     from retrograde.plan import TradeOff, cost, least_memory, longest, plan, split, trade_off
     from retrograde.schedule import (
         Advance,

@@ -24,6 +24,7 @@ except ModuleNotFoundError as missing:
     sys.exit(f"the command needs {missing.name}: pip install 'retrograde[cli]'")
 
 if TYPE_CHECKING:
+    from retrograde.figures import Seconds
     from retrograde.schedule import Schedule
 
 __all__ = ["app", "main"]
@@ -259,6 +260,67 @@ def _draw(schedule: "Schedule", picture: Path) -> None:
         figures.draw_schedule(schedule).savefig(picture, dpi=160)
     except ValueError as error:  # an ending that matplotlib does not know
         raise RetrogradeError(f"cannot draw {picture}: {error}; try .svg or .png") from error
+
+
+@app.command("figures")
+def draw_figures(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(help="Such as figure_2a; all of them where none is named."),
+    ] = None,
+    folder: Annotated[Path, typer.Option(help="Where to write them.")] = Path("figures"),
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure",
+            help="Measure the seconds of figure_2b on this machine, which takes minutes; without "
+            "it, those that come with the library are drawn.",
+        ),
+    ] = False,
+) -> None:
+    """Every figure of Gruslys et al. (2016), and its bounds: SVG and PNG, and the numbers as CSV.
+
+    Needs no torch, save for --measure.
+    """
+    with _clean_errors():
+        _require("matplotlib", "cli")
+        if measure:
+            _require("torch", "torch")
+        _draw_figures(names, folder, measure)
+
+
+def _draw_figures(names: list[str] | None, folder: Path, measure: bool) -> None:
+    from retrograde import figures
+
+    wanted = names or list(figures.GRUSLYS)
+    for name in wanted:
+        if name not in figures.GRUSLYS:
+            known = ", ".join(figures.GRUSLYS)
+            raise RetrogradeError(f"unknown figure {name!r}: use one of {known}")
+    if measure and "figure_2b" not in wanted:
+        raise RetrogradeError("--measure is for figure_2b alone: name it too, or leave it out")
+    console = Console(highlight=False)
+    for name in wanted:
+        anew = measure and name == "figure_2b"
+        seconds = _measure_seconds(folder, console) if anew else None
+        with console.status(f"drawing {name}"):
+            plate = figures.GRUSLYS[name]() if seconds is None else figures.figure_2b(seconds)
+            figures.save_plate(plate, folder)
+        console.print(f"[bold]{name:<14}[/]{plate.title}", soft_wrap=True)
+    console.print(f"written to {folder}: .svg, .png and .csv of each", soft_wrap=True)
+
+
+def _measure_seconds(folder: Path, console: Console) -> "Seconds":
+    """Measure figure 2(b), and keep the seconds beside the picture."""
+    from retrograde.figures import gruslys_measure
+
+    minutes = max(1, round(gruslys_measure.expected_seconds() / 60))
+    console.print(f"measuring figure_2b: about {minutes} min")
+    with console.status("measuring"):
+        seconds = gruslys_measure.measure_seconds()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "figure_2b.json").write_text(seconds.to_json(), encoding="utf-8")
+    return seconds
 
 
 @contextmanager

@@ -8,7 +8,8 @@ from oracles.recurrences import fewest_actions, hsm_table, ism_table, msm_table,
 from retrograde.errors import ScheduleError
 from retrograde.plan import cost, mixed
 from retrograde.plan.closed_form import hsm_cost, ism_cost
-from retrograde.plan.mixed import LONGEST, mixed_bound, mixed_costs, plan_blocks
+from retrograde.plan.hull import LONGEST
+from retrograde.plan.mixed import mixed_bounds, mixed_costs, plan_blocks
 
 LENGTH, MEMORY = 60, 30
 SIZES = [(alpha, beta) for alpha in range(1, 8) for beta in range(1, alpha + 1)]
@@ -61,7 +62,7 @@ def test_the_bound_is_never_wrong_and_never_far(state, alpha, beta):
     """With states of size 1 it is the cost itself; else at most one step below, in these cells."""
     _, _, msm = plain_tables(90, 60, alpha, beta, state)
     below = {
-        int(msm[length, memory]) - mixed_bound(length, memory, state=state, alpha=alpha, beta=beta)
+        int(msm[length, memory]) - mixed_bounds(length, memory, state=state, alpha=alpha, beta=beta)
         for length in range(1, 91, 4)
         for memory in range(state, 61, 3)
     }
@@ -83,7 +84,7 @@ def test_past_the_exact_size_the_gap_is_certified(sizes, monkeypatch):
 
 def test_a_long_schedule_is_planned_within_a_certified_gap():
     schedule = plan_blocks(10**6, 300, alpha=5, beta=4)
-    assert schedule.cost == schedule.bound == mixed_bound(10**6, 300, alpha=5, beta=4)
+    assert schedule.cost == schedule.bound == mixed_bounds(10**6, 300, alpha=5, beta=4)
     assert schedule.peak <= 300
 
 

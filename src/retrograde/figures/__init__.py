@@ -1,13 +1,28 @@
-"""Pictures: any schedule, the memory of one iteration, the loss of a training run.
+"""Pictures: any schedule, the memory of one iteration, a training run's loss, a paper's figures.
 
 Each function draws on the axes that it is given, or on a figure of its own, and returns the figure;
 nothing here touches pyplot or the choice of a backend, so it works without a display and inside
-another program's figures alike.
+another program's figures alike. A figure of a paper is a :class:`Plate`, which holds its numbers
+too: ``GRUSLYS`` has those of Gruslys et al. (2016) by name.
 """
 
+from retrograde.figures.gruslys import GRUSLYS
+from retrograde.figures.gruslys_seconds import Seconds, figure_2b
 from retrograde.figures.losses import draw_losses
 from retrograde.figures.memory import Curve, draw_memory
+from retrograde.figures.plates import Plate, save_plate
 from retrograde.figures.schedules import draw_schedule
 from retrograde.figures.style import save
 
-__all__ = ["Curve", "draw_losses", "draw_memory", "draw_schedule", "save"]
+__all__ = [
+    "GRUSLYS",
+    "Curve",
+    "Plate",
+    "Seconds",
+    "draw_losses",
+    "draw_memory",
+    "draw_schedule",
+    "figure_2b",
+    "save",
+    "save_plate",
+]

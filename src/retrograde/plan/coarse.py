@@ -7,14 +7,15 @@ the bytes fits the units. With ε the relative error of β, the larger one, and 
 
     (1 − WASTE) · (1 + ε) + 1/M  ≤  1.
 
-Where the common divisor of the sizes gives no more units than that, nothing is rounded.
+Where the common divisor of the sizes gives no more units than that, nothing is rounded. What fits
+the bytes fits (1 + ε) times as many units, so a bound for those is a bound for the bytes.
 """
 
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import count
 from math import gcd
 
+from retrograde.plan.hull import MOST_LEVELS
 from retrograde.schedule import Units
 
 __all__ = ["WASTE", "Coarse", "coarsen"]
@@ -27,33 +28,18 @@ class Coarse:
     """Sizes in common units.
 
     Attributes:
-        memory: room.
+        memory: room, rounded down: what fits it, fits the bytes.
+        most: room, rounded up with the relative error of the sizes: what fits the bytes, fits it.
         state: a hidden state.
         alpha: an internal state whose input is not in memory.
         beta: one whose input is.
-        exact: whether nothing was rounded but the memory, and that for nothing.
     """
 
     memory: int
+    most: int
     state: int
     alpha: int
     beta: int
-    exact: bool
-
-    def optimistic(self) -> "Coarse":
-        """Sizes rounded down and memory up instead: what fits the bytes fits these.
-
-        Returns:
-            The same units; a bound for these is one for the bytes.
-
-        Example:
-            >>> Coarse(10, 2, 7, 5, exact=False).optimistic()
-            Coarse(memory=11, state=2, alpha=6, beta=4, exact=False)
-        """
-        if self.exact:
-            return self
-        beta = max(1, self.beta - 1)
-        return Coarse(self.memory + 1, self.state, max(beta, self.alpha - 1), beta, exact=False)
 
 
 def coarsen(memory: int, units: Units) -> Coarse:
@@ -69,20 +55,25 @@ def coarsen(memory: int, units: Units) -> Coarse:
     Example:
         >>> from retrograde.plan.arguments import units_of
         >>> coarsen(2**26, units_of(430_080, None, 65_536))
-        Coarse(memory=5120, state=5, alpha=33, beta=28, exact=False)
+        Coarse(memory=5120, most=5154, state=5, alpha=33, beta=28)
         >>> coarsen(2**26, units_of(5 * 65_536, None, 65_536))
-        Coarse(memory=1024, state=1, alpha=5, beta=4, exact=True)
+        Coarse(memory=1024, most=1024, state=1, alpha=5, beta=4)
     """
     state, alpha, beta = units.state, units.alpha, units.beta
     common = gcd(state, alpha, beta)
-    for k in count(1):
-        if state <= k * common:
-            return Coarse(
-                memory // common, state // common, alpha // common, beta // common, exact=True
-            )
+    exact = state // common
+    part, whole = WASTE.numerator, WASTE.denominator
+    for k in range(1, min(exact, MOST_LEVELS * state // memory + 1)):
         more_alpha, more_beta = -(-alpha * k // state), -(-beta * k // state)
-        error = max(Fraction(more_alpha * state, alpha * k), Fraction(more_beta * state, beta * k))
         room = memory * k // state
-        if room and (1 - WASTE) * error + Fraction(1, room) <= 1:
-            return Coarse(room, k, more_alpha, more_beta, exact=False)
-    raise AssertionError
+        # The condition above, for both sizes, in integers.
+        if all(
+            (whole - part) * more * state * room + whole * size * k <= whole * size * k * room
+            for more, size in ((more_alpha, alpha), (more_beta, beta))
+        ):
+            error = max(
+                Fraction(more_alpha * state, alpha * k), Fraction(more_beta * state, beta * k)
+            )
+            return Coarse(room, int(error * memory * k / state), k, more_alpha, more_beta)
+    room = memory // common
+    return Coarse(room, room, exact, alpha // common, beta // common)

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from retrograde.errors import ScheduleError
 from retrograde.plan.arguments import BASELINES, check_policy, integer, units_of
 from retrograde.plan.closed_form import hsm_cost, ism_cost
-from retrograde.plan.mixed import LONGEST
+from retrograde.plan.hull import LONGEST
+from retrograde.plan.mixed import mixed_bounds
 from retrograde.plan.planner import cost
 
 __all__ = ["TradeOff", "least_memory", "longest", "trade_off"]
@@ -106,7 +107,9 @@ def least_memory(
             f"cost is {allowed}: no memory meets it; {steps} steps of {policy!r} take at least "
             f"{least} forward steps, with a memory of {enough}"
         )
-    low, high = 0, enough  # too little, and enough
+    low, high = 0, 1  # too little, and perhaps enough: tables grow with memory, so from below
+    while high < enough and _cost(steps, high, policy, alpha, beta) > allowed:
+        low, high = high, min(2 * high, enough)
     while high - low > 1:
         middle = (low + high) // 2
         if _cost(steps, middle, policy, alpha, beta) <= allowed:
@@ -239,16 +242,18 @@ def _cost(
 
 
 def _longest_mixed(allowed: Fraction, memory: int, alpha: int | None, beta: int | None) -> int:
+    units = units_of(alpha, beta)
+    sizes = {"alpha": units.alpha, "beta": units.beta}
     high = 2
-    while _cost(high, memory, "msm", alpha, beta) <= allowed * high + 1:
+    while int(mixed_bounds(high, memory, **sizes)) <= allowed * high + 1:
         high *= 2
         if high > LONGEST:
             raise ScheduleError(
                 f"cost_per_step is {float(allowed):g} and memory {memory}: the longest sequence is "
                 f"beyond {LONGEST // 2} steps, which 'msm' can plan; name less of either, or 'hsm'"
             )
-    lengths = np.arange(1, high)
-    costs = np.asarray(cost(lengths, memory, "msm", alpha=alpha, beta=beta))
+    bounds = mixed_bounds(np.arange(1, high), memory, **sizes).tolist()
     # In integers, since the share allowed may be any fraction.
-    fits = [int(c) * allowed.denominator <= allowed.numerator * t for t, c in enumerate(costs, 1)]
-    return int(lengths[fits][-1])
+    share, whole = allowed.numerator, allowed.denominator
+    may_fit = (t for t in range(high - 1, 0, -1) if bounds[t - 1] * whole <= share * t)
+    return next(t for t in may_fit if _cost(t, memory, "msm", alpha, beta) * whole <= share * t)

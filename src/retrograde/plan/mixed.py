@@ -11,25 +11,13 @@ internal state holds. The last step of a sweep is in the working core, so that Q
 room: C(t, m) ≤ t + C(t−1, m), and t(t+1)/2 where nothing else fits. Where α ≥ β + s the branch Q2
 is needed at y = 1 only: a later one is no better than storing the state before it.
 
-*The bound.* C is not convex in t, so the least split cannot be found by descent. But let V(m, x) be
-the most that x·t − C(t, m) can be. By the recurrence
-
-    V(m, x) ≤ max( V(m, x−1) + V(m−s, x),  x−1 + V(m−β, x),  x−1 + V(m−α, x) + V(m, x−1), … )
-
-and taking it as an equality gives a convex piecewise linear function, for each x in terms of x − 1
-and of less memory; turned back (Legendre), a convex H(·, m) ≤ C(·, m): its vertices are sums of
-edges of the hulls below. That is a rigorous bound, for the cost of a few operations a vertex. As a
-cost is an integer, ⌈H⌉ is a bound too. A split between two convex functions attains its rounded-up
-least, since one of the parts can be put on a vertex; so if ⌈H⌉ is exact below, each *branch* of the
-recurrence costs its rounded-up bound, and ⌈H⌉ is exact here wherever some branch's is equal to it.
-:func:`mixed_costs` checks just that. With s = 1 it has never failed, in every cell tried; with
-larger s it does, by one step.
-
-*The schedule.* Only parts that cost their bound (or an excess e more, where the whole does) can be
-part of an optimal schedule, and y + H(y, m) + H(t−y, m−s) is convex in y, so the splits to look at
-are an interval. :func:`plan_blocks` marks what can be reached, fills those cells by the plain
-recurrence over those intervals, and compares: a cost within e of the bound is the minimum, proven.
-If it is not, e is doubled.
+*The search.* C is not convex in t, so no descent finds the best y. But :mod:`retrograde.plan.hull`
+gives a convex bound ⌈H⌉ ≤ C. Only parts that cost their bound, or an excess e more where the whole
+does, can be parts of a cheapest schedule, and y + H(y, m) + H(t−y, m−s) is convex in y: the splits
+to look at are an interval. So the parts that can be reached are marked, filled by the plain
+recurrence over those intervals, and compared: a cost within e of the bound is the minimum, proven.
+If it is not, e is doubled. Costs alone need no table where the bound is proven to be exact: for few
+by choices that attain it, for many by a check of every cell.
 
 *Ties* break by the fewest actions, merged ranges counting one, among the schedules that the
 recurrence can express; of equal ones, by recording the first step, then the last
@@ -37,110 +25,34 @@ in the working core, then another, then by storing; then by the largest y. To th
 actions are packed into one integer, and each cell knows whether a ``Record`` at its front, which
 would merge with one before it, is among its best.
 
-Sizes are divided by their common divisor first, and memory that is enough for ordinary
-backpropagation is one level. Memory: 1 byte for each step and level, 8 for those between the least
-and the most marked steps of a level, :data:`LARGEST_TABLE_BYTES` in all. Beyond, or with more than
+*Memory*: 1 byte for each step and level, 8 for those between the least and the most marked steps of
+a level, :data:`~retrograde.plan.hull.LARGEST_TABLE_BYTES` in all. Beyond, or with more than
 :data:`MOST_CELLS` cells or :data:`MOST_SPLITS` splits to look at, each part takes the best split
-near the real optimum instead; its cost stands beside ``schedule.bound``, and where the two are
-equal, as they were in all cases tried with s = 1, only the rule for ties is lost. Lengths go to
-:data:`LONGEST`, memories to :data:`MOST_LEVELS` levels.
+near the real optimum instead. Its cost then stands beside ``schedule.bound``; where the two are
+equal, as they were in all cases tried with s = 1, only the rule for ties is lost.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import gcd
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from retrograde.errors import ScheduleError
+from retrograde.plan.hull import LARGEST_TABLE_BYTES, Problem, pose, too_large
 from retrograde.plan.unfold import NOTHING, Parts, recall
 from retrograde.schedule import Schedule, Units, merge
-from retrograde.units import format_bytes
 
-__all__ = [
-    "LARGEST_TABLE_BYTES",
-    "LONGEST",
-    "MOST_CELLS",
-    "MOST_SPLITS",
-    "mixed_bound",
-    "mixed_costs",
-    "plan_blocks",
-]
+__all__ = ["MOST_CELLS", "MOST_SPLITS", "mixed_bounds", "mixed_costs", "plan_blocks"]
 
-LARGEST_TABLE_BYTES = 2 * 2**30
-LONGEST = 2**24
 MOST_CELLS = 2 * 10**8
-MOST_LEVELS = 2**22
 MOST_SPLITS = 4 * 10**9
 
-_CORE, _RECORD, _STORE = 0, 1, 2  # as the kernel numbers branches
-_VERTEX_BYTES = 16
+_CORE, _RECORD, _STORE, _WIDE = 0, 1, 2, 3  # the branches, as the kernels number them
 _PACKED = 2**61
+_FEW = 100  # questions that are proven one by one, rather than all cells at once
 
 _Ints = NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    """The sizes s, α and β, and what ordinary backpropagation takes, in one unit."""
-
-    state: int
-    alpha: int
-    beta: int
-    enough: int
-
-    @property
-    def wide(self) -> bool:
-        """Whether internal states after the first step may be worth their room."""
-        return self.alpha < self.beta + self.state
-
-    def links(self, m: int) -> tuple[int, int, int]:
-        """What is left of ``m`` after a hidden state, and an internal one at y = 1 and later.
-
-        Memory that is enough for all stays enough for what is left, and only records.
-        """
-        if m >= self.enough:
-            return -1, m, -1
-        return m - self.state, m - self.beta, m - self.alpha if self.wide else -1
-
-
-@dataclass(frozen=True, slots=True)
-class _Problem:
-    """The recurrence in its smallest units, with the convex bound of every level.
-
-    Args:
-        length: the largest number of steps.
-        sizes: s, α, β.
-        rows: memory to row.
-        links: for each row those with less memory, shape (rows, 3).
-        offsets: where each row's vertices begin, shape (rows + 1,).
-        hull: steps and costs of all vertices.
-    """
-
-    length: int
-    sizes: _Sizes
-    rows: dict[int, int]
-    links: _Ints
-    offsets: _Ints
-    hull: tuple[_Ints, _Ints]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return len(self.rows), self.length + 1
-
-    def bounds(self, row: int, lengths: _Ints) -> _Ints:
-        """⌈H⌉ of one row, for many numbers of steps."""
-        first, last = self.offsets[row : row + 2]
-        steps, costs = self.hull[0][first:last], self.hull[1][first:last]
-        i = np.clip(np.searchsorted(steps, lengths, side="right") - 1, 0, len(steps) - 2)
-        run, rise = steps[i + 1] - steps[i], costs[i + 1] - costs[i]
-        found: _Ints = costs[i] - (-rise * (lengths - steps[i])) // run
-        return found
-
-    def bound(self, row: int, length: int) -> int:
-        return int(self.bounds(row, np.array([length]))[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +102,7 @@ def plan_blocks(length: int, memory: int, *, state: int = 1, alpha: int, beta: i
         >>> schedule.cost, schedule.bound, schedule.peak <= 300
         (1928, 1928, True)
     """
-    problem, ample = _pose(length, [memory], state=state, alpha=alpha, beta=beta)
+    problem, ample = pose(length, [memory], state=state, alpha=alpha, beta=beta)
     row = problem.rows[ample[0]]
     parts = Parts()
     solved = _solve(problem, [(row, length)])
@@ -228,118 +140,73 @@ def mixed_costs(
         >>> mixed_costs([0, 1, 2, 3, 4, 5], [[1], [5]], alpha=2, beta=1).tolist()
         [[0, 1, 3, 6, 10, 15], [0, 1, 2, 3, 4, 5]]
     """
-    lengths, memories = np.broadcast_arrays(np.asarray(length), np.asarray(memory))
-    costs = np.zeros(lengths.shape, np.int64)
-    if not lengths.size or not lengths.max():
-        return costs
-    levels, level_of = np.unique(memories, return_inverse=True)
-    problem, ample = _pose(int(lengths.max()), levels.tolist(), state=state, alpha=alpha, beta=beta)
-    rows = np.array([problem.rows[m] for m in ample])[level_of.reshape(lengths.shape)]
-    if not _is_proven(problem):
-        return _solved_costs(problem, rows, lengths)
-    for row in np.unique(rows).tolist():
-        where = rows == row
-        costs[where] = problem.bounds(row, lengths[where])
+    sizes = {"state": state, "alpha": alpha, "beta": beta}
+    asked = _ask(length, memory, **sizes)
+    if asked is None:
+        return np.zeros(np.broadcast_shapes(np.shape(length), np.shape(memory)), np.int64)
+    problem, rows, lengths = asked
+    costs = _bounds(problem, rows, lengths)
+    if lengths.size > _FEW:
+        return costs if problem.is_proven() else _solved_costs(problem, rows, lengths)
+    for index, row in np.ndenumerate(rows):
+        if (
+            lengths[index]
+            and _approached_cost(problem, int(row), int(lengths[index])) > costs[index]
+        ):
+            return _solved_costs(problem, rows, lengths)
     return costs
 
 
-def mixed_bound(length: int, memory: int, *, state: int = 1, alpha: int, beta: int) -> int:
+def mixed_bounds(
+    length: ArrayLike, memory: ArrayLike, *, state: int = 1, alpha: int, beta: int
+) -> _Ints:
     """What no mixed schedule undercuts, without proof that one attains it.
 
     Args:
-        length: as :func:`plan_blocks` has it.
+        length: as :func:`mixed_costs` has it.
         memory: likewise.
         state: likewise.
         alpha: likewise.
         beta: likewise.
 
     Returns:
-        ⌈H(t, m)⌉, in forward steps.
+        ⌈H(t, m)⌉, in forward steps, of the broadcast shape.
 
     Raises:
         ScheduleError: as :func:`plan_blocks`.
 
     Example:
-        >>> mixed_bound(1000, 300, alpha=5, beta=4)
+        >>> int(mixed_bounds(1000, 300, alpha=5, beta=4))
         1928
     """
-    problem, ample = _pose(length, [memory], state=state, alpha=alpha, beta=beta)
-    return problem.bound(problem.rows[ample[0]], length)
+    asked = _ask(length, memory, state=state, alpha=alpha, beta=beta)
+    if asked is None:
+        return np.zeros(np.broadcast_shapes(np.shape(length), np.shape(memory)), np.int64)
+    return _bounds(*asked)
 
 
-def _pose(
-    length: int, memories: Sequence[int], *, state: int, alpha: int, beta: int
-) -> tuple[_Problem, list[int]]:
-    """The problem in its smallest units, and the memories in those."""
-    _check(length, memories, state, alpha, beta)
-    from retrograde.plan.mixed_kernel import hulls
-
-    unit = gcd(state, alpha, beta)
-    enough = (state + beta * (length - 1)) // unit
-    sizes = _Sizes(state // unit, alpha // unit, beta // unit, enough)
-    ample = [min(m // unit, enough) for m in memories]
-    levels = _levels(sizes, ample, length)
-    rows = {m: row for row, m in enumerate(levels)}
-    links = np.array([[rows.get(m, -1) for m in sizes.links(level)] for level in levels], np.int64)
-    offsets, steps, costs = hulls(length, links, sizes.wide, LARGEST_TABLE_BYTES // _VERTEX_BYTES)
-    if offsets[-1] < 0:
-        raise _too_large(length, max(memories), LARGEST_TABLE_BYTES)
-    return _Problem(length, sizes, rows, links, offsets, (steps, costs)), ample
+def _ask(
+    length: ArrayLike, memory: ArrayLike, *, state: int, alpha: int, beta: int
+) -> tuple[Problem, _Ints, _Ints] | None:
+    """One problem for all, and the row and steps of each question; None where no step is asked."""
+    lengths, memories = np.broadcast_arrays(np.asarray(length), np.asarray(memory))
+    if not lengths.size or not lengths.max():
+        return None
+    levels, level_of = np.unique(memories, return_inverse=True)
+    problem, ample = pose(int(lengths.max()), levels.tolist(), state=state, alpha=alpha, beta=beta)
+    rows = np.array([problem.rows[m] for m in ample])[level_of.reshape(lengths.shape)]
+    return problem, rows, lengths
 
 
-def _levels(sizes: _Sizes, memories: Sequence[int], length: int) -> list[int]:
-    """Every memory that can be left, in increasing order."""
-    if sizes.state == 1 and max(memories) > MOST_LEVELS:
-        raise _too_many(length, max(memories))
-    levels = set(memories)
-    waiting = list(levels)
-    while waiting and len(levels) <= MOST_LEVELS:
-        left = {m for m in sizes.links(waiting.pop()) if m >= sizes.state} - levels
-        levels |= left
-        waiting += left
-    if len(levels) > MOST_LEVELS:
-        raise _too_many(length, max(memories))
-    return sorted(levels)
+def _bounds(problem: Problem, rows: _Ints, lengths: _Ints) -> _Ints:
+    bounds = np.zeros(lengths.shape, np.int64)
+    for row in np.unique(rows).tolist():
+        where = rows == row
+        bounds[where] = problem.bounds(row, lengths[where])
+    return bounds
 
 
-def _too_many(length: int, memory: int) -> ScheduleError:
-    return ScheduleError(
-        f"{length} steps and {memory} units of memory have more than {MOST_LEVELS} levels, which "
-        "would be planned one by one: count memory in coarser units, or plan blocks of steps"
-    )
-
-
-def _too_large(length: int, memory: int, size: int) -> ScheduleError:
-    return ScheduleError(
-        f"the tables for {length} steps and {memory} units of memory take {format_bytes(size)} or "
-        f"more, expected at most {format_bytes(LARGEST_TABLE_BYTES)}: count memory in coarser "
-        "units, or plan blocks of steps"
-    )
-
-
-def _check(length: int, memories: Sequence[int], state: int, alpha: int, beta: int) -> None:
-    if not 1 <= length <= LONGEST:
-        raise ScheduleError(
-            f"length is {length}: the mixed policy takes 1 to {LONGEST} steps; plan blocks of steps"
-        )
-    if not (state >= 1 and 1 <= beta <= alpha):
-        raise ScheduleError(
-            f"state={state}, alpha={alpha}, beta={beta}: expected state >= 1 and 1 <= beta <= alpha"
-        )
-    if min(memories) < state:
-        raise ScheduleError(
-            f"memory is {min(memories)}: expected at least {state}, the initial state alone"
-        )
-
-
-def _is_proven(problem: _Problem) -> bool:
-    from retrograde.plan.mixed_kernel import proven
-
-    sizes = problem.sizes
-    return proven(problem.length, problem.links, sizes.wide, problem.offsets, problem.hull)
-
-
-def _solve(problem: _Problem, roots: Sequence[tuple[int, int]]) -> _Table | None:
+def _solve(problem: Problem, roots: Sequence[tuple[int, int]]) -> _Table | None:
     """The exact dynamic program around the bound; None where that would be too large."""
     goals = [problem.bound(row, t) for row, t in roots]
     scale = 1 << (8 * problem.length + 16).bit_length()
@@ -356,7 +223,7 @@ def _solve(problem: _Problem, roots: Sequence[tuple[int, int]]) -> _Table | None
 
 
 def _fill(
-    problem: _Problem, roots: Sequence[tuple[int, int]], excess: int, scale: int
+    problem: Problem, roots: Sequence[tuple[int, int]], excess: int, scale: int
 ) -> _Table | None:
     from retrograde.plan.mixed_kernel import fill, reach
 
@@ -377,19 +244,19 @@ def _fill(
     return _Table(scale, marks, places, cells)
 
 
-def _solved_costs(problem: _Problem, rows: _Ints, lengths: _Ints) -> _Ints:
+def _solved_costs(problem: Problem, rows: _Ints, lengths: _Ints) -> _Ints:
     """The costs where the bound alone proves nothing."""
     asked = sorted({(int(r), int(t)) for r, t in zip(rows.flat, lengths.flat, strict=True) if t})
     table = _solve(problem, asked)
     if table is None:
         size = len(problem.rows) * (problem.length + 1) * 9
-        raise _too_large(problem.length, max(problem.rows), size)
+        raise too_large(problem.length, max(problem.rows), size)
     found = {(row, t): int(table.best(row, t)) // table.scale for row, t in asked}
     costs = [found.get((int(r), int(t)), 0) for r, t in zip(rows.flat, lengths.flat, strict=True)]
     return np.array(costs, np.int64).reshape(lengths.shape)
 
 
-def _trace(problem: _Problem, table: _Table, parts: Parts, row: int, length: int) -> int:
+def _trace(problem: Problem, table: _Table, parts: Parts, row: int, length: int) -> int:
     """The optimal choices, part by part."""
 
     def describe(part: tuple[int, int, bool], number: Callable[[Any], int]) -> int:
@@ -409,7 +276,7 @@ def _trace(problem: _Problem, table: _Table, parts: Parts, row: int, length: int
     return recall((row, length, False), describe)
 
 
-def _choose(problem: _Problem, table: _Table, row: int, t: int, merges: bool) -> tuple[int, int]:
+def _choose(problem: Problem, table: _Table, row: int, t: int, merges: bool) -> tuple[int, int]:
     """The branch to take, and its y."""
     scale, marks = table.scale, table.marks
     state, beta, alpha = problem.links[row].tolist()
@@ -427,24 +294,21 @@ def _choose(problem: _Problem, table: _Table, row: int, t: int, merges: bool) ->
         left = table.best(row, y - 1) + scale * (y - 1) + 2
         hits = y[left + scale + table.after_record(alpha, t - y) == goal]
         if hits.size:
-            return _STORE + 1, int(hits[-1])
+            return _WIDE, int(hits[-1])
     y = 1 + np.flatnonzero(marks[row, 1 : t - 1] & marks[state, t - 1 : 1 : -1])
     left = table.best(row, y) + scale * y + 2
     hits = y[left + table.best(state, t - y) + 2 == goal]
     return _STORE, int(hits[-1])
 
 
-def _approach(problem: _Problem, parts: Parts, row: int, length: int) -> int:
+def _approach(problem: Problem, parts: Parts, row: int, length: int) -> int:
     """Choices that keep to the bound part by part, without a table."""
-    from retrograde.plan.mixed_kernel import nearest
-
-    common = problem.links, problem.sizes.wide, problem.offsets, problem.hull
 
     def describe(part: tuple[int, int], number: Callable[[Any], int]) -> int:
         row, t = part
         if t == 1:
             return parts.record(0, 1)
-        branch, y = nearest(*common, row, t)
+        branch, y = problem.nearest(row, t)
         state, beta, alpha = problem.links[row].tolist()
         if branch == _RECORD:
             return parts.record(0, 1, number((beta, t - 1)))
@@ -453,5 +317,25 @@ def _approach(problem: _Problem, parts: Parts, row: int, length: int) -> int:
         if branch == _STORE:
             return parts.store(y, number((state, t - y)), number((row, y)))
         return parts.record(y - 1, 1, number((alpha, t - y)), number((row, y - 1)))
+
+    return recall((row, length), describe)
+
+
+def _approached_cost(problem: Problem, row: int, length: int) -> int:
+    """What those choices cost: the minimum, where it is the bound."""
+
+    def describe(part: tuple[int, int], number: Callable[[Any], int]) -> int:
+        row, t = part
+        if t == 1:
+            return 1
+        branch, y = problem.nearest(row, t)
+        state, beta, alpha = problem.links[row].tolist()
+        if branch == _RECORD:
+            return 1 + number((beta, t - 1))
+        if branch == _CORE:
+            return t + number((row, t - 1))
+        if branch == _STORE:
+            return y + number((state, t - y)) + number((row, y))
+        return y + number((alpha, t - y)) + number((row, y - 1))
 
     return recall((row, length), describe)

@@ -234,16 +234,15 @@ def _plan_bytes(length: int, memory: Memory, units: Units) -> Schedule:
         raise ScheduleError(
             f"memory is {room} bytes: expected at least {units.state}, the initial state alone"
         )
-    sizes = coarsen(room, units)
-    schedule = mixed.plan_blocks(
-        length, sizes.memory, state=sizes.state, alpha=sizes.alpha, beta=sizes.beta
-    )
+    if room >= units.state + units.beta * (length - 1):
+        schedule = merge(baselines.store_all(length, units))
+        return replace(schedule, policy="msm", memory=room, bound=length)
+    coarse = coarsen(room, units)
+    sizes = {"state": coarse.state, "alpha": coarse.alpha, "beta": coarse.beta}
+    schedule = mixed.plan_blocks(length, coarse.memory, **sizes)
     bound = schedule.bound
-    if not sizes.exact:
-        least = sizes.optimistic()
-        bound = mixed.mixed_bound(
-            length, least.memory, state=least.state, alpha=least.alpha, beta=least.beta
-        )
+    if coarse.most > coarse.memory:
+        bound = int(mixed.mixed_bounds(length, coarse.most, **sizes))
     return replace(schedule, memory=room, units=units, bound=bound)
 
 

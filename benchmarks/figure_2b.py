@@ -1,0 +1,54 @@
+"""Claim: figure 2(b) of Gruslys et al. (2016), measured: HSM's time per step levels off.
+
+Seconds of one gradient step, forward and backward, of an LSTM from 256 to 256 at batch 64, with
+10, 50, 100, 500 and 1000 hidden states in memory, beside ``torch.nn.LSTM``. All take turns in one
+process; medians.
+
+    python benchmarks/figure_2b.py                  # JSON into benchmarks/results/
+    python benchmarks/figure_2b.py --ship           # and into the library, for `retrograde figures`
+    python benchmarks/figure_2b.py --device cuda
+"""
+
+import argparse
+from pathlib import Path
+
+from retrograde.figures.gruslys_measure import LENGTHS, expected_seconds, measure_seconds
+from retrograde.figures.gruslys_seconds import Seconds
+
+ROOT = Path(__file__).parent
+SHIPPED = ROOT.parent / "src" / "retrograde" / "figures" / "data" / "figure_2b.json"
+
+
+def main() -> None:
+    """Measure, print a table, and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="in steps")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--results", type=Path, default=ROOT / "results", help="folder")
+    parser.add_argument("--ship", action="store_true", help="replace what the library draws")
+    arguments = parser.parse_args()
+    options = {"rounds": arguments.rounds, "device": arguments.device}
+    minutes = expected_seconds(arguments.lengths, **options) / 60
+    print(f"about {max(1, round(minutes))} min")
+    seconds = measure_seconds(arguments.lengths, **options)
+    show(seconds)
+    arguments.results.mkdir(parents=True, exist_ok=True)
+    paths = [arguments.results / f"figure_2b_{arguments.device}.json"]
+    for path in paths + [SHIPPED] * arguments.ship:
+        path.write_text(seconds.to_json(), encoding="utf-8")
+        print(f"written to {path}")
+
+
+def show(seconds: Seconds) -> None:
+    """Milliseconds per step, one line a length."""
+    columns = {"torch.nn.LSTM": seconds.ordinary}
+    columns |= {f"m = {memory}": column for memory, column in seconds.budgeted.items()}
+    print("ms per step", *(f"{name:>14}" for name in columns))
+    for row, length in enumerate(seconds.lengths):
+        times = (1e3 * column[row] / length for column in columns.values())
+        print(f"{length:>11}", *(f"{time:>14.3f}" for time in times))
+
+
+if __name__ == "__main__":
+    main()

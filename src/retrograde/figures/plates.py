@@ -1,0 +1,89 @@
+"""A plate: one figure of a paper, with its title, its caption and the numbers it is drawn from.
+
+What is drawn can be checked only beside its numbers, so the two travel together: a plate is saved
+as ``name.svg``, ``name.png`` and ``name.csv``. All three are the same bytes for the same plate.
+"""
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import fill
+
+from matplotlib.figure import Figure
+
+from retrograde.figures.style import INK, save
+
+__all__ = ["Column", "Plate", "add_caption", "save_plate"]
+
+Column = Sequence[int] | Sequence[float] | Sequence[str]
+
+_CHARACTERS_PER_INCH = 16  # of a caption, in its size
+
+
+@dataclass(frozen=True, eq=False)
+class Plate:
+    """A figure and what it is drawn from.
+
+    Attributes:
+        name: of its files, such as ``"figure_2a"``.
+        title: what it shows, in a line.
+        table: its numbers, column by column, all of one length; the names carry the units.
+        figure: the picture.
+        note: what else a reader must know, as the caption under the picture says it.
+
+    Example:
+        >>> Plate("empty", "Nothing", {"length": [1, 2]}, Figure()).note
+        ''
+    """
+
+    name: str
+    title: str
+    table: Mapping[str, Column]
+    figure: Figure
+    note: str = ""
+
+
+def save_plate(plate: Plate, folder: str | Path) -> tuple[Path, Path, Path]:
+    """Write a plate as SVG, PNG and CSV.
+
+    Args:
+        plate: to write.
+        folder: where; made if it is not there.
+
+    Returns:
+        The three paths, in that order.
+
+    Raises:
+        OSError: the folder cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> plate = Plate("empty", "Nothing", {"length": [1, 2], "share": [0.5, 1 / 3]}, Figure())
+        >>> print(save_plate(plate, tempfile.mkdtemp())[2].read_text(), end="")
+        length,share
+        1,0.5
+        2,0.333333
+    """
+    svg, png = save(plate.figure, folder, plate.name)
+    path = Path(folder) / f"{plate.name}.csv"
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(plate.table)
+        for row in zip(*plate.table.values(), strict=True):
+            writer.writerow([f"{v:.6g}" if isinstance(v, float) else v for v in row])
+    return svg, png, path
+
+
+def add_caption(figure: Figure, text: str) -> None:
+    """Set a caption under a picture, broken into lines that fit its width.
+
+    Args:
+        figure: with a layout that keeps room for it.
+        text: the caption.
+
+    Example:
+        >>> add_caption(Figure(figsize=(4, 3), layout="constrained"), "What is compared.")
+    """
+    width = int(_CHARACTERS_PER_INCH * figure.get_figwidth())
+    figure.supxlabel(fill(text, width), x=0.01, ha="left", fontsize=8.5, color=INK)
