@@ -72,7 +72,7 @@ def test_help_and_version_come_without_the_heavy_imports():
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
     assert run("--version").output == f"retrograde {__version__}\n"
-    for command in ("train", "plan"):
+    for command in ("train", "plan", "figures"):
         assert command in run("--help").output
         assert run(command, "--help").exit_code == 0
 
@@ -243,6 +243,43 @@ def test_a_mixed_plan_takes_its_sizes():
     assert "forward steps" in output
 
 
+def test_alpha_alone_means_the_mixed_policy():
+    asked = ["plan", "--length", 100, "--memory", 30, "--alpha", 5]
+    assert run(*asked).output == run(*asked, "--policy", "msm").output
+
+
+def test_a_plan_in_bytes_says_what_it_holds_and_what_is_proven():
+    sizes = ["--state", 65_536, "--alpha", 430_080]
+    output = run("plan", "--length", 1000, "--memory", "5%", *sizes).output
+    assert "1,954 forward steps" in output
+    assert "no schedule of this policy takes fewer than 1,95" in output
+    assert "18,087,936 of 18,212,249 bytes" in output
+
+
+def test_the_curve_is_printed_and_drawn(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run("plan", "--length", 1000, "--alpha", 5, "--curve")
+    assert result.exit_code == 0, result.output
+    rows = [
+        [cell.strip().replace(",", "") for cell in line.split("│")[1:5]]
+        for line in result.output.splitlines()
+        if line.count("│") == 5
+    ]
+    assert rows[0][:2] == ["1", "500500"]
+    assert rows[-1] == ["3997", "1000", "1", "1.000"]
+    assert len(rows) == 21
+    assert "1,085 memories at which the cost drops" in result.output
+    assert (tmp_path / "trade_off.svg").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_a_short_curve_is_shown_whole(length, tmp_path):
+    picture = tmp_path / "curve.png"
+    result = run("plan", "--length", length, "--curve", "--picture", picture)
+    assert result.exit_code == 0, result.output
+    assert picture.stat().st_size > 1000
+
+
 @pytest.mark.parametrize("ending", ["svg", "png"])
 def test_a_plan_is_drawn_and_written(tmp_path, ending):
     picture, text = tmp_path / f"picture.{ending}", tmp_path / "schedule.json"
@@ -257,6 +294,14 @@ def test_a_plan_is_drawn_and_written(tmp_path, ending):
     [
         (["--length", 0, "--memory", 4], "0"),
         (["--length", 10, "--memory", 0], "0"),
+        (["--length", 10, "--memory", "4.5"], "memory is '4.5': expected an integer, 1 or more"),
+        (["--length", 10, "--memory", "1MB"], "memory is '1MB': expected an integer, 1 or more"),
+        (["--length", 10, "--memory", "x%", "--state", 9, "--alpha", 9], "cannot read the memory"),
+        (["--length", 10], "the policy 'hsm' needs a memory"),
+        (["--length", 10, "--memory", 4, "--alpha", 2, "--beta", 3], "beta is 3 and alpha is 2"),
+        (["--length", 10, "--curve", "--memory", 4], "--curve shows every memory: leave out"),
+        (["--length", 10, "--curve", "--policy", "chen-sqrt"], "'chen-sqrt' takes no memory"),
+        (["--length", 10**8, "--curve"], "expected at most 1000000: ask for the cost at those"),
         (["--length", 10, "--memory", 4, "--policy", "guess"], "guess"),
         (["--length", 10, "--memory", 4, "--picture", "picture.xyz"], "cannot draw picture.xyz"),
         (

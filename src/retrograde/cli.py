@@ -24,12 +24,15 @@ except ModuleNotFoundError as missing:
     sys.exit(f"the command needs {missing.name}: pip install 'retrograde[cli]'")
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from retrograde.figures import Seconds
     from retrograde.schedule import Schedule
 
 __all__ = ["app", "main"]
 
 _SHORT = 60  # actions that still fit on a few lines
+_ROWS = 20  # of a long table
 _INTERRUPTED = 130  # what a shell reports for Ctrl-C
 
 app = typer.Typer(
@@ -163,72 +166,138 @@ def _run(folder: Path, given: dict[str, Any], resume: bool, console: Console) ->
 def plan(
     length: Annotated[int, typer.Option(help="Steps of the sequence.")],
     memory: Annotated[
-        int | None, typer.Option(help="Slots, in the policy's unit; none for a baseline.")
+        str | None,
+        typer.Option(
+            help="Slots, in the policy's unit; none for a baseline. With --state, bytes (64MiB) or "
+            "a share of what ordinary BPTT holds (5%)."
+        ),
     ] = None,
     policy: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="hsm, ism, msm, or a baseline: store-all, store-hidden, recompute-all, "
-            "chen-sqrt, chen-recursive."
+            "chen-sqrt, chen-recursive. By default msm where --alpha is given, else hsm."
         ),
-    ] = "hsm",
+    ] = None,
     alpha: Annotated[
-        int | None, typer.Option(help="msm: size of an internal state, in hidden states.")
+        int | None,
+        typer.Option(help="msm: size of an internal state, in hidden states; with --state, bytes."),
     ] = None,
     beta: Annotated[
         int | None,
-        typer.Option(help="msm: the same where its input hidden state is kept; by default α − 1."),
+        typer.Option(
+            help="msm: the same where its input hidden state is kept; by default α less a hidden "
+            "state."
+        ),
     ] = None,
+    state: Annotated[
+        int | None, typer.Option(help="msm: bytes of a hidden state, to plan in bytes.")
+    ] = None,
+    curve: Annotated[
+        bool,
+        typer.Option(
+            "--curve", help="Every memory at which the cost drops: a table, and a picture of all."
+        ),
+    ] = False,
     picture: Annotated[
-        Path | None, typer.Option(help="Draw the schedule to this file (.svg, .png, .pdf).")
+        Path | None,
+        typer.Option(
+            help="Draw the schedule to this file (.svg, .png, .pdf); with --curve, the curve, by "
+            "default to trade_off.svg."
+        ),
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write the schedule to this file.")] = None,
     actions: Annotated[bool, typer.Option("--actions", help="List every action.")] = False,
 ) -> None:
-    """Cost, memory and picture of the schedule that a policy prescribes.
+    """Cost, memory and picture of the schedule that a policy prescribes, or its trade-off curve.
 
     hsm and msm count hidden states, the initial one included and the step at work not; ism counts
     internal states, the step at work included. Needs no torch.
     """
+    kind: dict[str, Any] = {"policy": policy or ("hsm" if alpha is None else "msm")}
+    kind |= {"alpha": alpha, "beta": beta}
     with _clean_errors():
-        if picture is not None:
+        if picture is not None or curve:
             _require("matplotlib", "cli")
-        schedule = _describe(length, memory, {"policy": policy, "alpha": alpha, "beta": beta})
+        if curve:
+            if not (memory is None and state is None and json is None and not actions):
+                raise RetrogradeError(
+                    "--curve shows every memory: leave out --memory, --state, --json and --actions"
+                )
+            _show_curve(length, kind, picture or Path("trade_off.svg"))
+            return
+        schedule = _describe(length, memory, kind | {"state": state})
         if actions:
             typer.echo("\n".join(map(str, schedule)))
         if json is not None:
             json.write_text(schedule.to_json(), encoding="utf-8")
             typer.echo(f"schedule written to {json}")
         if picture is not None:
-            _draw(schedule, picture)
-            typer.echo(f"picture written to {picture}")
+            from retrograde.figures import draw_schedule
+
+            _save(draw_schedule(schedule), picture)
 
 
-def _describe(length: int, memory: int | None, kind: dict[str, Any]) -> "Schedule":
+def _describe(length: int, memory: str | None, kind: dict[str, Any]) -> "Schedule":
     """Print what a schedule costs and holds, and return it."""
     from retrograde.plan import plan
 
-    schedule = plan(length, memory, **kind)
+    in_bytes = kind["state"] is not None
+    slots = memory if memory is None or in_bytes else _whole(memory)
+    schedule = plan(length, slots, **kind)
     console = Console(highlight=False)
-    cost = schedule.cost
-    allowed = "" if memory is None else f" of {memory:,} slots"
+    cost, peak = schedule.cost, f"{schedule.peak:,}"
+    if in_bytes:
+        peak += f" of {schedule.memory:,} bytes"
+    elif slots is not None:
+        peak += f" of {slots:,} slots"
     for name, value in {
         "cost": f"{cost:,} forward steps, {cost / length:.3g} for each; "
         f"{_against_ordinary(cost, length):.3f}× the time of ordinary BPTT "
         "where backward takes as long as two forwards",
-        "peak": f"{schedule.peak:,}{allowed}",
+        "bound": f"no schedule of this policy takes fewer than {schedule.bound:,}"
+        if schedule.bound is not None and schedule.bound < cost
+        else "",
+        "peak": peak,
         "actions": f"{len(schedule):,}",
         "schedule": str(schedule) if len(schedule) <= _SHORT else "",
     }.items():
         if value:
             console.print(f"[bold]{name:<10}[/]{value}", soft_wrap=True)
-    if memory is not None:
-        console.print(_trade_off(length, memory, kind))
+    if isinstance(slots, int):
+        asked = {max(1, slots * 2**power // 16) for power in range(8)}
+        console.print(_trade_off(length, sorted(asked), kind, bold=slots))
     return schedule
 
 
-def _trade_off(length: int, memory: int, kind: dict[str, Any]) -> Table:
-    """What less and more memory would cost, halving and doubling."""
+def _whole(memory: str) -> int | str:
+    """A whole number, or the text as it is, which the planner refuses."""
+    try:
+        return int(memory)
+    except ValueError:
+        return memory
+
+
+def _show_curve(length: int, kind: dict[str, Any], picture: Path) -> None:
+    """Print some points of the trade-off curve, and draw them all."""
+    from retrograde.figures import draw_trade_off
+    from retrograde.plan import trade_off
+
+    curve = trade_off(length, **kind)
+    points = len(curve)
+    shown = sorted({round((points - 1) * (i / _ROWS) ** 2) for i in range(_ROWS + 1)})
+    Console(highlight=False).print(
+        _trade_off(length, curve.memory[shown].tolist(), kind),
+        f"{points:,} memories at which the cost drops, from the least feasible, "
+        f"{curve.memory[0]:,}, to plenty, {curve.memory[-1]:,}",
+    )
+    _save(draw_trade_off(curve), picture)
+
+
+def _trade_off(length: int, memories: list[int], kind: dict[str, Any], bold: int = 0) -> Table:
+    """What some memories would cost."""
+    import numpy as np
+
     from retrograde.plan import cost
 
     table = Table(
@@ -236,14 +305,15 @@ def _trade_off(length: int, memory: int, kind: dict[str, Any]) -> Table:
     )
     for name in ("memory", "forward steps", "for each step", "× ordinary BPTT"):
         table.add_column(name, justify="right")
-    for slots in sorted({max(1, memory * 2**power // 16) for power in range(8)}):
-        steps = cost(length, slots, **kind)
+    sizes = {name: kind[name] for name in ("policy", "alpha", "beta")}
+    costs: list[int] = np.asarray(cost(length, memories, **sizes)).tolist()
+    for slots, steps in zip(memories, costs, strict=True):
         table.add_row(
             f"{slots:,}",
             f"{steps:,}",
             f"{steps / length:.3g}",
             f"{_against_ordinary(steps, length):.3f}",
-            style="bold" if slots == memory else "",
+            style="bold" if slots == bold else "",
         )
     return table
 
@@ -253,13 +323,12 @@ def _against_ordinary(cost: int, length: int) -> float:
     return (cost / length + 2) / 3
 
 
-def _draw(schedule: "Schedule", picture: Path) -> None:
-    from retrograde import figures
-
+def _save(figure: "Figure", picture: Path) -> None:
     try:
-        figures.draw_schedule(schedule).savefig(picture, dpi=160)
+        figure.savefig(picture, dpi=160)
     except ValueError as error:  # an ending that matplotlib does not know
         raise RetrogradeError(f"cannot draw {picture}: {error}; try .svg or .png") from error
+    typer.echo(f"picture written to {picture}")
 
 
 @app.command("figures")

@@ -13,6 +13,7 @@ from retrograde.figures.memory import Curve, draw_memory
 from retrograde.figures.plates import Plate, save_plate
 from retrograde.figures.schedules import draw_schedule
 from retrograde.figures.style import save
+from retrograde.figures.trade_off import draw_trade_off
 
 __all__ = [
     "GRUSLYS",
@@ -22,6 +23,7 @@ __all__ = [
     "draw_losses",
     "draw_memory",
     "draw_schedule",
+    "draw_trade_off",
     "figure_2b",
     "save",
     "save_plate",

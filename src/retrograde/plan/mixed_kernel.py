@@ -108,7 +108,8 @@ def reach(
     """
     rows, size = marks.shape
     ceilings, reals = np.empty((4, size), np.int64), np.empty((6, size))
-    own, others = np.zeros(size + 1, np.int64), np.zeros(size + 1, np.int64)
+    own = np.zeros(size + 1, np.int64)
+    others = np.zeros((2, size + 1), np.int64)  # after a hidden state, after an internal state
     low, high = np.ones(rows, np.int64), np.zeros(rows, np.int64)
     splits = 0
     store, later = np.zeros(3, np.int64), np.zeros(3, np.int64)
@@ -145,8 +146,8 @@ def reach(
                     splits += b - a + 1
                     own[b] += 1
                     own[a - 1] -= 1
-                    others[t - a] += 1
-                    others[t - b - 1] -= 1
+                    others[0, t - a] += 1
+                    others[0, t - b - 1] -= 1
             if wide and alpha >= 0:
                 later_low, b = _window(t, t - 1, reals[5], reals[3], slack, later)
                 a = max(later_low, 2)
@@ -154,16 +155,16 @@ def reach(
                     splits += b - a + 1
                     own[b - 1] += 1
                     own[a - 2] -= 1
-                    for z in range(t - b, t - a + 1):
-                        marks[alpha, z] = 1
+                    others[1, t - a] += 1
+                    others[1, t - b - 1] -= 1
         own[0] = 0
-        inside = 0
-        for t in range(top, 0, -1):
-            inside += others[t]
-            others[t] = 0
-            if inside:
-                marks[state, t] = 1
-        others[0] = 0
+        for i, other in ((0, state), (1, alpha)):
+            inside = 0
+            for t in range(top, 0, -1):
+                inside += others[i, t]
+                if inside:
+                    marks[other, t] = 1
+            others[i, : top + 1] = 0
     return low, high, splits
 
 
