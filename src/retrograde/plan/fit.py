@@ -12,7 +12,7 @@ one with the least predicted time is taken, in units of a forward step:
 No clock is read, so the same budget gives the same schedule, and the same sums, on every run.
 
 Complexity: a few dynamic programs over ⌈T/L⌉ blocks and at most :data:`LEVELS` levels of memory;
-where one would exceed :data:`CELLS` operations, the closed form of HSM over blocks stands in.
+where one would have more than :data:`CELLS` cells, the closed form of HSM over blocks stands in.
 Known limit: with several layers of different size a state is still counted as one whole.
 """
 
@@ -40,7 +40,7 @@ from retrograde.units import Memory, as_bytes, format_bytes
 __all__ = ["Curve", "Fit", "Footprint", "fit", "predict_peak_bytes"]
 
 LEVELS = 1024
-CELLS = 2e8
+CELLS = 2_000_000
 _GRID = 1.2
 _KEPT = 16
 
@@ -267,7 +267,7 @@ def _plan_blocks(length: int, block: int, budget: int, footprint: Footprint) -> 
     memory = budget - footprint.overhead_bytes(block)
     unit = max(1, footprint.state_bytes, -(-memory // LEVELS))
     levels = memory // unit
-    if blocks * blocks * levels / 2 <= CELLS:
+    if blocks * levels <= CELLS:
         held = -(-footprint.held(block) // unit)
         plan = mixed.plan_blocks(blocks, levels, state=1, alpha=held + 1, beta=held)
     else:

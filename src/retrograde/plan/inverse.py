@@ -2,9 +2,9 @@
 
 Every cost falls with memory and grows with length, so each question is a bisection over
 :func:`retrograde.plan.cost`; no answer is approximate. T(a, m), the longest sequence at a cost of
-at most a forward steps each, is that of G16, appendix B.2. For the mixed policy C(t, m)/t need not
-grow with t: the cost is the rounded-up value of a convex function (:mod:`retrograde.plan.mixed`),
-so the last length at which it is a·t or less lies before the first at which it is above a·t + 1.
+at most a forward steps each, is that of G16, appendix B.2. For the mixed policy it is not proven
+that C(t, m)/t grows with t. But the cost is at least the rounded-up value of a convex function that
+begins at 0 (:mod:`retrograde.plan.hull`): once that is above a·t + 1, no longer sequence will do.
 """
 
 from dataclasses import dataclass, field
