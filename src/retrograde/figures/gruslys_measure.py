@@ -22,7 +22,7 @@ from retrograde.plan import cost, plan
 
 __all__ = ["LENGTHS", "MEMORIES", "expected_seconds", "measure_seconds"]
 
-LENGTHS = (10, 20, 50, 100, 200, 500, 1000, 2000)
+LENGTHS = (10, 20, 50, 100, 200, 500, 1000)
 MEMORIES = (10, 50, 100, 500, 1000)
 
 _ORDINARY = 0  # the key of torch.nn.LSTM among the memories

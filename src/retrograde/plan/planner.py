@@ -106,6 +106,11 @@ def plan(
         return merge(_baseline(steps, policy, alpha, beta, segments))
     if state is not None:
         return _plan_bytes(steps, memory, units_of(alpha, beta, state))
+    if isinstance(memory, str | float):
+        raise ScheduleError(
+            f"memory is {memory!r}: expected an integer, 1 or more; bytes and shares need all "
+            "sizes in bytes: policy='msm' with state=, alpha= and beta="
+        )
     slots = integer("memory", memory)
     if policy == "hsm":
         return merge(hsm_schedule(steps, slots))
