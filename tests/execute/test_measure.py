@@ -1,3 +1,4 @@
+import gc
 import json
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from retrograde import RetrogradeError, measure
+from retrograde.execute.measure import measure_phases
 
 
 def test_every_byte_of_a_known_call_is_seen():
@@ -91,3 +93,29 @@ def test_the_peak_is_the_peak_of_the_resident_set(case, least):
     measured, resident = json.loads(run.stdout)
     assert measured > 300e6
     assert least < resident / measured < 1.03
+
+
+@pytest.mark.parametrize("way", [measure, lambda call: measure_phases([call])])
+def test_garbage_of_others_that_is_collected_meanwhile_does_not_count(way):
+    class Node:
+        """Refers to itself, so that only the collector can release it."""
+
+    def call():
+        return [(torch.zeros(100), [i]) for i in range(5000)]
+
+    seen = measure(lambda: torch.zeros(10**6)).value  # only of what it saw does it tell the end
+    threshold = gc.get_threshold()
+    gc.collect()
+    gc.set_threshold(3000, 1, 1)  # reached within the call, and not before
+    try:
+        node = Node()
+        node.itself, node.tensor = node, seen
+        del node, seen
+        found = way(call)
+    finally:
+        gc.set_threshold(*threshold)
+    assert gc.isenabled()
+    if way is measure:
+        assert found.retained_bytes == found.peak_bytes == 5000 * 400
+    else:
+        assert found == [(5000 * 400, 0)]

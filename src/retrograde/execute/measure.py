@@ -8,6 +8,7 @@ Known limits: memory that a library takes from the operating system behind torch
 seen (a test holds the figures against the resident set); profilers do not nest.
 """
 
+import gc
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -153,6 +154,8 @@ def _observe(fn: Callable[[], T], device: torch.device) -> tuple[T, int, int, li
             "input shape before the profiler starts (later calls measure nothing)"
         )
     _synchronize(device)
+    collects = gc.isenabled()
+    gc.disable()  # what it released meanwhile, of whoever it was, would pass for ours
     _start_profiler()
     start_ns = time.time_ns()
     try:
@@ -161,6 +164,8 @@ def _observe(fn: Callable[[], T], device: torch.device) -> tuple[T, int, int, li
     finally:
         stop_ns = time.time_ns()
         result = torch._C._autograd._disable_profiler()
+        if collects:
+            gc.enable()
     events = sorted(_allocations(result), key=lambda event: event.start_time_ns)
     return value, start_ns, stop_ns, events
 

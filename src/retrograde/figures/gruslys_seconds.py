@@ -147,8 +147,8 @@ def figure_2b(seconds: Seconds | None = None) -> Plate:
     tidy(axes, title=f"HSM, measured: one gradient step of an LSTM {size}",
          x="sequence length t (steps)", y="time (ms per step)")  # fmt: skip
     note = (
-        f"Forward and backward, divided by the length. Medians of {found.rounds} rounds, in turn in "
-        f"one process{_of_several(found.processes)}, on {_described(found.machine)}."
+        f"Forward and backward, divided by the length. Medians of {found.rounds} rounds, in turn "
+        f"in one process{_of_several(found.processes)}, on {_described(found.machine)}."
     )
     add_caption(figure, note)
     table: dict[str, Column] = {"length": found.lengths, "torch.nn.LSTM (s)": found.ordinary}
