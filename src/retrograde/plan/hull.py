@@ -118,6 +118,8 @@ class Problem:
         """The branch, and its split, whose parts have the least ⌈H⌉, near the real optimum."""
         from retrograde.plan.hull_kernel import nearest
 
+        if length == 1:
+            return 1, 1  # recorded at once
         return nearest(self.links, self.sizes.wide, self.offsets, self.hull, row, length)
 
 

@@ -34,6 +34,7 @@ equal, as they were in all cases tried with s = 1, only the rule for ties is los
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,10 @@ class _Table:
         """Packed C(t, m)."""
         return self.cells[self.places[row] + t] >> 1
 
+    def cost(self, row: int, t: int) -> int:
+        """C(t, m)."""
+        return int(self.best(row, t)) // self.scale
+
     def after_record(self, row: int, t: "int | _Ints") -> Any:
         """Packed C(t, m) directly after a recorded step."""
         return (self.cells[self.places[row] + t] + 1) >> 1
@@ -107,10 +112,10 @@ def plan_blocks(length: int, memory: int, *, state: int = 1, alpha: int, beta: i
     parts = Parts()
     solved = _solve(problem, [(row, length)])
     if solved is None:
-        root, bound = _approach(problem, parts, row, length), problem.bound(row, length)
+        choose, bound = (lambda row, t, _: problem.nearest(row, t)), problem.bound(row, length)
     else:
-        root = _trace(problem, solved, parts, row, length)
-        bound = int(solved.best(row, length)) // solved.scale
+        choose, bound = partial(_choose, problem, solved), solved.cost(row, length)
+    root = _describe(problem, parts, row, length, choose)
     units = Units(alpha=alpha, beta=beta, core=0, initial=state, state=state)
     return merge(
         parts.unfold(root, length=length, policy="msm", memory=memory, units=units, bound=bound)
@@ -215,7 +220,7 @@ def _solve(problem: Problem, roots: Sequence[tuple[int, int]]) -> _Table | None:
         table = _fill(problem, roots, excess, scale)
         if table is None:
             return None
-        costs = [int(table.best(row, t)) // scale for row, t in roots]
+        costs = [table.cost(row, t) for row, t in roots]
         if all(c <= goal + excess for c, goal in zip(costs, goals, strict=True)):
             return table
         excess = max(1, 2 * excess)
@@ -251,29 +256,37 @@ def _solved_costs(problem: Problem, rows: _Ints, lengths: _Ints) -> _Ints:
     if table is None:
         size = len(problem.rows) * (problem.length + 1) * 9
         raise too_large(problem.length, max(problem.rows), size)
-    found = {(row, t): int(table.best(row, t)) // table.scale for row, t in asked}
+    found = {(row, t): table.cost(row, t) for row, t in asked}
     costs = [found.get((int(r), int(t)), 0) for r, t in zip(rows.flat, lengths.flat, strict=True)]
     return np.array(costs, np.int64).reshape(lengths.shape)
 
 
-def _trace(problem: Problem, table: _Table, parts: Parts, row: int, length: int) -> int:
-    """The optimal choices, part by part."""
+def _describe(
+    problem: Problem, parts: Parts, row: int, length: int, choose: Callable[..., tuple[int, int]]
+) -> int:
+    """Add all parts of a schedule; ``choose(row, t, merges)`` says how each is divided."""
 
     def describe(part: tuple[int, int, bool], number: Callable[[Any], int]) -> int:
         row, t, merges = part
-        branch, y = _choose(problem, table, row, t, merges)
-        state, beta, alpha = problem.links[row].tolist()
-        if branch == _RECORD:
-            return parts.record(0, 1, number((beta, t - 1, True)) if t > 1 else NOTHING)
-        if branch == _CORE:
-            return parts.record(t - 1, 1, NOTHING, number((row, t - 1, False)))
+        branch, y = choose(row, t, merges)
+        right, left = _divide(problem, row, t, branch, y)
+        after = number((*right, branch != _STORE)) if right else NOTHING
+        before = number((*left, False)) if left else NOTHING
         if branch == _STORE:
-            right = number((state, t - y, False))
-            return parts.store(y, right, number((row, y, False)))
-        right = number((alpha, t - y, True))
-        return parts.record(y - 1, 1, right, number((row, y - 1, False)))
+            return parts.store(y, after, before)
+        return parts.record(y - 1, 1, after, before)
 
     return recall((row, length, False), describe)
+
+
+def _divide(
+    problem: Problem, row: int, t: int, branch: int, y: int
+) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
+    """Row and steps of the right part and of the left part, where there are any."""
+    state, beta, alpha = problem.links[row].tolist()
+    kept = {_CORE: -1, _RECORD: beta, _STORE: state, _WIDE: alpha}[branch]
+    before = y if branch == _STORE else y - 1
+    return (kept, t - y) if t > y else None, (row, before) if before else None
 
 
 def _choose(problem: Problem, table: _Table, row: int, t: int, merges: bool) -> tuple[int, int]:
@@ -301,41 +314,11 @@ def _choose(problem: Problem, table: _Table, row: int, t: int, merges: bool) -> 
     return _STORE, int(hits[-1])
 
 
-def _approach(problem: Problem, parts: Parts, row: int, length: int) -> int:
-    """Choices that keep to the bound part by part, without a table."""
-
-    def describe(part: tuple[int, int], number: Callable[[Any], int]) -> int:
-        row, t = part
-        if t == 1:
-            return parts.record(0, 1)
-        branch, y = problem.nearest(row, t)
-        state, beta, alpha = problem.links[row].tolist()
-        if branch == _RECORD:
-            return parts.record(0, 1, number((beta, t - 1)))
-        if branch == _CORE:
-            return parts.record(t - 1, 1, NOTHING, number((row, t - 1)))
-        if branch == _STORE:
-            return parts.store(y, number((state, t - y)), number((row, y)))
-        return parts.record(y - 1, 1, number((alpha, t - y)), number((row, y - 1)))
-
-    return recall((row, length), describe)
-
-
 def _approached_cost(problem: Problem, row: int, length: int) -> int:
-    """What those choices cost: the minimum, where it is the bound."""
+    """What the choices nearest to the bound cost: the minimum, where it is the bound."""
 
-    def describe(part: tuple[int, int], number: Callable[[Any], int]) -> int:
-        row, t = part
-        if t == 1:
-            return 1
-        branch, y = problem.nearest(row, t)
-        state, beta, alpha = problem.links[row].tolist()
-        if branch == _RECORD:
-            return 1 + number((beta, t - 1))
-        if branch == _CORE:
-            return t + number((row, t - 1))
-        if branch == _STORE:
-            return y + number((state, t - y)) + number((row, y))
-        return y + number((alpha, t - y)) + number((row, y - 1))
+    def cost(part: tuple[int, int], number: Callable[[Any], int]) -> int:
+        branch, y = problem.nearest(*part)
+        return y + sum(number(inner) for inner in _divide(problem, *part, branch, y) if inner)
 
-    return recall((row, length), describe)
+    return recall((row, length), cost)
