@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import retrograde as rg
+from retrograde.machine import processor_name
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -135,7 +136,7 @@ def main() -> None:
         print(json.dumps([run(case, arguments.device, arguments.rounds) for case in CASES]))
         return
     machine = {
-        "device": torch.cuda.get_device_name() if arguments.device == "cuda" else _processor(),
+        "device": torch.cuda.get_device_name() if arguments.device == "cuda" else processor_name(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -175,13 +176,6 @@ def show(result: dict) -> None:
             f"{row['ratios_of_processes'][0]:.2f}–{row['ratios_of_processes'][-1]:.2f})  "
             f"{row['working_bytes'] / 2**20:8.1f} MiB ({row['bytes_against_ordinary']:.1%})"
         )
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return f"{line.split(':')[1].strip()}, {torch.get_num_threads()} threads"
-    return platform.processor()
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from pathlib import Path
 import numpy as np
 
 import retrograde as rg
+from retrograde.machine import processor_name
 
 RESULTS = Path(__file__).parent / "results"
 PEERS = ("checkpoint_schedules", "pyrevolve")
@@ -222,7 +223,11 @@ def machine() -> dict[str, object]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = "not installed"
-    return {"device": f"{_processor()}, one core", "python": platform.python_version(), **versions}
+    return {
+        "device": f"{processor_name()}, one core",
+        "python": platform.python_version(),
+        **versions,
+    }
 
 
 def main() -> None:
@@ -255,14 +260,6 @@ def main() -> None:
     path = arguments.results / "planner.json"
     path.write_text(json.dumps({"machine": found, "results": results}, indent=1) + "\n")
     print(f"written to {path}")
-
-
-def _processor() -> str:
-    information = Path("/proc/cpuinfo")
-    for line in information.read_text().splitlines() if information.exists() else ():
-        if line.startswith("model name"):
-            return line.split(":")[1].strip()
-    return platform.processor()
 
 
 if __name__ == "__main__":

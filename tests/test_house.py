@@ -12,7 +12,7 @@ PACKAGE = ROOT / "src" / "retrograde"
 
 LEVELS = [
     {"errors"},
-    {"units"},
+    {"units", "machine"},
     {"schedule"},
     {"plan"},
     {"interchange"},

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oracles.recurrences import hsm_table, ism_table
+from oracles.recurrences import fewest_actions_hsm, hsm_table, ism_table
 from retrograde.errors import ScheduleError
 from retrograde.plan.closed_form import (
     hsm_cost,
@@ -47,6 +47,21 @@ def test_hsm_splits_are_optimal(hsm):
         for m in range(2, MEMORY + 1):
             y = hsm_split(t, m)
             assert y + hsm[t - y, m - 1] + hsm[y, m] == hsm[t, m]
+
+
+def test_hsm_splits_are_the_largest_that_lead_to_the_fewest_actions(hsm):
+    fewer = [0] * LENGTH
+    for m in range(1, 13):
+        fewest = fewest_actions_hsm(LENGTH, m)
+        for t in range(3, LENGTH + 1):
+            actions = {}
+            for y in range(1, t):
+                if y + hsm[t - y, m - 1] + hsm[y, m] == hsm[t, m]:
+                    actions[y] = fewest[y] + 4 + (fewer[t - y] if t - y > 1 else 0)
+            assert m == 1 or hsm_split(t, m) == max(
+                y for y, count in actions.items() if count == min(actions.values())
+            )
+        fewer = fewest
 
 
 def test_ism_splits_are_optimal(ism):

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from oracles.exhaustive import cheapest
 from oracles.recurrences import fewest_actions, hsm_table, ism_table, msm_table, plain_tables
 from retrograde.errors import ScheduleError
-from retrograde.plan import cost, mixed
+from retrograde.plan import cost, hull, mixed
 from retrograde.plan.closed_form import hsm_cost, ism_cost
 from retrograde.plan.hull import LONGEST
 from retrograde.plan.mixed import mixed_bounds, mixed_costs, plan_blocks
@@ -187,3 +187,16 @@ def test_what_makes_no_sense_or_does_not_fit_is_refused(arguments, message):
     length, memory, state, alpha, beta = arguments
     with pytest.raises(ScheduleError, match=message):
         plan_blocks(length, memory, state=state, alpha=alpha, beta=beta)
+
+
+def test_bounds_that_are_too_large_are_refused(monkeypatch):
+    monkeypatch.setattr(hull, "LARGEST_TABLE_BYTES", 48 * 10)
+    with pytest.raises(ScheduleError, match=r"300 steps and a memory of 40 take more than 480 B: "):
+        plan_blocks(300, 40, alpha=5, beta=4)
+
+
+def test_costs_that_cannot_be_proven_are_refused(monkeypatch):
+    monkeypatch.setattr(mixed, "MOST_CELLS", 0)
+    assert mixed_costs(200, 37, alpha=5, beta=4) == plan_blocks(200, 37, alpha=5, beta=4).bound
+    with pytest.raises(ScheduleError, match="could not be proven within 0 cells: ask for fewer"):
+        mixed_costs(np.arange(200), 200, state=5, alpha=9, beta=4)

@@ -8,15 +8,14 @@ Known limit: a schedule of single steps is one kernel call a step, as the paper'
 ranges of steps into which ``memory=`` would divide the same budget.
 """
 
-import platform
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import median
 
 import torch
 
 from retrograde.figures.gruslys_seconds import Seconds
+from retrograde.machine import processor_name
 from retrograde.nn import LSTM
 from retrograde.plan import cost, plan
 
@@ -158,16 +157,6 @@ def _wait(x: torch.Tensor) -> None:
 
 def _machine(device: str) -> dict[str, str | int]:
     on_gpu = torch.device(device).type == "cuda"
-    name = torch.cuda.get_device_name(device) if on_gpu else _processor()
+    name = torch.cuda.get_device_name(device) if on_gpu else processor_name()
     threads = {} if on_gpu else {"threads": torch.get_num_threads()}
     return {"device": name, **threads, "torch": str(torch.__version__)}
-
-
-def _processor() -> str:
-    """The processor's name as Linux gives it, or what Python knows."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()

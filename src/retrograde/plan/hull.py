@@ -21,8 +21,7 @@ with larger states it does, by one step.
 
 Memory is counted in the common divisor of the sizes; what is enough for ordinary backpropagation is
 one level. Lengths go to :data:`LONGEST`, where products of costs and steps fit 64 bits, memories to
-:data:`MOST_LEVELS` levels, vertices to :data:`LARGEST_TABLE_BYTES`. A million steps with a thousand
-levels have 1.2 million vertices.
+:data:`MOST_LEVELS` levels, vertices to :data:`LARGEST_TABLE_BYTES`.
 """
 
 from collections.abc import Sequence
@@ -35,13 +34,13 @@ from numpy.typing import NDArray
 from retrograde.errors import ScheduleError
 from retrograde.units import format_bytes
 
-__all__ = ["LARGEST_TABLE_BYTES", "LONGEST", "MOST_LEVELS", "Problem", "Sizes", "pose", "too_large"]
+__all__ = ["LARGEST_TABLE_BYTES", "LONGEST", "MOST_LEVELS", "Problem", "Sizes", "pose"]
 
 LARGEST_TABLE_BYTES = 2 * 2**30
 LONGEST = 2**24
 MOST_LEVELS = 2**22
 
-_VERTEX_BYTES = 16
+_VERTEX_BYTES = 3 * 16  # steps and cost; thrice, while the arrays grow and when they are copied
 
 _Ints = NDArray[np.int64]
 
@@ -158,7 +157,11 @@ def pose(
     links = np.array([[rows.get(m, -1) for m in sizes.links(level)] for level in levels], np.int64)
     offsets, steps, costs = hulls(length, links, sizes.wide, LARGEST_TABLE_BYTES // _VERTEX_BYTES)
     if offsets[-1] < 0:
-        raise too_large(length, max(memories), LARGEST_TABLE_BYTES)
+        raise ScheduleError(
+            f"the bounds for {length} steps and a memory of {max(memories)} take more than "
+            f"{format_bytes(LARGEST_TABLE_BYTES)}: count memory in coarser units, or plan blocks "
+            "of steps"
+        )
     return Problem(length, sizes, rows, links, offsets, (steps, costs)), ample
 
 
@@ -181,24 +184,6 @@ def _too_many(length: int, memory: int) -> ScheduleError:
     return ScheduleError(
         f"{length} steps and {memory} units of memory have more than {MOST_LEVELS} levels, which "
         "would be planned one by one: count memory in coarser units, or plan blocks of steps"
-    )
-
-
-def too_large(length: int, memory: int, size: int) -> ScheduleError:
-    """What to say of tables that do not fit.
-
-    Args:
-        length: steps.
-        memory: the largest, in units.
-        size: bytes.
-
-    Returns:
-        The error.
-    """
-    return ScheduleError(
-        f"the tables for {length} steps and {memory} units of memory take {format_bytes(size)} or "
-        f"more, expected at most {format_bytes(LARGEST_TABLE_BYTES)}: count memory in coarser "
-        "units, or plan blocks of steps"
     )
 
 

@@ -40,7 +40,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from retrograde.plan.hull import LARGEST_TABLE_BYTES, Problem, pose, too_large
+from retrograde.errors import ScheduleError
+from retrograde.plan.hull import LARGEST_TABLE_BYTES, Problem, pose
 from retrograde.plan.unfold import NOTHING, Parts, recall
 from retrograde.schedule import Schedule, Units, merge
 
@@ -254,8 +255,11 @@ def _solved_costs(problem: Problem, rows: _Ints, lengths: _Ints) -> _Ints:
     asked = sorted({(int(r), int(t)) for r, t in zip(rows.flat, lengths.flat, strict=True) if t})
     table = _solve(problem, asked)
     if table is None:
-        size = len(problem.rows) * (problem.length + 1) * 9
-        raise too_large(problem.length, max(problem.rows), size)
+        raise ScheduleError(
+            f"the costs up to {problem.length} steps and {max(problem.rows)} units of memory could "
+            f"not be proven within {MOST_CELLS} cells: ask for fewer, or for a plan, which comes "
+            "with its bound"
+        )
     found = {(row, t): table.cost(row, t) for row, t in asked}
     costs = [found.get((int(r), int(t)), 0) for r, t in zip(rows.flat, lengths.flat, strict=True)]
     return np.array(costs, np.int64).reshape(lengths.shape)

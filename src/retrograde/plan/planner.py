@@ -176,12 +176,6 @@ def cost(
         >>> cost(1000, [1, 50, 1000], policy="ism").tolist()
         [500500, 1950, 1000]
     """
-    if type(length) is int and type(memory) is int and alpha is beta is segments is None:
-        # The quick way to a closed form; everything else, and every error, is below.
-        if policy == "hsm" and length > 0 and memory > 0:
-            return closed_form.hsm_cost(length, memory)
-        if policy == "ism" and length > 0 and memory > 0:
-            return closed_form.ism_cost(length, memory)
     check_policy(policy, alpha=alpha, beta=beta, segments=segments, has_memory=memory is not None)
     if np.ndim(length) == 0 and (memory is None or np.ndim(memory) == 0):
         slots = None if memory is None else integer("memory", memory)
@@ -211,7 +205,7 @@ def split(length: int, memory: int, policy: str = "hsm") -> int:
 
     Returns:
         A position y that is optimal: HSM stores the hidden state y, and ISM records the step y − 1.
-        HSM's is that of :func:`plan`; ISM's is the largest of HSM's for one step more.
+        HSM's is that of :func:`plan`; ISM's is HSM's for one step more.
 
     Raises:
         ScheduleError: an argument is out of range, or the policy splits otherwise.

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from retrograde import figures
+from retrograde.machine import processor_name
 from retrograde.schedule import Schedule
 from retrograde.training.checkpoint import load_checkpoint, save_checkpoint, write_whole
 from retrograde.training.comparison import Comparison, Side
@@ -145,7 +146,7 @@ def _metrics(run: Run, comparison: Comparison) -> dict[str, Any]:
             "entropy_bits_per_character": run.text.entropy_bits,
         },
         "machine": {
-            "processor": _processor(),
+            "processor": processor_name(),
             "processors": os.cpu_count(),
             "system": f"{platform.system()} {platform.machine()}",
             "python": platform.python_version(),
@@ -166,13 +167,3 @@ def _metrics(run: Run, comparison: Comparison) -> dict[str, Any]:
 
 def _side_metrics(side: Side) -> dict[str, float]:
     return {"working_bytes": side.working_bytes, "seconds": side.seconds}
-
-
-def _processor() -> str:
-    """The processor's name as Linux gives it, or what Python knows."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
