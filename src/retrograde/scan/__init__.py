@@ -1,0 +1,1 @@
+"""Backpropagation as a scan over transposed Jacobians (Wang, BPPSA, 2020)."""

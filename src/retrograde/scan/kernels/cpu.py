@@ -1,0 +1,196 @@
+"""The sequential sweep on a CPU, compiled: one pass over the steps, samples shared among threads.
+
+A step of the backward recurrence is a few products of elements and one product of a short vector
+with the hidden weights. torch spends microseconds on calling each; here a step of a sample is a
+loop. Samples do not depend on one another, so each thread takes some of them through all the
+steps. Two samples and four rows of the weights are taken at a time, so that a loaded weight is used
+twice and an accumulator eight times; the compiler vectorises over the units.
+
+The reference is :func:`retrograde.scan.sweep.sweep`. Gates and the rest are those of
+:mod:`retrograde.scan.recurrent`, arrays in place of tensors: ``gates`` (L, B, K·H).
+"""
+
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+from numpy.typing import NDArray
+from torch import Tensor
+
+from retrograde.scan.recurrent import Slopes
+
+__all__ = ["cell_states", "sweep"]
+
+_Reals = NDArray[np.floating[Any]]
+
+# Sums may be taken in any order, as every BLAS does; infinities and NaNs keep their meaning.
+_MATH = {"contract", "reassoc", "nsz", "arcp"}
+_compiled: Any = njit(cache=True, nogil=True, fastmath=_MATH, error_model="numpy")
+
+# Multiplications that are worth a thread of their own: about half a millisecond.
+_THREAD_WORK = 4_000_000
+
+
+def sweep(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor) -> Tensor:
+    """As :func:`retrograde.scan.sweep.sweep`, for float32 and float64 on a CPU."""
+    length, samples, _, size = slopes.gates.shape
+    gates = slopes.gates.view(length, samples, -1).numpy()
+    absent = np.empty((0, 0, 0), gates.dtype)
+    keep, inner, losses = (
+        absent if t is None else t.numpy() for t in (slopes.keep, slopes.inner, dy)
+    )
+    weights, g = hidden.contiguous().numpy(), g.clone(memory_format=torch.contiguous_format)
+    kernel = _sweep_lstm if g.shape[-1] == 2 * size else _sweep_state
+    _share(
+        functools.partial(kernel, gates, keep, inner, weights, losses, g.numpy()),
+        samples,
+        slopes.gates.numel() * size,
+    )
+    return g
+
+
+def cell_states(keep: Tensor, gain: Tensor, c: Tensor) -> Tensor:
+    """As :func:`retrograde.scan.recurrent.cell_states`, for float32 and float64 on a CPU."""
+    length = keep.shape[0]
+    _cell_states(
+        keep.view(length, -1).numpy(), gain.view(length, -1).numpy(), c.reshape(-1).numpy()
+    )
+    return gain
+
+
+def _share(kernel: Callable[[int, int], None], samples: int, work: int) -> None:
+    """Call a kernel on ranges of samples, on as many threads as torch uses and the work pays."""
+    threads = min(torch.get_num_threads(), (samples + 1) // 2, 1 + work // _THREAD_WORK)
+    if threads < 2:
+        kernel(0, samples)
+        return
+    pairs = [2 * round(i * samples / threads / 2) for i in range(threads)] + [samples]
+    for task in [
+        _pool(threads - 1).submit(kernel, a, b) for a, b in zip(pairs[1:], pairs[2:], strict=False)
+    ] + [kernel(pairs[0], pairs[1])]:
+        if task is not None:
+            task.result()
+
+
+@functools.cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="retrograde")
+
+
+@_compiled
+def _add_product(a: _Reals, u: _Reals, out: _Reals) -> None:
+    """out += a @ u, for a few samples: a (S, N), u (N, H), out (S, H)."""
+    samples, rows = a.shape
+    size, whole = u.shape[1], rows - rows % 4
+    for b in range(0, samples - 1, 2):
+        p, q = out[b], out[b + 1]
+        for i in range(0, whole, 4):
+            p0, p1, p2, p3 = a[b, i], a[b, i + 1], a[b, i + 2], a[b, i + 3]
+            q0, q1, q2, q3 = a[b + 1, i], a[b + 1, i + 1], a[b + 1, i + 2], a[b + 1, i + 3]
+            u0, u1, u2, u3 = u[i], u[i + 1], u[i + 2], u[i + 3]
+            for j in range(size):
+                p[j] += p0 * u0[j] + p1 * u1[j] + p2 * u2[j] + p3 * u3[j]
+                q[j] += q0 * u0[j] + q1 * u1[j] + q2 * u2[j] + q3 * u3[j]
+        for i in range(whole, rows):
+            p0, q0, u0 = a[b, i], a[b + 1, i], u[i]
+            for j in range(size):
+                p[j] += p0 * u0[j]
+                q[j] += q0 * u0[j]
+    if samples % 2:
+        p = out[samples - 1]
+        for i in range(0, whole, 4):
+            p0, p1, p2, p3 = (a[-1, i], a[-1, i + 1], a[-1, i + 2], a[-1, i + 3])
+            u0, u1, u2, u3 = u[i], u[i + 1], u[i + 2], u[i + 3]
+            for j in range(size):
+                p[j] += p0 * u0[j] + p1 * u1[j] + p2 * u2[j] + p3 * u3[j]
+        for i in range(whole, rows):
+            p0, u0 = a[-1, i], u[i]
+            for j in range(size):
+                p[j] += p0 * u0[j]
+
+
+@_compiled
+def _sweep_state(
+    gates: _Reals,
+    keep: _Reals,
+    inner: _Reals,
+    hidden: _Reals,
+    losses: _Reals,
+    g: _Reals,
+    first: int,
+    last: int,
+) -> None:
+    """RNN and GRU, samples first … last − 1; g (B, H) goes from after the last to before step 0."""
+    size = g.shape[1]
+    before = np.empty((last - first, size), g.dtype)
+    for t in range(gates.shape[0] - 1, -1, -1):
+        for b in range(first, last):
+            row, gate, new = g[b], gates[t, b], before[b - first]
+            if losses.shape[0]:
+                loss = losses[t, b]
+                for j in range(size):
+                    row[j] += loss[j]
+            for k in range(0, gate.shape[0], size):
+                part = gate[k : k + size]
+                for j in range(size):
+                    part[j] *= row[j]
+            if keep.shape[0]:
+                kept, candidate = keep[t, b], inner[t, b]
+                for j in range(size):
+                    new[j] = kept[j] * row[j]
+                    candidate[j] *= row[j]
+            else:
+                new[:] = 0
+        _add_product(gates[t, first:last], hidden, before)
+        g[first:last] = before
+
+
+@_compiled
+def _sweep_lstm(
+    gates: _Reals,
+    keep: _Reals,
+    inner: _Reals,
+    hidden: _Reals,
+    losses: _Reals,
+    g: _Reals,
+    first: int,
+    last: int,
+) -> None:
+    """LSTM, samples first … last − 1; g (B, 2 H) goes from after the last to before step 0."""
+    size = hidden.shape[1]
+    before = np.empty((last - first, size), g.dtype)
+    for t in range(gates.shape[0] - 1, -1, -1):
+        for b in range(first, last):
+            h, c = g[b, :size], g[b, size:]
+            i, f = gates[t, b, :size], gates[t, b, size : 2 * size]
+            n, o = gates[t, b, 2 * size : 3 * size], gates[t, b, 3 * size :]
+            kept, through = keep[t, b], inner[t, b]
+            if losses.shape[0]:
+                loss = losses[t, b]
+                for j in range(size):
+                    h[j] += loss[j]
+            for j in range(size):
+                d = c[j] + h[j] * through[j]
+                i[j] *= d
+                f[j] *= d
+                n[j] *= d
+                o[j] *= h[j]
+                c[j] = d * kept[j]
+        before[:] = 0
+        _add_product(gates[t, first:last], hidden, before)
+        g[first:last, :size] = before
+
+
+@_compiled
+def _cell_states(keep: _Reals, gain: _Reals, c: _Reals) -> None:
+    """gain ← c before each step, with c_t = keep_t c_{t−1} + gain_t."""
+    state = c.copy()
+    for t in range(keep.shape[0]):
+        for j in range(c.shape[0]):
+            after = keep[t, j] * state[j] + gain[t, j]
+            gain[t, j] = state[j]
+            state[j] = after

@@ -1,0 +1,241 @@
+"""The transposed Jacobians of torch's recurrent cells, in the form that a backward pass multiplies by.
+
+A step of a cell turns the gradient of the state after it into that of the state before it. In all
+of torch's cells that is a product with three parts: *slopes*, numbers that depend on the step;
+the hidden weights U, that do not; and, in GRU and LSTM, a path that keeps a part of the state:
+
+    RNN    g ← (g ∘ s) U                     s = 1 − h_t² (tanh), 1 where h_t > 0 (ReLU)
+    GRU    g ← g ∘ z + (g ∘ s_r) U_r + (g ∘ s_z) U_z + (g ∘ s_m) U_n           W20, eq. 4.4
+               s_n = (1 − z)(1 − n²);  s_m = s_n r;  s_r = s_n m r (1 − r);
+               s_z = (h_{t−1} − n) z (1 − z);  m = U_n h_{t−1} + b_hn;  torch's n = tanh(… + r m)
+    LSTM   d = g_c + g_h ∘ e;  g_h ← (d ∘ s_i) U_i + (d ∘ s_f) U_f + (d ∘ s_g) U_g + (g_h ∘ s_o) U_o
+           g_c ← d ∘ f;  e = o (1 − tanh² c);  s_i = g i (1 − i);  s_f = c_{t−1} f (1 − f);
+               s_g = i (1 − g²);  s_o = tanh(c) o (1 − o)
+
+The LSTM's is the product of two sparse factors, [[I, e], [0, I]] and [[s_o U_o, 0], [a, f]], with
+a = s_i U_i + s_f U_f + s_g U_g; nothing here ever forms the dense matrix but :func:`jacobians`, for
+those who want to see it.
+
+Slopes are functions of the states, so they are computed for many steps at once, by one matrix
+product: the hidden states are all that a backward pass has to keep (and c, for an LSTM, at the
+ends of blocks of steps). Once the gradient g of every state is known, ``g ∘ s`` is the gradient of
+the gates; from it come those of inputs and weights, again by one product for many steps.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+__all__ = ["GATES", "Kind", "Slopes", "Weights", "jacobians", "pull", "slopes"]
+
+#: The cells, by torch's own names for them.
+Kind = Literal["RNN_TANH", "RNN_RELU", "GRU", "LSTM"]
+
+#: How many gates, that is, blocks of rows in its weights, a cell has.
+GATES: dict[Kind, int] = {"RNN_TANH": 1, "RNN_RELU": 1, "GRU": 3, "LSTM": 4}
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The parameters of one layer in one direction, as torch shapes and orders them.
+
+    Attributes:
+        kind: which cell.
+        inputs: weight_ih (K·H, I), K gates.
+        hidden: weight_hh (K·H, H).
+        bias_inputs: bias_ih (K·H,), or None.
+        bias_hidden: bias_hh (K·H,), or None.
+    """
+
+    kind: Kind
+    inputs: Tensor
+    hidden: Tensor
+    bias_inputs: Tensor | None
+    bias_hidden: Tensor | None
+
+    @property
+    def size(self) -> int:
+        """H, the number of hidden units."""
+        return self.hidden.shape[1]
+
+    @property
+    def state_size(self) -> int:
+        """The length of a state: H, or 2 H for (h, c)."""
+        return (2 if self.kind == "LSTM" else 1) * self.size
+
+
+@dataclass
+class Slopes:
+    """What the gradients of L steps of B samples are multiplied by; see the module's legend.
+
+    Attributes:
+        gates: (L, B, K, H): s of every gate, as the hidden weights see it.
+        keep: (L, B, H): the GRU's z, the LSTM's f; None for an RNN.
+        inner: (L, B, H): the GRU's s_n, which is the third gate as the input weights see it; the
+            LSTM's e, from h to c; None for an RNN.
+    """
+
+    gates: Tensor
+    keep: Tensor | None
+    inner: Tensor | None
+
+    def at(self, index: int | slice) -> "Slopes":
+        """Those of some steps, as views."""
+        keep, inner = self.keep, self.inner
+        return Slopes(
+            self.gates[index],
+            None if keep is None else keep[index],
+            None if inner is None else inner[index],
+        )
+
+
+def slopes(
+    weights: Weights, x: Tensor, before: Tensor, after: Tensor, c: Tensor | None = None
+) -> Slopes:
+    """Recompute the slopes of L steps from their states, all steps at once.
+
+    Args:
+        weights: the layer's parameters.
+        x: inputs (L, B, I).
+        before: h before each step (L, B, H).
+        after: h after each step (L, B, H).
+        c: LSTM only: c before the first of the steps (B, H).
+
+    Returns:
+        The slopes.
+
+    Example:
+        >>> net = torch.nn.RNN(3, 5, bias=False)
+        >>> w = Weights("RNN_TANH", net.weight_ih_l0, net.weight_hh_l0, None, None)
+        >>> x = torch.randn(7, 2, 3)
+        >>> h = net(x)[0].detach()
+        >>> before = torch.cat([torch.zeros(1, 2, 5), h[:-1]])
+        >>> slopes(w, x, before, h).gates.shape
+        torch.Size([7, 2, 1, 5])
+    """
+    with torch.no_grad():
+        match weights.kind:
+            case "RNN_TANH":
+                return Slopes(
+                    torch.addcmul(_one(after), after, after, value=-1).unsqueeze(2), None, None
+                )
+            case "RNN_RELU":
+                return Slopes((after > 0).to(after.dtype).unsqueeze(2), None, None)
+            case "GRU":
+                return _gru_slopes(weights, x, before)
+            case "LSTM":
+                assert c is not None
+                return _lstm_slopes(weights, x, before, after, c)
+
+
+def _one(like: Tensor) -> Tensor:
+    return torch.ones((), dtype=like.dtype, device=like.device)
+
+
+def _gru_slopes(weights: Weights, x: Tensor, before: Tensor) -> Slopes:
+    size = weights.size
+    gates = functional.linear(x, weights.inputs, weights.bias_inputs)
+    hidden = functional.linear(before, weights.hidden, weights.bias_hidden)
+    rz, n, m = gates[..., : 2 * size], gates[..., 2 * size :], hidden[..., 2 * size :]
+    rz.add_(hidden[..., : 2 * size]).sigmoid_()
+    r, z = rz.chunk(2, -1)
+    n.addcmul_(r, m).tanh_()
+    keep = z.contiguous()
+    inner = torch.ops.aten.tanh_backward(1 - keep, n)
+    s_r, s_z, _ = hidden.chunk(3, -1)
+    torch.ops.aten.sigmoid_backward.grad_input(inner * m, r, grad_input=s_r)
+    torch.ops.aten.sigmoid_backward.grad_input(before - n, z, grad_input=s_z)
+    torch.mul(inner, r, out=m)
+    return Slopes(hidden.unflatten(-1, (3, size)), keep, inner)
+
+
+def _lstm_slopes(weights: Weights, x: Tensor, before: Tensor, after: Tensor, c: Tensor) -> Slopes:
+    size = weights.size
+    gates = functional.linear(x, weights.inputs, weights.bias_inputs)
+    gates += functional.linear(before, weights.hidden, weights.bias_hidden)
+    gates[..., : 2 * size].sigmoid_()
+    i, f, g, o = gates.chunk(4, -1)
+    g.tanh_()
+    o.sigmoid_()
+    keep = f.contiguous()
+    tanh_c = after / o.clamp_min(torch.finfo(o.dtype).tiny)  # h = o tanh c; where o is 0, so is s_o
+    before_c = cell_states(keep, i * g, c)
+    inner = torch.ops.aten.tanh_backward(o, tanh_c)
+    torch.ops.aten.sigmoid_backward.grad_input(tanh_c, o, grad_input=o)
+    torch.ops.aten.sigmoid_backward.grad_input(before_c, f, grad_input=f)
+    s_i = torch.ops.aten.sigmoid_backward(g, i)
+    torch.ops.aten.tanh_backward.grad_input(i, g, grad_input=g)
+    i.copy_(s_i)
+    return Slopes(gates.unflatten(-1, (4, size)), keep, inner)
+
+
+def cell_states(keep: Tensor, gain: Tensor, c: Tensor) -> Tensor:
+    """An LSTM's c before each step: c_t = f_t c_{t−1} + (i g)_t, in place of ``gain``.
+
+    Args:
+        keep: f (L, B, H).
+        gain: i g (L, B, H); overwritten.
+        c: before the first step (B, H).
+
+    Returns:
+        c before each of the steps (L, B, H).
+    """
+    for f, ig in zip(keep, gain, strict=True):
+        after = torch.addcmul(ig, f, c)
+        ig.copy_(c)
+        c = after
+    return gain
+
+
+def pull(step: Slopes, hidden: Tensor, rows: Tensor) -> Tensor:
+    """Take gradients from the state after a step to the state before it: ``rows`` times Jacobian.
+
+    Args:
+        step: slopes of one step of each sample, (B, K, H) and (B, H), B being any batch shape.
+        hidden: the hidden weights U (K·H, H).
+        rows: gradients (B, R, n), R to a sample, n = H, or 2 H for (h, c).
+
+    Returns:
+        Gradients (B, R, n).
+    """
+    size = hidden.shape[1]
+    if step.gates.shape[-2] == 4:
+        assert step.keep is not None
+        assert step.inner is not None
+        g_h, g_c = rows[..., :size], rows[..., size:]
+        d = torch.addcmul(g_c, g_h, step.inner.unsqueeze(-2))
+        four = torch.stack([d, d, d, g_h], -2) * step.gates.unsqueeze(-3)
+        return torch.cat([four.flatten(-2) @ hidden, d * step.keep.unsqueeze(-2)], -1)
+    gates = rows.unsqueeze(-2) * step.gates.unsqueeze(-3)
+    before = gates.flatten(-2) @ hidden
+    return before if step.keep is None else before.addcmul_(rows, step.keep.unsqueeze(-2))
+
+
+def jacobians(steps: Slopes, hidden: Tensor) -> Tensor:
+    """The transposed Jacobians (∂s_t/∂s_{t−1})ᵀ, dense: the elements of W20's scan.
+
+    Args:
+        steps: slopes of L steps of B samples.
+        hidden: the hidden weights U (K·H, H).
+
+    Returns:
+        (L, B, n, n), n = H, or 2 H for (h, c): what a gradient, as a column, is multiplied by.
+    """
+    weights = hidden.unflatten(0, (-1, hidden.shape[1]))
+    parts = steps.gates.unsqueeze(-1) * weights
+    keep = steps.keep
+    if parts.shape[-3] < 4:
+        forward = parts.sum(-3)
+        return (forward if keep is None else forward + keep.diag_embed()).mT
+    assert keep is not None
+    assert steps.inner is not None
+    f, e = keep.diag_embed(), steps.inner.diag_embed()
+    h_from_h, h_from_c = parts[..., 3, :, :], torch.zeros_like(f)
+    c_from_h = parts[..., :3, :, :].sum(-3)
+    second = torch.cat([torch.cat([h_from_h, h_from_c], -1), torch.cat([c_from_h, f], -1)], -2)
+    eye = torch.eye(f.shape[-1], dtype=f.dtype, device=f.device).expand_as(f)
+    first = torch.cat([torch.cat([eye, e], -1), torch.cat([h_from_c, eye], -1)], -2)
+    return (first @ second).mT
