@@ -1,1 +1,65 @@
 """The compiled forms of :mod:`retrograde.scan.sweep`, each loaded when it is first used."""
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from retrograde.scan import recurrent, sweep
+from retrograde.scan.recurrent import Slopes
+
+__all__ = ["LARGEST_SIZE", "Kernels", "kernels"]
+
+#: The most hidden units that the CUDA kernels hold on the chip.
+LARGEST_SIZE = 128
+
+Sweep = Callable[[Slopes, Tensor, Tensor | None, Tensor], Tensor]
+Scan = Callable[[Slopes, Tensor, Tensor | None, Tensor, int], Tensor]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """One implementation of the recurrence, by steps and by a scan.
+
+    Attributes:
+        name: "numba", "triton" or "torch".
+        sweep: as :func:`retrograde.scan.sweep.sweep`.
+        scan: as :func:`retrograde.scan.sweep.scan`.
+        cell_states: as :func:`retrograde.scan.recurrent.cell_states`.
+    """
+
+    name: str
+    sweep: Sweep
+    scan: Scan
+    cell_states: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@functools.cache
+def kernels(device: str, dtype: torch.dtype, size: int) -> Kernels:
+    """The fastest implementation for a device.
+
+    Args:
+        device: its type, such as "cpu" or "cuda".
+        dtype: of the slopes.
+        size: hidden units.
+
+    Returns:
+        Compiled kernels where there are some, and else the plain ones.
+
+    Example:
+        >>> kernels("cpu", torch.float32, 20).name
+        'numba'
+    """
+    if device == "cpu" and dtype in (torch.float32, torch.float64):
+        from retrograde.scan.kernels import cpu
+
+        return Kernels("numba", cpu.sweep, sweep.scan, cpu.cell_states)
+    fits = dtype == torch.float32 and size <= LARGEST_SIZE
+    if device == "cuda" and fits and importlib.util.find_spec("triton"):
+        from retrograde.scan.kernels import cuda
+
+        return Kernels("triton", cuda.sweep, cuda.scan, cuda.cell_states)
+    return Kernels("torch", sweep.sweep, sweep.scan, recurrent.cell_states)

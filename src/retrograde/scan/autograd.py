@@ -1,0 +1,83 @@
+"""A recurrent layer as one autograd function whose backward pass is ours."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retrograde.errors import RetrogradeError
+from retrograde.scan.layer import Tape, Way, backpropagate, run_and_keep
+from retrograde.scan.recurrent import Kind, Weights
+
+__all__ = ["layer"]
+
+State = tuple[Tensor, ...]
+
+
+def layer(
+    kind: Kind, parameters: list[Tensor], way: Way, x: Tensor, state: State
+) -> tuple[Tensor, State]:
+    """One layer in one direction, whose gradient is computed in a given way.
+
+    Args:
+        kind: which cell.
+        parameters: weight_ih, weight_hh and, with biases, bias_ih, bias_hh.
+        way: how it is to be backpropagated.
+        x: inputs (T, B, I).
+        state: the initial state: (h,), or (h, c), each (B, H).
+
+    Returns:
+        The outputs (T, B, H), bit for bit those of torch's own layer, and the final state.
+
+    Example:
+        >>> net = torch.nn.GRU(3, 5)
+        >>> x, h = torch.randn(7, 2, 3), torch.zeros(2, 5)
+        >>> y, _ = layer("GRU", list(net.parameters()), Way("sequential", 64), x, (h,))
+        >>> y.sum().backward()
+        >>> bool((y == net(x)[0]).all()), net.weight_hh_l0.grad.shape
+        (True, torch.Size([15, 5]))
+    """
+    results = _Layer.apply(kind, way, len(state), x, *state, *parameters)  # type: ignore[no-untyped-call]
+    return results[0], tuple(results[1:])
+
+
+class _Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, kind: Kind, way: Way, parts: int, x: Tensor, *rest: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        state, parameters = rest[:parts], rest[parts:]
+        outputs, after, tape = run_and_keep(_weights(kind, parameters), way, x, state)
+        ctx.kind, ctx.way, ctx.parts = kind, way, parts
+        ctx.names = list(tape.marks)
+        kept = () if tape.outputs is None else (tape.outputs,)
+        ctx.save_for_backward(x, *rest, *tape.marks.values(), *kept)
+        return outputs, *after
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, *after: Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise RetrogradeError(
+                "the gradient of a layer with backward= cannot itself be differentiated: expected "
+                "create_graph=False; for second derivatives use backward=None (torch's own)"
+            )
+        x, *saved = ctx.saved_tensors
+        first, saved = saved[: ctx.parts], saved[ctx.parts :]
+        count = len(ctx.needs_input_grad) - 4 - ctx.parts
+        parameters, marks = saved[:count], saved[count:]
+        outputs = None if ctx.way.segment else marks[-1]
+        tape = Tape(ctx.way, outputs, dict(zip(ctx.names, marks, strict=False)))
+        seeds = tuple(
+            torch.zeros_like(s) if g is None else g for s, g in zip(first, after, strict=True)
+        )
+        weights = _weights(ctx.kind, parameters)
+        needs_x, *needs = ctx.needs_input_grad[3:]
+        found = backpropagate(weights, tape, x, tuple(first), dy, seeds, needs_x)
+        gradients = [*found.state, *found.weights.values()]
+        wanted = [g if need else None for g, need in zip(gradients, needs, strict=True)]
+        return None, None, None, found.x, *wanted
+
+
+def _weights(kind: Kind, parameters: Any) -> Weights:
+    return Weights(kind, *parameters, *(None,) * (4 - len(parameters)))

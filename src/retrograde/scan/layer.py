@@ -1,0 +1,279 @@
+"""One recurrent layer in one direction: forward by torch's kernel, backward from the states alone.
+
+Forward, torch's own kernel runs, so that outputs are torch's, bit for bit; what it would keep for
+its backward pass is not kept. The tape is the hidden states, which are the outputs, and an LSTM's c
+at the first step of each block. Backward, blocks of steps are taken from the last to the first:
+their slopes are recomputed by one matrix product, the recurrence runs over them
+(:mod:`retrograde.scan.sweep`), and what it leaves, the gates' gradients, is multiplied once by the
+inputs, once by the states and once by the weights.
+
+*Within a budget* the outputs are not kept either, only the states at the first step of every
+segment. A block is then a group of segments; since all their first states are known, they are
+recomputed at the same time, as one larger batch.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from retrograde.scan.kernels import kernels
+from retrograde.scan.recurrent import Kind, Slopes, Weights, slopes
+from retrograde.scan.sweep import safe_chunk
+
+__all__ = ["Gradients", "Tape", "Way", "backpropagate", "run", "run_and_keep"]
+
+State = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a layer is to be backpropagated.
+
+    Attributes:
+        name: by steps, or by a scan over chunks of them.
+        block: steps whose slopes are held at a time.
+        chunk: steps to a chunk of the scan.
+        segment: steps between the states that are kept, of which a block is a multiple; None to
+            keep all of them.
+    """
+
+    name: Literal["sequential", "scan"]
+    block: int
+    chunk: int = 1
+    segment: int | None = None
+
+
+@dataclass
+class Tape:
+    """What is kept from forward to backward, besides the caller's own tensors.
+
+    Attributes:
+        way: how the layer is to be backpropagated.
+        outputs: h after every step (T, B, H), or None where only segments' first states are kept.
+        marks: the state before the first step of every block, or of every segment: for an RNN or
+            GRU, (h,), for an LSTM, (h, c), each (number, B, H); h is absent where outputs are kept.
+    """
+
+    way: Way
+    outputs: Tensor | None
+    marks: dict[str, Tensor]
+
+
+@dataclass
+class Gradients:
+    """The gradients of a layer, those not asked for being None."""
+
+    x: Tensor | None
+    state: State
+    weights: dict[str, Tensor]
+
+
+_CALLS: dict[Kind, str] = {
+    "RNN_TANH": "rnn_tanh",
+    "RNN_RELU": "rnn_relu",
+    "GRU": "gru",
+    "LSTM": "lstm",
+}
+
+
+def run(weights: Weights, x: Tensor, state: State) -> tuple[Tensor, State]:
+    """Run a range of steps by torch's own kernel, recording nothing.
+
+    Args:
+        weights: the layer's parameters.
+        x: inputs (L, B, I).
+        state: before the range: (h,), or (h, c), each (B, H).
+
+    Returns:
+        The outputs (L, B, H), and the state after the range.
+    """
+    biases = [b for b in (weights.bias_inputs, weights.bias_hidden) if b is not None]
+    before: Any = tuple(s.unsqueeze(0).contiguous() for s in state)
+    layers, dropout, train, bidirectional, batch_first = 1, 0.0, False, False, False
+    call = getattr(torch._VF, _CALLS[weights.kind])  # type: ignore[attr-defined]
+    with torch.no_grad():
+        outputs, *after = call(
+            x,
+            before if weights.kind == "LSTM" else before[0],
+            [weights.inputs, weights.hidden, *biases],
+            bool(biases),
+            layers,
+            dropout,
+            train,
+            bidirectional,
+            batch_first,
+        )
+    return outputs, tuple(s.squeeze(0) for s in after)
+
+
+def run_and_keep(weights: Weights, way: Way, x: Tensor, state: State) -> tuple[Tensor, State, Tape]:
+    """Run all steps and keep what the backward pass will need.
+
+    Args:
+        weights: the layer's parameters.
+        way: how it will be backpropagated.
+        x: inputs (T, B, I).
+        state: as for :func:`run`.
+
+    Returns:
+        The outputs (T, B, H), the state after all steps, and the tape.
+    """
+    if weights.kind != "LSTM" and way.segment is None:
+        outputs, after = run(weights, x, state)
+        return outputs, after, Tape(way, outputs, {})
+    stride = way.segment or way.block
+    outputs = x.new_empty(*x.shape[:2], weights.size)
+    kept = {"h": state[0]} if way.segment else {}
+    kept |= {"c": state[-1]} if weights.kind == "LSTM" else {}
+    count = -(-len(x) // stride)
+    marks = {name: s.new_empty(count, *s.shape) for name, s in kept.items()}
+    for mark in range(count):
+        for name, part in zip(("h", "c"), state, strict=False):
+            if name in marks:
+                marks[name][mark] = part
+        start = mark * stride
+        outputs[start : start + stride], state = run(weights, x[start : start + stride], state)
+    return outputs, state, Tape(way, None if way.segment else outputs, marks)
+
+
+def backpropagate(
+    weights: Weights,
+    tape: Tape,
+    x: Tensor,
+    first: State,
+    dy: Tensor | None,
+    after: State,
+    needs_x: bool,
+) -> Gradients:
+    """Backpropagate all steps.
+
+    Args:
+        weights: the layer's parameters, as in the forward pass.
+        tape: what :func:`run_and_keep` kept.
+        x: inputs (T, B, I).
+        first: the initial state.
+        dy: the loss's gradient of each output (T, B, H), or None for zero.
+        after: that of the final state, (h,), or (h, c).
+        needs_x: whether the gradient of the inputs is wanted.
+
+    Returns:
+        Every gradient, in the dtype of what it is the gradient of.
+    """
+    real = torch.float64 if x.dtype == torch.float64 else torch.float32
+    sums = _Sums(weights.cast(real), len(x) if needs_x else 0, x)
+    g = torch.cat([s.to(real) for s in after], -1)
+    for start, stop in reversed(_blocks(len(x), tape.way)):
+        block = _states(weights, tape, x, first, start, stop)
+        g = sums.add(tape.way, block, None if dy is None else dy[start:stop], g, start)
+    state = tuple(part.to(x.dtype) for part in g.split(weights.size, -1))
+    return Gradients(sums.x, state, {k: v.to(x.dtype) for k, v in sums.weights.items()})
+
+
+@dataclass
+class _Block:
+    """The states of some steps: h before and after each, c before the first."""
+
+    x: Tensor
+    before: Tensor
+    after: Tensor
+    c: Tensor | None
+
+
+def _blocks(length: int, way: Way) -> list[tuple[int, int]]:
+    """The ranges of steps that are backpropagated at a time; a short segment is one of its own."""
+    whole = length - length % (way.segment or 1)
+    starts = [*range(0, whole, way.block), *([whole] if whole < length else [])]
+    return list(zip(starts, [*starts[1:], length], strict=True))
+
+
+def _states(weights: Weights, tape: Tape, x: Tensor, first: State, start: int, stop: int) -> _Block:
+    """Look a block's states up, or recompute its segments."""
+    stride = tape.way.segment or tape.way.block
+    mark, part = start // stride, x[start:stop]
+    c = tape.marks["c"][mark] if "c" in tape.marks else None
+    if tape.outputs is None:
+        h = tape.marks["h"][mark]
+        after = _recompute(weights, tape, part, mark)
+    else:
+        h = first[0] if start == 0 else tape.outputs[start - 1]
+        after = tape.outputs[start:stop]
+        if start > 0:
+            return _Block(part, tape.outputs[start - 1 : stop - 1], after, c)
+    return _Block(part, torch.cat([h.unsqueeze(0), after[:-1]]), after, c)
+
+
+def _recompute(weights: Weights, tape: Tape, x: Tensor, mark: int) -> Tensor:
+    """The states of the segments from ``mark`` on, all of them at the same time."""
+    segment = tape.way.segment
+    assert segment is not None
+    count = -(-len(x) // segment)
+    marks = [m[mark : mark + count] for m in tape.marks.values()]
+    if count == 1:
+        return run(weights, x, tuple(m[0] for m in marks))[0]
+    together = x.unflatten(0, (count, segment)).transpose(0, 1).flatten(1, 2)
+    outputs, _ = run(weights, together, tuple(m.flatten(0, 1) for m in marks))
+    outputs = outputs.unflatten(1, (count, -1)).transpose(0, 1)
+    if _drifted(outputs[:-1, -1], marks[0][1:]):
+        parts = zip(x.split(segment), zip(*marks, strict=True), strict=True)
+        return torch.cat([run(weights, part, state)[0] for part, state in parts])
+    return outputs.flatten(0, 1)
+
+
+def _drifted(found: Tensor, kept: Tensor) -> bool:
+    """Whether recomputed states left those of the forward pass, as a chaotic network's may.
+
+    A kernel may round otherwise when more samples are run at a time. Run again in batches of the
+    forward pass's own size, it rounds as it did there.
+    """
+    tolerance = 256 * torch.finfo(kept.dtype).eps
+    return bool((found - kept).abs().amax() > tolerance * kept.abs().amax())
+
+
+class _Sums:
+    """The gradients of inputs and weights, to which each block adds its share."""
+
+    def __init__(self, weights: Weights, length: int, x: Tensor) -> None:
+        self.cast = weights
+        self.x = x.new_empty(x.shape) if length else None
+        self.weights = {
+            name: torch.zeros_like(w, memory_format=torch.contiguous_format)
+            for name, w in weights.tensors().items()
+        }
+
+    def add(self, way: Way, block: _Block, dy: Tensor | None, g: Tensor, start: int) -> Tensor:
+        """Backpropagate a block; return the gradient of the state before it."""
+        weights = self.cast
+        real, size = weights.hidden.dtype, weights.size
+        x, before, after = (t.to(real) for t in (block.x, block.before, block.after))
+        c = None if block.c is None else block.c.to(real)
+        use = kernels(x.device.type, real, size)
+        steps = slopes(weights, x, before, after, c, use.cell_states)
+        losses = None if dy is None else dy.to(real).contiguous()
+        if way.name == "scan":
+            chunk = safe_chunk(weights.hidden, way.chunk)
+            g = use.scan(steps, weights.hidden, losses, g, chunk)
+        else:
+            g = use.sweep(steps, weights.hidden, losses, g)
+        self._add_weights(steps, x, before, start)
+        return g
+
+    def _add_weights(self, steps: Slopes, x: Tensor, before: Tensor, start: int) -> None:
+        gates = steps.gates.flatten(0, 1)
+        flat = gates.flatten(-2)
+        _add_product(self.weights["hidden"], flat, before.flatten(0, 1))
+        if "bias_hidden" in self.weights:
+            self.weights["bias_hidden"] += flat.sum(0)
+        if self.cast.kind == "GRU":  # as the input weights see the third gate
+            assert steps.inner is not None
+            gates[:, 2].copy_(steps.inner.flatten(0, 1))
+        _add_product(self.weights["inputs"], flat, x.flatten(0, 1))
+        if "bias_inputs" in self.weights:
+            self.weights["bias_inputs"] += flat.sum(0)
+        if self.x is not None:
+            self.x[start : start + len(x)] = (flat @ self.cast.inputs).view(x.shape)
+
+
+def _add_product(total: Tensor, gates: Tensor, by: Tensor) -> None:
+    total.addmm_(gates.t(), by)
