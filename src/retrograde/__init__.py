@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from retrograde.execute.profile import Profile, profile
     from retrograde.execute.unroll import unroll
     from retrograde.interchange import from_checkpoint_schedules, to_checkpoint_schedules
-    from retrograde.nn.recurrent import LSTM
+    from retrograde.nn.choice import Explanation, explain
+    from retrograde.nn.recurrent import GRU, LSTM, RNN
     from retrograde.plan import TradeOff, cost, least_memory, longest, plan, split, trade_off
     from retrograde.schedule import (
         Advance,
@@ -70,16 +71,20 @@ _HOMES = {
     "retrograde.execute.measure": ("Measurement", "measure"),
     "retrograde.execute.profile": ("Profile", "profile"),
     "retrograde.execute.unroll": ("unroll",),
-    "retrograde.nn.recurrent": ("LSTM",),
+    "retrograde.nn.choice": ("Explanation", "explain"),
+    "retrograde.nn.recurrent": ("GRU", "LSTM", "RNN"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "GRU",
     "LSTM",
+    "RNN",
     "Advance",
     "Backward",
     "BudgetError",
     "CellError",
+    "Explanation",
     "Free",
     "Load",
     "Measurement",
@@ -92,6 +97,7 @@ __all__ = [
     "TradeOff",
     "UnitError",
     "cost",
+    "explain",
     "from_checkpoint_schedules",
     "least_memory",
     "longest",

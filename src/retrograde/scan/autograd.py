@@ -15,7 +15,12 @@ State = tuple[Tensor, ...]
 
 
 def layer(
-    kind: Kind, parameters: list[Tensor], way: Way, x: Tensor, state: State
+    kind: Kind,
+    parameters: list[Tensor],
+    way: Way,
+    x: Tensor,
+    state: State,
+    sizes: Tensor | None = None,
 ) -> tuple[Tensor, State]:
     """One layer in one direction, whose gradient is computed in a given way.
 
@@ -25,6 +30,7 @@ def layer(
         way: how it is to be backpropagated.
         x: inputs (T, B, I).
         state: the initial state: (h,), or (h, c), each (B, H).
+        sizes: how many sequences have a step t, longest first; None where all have all.
 
     Returns:
         The outputs (T, B, H), bit for bit those of torch's own layer, and the final state.
@@ -37,19 +43,27 @@ def layer(
         >>> bool((y == net(x)[0]).all()), net.weight_hh_l0.grad.shape
         (True, torch.Size([15, 5]))
     """
-    results = _Layer.apply(kind, way, len(state), x, *state, *parameters)  # type: ignore[no-untyped-call]
+    results = _Layer.apply(  # type: ignore[no-untyped-call]
+        kind, way, sizes, len(state), x, *state, *parameters
+    )
     return results[0], tuple(results[1:])
 
 
 class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, kind: Kind, way: Way, parts: int, x: Tensor, *rest: Tensor
+        ctx: Any,
+        kind: Kind,
+        way: Way,
+        sizes: Tensor | None,
+        parts: int,
+        x: Tensor,
+        *rest: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         state, parameters = rest[:parts], rest[parts:]
-        outputs, after, tape = run_and_keep(_weights(kind, parameters), way, x, state)
-        ctx.kind, ctx.way, ctx.parts = kind, way, parts
+        outputs, after, tape = run_and_keep(_weights(kind, parameters), way, x, state, sizes)
+        ctx.kind, ctx.way, ctx.sizes, ctx.parts = kind, way, sizes, parts
         ctx.names = list(tape.marks)
         kept = () if tape.outputs is None else (tape.outputs,)
         ctx.save_for_backward(x, *rest, *tape.marks.values(), *kept)
@@ -64,19 +78,19 @@ class _Layer(torch.autograd.Function):
             )
         x, *saved = ctx.saved_tensors
         first, saved = saved[: ctx.parts], saved[ctx.parts :]
-        count = len(ctx.needs_input_grad) - 4 - ctx.parts
+        count = len(ctx.needs_input_grad) - 5 - ctx.parts
         parameters, marks = saved[:count], saved[count:]
         outputs = None if ctx.way.segment else marks[-1]
-        tape = Tape(ctx.way, outputs, dict(zip(ctx.names, marks, strict=False)))
+        tape = Tape(ctx.way, outputs, dict(zip(ctx.names, marks, strict=False)), ctx.sizes)
         seeds = tuple(
             torch.zeros_like(s) if g is None else g for s, g in zip(first, after, strict=True)
         )
         weights = _weights(ctx.kind, parameters)
-        needs_x, *needs = ctx.needs_input_grad[3:]
+        needs_x, *needs = ctx.needs_input_grad[4:]
         found = backpropagate(weights, tape, x, tuple(first), dy, seeds, needs_x)
         gradients = [*found.state, *found.weights.values()]
         wanted = [g if need else None for g, need in zip(gradients, needs, strict=True)]
-        return None, None, None, found.x, *wanted
+        return None, None, None, None, found.x, *wanted
 
 
 def _weights(kind: Kind, parameters: Any) -> Weights:

@@ -13,7 +13,7 @@ recomputed at the same time, as one larger batch.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -52,6 +52,7 @@ class Tape:
     Attributes:
         way: how the layer is to be backpropagated.
         outputs: h after every step (T, B, H), or None where only segments' first states are kept.
+        sizes: how many sequences have a step t, longest first, or None where all have all.
         marks: the state before the first step of every block, or of every segment: for an RNN or
             GRU, (h,), for an LSTM, (h, c), each (number, B, H); h is absent where outputs are kept.
     """
@@ -59,6 +60,14 @@ class Tape:
     way: Way
     outputs: Tensor | None
     marks: dict[str, Tensor]
+    sizes: Tensor | None = None
+
+    def valid(self, start: int, stop: int) -> Tensor | None:
+        """Which sequences have which of some steps (L, B, 1), or None where all have all."""
+        if self.sizes is None:
+            return None
+        reached = self.sizes[start:stop].unsqueeze(1) > torch.arange(int(self.sizes[0]))
+        return reached.unsqueeze(-1)
 
 
 @dataclass
@@ -78,13 +87,16 @@ _CALLS: dict[Kind, str] = {
 }
 
 
-def run(weights: Weights, x: Tensor, state: State) -> tuple[Tensor, State]:
+def run(
+    weights: Weights, x: Tensor, state: State, sizes: Tensor | None = None
+) -> tuple[Tensor, State]:
     """Run a range of steps by torch's own kernel, recording nothing.
 
     Args:
         weights: the layer's parameters.
         x: inputs (L, B, I).
         state: before the range: (h,), or (h, c), each (B, H).
+        sizes: how many sequences have each step, longest first; None for all.
 
     Returns:
         The outputs (L, B, H), and the state after the range.
@@ -93,22 +105,30 @@ def run(weights: Weights, x: Tensor, state: State) -> tuple[Tensor, State]:
     before: Any = tuple(s.unsqueeze(0).contiguous() for s in state)
     layers, dropout, train, bidirectional, batch_first = 1, 0.0, False, False, False
     call = getattr(torch._VF, _CALLS[weights.kind])  # type: ignore[attr-defined]
+    hx = before if weights.kind == "LSTM" else before[0]
+    flat = [weights.inputs, weights.hidden, *biases]
+    options: Any = (flat, bool(biases), layers, dropout, train, bidirectional)
     with torch.no_grad():
-        outputs, *after = call(
-            x,
-            before if weights.kind == "LSTM" else before[0],
-            [weights.inputs, weights.hidden, *biases],
-            bool(biases),
-            layers,
-            dropout,
-            train,
-            bidirectional,
-            batch_first,
-        )
+        if sizes is None:
+            outputs, *after = call(x, hx, *options, batch_first)
+        else:
+            outputs, *after = call(_packed(x, sizes), sizes, hx, *options)
+            outputs = _padded(outputs, sizes)
     return outputs, tuple(s.squeeze(0) for s in after)
 
 
-def run_and_keep(weights: Weights, way: Way, x: Tensor, state: State) -> tuple[Tensor, State, Tape]:
+def _packed(x: Tensor, sizes: Tensor) -> Tensor:
+    return torch.cat([step[:size] for step, size in zip(x, sizes.tolist(), strict=True)])
+
+
+def _padded(data: Tensor, sizes: Tensor) -> Tensor:
+    padded, _ = torch._VF._pad_packed_sequence(data, sizes, False, 0.0, len(sizes))  # type: ignore[attr-defined]
+    return cast(Tensor, padded)
+
+
+def run_and_keep(
+    weights: Weights, way: Way, x: Tensor, state: State, sizes: Tensor | None = None
+) -> tuple[Tensor, State, Tape]:
     """Run all steps and keep what the backward pass will need.
 
     Args:
@@ -116,15 +136,16 @@ def run_and_keep(weights: Weights, way: Way, x: Tensor, state: State) -> tuple[T
         way: how it will be backpropagated.
         x: inputs (T, B, I).
         state: as for :func:`run`.
+        sizes: as for :func:`run`.
 
     Returns:
         The outputs (T, B, H), the state after all steps, and the tape.
     """
     if weights.kind != "LSTM" and way.segment is None:
-        outputs, after = run(weights, x, state)
-        return outputs, after, Tape(way, outputs, {})
+        outputs, after = run(weights, x, state, sizes)
+        return outputs, after, Tape(way, outputs, {}, sizes)
     stride = way.segment or way.block
-    outputs = x.new_empty(*x.shape[:2], weights.size)
+    outputs = x.new_zeros(*x.shape[:2], weights.size)
     kept = {"h": state[0]} if way.segment else {}
     kept |= {"c": state[-1]} if weights.kind == "LSTM" else {}
     count = -(-len(x) // stride)
@@ -133,9 +154,16 @@ def run_and_keep(weights: Weights, way: Way, x: Tensor, state: State) -> tuple[T
         for name, part in zip(("h", "c"), state, strict=False):
             if name in marks:
                 marks[name][mark] = part
-        start = mark * stride
-        outputs[start : start + stride], state = run(weights, x[start : start + stride], state)
-    return outputs, state, Tape(way, None if way.segment else outputs, marks)
+        steps = slice(mark * stride, (mark + 1) * stride)
+        among = None if sizes is None else sizes[steps]
+        alive = x.shape[1] if among is None else int(among[0])
+        found, after = run(weights, x[steps, :alive], tuple(s[:alive] for s in state), among)
+        outputs[steps, :alive] = found
+        state = tuple(
+            torch.cat([new, old[alive:]]) if alive < len(old) else new
+            for new, old in zip(after, state, strict=True)
+        )
+    return outputs, state, Tape(way, None if way.segment else outputs, marks, sizes)
 
 
 def backpropagate(
@@ -162,13 +190,24 @@ def backpropagate(
         Every gradient, in the dtype of what it is the gradient of.
     """
     real = torch.float64 if x.dtype == torch.float64 else torch.float32
-    sums = _Sums(weights.cast(real), len(x) if needs_x else 0, x)
+    sums = _Sums(weights.cast(real), x if needs_x else None)
+    if tape.sizes is not None:
+        dy, after = _at_the_ends(tape.sizes, dy, after)
     g = torch.cat([s.to(real) for s in after], -1)
     for start, stop in reversed(_blocks(len(x), tape.way)):
         block = _states(weights, tape, x, first, start, stop)
         g = sums.add(tape.way, block, None if dy is None else dy[start:stop], g, start)
     state = tuple(part.to(x.dtype) for part in g.split(weights.size, -1))
     return Gradients(sums.x, state, {k: v.to(x.dtype) for k, v in sums.weights.items()})
+
+
+def _at_the_ends(sizes: Tensor, dy: Tensor | None, after: State) -> tuple[Tensor, State]:
+    """Let the gradient of each sequence's last h come in where the sequence ends."""
+    g = after[0]
+    total = g.new_zeros(len(sizes), *g.shape) if dy is None else dy.clone()
+    last = (sizes.unsqueeze(1) > torch.arange(len(g))).sum(0) - 1
+    total[last.to(g.device), torch.arange(len(g), device=g.device)] += g
+    return total, (torch.zeros_like(g), *after[1:])
 
 
 @dataclass
@@ -179,6 +218,17 @@ class _Block:
     before: Tensor
     after: Tensor
     c: Tensor | None
+    valid: Tensor | None
+
+    def mask(self, steps: Slopes) -> None:
+        """Past a sequence's end nothing is passed on, but an LSTM's c, which is unchanged."""
+        if self.valid is None:
+            return
+        ended = ~self.valid.to(self.x.device)
+        steps.gates.masked_fill_(ended.unsqueeze(-1), 0)
+        if steps.keep is not None and steps.inner is not None:
+            steps.keep.masked_fill_(ended, 0 if self.c is None else 1)
+            steps.inner.masked_fill_(ended, 0)
 
 
 def _blocks(length: int, way: Way) -> list[tuple[int, int]]:
@@ -193,6 +243,7 @@ def _states(weights: Weights, tape: Tape, x: Tensor, first: State, start: int, s
     stride = tape.way.segment or tape.way.block
     mark, part = start // stride, x[start:stop]
     c = tape.marks["c"][mark] if "c" in tape.marks else None
+    valid = tape.valid(start, stop)
     if tape.outputs is None:
         h = tape.marks["h"][mark]
         after = _recompute(weights, tape, part, mark)
@@ -200,14 +251,15 @@ def _states(weights: Weights, tape: Tape, x: Tensor, first: State, start: int, s
         h = first[0] if start == 0 else tape.outputs[start - 1]
         after = tape.outputs[start:stop]
         if start > 0:
-            return _Block(part, tape.outputs[start - 1 : stop - 1], after, c)
-    return _Block(part, torch.cat([h.unsqueeze(0), after[:-1]]), after, c)
+            return _Block(part, tape.outputs[start - 1 : stop - 1], after, c, valid)
+    return _Block(part, torch.cat([h.unsqueeze(0), after[:-1]]), after, c, valid)
 
 
 def _recompute(weights: Weights, tape: Tape, x: Tensor, mark: int) -> Tensor:
     """The states of the segments from ``mark`` on, all of them at the same time."""
     segment = tape.way.segment
     assert segment is not None
+    assert tape.sizes is None
     count = -(-len(x) // segment)
     marks = [m[mark : mark + count] for m in tape.marks.values()]
     if count == 1:
@@ -234,9 +286,9 @@ def _drifted(found: Tensor, kept: Tensor) -> bool:
 class _Sums:
     """The gradients of inputs and weights, to which each block adds its share."""
 
-    def __init__(self, weights: Weights, length: int, x: Tensor) -> None:
+    def __init__(self, weights: Weights, x: Tensor | None) -> None:
         self.cast = weights
-        self.x = x.new_empty(x.shape) if length else None
+        self.x = None if x is None else x.new_empty(x.shape)
         self.weights = {
             name: torch.zeros_like(w, memory_format=torch.contiguous_format)
             for name, w in weights.tensors().items()
@@ -250,6 +302,7 @@ class _Sums:
         c = None if block.c is None else block.c.to(real)
         use = kernels(x.device.type, real, size)
         steps = slopes(weights, x, before, after, c, use.cell_states)
+        block.mask(steps)
         losses = None if dy is None else dy.to(real).contiguous()
         if way.name == "scan":
             chunk = safe_chunk(weights.hidden, way.chunk)
@@ -262,18 +315,14 @@ class _Sums:
     def _add_weights(self, steps: Slopes, x: Tensor, before: Tensor, start: int) -> None:
         gates = steps.gates.flatten(0, 1)
         flat = gates.flatten(-2)
-        _add_product(self.weights["hidden"], flat, before.flatten(0, 1))
+        self.weights["hidden"].addmm_(flat.t(), before.flatten(0, 1))
         if "bias_hidden" in self.weights:
             self.weights["bias_hidden"] += flat.sum(0)
         if self.cast.kind == "GRU":  # as the input weights see the third gate
             assert steps.inner is not None
             gates[:, 2].copy_(steps.inner.flatten(0, 1))
-        _add_product(self.weights["inputs"], flat, x.flatten(0, 1))
+        self.weights["inputs"].addmm_(flat.t(), x.flatten(0, 1))
         if "bias_inputs" in self.weights:
             self.weights["bias_inputs"] += flat.sum(0)
         if self.x is not None:
             self.x[start : start + len(x)] = (flat @ self.cast.inputs).view(x.shape)
-
-
-def _add_product(total: Tensor, gates: Tensor, by: Tensor) -> None:
-    total.addmm_(gates.t(), by)

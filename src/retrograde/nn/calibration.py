@@ -1,0 +1,206 @@
+"""How long each way of going backward takes on this machine: measured once, kept in a file.
+
+A way costs a fixed amount a call (launches, set-up) and a latency a step; both depend on the cell,
+its sizes and the batch far more irregularly than any formula says, so they are measured at the
+call's own width, on short sequences of doubling lengths, all ways in turn. Between the lengths
+measured the time is interpolated, beyond the longest it goes on at the last latency.
+
+The file is ``retrograde/ways.json`` in the user's cache folder; delete it to measure anew.
+"""
+
+import copy
+import json
+import os
+import time
+from bisect import bisect_left
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from retrograde.machine import processor_name
+
+__all__ = ["WAYS", "Timing", "cache_file", "timings"]
+
+#: torch's own backward pass first, then ours.
+WAYS = ("torch", "sequential", "scan")
+
+_FIRST_STEPS = 32
+_LONG_ENOUGH_SECONDS = 0.01  # of the fastest way: longer sequences would tell nothing new
+_HOPELESS = 4.0  # a way that takes so many times the fastest one's time is not followed further
+_REPEATS = 3
+
+Point = tuple[int, float]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What one way takes for forward and backward together.
+
+    Attributes:
+        points: pairs (steps, seconds) as measured, steps increasing.
+    """
+
+    points: tuple[Point, ...]
+
+    @property
+    def call_seconds(self) -> float:
+        """What a call costs besides its steps."""
+        steps, seconds = self.points[-1]
+        return max(0.0, seconds - steps * self.step_seconds)
+
+    @property
+    def step_seconds(self) -> float:
+        """What a further step costs."""
+        (a, low), (b, high) = ((0, 0.0), *self.points)[-2:]
+        return max((high - low) / (b - a), 0.0)
+
+    def seconds(self, steps: int) -> float:
+        """The time expected for a sequence.
+
+        Args:
+            steps: its length.
+
+        Returns:
+            Seconds.
+
+        Example:
+            >>> Timing(((32, 1.0), (64, 1.5))).seconds(128)
+            2.5
+        """
+        last, seconds = self.points[-1]
+        if steps >= last:
+            return seconds + (steps - last) * self.step_seconds
+        at = bisect_left(self.points, (steps, 0.0))
+        if at == 0:
+            return self.points[0][1]
+        (a, low), (b, high) = self.points[at - 1], self.points[at]
+        return low + (high - low) * (steps - a) / (b - a)
+
+
+def cache_file() -> Path:
+    """Where timings are kept: in the user's cache folder, as the XDG convention has it."""
+    folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(folder) / "retrograde" / "ways.json"
+
+
+# What this process has measured or read.
+_KNOWN: dict[str, dict[str, Timing]] = {}
+
+
+def timings(module: nn.RNNBase, samples: int, steps: int, needs_x: bool) -> dict[str, Timing]:
+    """The timing of every way, measured now if it was never measured on this machine.
+
+    Args:
+        module: one of ours; a copy of it is run.
+        samples: the batch.
+        steps: the length of the sequences that are to be run.
+        needs_x: whether the inputs receive a gradient.
+
+    Returns:
+        By the names in :data:`WAYS`.
+    """
+    key = _key(module, samples, needs_x)
+    found = _KNOWN.get(key) or _read().get(key)
+    if found is None or not _reaches(found, steps):
+        found = _measure(module, samples, steps, needs_x)
+        _write(key, found)
+    _KNOWN[key] = found
+    return found
+
+
+def _reaches(found: dict[str, Timing], steps: int) -> bool:
+    """Whether measurements were carried as far as they need to be for a length."""
+    fastest = min(found.values(), key=lambda timing: timing.seconds(steps))
+    last, seconds = fastest.points[-1]
+    return last >= steps or seconds >= _LONG_ENOUGH_SECONDS
+
+
+def _key(module: nn.RNNBase, samples: int, needs_x: bool) -> str:
+    weight: Any = module._flat_weights[0]
+    cuda = weight.is_cuda
+    machine = torch.cuda.get_device_name(weight.device) if cuda else processor_name()
+    options = (module.num_layers, module.bidirectional, module.bias, module.dropout)
+    trained = [p.requires_grad for p in module.parameters()]
+    return json.dumps(
+        {
+            "machine": [machine, torch.__version__, torch.get_num_threads()],
+            "cell": [module.mode, module.input_size, module.hidden_size, *options],
+            "call": [samples, str(weight.dtype), needs_x, module.training, all(trained)],
+        }
+    )
+
+
+def _measure(module: nn.RNNBase, samples: int, steps: int, needs_x: bool) -> dict[str, Timing]:
+    trial: Any = copy.deepcopy(module)
+    trial.memory, trial.batch_first = None, False
+    device: Any = trial._flat_weights[0].device
+    points: dict[str, list[Point]] = {way: [] for way in WAYS}
+    racing = set(WAYS)
+    length = min(_FIRST_STEPS, steps)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        for way in WAYS:  # what a first call compiles or allocates for good is not counted
+            _run(trial, way, min(length, 8), samples, needs_x)
+        while True:
+            seconds = dict.fromkeys(racing, float("inf"))
+            for _ in range(_REPEATS):
+                for way in seconds:
+                    taken = _run(trial, way, length, samples, needs_x)
+                    seconds[way] = min(seconds[way], taken)
+            best = min(seconds.values())
+            for way, taken in seconds.items():
+                points[way].append((length, taken))
+                if taken > _HOPELESS * best and length > _FIRST_STEPS:
+                    racing.discard(way)
+            if length >= steps or best >= _LONG_ENOUGH_SECONDS:
+                break
+            length = min(2 * length, steps)
+    return {way: Timing(tuple(found)) for way, found in points.items()}
+
+
+def _run(trial: Any, way: str, steps: int, samples: int, needs_x: bool) -> float:
+    """Seconds of one call forward and backward."""
+    trial.backward = None if way == "torch" else way
+    weight = trial._flat_weights[0]
+    x = torch.randn(steps, samples, trial.input_size, dtype=weight.dtype, device=weight.device)
+    x.requires_grad_(needs_x)
+    leaves = [t for t in (x, *trial.parameters()) if t.requires_grad]
+    _wait(weight.device)
+    start = time.perf_counter()
+    outputs = trial(x)[0]
+    torch.autograd.grad(outputs, leaves, torch.ones_like(outputs))
+    _wait(weight.device)
+    return time.perf_counter() - start
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _read() -> dict[str, dict[str, Timing]]:
+    """What the file holds; nothing, if there is none or it cannot be read."""
+    try:
+        content = json.loads(cache_file().read_text(encoding="utf-8"))
+        return {
+            key: {way: Timing(tuple((int(a), float(b)) for a, b in found[way])) for way in WAYS}
+            for key, found in content.items()
+        }
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return {}
+
+
+def _write(key: str, found: dict[str, Timing]) -> None:
+    """Add an entry to the file; a folder that cannot be written costs a measurement, no more."""
+    content = {k: {way: t.points for way, t in v.items()} for k, v in _read().items()}
+    content[key] = {way: timing.points for way, timing in found.items()}
+    path = cache_file()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}.part")
+        part.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        part.replace(path)
+    except OSError:
+        pass
