@@ -3,7 +3,7 @@
 Every message says what was given, what was expected and what to do.
 """
 
-__all__ = ["BudgetError", "CellError", "RetrogradeError", "ScheduleError", "UnitError"]
+__all__ = ["BudgetError", "CellError", "RetrogradeError", "ScanError", "ScheduleError", "UnitError"]
 
 
 class RetrogradeError(Exception):
@@ -33,3 +33,7 @@ class BudgetError(RetrogradeError, ValueError):
 
 class CellError(RetrogradeError, TypeError):
     """A cell cannot be run exactly: its state, its inputs or its side effects are not supported."""
+
+
+class ScanError(RetrogradeError, ValueError):
+    """The elements of a scan do not fit together, or what it was asked for makes no sense."""

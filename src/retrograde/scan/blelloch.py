@@ -1,0 +1,346 @@
+"""Exclusive scans over any associative operator: linear, Blelloch, hybrid, chunked; gradients.
+
+Of [a_0, …, a_n] each gives [I, a_0, a_0 ⊙ a_1, …, a_0 ⊙ … ⊙ a_{n−1}]. With the gradient and the
+transposed Jacobians [∇x_n, J_nᵀ, …, J_1ᵀ] and A ⊙ B = B·A that is [I, ∇x_n, …, ∇x_1]
+(W20, eqs. 3.1, 3.2). ⊙ must be associative; it need not commute.
+
+=============  =================  =============================================================
+algorithm      steps              how
+=============  =================  =============================================================
+``linear``     n − 1              one after another, as ordinary backpropagation does
+``blelloch``   about 2·log₂(n)    W20, algorithm 1: products of ever longer blocks upward, what
+                                  precedes each block downward
+``hybrid``     2·k + n/2ᵏ         k levels up, linear between the blocks, k levels down
+                                  (W20, section 5.3)
+``chunked``    2·L + n/L          products inside chunks of L, a scan of those, a sweep in each
+=============  =================  =============================================================
+
+Exact counts are in :mod:`retrograde.scan.counts`; a :class:`Report` counts a run.
+
+*The identity* is symbolic and never reaches ``combine``, whichever position it stands in. Of an
+exclusive scan the last element is not part of any result, though algorithm 1 multiplies by it on
+the way up. Who wants to save that product (J_1ᵀ is often the largest) puts ``IDENTITY`` there.
+
+Elements may be anything: the algorithms know no tensors. Products that do not wait for one another
+are carried out by one function, a level at a time.
+
+*Limits.* A product of Jacobians may overflow where the gradient does not, and one entry that is not
+finite spoils a whole product: only ``linear`` multiplies nothing but vectors.
+
+Reference: Wang, *BPPSA: Scaling Back-propagation by Parallel Scan Algorithm*, 2020, chapter 3;
+Blelloch, *Prefix Sums and Their Applications*, 1990.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from retrograde.errors import ScanError
+from retrograde.scan.counts import blocks, chunks_of
+from retrograde.scan.elements import IDENTITY, Affine, Identity, Vector, combine
+from retrograde.scan.report import Report
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Algorithm", "blelloch", "chunked", "gradients", "hybrid", "linear", "pairs"]
+
+E = TypeVar("E")
+
+
+class Algorithm(Protocol):
+    """An exclusive scan, such as ``blelloch`` or ``partial(chunked, chunk=8)``."""
+
+    def __call__(
+        self,
+        elements: Sequence[Any],
+        combine: Callable[[Any, Any], Any] = ...,
+        *,
+        report: Report | None = ...,
+    ) -> list[Any]:
+        """[I, a_0, a_0 ⊙ a_1, …], of the length of ``elements``."""
+
+
+def linear(
+    elements: Sequence[E],
+    combine: Callable[[E, E], E] = combine,
+    *,
+    report: Report | None = None,
+) -> list[E | Identity]:
+    """Scan one after another: n − 1 products, each waiting for the last.
+
+    Args:
+        elements: [a_0, …, a_n], at least one.
+        combine: ⊙, associative.
+        report: filled with what was done.
+
+    Returns:
+        [I, a_0, a_0 ⊙ a_1, …], of the same length.
+
+    Raises:
+        ScanError: there are no elements.
+
+    Example:
+        >>> linear("abcd", lambda a, b: a + b)
+        [IDENTITY, 'a', 'ab', 'abc']
+    """
+    _check_elements(elements)
+    return _in_turn(list(elements), _Levels(combine, report), "linear")
+
+
+def blelloch(
+    elements: Sequence[E],
+    combine: Callable[[E, E], E] = combine,
+    *,
+    report: Report | None = None,
+) -> list[E | Identity]:
+    """Scan as W20 algorithm 1 does: ⌈log₂(n+1)⌉ − 1 levels up, ⌈log₂(n+1)⌉ down, any length.
+
+    Args:
+        elements: [a_0, …, a_n], at least one; a_n is in no result.
+        combine: ⊙, associative.
+        report: filled with what was done.
+
+    Returns:
+        [I, a_0, a_0 ⊙ a_1, …], of the same length.
+
+    Raises:
+        ScanError: there are no elements.
+
+    Example:
+        >>> blelloch("abcd", lambda a, b: a + b)
+        [IDENTITY, 'a', 'ab', 'abc']
+    """
+    _check_elements(elements)
+    array: list[E | Identity] = list(elements)
+    levels, height = _Levels(combine, report), (len(array) - 1).bit_length()
+    for level in range(height - 1):
+        _up(array, level, levels)
+    array[-1] = IDENTITY
+    for level in reversed(range(height)):
+        _down(array, level, levels)
+    return array
+
+
+def hybrid(
+    elements: Sequence[E],
+    combine: Callable[[E, E], E] = combine,
+    *,
+    levels: int,
+    report: Report | None = None,
+) -> list[E | Identity]:
+    """Scan k levels up, linearly over the blocks of 2ᵏ elements that are left, and k levels down.
+
+    For products that grow dearer level by level, as those of sparse Jacobians do (W20, section
+    5.3). No level is ``linear``; all of them do what ``blelloch`` does.
+
+    Args:
+        elements: [a_0, …, a_n], at least one; a_n is in no result.
+        combine: ⊙, associative.
+        levels: k, at least 0; more than there are means all.
+        report: filled with what was done.
+
+    Returns:
+        [I, a_0, a_0 ⊙ a_1, …], of the same length.
+
+    Raises:
+        ScanError: there are no elements, or fewer than no levels.
+
+    Example:
+        >>> hybrid("abcdefg", lambda a, b: a + b, levels=1)
+        [IDENTITY, 'a', 'ab', 'abc', 'abcd', 'abcde', 'abcdef']
+    """
+    _check_elements(elements)
+    array: list[E | Identity] = list(elements)
+    carrier, last = _Levels(combine, report), len(array) - 1
+    levels, _ = blocks(last, levels)
+    for level in range(levels):
+        _up(array, level, carrier)
+    ends = [min(start + 2**levels - 1, last) for start in range(0, last + 1, 2**levels)]
+    before = _in_turn([array[end] for end in ends], carrier, "middle")
+    for end, prefix in zip(ends, before, strict=True):
+        array[end] = prefix
+    for level in reversed(range(levels)):
+        _down(array, level, carrier)
+    return array
+
+
+def chunked(
+    elements: Sequence[E],
+    combine: Callable[[E, E], E] = combine,
+    *,
+    chunk: int,
+    algorithm: Algorithm = linear,
+    report: Report | None = None,
+) -> list[E | Identity]:
+    """Scan in three phases: products inside chunks, a scan of those, a sweep inside each chunk.
+
+    All chunks go side by side. What the first one multiplies is already what its sweep would give,
+    so it is not swept; the last one's product nobody needs.
+
+    Args:
+        elements: [a_0, …, a_n], at least one; a_n is not multiplied.
+        combine: ⊙, associative.
+        chunk: L, elements a chunk, at least 1; the last may be shorter.
+        algorithm: what scans the products of the chunks.
+        report: filled with what was done.
+
+    Returns:
+        [I, a_0, a_0 ⊙ a_1, …], of the same length.
+
+    Raises:
+        ScanError: there are no elements, or none in a chunk.
+
+    Example:
+        >>> chunked("abcdefg", lambda a, b: a + b, chunk=3)
+        [IDENTITY, 'a', 'ab', 'abc', 'abcd', 'abcde', 'abcdef']
+    """
+    _check_elements(elements)
+    count, _ = chunks_of(len(elements) - 1, chunk)
+    *needed, last = [list(elements[i * chunk : (i + 1) * chunk]) for i in range(count)]
+    levels = _Levels(combine, report)
+    if not needed:
+        return _in_turn(last, levels, "chunks")
+    products: list[E | Identity] = [each[0] for each in needed]
+    scanned: list[E | Identity] = [IDENTITY]
+    for i in range(1, chunk):
+        scanned.append(products[0])
+        operands = [(product, each[i]) for product, each in zip(products, needed, strict=True)]
+        products = levels.carry_out("chunks", operands)
+    part = None if report is None else report.part()
+    _, *before = algorithm([*products, IDENTITY], combine, report=part)
+    if report is not None and part is not None:
+        report.include(part, "summaries")
+    for swept in _sweep([*needed[1:], last], before, levels):
+        scanned += swept
+    return scanned
+
+
+def gradients(
+    jacobians: Sequence[Any],
+    losses: Sequence["Tensor | None"],
+    combine: Callable[[Any, Any], Any] = combine,
+    *,
+    algorithm: Algorithm = linear,
+    report: Report | None = None,
+) -> list["Tensor"]:
+    """All gradients g_t = d_t + J_{t+1}ᵀ·g_{t+1} of a loss with terms at any step, from g_T = d_T.
+
+    The scan is over [d_T, (J_Tᵀ, d_{T−1}), …, (J_1ᵀ, d_0), I]; W20 has d_T only.
+
+    Args:
+        jacobians: [J_Tᵀ, …, J_1ᵀ], linear elements, each (…, inputs, outputs) of its step.
+        losses: [d_T, …, d_0], tensors (…, n_t), one more than Jacobians; None where a step has no
+            term of its own, except at T.
+        combine: ⊙ of vectors, Jacobians and ``Affine`` pairs of them.
+        algorithm: what scans them.
+        report: filled with what was done.
+
+    Returns:
+        [g_T, …, g_0], tensors (…, n_t).
+
+    Raises:
+        ScanError: the numbers of Jacobians and loss terms, or their shapes, do not fit; or there
+            is no d_T.
+
+    Example:
+        >>> import torch
+        >>> from retrograde.scan.elements import Diagonal
+        >>> half, one = Diagonal(torch.tensor([0.5])), torch.tensor([1.0])
+        >>> [g.item() for g in gradients([half, half, half], [one, one, None, one])]
+        [1.0, 1.5, 0.75, 1.375]
+    """
+    if len(losses) != len(jacobians) + 1:
+        raise ScanError(
+            f"{len(jacobians)} Jacobians and {len(losses)} loss terms were given: expected one "
+            "term more than Jacobians, from the last state to the first; give None for no term"
+        )
+    last, *others = losses
+    if last is None:
+        raise ScanError(
+            "the last state has no loss term: expected the tensor d_T first; give zeros, or leave "
+            "out the steps that no loss depends on"
+        )
+    steps = [
+        jacobian if loss is None else Affine(jacobian, Vector(loss))
+        for jacobian, loss in zip(jacobians, others, strict=True)
+    ]
+    _, *scanned = algorithm([Vector(last), *steps, IDENTITY], combine, report=report)
+    return [gradient.data for gradient in scanned]
+
+
+def pairs(last: int, level: int) -> Iterator[tuple[int, int]]:
+    """The positions (l, r) that algorithm 1 joins on a level, upward and downward (lines 3, 10).
+
+    Args:
+        last: n, the last position of the array.
+        level: d, from 0.
+
+    Yields:
+        The ends of two adjacent blocks; no position twice. The last block may be short.
+
+    Example:
+        >>> list(pairs(6, 0)), list(pairs(6, 1)), list(pairs(6, 2))
+        ([(0, 1), (2, 3), (4, 5)], [(1, 3), (5, 6)], [(3, 6)])
+    """
+    block = 2**level
+    for i in range(0, last - block + 1, 2 * block):
+        yield i + block - 1, min(i + 2 * block - 1, last)
+
+
+class _Levels:
+    """Carries out a level of products at a time, and tells the report."""
+
+    def __init__(self, combine: Callable[[Any, Any], Any], report: Report | None) -> None:
+        self._combine = combine
+        self._report = report
+
+    def carry_out(self, phase: str, operands: list[tuple[Any, Any]]) -> list[Any]:
+        """a ⊙ b of every pair."""
+        if self._report is not None:
+            self._report.add(phase, operands)
+        return [self._product(a, b) for a, b in operands]
+
+    def _product(self, a: Any, b: Any) -> Any:
+        if a is IDENTITY:
+            return b
+        return a if b is IDENTITY else self._combine(a, b)
+
+
+def _up(array: list[Any], level: int, levels: _Levels) -> None:
+    joined = list(pairs(len(array) - 1, level))
+    products = levels.carry_out("up-sweep", [(array[left], array[right]) for left, right in joined])
+    for (_, right), product in zip(joined, products, strict=True):
+        array[right] = product
+
+
+def _down(array: list[Any], level: int, levels: _Levels) -> None:
+    joined = list(pairs(len(array) - 1, level))
+    # What precedes the right block: what precedes the left one, then the left one. Upward a[l] came
+    # first as well; here it comes second, since a[r] holds what precedes both.
+    operands = [(array[right], array[left]) for left, right in joined]
+    products = levels.carry_out("down-sweep", operands)
+    for (left, right), product in zip(joined, products, strict=True):
+        array[left], array[right] = array[right], product
+
+
+def _in_turn(elements: Sequence[Any], levels: _Levels, phase: str) -> list[Any]:
+    scanned: list[Any] = [IDENTITY]
+    for element in elements[:-1]:
+        scanned += levels.carry_out(phase, [(scanned[-1], element)])
+    return scanned
+
+
+def _sweep(chunks: list[list[Any]], before: list[Any], levels: _Levels) -> list[list[Any]]:
+    """The scan of each chunk, given what precedes it."""
+    swept = [[prefix] for prefix in before]
+    for i in range(1, len(chunks[0])):
+        longer = [c for c, chunk in enumerate(chunks) if len(chunk) > i]
+        operands = [(swept[c][-1], chunks[c][i - 1]) for c in longer]
+        for c, product in zip(longer, levels.carry_out("sweep", operands), strict=True):
+            swept[c].append(product)
+    return swept
+
+
+def _check_elements(elements: Sequence[Any]) -> None:
+    if not len(elements):
+        raise ScanError("no elements were given: expected at least one, the gradient")

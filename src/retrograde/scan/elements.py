@@ -1,0 +1,400 @@
+"""What a scan is over: vectors, transposed Jacobians, and the operator A ⊙ B = B·A.
+
+Backpropagation is an exclusive scan over [∇x_n, J_nᵀ, …, J_1ᵀ] (W20, eqs. 3.1, 3.2). The gradient
+is a ``Vector``, a transposed Jacobian is ``Dense`` or ``Diagonal``, and ``IDENTITY`` is symbolic:
+it is moved, never multiplied. Where every step has a loss term of its own the element is the pair
+``Affine(J_{t+1}ᵀ, d_t)``, which stands for g ↦ d_t + J_{t+1}ᵀ·g.
+
+A product is as structured as its factors allow:
+
+==================  ==========  ==========  ==========  ===========================
+left · right        Vector      Dense       Diagonal    Affine(J, d)
+==================  ==========  ==========  ==========  ===========================
+Dense (m×k)         Vector      Dense       Dense       Affine(left·J, left·d)
+Diagonal            Vector      Dense       Diagonal    Affine(left·J, left·d)
+Affine(J, d)        Vector      Affine      Affine      Affine
+==================  ==========  ==========  ==========  ===========================
+
+*A further kind of element* is any class with ``__matmul__`` (it on the left) and ``__rmatmul__``
+(it on the right). The kinds here return ``NotImplemented`` for what they do not know, so the new
+one alone says how it meets them. ``shape`` and ``flops`` (``rflops`` on the right) tell a report
+what a product is.
+
+FLOPs are counted as a multiplication and an addition for each term of a dense product (2·m·k·n),
+and one for each entry that a diagonal scales. Leading dimensions are a batch, and broadcast.
+
+Nothing here loads torch: the tensors bring it along.
+
+Reference: Wang, *BPPSA: Scaling Back-propagation by Parallel Scan Algorithm*, 2020, section 3.1.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from math import prod
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import numpy as np
+
+from retrograde.errors import ScanError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "IDENTITY",
+    "Affine",
+    "Dense",
+    "Diagonal",
+    "Element",
+    "Identity",
+    "Vector",
+    "check_product",
+    "combine",
+    "flops",
+]
+
+Shape = tuple[int, ...]
+
+
+class Identity(Enum):
+    """The type of ``IDENTITY``; an enumeration, so that it stays one object when pickled."""
+
+    IDENTITY = "I"
+
+    def __repr__(self) -> str:
+        return "IDENTITY"
+
+
+IDENTITY: Final = Identity.IDENTITY
+
+
+class Element(Protocol):
+    """What ``combine`` and a report ask of an element; ``shape`` and ``flops`` only reports ask."""
+
+    @property
+    def shape(self) -> Shape:
+        """(…, rows, columns), or (…, n) of a vector."""
+
+    def __matmul__(self, other: Any) -> Any:
+        """``self`` applied after ``other``, or NotImplemented."""
+
+    def flops(self, other: Any) -> int | None:
+        """FLOPs of ``self @ other``; None where only ``other.rflops(self)`` can tell."""
+
+
+def combine(a: Any, b: Any) -> Any:
+    """The operator of the scan, a ⊙ b = b·a (W20, section 3.1): associative, not commutative.
+
+    Args:
+        a: the earlier element of the array.
+        b: the later one; what has ``@`` will do.
+
+    Returns:
+        The product; the other operand itself where one is ``IDENTITY``.
+
+    Raises:
+        ScanError: the shapes do not fit.
+
+    Example:
+        >>> import torch
+        >>> gradient = Vector(torch.tensor([1.0, 2.0]))
+        >>> combine(gradient, Diagonal(torch.tensor([3.0, 4.0]))).data
+        tensor([3., 8.])
+    """
+    if a is IDENTITY:
+        return b
+    if b is IDENTITY:
+        return a
+    return b @ a
+
+
+def flops(a: Any, b: Any) -> int:
+    """The floating-point operations of a ⊙ b = b·a.
+
+    Args:
+        a: the earlier element of the array.
+        b: the later one.
+
+    Returns:
+        FLOPs, all of the batch; 0 with ``IDENTITY``, and where neither element can tell.
+
+    Example:
+        >>> import torch
+        >>> flops(Vector(torch.ones(16, 5)), Dense(torch.ones(3, 5)))
+        480
+    """
+    if a is IDENTITY or b is IDENTITY:
+        return 0
+    count: int | None = b.flops(a) if hasattr(b, "flops") else None
+    if count is None and hasattr(a, "rflops"):
+        count = a.rflops(b)
+    return count or 0
+
+
+def check_product(left: Any, right: Any) -> Shape:
+    """The batch of left·right, for elements that have a shape.
+
+    Args:
+        left: a linear operator, shape (…, m, k).
+        right: a ``Vector`` (…, k), or a linear operator (…, k, n).
+
+    Returns:
+        The leading dimensions of the product.
+
+    Raises:
+        ScanError: the inner sizes differ, or the batches do not broadcast.
+
+    Example:
+        >>> import torch
+        >>> check_product(Dense(torch.ones(4, 1, 3, 5)), Vector(torch.ones(7, 5)))
+        (4, 7)
+    """
+    dimensions = 1 if isinstance(right, Vector) else 2
+    columns, rows = left.shape[-1], right.shape[-dimensions]
+    if columns != rows:
+        raise ScanError(
+            f"{_name(left)} cannot be applied to {_name(right)}: expected {columns} rows, not "
+            f"{rows}; give transposed Jacobians, (…, inputs, outputs) of the step, the last "
+            "step's first"
+        )
+    return _broadcast(left, right, left.shape[:-2], right.shape[:-dimensions])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Vector:
+    """A gradient. It stands first in the array.
+
+    Args:
+        data: (…, n).
+
+    Raises:
+        ScanError: ``data`` has no dimension.
+
+    Example:
+        >>> import torch
+        >>> Vector(torch.ones(16, 5)).shape
+        (16, 5)
+    """
+
+    data: "Tensor"
+
+    def __post_init__(self) -> None:
+        _check_dimensions(self, 1, "(…, n)")
+
+    @property
+    def shape(self) -> Shape:
+        """(…, n)."""
+        return tuple(self.data.shape)
+
+    def __add__(self, other: "Vector") -> "Vector":
+        if self.shape[-1] != other.shape[-1]:
+            raise ScanError(
+                f"{_name(self)} cannot be added to {_name(other)}: expected a loss term of the "
+                "size of the step's gradient"
+            )
+        _broadcast(self, other, self.shape[:-1], other.shape[:-1])
+        return Vector(self.data + other.data)
+
+    def __matmul__(self, other: Any) -> Any:
+        raise ScanError(
+            f"{_name(self)} cannot be applied to {_name(other)}: expected the only Vector at the "
+            "first position, and operators after it"
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Dense:
+    """A transposed Jacobian with all its entries.
+
+    Args:
+        data: (…, m, k), which takes gradients of size k to gradients of size m.
+
+    Raises:
+        ScanError: ``data`` has fewer than two dimensions.
+
+    Example:
+        >>> import torch
+        >>> (Dense(torch.ones(3, 5)) @ Dense(torch.ones(16, 5, 2))).shape
+        (16, 3, 2)
+    """
+
+    data: "Tensor"
+
+    def __post_init__(self) -> None:
+        _check_dimensions(self, 2, "(…, m, k)")
+
+    @property
+    def shape(self) -> Shape:
+        """(…, m, k)."""
+        return tuple(self.data.shape)
+
+    def __matmul__(self, other: Any) -> Any:
+        match other:
+            case Vector(data):
+                check_product(self, other)
+                return Vector((self.data @ data[..., None])[..., 0])
+            case Dense(data):
+                check_product(self, other)
+                return Dense(self.data @ data)
+            case Diagonal(data):
+                check_product(self, other)
+                return Dense(self.data * data[..., None, :])
+        return NotImplemented
+
+    def flops(self, other: Any) -> int | None:
+        """FLOPs of ``self @ other``."""
+        entries = prod(self.shape[-2:])
+        match other:
+            case Vector():
+                return 2 * entries * prod(check_product(self, other))
+            case Dense():
+                return 2 * entries * other.shape[-1] * prod(check_product(self, other))
+            case Diagonal():
+                return entries * prod(check_product(self, other))
+        return None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Diagonal:
+    """The transposed Jacobian of an elementwise step: its diagonal.
+
+    Args:
+        data: (…, n).
+
+    Raises:
+        ScanError: ``data`` has no dimension.
+
+    Example:
+        >>> import torch
+        >>> (Diagonal(torch.ones(16, 5)) @ Diagonal(torch.ones(5))).shape
+        (16, 5, 5)
+    """
+
+    data: "Tensor"
+
+    def __post_init__(self) -> None:
+        _check_dimensions(self, 1, "(…, n)")
+
+    @property
+    def shape(self) -> Shape:
+        """(…, n, n)."""
+        return (*self.data.shape, self.data.shape[-1])
+
+    def __matmul__(self, other: Any) -> Any:
+        match other:
+            case Vector(data):
+                check_product(self, other)
+                return Vector(self.data * data)
+            case Dense(data):
+                check_product(self, other)
+                return Dense(self.data[..., None] * data)
+            case Diagonal(data):
+                check_product(self, other)
+                return Diagonal(self.data * data)
+        return NotImplemented
+
+    def flops(self, other: Any) -> int | None:
+        """FLOPs of ``self @ other``."""
+        size = self.shape[-1]
+        match other:
+            case Vector() | Diagonal():
+                return size * prod(check_product(self, other))
+            case Dense():
+                return size * other.shape[-1] * prod(check_product(self, other))
+        return None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Affine:
+    """One step with its own loss term: g ↦ d + Jᵀ·g.
+
+    Two of them are one: (J_Bᵀ, d_B)·(J_Aᵀ, d_A) = (J_Bᵀ·J_Aᵀ, d_B + J_Bᵀ·d_A).
+
+    Args:
+        jacobian: Jᵀ, any linear element, or ``IDENTITY``.
+        offset: d, the gradient of the step's own loss term.
+
+    Raises:
+        ScanError: the Jacobian and the loss term are of different sizes.
+
+    Example:
+        >>> import torch
+        >>> step = Affine(Dense(torch.ones(3, 5)), Vector(torch.ones(3)))
+        >>> (step @ Vector(torch.ones(5))).data
+        tensor([6., 6., 6.])
+    """
+
+    jacobian: Any
+    offset: Vector
+
+    def __post_init__(self) -> None:
+        if self.shape[-2:-1] != self.offset.shape[-1:]:
+            raise ScanError(
+                f"{_name(self.jacobian)} and the loss term {_name(self.offset)} were given for one "
+                "step: expected both of the size of its input"
+            )
+
+    @property
+    def shape(self) -> Shape:
+        """(…, m, k) of the Jacobian."""
+        if self.jacobian is IDENTITY:
+            return (*self.offset.shape, self.offset.shape[-1])
+        shape: Shape = self.jacobian.shape
+        return shape
+
+    def __matmul__(self, other: Any) -> Any:
+        match other:
+            case Vector():
+                return self.offset + combine(other, self.jacobian)
+            case Affine(jacobian, offset):
+                return Affine(
+                    combine(jacobian, self.jacobian), self.offset + combine(offset, self.jacobian)
+                )
+        return Affine(combine(other, self.jacobian), self.offset)
+
+    def __rmatmul__(self, other: Any) -> Any:
+        return Affine(combine(self.jacobian, other), combine(self.offset, other))
+
+    def flops(self, other: Any) -> int:
+        """FLOPs of ``self @ other``."""
+        match other:
+            case Vector():
+                return flops(other, self.jacobian) + self._additions(other)
+            case Affine(jacobian, offset):
+                return flops(jacobian, self.jacobian) + self.flops(offset)
+        return flops(other, self.jacobian)
+
+    def rflops(self, other: Any) -> int:
+        """FLOPs of ``other @ self``."""
+        return flops(self.jacobian, other) + flops(self.offset, other)
+
+    def _additions(self, vector: Vector) -> int:
+        batch = np.broadcast_shapes(self.offset.shape[:-1], self.shape[:-2], vector.shape[:-1])
+        return self.offset.shape[-1] * prod(batch)
+
+
+def _name(element: Any) -> str:
+    """``Dense 3×5``."""
+    shape = "×".join(map(str, getattr(element, "shape", ())))
+    return f"{type(element).__name__} {shape}".rstrip()
+
+
+def _check_dimensions(element: Vector | Dense | Diagonal, least: int, expected: str) -> None:
+    if element.data.ndim < least:
+        raise ScanError(
+            f"{type(element).__name__} was given a tensor of shape {tuple(element.data.shape)}: "
+            f"expected {expected}; add the missing dimension"
+        )
+
+
+def _broadcast(left: Any, right: Any, one: Shape, other: Shape) -> Shape:
+    # Equal batches are the rule, and this runs for every product.
+    if one == other or not other:
+        return one
+    try:
+        return np.broadcast_shapes(one, other)
+    except ValueError:
+        raise ScanError(
+            f"{_name(left)} and {_name(right)} have the batches {one} and {other}: expected "
+            "leading dimensions that broadcast"
+        ) from None

@@ -1,0 +1,211 @@
+"""What a scan did, level by level: products, shapes, FLOPs, the critical path.
+
+A *level* is a set of products that do not wait for one another. A *step* is a level with at least
+one product: with unbounded workers all its products take as long as the longest of them, so the
+critical path is the sum of those. With p workers a level of N products takes ⌈N/p⌉ steps. *Work* is
+the number of all products (W20, section 3.6). What meets ``IDENTITY`` is moved, not multiplied: it
+is no product, and is counted as a move.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+from retrograde.scan.counts import check_workers, rounds
+from retrograde.scan.elements import IDENTITY, flops
+
+__all__ = ["Level", "Operand", "Product", "Report"]
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """What an element was.
+
+    Args:
+        kind: the name of its type.
+        shape: (…, rows, columns), or (…, n) of a vector; empty where it has none.
+
+    Example:
+        >>> print(Operand("Dense", (3, 5)))
+        Dense 3×5
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.kind} {'×'.join(map(str, self.shape))}".rstrip()
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """One use of the operator: a ⊙ b = b·a.
+
+    Args:
+        a: the earlier operand.
+        b: the later one.
+        flops: its floating-point operations.
+
+    Example:
+        >>> print(Product(Operand("Vector", (5,)), Operand("Dense", (3, 5)), 30))
+        Dense 3×5 · Vector 5
+    """
+
+    a: Operand
+    b: Operand
+    flops: int
+
+    def __str__(self) -> str:
+        return f"{self.b} · {self.a}"
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Products that do not wait for one another.
+
+    Args:
+        phase: what the algorithm was about, such as ``"up-sweep"``.
+        products: what was multiplied.
+        moves: how many operands met ``IDENTITY`` and were only moved.
+
+    Example:
+        >>> Level("down-sweep", (), moves=1).critical_flops
+        0
+    """
+
+    phase: str
+    products: tuple[Product, ...]
+    moves: int = 0
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of all products."""
+        return sum(product.flops for product in self.products)
+
+    @property
+    def critical_flops(self) -> int:
+        """FLOPs of the longest product."""
+        return max((product.flops for product in self.products), default=0)
+
+    def steps(self, workers: int | None = None) -> int:
+        """Rounds that this many workers need, each with one product at a time; None: unbounded."""
+        return rounds(len(self.products), workers)
+
+
+class Report:
+    """Gathers what a scan did: ``report = Report(); blelloch(elements, report=report)``.
+
+    Args:
+        cost: the FLOPs of a ⊙ b, for elements that cannot tell themselves.
+
+    Example:
+        >>> from retrograde.scan.blelloch import blelloch
+        >>> report = Report(cost=lambda a, b: len(a) + len(b))
+        >>> _ = blelloch("abcd", lambda a, b: a + b, report=report)
+        >>> report.work, report.steps(), report.flops, report.critical_flops
+        (3, 2, 7, 5)
+        >>> print(report)
+        phase       levels  products  moves  FLOPs  critical  what
+        up-sweep         1         2      0      4         2  2 × str · str
+        down-sweep       1         0      1      0         0
+        down-sweep       1         1      1      3         3  1 × str · str
+        all              3         3      2      7         5
+    """
+
+    def __init__(self, cost: Callable[[Any, Any], int] = flops) -> None:
+        self.levels: list[Level] = []
+        self._cost = cost
+
+    def add(self, phase: str, pairs: Sequence[tuple[Any, Any]]) -> None:
+        """Note one level.
+
+        Args:
+            phase: what the algorithm is about.
+            pairs: the operands (a, b) of every a ⊙ b, before they are combined.
+        """
+        real = [(a, b) for a, b in pairs if a is not IDENTITY and b is not IDENTITY]
+        products = tuple(Product(_operand(a), _operand(b), self._cost(a, b)) for a, b in real)
+        self.levels.append(Level(phase, products, len(pairs) - len(real)))
+
+    def part(self) -> "Report":
+        """An empty report that counts alike, for a scan inside a scan."""
+        return Report(self._cost)
+
+    def include(self, part: "Report", phase: str) -> None:
+        """Append the levels of a scan inside this one.
+
+        Args:
+            part: its report.
+            phase: what to call it; its own phases are named after it.
+        """
+        for level in part.levels:
+            self.levels.append(replace(level, phase=f"{phase}, {level.phase}"))
+
+    @property
+    def work(self) -> int:
+        """Products in all, W of W20 eq. 3.4."""
+        return sum(len(level.products) for level in self.levels)
+
+    @property
+    def flops(self) -> int:
+        """FLOPs in all."""
+        return sum(level.flops for level in self.levels)
+
+    @property
+    def critical_flops(self) -> int:
+        """FLOPs on the critical path, with unbounded workers."""
+        return sum(level.critical_flops for level in self.levels)
+
+    def steps(self, workers: int | None = None) -> int:
+        """Products on the critical path, S of W20 eq. 3.3.
+
+        Args:
+            workers: p; each does one product at a time, and all finish a level before the next.
+                None: unbounded.
+
+        Returns:
+            Steps.
+
+        Raises:
+            ScanError: there are no workers.
+        """
+        check_workers(workers)
+        return sum(level.steps(workers) for level in self.levels)
+
+    def __str__(self) -> str:
+        """One line for adjacent levels that did the same, and their sum."""
+        rows: list[tuple[str, ...]] = [
+            ("phase", "levels", "products", "moves", "FLOPs", "critical", "what")
+        ]
+        for level, same in groupby(self.levels):
+            rows.append(_row(level.phase, [level] * len(list(same)), _summary(level)))
+        rows.append(_row("all", self.levels, ""))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join(_line(row, widths) for row in rows)
+
+
+def _operand(element: Any) -> Operand:
+    return Operand(type(element).__name__, tuple(getattr(element, "shape", ())))
+
+
+def _summary(level: Level) -> str:
+    counts = Counter(map(str, level.products))
+    return ", ".join(f"{count} × {product}" for product, count in counts.items())
+
+
+def _row(phase: str, levels: Sequence[Level], what: str) -> tuple[str, ...]:
+    numbers = (
+        len(levels),
+        sum(len(level.products) for level in levels),
+        sum(level.moves for level in levels),
+        sum(level.flops for level in levels),
+        sum(level.critical_flops for level in levels),
+    )
+    return (phase, *map(str, numbers), what)
+
+
+def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+    numbers = (text.rjust(width) for text, width in zip(row[1:-1], widths[1:-1], strict=True))
+    return "  ".join((row[0].ljust(widths[0]), *numbers, row[-1])).rstrip()
