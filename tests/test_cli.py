@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from retrograde import __version__, cli
+from retrograde import __version__, cli, console
 from retrograde.training import TrainingOptions, load_checkpoint
 
 SMALL = ["--memory", "60%", "--length", "40", "--batch", "4", "--hidden", "16", "--threads", "1"]
@@ -72,7 +72,7 @@ def test_help_and_version_come_without_the_heavy_imports():
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
     assert run("--version").output == f"retrograde {__version__}\n"
-    for command in ("train", "plan", "figures"):
+    for command in ("train", "plan", "figures", "bench"):
         assert command in run("--help").output
         assert run(command, "--help").exit_code == 0
 
@@ -95,8 +95,8 @@ def test_a_missing_package_is_named_with_its_extra(missing):
 
 @pytest.mark.parametrize(("missing", "extra"), [("torch", "torch"), ("matplotlib", "cli")])
 def test_training_without_a_package_is_refused(monkeypatch, tmp_path, missing, extra):
-    found = cli.find_spec
-    monkeypatch.setattr(cli, "find_spec", lambda name: None if name == missing else found(name))
+    found = console.find_spec
+    monkeypatch.setattr(console, "find_spec", lambda name: None if name == missing else found(name))
     message = refused(run("train", "--report", tmp_path))
     assert f"this needs {missing}: pip install 'retrograde[{extra}]'" in message
 

@@ -12,14 +12,14 @@ PACKAGE = ROOT / "src" / "retrograde"
 
 LEVELS = [
     {"errors"},
-    {"units", "machine"},
+    {"units", "machine", "console"},
     {"schedule"},
     {"plan"},
     {"interchange"},
     {"execute", "scan"},
     {"nn"},
     {"figures"},
-    {"training"},
+    {"training", "experiments"},
     {"cli"},
 ]
 LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names}

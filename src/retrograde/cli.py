@@ -6,9 +6,6 @@ torch, and whatever is missing is named with the extra that brings it.
 
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,8 +15,10 @@ from retrograde.errors import RetrogradeError
 try:
     import typer
     from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
+
+    from retrograde.console import INTERRUPTED, clean_errors, require
+    from retrograde.experiments.command import bench
 except ModuleNotFoundError as missing:
     sys.exit(f"the command needs {missing.name}: pip install 'retrograde[cli]'")
 
@@ -33,7 +32,6 @@ __all__ = ["app", "main"]
 
 _SHORT = 60  # actions that still fit on a few lines
 _ROWS = 20  # of a long table
-_INTERRUPTED = 130  # what a shell reports for Ctrl-C
 
 app = typer.Typer(
     name="retrograde",
@@ -43,6 +41,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:
@@ -116,9 +115,9 @@ def train(
         "threads": threads, "text": None if text is None else str(text),
     }  # fmt: skip
     given = {name: value for name, value in values.items() if _is_named(context, name)}
-    with _clean_errors():
-        _require("torch", "torch")
-        _require("matplotlib", "cli")
+    with clean_errors():
+        require("torch", "torch")
+        require("matplotlib", "cli")
         _train(report, given, resume)
 
 
@@ -137,7 +136,7 @@ def _train(folder: Path, given: dict[str, Any], resume: bool) -> None:
         again = f"go on with: retrograde train --resume --report {shlex.quote(str(folder))}"
         remedy = again if saved else "nothing was finished yet, so start anew"
         console.print(f"\nstopped; {remedy}", markup=False, soft_wrap=True)
-        raise typer.Exit(_INTERRUPTED) from None
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def _run(folder: Path, given: dict[str, Any], resume: bool, console: Console) -> None:
@@ -216,9 +215,9 @@ def plan(
     """
     kind: dict[str, Any] = {"policy": policy or ("hsm" if alpha is None else "msm")}
     kind |= {"alpha": alpha, "beta": beta}
-    with _clean_errors():
+    with clean_errors():
         if picture is not None or curve:
-            _require("matplotlib", "cli")
+            require("matplotlib", "cli")
         if curve:
             if not (memory is None and state is None and json is None and not actions):
                 raise RetrogradeError(
@@ -347,24 +346,25 @@ def draw_figures(
         ),
     ] = False,
 ) -> None:
-    """Every figure of Gruslys et al. (2016), and its bounds: SVG and PNG, and the numbers as CSV.
+    """Every figure of Gruslys et al. (2016) and its bounds, and those of Wang (2020) on recurrent
+    networks: SVG and PNG, and the numbers as CSV.
 
     Needs no torch, save for --measure.
     """
-    with _clean_errors():
-        _require("matplotlib", "cli")
+    with clean_errors():
+        require("matplotlib", "cli")
         if measure:
-            _require("torch", "torch")
+            require("torch", "torch")
         _draw_figures(names, folder, measure)
 
 
 def _draw_figures(names: list[str] | None, folder: Path, measure: bool) -> None:
     from retrograde import figures
 
-    wanted = names or list(figures.GRUSLYS)
+    wanted = names or list(figures.PLATES)
     for name in wanted:
-        if name not in figures.GRUSLYS:
-            known = ", ".join(figures.GRUSLYS)
+        if name not in figures.PLATES:
+            known = ", ".join(figures.PLATES)
             raise RetrogradeError(f"unknown figure {name!r}: use one of {known}")
     if measure and "figure_2b" not in wanted:
         raise RetrogradeError("--measure is for figure_2b alone: name it too, or leave it out")
@@ -373,7 +373,7 @@ def _draw_figures(names: list[str] | None, folder: Path, measure: bool) -> None:
         anew = measure and name == "figure_2b"
         seconds = _measure_seconds(folder, console) if anew else None
         with console.status(f"drawing {name}"):
-            plate = figures.GRUSLYS[name]() if seconds is None else figures.figure_2b(seconds)
+            plate = figures.PLATES[name]() if seconds is None else figures.figure_2b(seconds)
             figures.save_plate(plate, folder)
         console.print(f"[bold]{name:<14}[/]{plate.title}", soft_wrap=True)
     console.print(f"written to {folder}: .svg, .png and .csv of each", soft_wrap=True)
@@ -390,28 +390,6 @@ def _measure_seconds(folder: Path, console: Console) -> "Seconds":
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "figure_2b.json").write_text(seconds.to_json(), encoding="utf-8")
     return seconds
-
-
-@contextmanager
-def _clean_errors() -> Iterator[None]:
-    """What the user can put right is one message and exit code 2, never a traceback."""
-    try:
-        yield
-    except RetrogradeError as error:
-        message = str(error)
-    except OSError as error:
-        message = f"cannot write {error.filename}: {error.strerror or error}"
-    else:
-        return
-    Console(stderr=True, highlight=False).print(
-        f"[bold red]error[/] {escape(message)}", soft_wrap=True
-    )
-    raise typer.Exit(2)
-
-
-def _require(module: str, extra: str) -> None:
-    if find_spec(module) is None:
-        raise RetrogradeError(f"this needs {module}: pip install 'retrograde[{extra}]'")
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from retrograde import cli
-from retrograde.figures import GRUSLYS, Seconds, gruslys_measure
+from retrograde import cli, console
+from retrograde.figures import PLATES, Seconds, gruslys_measure
 
 SMALL = Seconds(
     machine={"device": "abacus"}, inputs=4, hidden=4, batch=2, rounds=1, lengths=(5, 50),
@@ -44,7 +44,7 @@ def test_the_figures_that_are_named_are_written(tmp_path):
 @pytest.mark.slow
 def test_all_are_written_where_none_is_named(tmp_path):
     assert run("--folder", tmp_path).exit_code == 0
-    assert {path.name for path in tmp_path.iterdir()} == files(*GRUSLYS)
+    assert {path.name for path in tmp_path.iterdir()} == files(*PLATES)
 
 
 def test_an_unknown_figure_is_refused_with_the_known_ones(tmp_path):
@@ -79,8 +79,8 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     ("missing", "options", "extra"), [("matplotlib", [], "cli"), ("torch", ["--measure"], "torch")]
 )
 def test_a_missing_package_is_named_with_its_extra(monkeypatch, missing, options, extra):
-    found = cli.find_spec
-    monkeypatch.setattr(cli, "find_spec", lambda name: None if name == missing else found(name))
+    found = console.find_spec
+    monkeypatch.setattr(console, "find_spec", lambda name: None if name == missing else found(name))
     message = refused(run(*options))
     assert f"this needs {missing}: pip install 'retrograde[{extra}]'" in message
 

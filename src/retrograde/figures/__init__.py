@@ -3,8 +3,12 @@
 Each function draws on the axes that it is given, or on a figure of its own, and returns the figure;
 nothing here touches pyplot or the choice of a backend, so it works without a display and inside
 another program's figures alike. A figure of a paper is a :class:`Plate`, which holds its numbers
-too: ``GRUSLYS`` has those of Gruslys et al. (2016) by name.
+too: ``GRUSLYS`` has those of Gruslys et al. (2016) by name, ``WANG`` those of Wang (2020), and
+``PLATES`` all of them.
 """
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from retrograde.figures.gruslys import GRUSLYS
 from retrograde.figures.gruslys_seconds import Seconds, figure_2b
@@ -14,9 +18,12 @@ from retrograde.figures.plates import Plate, save_plate
 from retrograde.figures.schedules import draw_schedule
 from retrograde.figures.style import save
 from retrograde.figures.trade_off import draw_trade_off
+from retrograde.figures.wang import WANG
 
 __all__ = [
     "GRUSLYS",
+    "PLATES",
+    "WANG",
     "Curve",
     "Plate",
     "Seconds",
@@ -28,3 +35,5 @@ __all__ = [
     "save",
     "save_plate",
 ]
+
+PLATES: Mapping[str, Callable[[], Plate]] = MappingProxyType({**GRUSLYS, **WANG})

@@ -16,7 +16,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from retrograde.figures.curves import BLUE, CYAN, GREEN, RED, VIOLET, draw_curves
-from retrograde.figures.plates import Column, Plate, add_caption
+from retrograde.figures.plates import Column, Plate, add_caption, describe_machine
 from retrograde.figures.style import GREY, tidy
 
 __all__ = ["Seconds", "figure_2b"]
@@ -148,7 +148,7 @@ def figure_2b(seconds: Seconds | None = None) -> Plate:
          x="sequence length t (steps)", y="time (ms per step)")  # fmt: skip
     note = (
         f"Forward and backward, divided by the length. Medians of {found.rounds} rounds, in turn "
-        f"in one process{_of_several(found.processes)}, on {_described(found.machine)}."
+        f"in one process{_of_several(found.processes)}, on {describe_machine(found.machine)}."
     )
     add_caption(figure, note)
     table: dict[str, Column] = {"length": found.lengths, "torch.nn.LSTM (s)": found.ordinary}
@@ -163,12 +163,6 @@ def _shipped() -> Seconds:
 
 def _of_several(processes: int) -> str:
     return "" if processes == 1 else f", and of {processes} such processes the least"
-
-
-def _described(machine: Mapping[str, str | int]) -> str:
-    """Such as ``AMD EPYC, 2 threads, torch 2.13``."""
-    forms = {"device": "{}", "threads": "{} threads", "torch": "torch {}"}
-    return ", ".join(form.format(machine[key]) for key, form in forms.items() if key in machine)
 
 
 def _rounded(column: tuple[float, ...]) -> list[float]:

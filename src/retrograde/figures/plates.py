@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from retrograde.figures.style import INK, save
 
-__all__ = ["Column", "Plate", "add_caption", "save_plate"]
+__all__ = ["Column", "Plate", "add_caption", "describe_machine", "save_plate"]
 
 Column = Sequence[int] | Sequence[float] | Sequence[str]
 
@@ -87,3 +87,21 @@ def add_caption(figure: Figure, text: str) -> None:
     """
     width = int(_CHARACTERS_PER_INCH * figure.get_figwidth())
     figure.supxlabel(fill(text, width), x=0.01, ha="left", fontsize=8.5, color=INK)
+
+
+def describe_machine(machine: Mapping[str, str | int]) -> str:
+    """What something was measured on, in words for a caption.
+
+    Args:
+        machine: ``"device"`` names it; ``"threads"`` and ``"torch"`` may be there.
+
+    Returns:
+        The words.
+
+    Example:
+        >>> describe_machine({"device": "AMD EPYC", "threads": 2, "torch": "2.13"})
+        'AMD EPYC, 2 threads, torch 2.13'
+    """
+    count = "{} thread" if machine.get("threads") == 1 else "{} threads"
+    forms = {"device": "{}", "threads": count, "torch": "torch {}"}
+    return ", ".join(form.format(machine[key]) for key, form in forms.items() if key in machine)

@@ -1,0 +1,98 @@
+"""The network of both experiments: a recurrent core, and a linear layer on its last hidden state.
+
+Wang, *BPPSA* (2020), sections 4.1 and 4.2: a tanh RNN, or a GRU, of 20 hidden units.
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from retrograde.nn.recurrent import GRU, RNN
+
+__all__ = ["Classifier", "classifiers"]
+
+
+class Classifier(nn.Module):
+    """Scores the classes of a sequence.
+
+    Args:
+        core: from inputs ``(T, B, features)`` to outputs and the last hidden state.
+        hidden: size of the hidden state.
+        classes: how many there are.
+
+    Example:
+        >>> Classifier(nn.GRU(3, 8), 8, classes=5)(torch.zeros(7, 2, 3)).shape
+        torch.Size([2, 5])
+    """
+
+    def __init__(self, core: nn.RNNBase, hidden: int, classes: int) -> None:
+        super().__init__()
+        self.core = core
+        self.linear = nn.Linear(hidden, classes)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Scores of each class.
+
+        Args:
+            inputs: shape ``(T, B, features)``.
+
+        Returns:
+            Logits ``(B, classes)``.
+        """
+        _, state = self.core(inputs)
+        scores: Tensor = self.linear(state[-1])
+        return scores
+
+
+def classifiers(
+    cell: str, ways: tuple[str, ...], features: int, hidden: int, classes: int, seed: int
+) -> list[Classifier]:
+    """One classifier a way, all of the same weights.
+
+    Args:
+        cell: ``"rnn"`` or ``"gru"``.
+        ways: ``"torch"`` is torch's own module, any other the ``backward=`` of retrograde's.
+        features: numbers at each step.
+        hidden: size of the hidden state.
+        classes: how many there are.
+        seed: of the weights.
+
+    Returns:
+        The classifiers, in the order of the ways.
+
+    Example:
+        >>> one, two = classifiers("rnn", ("torch", "torch"), 1, 20, 10, seed=0)
+        >>> torch.equal(one.linear.weight, two.linear.weight)
+        True
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        first = Classifier(core_of(cell, "torch", features, hidden), hidden, classes)
+        made = [Classifier(core_of(cell, way, features, hidden), hidden, classes) for way in ways]
+    for each in made:
+        each.load_state_dict(first.state_dict())
+    return made
+
+
+def core_of(cell: str, way: str, features: int, hidden: int) -> nn.RNNBase:
+    """The recurrent core for a way of computing its gradient.
+
+    Args:
+        cell: ``"rnn"`` or ``"gru"``.
+        way: ``"torch"``, or what ``backward=`` takes.
+        features: numbers at each step.
+        hidden: size of the hidden state.
+
+    Returns:
+        The module.
+
+    Example:
+        >>> core_of("gru", "torch", 3, 8)
+        GRU(3, 8)
+    """
+    if way == "torch":
+        plain: nn.RNNBase = {"rnn": nn.RNN, "gru": nn.GRU}[cell](features, hidden)
+        return plain
+    made: nn.RNNBase = {"rnn": RNN, "gru": GRU}[cell](features, hidden, backward=cast(Any, way))
+    return made

@@ -1,0 +1,194 @@
+"""The command ``retrograde bench``: claims of speed, both sides in one run."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from retrograde.console import INTERRUPTED, clean_errors, require
+from retrograde.experiments.options import (
+    SETS,
+    WAYS,
+    ExperimentError,
+    Options,
+    parse_choices,
+    parse_numbers,
+)
+
+__all__ = ["bench"]
+
+_WAYS = ",".join(WAYS)
+_ITERATIONS = 500  # of bitstreams, where neither iterations nor epochs are named
+_EPOCHS = 20  # of instruments, likewise
+
+bench = typer.Typer(
+    help="Claims of speed: the same training in several ways, side by side in one run.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+)
+
+Iterations = Annotated[int | None, typer.Option(help="That each way trains.")]
+Epochs = Annotated[int | None, typer.Option(help="The same, in passes over the training data.")]
+Batch = Annotated[int, typer.Option(help="Sequences side by side, in training.")]
+Rate = Annotated[float, typer.Option(help="Of Adam.")]
+Seed = Annotated[int, typer.Option(help="Of weights, order and synthesised data.")]
+Ways = Annotated[
+    str,
+    typer.Option(
+        help="What takes turns: torch (torch's own module, which the others are compared with), "
+        "sequential, scan, auto."
+    ),
+]
+Batches = Annotated[str, typer.Option(help="Batch sizes at which seconds are measured.")]
+Rounds = Annotated[int, typer.Option(help="Times that seconds are measured, at least.")]
+Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+Threads = Annotated[
+    int | None, typer.Option(min=1, help="To compute with; without it, as torch chooses.")
+]
+Only = Annotated[
+    str | None, typer.Option(help="curves: train, but skip the table of seconds; seconds: reverse.")
+]
+ResultsFile = Annotated[
+    Path | None,
+    typer.Option(help="File for the numbers, as JSON; by default in the report folder."),
+]
+ReportFolder = Annotated[Path, typer.Option(help="Folder for the figures.")]
+
+
+@bench.command("bitstream")
+def bitstream(
+    length: Annotated[int, typer.Option(help="Bits in a stream, in training.")] = 1000,
+    batch: Batch = 16,
+    iterations: Iterations = None,
+    epochs: Epochs = None,
+    learning_rate: Rate = 3e-5,
+    seed: Seed = 0,
+    ways: Ways = _WAYS,
+    lengths: Annotated[
+        str, typer.Option(help="Lengths at which seconds are measured.")
+    ] = "10,30,100,300,1000,3000,10000,30000",
+    batches: Batches = "2,4,8,16,32,64,128,256",
+    rounds: Rounds = 5,
+    device: Device = "cpu",
+    threads: Threads = None,
+    only: Only = None,
+    results: ResultsFile = None,
+    report: ReportFolder = Path("report"),
+) -> None:
+    """Tell ten kinds of random bitstreams apart by an RNN of 20 units (figures 5.1 and 5.2).
+
+    The task of Wang, *BPPSA* (2020), 4.1, with its hyperparameters, for 500 iterations; the paper's
+    50 epochs (of 2,000 iterations) are had by --epochs 50. Needs no data.
+    """
+    with clean_errors():
+        _require_all()
+        if iterations is None and epochs is None:
+            iterations = _ITERATIONS
+        options = Options(
+            "bitstream",
+            batch=batch,
+            learning_rate=learning_rate,
+            iterations=iterations,
+            epochs=epochs,
+            seed=seed,
+            ways=parse_choices("--ways", ways, WAYS),
+            batches=parse_numbers("--batches", batches),
+            lengths=parse_numbers("--lengths", lengths),
+            length=length,
+            rounds=rounds,
+            device=device,
+        )
+        _run(options, only, results, report, threads)
+
+
+@bench.command("instruments")
+def instruments(
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of instruments_s.npz, _m.npz and _l.npz.")
+    ] = None,
+    irmas: Annotated[
+        Path | None,
+        typer.Option(help="Folder IRMAS-TrainingData, in place of --data; needs librosa."),
+    ] = None,
+    sets: Annotated[
+        str, typer.Option("--set", help="s, m, l (259, 517, 1,034 steps of 3 s), or all.")
+    ] = "s",
+    batch: Batch = 16,
+    iterations: Iterations = None,
+    epochs: Epochs = None,
+    learning_rate: Rate = 3e-3,
+    seed: Seed = 0,
+    ways: Ways = _WAYS,
+    batches: Batches = "16,64,256",
+    rounds: Rounds = 5,
+    device: Device = "cpu",
+    threads: Threads = None,
+    only: Only = None,
+    results: ResultsFile = None,
+    report: ReportFolder = Path("report"),
+) -> None:
+    """Tell eleven instruments apart by a GRU of 20 units (figures 5.3 and 5.4).
+
+    The task of Wang, *BPPSA* (2020), 4.2: MFCCs of recordings of 3 s. Adam at 3e-3 for 20 epochs,
+    where the paper has 3e-5 for 400: --learning-rate 3e-5 --epochs 400.
+    """
+    with clean_errors():
+        _require_all()
+        if iterations is None and epochs is None:
+            epochs = _EPOCHS
+        options = Options(
+            "instruments",
+            batch=batch,
+            learning_rate=learning_rate,
+            iterations=iterations,
+            epochs=epochs,
+            seed=seed,
+            ways=parse_choices("--ways", ways, WAYS),
+            batches=parse_numbers("--batches", batches),
+            rounds=rounds,
+            device=device,
+        )
+        names = parse_choices("--set", sets, SETS)
+        _run(options, only, results, report, threads, names, (data, irmas))
+
+
+def _require_all() -> None:
+    require("torch", "torch")
+    require("matplotlib", "cli")
+
+
+def _run(
+    options: Options,
+    only: str | None,
+    results: Path | None,
+    report: Path,
+    threads: int | None,
+    sets: tuple[str, ...] = (),
+    folders: tuple[Path | None, Path | None] = (None, None),
+) -> None:
+    import torch
+
+    from retrograde.experiments import program
+
+    console = Console(highlight=False)
+    output = program.Output(report, results, only)
+    source = program.Source(sets, *folders) if sets else None
+    if threads is not None:
+        torch.set_num_threads(threads)
+    try:
+        if source is None:
+            program.run_bitstream(options, output, console)
+        else:
+            program.run_instruments(source, options, output, console)
+    except KeyboardInterrupt:
+        console.print("\nstopped; nothing was written")
+        raise typer.Exit(INTERRUPTED) from None
+    except (RuntimeError, MemoryError) as error:
+        known = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if not (known or "allocate memory" in str(error)):
+            raise
+        raise ExperimentError(
+            "the machine has too little memory for this: name smaller --lengths, --batches or "
+            "--batch"
+        ) from error

@@ -1,0 +1,79 @@
+"""What the two experiments have in common: labelled sequences, read in batches."""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+__all__ = ["Integers", "Task", "training_batches"]
+
+Integers = NDArray[np.int64]
+
+
+class Task(Protocol):
+    """Sequences and their classes.
+
+    Attributes:
+        length: steps of a sequence.
+        features: numbers at each step.
+        classes: how many there are.
+        training: samples to learn from.
+        testing: samples held out.
+    """
+
+    @property
+    def length(self) -> int: ...
+    @property
+    def features(self) -> int: ...
+    @property
+    def classes(self) -> int: ...
+    @property
+    def training(self) -> int: ...
+    @property
+    def testing(self) -> int: ...
+
+    def training_samples(self, places: Integers) -> tuple[Tensor, Tensor]:
+        """Some of the samples to learn from.
+
+        Args:
+            places: of the samples, each below ``training``.
+
+        Returns:
+            Inputs ``(length, samples, features)``, and classes ``(samples,)``.
+        """
+
+    def test_samples(self, places: Integers) -> tuple[Tensor, Tensor]:
+        """Some of the samples that are held out.
+
+        Args:
+            places: of the samples, each below ``testing``.
+
+        Returns:
+            Inputs ``(length, samples, features)``, and classes ``(samples,)``.
+        """
+
+
+def training_batches(
+    task: Task, batch: int, iterations: int, seed: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches in an order that is shuffled anew in each epoch; a last, smaller one is left out.
+
+    Args:
+        task: to read.
+        batch: samples in each.
+        iterations: how many batches.
+        seed: of the order.
+
+    Yields:
+        Inputs and classes, as :meth:`Task.training_samples` returns them.
+    """
+    random = np.random.default_rng(seed)
+    whole = task.training // batch
+    order = np.empty(0, np.int64)
+    for iteration in range(iterations):
+        place = iteration % whole
+        if place == 0:
+            order = random.permutation(task.training)
+        yield task.training_samples(order[batch * place : batch * (place + 1)])
