@@ -47,7 +47,7 @@ Threads = Annotated[
     int | None, typer.Option(min=1, help="To compute with; without it, as torch chooses.")
 ]
 Only = Annotated[
-    str | None, typer.Option(help="curves: train, but skip the table of seconds; seconds: reverse.")
+    str | None, typer.Option(help="Measure only the curves, or only the seconds; by default both.")
 ]
 ResultsFile = Annotated[
     Path | None,
