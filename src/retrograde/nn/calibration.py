@@ -9,6 +9,7 @@ The file is ``retrograde/ways.json`` in the user's cache folder; delete it to me
 """
 
 import copy
+import functools
 import json
 import os
 import time
@@ -121,7 +122,7 @@ def _reaches(found: dict[str, Timing], steps: int) -> bool:
 def _key(module: nn.RNNBase, samples: int, needs_x: bool) -> str:
     weight: Any = module._flat_weights[0]
     cuda = weight.is_cuda
-    machine = torch.cuda.get_device_name(weight.device) if cuda else processor_name()
+    machine = torch.cuda.get_device_name(weight.device) if cuda else _processor()
     options = (module.num_layers, module.bidirectional, module.bias, module.dropout)
     trained = [p.requires_grad for p in module.parameters()]
     return json.dumps(
@@ -131,6 +132,11 @@ def _key(module: nn.RNNBase, samples: int, needs_x: bool) -> str:
             "call": [samples, str(weight.dtype), needs_x, module.training, all(trained)],
         }
     )
+
+
+@functools.cache
+def _processor() -> str:
+    return processor_name()
 
 
 def _measure(module: nn.RNNBase, samples: int, steps: int, needs_x: bool) -> dict[str, Timing]:

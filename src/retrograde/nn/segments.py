@@ -1,14 +1,18 @@
 """A recurrent layer within a byte budget: from bytes to segments that are recomputed together.
 
 The state is kept before the first step of every segment of L steps, and N segments at a time are
-recomputed, as one batch, and backpropagated. With B samples, states of n numbers and q numbers a
-step of a sample for recomputing and backpropagating, both in w bytes,
+recomputed, as one batch, and backpropagated. With T steps of B samples, states of n numbers, and q
+numbers a step of a sample for recomputing and backpropagating it, each of w bytes,
 
-    bytes(L, N) = B w (n T / L + q L N),   least for  L = √(n T / (q N)),
+    bytes(L, N) = B w (n T / L + q L N)
+    time(L, N)  = T / N + κ T / (L N) + κ' T / L      in steps of a kernel
 
-so a budget M buys N = (M / B w)² / (4 n q T) segments at a time, and the recurrence is recomputed in
-T / N steps. q is not known but measured: the layer is run for two groups of segments, its bytes are
-counted, and L and N are chosen anew, until what is predicted fits and uses the budget.
+where κ is what a group of segments costs besides its steps, and κ' what an LSTM's forward pass does
+for each segment, since its kernel tells c at the end of a call only. Of the lengths L of a geometric
+grid, each with the most segments N that fit, the fastest is taken.
+
+q is not known but measured: the layer is run for two groups of segments, its bytes are counted, and
+L and N are chosen anew, until what is predicted fits and uses the budget.
 
 Complexity: a few runs of two groups of segments. The least budget grows like √T: smaller ones need
 a schedule (:mod:`retrograde.plan`).
@@ -35,8 +39,15 @@ __all__ = ["SegmentFit", "fit"]
 
 State = tuple[Tensor, ...]
 
-_TRIES = 8
+_TRIES = 6
 _WELL_USED = 0.9
+
+# κ, κ', the grid, and the bytes beyond which a larger group gains nothing. Nominal, so that a budget
+# gives the same sums on every run.
+_GROUP_STEPS = 8
+_FORWARD_STEPS = {"LSTM": 16}
+_GRID = 1.2
+_GROUP_BYTES = {"cpu": 16 * 2**20, "cuda": 2**30}
 
 
 @dataclass(frozen=True)
@@ -120,40 +131,53 @@ class _Layer:
         """The segments that take least bytes, one at a time, and what they take."""
         for _ in range(2):  # the second time with the numbers that the first one measured
             steps = math.sqrt(self.state_bytes * len(self.x) / (self.numbers * self.row_bytes))
-            way = self._way(max(1, min(round(steps), len(self.x))), 1)
+            way = self._way(steps, 1)
             peak = self._peak(way)
         return way, peak
 
     def most(self, budget: int, way: Way, peak: int) -> tuple[Way, int]:
-        """The most segments at a time within a budget, from a way that fits."""
-        total = self.state_bytes * len(self.x)
+        """The fastest segments within a budget, from a way that fits."""
         seen = {way}
+        room = float(budget)
         for _ in range(_TRIES):
-            step = self.numbers * self.row_bytes
-            together = max(1, math.floor(budget**2 / (4 * total * step)))
-            segment = round(math.sqrt(total / (step * together)))
-            segment = max(1, min(segment, len(self.x)))
-            together = min(together, -(-len(self.x) // segment))
-            tried = self._way(segment, together)
+            tried = self._fastest(room)
             if tried in seen:
                 break
             seen.add(tried)
             found = self._peak(tried)
-            if found <= budget and tried.block > way.block:
-                way, peak = tried, found
-            if found <= budget and (found >= _WELL_USED * budget or tried.block >= len(self.x)):
-                break
             if found > budget:
-                self.numbers *= 1.02  # what is measured may be a step function: leave some room
+                room *= 0.98 * budget / found
+            elif self._steps(tried) < self._steps(way):
+                way, peak = tried, found
+                if found >= _WELL_USED * budget:
+                    break
         return way, peak
 
-    def _way(self, segment: int, together: int) -> Way:
-        block = segment * together
+    def _fastest(self, room: float) -> Way:
+        """The fastest L and N for some bytes, with what is known of q."""
+        grid = {round(_GRID**i) for i in range(int(math.log(len(self.x), _GRID)) + 2)}
+        most = _GROUP_BYTES.get(self.x.device.type, _GROUP_BYTES["cuda"])
+        ways = []
+        for steps in grid:
+            left = min(room - self.state_bytes * len(self.x) / steps, most)
+            together = left / (self.numbers * self.row_bytes * steps)
+            if together >= 1:
+                ways.append(self._way(steps, together))
+        return min(ways, key=self._steps, default=self._way(math.sqrt(len(self.x)), 1))
+
+    def _steps(self, way: Way) -> float:
+        """The time of a way, in steps of a kernel."""
+        assert way.segment is not None
+        forward = _FORWARD_STEPS.get(self.module.mode, 0) / way.segment
+        return len(self.x) * ((way.segment + _GROUP_STEPS) / way.block + forward)
+
+    def _way(self, steps: float, together: float) -> Way:
+        segment = max(1, min(round(steps), len(self.x)))
+        block = segment * max(1, min(math.floor(together), -(-len(self.x) // segment)))
         if not self.scans:
             return Way("sequential", block, 1, segment)
         kind, *rest = self.shape
-        chunk = scan_way(kind, block, *rest).chunk
-        return Way("scan", block, chunk, segment)
+        return Way("scan", block, scan_way(kind, block, *rest).chunk, segment)
 
     def _peak(self, way: Way) -> int:
         """Predict a way's bytes from a run of two blocks, and learn what a step takes."""
@@ -171,7 +195,7 @@ class _Layer:
         state = tuple(s.detach().requires_grad_(s.requires_grad) for s in self.state)
         weights = list(module._flat_weights)
         wanted = [t for t in (x, *state, *module.parameters()) if t.requires_grad]
-        seed = torch.ones((), dtype=x.dtype, device=device).expand(steps, x.shape[1], -1)
+        one = torch.ones((), dtype=x.dtype, device=device)
 
         def call() -> object:
             if way is None:
@@ -179,7 +203,7 @@ class _Layer:
             else:
                 batch, final = run_stack(module, lambda _: way, Batch(x), state)
                 outputs = batch.x
-            seeds = [seed.expand_as(outputs), *(torch.ones_like(s) for s in final)]
+            seeds = [one.expand_as(outputs), *(torch.ones_like(s) for s in final)]
             roots = [outputs, *final]
             return roots, seeds, torch.autograd.grad(roots, wanted, seeds)
 

@@ -17,6 +17,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from retrograde.scan.kernels import kernels
 from retrograde.scan.recurrent import Kind, Slopes, Weights, slopes
@@ -144,26 +145,34 @@ def run_and_keep(
     if weights.kind != "LSTM" and way.segment is None:
         outputs, after = run(weights, x, state, sizes)
         return outputs, after, Tape(way, outputs, {}, sizes)
-    stride = way.segment or way.block
+    keeps_c = weights.kind == "LSTM"
+    stride = (way.segment or way.block) if keeps_c else way.block
     outputs = x.new_zeros(*x.shape[:2], weights.size)
-    kept = {"h": state[0]} if way.segment else {}
-    kept |= {"c": state[-1]} if weights.kind == "LSTM" else {}
-    count = -(-len(x) // stride)
-    marks = {name: s.new_empty(count, *s.shape) for name, s in kept.items()}
-    for mark in range(count):
-        for name, part in zip(("h", "c"), state, strict=False):
-            if name in marks:
-                marks[name][mark] = part
-        steps = slice(mark * stride, (mark + 1) * stride)
-        among = None if sizes is None else sizes[steps]
-        alive = x.shape[1] if among is None else int(among[0])
-        found, after = run(weights, x[steps, :alive], tuple(s[:alive] for s in state), among)
-        outputs[steps, :alive] = found
-        state = tuple(
-            torch.cat([new, old[alive:]]) if alive < len(old) else new
-            for new, old in zip(after, state, strict=True)
-        )
+    cells, first = [], state[0]
+    for start in range(0, len(x), stride):
+        cells.append(state[-1])
+        steps = slice(start, start + stride)
+        outputs[steps], state = _run_alive(weights, x[steps], state, sizes, start)
+    marks = {}
+    if way.segment:
+        marks["h"] = torch.cat([first.unsqueeze(0), outputs[way.segment - 1 : -1 : way.segment]])
+    if keeps_c:
+        marks["c"] = torch.stack(cells)
     return outputs, state, Tape(way, None if way.segment else outputs, marks, sizes)
+
+
+def _run_alive(
+    weights: Weights, x: Tensor, state: State, sizes: Tensor | None, start: int
+) -> tuple[Tensor, State]:
+    """Run a range of the sequences that have its first step; the others' state stays."""
+    if sizes is None:
+        return run(weights, x, state)
+    among = sizes[start : start + len(x)]
+    alive = int(among[0])
+    outputs, after = run(weights, x[:, :alive], tuple(s[:alive] for s in state), among)
+    padding = (0, 0, 0, x.shape[1] - alive)
+    final = (torch.cat([new, old[alive:]]) for new, old in zip(after, state, strict=True))
+    return functional.pad(outputs, padding), tuple(final)
 
 
 def backpropagate(
