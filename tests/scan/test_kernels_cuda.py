@@ -1,0 +1,287 @@
+"""The Triton kernels do what the plain forms do: compiled on a GPU, and else by the interpreter."""
+
+import importlib.util
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from retrograde.scan import recurrent, sweep
+from retrograde.scan.recurrent import Slopes, Weights
+
+COMPILED = torch.cuda.is_available()
+DEVICE = "cuda" if COMPILED else "cpu"
+GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
+TOLERANCE = 2e-6
+
+
+def load():
+    """The kernels, interpreted where there is no GPU; triton decides that when it is imported."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("needs triton", allow_module_level=True)
+    with pytest.MonkeyPatch.context() as patch:
+        if not COMPILED:
+            patch.setenv("TRITON_INTERPRET", "1")
+        from triton import language
+
+        from retrograde.scan.kernels import cuda
+    if not COMPILED and not hasattr(language.sum, "rewrite"):  # which the interpreter does
+        pytest.skip("triton was imported before, to compile", allow_module_level=True)
+    return cuda
+
+
+cuda = load()
+pytestmark = [pytest.mark.gpu] if COMPILED else []
+on_a_gpu = pytest.mark.skipif(not COMPILED, reason="needs a CUDA device")
+
+
+@pytest.fixture(autouse=not COMPILED)
+def interpreter(monkeypatch):
+    """Triton's interpreter, to which an array of one number is no index since numpy 2.4."""
+    from triton.runtime import interpreter
+
+    original = interpreter._patch_lang_tensor
+
+    def patch(tensor, scope):
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with np.errstate(all="ignore"):
+        yield
+
+
+class Fences:
+    """Tensors in the middle of buffers that are otherwise NaN, and must stay so."""
+
+    def __init__(self):
+        self.buffers = []
+
+    def empty(self, shape, dtype, device):
+        size, margin = torch.Size(shape).numel(), 1000
+        buffer = torch.full((size + 2 * margin,), torch.nan, dtype=dtype, device=device)
+        self.buffers.append((buffer, margin))
+        return buffer[margin : margin + size].view(shape)
+
+    def around(self, t):
+        if t is None:
+            return None
+        return self.empty(t.shape, torch.float32, DEVICE).copy_(t)
+
+    def hold(self):
+        return all(b[:n].isnan().all() and b[-n:].isnan().all() for b, n in self.buffers)
+
+
+@pytest.fixture
+def fences(monkeypatch):
+    """Fences, also around all that the kernels' host code allocates."""
+    fences, original = Fences(), torch.Tensor.new_empty
+
+    def new_empty(self, *shape, **options):
+        if options:  # not ours
+            return original(self, *shape, **options)
+        shape = shape[0] if isinstance(shape[0], tuple) else shape
+        return fences.empty(shape, self.dtype, self.device)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+    yield fences
+    assert fences.hold()
+
+
+def problem(kind, length, samples, size, loss=True):
+    """Slopes, weights, losses and a gradient, in float64 on the CPU, as float32 has them."""
+    generator = torch.Generator().manual_seed(length + size)
+
+    def uniform(low, high, *shape):
+        return torch.empty(shape).uniform_(low, high, generator=generator).double()
+
+    gated, gates = kind != "RNN", GATES[kind]
+    n = size * (2 if kind == "LSTM" else 1)
+    shape = (length, samples, size)
+    steps = Slopes(
+        uniform(-1, 1, length, samples, gates, size),
+        uniform(0, 1, *shape) if gated else None,
+        uniform(-1, 1, *shape) if gated else None,
+    )
+    hidden = uniform(-1, 1, gates * size, size) / size**0.5
+    return (
+        steps,
+        hidden.float().double(),
+        uniform(-1, 1, *shape) if loss else None,
+        uniform(-1, 1, samples, n),
+    )
+
+
+def in_float64(t):
+    return None if t is None else t.clone()
+
+
+def in_float32(t):
+    return None if t is None else t.float()
+
+
+def results(function, place, given, *options):
+    """All that a function returns or changes, on the CPU; what it may not change, checked."""
+    steps, *inputs = given
+    steps = Slopes(*(place(t) for t in vars(steps).values()))
+    inputs = [place(t) for t in inputs]
+    constant = [t for t in (*inputs, steps.keep) if t is not None]
+    copies = [t.clone() for t in constant]
+    before = function(steps, *inputs, *options)
+    torch.testing.assert_close(constant, copies, rtol=0, atol=0, equal_nan=True)
+    return [t.cpu() for t in (before, steps.gates, steps.inner) if t is not None]
+
+
+def assert_close(ours, theirs, tolerance=TOLERANCE):
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.shape == b.shape
+        assert (a - b).norm() <= tolerance * b.norm()
+
+
+def assert_equal_to_the_plain_form(fences, ours, plain, given, *options):
+    found = results(ours, fences.around, given, *options)
+    assert_close(found, results(plain, in_float64, given, *options))
+    assert_close(found, results(plain, in_float32, given, *options))
+
+
+@pytest.mark.parametrize("kind", GATES)
+@pytest.mark.parametrize(
+    ("length", "samples", "size", "loss"),
+    [
+        (1, 1, 1, True),
+        (2, 3, 7, False),
+        (5, 17, 20, True),
+        (17, 3, 33, True),
+        (33, 1, 20, True),
+        (2, 1, 64, True),
+        (2, 1, 128, True),
+    ],
+)
+def test_sweep(fences, kind, length, samples, size, loss):
+    given = problem(kind, length, samples, size, loss)
+    assert_equal_to_the_plain_form(fences, cuda.sweep, sweep.sweep, given)
+
+
+@pytest.mark.parametrize("kind", GATES)
+@pytest.mark.parametrize(
+    ("length", "samples", "size", "loss", "chunk"),
+    [
+        (2, 1, 1, True, 1),
+        (5, 3, 7, True, 1),
+        (5, 17, 7, False, 2),
+        (17, 3, 20, True, 4),  # a short first chunk
+        (33, 1, 33, True, 8),
+        (7, 2, 16, True, 3),  # one row more than tiles of 16
+        (3, 1, 64, True, 1),
+        (2, 1, 128, True, 1),
+        (7, 3, 20, True, 4),  # too short for two chunks
+    ],
+)
+def test_scan(fences, kind, length, samples, size, loss, chunk):
+    given = problem(kind, length, samples, size, loss)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_equal_to_the_plain_form(fences, cuda.scan, sweep.scan, given, chunk)
+
+
+@pytest.mark.parametrize("kind", GATES)
+def test_the_carry_measures_what_trust_depends_on(fences, monkeypatch, kind):
+    steps, hidden, dy, g = problem(kind, 12, 3, 7)
+    seen = []
+    monkeypatch.setattr(cuda, "_trusted", lambda sizes: seen.append(sizes.cpu()) or True)
+    results(cuda.scan, fences.around, (steps, hidden, dy, g), 4)
+    chunks = Slopes(
+        *(None if t is None else t.unflatten(0, (3, 4)) for t in vars(steps).values()),
+    )
+    rows = sweep.products(chunks, hidden, dy.unflatten(0, (3, 4)))
+    after, _ = sweep.carry(rows, g)
+    terms = after.abs().unsqueeze(-2) @ rows[..., :-1, :].abs()
+    largest = torch.maximum(after.abs().amax((0, 2)), rows[..., -1, :].abs().amax((0, 2)))
+    assert_close([seen[0]], [torch.stack([terms.amax((0, 2, 3)), largest])])
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # the interpreter's maximum
+@pytest.mark.parametrize("kind", GATES)
+@pytest.mark.parametrize("trouble", ["overflow", "nan", "inf", "nan at the start"])
+def test_products_that_cannot_be_trusted_are_not_used(fences, kind, trouble):
+    steps, hidden, dy, g = problem(kind, 17, 3, 7)
+    match trouble:
+        case "overflow":  # of the products, not of the gradient, which is 0
+            steps.gates[:, 1] = 1e20
+            dy[:, 1] = g[1] = 0
+        case "nan":
+            steps.gates[6, 1, 0, 3] = torch.nan
+        case "inf":
+            steps.gates[11, 1, 0, 3] = torch.inf
+        case "nan at the start":
+            dy[0, 1, 2] = torch.nan
+    given = steps, hidden, dy, g
+    with pytest.warns(RuntimeWarning, match="this call is swept step by step"):
+        found = results(cuda.scan, fences.around, given, 4)
+    expected = results(sweep.sweep, in_float32, given)
+    for dim, a, b in zip((0, 1, 1), found, expected, strict=False):
+        for sample in (0, 1, 2) if trouble == "overflow" else (0, 2):
+            assert_close([a.select(dim, sample)], [b.select(dim, sample)])
+    assert trouble == "overflow" or not found[0][1].isfinite().all()
+
+
+@pytest.mark.parametrize(("length", "samples", "size"), [(1, 1, 1), (2, 3, 7), (17, 3, 5)])
+def test_cell_states(fences, monkeypatch, length, samples, size):
+    monkeypatch.setattr(cuda, "_TIME", 8)  # so that c is carried from one block to the next
+    keep, gain = torch.rand(length, samples, size), torch.randn(length, samples, size)
+    c = torch.randn(samples, size)
+    found = cuda.cell_states(*(fences.around(t) for t in (keep, gain, c))).cpu()
+    expected = recurrent.cell_states(keep.double(), gain.double(), c.double())
+    assert_close([found], [expected])
+
+
+def states(kind, length, samples, size, scale):
+    """A cell's weights, inputs, and states before and after each step, in float64."""
+    torch.manual_seed(0)
+    net = getattr(torch.nn, kind)(3, size, dtype=torch.float64)
+    weights = Weights(kind, net.weight_ih_l0, net.weight_hh_l0, net.bias_ih_l0, net.bias_hh_l0)
+    x = scale * torch.randn(length, samples, 3, dtype=torch.float64)
+    c = torch.randn(samples, size, dtype=torch.float64)
+    first = torch.randn(samples, size, dtype=torch.float64)
+    state = (first[None], c[None]) if kind == "LSTM" else first[None]
+    with torch.no_grad():
+        after = net(x, state)[0]
+    return weights, x, torch.cat([first[None], after[:-1]]), after, c
+
+
+def assert_slopes_close(ours, theirs):
+    for a, b in zip(vars(ours).values(), vars(theirs).values(), strict=True):
+        assert a.shape == b.shape
+        assert (a.cpu() - b).abs().amax() <= TOLERANCE
+
+
+@pytest.mark.parametrize("scale", [0.1, 1, 30])
+@pytest.mark.parametrize(("length", "samples", "size"), [(1, 1, 1), (5, 3, 7), (17, 3, 20)])
+def test_gru_slopes(fences, length, samples, size, scale):
+    weights, x, before, after, _ = states("GRU", length, samples, size, scale)
+    with torch.no_grad():
+        gates = torch.nn.functional.linear(x, weights.inputs, weights.bias_inputs)
+        hidden = torch.nn.functional.linear(before, weights.hidden, weights.bias_hidden)
+    found = cuda.gru_slopes(*(fences.around(t) for t in (gates, hidden, before)))
+    assert_slopes_close(found, recurrent.slopes(weights, x, before, after))
+
+
+@pytest.mark.parametrize("scale", [0.1, 1, 30])
+@pytest.mark.parametrize(("length", "samples", "size"), [(2, 1, 1), (5, 3, 7), (17, 1, 20)])
+def test_lstm_slopes(fences, monkeypatch, length, samples, size, scale):
+    monkeypatch.setattr(cuda, "_TIME", 8)
+    weights, x, before, after, c = states("LSTM", length, samples, size, scale)
+    with torch.no_grad():
+        gates = torch.nn.functional.linear(x, weights.inputs, weights.bias_inputs)
+        gates += torch.nn.functional.linear(before, weights.hidden, weights.bias_hidden)
+    found = cuda.lstm_slopes(fences.around(gates), fences.around(c))
+    assert_slopes_close(found, recurrent.slopes(weights, x, before, after, c))
+
+
+def test_what_is_supported():
+    assert cuda.supported(torch.float32, 1)
+    assert cuda.supported(torch.float32, 128)
+    assert not cuda.supported(torch.float32, 129)
+    assert not cuda.supported(torch.float64, 20)
