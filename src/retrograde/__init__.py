@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     )
     from retrograde.execute.measure import Measurement, measure
     from retrograde.execute.profile import Profile, profile
-    from retrograde.execute.unroll import unroll
     from retrograde.interchange import from_checkpoint_schedules, to_checkpoint_schedules
     from retrograde.nn.choice import Explanation, explain
     from retrograde.nn.recurrent import GRU, LSTM, RNN
+    from retrograde.nn.unroll import unroll
     from retrograde.plan import TradeOff, cost, least_memory, longest, plan, split, trade_off
     from retrograde.schedule import (
         Advance,
@@ -70,7 +70,7 @@ _HOMES = {
     ),
     "retrograde.execute.measure": ("Measurement", "measure"),
     "retrograde.execute.profile": ("Profile", "profile"),
-    "retrograde.execute.unroll": ("unroll",),
+    "retrograde.nn.unroll": ("unroll",),
     "retrograde.nn.choice": ("Explanation", "explain"),
     "retrograde.nn.recurrent": ("GRU", "LSTM", "RNN"),
 }

@@ -26,11 +26,10 @@ from retrograde.errors import CellError
 from retrograde.execute.autograd import run_schedule
 from retrograde.execute.fused import FusedLSTM, Kernel
 from retrograde.execute.profile import fit_fused
-from retrograde.execute.unroll import check_schedule, needs_gradient
 from retrograde.nn import choice, segments
 from retrograde.nn.stack import Batch, run_stack
+from retrograde.nn.unroll import check_schedule, needs_gradient
 from retrograde.plan.fit import Fit
-from retrograde.scan.layer import Way
 from retrograde.schedule import Schedule
 from retrograde.units import Memory, parse_memory
 
@@ -162,7 +161,7 @@ class Recurrent(nn.RNNBase):
         """Outputs and final state, time first; or None to run torch's own module."""
         if self.memory is not None:
             found = self._segments(x, state).way
-            way = None if found is None else lambda width: cast(Way, found)
+            way = None if found is None else lambda _: found
         else:
             way = choice.ways(self, x.shape[0], x.shape[1], x)
         if way is None:

@@ -7,9 +7,9 @@ numbers a step of a sample for recomputing and backpropagating it, each of w byt
     bytes(L, N) = B w (n T / L + q L N)
     time(L, N)  = T / N + κ T / (L N) + κ' T / L      in steps of a kernel
 
-where κ is what a group of segments costs besides its steps, and κ' what an LSTM's forward pass does
-for each segment, since its kernel tells c at the end of a call only. Of the lengths L of a geometric
-grid, each with the most segments N that fit, the fastest is taken.
+where κ is what a group of segments costs besides its steps, and κ' what an LSTM's forward pass
+does for each segment, since its kernel tells c at the end of a call only. Of the lengths L of a
+geometric grid, each with the most segments N that fit, the fastest is taken.
 
 q is not known but measured: the layer is run for two groups of segments, its bytes are counted, and
 L and N are chosen anew, until what is predicted fits and uses the budget.
@@ -42,8 +42,8 @@ State = tuple[Tensor, ...]
 _TRIES = 6
 _WELL_USED = 0.9
 
-# κ, κ', the grid, and the bytes beyond which a larger group gains nothing. Nominal, so that a budget
-# gives the same sums on every run.
+# κ, κ', the grid, and the bytes beyond which a larger group gains nothing. Nominal, so that a
+# budget gives the same sums on every run.
 _GROUP_STEPS = 8
 _FORWARD_STEPS = {"LSTM": 16}
 _GRID = 1.2
@@ -111,7 +111,7 @@ class _Layer:
     def __init__(self, module: "Recurrent", x: Tensor, state: State) -> None:
         self.module, self.x, self.state = module, x, state
         kind: Any = module.mode
-        self.shape = (kind, x.shape[1], x.shape[2], module.hidden_size, x.dtype, x.device.type)
+        self.shape: Any = (x.shape[1], x.shape[2], module.hidden_size, x.dtype, x.device.type)
         real = 8 if x.dtype == torch.float64 else 4
         self.row_bytes = real * x.shape[1]
         self.state_bytes = sum(s.nbytes for s in state)
@@ -176,8 +176,8 @@ class _Layer:
         block = segment * max(1, min(math.floor(together), -(-len(self.x) // segment)))
         if not self.scans:
             return Way("sequential", block, 1, segment)
-        kind, *rest = self.shape
-        return Way("scan", block, scan_way(kind, block, *rest).chunk, segment)
+        kind: Any = self.module.mode
+        return Way("scan", block, scan_way(kind, block, *self.shape).chunk, segment)
 
     def _peak(self, way: Way) -> int:
         """Predict a way's bytes from a run of two blocks, and learn what a step takes."""
@@ -193,7 +193,6 @@ class _Layer:
         module, device = self.module, self.x.device
         x = self.x[:steps].detach().requires_grad_(self.x.requires_grad)
         state = tuple(s.detach().requires_grad_(s.requires_grad) for s in self.state)
-        weights = list(module._flat_weights)
         wanted = [t for t in (x, *state, *module.parameters()) if t.requires_grad]
         one = torch.ones((), dtype=x.dtype, device=device)
 

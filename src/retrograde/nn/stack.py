@@ -55,7 +55,8 @@ class Batch:
         """The data as a packed sequence has them; as they are where none was given."""
         if self.sizes is None:
             return self.x
-        return cast(Tensor, torch._VF._pack_padded_sequence(self.x, self.lengths, False)[0])  # type: ignore[attr-defined]
+        lengths: Any = self.lengths
+        return torch._VF._pack_padded_sequence(self.x, lengths, False)[0]  # type: ignore[attr-defined]
 
     def reversed(self) -> "Batch":
         """Each sequence backwards."""

@@ -13,7 +13,7 @@ recomputed at the same time, as one larger batch.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -124,7 +124,7 @@ def _packed(x: Tensor, sizes: Tensor) -> Tensor:
 
 def _padded(data: Tensor, sizes: Tensor) -> Tensor:
     padded, _ = torch._VF._pad_packed_sequence(data, sizes, False, 0.0, len(sizes))  # type: ignore[attr-defined]
-    return cast(Tensor, padded)
+    return padded
 
 
 def run_and_keep(
@@ -274,8 +274,8 @@ def _recompute(weights: Weights, tape: Tape, x: Tensor, mark: int) -> Tensor:
     if count == 1:
         return run(weights, x, tuple(m[0] for m in marks))[0]
     together = x.unflatten(0, (count, segment)).transpose(0, 1).flatten(1, 2)
-    outputs, _ = run(weights, together, tuple(m.flatten(0, 1) for m in marks))
-    outputs = outputs.unflatten(1, (count, -1)).transpose(0, 1)
+    found, _ = run(weights, together, tuple(m.flatten(0, 1) for m in marks))
+    outputs: Tensor = found.unflatten(1, (count, -1)).transpose(0, 1)
     if _drifted(outputs[:-1, -1], marks[0][1:]):
         parts = zip(x.split(segment), zip(*marks, strict=True), strict=True)
         return torch.cat([run(weights, part, state)[0] for part, state in parts])

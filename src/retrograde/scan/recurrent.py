@@ -1,4 +1,4 @@
-"""The transposed Jacobians of torch's recurrent cells, in the form that a backward pass multiplies by.
+"""The transposed Jacobians of torch's recurrent cells, as a backward pass multiplies by them.
 
 A step of a cell turns the gradient of the state after it into that of the state before it. In all
 of torch's cells that is a product with three parts: *slopes*, numbers that depend on the step;
@@ -24,7 +24,7 @@ the gates; from it come those of inputs and weights, again by one product for ma
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -74,7 +74,8 @@ class Weights:
 
     def cast(self, dtype: torch.dtype) -> "Weights":
         """The same in another dtype."""
-        return replace(self, **{name: t.to(dtype) for name, t in self.tensors().items()})
+        parts: Any = {name: t.to(dtype) for name, t in self.tensors().items()}
+        return replace(self, **parts)
 
     @property
     def state_size(self) -> int:
@@ -238,7 +239,9 @@ def pull(step: Slopes, hidden: Tensor, rows: Tensor) -> Tensor:
         return torch.cat([four.flatten(-2) @ hidden, d * step.keep.unsqueeze(-2)], -1)
     gates = rows.unsqueeze(-2) * step.gates.unsqueeze(-3)
     before = gates.flatten(-2) @ hidden
-    return before if step.keep is None else before.addcmul_(rows, step.keep.unsqueeze(-2))
+    if step.keep is not None:
+        before.addcmul_(rows, step.keep.unsqueeze(-2))
+    return before
 
 
 def jacobians(steps: Slopes, hidden: Tensor) -> Tensor:
@@ -255,8 +258,10 @@ def jacobians(steps: Slopes, hidden: Tensor) -> Tensor:
     parts = steps.gates.unsqueeze(-1) * weights
     keep = steps.keep
     if parts.shape[-3] < 4:
-        forward = parts.sum(-3)
-        return (forward if keep is None else forward + keep.diag_embed()).mT
+        forward: Tensor = parts.sum(-3)
+        if keep is not None:
+            forward = forward + keep.diag_embed()
+        return forward.mT
     assert keep is not None
     assert steps.inner is not None
     f, e = keep.diag_embed(), steps.inner.diag_embed()

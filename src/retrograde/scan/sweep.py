@@ -4,16 +4,16 @@ Both take the slopes of a block (:mod:`retrograde.scan.recurrent`), the loss's o
 output, and the gradient of the state after the block; they turn the slopes, in place, into the
 gradients of the gates, and return the gradient of the state before the block.
 
-:func:`sweep` goes step by step. :func:`scan` is W20's scan in its three-phase form. The block is cut
-into chunks of L steps, and each phase treats all chunks at once:
+:func:`sweep` goes step by step. :func:`scan` is W20's scan in its three-phase form: the block is
+cut into chunks of L steps, and each phase treats all chunks at once:
 
 1. *products*: the basis of the state space, and a zero, are taken backwards through each chunk.
    What comes out is the product P of the chunk's Jacobians and its own loss terms' gradient d;
 2. *carry*: g ← g P + d, from the last chunk to the first;
 3. *local sweeps*: with the gradient after each chunk known, every chunk is swept.
 
-So the latency falls from T steps to 2 L + T / L, for n + 1 times the arithmetic. A Jacobian is never
-stored, only the products P, one a chunk.
+So the latency falls from T steps to 2 L + T / L, for n + 1 times the arithmetic. A Jacobian is
+never stored, only the products P, one a chunk.
 
 *Exact or refused.* A product of Jacobians can overflow, or meet a NaN, where the gradient itself,
 a product with one vector, does not; and it can grow so far that its product with the gradient

@@ -13,6 +13,7 @@ The reference is :func:`retrograde.scan.sweep.sweep`. Gates and the rest are tho
 import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -68,12 +69,11 @@ def _share(kernel: Callable[[int, int], None], samples: int, work: int) -> None:
     if threads < 2:
         kernel(0, samples)
         return
-    pairs = [2 * round(i * samples / threads / 2) for i in range(threads)] + [samples]
-    for task in [
-        _pool(threads - 1).submit(kernel, a, b) for a, b in zip(pairs[1:], pairs[2:], strict=False)
-    ] + [kernel(pairs[0], pairs[1])]:
-        if task is not None:
-            task.result()
+    bounds = [2 * round(i * samples / threads / 2) for i in range(threads)] + [samples]
+    others = [_pool(threads - 1).submit(kernel, a, b) for a, b in pairwise(bounds[1:])]
+    kernel(bounds[0], bounds[1])
+    for other in others:
+        other.result()
 
 
 @functools.cache
@@ -81,7 +81,7 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="retrograde")
 
 
-@_compiled
+@_compiled  # type: ignore[untyped-decorator]
 def _add_product(a: _Reals, u: _Reals, out: _Reals) -> None:
     """out += a @ u, for a few samples: a (S, N), u (N, H), out (S, H)."""
     samples, rows = a.shape
@@ -113,7 +113,7 @@ def _add_product(a: _Reals, u: _Reals, out: _Reals) -> None:
                 p[j] += p0 * u0[j]
 
 
-@_compiled
+@_compiled  # type: ignore[untyped-decorator]
 def _sweep_state(
     gates: _Reals,
     keep: _Reals,
@@ -149,7 +149,7 @@ def _sweep_state(
         g[first:last] = before
 
 
-@_compiled
+@_compiled  # type: ignore[untyped-decorator]
 def _sweep_lstm(
     gates: _Reals,
     keep: _Reals,
@@ -185,7 +185,7 @@ def _sweep_lstm(
         g[first:last, :size] = before
 
 
-@_compiled
+@_compiled  # type: ignore[untyped-decorator]
 def _cell_states(keep: _Reals, gain: _Reals, c: _Reals) -> None:
     """gain ← c before each step, with c_t = keep_t c_{t−1} + gain_t."""
     state = c.copy()

@@ -1,12 +1,13 @@
-"""``unroll``: any cell over a sequence, its gradient within a memory budget."""
+"""``unroll``: any cell over a sequence, its gradient within a memory budget, or by a scan."""
 
+import math
 import weakref
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from retrograde.errors import ScheduleError
+from retrograde.errors import CellError, ScheduleError
 from retrograde.execute.autograd import run_schedule, run_without_gradient
 from retrograde.execute.cell import Cell, StepCore, check_length, examine
 from retrograde.execute.executor import run_ordinary
@@ -14,6 +15,7 @@ from retrograde.execute.profile import fit_measured, footprint
 from retrograde.execute.replay import autocast_as_now
 from retrograde.execute.trees import flatten
 from retrograde.plan.fit import Fit
+from retrograde.scan.cells import run_cell
 from retrograde.schedule import Schedule
 from retrograde.units import Memory, parse_memory
 
@@ -32,6 +34,7 @@ def unroll(
     *,
     memory: Memory | None = None,
     schedule: Schedule | None = None,
+    backward: Literal["scan"] | None = None,
 ) -> tuple[Any, Any]:
     """Run a cell over a sequence; the exact gradient then takes no more than ``memory``.
 
@@ -48,6 +51,10 @@ def unroll(
             (``67108864``), a size (``"64MiB"``), or a fraction of what ordinary backpropagation
             would hold (``0.05``, ``"5%"``). None: as ordinary backpropagation does.
         schedule: the schedule to follow, in place of a budget.
+        backward: ``"scan"``: by a parallel scan over the cell's Jacobians, which n + 2 passes
+            through the cell give for a state of n numbers a sample (W20;
+            :mod:`retrograde.scan.cells`). The first dimension of every tensor must be a batch of
+            independent samples. The gradients then differ from ordinary autograd's by rounding.
 
     Returns:
         The outputs, stacked along a new first dimension (T, …), and the state after the last step.
@@ -74,6 +81,8 @@ def unroll(
         parse_memory(memory)
         if schedule is not None:
             raise ScheduleError("given both memory and schedule: expected one; leave one out")
+    if backward is not None:
+        _check_scan(backward, memory, schedule)
     leaves, input_spec = flatten(inputs, "inputs")
     states, state_spec = flatten(state, "state")
     length = check_length(leaves)
@@ -82,6 +91,9 @@ def unroll(
     with autocast_as_now(leaves[0].device):
         core = examine(cell, [x[0] for x in leaves], input_spec, states, state_spec)
     if needs_gradient([*leaves, *states, *core.parameters]):
+        if backward is not None:
+            outputs, after = _scanned(core, leaves, states)
+            return core.output_spec.unflatten(outputs), state_spec.unflatten(after)
         if schedule is None and memory is not None:
             found = _fitted(cell, core, leaves, states, memory)
             schedule = None if found.ordinary else found.schedule
@@ -92,6 +104,43 @@ def unroll(
     else:
         outputs, after = run_without_gradient(core, length, length, leaves, states)
     return core.output_spec.unflatten(outputs), state_spec.unflatten(after)
+
+
+def _check_scan(backward: Any, memory: Memory | None, schedule: Schedule | None) -> None:
+    if backward != "scan":
+        raise CellError(
+            f"unknown backward={backward!r}: expected 'scan', or None for ordinary backpropagation"
+        )
+    if memory is not None or schedule is not None:
+        raise CellError(
+            "got backward='scan' together with memory= or schedule=: a cell of which nothing is "
+            "known is scanned with all its states kept; leave one out, or use rg.RNN, rg.GRU or "
+            "rg.LSTM, which take both"
+        )
+
+
+def _scanned(core: StepCore, leaves: Tensors, states: Tensors) -> tuple[Tensors, Tensors]:
+    """Run a cell by the scan, once it is known to have Jacobians a sample."""
+    if core.ambient.draws or core.ambient.buffers:
+        does = "draws random numbers" if core.ambient.draws else "changes its buffers"
+        raise CellError(
+            f"the cell {does}: expected one whose steps can be run all at once; use backward=None"
+        )
+    samples = {s.shape[0] if s.dim() else None for s in states}
+    samples |= {x.shape[1] if x.dim() > 1 else None for x in leaves}
+    if len(samples) > 1 or None in samples or not all(s.is_floating_point() for s in states):
+        raise CellError(
+            "the cell has no Jacobian a sample: expected inputs (T, B, …) and a real state (B, …), "
+            f"got {[tuple(x.shape) for x in leaves]} and {[tuple(s.shape) for s in states]}; use "
+            "backward=None"
+        )
+
+    def step(inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
+        y, after = core.cell(core.input_spec.unflatten(inputs), core.state_spec.unflatten(state))
+        return flatten(y, "output of the cell")[0], flatten(after, "state")[0]
+
+    chunk = max(1, round(math.sqrt(len(leaves[0]) / 2)))
+    return run_cell(step, core.parameters, leaves, states, chunk)
 
 
 def needs_gradient(tensors: Tensors) -> bool:
