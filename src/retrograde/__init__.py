@@ -1,7 +1,9 @@
 """Exact backpropagation on a budget of memory and time.
 
 A user names a budget in bytes and gets the gradient of ordinary backpropagation by the fastest
-schedule that fits (Gruslys et al., Memory-Efficient Backpropagation Through Time, 2016).
+schedule that fits (Gruslys et al., Memory-Efficient Backpropagation Through Time, 2016), or asks
+for a faster backward pass, by a parallel scan over the steps' Jacobians (Wang, BPPSA, 2020;
+:mod:`retrograde.scan`).
 
 Names are loaded when they are first used: planning needs no torch, and importing this package
 loads neither torch nor numba.
@@ -13,10 +15,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from retrograde import scan as scan
     from retrograde.errors import (
         BudgetError,
         CellError,
         RetrogradeError,
+        ScanError,
         ScheduleError,
         UnitError,
     )
@@ -45,6 +49,7 @@ _HOMES = {
         "BudgetError",
         "CellError",
         "RetrogradeError",
+        "ScanError",
         "ScheduleError",
         "UnitError",
     ),
@@ -91,6 +96,7 @@ __all__ = [
     "Profile",
     "Record",
     "RetrogradeError",
+    "ScanError",
     "Schedule",
     "ScheduleError",
     "Store",
@@ -113,6 +119,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "scan":
+        return import_module("retrograde.scan")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'retrograde' has no attribute {name!r}")
     try:

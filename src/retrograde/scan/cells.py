@@ -45,8 +45,7 @@ def run_cell(
         The outputs, stacked (T, B, …), and the state after the last step.
 
     Raises:
-        CellError: in the backward pass: the samples are not independent of one another, or the step
-            is random.
+        CellError: the samples are not independent of one another, or the step is random.
 
     Example:
         >>> cell = torch.nn.GRUCell(3, 5)
@@ -73,6 +72,7 @@ class _Cell(torch.autograd.Function):
         ctx.step, ctx.chunk, ctx.counts = step, chunk, counts
         inputs, state, _ = _split(tensors, counts)
         outputs, states = [], [state]
+        _check_independent(step, [x[0] for x in inputs], state)
         for x in zip(*inputs, strict=True):
             y, state = step(list(x), state)
             outputs.append(y)
@@ -177,22 +177,33 @@ class _Backward:
 
     def _check(self, after: Tensors, start: int, stop: int) -> None:
         """Whether all steps at once did what each of them did alone."""
-        for found, kept in zip(after, self.states, strict=True):
-            expected = kept[start + 1 : stop + 1].flatten(0, 1)
-            eps = torch.finfo(expected.dtype).eps
-            close = found.shape == expected.shape and torch.allclose(
-                found, expected, rtol=1e3 * eps, atol=1e3 * eps, equal_nan=True
-            )
-            if not close:
-                raise CellError(
-                    'the cell cannot be run under backward="scan": called for several steps at '
-                    "once, it returned other states than step by step; expected samples (the first "
-                    "dimension) that do not depend on one another, and no random numbers; use "
-                    "backward=None, or memory="
-                )
+        expected = [kept[start + 1 : stop + 1].flatten(0, 1) for kept in self.states]
+        _check_equal(after, expected)
 
     def _flat(self, parts: Sequence[Tensor], samples: int) -> Tensor:
         return torch.cat([p.reshape(samples, -1) for p in parts], -1)
+
+
+def _check_independent(step: Step, x: Tensors, state: Tensors) -> None:
+    """Refuse a cell whose samples see one another, before any work is done."""
+    others = [0.5 * t + 0.1 if t.is_floating_point() else t for t in (*x, *state)]
+    both = [torch.cat([t, other]) for t, other in zip((*x, *state), others, strict=True)]
+    _, after = step(x, state)
+    _, together = step(both[: len(x)], both[len(x) :])
+    _check_equal([t[: len(s)] for t, s in zip(together, after, strict=True)], after)
+
+
+def _check_equal(found: Tensors, expected: Tensors) -> None:
+    for one, other in zip(found, expected, strict=True):
+        near = 1e3 * torch.finfo(other.dtype).eps
+        same = one.shape == other.shape
+        if not (same and torch.allclose(one, other, rtol=near, atol=near, equal_nan=True)):
+            raise CellError(
+                'the cell cannot be run under backward="scan": called for more samples or several '
+                "steps at once, it returned other states than alone; expected samples (the first "
+                "dimension) that do not depend on one another, and no random numbers; use "
+                "backward=None, or memory="
+            )
 
 
 def _leaf(t: Tensor) -> Tensor:
