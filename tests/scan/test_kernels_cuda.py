@@ -1,13 +1,19 @@
 """The Triton kernels do what the plain forms do: compiled on a GPU, and else by the interpreter."""
 
 import importlib.util
+import json
+import os
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from retrograde.scan import recurrent, sweep
+from retrograde.scan.kernels import cpu
 from retrograde.scan.recurrent import Slopes, Weights
 
 COMPILED = torch.cuda.is_available()
@@ -54,15 +60,15 @@ def interpreter(monkeypatch):
 
 
 class Fences:
-    """Tensors in the middle of buffers that are otherwise NaN, and must stay so."""
+    """Tensors in the middle of buffers that are otherwise poisoned, and must stay so."""
 
-    def __init__(self):
-        self.buffers = []
+    def __init__(self, poison):
+        self.poison, self.buffers = poison, []
 
     def empty(self, shape, dtype, device):
         size, margin = torch.Size(shape).numel(), 1000
-        buffer = torch.full((size + 2 * margin,), torch.nan, dtype=dtype, device=device)
-        self.buffers.append((buffer, margin))
+        buffer = torch.full((size + 2 * margin,), self.poison, dtype=dtype, device=device)
+        self.buffers.append(buffer)
         return buffer[margin : margin + size].view(shape)
 
     def around(self, t):
@@ -71,13 +77,15 @@ class Fences:
         return self.empty(t.shape, torch.float32, DEVICE).copy_(t)
 
     def hold(self):
-        return all(b[:n].isnan().all() and b[-n:].isnan().all() for b, n in self.buffers)
+        margins = [margin for b in self.buffers for margin in (b[:1000], b[-1000:])]
+        poison = torch.full_like(margins[0], self.poison)
+        return all(torch.equal(margin.nan_to_num(-1), poison.nan_to_num(-1)) for margin in margins)
 
 
 @pytest.fixture
-def fences(monkeypatch):
+def fences(request, monkeypatch):
     """Fences, also around all that the kernels' host code allocates."""
-    fences, original = Fences(), torch.Tensor.new_empty
+    fences, original = Fences(getattr(request, "param", torch.nan)), torch.Tensor.new_empty
 
     def new_empty(self, *shape, **options):
         if options:  # not ours
@@ -88,6 +96,10 @@ def fences(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
     yield fences
     assert fences.hold()
+
+
+# What is read where it should not be shows as a NaN; what a NaN is written over, as another number.
+poisons = pytest.mark.parametrize("fences", [torch.nan, 7.0], indirect=True)
 
 
 def problem(kind, length, samples, size, loss=True):
@@ -186,6 +198,21 @@ def test_scan(fences, kind, length, samples, size, loss, chunk):
         assert_equal_to_the_plain_form(fences, cuda.scan, sweep.scan, given, chunk)
 
 
+@pytest.mark.parametrize("loss", [True, False])
+def test_what_is_read_need_not_be_contiguous(fences, loss):
+    steps, hidden, dy, g = problem("GRU", 9, 3, 7)
+    given = steps, hidden, dy[0].expand(9, 3, 7) if loss else None, g[:1].expand(3, 7)
+    expected = results(sweep.sweep, in_float64, given)
+
+    def strided(steps, hidden, dy, g):
+        hidden, g = hidden.t().contiguous().t(), g[:1].expand(3, 7)
+        dy = None if dy is None else dy[:1].expand(9, 3, 7)
+        assert not hidden.is_contiguous()
+        return cuda.scan(steps, hidden, dy, g, 4)
+
+    assert_close(results(strided, fences.around, given), expected)
+
+
 @pytest.mark.parametrize("kind", GATES)
 def test_the_carry_measures_what_trust_depends_on(fences, monkeypatch, kind):
     steps, hidden, dy, g = problem(kind, 12, 3, 7)
@@ -227,6 +254,7 @@ def test_products_that_cannot_be_trusted_are_not_used(fences, kind, trouble):
     assert trouble == "overflow" or not found[0][1].isfinite().all()
 
 
+@poisons
 @pytest.mark.parametrize(("length", "samples", "size"), [(1, 1, 1), (2, 3, 7), (17, 3, 5)])
 def test_cell_states(fences, monkeypatch, length, samples, size):
     monkeypatch.setattr(cuda, "_TIME", 8)  # so that c is carried from one block to the next
@@ -257,8 +285,9 @@ def assert_slopes_close(ours, theirs):
         assert (a.cpu() - b).abs().amax() <= TOLERANCE
 
 
+@poisons
 @pytest.mark.parametrize("scale", [0.1, 1, 30])
-@pytest.mark.parametrize(("length", "samples", "size"), [(1, 1, 1), (5, 3, 7), (17, 3, 20)])
+@pytest.mark.parametrize(("length", "samples", "size"), [(1, 1, 1), (5, 3, 7), (16, 16, 2)])
 def test_gru_slopes(fences, length, samples, size, scale):
     weights, x, before, after, _ = states("GRU", length, samples, size, scale)
     with torch.no_grad():
@@ -268,6 +297,7 @@ def test_gru_slopes(fences, length, samples, size, scale):
     assert_slopes_close(found, recurrent.slopes(weights, x, before, after))
 
 
+@poisons
 @pytest.mark.parametrize("scale", [0.1, 1, 30])
 @pytest.mark.parametrize(("length", "samples", "size"), [(2, 1, 1), (5, 3, 7), (17, 1, 20)])
 def test_lstm_slopes(fences, monkeypatch, length, samples, size, scale):
@@ -285,3 +315,86 @@ def test_what_is_supported():
     assert cuda.supported(torch.float32, 128)
     assert not cuda.supported(torch.float32, 129)
     assert not cuda.supported(torch.float64, 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 20, 33, 64, 100, 128])
+def test_what_is_launched_compiles_and_fits_on_the_chip(size):
+    command = [sys.executable, Path(__file__).with_name("compiled_launches.py"), str(size)]
+    compiling = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    run = subprocess.run(command, capture_output=True, text=True, env=compiling)
+    assert run.returncode == 0, run.stderr
+    reports = [json.loads(line) for line in run.stdout.splitlines()]
+    assert len(reports) == 2 * 9 + 3
+    for report in reports:
+        assert report["shared_bytes"] <= 227 * 1024, report
+        assert report["spilt_bytes"] <= 300, report
+        assert not report["tensor_cores"], report
+
+
+@on_a_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", GATES)
+@pytest.mark.parametrize(
+    ("length", "samples", "size", "chunk"),
+    [(70_000, 1, 20, 187), (1034, 16, 20, 23), (300, 5, 64, 12), (200, 16, 128, 10)],
+)
+def test_long_and_wide_on_a_gpu(kind, length, samples, size, chunk):
+    given = problem(kind, length, samples, size)
+    expected = results(cpu.sweep, in_float64, given)
+
+    def on_the_gpu(t):
+        return None if t is None else t.to(DEVICE, torch.float32)
+
+    swept = results(cuda.sweep, on_the_gpu, given)
+    assert_close(swept, expected, 1e-5)
+    assert all(map(torch.equal, results(cuda.sweep, on_the_gpu, given), swept))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_close(results(cuda.scan, on_the_gpu, given, chunk), expected, 1e-5)
+
+
+@on_a_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["GRU", "LSTM"])
+def test_states_of_long_sequences_on_a_gpu(kind):
+    weights, x, before, after, c = states(kind, 70_000, 2, 20, 1)
+    with torch.no_grad():
+        gates = torch.nn.functional.linear(x, weights.inputs, weights.bias_inputs)
+        hidden = torch.nn.functional.linear(before, weights.hidden, weights.bias_hidden)
+    if kind == "GRU":
+        found = cuda.gru_slopes(*(t.to(DEVICE, torch.float32) for t in (gates, hidden, before)))
+    else:
+        found = cuda.lstm_slopes(*(t.to(DEVICE, torch.float32) for t in (gates + hidden, c)))
+        keep, gain = torch.rand(2, *before.shape).double()
+        ours = cuda.cell_states(*(t.to(DEVICE, torch.float32) for t in (keep, gain, c)))
+        assert_close([ours.cpu()], [recurrent.cell_states(keep, gain, c)])
+    assert_slopes_close(found, recurrent.slopes(weights, x, before, after, c))
+
+
+@on_a_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ["sweep", "scan"])
+def test_more_numbers_than_32_bits_count_on_a_gpu(way):
+    if torch.cuda.mem_get_info()[0] < 60e9:
+        pytest.skip("needs 60 GB")
+    length, samples, size = 512, 16_384, 96
+    shape = (length, samples, size)
+    steps = Slopes(
+        torch.rand(length, samples, 3, size, device=DEVICE) - 0.5,
+        torch.rand(shape, device=DEVICE),
+        torch.rand(shape, device=DEVICE),
+    )
+    assert steps.gates.numel() > 2**31
+    hidden = torch.rand(3 * size, size, device=DEVICE) / size - 0.5 / size
+    g = torch.rand(samples, size, device=DEVICE)
+    some = torch.tensor([0, samples // 2, samples - 1], device=DEVICE)
+    part = Slopes(*(t[:, some].cpu().double() for t in vars(steps).values()))
+    expected = results(
+        cpu.sweep, in_float64, (part, hidden.cpu().double(), None, g[some].cpu().double())
+    )
+    options = [] if way == "sweep" else [256]
+    before = getattr(cuda, way)(steps, hidden, None, g, *options)
+    found = [before[some].cpu(), steps.gates[:, some].cpu(), steps.inner[:, some].cpu()]
+    assert_close([found[0]], [expected[0]], 1e-4)
+    assert_close(found[1:], expected[1:], 1e-5)

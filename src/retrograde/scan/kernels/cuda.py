@@ -9,16 +9,16 @@ time and nothing is added atomically.
 The scan has the three phases of :mod:`retrograde.scan.sweep`, but that the first chunk may be
 shorter than the others. Whether the products may be trusted is found by the carry, on its way.
 
-*Sizes*, for P, the power of two from 16 on that holds H. A sweep keeps U in registers, so its
-warps are as many as that takes; a product has tiles of 32 rows, and threads that each have
-4 × 4 numbers of the result or more. The last number is the depth of the loads' pipeline. By
-``ptxas`` for sm_90, the widest of RNN / GRU / LSTM:
+*Sizes* are fixed by P, the power of two from 16 on that holds H. A sweep keeps U in registers (of
+an LSTM wider than 64, reads it at each step); a product has tiles of 32 rows, of which a thread
+has 4 × 4 numbers or more; loads run two steps ahead. Warps to a program, for RNN / GRU / LSTM, and
+in brackets registers to a thread and bytes spilt by the LSTM, as ptxas 12.9 has it for sm_90:
 
-    P      products          carry             sweep                  registers (of the three)
-    16     1 warp            1 warp            1 warp
-    32     2                 1                 1 / 4 / 4
-    64     4                 4 / 4 / 8         4 / 8 / 8
-    128    8 / 8 / 16        8                 8 / 16 / 16, U of an LSTM read at each step
+    P      products               carry               sweep
+    16     1 / 1 / 1  (80, 0)     1 / 1 / 1 (90, 0)   1 / 1 / 1   (82, 0)
+    32     2 / 2 / 2  (127, 0)    1 / 1 / 1 (106, 0)  1 / 4 / 4   (80, 0)
+    64     4 / 4 / 8  (127, 0)    4 / 4 / 8 (128, 0)  4 / 8 / 8   (127, 0)
+    128    8 / 8 / 16 (128, 236)  8 / 8 / 8 (255, 0)  8 / 16 / 16 (128, 252)
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -53,7 +53,7 @@ class _Shape(NamedTuple):
 _PRODUCTS = {
     16: dict.fromkeys((1, 3, 4), _Shape(1, 3)),
     32: dict.fromkeys((1, 3, 4), _Shape(2, 3)),
-    64: dict.fromkeys((1, 3, 4), _Shape(4, 3)),
+    64: {1: _Shape(4, 3), 3: _Shape(4, 3), 4: _Shape(8, 3)},
     128: {1: _Shape(8, 3), 3: _Shape(8, 2), 4: _Shape(16, 2)},
 }
 _CARRY = {

@@ -1,0 +1,86 @@
+"""Compile, for sm_90 and with no GPU, what the CUDA kernels' host code launches; report on it.
+
+A program of its own, since triton compiles or interprets, but not both in one process. One line of
+JSON for each launch.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+
+
+class Compiled:
+    """In place of a kernel: a launch compiles it for its arguments."""
+
+    def __init__(self, kernel, name):
+        self.kernel, self.name = kernel, name
+
+    def __getitem__(self, grid):
+        return self.launch
+
+    def launch(self, *args, num_warps, **constants):
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        names = self.kernel.arg_names
+        types = ["i32" if isinstance(arg, int) else "*fp32" for arg in args]
+        source = ASTSource(
+            self.kernel,
+            dict(zip(names, types, strict=False)) | dict.fromkeys(constants, "constexpr"),
+            {(names.index(name),): value for name, value in constants.items()},
+            {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types) if t == "*fp32"},
+        )
+        built = triton.compile(
+            source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps}
+        )
+        report = {
+            "kernel": self.name,
+            "constants": constants,
+            "warps": num_warps,
+            "shared_bytes": built.metadata.shared,
+            "tensor_cores": "mma" in built.asm["ptx"] or "tf32" in built.asm["ptx"],
+        }
+        print(json.dumps(report | registers(built.asm["ptx"])))
+
+
+def registers(ptx):
+    """Registers to a thread, and bytes read back because they did not suffice."""
+    from triton.knobs import nvidia
+
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return {
+        "registers": int(told.split(" registers")[0].split()[-1]),
+        "spilt_bytes": int(told.split(" bytes spill loads")[0].split()[-1]),
+    }
+
+
+def main(size):
+    import torch
+
+    from retrograde.scan.kernels import cuda, cuda_states, cuda_sweep
+    from retrograde.scan.recurrent import Slopes
+
+    for module in (cuda_sweep, cuda_states):
+        for name in module.__all__:
+            setattr(module, name, Compiled(getattr(module, name), name))
+    cuda._trusted = lambda sizes: True
+    steps = torch.zeros(4, 2, size)
+    for gates in (1, 3, 4):
+        state = torch.zeros(2, size * (2 if gates == 4 else 1))
+        gated = None if gates == 1 else steps
+        slopes = Slopes(torch.zeros(4, 2, gates, size), gated, gated)
+        for dy in (steps, None):
+            cuda.scan(slopes, torch.zeros(gates * size, size), dy, state, 2)
+    cuda.gru_slopes(torch.zeros(4, 2, 3 * size), torch.zeros(4, 2, 3 * size), steps)
+    cuda.lstm_slopes(torch.zeros(4, 2, 4 * size), steps[0])
+    cuda.cell_states(steps, steps, steps[0])
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
