@@ -18,7 +18,6 @@ import platform
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import retrograde as rg
-from retrograde.machine import processor_name
+from retrograde.machine import machine_of, now
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -87,11 +86,6 @@ def ways(case: Case, device: str) -> tuple[dict[str, Callable[[], Tensor]], list
     return found, tensors
 
 
-def synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
 def run(case: Case, device: str, rounds: int) -> dict[str, object]:
     """Bytes once each, then seconds in alternation; medians and ratios."""
     calls, tensors = ways(case, device)
@@ -104,11 +98,9 @@ def run(case: Case, device: str, rounds: int) -> dict[str, object]:
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            synchronize(device)
-            start = time.perf_counter()
+            start = now(torch.device(device))
             call()
-            synchronize(device)
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(now(torch.device(device)) - start)
     ordinary = statistics.median(seconds["torch.nn.LSTM"])
     rows = {
         name: {
@@ -136,9 +128,7 @@ def main() -> None:
         print(json.dumps([run(case, arguments.device, arguments.rounds) for case in CASES]))
         return
     machine = {
-        "device": torch.cuda.get_device_name() if arguments.device == "cuda" else processor_name(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
+        **machine_of(arguments.device),
         "python": platform.python_version(),
     }
     command = [sys.executable, __file__, "--inner", "--device", arguments.device]

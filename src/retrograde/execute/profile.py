@@ -30,6 +30,7 @@ from retrograde.execute.fused import HEAP_BYTES, FusedLSTM
 from retrograde.execute.measure import measure, measure_phases
 from retrograde.execute.replay import autocast_as_now, muted_hooks
 from retrograde.execute.trees import flatten
+from retrograde.machine import now
 from retrograde.plan.fit import Curve, Fit, Footprint, fit, predict_peak_bytes
 from retrograde.schedule import Advance, Record
 from retrograde.units import Memory, format_bytes
@@ -140,21 +141,15 @@ def _seconds_of_step(core: Core, inputs: Tensors, state: Tensors) -> tuple[float
     shapes: Shapes = []
     moments = [time.perf_counter()]
     advance(core, inputs, 0, 1, state, None)
-    moments.append(_now(inputs[0].device))
+    moments.append(now(inputs[0].device))
     tape = record(core, inputs, 0, 1, state, _noting(shapes))
-    moments.append(_now(inputs[0].device))
+    moments.append(now(inputs[0].device))
     gradients = _gradients_like(core, inputs, tape, shapes, 1)
-    moments.append(_now(inputs[0].device))
+    moments.append(now(inputs[0].device))
     with muted_hooks(core.parameters):
         backpropagate(core, tape, gradients)
-    end = _now(inputs[0].device)
+    end = now(inputs[0].device)
     return moments[1] - moments[0], moments[2] - moments[1], end - moments[3]
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,10 @@
-"""The device that an experiment runs on: whether it is there, its name, and waiting for it."""
-
-import time
+"""The device that an experiment runs on: whether it is there."""
 
 import torch
 
 from retrograde.experiments.options import ExperimentError
-from retrograde.machine import processor_name
 
-__all__ = ["check_device", "machine_of", "now"]
+__all__ = ["check_device"]
 
 
 def check_device(device: str) -> None:
@@ -33,40 +30,3 @@ def check_device(device: str) -> None:
             f"--device is {device!r}, and torch finds {torch.cuda.device_count()} CUDA devices: "
             "use --device cpu"
         )
-
-
-def machine_of(device: str) -> dict[str, str | int]:
-    """What is named beside every measured figure.
-
-    Args:
-        device: that was measured on.
-
-    Returns:
-        The device's name, torch's version, and on a processor its threads.
-
-    Example:
-        >>> sorted(machine_of("cpu"))
-        ['device', 'threads', 'torch']
-    """
-    on_gpu = torch.device(device).type == "cuda"
-    name = torch.cuda.get_device_name(device) if on_gpu else processor_name()
-    threads = {} if on_gpu else {"threads": torch.get_num_threads()}
-    return {"device": name, **threads, "torch": str(torch.__version__)}
-
-
-def now(device: torch.device) -> float:
-    """Seconds on a clock, read when the device has done what it was given.
-
-    Args:
-        device: to wait for.
-
-    Returns:
-        Seconds; only differences have a meaning.
-
-    Example:
-        >>> now(torch.device("cpu")) <= now(torch.device("cpu"))
-        True
-    """
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from retrograde.experiments.classifier import Classifier, classifiers
-from retrograde.experiments.device import machine_of, now
 from retrograde.experiments.options import CELLS, ExperimentError, Options
 from retrograde.experiments.task import Task, training_batches
 from retrograde.figures.wang_results import Curves
+from retrograde.machine import machine_of, now
 
 __all__ = ["Lap", "Runner", "curves_of", "race", "runners_for"]
 

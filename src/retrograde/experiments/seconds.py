@@ -10,11 +10,11 @@ from statistics import median
 
 import numpy as np
 
-from retrograde.experiments.device import machine_of
 from retrograde.experiments.options import CELLS, Options
 from retrograde.experiments.race import Runner, runners_for
 from retrograde.experiments.task import Task
 from retrograde.figures.wang_results import Timing, Timings
+from retrograde.machine import machine_of
 
 __all__ = ["grid_of", "measure_seconds", "measure_task"]
 

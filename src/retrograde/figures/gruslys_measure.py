@@ -8,14 +8,13 @@ Known limit: a schedule of single steps is one kernel call a step, as the paper'
 ranges of steps into which ``memory=`` would divide the same budget.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from statistics import median
 
 import torch
 
 from retrograde.figures.gruslys_seconds import Seconds
-from retrograde.machine import processor_name
+from retrograde.machine import machine_of, now
 from retrograde.nn import LSTM
 from retrograde.plan import cost, plan
 
@@ -66,7 +65,7 @@ def measure_seconds(
         for m in memories:
             columns[m].append(taken[slots[m]])
     return Seconds(
-        machine=_machine(device),
+        machine=machine_of(device),
         inputs=size,
         hidden=size,
         batch=batch,
@@ -143,20 +142,6 @@ def _time(lstm: torch.nn.LSTM, x: torch.Tensor, seed: torch.Tensor) -> float:
     """Seconds of one gradient step."""
     lstm.zero_grad()
     x.grad = None
-    _wait(x)
-    start = time.perf_counter()
+    start = now(x.device)
     lstm(x)[0].backward(seed)
-    _wait(x)
-    return time.perf_counter() - start
-
-
-def _wait(x: torch.Tensor) -> None:
-    if x.is_cuda:
-        torch.cuda.synchronize(x.device)
-
-
-def _machine(device: str) -> dict[str, str | int]:
-    on_gpu = torch.device(device).type == "cuda"
-    name = torch.cuda.get_device_name(device) if on_gpu else processor_name()
-    threads = {} if on_gpu else {"threads": torch.get_num_threads()}
-    return {"device": name, **threads, "torch": str(torch.__version__)}
+    return now(x.device) - start

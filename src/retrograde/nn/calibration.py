@@ -12,7 +12,6 @@ import copy
 import functools
 import json
 import os
-import time
 from bisect import bisect_left
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from retrograde.machine import processor_name
+from retrograde.machine import machine_of, now
 
 __all__ = ["WAYS", "Timing", "cache_file", "timings"]
 
@@ -121,13 +120,11 @@ def _reaches(found: dict[str, Timing], steps: int) -> bool:
 
 def _key(module: nn.RNNBase, samples: int, needs_x: bool) -> str:
     weight: Any = module._flat_weights[0]
-    cuda = weight.is_cuda
-    machine = torch.cuda.get_device_name(weight.device) if cuda else _processor()
     options = (module.num_layers, module.bidirectional, module.bias, module.dropout)
     trained = [p.requires_grad for p in module.parameters()]
     return json.dumps(
         {
-            "machine": [machine, torch.__version__, torch.get_num_threads()],
+            "machine": _machine(weight.device, torch.get_num_threads()),
             "cell": [module.mode, module.input_size, module.hidden_size, *options],
             "call": [samples, str(weight.dtype), needs_x, module.training, all(trained)],
         }
@@ -135,8 +132,8 @@ def _key(module: nn.RNNBase, samples: int, needs_x: bool) -> str:
 
 
 @functools.cache
-def _processor() -> str:
-    return processor_name()
+def _machine(device: torch.device, threads: int) -> dict[str, str | int]:
+    return machine_of(device)
 
 
 def _measure(module: nn.RNNBase, samples: int, steps: int, needs_x: bool) -> dict[str, Timing]:
@@ -173,17 +170,10 @@ def _run(trial: Any, way: str, steps: int, samples: int, needs_x: bool) -> float
     x = torch.randn(steps, samples, trial.input_size, dtype=weight.dtype, device=weight.device)
     x.requires_grad_(needs_x)
     leaves = [t for t in (x, *trial.parameters()) if t.requires_grad]
-    _wait(weight.device)
-    start = time.perf_counter()
+    start = now(weight.device)
     outputs = trial(x)[0]
     torch.autograd.grad(outputs, leaves, torch.ones_like(outputs))
-    _wait(weight.device)
-    return time.perf_counter() - start
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return now(weight.device) - start
 
 
 def _read() -> dict[str, dict[str, Timing]]:
