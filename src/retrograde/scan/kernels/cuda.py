@@ -11,13 +11,13 @@ shorter than the others. Whether the products may be trusted is found by the car
 
 *Sizes* are fixed by P, the power of two from 16 on that holds H. A sweep keeps U in registers (of
 an LSTM wider than 64, reads it at each step); a product has tiles of 32 rows, of which a thread
-has 4 × 4 numbers or more; loads run two steps ahead. Warps to a program, for RNN / GRU / LSTM, and
-in brackets registers to a thread and bytes spilt by the LSTM, as ptxas 12.9 has it for sm_90:
+has 8 or 16 numbers; most loads run two steps ahead. Warps to a program, for RNN / GRU / LSTM, and
+in brackets an LSTM's registers to a thread and bytes spilt, as ptxas 12.8 has them for sm_90:
 
     P      products               carry               sweep
     16     1 / 1 / 1  (80, 0)     1 / 1 / 1 (90, 0)   1 / 1 / 1   (82, 0)
     32     2 / 2 / 2  (127, 0)    1 / 1 / 1 (106, 0)  1 / 4 / 4   (80, 0)
-    64     4 / 4 / 8  (127, 0)    4 / 4 / 8 (128, 0)  4 / 8 / 8   (127, 0)
+    64     4 / 4 / 8  (170, 0)    4 / 4 / 8 (128, 0)  4 / 8 / 8   (127, 0)
     128    8 / 8 / 16 (128, 236)  8 / 8 / 8 (255, 0)  8 / 16 / 16 (128, 252)
 """
 
@@ -28,13 +28,10 @@ import torch
 from torch import Tensor
 
 from retrograde.scan import sweep as reference
-from retrograde.scan.kernels import cuda_states, cuda_sweep
+from retrograde.scan.kernels import LARGEST_SIZE, cuda_states, cuda_sweep
 from retrograde.scan.recurrent import Slopes
 
-__all__ = ["LARGEST_SIZE", "cell_states", "gru_slopes", "lstm_slopes", "scan", "supported", "sweep"]
-
-#: The most hidden units for which there are kernels.
-LARGEST_SIZE = 128
+__all__ = ["cell_states", "gru_slopes", "lstm_slopes", "scan", "supported", "sweep"]
 
 # Steps that a program takes at a time of c, and how many numbers of c it has: 32 bytes, the least
 # that memory delivers.
@@ -206,7 +203,7 @@ def lstm_slopes(gates: Tensor, c: Tensor) -> Slopes:
             H=size,
             TIME=_TIME,
             LANES=_LANES,
-            num_warps=4,
+            num_warps=8,
         )
     return Slopes(gates.view(length, samples, 4, size), keep, inner)
 
