@@ -78,8 +78,7 @@ def main(size):
         for dy in (steps, None):
             cuda.scan(slopes, torch.zeros(gates * size, size), dy, state, 2)
     cuda.gru_slopes(torch.zeros(4, 2, 3 * size), torch.zeros(4, 2, 3 * size), steps)
-    cuda.lstm_slopes(torch.zeros(4, 2, 4 * size), steps[0])
-    cuda.cell_states(steps, steps, steps[0])
+    cuda.lstm_slopes(torch.zeros(4, 2, 4 * size), steps, steps[0])
 
 
 if __name__ == "__main__":

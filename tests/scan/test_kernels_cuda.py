@@ -256,17 +256,6 @@ def test_products_that_cannot_be_trusted_are_not_used(fences, kind, trouble):
     assert trouble == "overflow" or not found[0][1].isfinite().all()
 
 
-@poisons
-@pytest.mark.parametrize(("length", "samples", "size"), [(1, 1, 1), (2, 3, 7), (17, 3, 5)])
-def test_cell_states(fences, monkeypatch, length, samples, size):
-    monkeypatch.setattr(cuda, "_TIME", 8)  # so that c is carried from one block to the next
-    keep, gain = torch.rand(length, samples, size), torch.randn(length, samples, size)
-    c = torch.randn(samples, size)
-    found = cuda.cell_states(*(fences.around(t) for t in (keep, gain, c))).cpu()
-    expected = recurrent.cell_states(keep.double(), gain.double(), c.double())
-    assert_close([found], [expected])
-
-
 def states(kind, length, samples, size, scale):
     """A cell's weights, inputs, and states before and after each step, in float64."""
     torch.manual_seed(0)
@@ -308,7 +297,7 @@ def test_lstm_slopes(fences, monkeypatch, length, samples, size, scale):
     with torch.no_grad():
         gates = torch.nn.functional.linear(x, weights.inputs, weights.bias_inputs)
         gates += torch.nn.functional.linear(before, weights.hidden, weights.bias_hidden)
-    found = cuda.lstm_slopes(fences.around(gates), fences.around(c))
+    found = cuda.lstm_slopes(*(fences.around(t) for t in (gates, after, c)))
     assert_slopes_close(found, recurrent.slopes(weights, x, before, after, c))
 
 
@@ -367,10 +356,8 @@ def test_states_of_long_sequences_on_a_gpu(kind):
     if kind == "GRU":
         found = cuda.gru_slopes(*(t.to(DEVICE, torch.float32) for t in (gates, hidden, before)))
     else:
-        found = cuda.lstm_slopes(*(t.to(DEVICE, torch.float32) for t in (gates + hidden, c)))
-        keep, gain = torch.rand(2, *before.shape).double()
-        ours = cuda.cell_states(*(t.to(DEVICE, torch.float32) for t in (keep, gain, c)))
-        assert_close([ours.cpu()], [recurrent.cell_states(keep, gain, c)])
+        given = gates + hidden, after, c
+        found = cuda.lstm_slopes(*(t.to(DEVICE, torch.float32) for t in given))
     assert_slopes_close(found, recurrent.slopes(weights, x, before, after, c))
 
 

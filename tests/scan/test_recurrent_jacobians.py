@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.autograd.functional import jacobian
 
-from retrograde.scan.kernels import cpu
-from retrograde.scan.recurrent import GATES, Weights, cell_states, jacobians, pull, slopes
+from retrograde.scan.recurrent import GATES, Weights, jacobians, pull, slopes
 
 CELLS = {
     "RNN_TANH": (torch.nn.RNNCell, {"nonlinearity": "tanh"}),
@@ -146,22 +145,6 @@ def test_an_lstms_jacobian_is_the_product_of_two_sparse_factors(size):
         first = torch.cat([torch.cat([eye, e], 1), torch.cat([zero, eye], 1)])
         second = torch.cat([torch.cat([d_wo, zero], 1), torch.cat([a, f.diag()], 1)])
         torch.testing.assert_close(found[t, b].mT, first @ second, rtol=1e-12, atol=1e-13)
-
-
-@pytest.mark.parametrize("function", [cell_states, cpu.cell_states], ids=["plain", "compiled"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("length", "samples", "size"), [(1, 1, 1), (2, 3, 7), (65, 16, 20)])
-def test_cell_states_are_those_before_each_step(function, dtype, length, samples, size):
-    torch.manual_seed(0)
-    keep = torch.rand(length, samples, size, dtype=dtype)
-    gain, c = torch.randn_like(keep), torch.randn(samples, size, dtype=dtype)
-    expected, first = [c], c.clone()
-    for f, ig in zip(keep, gain, strict=True):
-        expected.append(f * expected[-1] + ig)
-    found = function(keep, gain, c)
-    assert found.data_ptr() == gain.data_ptr()
-    torch.testing.assert_close(found, torch.stack(expected[:-1]))
-    torch.testing.assert_close(c, first, rtol=0, atol=0)
 
 
 def test_a_relu_that_is_exactly_zero_passes_nothing_on():

@@ -30,13 +30,30 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["GATES", "Kind", "Slopes", "Weights", "cell_states", "jacobians", "pull", "slopes"]
+__all__ = [
+    "GATES",
+    "GateSlopes",
+    "Kind",
+    "Slopes",
+    "Weights",
+    "gru_slopes",
+    "jacobians",
+    "lstm_slopes",
+    "pull",
+    "slopes",
+]
 
 #: The cells, by torch's own names for them.
 Kind = Literal["RNN_TANH", "RNN_RELU", "GRU", "LSTM"]
 
 #: How many gates, that is, blocks of rows in its weights, a cell has.
 GATES: dict[Kind, int] = {"RNN_TANH": 1, "RNN_RELU": 1, "GRU": 3, "LSTM": 4}
+
+
+#: What turns a GRU's, and an LSTM's, gates into slopes.
+GateSlopes = tuple[
+    Callable[[Tensor, Tensor, Tensor], "Slopes"], Callable[[Tensor, Tensor, Tensor], "Slopes"]
+]
 
 
 @dataclass(frozen=True)
@@ -108,31 +125,13 @@ class Slopes:
         )
 
 
-def cell_states(keep: Tensor, gain: Tensor, c: Tensor) -> Tensor:
-    """An LSTM's c before each step: c_t = f_t c_{t−1} + (i g)_t, in place of ``gain``.
-
-    Args:
-        keep: f (L, B, H).
-        gain: i g (L, B, H); overwritten.
-        c: before the first step (B, H).
-
-    Returns:
-        c before each of the steps (L, B, H).
-    """
-    for f, ig in zip(keep, gain, strict=True):
-        after = torch.addcmul(ig, f, c)
-        ig.copy_(c)
-        c = after
-    return gain
-
-
 def slopes(
     weights: Weights,
     x: Tensor,
     before: Tensor,
     after: Tensor,
     c: Tensor | None = None,
-    cell_states: Callable[[Tensor, Tensor, Tensor], Tensor] = cell_states,
+    gates: "GateSlopes | None" = None,
 ) -> Slopes:
     """Recompute the slopes of L steps from their states, all steps at once.
 
@@ -142,7 +141,7 @@ def slopes(
         before: h before each step (L, B, H).
         after: h after each step (L, B, H).
         c: LSTM only: c before the first of the steps (B, H).
-        cell_states: LSTM only: a faster form of the function of that name.
+        gates: faster forms of :func:`gru_slopes` and :func:`lstm_slopes`.
 
     Returns:
         The slopes.
@@ -156,33 +155,45 @@ def slopes(
         >>> slopes(w, x, before, h).gates.shape
         torch.Size([7, 2, 1, 5])
     """
+    by_gru, by_lstm = gates or (gru_slopes, lstm_slopes)
     with torch.no_grad():
         match weights.kind:
             case "RNN_TANH":
-                s = torch.addcmul(_one(after), after, after, value=-1)
-                return Slopes(s.unsqueeze(2), None, None)
+                one = torch.ones((), dtype=after.dtype, device=after.device)
+                return Slopes(torch.addcmul(one, after, after, value=-1).unsqueeze(2), None, None)
             case "RNN_RELU":
                 return Slopes((after > 0).to(after.dtype).unsqueeze(2), None, None)
             case "GRU":
-                return _gru_slopes(weights, x, before)
+                inputs = functional.linear(x, weights.inputs, weights.bias_inputs)
+                hidden = functional.linear(before, weights.hidden, weights.bias_hidden)
+                return by_gru(inputs, hidden, before)
             case "LSTM":
                 assert c is not None
-                return _lstm_slopes(weights, x, before, after, cell_states, c)
+                bias = weights.bias_hidden
+                if bias is not None and weights.bias_inputs is not None:
+                    bias = bias + weights.bias_inputs
+                total = functional.linear(x, weights.inputs, bias)
+                total.flatten(0, 1).addmm_(before.flatten(0, 1), weights.hidden.t())
+                return by_lstm(total, after, c)
 
 
-def _one(like: Tensor) -> Tensor:
-    return torch.ones((), dtype=like.dtype, device=like.device)
+def gru_slopes(inputs: Tensor, hidden: Tensor, before: Tensor) -> Slopes:
+    """The slopes of a GRU from what enters its gates.
 
+    Args:
+        inputs: what the inputs contribute, biases included (L, B, 3 H); may be overwritten.
+        hidden: what the states contribute (L, B, 3 H); overwritten: the result is in its place.
+        before: h before each step (L, B, H).
 
-def _gru_slopes(weights: Weights, x: Tensor, before: Tensor) -> Slopes:
-    size = weights.size
-    gates = functional.linear(x, weights.inputs, weights.bias_inputs)
-    hidden = functional.linear(before, weights.hidden, weights.bias_hidden)
-    rz, n, m = gates[..., : 2 * size], gates[..., 2 * size :], hidden[..., 2 * size :]
+    Returns:
+        The slopes.
+    """
+    size = before.shape[-1]
+    rz, n, m = inputs[..., : 2 * size], inputs[..., 2 * size :], hidden[..., 2 * size :]
     rz.add_(hidden[..., : 2 * size]).sigmoid_()
     r, z = rz.chunk(2, -1)
     n.addcmul_(r, m).tanh_()
-    keep = z.contiguous()
+    keep = z.clone(memory_format=torch.contiguous_format)
     inner = torch.ops.aten.tanh_backward(1 - keep, n)
     s_r, s_z, _ = hidden.chunk(3, -1)
     torch.ops.aten.sigmoid_backward.grad_input(inner * m, r, grad_input=s_r)
@@ -191,24 +202,25 @@ def _gru_slopes(weights: Weights, x: Tensor, before: Tensor) -> Slopes:
     return Slopes(hidden.unflatten(-1, (3, size)), keep, inner)
 
 
-def _lstm_slopes(
-    weights: Weights,
-    x: Tensor,
-    before: Tensor,
-    after: Tensor,
-    cell_states: Callable[[Tensor, Tensor, Tensor], Tensor],
-    c: Tensor,
-) -> Slopes:
-    size = weights.size
-    gates = functional.linear(x, weights.inputs, weights.bias_inputs)
-    gates += functional.linear(before, weights.hidden, weights.bias_hidden)
+def lstm_slopes(gates: Tensor, after: Tensor, c: Tensor) -> Slopes:
+    """The slopes of an LSTM from what enters its gates.
+
+    Args:
+        gates: (L, B, 4 H); overwritten: the result is in its place.
+        after: h after each step (L, B, H), from which tanh c = h / o may be had.
+        c: before the first step (B, H).
+
+    Returns:
+        The slopes.
+    """
+    size = c.shape[-1]
     gates[..., : 2 * size].sigmoid_()
     i, f, g, o = gates.chunk(4, -1)
     g.tanh_()
     o.sigmoid_()
-    keep = f.contiguous()
-    tanh_c = after / o.clamp_min(torch.finfo(o.dtype).tiny)  # h = o tanh c; where o is 0, so is s_o
-    before_c = cell_states(keep, i * g, c)
+    keep = f.clone(memory_format=torch.contiguous_format)
+    before_c, after_c = _cell_states(keep, i * g, c)
+    tanh_c = after_c.tanh_()
     inner = torch.ops.aten.tanh_backward(o, tanh_c)
     torch.ops.aten.sigmoid_backward.grad_input(tanh_c, o, grad_input=o)
     torch.ops.aten.sigmoid_backward.grad_input(before_c, f, grad_input=f)
@@ -216,6 +228,15 @@ def _lstm_slopes(
     torch.ops.aten.tanh_backward.grad_input(i, g, grad_input=g)
     i.copy_(s_i)
     return Slopes(gates.unflatten(-1, (4, size)), keep, inner)
+
+
+def _cell_states(keep: Tensor, gain: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """An LSTM's c before and after each step: c_t = f_t c_{t−1} + (i g)_t."""
+    states = c.new_empty(len(keep) + 1, *c.shape)
+    states[0] = c
+    for t in range(len(keep)):
+        torch.addcmul(gain[t], keep[t], states[t], out=states[t + 1])
+    return states[:-1].clone(), states[1:]
 
 
 def pull(step: Slopes, hidden: Tensor, rows: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from retrograde.scan import recurrent, sweep
-from retrograde.scan.recurrent import Slopes
+from retrograde.scan.recurrent import GateSlopes, Slopes
 
 __all__ = ["LARGEST_SIZE", "Kernels", "kernels"]
 
@@ -28,13 +28,13 @@ class Kernels:
         name: "numba", "triton" or "torch".
         sweep: as :func:`retrograde.scan.sweep.sweep`.
         scan: as :func:`retrograde.scan.sweep.scan`.
-        cell_states: as :func:`retrograde.scan.recurrent.cell_states`.
+        gates: as :func:`retrograde.scan.recurrent.gru_slopes` and ``lstm_slopes``.
     """
 
     name: str
     sweep: Sweep
     scan: Scan
-    cell_states: Callable[[Tensor, Tensor, Tensor], Tensor]
+    gates: GateSlopes
 
 
 @functools.cache
@@ -56,10 +56,10 @@ def kernels(device: str, dtype: torch.dtype, size: int) -> Kernels:
     if device == "cpu" and dtype in (torch.float32, torch.float64):
         from retrograde.scan.kernels import cpu
 
-        return Kernels("numba", cpu.sweep, sweep.scan, cpu.cell_states)
+        return Kernels("numba", cpu.sweep, sweep.scan, (cpu.gru_slopes, cpu.lstm_slopes))
     fits = dtype == torch.float32 and size <= LARGEST_SIZE
     if device == "cuda" and fits and importlib.util.find_spec("triton"):
         from retrograde.scan.kernels import cuda
 
-        return Kernels("triton", cuda.sweep, cuda.scan, cuda.cell_states)
-    return Kernels("torch", sweep.sweep, sweep.scan, recurrent.cell_states)
+        return Kernels("triton", cuda.sweep, cuda.scan, (cuda.gru_slopes, cuda.lstm_slopes))
+    return Kernels("torch", sweep.sweep, sweep.scan, (recurrent.gru_slopes, recurrent.lstm_slopes))

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from retrograde.scan.recurrent import Slopes
 
-__all__ = ["cell_states", "sweep"]
+__all__ = ["gru_slopes", "lstm_slopes", "sweep"]
 
 _Reals = NDArray[np.floating[Any]]
 
@@ -34,6 +34,7 @@ _compiled: Any = njit(cache=True, nogil=True, fastmath=_MATH, error_model="numpy
 
 # Multiplications that are worth a thread of their own: about half a millisecond.
 _THREAD_WORK = 4_000_000
+_ELEMENT_WORK = 40  # of a row of slopes, in the same unit
 
 
 def sweep(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor) -> Tensor:
@@ -54,13 +55,33 @@ def sweep(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor) -> Tenso
     return g
 
 
-def cell_states(keep: Tensor, gain: Tensor, c: Tensor) -> Tensor:
-    """As :func:`retrograde.scan.recurrent.cell_states`, for float32 and float64 on a CPU."""
-    length = keep.shape[0]
-    _cell_states(
-        keep.view(length, -1).numpy(), gain.view(length, -1).numpy(), c.reshape(-1).numpy()
-    )
-    return gain
+def gru_slopes(inputs: Tensor, hidden: Tensor, before: Tensor) -> Slopes:
+    """As :func:`retrograde.scan.recurrent.gru_slopes`, for float32 and float64 on a CPU."""
+    length, samples, size = before.shape
+    rows = length * samples
+    rz, n, keep = (before.new_empty(rows, width) for width in (2 * size, size, size))
+    arrays = [t.view(rows, -1).numpy() for t in (inputs, hidden, before.contiguous(), rz, n, keep)]
+    work = rows * _ELEMENT_WORK
+    _share(functools.partial(_gru_gates, *arrays[:2], arrays[3]), rows, work)
+    rz.sigmoid_()
+    _share(functools.partial(_gru_candidate, *arrays[:2], *arrays[3:5]), rows, work)
+    n.tanh_()
+    _share(functools.partial(_gru_slopes, *arrays[1:]), rows, work)
+    shape = before.shape
+    return Slopes(hidden.unflatten(-1, (3, size)), keep.view(shape), n.view(shape))
+
+
+def lstm_slopes(gates: Tensor, after: Tensor, c: Tensor) -> Slopes:
+    """As :func:`retrograde.scan.recurrent.lstm_slopes`, for float32 and float64 on a CPU."""
+    length, samples, size = after.shape
+    part = gates[..., 2 * size : 3 * size]
+    g = part.clone(memory_format=torch.contiguous_format).tanh_()
+    gates.sigmoid_()  # the third gate too: one pass over all is quicker than two over parts
+    keep = torch.empty_like(g)
+    arrays = [t.numpy() for t in (gates, g, after.contiguous(), keep, c.clone())]
+    work = length * samples * _ELEMENT_WORK
+    _share(functools.partial(_lstm_slopes, *arrays), samples, work)
+    return Slopes(gates.unflatten(-1, (4, size)), keep, g)
 
 
 def _share(kernel: Callable[[int, int], None], samples: int, work: int) -> None:
@@ -186,11 +207,63 @@ def _sweep_lstm(
 
 
 @_compiled  # type: ignore[untyped-decorator]
-def _cell_states(keep: _Reals, gain: _Reals, c: _Reals) -> None:
-    """gain ← c before each step, with c_t = keep_t c_{t−1} + gain_t."""
-    state = c.copy()
-    for t in range(keep.shape[0]):
-        for j in range(c.shape[0]):
-            after = keep[t, j] * state[j] + gain[t, j]
-            gain[t, j] = state[j]
-            state[j] = after
+def _gru_gates(inputs: _Reals, hidden: _Reals, rz: _Reals, first: int, last: int) -> None:
+    """What enters r and z."""
+    for row in range(first, last):
+        a, b, total = inputs[row], hidden[row], rz[row]
+        for j in range(rz.shape[1]):
+            total[j] = a[j] + b[j]
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def _gru_candidate(
+    inputs: _Reals, hidden: _Reals, rz: _Reals, n: _Reals, first: int, last: int
+) -> None:
+    """What enters n, from r."""
+    size = n.shape[1]
+    for row in range(first, last):
+        a, m, r, total = inputs[row, 2 * size :], hidden[row, 2 * size :], rz[row], n[row]
+        for j in range(size):
+            total[j] = a[j] + r[j] * m[j]
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def _gru_slopes(
+    hidden: _Reals, before: _Reals, rz: _Reals, n: _Reals, keep: _Reals, first: int, last: int
+) -> None:
+    """hidden ← s_r, s_z, s_m; n ← s_n; keep ← z."""
+    size = n.shape[1]
+    for row in range(first, last):
+        s_r, s_z, s_m = hidden[row, :size], hidden[row, size : 2 * size], hidden[row, 2 * size :]
+        r, z, s_n, h, kept = rz[row, :size], rz[row, size:], n[row], before[row], keep[row]
+        for j in range(size):
+            candidate, m = s_n[j], s_m[j]
+            slope = (1 - z[j]) * (1 - candidate * candidate)
+            kept[j] = z[j]
+            s_z[j] = (h[j] - candidate) * z[j] * (1 - z[j])
+            s_r[j] = slope * m * r[j] * (1 - r[j])
+            s_m[j] = slope * r[j]
+            s_n[j] = slope
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def _lstm_slopes(
+    gates: _Reals, g: _Reals, after: _Reals, keep: _Reals, c: _Reals, first: int, last: int
+) -> None:
+    """gates ← s_i, s_f, s_g, s_o; g ← e; keep ← f; c ← c after the last step."""
+    size = c.shape[1]
+    for t in range(gates.shape[0]):
+        for b in range(first, last):
+            s_i, s_f = gates[t, b, :size], gates[t, b, size : 2 * size]
+            s_g, s_o = gates[t, b, 2 * size : 3 * size], gates[t, b, 3 * size :]
+            e, h, kept, state = g[t, b], after[t, b], keep[t, b], c[b]
+            for j in range(size):
+                i, f, n, o = s_i[j], s_f[j], e[j], s_o[j]
+                tanh_c = h[j] / o if o > 0 else 0 * o  # where o is 0, so are e and s_o
+                kept[j] = f
+                s_i[j] = n * i * (1 - i)
+                s_f[j] = state[j] * f * (1 - f)
+                s_g[j] = i * (1 - n * n)
+                s_o[j] = tanh_c * o * (1 - o)
+                e[j] = o * (1 - tanh_c * tanh_c)
+                state[j] = f * state[j] + i * n

@@ -31,7 +31,7 @@ from retrograde.scan import sweep as reference
 from retrograde.scan.kernels import LARGEST_SIZE, cuda_states, cuda_sweep
 from retrograde.scan.recurrent import Slopes
 
-__all__ = ["cell_states", "gru_slopes", "lstm_slopes", "scan", "supported", "sweep"]
+__all__ = ["gru_slopes", "lstm_slopes", "scan", "supported", "sweep"]
 
 # Steps that a program takes at a time of c, and how many numbers of c it has: 32 bytes, the least
 # that memory delivers.
@@ -137,18 +137,6 @@ def scan(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor, chunk: in
     return _sweep_chunks(slopes, hidden, dy, after, chunks, chunk)
 
 
-def cell_states(keep: Tensor, gain: Tensor, c: Tensor) -> Tensor:
-    """As :func:`retrograde.scan.recurrent.cell_states`, for float32 on a GPU, in one launch."""
-    assert keep.is_contiguous()
-    assert gain.is_contiguous()
-    width = c.numel()
-    with _device_of(gain):
-        cuda_states.cell_states[(-(-width // _LANES),)](
-            keep, gain, c.contiguous(), len(gain), width, TIME=_TIME, LANES=_LANES, num_warps=4
-        )
-    return gain
-
-
 def gru_slopes(gates: Tensor, hidden: Tensor, before: Tensor) -> Slopes:
     """A GRU's slopes from what its gates are functions of, in one launch.
 
@@ -178,12 +166,13 @@ def gru_slopes(gates: Tensor, hidden: Tensor, before: Tensor) -> Slopes:
     return Slopes(hidden.view(*before.shape[:-1], 3, size), keep, inner)
 
 
-def lstm_slopes(gates: Tensor, c: Tensor) -> Slopes:
+def lstm_slopes(gates: Tensor, after: Tensor, c: Tensor) -> Slopes:
     """An LSTM's slopes from what its gates are functions of, c included, in one launch.
 
     Args:
         gates: W x + b_ih + U h + b_hh of i, f, g and o (L, B, 4 H); overwritten, and part of what
             is returned.
+        after: h after each step, of no use here.
         c: before the first of the steps (B, H).
 
     Returns:

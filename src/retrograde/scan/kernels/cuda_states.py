@@ -16,7 +16,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-__all__ = ["cell_states", "gru_slopes", "lstm_slopes"]
+__all__ = ["gru_slopes", "lstm_slopes"]
 
 _compiled: Any = triton.jit(do_not_specialize=["steps", "width", "numbers"])
 _inlined: Any = triton.jit
@@ -52,28 +52,6 @@ def _last(c, row, TIME: tl.constexpr):
 
 
 @_compiled
-def cell_states(keep, gain, c, steps, width, TIME: tl.constexpr, LANES: tl.constexpr):
-    """Program p: numbers p·LANES … of the B·H = width that c has, all the steps."""
-    lane = tl.program_id(0) * LANES + tl.arange(0, LANES)[None, :]
-    row = tl.arange(0, TIME)[:, None]
-    known = tl.load(c + lane, mask=lane < width, other=0.0)
-    for start in tl.range(0, steps, TIME):
-        t = (start + row).to(tl.int64)
-        real = (t < steps) & (lane < width)
-        at = t * width + lane
-        f = tl.load(keep + at, mask=real, other=0.0)
-        more = tl.load(gain + at, mask=real, other=0.0)
-        inside = real & (row > 0)  # row 0 has what is carried
-        f_before = tl.load(keep + at - width, mask=inside, other=0.0)
-        more_before = tl.load(gain + at - width, mask=inside, other=0.0)
-        more_before = tl.where(row > 0, more_before, known)
-        _, before = tl.associative_scan((f_before, more_before), 0, _then)
-        known = _last(f * before + more, row, TIME)
-        tl.debug_barrier()  # rows are read by the threads of the rows after them
-        tl.store(gain + at, before, mask=real)
-
-
-@_compiled
 def lstm_slopes(
     gates,
     keep,
@@ -85,7 +63,10 @@ def lstm_slopes(
     TIME: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Program p as in :func:`cell_states`; gates (L, B, 4 H), from sums of inputs to slopes."""
+    """Program p: numbers p·LANES … of the B·H = width that c has, all the steps.
+
+    gates (L, B, 4 H) go from sums of inputs to slopes.
+    """
     lane = tl.program_id(0) * LANES + tl.arange(0, LANES)[None, :]
     row = tl.arange(0, TIME)[:, None]
     known = tl.load(c + lane, mask=lane < width, other=0.0)
