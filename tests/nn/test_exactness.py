@@ -1,0 +1,173 @@
+"""Gradients of ``backward=`` against autograd on ``torch.nn``, 1 to 5000 steps, gain 0.1 to 2.2.
+
+What "equal" can mean in single precision:
+
+- Sums over T·B steps round. torch's own float32 gradients of weights are off by up to 1e-5 at
+  T·B = 80 000, so the reference is float64 on the same weights, and where sums are long (or a
+  gradient of one number cancels, at H = 1) torch's own error against it is allowed on top.
+- With a gain well above 1 a plain RNN is chaotic: float32 and float64 trajectories part after a few
+  dozen steps, and so do their gradients, whatever computes them. The gradient of the trajectory
+  *that was run* is well defined all the same: there the reference is float64 autograd through
+  torch's cell at the float32 states (:func:`along`).
+- Gradients that explode leave the type's range, in torch's pass as in ours. Then the same tensors
+  have to be finite in both, and the inputs' gradients equal at the steps before they overflow.
+"""
+
+import copy
+import itertools
+import warnings
+
+import pytest
+import torch
+
+from oracles.networks import (
+    CELLS,
+    assert_close,
+    call,
+    gradients,
+    pair,
+    relative_error,
+    seeds_for,
+    state_of,
+)
+
+SIZES, LENGTHS, BATCHES = (1, 7, 20, 33, 64, 128), (1, 2, 3, 63, 64, 65, 1000, 5000), (1, 3, 16)
+GAINS, WAYS = (0.1, 0.9, 1.5, 2.2), ("sequential", "scan")
+DTYPES = (torch.float64, torch.float32)
+
+# (H, T, B, gain): every value, each length at several widths, the dearest combinations left out.
+POINTS = [
+    (128, 1, 16, 2.2),
+    (1, 1, 1, 0.9),
+    (33, 2, 3, 0.1),
+    (64, 2, 16, 1.5),
+    (7, 3, 1, 0.9),
+    (20, 3, 16, 2.2),
+    (20, 63, 16, 1.5),
+    (64, 63, 1, 0.1),
+    (128, 64, 3, 0.9),
+    (20, 64, 1, 2.2),
+    (1, 65, 16, 2.2),
+    (33, 65, 3, 1.5),
+    (7, 1000, 16, 0.9),
+    (64, 1000, 3, 1.5),
+    (1, 1000, 1, 0.1),
+    (20, 1000, 3, 2.2),
+    (20, 5000, 3, 0.1),
+    (33, 5000, 1, 0.9),
+    (7, 5000, 16, 1.5),
+]
+
+
+def in_double(net, x, state, seeds):
+    """torch's gradients in float64, on the same weights."""
+    x, *state = [t.detach().double().requires_grad_() for t in (x, *state)]
+    return gradients(copy.deepcopy(net).double(), x, state, [s.double() for s in seeds])
+
+
+def along(net, x, state, seeds):
+    """The same along the float32 trajectory of an RNN: its states are put in place of float64's."""
+    with torch.no_grad():
+        run = net(x, state[0])[0].double()
+    net = copy.deepcopy(net).double()
+    x, first = x.detach().double().requires_grad_(), state[0].detach().double().requires_grad_()
+    activation = {"RNN_TANH": torch.tanh, "RNN_RELU": torch.relu}[net.mode]
+    driven, h, states = x @ net.weight_ih_l0.T + net.bias_ih_l0, first[0], []
+    for from_input, in_single in zip(driven, run, strict=True):
+        h = activation(from_input + h @ net.weight_hh_l0.T + net.bias_hh_l0)
+        h = h + (in_single - h).detach()
+        states.append(h)
+    wanted = {"x": x, "state 0": first, **dict(net.named_parameters())}
+    roots = [torch.stack(states), h.unsqueeze(0)]
+    found = torch.autograd.grad(roots, list(wanted.values()), [s.double() for s in seeds])
+    return dict(zip(wanted, found, strict=True))
+
+
+def is_finite(found):
+    return {name: bool(t.isfinite().all()) for name, t in found.items()}
+
+
+def overflow_free(found, largest):
+    """The first step from which on no gradient of an input has left the range of the type."""
+    fine = (found["x"].abs().flatten(1).amax(1) < largest).tolist()
+    return len(fine) - len(list(itertools.takewhile(bool, reversed(fine))))
+
+
+def tolerances(cell, size, length, batch, gain, theirs, reference):
+    """For float32: 2e-6, and torch's own error where a sum is long, cancels, or explodes."""
+    plain = cell in ("GRU", "LSTM") or gain < 1.5
+    if plain and size > 1 and length * batch <= 3000:
+        return 2e-6
+    return 2e-6 + 4 * max(relative_error(theirs[name], reference[name]) for name in reference)
+
+
+def check(cell, dtype, size, length, batch, gain):
+    torch.manual_seed(3)
+    x = torch.randn(length, batch, 5, dtype=dtype, requires_grad=True)
+    theirs, _ = pair(cell, 5, size, gain=gain, dtype=dtype)
+    state = state_of(theirs, batch, dtype=dtype)
+    with torch.no_grad():
+        outputs = call(theirs, x, state)
+    seeds = seeds_for(outputs)
+    expected = gradients(theirs, x, state, seeds)
+    reference, tolerance = expected, 1e-10
+    healthy = all(is_finite(expected).values())
+    if dtype == torch.float32 and healthy:
+        chaotic = cell.startswith("RNN") and gain > 1
+        reference = (along if chaotic else in_double)(theirs, x, state, seeds)
+        tolerance = tolerances(cell, size, length, batch, gain, expected, reference)
+    for way in WAYS:
+        _, ours = pair(cell, 5, size, gain=gain, dtype=dtype, backward=way)
+        with warnings.catch_warnings():
+            if gain < 1:
+                warnings.simplefilter("error")
+            else:  # products that overflow are told of, as they should be
+                warnings.filterwarnings("ignore", "products of Jacobians", RuntimeWarning)
+            found = gradients(ours, x, state, seeds)
+        if cell != "LSTM":
+            for a, b in zip(call(ours, x, state), outputs, strict=True):
+                torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+        if healthy:
+            assert_close(found, reference, tolerance)
+        else:
+            assert is_finite(found) == is_finite(expected)
+            start = overflow_free(expected, torch.finfo(dtype).max / 1e6)
+            if start < length:  # else the forward pass itself overflowed
+                error = relative_error(found["x"][start:], expected["x"][start:])
+                assert error <= (1e-10 if dtype == torch.float64 else 1e-5)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("point", POINTS, ids=str)
+def test_gradients_are_autograds(cell, dtype, point):
+    check(cell, dtype, *point)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gain", GAINS)
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("size", SIZES)
+def test_gradients_are_autograds_on_the_whole_grid(cell, dtype, gain, length, size):
+    for batch in BATCHES:
+        check(cell, dtype, size, length, batch, gain)
+
+
+def test_the_points_cover_every_value():
+    sizes, lengths, batches, gains = map(set, zip(*POINTS, strict=True))
+    assert (sizes, lengths) == (set(SIZES), set(LENGTHS))
+    assert (batches, gains) == (set(BATCHES), set(GAINS))
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_long_sums_in_single_precision_round_no_more_than_short_ones(cell):
+    """80 000 terms: torch's own gradients are off by 3e-6 to 5e-6 here."""
+    torch.manual_seed(3)
+    x = torch.randn(5000, 16, 5, requires_grad=True)
+    theirs, ours = pair(cell, 5, 7, gain=0.9, backward="sequential")
+    state = state_of(theirs, 16, dtype=torch.float32)
+    with torch.no_grad():
+        seeds = seeds_for(call(theirs, x, state))
+    assert_close(gradients(ours, x, state, seeds), in_double(theirs, x, state, seeds), 2e-6)
