@@ -162,7 +162,8 @@ def slopes(
                 one = torch.ones((), dtype=after.dtype, device=after.device)
                 return Slopes(torch.addcmul(one, after, after, value=-1).unsqueeze(2), None, None)
             case "RNN_RELU":
-                return Slopes((after > 0).to(after.dtype).unsqueeze(2), None, None)
+                # As torch has it: a state that is no number passes the gradient on.
+                return Slopes((~(after <= 0)).to(after.dtype).unsqueeze(2), None, None)
             case "GRU":
                 inputs = functional.linear(x, weights.inputs, weights.bias_inputs)
                 hidden = functional.linear(before, weights.hidden, weights.bias_hidden)
