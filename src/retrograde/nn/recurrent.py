@@ -186,6 +186,7 @@ class Recurrent(nn.RNNBase):
             state = tuple(s if order is None else s.index_select(1, order) for s in hidden)
         else:
             state = self._zeros(int(sizes[0]), input.data)
+            self._check_arguments(input.data, state, sizes)
         batch, final = run_stack(self, way, Batch.padded(input.data, sizes), state)
         back = input.unsorted_indices
         final = tuple(s if back is None else s.index_select(1, back) for s in final)
