@@ -324,15 +324,17 @@ class _Sums:
     def _add_weights(self, steps: Slopes, x: Tensor, before: Tensor, start: int) -> None:
         gates = steps.gates.flatten(0, 1)
         flat = gates.flatten(-2)
-        # Not addmm_: it takes the sum of all blocks into a block's own rounding (5e-6 for 1e-6).
-        self.weights["hidden"] += flat.t() @ before.flatten(0, 1)
-        if "bias_hidden" in self.weights:
-            self.weights["bias_hidden"] += flat.sum(0)
+        biased = "bias_hidden" in self.weights
+        total = flat.sum(0) if biased else None
+        if total is not None:
+            self.weights["bias_hidden"] += total
+        self.weights["hidden"].addmm_(flat.t(), before.flatten(0, 1))
         if self.cast.kind == "GRU":  # as the input weights see the third gate
             assert steps.inner is not None
             gates[:, 2].copy_(steps.inner.flatten(0, 1))
-        self.weights["inputs"] += flat.t() @ x.flatten(0, 1)
-        if "bias_inputs" in self.weights:
-            self.weights["bias_inputs"] += flat.sum(0)
+            total = flat.sum(0) if biased else None
+        if total is not None:
+            self.weights["bias_inputs"] += total
+        self.weights["inputs"].addmm_(flat.t(), x.flatten(0, 1))
         if self.x is not None:
             self.x[start : start + len(x)] = (flat @ self.cast.inputs).view(x.shape)

@@ -12,9 +12,9 @@ from retrograde.scan.recurrent import GATES, Kind
 
 __all__ = ["scan_way", "sequential_way", "step_numbers"]
 
-# What a block's working arrays may take. On a CPU, about what one core's second cache holds; on a
+# What a block's working arrays may take. On a CPU, a part of the last cache that cores share; on a
 # GPU, launches count and memory is plentiful.
-_BLOCK_BYTES = {"cpu": 2**20, "cuda": 2**28}
+_BLOCK_BYTES = {"cpu": 4 * 2**20, "cuda": 2**28}
 # The same for the scan, whose products come on top and which wants many chunks at a time.
 _SCAN_BYTES = {"cpu": 24 * 2**20, "cuda": 2**30}
 

@@ -3,8 +3,9 @@
 A step of the backward recurrence is a few products of elements and one product of a short vector
 with the hidden weights. torch spends microseconds on calling each; here a step of a sample is a
 loop. Samples do not depend on one another, so each thread takes some of them through all the
-steps. Two samples and four rows of the weights are taken at a time, so that a loaded weight is used
-twice and an accumulator eight times; the compiler vectorises over the units.
+steps. Two samples and eight rows of the weights are taken at a time, so that a loaded weight is
+used twice and a loaded sum eight times; the compiler vectorises over the units. The slopes take a
+pass of their own, but that torch's vectorised tanh and sigmoid are called.
 
 The reference is :func:`retrograde.scan.sweep.sweep`. Gates and the rest are those of
 :mod:`retrograde.scan.recurrent`, arrays in place of tensors: ``gates`` (L, B, K·H).
@@ -106,32 +107,38 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 def _add_product(a: _Reals, u: _Reals, out: _Reals) -> None:
     """out += a @ u, for a few samples: a (S, N), u (N, H), out (S, H)."""
     samples, rows = a.shape
-    size, whole = u.shape[1], rows - rows % 4
+    size, whole = u.shape[1], rows - rows % 8
     for b in range(0, samples - 1, 2):
-        p, q = out[b], out[b + 1]
-        for i in range(0, whole, 4):
-            p0, p1, p2, p3 = a[b, i], a[b, i + 1], a[b, i + 2], a[b, i + 3]
-            q0, q1, q2, q3 = a[b + 1, i], a[b + 1, i + 1], a[b + 1, i + 2], a[b + 1, i + 3]
+        x, y, p, q = a[b], a[b + 1], out[b], out[b + 1]
+        for i in range(0, whole, 8):
+            x0, x1, x2, x3 = x[i], x[i + 1], x[i + 2], x[i + 3]
+            x4, x5, x6, x7 = x[i + 4], x[i + 5], x[i + 6], x[i + 7]
+            y0, y1, y2, y3 = y[i], y[i + 1], y[i + 2], y[i + 3]
+            y4, y5, y6, y7 = y[i + 4], y[i + 5], y[i + 6], y[i + 7]
             u0, u1, u2, u3 = u[i], u[i + 1], u[i + 2], u[i + 3]
+            u4, u5, u6, u7 = u[i + 4], u[i + 5], u[i + 6], u[i + 7]
             for j in range(size):
-                p[j] += p0 * u0[j] + p1 * u1[j] + p2 * u2[j] + p3 * u3[j]
-                q[j] += q0 * u0[j] + q1 * u1[j] + q2 * u2[j] + q3 * u3[j]
+                first = x0 * u0[j] + x1 * u1[j] + x2 * u2[j] + x3 * u3[j]
+                p[j] += first + (x4 * u4[j] + x5 * u5[j] + x6 * u6[j] + x7 * u7[j])
+                first = y0 * u0[j] + y1 * u1[j] + y2 * u2[j] + y3 * u3[j]
+                q[j] += first + (y4 * u4[j] + y5 * u5[j] + y6 * u6[j] + y7 * u7[j])
         for i in range(whole, rows):
-            p0, q0, u0 = a[b, i], a[b + 1, i], u[i]
+            x0, y0, u0 = x[i], y[i], u[i]
             for j in range(size):
-                p[j] += p0 * u0[j]
-                q[j] += q0 * u0[j]
+                p[j] += x0 * u0[j]
+                q[j] += y0 * u0[j]
     if samples % 2:
-        p = out[samples - 1]
+        x, p = a[samples - 1], out[samples - 1]
+        whole = rows - rows % 4
         for i in range(0, whole, 4):
-            p0, p1, p2, p3 = (a[-1, i], a[-1, i + 1], a[-1, i + 2], a[-1, i + 3])
+            x0, x1, x2, x3 = x[i], x[i + 1], x[i + 2], x[i + 3]
             u0, u1, u2, u3 = u[i], u[i + 1], u[i + 2], u[i + 3]
             for j in range(size):
-                p[j] += p0 * u0[j] + p1 * u1[j] + p2 * u2[j] + p3 * u3[j]
+                p[j] += x0 * u0[j] + x1 * u1[j] + x2 * u2[j] + x3 * u3[j]
         for i in range(whole, rows):
-            p0, u0 = a[-1, i], u[i]
+            x0, u0 = x[i], u[i]
             for j in range(size):
-                p[j] += p0 * u0[j]
+                p[j] += x0 * u0[j]
 
 
 @_compiled  # type: ignore[untyped-decorator]
@@ -146,26 +153,23 @@ def _sweep_state(
     last: int,
 ) -> None:
     """RNN and GRU, samples first … last − 1; g (B, H) goes from after the last to before step 0."""
-    size = g.shape[1]
+    size, width = g.shape[1], gates.shape[2]
     before = np.empty((last - first, size), g.dtype)
     for t in range(gates.shape[0] - 1, -1, -1):
         for b in range(first, last):
-            row, gate, new = g[b], gates[t, b], before[b - first]
             if losses.shape[0]:
-                loss = losses[t, b]
                 for j in range(size):
-                    row[j] += loss[j]
-            for k in range(0, gate.shape[0], size):
-                part = gate[k : k + size]
+                    g[b, j] += losses[t, b, j]
+            for k in range(0, width, size):
                 for j in range(size):
-                    part[j] *= row[j]
+                    gates[t, b, k + j] *= g[b, j]
             if keep.shape[0]:
-                kept, candidate = keep[t, b], inner[t, b]
                 for j in range(size):
-                    new[j] = kept[j] * row[j]
-                    candidate[j] *= row[j]
+                    before[b - first, j] = keep[t, b, j] * g[b, j]
+                for j in range(size):
+                    inner[t, b, j] *= g[b, j]
             else:
-                new[:] = 0
+                before[b - first] = 0
         _add_product(gates[t, first:last], hidden, before)
         g[first:last] = before
 
@@ -184,23 +188,20 @@ def _sweep_lstm(
     """LSTM, samples first … last − 1; g (B, 2 H) goes from after the last to before step 0."""
     size = hidden.shape[1]
     before = np.empty((last - first, size), g.dtype)
+    by = np.empty(4 * size, g.dtype)  # what the gates are multiplied by: d, d, d, g_h
     for t in range(gates.shape[0] - 1, -1, -1):
         for b in range(first, last):
-            h, c = g[b, :size], g[b, size:]
-            i, f = gates[t, b, :size], gates[t, b, size : 2 * size]
-            n, o = gates[t, b, 2 * size : 3 * size], gates[t, b, 3 * size :]
-            kept, through = keep[t, b], inner[t, b]
             if losses.shape[0]:
-                loss = losses[t, b]
                 for j in range(size):
-                    h[j] += loss[j]
+                    g[b, j] += losses[t, b, j]
             for j in range(size):
-                d = c[j] + h[j] * through[j]
-                i[j] *= d
-                f[j] *= d
-                n[j] *= d
-                o[j] *= h[j]
-                c[j] = d * kept[j]
+                d = g[b, size + j] + g[b, j] * inner[t, b, j]
+                by[j] = by[size + j] = by[2 * size + j] = d
+                by[3 * size + j] = g[b, j]
+            for j in range(size):
+                g[b, size + j] = by[j] * keep[t, b, j]
+            for j in range(4 * size):
+                gates[t, b, j] *= by[j]
         before[:] = 0
         _add_product(gates[t, first:last], hidden, before)
         g[first:last, :size] = before
@@ -232,16 +233,16 @@ def _gru_slopes(
     hidden: _Reals, before: _Reals, rz: _Reals, n: _Reals, keep: _Reals, first: int, last: int
 ) -> None:
     """hidden ← s_r, s_z, s_m; n ← s_n; keep ← z."""
-    size = n.shape[1]
+    size, one = n.shape[1], n.dtype.type(1)  # a plain 1 would make everything float64
     for row in range(first, last):
         s_r, s_z, s_m = hidden[row, :size], hidden[row, size : 2 * size], hidden[row, 2 * size :]
         r, z, s_n, h, kept = rz[row, :size], rz[row, size:], n[row], before[row], keep[row]
         for j in range(size):
             candidate, m = s_n[j], s_m[j]
-            slope = (1 - z[j]) * (1 - candidate * candidate)
+            slope = (one - z[j]) * (one - candidate * candidate)
             kept[j] = z[j]
-            s_z[j] = (h[j] - candidate) * z[j] * (1 - z[j])
-            s_r[j] = slope * m * r[j] * (1 - r[j])
+            s_z[j] = (h[j] - candidate) * z[j] * (one - z[j])
+            s_r[j] = slope * m * r[j] * (one - r[j])
             s_m[j] = slope * r[j]
             s_n[j] = slope
 
@@ -251,7 +252,7 @@ def _lstm_slopes(
     gates: _Reals, g: _Reals, after: _Reals, keep: _Reals, c: _Reals, first: int, last: int
 ) -> None:
     """gates ← s_i, s_f, s_g, s_o; g ← e; keep ← f; c ← c after the last step."""
-    size = c.shape[1]
+    size, one, tiny = c.shape[1], c.dtype.type(1), c.dtype.type(1e-37)
     for t in range(gates.shape[0]):
         for b in range(first, last):
             s_i, s_f = gates[t, b, :size], gates[t, b, size : 2 * size]
@@ -259,11 +260,11 @@ def _lstm_slopes(
             e, h, kept, state = g[t, b], after[t, b], keep[t, b], c[b]
             for j in range(size):
                 i, f, n, o = s_i[j], s_f[j], e[j], s_o[j]
-                tanh_c = h[j] / o if o > 0 else 0 * o  # where o is 0, so are e and s_o
+                tanh_c = h[j] / max(o, tiny)  # h = o tanh c; where o is 0, so are e and s_o
                 kept[j] = f
-                s_i[j] = n * i * (1 - i)
-                s_f[j] = state[j] * f * (1 - f)
-                s_g[j] = i * (1 - n * n)
-                s_o[j] = tanh_c * o * (1 - o)
-                e[j] = o * (1 - tanh_c * tanh_c)
+                s_i[j] = n * i * (one - i)
+                s_f[j] = state[j] * f * (one - f)
+                s_g[j] = i * (one - n * n)
+                s_o[j] = tanh_c * o * (one - o)
+                e[j] = o * (one - tanh_c * tanh_c)
                 state[j] = f * state[j] + i * n
