@@ -17,6 +17,14 @@ EVERY_CELL = pytest.mark.parametrize("kind", KINDS)
 CHUNKS = [1, 2, 7, 16, 64]
 WAYS = {"plain": sweep, "compiled": cpu.sweep}
 WAYS |= {f"chunks of {n}": functools.partial(scan, chunk=n) for n in CHUNKS}
+
+
+def compiled_scan(steps, hidden, dy, g, chunk):
+    """The scan that a call on a CPU uses."""
+    return kernels("cpu", hidden.dtype, hidden.shape[1]).scan(steps, hidden, dy, g, chunk)
+
+
+WAYS |= {f"compiled chunks of {n}": functools.partial(compiled_scan, chunk=n) for n in CHUNKS}
 MODULES = {
     "RNN_TANH": torch.nn.RNN,
     "RNN_RELU": functools.partial(torch.nn.RNN, nonlinearity="relu"),
@@ -109,6 +117,16 @@ def test_in_single_precision(kind, way):
 
 
 @EVERY_CELL
+@pytest.mark.parametrize("threads", [2, 5])
+@pytest.mark.parametrize("way", ["compiled chunks of 2", "compiled chunks of 7"])
+def test_threads_share_a_scans_chunks(kind, threads, way, monkeypatch):
+    monkeypatch.setattr(cpu, "_THREAD_WORK", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    problem = Problem(kind, 65, 3)
+    assert_close(problem.solve(WAYS[way]), problem.expected)
+
+
+@EVERY_CELL
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("samples", [1, 2, 3, 16, 17])
 def test_threads_share_the_samples(kind, threads, samples, monkeypatch):
@@ -174,7 +192,8 @@ def untouched(buffer, poison):
 @EVERY_CELL
 @pytest.mark.parametrize(("samples", "size"), [(1, 1), (2, 7), (3, 33), (17, 20)])
 @pytest.mark.parametrize("poison", [float("nan"), 7.0])
-def test_the_compiled_sweep_reads_and_writes_nothing_beside_its_arrays(kind, samples, size, poison):
+@pytest.mark.parametrize("way", ["compiled", "compiled chunks of 2", "compiled chunks of 16"])
+def test_compiled_code_reads_and_writes_nothing_beside_its_arrays(kind, samples, size, poison, way):
     problem = Problem(kind, 9, samples, size)
     steps = problem.slopes()
     pairs = [amid(t, poison) for t in (steps.gates, steps.keep, steps.inner)]
@@ -182,7 +201,7 @@ def test_the_compiled_sweep_reads_and_writes_nothing_beside_its_arrays(kind, sam
     problem.dy, losses = amid(problem.dy, poison)
     problem.g, g = amid(problem.g, poison)
     hidden, weights = amid(problem.hidden, poison)
-    found = problem.solve(lambda steps, _, dy, g: cpu.sweep(steps, hidden, dy, g))
+    found = problem.solve(lambda steps, _, dy, g: WAYS[way](steps, hidden, dy, g))
     assert_close(found, problem.expected)
     for buffer in [*(b for _, b in pairs if b is not None), losses, g, weights]:
         assert untouched(buffer, poison)
@@ -292,9 +311,10 @@ def test_a_distrusted_product_leaves_the_exact_gradient():
     assert all(t.isfinite().all() for t in expected)
     assert_close(problem.solve(functools.partial(scan, chunk=16)), expected, 1e-6)  # up to 1e32
     for chunk in (21, 32):
-        with pytest.warns(RuntimeWarning, match="swept step by step"):
-            found = problem.solve(functools.partial(scan, chunk=chunk))
-        assert_close(found, expected, 0)
+        for way in (scan, compiled_scan):
+            with pytest.warns(RuntimeWarning, match="swept step by step"):
+                found = problem.solve(functools.partial(way, chunk=chunk))
+            assert_close(found, expected, 0 if way is scan else 1e-6)
 
 
 @EVERY_CELL

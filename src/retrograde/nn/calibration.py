@@ -183,6 +183,7 @@ def _read() -> dict[str, dict[str, Timing]]:
         return {
             key: {way: Timing(tuple((int(a), float(b)) for a, b in found[way])) for way in WAYS}
             for key, found in content.items()
+            if all(found[way] for way in WAYS)
         }
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}

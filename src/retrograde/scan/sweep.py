@@ -32,7 +32,7 @@ from torch import Tensor
 
 from retrograde.scan.recurrent import Slopes, pull
 
-__all__ = ["carry", "products", "safe_chunk", "scan", "sweep", "trusted"]
+__all__ = ["carry", "in_chunks", "products", "safe_chunk", "scan", "sweep", "trusted"]
 
 # How much larger than any gradient the terms of a product may be: their rounding shows in it.
 _CANCELLATION = 100.0
@@ -75,7 +75,7 @@ def scan(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor, chunk: in
     rest = length % chunk
     if length // chunk < 2:
         return sweep(slopes, hidden, dy, g)
-    whole, losses = _chunks(slopes.at(slice(rest, None)), dy, rest, chunk)
+    whole, losses = in_chunks(slopes.at(slice(rest, None)), dy, rest, chunk)
     rows = products(whole, hidden, losses)
     after, before = carry(rows, g)
     if not trusted(rows, after):
@@ -196,7 +196,7 @@ def _step(step: Slopes, hidden: Tensor, g: Tensor) -> Tensor:
     return torch.cat([step.gates.flatten(-2) @ hidden, d * step.keep], -1)
 
 
-def _chunks(
+def in_chunks(
     slopes: Slopes, dy: Tensor | None, rest: int, chunk: int
 ) -> tuple[Slopes, Tensor | None]:
     """Slopes and losses with chunks as a first dimension, as views."""

@@ -56,7 +56,7 @@ def kernels(device: str, dtype: torch.dtype, size: int) -> Kernels:
     if device == "cpu" and dtype in (torch.float32, torch.float64):
         from retrograde.scan.kernels import cpu
 
-        return Kernels("numba", cpu.sweep, sweep.scan, (cpu.gru_slopes, cpu.lstm_slopes))
+        return Kernels("numba", cpu.sweep, cpu.scan, (cpu.gru_slopes, cpu.lstm_slopes))
     fits = dtype == torch.float32 and size <= LARGEST_SIZE
     if device == "cuda" and fits and importlib.util.find_spec("triton"):
         from retrograde.scan.kernels import cuda

@@ -23,9 +23,10 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
+from retrograde.scan import sweep as reference
 from retrograde.scan.recurrent import Slopes
 
-__all__ = ["gru_slopes", "lstm_slopes", "sweep"]
+__all__ = ["gru_slopes", "lstm_slopes", "scan", "sweep"]
 
 _Reals = NDArray[np.floating[Any]]
 
@@ -40,8 +41,8 @@ _ELEMENT_WORK = 40  # of a row of slopes, in the same unit
 
 def sweep(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor) -> Tensor:
     """As :func:`retrograde.scan.sweep.sweep`, for float32 and float64 on a CPU."""
-    length, samples, _, size = slopes.gates.shape
-    gates = slopes.gates.view(length, samples, -1).numpy()
+    samples, size = slopes.gates.shape[1], slopes.gates.shape[3]
+    gates = slopes.gates.flatten(-2).numpy()
     absent = np.empty((0, 0, 0), gates.dtype)
     keep, inner, losses = (
         absent if t is None else t.numpy() for t in (slopes.keep, slopes.inner, dy)
@@ -54,6 +55,32 @@ def sweep(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor) -> Tenso
         slopes.gates.numel() * size,
     )
     return g
+
+
+def scan(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor, chunk: int) -> Tensor:
+    """As :func:`retrograde.scan.sweep.scan`, for float32 and float64 on a CPU."""
+    length, samples, _, size = slopes.gates.shape
+    rest = length % chunk
+    if length // chunk < 2:
+        return sweep(slopes, hidden, dy, g)
+    chunks, losses = reference.in_chunks(slopes.at(slice(rest, None)), dy, rest, chunk)
+    count, n = len(chunks.gates), g.shape[-1]
+    absent = np.empty((0, 0, 0, 0), hidden.numpy().dtype)
+    keep, inner, terms = (
+        absent if t is None else t.numpy() for t in (chunks.keep, chunks.inner, losses)
+    )
+    gates, weights = chunks.gates.flatten(-2).numpy(), hidden.contiguous().numpy()
+    rows = g.new_empty(count, samples, n + 1, n)
+    kernel = _products_lstm if n == 2 * size else _products_state
+    arrays = gates, keep, inner, weights, terms
+    work = chunks.gates.numel() * size * n // samples
+    _share(functools.partial(kernel, *arrays, rows.numpy()), count, work * samples)
+    after, before = reference.carry(rows, g)
+    if not reference.trusted(rows, after):
+        return sweep(slopes, hidden, dy, g)
+    local = _local_lstm if n == 2 * size else _local_state
+    _share(functools.partial(local, *arrays, after.numpy()), count, chunks.gates.numel() * size)
+    return sweep(slopes.at(slice(0, rest)), hidden, None if dy is None else dy[:rest], before)
 
 
 def gru_slopes(inputs: Tensor, hidden: Tensor, before: Tensor) -> Slopes:
@@ -122,7 +149,15 @@ def _add_product(a: _Reals, u: _Reals, out: _Reals) -> None:
                 p[j] += first + (x4 * u4[j] + x5 * u5[j] + x6 * u6[j] + x7 * u7[j])
                 first = y0 * u0[j] + y1 * u1[j] + y2 * u2[j] + y3 * u3[j]
                 q[j] += first + (y4 * u4[j] + y5 * u5[j] + y6 * u6[j] + y7 * u7[j])
-        for i in range(whole, rows):
+        if rows - whole >= 4:
+            i = whole
+            x0, x1, x2, x3 = x[i], x[i + 1], x[i + 2], x[i + 3]
+            y0, y1, y2, y3 = y[i], y[i + 1], y[i + 2], y[i + 3]
+            u0, u1, u2, u3 = u[i], u[i + 1], u[i + 2], u[i + 3]
+            for j in range(size):
+                p[j] += x0 * u0[j] + x1 * u1[j] + x2 * u2[j] + x3 * u3[j]
+                q[j] += y0 * u0[j] + y1 * u1[j] + y2 * u2[j] + y3 * u3[j]
+        for i in range(rows - rows % 4, rows):
             x0, y0, u0 = x[i], y[i], u[i]
             for j in range(size):
                 p[j] += x0 * u0[j]
@@ -205,6 +240,133 @@ def _sweep_lstm(
         before[:] = 0
         _add_product(gates[t, first:last], hidden, before)
         g[first:last, :size] = before
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def _local_state(
+    gates: _Reals,
+    keep: _Reals,
+    inner: _Reals,
+    hidden: _Reals,
+    losses: _Reals,
+    after: _Reals,
+    first: int,
+    last: int,
+) -> None:
+    """Chunks first … last − 1, each swept from the gradient after it (C, B, H)."""
+    for c in range(first, last):
+        kept, candidate = (keep[c], inner[c]) if keep.shape[0] else (keep[:, 0], inner[:, 0])
+        terms = losses[c] if losses.shape[0] else losses[:, 0]
+        _sweep_state(gates[c], kept, candidate, hidden, terms, after[c], 0, gates.shape[2])
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def _local_lstm(
+    gates: _Reals,
+    keep: _Reals,
+    inner: _Reals,
+    hidden: _Reals,
+    losses: _Reals,
+    after: _Reals,
+    first: int,
+    last: int,
+) -> None:
+    """Chunks first … last − 1, each swept from the gradient after it (C, B, 2 H)."""
+    for c in range(first, last):
+        terms = losses[c] if losses.shape[0] else losses[:, 0]
+        _sweep_lstm(gates[c], keep[c], inner[c], hidden, terms, after[c], 0, gates.shape[2])
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def _products_state(
+    gates: _Reals,
+    keep: _Reals,
+    inner: _Reals,
+    hidden: _Reals,
+    losses: _Reals,
+    rows: _Reals,
+    first: int,
+    last: int,
+) -> None:
+    """RNN and GRU, chunks first … last − 1: rows (C, B, H + 1, H) ← the products P, and d."""
+    size = hidden.shape[1]
+    jacobian = np.empty((size, size), gates.dtype)
+    new = np.empty((size + 1, size), gates.dtype)
+    for c in range(first, last):
+        for b in range(gates.shape[2]):
+            row = rows[c, b]
+            _identity(row)
+            for t in range(gates.shape[1] - 1, -1, -1):
+                if losses.shape[0]:
+                    for j in range(size):
+                        row[size, j] += losses[c, t, b, j]
+                _sum_scaled(gates[c, t, b], hidden, jacobian)
+                if keep.shape[0]:
+                    for j in range(size):
+                        jacobian[j, j] += keep[c, t, b, j]
+                new[:] = 0
+                _add_product(row, jacobian, new)
+                row[:] = new
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def _products_lstm(
+    gates: _Reals,
+    keep: _Reals,
+    inner: _Reals,
+    hidden: _Reals,
+    losses: _Reals,
+    rows: _Reals,
+    first: int,
+    last: int,
+) -> None:
+    """LSTM, chunks first … last − 1: rows (C, B, 2 H + 1, 2 H) ← the products P, and d.
+
+    By the two factors of the Jacobian: d = g_c + g_h e; g_h ← d a + g_h (s_o U_o); g_c ← d f.
+    """
+    size = hidden.shape[1]
+    a, through = np.empty((size, size), gates.dtype), np.empty((size, size), gates.dtype)
+    d = np.empty((2 * size + 1, size), gates.dtype)
+    h, new = np.empty_like(d), np.empty_like(d)
+    for c in range(first, last):
+        for b in range(gates.shape[2]):
+            row = rows[c, b]
+            _identity(row)
+            for t in range(gates.shape[1] - 1, -1, -1):
+                if losses.shape[0]:
+                    for j in range(size):
+                        row[2 * size, j] += losses[c, t, b, j]
+                _sum_scaled(gates[c, t, b, : 3 * size], hidden[: 3 * size], a)
+                _sum_scaled(gates[c, t, b, 3 * size :], hidden[3 * size :], through)
+                for i in range(2 * size + 1):
+                    for j in range(size):
+                        h[i, j] = row[i, j]
+                        d[i, j] = row[i, size + j] + row[i, j] * inner[c, t, b, j]
+                        row[i, size + j] = d[i, j] * keep[c, t, b, j]
+                new[:] = 0
+                _add_product(d, a, new)
+                _add_product(h, through, new)
+                row[:, :size] = new
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def _identity(row: _Reals) -> None:
+    row[:] = 0
+    for j in range(row.shape[1]):
+        row[j, j] = 1
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def _sum_scaled(gates: _Reals, hidden: _Reals, out: _Reals) -> None:
+    """out ← Σ_k diag(gates_k) U_k, for gates (K·H,), hidden (K·H, H)."""
+    size = out.shape[0]
+    for i in range(size):
+        for j in range(size):
+            out[i, j] = gates[i] * hidden[i, j]
+    for k in range(size, gates.shape[0], size):
+        for i in range(size):
+            for j in range(size):
+                out[i, j] += gates[k + i] * hidden[k + i, j]
 
 
 @_compiled  # type: ignore[untyped-decorator]
