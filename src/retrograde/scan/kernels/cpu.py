@@ -14,8 +14,6 @@ The references are the functions of the same names in :mod:`retrograde.scan.swee
 
 import functools
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -23,12 +21,13 @@ from torch import Tensor
 
 from retrograde.scan import sweep as reference
 from retrograde.scan.kernels import cpu_slopes, cpu_sweep
+from retrograde.scan.kernels.team import share
 from retrograde.scan.recurrent import Slopes
 
 __all__ = ["gru_slopes", "lstm_slopes", "scan", "sweep"]
 
-# Multiplications that are worth a thread of their own: about half a millisecond.
-_THREAD_WORK = 4_000_000
+# Multiplications that are worth a thread of their own: about a fifth of a millisecond.
+_THREAD_WORK = 2_000_000
 _ELEMENT_WORK = 40  # of a row of slopes, in the same unit
 
 
@@ -105,19 +104,6 @@ def lstm_slopes(gates: Tensor, after: Tensor, c: Tensor) -> Slopes:
     return Slopes(gates.unflatten(-1, (4, size)), keep, g)
 
 
-def _share(kernel: Callable[[int, int], None], samples: int, work: int) -> None:
-    """Call a kernel on ranges of samples, on as many threads as torch uses and the work pays."""
-    threads = min(torch.get_num_threads(), (samples + 1) // 2, 1 + work // _THREAD_WORK)
-    if threads < 2:
-        kernel(0, samples)
-        return
-    bounds = [2 * round(i * samples / threads / 2) for i in range(threads)] + [samples]
-    others = [_pool(threads - 1).submit(kernel, a, b) for a, b in pairwise(bounds[1:])]
-    kernel(bounds[0], bounds[1])
-    for other in others:
-        other.result()
-
-
-@functools.cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, thread_name_prefix="retrograde")
+def _share(kernel: Callable[[int, int], None], count: int, work: int) -> None:
+    """Call a kernel on ranges of samples, or of chunks, on as many threads as the work pays."""
+    share(kernel, count, 1 + work // _THREAD_WORK)

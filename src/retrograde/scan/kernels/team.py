@@ -1,0 +1,63 @@
+"""A loop shared among torch's own threads.
+
+Between two of torch's parallel operations its OpenMP threads spin, for milliseconds, so that the
+next one finds them ready. Threads of any other kind would wait for a processor meanwhile, longer
+than the loops here take. So the loops run on the same team: OpenMP's entry point for compilers,
+``GOMP_parallel``, which libgomp, libiomp5 and, on Linux, libomp have, is called in the very library
+that torch loaded. Where it is not found, one thread does all the work.
+"""
+
+import ctypes
+import functools
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["share"]
+
+_Part = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+def share(loop: Callable[[int, int], None], count: int, threads: int) -> None:
+    """Call a loop on ranges that together are 0 … count − 1, each on a thread of its own.
+
+    Args:
+        loop: ``loop(first, last)``, which holds no lock (numba's ``nogil``); it must not raise.
+        count: items in all.
+        threads: how many to use at most; no more are used than torch would use.
+
+    Example:
+        >>> seen = []
+        >>> share(lambda first, last: seen.extend(range(first, last)), 10, 2)
+        >>> sorted(seen) == list(range(10))
+        True
+    """
+    threads = max(1, min(threads, torch.get_num_threads(), count // 2))
+    run = _entry() if threads > 1 else None
+    if run is None:
+        loop(0, count)
+        return
+    bounds = [2 * round(i * count / threads / 2) for i in range(threads)] + [count]
+    left = iter(list(pairwise(bounds)))  # a team may turn out smaller than asked: no fixed shares
+
+    def part(_: int) -> None:
+        for first, last in left:
+            loop(first, last)
+
+    run(_Part(part), None, threads, 0)
+
+
+@functools.cache
+def _entry() -> Any:
+    """``GOMP_parallel`` of the OpenMP library that torch loaded, or None."""
+    folder = Path(torch.__file__).parent / "lib"
+    names = sorted(str(path) for path in folder.glob("lib*omp*.so*"))
+    for name in [*names, "libgomp.so.1"]:
+        try:
+            return ctypes.CDLL(name).GOMP_parallel
+        except (OSError, AttributeError):
+            continue
+    return None
