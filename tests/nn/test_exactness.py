@@ -3,14 +3,17 @@
 What "equal" can mean in single precision:
 
 - Sums over T·B steps round. torch's own float32 gradients of weights are off by up to 1e-5 at
-  T·B = 80 000, so the reference is float64 on the same weights, and where sums are long (or a
-  gradient of one number cancels, at H = 1) torch's own error against it is allowed on top.
-- With a gain well above 1 a plain RNN is chaotic: float32 and float64 trajectories part after a few
-  dozen steps, and so do their gradients, whatever computes them. The gradient of the trajectory
-  *that was run* is well defined all the same: there the reference is float64 autograd through
-  torch's cell at the float32 states (:func:`along`).
-- Gradients that explode leave the type's range, in torch's pass as in ours. Then the same tensors
-  have to be finite in both, and the inputs' gradients equal at the steps before they overflow.
+  T·B = 80 000, so the reference is float64 on the same weights, and where sums are long torch's
+  own error against it is allowed on top.
+- With a gain well above 1 a plain RNN is chaotic, and above 2 a wide GRU or LSTM: float32 and
+  float64 trajectories part after a few dozen steps, and so do their gradients, whatever computes
+  them. The gradient of the trajectory *that was run* is well defined all the same: there the
+  reference is float64 autograd through torch's cell at the float32 states (:func:`along`).
+- A gradient that has grown by many orders of magnitude is ill-conditioned: torch's own is then off
+  by anything from 2e-6 to 3e-4, in one sample more, in another less, and so is ours. There 1e-3 is
+  held as a whole, and what is said above on the last steps.
+- Gradients that explode further leave the type's range, in torch's pass as in ours. Then the same
+  tensors have to be finite in both, and inputs' gradients equal at the steps before they overflow.
 """
 
 import copy
@@ -65,21 +68,37 @@ def in_double(net, x, state, seeds):
 
 
 def along(net, x, state, seeds):
-    """The same along the float32 trajectory of an RNN: its states are put in place of float64's."""
+    """The same along the float32 trajectory of an RNN or GRU: its states replace float64's."""
     with torch.no_grad():
         run = net(x, state[0])[0].double()
     net = copy.deepcopy(net).double()
     x, first = x.detach().double().requires_grad_(), state[0].detach().double().requires_grad_()
-    activation = {"RNN_TANH": torch.tanh, "RNN_RELU": torch.relu}[net.mode]
     driven, h, states = x @ net.weight_ih_l0.T + net.bias_ih_l0, first[0], []
     for from_input, in_single in zip(driven, run, strict=True):
-        h = activation(from_input + h @ net.weight_hh_l0.T + net.bias_hh_l0)
+        h = cell_step(net.mode, from_input, h @ net.weight_hh_l0.T + net.bias_hh_l0, h)
         h = h + (in_single - h).detach()
         states.append(h)
     wanted = {"x": x, "state 0": first, **dict(net.named_parameters())}
     roots = [torch.stack(states), h.unsqueeze(0)]
     found = torch.autograd.grad(roots, list(wanted.values()), [s.double() for s in seeds])
     return dict(zip(wanted, found, strict=True))
+
+
+def cell_step(mode, from_input, from_state, h):
+    if mode != "GRU":
+        return {"RNN_TANH": torch.tanh, "RNN_RELU": torch.relu}[mode](from_input + from_state)
+    (r, z, n), (hidden_r, hidden_z, m) = from_input.chunk(3, -1), from_state.chunk(3, -1)
+    n = torch.tanh(n + torch.sigmoid(r + hidden_r) * m)
+    return n + torch.sigmoid(z + hidden_z) * (h - n)
+
+
+def taken_together(found, size):
+    """With one hidden unit a parameter's gradient is one number, a sum that may cancel to nothing:
+    then the parameters' gradients are compared as one vector."""
+    if size > 1:
+        return found
+    joined = torch.cat([t.flatten() for name, t in found.items() if name.endswith("_l0")])
+    return {"parameters": joined} | {n: t for n, t in found.items() if not n.endswith("_l0")}
 
 
 def is_finite(found):
@@ -92,12 +111,32 @@ def overflow_free(found, largest):
     return len(fine) - len(list(itertools.takewhile(bool, reversed(fine))))
 
 
-def tolerances(cell, size, length, batch, gain, theirs, reference):
-    """For float32: 2e-6, and torch's own error where a sum is long, cancels, or explodes."""
-    plain = cell in ("GRU", "LSTM") or gain < 1.5
-    if plain and size > 1 and length * batch <= 3000:
-        return 2e-6
-    return 2e-6 + 4 * max(relative_error(theirs[name], reference[name]) for name in reference)
+def grown(reference):
+    """Whether the gradient gets so much larger on its way back that rounding does, too."""
+    size = reference["x"].abs().flatten(1).amax(1)
+    return bool(size.max() > 1000 * size[-1])
+
+
+def last_steps(found):
+    return {"x": found["x"][-30:]}
+
+
+def check_single(found, theirs, reference, size, own_error_too):
+    """2e-6, and torch's own error where sums are long or trajectories part."""
+    found, theirs, reference = (taken_together(f, size) for f in (found, theirs, reference))
+    if grown(reference):
+        assert_close(found, reference, 1e-3)
+        found, theirs, reference = map(last_steps, (found, theirs, reference))
+    own = max(relative_error(theirs[name], reference[name]) for name in reference)
+    assert_close(found, reference, 2e-6 + (4 * own if own_error_too else 0))
+
+
+def check_exploded(found, theirs, dtype):
+    assert is_finite(found) == is_finite(theirs)
+    start = overflow_free(theirs, torch.finfo(dtype).max / 1e6)
+    if start < len(found["x"]):  # else the forward pass itself overflowed
+        tolerance = 1e-10 if dtype == torch.float64 else 1e-3
+        assert relative_error(found["x"][start:], theirs["x"][start:]) <= tolerance
 
 
 def check(cell, dtype, size, length, batch, gain):
@@ -109,12 +148,11 @@ def check(cell, dtype, size, length, batch, gain):
         outputs = call(theirs, x, state)
     seeds = seeds_for(outputs)
     expected = gradients(theirs, x, state, seeds)
-    reference, tolerance = expected, 1e-10
     healthy = all(is_finite(expected).values())
+    steady = gain < (2 if cell in ("GRU", "LSTM") else 1)
     if dtype == torch.float32 and healthy:
-        chaotic = cell.startswith("RNN") and gain > 1
-        reference = (along if chaotic else in_double)(theirs, x, state, seeds)
-        tolerance = tolerances(cell, size, length, batch, gain, expected, reference)
+        forced = not steady and cell != "LSTM"  # whose c is not to be seen
+        reference = (along if forced else in_double)(theirs, x, state, seeds)
     for way in WAYS:
         _, ours = pair(cell, 5, size, gain=gain, dtype=dtype, backward=way)
         with warnings.catch_warnings():
@@ -126,14 +164,13 @@ def check(cell, dtype, size, length, batch, gain):
         if cell != "LSTM":
             for a, b in zip(call(ours, x, state), outputs, strict=True):
                 torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-        if healthy:
-            assert_close(found, reference, tolerance)
+        if not healthy:
+            check_exploded(found, expected, dtype)
+        elif dtype == torch.float64:
+            assert_close(found, expected, 1e-10)
         else:
-            assert is_finite(found) == is_finite(expected)
-            start = overflow_free(expected, torch.finfo(dtype).max / 1e6)
-            if start < length:  # else the forward pass itself overflowed
-                error = relative_error(found["x"][start:], expected["x"][start:])
-                assert error <= (1e-10 if dtype == torch.float64 else 1e-5)
+            long = length * batch > 3000
+            check_single(found, expected, reference, size, long or not steady)
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -161,11 +198,12 @@ def test_the_points_cover_every_value():
 
 
 @pytest.mark.parametrize("cell", CELLS)
-def test_long_sums_in_single_precision_round_no_more_than_short_ones(cell):
+@pytest.mark.parametrize("way", WAYS)
+def test_long_sums_in_single_precision_round_no_more_than_short_ones(cell, way):
     """80 000 terms: torch's own gradients are off by 3e-6 to 5e-6 here."""
     torch.manual_seed(3)
     x = torch.randn(5000, 16, 5, requires_grad=True)
-    theirs, ours = pair(cell, 5, 7, gain=0.9, backward="sequential")
+    theirs, ours = pair(cell, 5, 7, gain=0.9, backward=way)
     state = state_of(theirs, 16, dtype=torch.float32)
     with torch.no_grad():
         seeds = seeds_for(call(theirs, x, state))
