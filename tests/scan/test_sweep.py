@@ -145,33 +145,36 @@ def test_threads_share_the_samples(kind, threads, samples, monkeypatch):
     monkeypatch.setattr(cpu, "_share", spy)
     problem = Problem(kind, 20, samples)
     assert_close(problem.solve(cpu.sweep), problem.expected)
-    assert len(ranges) == min(threads, (samples + 1) // 2)
+    assert len(ranges) > 1 or threads == 1 or samples < 4
     taken = [b for first, last in ranges for b in range(first, last)]
     assert sorted(taken) == list(range(samples))
 
 
 def test_threads_of_torchs_own_number():
+    problem = Problem("LSTM", 300, 16, 33)  # 21 million multiplications: several threads' worth
+    assert problem.slopes().gates.numel() * 33 > 2 * cpu._THREAD_WORK
+    steps, alone = problem.slopes(), problem.slopes()
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        problem = Problem("LSTM", 300, 16, 33)  # 21 million multiplications: several threads' worth
-        assert problem.slopes().gates.numel() * 33 > 2 * cpu._THREAD_WORK
-        found = problem.solve(cpu.sweep)
+        first = cpu.sweep(steps, problem.hidden, problem.dy, problem.g)
     finally:
         torch.set_num_threads(before)
-    assert_close(found, problem.expected)
-    assert_close(problem.solve(cpu.sweep), found, 0)
+    assert_close([first], problem.expected[2:])
+    assert torch.equal(first, cpu.sweep(alone, problem.hidden, problem.dy, problem.g))
+    assert torch.equal(steps.gates, alone.gates)
 
 
 def test_a_threads_error_is_the_callers(monkeypatch):
+    """Work that was not done must not pass for a gradient, when memory gives out, for one."""
     monkeypatch.setattr(cpu, "_THREAD_WORK", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
 
     def kernel(first, last):
         if first:
-            raise ValueError("in a thread")
+            raise MemoryError("in a thread")
 
-    with pytest.raises(ValueError, match="in a thread"):
+    with pytest.raises(MemoryError, match="in a thread"):
         cpu._share(kernel, 4, 10)
 
 
