@@ -13,6 +13,7 @@ several processes measure, and what is told is the median process by the backwar
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -109,6 +110,16 @@ def working_bytes(net: Any, x: Tensor, seed: Tensor) -> int:
     return rg.measure(call, device=x.device).working_bytes
 
 
+def bytes_of(net: Any, x: Tensor, seed: Tensor) -> dict[str, int]:
+    """What is kept between the passes, and what they take."""
+    return {"kept_bytes": kept_bytes(net, x), "working_bytes": working_bytes(net, x, seed)}
+
+
+def is_counted(case: Case, way: str) -> bool:
+    """Whether bytes are counted: every event of a long run is too many for the profiler."""
+    return case.length <= 2000 or (case.memory is not None and way in ("sequential", "scan"))
+
+
 def run(case: Case, device: str, rounds: int) -> dict[str, Any]:
     """All ways through one case: bytes once each, seconds in alternation, medians."""
     nets = modules(case, device)
@@ -131,8 +142,7 @@ def run(case: Case, device: str, rounds: int) -> dict[str, Any]:
         rows[way] = {
             "forward_seconds": forward,
             "backward_seconds": backward,
-            "kept_bytes": kept_bytes(net, x),
-            "working_bytes": working_bytes(net, x, seed),
+            **(bytes_of(net, x, seed) if is_counted(case, way) else {}),
             "largest_difference_from_torch": max(differences),
         }
     if case.memory is not None:
@@ -151,8 +161,11 @@ def against_torch(rows: dict[str, Any], way: str) -> dict[str, float]:
     return {
         "backward_speedup": theirs["backward_seconds"] / ours["backward_seconds"],
         "step_speedup": total["theirs"] / total["ours"],
-        "kept_share": ours["kept_bytes"] / max(1, theirs["kept_bytes"]),
-        "working_share": ours["working_bytes"] / max(1, theirs["working_bytes"]),
+        **{
+            f"{kind}_share": ours[f"{kind}_bytes"] / max(1, theirs[f"{kind}_bytes"])
+            for kind in ("kept", "working")
+            if f"{kind}_bytes" in theirs
+        },
     }
 
 
@@ -175,6 +188,9 @@ def show(result: dict[str, Any]) -> None:
     budget = "" if case["memory"] is None else f", in {case['memory']} of ordinary memory"
     print(f"{case['cell']} {case['inputs']}→{case['hidden']}, B={case['batch']}, ", end="")
     print(f"T={case['length']}{budget}")
+    if result["budget"]:
+        sizes = [size / 2**20 for size in result["budget"].values()]
+        print("  budget {:.2f} MiB of ordinary {:.1f} MiB".format(*sizes))
     for way, row in result["ways"].items():
         ratios = row["backward_speedup_of_processes"]
         low, high = ratios[0], ratios[-1]
@@ -182,7 +198,8 @@ def show(result: dict[str, Any]) -> None:
             f"  {way:<11}forward {row['forward_seconds'] * 1e3:8.2f} ms  backward "
             f"{row['backward_seconds'] * 1e3:8.2f} ms: {row['backward_speedup']:6.2f}× "
             f"({low:.2f}–{high:.2f})  both {row['step_speedup']:5.2f}×  "
-            f"kept {row['kept_share']:6.1%}  working {row['working_share']:6.1%}"
+            f"kept {row.get('kept_share', math.nan):6.1%}  "
+            f"working {row.get('working_bytes', 0) / 2**20:8.2f} MiB"
         )
 
 
@@ -202,7 +219,7 @@ def main() -> None:
     device, rounds = arguments.device, arguments.rounds
     if arguments.inner:
         cases = CASES[device]
-        few = [3 if case.length >= 10_000 and device == "cpu" else rounds for case in cases]
+        few = [2 if case.length >= 10_000 and device == "cpu" else rounds for case in cases]
         print(json.dumps([run(c, device, n) for c, n in zip(cases, few, strict=True)]))
         return
     command = [sys.executable, __file__, "--inner", "--device", device, "--rounds", str(rounds)]
