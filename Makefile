@@ -28,16 +28,20 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(STAMP)  ## every claim of speed, both sides in one process; half an hour
+bench: $(STAMP)  ## every claim of speed, both sides in one process; three quarters of an hour
 	$(BIN)/python benchmarks/lstm_budget.py
 	$(BIN)/python benchmarks/planner.py
 	$(BIN)/python benchmarks/ties.py
 	$(BIN)/python benchmarks/figure_2b.py
+	$(BIN)/python benchmarks/scan_backward.py
+	$(BIN)/python benchmarks/scan_choice.py
 
 gpu:  ## marked tests and benchmarks on a CUDA device, with the interpreter at hand
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
 	PYTHONPATH=src $(PYTHON) benchmarks/lstm_budget.py --device cuda
 	PYTHONPATH=src $(PYTHON) benchmarks/figure_2b.py --device cuda
+	PYTHONPATH=src $(PYTHON) benchmarks/scan_backward.py --device cuda
+	PYTHONPATH=src $(PYTHON) benchmarks/scan_choice.py --device cuda
 
 clean:
 	rm -rf .venv report build src/*.egg-info
