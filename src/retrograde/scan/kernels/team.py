@@ -25,9 +25,12 @@ def share(loop: Callable[[int, int], None], count: int, threads: int) -> None:
     """Call a loop on ranges that together are 0 … count − 1, each on a thread of its own.
 
     Args:
-        loop: ``loop(first, last)``, which holds no lock (numba's ``nogil``); it must not raise.
+        loop: ``loop(first, last)``, which holds no lock (numba's ``nogil``).
         count: items in all.
         threads: how many to use at most; no more are used than torch would use.
+
+    Raises:
+        BaseException: whatever the loop raised on one of the threads.
 
     Example:
         >>> seen = []
@@ -43,11 +46,18 @@ def share(loop: Callable[[int, int], None], count: int, threads: int) -> None:
     bounds = [2 * round(i * count / threads / 2) for i in range(threads)] + [count]
     left = iter(list(pairwise(bounds)))  # a team may turn out smaller than asked: no fixed shares
 
+    errors: list[BaseException] = []
+
     def part(_: int) -> None:
-        for first, last in left:
-            loop(first, last)
+        try:
+            for first, last in left:
+                loop(first, last)
+        except BaseException as error:
+            errors.append(error)  # what is raised through C is lost
 
     run(_Part(part), None, threads, 0)
+    if errors:
+        raise errors[0]
 
 
 @functools.cache
