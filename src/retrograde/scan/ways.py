@@ -42,7 +42,7 @@ def sequential_way(
 
     Example:
         >>> sequential_way("GRU", 16, 24, 20, torch.float32, "cpu").block
-        66
+        264
     """
     step = step_numbers(kind, inputs, size) * samples * max(4, dtype.itemsize)
     return Way("sequential", max(1, _BLOCK_BYTES.get(device, _BLOCK_BYTES["cuda"]) // step))
