@@ -17,6 +17,9 @@ WAYS = [
     if (cell, way) != ("LSTM", None)
 ]
 EVERY_WAY = pytest.mark.parametrize(("cell", "way"), WAYS)
+SOME_WAYS = pytest.mark.parametrize(
+    ("cell", "way"), [("RNN_TANH", None), ("GRU", "scan"), ("LSTM", "sequential")]
+)
 
 
 def least_bytes(net, x, state=None):
@@ -47,8 +50,8 @@ def working_bytes(net, x, seed):
 
 
 @EVERY_WAY
-@pytest.mark.parametrize("length", [1, 2, 3, 63, 64, 65])
-@pytest.mark.parametrize("memory", ["least", "30%", "60%", 1.0])
+@pytest.mark.parametrize("length", [1, 2, 63, 65])
+@pytest.mark.parametrize("memory", ["least", "60%"])
 def test_gradients_are_autograds(cell, way, length, memory):
     theirs, ours = pair(cell, 5, 7, backward=way, dtype=DOUBLE)
     x = torch.randn(length, 3, 5, dtype=DOUBLE, requires_grad=True)
@@ -107,9 +110,7 @@ def test_the_peak_is_within_the_budget_at_every_width(cell, way, shape):
     check_peaks(cell, way, *shape)
 
 
-@pytest.mark.parametrize(
-    ("cell", "way"), [("RNN_TANH", None), ("GRU", "scan"), ("LSTM", "sequential")]
-)
+@SOME_WAYS
 def test_a_larger_budget_is_used(cell, way):
     """Up to what speeds anything up, more memory means longer or more segments at a time."""
     _, ours = pair(cell, 24, 20, backward=way)
@@ -126,7 +127,7 @@ def test_a_larger_budget_is_used(cell, way):
     assert blocks[0] < blocks[1] <= blocks[2]
 
 
-@EVERY_WAY
+@SOME_WAYS
 def test_the_same_budget_gives_the_same_segments(cell, way):
     x = torch.randn(300, 3, 5)
     ways = []
