@@ -192,11 +192,12 @@ class _Layer:
         """The working bytes of forward and backward through the first steps."""
         module, device = self.module, self.x.device
         x = self.x[:steps].detach().requires_grad_(self.x.requires_grad)
-        state = tuple(s.detach().requires_grad_(s.requires_grad) for s in self.state)
-        wanted = [t for t in (x, *state, *module.parameters()) if t.requires_grad]
         one = torch.ones((), dtype=x.dtype, device=device)
 
         def call() -> object:
+            # States and gradients that the caller does not give are made within the call.
+            state = tuple(s.detach().clone().requires_grad_(s.requires_grad) for s in self.state)
+            wanted = [t for t in (x, *state, *module.parameters()) if t.requires_grad]
             if way is None:
                 outputs, final = _torch_forward(module, x, state)
             else:
@@ -204,7 +205,7 @@ class _Layer:
                 outputs = batch.x
             seeds = [one.expand_as(outputs), *(torch.ones_like(s) for s in final)]
             roots = [outputs, *final]
-            return roots, seeds, torch.autograd.grad(roots, wanted, seeds)
+            return roots, torch.autograd.grad(roots, wanted, seeds)
 
         with torch.enable_grad():
             return measure(call, device=device).working_bytes

@@ -80,6 +80,9 @@ class Gradients:
     weights: dict[str, Tensor]
 
 
+# Rows to a product of sums over steps and samples: one sum over all would round more.
+_ROWS = 1024
+
 _CALLS: dict[Kind, str] = {
     "RNN_TANH": "rnn_tanh",
     "RNN_RELU": "rnn_relu",
@@ -148,16 +151,16 @@ def run_and_keep(
     keeps_c = weights.kind == "LSTM"
     stride = (way.segment or way.block) if keeps_c else way.block
     outputs = x.new_zeros(*x.shape[:2], weights.size)
-    cells, first = [], state[0]
+    first, marks = state[0], {}
+    if keeps_c:
+        marks["c"] = x.new_empty(-(-len(x) // stride), *state[1].shape)
     for start in range(0, len(x), stride):
-        cells.append(state[-1])
+        if keeps_c:
+            marks["c"][start // stride] = state[1]
         steps = slice(start, start + stride)
         outputs[steps], state = _run_alive(weights, x[steps], state, sizes, start)
-    marks = {}
     if way.segment:
         marks["h"] = torch.cat([first.unsqueeze(0), outputs[way.segment - 1 : -1 : way.segment]])
-    if keeps_c:
-        marks["c"] = torch.stack(cells)
     return outputs, state, Tape(way, None if way.segment else outputs, marks, sizes)
 
 
@@ -270,7 +273,8 @@ def _recompute(weights: Weights, tape: Tape, x: Tensor, mark: int) -> Tensor:
     assert segment is not None
     assert tape.sizes is None
     count = -(-len(x) // segment)
-    marks = [m[mark : mark + count] for m in tape.marks.values()]
+    kept = [tape.marks[name] for name in ("h", "c") if name in tape.marks]
+    marks = [states[mark : mark + count] for states in kept]
     if count == 1:
         return run(weights, x, tuple(m[0] for m in marks))[0]
     together = x.unflatten(0, (count, segment)).transpose(0, 1).flatten(1, 2)
@@ -328,13 +332,23 @@ class _Sums:
         total = flat.sum(0) if biased else None
         if total is not None:
             self.weights["bias_hidden"] += total
-        self.weights["hidden"].addmm_(flat.t(), before.flatten(0, 1))
+        _add_product(self.weights["hidden"], flat, before.flatten(0, 1))
         if self.cast.kind == "GRU":  # as the input weights see the third gate
             assert steps.inner is not None
             gates[:, 2].copy_(steps.inner.flatten(0, 1))
             total = flat.sum(0) if biased else None
         if total is not None:
             self.weights["bias_inputs"] += total
-        self.weights["inputs"].addmm_(flat.t(), x.flatten(0, 1))
+        _add_product(self.weights["inputs"], flat, x.flatten(0, 1))
         if self.x is not None:
             self.x[start : start + len(x)] = (flat @ self.cast.inputs).view(x.shape)
+
+
+def _add_product(total: Tensor, gates: Tensor, by: Tensor) -> None:
+    """total += gatesᵀ by, the rows being summed in parts, and then the parts."""
+    whole = len(gates) - len(gates) % _ROWS
+    if whole > _ROWS:
+        parts = [t[:whole].unflatten(0, (-1, _ROWS)) for t in (gates, by)]
+        total += torch.bmm(parts[0].transpose(1, 2), parts[1]).sum(0)
+        gates, by = gates[whole:], by[whole:]
+    total.addmm_(gates.t(), by)
