@@ -22,7 +22,7 @@ from torch import nn
 
 from retrograde.machine import machine_of, now
 
-__all__ = ["WAYS", "Timing", "cache_file", "timings"]
+__all__ = ["WAYS", "Timing", "cache_file", "contenders", "timings"]
 
 #: torch's own backward pass first, then ours.
 WAYS = ("torch", "sequential", "scan")
@@ -113,9 +113,27 @@ def timings(module: nn.RNNBase, samples: int, steps: int, needs_x: bool) -> dict
 
 def _reaches(found: dict[str, Timing], steps: int) -> bool:
     """Whether measurements were carried as far as they need to be for a length."""
-    fastest = min(found.values(), key=lambda timing: timing.seconds(steps))
-    last, seconds = fastest.points[-1]
+    followed = [found[way].points[-1] for way in contenders(found)]
+    last, seconds = min(followed, key=lambda point: point[1])
     return last >= steps or seconds >= _LONG_ENOUGH_SECONDS
+
+
+def contenders(found: dict[str, Timing]) -> list[str]:
+    """The ways that were followed to the end: the others were hopeless, and not looked at since.
+
+    Args:
+        found: as :func:`timings` returns it.
+
+    Returns:
+        Their names, at least one.
+
+    Example:
+        >>> slow, quick = Timing(((32, 9.0),)), Timing(((32, 1.0), (64, 2.0)))
+        >>> contenders({"torch": quick, "scan": slow})
+        ['torch']
+    """
+    last = max(timing.points[-1][0] for timing in found.values())
+    return [way for way, timing in found.items() if timing.points[-1][0] == last]
 
 
 def _key(module: nn.RNNBase, samples: int, needs_x: bool) -> str:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from retrograde.errors import CellError
-from retrograde.nn.calibration import WAYS, timings
+from retrograde.nn.calibration import WAYS, contenders, timings
 from retrograde.nn.stack import WayFor
 from retrograde.scan.kernels import LARGEST_SIZE, kernels
 from retrograde.scan.recurrent import Kind
@@ -99,7 +99,7 @@ def ways_of(module: "Recurrent", choice: str, steps: int, samples: int) -> WayFo
 def fastest(module: "Recurrent", steps: int, samples: int, needs_x: bool) -> str:
     """The way that is expected to take least time."""
     found = timings(module, samples, steps, needs_x)
-    return min(WAYS, key=lambda way: found[way].seconds(steps))
+    return min(contenders(found), key=lambda way: found[way].seconds(steps))
 
 
 def explain(module: "Recurrent", input: Tensor | PackedSequence) -> Explanation:
