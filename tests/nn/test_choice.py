@@ -323,3 +323,12 @@ def test_measuring_goes_on_until_the_length_is_reached_or_the_time_is_long_enoug
     assert seconds >= 0.01
     found = calibration._measure(module(), 2, 5, False)
     assert [steps for steps, _ in found["torch"].points] == [5]
+
+
+def test_a_way_that_was_given_up_is_not_chosen_by_its_extrapolation():
+    slow = calibration.Timing(((32, 0.01), (64, 0.01)))  # flat by chance: "free" steps
+    quick = calibration.Timing(((32, 0.001), (64, 0.002), (128, 0.004), (512, 0.016)))
+    found = {"torch": slow, "sequential": quick, "scan": slow}
+    assert slow.seconds(10_000) < quick.seconds(10_000)
+    assert calibration.contenders(found) == ["sequential"]
+    assert calibration._reaches(found, 10_000)  # so the next call does not measure again
