@@ -12,7 +12,7 @@ segment. A block is then a group of segments; since all their first states are k
 recomputed at the same time, as one larger batch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -203,12 +203,15 @@ def backpropagate(
     """
     real = torch.float64 if x.dtype == torch.float64 else torch.float32
     sums = _Sums(weights.cast(real), x if needs_x else None)
+    way = tape.way
+    if way.name == "scan":
+        way = replace(way, chunk=safe_chunk(sums.cast.hidden, way.chunk))
     if tape.sizes is not None:
         dy, after = _at_the_ends(tape.sizes, dy, after)
     g = torch.cat([s.to(real) for s in after], -1)
-    for start, stop in reversed(_blocks(len(x), tape.way)):
+    for start, stop in reversed(_blocks(len(x), way)):
         block = _states(weights, tape, x, first, start, stop)
-        g = sums.add(tape.way, block, None if dy is None else dy[start:stop], g, start)
+        g = sums.add(way, block, None if dy is None else dy[start:stop], g, start)
     state = tuple(part.to(x.dtype) for part in g.split(weights.size, -1))
     return Gradients(sums.x, state, {k: v.to(x.dtype) for k, v in sums.weights.items()})
 
@@ -318,8 +321,7 @@ class _Sums:
         block.mask(steps)
         losses = None if dy is None else dy.to(real).contiguous()
         if way.name == "scan":
-            chunk = safe_chunk(weights.hidden, way.chunk)
-            g = use.scan(steps, weights.hidden, losses, g, chunk)
+            g = use.scan(steps, weights.hidden, losses, g, way.chunk)
         else:
             g = use.sweep(steps, weights.hidden, losses, g)
         self._add_weights(steps, x, before, start)

@@ -65,13 +65,12 @@ def scan(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor, chunk: in
     rows = g.new_empty(count, samples, n + 1, n)
     kernel = cpu_sweep.products_lstm if n == 2 * size else cpu_sweep.products_state
     arrays = gates, keep, inner, weights, terms
-    work = chunks.gates.numel() * size * n // samples
-    _share(functools.partial(kernel, *arrays, rows.numpy()), count, work * samples)
+    work = chunks.gates.numel() * size
+    _share(functools.partial(kernel, *arrays, rows.numpy()), count, work * n)
     after, before = reference.carry(rows, g)
     if not reference.trusted(rows, after):
         return sweep(slopes, hidden, dy, g)
-    local = cpu_sweep.local_lstm if n == 2 * size else cpu_sweep.local_state
-    _share(functools.partial(local, *arrays, after.numpy()), count, chunks.gates.numel() * size)
+    _share(functools.partial(cpu_sweep.local, *arrays, after.numpy()), count, work)
     return sweep(slopes.at(slice(0, rest)), hidden, None if dy is None else dy[:rest], before)
 
 

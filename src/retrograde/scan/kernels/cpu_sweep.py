@@ -12,8 +12,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 __all__ = [
-    "local_lstm",
-    "local_state",
+    "local",
     "products_lstm",
     "products_state",
     "sweep_lstm",
@@ -140,7 +139,7 @@ def sweep_lstm(
 
 
 @_compiled  # type: ignore[untyped-decorator]
-def local_state(
+def local(
     gates: _Reals,
     keep: _Reals,
     inner: _Reals,
@@ -150,28 +149,15 @@ def local_state(
     first: int,
     last: int,
 ) -> None:
-    """Chunks first … last − 1, each swept from the gradient after it (C, B, H)."""
+    """Chunks first … last − 1, each swept from the gradient after it (C, B, n)."""
     for c in range(first, last):
-        kept, candidate = (keep[c], inner[c]) if keep.shape[0] else (keep[:, 0], inner[:, 0])
+        kept, more = (keep[c], inner[c]) if keep.shape[0] else (keep[:, 0], inner[:, 0])
         terms = losses[c] if losses.shape[0] else losses[:, 0]
-        sweep_state(gates[c], kept, candidate, hidden, terms, after[c], 0, gates.shape[2])
-
-
-@_compiled  # type: ignore[untyped-decorator]
-def local_lstm(
-    gates: _Reals,
-    keep: _Reals,
-    inner: _Reals,
-    hidden: _Reals,
-    losses: _Reals,
-    after: _Reals,
-    first: int,
-    last: int,
-) -> None:
-    """Chunks first … last − 1, each swept from the gradient after it (C, B, 2 H)."""
-    for c in range(first, last):
-        terms = losses[c] if losses.shape[0] else losses[:, 0]
-        sweep_lstm(gates[c], keep[c], inner[c], hidden, terms, after[c], 0, gates.shape[2])
+        samples = gates.shape[2]
+        if after.shape[-1] > hidden.shape[1]:
+            sweep_lstm(gates[c], kept, more, hidden, terms, after[c], 0, samples)
+        else:
+            sweep_state(gates[c], kept, more, hidden, terms, after[c], 0, samples)
 
 
 @_compiled  # type: ignore[untyped-decorator]
