@@ -11,8 +11,9 @@ six. So a budget of a few steps may be met sooner by recording with the lean ker
 tightest ones, by the lean kernel alone.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -66,6 +67,13 @@ class FusedLSTM:
     def __post_init__(self) -> None:
         object.__setattr__(self, "parameters", [w for w in self.weights if w.requires_grad])
         object.__setattr__(self, "ambient", Ambient(self.weights[0].device))
+
+    @property
+    def targets(self) -> Tensors:
+        return self.parameters
+
+    def recording(self) -> AbstractContextManager[Any]:
+        return nullcontext()
 
     def __call__(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
         (x,), (h, c) = inputs, state

@@ -201,7 +201,8 @@ def footprint(
     )
     gradient = sum(_rounded(t) for t in state if t.is_floating_point() or t.is_complex())
     return Footprint(
-        state_bytes=sum(map(_rounded, state)) + sum(map(_rounded, core.ambient.capture())),
+        # A cell without a state is planned like one of a single byte.
+        state_bytes=sum(map(_rounded, (*state, *core.ambient.capture()))) or 1,
         advance=advance,
         held=held,
         record=record,
@@ -354,12 +355,12 @@ def _measure_ordinary(core: Core, inputs: Tensors, state: Tensors, steps: int) -
     """The working bytes of ordinary backpropagation through the first steps, as one graph."""
 
     def call() -> object:
-        with torch.enable_grad():
+        with torch.enable_grad(), core.recording():
             x = [t[:steps].detach().requires_grad_(t.requires_grad) for t in inputs]
             start = [as_leaf(t) for t in state]
             outputs, after = run_ordinary(core, x, start)
         roots = [y for y in outputs if y.requires_grad]
-        leaves = [t for t in (*x, *start, *core.parameters) if t.requires_grad]
+        leaves = [t for t in (*x, *start, *core.targets) if t.requires_grad]
         seeds = [torch.ones_like(y) for y in roots]
         found = torch.autograd.grad(roots, leaves, seeds, allow_unused=True) if roots else ()
         return outputs, after, seeds, found
@@ -398,9 +399,11 @@ def _gradients_like(
         inputs=[torch.empty_like(x[:steps]) if x.requires_grad else None for x in inputs],
         parameters=[torch.zeros_like(p) for p in core.parameters],
         length=steps,
+        outside=torch.autocast(inputs[0].device.type, enabled=False),
     )
 
 
-def _rounded(t: Tensor) -> int:
-    """The bytes of a tensor as an allocator counts them: CUDA's rounds up to 512."""
-    return -(-t.nbytes // 512) * 512 if t.is_cuda else t.nbytes
+def _rounded(t: Any) -> int:
+    """The bytes of a tensor (or state) as an allocator counts them: CUDA's rounds up to 512."""
+    size = int(t.nbytes)
+    return -(-size // 512) * 512 if t.is_cuda else size
