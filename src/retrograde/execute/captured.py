@@ -64,7 +64,10 @@ def find_outside(found: Reach, results: Tensors, mark: int, own: Tensors) -> Out
     Raises:
         CellError: a captured tensor was used that cannot be found from the cell.
     """
-    known = {(t.grad_fn, t.output_nr): t for t in found.tensors if t.grad_fn is not None}
+    owned: Tensors = [p for m in found.modules for p in m.parameters() if p.requires_grad]
+    # torch.func.functional_call puts tensors of any kind in the place of parameters.
+    among = [t for t in (*found.tensors, *owned) if t.grad_fn is not None]
+    known = {(t.grad_fn, t.output_nr): t for t in among}
     leaves, older = foreign_tensors(results, mark, known.keys())
     if older - known.keys():
         names = ", ".join(sorted(node.name() for node, _ in older - known.keys()))
@@ -76,7 +79,6 @@ def find_outside(found: Reach, results: Tensors, mark: int, own: Tensors) -> Out
     captured = [t for edge, t in known.items() if edge in older]
     arguments = {id(t) for t in own}
     direct = [t for t in leaves if id(t) not in arguments]
-    owned: Tensors = [p for m in found.modules for p in m.parameters() if p.requires_grad]
     before_leaves, before_edges = _before(captured)
     if before_edges & older or before_leaves & {id(t) for t in direct}:
         parameters = _each([*owned, *captured, *direct])

@@ -347,7 +347,10 @@ def _measure_range(core: Core, inputs: Tensors, state: Tensors, steps: int) -> _
         backpropagate(core, tapes.pop(), gradients[0])
 
     sweep = _measure_advance(core, inputs, state, steps)
+    # What a cell leaves in an attribute must not be released while the next range is measured.
+    kept = None if core.fused else record(core, inputs, 0, steps, state, None)
     recorded, _, backward, _ = measure_phases([run, prepare, back, gradients.clear], device=device)
+    del kept
     return _Bytes(sweep, held=recorded[1], record=recorded[0], backward=backward[0])
 
 

@@ -32,6 +32,8 @@ __all__ = [
 
 #: The states of generators, and copies of buffers.
 Snapshot = tuple[Any, ...]
+#: A module's parameters or buffers, by name.
+Held = dict[str, Any]
 
 
 def version(t: Tensor) -> int:
@@ -85,12 +87,15 @@ class Ambient:
         sources: the generators that its steps draw from.
         buffers: the buffers that its steps change.
         steady: what they must leave alone.
+        holdings: the modules' dicts of parameters and of buffers, and what each of them held:
+            ``torch.func.functional_call`` puts other tensors there while the forward pass runs.
     """
 
     device: torch.device
     sources: tuple[Source, ...] = ()
     buffers: tuple[Tensor, ...] = ()
     steady: Steady = Steady()
+    holdings: tuple[tuple[Held, Held], ...] = ()
 
     @property
     def draws(self) -> bool:
@@ -114,12 +119,24 @@ class Ambient:
 
     @contextmanager
     def without_trace(self) -> Iterator[None]:
-        """Leave the surroundings, after the block, as they were before it (rule 3)."""
+        """Leave the surroundings, after the block, as they were before it (rule 3).
+
+        In the block, the modules hold the tensors that they held when the cell was examined.
+        """
         before = self.capture()
+        others = [(held, dict(held)) for held, then in self.holdings if not _same(held, then)]
         try:
+            for held, then in self.holdings if others else ():
+                held.update(then)
             yield
         finally:
             self.restore(before)
+            for held, now in others:
+                held.update(now)
+
+
+def _same(held: Held, then: Held) -> bool:
+    return all(held.get(name) is t for name, t in then.items())
 
 
 def autocast_as_now(device: torch.device) -> torch.autocast:

@@ -53,7 +53,9 @@ def try_out(call: Callable[[], T], found: Reach, device: torch.device) -> Trial[
         CellError: the call replaced a buffer by another tensor.
     """
     chance = _Chance(sources(device, found.generators))
-    owners = [_Owner(part) for part in found.parts() if part._buffers]
+    parts = found.parts()
+    owners = [_Owner(part) for part in parts if part._buffers]
+    holdings = [held for part in parts for held in (part._parameters, part._buffers) if held]
     mark = torch._C._autograd._get_sequence_nr()
     try:
         with torch.enable_grad():
@@ -70,7 +72,8 @@ def try_out(call: Callable[[], T], found: Reach, device: torch.device) -> Trial[
     others = _each(b for owner in owners if not owner.changed for b in owner.tensors())
     kept = {id(b) for b in changed}
     steady = Steady(still, tuple(b for b in others if id(b) not in kept))
-    return Trial(value, Ambient(device, drawn, changed, steady), mark)
+    then = tuple((held, dict(held)) for held in holdings)
+    return Trial(value, Ambient(device, drawn, changed, steady, then), mark)
 
 
 class _Chance:

@@ -83,6 +83,8 @@ class Recurrent(nn.RNNBase):
             BudgetError: the memory is too little for these shapes; the message names the least.
         """
         _check_backward(self.backward)
+        # As torch's forward does: functional_call and parametrizations replace weights in between.
+        self._update_flat_weights()  # type: ignore[no-untyped-call]
         hidden = () if hx is None else hx if isinstance(hx, tuple) else (hx,)
         data = input.data if isinstance(input, PackedSequence) else input
         if not (self._asked() and needs_gradient([data, *hidden, *self.parameters()])):
@@ -130,6 +132,7 @@ class Recurrent(nn.RNNBase):
     def _segments(self, x: Tensor, state: State) -> segments.SegmentFit:
         self._check_segments()
         found = self._fits.get(self._signature(x, state), lambda: segments.fit(self, x, state))
+        self._update_flat_weights()  # type: ignore[no-untyped-call]  # a fit uses up their graph
         return cast(segments.SegmentFit, found)
 
     def _signature(self, x: Tensor, state: Any) -> Any:

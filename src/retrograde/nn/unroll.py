@@ -15,7 +15,7 @@ from retrograde.execute.replay import autocast_as_now
 from retrograde.execute.transforms import is_transformed, refuse_transforms, uncompiled
 from retrograde.execute.trees import Structure, flatten
 from retrograde.nn.recent import Recent, identity, signature
-from retrograde.plan.fit import Fit
+from retrograde.plan.fit import Fit, Footprint
 from retrograde.scan.cells import run_cell
 from retrograde.schedule import Schedule
 from retrograde.units import Memory, parse_memory
@@ -24,7 +24,8 @@ __all__ = ["check_schedule", "needs_gradient", "unroll"]
 
 Tensors = list[Tensor]
 
-# A fit is found once for a cell and its shapes, and kept as long as it is in use.
+# A cell is measured once for its shapes, and a schedule fitted once for a budget.
+_SIZES: Recent[Footprint] = Recent()
 _FITS: Recent[Fit] = Recent()
 
 
@@ -214,7 +215,10 @@ def _fitted(core: StepCore, leaves: Tensors, states: Tensors, memory: Memory) ->
         s.to(torch.promote_types(s.dtype, dtype))
         for s, (_, dtype, _) in zip(states, core.state_like, strict=True)
     ]
-    return _FITS.get(
-        (memory, identity(core.cell), changing, *tensors),
-        lambda: fit_measured(core, leaves, widest, memory, footprint(core, leaves, widest)),
-    )
+    key = identity(core.cell), changing, *tensors
+
+    def find() -> Fit:
+        sizes = _SIZES.get(key, lambda: footprint(core, leaves, widest))
+        return fit_measured(core, leaves, widest, memory, sizes)
+
+    return _FITS.get((memory, *key), find)
