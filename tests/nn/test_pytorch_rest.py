@@ -79,8 +79,11 @@ def test_retain_grad_of_a_captured_tensor_holds_its_whole_gradient():
     for run in (loop, lambda *a: rg.unroll(*a, schedule=rg.plan(9, 2))):
         captured = base * 2.0
         captured.retain_grad()
-        run(lambda x, h, c=captured: (torch.tanh(x * c + h),) * 2, x, h)[0].sum().backward()
-        found.append([captured.grad])
+        y, _ = run(lambda x, h, c=captured: (torch.tanh(x * c + h),) * 2, x, h)
+        y.sum().backward(retain_graph=True)
+        once = captured.grad.clone()
+        y.sum().backward()
+        found.append([once, captured.grad])
     assert_near(*found)
 
 
@@ -350,3 +353,23 @@ def test_a_backward_pass_on_another_thread(way):
         thread.start()
         thread.join()
     assert_near([p.grad for p in ours.parameters()], [p.grad for p in theirs.parameters()])
+
+
+def test_a_captured_tensor_on_another_thread():
+    """Each thread of autograd's counts the nodes of its own graphs."""
+    base, x, h = inputs(5).requires_grad_(), inputs(9, 2, 5), inputs(2, 5)
+    captured = base
+    for _ in range(9):
+        captured = captured * 1.1
+
+    def cell(x, h):
+        h = torch.tanh(x * captured + h)
+        return h, h
+
+    expected = torch.autograd.grad(loop(cell, x, h)[0].sum(), base, retain_graph=True)
+    y, _ = rg.unroll(cell, x, h, schedule=rg.plan(9, 2))
+    found = []
+    thread = threading.Thread(target=lambda: found.extend(torch.autograd.grad(y.sum(), base)))
+    thread.start()
+    thread.join()
+    assert_near(found, expected)

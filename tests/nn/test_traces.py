@@ -30,6 +30,17 @@ def drawn():
     return torch.get_rng_state().tolist(), random.getstate(), (name, key.tolist(), *rest)
 
 
+class Largest(nn.Module):
+    """Written to at every step, though the first one, being small, changes nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("value", torch.ones(4, dtype=DOUBLE))
+
+    def forward(self, h):
+        self.value.copy_(torch.maximum(self.value, h.detach().amax(0)))
+
+
 class Noisy(nn.Module):
     """Dropout, noise from three generators, and every kind of buffer that a step may change."""
 
@@ -47,7 +58,7 @@ class Noisy(nn.Module):
         )
         self.drop = nn.Dropout(0.3)
         self.register_buffer("steps", torch.tensor(0))
-        self.register_buffer("largest", torch.zeros(4, dtype=DOUBLE))
+        self.largest = Largest()
         self.register_buffer("unchanged", torch.ones(4, dtype=DOUBLE))
 
     def forward(self, x, h):
@@ -56,7 +67,7 @@ class Noisy(nn.Module):
         h = h * (random.random() + np.random.rand()) + 0.1 * torch.randn_like(h) * self.unchanged
         if self.training:
             self.steps += 1
-            self.largest.copy_(torch.maximum(self.largest, h.detach().amax(0)))
+            self.largest(h)
         return h, h
 
 

@@ -222,10 +222,21 @@ def tied_to_its_context(length):
     return of(length, model, model, more=[source])
 
 
+class Hyper(nn.Module):
+    """Its weights are made from a code, once for all steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.code = nn.Parameter(torch.randn(WIDTH, dtype=DOUBLE))
+        self.weights = [torch.outer(self.code, self.code), self.code.exp()]
+
+    def forward(self, x, h):
+        return same(torch.tanh(x @ self.weights[0] + h * self.weights[1]))
+
+
 def weights_that_a_network_made(length):
-    code = normal(WIDTH)
-    weight, bias = torch.outer(code, code), code.exp()
-    return of(length, lambda x, h: same(torch.tanh(x @ weight + h * bias)), more=[code])
+    model = Hyper()
+    return of(length, model, model)
 
 
 def its_own_inputs_captured(length):

@@ -162,8 +162,6 @@ def muted_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
     retained = [(t, t.grad) for t in tensors if t.retains_grad]
     for table, _ in hooks:
         table.clear()
-    for t, _ in retained:
-        t.grad = None
     try:
         yield
     finally:
