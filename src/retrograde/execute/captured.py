@@ -116,8 +116,10 @@ def foreign_tensors(
         elif (node, number) in known or node._sequence_nr() < mark:
             older.add((node, number))
         else:
-            following = {edge for edge in node.next_functions if edge[0] is not None} - seen
-            seen |= following
+            # In an order of its own, which a set has not: fits are looked up by the parameters.
+            edges = dict.fromkeys(edge for edge in node.next_functions if edge[0] is not None)
+            following = [edge for edge in edges if edge not in seen]
+            seen.update(following)
             pending.extend(following)
     return leaves, older
 
