@@ -10,7 +10,7 @@ recorded, leaves that share their memory stand in for them.
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
@@ -25,6 +25,9 @@ __all__ = ["Edge", "Outside", "find_outside", "foreign_tensors"]
 Tensors = list[Tensor]
 #: A node of autograd's graph, and which of its outputs.
 Edge = tuple[Any, int]
+
+# The sequence number of a node that accumulates the gradient of a leaf: it runs first of all.
+_LEAF = 2**64 - 1
 
 
 @dataclass(frozen=True)
@@ -108,19 +111,18 @@ def foreign_tensors(
     older: set[Edge] = set()
     roots = [get_gradient_edge(t) for t in outputs if t.requires_grad]
     pending: list[Edge] = [(root.node, root.output_nr) for root in roots]
-    seen = set(pending)
-    while pending:
-        node, number = pending.pop()
-        if node.name() == "torch::autograd::AccumulateGrad":
-            leaves.append(cast(Any, node).variable)
-        elif (node, number) in known or node._sequence_nr() < mark:
-            older.add((node, number))
-        else:
-            # In an order of its own, which a set has not: fits are looked up by the parameters.
-            edges = dict.fromkeys(edge for edge in node.next_functions if edge[0] is not None)
-            following = [edge for edge in edges if edge not in seen]
-            seen.update(following)
-            pending.extend(following)
+    visited: set[Any] = set()
+    while pending:  # in an order that is the same at every call: fits are looked up by leaves
+        edge = pending.pop()
+        node, number = edge[0], edge[0]._sequence_nr()
+        if number < mark or (known and edge in known):
+            older.add(edge)
+        elif node not in visited:
+            visited.add(node)
+            if number == _LEAF and node.name() == "torch::autograd::AccumulateGrad":
+                leaves.append(node.variable)
+            else:
+                pending += [edge for edge in node.next_functions if edge[0] is not None]
     return leaves, older
 
 
