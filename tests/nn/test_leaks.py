@@ -12,6 +12,7 @@ from oracles.loops import WAYS, assert_bitwise, both, gradients, least, loop
 from retrograde.execute.executor import Run, Tape
 from retrograde.nn import unroll as unrolling
 from retrograde.nn.recent import Recent, identity
+from retrograde.scan import layer
 
 DOUBLE = torch.float64
 WITH_MEMORY = [way for way in WAYS if "memory" in WAYS[way][2]]
@@ -21,7 +22,7 @@ def left():
     """The tensors that are alive, their bytes, and executions that are not over."""
     gc.collect()
     alive = gc.get_objects()
-    tensors = [t for t in alive if issubclass(type(t), torch.Tensor)]
+    tensors = [t for t in alive if type(t) in (torch.Tensor, nn.Parameter)]
     stores = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return len(tensors), sum(stores.values()), sum(type(o) in (Run, Tape) for o in alive)
 
@@ -237,9 +238,9 @@ def test_a_backward_pass_that_raised_holds_nothing_though_its_graph_is_alive():
     assert y.requires_grad
 
 
-def calls_of(monkeypatch, name):
-    """Count the calls of one of torch's kernels, and raise at one of them."""
-    kernel, seen = getattr(torch._VF, name), {"calls": 0, "last": None}
+def calls_of(monkeypatch, owner, name):
+    """Count the calls of a kernel, and raise at one of them."""
+    kernel, seen = getattr(owner, name), {"calls": 0, "last": None}
 
     def call(*args):
         seen["calls"] += 1
@@ -247,21 +248,25 @@ def calls_of(monkeypatch, name):
             raise Boom
         return kernel(*args)
 
-    monkeypatch.setattr(torch._VF, name, call)
+    monkeypatch.setattr(owner, name, call)
     return seen
 
 
-@pytest.mark.parametrize(
-    ("way", "kernel"),
-    [("LSTM", "lstm"), ("LSTM by segments", "lstm"), ("RNN by segments", "rnn_tanh")],
-)
-def test_an_exception_at_every_other_call_of_a_kernel(way, kernel, monkeypatch):
+KERNELS = [
+    ("LSTM", torch._VF, "lstm"),
+    ("LSTM by segments", layer, "run"),
+    ("RNN by segments", layer, "run"),
+]
+
+
+@pytest.mark.parametrize(("way", "owner", "name"), KERNELS, ids=str)
+def test_an_exception_at_every_other_call_of_a_kernel(way, owner, name, monkeypatch):
     _, ours = both(way)
     x = torch.randn(65, 3, 5, dtype=DOUBLE).requires_grad_()
     ours(x)  # fits
     wanted = [x, *ours.parameters()]
     expected = torch.autograd.grad(ours(x)[0].square().sum(), wanted)
-    seen, before, places = calls_of(monkeypatch, kernel), surroundings(), []
+    seen, before, places = calls_of(monkeypatch, owner, name), surroundings(), []
     while "nowhere" not in places:
         seen.update(calls=0, last=2 * len(places))
         places.append("forward")
