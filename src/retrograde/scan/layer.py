@@ -1,11 +1,13 @@
 """One recurrent layer in one direction: forward by torch's kernel, backward from the states alone.
 
-Forward, torch's own kernel runs, so that outputs are torch's, bit for bit; what it would keep for
-its backward pass is not kept. The tape is the hidden states, which are the outputs, and an LSTM's c
-at the first step of each block. Backward, blocks of steps are taken from the last to the first:
-their slopes are recomputed by one matrix product, the recurrence runs over them
-(:mod:`retrograde.scan.sweep`), and what it leaves, the gates' gradients, is multiplied once by the
-inputs, once by the states and once by the weights.
+Forward, a kernel runs that keeps nothing for a backward pass: a compiled one of ours where there is
+one (:mod:`retrograde.scan.kernels`), and else torch's own. The tape is the hidden states, which are
+the outputs, and an LSTM's c at the first step of each block; our own kernel leaves an LSTM's gates
+and cells as well, five numbers a unit and step in place of torch's sixteen. Backward, blocks of
+steps are taken from the last to the first: their slopes are recomputed, by one matrix product where
+the gates are not known, the recurrence runs over them (:mod:`retrograde.scan.sweep`), and what it
+leaves, the gates' gradients, is multiplied once by the inputs, once by the states and once by the
+weights.
 
 *Within a budget* the outputs are not kept either, only the states at the first step of every
 segment. A block is then a group of segments; since all their first states are known, they are
@@ -20,10 +22,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from retrograde.scan.kernels import kernels
-from retrograde.scan.recurrent import Kind, Slopes, Weights, slopes
+from retrograde.scan.recurrent import Kept, Kind, Slopes, Weights, slopes
 from retrograde.scan.sweep import safe_chunk
 
-__all__ = ["Gradients", "Tape", "Way", "backpropagate", "run", "run_and_keep"]
+__all__ = ["Gradients", "Tape", "Way", "backpropagate", "room_for", "run", "run_and_keep"]
 
 State = tuple[Tensor, ...]
 
@@ -54,6 +56,7 @@ class Tape:
         way: how the layer is to be backpropagated.
         outputs: h after every step (T, B, H), or None where only segments' first states are kept.
         sizes: how many sequences have a step t, longest first, or None where all have all.
+        kept: an LSTM's gates and cells, if the forward pass left them.
         marks: the state before the first step of every block, or of every segment: for an RNN or
             GRU, (h,), for an LSTM, (h, c), each (number, B, H); h is absent where outputs are kept.
     """
@@ -62,6 +65,7 @@ class Tape:
     outputs: Tensor | None
     marks: dict[str, Tensor]
     sizes: Tensor | None = None
+    kept: Kept | None = None
 
     def valid(self, start: int, stop: int) -> Tensor | None:
         """Which sequences have which of some steps (L, B, 1), or None where all have all."""
@@ -81,7 +85,7 @@ class Gradients:
 
 
 # Rows to a product of sums over steps and samples: one sum over all would round more.
-_ROWS = 1024
+_ROWS = 4096
 
 _CALLS: dict[Kind, str] = {
     "RNN_TANH": "rnn_tanh",
@@ -92,19 +96,43 @@ _CALLS: dict[Kind, str] = {
 
 
 def run(
-    weights: Weights, x: Tensor, state: State, sizes: Tensor | None = None
+    weights: Weights,
+    x: Tensor,
+    state: State,
+    sizes: Tensor | None = None,
+    kept: Kept | None = None,
 ) -> tuple[Tensor, State]:
-    """Run a range of steps by torch's own kernel, recording nothing.
+    """Run a range of steps by the fastest kernel, recording nothing.
 
     Args:
         weights: the layer's parameters.
         x: inputs (L, B, I).
         state: before the range: (h,), or (h, c), each (B, H).
         sizes: how many sequences have each step, longest first; None for all.
+        kept: where an LSTM's gates and cells are to be left; :func:`room_for` says if they can be.
 
     Returns:
         The outputs (L, B, H), and the state after the range.
     """
+    ours = kernels(x.device.type, x.dtype, weights.size).run
+    if ours is not None and sizes is None:
+        with torch.no_grad():
+            return ours(weights, x, state, kept)
+    return _run_by_torch(weights, x, state, sizes)
+
+
+def room_for(weights: Weights, x: Tensor, sizes: Tensor | None) -> Kept | None:
+    """Where an LSTM's forward pass can leave its gates and cells; None where it cannot."""
+    ours = kernels(x.device.type, x.dtype, weights.size).run
+    if weights.kind != "LSTM" or ours is None or sizes is not None:
+        return None
+    gates, cells = (x.new_empty(*x.shape[:2], k * weights.size) for k in (4, 1))
+    return Kept(gates, cells)
+
+
+def _run_by_torch(
+    weights: Weights, x: Tensor, state: State, sizes: Tensor | None
+) -> tuple[Tensor, State]:
     biases = [b for b in (weights.bias_inputs, weights.bias_hidden) if b is not None]
     before: Any = tuple(s.unsqueeze(0).contiguous() for s in state)
     layers, dropout, train, bidirectional, batch_first = 1, 0.0, False, False, False
@@ -145,9 +173,10 @@ def run_and_keep(
     Returns:
         The outputs (T, B, H), the state after all steps, and the tape.
     """
-    if weights.kind != "LSTM" and way.segment is None:
-        outputs, after = run(weights, x, state, sizes)
-        return outputs, after, Tape(way, outputs, {}, sizes)
+    kept = None if way.segment else room_for(weights, x, sizes)
+    if kept is not None or (weights.kind != "LSTM" and way.segment is None):
+        outputs, after = run(weights, x, state, sizes, kept)
+        return outputs, after, Tape(way, outputs, {}, sizes, kept)
     keeps_c = weights.kind == "LSTM"
     stride = (way.segment or way.block) if keeps_c else way.block
     outputs = x.new_zeros(*x.shape[:2], weights.size)
@@ -227,13 +256,14 @@ def _at_the_ends(sizes: Tensor, dy: Tensor | None, after: State) -> tuple[Tensor
 
 @dataclass
 class _Block:
-    """The states of some steps: h before and after each, c before the first."""
+    """The states of some steps: h before and after each, c before the first; what was kept."""
 
     x: Tensor
     before: Tensor
     after: Tensor
     c: Tensor | None
     valid: Tensor | None
+    kept: Kept | None
 
     def mask(self, steps: Slopes) -> None:
         """Past a sequence's end nothing is passed on, but an LSTM's c, which is unchanged."""
@@ -258,7 +288,8 @@ def _states(weights: Weights, tape: Tape, x: Tensor, first: State, start: int, s
     stride = tape.way.segment or tape.way.block
     mark, part = start // stride, x[start:stop]
     c = tape.marks["c"][mark] if "c" in tape.marks else None
-    valid = tape.valid(start, stop)
+    kept = None if tape.kept is None else tape.kept.at(slice(start, stop))
+    rest = c if kept is None else kept.cells[0], tape.valid(start, stop), kept
     if tape.outputs is None:
         h = tape.marks["h"][mark]
         after = _recompute(weights, tape, part, mark)
@@ -266,8 +297,8 @@ def _states(weights: Weights, tape: Tape, x: Tensor, first: State, start: int, s
         h = first[0] if start == 0 else tape.outputs[start - 1]
         after = tape.outputs[start:stop]
         if start > 0:
-            return _Block(part, tape.outputs[start - 1 : stop - 1], after, c, valid)
-    return _Block(part, torch.cat([h.unsqueeze(0), after[:-1]]), after, c, valid)
+            return _Block(part, tape.outputs[start - 1 : stop - 1], after, *rest)
+    return _Block(part, torch.cat([h.unsqueeze(0), after[:-1]]), after, *rest)
 
 
 def _recompute(weights: Weights, tape: Tape, x: Tensor, mark: int) -> Tensor:
@@ -315,15 +346,20 @@ class _Sums:
         weights = self.cast
         real, size = weights.hidden.dtype, weights.size
         x, before, after = (t.to(real) for t in (block.x, block.before, block.after))
-        c = None if block.c is None else block.c.to(real)
         use = kernels(x.device.type, real, size)
-        steps = slopes(weights, x, before, after, c, use.gates)
-        block.mask(steps)
         losses = None if dy is None else dy.to(real).contiguous()
-        if way.name == "scan":
-            g = use.scan(steps, weights.hidden, losses, g, way.chunk)
+        simple = block.valid is None and (weights.kind != "LSTM" or block.kept is not None)
+        if way.name == "sequential" and simple and use.fused is not None:
+            steps, g = use.fused(weights, x, before, after, block.kept, losses, g)
         else:
-            g = use.sweep(steps, weights.hidden, losses, g)
+            c = None if block.c is None else block.c.to(real)
+            known = None if block.kept is None else block.kept.gates.clone()  # they become slopes
+            steps = slopes(weights, x, before, after, c, use.gates, known)
+            block.mask(steps)
+            if way.name == "scan":
+                g = use.scan(steps, weights.hidden, losses, g, way.chunk)
+            else:
+                g = use.sweep(steps, weights.hidden, losses, g)
         self._add_weights(steps, x, before, start)
         return g
 
@@ -348,9 +384,5 @@ class _Sums:
 
 def _add_product(total: Tensor, gates: Tensor, by: Tensor) -> None:
     """total += gatesᵀ by, the rows being summed in parts, and then the parts."""
-    whole = len(gates) - len(gates) % _ROWS
-    if whole > _ROWS:
-        parts = [t[:whole].unflatten(0, (-1, _ROWS)) for t in (gates, by)]
-        total += torch.bmm(parts[0].transpose(1, 2), parts[1]).sum(0)
-        gates, by = gates[whole:], by[whole:]
-    total.addmm_(gates.t(), by)
+    for part, other in zip(gates.split(_ROWS), by.split(_ROWS), strict=True):
+        total += part.t() @ other
