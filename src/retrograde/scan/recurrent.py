@@ -32,6 +32,7 @@ from torch.nn import functional
 
 __all__ = [
     "GATES",
+    "Block",
     "GateSlopes",
     "Kept",
     "Kind",
@@ -114,6 +115,32 @@ class Kept:
     def at(self, steps: slice) -> "Kept":
         """Those of some steps, as views."""
         return Kept(self.gates[steps], self.cells[steps])
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some steps of a layer, as its backward pass needs them.
+
+    Attributes:
+        x: inputs (L, B, I).
+        before: h before each step (L, B, H).
+        after: h after each step.
+        c: an LSTM's c before the first step (B, H).
+        kept: what an LSTM's forward pass left.
+        valid: which sequences have which steps (L, B, 1), or None where all have all.
+    """
+
+    x: Tensor
+    before: Tensor
+    after: Tensor
+    c: Tensor | None = None
+    kept: Kept | None = None
+    valid: Tensor | None = None
+
+    def cast(self, dtype: torch.dtype) -> "Block":
+        """The same in another dtype."""
+        parts: Any = {name: getattr(self, name).to(dtype) for name in ("x", "before", "after")}
+        return replace(self, **parts, c=None if self.c is None else self.c.to(dtype))
 
 
 @dataclass

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from retrograde.scan import recurrent, sweep
-from retrograde.scan.recurrent import GateSlopes, Kept, Slopes, Weights
+from retrograde.scan.recurrent import Block, GateSlopes, Kept, Slopes, Weights
 
-__all__ = ["LARGEST_SIZE", "Fused", "Kernels", "Run", "kernels"]
+__all__ = ["LARGEST_SIZE", "Kernels", "Pass", "Run", "kernels"]
 
 #: The most hidden units that the CUDA kernels hold on the chip.
 LARGEST_SIZE = 128
@@ -32,20 +32,13 @@ class Run(Protocol):
         ...
 
 
-class Fused(Protocol):
-    """Slopes and sweep in one, as :func:`retrograde.scan.kernels.cpu.fused`."""
+class Pass(Protocol):
+    """The backward pass of a block, as :func:`retrograde.scan.kernels.cpu.backward`."""
 
     def __call__(
-        self,
-        weights: Weights,
-        x: Tensor,
-        before: Tensor,
-        after: Tensor,
-        kept: Kept | None,
-        dy: Tensor | None,
-        g: Tensor,
-    ) -> tuple[Slopes, Tensor]:
-        """The gradients of the gates, and that of the state before the block."""
+        self, weights: Weights, block: Block, dy: Tensor | None, g: Tensor, dx: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The gradients of the state before the block, and of the weights."""
         ...
 
 
@@ -59,7 +52,7 @@ class Kernels:
         scan: as :func:`retrograde.scan.sweep.scan`.
         gates: as :func:`retrograde.scan.recurrent.gru_slopes` and ``lstm_slopes``.
         run: the forward pass, where there is one that is faster than torch's own.
-        fused: a faster form of slopes and sweep together, if there is one.
+        backward: slopes, sweep and sums in one, where there is such a thing.
     """
 
     name: str
@@ -67,7 +60,7 @@ class Kernels:
     scan: Scan
     gates: GateSlopes
     run: Run | None = None
-    fused: Fused | None = None
+    backward: Pass | None = None
 
 
 @functools.cache
@@ -89,7 +82,9 @@ def kernels(device: str, dtype: torch.dtype, size: int) -> Kernels:
     if device == "cpu" and dtype in (torch.float32, torch.float64):
         from retrograde.scan.kernels import cpu
 
-        return Kernels("numba", cpu.sweep, cpu.scan, (cpu.gru_slopes, cpu.lstm_slopes), cpu.run, cpu.fused)
+        return Kernels(
+            "numba", cpu.sweep, cpu.scan, (cpu.gru_slopes, cpu.lstm_slopes), cpu.run, cpu.backward
+        )
     fits = dtype == torch.float32 and size <= LARGEST_SIZE
     if device == "cuda" and fits and importlib.util.find_spec("triton"):
         from retrograde.scan.kernels import cuda

@@ -8,7 +8,7 @@ whole block of steps.
 
 The references of the backward pass are the functions of the same names in
 :mod:`retrograde.scan.sweep` and :mod:`retrograde.scan.recurrent`, that of :func:`run` is
-:func:`retrograde.scan.layer.run`. The loops are in ``cpu_states``, ``cpu_fused``, ``cpu_slopes``
+:func:`retrograde.scan.layer.run`. The loops are in ``cpu_states``, ``cpu_backward``, ``cpu_slopes``
 and ``cpu_sweep``, what they are made of in ``lanes`` and ``tiles``.
 """
 
@@ -19,15 +19,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from retrograde.scan import sweep as reference
-from retrograde.scan.kernels import cpu_fused, cpu_slopes, cpu_states, cpu_sweep
-from retrograde.scan.kernels.team import share
-from retrograde.scan.kernels.tiles import panels
-from retrograde.scan.recurrent import Kept, Slopes, Weights
+from retrograde.scan.kernels import cpu_backward, cpu_slopes, cpu_states, cpu_sweep
+from retrograde.scan.kernels.team import ranges, share
+from retrograde.scan.kernels.tiles import panels, whole_vectors
+from retrograde.scan.recurrent import Block, Kept, Slopes, Weights
 
-__all__ = ["fused", "gru_slopes", "lstm_slopes", "run", "scan", "sweep"]
+__all__ = ["backward", "gru_slopes", "lstm_slopes", "run", "scan", "sweep"]
 
 State = tuple[Tensor, ...]
 
@@ -99,52 +98,80 @@ def _drive(inputs: Tensor, bias: Tensor | None, x: Tensor, out: Tensor) -> None:
         torch.addmm(bias, flat, inputs.t(), out=into)
 
 
-def fused(
-    weights: Weights,
-    x: Tensor,
-    before: Tensor,
-    after: Tensor,
-    kept: Kept | None,
-    dy: Tensor | None,
-    g: Tensor,
-) -> tuple[Slopes, Tensor]:
-    """Slopes and sweep of a block in one: :func:`retrograde.scan.recurrent.slopes`, and the sweep.
+def backward(
+    weights: Weights, block: Block, dy: Tensor | None, g: Tensor, dx: Tensor | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The whole backward pass of a block of steps.
 
     Args:
         weights: the layer's parameters.
-        x: inputs (L, B, I).
-        before: h before each step (L, B, H).
-        after: h after each step.
-        kept: what an LSTM's forward pass left of these steps.
+        block: its inputs and states.
         dy: the loss's gradient of each output (L, B, H), or None for zero.
         g: of the state after the block (B, n).
+        dx: takes the gradients of the inputs (L, B, I), if they are wanted.
 
     Returns:
-        The gradients of the gates (``keep`` is None), and that of the state before the block.
+        The gradient of the state before the block, and those of the weights, by name.
     """
-    length, samples, size = after.shape
-    g, losses = g.clone(memory_format=torch.contiguous_format), after[:0] if dy is None else dy
-    hidden, inner = panels(weights.hidden), None
+    size, samples, width = weights.size, block.x.shape[1], block.x.shape[2]
+    kernel, given, hidden = _given(weights, block)
+    absent = block.after[:0]
+    g = g.clone(memory_format=torch.contiguous_format)
+    states = [block.x, block.before, panels(weights.inputs), panels(hidden)]
+    states += [absent if dy is None else dy, g, absent if dx is None else dx]
+    arrays = [t.contiguous().numpy() if isinstance(t, Tensor) else t for t in (*given, *states)]
+    rows, numbers = hidden.shape[0], _ROW[weights.kind] * size
+    work = len(block.x) * samples * rows * (2 * size + width)
+    parts = ranges(samples, 1 + work // _THREAD_WORK)
+    sums = [
+        g.new_zeros(len(parts), *shape)
+        for shape in ((rows, whole_vectors(width)), (rows, whole_vectors(size)), (numbers,))
+    ]
+
+    def loop(first: int, last: int) -> None:
+        number = next(i for i, part in enumerate(parts) if part == (first, last))
+        kernel(*arrays, *(total[number].numpy() for total in sums), first, last)
+
+    share(loop, parts)
+    return g, _named(weights, *(total.sum(0) for total in sums))
+
+
+# Kinds of gates whose gradients a row has; a GRU's third has two, as inputs and as states see it.
+_ROW = {"RNN_TANH": 1, "RNN_RELU": 1, "GRU": 4, "LSTM": 4}
+
+
+def _given(weights: Weights, block: Block) -> tuple[Any, list[Any], Tensor]:
+    """The loop for a cell, what it is given first, and the hidden weights as it orders them."""
     match weights.kind:
         case "GRU":
-            inputs = functional.linear(x, weights.inputs, weights.bias_inputs)
-            out = functional.linear(before, weights.hidden, weights.bias_hidden)
-            inner = torch.empty_like(after, memory_format=torch.contiguous_format)
-            kernel, given = cpu_fused.sweep_gru, [inputs, out, before, inner, hidden, losses, g]
+            zero = weights.hidden.new_zeros(weights.hidden.shape[0])
+            given = [weights.bias_inputs, weights.bias_hidden]
+            biases = torch.stack([zero if bias is None else bias for bias in given])
+            forward = panels(weights.inputs.t()), panels(weights.hidden.t()), biases
+            r_z, n = weights.hidden.split([2 * weights.size, weights.size])
+            return cpu_backward.backward_gru, [*forward], torch.cat([n, r_z])
         case "LSTM":
-            assert kept is not None
-            out = torch.empty_like(kept.gates)
-            kernel = cpu_fused.sweep_lstm
-            given = [kept.gates, after, kept.cells, hidden, losses, g, out]
+            assert block.kept is not None
+            lstm = [block.kept.gates, block.after, block.kept.cells]
+            return cpu_backward.backward_lstm, [*lstm], weights.hidden
         case _:
-            out = torch.empty_like(after, memory_format=torch.contiguous_format)
-            kernel, given = cpu_fused.sweep_rnn, [after, hidden, losses, g, out]
-    arrays: list[Any] = [t.contiguous().numpy() for t in given]
-    if weights.kind.startswith("RNN"):
-        arrays.append(weights.kind == "RNN_RELU")
-    work = out.numel() * (size + _ELEMENT_WORK // 4)
-    _share(functools.partial(kernel, *arrays), samples, work)
-    return Slopes(out.unflatten(-1, (-1, size)), None, inner), g
+            rnn = [block.after, weights.kind == "RNN_RELU"]
+            return cpu_backward.backward_rnn, rnn, weights.hidden
+
+
+def _named(weights: Weights, inputs: Tensor, hidden: Tensor, rows: Tensor) -> dict[str, Tensor]:
+    """The sums of a block as the gradients of the parameters."""
+    size, of_inputs, of_hidden = weights.size, rows, rows
+    if weights.kind == "GRU":  # rows: n as states see it, r, z, n as inputs see it
+        hidden = torch.cat([hidden[size:], hidden[:size]])
+        of_inputs, of_hidden = rows[size:], torch.cat([rows[size : 3 * size], rows[:size]])
+    found = {
+        "inputs": inputs[:, : weights.inputs.shape[1]],
+        "hidden": hidden[:, :size],
+        "bias_inputs": of_inputs,
+        "bias_hidden": of_hidden,
+    }
+    return {name: found[name] for name in weights.tensors()}
 
 
 def sweep(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor) -> Tensor:
@@ -216,4 +243,4 @@ def lstm_slopes(gates: Tensor, after: Tensor, c: Tensor, known: bool = False) ->
 
 def _share(kernel: Callable[[int, int], None], count: int, work: int) -> None:
     """Call a kernel on ranges of samples, or of chunks, on as many threads as the work pays."""
-    share(kernel, count, 1 + work // _THREAD_WORK)
+    share(kernel, ranges(count, 1 + work // _THREAD_WORK))

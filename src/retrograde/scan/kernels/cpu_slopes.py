@@ -8,7 +8,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retrograde.scan.kernels.lanes import LANES, compiled, like, load, quotient, sigmoid, store, tanh
+from retrograde.scan.kernels.lanes import (
+    LANES,
+    compiled,
+    like,
+    load,
+    quotient,
+    sigmoid,
+    store,
+    tanh,
+)
 
 __all__ = ["gru_slopes", "lstm_gates", "lstm_slopes"]
 
@@ -25,7 +34,7 @@ def gru_slopes(
     first: int,
     last: int,
 ) -> None:
-    """What enters the gates of rows first … last − 1: hidden ← s_r, s_z, s_m; inner ← s_n; keep ← z."""
+    """What enters the gates of some rows: hidden ← s_r, s_z, s_m; inner ← s_n; keep ← z."""
     size = before.shape[1]
     x, u, h = inputs.reshape(-1), hidden.reshape(-1), before.reshape(-1)
     kept, s_n = keep.reshape(-1), inner.reshape(-1)

@@ -36,7 +36,7 @@ def run_rnn(
     sums = np.empty((last - first) * width, h.dtype)
     for t in range(driven.shape[0]):
         sums[:] = 0
-        product(states, first * size, last - first, hidden, width, sums)
+        product(states, first * size, size, last - first, hidden, width, sums)
         for b in range(first, last):
             at, row, z = (t * samples + b) * size, b * size, (b - first) * width
             for j in range(0, size, LANES):
@@ -65,7 +65,7 @@ def run_gru(
     for t in range(driven.shape[0]):
         for b in range(last - first):
             sums[b * width : b * width + 3 * size] = bias
-        product(states, first * size, last - first, hidden, width, sums)
+        product(states, first * size, size, last - first, hidden, width, sums)
         for b in range(first, last):
             at, row, u = (t * samples + b) * size, b * size, (b - first) * width
             for j in range(0, size, LANES):
@@ -99,7 +99,7 @@ def run_lstm(
     sums = np.empty((last - first) * width, h.dtype)
     for t in range(driven.shape[0]):
         sums[:] = 0
-        product(states, first * size, last - first, hidden, width, sums)
+        product(states, first * size, size, last - first, hidden, width, sums)
         for b in range(first, last):
             at, row, u = (t * samples + b) * size, b * size, (b - first) * width
             for j in range(0, size, LANES):

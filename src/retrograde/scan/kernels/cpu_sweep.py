@@ -23,6 +23,7 @@ __all__ = [
 
 _Reals = NDArray[np.floating[Any]]
 
+
 @compiled  # type: ignore[untyped-decorator]
 def sweep_state(
     gates: _Reals,
@@ -54,7 +55,7 @@ def sweep_state(
                 if keep.shape[0]:
                     store(before, to + j, x * load(kept, at, left), left)
                     store(s_n, at, x * load(s_n, at, left), left)
-        product(s, (t * samples + first) * width, last - first, hidden, wide, before)
+        product(s, (t * samples + first) * width, width, last - first, hidden, wide, before)
         for b in range(first, last):
             g[b] = before[(b - first) * wide : (b - first) * wide + size]
 
@@ -92,7 +93,7 @@ def sweep_lstm(
                 store(s, v + 2 * size, d * load(s, v + 2 * size, left), left)
                 store(s, v + 3 * size, x * load(s, v + 3 * size, left), left)
         before[:] = 0
-        product(s, (t * samples + first) * 4 * size, last - first, hidden, wide, before)
+        product(s, (t * samples + first) * 4 * size, 4 * size, last - first, hidden, wide, before)
         for b in range(first, last):
             g[b, :size] = before[(b - first) * wide : (b - first) * wide + size]
 
@@ -147,7 +148,7 @@ def products_state(
                     for j in range(size):
                         jacobian[j // panel, j, j % panel] += keep[c, t, b, j]
                 new[:] = 0
-                product(row.reshape(-1), 0, size + 1, jacobian, wide, new)
+                product(row.reshape(-1), 0, size, size + 1, jacobian, wide, new)
                 row[:] = new.reshape(size + 1, wide)[:, :size]
 
 
@@ -188,8 +189,8 @@ def products_lstm(
                         d[i, j] = row[i, size + j] + row[i, j] * inner[c, t, b, j]
                         row[i, size + j] = d[i, j] * keep[c, t, b, j]
                 new[:] = 0
-                product(d.reshape(-1), 0, 2 * size + 1, a, wide, new)
-                product(h.reshape(-1), 0, 2 * size + 1, through, wide, new)
+                product(d.reshape(-1), 0, size, 2 * size + 1, a, wide, new)
+                product(h.reshape(-1), 0, size, 2 * size + 1, through, wide, new)
                 row[:, :size] = new.reshape(2 * size + 1, wide)[:, :size]
 
 

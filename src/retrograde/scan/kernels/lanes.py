@@ -19,13 +19,14 @@ import operator
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic, models, overload, register_model
+from numba import extending, njit, types
+from numba.extending import models, overload, register_model
 
 __all__ = [
     "LANES",
     "Lanes",
     "compiled",
+    "intrinsic",
     "like",
     "load",
     "one_above",
@@ -46,6 +47,9 @@ _MATH = {"contract", "reassoc", "nsz", "arcp"}
 #: The decorator of all loops: compiled once, kept on disk, run without a lock.
 compiled: Any = njit(cache=True, nogil=True, fastmath=_MATH, error_model="numpy")
 
+#: numba's decorator of functions that write LLVM's code themselves.
+intrinsic: Any = extending.intrinsic
+
 _CONTRACT = ("contract",)
 
 
@@ -61,7 +65,7 @@ class Lanes(types.Type):  # type: ignore[misc]
 class _LanesModel(models.PrimitiveModel):  # type: ignore[misc]
     def __init__(self, manager: Any, kind: Lanes) -> None:
         element = manager.lookup(kind.dtype).get_value_type()
-        super().__init__(manager, kind, vector_of(element))
+        super().__init__(manager, kind, vector_of(element))  # type: ignore[no-untyped-call]
 
 
 def vector_of(element: Any) -> Any:
@@ -92,17 +96,10 @@ def _mask(builder: Any, left: Any) -> Any:
 def _masked(builder: Any, name: str, kind: Any, result: Any, arguments: list[Any]) -> Any:
     """Call LLVM's masked load or store."""
     element = "f64" if isinstance(kind.element, ir.DoubleType) else "f32"
-    pointer = "p0" if not _typed_pointers() else f"p0v{LANES}{element}"
-    full = f"llvm.masked.{name}.v{LANES}{element}.{pointer}"
+    full = f"llvm.masked.{name}.v{LANES}{element}.p0"
     signature = ir.FunctionType(result, [a.type for a in arguments])
     function = builder.module.globals.get(full) or ir.Function(builder.module, signature, full)
     return builder.call(function, arguments)
-
-
-def _typed_pointers() -> bool:
-    import llvmlite.binding as llvm
-
-    return bool(llvm.llvm_version_info[0] < 15)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -206,7 +203,7 @@ def positive(_: Any, x: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def one_above(_: Any, x: Any) -> Any:
-    """1 where x is above 0 or no number, 0 elsewhere: the slope of :func:`positive`, as torch has it."""
+    """1 where x is above 0 or no number, 0 elsewhere: the slope of :func:`positive`."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         one, zero = (_spread(builder, args[0].type, value) for value in (1.0, 0.0))

@@ -10,17 +10,15 @@ in every tile, so a row's result does not depend on the rows beside it.
 from typing import Any
 
 import numpy as np
-import torch
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from retrograde.scan.kernels.lanes import LANES, compiled, vector_of
+from retrograde.scan.kernels.lanes import LANES, compiled, intrinsic, vector_of
 
-__all__ = ["PANEL", "panels", "product", "whole_vectors"]
+__all__ = ["PANEL", "add_outer", "panels", "product", "whole_vectors"]
 
 #: Columns to a panel.
 PANEL = 3 * LANES
@@ -30,42 +28,80 @@ _INDEX = ir.IntType(64)
 
 
 @compiled  # type: ignore[untyped-decorator]
-def product(a: _Reals, start: int, rows: int, u: _Reals, width: int, out: _Reals) -> None:
+def product(
+    a: _Reals, start: int, stride: int, rows: int, u: _Reals, width: int, out: _Reals
+) -> None:
     """out += a @ u.
 
     Args:
-        a: flat; from ``start`` on it holds ``rows`` rows of as many numbers as ``u`` has rows.
+        a: flat; its rows begin at ``start`` and every ``stride`` numbers from there on, and have as
+            many numbers as ``u`` has rows.
         start: see ``a``.
-        rows: see ``a``.
+        stride: see ``a``.
+        rows: how many.
         u: in :func:`panels`, (P, R, PANEL).
         width: numbers to a row of ``out``, a multiple of :data:`LANES`.
         out: flat.
     """
-    terms = u.shape[1]
     for p in range(u.shape[0]):
         left = width - p * PANEL
         for row in range(0, rows - 3, 4):
-            at, to = start + row * terms, row * width + p * PANEL
+            at, to = start + row * stride, row * width + p * PANEL
             if left >= PANEL:
-                _tile(a, at, u, p, out, to, width, 4, 3)
+                _tile(a, at, stride, 1, u, p, out, to, width, 4, 3)
             elif left > LANES:
-                _tile(a, at, u, p, out, to, width, 4, 2)
+                _tile(a, at, stride, 1, u, p, out, to, width, 4, 2)
             else:
-                _tile(a, at, u, p, out, to, width, 4, 1)
+                _tile(a, at, stride, 1, u, p, out, to, width, 4, 1)
     for row in range(rows - rows % 4, rows):
-        at, p = start + row * terms, 0
+        at, p = start + row * stride, 0
         while width - p * PANEL >= 3 * PANEL:
-            _tile(a, at, u, p, out, row * width + p * PANEL, width, 1, 9)
+            _tile(a, at, stride, 1, u, p, out, row * width + p * PANEL, width, 1, 9)
             p += 3
         while p < u.shape[0]:
-            left, to = width - p * PANEL, row * width + p * PANEL
-            if left >= PANEL:
-                _tile(a, at, u, p, out, to, width, 1, 3)
-            elif left > LANES:
-                _tile(a, at, u, p, out, to, width, 1, 2)
-            else:
-                _tile(a, at, u, p, out, to, width, 1, 1)
+            _one_row(a, at, 1, u, p, out, row * width, width)
             p += 1
+
+
+@compiled  # type: ignore[untyped-decorator]
+def add_outer(a: _Reals, column: int, stride: int, u: _Reals, out: _Reals) -> None:
+    """out += aᵀ @ u.
+
+    Args:
+        a: flat; it has as many rows as ``u``, each beginning ``stride`` numbers after the last one.
+        column: the first of its columns that is meant; there are as many as ``out`` has rows.
+        stride: see ``a``.
+        u: in :func:`panels`, (P, R, PANEL).
+        out: (N, W), W a multiple of :data:`LANES`.
+    """
+    columns, width = out.shape
+    flat = out.reshape(-1)
+    for p in range(u.shape[0]):
+        left = width - p * PANEL
+        for i in range(0, columns - 3, 4):
+            to = i * width + p * PANEL
+            if left >= PANEL:
+                _tile(a, column + i, 1, stride, u, p, flat, to, width, 4, 3)
+            elif left > LANES:
+                _tile(a, column + i, 1, stride, u, p, flat, to, width, 4, 2)
+            else:
+                _tile(a, column + i, 1, stride, u, p, flat, to, width, 4, 1)
+        for i in range(columns - columns % 4, columns):
+            _one_row(a, column + i, stride, u, p, flat, i * width, width)
+
+
+@compiled  # type: ignore[untyped-decorator]
+def _one_row(
+    a: _Reals, at: int, to_term: int, u: _Reals, p: int, out: _Reals, row: int, width: int
+) -> None:
+    """A panel's part of one row of ``out``, which begins at ``row``."""
+    left, to = width - p * PANEL, row + p * PANEL
+    if left >= PANEL:
+        _tile(a, at, 0, to_term, u, p, out, to, width, 1, 3)
+    elif left > LANES:
+        _tile(a, at, 0, to_term, u, p, out, to, width, 1, 2)
+    else:
+        _tile(a, at, 0, to_term, u, p, out, to, width, 1, 1)
 
 
 def panels(u: Tensor) -> Tensor:
@@ -80,11 +116,13 @@ def panels(u: Tensor) -> Tensor:
         (P, R, PANEL), the last panel filled up with zeros.
 
     Example:
+        >>> import torch
         >>> panels(torch.ones(5, 25)).shape
         torch.Size([2, 5, 24])
     """
     filled = functional.pad(u, (0, -u.shape[1] % PANEL))
-    return filled.unflatten(1, (-1, PANEL)).transpose(0, 1).contiguous()
+    found: Tensor = filled.unflatten(1, (-1, PANEL)).transpose(0, 1).contiguous()
+    return found
 
 
 @compiled  # type: ignore[untyped-decorator]
@@ -98,6 +136,8 @@ def _tile(
     _: Any,
     a: Any,
     at: Any,
+    to_row: Any,
+    to_term: Any,
     u: Any,
     panel: Any,
     out: Any,
@@ -108,17 +148,20 @@ def _tile(
 ) -> Any:
     """A tile of ``out`` += ``a @ u``: some rows by some vectors, both literal numbers.
 
-    Its rows of ``a`` begin at ``at``, its columns of ``u`` with a panel, and itself at ``to``.
+    Its rows of ``a`` begin at ``at`` and lie ``to_row`` numbers apart, their terms ``to_term``; its
+    columns of ``u`` begin with a panel, and itself at ``to``.
     """
     n = types.intp
-    signature = types.void(a, n, u, n, out, n, n, rows, vectors)
+    signature = types.void(a, n, n, n, u, n, out, n, n, rows, vectors)
     shape = rows.literal_value, vectors.literal_value
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        arrays = [context.make_array(signature.args[i])(context, builder, args[i]) for i in (0, 2, 4)]
+        arrays = [
+            context.make_array(signature.args[i])(context, builder, args[i]) for i in (0, 4, 6)
+        ]
         tile = _Tile(builder, [array.data for array in arrays], a.dtype.bitwidth // 8)
         terms = builder.extract_value(arrays[1].shape, 1)
-        tile.add(shape, args[1], args[3], args[5:7], terms)
+        tile.add(shape, args[1:4], args[5], args[7:9], terms)
         return context.get_dummy_value()
 
     return signature, code
@@ -132,13 +175,13 @@ class _Tile:
         self.a, self.u, self.out = pointers
         self.vector = vector_of(self.a.type.pointee)
 
-    def add(self, shape: tuple[int, int], at: Any, panel: Any, of_out: Any, terms: Any) -> None:
+    def add(self, shape: tuple[int, int], of_a: Any, panel: Any, of_out: Any, terms: Any) -> None:
         """The tile of ``shape`` (rows, vectors); for the places see :func:`_tile`."""
         b, (rows, vectors) = self.builder, shape
-        to, width = of_out
+        (at, to_row, to_term), (to, width) = of_a, of_out
         pairs = [(i, j) for i in range(rows) for j in range(vectors)]
         places = {(i, j): self._plus(to, b.mul(width, _INDEX(i)), j * LANES) for i, j in pairs}
-        firsts = [self._plus(at, b.mul(terms, _INDEX(i))) for i in range(rows)]
+        firsts = [self._plus(at, b.mul(to_row, _INDEX(i))) for i in range(rows)]
         columns = [self._column(panel, j, terms) for j in range(vectors)]
         before, loop, done = b.block, b.append_basic_block("terms"), b.append_basic_block("done")
         b.branch(loop)
@@ -147,9 +190,9 @@ class _Tile:
         sums = {pair: b.phi(self.vector) for pair in pairs}
         row = b.mul(term, _INDEX(PANEL))
         factors = [self._load(self.u, self._plus(column, row)) for column in columns]
-        after = {}
+        step, after = b.mul(term, to_term), {}
         for i in range(rows):
-            x = self._spread(b.load(b.gep(self.a, [self._plus(firsts[i], term)])))
+            x = self._spread(b.load(b.gep(self.a, [self._plus(firsts[i], step)])))
             for j in range(vectors):
                 more = b.fmul(x, factors[j], flags=("contract",))
                 after[i, j] = b.fadd(sums[i, j], more, flags=("contract",))
