@@ -77,7 +77,7 @@ def test_a_sample_does_not_depend_on_the_batch(kind):
 
 def test_what_an_lstm_keeps_are_its_gates_and_its_cells_before_each_step():
     layer = Layer("LSTM", (50, 3, 5, 7), torch.float64)
-    outputs, after, block = layer.block()
+    outputs, after, _ = layer.block()
     i, f, g, o = layer.kept.gates.chunk(4, -1)
     c = torch.cat([layer.kept.cells[1:], after[1].unsqueeze(0)])
     assert torch.equal(layer.kept.cells[0], layer.state[1])
