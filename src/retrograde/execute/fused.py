@@ -59,6 +59,7 @@ class FusedLSTM:
     bias: bool
     kernel: Kernel = "torch"
     fused: bool = True
+    sums: bool = False
     aliases: tuple[int | None, ...] = (None,)
     parameters: Tensors = field(init=False)
     ambient: Ambient = field(init=False)
@@ -85,6 +86,9 @@ class FusedLSTM:
             batch_first,
         )
         return [output], [h, c]
+
+    def carry(self, inputs: Tensors, state: Tensors) -> Tensors:
+        return self(inputs, state)[1]
 
     def call_steps(self, batch: int) -> float:
         """What a kernel call costs besides its steps, in forward steps."""

@@ -11,6 +11,7 @@ from retrograde.errors import CellError, ScheduleError
 from retrograde.execute.autograd import run_schedule, run_without_gradient
 from retrograde.execute.cell import Cell, StepCore, check_length, examine
 from retrograde.execute.executor import run_ordinary
+from retrograde.execute.inputs import Held
 from retrograde.execute.profile import fit_measured, footprint
 from retrograde.execute.replay import autocast_as_now
 from retrograde.execute.trees import flatten
@@ -171,7 +172,8 @@ def _fitted(
     except TypeError:  # a cell that cannot be referred to weakly is measured at every call
         known = {}
     if key not in known:
-        known[key] = fit_measured(core, leaves, states, memory, footprint(core, leaves, states))
+        inputs = Held(leaves)
+        known[key] = fit_measured(core, inputs, states, memory, footprint(core, inputs, states))
     found: Fit = known[key]
     return found
 
