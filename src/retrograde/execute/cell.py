@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from retrograde.errors import CellError
-from retrograde.execute.replay import Ambient, random_position
+from retrograde.execute.replay import Ambient, OwnRandom, random_position
 from retrograde.execute.trees import Structure, flatten
 
 __all__ = [
@@ -144,11 +144,10 @@ def examine(
     modules, captured = _reachable([cell] if made_of is None else made_of)
     buffers = [b for m in modules for b in m.buffers()]
     before = [b.detach().clone() for b in buffers]
-    whole = Ambient(device, draws=True)
     position = random_position(device)
     arguments = [t._version for t in (*x, *s)]
     mark = torch._C._autograd._get_sequence_nr()
-    with torch.enable_grad(), whole.without_trace():
+    with torch.enable_grad(), OwnRandom(device).drawn():
         outputs, states, output_spec, after_spec = _call(
             cell, input_spec.unflatten(x), state_spec.unflatten(s)
         )
@@ -196,7 +195,7 @@ def check_length(leaves: Tensors) -> int:
     """
     if not leaves:
         raise CellError("the inputs hold no tensor: expected at least one, with time first (T, …)")
-    lengths = {x.shape[0] if x.dim() else None for x in leaves}
+    lengths = {x.shape[0] if len(x.shape) else None for x in leaves}
     if len(lengths) > 1 or None in lengths:
         shapes = ", ".join(str(tuple(x.shape)) for x in leaves)
         raise CellError(

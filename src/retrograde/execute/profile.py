@@ -212,8 +212,11 @@ def footprint(
     )
     gradient = sum(_rounded(t) for t in state if t.is_floating_point() or t.is_complex())
     gradient *= 2 if core.fused else 1  # a kernel may need zeros for a state without a gradient
+    ambient = sum(map(_rounded, core.ambient.capture()))
+    if core.sums:  # what the loss's own gradient takes, and what is put back after the last rerun
+        gradient += _rounded(torch.ones((), dtype=torch.float64, device=device)) + ambient
     return Footprint(
-        state_bytes=sum(map(_rounded, state)) + sum(map(_rounded, core.ambient.capture())),
+        state_bytes=sum(map(_rounded, state)) + ambient,
         advance=advance,
         held=held,
         record=record,
@@ -223,6 +226,7 @@ def footprint(
         heap_bytes=HEAP_BYTES if core.fused and device.type == "cpu" else None,
         call_steps=call_steps,
         backward_steps=backward_steps,
+        streamed=core.sums,
     )
 
 
@@ -424,7 +428,7 @@ def _gradients_like(
     """Gradients of the layout that costs most: expanded scalars, which kernels must copy."""
     lead = () if core.fused or core.sums else (steps,)
     outputs = [
-        torch.ones((), dtype=dtype, device=core.ambient.device).expand(*lead, *shape)
+        torch.ones((), dtype=dtype, device=core.ambient.device).expand((*lead, *shape))
         for shape, dtype in shapes
     ]
     inputs = [x if core.fused else x.unsqueeze(0) for x in tape.inputs]

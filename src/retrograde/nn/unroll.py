@@ -20,7 +20,7 @@ from retrograde.scan.cells import run_cell
 from retrograde.schedule import Schedule
 from retrograde.units import Memory, parse_memory
 
-__all__ = ["check_schedule", "needs_gradient", "unroll"]
+__all__ = ["check_schedule", "needs_gradient", "signature", "unroll"]
 
 Tensors = list[Tensor]
 
@@ -166,7 +166,7 @@ def check_schedule(schedule: Schedule, length: int) -> None:
 def _fitted(
     cell: Cell, core: StepCore, leaves: Tensors, states: Tensors, memory: Memory | None
 ) -> Fit:
-    key = (memory, *(_signature(t) for t in (*leaves, *states, *core.parameters)))
+    key = (memory, *(signature(t) for t in (*leaves, *states, *core.parameters)))
     try:
         known = _KNOWN.setdefault(cell, {})
     except TypeError:  # a cell that cannot be referred to weakly is measured at every call
@@ -178,7 +178,8 @@ def _fitted(
     return found
 
 
-def _signature(t: Tensor) -> tuple[Any, ...]:
+def signature(t: Tensor) -> tuple[Any, ...]:
+    """All of a tensor, and of autocast, that bytes depend on."""
     device = t.device
     autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
     return tuple(t.shape), t.stride(), t.dtype, device, t.requires_grad, autocast
