@@ -229,9 +229,9 @@ def foreign_tensors(outputs: Sequence[Tensor], mark: int) -> tuple[Tensors, set[
         elif node._sequence_nr() < mark:
             older.add(node)
         else:
-            following = {n for n, _ in node.next_functions if n is not None} - seen
-            seen |= following
-            pending.extend(following)
+            following = dict.fromkeys(n for n, _ in node.next_functions if n is not None)
+            pending.extend(n for n in following if n not in seen)  # in an order that is the same
+            seen.update(following)
     return leaves, older
 
 
