@@ -5,6 +5,8 @@ The streaming form of algorithm 2 of Gruslys et al., *Memory-Efficient Backpropa
 dropped at once, and only what the schedule keeps is in memory.
 """
 
+import inspect
+import itertools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -279,11 +281,14 @@ def _fitted(
 
 
 def _remembered(parts: Sequence[Any]) -> dict[Any, Any]:
-    """What was learnt of these objects together, for as long as all of them live."""
+    """What was learnt of these objects together, for as long as all of them live; a method lives
+    as long as what it is bound to."""
+    bound = [(p.__self__, p.__func__) if inspect.ismethod(p) else (p,) for p in parts]
+    *first, last = itertools.chain(*bound)
     known: Any = _KNOWN
     try:
-        for part in parts[:-1]:
+        for part in first:
             known = known.setdefault(part, weakref.WeakKeyDictionary())
-        return cast(dict[Any, Any], known.setdefault(parts[-1], {}))
+        return cast(dict[Any, Any], known.setdefault(last, {}))
     except TypeError:  # one that cannot be referred to weakly is measured at every call
         return {}
