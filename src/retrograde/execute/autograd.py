@@ -14,6 +14,7 @@ from torch import Tensor
 from retrograde.errors import CellError, RetrogradeError
 from retrograde.execute.cell import Core
 from retrograde.execute.executor import Gradients, Run, advance, window
+from retrograde.execute.inputs import Held
 from retrograde.execute.replay import autocast_as_now, muted_hooks, random_position
 from retrograde.schedule import Schedule
 
@@ -57,9 +58,9 @@ def run_without_gradient(
     Returns:
         The outputs, with time first, and the state after the last step.
     """
-    outputs = _Outputs(core, length)
+    outputs, held = _Outputs(core, length), Held(inputs)
     for start in range(0, length, chunk):
-        state = advance(core, inputs, start, min(start + chunk, length), state, outputs.emit)
+        state = advance(core, held, start, min(start + chunk, length), state, outputs.emit)
     return outputs.tensors, state
 
 
@@ -98,7 +99,7 @@ class _Recurrence(torch.autograd.Function):
         ctx.run = Run(core, tuple(schedule), schedule.length)
         outputs = _Outputs(core, schedule.length)
         with ctx.autocast:
-            after = ctx.run.forward(inputs, state, outputs.emit)
+            after = ctx.run.forward(Held(inputs), state, outputs.emit)
         ctx.fresh = True
         if versions != [t._version for t in tensors]:
             raise CellError(
@@ -132,7 +133,7 @@ class _Recurrence(torch.autograd.Function):
         with run.core.ambient.without_trace(), ctx.autocast, muted_hooks(parameters):
             if not ctx.fresh:
                 run.core.ambient.restore(ctx.before)
-                run.forward(inputs, state, None)
+                run.forward(Held(inputs), state, None)
             ctx.fresh = False
             gradients = Gradients(
                 outputs=grads[:count],
@@ -144,7 +145,7 @@ class _Recurrence(torch.autograd.Function):
                 parameters=[None] * len(parameters),
                 length=run.length,
             )
-            run.backward(inputs, gradients)
+            run.backward(Held(inputs), gradients)
         found = (*gradients.inputs, *gradients.states, *gradients.parameters)
         return (None,) * 4 + tuple(
             g if needed else None for g, needed in zip(found, needs, strict=True)

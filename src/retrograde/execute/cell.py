@@ -16,10 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from retrograde.errors import CellError
-from retrograde.execute.replay import Ambient, random_position
+from retrograde.execute.replay import Ambient, OwnRandom, random_position
 from retrograde.execute.trees import Structure, flatten
 
-__all__ = ["Cell", "Core", "StepCore", "as_leaf", "check_length", "examine", "foreign_tensors"]
+__all__ = [
+    "Cell",
+    "Core",
+    "StepCore",
+    "as_leaf",
+    "as_pair",
+    "check_length",
+    "examine",
+    "foreign_tensors",
+]
 
 Cell = Callable[[Any, Any], tuple[Any, Any]]
 Tensors = list[Tensor]
@@ -31,6 +40,11 @@ class Core(Protocol):
     @property
     def fused(self) -> bool:
         """Whether a range of steps is one call (leaves then keep their time dimension)."""
+        ...
+
+    @property
+    def sums(self) -> bool:
+        """Whether an output is one tensor a call, to be summed over calls, not one part a step."""
         ...
 
     @property
@@ -52,10 +66,17 @@ class Core(Protocol):
         """Run one step, or a fused range: outputs, and the state after it."""
         ...
 
+    def carry(self, inputs: Tensors, state: Tensors) -> Tensors:
+        """As a call, but the state only; what only the outputs need may be left out."""
+        ...
+
 
 @dataclass(frozen=True)
 class StepCore:
-    """Any cell ``cell(x_t, state) -> (y_t, state)``, one call a step; made by :func:`examine`."""
+    """Any cell ``cell(x_t, state) -> (y_t, state)``, one call a step; made by :func:`examine`.
+
+    ``quiet`` is the cell without what only its outputs need, where leaving that out is not seen.
+    """
 
     cell: Cell
     input_spec: Structure
@@ -67,17 +88,33 @@ class StepCore:
     ambient: Ambient
     aliases: tuple[int | None, ...]
     fused: bool = False
+    sums: bool = False
+    quiet: Cell | None = None
 
     def __call__(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
-        x, s = self.input_spec.unflatten(inputs), self.state_spec.unflatten(state)
-        outputs, states, output_spec, state_spec = _call(self.cell, x, s)
-        _check_like("state", states, state_spec, self.state_like, self.state_spec)
+        outputs, states, output_spec = self._run(self.cell, inputs, state)
         _check_like("output", outputs, output_spec, self.output_like, self.output_spec)
         return outputs, states
 
+    def carry(self, inputs: Tensors, state: Tensors) -> Tensors:
+        return self._run(self.quiet or self.cell, inputs, state)[1]
+
+    def _run(
+        self, cell: Cell, inputs: Tensors, state: Tensors
+    ) -> tuple[Tensors, Tensors, Structure]:
+        x, s = self.input_spec.unflatten(inputs), self.state_spec.unflatten(state)
+        outputs, states, output_spec, state_spec = _call(cell, x, s)
+        _check_like("state", states, state_spec, self.state_like, self.state_spec)
+        return outputs, states, output_spec
+
 
 def examine(
-    cell: Cell, inputs: Tensors, input_spec: Any, state: Tensors, state_spec: Any
+    cell: Cell,
+    inputs: Tensors,
+    input_spec: Structure,
+    state: Tensors,
+    state_spec: Structure,
+    made_of: Sequence[Any] | None = None,
 ) -> StepCore:
     """Run one step of a cell, leave no trace of it, and learn what the executor must know.
 
@@ -92,6 +129,7 @@ def examine(
         input_spec: its structure.
         state: the flat initial state.
         state_spec: its structure.
+        made_of: where to look for modules and captured tensors; in the cell itself by default.
 
     Returns:
         A core that runs the cell.
@@ -103,14 +141,13 @@ def examine(
     x, s = [t.detach() for t in inputs], [as_leaf(t) for t in state]
     for leaf, given in zip(x, inputs, strict=True):
         leaf.requires_grad_(given.requires_grad)
-    modules, captured = _reachable(cell)
+    modules, captured = _reachable([cell] if made_of is None else made_of)
     buffers = [b for m in modules for b in m.buffers()]
     before = [b.detach().clone() for b in buffers]
-    whole = Ambient(device, draws=True)
     position = random_position(device)
     arguments = [t._version for t in (*x, *s)]
     mark = torch._C._autograd._get_sequence_nr()
-    with torch.enable_grad(), whole.without_trace():
+    with torch.enable_grad(), OwnRandom(device).drawn():
         outputs, states, output_spec, after_spec = _call(
             cell, input_spec.unflatten(x), state_spec.unflatten(s)
         )
@@ -158,7 +195,7 @@ def check_length(leaves: Tensors) -> int:
     """
     if not leaves:
         raise CellError("the inputs hold no tensor: expected at least one, with time first (T, …)")
-    lengths = {x.shape[0] if x.dim() else None for x in leaves}
+    lengths = {x.shape[0] if len(x.shape) else None for x in leaves}
     if len(lengths) > 1 or None in lengths:
         shapes = ", ".join(str(tuple(x.shape)) for x in leaves)
         raise CellError(
@@ -192,22 +229,31 @@ def foreign_tensors(outputs: Sequence[Tensor], mark: int) -> tuple[Tensors, set[
         elif node._sequence_nr() < mark:
             older.add(node)
         else:
-            following = {n for n, _ in node.next_functions if n is not None} - seen
-            seen |= following
-            pending.extend(following)
+            following = dict.fromkeys(n for n, _ in node.next_functions if n is not None)
+            pending.extend(n for n in following if n not in seen)  # in an order that is the same
+            seen.update(following)
     return leaves, older
 
 
-def _call(cell: Cell, x: Any, state: Any) -> tuple[Tensors, Tensors, Structure, Structure]:
-    result = cell(x, state)
+def as_pair(result: Any) -> tuple[Any, Any]:
+    """What a cell returned, if it is an output and a state.
+
+    Raises:
+        CellError: it is not.
+    """
     if not isinstance(result, tuple) or len(result) != 2:
         given = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
         raise CellError(
             f"the cell returned {given}: expected the pair (output, state); "
             "wrap it, for instance: lambda x, s: (lambda h: (h, h))(cell(x, s))"
         )
-    outputs, output_structure = flatten(result[0], "output of the cell")
-    states, state_structure = flatten(result[1], "state that the cell returned")
+    return result
+
+
+def _call(cell: Cell, x: Any, state: Any) -> tuple[Tensors, Tensors, Structure, Structure]:
+    y, after = as_pair(cell(x, state))
+    outputs, output_structure = flatten(y, "output of the cell")
+    states, state_structure = flatten(after, "state that the cell returned")
     return outputs, states, output_structure, state_structure
 
 
@@ -235,12 +281,12 @@ def as_leaf(t: Tensor) -> Tensor:
     return t.detach().requires_grad_(t.is_floating_point() or t.is_complex())
 
 
-def _reachable(cell: Any) -> tuple[list[nn.Module], Tensors]:
-    """The modules and tensors that a cell refers to: itself, what it is bound to, what it closes
-    over, and the globals that it names."""
+def _reachable(parts: Sequence[Any]) -> tuple[list[nn.Module], Tensors]:
+    """The modules and tensors that the parts of a cell refer to: themselves, what they are bound
+    to, what they close over, and the globals that they name."""
     modules: list[nn.Module] = []
     tensors: Tensors = []
-    for value in _referents(cell, depth=3):
+    for value in (value for part in parts for value in _referents(part, depth=3)):
         if isinstance(value, nn.Module):
             modules.append(value)
         elif isinstance(value, Tensor):

@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-__all__ = ["Ambient", "Snapshot", "autocast_as_now", "muted_hooks", "random_position"]
+__all__ = [
+    "Ambient",
+    "OwnRandom",
+    "Snapshot",
+    "autocast_as_now",
+    "muted_hooks",
+    "random_position",
+]
 
 Snapshot = tuple[Tensor, ...]
 
@@ -41,6 +48,39 @@ def random_position(device: torch.device) -> tuple[int, ...]:
     if device.type == "cuda":
         position.append(torch.cuda.default_generators[device.index or 0].get_offset())
     return tuple(position)
+
+
+class OwnRandom:
+    """Random numbers for blocks that are run once, between others that are run again.
+
+    What is drawn inside goes on where the last block left off and does not move the generators that
+    the others draw from. Copies of generators take no memory of torch's; a state does, so states
+    are passed on only where something was drawn.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.generators = [torch.default_generator]
+        if device.type == "cuda":
+            self.generators.append(torch.cuda.default_generators[device.index or 0])
+        self.stream: list[torch.Generator] = []
+
+    @contextmanager
+    def drawn(self) -> Iterator[None]:
+        """Run a block that may draw."""
+        before = [generator.clone_state() for generator in self.generators]
+        self._set(self.stream)
+        position = random_position(self.device)
+        try:
+            yield
+        finally:
+            if self.stream or position != random_position(self.device):
+                self.stream = [generator.clone_state() for generator in self.generators]
+                self._set(before)
+
+    def _set(self, values: list[torch.Generator]) -> None:
+        for generator, value in zip(self.generators, values, strict=False):
+            generator.set_state(value.get_state())
 
 
 def _set_random_states(device: torch.device, states: Sequence[Tensor]) -> None:

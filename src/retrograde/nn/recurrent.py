@@ -25,6 +25,7 @@ from torch.nn.utils.rnn import PackedSequence
 from retrograde.errors import CellError
 from retrograde.execute.autograd import run_schedule
 from retrograde.execute.fused import FusedLSTM, Kernel
+from retrograde.execute.inputs import Held
 from retrograde.execute.profile import fit_fused
 from retrograde.nn import choice, segments
 from retrograde.nn.stack import Batch, run_stack
@@ -368,7 +369,7 @@ class LSTM(Recurrent, nn.LSTM):
     def _fit(self, x: Tensor, state: list[Tensor]) -> tuple[FusedLSTM, Fit]:
         key = self._signature(x, state)
         if key not in self._fits:
-            core, found = fit_fused(self._core(), [x], state, self.memory)
+            core, found = fit_fused(self._core(), Held([x]), state, self.memory)
             self._fits[key] = core.kernel, found
         kernel, found = self._fits[key]
         return self._core(kernel), found

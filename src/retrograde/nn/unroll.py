@@ -11,6 +11,7 @@ from retrograde.errors import CellError, ScheduleError
 from retrograde.execute.autograd import run_schedule, run_without_gradient
 from retrograde.execute.cell import Cell, StepCore, check_length, examine
 from retrograde.execute.executor import run_ordinary
+from retrograde.execute.inputs import Held
 from retrograde.execute.profile import fit_measured, footprint
 from retrograde.execute.replay import autocast_as_now
 from retrograde.execute.trees import flatten
@@ -19,7 +20,7 @@ from retrograde.scan.cells import run_cell
 from retrograde.schedule import Schedule
 from retrograde.units import Memory, parse_memory
 
-__all__ = ["check_schedule", "needs_gradient", "unroll"]
+__all__ = ["check_schedule", "needs_gradient", "signature", "unroll"]
 
 Tensors = list[Tensor]
 
@@ -165,18 +166,20 @@ def check_schedule(schedule: Schedule, length: int) -> None:
 def _fitted(
     cell: Cell, core: StepCore, leaves: Tensors, states: Tensors, memory: Memory | None
 ) -> Fit:
-    key = (memory, *(_signature(t) for t in (*leaves, *states, *core.parameters)))
+    key = (memory, *(signature(t) for t in (*leaves, *states, *core.parameters)))
     try:
         known = _KNOWN.setdefault(cell, {})
     except TypeError:  # a cell that cannot be referred to weakly is measured at every call
         known = {}
     if key not in known:
-        known[key] = fit_measured(core, leaves, states, memory, footprint(core, leaves, states))
+        inputs = Held(leaves)
+        known[key] = fit_measured(core, inputs, states, memory, footprint(core, inputs, states))
     found: Fit = known[key]
     return found
 
 
-def _signature(t: Tensor) -> tuple[Any, ...]:
+def signature(t: Tensor) -> tuple[Any, ...]:
+    """All of a tensor, and of autocast, that bytes depend on."""
     device = t.device
     autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
     return tuple(t.shape), t.stride(), t.dtype, device, t.requires_grad, autocast
