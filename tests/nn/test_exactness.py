@@ -111,12 +111,11 @@ def cell_step(mode, from_input, from_state, state):
 
 
 def taken_together(found, size):
-    """With one hidden unit a parameter's gradient is one number, a sum that may cancel to nothing:
-    then the parameters' gradients are compared as one vector."""
+    """With one hidden unit the gradient of a parameter, or of a sample's state, is one number, a
+    sum that may cancel to nothing: then all but the inputs' are compared as one vector."""
     if size > 1:
         return found
-    joined = torch.cat([t.flatten() for name, t in found.items() if name.endswith("_l0")])
-    return {"parameters": joined} | {n: t for n, t in found.items() if not n.endswith("_l0")}
+    return {"x": found["x"], "rest": torch.cat([t.flatten() for n, t in found.items() if n != "x"])}
 
 
 def is_finite(found):
