@@ -1,11 +1,13 @@
 """The CPU's passes of a whole layer, against torch's kernels and the plain slopes and sweep."""
 
+import inspect
+
 import pytest
 import torch
 
 from oracles.networks import relative_error
 from retrograde.scan import sweep as plain
-from retrograde.scan.kernels import cpu
+from retrograde.scan.kernels import cpu, cpu_backward, cpu_slopes, cpu_states, cpu_sweep
 from retrograde.scan.layer import _run_by_torch
 from retrograde.scan.recurrent import GATES, Block, Kept, Weights, slopes
 
@@ -115,3 +117,30 @@ def test_the_backward_pass_is_that_of_plain_slopes_and_sweep(kind, dtype, sizes,
     for name, t in {"first": first, **found, **({} if dx is None else {"x": dx})}.items():
         fading = expected[name].abs().amax() < 1e-30  # through many steps, to below what is normal
         assert fading or relative_error(t, expected[name]) <= tolerance, name
+
+
+@EVERY_CELL
+@pytest.mark.parametrize("threads", [2, 3])
+def test_threads_share_the_samples(kind, threads, monkeypatch):
+    monkeypatch.setattr(cpu, "_THREAD_WORK", 1)
+    layer = Layer(kind, (40, 7, 5, 9), torch.float64)
+    _, _, block = layer.block()
+    taken = []
+    for number in (threads, 1):
+        monkeypatch.setattr(torch, "get_num_threads", lambda number=number: number)
+        dx = torch.empty_like(layer.x)
+        taken.append((*cpu.backward(layer.weights, block, layer.dy, layer.g, dx), dx))
+    (first, found, dx), (alone, expected, dx_alone) = taken
+    assert torch.equal(first, alone)
+    assert torch.equal(dx, dx_alone)
+    for name, t in found.items():
+        assert relative_error(t, expected[name]) <= 1e-14, name
+
+
+@pytest.mark.parametrize("module", [cpu_backward, cpu_slopes, cpu_states, cpu_sweep])
+def test_no_loop_takes_memory_behind_torchs_back(module):
+    """What numba's own arrays took would be missed by a budget."""
+    source = inspect.getsource(module)
+    assert "@compiled" in source
+    for call in ("np.empty", "np.zeros", "np.ones", ".copy()", "empty_like"):
+        assert call not in source

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from retrograde.scan import sweep as reference
 from retrograde.scan.kernels import cpu_backward, cpu_slopes, cpu_states, cpu_sweep
-from retrograde.scan.kernels.team import ranges, share
+from retrograde.scan.kernels.team import Range, ranges, share
 from retrograde.scan.kernels.tiles import panels, whole_vectors
 from retrograde.scan.recurrent import Block, Kept, Slopes, Weights
 
@@ -55,6 +55,7 @@ def run(
     after = tuple(s.clone(memory_format=torch.contiguous_format) for s in state)
     bias, fixed = _biases(weights)
     fixed += [panels(weights.hidden.t()), *after]
+    sums = x.new_zeros(samples * int(whole_vectors(rows)))
     block = max(1, _BLOCK_BYTES // (samples * rows * x.itemsize))
     room = x.new_empty(min(block, len(x)), samples, rows) if kept is None else kept.gates
     for start in range(0, len(x), block):
@@ -67,6 +68,7 @@ def run(
             more = (outputs[:0] if kept is None else kept.cells[steps]).numpy()
         if weights.kind != "GRU":
             arrays.append(more)
+        arrays.append(sums.numpy())
         work = driven.numel() * (weights.size + _ELEMENT_WORK // 4)
         _share(functools.partial(_RUN[weights.kind], *arrays), samples, work)
     return outputs, after
@@ -123,14 +125,16 @@ def backward(
     rows, numbers = hidden.shape[0], _ROW[weights.kind] * size
     work = len(block.x) * samples * rows * (2 * size + width)
     parts = ranges(samples, 1 + work // _THREAD_WORK)
-    sums = [
-        g.new_zeros(len(parts), *shape)
-        for shape in ((rows, whole_vectors(width)), (rows, whole_vectors(size)), (numbers,))
-    ]
+    shapes = ((rows, whole_vectors(width)), (rows, whole_vectors(size)), (numbers,))
+    sums = [g.new_zeros(len(parts), *shape) for shape in shapes]
+    most = max(last - first for first, last in parts)
+    numbers_between = cpu_backward.room_for(weights.kind, len(block.x), most, width, size)
+    room = g.new_empty(len(parts), numbers_between)
 
     def loop(first: int, last: int) -> None:
-        number = next(i for i, part in enumerate(parts) if part == (first, last))
-        kernel(*arrays, *(total[number].numpy() for total in sums), first, last)
+        number = parts.index((first, last))
+        own = (part[number].numpy() for part in (*sums, room))
+        kernel(*arrays, *own, first, last)
 
     share(loop, parts)
     return g, _named(weights, *(total.sum(0) for total in sums))
@@ -184,11 +188,10 @@ def sweep(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor) -> Tenso
     )
     weights, g = panels(hidden).numpy(), g.clone(memory_format=torch.contiguous_format)
     kernel = cpu_sweep.sweep_lstm if g.shape[-1] == 2 * size else cpu_sweep.sweep_state
-    _share(
-        functools.partial(kernel, gates, keep, inner, weights, losses, g.numpy()),
-        samples,
-        slopes.gates.numel() * size,
-    )
+    parts = ranges(samples, 1 + slopes.gates.numel() * size // _THREAD_WORK)
+    numbers = cpu_sweep.room_to_sweep(max(b - a for a, b in parts), size)
+    arrays = gates, keep, inner, weights, losses, g.numpy()
+    _share_with_room(kernel, arrays, parts, numbers, g)
     return g
 
 
@@ -209,11 +212,14 @@ def scan(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor, chunk: in
     kernel = cpu_sweep.products_lstm if n == 2 * size else cpu_sweep.products_state
     arrays = gates, keep, inner, weights, terms
     work = chunks.gates.numel() * size
-    _share(functools.partial(kernel, *arrays, rows.numpy()), count, work * n)
+    numbers = cpu_sweep.room_for_products(size, n // size)
+    parts = ranges(count, 1 + work * n // _THREAD_WORK)
+    _share_with_room(kernel, (*arrays, rows.numpy()), parts, numbers, g)
     after, before = reference.carry(rows, g)
     if not reference.trusted(rows, after):
         return sweep(slopes, hidden, dy, g)
-    _share(functools.partial(cpu_sweep.local, *arrays, after.numpy()), count, work)
+    numbers, parts = cpu_sweep.room_to_sweep(samples, size), ranges(count, 1 + work // _THREAD_WORK)
+    _share_with_room(cpu_sweep.local, (*arrays, after.numpy()), parts, numbers, g)
     return sweep(slopes.at(slice(0, rest)), hidden, None if dy is None else dy[:rest], before)
 
 
@@ -244,3 +250,15 @@ def lstm_slopes(gates: Tensor, after: Tensor, c: Tensor, known: bool = False) ->
 def _share(kernel: Callable[[int, int], None], count: int, work: int) -> None:
     """Call a kernel on ranges of samples, or of chunks, on as many threads as the work pays."""
     share(kernel, ranges(count, 1 + work // _THREAD_WORK))
+
+
+def _share_with_room(
+    kernel: Any, arrays: tuple[Any, ...], parts: list[Range], numbers: int, like: Tensor
+) -> None:
+    """The same for a kernel that needs room, which torch allocates, so that it is counted."""
+    room = like.new_empty(len(parts), numbers)
+
+    def loop(first: int, last: int) -> None:
+        kernel(*arrays, room[parts.index((first, last))].numpy(), first, last)
+
+    share(loop, parts)

@@ -8,7 +8,8 @@ sum of weights' gradients each.
 Arrays are those of ``cpu_sweep`` and ``cpu_slopes``; besides, ``x`` (L, B, I) and ``dx``, which may
 have no steps; ``before`` and ``after``, h before and after each step; ``inputs``, the weights
 (K·H, I) in panels. ``g`` goes from the gradient of the state after all steps to that before them.
-``to_inputs`` (K·H, W), ``to_hidden`` (K·H, W') and ``to_biases`` (N,) receive the sums.
+``to_inputs`` (K·H, W), ``to_hidden`` (K·H, W') and ``to_biases`` (N,) receive the sums; ``room`` is
+for what is in between (:func:`room_for`).
 """
 
 from typing import Any
@@ -29,18 +30,53 @@ from retrograde.scan.kernels.lanes import (
 )
 from retrograde.scan.kernels.tiles import PANEL, add_outer, product, whole_vectors
 
-__all__ = ["ROWS", "backward_gru", "backward_lstm", "backward_rnn", "row_length"]
+__all__ = ["backward_gru", "backward_lstm", "backward_rnn", "room_for"]
 
 _Reals = NDArray[np.floating[Any]]
 
-#: Rows, that is, steps of samples, whose gates' gradients are held at a time.
-ROWS = 128
+# Rows, that is, steps of samples, whose gates' gradients are held at a time.
+_ROWS = 128
 
 
 @compiled  # type: ignore[untyped-decorator]
 def row_length(numbers: int) -> Any:
     """Numbers from one row to the next: never a power of two, or all would share a cache line."""
     return whole_vectors(numbers) + LANES
+
+
+@compiled  # type: ignore[untyped-decorator]
+def steps_at_once(samples: int, length: int) -> Any:
+    """Steps whose gates' gradients a thread holds at a time."""
+    return max(1, min(_ROWS // samples, length))
+
+
+def room_for(kind: str, length: int, samples: int, inputs: int, size: int) -> int:
+    """Numbers that a thread needs room for: it is the caller's, who counts every byte.
+
+    Args:
+        kind: which cell.
+        length: steps of the block.
+        samples: the most samples of a thread.
+        inputs: I.
+        size: H.
+
+    Returns:
+        The length of ``room``.
+    """
+    rows = int(steps_at_once(samples, length)) * samples
+    gates = 1 if kind.startswith("RNN") else 4
+    fixed = rows * int(row_length(gates * size)) + samples * int(whole_vectors(size))
+    if kind == "GRU":
+        fixed += 2 * samples * int(whole_vectors(3 * size))
+    packed = rows * PANEL * -(-max(inputs, size) // PANEL)
+    return fixed + max(packed, samples * int(whole_vectors(inputs)))
+
+
+@compiled  # type: ignore[untyped-decorator]
+def _divided(room: _Reals, first: int, second: int) -> tuple[_Reals, _Reals, _Reals]:
+    """Two parts of some length, set to zero, and the rest."""
+    room[: first + second] = 0
+    return room[:first], room[first : first + second], room[first + second :]
 
 
 @compiled  # type: ignore[untyped-decorator]
@@ -57,15 +93,15 @@ def backward_rnn(
     to_inputs: _Reals,
     to_hidden: _Reals,
     to_biases: _Reals,
+    room: _Reals,
     first: int,
     last: int,
 ) -> None:
     """RNN, with tanh or ReLU, samples first … last − 1."""
     samples, size = g.shape
     stride, wide = row_length(size), whole_vectors(size)
-    steps = max(1, ROWS // (last - first))
-    s = np.zeros(steps * (last - first) * stride, g.dtype)
-    into = np.empty((last - first) * wide, g.dtype)
+    steps = steps_at_once(last - first, before.shape[0])
+    s, into, rest = _divided(room, steps * (last - first) * stride, (last - first) * wide)
     h, terms, known = after.reshape(-1), losses.reshape(-1), g.reshape(-1)
     for stop in range(after.shape[0], 0, -steps):
         start = max(0, stop - steps)
@@ -87,10 +123,10 @@ def backward_rnn(
                 g[b] = into[(b - first) * wide : (b - first) * wide + size]
         rows = (stop - start) * (last - first)
         _add_bias(s, stride, rows, to_biases)
-        _add_weights(s, 0, stride, before[start:stop], to_hidden, first, last)
-        _add_weights(s, 0, stride, x[start:stop], to_inputs, first, last)
+        _add_weights(s, 0, stride, before[start:stop], to_hidden, rest, first, last)
+        _add_weights(s, 0, stride, x[start:stop], to_inputs, rest, first, last)
         if dx.shape[0]:
-            _to_inputs(s, 0, stride, inputs, dx[start:stop], first, last)
+            _to_inputs(s, 0, stride, inputs, dx[start:stop], rest, first, last)
 
 
 @compiled  # type: ignore[untyped-decorator]
@@ -108,15 +144,15 @@ def backward_lstm(
     to_inputs: _Reals,
     to_hidden: _Reals,
     to_biases: _Reals,
+    room: _Reals,
     first: int,
     last: int,
 ) -> None:
     """LSTM, from its gates i, f, g, o (L, B, 4 H) and c before each step (L, B, H)."""
     samples, size = g.shape[0], g.shape[1] // 2
     stride, wide = row_length(4 * size), whole_vectors(size)
-    steps = max(1, ROWS // (last - first))
-    s = np.zeros(steps * (last - first) * stride, g.dtype)
-    into = np.empty((last - first) * wide, g.dtype)
+    steps = steps_at_once(last - first, before.shape[0])
+    s, into, rest = _divided(room, steps * (last - first) * stride, (last - first) * wide)
     given, h, c = gates.reshape(-1), after.reshape(-1), cells.reshape(-1)
     terms, known = losses.reshape(-1), g.reshape(-1)
     for stop in range(after.shape[0], 0, -steps):
@@ -145,10 +181,10 @@ def backward_lstm(
                 g[b, :size] = into[(b - first) * wide : (b - first) * wide + size]
         rows = (stop - start) * (last - first)
         _add_bias(s, stride, rows, to_biases)
-        _add_weights(s, 0, stride, before[start:stop], to_hidden, first, last)
-        _add_weights(s, 0, stride, x[start:stop], to_inputs, first, last)
+        _add_weights(s, 0, stride, before[start:stop], to_hidden, rest, first, last)
+        _add_weights(s, 0, stride, x[start:stop], to_inputs, rest, first, last)
         if dx.shape[0]:
-            _to_inputs(s, 0, stride, inputs, dx[start:stop], first, last)
+            _to_inputs(s, 0, stride, inputs, dx[start:stop], rest, first, last)
 
 
 @compiled  # type: ignore[untyped-decorator]
@@ -166,6 +202,7 @@ def backward_gru(
     to_inputs: _Reals,
     to_hidden: _Reals,
     to_biases: _Reals,
+    room: _Reals,
     first: int,
     last: int,
 ) -> None:
@@ -179,17 +216,17 @@ def backward_gru(
     samples, size = g.shape
     stride, wide, each = row_length(4 * size), whole_vectors(size), last - first
     width, three = x.shape[2], whole_vectors(3 * size)
-    steps = max(1, ROWS // each)
-    s = np.zeros(steps * each * stride, g.dtype)
-    into, sums = np.empty(each * wide, g.dtype), np.zeros((2, each * three), g.dtype)
-    driven, recurrent = sums[0], sums[1]
+    steps = steps_at_once(each, before.shape[0])
+    s, into, rest = _divided(room, steps * each * stride, each * wide)
+    driven, recurrent, rest = _divided(rest, each * three, each * three)
     read, h, terms, known = x.reshape(-1), before.reshape(-1), losses.reshape(-1), g.reshape(-1)
     for stop in range(before.shape[0], 0, -steps):
         start = max(0, stop - steps)
         for t in range(stop - 1, start - 1, -1):
             at, top = t * samples + first, (t - start) * each * stride
             for b in range(each):
-                sums[:, b * three : b * three + 3 * size] = biases
+                driven[b * three : b * three + 3 * size] = biases[0]
+                recurrent[b * three : b * three + 3 * size] = biases[1]
             product(read, at * width, width, each, from_inputs, three, driven)
             product(h, at * size, size, each, from_states, three, recurrent)
             for b in range(each):
@@ -213,10 +250,10 @@ def backward_gru(
             for b in range(each):
                 g[first + b] = into[b * wide : b * wide + size]
         _add_bias(s, stride, (stop - start) * each, to_biases)
-        _add_weights(s, 0, stride, before[start:stop], to_hidden, first, last)
-        _add_weights(s, size, stride, x[start:stop], to_inputs, first, last)
+        _add_weights(s, 0, stride, before[start:stop], to_hidden, rest, first, last)
+        _add_weights(s, size, stride, x[start:stop], to_inputs, rest, first, last)
         if dx.shape[0]:
-            _to_inputs(s, size, stride, inputs, dx[start:stop], first, last)
+            _to_inputs(s, size, stride, inputs, dx[start:stop], rest, first, last)
 
 
 @compiled  # type: ignore[untyped-decorator]
@@ -233,13 +270,21 @@ def _add_bias(s: _Reals, stride: int, rows: int, total: _Reals) -> None:
 
 @compiled  # type: ignore[untyped-decorator]
 def _add_weights(
-    s: _Reals, column: int, stride: int, by: _Reals, total: _Reals, first: int, last: int
+    s: _Reals,
+    column: int,
+    stride: int,
+    by: _Reals,
+    total: _Reals,
+    room: _Reals,
+    first: int,
+    last: int,
 ) -> None:
     """total += sᵀ by, for some samples of ``by`` (L, B, N), and columns of ``s`` from one on."""
     size, samples, flat = by.shape[2], by.shape[1], by.reshape(-1)
     count = -(-size // PANEL)
     rows = by.shape[0] * (last - first)
-    packed = np.zeros((count, rows, PANEL), s.dtype)
+    packed = room[: count * rows * PANEL].reshape(count, rows, PANEL)
+    packed[:] = 0
     for p in range(count):
         panel = packed[p].reshape(-1)
         for t in range(by.shape[0]):
@@ -254,12 +299,19 @@ def _add_weights(
 
 @compiled  # type: ignore[untyped-decorator]
 def _to_inputs(
-    s: _Reals, column: int, stride: int, inputs: _Reals, dx: _Reals, first: int, last: int
+    s: _Reals,
+    column: int,
+    stride: int,
+    inputs: _Reals,
+    dx: _Reals,
+    room: _Reals,
+    first: int,
+    last: int,
 ) -> None:
     """The samples' rows of dx (L, B, I) ← s W."""
     size, samples, flat = dx.shape[2], dx.shape[1], dx.reshape(-1)
     width, each = whole_vectors(size), last - first
-    found = np.empty(each * width, s.dtype)
+    found = room[: each * width]
     for t in range(dx.shape[0]):
         found[:] = 0
         product(s, t * each * stride + column, stride, each, inputs, width, found)

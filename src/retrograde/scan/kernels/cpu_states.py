@@ -3,7 +3,7 @@
 ``driven`` (L, B, K·H) is what the inputs bring to the gates, biases included, ``hidden`` the
 transposed hidden weights (H, K·H), in panels; ``h`` and ``c`` (B, H) go from the state before the
 first step to that after the last, ``outputs`` (L, B, H) takes h after each step. Samples
-first … last − 1 are run.
+first … last − 1 are run; ``sums`` has room for a row of whole vectors of every sample.
 """
 
 from typing import Any
@@ -26,6 +26,7 @@ def run_rnn(
     h: _Reals,
     outputs: _Reals,
     relu: bool,
+    sums: _Reals,
     first: int,
     last: int,
 ) -> None:
@@ -33,7 +34,7 @@ def run_rnn(
     samples, size = h.shape
     width = whole_vectors(size)
     x, states, y = driven.reshape(-1), h.reshape(-1), outputs.reshape(-1)
-    sums = np.empty((last - first) * width, h.dtype)
+    sums = sums[first * width : last * width]
     for t in range(driven.shape[0]):
         sums[:] = 0
         product(states, first * size, size, last - first, hidden, width, sums)
@@ -54,6 +55,7 @@ def run_gru(
     hidden: _Reals,
     h: _Reals,
     outputs: _Reals,
+    sums: _Reals,
     first: int,
     last: int,
 ) -> None:
@@ -61,7 +63,7 @@ def run_gru(
     samples, size = h.shape
     width = whole_vectors(3 * size)
     x, states, y = driven.reshape(-1), h.reshape(-1), outputs.reshape(-1)
-    sums = np.zeros((last - first) * width, h.dtype)
+    sums = sums[first * width : last * width]
     for t in range(driven.shape[0]):
         for b in range(last - first):
             sums[b * width : b * width + 3 * size] = bias
@@ -87,6 +89,7 @@ def run_lstm(
     c: _Reals,
     outputs: _Reals,
     before: _Reals,
+    sums: _Reals,
     first: int,
     last: int,
 ) -> None:
@@ -96,7 +99,7 @@ def run_lstm(
     width = whole_vectors(4 * size)
     gates, states, y = driven.reshape(-1), h.reshape(-1), outputs.reshape(-1)
     cells, cells_before = c.reshape(-1), before.reshape(-1)
-    sums = np.empty((last - first) * width, h.dtype)
+    sums = sums[first * width : last * width]
     for t in range(driven.shape[0]):
         sums[:] = 0
         product(states, first * size, size, last - first, hidden, width, sums)

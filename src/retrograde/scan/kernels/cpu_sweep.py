@@ -2,7 +2,8 @@
 
 Arrays in place of tensors, and otherwise the names of :mod:`retrograde.scan.recurrent`: ``gates``
 (L, B, K·H), ``keep`` and ``inner`` (L, B, H), ``losses`` (L, B, H); with chunks, (C, L, B, …).
-``hidden`` (K·H, H) is in panels. An array that is absent has no steps.
+``hidden`` (K·H, H) is in panels. An array that is absent has no steps. ``room`` is for what is in
+between (:func:`room_to_sweep`, :func:`room_for_products`).
 """
 
 from typing import Any
@@ -11,17 +12,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrograde.scan.kernels.lanes import LANES, compiled, load, store
-from retrograde.scan.kernels.tiles import product, whole_vectors
+from retrograde.scan.kernels.tiles import PANEL, product, whole_vectors
 
 __all__ = [
     "local",
     "products_lstm",
     "products_state",
+    "room_for_products",
+    "room_to_sweep",
     "sweep_lstm",
     "sweep_state",
 ]
 
 _Reals = NDArray[np.floating[Any]]
+
+
+def room_to_sweep(samples: int, size: int) -> int:
+    """Numbers that a thread needs room for, to sweep some samples of H units."""
+    return samples * int(whole_vectors(size))
+
+
+def room_for_products(size: int, parts: int) -> int:
+    """The same for products of Jacobians of states that have one or two parts of H units."""
+    rows = parts * size + 1
+    matrices = parts * -(-size // PANEL) * size * PANEL
+    return matrices + rows * (int(whole_vectors(size)) + (2 * size if parts == 2 else 0))
 
 
 @compiled  # type: ignore[untyped-decorator]
@@ -32,13 +47,14 @@ def sweep_state(
     hidden: _Reals,
     losses: _Reals,
     g: _Reals,
+    room: _Reals,
     first: int,
     last: int,
 ) -> None:
     """RNN and GRU, samples first … last − 1; g (B, H) goes from after the last to before step 0."""
     size, width = g.shape[1], gates.shape[2]
     wide, samples = whole_vectors(size), gates.shape[1]
-    before = np.empty((last - first) * wide, g.dtype)
+    before = room[: (last - first) * wide]
     s, kept, s_n, known = gates.reshape(-1), keep.reshape(-1), inner.reshape(-1), g.reshape(-1)
     terms = losses.reshape(-1)
     for t in range(gates.shape[0] - 1, -1, -1):
@@ -68,13 +84,14 @@ def sweep_lstm(
     hidden: _Reals,
     losses: _Reals,
     g: _Reals,
+    room: _Reals,
     first: int,
     last: int,
 ) -> None:
     """LSTM, samples first … last − 1; g (B, 2 H) goes from after the last to before step 0."""
     size, samples = g.shape[1] // 2, gates.shape[1]
     wide = whole_vectors(size)
-    before = np.empty((last - first) * wide, g.dtype)
+    before = room[: (last - first) * wide]
     s, f, e, known = gates.reshape(-1), keep.reshape(-1), inner.reshape(-1), g.reshape(-1)
     terms = losses.reshape(-1)
     for t in range(gates.shape[0] - 1, -1, -1):
@@ -106,13 +123,14 @@ def local(
     hidden: _Reals,
     losses: _Reals,
     after: _Reals,
+    room: _Reals,
     first: int,
     last: int,
 ) -> None:
     """Chunks first … last − 1, each swept from the gradient after it (C, B, n)."""
     samples = gates.shape[2]
     for c in range(first, last):
-        arrays = gates[c], keep[c], inner[c], hidden, losses[c], after[c], 0, samples
+        arrays = gates[c], keep[c], inner[c], hidden, losses[c], after[c], room, 0, samples
         if 2 * after.shape[-1] == gates.shape[-1]:  # four gates, and a state of two parts
             sweep_lstm(*arrays)
         else:
@@ -127,14 +145,16 @@ def products_state(
     hidden: _Reals,
     losses: _Reals,
     rows: _Reals,
+    room: _Reals,
     first: int,
     last: int,
 ) -> None:
     """RNN and GRU, chunks first … last − 1: rows (C, B, H + 1, H) ← the products P, and d."""
     size = rows.shape[-1]
     wide = whole_vectors(size)
-    jacobian = np.empty((hidden.shape[0], size, hidden.shape[2]), gates.dtype)
-    new, panel = np.empty((size + 1) * wide, gates.dtype), hidden.shape[2]
+    panel, whole = hidden.shape[2], hidden.shape[0] * size * hidden.shape[2]
+    jacobian = room[:whole].reshape(hidden.shape[0], size, panel)
+    new = room[whole : whole + (size + 1) * wide]
     for c in range(first, last):
         for b in range(gates.shape[2]):
             row = rows[c, b]
@@ -160,6 +180,7 @@ def products_lstm(
     hidden: _Reals,
     losses: _Reals,
     rows: _Reals,
+    room: _Reals,
     first: int,
     last: int,
 ) -> None:
@@ -169,10 +190,13 @@ def products_lstm(
     """
     size = rows.shape[-1] // 2
     wide = whole_vectors(size)
-    a = np.empty((hidden.shape[0], size, hidden.shape[2]), gates.dtype)
-    through = np.empty_like(a)
-    d = np.empty((2 * size + 1, size), gates.dtype)
-    h, new = np.empty_like(d), np.empty((2 * size + 1) * wide, gates.dtype)
+    whole, count = hidden.shape[0] * size * hidden.shape[2], 2 * size + 1
+    a = room[:whole].reshape(hidden.shape[0], size, hidden.shape[2])
+    through = room[whole : 2 * whole].reshape(hidden.shape[0], size, hidden.shape[2])
+    rest = room[2 * whole :]
+    d = rest[: count * size].reshape(count, size)
+    h = rest[count * size : 2 * count * size].reshape(count, size)
+    new = rest[2 * count * size : count * (2 * size + wide)]
     for c in range(first, last):
         for b in range(gates.shape[2]):
             row = rows[c, b]
