@@ -38,6 +38,7 @@ from retrograde.schedule import (
     Store,
     Units,
 )
+from retrograde.schedule.actions import Code, Verb
 from retrograde.units import Memory, as_bytes, format_bytes
 
 __all__ = ["Curve", "Fit", "Footprint", "fit", "predict_peak_bytes"]
@@ -326,25 +327,23 @@ def _stretch(plan: Schedule, length: int, block: int, footprint: Footprint) -> S
     first = length - (plan.length - 1) * block
     bounds = [0, *range(first, length + 1, block)]
     chunk = _chunk(length, block, footprint)
-    actions = [piece for action in plan for piece in _split(action, bounds, chunk)]
-    return Schedule.from_actions(
-        actions, length=length, policy=plan.policy, units=_units(footprint)
-    )
+    codes = [piece for code in plan.codes() for piece in _split(code, bounds, chunk)]
+    return Schedule.from_codes(codes, length=length, policy=plan.policy, units=_units(footprint))
 
 
-def _split(action: Action, bounds: Sequence[int], chunk: int) -> Iterator[Action]:
-    match action:
-        case Advance(start, stop):
-            for a in range(bounds[start], bounds[stop], chunk):
-                yield Advance(a, min(a + chunk, bounds[stop]))
-        case Record(start, stop):  # a block is one call
-            for block in range(start, stop):
-                yield Record(bounds[block], bounds[block + 1])
-        case Backward(start, stop):
-            for block in reversed(range(start, stop)):
-                yield Backward(bounds[block], bounds[block + 1])
-        case Store(at) | Load(at) | Free(at):
-            yield type(action)(bounds[at])
+def _split(code: Code, bounds: Sequence[int], chunk: int) -> Iterator[Code]:
+    verb, start, stop = code
+    if verb == Verb.ADVANCE:
+        for a in range(bounds[start], bounds[stop], chunk):
+            yield verb, a, min(a + chunk, bounds[stop])
+    elif verb == Verb.RECORD:  # a block is one call
+        for block in range(start, stop):
+            yield verb, bounds[block], bounds[block + 1]
+    elif verb == Verb.BACKWARD:
+        for block in reversed(range(start, stop)):
+            yield verb, bounds[block], bounds[block + 1]
+    else:
+        yield verb, bounds[start], bounds[start]
 
 
 def _chunk(length: int, block: int, footprint: Footprint) -> int:
@@ -359,9 +358,9 @@ def _units(footprint: Footprint) -> Units:
 
 
 def _describe(schedule: Schedule, block: int, budget: int, footprint: Footprint) -> Fit:
-    ranges = [a for a in schedule if isinstance(a, Advance | Record)]
-    forward_steps = sum(a.stop - a.start for a in ranges)
-    calls = sum(2 if isinstance(a, Record) else 1 for a in ranges)
+    advances, records = schedule.kind == Verb.ADVANCE, schedule.kind == Verb.RECORD
+    forward_steps = int((schedule.stop - schedule.start)[advances | records].sum())
+    calls = int(advances.sum() + 2 * records.sum())
     return Fit(
         schedule=schedule,
         block=block,
