@@ -700,7 +700,7 @@ REFUSED = [
     ({"loss": lambda t, y: None}, "no step has a loss"),
     ({"loss": 3}, "loss is a int: expected a function"),
     ({"loss": late_parameter()}, r"at step \d the cell uses a tensor"),
-    ({"loss": late_draw}, "random numbers were drawn at a later step"),
+    ({"loss": late_draw}, "drew random numbers at a later step"),
     ({"cell": lambda x, h: h}, "the cell returned Tensor: expected the pair"),
     ({"cell": lambda x, h: (h, h[:1])}, "changed tensor 0 of its state"),
     ({"cell": lambda x, h: (h, h + x.mul_(2))}, "writes in place to its input or its state"),

@@ -1,11 +1,14 @@
 """The one ``autograd.Function``: a whole recurrence as a single node of the caller's graph.
 
 Its forward pass performs the first part of a schedule and its backward pass the rest, so nothing
-between the two is held but what the schedule keeps. Inputs, initial state and parameters are saved
-through autograd itself, which therefore notices when one of them is written to in the meantime
-(rule 6). A second backward pass (``retain_graph=True``) runs the schedule again from its start.
+between the two is held but what the schedule keeps. Inputs and initial state are saved through
+autograd itself, which therefore notices when one of them is written to in the meantime (rule 6);
+of the parameters, those count that a gradient was found for, since a cell may refer to a whole
+model and use a part. A second backward pass (``retain_graph=True``) runs the schedule again from
+its start, and so does one after a pass that raised.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,10 +18,11 @@ from retrograde.errors import CellError, RetrogradeError
 from retrograde.execute.cell import Core
 from retrograde.execute.executor import Gradients, Run, advance, window
 from retrograde.execute.inputs import Held
-from retrograde.execute.replay import autocast_as_now, muted_hooks, random_position
+from retrograde.execute.replay import autocast_as_now, muted_hooks, version
+from retrograde.execute.transforms import NO_FORWARD_MODE, uncompiled
 from retrograde.schedule import Schedule
 
-__all__ = ["run_schedule", "run_without_gradient"]
+__all__ = ["run_schedule", "run_unrecorded", "run_without_gradient"]
 
 Tensors = list[Tensor]
 
@@ -64,6 +68,27 @@ def run_without_gradient(
     return outputs.tensors, state
 
 
+def run_unrecorded(
+    core: Core, length: int, inputs: Tensors, first: Tensors, state: Tensors
+) -> tuple[Tensors, Tensors]:
+    """Run what follows step 0 where autograd is off, and keep nothing but the outputs.
+
+    Args:
+        core: as for :func:`run_schedule`.
+        length: the number of steps, step 0 included.
+        inputs: tensors with time as their first dimension.
+        first: the outputs of step 0.
+        state: the state after it.
+
+    Returns:
+        The outputs of all steps, with time first, and the state after the last one.
+    """
+    outputs = _Outputs(core, length)
+    outputs.emit(0, 1, first)
+    state = advance(core, Held(inputs), 1, length, state, outputs.emit)
+    return outputs.tensors, state
+
+
 class _Outputs:
     """The outputs of all steps, allocated whole when the first of them is known."""
 
@@ -89,29 +114,29 @@ class _Recurrence(torch.autograd.Function):
         ctx: Any, core: Core, schedule: Schedule, n_inputs: int, n_state: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.counts = (n_inputs, n_state)
-        inputs, state, _ = _split(tensors, n_inputs, n_state)
-        versions = [t._version for t in tensors]
+        ctx.n_inputs = n_inputs
+        inputs, state = list(tensors[:n_inputs]), list(tensors[n_inputs : n_inputs + n_state])
+        versions = [version(t) for t in tensors]
         device = tensors[0].device
-        ctx.autocast = autocast_as_now(device)
+        ctx.autocast, ctx.autocasts = (
+            autocast_as_now(device),
+            torch.is_autocast_enabled(device.type),
+        )
         ctx.before = core.ambient.capture()
-        position = random_position(device)
+        still = core.ambient.steady.marks()
         ctx.run = Run(core, tuple(schedule), schedule.length)
         outputs = _Outputs(core, schedule.length)
         with ctx.autocast:
             after = ctx.run.forward(Held(inputs), state, outputs.emit)
         ctx.fresh = True
-        if versions != [t._version for t in tensors]:
+        if versions != [version(t) for t in tensors]:
             raise CellError(
                 "the cell wrote in place to an input, an initial state or a parameter during the "
                 "forward pass: expected them to stay as they are; return new tensors instead"
             )
-        if not core.ambient.draws and position != random_position(device):
-            raise CellError(
-                "the cell drew random numbers at a later step, but none at step 0: expected it to "
-                "draw at every step or at none; draw at step 0 too, and discard what is not used"
-            )
-        ctx.save_for_backward(*tensors)
+        core.ambient.steady.check(still)
+        ctx.versions = versions[n_inputs + n_state :]
+        ctx.save_for_backward(*inputs, *state)
         results = (*outputs.tensors, *(t.detach() for t in after))
         ctx.mark_non_differentiable(
             *(t for t in results if not (t.is_floating_point() or t.is_complex()))
@@ -119,38 +144,63 @@ class _Recurrence(torch.autograd.Function):
         return results
 
     @staticmethod
+    @uncompiled
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise RetrogradeError(
                 "the gradient of a budgeted recurrence cannot itself be differentiated: expected "
                 "create_graph=False; for second derivatives use memory=None (ordinary BPTT)"
             )
-        tensors = ctx.saved_tensors
-        inputs, state, parameters = _split(tensors, *ctx.counts)
+        saved = ctx.saved_tensors
+        inputs, state = list(saved[: ctx.n_inputs]), list(saved[ctx.n_inputs :])
         run: Run = ctx.run
+        parameters = run.core.parameters
         count = len(run.core.aliases)
         needs = ctx.needs_input_grad[4:]
+        gradients = Gradients(
+            outputs=grads[:count],
+            states=list(grads[count:]),
+            inputs=[
+                torch.empty_like(x) if needed else None
+                for x, needed in zip(inputs, needs, strict=False)
+            ],
+            parameters=[None] * len(parameters),
+            length=run.length,
+            outside=_outside(inputs[0].device, ctx.autocasts),
+        )
         with run.core.ambient.without_trace(), ctx.autocast, muted_hooks(parameters):
-            if not ctx.fresh:
-                run.core.ambient.restore(ctx.before)
-                run.forward(Held(inputs), state, None)
-            ctx.fresh = False
-            gradients = Gradients(
-                outputs=grads[:count],
-                states=list(grads[count:]),
-                inputs=[
-                    torch.empty_like(x) if needed else None
-                    for x, needed in zip(inputs, needs, strict=False)
-                ],
-                parameters=[None] * len(parameters),
-                length=run.length,
-            )
-            run.backward(Held(inputs), gradients)
+            try:
+                if not ctx.fresh:
+                    run.core.ambient.restore(ctx.before)
+                    run.forward(Held(inputs), state, None)
+                ctx.fresh = False
+                run.backward(Held(inputs), gradients)
+            except BaseException:
+                run.clear()
+                raise
+        _check_unchanged(parameters, ctx.versions, gradients.parameters)
         found = (*gradients.inputs, *gradients.states, *gradients.parameters)
         return (None,) * 4 + tuple(
             g if needed else None for g, needed in zip(found, needs, strict=True)
         )
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise RetrogradeError(NO_FORWARD_MODE)
 
-def _split(tensors: tuple[Tensor, ...], n: int, m: int) -> tuple[Tensors, Tensors, Tensors]:
-    return list(tensors[:n]), list(tensors[n : n + m]), list(tensors[n + m :])
+
+def _outside(device: torch.device, replayed: bool) -> AbstractContextManager[Any]:
+    """Autocast as the caller has it; nothing to set where neither it nor the replay is on."""
+    on = replayed or torch.is_autocast_enabled(device.type)
+    return autocast_as_now(device) if on else nullcontext()
+
+
+def _check_unchanged(parameters: Tensors, versions: list[int], found: list[Tensor | None]) -> None:
+    """What was recomputed with other parameters is no gradient of what was computed (rule 6)."""
+    for p, before, gradient in zip(parameters, versions, found, strict=True):
+        if gradient is not None and version(p) != before:
+            raise RetrogradeError(
+                f"a parameter of shape {tuple(p.shape)} has been modified by an inplace operation "
+                "between the forward pass and the backward pass, which recomputes with it: "
+                "expected it to stay as it was; call backward() before optimizer.step()"
+            )

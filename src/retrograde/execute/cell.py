@@ -6,18 +6,20 @@ exist: a cell, called once a step (:class:`StepCore`), and a fused kernel, calle
 (:mod:`retrograde.execute.fused`).
 """
 
-import functools
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from retrograde.errors import CellError
-from retrograde.execute.replay import Ambient, OwnRandom, random_position
+from retrograde.execute.captured import Outside, find_outside
+from retrograde.execute.reach import reach
+from retrograde.execute.replay import Ambient, version
 from retrograde.execute.trees import Structure, flatten
+from retrograde.execute.trial import try_out
 
 __all__ = [
     "Cell",
@@ -25,9 +27,9 @@ __all__ = [
     "StepCore",
     "as_leaf",
     "as_pair",
+    "begin",
     "check_length",
     "examine",
-    "foreign_tensors",
 ]
 
 Cell = Callable[[Any, Any], tuple[Any, Any]]
@@ -53,6 +55,11 @@ class Core(Protocol):
         ...
 
     @property
+    def targets(self) -> Tensors:
+        """The parameters, as the graph of a recorded range has them."""
+        ...
+
+    @property
     def ambient(self) -> Ambient:
         """The surroundings that a step depends on."""
         ...
@@ -60,6 +67,10 @@ class Core(Protocol):
     @property
     def aliases(self) -> Sequence[int | None]:
         """For each output leaf, the state leaf that is the very same tensor, or None."""
+        ...
+
+    def recording(self) -> AbstractContextManager[Any]:
+        """The context in which a range is to be recorded."""
         ...
 
     def __call__(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
@@ -84,16 +95,29 @@ class StepCore:
     output_spec: Structure
     state_like: tuple[tuple[torch.Size, torch.dtype, torch.device], ...]
     output_like: tuple[tuple[torch.Size, torch.dtype, torch.device], ...]
-    parameters: Tensors
+    outside: Outside
     ambient: Ambient
     aliases: tuple[int | None, ...]
     fused: bool = False
     sums: bool = False
     quiet: Cell | None = None
 
+    @property
+    def parameters(self) -> Tensors:
+        return self.outside.parameters
+
+    @property
+    def targets(self) -> Tensors:
+        return self.outside.targets
+
+    def recording(self) -> AbstractContextManager[Any]:
+        return self.outside.cut()
+
     def __call__(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
         outputs, states, output_spec = self._run(self.cell, inputs, state)
         _check_like("output", outputs, output_spec, self.output_like, self.output_spec)
+        if torch.is_grad_enabled():
+            _check_aliases(outputs, states, self.aliases)
         return outputs, states
 
     def carry(self, inputs: Tensors, state: Tensors) -> Tensors:
@@ -138,42 +162,28 @@ def examine(
         CellError: the cell cannot be run exactly; the message says why and what to do.
     """
     device = next((t.device for t in (*state, *inputs)), torch.device("cpu"))
-    x, s = [t.detach() for t in inputs], [as_leaf(t) for t in state]
-    for leaf, given in zip(x, inputs, strict=True):
-        leaf.requires_grad_(given.requires_grad)
-    modules, captured = _reachable([cell] if made_of is None else made_of)
-    buffers = [b for m in modules for b in m.buffers()]
-    before = [b.detach().clone() for b in buffers]
-    position = random_position(device)
-    arguments = [t._version for t in (*x, *s)]
-    mark = torch._C._autograd._get_sequence_nr()
-    with torch.enable_grad(), OwnRandom(device).drawn():
-        outputs, states, output_spec, after_spec = _call(
-            cell, input_spec.unflatten(x), state_spec.unflatten(s)
-        )
-        draws = position != random_position(device)
-    if arguments != [t._version for t in (*x, *s)]:
+    _check_trackable([*inputs, *state])
+    x = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
+    s = [as_leaf(t) for t in state]
+    arguments = [version(t) for t in (*x, *s)]
+    parts = [cell] if made_of is None else made_of
+    found = reach(parts)
+
+    def step() -> tuple[Tensors, Tensors, Structure, Structure]:
+        return _call(cell, input_spec.unflatten(x), state_spec.unflatten(s))
+
+    trial = try_out(step, found, device)
+    outputs, states, output_spec, after_spec = trial.value
+    if arguments != [version(t) for t in (*x, *s)]:
         raise CellError(
             "the cell writes in place to its input or its state: expected it to leave them as "
             "they are, for they are used again; return new tensors instead (h = h + 1, not h += 1)"
         )
-    if [id(b) for b in buffers] != [id(b) for m in modules for b in m.buffers()]:
-        raise CellError(
-            "the cell replaced a buffer of its module: expected it to change buffers in place "
-            "(self.count.copy_(...), not self.count = ...), so that a rerun can put them back"
-        )
-    changed = {
-        b: value for b, value in zip(buffers, before, strict=True) if not torch.equal(b, value)
-    }
-    Ambient(device, buffers=tuple(changed)).restore(tuple(changed.values()))
-    like = tuple(_like(t) for t in state)
+    if [id(t) for t in found.tensors] != [id(t) for t in reach(parts).tensors]:
+        again = try_out(step, found, device).value
+        _check_same([*outputs, *states], [*again[0], *again[1]])
+    like = _settled(states, state, device)
     _check_like("state", states, after_spec, like, state_spec)
-    leaves, edges = foreign_tensors([*outputs, *states], mark)
-    ours = {id(t) for t in (*x, *s)}
-    found: Tensors = [p for m in modules for p in m.parameters() if p.requires_grad]
-    found += [t for t in captured if t.grad_fn in edges]
-    found += [t for t in leaves if id(t) not in ours]
-    _check_captured(edges, captured)
     return StepCore(
         cell=cell,
         input_spec=input_spec,
@@ -181,10 +191,82 @@ def examine(
         output_spec=output_spec,
         state_like=like,
         output_like=tuple(_like(t) for t in outputs),
-        parameters=list({id(t): t for t in found}.values()),
-        ambient=Ambient(device, draws, tuple(changed)),
+        outside=find_outside(found, [*outputs, *states], trial.mark, [*x, *s]),
+        ambient=trial.ambient,
         aliases=tuple(next((j for j, t in enumerate(states) if t is y), None) for y in outputs),
     )
+
+
+def begin(
+    cell: Cell, inputs: Tensors, input_spec: Structure, state: Tensors, state_spec: Structure
+) -> tuple[StepCore, Tensors, Tensors]:
+    """Run step 0 where nothing will be differentiated, and learn what the other steps must be like.
+
+    Args:
+        cell: ``cell(x_t, state) -> (y_t, state)``.
+        inputs: the flat input of step 0.
+        input_spec: its structure.
+        state: the flat initial state.
+        state_spec: its structure.
+
+    Returns:
+        A core that runs the cell, the outputs of step 0, and the state after it.
+
+    Raises:
+        CellError: the step changed the structure, a shape or a dtype of its state.
+    """
+    device = next((t.device for t in (*state, *inputs)), torch.device("cpu"))
+    outputs, states, output_spec, after_spec = _call(
+        cell, input_spec.unflatten(inputs), state_spec.unflatten(state)
+    )
+    like = _settled(states, state, device)
+    _check_like("state", states, after_spec, like, state_spec)
+    core = StepCore(
+        cell=cell,
+        input_spec=input_spec,
+        state_spec=state_spec,
+        output_spec=output_spec,
+        state_like=like,
+        output_like=tuple(_like(t) for t in outputs),
+        outside=Outside([], []),
+        ambient=Ambient(device),
+        aliases=(None,) * len(outputs),
+    )
+    return core, outputs, states
+
+
+def _settled(
+    states: Tensors, given: Tensors, device: torch.device
+) -> tuple[tuple[torch.Size, torch.dtype, torch.device], ...]:
+    """What a state looks like after a step: as before it, but for its precision under autocast.
+
+    There a state that is given in float32 is often computed in half precision from step 0 on.
+    """
+    like = [_like(t) for t in given]
+    if torch.is_autocast_enabled(device.type) and len(states) == len(given):
+        for i, (t, (shape, dtype, place)) in enumerate(zip(states, like, strict=True)):
+            if t.is_floating_point() and dtype.is_floating_point:
+                like[i] = shape, t.dtype, place
+    return tuple(like)
+
+
+def _check_trackable(tensors: Tensors) -> None:
+    if any(t.is_inference() for t in tensors):
+        raise CellError(
+            "the inputs or the state were made in inference mode: expected tensors that autograd "
+            "can follow, for a gradient is wanted; clone() them, or make them under torch.no_grad"
+        )
+
+
+def _check_same(first: Tensors, again: Tensors) -> None:
+    """Refuse a cell whose second run from the same state and random numbers differs."""
+    for a, b in zip(first, again, strict=True):
+        if not torch.allclose(a, b, rtol=1e-4, atol=1e-6, equal_nan=True):
+            raise CellError(
+                "the cell keeps a state of its own, in an attribute or a variable that it "
+                "replaces: run again from the same state, it returned something else; expected "
+                "all that one step hands to the next in the state; make it part of the state"
+            )
 
 
 def check_length(leaves: Tensors) -> int:
@@ -206,33 +288,6 @@ def check_length(leaves: Tensors) -> int:
     if length < 1:
         raise CellError("the inputs have 0 steps: expected at least one")
     return length
-
-
-def foreign_tensors(outputs: Sequence[Tensor], mark: int) -> tuple[Tensors, set[Any]]:
-    """The leaves that a graph ends in, and the nodes in it that were there before ``mark``.
-
-    Args:
-        outputs: where the graph begins.
-        mark: autograd's sequence number when the recording of the graph began.
-
-    Returns:
-        The leaf tensors, and the older nodes (captured tensors that are not leaves end there).
-    """
-    leaves: Tensors = []
-    older: set[Any] = set()
-    pending = [t.grad_fn for t in outputs if t.grad_fn is not None]
-    seen = set(pending)
-    while pending:
-        node = pending.pop()
-        if node.name() == "torch::autograd::AccumulateGrad":
-            leaves.append(cast(Any, node).variable)
-        elif node._sequence_nr() < mark:
-            older.add(node)
-        else:
-            following = dict.fromkeys(n for n, _ in node.next_functions if n is not None)
-            pending.extend(n for n in following if n not in seen)  # in an order that is the same
-            seen.update(following)
-    return leaves, older
 
 
 def as_pair(result: Any) -> tuple[Any, Any]:
@@ -272,6 +327,16 @@ def _check_like(name: str, leaves: Tensors, spec: Any, like: Sequence[Any], like
             )
 
 
+def _check_aliases(outputs: Tensors, states: Tensors, aliases: Sequence[int | None]) -> None:
+    """An output that is the state has its gradient added where the state is used next."""
+    for i, (y, alias) in enumerate(zip(outputs, aliases, strict=True)):
+        if alias is not None and y is not states[alias]:
+            raise CellError(
+                f"tensor {i} of the cell's output is its new state at step 0, but another tensor "
+                "at a later step: expected the same at every step; return state.clone() as output"
+            )
+
+
 def _like(t: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
     return t.shape, t.dtype, t.device
 
@@ -279,47 +344,3 @@ def _like(t: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
 def as_leaf(t: Tensor) -> Tensor:
     """A state tensor cut off from its past, gradients being followed from here on."""
     return t.detach().requires_grad_(t.is_floating_point() or t.is_complex())
-
-
-def _reachable(parts: Sequence[Any]) -> tuple[list[nn.Module], Tensors]:
-    """The modules and tensors that the parts of a cell refer to: themselves, what they are bound
-    to, what they close over, and the globals that they name."""
-    modules: list[nn.Module] = []
-    tensors: Tensors = []
-    for value in (value for part in parts for value in _referents(part, depth=3)):
-        if isinstance(value, nn.Module):
-            modules.append(value)
-        elif isinstance(value, Tensor):
-            tensors.append(value)
-    return list(dict.fromkeys(modules)), tensors
-
-
-def _referents(value: Any, depth: int) -> Iterator[Any]:
-    yield value
-    if depth == 0 or isinstance(value, nn.Module | Tensor):
-        return
-    inner: list[Any] = []
-    if isinstance(value, functools.partial):
-        inner = [value.func, *value.args, *value.keywords.values()]
-    elif inspect.ismethod(value):
-        inner = [value.__self__, value.__func__]
-    elif inspect.isfunction(value):
-        names = inspect.getclosurevars(value)
-        inner = [*names.nonlocals.values(), *names.globals.values(), *(value.__defaults__ or ())]
-    elif isinstance(value, list | tuple | dict):
-        inner = list(value.values()) if isinstance(value, dict) else list(value)
-    elif hasattr(value, "__dict__") and not inspect.ismodule(value) and not inspect.isclass(value):
-        inner = list(vars(value).values())
-    for item in inner:
-        yield from _referents(item, depth - 1)
-
-
-def _check_captured(edges: set[Any], captured: Tensors) -> None:
-    unknown = edges - {t.grad_fn for t in captured}
-    if unknown:
-        names = ", ".join(sorted(node.name() for node in unknown))
-        raise CellError(
-            f"the cell uses a tensor that was computed outside of it (by {names}) and that cannot "
-            "be found from the cell: expected it among the cell's closure variables; pass it as "
-            "part of the inputs or of the state"
-        )

@@ -12,6 +12,7 @@ that range's own leaf, and not to the range that produced it.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from retrograde.errors import CellError
-from retrograde.execute.cell import Core, as_leaf, foreign_tensors
+from retrograde.execute.captured import foreign_tensors
+from retrograde.execute.cell import Core, as_leaf
 from retrograde.execute.inputs import Inputs
 from retrograde.execute.replay import Snapshot
 from retrograde.schedule import Action, Advance, Backward, Free, Load, Record, Schedule, Store
@@ -65,6 +67,8 @@ class Gradients:
         inputs: where the gradients of the inputs go, with time first; None where none is wanted.
         parameters: the gradients of the parameters, as far as they are known.
         length: the number of steps.
+        outside: autocast as it is where the backward pass was asked for: a recomputation replays
+            the forward pass's (rule 4), but ordinary autograd differentiates under the caller's.
     """
 
     outputs: Sequence[Gradient]
@@ -72,6 +76,7 @@ class Gradients:
     inputs: list[Gradient]
     parameters: list[Gradient]
     length: int
+    outside: AbstractContextManager[Any] = field(default_factory=nullcontext)
 
     def take_inputs(self, index: int | slice, shares: list[Gradient]) -> None:
         """Keep the input gradients of one call, the latest call's first."""
@@ -122,7 +127,7 @@ def record(
     """Run one call's steps and keep their internal states."""
     index = window(core, start, stop)
     mark = torch._C._autograd._get_sequence_nr()
-    with torch.enable_grad():
+    with torch.enable_grad(), core.recording():
         x = [
             t.detach().requires_grad_(wanted)
             for t, wanted in zip(inputs[index], inputs.differentiable, strict=True)
@@ -166,9 +171,11 @@ def backpropagate(core: Core, tape: Tape, gradients: Gradients) -> None:
         seed(edge, gradient)
 
     leaves = [t for t in (*tape.inputs, *tape.state) if t.requires_grad]
-    found: Sequence[Gradient] = [None] * (len(leaves) + len(core.parameters))
+    found: Sequence[Gradient] = [None] * (len(leaves) + len(core.targets))
     if roots:
-        found = torch.autograd.grad(roots, [*leaves, *core.parameters], seeds, allow_unused=True)
+        with gradients.outside:
+            wanted = [*leaves, *core.targets]
+            found = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
     shares = iter(found)
     gradients.take_inputs(index, [next(shares) if x.requires_grad else None for x in tape.inputs])
     gradients.states = [next(shares) if s.requires_grad else None for s in tape.state]
@@ -182,7 +189,9 @@ def _accumulate(totals: list[Gradient], shares: list[Gradient], parameters: Tens
         if share is None:
             continue
         total = totals[i]
-        if total is None:
+        if share.layout != torch.strided:  # as torch.nn.Embedding(sparse=True) gives
+            totals[i] = share if total is None else total + share
+        elif total is None:
             # A copy, since a gradient may share its memory with another tensor.
             totals[i] = torch.empty_like(parameters[i]).copy_(share)
         else:
@@ -198,10 +207,10 @@ def _edge(t: Tensor) -> GradientEdge | None:
 
 def _check_leaves(core: Core, outputs: Tensors, mark: int, ours: set[int], step: int) -> None:
     """Rule 5: a tensor first used at a later step must not lose its gradient in silence."""
-    leaves, older = foreign_tensors(outputs, mark)
-    known = ours | {id(p) for p in core.parameters}
-    grad_fns = {p.grad_fn for p in core.parameters}
-    if any(id(t) not in known for t in leaves) or older - grad_fns:
+    edges = {(p.grad_fn, p.output_nr) for p in core.targets if p.grad_fn is not None}
+    leaves, older = foreign_tensors(outputs, mark, edges)
+    known = ours | {id(p) for p in core.targets}
+    if any(id(t) not in known for t in leaves) or older - edges:
         raise CellError(
             f"at step {step} the cell uses a tensor that requires a gradient and that it did not "
             "use at step 0: expected the same parameters at every step; pass the cell as an "
@@ -227,7 +236,7 @@ class Run:
 
     def forward(self, inputs: Inputs, state: Tensors, emit: Emit | None) -> Tensors:
         """Perform all that precedes the first ``Backward``; return the state after all steps."""
-        self.stored, self.tapes = {}, []
+        self.clear()
         self.done, self.position, self.state = 0, 0, [s.detach() for s in state]
         while not isinstance(self.actions[self.done], Backward):
             self._perform(inputs, emit, None)
@@ -239,6 +248,10 @@ class Run:
         while self.done < len(self.actions):
             self._perform(inputs, None, gradients)
         self.state = []
+
+    def clear(self) -> None:
+        """Let go of all that is held."""
+        self.stored, self.tapes, self.state = {}, [], []
 
     def _perform(self, inputs: Inputs, emit: Emit | None, gradients: Gradients | None) -> None:
         action: Any = self.actions[self.done]

@@ -11,8 +11,9 @@ and copies of the weights; :mod:`retrograde.execute.lean` holds six. So a budget
 be met sooner by recording with the lean kernel, or, the tightest ones, by the lean kernel alone.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -74,6 +75,13 @@ class FusedLSTM:
     def __post_init__(self) -> None:
         object.__setattr__(self, "parameters", [w for w in self.weights if w.requires_grad])
         object.__setattr__(self, "ambient", Ambient(self.weights[0].device))
+
+    @property
+    def targets(self) -> Tensors:
+        return self.parameters
+
+    def recording(self) -> AbstractContextManager[Any]:
+        return nullcontext()
 
     def __call__(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
         (x,), (h, c) = inputs, state
@@ -144,6 +152,13 @@ class FusedRNN:
     def __post_init__(self) -> None:
         object.__setattr__(self, "parameters", [w for w in self.weights if w.requires_grad])
         object.__setattr__(self, "ambient", Ambient(self.weights[0].device))
+
+    @property
+    def targets(self) -> Tensors:
+        return self.parameters
+
+    def recording(self) -> AbstractContextManager[Any]:
+        return nullcontext()
 
     def __call__(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
         run = getattr(torch._VF, self.mode.lower())

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from retrograde.errors import CellError
-from retrograde.execute.cell import Cell, StepCore, as_pair, examine, foreign_tensors
+from retrograde.execute.captured import foreign_tensors
+from retrograde.execute.cell import Cell, StepCore, as_pair, examine
 from retrograde.execute.fused import Fused
 from retrograde.execute.sources import Stream
 from retrograde.execute.trees import Structure, flatten
@@ -119,11 +120,11 @@ class RangeLoss:
 
     def _check(self, summand: Tensor, y: Tensor, mark: int, where: str) -> None:
         """Rule 5, for the loss only: the kernel's graph may be long, and is known."""
-        leaves, older = foreign_tensors([summand], mark)
         parameters = self.parameters or ()
+        edges = {(t.grad_fn, t.output_nr) for t in (y, *parameters) if t.grad_fn is not None}
+        leaves, older = foreign_tensors([summand], mark, edges)
         known = {id(p) for p in parameters}
-        nodes = {y.grad_fn, *(p.grad_fn for p in parameters)}
-        if any(id(t) not in known for t in leaves) or older - nodes:
+        if any(id(t) not in known for t in leaves) or older - edges:
             raise CellError(
                 f"at {where} the loss uses a tensor that requires a gradient and that it did not "
                 "use when it was examined: expected the same parameters at every step; let an "
@@ -212,7 +213,7 @@ def examine_loss(
     numbers = dict.fromkeys((0, last, *range(1, min(last, PROBED))))
     probing = _Probing(part, numbers)
     core = examine(probing, inputs, input_spec, state, state_spec, part.made_of)
-    plain = not core.ambient.draws and not core.ambient.buffers
+    plain = not core.ambient.sources and not core.ambient.buffers
     if isinstance(part, RangeLoss):
         if not plain:
             raise CellError(
@@ -220,7 +221,7 @@ def examine_loss(
                 "whose ranges depend on the budget; pass a cell that runs one step, such as an "
                 "nn.LSTMCell, instead of the module"
             )
-        part = replace(part, parameters=tuple(core.parameters))
+        part = replace(part, parameters=tuple(core.targets))
     core = replace(core, cell=part, fused=fused, sums=True, quiet=part.quiet if plain else None)
     probed = stream.probing(probing.found)
     if isinstance(part, RangeLoss) and len(stream) > 1:

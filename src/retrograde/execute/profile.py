@@ -216,7 +216,8 @@ def footprint(
     if core.sums:  # what the loss's own gradient takes, and what is put back after the last rerun
         gradient += _rounded(torch.ones((), dtype=torch.float64, device=device)) + ambient
     return Footprint(
-        state_bytes=sum(map(_rounded, state)) + ambient,
+        # A cell without a state is planned like one of a single byte.
+        state_bytes=(sum(map(_rounded, state)) + ambient) or 1,
         advance=advance,
         held=held,
         record=record,
@@ -386,7 +387,10 @@ def _measure_range(core: Core, inputs: Inputs, state: Tensors, steps: int) -> _B
         backpropagate(core, tapes.pop(), gradients[0])
 
     sweep = _measure_advance(core, inputs, state, steps)
+    # What a cell leaves in an attribute must not be released while the next range is measured.
+    kept = None if core.fused else record(core, inputs, 0, steps, state, None)
     recorded, _, backward, _ = measure_phases([run, prepare, back, gradients.clear], device=device)
+    del kept
     return _Bytes(sweep, held=recorded[1], record=recorded[0], backward=backward[0])
 
 
@@ -394,7 +398,7 @@ def _measure_ordinary(core: Core, inputs: Inputs, state: Tensors, steps: int) ->
     """The working bytes of ordinary backpropagation through the first steps, as one graph."""
 
     def call() -> object:
-        with torch.enable_grad():
+        with torch.enable_grad(), core.recording():
             x = [
                 t.detach().requires_grad_(wanted)
                 for t, wanted in zip(inputs[0:steps], inputs.differentiable, strict=True)
@@ -402,7 +406,7 @@ def _measure_ordinary(core: Core, inputs: Inputs, state: Tensors, steps: int) ->
             start = [as_leaf(t) for t in state]
             outputs, after = run_ordinary(core, x, start)
         roots = [y for y in outputs if y.requires_grad]
-        leaves = [t for t in (*x, *start, *core.parameters) if t.requires_grad]
+        leaves = [t for t in (*x, *start, *core.targets) if t.requires_grad]
         seeds = [torch.ones_like(y) for y in roots]
         found = torch.autograd.grad(roots, leaves, seeds, allow_unused=True) if roots else ()
         return outputs, after, seeds, found
@@ -441,9 +445,11 @@ def _gradients_like(
         inputs=[torch.empty_like(x) if x.requires_grad else None for x in inputs],
         parameters=[torch.zeros_like(p) for p in core.parameters],
         length=steps,
+        outside=torch.autocast(core.ambient.device.type, enabled=False),
     )
 
 
-def _rounded(t: Tensor) -> int:
-    """The bytes of a tensor as an allocator counts them: CUDA's rounds up to 512."""
-    return -(-t.nbytes // 512) * 512 if t.is_cuda else t.nbytes
+def _rounded(t: Any) -> int:
+    """The bytes of a tensor (or state) as an allocator counts them: CUDA's rounds up to 512."""
+    size = int(t.nbytes)
+    return -(-size // 512) * 512 if t.is_cuda else size

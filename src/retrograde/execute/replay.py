@@ -12,81 +12,70 @@ Most cells draw nothing and change nothing: then nothing is kept.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from retrograde.errors import CellError
+from retrograde.execute.chance import Source
+
 __all__ = [
     "Ambient",
-    "OwnRandom",
     "Snapshot",
+    "Steady",
     "autocast_as_now",
     "muted_hooks",
-    "random_position",
+    "version",
 ]
 
-Snapshot = tuple[Tensor, ...]
+#: The states of generators, and copies of buffers.
+Snapshot = tuple[Any, ...]
+#: A module's parameters or buffers, by name.
+Held = dict[str, Any]
 
 
-def _random_states(device: torch.device) -> list[Tensor]:
-    """The states of the generators that a step on ``device`` may draw from."""
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return states
+def version(t: Tensor) -> int:
+    """A number that changes when a tensor is written to; a tensor of inference mode has none."""
+    return 0 if t.is_inference() else t._version
 
 
-def random_position(device: torch.device) -> tuple[int, ...]:
-    """Where the generators stand, as numbers that change when one is drawn from.
+@dataclass(frozen=True)
+class Steady:
+    """What the first step left as it was, and so every other step must.
 
-    It takes no memory to speak of, unlike the states themselves: a copy of the CPU's generator is
-    asked for its next number, and CUDA's for its offset.
-    """
-    ahead = torch.default_generator.clone_state()
-    position = [int(torch.randint(2**62, (), generator=ahead))]
-    if device.type == "cuda":
-        position.append(torch.cuda.default_generators[device.index or 0].get_offset())
-    return tuple(position)
-
-
-class OwnRandom:
-    """Random numbers for blocks that are run once, between others that are run again.
-
-    What is drawn inside goes on where the last block left off and does not move the generators that
-    the others draw from. Copies of generators take no memory of torch's; a state does, so states
-    are passed on only where something was drawn.
+    Attributes:
+        sources: of random numbers.
+        buffers: of the modules.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.generators = [torch.default_generator]
-        if device.type == "cuda":
-            self.generators.append(torch.cuda.default_generators[device.index or 0])
-        self.stream: list[torch.Generator] = []
+    sources: tuple[Source, ...] = ()
+    buffers: tuple[Tensor, ...] = ()
 
-    @contextmanager
-    def drawn(self) -> Iterator[None]:
-        """Run a block that may draw."""
-        before = [generator.clone_state() for generator in self.generators]
-        self._set(self.stream)
-        position = random_position(self.device)
-        try:
-            yield
-        finally:
-            if self.stream or position != random_position(self.device):
-                self.stream = [generator.clone_state() for generator in self.generators]
-                self._set(before)
+    def marks(self) -> tuple[list[Any], list[int]]:
+        """Values to compare later, by :meth:`check`."""
+        return [s.position() for s in self.sources], [version(b) for b in self.buffers]
 
-    def _set(self, values: list[torch.Generator]) -> None:
-        for generator, value in zip(self.generators, values, strict=False):
-            generator.set_state(value.get_state())
+    def check(self, before: tuple[list[Any], list[int]]) -> None:
+        """Refuse what was drawn or changed since, for it was not kept for a rerun (rule 6).
 
-
-def _set_random_states(device: torch.device, states: Sequence[Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1], device)
+        Raises:
+            CellError: as said.
+        """
+        drawn, changed = (now != then for now, then in zip(self.marks(), before, strict=True))
+        if drawn:
+            raise CellError(
+                "the cell drew random numbers at a later step from a generator that step 0 did not "
+                "draw from: expected it to draw at every step or at none; draw at step 0 too, and "
+                "discard what is not used"
+            )
+        if changed:
+            raise CellError(
+                "the cell changed a buffer of its module at a later step, but not at step 0: "
+                "expected it to change at every step or at none; write to it at step 0 too "
+                "(self.count.add_(0)), or make it part of the state"
+            )
 
 
 @dataclass(frozen=True)
@@ -95,38 +84,59 @@ class Ambient:
 
     Attributes:
         device: where the cell runs.
-        draws: whether its steps draw random numbers.
+        sources: the generators that its steps draw from.
         buffers: the buffers that its steps change.
+        steady: what they must leave alone.
+        holdings: the modules' dicts of parameters and of buffers, and what each of them held:
+            ``torch.func.functional_call`` puts other tensors there while the forward pass runs.
     """
 
     device: torch.device
-    draws: bool = False
+    sources: tuple[Source, ...] = ()
     buffers: tuple[Tensor, ...] = ()
+    steady: Steady = Steady()
+    holdings: tuple[tuple[Held, Held], ...] = ()
+
+    @property
+    def draws(self) -> bool:
+        """Whether its steps draw random numbers."""
+        return bool(self.sources)
 
     def capture(self) -> Snapshot:
         """Copy the surroundings as they are; nothing for a cell that depends on none."""
-        random = _random_states(self.device) if self.draws else []
+        random = (source.capture() for source in self.sources)
         return (*random, *(buffer.detach().clone() for buffer in self.buffers))
 
     def restore(self, snapshot: Snapshot) -> None:
         """Put captured surroundings back (rules 2 and 3)."""
-        random = len(snapshot) - len(self.buffers)
-        if random:
-            _set_random_states(self.device, snapshot[:random])
+        for source, state in zip(self.sources, snapshot, strict=False):
+            source.restore(state)
         with torch.no_grad():
-            for buffer, value in zip(self.buffers, snapshot[random:], strict=True):
+            for buffer, value in zip(self.buffers, snapshot[len(self.sources) :], strict=True):
                 # A graph recorded earlier may hold this buffer; its version must not move.
                 with _unsafe_preserve_version_counter(buffer):
                     buffer.copy_(value)
 
     @contextmanager
     def without_trace(self) -> Iterator[None]:
-        """Leave the surroundings, after the block, as they were before it (rule 3)."""
+        """Leave the surroundings, after the block, as they were before it (rule 3).
+
+        In the block, the modules hold the tensors that they held when the cell was examined.
+        """
         before = self.capture()
+        others = [(held, dict(held)) for held, then in self.holdings if not _same(held, then)]
         try:
+            for held, then in self.holdings if others else ():
+                held.update(then)
             yield
         finally:
             self.restore(before)
+            for held, now in others:
+                held.update(now)
+
+
+def _same(held: Held, then: Held) -> bool:
+    return all(held.get(name) is t for name, t in then.items())
 
 
 def autocast_as_now(device: torch.device) -> torch.autocast:
@@ -144,8 +154,12 @@ def autocast_as_now(device: torch.device) -> torch.autocast:
 
 @contextmanager
 def muted_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Silence the hooks of tensors: theirs is the whole gradient, not the share of one step."""
+    """Silence the hooks of tensors: theirs is the whole gradient, not the share of one step.
+
+    ``retain_grad`` is a hook too, which cannot be taken away: what it added is.
+    """
     hooks = [(t._backward_hooks, dict(t._backward_hooks)) for t in tensors if t._backward_hooks]
+    retained = [(t, t.grad) for t in tensors if t.retains_grad]
     for table, _ in hooks:
         table.clear()
     try:
@@ -153,3 +167,5 @@ def muted_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
     finally:
         for table, entries in hooks:
             table.update(entries)
+        for t, grad in retained:
+            t.grad = grad

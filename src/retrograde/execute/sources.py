@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 
 from retrograde.errors import CellError
 from retrograde.execute.cell import check_length
-from retrograde.execute.replay import OwnRandom, random_position
+from retrograde.execute.chance import OwnRandom, random_position
 from retrograde.execute.trees import Structure, flatten
 
 __all__ = ["Arrays", "Source", "Spool", "Steps", "Stream", "open_source"]

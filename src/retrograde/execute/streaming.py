@@ -11,7 +11,7 @@ share, as in an ordinary backward pass.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from retrograde.errors import CellError
 from retrograde.execute.cell import Core
 from retrograde.execute.executor import Gradients, Run
-from retrograde.execute.replay import autocast_as_now, muted_hooks, random_position
+from retrograde.execute.replay import autocast_as_now, muted_hooks, version
 from retrograde.execute.sources import Stream
 from retrograde.schedule import Schedule
 from retrograde.schedule.actions import Verb
@@ -73,19 +73,14 @@ def run_stream(
     )
     total = torch.zeros((), dtype=torch.float64, device=device)
     mine = [*state, *core.parameters, *(t for t in stream.source.trained if t is not None)]
-    versions, position = [t._version for t in mine], random_position(device)
+    versions, still = [version(t) for t in mine], core.ambient.steady.marks()
     run = Run(core, schedule, len(stream))
     with autocast_as_now(device), muted_hooks(core.parameters):
         after = run.forward(inputs, state, lambda start, stop, values: _add(total, values))
-        if not core.ambient.draws and position != random_position(device):
-            raise CellError(
-                "random numbers were drawn at a later step, but none when the cell, its loss and "
-                "its inputs were examined: expected it at every step or at none; draw at step 0 "
-                "too, and discard what is not used"
-            )
+        core.ambient.steady.check(still)
         with core.ambient.without_trace():
             run.backward(inputs, gradients)
-    if versions != [t._version for t in mine]:
+    if versions != [version(t) for t in mine]:
         raise CellError(
             "a parameter, an initial state or an input was written to in place during the call: "
             "expected them to stay as they are; return new tensors instead"
@@ -140,9 +135,9 @@ class _HandOver(torch.autograd.Function):
 class _Streamed(Gradients):
     """Gradients of which those of the inputs are given away, call by call."""
 
-    stream: Stream
-    take: TakeInput | None
-    counted: "_Counted | None"
+    stream: Stream = field(kw_only=True)
+    take: TakeInput | None = field(kw_only=True)
+    counted: "_Counted | None" = field(kw_only=True)
     any_inputs: bool = False
 
     def take_inputs(self, index: int | slice, shares: list[Gradient]) -> None:

@@ -25,8 +25,9 @@ from retrograde.execute.replay import autocast_as_now
 from retrograde.execute.sources import Arrays, Spool, Steps, Stream, open_source
 from retrograde.execute.streaming import Progress, TakeInput, run_stream
 from retrograde.execute.trees import Structure, flatten
+from retrograde.nn.recent import signature
 from retrograde.nn.recurrent import Recurrent
-from retrograde.nn.unroll import check_schedule, signature
+from retrograde.nn.unroll import check_schedule
 from retrograde.plan import plan
 from retrograde.plan.fit import Fit
 from retrograde.schedule import Schedule

@@ -27,7 +27,9 @@ from retrograde.execute.autograd import run_schedule
 from retrograde.execute.fused import FusedLSTM, Kernel
 from retrograde.execute.inputs import Held
 from retrograde.execute.profile import fit_fused
+from retrograde.execute.transforms import uncompiled
 from retrograde.nn import choice, segments
+from retrograde.nn.recent import Recent
 from retrograde.nn.stack import Batch, run_stack
 from retrograde.nn.unroll import check_schedule, needs_gradient
 from retrograde.plan.fit import Fit
@@ -62,8 +64,9 @@ class Recurrent(nn.RNNBase):
         _check_backward(backward)
         self.memory = memory
         self.backward = backward
-        self._fits: dict[Any, Any] = {}
+        self._fits: Recent[Any] = Recent()
 
+    @uncompiled
     def forward(self, input: Any, hx: Any = None) -> Any:  # type: ignore[override]
         """Run the layers, as torch's module does, their gradient being computed as asked.
 
@@ -81,6 +84,8 @@ class Recurrent(nn.RNNBase):
             BudgetError: the memory is too little for these shapes; the message names the least.
         """
         _check_backward(self.backward)
+        # As torch's forward does: functional_call and parametrizations replace weights in between.
+        self._update_flat_weights()  # type: ignore[no-untyped-call]
         hidden = () if hx is None else hx if isinstance(hx, tuple) else (hx,)
         data = input.data if isinstance(input, PackedSequence) else input
         if not (self._asked() and needs_gradient([data, *hidden, *self.parameters()])):
@@ -122,15 +127,14 @@ class Recurrent(nn.RNNBase):
     def __getstate__(self) -> dict[str, Any]:
         return {
             **super().__getstate__(),  # type: ignore[no-untyped-call]
-            "_fits": {},
+            "_fits": Recent(),
         }
 
     def _segments(self, x: Tensor, state: State) -> segments.SegmentFit:
         self._check_segments()
-        key = self._signature(x, state)
-        if key not in self._fits:
-            self._fits[key] = segments.fit(self, x, state)
-        return cast(segments.SegmentFit, self._fits[key])
+        found = self._fits.get(self._signature(x, state), lambda: segments.fit(self, x, state))
+        self._update_flat_weights()  # type: ignore[no-untyped-call]  # a fit uses up their graph
+        return cast(segments.SegmentFit, found)
 
     def _signature(self, x: Tensor, state: Any) -> Any:
         """All that bytes depend on."""
@@ -367,11 +371,11 @@ class LSTM(Recurrent, nn.LSTM):
         return FusedLSTM(weights, self.num_layers, self.bias, kernel)
 
     def _fit(self, x: Tensor, state: list[Tensor]) -> tuple[FusedLSTM, Fit]:
-        key = self._signature(x, state)
-        if key not in self._fits:
+        def find() -> tuple[Kernel, Fit]:
             core, found = fit_fused(self._core(), Held([x]), state, self.memory)
-            self._fits[key] = core.kernel, found
-        kernel, found = self._fits[key]
+            return core.kernel, found
+
+        kernel, found = self._fits.get(self._signature(x, state), find)
         return self._core(kernel), found
 
     def _check_scheduled(self) -> None:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from retrograde.errors import BudgetError
 from retrograde.execute.measure import measure
+from retrograde.execute.replay import muted_hooks
 from retrograde.nn.stack import Batch, run_stack
 from retrograde.scan.layer import Way
 from retrograde.scan.ways import scan_way, step_numbers
@@ -195,6 +196,8 @@ class _Layer:
         one = torch.ones((), dtype=x.dtype, device=device)
 
         def call() -> object:
+            # Each measurement differentiates: a parametrization's graph serves for one of them.
+            module._update_flat_weights()  # type: ignore[no-untyped-call]
             # States and gradients that the caller does not give are made within the call.
             state = tuple(s.detach().clone().requires_grad_(s.requires_grad) for s in self.state)
             wanted = [t for t in (x, *state, *module.parameters()) if t.requires_grad]
@@ -207,7 +210,7 @@ class _Layer:
             roots = [outputs, *final]
             return roots, torch.autograd.grad(roots, wanted, seeds)
 
-        with torch.enable_grad():
+        with torch.enable_grad(), muted_hooks(list(module.parameters())):
             return measure(call, device=device).working_bytes
 
 

@@ -1,33 +1,36 @@
 """``unroll``: any cell over a sequence, its gradient within a memory budget, or by a scan."""
 
 import math
-import weakref
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from retrograde.errors import CellError, ScheduleError
-from retrograde.execute.autograd import run_schedule, run_without_gradient
-from retrograde.execute.cell import Cell, StepCore, check_length, examine
+from retrograde.execute.autograd import run_schedule, run_unrecorded, run_without_gradient
+from retrograde.execute.cell import Cell, StepCore, as_pair, begin, check_length, examine
 from retrograde.execute.executor import run_ordinary
 from retrograde.execute.inputs import Held
 from retrograde.execute.profile import fit_measured, footprint
 from retrograde.execute.replay import autocast_as_now
-from retrograde.execute.trees import flatten
-from retrograde.plan.fit import Fit
+from retrograde.execute.transforms import is_transformed, refuse_transforms, uncompiled
+from retrograde.execute.trees import Structure, flatten
+from retrograde.nn.recent import Recent, identity, signature
+from retrograde.plan.fit import Fit, Footprint
 from retrograde.scan.cells import run_cell
 from retrograde.schedule import Schedule
 from retrograde.units import Memory, parse_memory
 
-__all__ = ["check_schedule", "needs_gradient", "signature", "unroll"]
+__all__ = ["check_schedule", "needs_gradient", "unroll"]
 
 Tensors = list[Tensor]
 
-# What was learnt of a cell, for as long as the cell lives.
-_KNOWN: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+# A cell is measured once for its shapes, and a schedule fitted once for a budget.
+_SIZES: Recent[Footprint] = Recent()
+_FITS: Recent[Fit] = Recent()
 
 
+@uncompiled
 def unroll(
     cell: Cell,
     inputs: Any,
@@ -89,22 +92,51 @@ def unroll(
     length = check_length(leaves)
     if schedule is not None:
         check_schedule(schedule, length)
+    asked = not (memory is None and schedule is None and backward is None)
+    if is_transformed([*leaves, *states]) and not (asked and torch.is_grad_enabled()):
+        return _plainly(cell, leaves, input_spec, state)
+    if not torch.is_grad_enabled():
+        core, first, after = begin(cell, [x[0] for x in leaves], input_spec, states, state_spec)
+        outputs, after = run_unrecorded(core, length, leaves, first, after)
+        return core.output_spec.unflatten(outputs), state_spec.unflatten(after)
+    if asked:
+        refuse_transforms([*leaves, *states])
     with autocast_as_now(leaves[0].device):
         core = examine(cell, [x[0] for x in leaves], input_spec, states, state_spec)
-    if needs_gradient([*leaves, *states, *core.parameters]):
-        if backward is not None:
-            outputs, after = _scanned(core, leaves, states)
-            return core.output_spec.unflatten(outputs), state_spec.unflatten(after)
-        if schedule is None and memory is not None:
-            found = _fitted(cell, core, leaves, states, memory)
-            schedule = None if found.ordinary else found.schedule
-        if schedule is None:
-            outputs, after = run_ordinary(core, leaves, states)
-        else:
-            outputs, after = run_schedule(core, schedule, leaves, states)
-    else:
-        outputs, after = run_without_gradient(core, length, length, leaves, states)
+    outputs, after = _recorded(core, leaves, states, memory, schedule, backward)
     return core.output_spec.unflatten(outputs), state_spec.unflatten(after)
+
+
+def _recorded(
+    core: StepCore,
+    leaves: Tensors,
+    states: Tensors,
+    memory: Memory | None,
+    schedule: Schedule | None,
+    backward: Literal["scan"] | None,
+) -> tuple[Tensors, Tensors]:
+    """Run a cell so that it can be backpropagated as asked, if anything is to be."""
+    length = len(leaves[0])
+    if not any(t.requires_grad for t in (*leaves, *states, *core.parameters)):
+        return run_without_gradient(core, length, length, leaves, states)
+    if backward is not None:
+        return _scanned(core, leaves, states)
+    if schedule is None and memory is not None:
+        found = _fitted(core, leaves, states, memory)
+        schedule = None if found.ordinary else found.schedule
+    if schedule is None:
+        return run_ordinary(core, leaves, states)
+    return run_schedule(core, schedule, leaves, states)
+
+
+def _plainly(cell: Cell, leaves: Tensors, input_spec: Structure, state: Any) -> tuple[Any, Any]:
+    """The plain loop, and nothing that a transform of torch.func could not go through."""
+    outputs = []
+    for x in zip(*(t.unbind() for t in leaves), strict=True):
+        y, state = as_pair(cell(input_spec.unflatten(list(x)), state))
+        outputs.append(flatten(y, "output of the cell"))
+    stacked = [torch.stack(ys) for ys in zip(*(ys for ys, _ in outputs), strict=True)]
+    return outputs[0][1].unflatten(stacked), state
 
 
 def _check_scan(backward: Any, memory: Memory | None, schedule: Schedule | None) -> None:
@@ -127,6 +159,12 @@ def _scanned(core: StepCore, leaves: Tensors, states: Tensors) -> tuple[Tensors,
         raise CellError(
             f"the cell {does}: expected one whose steps can be run all at once; use backward=None"
         )
+    if core.targets is not core.parameters:
+        raise CellError(
+            "the cell captures tensors that were computed from one another, or from a parameter "
+            "that it uses too: expected none of them under backward='scan'; pass them as part of "
+            "the inputs, or use backward=None"
+        )
     samples = {s.shape[0] if s.dim() else None for s in states}
     samples |= {x.shape[1] if x.dim() > 1 else None for x in leaves}
     if len(samples) > 1 or None in samples or not all(s.is_floating_point() for s in states):
@@ -145,8 +183,15 @@ def _scanned(core: StepCore, leaves: Tensors, states: Tensors) -> tuple[Tensors,
 
 
 def needs_gradient(tensors: Tensors) -> bool:
-    """Whether anything that is to be run will be backpropagated."""
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    """Whether anything that is to be run within a budget will be backpropagated.
+
+    Raises:
+        RetrogradeError: it would be, but in a way in which it cannot be.
+    """
+    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    if wanted:
+        refuse_transforms(tensors)
+    return wanted
 
 
 def check_schedule(schedule: Schedule, length: int) -> None:
@@ -163,23 +208,18 @@ def check_schedule(schedule: Schedule, length: int) -> None:
     _ = schedule.cost  # replayed, and so checked, once
 
 
-def _fitted(
-    cell: Cell, core: StepCore, leaves: Tensors, states: Tensors, memory: Memory | None
-) -> Fit:
-    key = (memory, *(signature(t) for t in (*leaves, *states, *core.parameters)))
-    try:
-        known = _KNOWN.setdefault(cell, {})
-    except TypeError:  # a cell that cannot be referred to weakly is measured at every call
-        known = {}
-    if key not in known:
-        inputs = Held(leaves)
-        known[key] = fit_measured(core, inputs, states, memory, footprint(core, inputs, states))
-    found: Fit = known[key]
-    return found
+def _fitted(core: StepCore, leaves: Tensors, states: Tensors, memory: Memory) -> Fit:
+    changing = tuple(b.nbytes for b in core.ambient.buffers), len(core.ambient.sources)
+    tensors = map(signature, (*leaves, *states, *core.parameters))
+    # Of two precisions that a state has, the larger one is measured (see rule 7).
+    widest = [
+        s.to(torch.promote_types(s.dtype, dtype))
+        for s, (_, dtype, _) in zip(states, core.state_like, strict=True)
+    ]
+    key = identity(core.cell), changing, *tensors
 
+    def find() -> Fit:
+        sizes = _SIZES.get(key, lambda: footprint(core, Held(leaves), widest))
+        return fit_measured(core, Held(leaves), widest, memory, sizes)
 
-def signature(t: Tensor) -> tuple[Any, ...]:
-    """All of a tensor, and of autocast, that bytes depend on."""
-    device = t.device
-    autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
-    return tuple(t.shape), t.stride(), t.dtype, device, t.requires_grad, autocast
+    return _FITS.get((memory, *key), find)

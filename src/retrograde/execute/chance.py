@@ -1,0 +1,197 @@
+"""Where a step's random numbers come from: generators whose states can be taken and put back.
+
+A step draws from torch's default generators, from Python's or NumPy's global ones (a coin for
+teacher forcing is often Python's), or from a generator of its own that it refers to. For a
+recomputation to draw the same numbers (rule 2 of the design), the states of those that it draws
+from travel with every stored hidden state.
+
+Known limit: a generator that neither is global nor can be found from the cell is not seen.
+"""
+
+import pickle
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["OwnRandom", "Source", "is_generator", "random_position", "sources"]
+
+
+class Source(Protocol):
+    """A generator of random numbers."""
+
+    def position(self) -> Any:
+        """A value that changes when a number is drawn, and that takes no memory of torch's."""
+        ...
+
+    def capture(self) -> Any:
+        """Its state, with ``nbytes`` and ``is_cuda``, as a tensor has them."""
+        ...
+
+    def restore(self, state: Any) -> None:
+        """Put a captured state back."""
+        ...
+
+    def copy(self) -> "Source":
+        """Another generator, in the same state; unlike a state it takes no memory of torch's."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Torch:
+    generator: torch.Generator
+
+    def position(self) -> Any:
+        # The states themselves are five thousand bytes: a copy is asked for its next number.
+        if self.generator.device.type == "cpu":
+            ahead = self.generator.clone_state()
+            return int(torch.randint(2**62, (), generator=ahead, device="cpu"))
+        if self.generator.device.type == "cuda":
+            return self.generator.initial_seed(), self.generator.get_offset()
+        return bytes(self.generator.get_state().numpy())
+
+    def capture(self) -> Tensor:
+        return self.generator.get_state()
+
+    def restore(self, state: Tensor) -> None:
+        self.generator.set_state(state)
+
+    def copy(self) -> Source:
+        return _Torch(self.generator.clone_state())
+
+
+@dataclass(frozen=True)
+class _Python:
+    """The state of a generator that is not torch's, which allocates none of torch's memory."""
+
+    value: Any
+    nbytes: int = 0
+    is_cuda: bool = False
+
+
+@dataclass(frozen=True)
+class _Other:
+    """A generator that is not torch's: how its state is taken, as a value that compares, and put
+    back."""
+
+    take: Callable[[], Any]
+    put: Callable[[Any], None]
+
+    def position(self) -> Any:
+        return self.take()
+
+    def capture(self) -> _Python:
+        return _Python(self.take())
+
+    def restore(self, state: _Python) -> None:
+        self.put(state.value)
+
+    def copy(self) -> Source:
+        value = self.take()
+        return _Other(lambda: value, self.put)
+
+
+def is_generator(value: Any) -> bool:
+    """Whether a value is a generator that :func:`sources` knows how to take the state of."""
+    known = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+    return isinstance(value, known)
+
+
+def sources(device: torch.device, generators: Iterable[Any] = ()) -> tuple[Source, ...]:
+    """All that a step on ``device`` may draw from.
+
+    Args:
+        device: where the step runs.
+        generators: those that the step refers to.
+
+    Returns:
+        torch's default generators for the CPU and the device, Python's and NumPy's global ones,
+        and the given ones, each once.
+    """
+    ours: list[torch.Generator] = [torch.default_generator]
+    if device.type == "cuda":
+        ours.append(torch.cuda.default_generators[device.index or 0])
+    given = list(generators)
+    ours += [g for g in given if isinstance(g, torch.Generator)]
+    found: list[Source] = [_Torch(g) for g in {id(g): g for g in ours}.values()]
+    found += [_Other(random.getstate, random.setstate), _numpy(np.random)]
+    others = [g for g in given if not isinstance(g, torch.Generator)]
+    return (*found, *(_other(g) for g in {id(g): g for g in others}.values()))
+
+
+def _other(generator: Any) -> Source:
+    if isinstance(generator, random.Random):
+        return _Other(generator.getstate, generator.setstate)
+    if isinstance(generator, np.random.RandomState):
+        return _numpy(generator)
+    bits = generator.bit_generator  # its state may hold arrays, which do not compare
+    return _Other(
+        lambda: pickle.dumps(bits.state), lambda state: setattr(bits, "state", pickle.loads(state))
+    )
+
+
+def _numpy(generator: Any) -> Source:
+    """NumPy's global generator, or one of its kind."""
+
+    def take() -> Any:
+        name, key, *rest = generator.get_state()
+        return name, key.tobytes(), *rest
+
+    def put(state: Any) -> None:
+        name, key, *rest = state
+        generator.set_state((name, np.frombuffer(key, np.uint32), *rest))
+
+    return _Other(take, put)
+
+
+def random_position(device: torch.device) -> tuple[int, ...]:
+    """Where torch's default generators stand, as numbers that change when one is drawn from.
+
+    Args:
+        device: whose generator counts, beside the CPU's.
+
+    Returns:
+        A number for each; it takes no memory of torch's to speak of.
+    """
+    ours = [torch.default_generator]
+    if device.type == "cuda":
+        ours.append(torch.cuda.default_generators[device.index or 0])
+    return tuple(_Torch(generator).position() for generator in ours)
+
+
+class OwnRandom:
+    """Random numbers for blocks that are run once, between others that are run again.
+
+    What is drawn inside goes on where the last block left off and does not move the generators that
+    the others draw from. Copies of generators take no memory of torch's; a state does, so states
+    are passed on only where something was drawn.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.generators = [torch.default_generator]
+        if device.type == "cuda":
+            self.generators.append(torch.cuda.default_generators[device.index or 0])
+        self.stream: list[torch.Generator] = []
+
+    @contextmanager
+    def drawn(self) -> Iterator[None]:
+        """Run a block that may draw."""
+        before = [generator.clone_state() for generator in self.generators]
+        self._set(self.stream)
+        position = random_position(self.device)
+        try:
+            yield
+        finally:
+            if self.stream or position != random_position(self.device):
+                self.stream = [generator.clone_state() for generator in self.generators]
+                self._set(before)
+
+    def _set(self, values: list[torch.Generator]) -> None:
+        for generator, value in zip(self.generators, values, strict=False):
+            generator.set_state(value.get_state())
