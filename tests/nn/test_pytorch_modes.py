@@ -121,7 +121,7 @@ def model(way):
     return Model(both(way)[1])
 
 
-COMPILED = [("unroll", "eager"), ("LSTM", "eager"), ("GRU, scanned", "eager")]
+COMPILED = [("unroll", "eager"), ("LSTM", "eager")]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")

@@ -116,16 +116,12 @@ def identity(value: Any, depth: int = _DEPTH) -> Hashable:
     if parts is None:
         try:
             return _Same(value)
-        except TypeError:  # it cannot be referred to weakly: never the same again
-            return _Same(_Once())
+        except TypeError:  # it cannot be referred to weakly
+            return type(value), id(value)
     kind, inner = parts
     if depth == 0 or len(inner) > _ITEMS:
         return kind, len(inner)
     return kind, *(identity(item, depth - 1) for item in inner)
-
-
-class _Once:
-    """Nothing is the same as one of these once it is gone."""
 
 
 def _parts(value: Any) -> tuple[Hashable, list[Any]] | None:
