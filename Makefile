@@ -33,6 +33,7 @@ bench: $(STAMP)  ## every claim of speed, both sides in one process; three quart
 	$(BIN)/python benchmarks/planner.py
 	$(BIN)/python benchmarks/ties.py
 	$(BIN)/python benchmarks/figure_2b.py
+	$(BIN)/python benchmarks/million_steps.py
 	$(BIN)/python benchmarks/scan_backward.py
 	$(BIN)/python benchmarks/scan_choice.py
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from retrograde.execute.measure import Measurement, measure
     from retrograde.execute.profile import Profile, profile
     from retrograde.interchange import from_checkpoint_schedules, to_checkpoint_schedules
+    from retrograde.nn.bptt import bptt
     from retrograde.nn.choice import Explanation, explain
     from retrograde.nn.recurrent import GRU, LSTM, RNN
     from retrograde.nn.unroll import unroll
@@ -75,6 +76,7 @@ _HOMES = {
     ),
     "retrograde.execute.measure": ("Measurement", "measure"),
     "retrograde.execute.profile": ("Profile", "profile"),
+    "retrograde.nn.bptt": ("bptt",),
     "retrograde.nn.unroll": ("unroll",),
     "retrograde.nn.choice": ("Explanation", "explain"),
     "retrograde.nn.recurrent": ("GRU", "LSTM", "RNN"),
@@ -102,6 +104,7 @@ __all__ = [
     "Store",
     "TradeOff",
     "UnitError",
+    "bptt",
     "cost",
     "explain",
     "from_checkpoint_schedules",

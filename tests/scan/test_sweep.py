@@ -133,16 +133,16 @@ def test_threads_share_the_samples(kind, threads, samples, monkeypatch):
     """The number of threads is only asked for here: setting it would slow every later test."""
     monkeypatch.setattr(cpu, "_THREAD_WORK", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    ranges, share = [], cpu._share
+    ranges, share = [], cpu.share
 
-    def spy(kernel, samples, work):
+    def spy(kernel, parts):
         def counted(first, last):
             ranges.append((first, last))
             kernel(first, last)
 
-        share(counted, samples, work)
+        share(counted, parts)
 
-    monkeypatch.setattr(cpu, "_share", spy)
+    monkeypatch.setattr(cpu, "share", spy)
     problem = Problem(kind, 20, samples)
     assert_close(problem.solve(cpu.sweep), problem.expected)
     assert len(ranges) > 1 or threads == 1 or samples < 4

@@ -17,6 +17,7 @@ from torch import Tensor
 from retrograde.errors import CellError, RetrogradeError
 from retrograde.execute.cell import Core
 from retrograde.execute.executor import Gradients, Run, advance, window
+from retrograde.execute.inputs import Held
 from retrograde.execute.replay import autocast_as_now, muted_hooks, version
 from retrograde.execute.transforms import NO_FORWARD_MODE, uncompiled
 from retrograde.schedule import Schedule
@@ -61,9 +62,9 @@ def run_without_gradient(
     Returns:
         The outputs, with time first, and the state after the last step.
     """
-    outputs = _Outputs(core, length)
+    outputs, held = _Outputs(core, length), Held(inputs)
     for start in range(0, length, chunk):
-        state = advance(core, inputs, start, min(start + chunk, length), state, outputs.emit)
+        state = advance(core, held, start, min(start + chunk, length), state, outputs.emit)
     return outputs.tensors, state
 
 
@@ -84,7 +85,7 @@ def run_unrecorded(
     """
     outputs = _Outputs(core, length)
     outputs.emit(0, 1, first)
-    state = advance(core, inputs, 1, length, state, outputs.emit)
+    state = advance(core, Held(inputs), 1, length, state, outputs.emit)
     return outputs.tensors, state
 
 
@@ -126,7 +127,7 @@ class _Recurrence(torch.autograd.Function):
         ctx.run = Run(core, tuple(schedule), schedule.length)
         outputs = _Outputs(core, schedule.length)
         with ctx.autocast:
-            after = ctx.run.forward(inputs, state, outputs.emit)
+            after = ctx.run.forward(Held(inputs), state, outputs.emit)
         ctx.fresh = True
         if versions != [version(t) for t in tensors]:
             raise CellError(
@@ -171,9 +172,9 @@ class _Recurrence(torch.autograd.Function):
             try:
                 if not ctx.fresh:
                     run.core.ambient.restore(ctx.before)
-                    run.forward(inputs, state, None)
+                    run.forward(Held(inputs), state, None)
                 ctx.fresh = False
-                run.backward(inputs, gradients)
+                run.backward(Held(inputs), gradients)
             except BaseException:
                 run.clear()
                 raise

@@ -45,6 +45,11 @@ class Core(Protocol):
         ...
 
     @property
+    def sums(self) -> bool:
+        """Whether an output is one tensor a call, to be summed over calls, not one part a step."""
+        ...
+
+    @property
     def parameters(self) -> Tensors:
         """Every tensor, besides inputs and state, that is to receive a gradient."""
         ...
@@ -72,10 +77,17 @@ class Core(Protocol):
         """Run one step, or a fused range: outputs, and the state after it."""
         ...
 
+    def carry(self, inputs: Tensors, state: Tensors) -> Tensors:
+        """As a call, but the state only; what only the outputs need may be left out."""
+        ...
+
 
 @dataclass(frozen=True)
 class StepCore:
-    """Any cell ``cell(x_t, state) -> (y_t, state)``, one call a step; made by :func:`examine`."""
+    """Any cell ``cell(x_t, state) -> (y_t, state)``, one call a step; made by :func:`examine`.
+
+    ``quiet`` is the cell without what only its outputs need, where leaving that out is not seen.
+    """
 
     cell: Cell
     input_spec: Structure
@@ -87,6 +99,8 @@ class StepCore:
     ambient: Ambient
     aliases: tuple[int | None, ...]
     fused: bool = False
+    sums: bool = False
+    quiet: Cell | None = None
 
     @property
     def parameters(self) -> Tensors:
@@ -100,17 +114,31 @@ class StepCore:
         return self.outside.cut()
 
     def __call__(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
-        x, s = self.input_spec.unflatten(inputs), self.state_spec.unflatten(state)
-        outputs, states, output_spec, state_spec = _call(self.cell, x, s)
-        _check_like("state", states, state_spec, self.state_like, self.state_spec)
+        outputs, states, output_spec = self._run(self.cell, inputs, state)
         _check_like("output", outputs, output_spec, self.output_like, self.output_spec)
         if torch.is_grad_enabled():
             _check_aliases(outputs, states, self.aliases)
         return outputs, states
 
+    def carry(self, inputs: Tensors, state: Tensors) -> Tensors:
+        return self._run(self.quiet or self.cell, inputs, state)[1]
+
+    def _run(
+        self, cell: Cell, inputs: Tensors, state: Tensors
+    ) -> tuple[Tensors, Tensors, Structure]:
+        x, s = self.input_spec.unflatten(inputs), self.state_spec.unflatten(state)
+        outputs, states, output_spec, state_spec = _call(cell, x, s)
+        _check_like("state", states, state_spec, self.state_like, self.state_spec)
+        return outputs, states, output_spec
+
 
 def examine(
-    cell: Cell, inputs: Tensors, input_spec: Any, state: Tensors, state_spec: Any
+    cell: Cell,
+    inputs: Tensors,
+    input_spec: Structure,
+    state: Tensors,
+    state_spec: Structure,
+    made_of: Sequence[Any] | None = None,
 ) -> StepCore:
     """Run one step of a cell, leave no trace of it, and learn what the executor must know.
 
@@ -125,6 +153,7 @@ def examine(
         input_spec: its structure.
         state: the flat initial state.
         state_spec: its structure.
+        made_of: where to look for modules and captured tensors; in the cell itself by default.
 
     Returns:
         A core that runs the cell.
@@ -137,7 +166,8 @@ def examine(
     x = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
     s = [as_leaf(t) for t in state]
     arguments = [version(t) for t in (*x, *s)]
-    found = reach([cell])
+    parts = [cell] if made_of is None else made_of
+    found = reach(parts)
 
     def step() -> tuple[Tensors, Tensors, Structure, Structure]:
         return _call(cell, input_spec.unflatten(x), state_spec.unflatten(s))
@@ -149,7 +179,7 @@ def examine(
             "the cell writes in place to its input or its state: expected it to leave them as "
             "they are, for they are used again; return new tensors instead (h = h + 1, not h += 1)"
         )
-    if [id(t) for t in found.tensors] != [id(t) for t in reach([cell]).tensors]:
+    if [id(t) for t in found.tensors] != [id(t) for t in reach(parts).tensors]:
         again = try_out(step, found, device).value
         _check_same([*outputs, *states], [*again[0], *again[1]])
     like = _settled(states, state, device)
@@ -247,7 +277,7 @@ def check_length(leaves: Tensors) -> int:
     """
     if not leaves:
         raise CellError("the inputs hold no tensor: expected at least one, with time first (T, …)")
-    lengths = {x.shape[0] if x.dim() else None for x in leaves}
+    lengths = {x.shape[0] if len(x.shape) else None for x in leaves}
     if len(lengths) > 1 or None in lengths:
         shapes = ", ".join(str(tuple(x.shape)) for x in leaves)
         raise CellError(

@@ -10,7 +10,8 @@ Known limit: a generator that neither is global nor can be found from the cell i
 
 import pickle
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Source", "is_generator", "sources"]
+__all__ = ["OwnRandom", "Source", "is_generator", "random_position", "sources"]
 
 
 class Source(Protocol):
@@ -36,8 +37,8 @@ class Source(Protocol):
         """Put a captured state back."""
         ...
 
-    def moved(self, since: Any) -> bool:
-        """Whether a number was drawn since a state was captured."""
+    def copy(self) -> "Source":
+        """Another generator, in the same state; unlike a state it takes no memory of torch's."""
         ...
 
 
@@ -60,8 +61,8 @@ class _Torch:
     def restore(self, state: Tensor) -> None:
         self.generator.set_state(state)
 
-    def moved(self, since: Tensor) -> bool:
-        return not torch.equal(self.capture(), since)
+    def copy(self) -> Source:
+        return _Torch(self.generator.clone_state())
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,9 @@ class _Other:
     def restore(self, state: _Python) -> None:
         self.put(state.value)
 
-    def moved(self, since: _Python) -> bool:
-        return bool(self.take() != since.value)
+    def copy(self) -> Source:
+        value = self.take()
+        return _Other(lambda: value, self.put)
 
 
 def is_generator(value: Any) -> bool:
@@ -145,3 +147,51 @@ def _numpy(generator: Any) -> Source:
         generator.set_state((name, np.frombuffer(key, np.uint32), *rest))
 
     return _Other(take, put)
+
+
+def random_position(device: torch.device) -> tuple[int, ...]:
+    """Where torch's default generators stand, as numbers that change when one is drawn from.
+
+    Args:
+        device: whose generator counts, beside the CPU's.
+
+    Returns:
+        A number for each; it takes no memory of torch's to speak of.
+    """
+    ours = [torch.default_generator]
+    if device.type == "cuda":
+        ours.append(torch.cuda.default_generators[device.index or 0])
+    return tuple(_Torch(generator).position() for generator in ours)
+
+
+class OwnRandom:
+    """Random numbers for blocks that are run once, between others that are run again.
+
+    What is drawn inside goes on where the last block left off and does not move the generators that
+    the others draw from. Copies of generators take no memory of torch's; a state does, so states
+    are passed on only where something was drawn.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.generators = [torch.default_generator]
+        if device.type == "cuda":
+            self.generators.append(torch.cuda.default_generators[device.index or 0])
+        self.stream: list[torch.Generator] = []
+
+    @contextmanager
+    def drawn(self) -> Iterator[None]:
+        """Run a block that may draw."""
+        before = [generator.clone_state() for generator in self.generators]
+        self._set(self.stream)
+        position = random_position(self.device)
+        try:
+            yield
+        finally:
+            if self.stream or position != random_position(self.device):
+                self.stream = [generator.clone_state() for generator in self.generators]
+                self._set(before)
+
+    def _set(self, values: list[torch.Generator]) -> None:
+        for generator, value in zip(self.generators, values, strict=False):
+            generator.set_state(value.get_state())

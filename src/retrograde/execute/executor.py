@@ -23,8 +23,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from retrograde.errors import CellError
 from retrograde.execute.captured import foreign_tensors
 from retrograde.execute.cell import Core, as_leaf
+from retrograde.execute.inputs import Inputs
 from retrograde.execute.replay import Snapshot
-from retrograde.schedule import Action, Advance, Backward, Free, Load, Record, Store
+from retrograde.schedule import Action, Advance, Backward, Free, Load, Record, Schedule, Store
 
 __all__ = [
     "Gradients",
@@ -58,10 +59,16 @@ class Tape:
 
 @dataclass
 class Gradients:
-    """What a backward pass collects; ``states`` is the gradient of the state reached so far.
+    """What a backward pass starts from and collects.
 
-    ``outside`` is autocast as it is where the backward pass was asked for: a recomputation replays
-    the forward pass's (rule 4), but ordinary autograd differentiates under the caller's.
+    Attributes:
+        outputs: the gradient of every output, with time first (of one call's, if the core sums).
+        states: the gradient of the state reached so far.
+        inputs: where the gradients of the inputs go, with time first; None where none is wanted.
+        parameters: the gradients of the parameters, as far as they are known.
+        length: the number of steps.
+        outside: autocast as it is where the backward pass was asked for: a recomputation replays
+            the forward pass's (rule 4), but ordinary autograd differentiates under the caller's.
     """
 
     outputs: Sequence[Gradient]
@@ -70,6 +77,12 @@ class Gradients:
     parameters: list[Gradient]
     length: int
     outside: AbstractContextManager[Any] = field(default_factory=nullcontext)
+
+    def take_inputs(self, index: int | slice, shares: list[Gradient]) -> None:
+        """Keep the input gradients of one call, the latest call's first."""
+        for share, total in zip(shares, self.inputs, strict=True):
+            if total is not None:
+                total[index] = 0 if share is None else share
 
 
 def pieces(core: Core, start: int, stop: int) -> list[tuple[int, int]]:
@@ -83,14 +96,16 @@ def window(core: Core, start: int, stop: int) -> int | slice:
 
 
 def advance(
-    core: Core, inputs: Tensors, start: int, stop: int, state: Tensors, emit: Emit | None
+    core: Core, inputs: Inputs, start: int, stop: int, state: Tensors, emit: Emit | None
 ) -> Tensors:
     """Run steps ``start`` … ``stop − 1`` and keep nothing but the state after them."""
     with torch.no_grad():
         for a, b in pieces(core, start, stop):
             index = window(core, a, b)
-            outputs, state = core([x[index] for x in inputs], state)
-            if emit is not None:
+            if emit is None:
+                state = core.carry(inputs[index], state)
+            else:
+                outputs, state = core(inputs[index], state)
                 emit(a, b, outputs)
     return [s.detach() for s in state]
 
@@ -107,13 +122,16 @@ def run_ordinary(core: Core, inputs: Tensors, state: Tensors) -> tuple[Tensors, 
 
 
 def record(
-    core: Core, inputs: Tensors, start: int, stop: int, state: Tensors, emit: Emit | None
+    core: Core, inputs: Inputs, start: int, stop: int, state: Tensors, emit: Emit | None
 ) -> Tape:
     """Run one call's steps and keep their internal states."""
     index = window(core, start, stop)
     mark = torch._C._autograd._get_sequence_nr()
     with torch.enable_grad(), core.recording():
-        x = [t[index].detach().requires_grad_(t.requires_grad) for t in inputs]
+        x = [
+            t.detach().requires_grad_(wanted)
+            for t, wanted in zip(inputs[index], inputs.differentiable, strict=True)
+        ]
         s = [as_leaf(t) for t in state]
         outputs, after = core(x, s)
     if not core.fused:
@@ -148,7 +166,7 @@ def backpropagate(core: Core, tape: Tape, gradients: Gradients) -> None:
             seed(_edge(tape.state[alias]), total[tape.start - 1])
     for edge, alias, total in zip(tape.output_edges, core.aliases, gradients.outputs, strict=True):
         if total is not None and (alias is None or tape.stop == gradients.length):
-            seed(edge, total[index])
+            seed(edge, total if core.sums else total[index])
     for edge, gradient in zip(tape.state_edges, gradients.states, strict=True):
         seed(edge, gradient)
 
@@ -159,10 +177,7 @@ def backpropagate(core: Core, tape: Tape, gradients: Gradients) -> None:
             wanted = [*leaves, *core.targets]
             found = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
     shares = iter(found)
-    for x, total in zip(tape.inputs, gradients.inputs, strict=True):
-        share = next(shares) if x.requires_grad else None
-        if total is not None:
-            total[index] = 0 if share is None else share
+    gradients.take_inputs(index, [next(shares) if x.requires_grad else None for x in tape.inputs])
     gradients.states = [next(shares) if s.requires_grad else None for s in tape.state]
     _accumulate(gradients.parameters, list(shares), core.parameters)
 
@@ -211,7 +226,7 @@ class Run:
     """
 
     core: Core
-    actions: tuple[Action, ...]
+    actions: Schedule | tuple[Action, ...]
     length: int
     done: int = 0
     position: int = 0
@@ -219,7 +234,7 @@ class Run:
     stored: dict[int, tuple[Tensors, Snapshot]] = field(default_factory=dict)
     tapes: list[Tape] = field(default_factory=list)
 
-    def forward(self, inputs: Tensors, state: Tensors, emit: Emit | None) -> Tensors:
+    def forward(self, inputs: Inputs, state: Tensors, emit: Emit | None) -> Tensors:
         """Perform all that precedes the first ``Backward``; return the state after all steps."""
         self.clear()
         self.done, self.position, self.state = 0, 0, [s.detach() for s in state]
@@ -228,7 +243,7 @@ class Run:
         after, self.state = self.state, []
         return after
 
-    def backward(self, inputs: Tensors, gradients: Gradients) -> None:
+    def backward(self, inputs: Inputs, gradients: Gradients) -> None:
         """Perform the rest, from the first ``Backward`` on."""
         while self.done < len(self.actions):
             self._perform(inputs, None, gradients)
@@ -238,7 +253,7 @@ class Run:
         """Let go of all that is held."""
         self.stored, self.tapes, self.state = {}, [], []
 
-    def _perform(self, inputs: Tensors, emit: Emit | None, gradients: Gradients | None) -> None:
+    def _perform(self, inputs: Inputs, emit: Emit | None, gradients: Gradients | None) -> None:
         action: Any = self.actions[self.done]
         self.done += 1
         match action:

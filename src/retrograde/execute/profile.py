@@ -9,6 +9,7 @@ decide the slope.
 
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +28,7 @@ from retrograde.execute.executor import (
     run_ordinary,
 )
 from retrograde.execute.fused import HEAP_BYTES, FusedLSTM
+from retrograde.execute.inputs import Held, Inputs
 from retrograde.execute.measure import measure, measure_phases
 from retrograde.execute.replay import autocast_as_now, muted_hooks
 from retrograde.execute.trees import flatten
@@ -35,7 +37,15 @@ from retrograde.plan.fit import Curve, Fit, Footprint, fit, predict_peak_bytes
 from retrograde.schedule import Advance, Record
 from retrograde.units import Memory, format_bytes
 
-__all__ = ["Profile", "fit_fused", "fit_measured", "footprint", "profile"]
+__all__ = [
+    "Candidate",
+    "Profile",
+    "fit_fastest",
+    "fit_fused",
+    "fit_measured",
+    "footprint",
+    "profile",
+]
 
 # How far ordinary backpropagation is followed to learn what a step adds.
 _LONGEST_MEASURED = 256
@@ -117,8 +127,8 @@ def profile(cell: Cell, x: Any, state: Any, *, repeats: int = 9) -> Profile:
     """
     leaves, input_spec = flatten(x, "inputs")
     states, state_spec = flatten(state, "state")
-    inputs = [t.unsqueeze(0) for t in leaves]
-    check_length(inputs)
+    inputs = Held([t.unsqueeze(0) for t in leaves])
+    check_length(inputs.tensors)
     with autocast_as_now(leaves[0].device):
         core = examine(cell, leaves, input_spec, states, state_spec)
     sizes = footprint(core, inputs, states)
@@ -137,18 +147,19 @@ def profile(cell: Cell, x: Any, state: Any, *, repeats: int = 9) -> Profile:
     )
 
 
-def _seconds_of_step(core: Core, inputs: Tensors, state: Tensors) -> tuple[float, float, float]:
+def _seconds_of_step(core: Core, inputs: Inputs, state: Tensors) -> tuple[float, float, float]:
     shapes: Shapes = []
+    device = core.ambient.device
     moments = [time.perf_counter()]
     advance(core, inputs, 0, 1, state, None)
-    moments.append(now(inputs[0].device))
+    moments.append(now(device))
     tape = record(core, inputs, 0, 1, state, _noting(shapes))
-    moments.append(now(inputs[0].device))
-    gradients = _gradients_like(core, inputs, tape, shapes, 1)
-    moments.append(now(inputs[0].device))
+    moments.append(now(device))
+    gradients = _gradients_like(core, tape, shapes, 1)
+    moments.append(now(device))
     with muted_hooks(core.parameters):
         backpropagate(core, tape, gradients)
-    end = now(inputs[0].device)
+    end = now(device)
     return moments[1] - moments[0], moments[2] - moments[1], end - moments[3]
 
 
@@ -164,7 +175,7 @@ class _Bytes:
 
 def footprint(
     core: Core,
-    inputs: Tensors,
+    inputs: Inputs,
     state: Tensors,
     *,
     call_steps: float = 0.0,
@@ -185,7 +196,7 @@ def footprint(
     Returns:
         The footprint, for :func:`retrograde.plan.fit.fit`.
     """
-    length, device = inputs[0].shape[0], inputs[0].device
+    length, device = len(inputs), core.ambient.device
     with core.ambient.without_trace(), autocast_as_now(device), muted_hooks(core.parameters):
         _measure_range(core, inputs, state, 1)  # what a first call allocates for good is not ours
         lengths = sorted({min(length, L) for L in ((1, 2, 4, 16) if core.fused else (1,))})
@@ -200,24 +211,28 @@ def footprint(
         for name in ("advance", "held", "record", "backward")
     )
     gradient = sum(_rounded(t) for t in state if t.is_floating_point() or t.is_complex())
+    gradient *= 2 if core.fused else 1  # a kernel may need zeros for a state without a gradient
+    ambient = sum(map(_rounded, core.ambient.capture()))
+    if core.sums:  # what the loss's own gradient takes, and what is put back after the last rerun
+        gradient += _rounded(torch.ones((), dtype=torch.float64, device=device)) + ambient
     return Footprint(
         # A cell without a state is planned like one of a single byte.
-        state_bytes=sum(map(_rounded, (*state, *core.ambient.capture()))) or 1,
+        state_bytes=(sum(map(_rounded, state)) + ambient) or 1,
         advance=advance,
         held=held,
         record=record,
         backward=backward,
         ordinary=ordinary,
-        # A kernel may need zeros for a state that has no gradient, beside what is carried.
-        gradient_bytes=2 * gradient if core.fused else gradient,
+        gradient_bytes=gradient,
         heap_bytes=HEAP_BYTES if core.fused and device.type == "cpu" else None,
         call_steps=call_steps,
         backward_steps=backward_steps,
+        streamed=core.sums,
     )
 
 
 def fit_measured(
-    core: Core, inputs: Tensors, state: Tensors, memory: Memory | None, sizes: Footprint
+    core: Core, inputs: Inputs, state: Tensors, memory: Memory | None, sizes: Footprint
 ) -> Fit:
     """The fastest schedule for a core within a budget, every length that it uses being measured.
 
@@ -235,7 +250,7 @@ def fit_measured(
         BudgetError: even the least schedule does not fit.
     """
     while True:
-        found = fit(inputs[0].shape[0], memory, sizes)
+        found = fit(len(inputs), memory, sizes)
         if found.ordinary or not core.fused:
             return found
         sizes = _corrected(sizes, found, core, inputs, state)
@@ -243,8 +258,17 @@ def fit_measured(
             return found
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """A core to choose, and what a call and going backward cost, as :class:`Footprint` has them."""
+
+    core: Core
+    call_steps: float
+    backward_steps: float
+
+
 def fit_fused(
-    core: FusedLSTM, inputs: Tensors, state: Tensors, memory: Memory | None
+    core: FusedLSTM, inputs: Inputs, state: Tensors, memory: Memory | None
 ) -> tuple[FusedLSTM, Fit]:
     """The fastest of a fused core's kernels, with its schedule, within a budget.
 
@@ -260,39 +284,54 @@ def fit_fused(
     Raises:
         BudgetError: the budget is too small for every kernel.
     """
-    kernels, sizes, ordinary = core.kernels(), [], None
-    for kernel in kernels:
-        sizes.append(
-            footprint(
-                kernel,
-                inputs,
-                state,
-                call_steps=kernel.call_steps(inputs[0].shape[1]),
-                backward_steps=kernel.backward_steps,
-                ordinary=ordinary,
-            )
-        )
-        ordinary = sizes[0].ordinary
+    kernels, batch = core.kernels(), state[0].shape[1]
+    candidates = [Candidate(k, k.call_steps(batch), k.backward_steps) for k in kernels]
+    number, found = fit_fastest(candidates, inputs, state, memory)
+    return kernels[number], found
+
+
+def fit_fastest(
+    candidates: Sequence[Candidate], inputs: Inputs, state: Tensors, memory: Memory | None
+) -> tuple[int, Fit]:
+    """The fastest of several cores that compute the same, with its schedule, within a budget.
+
+    Args:
+        candidates: the cores; ordinary backpropagation is that of the first.
+        inputs: the inputs of all steps, time first.
+        state: the initial state.
+        memory: as :func:`retrograde.plan.fit.fit` takes it.
+
+    Returns:
+        The number of the core to use, and the fit for it.
+
+    Raises:
+        BudgetError: the budget is too small for every core.
+    """
+    sizes: list[Footprint] = []
+    for one in candidates:
+        ordinary = sizes[0].ordinary if sizes else None
+        costs = {"call_steps": one.call_steps, "backward_steps": one.backward_steps}
+        sizes.append(footprint(one.core, inputs, state, ordinary=ordinary, **costs))
     minimum = min(size.minimum_bytes() for size in sizes)
-    found: list[tuple[FusedLSTM, Fit]] = []
+    found: list[tuple[int, Fit]] = []
     refusals: list[BudgetError] = []
-    for kernel, size in zip(kernels, sizes, strict=True):
+    for number, (one, size) in enumerate(zip(candidates, sizes, strict=True)):
         try:
-            fitted = fit_measured(kernel, inputs, state, memory, size)
+            fitted = fit_measured(one.core, inputs, state, memory, size)
         except BudgetError as refusal:
             refusals.append(refusal)
             continue
-        found.append((kernel, replace(fitted, minimum_bytes=min(minimum, fitted.minimum_bytes))))
-        if fitted.forward_steps <= 2 * inputs[0].shape[0]:
+        found.append((number, replace(fitted, minimum_bytes=min(minimum, fitted.minimum_bytes))))
+        if fitted.forward_steps <= 2 * len(inputs):
             break  # no kernel can save a recomputation
     if not found:
         raise min(refusals, key=lambda refusal: refusal.minimum_bytes)
     return min(found, key=lambda pair: pair[1].time)
 
 
-def _ordinary_curve(core: Core, inputs: Tensors, state: Tensors) -> Curve:
+def _ordinary_curve(core: Core, inputs: Inputs, state: Tensors) -> Curve:
     """Ordinary backpropagation's working bytes at doubling lengths, until they grow evenly."""
-    length = inputs[0].shape[0]
+    length = len(inputs)
     points = [(L, _measure_ordinary(core, inputs, state, L)) for L in sorted({1, min(2, length)})]
     while points[-1][0] < min(length, _LONGEST_MEASURED):
         steps = min(2 * points[-1][0], length)
@@ -305,13 +344,13 @@ def _ordinary_curve(core: Core, inputs: Tensors, state: Tensors) -> Curve:
 
 
 def _corrected(
-    sizes: Footprint, found: Fit, core: Core, inputs: Tensors, state: Tensors
+    sizes: Footprint, found: Fit, core: Core, inputs: Inputs, state: Tensors
 ) -> Footprint:
     """The footprint, with the very lengths measured that a schedule is going to use."""
     schedule = found.schedule
     advances = {a.stop - a.start for a in schedule if isinstance(a, Advance)}
     records = {a.stop - a.start for a in schedule if isinstance(a, Record)}
-    with muted_hooks(core.parameters), autocast_as_now(inputs[0].device):
+    with muted_hooks(core.parameters), autocast_as_now(core.ambient.device):
         for steps in sorted(advances - {L for L, _ in sizes.advance.points}):
             size = _measure_advance(core, inputs, state, steps)
             sizes = replace(sizes, advance=sizes.advance.through(steps, size))
@@ -326,13 +365,14 @@ def _corrected(
     return sizes
 
 
-def _measure_advance(core: Core, inputs: Tensors, state: Tensors, steps: int) -> int:
-    device = inputs[0].device
-    return measure(lambda: advance(core, inputs, 0, steps, state, None), device=device).peak_bytes
+def _measure_advance(core: Core, inputs: Inputs, state: Tensors, steps: int) -> int:
+    device = core.ambient.device
+    emit = _noting([])  # the first sweep's, which runs all of the core
+    return measure(lambda: advance(core, inputs, 0, steps, state, emit), device=device).peak_bytes
 
 
-def _measure_range(core: Core, inputs: Tensors, state: Tensors, steps: int) -> _Bytes:
-    device = inputs[0].device
+def _measure_range(core: Core, inputs: Inputs, state: Tensors, steps: int) -> _Bytes:
+    device = core.ambient.device
     shapes: Shapes = []
     tapes: list[Tape] = []
     gradients: list[Gradients] = []
@@ -341,7 +381,7 @@ def _measure_range(core: Core, inputs: Tensors, state: Tensors, steps: int) -> _
         tapes.append(record(core, inputs, 0, steps, state, _noting(shapes)))
 
     def prepare() -> None:
-        gradients.append(_gradients_like(core, inputs, tapes[0], shapes, steps))
+        gradients.append(_gradients_like(core, tapes[0], shapes, steps))
 
     def back() -> None:
         backpropagate(core, tapes.pop(), gradients[0])
@@ -354,12 +394,15 @@ def _measure_range(core: Core, inputs: Tensors, state: Tensors, steps: int) -> _
     return _Bytes(sweep, held=recorded[1], record=recorded[0], backward=backward[0])
 
 
-def _measure_ordinary(core: Core, inputs: Tensors, state: Tensors, steps: int) -> int:
+def _measure_ordinary(core: Core, inputs: Inputs, state: Tensors, steps: int) -> int:
     """The working bytes of ordinary backpropagation through the first steps, as one graph."""
 
     def call() -> object:
         with torch.enable_grad(), core.recording():
-            x = [t[:steps].detach().requires_grad_(t.requires_grad) for t in inputs]
+            x = [
+                t.detach().requires_grad_(wanted)
+                for t, wanted in zip(inputs[0:steps], inputs.differentiable, strict=True)
+            ]
             start = [as_leaf(t) for t in state]
             outputs, after = run_ordinary(core, x, start)
         roots = [y for y in outputs if y.requires_grad]
@@ -368,7 +411,7 @@ def _measure_ordinary(core: Core, inputs: Tensors, state: Tensors, steps: int) -
         found = torch.autograd.grad(roots, leaves, seeds, allow_unused=True) if roots else ()
         return outputs, after, seeds, found
 
-    return measure(call, device=inputs[0].device).working_bytes
+    return measure(call, device=core.ambient.device).working_bytes
 
 
 def _noting(shapes: Shapes) -> Emit:
@@ -382,27 +425,27 @@ def _noting(shapes: Shapes) -> Emit:
 
 def _gradients_like(
     core: Core,
-    inputs: Tensors,
     tape: Tape,
     shapes: Shapes,
     steps: int,
 ) -> Gradients:
     """Gradients of the layout that costs most: expanded scalars, which kernels must copy."""
-    lead = () if core.fused else (steps,)
+    lead = () if core.fused or core.sums else (steps,)
     outputs = [
-        torch.ones((), dtype=dtype, device=inputs[0].device).expand(*lead, *shape)
+        torch.ones((), dtype=dtype, device=core.ambient.device).expand((*lead, *shape))
         for shape, dtype in shapes
     ]
+    inputs = [x if core.fused else x.unsqueeze(0) for x in tape.inputs]
     return Gradients(
         outputs=outputs,
         states=[
             torch.ones_like(t) if edge is not None else None
             for t, edge in zip(tape.state_after, tape.state_edges, strict=True)
         ],
-        inputs=[torch.empty_like(x[:steps]) if x.requires_grad else None for x in inputs],
+        inputs=[torch.empty_like(x) if x.requires_grad else None for x in inputs],
         parameters=[torch.zeros_like(p) for p in core.parameters],
         length=steps,
-        outside=torch.autocast(inputs[0].device.type, enabled=False),
+        outside=torch.autocast(core.ambient.device.type, enabled=False),
     )
 
 

@@ -1,5 +1,6 @@
 """Pytrees of tensors as flat lists and back; a ``None`` is part of the structure, not a leaf."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ class Structure:
     spec: pytree.TreeSpec
     absent: tuple[bool, ...]
 
-    def unflatten(self, tensors: list[Tensor]) -> Any:
+    def unflatten(self, tensors: Sequence[Tensor | None]) -> Any:
         """The tree again, with these tensors as its leaves."""
         rest = iter(tensors)
         leaves = [None if absent else next(rest) for absent in self.absent]

@@ -81,14 +81,14 @@ class _Chance:
 
     def __init__(self, chance: tuple[Source, ...]) -> None:
         self.sources = chance
-        self.states = [source.capture() for source in chance]
+        self.before = [source.copy() for source in chance]
 
     def put_back(self) -> tuple[tuple[Source, ...], tuple[Source, ...]]:
         """Restore those that were drawn from; tell which they are, and which the others."""
         drawn, still = [], []
-        for source, state in zip(self.sources, self.states, strict=True):
-            if source.moved(state):
-                source.restore(state)
+        for source, before in zip(self.sources, self.before, strict=True):
+            if source.position() != before.position():
+                source.restore(before.capture())
                 drawn.append(source)
             else:
                 still.append(source)

@@ -10,6 +10,7 @@ The file is ``retrograde/ways.json`` in the user's cache folder; delete it to me
 
 import copy
 import functools
+import hashlib
 import json
 import os
 from bisect import bisect_left
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from retrograde import scan
 from retrograde.machine import machine_of, now
 
 __all__ = ["WAYS", "Timing", "cache_file", "contenders", "timings"]
@@ -28,7 +30,11 @@ __all__ = ["WAYS", "Timing", "cache_file", "contenders", "timings"]
 WAYS = ("torch", "sequential", "scan")
 
 _FIRST_STEPS = 32
-_LONG_ENOUGH_SECONDS = 0.01  # of the fastest way: longer sequences would tell nothing new
+# Longer sequences than take the fastest way so long would tell nothing new where it is far ahead;
+# where it is not, only those that leave every cache behind tell which way wins in the long run.
+_LONG_ENOUGH_SECONDS = 0.01
+_CLOSE = 1.5
+_LONG_ENOUGH_WHERE_CLOSE = 0.1
 _HOPELESS = 4.0  # a way that takes so many times the fastest one's time is not followed further
 _REPEATS = 3
 
@@ -113,9 +119,15 @@ def timings(module: nn.RNNBase, samples: int, steps: int, needs_x: bool) -> dict
 
 def _reaches(found: dict[str, Timing], steps: int) -> bool:
     """Whether measurements were carried as far as they need to be for a length."""
-    followed = [found[way].points[-1] for way in contenders(found)]
-    last, seconds = min(followed, key=lambda point: point[1])
-    return last >= steps or seconds >= _LONG_ENOUGH_SECONDS
+    last = [found[way].points[-1] for way in contenders(found)]
+    return last[0][0] >= steps or _tells([seconds for _, seconds in last])
+
+
+def _tells(seconds: list[float]) -> bool:
+    """Whether the times of the ways still followed, at one length, decide about longer ones."""
+    best, *others = sorted(seconds)
+    close = bool(others) and others[0] < _CLOSE * best
+    return best >= (_LONG_ENOUGH_WHERE_CLOSE if close else _LONG_ENOUGH_SECONDS)
 
 
 def contenders(found: dict[str, Timing]) -> list[str]:
@@ -143,10 +155,18 @@ def _key(module: nn.RNNBase, samples: int, needs_x: bool) -> str:
     return json.dumps(
         {
             "machine": _machine(weight.device, torch.get_num_threads()),
+            "code": _code(),
             "cell": [module.mode, module.input_size, module.hidden_size, *options],
             "call": [samples, str(weight.dtype), needs_x, module.training, all(trained)],
         }
     )
+
+
+@functools.cache
+def _code() -> str:
+    """A name for the ways as they are written now: other code takes another time."""
+    files = sorted(Path(scan.__file__).parent.rglob("*.py"))
+    return hashlib.sha1(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 
 @functools.cache
@@ -175,7 +195,7 @@ def _measure(module: nn.RNNBase, samples: int, steps: int, needs_x: bool) -> dic
                 points[way].append((length, taken))
                 if taken > _HOPELESS * best and length > _FIRST_STEPS:
                     racing.discard(way)
-            if length >= steps or best >= _LONG_ENOUGH_SECONDS:
+            if length >= steps or _tells([seconds[way] for way in racing]):
                 break
             length = min(2 * length, steps)
     return {way: Timing(tuple(found)) for way, found in points.items()}

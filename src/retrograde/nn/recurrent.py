@@ -25,6 +25,7 @@ from torch.nn.utils.rnn import PackedSequence
 from retrograde.errors import CellError
 from retrograde.execute.autograd import run_schedule
 from retrograde.execute.fused import FusedLSTM, Kernel
+from retrograde.execute.inputs import Held
 from retrograde.execute.profile import fit_fused
 from retrograde.execute.transforms import uncompiled
 from retrograde.nn import choice, segments
@@ -371,7 +372,7 @@ class LSTM(Recurrent, nn.LSTM):
 
     def _fit(self, x: Tensor, state: list[Tensor]) -> tuple[FusedLSTM, Fit]:
         def find() -> tuple[Kernel, Fit]:
-            core, found = fit_fused(self._core(), [x], state, self.memory)
+            core, found = fit_fused(self._core(), Held([x]), state, self.memory)
             return core.kernel, found
 
         kernel, found = self._fits.get(self._signature(x, state), find)

@@ -10,6 +10,7 @@ from retrograde.errors import CellError, ScheduleError
 from retrograde.execute.autograd import run_schedule, run_unrecorded, run_without_gradient
 from retrograde.execute.cell import Cell, StepCore, as_pair, begin, check_length, examine
 from retrograde.execute.executor import run_ordinary
+from retrograde.execute.inputs import Held
 from retrograde.execute.profile import fit_measured, footprint
 from retrograde.execute.replay import autocast_as_now
 from retrograde.execute.transforms import is_transformed, refuse_transforms, uncompiled
@@ -218,7 +219,7 @@ def _fitted(core: StepCore, leaves: Tensors, states: Tensors, memory: Memory) ->
     key = identity(core.cell), changing, *tensors
 
     def find() -> Fit:
-        sizes = _SIZES.get(key, lambda: footprint(core, leaves, widest))
-        return fit_measured(core, leaves, widest, memory, sizes)
+        sizes = _SIZES.get(key, lambda: footprint(core, Held(leaves), widest))
+        return fit_measured(core, Held(leaves), widest, memory, sizes)
 
     return _FITS.get((memory, *key), find)

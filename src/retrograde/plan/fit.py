@@ -10,6 +10,8 @@ one with the least predicted time is taken, in units of a forward step:
     time(L) = forward steps + (calls of a kernel) · (cost of a call)
 
 No clock is read, so the same budget gives the same schedule, and the same sums, on every run.
+What no plan in blocks of L undercuts is known at once (the bound of MSM, the closed form of HSM),
+so lengths are planned in the order of their bounds, until the next bound is above the best time.
 
 Complexity: a few dynamic programs over ⌈T/L⌉ blocks and at most :data:`LEVELS` levels of memory;
 where one would have more than :data:`CELLS` cells, the closed form of HSM over blocks stands in.
@@ -23,6 +25,7 @@ from dataclasses import dataclass, replace
 
 from retrograde.errors import BudgetError
 from retrograde.plan import mixed
+from retrograde.plan.closed_form import hsm_cost
 from retrograde.plan.hsm import hsm_schedule
 from retrograde.schedule import (
     Action,
@@ -35,6 +38,7 @@ from retrograde.schedule import (
     Store,
     Units,
 )
+from retrograde.schedule.actions import Code, Verb
 from retrograde.units import Memory, as_bytes, format_bytes
 
 __all__ = ["Curve", "Fit", "Footprint", "fit", "predict_peak_bytes"]
@@ -90,6 +94,8 @@ class Footprint:
         call_steps: what a call costs besides its steps, in forward steps.
         backward_steps: what recording and backpropagating a step costs more than running it
             forward, in forward steps; it matters between cores only.
+        streamed: whether a schedule runs everything: then there is no one graph of the caller's
+            to fall back upon, and ``ordinary`` only says what a fraction is of.
     """
 
     state_bytes: int
@@ -102,6 +108,11 @@ class Footprint:
     heap_bytes: int | None
     call_steps: float
     backward_steps: float = 2.0
+    streamed: bool = False
+
+    def whole_bytes(self, length: int) -> int:
+        """What backpropagating all steps at once takes."""
+        return self.overhead_bytes(length) if self.streamed else self.ordinary(length)
 
     def core_bytes(self, steps: int) -> int:
         """The working core: what recording and backpropagating one range takes (or one step of a
@@ -171,10 +182,10 @@ def fit(length: int, memory: Memory | None, footprint: Footprint) -> Fit:
         >>> found.peak_bytes <= found.budget_bytes, found.forward_steps
         (True, 1906)
     """
-    ordinary = footprint.ordinary(length)
-    minimum = min(ordinary, footprint.minimum_bytes())
+    ordinary, whole = footprint.ordinary(length), footprint.whole_bytes(length)
+    minimum = min(whole, footprint.minimum_bytes())
     budget = ordinary if memory is None else as_bytes(memory, ordinary)
-    if budget >= ordinary:
+    if budget >= whole:
         return _ordinary(length, budget, footprint)
     if budget < minimum:
         given = f"{memory} of {format_bytes(ordinary)}" if _is_share(memory) else f"{memory!r}"
@@ -185,10 +196,23 @@ def fit(length: int, memory: Memory | None, footprint: Footprint) -> Fit:
             "the batch or the state smaller",
             minimum,
         )
-    blocks = _grid(length, budget, footprint)
-    candidates = (_plan_blocks(length, block, budget, footprint) for block in blocks)
-    best = min(candidates, key=lambda found: found.time)
+    best = _fastest(length, _grid(length, budget, footprint), budget, footprint)
     assert best.peak_bytes <= budget
+    return best
+
+
+def _fastest(length: int, blocks: Sequence[int], budget: int, footprint: Footprint) -> Fit:
+    """The plan of least time, and of those the one in the shortest blocks; the most promising
+    lengths are planned first, and those not at all that cannot be better."""
+    least = {block: _least_time(length, block, budget, footprint) for block in blocks}
+    best: Fit | None = None
+    for block in sorted(blocks, key=lambda block: (least[block], block)):
+        if best is not None and least[block] > best.time:
+            break
+        found = _plan_blocks(length, block, budget, footprint)
+        if best is None or (found.time, block) < (best.time, best.block):
+            best = found
+    assert best is not None
     return best
 
 
@@ -264,15 +288,38 @@ def _most(length: int, limit: int, size: Callable[[int], int]) -> int:
 
 def _plan_blocks(length: int, block: int, budget: int, footprint: Footprint) -> Fit:
     blocks = -(-length // block)
-    memory = budget - footprint.overhead_bytes(block)
-    unit = max(1, footprint.state_bytes, -(-memory // LEVELS))
-    levels = memory // unit
+    levels, held, states = _room(block, budget, footprint)
     if blocks * levels <= CELLS:
-        held = -(-footprint.held(block) // unit)
         plan = mixed.plan_blocks(blocks, levels, state=1, alpha=held + 1, beta=held)
     else:
-        plan = hsm_schedule(blocks, max(1, memory // max(1, footprint.state_bytes)))
+        plan = hsm_schedule(blocks, states)
     return _describe(_stretch(plan, length, block, footprint), block, budget, footprint)
+
+
+def _least_time(length: int, block: int, budget: int, footprint: Footprint) -> float:
+    """What no plan in blocks of this length undercuts: the bound for all but the first block, which
+    is the shorter one; and for each a call to record it, and one to backpropagate it."""
+    blocks = -(-length // block)
+    levels, held, states = _room(block, budget, footprint)
+    if blocks == 1:
+        repeated = 0
+    elif blocks * levels <= CELLS:
+        repeated = int(mixed.mixed_bounds(blocks - 1, levels, alpha=held + 1, beta=held))
+    else:
+        repeated = hsm_cost(blocks - 1, states)
+    forward_steps = length + (repeated - (blocks - 1)) * block
+    calls = 2 * blocks + (forward_steps - length) // _chunk(length, block, footprint)
+    least = _time(length, forward_steps, calls, footprint)
+    return least * (1 - 1e-12)  # rounded, as the times are that it is compared with
+
+
+def _room(block: int, budget: int, footprint: Footprint) -> tuple[int, int, int]:
+    """What a budget leaves beside the working core for a block: in units for MSM, with a recorded
+    block in the same units, and in hidden states for HSM."""
+    memory = budget - footprint.overhead_bytes(block)
+    unit = max(1, footprint.state_bytes, -(-memory // LEVELS))
+    states = max(1, memory // max(1, footprint.state_bytes))
+    return memory // unit, -(-footprint.held(block) // unit), states
 
 
 def _stretch(plan: Schedule, length: int, block: int, footprint: Footprint) -> Schedule:
@@ -280,25 +327,23 @@ def _stretch(plan: Schedule, length: int, block: int, footprint: Footprint) -> S
     first = length - (plan.length - 1) * block
     bounds = [0, *range(first, length + 1, block)]
     chunk = _chunk(length, block, footprint)
-    actions = [piece for action in plan for piece in _split(action, bounds, chunk)]
-    return Schedule.from_actions(
-        actions, length=length, policy=plan.policy, units=_units(footprint)
-    )
+    codes = [piece for code in plan.codes() for piece in _split(code, bounds, chunk)]
+    return Schedule.from_codes(codes, length=length, policy=plan.policy, units=_units(footprint))
 
 
-def _split(action: Action, bounds: Sequence[int], chunk: int) -> Iterator[Action]:
-    match action:
-        case Advance(start, stop):
-            for a in range(bounds[start], bounds[stop], chunk):
-                yield Advance(a, min(a + chunk, bounds[stop]))
-        case Record(start, stop):  # a block is one call
-            for block in range(start, stop):
-                yield Record(bounds[block], bounds[block + 1])
-        case Backward(start, stop):
-            for block in reversed(range(start, stop)):
-                yield Backward(bounds[block], bounds[block + 1])
-        case Store(at) | Load(at) | Free(at):
-            yield type(action)(bounds[at])
+def _split(code: Code, bounds: Sequence[int], chunk: int) -> Iterator[Code]:
+    verb, start, stop = code
+    if verb == Verb.ADVANCE:
+        for a in range(bounds[start], bounds[stop], chunk):
+            yield verb, a, min(a + chunk, bounds[stop])
+    elif verb == Verb.RECORD:  # a block is one call
+        for block in range(start, stop):
+            yield verb, bounds[block], bounds[block + 1]
+    elif verb == Verb.BACKWARD:
+        for block in reversed(range(start, stop)):
+            yield verb, bounds[block], bounds[block + 1]
+    else:
+        yield verb, bounds[start], bounds[start]
 
 
 def _chunk(length: int, block: int, footprint: Footprint) -> int:
@@ -313,23 +358,27 @@ def _units(footprint: Footprint) -> Units:
 
 
 def _describe(schedule: Schedule, block: int, budget: int, footprint: Footprint) -> Fit:
-    ranges = [a for a in schedule if isinstance(a, Advance | Record)]
-    forward_steps = sum(a.stop - a.start for a in ranges)
-    calls = sum(2 if isinstance(a, Record) else 1 for a in ranges)
-    backward_steps = footprint.backward_steps * schedule.length
+    advances, records = schedule.kind == Verb.ADVANCE, schedule.kind == Verb.RECORD
+    forward_steps = int((schedule.stop - schedule.start)[advances | records].sum())
+    calls = int(advances.sum() + 2 * records.sum())
     return Fit(
         schedule=schedule,
         block=block,
         chunk=_chunk(schedule.length, block, footprint),
         forward_steps=forward_steps,
         calls=calls,
-        time=forward_steps + backward_steps + footprint.call_steps * calls,
+        time=_time(schedule.length, forward_steps, calls, footprint),
         budget_bytes=budget,
         peak_bytes=predict_peak_bytes(schedule, footprint),
         ordinary_bytes=footprint.ordinary(schedule.length),
         minimum_bytes=footprint.minimum_bytes(),
         ordinary=False,
     )
+
+
+def _time(length: int, forward_steps: int, calls: int, footprint: Footprint) -> float:
+    """The predicted time of an iteration, in forward steps."""
+    return forward_steps + footprint.backward_steps * length + footprint.call_steps * calls
 
 
 def _ordinary(length: int, budget: int, footprint: Footprint) -> Fit:
@@ -339,4 +388,5 @@ def _ordinary(length: int, budget: int, footprint: Footprint) -> Fit:
         actions, length=length, policy="store-all", units=_units(footprint)
     )
     found = _describe(schedule, length, budget, footprint)
-    return replace(found, chunk=length, peak_bytes=found.ordinary_bytes, ordinary=True)
+    peak = footprint.whole_bytes(length)
+    return replace(found, chunk=length, peak_bytes=peak, ordinary=True)

@@ -1,11 +1,13 @@
 """One recurrent layer in one direction: forward by torch's kernel, backward from the states alone.
 
-Forward, torch's own kernel runs, so that outputs are torch's, bit for bit; what it would keep for
-its backward pass is not kept. The tape is the hidden states, which are the outputs, and an LSTM's c
-at the first step of each block. Backward, blocks of steps are taken from the last to the first:
-their slopes are recomputed by one matrix product, the recurrence runs over them
-(:mod:`retrograde.scan.sweep`), and what it leaves, the gates' gradients, is multiplied once by the
-inputs, once by the states and once by the weights.
+Forward, a kernel runs that keeps nothing for a backward pass: a compiled one of ours where there is
+one (:mod:`retrograde.scan.kernels`), and else torch's own. The tape is the hidden states, which are
+the outputs, and an LSTM's c at the first step of each block; our own kernel leaves an LSTM's gates
+and cells as well, five numbers a unit and step in place of torch's sixteen. Backward, blocks of
+steps are taken from the last to the first: their slopes are recomputed, by one matrix product where
+the gates are not known, the recurrence runs over them (:mod:`retrograde.scan.sweep`), and what it
+leaves, the gates' gradients, is multiplied once by the inputs, once by the states and once by the
+weights.
 
 *Within a budget* the outputs are not kept either, only the states at the first step of every
 segment. A block is then a group of segments; since all their first states are known, they are
@@ -19,11 +21,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from retrograde.scan.kernels import kernels
-from retrograde.scan.recurrent import Kind, Slopes, Weights, slopes
+from retrograde.scan.kernels import Pass, kernels
+from retrograde.scan.recurrent import Block, Kept, Kind, Slopes, Weights, slopes
 from retrograde.scan.sweep import safe_chunk
 
-__all__ = ["Gradients", "Tape", "Way", "backpropagate", "run", "run_and_keep"]
+__all__ = ["Gradients", "Tape", "Way", "backpropagate", "room_for", "run", "run_and_keep"]
 
 State = tuple[Tensor, ...]
 
@@ -54,6 +56,7 @@ class Tape:
         way: how the layer is to be backpropagated.
         outputs: h after every step (T, B, H), or None where only segments' first states are kept.
         sizes: how many sequences have a step t, longest first, or None where all have all.
+        kept: an LSTM's gates and cells, if the forward pass left them.
         marks: the state before the first step of every block, or of every segment: for an RNN or
             GRU, (h,), for an LSTM, (h, c), each (number, B, H); h is absent where outputs are kept.
     """
@@ -62,6 +65,7 @@ class Tape:
     outputs: Tensor | None
     marks: dict[str, Tensor]
     sizes: Tensor | None = None
+    kept: Kept | None = None
 
     def valid(self, start: int, stop: int) -> Tensor | None:
         """Which sequences have which of some steps (L, B, 1), or None where all have all."""
@@ -80,8 +84,12 @@ class Gradients:
     weights: dict[str, Tensor]
 
 
+# The most numbers in hidden weights whose products our own loops do faster than BLAS; how much
+# longer their blocks are, since nothing is stored.
+_SMALL = 2**18
+_LONGER = 8
 # Rows to a product of sums over steps and samples: one sum over all would round more.
-_ROWS = 1024
+_ROWS = 4096
 
 _CALLS: dict[Kind, str] = {
     "RNN_TANH": "rnn_tanh",
@@ -92,19 +100,43 @@ _CALLS: dict[Kind, str] = {
 
 
 def run(
-    weights: Weights, x: Tensor, state: State, sizes: Tensor | None = None
+    weights: Weights,
+    x: Tensor,
+    state: State,
+    sizes: Tensor | None = None,
+    kept: Kept | None = None,
 ) -> tuple[Tensor, State]:
-    """Run a range of steps by torch's own kernel, recording nothing.
+    """Run a range of steps by the fastest kernel, recording nothing.
 
     Args:
         weights: the layer's parameters.
         x: inputs (L, B, I).
         state: before the range: (h,), or (h, c), each (B, H).
         sizes: how many sequences have each step, longest first; None for all.
+        kept: where an LSTM's gates and cells are to be left; :func:`room_for` says if they can be.
 
     Returns:
         The outputs (L, B, H), and the state after the range.
     """
+    ours = kernels(x.device.type, x.dtype, weights.size).run
+    if ours is not None and sizes is None:
+        with torch.no_grad():
+            return ours(weights, x, state, kept)
+    return _run_by_torch(weights, x, state, sizes)
+
+
+def room_for(weights: Weights, x: Tensor, sizes: Tensor | None) -> Kept | None:
+    """Where an LSTM's forward pass can leave its gates and cells; None where it cannot."""
+    ours = kernels(x.device.type, x.dtype, weights.size).run
+    if weights.kind != "LSTM" or ours is None or sizes is not None:
+        return None
+    gates, cells = (x.new_empty(*x.shape[:2], k * weights.size) for k in (4, 1))
+    return Kept(gates, cells)
+
+
+def _run_by_torch(
+    weights: Weights, x: Tensor, state: State, sizes: Tensor | None
+) -> tuple[Tensor, State]:
     biases = [b for b in (weights.bias_inputs, weights.bias_hidden) if b is not None]
     before: Any = tuple(s.unsqueeze(0).contiguous() for s in state)
     layers, dropout, train, bidirectional, batch_first = 1, 0.0, False, False, False
@@ -145,9 +177,10 @@ def run_and_keep(
     Returns:
         The outputs (T, B, H), the state after all steps, and the tape.
     """
-    if weights.kind != "LSTM" and way.segment is None:
-        outputs, after = run(weights, x, state, sizes)
-        return outputs, after, Tape(way, outputs, {}, sizes)
+    kept = None if way.segment else room_for(weights, x, sizes)
+    if kept is not None or (weights.kind != "LSTM" and way.segment is None):
+        outputs, after = run(weights, x, state, sizes, kept)
+        return outputs, after, Tape(way, outputs, {}, sizes, kept)
     keeps_c = weights.kind == "LSTM"
     stride = (way.segment or way.block) if keeps_c else way.block
     outputs = x.new_zeros(*x.shape[:2], weights.size)
@@ -178,6 +211,7 @@ def _run_alive(
     return functional.pad(outputs, padding), tuple(final)
 
 
+@torch.no_grad()
 def backpropagate(
     weights: Weights,
     tape: Tape,
@@ -202,14 +236,15 @@ def backpropagate(
         Every gradient, in the dtype of what it is the gradient of.
     """
     real = torch.float64 if x.dtype == torch.float64 else torch.float32
-    sums = _Sums(weights.cast(real), x if needs_x else None)
-    way = tape.way
+    way, at_once = tape.way, _at_once(weights, tape, x, real)
+    sums = _Sums(weights.cast(real), x if needs_x else None, at_once)
     if way.name == "scan":
         way = replace(way, chunk=safe_chunk(sums.cast.hidden, way.chunk))
     if tape.sizes is not None:
         dy, after = _at_the_ends(tape.sizes, dy, after)
     g = torch.cat([s.to(real) for s in after], -1)
-    for start, stop in reversed(_blocks(len(x), way)):
+    blocks = _blocks(len(x), way) if at_once is None or way.segment else _long_blocks(len(x), way)
+    for start, stop in reversed(blocks):
         block = _states(weights, tape, x, first, start, stop)
         g = sums.add(way, block, None if dy is None else dy[start:stop], g, start)
     state = tuple(part.to(x.dtype) for part in g.split(weights.size, -1))
@@ -225,25 +260,15 @@ def _at_the_ends(sizes: Tensor, dy: Tensor | None, after: State) -> tuple[Tensor
     return total, (torch.zeros_like(g), *after[1:])
 
 
-@dataclass
-class _Block:
-    """The states of some steps: h before and after each, c before the first."""
-
-    x: Tensor
-    before: Tensor
-    after: Tensor
-    c: Tensor | None
-    valid: Tensor | None
-
-    def mask(self, steps: Slopes) -> None:
-        """Past a sequence's end nothing is passed on, but an LSTM's c, which is unchanged."""
-        if self.valid is None:
-            return
-        ended = ~self.valid.to(self.x.device)
-        steps.gates.masked_fill_(ended.unsqueeze(-1), 0)
-        if steps.keep is not None and steps.inner is not None:
-            steps.keep.masked_fill_(ended, 0 if self.c is None else 1)
-            steps.inner.masked_fill_(ended, 0)
+def _mask(block: Block, steps: Slopes) -> None:
+    """Past a sequence's end nothing is passed on, but an LSTM's c, which is unchanged."""
+    if block.valid is None:
+        return
+    ended = ~block.valid.to(block.x.device)
+    steps.gates.masked_fill_(ended.unsqueeze(-1), 0)
+    if steps.keep is not None and steps.inner is not None:
+        steps.keep.masked_fill_(ended, 0 if block.c is None else 1)
+        steps.inner.masked_fill_(ended, 0)
 
 
 def _blocks(length: int, way: Way) -> list[tuple[int, int]]:
@@ -253,12 +278,29 @@ def _blocks(length: int, way: Way) -> list[tuple[int, int]]:
     return list(zip(starts, [*starts[1:], length], strict=True))
 
 
-def _states(weights: Weights, tape: Tape, x: Tensor, first: State, start: int, stop: int) -> _Block:
+def _long_blocks(length: int, way: Way) -> list[tuple[int, int]]:
+    """For a kernel that needs no room of its own; the state before step 0 is not in the outputs."""
+    starts = [0, *range(1, length, _LONGER * way.block)]
+    return list(zip(starts, [*starts[1:], length], strict=True))
+
+
+def _at_once(weights: Weights, tape: Tape, x: Tensor, real: torch.dtype) -> Pass | None:
+    """A kernel for the whole backward pass, if there is one and it is the fastest."""
+    known = weights.kind != "LSTM" or tape.kept is not None
+    if tape.way.name == "scan" or tape.sizes is not None or x.dtype != real or not known:
+        return None
+    if x.shape[1] < 2 or weights.hidden.numel() > _SMALL:
+        return None  # no samples to share among threads, or too much for the caches
+    return kernels(x.device.type, real, weights.size).backward
+
+
+def _states(weights: Weights, tape: Tape, x: Tensor, first: State, start: int, stop: int) -> Block:
     """Look a block's states up, or recompute its segments."""
     stride = tape.way.segment or tape.way.block
     mark, part = start // stride, x[start:stop]
     c = tape.marks["c"][mark] if "c" in tape.marks else None
-    valid = tape.valid(start, stop)
+    kept = None if tape.kept is None else tape.kept.at(slice(start, stop))
+    rest = c if kept is None else kept.cells[0], kept, tape.valid(start, stop)
     if tape.outputs is None:
         h = tape.marks["h"][mark]
         after = _recompute(weights, tape, part, mark)
@@ -266,8 +308,8 @@ def _states(weights: Weights, tape: Tape, x: Tensor, first: State, start: int, s
         h = first[0] if start == 0 else tape.outputs[start - 1]
         after = tape.outputs[start:stop]
         if start > 0:
-            return _Block(part, tape.outputs[start - 1 : stop - 1], after, c, valid)
-    return _Block(part, torch.cat([h.unsqueeze(0), after[:-1]]), after, c, valid)
+            return Block(part, tape.outputs[start - 1 : stop - 1], after, *rest)
+    return Block(part, torch.cat([h.unsqueeze(0), after[:-1]]), after, *rest)
 
 
 def _recompute(weights: Weights, tape: Tape, x: Tensor, mark: int) -> Tensor:
@@ -302,32 +344,37 @@ def _drifted(found: Tensor, kept: Tensor) -> bool:
 class _Sums:
     """The gradients of inputs and weights, to which each block adds its share."""
 
-    def __init__(self, weights: Weights, x: Tensor | None) -> None:
-        self.cast = weights
+    def __init__(self, weights: Weights, x: Tensor | None, at_once: Pass | None) -> None:
+        self.cast, self.at_once = weights, at_once
         self.x = None if x is None else x.new_empty(x.shape)
         self.weights = {
             name: torch.zeros_like(w, memory_format=torch.contiguous_format)
             for name, w in weights.tensors().items()
         }
 
-    def add(self, way: Way, block: _Block, dy: Tensor | None, g: Tensor, start: int) -> Tensor:
+    def add(self, way: Way, block: Block, dy: Tensor | None, g: Tensor, start: int) -> Tensor:
         """Backpropagate a block; return the gradient of the state before it."""
         weights = self.cast
-        real, size = weights.hidden.dtype, weights.size
-        x, before, after = (t.to(real) for t in (block.x, block.before, block.after))
-        c = None if block.c is None else block.c.to(real)
-        use = kernels(x.device.type, real, size)
-        steps = slopes(weights, x, before, after, c, use.gates)
-        block.mask(steps)
-        losses = None if dy is None else dy.to(real).contiguous()
+        real = weights.hidden.dtype
+        dx = None if self.x is None else self.x[start : start + len(block.x)]
+        block, losses = block.cast(real), None if dy is None else dy.to(real).contiguous()
+        if self.at_once is not None:
+            g, found = self.at_once(weights, block, losses, g, dx)
+            for name, share in found.items():
+                self.weights[name] += share
+            return g
+        use = kernels(block.x.device.type, real, weights.size)
+        known = None if block.kept is None else block.kept.gates.clone()  # they become slopes
+        steps = slopes(weights, block.x, block.before, block.after, block.c, use.gates, known)
+        _mask(block, steps)
         if way.name == "scan":
             g = use.scan(steps, weights.hidden, losses, g, way.chunk)
         else:
             g = use.sweep(steps, weights.hidden, losses, g)
-        self._add_weights(steps, x, before, start)
+        self._add_weights(steps, block.x, block.before, dx)
         return g
 
-    def _add_weights(self, steps: Slopes, x: Tensor, before: Tensor, start: int) -> None:
+    def _add_weights(self, steps: Slopes, x: Tensor, before: Tensor, dx: Tensor | None) -> None:
         gates = steps.gates.flatten(0, 1)
         flat = gates.flatten(-2)
         biased = "bias_hidden" in self.weights
@@ -342,15 +389,11 @@ class _Sums:
         if total is not None:
             self.weights["bias_inputs"] += total
         _add_product(self.weights["inputs"], flat, x.flatten(0, 1))
-        if self.x is not None:
-            self.x[start : start + len(x)] = (flat @ self.cast.inputs).view(x.shape)
+        if dx is not None:
+            dx.copy_((flat @ self.cast.inputs).view(x.shape))
 
 
 def _add_product(total: Tensor, gates: Tensor, by: Tensor) -> None:
     """total += gatesᵀ by, the rows being summed in parts, and then the parts."""
-    whole = len(gates) - len(gates) % _ROWS
-    if whole > _ROWS:
-        parts = [t[:whole].unflatten(0, (-1, _ROWS)) for t in (gates, by)]
-        total += torch.bmm(parts[0].transpose(1, 2), parts[1]).sum(0)
-        gates, by = gates[whole:], by[whole:]
-    total.addmm_(gates.t(), by)
+    for part, other in zip(gates.split(_ROWS), by.split(_ROWS), strict=True):
+        total += part.t() @ other

@@ -32,7 +32,9 @@ from torch.nn import functional
 
 __all__ = [
     "GATES",
+    "Block",
     "GateSlopes",
+    "Kept",
     "Kind",
     "Slopes",
     "Weights",
@@ -51,9 +53,7 @@ GATES: dict[Kind, int] = {"RNN_TANH": 1, "RNN_RELU": 1, "GRU": 3, "LSTM": 4}
 
 
 #: What turns a GRU's, and an LSTM's, gates into slopes.
-GateSlopes = tuple[
-    Callable[[Tensor, Tensor, Tensor], "Slopes"], Callable[[Tensor, Tensor, Tensor], "Slopes"]
-]
+GateSlopes = tuple[Callable[[Tensor, Tensor, Tensor], "Slopes"], Callable[..., "Slopes"]]
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,49 @@ class Weights:
         return (2 if self.kind == "LSTM" else 1) * self.size
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What an LSTM's forward pass may leave to the backward pass, of L steps of B samples.
+
+    Attributes:
+        gates: i, f, g, o (L, B, 4 H).
+        cells: c before each step (L, B, H).
+    """
+
+    gates: Tensor
+    cells: Tensor
+
+    def at(self, steps: slice) -> "Kept":
+        """Those of some steps, as views."""
+        return Kept(self.gates[steps], self.cells[steps])
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some steps of a layer, as its backward pass needs them.
+
+    Attributes:
+        x: inputs (L, B, I).
+        before: h before each step (L, B, H).
+        after: h after each step.
+        c: an LSTM's c before the first step (B, H).
+        kept: what an LSTM's forward pass left.
+        valid: which sequences have which steps (L, B, 1), or None where all have all.
+    """
+
+    x: Tensor
+    before: Tensor
+    after: Tensor
+    c: Tensor | None = None
+    kept: Kept | None = None
+    valid: Tensor | None = None
+
+    def cast(self, dtype: torch.dtype) -> "Block":
+        """The same in another dtype."""
+        parts: Any = {name: getattr(self, name).to(dtype) for name in ("x", "before", "after")}
+        return replace(self, **parts, c=None if self.c is None else self.c.to(dtype))
+
+
 @dataclass
 class Slopes:
     """What the gradients of L steps of B samples are multiplied by; see the module's legend.
@@ -132,8 +175,9 @@ def slopes(
     after: Tensor,
     c: Tensor | None = None,
     gates: "GateSlopes | None" = None,
+    known: Tensor | None = None,
 ) -> Slopes:
-    """Recompute the slopes of L steps from their states, all steps at once.
+    """The slopes of L steps, recomputed from their states, all steps at once.
 
     Args:
         weights: the layer's parameters.
@@ -142,6 +186,7 @@ def slopes(
         after: h after each step (L, B, H).
         c: LSTM only: c before the first of the steps (B, H).
         gates: faster forms of :func:`gru_slopes` and :func:`lstm_slopes`.
+        known: LSTM only: the gates i, f, g, o (L, B, 4 H), where they were kept; overwritten.
 
     Returns:
         The slopes.
@@ -170,6 +215,8 @@ def slopes(
                 return by_gru(inputs, hidden, before)
             case "LSTM":
                 assert c is not None
+                if known is not None:
+                    return by_lstm(known, after, c, True)
                 bias = weights.bias_hidden
                 if bias is not None and weights.bias_inputs is not None:
                     bias = bias + weights.bias_inputs
@@ -203,22 +250,24 @@ def gru_slopes(inputs: Tensor, hidden: Tensor, before: Tensor) -> Slopes:
     return Slopes(hidden.unflatten(-1, (3, size)), keep, inner)
 
 
-def lstm_slopes(gates: Tensor, after: Tensor, c: Tensor) -> Slopes:
-    """The slopes of an LSTM from what enters its gates.
+def lstm_slopes(gates: Tensor, after: Tensor, c: Tensor, known: bool = False) -> Slopes:
+    """The slopes of an LSTM from what enters its gates, or from the gates themselves.
 
     Args:
         gates: (L, B, 4 H); overwritten: the result is in its place.
         after: h after each step (L, B, H), from which tanh c = h / o may be had.
         c: before the first step (B, H).
+        known: whether ``gates`` are i, f, g, o themselves.
 
     Returns:
         The slopes.
     """
     size = c.shape[-1]
-    gates[..., : 2 * size].sigmoid_()
     i, f, g, o = gates.chunk(4, -1)
-    g.tanh_()
-    o.sigmoid_()
+    if not known:
+        gates[..., : 2 * size].sigmoid_()
+        g.tanh_()
+        o.sigmoid_()
     keep = f.clone(memory_format=torch.contiguous_format)
     before_c, after_c = _cell_states(keep, i * g, c)
     tanh_c = after_c.tanh_()

@@ -21,6 +21,7 @@ Inside, an action is a *code*: three integers (verb, start, stop), ``stop == sta
 has one position only.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TypeAlias
@@ -224,16 +225,21 @@ def decode(verb: int, start: int, stop: int) -> Action:
         >>> decode(2, 5, 7)
         Record(start=5, stop=7)
     """
-    match Verb(verb):
-        case Verb.ADVANCE:
-            return Advance(start, stop)
-        case Verb.STORE:
-            return Store(start)
-        case Verb.RECORD:
-            return Record(start, stop)
-        case Verb.LOAD:
-            return Load(start)
-        case Verb.FREE:
-            return Free(start)
-        case Verb.BACKWARD:
-            return Backward(start, stop)
+    if verb in _OF_RANGE:
+        return _OF_RANGE[verb](start, stop)
+    if verb in _OF_PLACE:
+        return _OF_PLACE[verb](start)
+    raise ValueError(f"{verb!r} is not a valid Verb")
+
+
+# By number, so that a long schedule is decoded without making an enumeration's members.
+_OF_RANGE: dict[int, Callable[[int, int], Action]] = {
+    Verb.ADVANCE.value: Advance,
+    Verb.RECORD.value: Record,
+    Verb.BACKWARD.value: Backward,
+}
+_OF_PLACE: dict[int, Callable[[int], Action]] = {
+    Verb.STORE.value: Store,
+    Verb.LOAD.value: Load,
+    Verb.FREE.value: Free,
+}

@@ -1,23 +1,45 @@
-"""The compiled forms of :mod:`retrograde.scan.sweep`, each loaded when it is first used."""
+"""The compiled forms of a layer's passes, each loaded when it is first used."""
 
 import functools
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from retrograde.scan import recurrent, sweep
-from retrograde.scan.recurrent import GateSlopes, Slopes
+from retrograde.scan.recurrent import Block, GateSlopes, Kept, Slopes, Weights
 
-__all__ = ["LARGEST_SIZE", "Kernels", "kernels"]
+__all__ = ["LARGEST_SIZE", "Kernels", "Pass", "Run", "kernels"]
 
 #: The most hidden units that the CUDA kernels hold on the chip.
 LARGEST_SIZE = 128
 
 Sweep = Callable[[Slopes, Tensor, Tensor | None, Tensor], Tensor]
 Scan = Callable[[Slopes, Tensor, Tensor | None, Tensor, int], Tensor]
+State = tuple[Tensor, ...]
+
+
+class Run(Protocol):
+    """A layer run forward, as :func:`retrograde.scan.kernels.cpu.run`."""
+
+    def __call__(
+        self, weights: Weights, x: Tensor, state: State, kept: Kept | None = None
+    ) -> tuple[Tensor, State]:
+        """The outputs, and the state after the last step."""
+        ...
+
+
+class Pass(Protocol):
+    """The backward pass of a block, as :func:`retrograde.scan.kernels.cpu.backward`."""
+
+    def __call__(
+        self, weights: Weights, block: Block, dy: Tensor | None, g: Tensor, dx: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The gradients of the state before the block, and of the weights."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -29,12 +51,16 @@ class Kernels:
         sweep: as :func:`retrograde.scan.sweep.sweep`.
         scan: as :func:`retrograde.scan.sweep.scan`.
         gates: as :func:`retrograde.scan.recurrent.gru_slopes` and ``lstm_slopes``.
+        run: the forward pass, where there is one that is faster than torch's own.
+        backward: slopes, sweep and sums in one, where there is such a thing.
     """
 
     name: str
     sweep: Sweep
     scan: Scan
     gates: GateSlopes
+    run: Run | None = None
+    backward: Pass | None = None
 
 
 @functools.cache
@@ -56,7 +82,9 @@ def kernels(device: str, dtype: torch.dtype, size: int) -> Kernels:
     if device == "cpu" and dtype in (torch.float32, torch.float64):
         from retrograde.scan.kernels import cpu
 
-        return Kernels("numba", cpu.sweep, cpu.scan, (cpu.gru_slopes, cpu.lstm_slopes))
+        return Kernels(
+            "numba", cpu.sweep, cpu.scan, (cpu.gru_slopes, cpu.lstm_slopes), cpu.run, cpu.backward
+        )
     fits = dtype == torch.float32 and size <= LARGEST_SIZE
     if device == "cuda" and fits and importlib.util.find_spec("triton"):
         from retrograde.scan.kernels import cuda

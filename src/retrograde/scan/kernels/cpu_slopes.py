@@ -1,82 +1,102 @@
 """The loops of :mod:`retrograde.scan.kernels.cpu` that turn gates into slopes.
 
-Between them torch's vectorised sigmoid and tanh are called. Rows are steps of samples; otherwise
-the names are those of :mod:`retrograde.scan.recurrent`.
+Rows are steps of samples; otherwise the names are those of :mod:`retrograde.scan.recurrent`.
 """
 
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-__all__ = ["gru_candidate", "gru_gates", "gru_slopes", "lstm_slopes"]
+from retrograde.scan.kernels.lanes import (
+    LANES,
+    compiled,
+    like,
+    load,
+    quotient,
+    sigmoid,
+    store,
+    tanh,
+)
+
+__all__ = ["gru_slopes", "lstm_gates", "lstm_slopes"]
 
 _Reals = NDArray[np.floating[Any]]
 
-# Sums may be taken in any order, as every BLAS does; infinities and NaNs keep their meaning.
-_MATH = {"contract", "reassoc", "nsz", "arcp"}
-_compiled: Any = njit(cache=True, nogil=True, fastmath=_MATH, error_model="numpy")
 
-
-@_compiled  # type: ignore[untyped-decorator]
-def gru_gates(inputs: _Reals, hidden: _Reals, rz: _Reals, first: int, last: int) -> None:
-    """What enters r and z."""
-    for row in range(first, last):
-        a, b, total = inputs[row], hidden[row], rz[row]
-        for j in range(rz.shape[1]):
-            total[j] = a[j] + b[j]
-
-
-@_compiled  # type: ignore[untyped-decorator]
-def gru_candidate(
-    inputs: _Reals, hidden: _Reals, rz: _Reals, n: _Reals, first: int, last: int
-) -> None:
-    """What enters n, from r."""
-    size = n.shape[1]
-    for row in range(first, last):
-        a, m, r, total = inputs[row, 2 * size :], hidden[row, 2 * size :], rz[row], n[row]
-        for j in range(size):
-            total[j] = a[j] + r[j] * m[j]
-
-
-@_compiled  # type: ignore[untyped-decorator]
+@compiled  # type: ignore[untyped-decorator]
 def gru_slopes(
-    hidden: _Reals, before: _Reals, rz: _Reals, n: _Reals, keep: _Reals, first: int, last: int
+    inputs: _Reals,
+    hidden: _Reals,
+    before: _Reals,
+    keep: _Reals,
+    inner: _Reals,
+    first: int,
+    last: int,
 ) -> None:
-    """hidden ← s_r, s_z, s_m; n ← s_n; keep ← z."""
-    size, one = n.shape[1], n.dtype.type(1)  # a plain 1 would make everything float64
+    """What enters the gates of some rows: hidden ← s_r, s_z, s_m; inner ← s_n; keep ← z."""
+    size = before.shape[1]
+    x, u, h = inputs.reshape(-1), hidden.reshape(-1), before.reshape(-1)
+    kept, s_n = keep.reshape(-1), inner.reshape(-1)
     for row in range(first, last):
-        s_r, s_z, s_m = hidden[row, :size], hidden[row, size : 2 * size], hidden[row, 2 * size :]
-        r, z, s_n, h, kept = rz[row, :size], rz[row, size:], n[row], before[row], keep[row]
-        for j in range(size):
-            candidate, m = s_n[j], s_m[j]
-            slope = (one - z[j]) * (one - candidate * candidate)
-            kept[j] = z[j]
-            s_z[j] = (h[j] - candidate) * z[j] * (one - z[j])
-            s_r[j] = slope * m * r[j] * (one - r[j])
-            s_m[j] = slope * r[j]
-            s_n[j] = slope
+        for j in range(0, size, LANES):
+            left, at, v = size - j, row * size + j, 3 * row * size + j
+            r = sigmoid(load(x, v, left) + load(u, v, left))
+            z = sigmoid(load(x, v + size, left) + load(u, v + size, left))
+            m = load(u, v + 2 * size, left)
+            n = tanh(load(x, v + 2 * size, left) + r * m)
+            one = like(r, 1)
+            slope = (one - z) * (one - n * n)
+            store(u, v, slope * m * r * (one - r), left)
+            store(u, v + size, (load(h, at, left) - n) * z * (one - z), left)
+            store(u, v + 2 * size, slope * r, left)
+            store(s_n, at, slope, left)
+            store(kept, at, z, left)
 
 
-@_compiled  # type: ignore[untyped-decorator]
+@compiled  # type: ignore[untyped-decorator]
+def lstm_gates(sums: _Reals, first: int, last: int) -> None:
+    """What enters the gates of rows first … last − 1 becomes i, f, g, o."""
+    size, flat = sums.shape[1] // 4, sums.reshape(-1)
+    for row in range(first, last):
+        for j in range(0, size, LANES):
+            left, v = size - j, 4 * row * size + j
+            store(flat, v, sigmoid(load(flat, v, left)), left)
+            store(flat, v + size, sigmoid(load(flat, v + size, left)), left)
+            store(flat, v + 2 * size, tanh(load(flat, v + 2 * size, left)), left)
+            store(flat, v + 3 * size, sigmoid(load(flat, v + 3 * size, left)), left)
+
+
+@compiled  # type: ignore[untyped-decorator]
 def lstm_slopes(
-    gates: _Reals, g: _Reals, after: _Reals, keep: _Reals, c: _Reals, first: int, last: int
+    gates: _Reals,
+    after: _Reals,
+    c: _Reals,
+    keep: _Reals,
+    inner: _Reals,
+    first: int,
+    last: int,
 ) -> None:
-    """gates ← s_i, s_f, s_g, s_o; g ← e; keep ← f; c ← c after the last step."""
-    size, one, tiny = c.shape[1], c.dtype.type(1), c.dtype.type(1e-37)
+    """Samples first … last − 1: gates i, f, g, o ← s_i, s_f, s_g, s_o; inner ← e; keep ← f.
+
+    ``c`` (B, H) goes from before the first step to after the last.
+    """
+    samples, size = c.shape
+    flat, h, cells = gates.reshape(-1), after.reshape(-1), c.reshape(-1)
+    kept, e = keep.reshape(-1), inner.reshape(-1)
     for t in range(gates.shape[0]):
         for b in range(first, last):
-            s_i, s_f = gates[t, b, :size], gates[t, b, size : 2 * size]
-            s_g, s_o = gates[t, b, 2 * size : 3 * size], gates[t, b, 3 * size :]
-            e, h, kept, state = g[t, b], after[t, b], keep[t, b], c[b]
-            for j in range(size):
-                i, f, n, o = s_i[j], s_f[j], e[j], s_o[j]
-                tanh_c = h[j] / max(o, tiny)  # h = o tanh c; where o is 0, so are e and s_o
-                kept[j] = f
-                s_i[j] = n * i * (one - i)
-                s_f[j] = state[j] * f * (one - f)
-                s_g[j] = i * (one - n * n)
-                s_o[j] = tanh_c * o * (one - o)
-                e[j] = o * (one - tanh_c * tanh_c)
-                state[j] = f * state[j] + i * n
+            for j in range(0, size, LANES):
+                left, row = size - j, (t * samples + b) * size
+                at, v, state = row + j, 4 * row + j, b * size + j
+                i, f = load(flat, v, left), load(flat, v + size, left)
+                g, o = load(flat, v + 2 * size, left), load(flat, v + 3 * size, left)
+                cell, one = load(cells, state, left), like(i, 1)
+                tanh_c = quotient(load(h, at, left), o)  # h = o tanh c; o = 0 makes all below 0
+                store(flat, v, g * i * (one - i), left)
+                store(flat, v + size, cell * f * (one - f), left)
+                store(flat, v + 2 * size, i * (one - g * g), left)
+                store(flat, v + 3 * size, tanh_c * o * (one - o), left)
+                store(e, at, o * (one - tanh_c * tanh_c), left)
+                store(kept, at, f, left)
+                store(cells, state, f * cell + i * g, left)

@@ -1,78 +1,45 @@
 """The loops of :mod:`retrograde.scan.kernels.cpu` that follow the steps: sweeps, chunks' products.
 
 Arrays in place of tensors, and otherwise the names of :mod:`retrograde.scan.recurrent`: ``gates``
-(L, B, K·H), ``keep`` and ``inner`` (L, B, H), ``hidden`` (K·H, H), ``losses`` (L, B, H); with
-chunks, (C, L, B, …). An array that is absent has no entries.
+(L, B, K·H), ``keep`` and ``inner`` (L, B, H), ``losses`` (L, B, H); with chunks, (C, L, B, …).
+``hidden`` (K·H, H) is in panels. An array that is absent has no steps. ``room`` is for what is in
+between (:func:`room_to_sweep`, :func:`room_for_products`).
 """
 
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from retrograde.scan.kernels.lanes import LANES, compiled, load, store
+from retrograde.scan.kernels.tiles import PANEL, product, whole_vectors
 
 __all__ = [
     "local",
     "products_lstm",
     "products_state",
+    "room_for_products",
+    "room_to_sweep",
     "sweep_lstm",
     "sweep_state",
 ]
 
 _Reals = NDArray[np.floating[Any]]
 
-# Sums may be taken in any order, as every BLAS does; infinities and NaNs keep their meaning.
-_MATH = {"contract", "reassoc", "nsz", "arcp"}
-_compiled: Any = njit(cache=True, nogil=True, fastmath=_MATH, error_model="numpy")
+
+def room_to_sweep(samples: int, size: int) -> int:
+    """Numbers that a thread needs room for, to sweep some samples of H units."""
+    return samples * int(whole_vectors(size))
 
 
-@_compiled  # type: ignore[untyped-decorator]
-def _add_product(a: _Reals, u: _Reals, out: _Reals) -> None:
-    """out += a @ u, for a few samples: a (S, N), u (N, H), out (S, H)."""
-    samples, rows = a.shape
-    size, whole = u.shape[1], rows - rows % 8
-    for b in range(0, samples - 1, 2):
-        x, y, p, q = a[b], a[b + 1], out[b], out[b + 1]
-        for i in range(0, whole, 8):
-            x0, x1, x2, x3 = x[i], x[i + 1], x[i + 2], x[i + 3]
-            x4, x5, x6, x7 = x[i + 4], x[i + 5], x[i + 6], x[i + 7]
-            y0, y1, y2, y3 = y[i], y[i + 1], y[i + 2], y[i + 3]
-            y4, y5, y6, y7 = y[i + 4], y[i + 5], y[i + 6], y[i + 7]
-            u0, u1, u2, u3 = u[i], u[i + 1], u[i + 2], u[i + 3]
-            u4, u5, u6, u7 = u[i + 4], u[i + 5], u[i + 6], u[i + 7]
-            for j in range(size):
-                first = x0 * u0[j] + x1 * u1[j] + x2 * u2[j] + x3 * u3[j]
-                p[j] += first + (x4 * u4[j] + x5 * u5[j] + x6 * u6[j] + x7 * u7[j])
-                first = y0 * u0[j] + y1 * u1[j] + y2 * u2[j] + y3 * u3[j]
-                q[j] += first + (y4 * u4[j] + y5 * u5[j] + y6 * u6[j] + y7 * u7[j])
-        if rows - whole >= 4:
-            i = whole
-            x0, x1, x2, x3 = x[i], x[i + 1], x[i + 2], x[i + 3]
-            y0, y1, y2, y3 = y[i], y[i + 1], y[i + 2], y[i + 3]
-            u0, u1, u2, u3 = u[i], u[i + 1], u[i + 2], u[i + 3]
-            for j in range(size):
-                p[j] += x0 * u0[j] + x1 * u1[j] + x2 * u2[j] + x3 * u3[j]
-                q[j] += y0 * u0[j] + y1 * u1[j] + y2 * u2[j] + y3 * u3[j]
-        for i in range(rows - rows % 4, rows):
-            x0, y0, u0 = x[i], y[i], u[i]
-            for j in range(size):
-                p[j] += x0 * u0[j]
-                q[j] += y0 * u0[j]
-    if samples % 2:
-        x, p = a[samples - 1], out[samples - 1]
-        whole = rows - rows % 4
-        for i in range(0, whole, 4):
-            x0, x1, x2, x3 = x[i], x[i + 1], x[i + 2], x[i + 3]
-            u0, u1, u2, u3 = u[i], u[i + 1], u[i + 2], u[i + 3]
-            for j in range(size):
-                p[j] += x0 * u0[j] + x1 * u1[j] + x2 * u2[j] + x3 * u3[j]
-        for i in range(whole, rows):
-            x0, u0 = x[i], u[i]
-            for j in range(size):
-                p[j] += x0 * u0[j]
+def room_for_products(size: int, parts: int) -> int:
+    """The same for products of Jacobians of states that have one or two parts of H units."""
+    rows = parts * size + 1
+    matrices = parts * -(-size // PANEL) * size * PANEL
+    return matrices + rows * (int(whole_vectors(size)) + (2 * size if parts == 2 else 0))
 
 
-@_compiled  # type: ignore[untyped-decorator]
+@compiled  # type: ignore[untyped-decorator]
 def sweep_state(
     gates: _Reals,
     keep: _Reals,
@@ -80,32 +47,36 @@ def sweep_state(
     hidden: _Reals,
     losses: _Reals,
     g: _Reals,
+    room: _Reals,
     first: int,
     last: int,
 ) -> None:
     """RNN and GRU, samples first … last − 1; g (B, H) goes from after the last to before step 0."""
     size, width = g.shape[1], gates.shape[2]
-    before = np.empty((last - first, size), g.dtype)
+    wide, samples = whole_vectors(size), gates.shape[1]
+    before = room[: (last - first) * wide]
+    s, kept, s_n, known = gates.reshape(-1), keep.reshape(-1), inner.reshape(-1), g.reshape(-1)
+    terms = losses.reshape(-1)
     for t in range(gates.shape[0] - 1, -1, -1):
+        before[:] = 0
         for b in range(first, last):
-            if losses.shape[0]:
-                for j in range(size):
-                    g[b, j] += losses[t, b, j]
-            for k in range(0, width, size):
-                for j in range(size):
-                    gates[t, b, k + j] *= g[b, j]
-            if keep.shape[0]:
-                for j in range(size):
-                    before[b - first, j] = keep[t, b, j] * g[b, j]
-                for j in range(size):
-                    inner[t, b, j] *= g[b, j]
-            else:
-                before[b - first] = 0
-        _add_product(gates[t, first:last], hidden, before)
-        g[first:last] = before
+            row, u, to = (t * samples + b) * size, (t * samples + b) * width, (b - first) * wide
+            for j in range(0, size, LANES):
+                left, at = size - j, row + j
+                x = load(known, b * size + j, left)
+                if losses.shape[0]:
+                    x = x + load(terms, at, left)
+                for k in range(u + j, u + width, size):
+                    store(s, k, x * load(s, k, left), left)
+                if keep.shape[0]:
+                    store(before, to + j, x * load(kept, at, left), left)
+                    store(s_n, at, x * load(s_n, at, left), left)
+        product(s, (t * samples + first) * width, width, last - first, hidden, wide, before)
+        for b in range(first, last):
+            g[b] = before[(b - first) * wide : (b - first) * wide + size]
 
 
-@_compiled  # type: ignore[untyped-decorator]
+@compiled  # type: ignore[untyped-decorator]
 def sweep_lstm(
     gates: _Reals,
     keep: _Reals,
@@ -113,32 +84,38 @@ def sweep_lstm(
     hidden: _Reals,
     losses: _Reals,
     g: _Reals,
+    room: _Reals,
     first: int,
     last: int,
 ) -> None:
     """LSTM, samples first … last − 1; g (B, 2 H) goes from after the last to before step 0."""
-    size = hidden.shape[1]
-    before = np.empty((last - first, size), g.dtype)
-    by = np.empty(4 * size, g.dtype)  # what the gates are multiplied by: d, d, d, g_h
+    size, samples = g.shape[1] // 2, gates.shape[1]
+    wide = whole_vectors(size)
+    before = room[: (last - first) * wide]
+    s, f, e, known = gates.reshape(-1), keep.reshape(-1), inner.reshape(-1), g.reshape(-1)
+    terms = losses.reshape(-1)
     for t in range(gates.shape[0] - 1, -1, -1):
         for b in range(first, last):
-            if losses.shape[0]:
-                for j in range(size):
-                    g[b, j] += losses[t, b, j]
-            for j in range(size):
-                d = g[b, size + j] + g[b, j] * inner[t, b, j]
-                by[j] = by[size + j] = by[2 * size + j] = d
-                by[3 * size + j] = g[b, j]
-            for j in range(size):
-                g[b, size + j] = by[j] * keep[t, b, j]
-            for j in range(4 * size):
-                gates[t, b, j] *= by[j]
+            row, of_h = (t * samples + b) * size, 2 * b * size
+            of_c = of_h + size
+            for j in range(0, size, LANES):
+                left, at, v = size - j, row + j, 4 * row + j
+                x = load(known, of_h + j, left)
+                if losses.shape[0]:
+                    x = x + load(terms, at, left)
+                d = load(known, of_c + j, left) + x * load(e, at, left)
+                store(known, of_c + j, d * load(f, at, left), left)
+                store(s, v, d * load(s, v, left), left)
+                store(s, v + size, d * load(s, v + size, left), left)
+                store(s, v + 2 * size, d * load(s, v + 2 * size, left), left)
+                store(s, v + 3 * size, x * load(s, v + 3 * size, left), left)
         before[:] = 0
-        _add_product(gates[t, first:last], hidden, before)
-        g[first:last, :size] = before
+        product(s, (t * samples + first) * 4 * size, 4 * size, last - first, hidden, wide, before)
+        for b in range(first, last):
+            g[b, :size] = before[(b - first) * wide : (b - first) * wide + size]
 
 
-@_compiled  # type: ignore[untyped-decorator]
+@compiled  # type: ignore[untyped-decorator]
 def local(
     gates: _Reals,
     keep: _Reals,
@@ -146,21 +123,21 @@ def local(
     hidden: _Reals,
     losses: _Reals,
     after: _Reals,
+    room: _Reals,
     first: int,
     last: int,
 ) -> None:
     """Chunks first … last − 1, each swept from the gradient after it (C, B, n)."""
+    samples = gates.shape[2]
     for c in range(first, last):
-        kept, more = (keep[c], inner[c]) if keep.shape[0] else (keep[:, 0], inner[:, 0])
-        terms = losses[c] if losses.shape[0] else losses[:, 0]
-        samples = gates.shape[2]
-        if after.shape[-1] > hidden.shape[1]:
-            sweep_lstm(gates[c], kept, more, hidden, terms, after[c], 0, samples)
+        arrays = gates[c], keep[c], inner[c], hidden, losses[c], after[c], room, 0, samples
+        if 2 * after.shape[-1] == gates.shape[-1]:  # four gates, and a state of two parts
+            sweep_lstm(*arrays)
         else:
-            sweep_state(gates[c], kept, more, hidden, terms, after[c], 0, samples)
+            sweep_state(*arrays)
 
 
-@_compiled  # type: ignore[untyped-decorator]
+@compiled  # type: ignore[untyped-decorator]
 def products_state(
     gates: _Reals,
     keep: _Reals,
@@ -168,31 +145,34 @@ def products_state(
     hidden: _Reals,
     losses: _Reals,
     rows: _Reals,
+    room: _Reals,
     first: int,
     last: int,
 ) -> None:
     """RNN and GRU, chunks first … last − 1: rows (C, B, H + 1, H) ← the products P, and d."""
-    size = hidden.shape[1]
-    jacobian = np.empty((size, size), gates.dtype)
-    new = np.empty((size + 1, size), gates.dtype)
+    size = rows.shape[-1]
+    wide = whole_vectors(size)
+    panel, whole = hidden.shape[2], hidden.shape[0] * size * hidden.shape[2]
+    jacobian = room[:whole].reshape(hidden.shape[0], size, panel)
+    new = room[whole : whole + (size + 1) * wide]
     for c in range(first, last):
         for b in range(gates.shape[2]):
             row = rows[c, b]
             _identity(row)
             for t in range(gates.shape[1] - 1, -1, -1):
-                if losses.shape[0]:
+                if losses.shape[1]:
                     for j in range(size):
                         row[size, j] += losses[c, t, b, j]
-                _sum_scaled(gates[c, t, b], hidden, jacobian)
-                if keep.shape[0]:
+                _sum_scaled(gates[c, t, b], hidden, 0, gates.shape[-1] // size, jacobian)
+                if keep.shape[1]:
                     for j in range(size):
-                        jacobian[j, j] += keep[c, t, b, j]
+                        jacobian[j // panel, j, j % panel] += keep[c, t, b, j]
                 new[:] = 0
-                _add_product(row, jacobian, new)
-                row[:] = new
+                product(row.reshape(-1), 0, size, size + 1, jacobian, wide, new)
+                row[:] = new.reshape(size + 1, wide)[:, :size]
 
 
-@_compiled  # type: ignore[untyped-decorator]
+@compiled  # type: ignore[untyped-decorator]
 def products_lstm(
     gates: _Reals,
     keep: _Reals,
@@ -200,6 +180,7 @@ def products_lstm(
     hidden: _Reals,
     losses: _Reals,
     rows: _Reals,
+    room: _Reals,
     first: int,
     last: int,
 ) -> None:
@@ -207,46 +188,51 @@ def products_lstm(
 
     By the two factors of the Jacobian: d = g_c + g_h e; g_h ← d a + g_h (s_o U_o); g_c ← d f.
     """
-    size = hidden.shape[1]
-    a, through = np.empty((size, size), gates.dtype), np.empty((size, size), gates.dtype)
-    d = np.empty((2 * size + 1, size), gates.dtype)
-    h, new = np.empty_like(d), np.empty_like(d)
+    size = rows.shape[-1] // 2
+    wide = whole_vectors(size)
+    whole, count = hidden.shape[0] * size * hidden.shape[2], 2 * size + 1
+    a = room[:whole].reshape(hidden.shape[0], size, hidden.shape[2])
+    through = room[whole : 2 * whole].reshape(hidden.shape[0], size, hidden.shape[2])
+    rest = room[2 * whole :]
+    d = rest[: count * size].reshape(count, size)
+    h = rest[count * size : 2 * count * size].reshape(count, size)
+    new = rest[2 * count * size : count * (2 * size + wide)]
     for c in range(first, last):
         for b in range(gates.shape[2]):
             row = rows[c, b]
             _identity(row)
             for t in range(gates.shape[1] - 1, -1, -1):
-                if losses.shape[0]:
+                if losses.shape[1]:
                     for j in range(size):
                         row[2 * size, j] += losses[c, t, b, j]
-                _sum_scaled(gates[c, t, b, : 3 * size], hidden[: 3 * size], a)
-                _sum_scaled(gates[c, t, b, 3 * size :], hidden[3 * size :], through)
+                _sum_scaled(gates[c, t, b], hidden, 0, 3, a)
+                _sum_scaled(gates[c, t, b], hidden, 3, 4, through)
                 for i in range(2 * size + 1):
                     for j in range(size):
                         h[i, j] = row[i, j]
                         d[i, j] = row[i, size + j] + row[i, j] * inner[c, t, b, j]
                         row[i, size + j] = d[i, j] * keep[c, t, b, j]
                 new[:] = 0
-                _add_product(d, a, new)
-                _add_product(h, through, new)
-                row[:, :size] = new
+                product(d.reshape(-1), 0, size, 2 * size + 1, a, wide, new)
+                product(h.reshape(-1), 0, size, 2 * size + 1, through, wide, new)
+                row[:, :size] = new.reshape(2 * size + 1, wide)[:, :size]
 
 
-@_compiled  # type: ignore[untyped-decorator]
+@compiled  # type: ignore[untyped-decorator]
 def _identity(row: _Reals) -> None:
     row[:] = 0
     for j in range(row.shape[1]):
         row[j, j] = 1
 
 
-@_compiled  # type: ignore[untyped-decorator]
-def _sum_scaled(gates: _Reals, hidden: _Reals, out: _Reals) -> None:
-    """out ← Σ_k diag(gates_k) U_k, for gates (K·H,), hidden (K·H, H)."""
-    size = out.shape[0]
-    for i in range(size):
-        for j in range(size):
-            out[i, j] = gates[i] * hidden[i, j]
-    for k in range(size, gates.shape[0], size):
-        for i in range(size):
-            for j in range(size):
-                out[i, j] += gates[k + i] * hidden[k + i, j]
+@compiled  # type: ignore[untyped-decorator]
+def _sum_scaled(gates: _Reals, hidden: _Reals, first: int, last: int, out: _Reals) -> None:
+    """out ← Σ_k diag(gates_k) U_k over some gates k, for gates (K·H,), all matrices in panels."""
+    size = out.shape[1]
+    out[:] = 0
+    for p in range(out.shape[0]):
+        for k in range(first * size, last * size, size):
+            for i in range(size):
+                scale, u, total = gates[k + i], hidden[p, k + i], out[p, i]
+                for j in range(out.shape[2]):
+                    total[j] += scale * u[j]

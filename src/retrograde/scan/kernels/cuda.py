@@ -166,7 +166,7 @@ def gru_slopes(gates: Tensor, hidden: Tensor, before: Tensor) -> Slopes:
     return Slopes(hidden.view(*before.shape[:-1], 3, size), keep, inner)
 
 
-def lstm_slopes(gates: Tensor, after: Tensor, c: Tensor) -> Slopes:
+def lstm_slopes(gates: Tensor, after: Tensor, c: Tensor, known: bool = False) -> Slopes:
     """An LSTM's slopes from what its gates are functions of, c included, in one launch.
 
     Args:
@@ -174,11 +174,13 @@ def lstm_slopes(gates: Tensor, after: Tensor, c: Tensor) -> Slopes:
             is returned.
         after: h after each step, of no use here.
         c: before the first of the steps (B, H).
+        known: never; gates are kept where :class:`retrograde.scan.kernels.Kernels` has a ``run``.
 
     Returns:
         As :func:`retrograde.scan.recurrent.slopes`.
     """
     assert gates.is_contiguous()
+    assert not known
     length, samples, size = *gates.shape[:2], c.shape[-1]
     keep, inner = (gates.new_empty(length, samples, size) for _ in range(2))
     with _device_of(gates):

@@ -16,36 +16,55 @@ from typing import Any
 
 import torch
 
-__all__ = ["share"]
+__all__ = ["Range", "ranges", "share"]
 
 _Part = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
-def share(loop: Callable[[int, int], None], count: int, threads: int) -> None:
-    """Call a loop on ranges that together are 0 … count − 1, each on a thread of its own.
+Range = tuple[int, int]
+
+
+def ranges(count: int, threads: int) -> list[Range]:
+    """Cut 0 … count − 1 into ranges of about equal length, one for each thread.
+
+    Args:
+        count: items in all.
+        threads: how many at most; there are no more than torch would use, nor than pairs of items.
+
+    Returns:
+        Pairs (first, last), ``last`` excluded, whose lengths are even but for the last one's.
+
+    Example:
+        >>> ranges(5, 1)
+        [(0, 5)]
+    """
+    threads = max(1, min(threads, torch.get_num_threads(), count // 2))
+    bounds = [2 * round(i * count / threads / 2) for i in range(threads)] + [count]
+    return list(pairwise(bounds))
+
+
+def share(loop: Callable[[int, int], None], parts: list[Range]) -> None:
+    """Call a loop on ranges, each on a thread of its own.
 
     Args:
         loop: ``loop(first, last)``, which holds no lock (numba's ``nogil``).
-        count: items in all.
-        threads: how many to use at most; no more are used than torch would use.
+        parts: what it is to be called with, as from :func:`ranges`.
 
     Raises:
         BaseException: whatever the loop raised on one of the threads.
 
     Example:
         >>> seen = []
-        >>> share(lambda first, last: seen.extend(range(first, last)), 10, 2)
+        >>> share(lambda first, last: seen.extend(range(first, last)), ranges(10, 2))
         >>> sorted(seen) == list(range(10))
         True
     """
-    threads = max(1, min(threads, torch.get_num_threads(), count // 2))
-    run = _entry() if threads > 1 else None
+    run = _entry() if len(parts) > 1 else None
     if run is None:
-        loop(0, count)
+        for first, last in parts:
+            loop(first, last)
         return
-    bounds = [2 * round(i * count / threads / 2) for i in range(threads)] + [count]
-    left = iter(list(pairwise(bounds)))  # a team may turn out smaller than asked: no fixed shares
-
+    left = iter(parts)  # a team may turn out smaller than asked: no fixed shares
     errors: list[BaseException] = []
 
     def part(_: int) -> None:
@@ -55,7 +74,7 @@ def share(loop: Callable[[int, int], None], count: int, threads: int) -> None:
         except BaseException as error:
             errors.append(error)  # what is raised through C is lost
 
-    run(_Part(part), None, threads, 0)
+    run(_Part(part), None, len(parts), 0)
     if errors:
         raise errors[0]
 

@@ -1,0 +1,295 @@
+"""``bptt``: backpropagation through time of a sequence that is never held, within a memory budget.
+
+The streaming form of algorithm 2 of Gruslys et al., *Memory-Efficient Backpropagation Through Time*
+(2016): inputs are read when a step needs them, the loss is computed step by step, outputs are
+dropped at once, and only what the schedule keeps is in memory.
+"""
+
+import inspect
+import itertools
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, SupportsIndex, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from retrograde.errors import CellError, RetrogradeError, ScheduleError
+from retrograde.execute.cell import Cell, Core, StepCore
+from retrograde.execute.fused import Fused, FusedLSTM, FusedRNN, Mode
+from retrograde.execute.losses import Loss, RangeLoss, StepLoss, examine_loss
+from retrograde.execute.profile import Candidate, fit_fastest
+from retrograde.execute.replay import autocast_as_now
+from retrograde.execute.sources import Arrays, Spool, Steps, Stream, open_source
+from retrograde.execute.streaming import Progress, TakeInput, run_stream
+from retrograde.execute.trees import Structure, flatten
+from retrograde.nn.recent import signature
+from retrograde.nn.recurrent import Recurrent
+from retrograde.nn.unroll import check_schedule
+from retrograde.plan import plan
+from retrograde.plan.fit import Fit
+from retrograde.schedule import Schedule
+from retrograde.units import Memory, parse_memory
+
+__all__ = ["bptt"]
+
+Tensors = list[Tensor]
+
+# What was learnt of a cell with its loss, for as long as both live.
+_KNOWN: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+_RANGES = {nn.LSTM.forward, nn.GRU.forward, nn.RNN.forward, Recurrent.forward}
+
+
+def bptt(
+    cell: Cell | nn.RNNBase,
+    inputs: Any,
+    state: Any = None,
+    *,
+    loss: Loss,
+    memory: Memory | None = None,
+    schedule: Schedule | None = None,
+    length: SupportsIndex | None = None,
+    input_gradient: TakeInput | None = None,
+    progress: Progress | None = None,
+) -> tuple[Tensor, Any]:
+    """Backpropagate the sum of the losses of all steps; neither inputs nor outputs are ever held.
+
+    The gradients are those of the loop ``y, state = cell(x[t], state); total += loss(t, y)`` and
+    ``total.backward()``, and they accumulate into ``.grad``: of every parameter, of what the cell
+    and the loss capture, of the initial state, and of input tensors that require it.
+
+    Args:
+        cell: ``cell(x_t, state) -> (y_t, state)``, as for :func:`retrograde.unroll`; or an LSTM, a
+            GRU or an RNN, of torch's or of this library, in one direction and without dropout
+            between layers, with inputs (B, I) a step. Then ranges of steps are one call of the
+            fused kernel, and the budget is the one given here.
+        inputs: a pytree of tensors or arrays (a memory map, a data set in a file), each with time
+            first; anything that has a length and is indexed by the step; a function of the step; or
+            an iterator, whose items are kept in a temporary file. A step is read more than once,
+            and must then be what it was.
+        state: the initial state, a pytree of tensors; for a module torch's, or None for zeros.
+        loss: ``loss(t, y_t)``, a scalar tensor, or None for a step without one. With a module it is
+            ``loss(range, y)`` with y (steps, B, H), the *sum* of the losses of those steps: how
+            long ranges are depends on the budget. It is called again for steps that run again.
+        memory: the budget, beside inputs given as tensors, parameters, gradients, and what is
+            returned: bytes (``67108864``), a size (``"64MiB"``), or a fraction of what ordinary
+            backpropagation would hold (``0.05``, ``"5%"``). What is read from elsewhere counts.
+            None: every step is kept.
+        schedule: the schedule to follow, in place of a budget.
+        length: the number of steps, where the inputs do not tell it, or fewer than they have.
+        input_gradient: called as ``input_gradient(t, gradient)`` with the gradient of each step's
+            input, from the last step to the first; with a module t is a range. None stands for an
+            input that has no gradient.
+        progress: called as ``progress(done, work)``, in forward and backward steps.
+
+    Returns:
+        The sum of the losses, a detached scalar in double precision, and the detached final state.
+
+    Raises:
+        BudgetError: the budget is too small; the message names the smallest that would do.
+        CellError: cell, loss or inputs cannot be run exactly. As with every exception, no ``.grad``
+            has been touched then.
+        RetrogradeError: gradients are disabled.
+        ScheduleError: the schedule is for another length, or is not legal.
+        UnitError: the memory cannot be read.
+
+    Example:
+        >>> import torch
+        >>> lstm = torch.nn.LSTM(3, 5)
+        >>> def read(t):
+        ...     return torch.full((2, 3), t / 200)
+        >>> total, (h, c) = bptt(
+        ...     lstm, read, loss=lambda steps, y: y.square().sum(), length=200, memory="20%"
+        ... )
+        >>> total.dtype, h.shape, lstm.weight_hh_l0.grad.shape
+        (torch.float64, torch.Size([1, 2, 5]), torch.Size([20, 5]))
+    """
+    _check_asked(loss, memory, schedule)
+    prepare = _module if getattr(type(cell), "forward", None) in _RANGES else _cell
+    task = prepare(cast(Any, cell), inputs, state, loss, length, input_gradient is not None)
+    if schedule is not None:
+        check_schedule(schedule, len(task.stream))
+    core = task.cores[0].core
+    if not (core.parameters or any(task.stream.wanted) or any(s.requires_grad for s in task.state)):
+        raise CellError(
+            "nothing requires a gradient: expected a parameter, an initial state or an input that "
+            "does, or input_gradient="
+        )
+    if schedule is None and memory is None:
+        schedule = plan(len(task.stream), policy="store-all")
+    elif schedule is None:
+        core, schedule = _fitted(task, (cell, loss), inputs, cast(Memory, memory))
+    total, after = run_stream(core, task.stream, schedule, task.state, input_gradient, progress)
+    return total, task.state_spec.unflatten(after)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What is to be run.
+
+    Attributes:
+        cores: that compute the same; the first is the one that torch would choose.
+        stream: the inputs.
+        probed: the inputs to measure by.
+        state: the flat initial state.
+        state_spec: its structure.
+    """
+
+    cores: list[Candidate]
+    stream: Stream
+    probed: Stream
+    state: Tensors
+    state_spec: Structure
+
+
+def _check_asked(loss: Any, memory: Memory | None, schedule: Schedule | None) -> None:
+    if memory is not None:
+        parse_memory(memory)
+        if schedule is not None:
+            raise ScheduleError("given both memory and schedule: expected one; leave one out")
+    if not callable(loss):
+        raise CellError(
+            f"loss is a {type(loss).__name__}: expected a function of the step and its output"
+        )
+    if not torch.is_grad_enabled():
+        raise RetrogradeError(
+            "gradients are disabled, by torch.no_grad() or the like, but bptt computes nothing "
+            "else: call it outside of that, or run the forward pass alone"
+        )
+
+
+def _cell(
+    cell: Cell,
+    inputs: Any,
+    state: Any,
+    loss: Loss,
+    length: SupportsIndex | None,
+    wants_inputs: bool,
+) -> _Task:
+    """Any cell: a step is a call."""
+    states, state_spec = flatten(state, "state")
+    tensors = [t for t in (*states, *pytree.tree_leaves(inputs)) if isinstance(t, Tensor)]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    with autocast_as_now(device):
+        stream = Stream.of(open_source(inputs, length, device), wants_inputs)
+        core, probed = examine_loss(StepLoss(cell, loss, device), stream, states, state_spec)
+    return _Task([Candidate(core, 0.0, 2.0)], stream, probed, states, state_spec)
+
+
+def _module(
+    module: nn.RNNBase,
+    inputs: Any,
+    state: Any,
+    loss: Loss,
+    length: SupportsIndex | None,
+    wants_inputs: bool,
+) -> _Task:
+    """A recurrent module: a range of steps is a call."""
+    _check_module(module)
+    weights = cast(Tensors, module._flat_weights)
+    layers, bias, device = module.num_layers, module.bias, weights[0].device
+    kernel: Fused = (
+        FusedLSTM(weights, layers, bias)
+        if module.mode == "LSTM"
+        else FusedRNN(cast(Mode, module.mode), weights, layers, bias)
+    )
+    with autocast_as_now(device):
+        stream = Stream.of(open_source(inputs, length, device), wants_inputs)
+        states, state_spec = _module_state(module, stream, state)
+        list_spec = flatten(states, "state")[1]
+        part = RangeLoss(kernel, loss, device)
+        core, probed = examine_loss(part, stream, states, list_spec)
+    batch = states[0].shape[1]
+    cores = [
+        Candidate(_with_kernel(core, one), one.call_steps(batch), one.backward_steps)
+        for one in kernel.kernels()
+    ]
+    return _Task(cores, stream, probed, states, state_spec)
+
+
+def _with_kernel(core: StepCore, kernel: Fused) -> StepCore:
+    part = replace(cast(RangeLoss, core.cell), kernel=kernel)
+    return replace(core, cell=part, quiet=part.quiet)
+
+
+def _check_module(module: nn.RNNBase) -> None:
+    """Refuse what cannot be run in ranges."""
+    dropped = module.dropout and module.training and module.num_layers > 1
+    refused = {
+        "bidirectional=True": module.bidirectional,
+        f"dropout={module.dropout} between layers": dropped,
+        "batch_first=True": module.batch_first,
+        "a forward hook": module._forward_hooks or module._forward_pre_hooks,
+    }
+    for option, given in refused.items():
+        if given:
+            raise CellError(
+                f"bptt does not run a {type(module).__name__} with {option}: expected one "
+                "direction, no dropout between layers, time first and no hooks; or write a cell, "
+                "of which every step is a call"
+            )
+
+
+def _module_state(module: nn.RNNBase, stream: Stream, state: Any) -> tuple[Tensors, Structure]:
+    """The initial state, flat, and as torch's module has it; zeros if there is none."""
+    (x, *more), weight = stream.source[0], cast(Tensor, module._flat_weights[0])
+    if more or x.dim() != 2 or x.shape[1] != module.input_size:
+        found = ", ".join(str(tuple(t.shape)) for t in (x, *more))
+        raise CellError(
+            f"the input of a step is {found}: expected one tensor (B, {module.input_size}), that "
+            f"is inputs (T, B, {module.input_size})"
+        )
+    sizes = [module.proj_size or module.hidden_size]
+    sizes += [module.hidden_size] if module.mode == "LSTM" else []
+    shapes = [(module.num_layers, x.shape[0], size) for size in sizes]
+    if state is None:
+        zeros = [weight.new_zeros(shape) for shape in shapes]
+        state = tuple(zeros) if module.mode == "LSTM" else zeros[0]
+    states, state_spec = flatten(state, "state")
+    given = [tuple(s.shape) for s in states]
+    if given != shapes:
+        raise CellError(f"the initial state has the shapes {given}: expected {shapes}")
+    for name, t in (("the input", x), *(("the initial state", s) for s in states)):
+        cast_anyway = torch.is_autocast_enabled(weight.device.type)
+        if t.device != weight.device or (t.dtype != weight.dtype and not cast_anyway):
+            raise CellError(
+                f"{name} is {t.dtype} on {t.device}, the parameters are {weight.dtype} on "
+                f"{weight.device}: convert one of them, with .to(...)"
+            )
+    return states, state_spec
+
+
+def _fitted(
+    task: _Task, parts: tuple[Any, ...], inputs: Any, memory: Memory
+) -> tuple[Core, Schedule]:
+    """The core and the schedule for a budget."""
+    source, first = task.stream.source, task.cores[0].core
+    read: tuple[Any, ...] = (type(source),)
+    if isinstance(source, Arrays):
+        read += tuple(isinstance(t, Tensor) for t in source.leaves)
+    elif not (isinstance(source, Steps) and isinstance(source.get, Spool)):
+        parts = (*parts, inputs)  # what a function takes to give an input is its own affair
+    tensors = (*source[0], *task.state, *first.parameters)
+    key = (memory, len(source), task.stream.wanted, read, *map(signature, tensors))
+    known = _remembered(parts)
+    if key not in known:
+        known[key] = fit_fastest(task.cores, task.probed, task.state, memory)
+    number, found = cast(tuple[int, Fit], known[key])
+    return task.cores[number].core, found.schedule
+
+
+def _remembered(parts: Sequence[Any]) -> dict[Any, Any]:
+    """What was learnt of these objects together, for as long as all of them live; a method lives
+    as long as what it is bound to."""
+    bound = [(p.__self__, p.__func__) if inspect.ismethod(p) else (p,) for p in parts]
+    *first, last = itertools.chain(*bound)
+    known: Any = _KNOWN
+    try:
+        for part in first:
+            known = known.setdefault(part, weakref.WeakKeyDictionary())
+        return cast(dict[Any, Any], known.setdefault(last, {}))
+    except TypeError:  # one that cannot be referred to weakly is measured at every call
+        return {}

@@ -1,0 +1,276 @@
+"""Vectors of eight numbers in numba: loads, stores, arithmetic, sigmoid and tanh.
+
+Left to itself, the compiler vectorises a loop over a layer's units only after having checked that
+no two of its arrays overlap, and does the last few units one by one; with a handful of arrays, and
+with 20 units, little is left of the gain. So the loops here say themselves what is a vector:
+
+    for j in range(0, size, LANES):
+        left = size - j  # lanes that exist: the others are zero when loaded, and never stored
+        x = load(array, start + j, left)
+        store(array, start + j, sigmoid(x) * x, left)
+
+LLVM turns such a vector into whatever the machine has. numba calls the C library's exp, one number
+at a time; here e^x is a power of two times a short series, exact to a unit or two in the last
+place.
+"""
+
+import math
+import operator
+from typing import Any
+
+from llvmlite import ir
+from numba import extending, njit, types
+from numba.extending import models, overload, register_model
+
+__all__ = [
+    "LANES",
+    "Lanes",
+    "compiled",
+    "intrinsic",
+    "like",
+    "load",
+    "one_above",
+    "positive",
+    "quotient",
+    "sigmoid",
+    "store",
+    "tanh",
+    "vector_of",
+]
+
+#: Numbers to a vector.
+LANES = 8
+
+# Sums may be taken in any order, as every BLAS does; infinities and NaNs keep their meaning.
+_MATH = {"contract", "reassoc", "nsz", "arcp"}
+
+#: The decorator of all loops: compiled once, kept on disk, run without a lock.
+compiled: Any = njit(cache=True, nogil=True, fastmath=_MATH, error_model="numpy")
+
+#: numba's decorator of functions that write LLVM's code themselves.
+intrinsic: Any = extending.intrinsic
+
+_CONTRACT = ("contract",)
+
+
+class Lanes(types.Type):  # type: ignore[misc]
+    """numba's type of a vector of :data:`LANES` numbers."""
+
+    def __init__(self, dtype: Any) -> None:
+        self.dtype = dtype
+        super().__init__(name=f"Lanes({dtype})")
+
+
+@register_model(Lanes)  # type: ignore[untyped-decorator]
+class _LanesModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, kind: Lanes) -> None:
+        element = manager.lookup(kind.dtype).get_value_type()
+        super().__init__(manager, kind, vector_of(element))  # type: ignore[no-untyped-call]
+
+
+def vector_of(element: Any) -> Any:
+    """LLVM's type of a vector of an element's type."""
+    return ir.VectorType(element, LANES)
+
+
+def _spread(builder: Any, kind: Any, value: Any) -> Any:
+    return ir.Constant(kind, [value] * LANES)
+
+
+def _at(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> tuple[Any, int]:
+    """A pointer to the vector that begins at an index of a flat array, and its alignment."""
+    data = context.make_array(array_type)(context, builder, array).data
+    pointer = vector_of(data.type.pointee).as_pointer()
+    return builder.bitcast(builder.gep(data, [index]), pointer), array_type.dtype.bitwidth // 8
+
+
+def _mask(builder: Any, left: Any) -> Any:
+    """Which lanes exist, of which there are ``left``."""
+    number = ir.VectorType(left.type, LANES)
+    first = builder.insert_element(ir.Constant(number, ir.Undefined), left, ir.IntType(32)(0))
+    zeros = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+    all_left = builder.shuffle_vector(first, first, zeros)
+    return builder.icmp_signed("<", ir.Constant(number, list(range(LANES))), all_left)
+
+
+def _masked(builder: Any, name: str, kind: Any, result: Any, arguments: list[Any]) -> Any:
+    """Call LLVM's masked load or store."""
+    element = "f64" if isinstance(kind.element, ir.DoubleType) else "f32"
+    full = f"llvm.masked.{name}.v{LANES}{element}.p0"
+    signature = ir.FunctionType(result, [a.type for a in arguments])
+    function = builder.module.globals.get(full) or ir.Function(builder.module, signature, full)
+    return builder.call(function, arguments)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load(_: Any, array: Any, index: Any, left: Any) -> Any:
+    """The vector at an index of a flat array, of which ``left`` numbers exist; the rest is zero."""
+    kind = Lanes(array.dtype)
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer, align = _at(context, builder, signature.args[0], args[0], args[1])
+        vector = pointer.type.pointee
+        whole = builder.icmp_signed(">=", args[2], args[2].type(LANES))
+        with builder.if_else(whole) as (then, otherwise):
+            with then:
+                plain = builder.load(pointer, align=align)
+                from_plain = builder.block
+            with otherwise:
+                zero = _spread(builder, vector, 0.0)
+                rest = [pointer, ir.IntType(32)(align), _mask(builder, args[2]), zero]
+                masked = _masked(builder, "load", vector, vector, rest)
+                from_masked = builder.block
+        found = builder.phi(vector)
+        found.add_incoming(plain, from_plain)
+        found.add_incoming(masked, from_masked)
+        return found
+
+    return kind(array, types.intp, types.intp), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def store(_: Any, array: Any, index: Any, value: Any, left: Any) -> Any:
+    """Write the first ``left`` numbers of a vector to an index of a flat array."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer, align = _at(context, builder, signature.args[0], args[0], args[1])
+        whole = builder.icmp_signed(">=", args[3], args[3].type(LANES))
+        with builder.if_else(whole) as (then, otherwise):
+            with then:
+                builder.store(args[2], pointer, align=align)
+            with otherwise:
+                rest = [args[2], pointer, ir.IntType(32)(align), _mask(builder, args[3])]
+                _masked(builder, "store", args[2].type, ir.VoidType(), rest)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, value, types.intp), code
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def like(_: Any, x: Any, value: Any) -> Any:
+    """A whole number, written out, in every lane."""
+    number = float(value.literal_value)
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _spread(builder, args[0].type, number)
+
+    return x(x, value), code
+
+
+def _arithmetic(name: str) -> Any:
+    """Vectors with vectors, by one of LLVM's instructions."""
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def operation(_: Any, a: Any, b: Any) -> Any:
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return getattr(builder, name)(*args, flags=_CONTRACT)
+
+        return a(a, b), code
+
+    def choose(a, b):  # type: ignore[no-untyped-def] # numba compares the names, and no more
+        vectors = isinstance(a, Lanes) and isinstance(b, Lanes)
+        return (lambda a, b: operation(a, b)) if vectors else None
+
+    return choose
+
+
+for _operator, _name in ((operator.add, "fadd"), (operator.sub, "fsub"), (operator.mul, "fmul")):
+    overload(_operator)(_arithmetic(_name))
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def quotient(_: Any, a: Any, b: Any) -> Any:
+    """a / b, and 0 where b is 0."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        zero = _spread(builder, args[0].type, 0.0)
+        found = builder.fdiv(*args)
+        return builder.select(builder.fcmp_ordered("==", args[1], zero), zero, found)
+
+    return a(a, b), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def positive(_: Any, x: Any) -> Any:
+    """x, and 0 where x is not above it; a NaN stays one."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        zero = _spread(builder, args[0].type, 0.0)
+        return builder.select(builder.fcmp_ordered("<=", args[0], zero), zero, args[0])
+
+    return x(x), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def one_above(_: Any, x: Any) -> Any:
+    """1 where x is above 0 or no number, 0 elsewhere: the slope of :func:`positive`."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        one, zero = (_spread(builder, args[0].type, value) for value in (1.0, 0.0))
+        return builder.select(builder.fcmp_ordered("<=", args[0], zero), zero, one)
+
+    return x(x), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def sigmoid(_: Any, x: Any) -> Any:
+    """1 / (1 + e^{−x}), as 1 or e^{−|x|} over their sum."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        one, zero = (_spread(builder, args[0].type, value) for value in (1.0, 0.0))
+        less = builder.fcmp_ordered("<", args[0], zero)
+        _, e = _exponential(builder, builder.select(less, args[0], builder.fneg(args[0])))
+        return builder.fdiv(builder.select(less, e, one), builder.fadd(one, e))
+
+    return x(x), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def tanh(_: Any, x: Any) -> Any:
+    """(1 − e^{−2|x|}) / (1 + e^{−2|x|}), with the sign of x."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        one, zero = (_spread(builder, args[0].type, value) for value in (1.0, 0.0))
+        less = builder.fcmp_ordered("<", args[0], zero)
+        twice = builder.fadd(args[0], args[0])
+        less_one, e = _exponential(builder, builder.select(less, twice, builder.fneg(twice)))
+        found = builder.fdiv(less_one, builder.fadd(one, e))  # that of −|x|
+        return builder.select(less, found, builder.fneg(found))
+
+    return x(x), code
+
+
+def _exponential(builder: Any, x: Any) -> tuple[Any, Any]:
+    """Write the code of e^x − 1 and e^x for x ≤ 0, a vector.
+
+    x = k ln 2 + r, |r| ≤ ln 2 / 2;  e^x = 2^k e^r;  e^r − 1 by its series. ln 2 is subtracted in
+    two parts, the first of which times k is exact (Cody and Waite, 1980). Below the least
+    exponent that a normal number has, e^x stays where it is there.
+    """
+    single = isinstance(x.type.element, ir.FloatType)
+    high, terms, least = (0.693359375, 7, -87.0) if single else (0.693147180369123816, 13, -708.0)
+    low = -2.12194440054690583e-4 if single else 1.90821492927058770e-10
+    size, mantissa, bias = (32, 23, 127) if single else (64, 52, 1023)
+
+    def number(value: float) -> Any:
+        return _spread(builder, x.type, value)
+
+    def add_product(a: Any, b: Any, c: Any) -> Any:
+        return builder.fadd(builder.fmul(a, b, flags=_CONTRACT), c, flags=_CONTRACT)
+
+    small = builder.fcmp_ordered("<", x, number(least))  # a NaN stays one
+    y = builder.select(small, number(least), x)
+    name = f"llvm.rint.v{LANES}f{size}"
+    signature = ir.FunctionType(x.type, [x.type])
+    round_ = builder.module.globals.get(name) or ir.Function(builder.module, signature, name)
+    k = builder.call(round_, [builder.fmul(y, number(1 / math.log(2)))])
+    r = add_product(k, number(-low), add_product(k, number(-high), y))
+    series = number(1 / math.factorial(terms))
+    for n in range(terms - 1, 0, -1):
+        series = add_product(series, r, number(1 / math.factorial(n)))
+    series = builder.fmul(series, r)
+    bits = ir.VectorType(ir.IntType(size), LANES)
+    exponent = builder.add(builder.fptosi(k, bits), _spread(builder, bits, bias))
+    power = builder.bitcast(builder.shl(exponent, _spread(builder, bits, mantissa)), x.type)
+    less_one = add_product(power, series, builder.fsub(power, number(1.0)))
+    return less_one, add_product(power, series, power)

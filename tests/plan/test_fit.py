@@ -1,0 +1,75 @@
+"""``fit`` plans the promising block lengths only, and chooses as if it had planned all of them."""
+
+import importlib
+import random
+import time
+
+import pytest
+
+from retrograde.plan.fit import Curve, Footprint, fit
+
+module = importlib.import_module("retrograde.plan.fit")
+
+
+def random_footprint(rng, **more):
+    state = rng.choice([64, 100, 512, 2048])
+    step, fixed = state * rng.choice([1, 2, 3, 7, 15]), state * rng.choice([0, 1, 20])
+    return Footprint(
+        state_bytes=state,
+        advance=Curve.affine(fixed + state, rng.choice([0, step // 2])),
+        held=Curve.affine(fixed // 2, step),
+        record=Curve.affine(fixed + state, step),
+        backward=Curve.affine(state, rng.choice([0, step])),
+        ordinary=Curve.affine(fixed, step),
+        gradient_bytes=state,
+        heap_bytes=rng.choice([None, 50 * step]),
+        call_steps=rng.choice([0.0, 0.3, 2.0, 40.0]),
+        **more,
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("cells", [2_000_000, 2000])
+def test_no_plan_undercuts_its_bound_and_none_is_better_than_the_one_chosen(
+    seed, cells, monkeypatch
+):
+    monkeypatch.setattr(module, "CELLS", cells)
+    rng = random.Random(seed)
+    sizes, length = random_footprint(rng), rng.choice([2, 5, 63, 200, 500])
+    least, most = sizes.minimum_bytes(), sizes.ordinary(length)
+    budget = int(least + max(0, most - least) * rng.choice([0.05, 0.3, 0.9]))
+    blocks = module._grid(length, budget, sizes)
+    plans = [module._plan_blocks(length, block, budget, sizes) for block in blocks]
+    for plan in plans:
+        assert module._least_time(length, plan.block, budget, sizes) <= plan.time
+    chosen = module._fastest(length, blocks, budget, sizes)
+    assert chosen == min(plans, key=lambda plan: plan.time)
+
+
+def test_a_million_steps_are_planned_at_once_and_in_few_actions():
+    curve = Curve.affine
+    sizes = Footprint(
+        2048, curve(8192, 8192), curve(8192, 16384), curve(65536, 20000), curve(65536, 6000),
+        curve(65536, 16384), 2048, None, 40.0,
+    )  # fmt: skip
+    fit(1000, "1MiB", sizes)  # what is loaded and compiled once
+    start = time.perf_counter()
+    found = fit(10**6, "4MiB", sizes)
+    assert time.perf_counter() - start < 10
+    assert found.peak_bytes <= 4 * 2**20
+    assert found.forward_steps <= 3 * 10**6
+    assert len(found.schedule) < 10**5
+
+
+def test_what_a_schedule_runs_as_a_whole_is_held_to_what_the_schedule_takes():
+    curve = Curve.affine
+    sizes = Footprint(
+        100, curve(900, 0), curve(0, 400), curve(0, 400), curve(900, 0), curve(0, 400), 100, None,
+        0.0, streamed=True,
+    )  # fmt: skip
+    whole = sizes.whole_bytes(20)
+    assert whole == sizes.overhead_bytes(20) > sizes.ordinary(20)
+    assert fit(20, whole, sizes).ordinary
+    found = fit(20, "100%", sizes)
+    assert not found.ordinary
+    assert found.peak_bytes <= found.budget_bytes == sizes.ordinary(20)
