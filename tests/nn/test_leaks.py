@@ -10,6 +10,7 @@ from torch import nn
 import retrograde as rg
 from oracles.loops import WAYS, assert_bitwise, both, gradients, least, loop
 from retrograde.execute.executor import Run, Tape
+from retrograde.nn import bptt as streamed
 from retrograde.nn import unroll as unrolling
 from retrograde.nn.recent import Recent, identity
 from retrograde.scan import layer as layers
@@ -73,6 +74,20 @@ def test_fits_are_kept_for_the_most_recent_shapes_only(monkeypatch):
     for length in range(200):
         net._fits.get(length, lambda: None)
     assert len(net._fits) == 48
+
+
+def test_streaming_too_keeps_the_most_recent_fits_only(monkeypatch):
+    monkeypatch.setattr(streamed, "_FITS", Recent(most=2))
+    _, cell = both("unroll")
+    h = torch.zeros(3, 7, dtype=DOUBLE)
+
+    def loss(t, y):
+        return y.sum()
+
+    for length in range(1, 6):
+        x = torch.randn(length, 3, 5, dtype=DOUBLE)
+        rg.bptt(cell.step, x, h, loss=loss, memory=2**20)
+    assert len(streamed._FITS) == 2
 
 
 def test_a_cell_made_anew_at_every_call_is_measured_once(monkeypatch):

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrizations
 
 import retrograde as rg
 from oracles.loops import (
@@ -163,6 +164,46 @@ def test_a_cell_that_is_compiled(backend):
         for run in (loop, lambda *a: rg.unroll(*a, memory="40%"))
     ]
     assert_bitwise(*found)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_streaming_within_compiled_code():
+    torch.compiler.reset()
+    found = []
+    for wrap in (lambda f: f, lambda f: torch.compile(f, backend="eager")):
+        net = both("unroll")[1]
+
+        def train(net=net):
+            h = torch.zeros(3, 7, dtype=DOUBLE)
+            rg.bptt(net.step, inputs(), h, loss=lambda t, y: y.square().sum(), memory="40%")
+
+        wrap(train)()
+        found.append([p.grad for p in net.parameters()])
+    assert_bitwise(*found)
+
+
+def test_streaming_of_parametrized_weights():
+    found = []
+    for stream in (True, False):
+        net = both("LSTM")[0]
+        parametrizations.weight_norm(net, "weight_hh_l0")
+        for _ in range(2):
+            if stream:
+                rg.bptt(net, inputs(), loss=lambda t, y: y.square().sum(), schedule=rg.plan(65, 9))
+            else:
+                net(inputs())[0].square().sum().backward()
+            with torch.no_grad():
+                for p in net.parameters():
+                    p.sub_(1e-3 * p.grad)
+        found.append([p.grad for p in net.parameters()])
+    assert_near(*found)
+
+
+def test_streaming_refuses_transforms():
+    net = both("unroll")[1]
+    h = torch.zeros(3, 7, dtype=DOUBLE)
+    with pytest.raises(rg.RetrogradeError, match=r"torch\.func.* use memory=None"):
+        torch.func.grad(lambda x: rg.bptt(net.step, x, h, loss=lambda t, y: y.sum())[0])(inputs())
 
 
 class Both(nn.Module):

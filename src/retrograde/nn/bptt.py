@@ -5,10 +5,6 @@ The streaming form of algorithm 2 of Gruslys et al., *Memory-Efficient Backpropa
 dropped at once, and only what the schedule keeps is in memory.
 """
 
-import inspect
-import itertools
-import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, SupportsIndex, cast
 
@@ -24,8 +20,9 @@ from retrograde.execute.profile import Candidate, fit_fastest
 from retrograde.execute.replay import autocast_as_now
 from retrograde.execute.sources import Arrays, Spool, Steps, Stream, open_source
 from retrograde.execute.streaming import Progress, TakeInput, run_stream
+from retrograde.execute.transforms import refuse_transforms, uncompiled
 from retrograde.execute.trees import Structure, flatten
-from retrograde.nn.recent import signature
+from retrograde.nn.recent import Recent, identity, signature
 from retrograde.nn.recurrent import Recurrent
 from retrograde.nn.unroll import check_schedule
 from retrograde.plan import plan
@@ -37,12 +34,13 @@ __all__ = ["bptt"]
 
 Tensors = list[Tensor]
 
-# What was learnt of a cell with its loss, for as long as both live.
-_KNOWN: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+# A cell with its loss is measured once for its shapes and a budget.
+_FITS: Recent[tuple[int, Fit]] = Recent()
 
 _RANGES = {nn.LSTM.forward, nn.GRU.forward, nn.RNN.forward, Recurrent.forward}
 
 
+@uncompiled
 def bptt(
     cell: Cell | nn.RNNBase,
     inputs: Any,
@@ -108,6 +106,7 @@ def bptt(
         (torch.float64, torch.Size([1, 2, 5]), torch.Size([20, 5]))
     """
     _check_asked(loss, memory, schedule)
+    refuse_transforms(flatten(state, "state")[0])
     prepare = _module if getattr(type(cell), "forward", None) in _RANGES else _cell
     task = prepare(cast(Any, cell), inputs, state, loss, length, input_gradient is not None)
     if schedule is not None:
@@ -189,6 +188,7 @@ def _module(
 ) -> _Task:
     """A recurrent module: a range of steps is a call."""
     _check_module(module)
+    module._update_flat_weights()  # type: ignore[no-untyped-call]  # as torch's forward does
     weights = cast(Tensors, module._flat_weights)
     layers, bias, device = module.num_layers, module.bias, weights[0].device
     kernel: Fused = (
@@ -273,23 +273,8 @@ def _fitted(
     elif not (isinstance(source, Steps) and isinstance(source.get, Spool)):
         parts = (*parts, inputs)  # what a function takes to give an input is its own affair
     tensors = (*source[0], *task.state, *first.parameters)
-    key = (memory, len(source), task.stream.wanted, read, *map(signature, tensors))
-    known = _remembered(parts)
-    if key not in known:
-        known[key] = fit_fastest(task.cores, task.probed, task.state, memory)
-    number, found = cast(tuple[int, Fit], known[key])
+    number, found = _FITS.get(
+        (identity(parts), memory, len(source), task.stream.wanted, read, *map(signature, tensors)),
+        lambda: fit_fastest(task.cores, task.probed, task.state, memory),
+    )
     return task.cores[number].core, found.schedule
-
-
-def _remembered(parts: Sequence[Any]) -> dict[Any, Any]:
-    """What was learnt of these objects together, for as long as all of them live; a method lives
-    as long as what it is bound to."""
-    bound = [(p.__self__, p.__func__) if inspect.ismethod(p) else (p,) for p in parts]
-    *first, last = itertools.chain(*bound)
-    known: Any = _KNOWN
-    try:
-        for part in first:
-            known = known.setdefault(part, weakref.WeakKeyDictionary())
-        return cast(dict[Any, Any], known.setdefault(last, {}))
-    except TypeError:  # one that cannot be referred to weakly is measured at every call
-        return {}
