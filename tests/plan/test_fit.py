@@ -65,7 +65,7 @@ def test_what_a_schedule_runs_as_a_whole_is_held_to_what_the_schedule_takes():
     curve = Curve.affine
     sizes = Footprint(
         100, curve(900, 0), curve(0, 400), curve(0, 400), curve(900, 0), curve(0, 400), 100, None,
-        0.0, streamed=True,
+        0.0, scheduled=True,
     )  # fmt: skip
     whole = sizes.whole_bytes(20)
     assert whole == sizes.overhead_bytes(20) > sizes.ordinary(20)

@@ -17,7 +17,7 @@ from torch import Tensor
 from retrograde.errors import CellError, RetrogradeError
 from retrograde.execute.cell import Core
 from retrograde.execute.executor import Gradients, Run, advance, window
-from retrograde.execute.inputs import Held
+from retrograde.execute.layout import Layout, Straight
 from retrograde.execute.replay import autocast_as_now, muted_hooks, version
 from retrograde.execute.transforms import NO_FORWARD_MODE, uncompiled
 from retrograde.schedule import Schedule
@@ -28,23 +28,30 @@ Tensors = list[Tensor]
 
 
 def run_schedule(
-    core: Core, schedule: Schedule, inputs: Tensors, state: Tensors
+    core: Core,
+    schedule: Schedule,
+    inputs: Tensors,
+    state: Tensors,
+    layout: Layout | None = None,
 ) -> tuple[Tensors, Tensors]:
     """Run a recurrence so that its gradient is computed by ``schedule``.
 
     Args:
         core: what a step, or a range of steps, is.
         schedule: for exactly as many steps as the inputs have.
-        inputs: tensors with time as their first dimension.
+        inputs: tensors with time as their first dimension, or as the layout has it.
         state: the initial state.
+        layout: where the steps lie in inputs and outputs; step t is row t by default.
 
     Returns:
-        The outputs, with time first, and the state after the last step.
+        The outputs, with time first, or as the layout has it, and the state after the last step.
     """
+    layout = layout or Straight(schedule.length, core.fused)
     results = _Recurrence.apply(  # type: ignore[no-untyped-call]
-        core, schedule, len(inputs), len(state), *inputs, *state, *core.parameters
+        core, schedule, layout, len(inputs), len(state), *inputs, *state, *core.parameters
     )
-    return list(results[: len(core.aliases)]), list(results[len(core.aliases) :])
+    count = len(results) - len(state)
+    return list(results[:count]), list(results[count:])
 
 
 def run_without_gradient(
@@ -62,7 +69,8 @@ def run_without_gradient(
     Returns:
         The outputs, with time first, and the state after the last step.
     """
-    outputs, held = _Outputs(core, length), Held(inputs)
+    layout = Straight(length, core.fused)
+    outputs, held = _Outputs(core, layout), layout.read(inputs)
     for start in range(0, length, chunk):
         state = advance(core, held, start, min(start + chunk, length), state, outputs.emit)
     return outputs.tensors, state
@@ -83,38 +91,42 @@ def run_unrecorded(
     Returns:
         The outputs of all steps, with time first, and the state after the last one.
     """
-    outputs = _Outputs(core, length)
+    layout = Straight(length, core.fused)
+    outputs = _Outputs(core, layout)
     outputs.emit(0, 1, first)
-    state = advance(core, Held(inputs), 1, length, state, outputs.emit)
+    state = advance(core, layout.read(inputs), 1, length, state, outputs.emit)
     return outputs.tensors, state
 
 
 class _Outputs:
     """The outputs of all steps, allocated whole when the first of them is known."""
 
-    def __init__(self, core: Core, length: int) -> None:
-        self.core, self.length = core, length
+    def __init__(self, core: Core, layout: Layout) -> None:
+        self.core, self.layout = core, layout
         self.tensors: Tensors = []
-        self.differentiable: list[bool] = []
 
     def emit(self, start: int, stop: int, values: Tensors) -> None:
         if not self.tensors:
-            shapes = [y.shape[1:] if self.core.fused else y.shape for y in values]
-            self.tensors = [
-                y.new_empty((self.length, *shape)) for y, shape in zip(values, shapes, strict=True)
-            ]
-        index = window(self.core, start, stop)
-        for whole, value in zip(self.tensors, values, strict=True):
-            whole[index] = value.detach()
+            self.tensors = self.layout.allocate(values)
+        parts = self.layout.parts(self.tensors, window(self.core, start, stop))
+        for part, value in zip(parts, values, strict=True):
+            if part is not None:
+                part.copy_(value.detach())
 
 
 class _Recurrence(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, core: Core, schedule: Schedule, n_inputs: int, n_state: int, *tensors: Tensor
+        ctx: Any,
+        core: Core,
+        schedule: Schedule,
+        layout: Layout,
+        n_inputs: int,
+        n_state: int,
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.n_inputs = n_inputs
+        ctx.n_inputs, ctx.layout = n_inputs, layout
         inputs, state = list(tensors[:n_inputs]), list(tensors[n_inputs : n_inputs + n_state])
         versions = [version(t) for t in tensors]
         device = tensors[0].device
@@ -125,9 +137,9 @@ class _Recurrence(torch.autograd.Function):
         ctx.before = core.ambient.capture()
         still = core.ambient.steady.marks()
         ctx.run = Run(core, tuple(schedule), schedule.length)
-        outputs = _Outputs(core, schedule.length)
+        outputs = _Outputs(core, layout)
         with ctx.autocast:
-            after = ctx.run.forward(Held(inputs), state, outputs.emit)
+            after = ctx.run.forward(layout.read(inputs), state, outputs.emit)
         ctx.fresh = True
         if versions != [version(t) for t in tensors]:
             raise CellError(
@@ -155,32 +167,34 @@ class _Recurrence(torch.autograd.Function):
         inputs, state = list(saved[: ctx.n_inputs]), list(saved[ctx.n_inputs :])
         run: Run = ctx.run
         parameters = run.core.parameters
-        count = len(run.core.aliases)
-        needs = ctx.needs_input_grad[4:]
+        layout: Layout = ctx.layout
+        read = layout.read(inputs)
+        needs = ctx.needs_input_grad[5:]
+        count = len(grads) - len(state)
         gradients = Gradients(
             outputs=grads[:count],
             states=list(grads[count:]),
             inputs=[
-                torch.empty_like(x) if needed else None
-                for x, needed in zip(inputs, needs, strict=False)
+                layout.room(x) if needed else None for x, needed in zip(inputs, needs, strict=False)
             ],
             parameters=[None] * len(parameters),
             length=run.length,
+            layout=layout,
             outside=_outside(inputs[0].device, ctx.autocasts),
         )
         with run.core.ambient.without_trace(), ctx.autocast, muted_hooks(parameters):
             try:
                 if not ctx.fresh:
                     run.core.ambient.restore(ctx.before)
-                    run.forward(Held(inputs), state, None)
+                    run.forward(read, state, None)
                 ctx.fresh = False
-                run.backward(Held(inputs), gradients)
+                run.backward(read, gradients)
             except BaseException:
                 run.clear()
                 raise
         _check_unchanged(parameters, ctx.versions, gradients.parameters)
         found = (*gradients.inputs, *gradients.states, *gradients.parameters)
-        return (None,) * 4 + tuple(
+        return (None,) * 5 + tuple(
             g if needed else None for g, needed in zip(found, needs, strict=True)
         )
 

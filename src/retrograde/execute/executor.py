@@ -24,6 +24,7 @@ from retrograde.errors import CellError
 from retrograde.execute.captured import foreign_tensors
 from retrograde.execute.cell import Core, as_leaf
 from retrograde.execute.inputs import Inputs
+from retrograde.execute.layout import Layout
 from retrograde.execute.replay import Snapshot
 from retrograde.schedule import Action, Advance, Backward, Free, Load, Record, Schedule, Store
 
@@ -67,6 +68,7 @@ class Gradients:
         inputs: where the gradients of the inputs go, with time first; None where none is wanted.
         parameters: the gradients of the parameters, as far as they are known.
         length: the number of steps.
+        layout: where a call's part of all these is.
         outside: autocast as it is where the backward pass was asked for: a recomputation replays
             the forward pass's (rule 4), but ordinary autograd differentiates under the caller's.
     """
@@ -76,13 +78,16 @@ class Gradients:
     inputs: list[Gradient]
     parameters: list[Gradient]
     length: int
+    layout: Layout
     outside: AbstractContextManager[Any] = field(default_factory=nullcontext)
+
+    def of_outputs(self, index: int | slice) -> Sequence[Gradient]:
+        """The gradients of one call's outputs."""
+        return self.layout.parts(self.outputs, index)
 
     def take_inputs(self, index: int | slice, shares: list[Gradient]) -> None:
         """Keep the input gradients of one call, the latest call's first."""
-        for share, total in zip(shares, self.inputs, strict=True):
-            if total is not None:
-                total[index] = 0 if share is None else share
+        self.layout.take(self.inputs, index, shares)
 
 
 def pieces(core: Core, start: int, stop: int) -> list[tuple[int, int]]:
@@ -161,12 +166,14 @@ def backpropagate(core: Core, tape: Tape, gradients: Gradients) -> None:
             roots.append(edge)
             seeds.append(gradient)
 
-    for alias, total in zip(core.aliases, gradients.outputs, strict=True):
-        if alias is not None and tape.start > 0 and total is not None:
-            seed(_edge(tape.state[alias]), total[tape.start - 1])
-    for edge, alias, total in zip(tape.output_edges, core.aliases, gradients.outputs, strict=True):
-        if total is not None and (alias is None or tape.stop == gradients.length):
-            seed(edge, total if core.sums else total[index])
+    if tape.start > 0 and any(alias is not None for alias in core.aliases):
+        for alias, part in zip(core.aliases, gradients.of_outputs(tape.start - 1), strict=True):
+            if alias is not None:
+                seed(_edge(tape.state[alias]), part)
+    parts = gradients.outputs if core.sums else gradients.of_outputs(index)
+    for edge, alias, part in zip(tape.output_edges, core.aliases, parts, strict=True):
+        if alias is None or tape.stop == gradients.length:
+            seed(edge, part)
     for edge, gradient in zip(tape.state_edges, gradients.states, strict=True):
         seed(edge, gradient)
 

@@ -1,157 +1,141 @@
-"""A recurrent layer as a core: a range of steps is one call.
+"""Recurrent layers as a core: a range of steps is one call.
 
-A call of ``torch.lstm`` over a range from a given state computes what a step at a time would, up
-to the order of additions, at the speed of the vendor's kernel (oneDNN, cuDNN, or torch's own for
-the types that those lack). All layers of a range run in one call; inter-layer dropout is not
-supported, since its mask would belong to the range and not to the step (rule 2).
+A call over a range from a given state computes what a step at a time would, up to the order of
+additions, at the speed of whichever kernel runs it. Several layers of one direction are run in one
+call, or, with dropout between them, one after the other, the mask being that of the step and not of
+the range (:mod:`retrograde.execute.dropout`). Two directions of one layer are one recurrence too,
+that starts at both ends: its state is that of both, and while the one has steps a … b − 1, the
+other, run on the reversed part, has those as far from the other end.
 
-An RNN and a GRU are run likewise (:class:`FusedRNN`). For an LSTM on a CPU there is a choice.
-oneDNN's kernel is the fastest, but a range that it records holds sixteen numbers a unit and step,
-and copies of the weights; :mod:`retrograde.execute.lean` holds six. So a budget of a few steps may
-be met sooner by recording with the lean kernel, or, the tightest ones, by the lean kernel alone.
+A kernel is a function of layers, inputs, state, and the sizes of a packed batch. torch's own
+(:func:`run_torch`) knows every kind and option. On a CPU its LSTM is oneDNN's, which is fast, but a
+range that it records holds sixteen numbers a unit and step, and copies of the weights;
+:mod:`retrograde.execute.lean` holds six.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from retrograde.execute.dropout import Dropout
 from retrograde.execute.lean import lean_lstm
 from retrograde.execute.replay import Ambient
 
-__all__ = ["HEAP_BYTES", "Fused", "FusedLSTM", "FusedRNN", "Kernel", "Mode"]
+__all__ = [
+    "HEAP_BYTES",
+    "Fused",
+    "Kernel",
+    "Layers",
+    "Mode",
+    "run_lean",
+    "run_lean_record",
+    "run_torch",
+]
 
 Tensors = list[Tensor]
-#: ``torch.lstm`` always, or the lean kernel where a range is recorded, or the lean one always.
-Kernel = Literal["torch", "lean record", "lean"]
 
-#: What torch calls its layers that have one state.
-Mode = Literal["RNN_TANH", "RNN_RELU", "GRU"]
+#: What torch calls its recurrent layers.
+Mode = Literal["RNN_TANH", "RNN_RELU", "GRU", "LSTM"]
 
 #: The most that one recorded range should hold on a CPU. The C library's allocator maps larger
 #: blocks afresh at every call, and the page faults cost more than long ranges save (glibc:
 #: DEFAULT_MMAP_THRESHOLD_MAX, 32 MiB; the margin is for the block's neighbours).
 HEAP_BYTES = 24 * 2**20
 
-# On CPUs a range of one step costs about as much as 30 MFLOP more than its arithmetic, for a call
-# forward as for a call backward, and no step takes less than the time of half a MFLOP. Nominal and
-# not timed, so that a budget gives the same schedule, and the same sums, on every run.
-_CALL_FLOPS = 3e7
-_STEP_FLOPS = 5e5
-
-# On CPUs torch has no kernel of a vendor's for an RNN or a GRU, and a call costs little besides its
-# steps: as much as 1.5 MFLOP.
-_NATIVE_CALL_FLOPS = 1.5e6
-
-# Recording and backpropagating a step, beyond running it forward, in forward steps of oneDNN. (That
-# the lean kernel advances more slowly is counted here too, for one sweep: there is at least one.)
-_BACKWARD_STEPS: dict[Kernel, float] = {"torch": 2.0, "lean record": 2.8, "lean": 3.3}
-
 
 @dataclass(frozen=True)
-class FusedLSTM:
-    """``torch.nn.LSTM`` in one direction: inputs ``[x]`` (L, B, I), state ``[h, c]``.
+class Layers:
+    """Layers above one another, in one direction.
 
-    Args:
+    Attributes:
+        mode: which kind.
         weights: as torch orders them, layer by layer: weight_ih, weight_hh, and, with biases,
             bias_ih, bias_hh; with projections, weight_hr.
-        layers: how many layers.
-        bias: whether there are biases.
-        kernel: which kernel runs a range.
-    """
-
-    weights: Tensors
-    layers: int
-    bias: bool
-    kernel: Kernel = "torch"
-    fused: bool = True
-    sums: bool = False
-    aliases: tuple[int | None, ...] = (None,)
-    parameters: Tensors = field(init=False)
-    ambient: Ambient = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "parameters", [w for w in self.weights if w.requires_grad])
-        object.__setattr__(self, "ambient", Ambient(self.weights[0].device))
-
-    @property
-    def targets(self) -> Tensors:
-        return self.parameters
-
-    def recording(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def __call__(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
-        (x,), (h, c) = inputs, state
-        if self.kernel == "lean" or (self.kernel == "lean record" and torch.is_grad_enabled()):
-            output, h, c = lean_lstm(x, (h, c), self.weights, self.layers, self.bias)
-            return [output], [h, c]
-        train, bidirectional, batch_first, dropout = True, False, False, 0.0
-        output, h, c = torch._VF.lstm(  # type: ignore[attr-defined]
-            x,
-            (h, c),
-            self.weights,
-            self.bias,
-            self.layers,
-            dropout,
-            train,
-            bidirectional,
-            batch_first,
-        )
-        return [output], [h, c]
-
-    def carry(self, inputs: Tensors, state: Tensors) -> Tensors:
-        return self(inputs, state)[1]
-
-    def call_steps(self, batch: int) -> float:
-        """What a kernel call costs besides its steps, in forward steps."""
-        flops = 2 * batch * sum(w.numel() for w in self.weights if w.dim() == 2)
-        return _CALL_FLOPS / (flops + _STEP_FLOPS)
-
-    @property
-    def backward_steps(self) -> float:
-        """What recording and backpropagating a step costs more than running it forward."""
-        return _BACKWARD_STEPS[self.kernel]
-
-    def kernels(self) -> list["FusedLSTM"]:
-        """The cores to choose between: this one, and on a CPU those with the lean kernel."""
-        per_layer = len(self.weights) // self.layers
-        lean = (
-            self.weights[0].device.type == "cpu"
-            and per_layer == (4 if self.bias else 2)  # no projections
-            and not torch.is_autocast_enabled("cpu")
-        )
-        others: tuple[Kernel, ...] = ("lean record", "lean") if lean else ()
-        return [self, *(replace(self, kernel=kernel) for kernel in others)]
-
-
-@dataclass(frozen=True)
-class FusedRNN:
-    """``torch.nn.RNN`` or ``GRU`` in one direction: inputs ``[x]`` (L, B, I), state ``[h]``.
-
-    Args:
-        mode: which of them.
-        weights: as torch orders them, layer by layer.
-        layers: how many layers.
+        count: how many layers.
         bias: whether there are biases.
     """
 
     mode: Mode
     weights: Tensors
-    layers: int
+    count: int
     bias: bool
-    backward_steps: float = 2.0
+
+    def __getitem__(self, number: int) -> "Layers":
+        """One of them."""
+        each = len(self.weights) // self.count
+        weights = self.weights[number * each : (number + 1) * each]
+        return Layers(self.mode, weights, 1, self.bias)
+
+
+#: ``kernel(layers, x, state, sizes) -> (outputs, state after)``: x is (L, B, I), or packed (rows,
+#: I), sizes then saying how many sequences have each step; a part of the state is (count, B, H).
+Kernel = Callable[[Layers, Tensor, Tensors, Tensor | None], tuple[Tensor, Tensors]]
+
+
+def run_torch(
+    net: Layers, x: Tensor, state: Tensors, sizes: Tensor | None
+) -> tuple[Tensor, Tensors]:
+    """By torch's kernels: the vendor's (oneDNN, cuDNN), or its own for what those lack."""
+    call = getattr(torch._VF, net.mode.lower())
+    hx: Any = tuple(state) if net.mode == "LSTM" else state[0]
+    dropout, train, bidirectional, batch_first = 0.0, True, False, False
+    options = (net.weights, net.bias, net.count, dropout, train, bidirectional)
+    if sizes is None:
+        y, *after = call(x, hx, *options, batch_first)
+    else:
+        y, *after = call(x, sizes, hx, *options)
+    return y, after
+
+
+def run_lean(
+    net: Layers, x: Tensor, state: Tensors, sizes: Tensor | None
+) -> tuple[Tensor, Tensors]:
+    """An LSTM's layers by the lean kernel."""
+    h, c = state
+    y, *after = lean_lstm(x, (h, c), net.weights, net.count, net.bias)
+    return y, after
+
+
+def run_lean_record(
+    net: Layers, x: Tensor, state: Tensors, sizes: Tensor | None
+) -> tuple[Tensor, Tensors]:
+    """An LSTM's layers by the lean kernel where they are recorded, and else by torch's."""
+    return (run_lean if torch.is_grad_enabled() else run_torch)(net, x, state, sizes)
+
+
+@dataclass(frozen=True)
+class Fused:
+    """Recurrent layers, a range of steps being one call.
+
+    Its leaves are those of :class:`retrograde.execute.layout.Rows`: for every direction its inputs,
+    then the numbers of the steps if there is dropout, then the sizes if it is packed.
+
+    Args:
+        nets: the layers of the one direction; or one layer for each of the two directions.
+        kernel: what runs them.
+        dropout: what is dropped before a layer.
+        packed: whether the inputs are.
+    """
+
+    nets: tuple[Layers, ...]
+    kernel: Kernel = run_torch
+    dropout: Dropout | None = None
+    packed: bool = False
     fused: bool = True
     sums: bool = False
-    aliases: tuple[int | None, ...] = (None,)
+    aliases: tuple[int | None, ...] = field(init=False)
     parameters: Tensors = field(init=False)
     ambient: Ambient = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "parameters", [w for w in self.weights if w.requires_grad])
-        object.__setattr__(self, "ambient", Ambient(self.weights[0].device))
+        weights = [w for net in self.nets for w in net.weights]
+        object.__setattr__(self, "parameters", [w for w in weights if w.requires_grad])
+        object.__setattr__(self, "ambient", Ambient(weights[0].device))
+        object.__setattr__(self, "aliases", (None,) * len(self.nets))
 
     @property
     def targets(self) -> Tensors:
@@ -161,34 +145,68 @@ class FusedRNN:
         return nullcontext()
 
     def __call__(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
-        run = getattr(torch._VF, self.mode.lower())
-        train, bidirectional, batch_first, dropout = True, False, False, 0.0
-        output, h = run(
-            inputs[0],
-            state[0],
-            self.weights,
-            self.bias,
-            self.layers,
-            dropout,
-            train,
-            bidirectional,
-            batch_first,
-        )
-        return [output], [h]
+        nothing: list[Tensor | None] = [None] * len(self.nets)
+        leaves = iter(inputs)
+        xs = [next(leaves) for _ in self.nets]
+        steps = [next(leaves) for _ in self.nets] if self.dropout else nothing
+        sizes = [next(leaves) for _ in self.nets] if self.packed else nothing
+        states = [s.chunk(len(self.nets)) for s in state]
+        outputs, afters = [], []
+        for number in range(len(self.nets)):
+            before = [parts[number] for parts in states]
+            y, after = self._run(number, xs[number], steps[number], sizes[number], before)
+            outputs.append(y)
+            afters.append(after)
+        if len(afters) == 1:
+            return outputs, afters[0]
+        return outputs, [torch.cat(parts) for parts in zip(*afters, strict=True)]
 
     def carry(self, inputs: Tensors, state: Tensors) -> Tensors:
         return self(inputs, state)[1]
 
-    def call_steps(self, batch: int) -> float:
-        """What a kernel call costs besides its steps, in forward steps."""
-        flops = 2 * batch * sum(w.numel() for w in self.weights if w.dim() == 2)
-        on_cpu = self.weights[0].device.type == "cpu"
-        return (_NATIVE_CALL_FLOPS if on_cpu else _CALL_FLOPS) / (flops + _STEP_FLOPS)
+    def _run(
+        self, number: int, x: Tensor, steps: Tensor | None, sizes: Tensor | None, state: Tensors
+    ) -> tuple[Tensor, Tensors]:
+        """One direction; in a packed batch, of the sequences that have any of the steps."""
+        net, order = self.nets[number], None
+        if self.dropout and steps is not None and self.dropout.first:
+            x = self.dropout(x, 0, steps, sizes)
+        if number == 1:
+            order = _backwards(x, sizes)
+            x = x.index_select(0, order)
+        if sizes is None:
+            y, after = self._layers(net, x, steps, None, state)
+        else:
+            alive = int(sizes[0])
+            now = [s[:, :alive] for s in state]
+            y, after = self._layers(net, x, steps, sizes, now)
+            if alive < state[0].shape[1]:
+                rests = [s[:, alive:] for s in state]
+                after = [torch.cat(parts, 1) for parts in zip(after, rests, strict=True)]
+        return y if order is None else y.index_select(0, order), after
 
-    def kernels(self) -> list["FusedRNN"]:
-        """The cores to choose between: this one."""
-        return [self]
+    def _layers(
+        self, net: Layers, x: Tensor, steps: Tensor | None, sizes: Tensor | None, state: Tensors
+    ) -> tuple[Tensor, Tensors]:
+        """All layers at once, or one after the other where something is dropped between them."""
+        state = [s.contiguous() for s in state]
+        if self.dropout is None or steps is None or net.count == 1:
+            return self.kernel(net, x, state, sizes)
+        afters = []
+        for number in range(net.count):
+            if number:
+                x = self.dropout(x, number, steps, sizes)
+            x, after = self.kernel(net[number], x, [s[number : number + 1] for s in state], sizes)
+            afters.append(after)
+        return x, [torch.cat(parts) for parts in zip(*afters, strict=True)]
 
 
-#: Either kind.
-Fused = FusedLSTM | FusedRNN
+def _backwards(x: Tensor, sizes: Tensor | None) -> Tensor:
+    """The order of rows in which every sequence's steps are reversed; its own inverse."""
+    if sizes is None:
+        return torch.arange(len(x) - 1, -1, -1, device=x.device)
+    first = sizes.cumsum(0) - sizes
+    step = torch.arange(len(sizes)).repeat_interleave(sizes)
+    sample = torch.arange(len(x)) - first[step]
+    lengths = (sizes.unsqueeze(1) > torch.arange(int(sizes[0]))).sum(0)
+    return (first[lengths[sample] - 1 - step] + sample).to(x.device)

@@ -91,7 +91,7 @@ class RangeLoss:
     @property
     def made_of(self) -> list[Any]:
         """Where to look for what the core depends on."""
-        return [self.kernel.weights, self.loss]
+        return [[net.weights for net in self.kernel.nets], self.loss]
 
     def run(self, x: Any, state: Any) -> tuple[Tensor, Tensors]:
         """The outputs and the state after the range."""

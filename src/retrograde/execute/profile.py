@@ -9,7 +9,7 @@ decide the slope.
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,8 +27,9 @@ from retrograde.execute.executor import (
     record,
     run_ordinary,
 )
-from retrograde.execute.fused import HEAP_BYTES, FusedLSTM
+from retrograde.execute.fused import HEAP_BYTES
 from retrograde.execute.inputs import Held, Inputs
+from retrograde.execute.layout import Straight
 from retrograde.execute.measure import measure, measure_phases
 from retrograde.execute.replay import autocast_as_now, muted_hooks
 from retrograde.execute.trees import flatten
@@ -38,17 +39,19 @@ from retrograde.schedule import Advance, Record
 from retrograde.units import Memory, format_bytes
 
 __all__ = [
+    "LONGEST_MEASURED",
     "Candidate",
     "Profile",
     "fit_fastest",
-    "fit_fused",
     "fit_measured",
     "footprint",
+    "footprints",
+    "ordinary_curve",
     "profile",
 ]
 
-# How far ordinary backpropagation is followed to learn what a step adds.
-_LONGEST_MEASURED = 256
+#: How far ordinary backpropagation is followed to learn what a step adds.
+LONGEST_MEASURED = 256
 
 Tensors = list[Tensor]
 Shapes = list[tuple[torch.Size, torch.dtype]]
@@ -178,8 +181,6 @@ def footprint(
     inputs: Inputs,
     state: Tensors,
     *,
-    call_steps: float = 0.0,
-    backward_steps: float = 2.0,
     ordinary: Curve | None = None,
 ) -> Footprint:
     """Measure what the steps of a core take.
@@ -188,9 +189,6 @@ def footprint(
         core: as the executor will run it.
         inputs: the inputs of all steps, time first; only the first few are used.
         state: the initial state.
-        call_steps: what a call costs besides its steps, in forward steps.
-        backward_steps: what recording and backpropagating a step costs more than running it
-            forward, in forward steps.
         ordinary: what ordinary backpropagation takes, if it is known; measured otherwise.
 
     Returns:
@@ -202,7 +200,9 @@ def footprint(
         lengths = sorted({min(length, L) for L in ((1, 2, 4, 16) if core.fused else (1,))})
         points = {L: _measure_range(core, inputs, state, L) for L in lengths}
         if ordinary is None:
-            ordinary = _ordinary_curve(core, inputs, state)
+            ordinary = ordinary_curve(
+                lambda steps: _measure_ordinary(core, inputs, state, steps), length
+            )
     if not core.fused:  # any range is single steps: what is held grows, the rest does not
         one = points[1]
         points[2] = replace(one, held=2 * one.held, record=one.record + one.held)
@@ -225,15 +225,13 @@ def footprint(
         ordinary=ordinary,
         gradient_bytes=gradient,
         heap_bytes=HEAP_BYTES if core.fused and device.type == "cpu" else None,
-        call_steps=call_steps,
-        backward_steps=backward_steps,
-        streamed=core.sums,
+        scheduled=core.sums,
     )
 
 
 def fit_measured(
     core: Core, inputs: Inputs, state: Tensors, memory: Memory | None, sizes: Footprint
-) -> Fit:
+) -> tuple[Fit, Footprint]:
     """The fastest schedule for a core within a budget, every length that it uses being measured.
 
     Args:
@@ -244,7 +242,7 @@ def fit_measured(
         sizes: the core's footprint.
 
     Returns:
-        A fit whose predicted peak is within the budget.
+        A fit whose predicted peak is within the budget, and the footprint with what was measured.
 
     Raises:
         BudgetError: even the least schedule does not fit.
@@ -252,51 +250,74 @@ def fit_measured(
     while True:
         found = fit(len(inputs), memory, sizes)
         if found.ordinary or not core.fused:
-            return found
+            return found, sizes
         sizes = _corrected(sizes, found, core, inputs, state)
         if predict_peak_bytes(found.schedule, sizes) <= found.budget_bytes:
-            return found
+            return found, sizes
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A core to choose, and what a call and going backward cost, as :class:`Footprint` has them."""
+    """A core to choose, and what its steps cost.
+
+    Attributes:
+        core: as the executor would run it.
+        pace: as :class:`Footprint` has it.
+        call_steps: as :class:`Footprint` has it.
+        backward_steps: as :class:`Footprint` has it.
+        scheduled: as :class:`Footprint` has it.
+    """
 
     core: Core
-    call_steps: float
-    backward_steps: float
+    pace: float = 1.0
+    call_steps: float = 0.0
+    backward_steps: float = 2.0
+    scheduled: bool = False
+
+    def footprint(self, inputs: Inputs, state: Tensors, ordinary: Curve | None) -> Footprint:
+        """Measure what its steps take; see :func:`footprint`."""
+        return replace(
+            footprint(self.core, inputs, state, ordinary=ordinary),
+            pace=self.pace,
+            call_steps=self.call_steps,
+            backward_steps=self.backward_steps,
+            scheduled=self.scheduled or self.core.sums,
+        )
 
 
-def fit_fused(
-    core: FusedLSTM, inputs: Inputs, state: Tensors, memory: Memory | None
-) -> tuple[FusedLSTM, Fit]:
-    """The fastest of a fused core's kernels, with its schedule, within a budget.
+def footprints(
+    candidates: Sequence[Candidate], inputs: Inputs, state: Tensors, ordinary: Curve | None = None
+) -> list[Footprint]:
+    """Measure what the steps of several cores take that compute the same.
 
     Args:
-        core: the core, with the kernel that torch would choose.
+        candidates: the cores.
         inputs: the inputs of all steps, time first.
         state: the initial state.
-        memory: as :func:`retrograde.plan.fit.fit` takes it.
+        ordinary: what ordinary backpropagation takes; that of the first by default.
 
     Returns:
-        The core with the kernel to use, and the fit for it.
-
-    Raises:
-        BudgetError: the budget is too small for every kernel.
+        A footprint for each.
     """
-    kernels, batch = core.kernels(), state[0].shape[1]
-    candidates = [Candidate(k, k.call_steps(batch), k.backward_steps) for k in kernels]
-    number, found = fit_fastest(candidates, inputs, state, memory)
-    return kernels[number], found
+    found: list[Footprint] = []
+    for one in candidates:
+        known = found[0].ordinary if found and ordinary is None else ordinary
+        found.append(one.footprint(inputs, state, known))
+    return found
 
 
 def fit_fastest(
-    candidates: Sequence[Candidate], inputs: Inputs, state: Tensors, memory: Memory | None
+    candidates: Sequence[Candidate],
+    sizes: list[Footprint],
+    inputs: Inputs,
+    state: Tensors,
+    memory: Memory | None,
 ) -> tuple[int, Fit]:
     """The fastest of several cores that compute the same, with its schedule, within a budget.
 
     Args:
-        candidates: the cores; ordinary backpropagation is that of the first.
+        candidates: the cores.
+        sizes: their footprints, which learn what is measured here.
         inputs: the inputs of all steps, time first.
         state: the initial state.
         memory: as :func:`retrograde.plan.fit.fit` takes it.
@@ -307,35 +328,40 @@ def fit_fastest(
     Raises:
         BudgetError: the budget is too small for every core.
     """
-    sizes: list[Footprint] = []
-    for one in candidates:
-        ordinary = sizes[0].ordinary if sizes else None
-        costs = {"call_steps": one.call_steps, "backward_steps": one.backward_steps}
-        sizes.append(footprint(one.core, inputs, state, ordinary=ordinary, **costs))
-    minimum = min(size.minimum_bytes() for size in sizes)
-    found: list[tuple[int, Fit]] = []
+    length = len(inputs)
+    minimum = min(size.least_bytes(length) for size in sizes)
+    best: tuple[int, Fit] | None = None
     refusals: list[BudgetError] = []
-    for number, (one, size) in enumerate(zip(candidates, sizes, strict=True)):
+    for number in sorted(range(len(sizes)), key=lambda n: sizes[n].least_time(length)):
+        if best is not None and sizes[number].least_time(length) >= best[1].time:
+            break
+        core = candidates[number].core
         try:
-            fitted = fit_measured(one.core, inputs, state, memory, size)
+            found, sizes[number] = fit_measured(core, inputs, state, memory, sizes[number])
         except BudgetError as refusal:
             refusals.append(refusal)
             continue
-        found.append((number, replace(fitted, minimum_bytes=min(minimum, fitted.minimum_bytes))))
-        if fitted.forward_steps <= 2 * len(inputs):
-            break  # no kernel can save a recomputation
-    if not found:
+        if best is None or found.time < best[1].time:
+            best = number, found
+    if best is None:
         raise min(refusals, key=lambda refusal: refusal.minimum_bytes)
-    return min(found, key=lambda pair: pair[1].time)
+    return best[0], replace(best[1], minimum_bytes=min(minimum, best[1].minimum_bytes))
 
 
-def _ordinary_curve(core: Core, inputs: Inputs, state: Tensors) -> Curve:
-    """Ordinary backpropagation's working bytes at doubling lengths, until they grow evenly."""
-    length = len(inputs)
-    points = [(L, _measure_ordinary(core, inputs, state, L)) for L in sorted({1, min(2, length)})]
-    while points[-1][0] < min(length, _LONGEST_MEASURED):
+def ordinary_curve(measured: Callable[[int], int], length: int) -> Curve:
+    """Ordinary backpropagation's working bytes at doubling lengths, until they grow evenly.
+
+    Args:
+        measured: the bytes of so many steps.
+        length: the number of steps there are.
+
+    Returns:
+        Bytes by steps.
+    """
+    points = [(steps, measured(steps)) for steps in sorted({1, min(2, length)})]
+    while points[-1][0] < min(length, LONGEST_MEASURED):
         steps = min(2 * points[-1][0], length)
-        points.append((steps, _measure_ordinary(core, inputs, state, steps)))
+        points.append((steps, measured(steps)))
         (a, low), (b, middle), (c, high) = ((0, 0), *points)[-3:]
         slopes = (middle - low) / (b - a), (high - middle) / (c - b)
         if steps >= 16 and abs(slopes[1] - slopes[0]) <= 1e-3 * slopes[1]:
@@ -430,23 +456,34 @@ def _gradients_like(
     steps: int,
 ) -> Gradients:
     """Gradients of the layout that costs most: expanded scalars, which kernels must copy."""
-    lead = () if core.fused or core.sums else (steps,)
     outputs = [
-        torch.ones((), dtype=dtype, device=core.ambient.device).expand((*lead, *shape))
+        torch.ones((), dtype=dtype, device=core.ambient.device).expand(shape)
         for shape, dtype in shapes
     ]
-    inputs = [x if core.fused else x.unsqueeze(0) for x in tape.inputs]
-    return Gradients(
+    return _Probe(
         outputs=outputs,
         states=[
             torch.ones_like(t) if edge is not None else None
             for t, edge in zip(tape.state_after, tape.state_edges, strict=True)
         ],
-        inputs=[torch.empty_like(x) if x.requires_grad else None for x in inputs],
+        inputs=[torch.empty_like(x) if x.requires_grad else None for x in tape.inputs],
         parameters=[torch.zeros_like(p) for p in core.parameters],
-        length=steps,
+        length=tape.stop,
+        layout=Straight(steps, core.fused),
         outside=torch.autocast(core.ambient.device.type, enabled=False),
     )
+
+
+class _Probe(Gradients):
+    """Gradients of one call, wherever its steps are."""
+
+    def of_outputs(self, index: int | slice) -> Sequence[Tensor | None]:
+        return self.outputs
+
+    def take_inputs(self, index: int | slice, shares: list[Tensor | None]) -> None:
+        for total, share in zip(self.inputs, shares, strict=True):
+            if total is not None and share is not None:
+                total.copy_(share)
 
 
 def _rounded(t: Any) -> int:

@@ -20,6 +20,7 @@ from torch import Tensor
 from retrograde.errors import CellError
 from retrograde.execute.cell import Core
 from retrograde.execute.executor import Gradients, Run
+from retrograde.execute.layout import Straight
 from retrograde.execute.replay import autocast_as_now, muted_hooks, version
 from retrograde.execute.sources import Stream
 from retrograde.schedule import Schedule
@@ -67,6 +68,7 @@ def run_stream(
         inputs=[None if t is None else torch.zeros_like(t) for t in (*stream.source.trained, None)],
         parameters=[None] * len(core.parameters),
         length=len(stream),
+        layout=Straight(len(stream), core.fused),
         stream=stream,
         take=take_input,
         counted=inputs if isinstance(inputs, _Counted) else None,

@@ -14,14 +14,15 @@ from torch.utils import _pytree as pytree
 
 from retrograde.errors import CellError, RetrogradeError, ScheduleError
 from retrograde.execute.cell import Cell, Core, StepCore
-from retrograde.execute.fused import Fused, FusedLSTM, FusedRNN, Mode
+from retrograde.execute.fused import Fused, Layers, Mode
 from retrograde.execute.losses import Loss, RangeLoss, StepLoss, examine_loss
-from retrograde.execute.profile import Candidate, fit_fastest
+from retrograde.execute.profile import Candidate, fit_fastest, footprints
 from retrograde.execute.replay import autocast_as_now
 from retrograde.execute.sources import Arrays, Spool, Steps, Stream, open_source
 from retrograde.execute.streaming import Progress, TakeInput, run_stream
 from retrograde.execute.transforms import refuse_transforms, uncompiled
 from retrograde.execute.trees import Structure, flatten
+from retrograde.nn.cores import candidates
 from retrograde.nn.recent import Recent, identity, signature
 from retrograde.nn.recurrent import Recurrent
 from retrograde.nn.unroll import check_schedule
@@ -175,7 +176,7 @@ def _cell(
     with autocast_as_now(device):
         stream = Stream.of(open_source(inputs, length, device), wants_inputs)
         core, probed = examine_loss(StepLoss(cell, loss, device), stream, states, state_spec)
-    return _Task([Candidate(core, 0.0, 2.0)], stream, probed, states, state_spec)
+    return _Task([Candidate(core)], stream, probed, states, state_spec)
 
 
 def _module(
@@ -190,23 +191,16 @@ def _module(
     _check_module(module)
     module._update_flat_weights()  # type: ignore[no-untyped-call]  # as torch's forward does
     weights = cast(Tensors, module._flat_weights)
-    layers, bias, device = module.num_layers, module.bias, weights[0].device
-    kernel: Fused = (
-        FusedLSTM(weights, layers, bias)
-        if module.mode == "LSTM"
-        else FusedRNN(cast(Mode, module.mode), weights, layers, bias)
-    )
+    device = weights[0].device
+    net = Layers(cast(Mode, module.mode), weights, module.num_layers, module.bias)
     with autocast_as_now(device):
         stream = Stream.of(open_source(inputs, length, device), wants_inputs)
         states, state_spec = _module_state(module, stream, state)
         list_spec = flatten(states, "state")[1]
-        part = RangeLoss(kernel, loss, device)
+        kernels = candidates((net,), states[0].shape[1])
+        part = RangeLoss(cast(Fused, kernels[0].core), loss, device)
         core, probed = examine_loss(part, stream, states, list_spec)
-    batch = states[0].shape[1]
-    cores = [
-        Candidate(_with_kernel(core, one), one.call_steps(batch), one.backward_steps)
-        for one in kernel.kernels()
-    ]
+    cores = [replace(one, core=_with_kernel(core, cast(Fused, one.core))) for one in kernels]
     return _Task(cores, stream, probed, states, state_spec)
 
 
@@ -275,6 +269,12 @@ def _fitted(
     tensors = (*source[0], *task.state, *first.parameters)
     number, found = _FITS.get(
         (identity(parts), memory, len(source), task.stream.wanted, read, *map(signature, tensors)),
-        lambda: fit_fastest(task.cores, task.probed, task.state, memory),
+        lambda: fit_fastest(
+            task.cores,
+            footprints(task.cores, task.probed, task.state),
+            task.probed,
+            task.state,
+            memory,
+        ),
     )
     return task.cores[number].core, found.schedule

@@ -17,7 +17,7 @@ from retrograde.scan.ways import scan_way, sequential_way
 if TYPE_CHECKING:
     from retrograde.nn.recurrent import Recurrent
 
-__all__ = ["Explanation", "explain", "ways"]
+__all__ = ["Explanation", "check_slopes", "explain", "ways"]
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,7 @@ def ways(module: "Recurrent", steps: int, samples: int, like: Tensor) -> WayFor 
     Raises:
         CellError: the module has no Jacobians here.
     """
-    if module.proj_size:
-        raise CellError(
-            f"proj_size={module.proj_size} has no Jacobian here: expected an LSTM without "
-            "projections; use backward=None, or a Linear layer after the LSTM"
-        )
+    check_slopes(module)
     if torch.is_autocast_enabled(like.device.type):
         return None  # torch's kernels know which part of a cell to run in which type
     choice = module.backward
@@ -81,6 +77,19 @@ def ways(module: "Recurrent", steps: int, samples: int, like: Tensor) -> WayFor 
     if choice is None or cast(str, choice) == "torch":
         return None
     return ways_of(module, choice, steps, samples)
+
+
+def check_slopes(module: "Recurrent") -> None:
+    """Refuse a module that has no Jacobians here.
+
+    Raises:
+        CellError: as said.
+    """
+    if module.proj_size:
+        raise CellError(
+            f"proj_size={module.proj_size} has no Jacobian here: expected an LSTM without "
+            "projections; use backward=None, or a Linear layer after the LSTM"
+        )
 
 
 def ways_of(module: "Recurrent", choice: str, steps: int, samples: int) -> WayFor:

@@ -1,35 +1,28 @@
-"""torch's recurrent modules with two arguments more: ``memory`` and ``backward``.
+"""torch's recurrent modules with arguments more: ``memory``, ``schedule`` and ``backward``.
 
 A subclass keeps torch's constructor, parameters and ``state_dict``; only the way in which the
 gradient is computed changes.
 
+- ``memory`` runs ranges of steps on the fastest kernels as a schedule says that fits the budget
+  (:mod:`retrograde.nn.scheduled`; Gruslys et al., 2016); ``schedule`` says so itself.
 - ``backward`` recomputes what it needs from the hidden states, which are the outputs, and goes
   through the steps one by one in a compiled loop, or by a parallel scan over their Jacobians
-  (:mod:`retrograde.scan`; Wang, BPPSA, 2020).
-- ``memory`` alone runs ranges of an LSTM on torch's fused kernels as a schedule says that fits the
-  budget (:mod:`retrograde.execute.fused`; Gruslys et al., 2016).
-- Both together, and ``memory`` on an RNN or a GRU: the states are kept at the first steps of
-  segments only, and several segments at a time are recomputed and backpropagated
-  (:mod:`retrograde.nn.segments`).
+  (:mod:`retrograde.scan`; Wang, BPPSA, 2020). With a budget, every range is run so.
 
-Known limits, refused with a message: under ``memory``, several directions, dropout between layers,
-packed sequences, and, but for the LSTM's own way, several layers; under ``backward``, projections.
+Known limit, refused with a message: under ``backward``, projections.
 """
 
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from retrograde.errors import CellError
-from retrograde.execute.autograd import run_schedule
-from retrograde.execute.fused import FusedLSTM, Kernel
-from retrograde.execute.inputs import Held
-from retrograde.execute.profile import fit_fused
+from retrograde.errors import CellError, ScheduleError
 from retrograde.execute.transforms import uncompiled
-from retrograde.nn import choice, segments
+from retrograde.nn import choice
 from retrograde.nn.recent import Recent
+from retrograde.nn.scheduled import Call, StackFit
 from retrograde.nn.stack import Batch, run_stack
 from retrograde.nn.unroll import check_schedule, needs_gradient
 from retrograde.plan.fit import Fit
@@ -50,21 +43,24 @@ class Recurrent(nn.RNNBase):
 
     memory: Memory | None
     backward: Backward | None
+    schedule: Schedule | None
 
     def __init__(
         self,
         *args: Any,
         memory: Memory | None = None,
         backward: Backward | None = None,
+        schedule: Schedule | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         if memory is not None:
             parse_memory(memory)
-        _check_backward(backward)
         self.memory = memory
         self.backward = backward
+        self.schedule = schedule
         self._fits: Recent[Any] = Recent()
+        self._check_asked()
 
     @uncompiled
     def forward(self, input: Any, hx: Any = None) -> Any:  # type: ignore[override]
@@ -83,30 +79,29 @@ class Recurrent(nn.RNNBase):
             CellError: what is asked together is not supported, or the shapes do not fit.
             BudgetError: the memory is too little for these shapes; the message names the least.
         """
-        _check_backward(self.backward)
+        self._check_asked()
         # As torch's forward does: functional_call and parametrizations replace weights in between.
         self._update_flat_weights()  # type: ignore[no-untyped-call]
         hidden = () if hx is None else hx if isinstance(hx, tuple) else (hx,)
         data = input.data if isinstance(input, PackedSequence) else input
-        if not (self._asked() and needs_gradient([data, *hidden, *self.parameters()])):
+        asked = not (self.memory is None and self.backward is None and self.schedule is None)
+        if not (asked and needs_gradient([data, *hidden, *self.parameters()])):
             return super().forward(input, hx)
-        if isinstance(input, PackedSequence):
-            return self._run_packed(input, hidden)
-        x, state = self._time_major(input, hidden)
-        found = self._run(x, state)
+        found = self._run(*self._read(input, hidden))
         if found is None:
             return super().forward(input, hx)
         return self._laid_out(input, *found)
 
-    def fit(self, input: Tensor, hx: Any = None) -> Any:
-        """What the budget buys for an input: the segments, the bytes they take, the least budget.
+    def fit(self, input: Tensor | PackedSequence, hx: Any = None) -> Fit | StackFit:
+        """What the budget buys for an input: the schedule, the bytes it takes, the least budget.
 
         Args:
-            input: as for :meth:`forward`, not packed.
+            input: as for :meth:`forward`.
             hx: as for :meth:`forward`.
 
         Returns:
-            The :class:`retrograde.nn.segments.SegmentFit` that a call with this input would use.
+            The fit that a call with this input would use; one for every layer where there are
+            several with two directions.
 
         Raises:
             BudgetError: the memory is too little for these shapes.
@@ -114,9 +109,12 @@ class Recurrent(nn.RNNBase):
         """
         if self.memory is None:
             raise CellError("there is no budget to fit: give memory=, such as memory=0.05")
+        self._check_asked()
         hidden = () if hx is None else hx if isinstance(hx, tuple) else (hx,)
-        x, state = self._time_major(input, hidden)
-        return self._segments(x, state)
+        found = self._call(*self._read(input, hidden)).plan().fit
+        self._update_flat_weights()  # type: ignore[no-untyped-call]  # measuring uses up their graph
+        assert found is not None
+        return found
 
     def extra_repr(self) -> str:
         """torch's own, and what was asked beyond it."""
@@ -130,79 +128,68 @@ class Recurrent(nn.RNNBase):
             "_fits": Recent(),
         }
 
-    def _segments(self, x: Tensor, state: State) -> segments.SegmentFit:
-        self._check_segments()
-        found = self._fits.get(self._signature(x, state), lambda: segments.fit(self, x, state))
-        self._update_flat_weights()  # type: ignore[no-untyped-call]  # a fit uses up their graph
-        return cast(segments.SegmentFit, found)
+    def _check_asked(self) -> None:
+        """Refuse what cannot be asked together."""
+        if self.backward is not None and self.backward not in get_args(Backward):
+            names = ", ".join(map(repr, get_args(Backward)))
+            raise CellError(
+                f"unknown backward={self.backward!r}: expected one of {names}, or None for "
+                "torch's own"
+            )
+        if self.backward is not None and self.schedule is not None:
+            raise CellError(
+                f"got a schedule and backward={self.backward!r}: a schedule says itself how to go "
+                "backward; leave one out"
+            )
+        if self.memory is not None and self.schedule is not None:
+            raise ScheduleError("given both memory and schedule: expected one; leave one out")
 
-    def _signature(self, x: Tensor, state: Any) -> Any:
-        """All that bytes depend on."""
-        kind = x.device.type
-        return (
-            (self.memory, self.backward),
-            *((tuple(t.shape), t.stride(), t.dtype, t.requires_grad) for t in (x, *state)),
-            *(p.requires_grad for p in self.parameters()),
-            (x.device, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
-        )
+    def _call(self, x: Tensor, state: State, sizes: Tensor | None) -> Call:
+        if self.backward is not None:
+            choice.check_slopes(self)
+        return Call(self, x, state, sizes)
 
-    def _check_segments(self) -> None:
-        """Refuse what cannot be kept to a budget by segments."""
-        remedy = "stack modules of one layer in one direction, each with its share of the memory"
-        given = {
-            "bidirectional=True": self.bidirectional,
-            f"num_layers={self.num_layers}": self.num_layers > 1,
-            f"proj_size={self.proj_size}": self.proj_size > 0,
-        }
-        for option, is_given in given.items():
-            if is_given:
-                with_ = "memory=" if self.backward is None else "memory= and backward="
-                raise CellError(f"{option} is not supported together with {with_}: {remedy}")
+    def _run(self, x: Tensor, state: State, sizes: Tensor | None) -> tuple[Tensor, State] | None:
+        """Outputs and final state, laid out as x is; or None to run torch's own module."""
+        if self.memory is None and self.schedule is None:
+            return self._run_backward(x, state, sizes)
+        call = self._call(x, state, sizes)
+        if self.schedule is not None:
+            check_schedule(self.schedule, call.length)
+            return call.run(call.follow(self.schedule))
+        plan = call.plan()
+        self._update_flat_weights()  # type: ignore[no-untyped-call]  # measuring uses up their graph
+        return call.run(plan) if plan.parts else None
 
-    def _asked(self) -> bool:
-        return self.memory is not None or self.backward is not None
-
-    def _run(self, x: Tensor, state: State) -> tuple[Tensor, State] | None:
-        """Outputs and final state, time first; or None to run torch's own module."""
-        if self.memory is not None:
-            found = self._segments(x, state).way
-            way = None if found is None else lambda _: found
-        else:
-            way = choice.ways(self, x.shape[0], x.shape[1], x)
+    def _run_backward(
+        self, x: Tensor, state: State, sizes: Tensor | None
+    ) -> tuple[Tensor, State] | None:
+        steps, samples = len(x) if sizes is None else len(sizes), state[0].shape[1]
+        way = choice.ways(self, steps, samples, x)
         if way is None:
             return None
-        batch, final = run_stack(self, way, Batch(x), state)
-        return batch.x, final
-
-    def _run_packed(self, input: PackedSequence, hidden: State) -> tuple[PackedSequence, Any]:
-        if self.memory is not None:
-            raise CellError(
-                f"got a PackedSequence: a {type(self).__name__} with memory= takes padded tensors; "
-                "unpack it with torch.nn.utils.rnn.pad_packed_sequence and mask the loss"
-            )
-        steps, samples = len(input.batch_sizes), int(input.batch_sizes[0])
-        way = choice.ways(self, steps, samples, input.data)
-        if way is None:
-            hx = None if not hidden else hidden if self.mode == "LSTM" else hidden[0]
-            return cast(tuple[PackedSequence, Any], super().forward(input, hx))
-        order, sizes = input.sorted_indices, input.batch_sizes
-        if hidden:
-            self._check_arguments(input.data, hidden, sizes)
-            state = tuple(s if order is None else s.index_select(1, order) for s in hidden)
-        else:
-            state = self._zeros(int(sizes[0]), input.data)
-            self._check_arguments(input.data, state, sizes)
-        batch, final = run_stack(self, way, Batch.padded(input.data, sizes), state)
-        back = input.unsorted_indices
-        final = tuple(s if back is None else s.index_select(1, back) for s in final)
-        outputs = PackedSequence(batch.packed(), sizes, order, back)
-        return outputs, final if self.mode == "LSTM" else final[0]
+        batch = Batch(x) if sizes is None else Batch.padded(x, sizes)
+        batch, final = run_stack(self, way, batch, state)
+        return batch.packed(), final
 
     def _zeros(self, samples: int, like: Tensor) -> State:
         layers = self.num_layers * (2 if self.bidirectional else 1)
         sizes = [self.proj_size or self.hidden_size]
         sizes += [self.hidden_size] if self.mode == "LSTM" else []
         return tuple(like.new_zeros(layers, samples, size) for size in sizes)
+
+    def _read(self, input: Any, hidden: State) -> tuple[Tensor, State, Tensor | None]:
+        """The inputs, time first or packed, the initial state, and the sizes of a packed batch."""
+        if isinstance(input, PackedSequence):
+            sizes, order = input.batch_sizes, input.sorted_indices
+            if hidden:
+                self._check_arguments(input.data, hidden, sizes)
+                return input.data, _ordered(hidden, order), sizes
+            state = self._zeros(int(sizes[0]), input.data)
+            self._check_arguments(input.data, state, sizes)
+            return input.data, state, sizes
+        x, state = self._time_major(input, hidden)
+        return x, state, None
 
     def _time_major(self, input: Tensor, hidden: State) -> tuple[Tensor, State]:
         if input.dim() not in (2, 3):
@@ -241,12 +228,20 @@ class Recurrent(nn.RNNBase):
         as_given = x.transpose(0, 1) if self.batch_first and sizes is None else x
         self.check_forward_args(as_given, hx, sizes)
 
-    def _laid_out(self, input: Tensor, y: Tensor, final: State) -> tuple[Tensor, Any]:
-        if input.dim() == 2:
-            y, final = y.squeeze(1), tuple(s.squeeze(1) for s in final)
+    def _laid_out(self, input: Any, y: Tensor, final: State) -> tuple[Any, Any]:
+        outputs: Any = y
+        if isinstance(input, PackedSequence):
+            outputs = input._replace(data=y)
+            final = _ordered(final, input.unsorted_indices)
+        elif input.dim() == 2:
+            outputs, final = y.squeeze(1), tuple(s.squeeze(1) for s in final)
         elif self.batch_first:
-            y = y.transpose(0, 1)
-        return y, final if self.mode == "LSTM" else final[0]
+            outputs = y.transpose(0, 1)
+        return outputs, final if self.mode == "LSTM" else final[0]
+
+
+def _ordered(state: State, order: Tensor | None) -> State:
+    return tuple(s if order is None else s.index_select(1, order) for s in state)
 
 
 class RNN(Recurrent, nn.RNN):
@@ -257,15 +252,18 @@ class RNN(Recurrent, nn.RNN):
         memory: the budget for the backward pass, beyond inputs, outputs and gradients: bytes
             (``67108864``), a size (``"64MiB"``), or a fraction of what ordinary backpropagation
             of the same module and shapes would hold (``0.05``, ``"5%"``). None: no limit.
-        backward: ``"sequential"``, ``"scan"``, ``"auto"``, or None for torch's own backward pass.
-            See :data:`Backward`, and :func:`retrograde.explain` for what ``"auto"`` chooses.
+        backward: ``"sequential"``, ``"scan"``, ``"auto"``, or None for torch's own backward pass,
+            or, with a budget, for the fastest that fits. See :data:`Backward`, and
+            :func:`retrograde.explain` for what ``"auto"`` chooses.
+        schedule: a schedule to follow in place of a budget, for sequences of its length only.
         **kwargs: as for ``torch.nn.RNN``.
 
-    Both may be changed at any time, as attributes.
+    All three may be changed at any time, as attributes.
 
     Raises:
         UnitError: the memory cannot be read.
-        CellError: ``backward`` is unknown; at a call, something asked together is not supported.
+        CellError: ``backward`` is unknown, or does not go with a schedule or with projections.
+        ScheduleError: both memory and schedule are given; at a call, the schedule does not fit.
         BudgetError: at a call, the memory is too little for these shapes.
 
     Example:
@@ -284,19 +282,21 @@ class GRU(Recurrent, nn.GRU):
         *args: as for ``torch.nn.GRU``.
         memory: as for :class:`RNN`.
         backward: as for :class:`RNN`.
+        schedule: as for :class:`RNN`.
         **kwargs: as for ``torch.nn.GRU``.
 
     Raises:
         UnitError: as :class:`RNN`.
         CellError: as :class:`RNN`.
+        ScheduleError: as :class:`RNN`.
         BudgetError: as :class:`RNN`.
 
     Example:
-        >>> gru = GRU(4, 8, backward="sequential", memory="50%")
+        >>> gru = GRU(4, 8, num_layers=2, bidirectional=True, memory="50%")
         >>> outputs, last = gru(torch.randn(200, 2, 4))
         >>> outputs.sum().backward()
-        >>> gru.fit(torch.randn(200, 2, 4)).way.segment < 200
-        True
+        >>> len(gru.fit(torch.randn(200, 2, 4)).layers)
+        2
     """
 
 
@@ -305,15 +305,15 @@ class LSTM(Recurrent, nn.LSTM):
 
     Args:
         *args: as for ``torch.nn.LSTM``.
-        memory: as for :class:`RNN`. Without ``backward`` it is kept by a schedule of recomputation,
-            which goes down to far smaller budgets and takes any number of layers, and projections.
+        memory: as for :class:`RNN`.
         backward: as for :class:`RNN`.
-        schedule: a schedule to follow in place of a budget, for sequences of its length only.
+        schedule: as for :class:`RNN`.
         **kwargs: as for ``torch.nn.LSTM``.
 
     Raises:
         UnitError: as :class:`RNN`.
-        CellError: as :class:`RNN`; also ``schedule`` together with ``backward``.
+        CellError: as :class:`RNN`.
+        ScheduleError: as :class:`RNN`.
         BudgetError: as :class:`RNN`.
 
     Example:
@@ -323,77 +323,3 @@ class LSTM(Recurrent, nn.LSTM):
         >>> lstm.fit(torch.randn(200, 8, 32)).schedule.length
         200
     """
-
-    def __init__(
-        self,
-        *args: Any,
-        memory: Memory | None = None,
-        backward: Backward | None = None,
-        schedule: Schedule | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(*args, memory=memory, backward=backward, **kwargs)
-        if schedule is not None and backward is not None:
-            raise CellError(
-                f"got a schedule and backward={backward!r}: a schedule says itself how to go "
-                "backward; leave one out"
-            )
-        self.schedule = schedule
-
-    def fit(self, input: Tensor, hx: Any = None) -> Any:
-        """As for the other modules; without ``backward``, a :class:`retrograde.plan.fit.Fit`."""
-        if self.backward is not None:
-            return super().fit(input, hx)
-        x, state = self._time_major(input, hx or ())
-        self._check_scheduled()
-        return self._fit(x, list(state))[1]
-
-    def _asked(self) -> bool:
-        return super()._asked() or self.schedule is not None
-
-    def _run(self, x: Tensor, state: State) -> tuple[Tensor, State] | None:
-        if self.backward is not None:
-            return super()._run(x, state)
-        self._check_scheduled()
-        if self.schedule is not None:
-            check_schedule(self.schedule, x.shape[0])
-            core, schedule = self._core(), self.schedule
-        else:
-            core, found = self._fit(x, list(state))
-            if found.ordinary:
-                return None
-            schedule = found.schedule
-        (y,), after = run_schedule(core, schedule, [x], list(state))
-        return y, tuple(after)
-
-    def _core(self, kernel: Kernel = "torch") -> FusedLSTM:
-        weights = cast(list[Tensor], self._flat_weights)
-        return FusedLSTM(weights, self.num_layers, self.bias, kernel)
-
-    def _fit(self, x: Tensor, state: list[Tensor]) -> tuple[FusedLSTM, Fit]:
-        def find() -> tuple[Kernel, Fit]:
-            core, found = fit_fused(self._core(), Held([x]), state, self.memory)
-            return core.kernel, found
-
-        kernel, found = self._fits.get(self._signature(x, state), find)
-        return self._core(kernel), found
-
-    def _check_scheduled(self) -> None:
-        if self.bidirectional:
-            raise CellError(
-                "bidirectional=True is not supported together with memory=: use two LSTMs, one "
-                "on the flipped sequence, and concatenate their outputs"
-            )
-        if self.dropout and self.training and self.num_layers > 1:
-            raise CellError(
-                f"dropout={self.dropout} between layers is not supported together with memory=: "
-                "stack single-layer LSTMs with torch.nn.Dropout between them"
-            )
-
-
-def _check_backward(backward: Any) -> None:
-    if backward is not None and backward not in get_args(Backward):
-        names = ", ".join(map(repr, get_args(Backward)))
-        raise CellError(
-            f"unknown backward={backward!r}: expected one of {names}, or None for torch's own"
-        )

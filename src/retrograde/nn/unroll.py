@@ -220,6 +220,6 @@ def _fitted(core: StepCore, leaves: Tensors, states: Tensors, memory: Memory) ->
 
     def find() -> Fit:
         sizes = _SIZES.get(key, lambda: footprint(core, Held(leaves), widest))
-        return fit_measured(core, Held(leaves), widest, memory, sizes)
+        return fit_measured(core, Held(leaves), widest, memory, sizes)[0]
 
     return _FITS.get((memory, *key), find)

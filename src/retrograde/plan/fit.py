@@ -41,7 +41,7 @@ from retrograde.schedule import (
 from retrograde.schedule.actions import Code, Verb
 from retrograde.units import Memory, as_bytes, format_bytes
 
-__all__ = ["Curve", "Fit", "Footprint", "fit", "predict_peak_bytes"]
+__all__ = ["Curve", "Fit", "Footprint", "fit", "predict_peak_bytes", "refusal"]
 
 LEVELS = 1024
 CELLS = 2_000_000
@@ -94,7 +94,8 @@ class Footprint:
         call_steps: what a call costs besides its steps, in forward steps.
         backward_steps: what recording and backpropagating a step costs more than running it
             forward, in forward steps; it matters between cores only.
-        streamed: whether a schedule runs everything: then there is no one graph of the caller's
+        pace: what a forward step costs, in those of a core that others are compared with.
+        scheduled: whether a schedule runs everything: then there is no one graph of the caller's
             to fall back upon, and ``ordinary`` only says what a fraction is of.
     """
 
@@ -106,13 +107,14 @@ class Footprint:
     ordinary: Curve
     gradient_bytes: int
     heap_bytes: int | None
-    call_steps: float
+    call_steps: float = 0.0
     backward_steps: float = 2.0
-    streamed: bool = False
+    pace: float = 1.0
+    scheduled: bool = False
 
     def whole_bytes(self, length: int) -> int:
         """What backpropagating all steps at once takes."""
-        return self.overhead_bytes(length) if self.streamed else self.ordinary(length)
+        return self.overhead_bytes(length) if self.scheduled else self.ordinary(length)
 
     def core_bytes(self, steps: int) -> int:
         """The working core: what recording and backpropagating one range takes (or one step of a
@@ -122,6 +124,19 @@ class Footprint:
     def minimum_bytes(self) -> int:
         """The least that any schedule takes: the initial and the current state, and one step."""
         return self.overhead_bytes(1) + self.state_bytes
+
+    def least_bytes(self, length: int) -> int:
+        """The least budget for a recurrence of so many steps."""
+        return min(self.whole_bytes(length), self.minimum_bytes())
+
+    def least_time(self, length: int) -> float:
+        """What no schedule undercuts: every step is run, recorded and backpropagated once."""
+        return self.time(length, length, 2)
+
+    def time(self, length: int, forward_steps: int, calls: int) -> float:
+        """The predicted time of an iteration, in forward steps of a core to compare with."""
+        steps = forward_steps + self.backward_steps * length + self.call_steps * calls
+        return self.pace * steps
 
     def overhead_bytes(self, steps: int) -> int:
         """The working core for blocks of ``steps``, the state it starts from, the gradient."""
@@ -183,22 +198,40 @@ def fit(length: int, memory: Memory | None, footprint: Footprint) -> Fit:
         (True, 1906)
     """
     ordinary, whole = footprint.ordinary(length), footprint.whole_bytes(length)
-    minimum = min(whole, footprint.minimum_bytes())
+    minimum = footprint.least_bytes(length)
     budget = ordinary if memory is None else as_bytes(memory, ordinary)
-    if budget >= whole:
-        return _ordinary(length, budget, footprint)
+    if budget >= whole and (not footprint.scheduled or _fits_heap(length, footprint)):
+        return _whole(length, budget, footprint)
     if budget < minimum:
-        given = f"{memory} of {format_bytes(ordinary)}" if _is_share(memory) else f"{memory!r}"
-        raise BudgetError(
-            f"the memory {given} is {budget} bytes ({format_bytes(budget)}), but {length} steps "
-            f"need at least {minimum} bytes ({format_bytes(minimum)}), that is "
-            f"{minimum / ordinary:.2%} of ordinary backpropagation's: raise the budget, or make "
-            "the batch or the state smaller",
-            minimum,
-        )
+        raise refusal(length, memory, budget, minimum, ordinary)
     best = _fastest(length, _grid(length, budget, footprint), budget, footprint)
     assert best.peak_bytes <= budget
     return best
+
+
+def refusal(
+    length: int, memory: Memory | None, budget: int, minimum: int, ordinary: int
+) -> BudgetError:
+    """The error that says how little a budget is.
+
+    Args:
+        length: the number of steps.
+        memory: as it was given.
+        budget: that in bytes.
+        minimum: the least budget that would do.
+        ordinary: what ordinary backpropagation takes.
+
+    Returns:
+        What is to be raised.
+    """
+    given = f"{memory} of {format_bytes(ordinary)}" if _is_share(memory) else f"{memory!r}"
+    return BudgetError(
+        f"the memory {given} is {budget} bytes ({format_bytes(budget)}), but {length} steps "
+        f"need at least {minimum} bytes ({format_bytes(minimum)}), that is "
+        f"{minimum / ordinary:.2%} of ordinary backpropagation's: raise the budget, or make "
+        "the batch or the state smaller",
+        minimum,
+    )
 
 
 def _fastest(length: int, blocks: Sequence[int], budget: int, footprint: Footprint) -> Fit:
@@ -309,7 +342,7 @@ def _least_time(length: int, block: int, budget: int, footprint: Footprint) -> f
         repeated = hsm_cost(blocks - 1, states)
     forward_steps = length + (repeated - (blocks - 1)) * block
     calls = 2 * blocks + (forward_steps - length) // _chunk(length, block, footprint)
-    least = _time(length, forward_steps, calls, footprint)
+    least = footprint.time(length, forward_steps, calls)
     return least * (1 - 1e-12)  # rounded, as the times are that it is compared with
 
 
@@ -367,7 +400,7 @@ def _describe(schedule: Schedule, block: int, budget: int, footprint: Footprint)
         chunk=_chunk(schedule.length, block, footprint),
         forward_steps=forward_steps,
         calls=calls,
-        time=_time(schedule.length, forward_steps, calls, footprint),
+        time=footprint.time(schedule.length, forward_steps, calls),
         budget_bytes=budget,
         peak_bytes=predict_peak_bytes(schedule, footprint),
         ordinary_bytes=footprint.ordinary(schedule.length),
@@ -376,17 +409,18 @@ def _describe(schedule: Schedule, block: int, budget: int, footprint: Footprint)
     )
 
 
-def _time(length: int, forward_steps: int, calls: int, footprint: Footprint) -> float:
-    """The predicted time of an iteration, in forward steps."""
-    return forward_steps + footprint.backward_steps * length + footprint.call_steps * calls
+def _fits_heap(length: int, footprint: Footprint) -> bool:
+    return footprint.heap_bytes is None or footprint.held(length) <= footprint.heap_bytes
 
 
-def _ordinary(length: int, budget: int, footprint: Footprint) -> Fit:
-    """Everything in one recorded range: ordinary backpropagation, with its own peak."""
+def _whole(length: int, budget: int, footprint: Footprint) -> Fit:
+    """Everything in one recorded range; what ordinary backpropagation does, with its own peak."""
     actions: list[Action] = [Store(0), Record(0, length), Backward(0, length), Free(0)]
     schedule = Schedule.from_actions(
         actions, length=length, policy="store-all", units=_units(footprint)
     )
     found = _describe(schedule, length, budget, footprint)
+    if footprint.scheduled:
+        return found
     peak = footprint.whole_bytes(length)
     return replace(found, chunk=length, peak_bytes=peak, ordinary=True)

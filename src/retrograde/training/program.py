@@ -105,5 +105,6 @@ def train(report: Report, run: Run, comparison: Comparison, console: Console) ->
 def _fit(run: Run) -> Fit:
     """How the LSTM's budget is spent on this run's batches."""
     codes, _ = run.sequences()
-    found: Fit = run.model.lstm.fit(run.model.embedding(codes).detach().requires_grad_())
+    found = run.model.lstm.fit(run.model.embedding(codes).detach().requires_grad_())
+    assert isinstance(found, Fit)
     return found

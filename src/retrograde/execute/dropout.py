@@ -1,0 +1,123 @@
+"""Dropout between layers whose mask belongs to the step, whatever range that is run in (rule 2).
+
+Nothing is drawn but one number, the key of a call. Whether element k of sample b is dropped at step
+t before layer l is a function of (key, l, t, b, k): two rounds of a multiplicative hash, counted
+up instead of drawn. So a range can be run again in another one, and a backward pass makes its mask
+anew instead of keeping it.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Dropout", "draw_key"]
+
+# Odd constants with their bits well spread: splitmix64's, and those of a 32-bit hash of low bias.
+_GAMMA, _MIX_1, _MIX_2 = (
+    value - 2**64 for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
+_SPREAD, _SHORT_1, _SHORT_2 = 0x9E3779B9 - 2**32, 0x7FEB352D, 0x846CA68B - 2**32
+# How many elements are worked on at a time: what fits a cache, or fills a device.
+_ELEMENTS = {"cpu": 2**15, "cuda": 2**22}
+
+
+def draw_key(device: torch.device) -> Tensor:
+    """The key of a call, drawn from the device's default generator."""
+    return torch.randint(2**62, (), device=device)
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Elements become zero with probability p, the others are divided by 1 − p.
+
+    Args:
+        p: the probability.
+        key: what :func:`draw_key` drew.
+        layer: the number of the core's first layer in the whole module.
+        first: whether the core's inputs are dropped too, being another layer's outputs.
+
+    Example:
+        >>> dropout = Dropout(0.5, torch.tensor(7), layer=0, first=False)
+        >>> x, steps = torch.ones(3, 2, 4), torch.arange(3)
+        >>> y = dropout(x, 1, steps)
+        >>> torch.equal(y[1:2], dropout(x[1:2], 1, steps[1:2])), sorted(set(y.flatten().tolist()))
+        (True, [0.0, 2.0])
+    """
+
+    p: float
+    key: Tensor
+    layer: int
+    first: bool
+
+    def __call__(
+        self, x: Tensor, number: int, steps: Tensor, sizes: Tensor | None = None
+    ) -> Tensor:
+        """Drop what comes to one of the core's layers.
+
+        Args:
+            x: (L, B, H), or packed (rows, H).
+            number: of the layer in the core.
+            steps: the numbers of the steps (L,).
+            sizes: if packed, how many sequences have each step (L,).
+
+        Returns:
+            A tensor like ``x``.
+        """
+        if sizes is None:
+            step = steps.repeat_interleave(x.shape[1])
+            sample = torch.arange(x.shape[1], device=x.device).repeat(len(steps))
+        else:
+            sizes = sizes.to(x.device)
+            step = steps.repeat_interleave(sizes)
+            first = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+            sample = torch.arange(len(step), device=x.device) - first
+        seeds = _mixed(self.key + (self.layer + number + 1))
+        seeds = _mixed(_mixed(seeds + _GAMMA * step) + _GAMMA * sample)
+        return _Drop.apply(x, seeds, self.p)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _mixed(z: Tensor) -> Tensor:
+    """64 bits, each of which depends on all that went in."""
+    z = (z ^ _shifted(z, 30, 64)) * _MIX_1
+    z = (z ^ _shifted(z, 27, 64)) * _MIX_2
+    return z ^ _shifted(z, 31, 64)
+
+
+def _shifted(z: Tensor, bits: int, width: int) -> Tensor:
+    """To the right, zeros coming in."""
+    return (z >> bits).bitwise_and_((1 << (width - bits)) - 1)
+
+
+class _Drop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seeds: Tensor, p: float) -> Tensor:
+        ctx.save_for_backward(seeds)
+        ctx.p = p
+        return _dropped(x, seeds, p)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        (seeds,) = ctx.saved_tensors
+        return _dropped(dy, seeds, ctx.p), None, None
+
+
+def _dropped(x: Tensor, seeds: Tensor, p: float) -> Tensor:
+    """Each row with the mask of its seed, some rows at a time."""
+    out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    if p == 1:
+        return out
+    width = x.shape[-1]
+    columns = torch.arange(width, dtype=torch.int32, device=x.device) * _SPREAD
+    words = seeds.view(torch.int32).view(-1, 2, 1)
+    rows = max(1, _ELEMENTS.get(x.device.type, _ELEMENTS["cuda"]) // width)
+    parts = (t.split(rows) for t in (words, x.reshape(-1, width), out.view(-1, width)))
+    for word, given, kept in zip(*parts, strict=True):
+        v = word[:, 0] + columns
+        v = v.bitwise_xor_(_shifted(v, 16, 32)).mul_(_SHORT_1).add_(word[:, 1])
+        v = v.bitwise_xor_(_shifted(v, 15, 32)).mul_(_SHORT_2)
+        v = v.bitwise_xor_(_shifted(v, 16, 32))
+        keep = v >= round(p * 2**32) - 2**31
+        torch.mul(given, keep, out=kept).div_(1 - p)
+    return out

@@ -1,0 +1,288 @@
+"""A recurrent module within a byte budget, by schedules of recomputation.
+
+Layers of one direction are one recurrence, whose state is that of all of them, so nothing is kept
+between them. A layer with two directions needs the whole of the layer below it, so there every
+layer is a recurrence of its own, and the sequences between them are held: these, and the gradient
+of one, come off the budget first, each layer then gets its least budget, and what is left is
+divided by what each could still use.
+
+What a range takes is measured once for the shapes, whatever the length, and kept; a schedule is
+fitted for a length and a budget. For a packed batch it is measured with all sequences at every
+step, which is the most that any range can have.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from retrograde.execute.autograd import run_schedule
+from retrograde.execute.dropout import Dropout, draw_key
+from retrograde.execute.fused import Fused, Kernel, Layers, Mode, run_torch
+from retrograde.execute.inputs import Inputs
+from retrograde.execute.layout import Rows
+from retrograde.execute.profile import LONGEST_MEASURED, Candidate, fit_fastest, footprints
+from retrograde.nn.cores import candidates
+from retrograde.nn.ordinary import ordinary_bytes
+from retrograde.plan.fit import Curve, Fit, Footprint, refusal
+from retrograde.schedule import Schedule
+from retrograde.units import as_bytes
+
+if TYPE_CHECKING:
+    from retrograde.nn.recurrent import Recurrent
+
+__all__ = ["Call", "Plan", "StackFit"]
+
+State = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class StackFit:
+    """What a budget buys for layers with two directions, each a recurrence of its own.
+
+    Attributes:
+        layers: what each layer's share buys; empty where torch's own module is run.
+        peak_bytes: what is predicted, at most the budget.
+        budget_bytes: the budget.
+        ordinary_bytes: what ordinary backpropagation takes.
+        minimum_bytes: the least budget.
+    """
+
+    layers: tuple[Fit, ...]
+    peak_bytes: int
+    budget_bytes: int
+    ordinary_bytes: int
+    minimum_bytes: int
+
+    @property
+    def ordinary(self) -> bool:
+        """Whether torch's own module is run."""
+        return not self.layers
+
+    @property
+    def forward_steps(self) -> int:
+        """Forward steps of all layers, the first sweeps included."""
+        return sum(fit.forward_steps for fit in self.layers)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a module is to be run.
+
+    Attributes:
+        parts: for each recurrence its kernel and its schedule; none to run torch's own module.
+        fit: what was found for the budget; None where the schedule was given.
+    """
+
+    parts: tuple[tuple[Kernel, Schedule], ...]
+    fit: Fit | StackFit | None = None
+
+
+class Call:
+    """One call of a module.
+
+    Args:
+        module: one of ours.
+        x: inputs (T, B, I), or packed (rows, I).
+        state: the initial state: (h,), or (h, c), each (layers · directions, B, H).
+        sizes: of a packed batch: how many sequences have each step.
+    """
+
+    def __init__(
+        self, module: "Recurrent", x: Tensor, state: State, sizes: Tensor | None = None
+    ) -> None:
+        self.module, self.x, self.state, self.sizes = module, x, state, sizes
+        self.length = len(x) if sizes is None else len(sizes)
+        self.batch = state[0].shape[1]
+        self.both = bool(module.bidirectional)
+        self.drops = bool(module.dropout and module.training and module.num_layers > 1)
+
+    def follow(self, schedule: Schedule) -> Plan:
+        """The plan that follows a given schedule."""
+        return Plan(((run_torch, schedule),) * len(self._nets()))
+
+    def plan(self) -> Plan:
+        """The fastest plan that fits the module's budget.
+
+        Raises:
+            BudgetError: the memory is too little for these shapes; the message names the least.
+        """
+        key = self.module.memory, self.length, len(self.x), self._shapes()
+        return cast(Plan, self.module._fits.get(key, self._find))
+
+    def run(self, plan: Plan) -> tuple[Tensor, State]:
+        """The outputs, laid out as the inputs are, and the final state."""
+        x, finals = self.x, []
+        key = draw_key(x.device) if self.drops else None
+        states = self._states()
+        for number, (kernel, schedule) in enumerate(plan.parts):
+            dropout = self._dropout(number, key)
+            core = Fused(self._nets()[number], kernel, dropout, self.sizes is not None)
+            layout = Rows(self.length, self.sizes, self.both, dropout is not None)
+            (x,), final = run_schedule(core, schedule, [x], states[number], layout)
+            finals.append(final)
+        if len(finals) == 1:
+            return x, tuple(finals[0])
+        return x, tuple(torch.cat(parts) for parts in zip(*finals, strict=True))
+
+    def _find(self) -> Plan:
+        x, sizes = self._probe()
+        curve = self._known("ordinary", lambda: self._ordinary(x, sizes))
+        parts = self._parts(x, sizes, curve(len(self.x)))
+        if len(parts) > 1:
+            return self._divide(parts, curve(len(self.x)))
+        kernel, found = parts[0].fit(self.module.memory)
+        return Plan(() if found.ordinary else ((kernel, found.schedule),), found)
+
+    def _probe(self) -> tuple[Tensor, Tensor | None]:
+        """Inputs to measure by: as given, or those of a packed batch of sequences of one length."""
+        if self.sizes is None:
+            return self.x.detach().requires_grad_(self.x.requires_grad), None
+        rows = self.x.new_zeros(self.length * self.batch, self.x.shape[1])
+        rows.requires_grad_(self.x.requires_grad)
+        return rows, torch.full((self.length,), self.batch)
+
+    def _ordinary(self, x: Tensor, sizes: Tensor | None) -> Curve:
+        return ordinary_bytes(self.module, x, self.state, Rows(self.length, sizes))
+
+    def _parts(self, x: Tensor, sizes: Tensor | None, ordinary: int) -> "list[_Part]":
+        """Every recurrence, and what its ranges take."""
+        parts, nets, states = [], self._nets(), self._states()
+        key = torch.zeros((), dtype=torch.int64, device=x.device) if self.drops else None
+        for number, net in enumerate(nets):
+            if number == 1:
+                width = 2 * self.state[0].shape[-1]
+                x = x.new_zeros(*x.shape[:-1], width, requires_grad=True)
+            dropout = self._dropout(number, key)
+            known = candidates(
+                net,
+                self.batch,
+                way=self._way(),
+                dropout=dropout,
+                packed=sizes is not None,
+                whole=not self.drops and len(nets) == 1,
+            )
+            read = Rows(self.length, sizes, self.both, dropout is not None).read([x])
+            part = _Part(known, read, [s.detach() for s in states[number]], ordinary)
+            part.sizes = self._known(number, part.measured)
+            parts.append(part)
+        return parts
+
+    def _divide(self, parts: "list[_Part]", ordinary: int) -> Plan:
+        """Every layer's share of the budget; or torch's own module where that is no slower."""
+        memory = self.module.memory
+        budget = ordinary if memory is None else as_bytes(memory, ordinary)
+        held, minima = self._between(), [part.minimum_bytes for part in parts]
+        least = held + sum(minima)
+        minimum = least if self.drops else min(least, ordinary)
+        if budget < minimum:
+            raise refusal(self.length, memory, budget, minimum, ordinary)
+        whole = Plan((), StackFit((), ordinary, budget, ordinary, minimum))
+        if budget < least:
+            return whole
+        wants = [part.most_bytes - part.minimum_bytes + 1 for part in parts]
+        shares = [
+            at_least + (budget - least) * want // sum(wants)
+            for at_least, want in zip(minima, wants, strict=True)
+        ]
+        found = [part.fit(share) for part, share in zip(parts, shares, strict=True)]
+        if not self.drops and budget >= ordinary:
+            usual = sum(part.sizes[0].least_time(self.length) for part in parts)
+            if usual <= sum(fit.time for _, fit in found):
+                return whole
+        fits = tuple(fit for _, fit in found)
+        peak = held + sum(fit.peak_bytes for fit in fits)
+        chosen = tuple((kernel, fit.schedule) for kernel, fit in found)
+        return Plan(chosen, StackFit(fits, peak, budget, ordinary, minimum))
+
+    def _between(self) -> int:
+        """The bytes of the sequences between layers and of the gradient of one; and of the initial
+        states' gradients, which wait for one another."""
+        rows, width = self.x[..., 0].numel(), 2 * self.state[0].shape[-1]
+        whole = rows * width * self.x.element_size() * self.module.num_layers
+        return whole + 2 * sum(s.nbytes for s in self.state)
+
+    def _nets(self) -> list[tuple[Layers, ...]]:
+        """The layers of every recurrence."""
+        module = self.module
+        count = module.num_layers * (2 if self.both else 1)
+        weights = cast(list[Tensor], module._flat_weights)
+        stack = Layers(cast(Mode, module.mode), weights, count, module.bias)
+        if not self.both:
+            return [(stack,)]
+        return [(stack[2 * k], stack[2 * k + 1]) for k in range(module.num_layers)]
+
+    def _states(self) -> list[list[Tensor]]:
+        """The initial state of every recurrence."""
+        if not self.both or self.module.num_layers == 1:
+            return [list(self.state)]
+        return [list(parts) for parts in zip(*(s.split(2) for s in self.state), strict=True)]
+
+    def _dropout(self, number: int, key: Tensor | None) -> Dropout | None:
+        """What is dropped before the layers of a recurrence."""
+        if key is None or (self.both and number == 0):
+            return None
+        return Dropout(float(self.module.dropout), key, number, first=self.both)
+
+    def _way(self) -> Literal["sequential", "scan"] | None:
+        """How to go backward, where that was asked."""
+        backward = self.module.backward
+        if backward == "auto":
+            return "scan" if self.x.is_cuda else None
+        return backward
+
+    def _known(self, what: Any, find: Callable[[], Any]) -> Any:
+        """What was learnt of these shapes, whatever the budget."""
+        steps = min(self.length, LONGEST_MEASURED)
+        return self.module._fits.get((what, steps, self._shapes()), find)
+
+    def _shapes(self) -> Any:
+        """All that the bytes of a range depend on, but for its length."""
+        module, x, kind = self.module, self.x, self.x.device.type
+        return (
+            (module.backward, self.drops and module.dropout, self.sizes is None, x.shape[1:]),
+            *(tuple(s.shape) for s in self.state),
+            *((t.is_contiguous(), t.stride(-1), 0 in t.stride()) for t in (x, *self.state)),
+            *((t.dtype, t.requires_grad) for t in (x, *self.state)),
+            *(p.requires_grad for p in module.parameters()),
+            (x.device, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
+        )
+
+
+@dataclass
+class _Part:
+    """A recurrence, the cores that can run it, and what their ranges take."""
+
+    cores: list[Candidate]
+    inputs: Inputs
+    state: list[Tensor]
+    ordinary: int
+    sizes: list[Footprint] = None  # type: ignore[assignment]
+
+    def measured(self) -> list[Footprint]:
+        """What ranges take, to be kept for other lengths."""
+        return footprints(self.cores, self.inputs, self.state, self._ordinary())
+
+    @property
+    def minimum_bytes(self) -> int:
+        return min(size.least_bytes(len(self.inputs)) for size in self._sizes())
+
+    @property
+    def most_bytes(self) -> int:
+        """What torch's kernel would use."""
+        return max(self.minimum_bytes, self._sizes()[0].overhead_bytes(len(self.inputs)))
+
+    def fit(self, memory: Any) -> tuple[Kernel, Fit]:
+        """The fastest kernel and its schedule within a budget."""
+        sizes = self._sizes()
+        number, found = fit_fastest(self.cores, sizes, self.inputs, self.state, memory)
+        self.sizes[:] = sizes  # with the lengths that were measured
+        return cast(Fused, self.cores[number].core).kernel, found
+
+    def _sizes(self) -> list[Footprint]:
+        return [replace(size, ordinary=self._ordinary()) for size in self.sizes]
+
+    def _ordinary(self) -> Curve:
+        return Curve(((len(self.inputs), self.ordinary),))
