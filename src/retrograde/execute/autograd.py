@@ -177,7 +177,7 @@ class _Recurrence(torch.autograd.Function):
             inputs=[
                 layout.room(x) if needed else None for x, needed in zip(inputs, needs, strict=False)
             ],
-            parameters=[None] * len(parameters),
+            parameters=run.core.totals(),
             length=run.length,
             layout=layout,
             outside=_outside(inputs[0].device, ctx.autocasts),

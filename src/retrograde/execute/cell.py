@@ -73,6 +73,10 @@ class Core(Protocol):
         """The context in which a range is to be recorded."""
         ...
 
+    def totals(self) -> list[Tensor | None]:
+        """Where the parameters' gradients are collected; None for what the first share begins."""
+        ...
+
     def __call__(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
         """Run one step, or a fused range: outputs, and the state after it."""
         ...
@@ -112,6 +116,9 @@ class StepCore:
 
     def recording(self) -> AbstractContextManager[Any]:
         return self.outside.cut()
+
+    def totals(self) -> list[Tensor | None]:
+        return [None] * len(self.parameters)
 
     def __call__(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
         outputs, states, output_spec = self._run(self.cell, inputs, state)

@@ -57,18 +57,21 @@ class Layers:
             bias_ih, bias_hh; with projections, weight_hr.
         count: how many layers.
         bias: whether there are biases.
+        totals: by the weights' ids, where a kernel may add their gradients by itself, rather than
+            hand over a share for every range.
     """
 
     mode: Mode
     weights: Tensors
     count: int
     bias: bool
+    totals: dict[int, Tensor] = field(default_factory=dict)
 
     def __getitem__(self, number: int) -> "Layers":
         """One of them."""
         each = len(self.weights) // self.count
         weights = self.weights[number * each : (number + 1) * each]
-        return Layers(self.mode, weights, 1, self.bias)
+        return Layers(self.mode, weights, 1, self.bias, self.totals)
 
 
 #: ``kernel(layers, x, state, sizes) -> (outputs, state after)``: x is (L, B, I), or packed (rows,
@@ -143,6 +146,16 @@ class Fused:
 
     def recording(self) -> AbstractContextManager[Any]:
         return nullcontext()
+
+    def totals(self) -> list[Tensor | None]:
+        if not getattr(self.kernel, "accumulates", False):
+            return [None] * len(self.parameters)
+        found = [torch.zeros_like(w) for w in self.parameters]
+        for net in self.nets:
+            net.totals.update(
+                (id(w), total) for w, total in zip(self.parameters, found, strict=True)
+            )
+        return list(found)
 
     def __call__(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
         nothing: list[Tensor | None] = [None] * len(self.nets)

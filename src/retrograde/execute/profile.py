@@ -53,6 +53,10 @@ __all__ = [
 #: How far ordinary backpropagation is followed to learn what a step adds.
 LONGEST_MEASURED = 256
 
+# The lengths of the ranges that a fused core is measured on: a kernel's own room grows with a range
+# up to some length, and then no more.
+_LENGTHS = (1, 2, 4, 16, 64)
+
 Tensors = list[Tensor]
 Shapes = list[tuple[torch.Size, torch.dtype]]
 
@@ -197,7 +201,7 @@ def footprint(
     length, device = len(inputs), core.ambient.device
     with core.ambient.without_trace(), autocast_as_now(device), muted_hooks(core.parameters):
         _measure_range(core, inputs, state, 1)  # what a first call allocates for good is not ours
-        lengths = sorted({min(length, L) for L in ((1, 2, 4, 16) if core.fused else (1,))})
+        lengths = sorted({min(length, L) for L in (_LENGTHS if core.fused else (1,))})
         points = {L: _measure_range(core, inputs, state, L) for L in lengths}
         if ordinary is None:
             ordinary = ordinary_curve(
@@ -264,6 +268,7 @@ class Candidate:
         core: as the executor would run it.
         pace: as :class:`Footprint` has it.
         call_steps: as :class:`Footprint` has it.
+        record_steps: as :class:`Footprint` has it.
         backward_steps: as :class:`Footprint` has it.
         scheduled: as :class:`Footprint` has it.
     """
@@ -271,6 +276,7 @@ class Candidate:
     core: Core
     pace: float = 1.0
     call_steps: float = 0.0
+    record_steps: float = 0.0
     backward_steps: float = 2.0
     scheduled: bool = False
 
@@ -280,6 +286,7 @@ class Candidate:
             footprint(self.core, inputs, state, ordinary=ordinary),
             pace=self.pace,
             call_steps=self.call_steps,
+            record_steps=self.record_steps,
             backward_steps=self.backward_steps,
             scheduled=self.scheduled or self.core.sums,
         )
@@ -467,7 +474,10 @@ def _gradients_like(
             for t, edge in zip(tape.state_after, tape.state_edges, strict=True)
         ],
         inputs=[torch.empty_like(x) if x.requires_grad else None for x in tape.inputs],
-        parameters=[torch.zeros_like(p) for p in core.parameters],
+        parameters=[
+            torch.zeros_like(p) if total is None else total
+            for p, total in zip(core.parameters, core.totals(), strict=True)
+        ],
         length=tape.stop,
         layout=Straight(steps, core.fused),
         outside=torch.autocast(core.ambient.device.type, enabled=False),

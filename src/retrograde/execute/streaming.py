@@ -66,7 +66,7 @@ def run_stream(
         outputs=[torch.ones((), dtype=torch.float64, device=device)],
         states=[None] * len(state),
         inputs=[None if t is None else torch.zeros_like(t) for t in (*stream.source.trained, None)],
-        parameters=[None] * len(core.parameters),
+        parameters=core.totals(),
         length=len(stream),
         layout=Straight(len(stream), core.fused),
         stream=stream,

@@ -5,7 +5,7 @@ unit and step; everything else is recomputed from them.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -66,6 +66,7 @@ class Compiled:
     """
 
     way: Literal["sequential", "scan"] = "sequential"
+    accumulates: ClassVar[bool] = True
 
     def __call__(
         self, net: Layers, x: Tensor, state: Tensors, sizes: Tensor | None
@@ -88,7 +89,8 @@ class Compiled:
         if not torch.is_grad_enabled():
             biases = net.weights[2:] if net.bias else (None, None)
             return layers.run(Weights(net.mode, *net.weights[:2], *biases), x, before, sizes)
-        return layer(net.mode, net.weights, self._way(net, x), x, before, sizes)
+        totals = [net.totals.get(id(w)) for w in net.weights]
+        return layer(net.mode, net.weights, self._way(net, x), x, before, sizes, totals)
 
     def _way(self, net: Layers, x: Tensor) -> Way:
         steps, *width = x.shape

@@ -1,15 +1,14 @@
 """The kernels that can run a recurrent layer's ranges, and what a call and a step of each cost.
 
 A plan of few, long ranges wins where calls are dear, one of little recomputation where steps are;
-and which kernel is the fastest depends on both. The costs are nominal: measured once, by
-``benchmarks/range_costs.py``, and not on the user's machine, so that a budget gives the same
-schedule, and the same sums, on every run. They count as arithmetic what a call takes besides it:
+and which kernel is the fastest depends on both. The costs are nominal: what
+``benchmarks/range_costs.py`` measured once, and not the user's machine, so that a budget gives the
+same schedule, and the same sums, on every run. In microseconds, for layers of W weights:
 
-    step     = flops / rate + overhead of a step
-    call     = overhead of a call
-    backward = what recording and backpropagating a step costs more than running it forward
-
-in units of a step of torch's own kernel.
+    forward step  = step + flops / rate
+    advancing     = call + weight · W        a call, besides its steps
+    recording     = record + weighed · W     a call, and one backward, besides their steps
+    backward step = backward · forward step  beyond running it forward
 """
 
 from dataclasses import dataclass
@@ -32,31 +31,42 @@ __all__ = ["candidates"]
 
 @dataclass(frozen=True)
 class _Costs:
-    """What a kernel takes on a CPU, arithmetic and overheads in floating point operations.
+    """What a kernel takes; times in microseconds, rates in operations to one.
 
     Attributes:
-        rate: how many operations it does while the best one does one.
-        step: the overhead of a step.
-        call: the overhead of a call, forward or backward.
-        backward: recording and backpropagating a step, in forward steps of its own.
+        step: a step, besides its arithmetic.
+        rate: of its arithmetic.
+        backward: recording and backpropagating a step, in forward steps.
+        call: a call that advances.
+        record: a call that records, and the one that goes back.
+        weight: for each weight, of a call that advances.
+        weighed: for each weight, of recording and going back.
     """
 
-    rate: float
     step: float
-    call: float
+    rate: float
     backward: float
+    call: float
+    record: float
+    weight: float = 0.0
+    weighed: float = 0.0
 
     def forward(self, flops: float) -> float:
-        return flops / self.rate + self.step
+        """A forward step."""
+        return self.step + flops / self.rate
 
 
-# oneDNN's LSTM, and torch's own loop for the other kinds; the lean kernel's forward pass is counted
-# where it is recorded, being the slower one.
-_TORCH_LSTM = _Costs(rate=1.0, step=5e5, call=3e7, backward=2.0)
-_TORCH_OTHERS = _Costs(rate=1.0, step=5e5, call=1.5e6, backward=2.0)
-_LEAN_RECORD = _Costs(rate=1.0, step=5e5, call=3e7, backward=2.8)
-_LEAN = _Costs(rate=1.0, step=5e5, call=3e7, backward=3.3)
-_COMPILED = _Costs(rate=1.0, step=1e4, call=1e6, backward=2.0)
+# With what the executor adds to a call, some 40 µs to advance and 130 to record and go back.
+_CPU = {
+    "LSTM": _Costs(step=1.2, rate=1.6e5, backward=2.0, call=110, record=480),
+    "others": _Costs(step=15, rate=1.1e5, backward=2.7, call=60, record=300),
+    "lean": _Costs(step=20, rate=0.85e5, backward=1.2, call=110, record=500),
+    "compiled": _Costs(
+        step=0.2, rate=1.35e5, backward=2.0, call=120, record=700, weight=9e-4, weighed=8e-3
+    ),
+}
+# Not measured: launches count, arithmetic hardly does.
+_CUDA = _Costs(step=5, rate=2e7, backward=2.0, call=100, record=400)
 
 
 def candidates(
@@ -82,23 +92,26 @@ def candidates(
     Returns:
         A candidate for each kernel.
     """
-    weights = [w for net in nets for w in net.weights if w.dim() == 2]
-    flops = 2.0 * batch * sum(w.numel() for w in weights)
-    lstm = nets[0].mode == "LSTM"
-    usual = _TORCH_LSTM if lstm else _TORCH_OTHERS
-    kernels: list[tuple[Kernel, _Costs]] = [(run_torch, usual)]
+    lstm, on_cpu = nets[0].mode == "LSTM", nets[0].weights[0].device.type == "cpu"
+    usual = _CPU["LSTM" if lstm else "others"] if on_cpu else _CUDA
+    compiled = _CPU["compiled"] if on_cpu else _CUDA
+    kernels: list[tuple[Kernel, _Costs, _Costs]] = [(run_torch, usual, usual)]
     if way is not None and has_slopes(nets[0]):
-        kernels = [(Compiled(way), _COMPILED)]
+        kernels = [(Compiled(way), compiled, compiled)]
     elif is_fast(nets[0]) and not packed:
-        kernels += [(run_lean_record, _LEAN_RECORD), (run_lean, _LEAN)] if lstm else []
-        kernels += [(Compiled(), _COMPILED)]
-    return [
-        Candidate(
+        lean = [(run_lean_record, usual, _CPU["lean"]), (run_lean, _CPU["lean"], _CPU["lean"])]
+        kernels += [*(lean if lstm else []), (Compiled(), compiled, compiled)]
+    weights = sum(w.numel() for net in nets for w in net.weights if w.dim() == 2)
+    found = []
+    for kernel, advancing, recording in kernels:
+        step, recorded = (costs.forward(2.0 * batch * weights) for costs in (advancing, recording))
+        candidate = Candidate(
             Fused(nets, kernel, dropout, packed),
-            pace=costs.forward(flops) / usual.forward(flops),
-            call_steps=costs.call / costs.forward(flops),
-            backward_steps=costs.backward,
+            pace=step,
+            call_steps=(advancing.call + advancing.weight * weights) / step,
+            record_steps=(recording.record + recording.weighed * weights) / step,
+            backward_steps=recorded * (1 + recording.backward) / step - 1,
             scheduled=not (whole and kernel is run_torch),
         )
-        for kernel, costs in kernels
-    ]
+        found.append(candidate)
+    return found

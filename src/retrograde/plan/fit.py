@@ -7,7 +7,8 @@ policy of the paper. A larger L gives the kernels longer ranges and the dynamic 
 cells; a smaller one uses the budget more finely. Every L of a geometric grid is planned and the
 one with the least predicted time is taken, in units of a forward step:
 
-    time(L) = forward steps + (calls of a kernel) · (cost of a call)
+    time(L) = forward steps + (calls that advance) · (cost of a call)
+            + (ranges recorded) · (cost of recording one and of going back through it)
 
 No clock is read, so the same budget gives the same schedule, and the same sums, on every run.
 What no plan in blocks of L undercuts is known at once (the bound of MSM, the closed form of HSM),
@@ -91,10 +92,12 @@ class Footprint:
         ordinary: the working memory of ordinary backpropagation, as one graph.
         gradient_bytes: the gradient of one hidden state, carried between ranges.
         heap_bytes: the most that one recorded call should hold, for speed; None where it is one.
-        call_steps: what a call costs besides its steps, in forward steps.
+        call_steps: what an advancing call costs besides its steps, in forward steps.
+        record_steps: what recording a range and backpropagating it costs besides its steps, in
+            forward steps.
         backward_steps: what recording and backpropagating a step costs more than running it
             forward, in forward steps; it matters between cores only.
-        pace: what a forward step costs, in those of a core that others are compared with.
+        pace: the time of a forward step, in whatever unit several cores are compared by.
         scheduled: whether a schedule runs everything: then there is no one graph of the caller's
             to fall back upon, and ``ordinary`` only says what a fraction is of.
     """
@@ -108,6 +111,7 @@ class Footprint:
     gradient_bytes: int
     heap_bytes: int | None
     call_steps: float = 0.0
+    record_steps: float = 0.0
     backward_steps: float = 2.0
     pace: float = 1.0
     scheduled: bool = False
@@ -131,12 +135,12 @@ class Footprint:
 
     def least_time(self, length: int) -> float:
         """What no schedule undercuts: every step is run, recorded and backpropagated once."""
-        return self.time(length, length, 2)
+        return self.time(length, length, 0, 1)
 
-    def time(self, length: int, forward_steps: int, calls: int) -> float:
-        """The predicted time of an iteration, in forward steps of a core to compare with."""
-        steps = forward_steps + self.backward_steps * length + self.call_steps * calls
-        return self.pace * steps
+    def time(self, length: int, forward_steps: int, advances: int, records: int) -> float:
+        """The predicted time of an iteration, in units of ``pace``."""
+        calls = self.call_steps * advances + self.record_steps * records
+        return self.pace * (forward_steps + self.backward_steps * length + calls)
 
     def overhead_bytes(self, steps: int) -> int:
         """The working core for blocks of ``steps``, the state it starts from, the gradient."""
@@ -153,7 +157,7 @@ class Fit:
         chunk: the most steps of one advancing range.
         forward_steps: forward steps in all, the first sweep included.
         calls: calls of a kernel in all.
-        time: the predicted time of an iteration, in forward steps.
+        time: the predicted time of an iteration, in forward steps, or in the footprint's unit.
         budget_bytes: what was allowed.
         peak_bytes: what the schedule will hold at most.
         ordinary_bytes: what ordinary backpropagation would hold.
@@ -341,8 +345,8 @@ def _least_time(length: int, block: int, budget: int, footprint: Footprint) -> f
     else:
         repeated = hsm_cost(blocks - 1, states)
     forward_steps = length + (repeated - (blocks - 1)) * block
-    calls = 2 * blocks + (forward_steps - length) // _chunk(length, block, footprint)
-    least = footprint.time(length, forward_steps, calls)
+    advances = (forward_steps - length) // _chunk(length, block, footprint)
+    least = footprint.time(length, forward_steps, advances, blocks)
     return least * (1 - 1e-12)  # rounded, as the times are that it is compared with
 
 
@@ -393,14 +397,14 @@ def _units(footprint: Footprint) -> Units:
 def _describe(schedule: Schedule, block: int, budget: int, footprint: Footprint) -> Fit:
     advances, records = schedule.kind == Verb.ADVANCE, schedule.kind == Verb.RECORD
     forward_steps = int((schedule.stop - schedule.start)[advances | records].sum())
-    calls = int(advances.sum() + 2 * records.sum())
+    calls = int(advances.sum()), int(records.sum())
     return Fit(
         schedule=schedule,
         block=block,
         chunk=_chunk(schedule.length, block, footprint),
         forward_steps=forward_steps,
-        calls=calls,
-        time=footprint.time(schedule.length, forward_steps, calls),
+        calls=calls[0] + 2 * calls[1],
+        time=footprint.time(schedule.length, forward_steps, *calls),
         budget_bytes=budget,
         peak_bytes=predict_peak_bytes(schedule, footprint),
         ordinary_bytes=footprint.ordinary(schedule.length),

@@ -1,5 +1,6 @@
 """A recurrent layer as one autograd function whose backward pass is ours."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ def layer(
     x: Tensor,
     state: State,
     sizes: Tensor | None = None,
+    totals: Sequence[Tensor | None] = (),
 ) -> tuple[Tensor, State]:
     """One layer in one direction, whose gradient is computed in a given way.
 
@@ -31,6 +33,7 @@ def layer(
         x: inputs (T, B, I).
         state: the initial state: (h,), or (h, c), each (B, H).
         sizes: how many sequences have a step t, longest first; None where all have all.
+        totals: for each parameter, where its gradient is to be added, in place of being returned.
 
     Returns:
         The outputs (T, B, H), and the final state.
@@ -44,7 +47,7 @@ def layer(
         (True, torch.Size([15, 5]))
     """
     results = _Layer.apply(  # type: ignore[no-untyped-call]
-        kind, way, sizes, len(state), x, *state, *parameters
+        kind, way, sizes, totals, len(state), x, *state, *parameters
     )
     return results[0], tuple(results[1:])
 
@@ -56,6 +59,7 @@ class _Layer(torch.autograd.Function):
         kind: Kind,
         way: Way,
         sizes: Tensor | None,
+        totals: Sequence[Tensor | None],
         parts: int,
         x: Tensor,
         *rest: Tensor,
@@ -63,7 +67,7 @@ class _Layer(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         state, parameters = rest[:parts], rest[parts:]
         outputs, after, tape = run_and_keep(_weights(kind, parameters), way, x, state, sizes)
-        ctx.kind, ctx.way, ctx.sizes, ctx.parts = kind, way, sizes, parts
+        ctx.kind, ctx.way, ctx.sizes, ctx.totals, ctx.parts = kind, way, sizes, totals, parts
         ctx.names = list(tape.marks)
         ctx.keeps = tape.kept is not None
         kept = [] if tape.kept is None else [tape.kept.gates, tape.kept.cells]
@@ -80,7 +84,7 @@ class _Layer(torch.autograd.Function):
             )
         x, *saved = ctx.saved_tensors
         first, saved = saved[: ctx.parts], saved[ctx.parts :]
-        count = len(ctx.needs_input_grad) - 5 - ctx.parts
+        count = len(ctx.needs_input_grad) - 6 - ctx.parts
         parameters, marks = saved[:count], saved[count:]
         outputs = None if ctx.way.segment else marks[-1]
         kept = Kept(*marks[-3:-1]) if ctx.keeps else None
@@ -90,11 +94,14 @@ class _Layer(torch.autograd.Function):
             torch.zeros_like(s) if g is None else g for s, g in zip(first, after, strict=True)
         )
         weights = _weights(ctx.kind, parameters)
-        needs_x, *needs = ctx.needs_input_grad[4:]
-        found = backpropagate(weights, tape, x, tuple(first), dy, seeds, needs_x)
-        gradients = [*found.state, *found.weights.values()]
+        needs_x, *needs = ctx.needs_input_grad[5:]
+        collected = zip(weights.tensors(), ctx.totals, strict=False)
+        totals = {name: total for name, total in collected if total is not None}
+        found = backpropagate(weights, tape, x, tuple(first), dy, seeds, needs_x, totals)
+        shares = [None if name in totals else g for name, g in found.weights.items()]
+        gradients = [*found.state, *shares]
         wanted = [g if need else None for g, need in zip(gradients, needs, strict=True)]
-        return None, None, None, None, found.x, *wanted
+        return (None,) * 5 + (found.x, *wanted)
 
 
 def _weights(kind: Kind, parameters: Any) -> Weights:

@@ -220,6 +220,7 @@ def backpropagate(
     dy: Tensor | None,
     after: State,
     needs_x: bool,
+    totals: dict[str, Tensor] | None = None,
 ) -> Gradients:
     """Backpropagate all steps.
 
@@ -231,13 +232,14 @@ def backpropagate(
         dy: the loss's gradient of each output (T, B, H), or None for zero.
         after: that of the final state, (h,), or (h, c).
         needs_x: whether the gradient of the inputs is wanted.
+        totals: gradients of weights, by name, to which the layer's are to be added.
 
     Returns:
         Every gradient, in the dtype of what it is the gradient of.
     """
     real = torch.float64 if x.dtype == torch.float64 else torch.float32
     way, at_once = tape.way, _at_once(weights, tape, x, real)
-    sums = _Sums(weights.cast(real), x if needs_x else None, at_once)
+    sums = _Sums(weights.cast(real), x if needs_x else None, at_once, totals or {})
     if way.name == "scan":
         way = replace(way, chunk=safe_chunk(sums.cast.hidden, way.chunk))
     if tape.sizes is not None:
@@ -344,11 +346,19 @@ def _drifted(found: Tensor, kept: Tensor) -> bool:
 class _Sums:
     """The gradients of inputs and weights, to which each block adds its share."""
 
-    def __init__(self, weights: Weights, x: Tensor | None, at_once: Pass | None) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        x: Tensor | None,
+        at_once: Pass | None,
+        totals: dict[str, Tensor],
+    ) -> None:
         self.cast, self.at_once = weights, at_once
         self.x = None if x is None else x.new_empty(x.shape)
         self.weights = {
-            name: torch.zeros_like(w, memory_format=torch.contiguous_format)
+            name: totals[name]
+            if name in totals
+            else torch.zeros_like(w, memory_format=torch.contiguous_format)
             for name, w in weights.tensors().items()
         }
 
@@ -359,10 +369,7 @@ class _Sums:
         dx = None if self.x is None else self.x[start : start + len(block.x)]
         block, losses = block.cast(real), None if dy is None else dy.to(real).contiguous()
         if self.at_once is not None:
-            g, found = self.at_once(weights, block, losses, g, dx)
-            for name, share in found.items():
-                self.weights[name] += share
-            return g
+            return self.at_once(weights, block, losses, g, dx, self.weights)
         use = kernels(block.x.device.type, real, weights.size)
         known = None if block.kept is None else block.kept.gates.clone()  # they become slopes
         steps = slopes(weights, block.x, block.before, block.after, block.c, use.gates, known)
@@ -396,4 +403,4 @@ class _Sums:
 def _add_product(total: Tensor, gates: Tensor, by: Tensor) -> None:
     """total += gatesᵀ by, the rows being summed in parts, and then the parts."""
     for part, other in zip(gates.split(_ROWS), by.split(_ROWS), strict=True):
-        total += part.t() @ other
+        total.addmm_(part.t(), other)

@@ -36,9 +36,15 @@ class Pass(Protocol):
     """The backward pass of a block, as :func:`retrograde.scan.kernels.cpu.backward`."""
 
     def __call__(
-        self, weights: Weights, block: Block, dy: Tensor | None, g: Tensor, dx: Tensor | None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The gradients of the state before the block, and of the weights."""
+        self,
+        weights: Weights,
+        block: Block,
+        dy: Tensor | None,
+        g: Tensor,
+        dx: Tensor | None,
+        totals: dict[str, Tensor],
+    ) -> Tensor:
+        """The gradient of the state before the block; those of the weights are added to totals."""
         ...
 
 

@@ -101,8 +101,13 @@ def _drive(inputs: Tensor, bias: Tensor | None, x: Tensor, out: Tensor) -> None:
 
 
 def backward(
-    weights: Weights, block: Block, dy: Tensor | None, g: Tensor, dx: Tensor | None
-) -> tuple[Tensor, dict[str, Tensor]]:
+    weights: Weights,
+    block: Block,
+    dy: Tensor | None,
+    g: Tensor,
+    dx: Tensor | None,
+    totals: dict[str, Tensor],
+) -> Tensor:
     """The whole backward pass of a block of steps.
 
     Args:
@@ -111,9 +116,10 @@ def backward(
         dy: the loss's gradient of each output (L, B, H), or None for zero.
         g: of the state after the block (B, n).
         dx: takes the gradients of the inputs (L, B, I), if they are wanted.
+        totals: the gradients of the weights, by name, to which the block's are added.
 
     Returns:
-        The gradient of the state before the block, and those of the weights, by name.
+        The gradient of the state before the block.
     """
     size, samples, width = weights.size, block.x.shape[1], block.x.shape[2]
     kernel, given, hidden = _given(weights, block)
@@ -137,7 +143,11 @@ def backward(
         kernel(*arrays, *own, first, last)
 
     share(loop, parts)
-    return g, _named(weights, *(total.sum(0) for total in sums))
+    for first_part, *others in sums:
+        for other in others:
+            first_part += other
+    _add_named(weights, totals, *(first_part for first_part, *_ in sums))
+    return g
 
 
 # Kinds of gates whose gradients a row has; a GRU's third has two, as inputs and as states see it.
@@ -163,19 +173,22 @@ def _given(weights: Weights, block: Block) -> tuple[Any, list[Any], Tensor]:
             return cpu_backward.backward_rnn, rnn, weights.hidden
 
 
-def _named(weights: Weights, inputs: Tensor, hidden: Tensor, rows: Tensor) -> dict[str, Tensor]:
-    """The sums of a block as the gradients of the parameters."""
+def _add_named(
+    weights: Weights, totals: dict[str, Tensor], inputs: Tensor, hidden: Tensor, rows: Tensor
+) -> None:
+    """Add the sums of a block to the gradients of the parameters."""
     size, of_inputs, of_hidden = weights.size, rows, rows
+    hidden = hidden[:, :size]
+    totals["inputs"] += inputs[:, : weights.inputs.shape[1]]
     if weights.kind == "GRU":  # rows: n as states see it, r, z, n as inputs see it
-        hidden = torch.cat([hidden[size:], hidden[:size]])
+        totals["hidden"][: 2 * size] += hidden[size:]
+        totals["hidden"][2 * size :] += hidden[:size]
         of_inputs, of_hidden = rows[size:], torch.cat([rows[size : 3 * size], rows[:size]])
-    found = {
-        "inputs": inputs[:, : weights.inputs.shape[1]],
-        "hidden": hidden[:, :size],
-        "bias_inputs": of_inputs,
-        "bias_hidden": of_hidden,
-    }
-    return {name: found[name] for name in weights.tensors()}
+    else:
+        totals["hidden"] += hidden
+    for name, found in (("bias_inputs", of_inputs), ("bias_hidden", of_hidden)):
+        if name in totals:
+            totals[name] += found
 
 
 def sweep(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor) -> Tensor:
