@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from retrograde.errors import CellError, RetrogradeError, ScheduleError
 from retrograde.execute.cell import Cell, Core, StepCore
-from retrograde.execute.fused import Fused, Layers, Mode
+from retrograde.execute.fused import Fused, Layers, Mode, run_lean
 from retrograde.execute.losses import Loss, RangeLoss, StepLoss, examine_loss
 from retrograde.execute.profile import Candidate, fit_fastest, footprints
 from retrograde.execute.replay import autocast_as_now
@@ -198,10 +198,15 @@ def _module(
         states, state_spec = _module_state(module, stream, state)
         list_spec = flatten(states, "state")[1]
         kernels = candidates((net,), states[0].shape[1])
-        part = RangeLoss(cast(Fused, kernels[0].core), loss, device)
+        part = RangeLoss(_least([cast(Fused, one.core) for one in kernels]), loss, device)
         core, probed = examine_loss(part, stream, states, list_spec)
     cores = [replace(one, core=_with_kernel(core, cast(Fused, one.core))) for one in kernels]
     return _Task(cores, stream, probed, states, state_spec)
+
+
+def _least(cores: list[Fused]) -> Fused:
+    """The core for a trial step, which must not take more than the least budget."""
+    return next((core for core in cores if core.kernel is run_lean), cores[0])
 
 
 def _with_kernel(core: StepCore, kernel: Fused) -> StepCore:

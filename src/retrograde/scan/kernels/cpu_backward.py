@@ -35,7 +35,7 @@ __all__ = ["backward_gru", "backward_lstm", "backward_rnn", "room_for"]
 _Reals = NDArray[np.floating[Any]]
 
 # Rows, that is, steps of samples, whose gates' gradients are held at a time.
-_ROWS = 128
+_ROWS = 64
 
 
 @compiled  # type: ignore[untyped-decorator]
