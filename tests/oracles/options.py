@@ -24,7 +24,7 @@ class Setup:
         loss: what gradients arrive for: "both", "outputs", "final state", or its "c" alone.
         wanted: what requires a gradient: "all", all but "no x" or "no weight_hh", or "x alone".
         seeds: whether the gradients that arrive are "dense", or scalars that are "expanded".
-        memory: the budget; the least one where that is more.
+        memory: the budget; the least one where that is more; None for torch's own way.
     """
 
     cell: str = "LSTM"
@@ -45,7 +45,7 @@ class Setup:
     loss: str = "both"
     wanted: str = "all"
     seeds: str = "dense"
-    memory: int | str = 1
+    memory: int | str | None = 1
 
     def __repr__(self):
         given = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -81,11 +81,17 @@ class Setup:
     @property
     def lengths(self):
         """The steps of each sample."""
+        if not self.layout.startswith("packed"):
+            return [self.length] * self.samples
         falling = [max(1, self.length * (self.batch - b) // self.batch) for b in range(self.batch)]
         # Turned round by one, so that the order and its inverse differ.
         return falling[1:] + falling[:1] if self.layout == "packed unsorted" else falling
 
-    def packed(self, x):
+    @property
+    def samples(self):
+        return 1 if self.layout == "unbatched" else self.batch
+
+    def laid_out(self, x):
         """A (T, B, …) tensor in the layout that is asked for."""
         if self.layout.startswith("packed"):
             return pack_padded_sequence(x, self.lengths, enforce_sorted=self.layout == "packed")
@@ -95,10 +101,9 @@ class Setup:
 
     def x(self, seed=3):
         generator = torch.Generator().manual_seed(seed)
-        batch = 1 if self.layout == "unbatched" else self.batch
-        shape = (self.length, batch, self.inputs)
+        shape = (self.length, self.samples, self.inputs)
         x = torch.randn(shape, generator=generator, dtype=torch.float64).to(self.number_type)
-        return leaf(self.packed(x), self.wanted != "no x")
+        return leaf(self.laid_out(x), self.wanted != "no x")
 
     def initial(self, net):
         """The initial state, or None."""
