@@ -20,7 +20,7 @@ class Setup:
     Attributes:
         cell: a key of ``oracles.networks.CELLS``.
         layout: "batched", "unbatched", "packed" (the longest first), or "packed unsorted".
-        state: whether an initial state is "given", or "absent".
+        state: whether an initial state is "given", a "constant" without gradient, or "absent".
         loss: what gradients arrive for: "both", "outputs", "final state", or its "c" alone.
         wanted: what requires a gradient: "all", all but "no x" or "no weight_hh", or "x alone".
         seeds: whether the gradients that arrive are "dense", or scalars that are "expanded".
@@ -72,11 +72,15 @@ class Setup:
         both = pair(self.cell, self.inputs, self.size, dtype=self.number_type, **options)
         for net in both:
             net.train(self.training)
-            for name, parameter in net.named_parameters():
-                frozen = {"x alone": True, "no weight_hh": name.startswith("weight_hh")}
-                parameter.requires_grad_(not frozen.get(self.wanted, False))
+            self.freeze(net)
         both[1].memory = self.memory
         return both
+
+    def freeze(self, net):
+        """Let those parameters alone require a gradient that are wanted to."""
+        for name, parameter in net.named_parameters():
+            frozen = {"x alone": True, "no weight_hh": name.startswith("weight_hh")}
+            parameter.requires_grad_(not frozen.get(self.wanted, False))
 
     @property
     def lengths(self):
@@ -110,7 +114,8 @@ class Setup:
         if self.state == "absent":
             return None
         batch = () if self.layout == "unbatched" else (self.batch,)
-        return tuple(leaf(s.to(self.number_type)) for s in state_of(net, *batch))
+        states = state_of(net, *batch)
+        return tuple(leaf(s.to(self.number_type), self.state == "given") for s in states)
 
     def seeds_for(self, outputs):
         """The gradients that arrive, for [outputs, h, c]; None for none."""
@@ -158,7 +163,11 @@ def in_double(net, x, state):
     """The same network, input and state in double precision."""
     data = data_of(x).detach().double().requires_grad_(data_of(x).requires_grad)
     x = PackedSequence(data, *x[1:]) if isinstance(x, PackedSequence) else data
-    return copy.deepcopy(net).double(), x, state and tuple(leaf(s.double()) for s in state)
+    return (
+        copy.deepcopy(net).double(),
+        x,
+        state and tuple(leaf(s.double(), s.requires_grad) for s in state),
+    )
 
 
 def assert_results(setup, ours, theirs, exact=None):
@@ -187,7 +196,7 @@ _OPTIONS = {
     "bidirectional": (False, True),
     "dropout": (0.0, 0.4),
     "layout": ("batched", "unbatched", "packed", "packed unsorted"),
-    "state": ("given", "absent"),
+    "state": ("given", "absent", "constant"),
     "dtype": ("float64", "float32", "bfloat16"),
     "loss": ("both", "outputs", "final state"),
     "wanted": ("all", "no x", "no weight_hh", "x alone"),
