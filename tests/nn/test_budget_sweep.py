@@ -39,7 +39,7 @@ def peak(run, memory):
 
 
 def check(drawn):
-    print(drawn)
+    print(repr(drawn))
     run = run_of(drawn)
     least = refusal(run, 1)
     assert refusal(run, least - 1) == least
@@ -47,7 +47,7 @@ def check(drawn):
     ordinary = peak(run, None)
     budget = drawn.budget(least, ordinary)
     found = peak(run, budget)
-    assert found <= budget, f"{found} > {budget}, between {least} and 1.2 · {ordinary}: {drawn}"
+    assert found <= budget, f"{found} > {budget}, between {least} and 1.2 · {ordinary}: {drawn!r}"
 
 
 def drawn_by(numbers, cheap):

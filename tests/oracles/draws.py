@@ -55,7 +55,7 @@ def draw(number, cheap=True):
     way = dice.choice(WAYS)
     by_module = way == "module"
     cell = dice.choice([*CELLS] + ["nested"] * way.endswith(("unroll", "a cell")))
-    size, layers = up_to(16 if cheap else 70), one_of(1, 1, 2, 3)
+    size, layers, most = up_to(12 if cheap else 70), one_of(1, 1, 2, 3), 20 if cheap else 400
     options = {}
     if by_module:
         options = {
@@ -71,9 +71,9 @@ def draw(number, cheap=True):
             options["proj_size"] = one_of(0, dice.randrange(1, size))
     setup = Setup(
         cell,
-        length=up_to(30 if cheap else 400),
+        length=max(up_to(most), up_to(most)),  # the least schedules of few steps are trivial
         batch=up_to(8 if cheap else 20),
-        inputs=up_to(16 if cheap else 70),
+        inputs=up_to(12 if cheap else 70),
         size=size,
         bias=one_of(True, True, False),
         dtype=one_of("float64", "float32", "float32", "bfloat16"),
