@@ -36,10 +36,11 @@ def state_of(net, *batch, dtype=torch.float64, seed=1):
     """A random initial state that wants its gradient: a tuple, (h,) or (h, c)."""
     generator = torch.Generator().manual_seed(seed)
     layers = net.num_layers * (2 if net.bidirectional else 1)
-    shape = (layers, *batch, net.hidden_size)
-    parts = 2 if net.mode == "LSTM" else 1
+    sizes = [net.proj_size or net.hidden_size]
+    sizes += [net.hidden_size] if net.mode == "LSTM" else []
     return tuple(
-        torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for _ in range(parts)
+        torch.randn(layers, *batch, size, generator=generator, dtype=dtype).requires_grad_()
+        for size in sizes
     )
 
 
@@ -62,7 +63,11 @@ def gradients(net, x, state=None, seeds=None):
 
     ``seeds`` are the gradients of [outputs, h, c], None for none.
     """
-    outputs = call(net, x, state)
+    return gradients_of(call(net, x, state), net, x, state, seeds)
+
+
+def gradients_of(outputs, net, x, state=None, seeds=None):
+    """As :func:`gradients`, of what a call gave."""
     seeds = seeds_for(outputs) if seeds is None else seeds
     data = x.data if isinstance(x, torch.nn.utils.rnn.PackedSequence) else x
     wanted = {"x": data, **{f"state {i}": s for i, s in enumerate(state or ())}}
