@@ -273,6 +273,7 @@ class Candidate:
         record_steps: as :class:`Footprint` has it.
         backward_steps: as :class:`Footprint` has it.
         scheduled: as :class:`Footprint` has it.
+        extra_bytes: as :class:`Footprint` has it.
     """
 
     core: Core
@@ -281,11 +282,13 @@ class Candidate:
     record_steps: float = 0.0
     backward_steps: float = 2.0
     scheduled: bool = False
+    extra_bytes: int = 0
 
     def footprint(self, inputs: Inputs, state: Tensors, ordinary: Curve | None) -> Footprint:
         """Measure what its steps take; see :func:`footprint`."""
         return replace(
             footprint(self.core, inputs, state, ordinary=ordinary),
+            extra_bytes=self.extra_bytes,
             pace=self.pace,
             call_steps=self.call_steps,
             record_steps=self.record_steps,

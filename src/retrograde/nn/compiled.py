@@ -89,8 +89,7 @@ class Compiled:
         if not torch.is_grad_enabled():
             biases = net.weights[2:] if net.bias else (None, None)
             return layers.run(Weights(net.mode, *net.weights[:2], *biases), x, before, sizes)
-        totals = [net.totals.get(id(w)) for w in net.weights]
-        return layer(net.mode, net.weights, self._way(net, x), x, before, sizes, totals)
+        return layer(net.mode, net.weights, self._way(net, x), x, before, sizes, net.totals)
 
     def _way(self, net: Layers, x: Tensor) -> Way:
         steps, *width = x.shape

@@ -77,6 +77,7 @@ def candidates(
     dropout: Dropout | None = None,
     packed: bool = False,
     whole: bool = True,
+    extra_bytes: int = 0,
 ) -> list[Candidate]:
     """The cores that can run layers.
 
@@ -88,6 +89,7 @@ def candidates(
         packed: whether the sequences are packed.
         whole: whether torch's own module can run these layers too, so that with memory enough it
             will.
+        extra_bytes: as :class:`Candidate` has it.
 
     Returns:
         A candidate for each kernel.
@@ -112,6 +114,7 @@ def candidates(
             record_steps=(recording.record + recording.weighed * weights) / step,
             backward_steps=recorded * (1 + recording.backward) / step - 1,
             scheduled=not (whole and kernel is run_torch),
+            extra_bytes=extra_bytes,
         )
         found.append(candidate)
     return found

@@ -1,69 +1,107 @@
 """What ordinary backpropagation through torch's own module takes: what a fraction is of."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
-from retrograde.execute.layout import Rows
 from retrograde.execute.measure import measure
 from retrograde.execute.profile import ordinary_curve
 from retrograde.execute.replay import muted_hooks
 from retrograde.plan.fit import Curve
 
-__all__ = ["ordinary_bytes"]
+__all__ = ["Ordinary", "measure_ordinary"]
 
 State = tuple[Tensor, ...]
 
 
-def ordinary_bytes(module: nn.RNNBase, x: Tensor, state: State, layout: Rows) -> Curve:
-    """The working bytes of a forward and a backward pass, by the rows of the inputs.
+@dataclass(frozen=True)
+class Ordinary:
+    """The working bytes of ordinary backpropagation, for any length.
 
-    Args:
-        module: its kernel, options and parameters are used, and nothing else of it.
-        x: inputs (T, B, I), or packed (rows, I), on whose first steps it is measured.
-        state: the initial state: (h,), or (h, c), each (layers · directions, B, H).
-        layout: where the steps lie in the inputs.
-
-    Returns:
-        A curve over rows; beyond the longest sequences measured it is affine.
+    Attributes:
+        batch: how many sequences there are.
+        full: bytes by steps, if all sequences have all of them.
+        single: of a packed batch, bytes by steps if but one sequence has them.
     """
 
-    def rows_of(steps: int) -> int:
-        return int(layout.rows(slice(0, steps))[0].stop)
+    batch: int
+    full: Curve
+    single: Curve | None = None
 
-    def measured(steps: int) -> int:
-        rows = rows_of(steps)
-        sizes = None if layout.sizes is None else layout.sizes[:steps]
-        given = x[:rows].detach().requires_grad_(x.requires_grad)
-        return measure(lambda: _pass(module, given, state, sizes), device=x.device).working_bytes
+    def __call__(self, steps: int, rows: int) -> int:
+        """The bytes for so many steps, and so many steps of sequences in all if packed."""
+        if self.single is None or self.batch == 1:
+            return self.full(steps)
+        least, most = self.single(steps), self.full(steps)
+        return least + -(-(most - least) * (rows - steps) // (steps * (self.batch - 1)))
 
+
+def measure_ordinary(
+    module: nn.RNNBase, x: Tensor, state: State | None, length: int, packed: bool, sorts: bool
+) -> Ordinary:
+    """Measure torch's own module on short sequences.
+
+    Args:
+        module: what is run, by torch's own forward.
+        x: inputs (T, B, I).
+        state: the initial state: (h,), or (h, c), each (layers · directions, B, H); None for zeros.
+        length: T.
+        packed: whether the inputs are to be packed.
+        sorts: whether a packed batch has to be sorted.
+
+    Returns:
+        What it takes.
+    """
     devices = [x.device] if x.is_cuda else []
-    parameters = list(module.parameters())
+
+    def curve(batch: int) -> Curve:
+        kept = None if state is None else tuple(s[:, :batch] for s in state)
+
+        def measured(steps: int) -> int:
+            given = x[:steps, :batch].detach()
+            if packed:
+                given = given.flatten(0, 1)
+            given.requires_grad_(x.requires_grad)
+            sizes = torch.full((steps,), batch) if packed else None
+            found = measure(lambda: _pass(module, given, kept, sizes, sorts), device=x.device)
+            return found.working_bytes
+
+        return ordinary_curve(measured, length)
+
+    parameters, batch = list(module.parameters()), x.shape[1]
     with torch.enable_grad(), muted_hooks(parameters), torch.random.fork_rng(devices):
-        found = ordinary_curve(measured, layout.length)
-    return Curve(tuple((rows_of(steps), size) for steps, size in found.points))
+        return Ordinary(batch, curve(batch), curve(1) if packed else None)
 
 
-def _pass(module: nn.RNNBase, x: Tensor, state: State, sizes: Tensor | None) -> object:
+def _pass(
+    module: nn.RNNBase, x: Tensor, state: State | None, sizes: Tensor | None, sorts: bool
+) -> object:
     """Forward and backward; everything that the caller would be handed."""
     # Each pass differentiates: a parametrization's graph serves for one of them.
     module._update_flat_weights()  # type: ignore[no-untyped-call]
-    state = tuple(s.detach().clone().requires_grad_(s.requires_grad) for s in state)
-    wanted = [t for t in (x, *state, *module.parameters()) if t.requires_grad]
-    outputs, *final = _forward(module, x, state, sizes)
-    roots = [t for t in (outputs, *final) if t.requires_grad]
+    kept = () if state is None else state
+    kept = tuple(s.detach().clone().requires_grad_(s.requires_grad) for s in kept)
+    hx: Any = None if state is None else kept if module.mode == "LSTM" else kept[0]
+    outputs, final = _torch_type(module).forward(module, _given(module, x, sizes, sorts), hx)
+    y = outputs.data if isinstance(outputs, PackedSequence) else outputs
+    roots = [t for t in (y, *(final if isinstance(final, tuple) else (final,))) if t.requires_grad]
     seeds = [torch.ones((), dtype=t.dtype, device=t.device).expand_as(t) for t in roots[:1]]
     seeds += [torch.ones_like(t) for t in roots[1:]]
+    wanted = [t for t in (x, *kept, *module.parameters()) if t.requires_grad]
     return outputs, final, torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
 
 
-def _forward(
-    module: nn.RNNBase, x: Tensor, state: State, sizes: Tensor | None
-) -> tuple[Tensor, ...]:
-    call = getattr(torch._VF, module.mode.lower())
-    hx: Any = state if module.mode == "LSTM" else state[0]
-    options: Any = (module._flat_weights, module.bias, module.num_layers, float(module.dropout))
-    options += (module.training, module.bidirectional)
-    found = call(x, hx, *options, False) if sizes is None else call(x, sizes, hx, *options)
-    return tuple(found)
+def _given(module: nn.RNNBase, x: Tensor, sizes: Tensor | None, sorts: bool) -> Any:
+    """The inputs as a caller gives them."""
+    if sizes is None:
+        return x.transpose(0, 1) if module.batch_first else x
+    order = torch.arange(int(sizes[0]), device=x.device) if sorts else None
+    return PackedSequence(x, sizes, order, order)
+
+
+def _torch_type(module: nn.RNNBase) -> Any:
+    """torch's class of a module of ours."""
+    return next(c for c in type(module).__mro__ if c in (nn.RNN, nn.GRU, nn.LSTM))

@@ -87,7 +87,7 @@ class Recurrent(nn.RNNBase):
         asked = not (self.memory is None and self.backward is None and self.schedule is None)
         if not (asked and needs_gradient([data, *hidden, *self.parameters()])):
             return super().forward(input, hx)
-        found = self._run(*self._read(input, hidden))
+        found = self._run(self._read(input, hidden))
         if found is None:
             return super().forward(input, hx)
         return self._laid_out(input, *found)
@@ -111,7 +111,9 @@ class Recurrent(nn.RNNBase):
             raise CellError("there is no budget to fit: give memory=, such as memory=0.05")
         self._check_asked()
         hidden = () if hx is None else hx if isinstance(hx, tuple) else (hx,)
-        found = self._call(*self._read(input, hidden)).plan().fit
+        if self.backward is not None:
+            choice.check_slopes(self)
+        found = self._read(input, hidden).plan().fit
         self._update_flat_weights()  # type: ignore[no-untyped-call]  # measuring uses up their graph
         assert found is not None
         return found
@@ -144,16 +146,12 @@ class Recurrent(nn.RNNBase):
         if self.memory is not None and self.schedule is not None:
             raise ScheduleError("given both memory and schedule: expected one; leave one out")
 
-    def _call(self, x: Tensor, state: State, sizes: Tensor | None) -> Call:
+    def _run(self, call: Call) -> tuple[Tensor, State] | None:
+        """Outputs and final state, laid out as the call's inputs; or None to run torch's own."""
+        if self.memory is None and self.schedule is None:
+            return self._run_backward(call)
         if self.backward is not None:
             choice.check_slopes(self)
-        return Call(self, x, state, sizes)
-
-    def _run(self, x: Tensor, state: State, sizes: Tensor | None) -> tuple[Tensor, State] | None:
-        """Outputs and final state, laid out as x is; or None to run torch's own module."""
-        if self.memory is None and self.schedule is None:
-            return self._run_backward(x, state, sizes)
-        call = self._call(x, state, sizes)
         if self.schedule is not None:
             check_schedule(self.schedule, call.length)
             return call.run(call.follow(self.schedule))
@@ -161,15 +159,12 @@ class Recurrent(nn.RNNBase):
         self._update_flat_weights()  # type: ignore[no-untyped-call]  # measuring uses up their graph
         return call.run(plan) if plan.parts else None
 
-    def _run_backward(
-        self, x: Tensor, state: State, sizes: Tensor | None
-    ) -> tuple[Tensor, State] | None:
-        steps, samples = len(x) if sizes is None else len(sizes), state[0].shape[1]
-        way = choice.ways(self, steps, samples, x)
+    def _run_backward(self, call: Call) -> tuple[Tensor, State] | None:
+        way = choice.ways(self, call.length, call.batch, call.x)
         if way is None:
             return None
-        batch = Batch(x) if sizes is None else Batch.padded(x, sizes)
-        batch, final = run_stack(self, way, batch, state)
+        batch = Batch(call.x) if call.sizes is None else Batch.padded(call.x, call.sizes)
+        batch, final = run_stack(self, way, batch, call.state)
         return batch.packed(), final
 
     def _zeros(self, samples: int, like: Tensor) -> State:
@@ -178,18 +173,17 @@ class Recurrent(nn.RNNBase):
         sizes += [self.hidden_size] if self.mode == "LSTM" else []
         return tuple(like.new_zeros(layers, samples, size) for size in sizes)
 
-    def _read(self, input: Any, hidden: State) -> tuple[Tensor, State, Tensor | None]:
-        """The inputs, time first or packed, the initial state, and the sizes of a packed batch."""
-        if isinstance(input, PackedSequence):
-            sizes, order = input.batch_sizes, input.sorted_indices
-            if hidden:
-                self._check_arguments(input.data, hidden, sizes)
-                return input.data, _ordered(hidden, order), sizes
-            state = self._zeros(int(sizes[0]), input.data)
-            self._check_arguments(input.data, state, sizes)
-            return input.data, state, sizes
-        x, state = self._time_major(input, hidden)
-        return x, state, None
+    def _read(self, input: Any, hidden: State) -> Call:
+        """What is asked: inputs, time first or packed, and the initial state."""
+        given = bool(hidden)
+        if not isinstance(input, PackedSequence):
+            return Call(self, *self._time_major(input, hidden), given=given)
+        sizes, order = input.batch_sizes, input.sorted_indices
+        state = hidden or self._zeros(int(sizes[0]), input.data)
+        self._check_arguments(input.data, state, sizes)
+        if given:
+            state = _ordered(state, order)
+        return Call(self, input.data, state, sizes, given=given, sorts=order is not None)
 
     def _time_major(self, input: Tensor, hidden: State) -> tuple[Tensor, State]:
         if input.dim() not in (2, 3):

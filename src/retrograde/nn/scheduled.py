@@ -11,7 +11,7 @@ fitted for a length and a budget. For a packed batch it is measured with all seq
 step, which is the most that any range can have.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -25,7 +25,7 @@ from retrograde.execute.inputs import Inputs
 from retrograde.execute.layout import Rows
 from retrograde.execute.profile import LONGEST_MEASURED, Candidate, fit_fastest, footprints
 from retrograde.nn.cores import candidates
-from retrograde.nn.ordinary import ordinary_bytes
+from retrograde.nn.ordinary import Ordinary, measure_ordinary
 from retrograde.plan.fit import Curve, Fit, Footprint, refusal
 from retrograde.schedule import Schedule
 from retrograde.units import as_bytes
@@ -88,12 +88,22 @@ class Call:
         x: inputs (T, B, I), or packed (rows, I).
         state: the initial state: (h,), or (h, c), each (layers · directions, B, H).
         sizes: of a packed batch: how many sequences have each step.
+        given: whether the initial state was given, and is not just zeros.
+        sorts: whether a packed batch had to be sorted.
     """
 
     def __init__(
-        self, module: "Recurrent", x: Tensor, state: State, sizes: Tensor | None = None
+        self,
+        module: "Recurrent",
+        x: Tensor,
+        state: State,
+        sizes: Tensor | None = None,
+        *,
+        given: bool = True,
+        sorts: bool = False,
     ) -> None:
         self.module, self.x, self.state, self.sizes = module, x, state, sizes
+        self.given, self.sorts = given, sorts
         self.length = len(x) if sizes is None else len(sizes)
         self.batch = state[0].shape[1]
         self.both = bool(module.bidirectional)
@@ -109,7 +119,7 @@ class Call:
         Raises:
             BudgetError: the memory is too little for these shapes; the message names the least.
         """
-        key = self.module.memory, self.length, len(self.x), self._shapes()
+        key = repr(self.module.memory), self.length, len(self.x), self._shapes()
         return cast(Plan, self.module._fits.get(key, self._find))
 
     def run(self, plan: Plan) -> tuple[Tensor, State]:
@@ -129,10 +139,10 @@ class Call:
 
     def _find(self) -> Plan:
         x, sizes = self._probe()
-        curve = self._known("ordinary", lambda: self._ordinary(x, sizes))
-        parts = self._parts(x, sizes, curve(len(self.x)))
+        ordinary = self._known("ordinary", self._ordinary)(self.length, len(self.x))
+        parts = self._parts(x, sizes, ordinary)
         if len(parts) > 1:
-            return self._divide(parts, curve(len(self.x)))
+            return self._divide(parts, ordinary)
         kernel, found = parts[0].fit(self.module.memory)
         return Plan(() if found.ordinary else ((kernel, found.schedule),), found)
 
@@ -144,8 +154,13 @@ class Call:
         rows.requires_grad_(self.x.requires_grad)
         return rows, torch.full((self.length,), self.batch)
 
-    def _ordinary(self, x: Tensor, sizes: Tensor | None) -> Curve:
-        return ordinary_bytes(self.module, x, self.state, Rows(self.length, sizes))
+    def _ordinary(self) -> Ordinary:
+        x, packed = self.x, self.sizes is not None
+        if packed:
+            steps = min(self.length, LONGEST_MEASURED)
+            x = x.new_zeros(steps, self.batch, x.shape[1]).requires_grad_(x.requires_grad)
+        state = self.state if self.given else None
+        return measure_ordinary(self.module, x, state, self.length, packed, self.sorts)
 
     def _parts(self, x: Tensor, sizes: Tensor | None, ordinary: int) -> "list[_Part]":
         """Every recurrence, and what its ranges take."""
@@ -159,6 +174,7 @@ class Call:
             known = candidates(
                 net,
                 self.batch,
+                extra_bytes=self._extra_bytes(states[number]),
                 way=self._way(),
                 dropout=dropout,
                 packed=sizes is not None,
@@ -176,10 +192,11 @@ class Call:
         budget = ordinary if memory is None else as_bytes(memory, ordinary)
         held, minima = self._between(), [part.minimum_bytes for part in parts]
         least = held + sum(minima)
-        minimum = least if self.drops else min(least, ordinary)
+        usual = ordinary + self._extra_bytes(self.state)
+        minimum = least if self.drops else min(least, usual)
         if budget < minimum:
             raise refusal(self.length, memory, budget, minimum, ordinary)
-        whole = Plan((), StackFit((), ordinary, budget, ordinary, minimum))
+        whole = Plan((), StackFit((), usual, budget, ordinary, minimum))
         if budget < least:
             return whole
         wants = [part.most_bytes - part.minimum_bytes + 1 for part in parts]
@@ -188,9 +205,9 @@ class Call:
             for at_least, want in zip(minima, wants, strict=True)
         ]
         found = [part.fit(share) for part, share in zip(parts, shares, strict=True)]
-        if not self.drops and budget >= ordinary:
-            usual = sum(part.sizes[0].least_time(self.length) for part in parts)
-            if usual <= sum(fit.time for _, fit in found):
+        if not self.drops and budget >= usual:
+            time = sum(part.sizes[0].least_time(self.length) for part in parts)
+            if time <= sum(fit.time for _, fit in found):
                 return whole
         fits = tuple(fit for _, fit in found)
         peak = held + sum(fit.peak_bytes for fit in fits)
@@ -203,6 +220,13 @@ class Call:
         rows, width = self.x[..., 0].numel(), 2 * self.state[0].shape[-1]
         whole = rows * width * self.x.element_size() * self.module.num_layers
         return whole + 2 * sum(s.nbytes for s in self.state)
+
+    def _extra_bytes(self, state: Sequence[Tensor]) -> int:
+        """What a packed batch takes besides: parts of the state where some sequences have ended,
+        and their gradients; what is sorted, and sorted back."""
+        if self.sizes is None:
+            return 0
+        return (6 if self.sorts else 3) * sum(s.nbytes for s in state)
 
     def _nets(self) -> list[tuple[Layers, ...]]:
         """The layers of every recurrence."""
@@ -242,7 +266,8 @@ class Call:
         """All that the bytes of a range depend on, but for its length."""
         module, x, kind = self.module, self.x, self.x.device.type
         return (
-            (module.backward, self.drops and module.dropout, self.sizes is None, x.shape[1:]),
+            (module.backward, self.drops and module.dropout, x.shape[1:]),
+            (self.sizes is None, self.given, self.sorts),
             *(tuple(s.shape) for s in self.state),
             *((t.is_contiguous(), t.stride(-1), 0 in t.stride()) for t in (x, *self.state)),
             *((t.dtype, t.requires_grad) for t in (x, *self.state)),

@@ -100,6 +100,7 @@ class Footprint:
         pace: the time of a forward step, in whatever unit several cores are compared by.
         scheduled: whether a schedule runs everything: then there is no one graph of the caller's
             to fall back upon, and ``ordinary`` only says what a fraction is of.
+        extra_bytes: what may come on top of all this, at any moment.
     """
 
     state_bytes: int
@@ -115,10 +116,15 @@ class Footprint:
     backward_steps: float = 2.0
     pace: float = 1.0
     scheduled: bool = False
+    extra_bytes: int = 0
 
     def whole_bytes(self, length: int) -> int:
         """What backpropagating all steps at once takes."""
-        return self.overhead_bytes(length) if self.scheduled else self.ordinary(length)
+        return (
+            self.overhead_bytes(length)
+            if self.scheduled
+            else self.ordinary(length) + self.extra_bytes
+        )
 
     def core_bytes(self, steps: int) -> int:
         """The working core: what recording and backpropagating one range takes (or one step of a
@@ -144,7 +150,7 @@ class Footprint:
 
     def overhead_bytes(self, steps: int) -> int:
         """The working core for blocks of ``steps``, the state it starts from, the gradient."""
-        return self.core_bytes(steps) + self.state_bytes + self.gradient_bytes
+        return self.core_bytes(steps) + self.state_bytes + self.gradient_bytes + self.extra_bytes
 
 
 @dataclass(frozen=True)
@@ -290,7 +296,7 @@ def predict_peak_bytes(schedule: Schedule, footprint: Footprint) -> int:
                     _, steps = tapes.pop(stop)
                     transient = max(transient, footprint.backward(steps))
         peak = max(peak, base + transient)
-    return peak
+    return peak + footprint.extra_bytes
 
 
 def _is_share(memory: Memory | None) -> bool:

@@ -1,6 +1,6 @@
 """A recurrent layer as one autograd function whose backward pass is ours."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ def layer(
     x: Tensor,
     state: State,
     sizes: Tensor | None = None,
-    totals: Sequence[Tensor | None] = (),
+    totals: Mapping[int, Tensor] | None = None,
 ) -> tuple[Tensor, State]:
     """One layer in one direction, whose gradient is computed in a given way.
 
@@ -33,7 +33,8 @@ def layer(
         x: inputs (T, B, I).
         state: the initial state: (h,), or (h, c), each (B, H).
         sizes: how many sequences have a step t, longest first; None where all have all.
-        totals: for each parameter, where its gradient is to be added, in place of being returned.
+        totals: by the parameters' ids, where their gradients are to be added, in place of being
+            returned; looked up in the backward pass.
 
     Returns:
         The outputs (T, B, H), and the final state.
@@ -47,9 +48,28 @@ def layer(
         (True, torch.Size([15, 5]))
     """
     results = _Layer.apply(  # type: ignore[no-untyped-call]
-        kind, way, sizes, totals, len(state), x, *state, *parameters
+        kind,
+        way,
+        sizes,
+        _Totals({} if totals is None else totals, parameters),
+        len(state),
+        x,
+        *state,
+        *parameters,
     )
     return results[0], tuple(results[1:])
+
+
+class _Totals:
+    """Where gradients are to be added."""
+
+    def __init__(self, totals: Mapping[int, Tensor], parameters: list[Tensor]) -> None:
+        self.totals, self.ids = totals, [id(p) for p in parameters]
+
+    def named(self, weights: Weights) -> dict[str, Tensor]:
+        """Those that there are, by the names of the weights."""
+        pairs = zip(weights.tensors(), self.ids, strict=True)
+        return {name: self.totals[at] for name, at in pairs if at in self.totals}
 
 
 class _Layer(torch.autograd.Function):
@@ -59,7 +79,7 @@ class _Layer(torch.autograd.Function):
         kind: Kind,
         way: Way,
         sizes: Tensor | None,
-        totals: Sequence[Tensor | None],
+        totals: _Totals,
         parts: int,
         x: Tensor,
         *rest: Tensor,
@@ -95,8 +115,7 @@ class _Layer(torch.autograd.Function):
         )
         weights = _weights(ctx.kind, parameters)
         needs_x, *needs = ctx.needs_input_grad[5:]
-        collected = zip(weights.tensors(), ctx.totals, strict=False)
-        totals = {name: total for name, total in collected if total is not None}
+        totals = ctx.totals.named(weights)
         found = backpropagate(weights, tape, x, tuple(first), dy, seeds, needs_x, totals)
         shares = [None if name in totals else g for name, g in found.weights.items()]
         gradients = [*found.state, *shares]
