@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from retrograde.execute.profile import Profile, profile
     from retrograde.interchange import from_checkpoint_schedules, to_checkpoint_schedules
     from retrograde.nn.bptt import bptt
+    from retrograde.nn.budget import Division, Share, budget
     from retrograde.nn.choice import Explanation, explain
     from retrograde.nn.recurrent import GRU, LSTM, RNN
     from retrograde.nn.unroll import unroll
@@ -77,6 +78,7 @@ _HOMES = {
     "retrograde.execute.measure": ("Measurement", "measure"),
     "retrograde.execute.profile": ("Profile", "profile"),
     "retrograde.nn.bptt": ("bptt",),
+    "retrograde.nn.budget": ("Division", "Share", "budget"),
     "retrograde.nn.unroll": ("unroll",),
     "retrograde.nn.choice": ("Explanation", "explain"),
     "retrograde.nn.recurrent": ("GRU", "LSTM", "RNN"),
@@ -91,6 +93,7 @@ __all__ = [
     "Backward",
     "BudgetError",
     "CellError",
+    "Division",
     "Explanation",
     "Free",
     "Load",
@@ -101,10 +104,12 @@ __all__ = [
     "ScanError",
     "Schedule",
     "ScheduleError",
+    "Share",
     "Store",
     "TradeOff",
     "UnitError",
     "bptt",
+    "budget",
     "cost",
     "explain",
     "from_checkpoint_schedules",
