@@ -304,6 +304,23 @@ def test_packed_sequences_are_asked_for_as_they_are(monkeypatch, given):
     assert division.shares["rnn"] == rg.Share(1, 550, 100, 1000)
 
 
+def test_packed_sequences_of_other_lengths_are_another_kind_of_call(monkeypatch):
+    asked = []
+
+    def fit(module, input, hx=None):
+        asked.append(input.batch_sizes.tolist())
+        return Fitted
+
+    class Twice(Packed):
+        def forward(self, first, second):
+            return super().forward(first) + super().forward(second) + super().forward(first)
+
+    monkeypatch.setattr(rg.LSTM, "fit", fit)
+    pairs = [[torch.randn(steps, 6) for steps in lengths] for lengths in ((5, 3, 1), (5, 2, 2))]
+    assert rg.budget(Twice(), 1.0, tuple(pairs)).shares["rnn"].calls == 3
+    assert asked == [[3, 2, 2, 1, 1]] * 2 + [[3, 3, 1, 1, 1]] * 2
+
+
 @pytest.mark.parametrize("wanted", [True, False])
 def test_a_module_is_asked_for_the_inputs_that_it_is_given(wanted):
     model, x = Pair(), torch.randn(100, 8, 24, requires_grad=wanted)
