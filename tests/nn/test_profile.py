@@ -9,7 +9,7 @@ from torch import nn
 
 import retrograde as rg
 from retrograde.execute.autograd import run_schedule
-from retrograde.execute.pace import Pace, Paces
+from retrograde.execute.pace import Pace, Paces, _pace
 from retrograde.nn.profile import _kernel
 from retrograde.nn.swap import twin
 from retrograde.plan.fit import fit
@@ -149,9 +149,17 @@ def test_measured_seconds_are_of_this_machine():
     assert least.seconds > most.seconds > 0
     lstm, x = lstm_and_input()
     of_module = rg.profile(lstm, x)
-    assert of_module.call_seconds > 0
+    assert of_module.call_seconds == of_module.costs[0].paces.forward.call_seconds
     assert len(of_module.costs) == 3  # kernels to choose from, each with a pace of its own
     assert len({one.paces for one in of_module.costs}) == 3
+
+
+def test_a_call_is_told_from_its_steps():
+    assert _pace(10.0, 10.0 + 63 * 2.0, 64) == Pace(8.0, 2.0)
+    assert _pace(3.0, 3.0, 1) == Pace(0.0, 3.0)
+    assert _pace(3.0, 1.0, 64) == Pace(3.0, 0.0)  # clocks are not exact, times not negative
+    assert _pace(1.0, 640.0, 64) == Pace(0.0, 10.0)
+    assert Pace(8.0, 2.0)(calls=3, steps=10) == 44.0
 
 
 def test_a_step_of_a_module_is_like_that_of_its_cell():

@@ -267,7 +267,7 @@ class Profile:
             ("recording step", _microseconds(self.record_seconds)),
             ("backward step", _microseconds(self.backward_seconds)),
         ]
-        if self.call_seconds:
+        if self.costs and self.costs[0].sizes.call_steps:  # a module
             rows.append(("kernel call", _microseconds(self.call_seconds)))
         table = "\n".join(f"{name:<15}{value:>12}" for name, value in rows)
         return table if self.length is None else f"{table}\n\n{self.trade_off()}"
