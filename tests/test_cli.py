@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -72,7 +73,7 @@ def test_help_and_version_come_without_the_heavy_imports():
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
     assert run("--version").output == f"retrograde {__version__}\n"
-    for command in ("train", "plan", "figures", "bench"):
+    for command in ("train", "plan", "profile", "figures", "bench"):
         assert command in run("--help").output
         assert run(command, "--help").exit_code == 0
 
@@ -312,6 +313,45 @@ def test_a_plan_is_drawn_and_written(tmp_path, ending):
 )
 def test_bad_input_to_plan_is_one_message(arguments, expected):
     assert expected in refused(run("plan", *arguments))
+
+
+@pytest.mark.parametrize("cell", ["lstm", "gru", "rnn"])
+def test_a_profile_shows_a_step_and_what_budgets_buy(cell):
+    sizes = ["--cell", cell, "--inputs", 8, "--hidden", 12, "--layers", 2, "--batch", 4]
+    result = run("profile", *sizes, "--length", 300, "--points", 5, "--threads", 1)
+    assert result.exit_code == 0, result.output
+    state = 2 * 4 * 12 * 4 * (2 if cell == "lstm" else 1)
+    assert f"hidden state {state} B" in " ".join(result.output.split())
+    for expected in ("backward step", "kernel call", "What a budget buys, 300 steps", "torch"):
+        assert expected in result.output
+    rows = [line.split() for line in result.output.splitlines() if "%" in line]
+    assert len(rows) == 5
+    assert rows[-1][2:4] == ["100.00%", "1×"]
+
+
+def test_a_budget_that_was_asked_for_is_among_the_others():
+    small = ["--inputs", 8, "--hidden", 12, "--batch", 4, "--length", 300, "--points", 3]
+    result = run("profile", *small, "--memory", "31%", "--threads", 1)
+    assert result.exit_code == 0, result.output
+    shares = [float(found) for found in re.findall(r"([0-9.]+)%", result.output)]
+    assert len(shares) == 4
+    assert shares == sorted(shares)
+    assert 31.0 in shares
+    assert run("profile", *small, "--memory", "1GiB", "--threads", 1).output.count("%") == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--cell", "lstn"], "--cell is 'lstn': expected lstm, gru or rnn"),
+        (["--device", "abacus"], "--device is 'abacus': expected cpu or cuda"),
+        (["--memory", "3 apples"], "unknown unit 'apples'"),
+        (["--length", 60, "--batch", 2, "--memory", 1], "need at least"),
+        (["--length", 0], "equal to 1"),
+    ],
+)
+def test_bad_input_to_profile_is_one_message(arguments, expected):
+    assert expected in refused(run("profile", "--hidden", 8, "--inputs", 8, *arguments))
 
 
 def test_the_command_can_be_run_as_a_module():

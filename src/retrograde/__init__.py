@@ -25,10 +25,11 @@ if TYPE_CHECKING:
         UnitError,
     )
     from retrograde.execute.measure import Measurement, measure
-    from retrograde.execute.profile import Profile, profile
     from retrograde.interchange import from_checkpoint_schedules, to_checkpoint_schedules
     from retrograde.nn.bptt import bptt
+    from retrograde.nn.budget import Division, Share, budget
     from retrograde.nn.choice import Explanation, explain
+    from retrograde.nn.profile import Offer, Offers, Profile, profile
     from retrograde.nn.recurrent import GRU, LSTM, RNN
     from retrograde.nn.unroll import unroll
     from retrograde.plan import TradeOff, cost, least_memory, longest, plan, split, trade_off
@@ -75,10 +76,11 @@ _HOMES = {
         "trade_off",
     ),
     "retrograde.execute.measure": ("Measurement", "measure"),
-    "retrograde.execute.profile": ("Profile", "profile"),
     "retrograde.nn.bptt": ("bptt",),
+    "retrograde.nn.budget": ("Division", "Share", "budget"),
     "retrograde.nn.unroll": ("unroll",),
     "retrograde.nn.choice": ("Explanation", "explain"),
+    "retrograde.nn.profile": ("Offer", "Offers", "Profile", "profile"),
     "retrograde.nn.recurrent": ("GRU", "LSTM", "RNN"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -91,20 +93,25 @@ __all__ = [
     "Backward",
     "BudgetError",
     "CellError",
+    "Division",
     "Explanation",
     "Free",
     "Load",
     "Measurement",
+    "Offer",
+    "Offers",
     "Profile",
     "Record",
     "RetrogradeError",
     "ScanError",
     "Schedule",
     "ScheduleError",
+    "Share",
     "Store",
     "TradeOff",
     "UnitError",
     "bptt",
+    "budget",
     "cost",
     "explain",
     "from_checkpoint_schedules",

@@ -19,6 +19,7 @@ try:
 
     from retrograde.console import INTERRUPTED, clean_errors, require
     from retrograde.experiments.command import bench
+    from retrograde.experiments.profiling import profile
 except ModuleNotFoundError as missing:
     sys.exit(f"the command needs {missing.name}: pip install 'retrograde[cli]'")
 
@@ -42,6 +43,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 app.add_typer(bench, name="bench")
+app.command("profile")(profile)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What one step takes, in bytes and seconds: what the planner needs, read off the real thing.
+"""What steps take, in bytes: what the planner needs, read off the real thing.
 
 The functions that will carry the schedule out are run here on short ranges under
 :func:`retrograde.execute.measure.measure`, on the caller's own tensors, so every temporary of
@@ -7,8 +7,6 @@ is measured on ranges of a few lengths: its bytes are affine in the length, and 
 decide the slope.
 """
 
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +15,7 @@ import torch
 from torch import Tensor
 
 from retrograde.errors import BudgetError
-from retrograde.execute.cell import Cell, Core, as_leaf, check_length, examine
+from retrograde.execute.cell import Core, as_leaf
 from retrograde.execute.executor import (
     Emit,
     Gradients,
@@ -28,26 +26,22 @@ from retrograde.execute.executor import (
     run_ordinary,
 )
 from retrograde.execute.fused import HEAP_BYTES
-from retrograde.execute.inputs import Held, Inputs
+from retrograde.execute.inputs import Inputs
 from retrograde.execute.layout import Straight
 from retrograde.execute.measure import measure, measure_phases
 from retrograde.execute.replay import autocast_as_now, muted_hooks
-from retrograde.execute.trees import flatten
-from retrograde.machine import now
 from retrograde.plan.fit import Curve, Fit, Footprint, fit, predict_peak_bytes
 from retrograde.schedule import Advance, Record
-from retrograde.units import Memory, format_bytes
+from retrograde.units import Memory
 
 __all__ = [
     "LONGEST_MEASURED",
     "Candidate",
-    "Profile",
     "fit_fastest",
     "fit_measured",
     "footprint",
     "footprints",
     "ordinary_curve",
-    "profile",
 ]
 
 #: How far ordinary backpropagation is followed to learn what a step adds.
@@ -59,115 +53,6 @@ _LENGTHS = (1, 2, 4, 16, 64)
 
 Tensors = list[Tensor]
 Shapes = list[tuple[torch.Size, torch.dtype]]
-
-
-@dataclass(frozen=True)
-class Profile:
-    """What one step of a cell takes.
-
-    Attributes:
-        state_bytes: a hidden state, with the random state and the buffers that a rerun needs.
-        internal_bytes: what backpropagating the step needs, its input hidden state not counted.
-        core_bytes: the working core: the most that running and backpropagating the step takes.
-        forward_seconds: one step that keeps nothing.
-        record_seconds: one step that keeps its internal state.
-        backward_seconds: backpropagating it.
-        parameters: how many tensors besides inputs and state receive a gradient.
-        draws: whether the step draws random numbers.
-    """
-
-    state_bytes: int
-    internal_bytes: int
-    core_bytes: int
-    forward_seconds: float
-    record_seconds: float
-    backward_seconds: float
-    parameters: int
-    draws: bool
-
-    @property
-    def beta(self) -> int:
-        """An internal state in hidden states, its input not counted, rounded up (β)."""
-        return max(1, -(-self.internal_bytes // max(1, self.state_bytes)))
-
-    @property
-    def alpha(self) -> int:
-        """The same with its input hidden state (α)."""
-        return self.beta + 1
-
-    def __str__(self) -> str:
-        rows = [
-            ("hidden state", format_bytes(self.state_bytes)),
-            ("internal state", format_bytes(self.internal_bytes)),
-            ("working core", format_bytes(self.core_bytes)),
-            ("α, β", f"{self.alpha}, {self.beta}"),
-            ("forward step", f"{self.forward_seconds * 1e6:.0f} µs"),
-            ("recording step", f"{self.record_seconds * 1e6:.0f} µs"),
-            ("backward step", f"{self.backward_seconds * 1e6:.0f} µs"),
-        ]
-        return "\n".join(f"{name:<15}{value:>12}" for name, value in rows)
-
-
-def profile(cell: Cell, x: Any, state: Any, *, repeats: int = 9) -> Profile:
-    """Measure one step of a cell: its bytes and its seconds.
-
-    Args:
-        cell: ``cell(x_t, state) -> (y_t, state)``.
-        x: the input of one step, a pytree of tensors.
-        state: a hidden state, a pytree of tensors.
-        repeats: how often each part is timed; medians are told.
-
-    Returns:
-        A :class:`Profile`; ``print`` shows it as a table.
-
-    Raises:
-        CellError: the cell cannot be run exactly.
-
-    Example:
-        >>> cell = torch.nn.GRUCell(8, 16)
-        >>> def step(x, h):
-        ...     h = cell(x, h)
-        ...     return h, h
-        >>> p = profile(step, torch.zeros(4, 8), torch.zeros(4, 16))
-        >>> p.state_bytes, p.alpha > 2
-        (256, True)
-    """
-    leaves, input_spec = flatten(x, "inputs")
-    states, state_spec = flatten(state, "state")
-    inputs = Held([t.unsqueeze(0) for t in leaves])
-    check_length(inputs.tensors)
-    with autocast_as_now(leaves[0].device):
-        core = examine(cell, leaves, input_spec, states, state_spec)
-    sizes = footprint(core, inputs, states)
-    with core.ambient.without_trace(), autocast_as_now(leaves[0].device):
-        seconds = [_seconds_of_step(core, inputs, states) for _ in range(repeats)]
-    forward, recording, backward = map(statistics.median, zip(*seconds, strict=True))
-    return Profile(
-        state_bytes=sizes.state_bytes,
-        internal_bytes=sizes.held(1),
-        core_bytes=sizes.core_bytes(1),
-        forward_seconds=forward,
-        record_seconds=recording,
-        backward_seconds=backward,
-        parameters=len(core.parameters),
-        draws=core.ambient.draws,
-    )
-
-
-def _seconds_of_step(core: Core, inputs: Inputs, state: Tensors) -> tuple[float, float, float]:
-    shapes: Shapes = []
-    device = core.ambient.device
-    moments = [time.perf_counter()]
-    advance(core, inputs, 0, 1, state, None)
-    moments.append(now(device))
-    tape = record(core, inputs, 0, 1, state, _noting(shapes))
-    moments.append(now(device))
-    gradients = _gradients_like(core, tape, shapes, 1)
-    moments.append(now(device))
-    with muted_hooks(core.parameters):
-        backpropagate(core, tape, gradients)
-    end = now(device)
-    return moments[1] - moments[0], moments[2] - moments[1], end - moments[3]
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from retrograde.units import as_bytes
 if TYPE_CHECKING:
     from retrograde.nn.recurrent import Recurrent
 
-__all__ = ["Call", "Plan", "StackFit"]
+__all__ = ["Call", "Part", "Plan", "StackFit"]
 
 State = tuple[Tensor, ...]
 
@@ -138,13 +138,17 @@ class Call:
         return x, tuple(torch.cat(parts) for parts in zip(*finals, strict=True))
 
     def _find(self) -> Plan:
-        x, sizes = self._probe()
-        ordinary = self._known("ordinary", self._ordinary)(self.length, len(self.x))
-        parts = self._parts(x, sizes, ordinary)
+        known, parts = self.measured()
         if len(parts) > 1:
-            return self._divide(parts, ordinary)
+            return self._divide(parts, known(self.length, len(self.x)))
         kernel, found = parts[0].fit(self.module.memory)
         return Plan(() if found.ordinary else ((kernel, found.schedule),), found)
+
+    def measured(self) -> "tuple[Ordinary, list[Part]]":
+        """What ordinary backpropagation takes; every recurrence, and what its ranges take."""
+        x, sizes = self._probe()
+        known: Ordinary = self._known("ordinary", self._ordinary)
+        return known, self._parts(x, sizes, known(self.length, len(self.x)))
 
     def _probe(self) -> tuple[Tensor, Tensor | None]:
         """Inputs to measure by: as given, or those of a packed batch of sequences of one length."""
@@ -162,7 +166,7 @@ class Call:
         state = self.state if self.given else None
         return measure_ordinary(self.module, x, state, self.length, packed, self.sorts)
 
-    def _parts(self, x: Tensor, sizes: Tensor | None, ordinary: int) -> "list[_Part]":
+    def _parts(self, x: Tensor, sizes: Tensor | None, ordinary: int) -> "list[Part]":
         """Every recurrence, and what its ranges take."""
         parts, nets, states = [], self._nets(), self._states()
         key = torch.zeros((), dtype=torch.int64, device=x.device) if self.drops else None
@@ -181,12 +185,12 @@ class Call:
                 whole=not self.drops and len(nets) == 1,
             )
             read = Rows(self.length, sizes, self.both, dropout is not None).read([x])
-            part = _Part(known, read, [s.detach() for s in states[number]], ordinary)
+            part = Part(known, read, [s.detach() for s in states[number]], ordinary)
             part.sizes = self._known(number, part.measured)
             parts.append(part)
         return parts
 
-    def _divide(self, parts: "list[_Part]", ordinary: int) -> Plan:
+    def _divide(self, parts: "list[Part]", ordinary: int) -> Plan:
         """Every layer's share of the budget; or torch's own module where that is no slower."""
         memory = self.module.memory
         budget = ordinary if memory is None else as_bytes(memory, ordinary)
@@ -277,7 +281,7 @@ class Call:
 
 
 @dataclass
-class _Part:
+class Part:
     """A recurrence, the cores that can run it, and what their ranges take."""
 
     cores: list[Candidate]

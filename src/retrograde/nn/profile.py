@@ -1,0 +1,390 @@
+"""``profile``: what a step costs, in bytes and seconds, and what each budget would buy.
+
+A step is measured on the real thing, by the functions that will carry a schedule out: its bytes
+(:mod:`retrograde.execute.profile`) and its seconds (:mod:`retrograde.execute.pace`). From these
+alone the planner (:mod:`retrograde.plan.fit`) tells for any length and any budget what would be
+held, and how many steps would be run; and the seconds are
+
+    forward · (steps run again) + (record + backward) · (all steps),   and likewise for the calls
+
+since a schedule records and backpropagates every step once, whatever it runs forward besides.
+
+Known limits: seconds are those of short ranges, which find their memory ready and their data in the
+caches. On CPUs ordinary backpropagation through a long sequence takes longer, for the system maps
+its memory anew at every call. Modules with ``backward=`` go by segments and not by schedules;
+several directions, and dropout between layers, are no single recurrence.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, SupportsIndex
+
+import numpy as np
+from torch import Tensor, nn
+
+from retrograde.errors import BudgetError, CellError
+from retrograde.execute.cell import Cell, check_length, examine
+from retrograde.execute.inputs import Held
+from retrograde.execute.pace import Paces, time_steps
+from retrograde.execute.profile import footprint
+from retrograde.execute.replay import autocast_as_now
+from retrograde.execute.trees import flatten
+from retrograde.nn.recurrent import Recurrent
+from retrograde.nn.swap import twin
+from retrograde.plan import least_memory
+from retrograde.plan.arguments import integer
+from retrograde.plan.fit import Fit, Footprint, fit
+from retrograde.schedule.actions import Verb
+from retrograde.units import Memory, format_bytes
+
+__all__ = ["Offer", "Offers", "Profile", "profile"]
+
+# A cell is measured on a sequence of its one input, so long as ordinary backpropagation is followed
+# at most.
+_LENGTH = 256
+# Budgets with which a step is run more often are not listed, nor those that take long to plan.
+_MOST_RUNS = 64
+_MOST_STEPS = 100_000
+
+Tensors = list[Tensor]
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What one budget buys.
+
+    Attributes:
+        budget_bytes: what is allowed.
+        peak_bytes: what the schedule will hold at most, as predicted.
+        ordinary_bytes: what ordinary backpropagation would hold.
+        length: steps of the sequence.
+        forward_steps: forward steps in all, the first sweep included.
+        seconds: forward and backward together, as predicted.
+    """
+
+    budget_bytes: int
+    peak_bytes: int
+    ordinary_bytes: int
+    length: int
+    forward_steps: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Offers:
+    """The trade-off curve in bytes and seconds; ``print`` shows it as a table.
+
+    Attributes:
+        offers: from the least budget to ordinary backpropagation's.
+        minimum_bytes: the least budget of all. Where steps would be run very often with so little,
+            the offers begin above it.
+    """
+
+    offers: tuple[Offer, ...]
+    minimum_bytes: int
+
+    def __iter__(self) -> Any:
+        return iter(self.offers)
+
+    def __len__(self) -> int:
+        return len(self.offers)
+
+    def __str__(self) -> str:
+        last = self.offers[-1]
+        rows = [
+            f"What a budget buys, {last.length:,} steps",
+            f"{'budget':>10}{'of ordinary':>13}{'forward steps':>15}"
+            f"{'seconds':>11}{'× ordinary':>12}",
+        ]
+        for offer in self.offers:
+            rows.append(
+                f"{format_bytes(offer.budget_bytes):>10}"
+                f"{offer.budget_bytes / offer.ordinary_bytes:>13.2%}"
+                f"{offer.forward_steps / offer.length:>14.3g}×"
+                f"{offer.seconds:>11.3g}"
+                f"{offer.seconds / last.seconds:>12.2f}"
+            )
+        if self.minimum_bytes < self.offers[0].budget_bytes:
+            rows.append(f"the least budget of all is {format_bytes(self.minimum_bytes)}")
+        return "\n".join(rows)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the steps of one core cost.
+
+    Attributes:
+        sizes: in bytes.
+        paces: in seconds.
+    """
+
+    sizes: Footprint
+    paces: Paces
+
+    def seconds(self, found: Fit) -> float:
+        """The predicted time of an iteration."""
+        length, records = found.schedule.length, int(np.sum(found.schedule.kind == Verb.RECORD))
+        again, calls = found.forward_steps - length, found.calls - 2 * records
+        forward = self.paces.forward(calls, again)
+        return forward + self.paces.record(records, length) + self.paces.backward(records, length)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What one step of a cell or a recurrent module takes; ``print`` shows it as a table.
+
+    Attributes:
+        state_bytes: a hidden state, with the random state and the buffers that a rerun needs.
+        internal_bytes: what backpropagating the step needs, its input hidden state not counted.
+        core_bytes: the working core: the most that running and backpropagating the step takes.
+        forward_seconds: one step that keeps nothing.
+        record_seconds: one step that keeps its internal state.
+        backward_seconds: backpropagating it.
+        parameters: how many tensors besides inputs and state receive a gradient.
+        draws: whether the step draws random numbers.
+        call_seconds: what a call of a module's kernel costs besides its steps; 0 for a cell.
+        length: the sequence that ``print`` tells the trade-off for; None for none.
+        costs: of every kernel there is to choose from, torch's own first.
+    """
+
+    state_bytes: int
+    internal_bytes: int
+    core_bytes: int
+    forward_seconds: float
+    record_seconds: float
+    backward_seconds: float
+    parameters: int
+    draws: bool
+    call_seconds: float = 0.0
+    length: int | None = None
+    costs: tuple[Costs, ...] = field(default=(), repr=False)
+
+    @property
+    def beta(self) -> int:
+        """An internal state in hidden states, its input not counted, rounded up (β)."""
+        return max(1, -(-self.internal_bytes // max(1, self.state_bytes)))
+
+    @property
+    def alpha(self) -> int:
+        """The same with its input hidden state (α)."""
+        return self.beta + 1
+
+    def buys(self, memory: Memory, length: SupportsIndex | None = None) -> Offer:
+        """What a budget would buy for a sequence.
+
+        Args:
+            memory: bytes, a size (``"64MiB"``), or a fraction of what ordinary backpropagation
+                would hold (``0.05``, ``"5%"``).
+            length: steps; by default those of the profiled sequence.
+
+        Returns:
+            An :class:`Offer`.
+
+        Raises:
+            BudgetError: the budget is too small; the message names the least.
+            ScheduleError: the length is no positive integer.
+            UnitError: the memory cannot be read.
+
+        Example:
+            >>> import torch
+            >>> p = profile(torch.nn.LSTM(8, 8), torch.randn(50, 4, 8))
+            >>> offer = p.buys("20%", 1000)
+            >>> offer.peak_bytes <= offer.budget_bytes == offer.ordinary_bytes // 5
+            True
+        """
+        steps = self._steps(length)
+        found: list[tuple[Costs, Fit]] = []
+        refusals: list[BudgetError] = []
+        for one in self.costs:
+            try:
+                found.append((one, fit(steps, memory, one.sizes)))
+            except BudgetError as refusal:
+                refusals.append(refusal)
+        if not found:
+            raise min(refusals, key=lambda refusal: refusal.minimum_bytes)
+        costs, best = min(found, key=lambda pair: pair[1].time)
+        return Offer(
+            best.budget_bytes,
+            best.peak_bytes,
+            best.ordinary_bytes,
+            steps,
+            best.forward_steps,
+            costs.seconds(best),
+        )
+
+    def trade_off(self, length: SupportsIndex | None = None, points: int = 12) -> Offers:
+        """What each budget would buy: the trade-off curve in bytes and predicted seconds.
+
+        Args:
+            length: steps; by default those of the profiled sequence.
+            points: how many budgets, at equal ratios from the least to ordinary backpropagation's.
+
+        Returns:
+            :class:`Offers`; ``print`` shows them as a table.
+
+        Raises:
+            ScheduleError: the length is no positive integer.
+
+        Example:
+            >>> import torch
+            >>> p = profile(torch.nn.LSTM(8, 8), torch.randn(50, 4, 8))
+            >>> offers = p.trade_off(1000)
+            >>> least, *_, most = offers
+            >>> least.budget_bytes < most.budget_bytes == most.ordinary_bytes
+            True
+            >>> least.forward_steps > most.forward_steps == 1000
+            True
+        """
+        steps = self._steps(length)
+        ordinary = self.costs[0].sizes.ordinary(steps)
+        least = min(one.sizes.least_bytes(steps) for one in self.costs)
+        allowed = max(4 * steps, min(_MOST_RUNS * steps, _MOST_STEPS))
+        states = least_memory(steps, allowed) if steps > 1 else 1
+        first = min(ordinary, least + (states - 1) * self.state_bytes)
+        count = max(2, integer("points", points))
+        ratio = (ordinary / first) ** (1 / (count - 1))
+        budgets = {first, ordinary, *(round(first * ratio**i) for i in range(1, count - 1))}
+        return Offers(tuple(self.buys(size, steps) for size in sorted(budgets)), least)
+
+    def _steps(self, length: SupportsIndex | None) -> int:
+        if length is None and self.length is None:
+            raise CellError(
+                "one step was profiled: expected the length of a sequence, such as trade_off(1000)"
+            )
+        return integer("length", self.length if length is None else length)
+
+    def __str__(self) -> str:
+        rows = [
+            ("hidden state", format_bytes(self.state_bytes)),
+            ("internal state", format_bytes(self.internal_bytes)),
+            ("working core", format_bytes(self.core_bytes)),
+            ("α, β", f"{self.alpha}, {self.beta}"),
+            ("forward step", _microseconds(self.forward_seconds)),
+            ("recording step", _microseconds(self.record_seconds)),
+            ("backward step", _microseconds(self.backward_seconds)),
+        ]
+        if self.costs and self.costs[0].sizes.call_steps:  # a module
+            rows.append(("kernel call", _microseconds(self.call_seconds)))
+        table = "\n".join(f"{name:<15}{value:>12}" for name, value in rows)
+        return table if self.length is None else f"{table}\n\n{self.trade_off()}"
+
+
+def _microseconds(seconds: float) -> str:
+    digits = 0 if seconds >= 10e-6 else 1
+    return f"{seconds * 1e6:.{digits}f} µs"
+
+
+def profile(
+    cell: Cell | nn.RNNBase,
+    x: Any,
+    state: Any = None,
+    *,
+    length: SupportsIndex | None = None,
+    repeats: int = 9,
+) -> Profile:
+    """Measure a step of a cell or of a recurrent module, and learn what each budget would buy.
+
+    Args:
+        cell: ``cell(x_t, state) -> (y_t, state)``; or an LSTM, a GRU or an RNN, of torch's or of
+            this library, in one direction and without dropout between layers.
+        x: for a cell the input of one step, a pytree of tensors; for a module its whole input,
+            (T, B, I), (B, T, I) with ``batch_first``, or (T, I).
+        state: the hidden state, a pytree of tensors; for a module torch's, or None for zeros.
+        length: steps of the sequence that ``print`` tells the trade-off for; for a module by
+            default T, for a cell none is told.
+        repeats: how often each part is timed; medians are told.
+
+    Returns:
+        A :class:`Profile`; ``print`` shows it as a table, and :meth:`Profile.trade_off` tells what
+        each budget would buy for a sequence of any length.
+
+    Raises:
+        CellError: the cell cannot be run exactly, or the module not as one recurrence.
+        ScheduleError: the length is no positive integer.
+
+    Example:
+        >>> import torch
+        >>> cell = torch.nn.GRUCell(8, 16)
+        >>> def step(x, h):
+        ...     h = cell(x, h)
+        ...     return h, h
+        >>> p = profile(step, torch.zeros(4, 8), torch.zeros(4, 16))
+        >>> p.state_bytes, p.alpha > 2
+        (256, True)
+        >>> offers = p.trade_off(100)
+        >>> [offer.forward_steps for offer in offers][-1]
+        100
+    """
+    steps = None if length is None else integer("length", length)
+    if isinstance(cell, nn.RNNBase):
+        return _of_module(cell, x, state, steps, repeats)
+    leaves, input_spec = flatten(x, "inputs")
+    states, state_spec = flatten(state, "state")
+    check_length([t.unsqueeze(0) for t in leaves])
+    with autocast_as_now(leaves[0].device):
+        core = examine(cell, leaves, input_spec, states, state_spec)
+    inputs = Held([t.unsqueeze(0).expand(_LENGTH, *t.shape) for t in leaves])
+    costs = Costs(footprint(core, inputs, states), time_steps(core, inputs, states, repeats))
+    return _described([costs], costs.sizes.held(1), len(core.parameters), core.ambient.draws, steps)
+
+
+def _of_module(
+    module: nn.RNNBase, input: Any, hx: Any, length: int | None, repeats: int
+) -> Profile:
+    """A module on its own kernels, of which a range of steps is one call."""
+    other = twin(module)
+    _check_module(other, input)
+    hidden = () if hx is None else hx if isinstance(hx, tuple) else (hx,)
+    call = other._read(input, hidden)
+    ordinary, (part,) = call.measured()
+    costs = [
+        Costs(
+            replace(size, ordinary=ordinary.full),
+            time_steps(one.core, part.inputs, part.state, repeats),
+        )
+        for one, size in zip(part.cores, part.sizes, strict=True)
+    ]
+    *_, (a, low), (b, high) = ((0, 0), *costs[0].sizes.held.points)
+    wanted = sum(p.requires_grad for p in other.parameters())
+    return _described(costs, -(-(high - low) // (b - a)), wanted, False, length or call.length)
+
+
+def _described(
+    costs: Sequence[Costs], internal: int, parameters: int, draws: bool, length: int | None
+) -> Profile:
+    sizes, paces = costs[0].sizes, costs[0].paces
+    return Profile(
+        state_bytes=sizes.state_bytes,
+        internal_bytes=internal,
+        core_bytes=sizes.core_bytes(1),
+        forward_seconds=paces.forward.step_seconds,
+        record_seconds=paces.record.step_seconds,
+        backward_seconds=paces.backward.step_seconds,
+        parameters=parameters,
+        draws=draws,
+        call_seconds=paces.forward.call_seconds,
+        length=length,
+        costs=tuple(costs),
+    )
+
+
+def _check_module(module: Recurrent, input: Any) -> None:
+    """Refuse what is not run as one recurrence in ranges."""
+    if not isinstance(input, Tensor):
+        raise CellError(
+            f"the input of a {type(module).__name__} is a {type(input).__name__}: expected a "
+            "tensor (T, B, I); for packed sequences, pad them"
+        )
+    dropped = module.dropout and module.training and module.num_layers > 1
+    refused = {
+        "bidirectional=True": module.bidirectional,
+        f"dropout={module.dropout} between layers": dropped,
+        f"backward={module.backward!r}": module.backward is not None,
+    }
+    for option, given in refused.items():
+        if given:
+            raise CellError(
+                f"profile does not run a {type(module).__name__} with {option}: expected one "
+                "direction, no dropout between layers, and torch's own backward pass; "
+                "module.fit(input) tells what its memory buys"
+            )

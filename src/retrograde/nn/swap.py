@@ -1,0 +1,91 @@
+"""torch's recurrent modules turned into ours, in place: the object stays, its class changes.
+
+So whatever refers to a module goes on referring to it: its parents under all their names, its
+parameters, an optimizer made before, its hooks, its ``state_dict``. What is to be known before
+anything changes is asked of a :func:`twin`.
+"""
+
+from collections import OrderedDict
+from typing import Any, cast
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from retrograde.errors import CellError
+from retrograde.nn.recurrent import GRU, LSTM, RNN, Recurrent
+
+__all__ = ["swap", "twin"]
+
+_OURS: dict[type[nn.Module], type[Recurrent]] = {nn.RNN: RNN, nn.GRU: GRU, nn.LSTM: LSTM}
+
+
+def twin(module: nn.RNNBase) -> Recurrent:
+    """A module of ours over the very parameters of another, which is left as it is.
+
+    Args:
+        module: an RNN, a GRU or an LSTM, of torch's or of this library.
+
+    Returns:
+        A module with its options, parameters and mode, without its hooks, and with no budget; a
+        module of this library keeps its ``backward``.
+
+    Raises:
+        CellError: the module computes something of its own, which would be lost.
+
+    Example:
+        >>> lstm = nn.LSTM(3, 5)
+        >>> other = twin(lstm)
+        >>> type(other).__module__, other.weight_hh_l0 is lstm.weight_hh_l0
+        ('retrograde.nn.recurrent', True)
+    """
+    kind = _class_for(module)
+    other = kind.__new__(kind)
+    base = next((base for base in _OURS.values() if issubclass(kind, base)), None)
+    fresh = vars(base(1, 1, device="meta")) if base else {}
+    vars(other).update({**fresh, **vars(module), "memory": None})
+    hooks = [name for name in vars(other) if name.endswith("_hooks")]
+    vars(other).update({name: OrderedDict() for name in hooks})
+    if "schedule" in vars(other):
+        other.schedule = cast(Any, None)
+    return other
+
+
+def swap(module: nn.RNNBase, other: Recurrent) -> None:
+    """Turn a module into its twin.
+
+    Args:
+        module: as it was given to :func:`twin`.
+        other: what that returned, its ``memory`` set.
+
+    Example:
+        >>> lstm = nn.LSTM(3, 5)
+        >>> other = twin(lstm)
+        >>> other.memory = "50%"
+        >>> swap(lstm, other)
+        >>> lstm
+        LSTM(3, 5, memory='50%')
+    """
+    asked = ("memory", "schedule")
+    new = [name for name in vars(other) if name in asked or name not in vars(module)]
+    vars(module).update({name: vars(other)[name] for name in new})
+    module.__class__ = type(other)
+
+
+def _class_for(module: nn.RNNBase) -> type[Recurrent]:
+    kind = type(module)
+    if issubclass(kind, Recurrent):
+        return kind
+    if "forward" in vars(module):
+        raise CellError(
+            f"the forward of this {kind.__name__} was replaced by a function: expected torch's "
+            "own; divide the budget before other tools wrap the model"
+        )
+    if kind in _OURS:
+        return _OURS[kind]
+    if parametrize.is_parametrized(module) and kind.__bases__[0] in _OURS:
+        own = {name: v for name, v in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+        return type(kind.__name__, (_OURS[cast(Any, kind.__bases__[0])],), own)
+    raise CellError(
+        f"{kind.__name__} is a class of its own: expected torch.nn's RNN, GRU or LSTM; derive it "
+        f"from rg.{module.mode.split('_')[0]}, and it is given a budget as it is"
+    )

@@ -1,0 +1,437 @@
+"""``budget``: one budget for all the recurrent modules of a model, divided by what each needs."""
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+import retrograde as rg
+
+
+def leaf(*shape):
+    return torch.randn(*shape, requires_grad=True)
+
+
+class Pair(nn.Module):
+    """Two layers of unequal size, and nothing beside them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.LSTM(24, 40)
+        self.second = nn.LSTM(40, 8)
+
+    def forward(self, x):
+        return self.second(self.first(x)[0])[0]
+
+
+class Calls(nn.Module):
+    """The same module under two names, called over and over, its inputs of two lengths."""
+
+    def __init__(self, times, short=0):
+        super().__init__()
+        self.rnn = nn.LSTM(16, 16)
+        self.again = self.rnn
+        self.times, self.short = times, short
+
+    def forward(self, x):
+        total = sum((self.again if i % 2 else self.rnn)(x + i)[0].mean() for i in range(self.times))
+        return total + (self.rnn(x[: self.short])[0].sum() if self.short else 0)
+
+
+def working_bytes(model, x):
+    seed = torch.ones_like(model(x))
+
+    def call():
+        y = model(x)
+        y.backward(seed)
+        return y
+
+    def clear():
+        for t in (x, *model.parameters()):
+            t.grad = None
+
+    call()
+    clear()
+    found = rg.measure(call).working_bytes
+    clear()
+    return found
+
+
+def least_of(model, sample):
+    with pytest.raises(rg.BudgetError) as caught:
+        rg.budget(model, 1, sample)
+    return caught.value.minimum_bytes
+
+
+def test_the_budget_is_kept_by_the_whole_model():
+    x = leaf(100, 16, 24)
+    between = 2 * 100 * 16 * 40 * 4  # the first layer's outputs, and their gradient
+    ordinary = working_bytes(Pair(), x)
+    seen = []
+    for memory in (2 * least_of(Pair(), x), "10%", "25%", "60%", 1.0):
+        model = Pair()
+        division = rg.budget(model, memory, x)
+        found = working_bytes(model, x)
+        assert found <= division.total_bytes + between
+        seen.append(found)
+    assert seen == sorted(seen)
+    assert seen[1] < ordinary / 4
+    assert division.ordinary_bytes >= ordinary - between
+
+
+def test_every_module_gets_its_least_and_the_same_share_of_the_rest():
+    x = leaf(200, 16, 24)
+    division = rg.budget(Pair(), "25%", x)
+    first, second = division.shares["first"], division.shares["second"]
+    assert division.minimum_bytes == first.minimum_bytes + second.minimum_bytes
+    assert division.ordinary_bytes == first.ordinary_bytes + second.ordinary_bytes
+    assert division.total_bytes == division.ordinary_bytes // 4
+    given = first.budget_bytes + second.budget_bytes
+    assert division.total_bytes - 2 <= given <= division.total_bytes
+    parts = [
+        (s.budget_bytes - s.minimum_bytes) / (s.ordinary_bytes - s.minimum_bytes)
+        for s in (first, second)
+    ]
+    assert parts[0] == pytest.approx(parts[1], rel=1e-3)
+    assert 0 < parts[0] < 0.25 < first.budget_bytes / first.ordinary_bytes + 0.1
+
+
+def test_the_least_is_feasible_and_a_byte_less_is_refused_with_nothing_changed():
+    x = leaf(60, 4, 24)
+    model = Pair()
+    least = least_of(model, x)
+    before = {name: dict(vars(part)) for name, part in model.named_modules()}
+    message = rf"is {least - 1} bytes .* need at least {least} bytes .* together.*most of it is for"
+    with pytest.raises(rg.BudgetError, match=message) as caught:
+        rg.budget(model, least - 1, x)
+    assert caught.value.minimum_bytes == least
+    assert type(model.first) is type(model.second) is nn.LSTM
+    assert before == {name: dict(vars(part)) for name, part in model.named_modules()}
+    division = rg.budget(model, least, x)
+    assert [s.budget_bytes for s in division.shares.values()] == [
+        s.minimum_bytes for s in division.shares.values()
+    ]
+    model(x).sum().backward()
+    assert x.grad is not None
+
+
+def test_more_than_enough_is_not_handed_out():
+    x = leaf(60, 4, 24)
+    division = rg.budget(Pair(), "1GiB", x)
+    assert division.total_bytes == 2**30
+    for share in division.shares.values():
+        assert share.budget_bytes == share.ordinary_bytes
+
+
+@pytest.mark.parametrize("memory", ["20%", "50%"])
+def test_a_module_that_is_called_several_times_holds_as_often(memory):
+    model, x = Calls(3), leaf(100, 8, 16)
+    once = rg.budget(Calls(1), memory, x)
+    division = rg.budget(model, memory, x)
+    assert division.shares.keys() == {"rnn"}
+    assert division.shares["rnn"].calls == 3
+    assert model.rnn is model.again
+    assert division.minimum_bytes == 3 * once.minimum_bytes
+    assert division.ordinary_bytes == 3 * once.ordinary_bytes
+    # Beside the modules: their inputs and outputs, and the gradients of those and of the weights.
+    others = (3 * 2 + 2) * 100 * 8 * 16 * 4 + sum(p.nbytes for p in model.parameters())
+    assert working_bytes(model, x) <= division.total_bytes + others
+
+
+def test_a_short_call_takes_no_more_than_it_can():
+    """Of a part that is more than its ordinary backpropagation, the rest goes to the others."""
+    x = leaf(100, 8, 16)
+    alone, both = rg.budget(Calls(1), "1GiB", x), rg.budget(Calls(1, short=10), "1GiB", x)
+    short = both.ordinary_bytes - alone.ordinary_bytes
+    assert 0 < short < alone.ordinary_bytes / 5
+    total = alone.ordinary_bytes // 2
+    division = rg.budget(Calls(1, short=10), total, x)
+    assert division.shares["rnn"].calls == 2
+    assert division.shares["rnn"].budget_bytes == pytest.approx(total - short, abs=2)
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+def test_the_gradient_stays_what_it_was_and_so_does_all_else(kind):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"inner": nn.ModuleList([kind(5, 7, dtype=torch.float64)])})
+    model.forward = lambda x: model["inner"][0](x)[0].square().sum()
+    theirs = copy.deepcopy(model["inner"][0])
+    module = model["inner"][0]
+    parameters, keys = list(model.parameters()), list(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+    module.register_forward_hook(lambda *_: seen.append("hook"))
+    x = torch.randn(400, 3, 5, dtype=torch.float64, requires_grad=True)
+    division = rg.budget(model, "70%", x)
+    assert division.model is model
+    assert model["inner"][0] is module
+    assert type(module) is getattr(rg, kind.__name__)
+    assert module.memory == division.shares["inner.0"].budget_bytes
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    assert list(model.state_dict()) == keys
+    assert seen == ["hook"]  # by the run on the sample, as by any
+    model.forward(x)  # the first call of a shape measures
+    seen.clear()
+    model.forward(x).backward()
+    assert seen == ["hook"]
+    theirs(x)[0].square().sum().backward()
+    for ours, other in zip(model.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, other.grad, rtol=1e-11, atol=1e-12)
+    before = [p.detach().clone() for p in parameters]
+    optimizer.step()
+    assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_the_model_may_be_a_recurrent_module():
+    lstm, x = nn.LSTM(8, 8), leaf(50, 2, 8)
+    division = rg.budget(lstm, "30%", x)
+    assert division.model is lstm
+    assert isinstance(lstm, rg.LSTM)
+    assert lstm.memory == division.shares[""].budget_bytes == division.total_bytes
+    assert str(division).splitlines()[1].startswith("LSTM")
+    assert copy.deepcopy(lstm).memory == lstm.memory
+
+
+def test_modules_of_ours_get_another_memory_and_keep_their_backward():
+    gru = rg.GRU(8, 8, memory="90%", backward="sequential")
+    lstm = rg.LSTM(8, 8, schedule=rg.plan(50, 4))
+    model = nn.ModuleDict({"gru": gru, "lstm": lstm})
+    model.forward = lambda x: lstm(gru(x)[0])[0]
+    division = rg.budget(model, "70%", leaf(50, 2, 8))
+    assert (gru.memory, gru.backward) == (division.shares["gru"].budget_bytes, "sequential")
+    assert (lstm.memory, lstm.schedule) == (division.shares["lstm"].budget_bytes, None)
+    model(leaf(40, 2, 8)).sum().backward()  # of another length than the schedule had
+
+
+class Everything(nn.Module):
+    """Of all that a forward pass can leave behind, one."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+        self.rnn = nn.GRU(6, 6, batch_first=True)
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("last", None)
+        self.hidden, self.called = None, 0
+
+    def forward(self, x, scale=1.0):
+        x = nn.functional.dropout(self.norm(x.transpose(1, 2)).transpose(1, 2), 0.2)
+        y, self.hidden = self.rnn(scale * x + random.random() + np.random.rand(), self.hidden)
+        self.hidden = self.hidden.detach()
+        self.steps += 1
+        self.last = y.detach()
+        self.called += 1
+        y[:, 0] = 0.0  # to what a module returned one may write
+        return nn.functional.relu(y, inplace=True).sum()
+
+
+def test_the_run_on_the_sample_leaves_no_trace():
+    torch.manual_seed(0)
+    model, x = Everything(), torch.randn(4, 30, 6)
+    model.norm.weight.grad = torch.ones(6)
+    state, buffers = model.state_dict(), list(model.buffers())
+    expected = {name: t.clone() for name, t in state.items()}
+    draws = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    rg.budget(model, 1.0, {"x": x, "scale": 2.0})
+    assert torch.equal(torch.get_rng_state(), draws[0])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == draws[1:]
+    assert all(a is b for a, b in zip(buffers, model.buffers(), strict=True))
+    assert all(torch.equal(model.state_dict()[name], t) for name, t in expected.items())
+    assert model.norm.weight.grad.sum() == 6
+    assert model.rnn.weight_hh_l0.grad is None
+    assert (model.hidden, model.called, model.last, model.training) == (None, 0, None, True)
+    assert "forward" not in vars(model.rnn)
+    model(x).backward()
+
+
+def test_nothing_is_left_either_by_a_forward_pass_that_fails():
+    model = Everything()
+    with pytest.raises(TypeError, match="scales"):
+        rg.budget(model, "80%", {"x": torch.randn(4, 30, 6), "scales": 2.0})
+    with pytest.raises(RuntimeError, match="should contain"):
+        rg.budget(model, "80%", torch.randn(4, 30, 7))
+    assert type(model.rnn) is nn.GRU
+    assert "forward" not in vars(model.rnn)
+
+
+class Fitted:
+    """What a module might answer."""
+
+    ordinary_bytes, minimum_bytes = 1000, 100
+
+
+def test_the_run_on_the_sample_takes_no_ordinary_backpropagation(monkeypatch):
+    """A budget is for those who have not the memory to do without."""
+    x = leaf(200, 16, 24)
+    ordinary = working_bytes(Pair(), x)
+    model, seen = Pair(), []
+    model.second.register_forward_pre_hook(lambda _, args: seen.append(args[0].requires_grad))
+    monkeypatch.setattr(rg.LSTM, "fit", lambda *_: Fitted)  # measures nothing
+    assert rg.measure(lambda: rg.budget(model, 1.0, x)).working_bytes < ordinary / 3
+    assert seen == [True]
+
+
+class Packed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.LSTM(6, 6)
+
+    def forward(self, sequences):
+        packed = sequences if isinstance(sequences, PackedSequence) else pack_sequence(sequences)
+        outputs, (h, c) = self.rnn(packed)
+        assert isinstance(outputs, PackedSequence)
+        return outputs.data.sum() + h.sum() + c.sum()
+
+
+@pytest.mark.parametrize("given", [list, pack_sequence])
+def test_packed_sequences_are_asked_for_as_they_are(monkeypatch, given):
+    asked = []
+
+    def fit(module, input, hx=None):
+        asked.append((module.memory, input.batch_sizes.tolist(), hx))
+        return Fitted
+
+    monkeypatch.setattr(rg.LSTM, "fit", fit)
+    model = Packed()
+    division = rg.budget(model, 550, given([torch.randn(5, 6), torch.randn(3, 6)]))
+    assert asked == [("100%", [2, 2, 2, 1, 1], None), (1, [2, 2, 2, 1, 1], None)]
+    assert division.shares["rnn"] == rg.Share(1, 550, 100, 1000)
+
+
+def test_packed_sequences_of_other_lengths_are_another_kind_of_call(monkeypatch):
+    asked = []
+
+    def fit(module, input, hx=None):
+        asked.append(input.batch_sizes.tolist())
+        return Fitted
+
+    class Twice(Packed):
+        def forward(self, first, second):
+            return super().forward(first) + super().forward(second) + super().forward(first)
+
+    monkeypatch.setattr(rg.LSTM, "fit", fit)
+    pairs = [[torch.randn(steps, 6) for steps in lengths] for lengths in ((5, 3, 1), (5, 2, 2))]
+    assert rg.budget(Twice(), 1.0, tuple(pairs)).shares["rnn"].calls == 3
+    assert asked == [[3, 2, 2, 1, 1]] * 2 + [[3, 3, 1, 1, 1]] * 2
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_module_is_asked_for_the_inputs_that_it_is_given(wanted):
+    model, x = Pair(), torch.randn(100, 8, 24, requires_grad=wanted)
+    division = rg.budget(model, "50%", x)
+    alone = rg.LSTM(24, 40, memory=1.0)
+    assert alone.fit(x).ordinary_bytes == division.shares["first"].ordinary_bytes
+    assert alone.fit(leaf(100, 8, 24)).ordinary_bytes != alone.fit(x.detach()).ordinary_bytes
+
+
+def test_a_frozen_encoder_takes_nothing():
+    model, x = Pair(), torch.randn(100, 8, 24)
+    model.first.requires_grad_(False)
+    division = rg.budget(model, "50%", x)
+    assert division.shares.keys() == {"second"}
+    assert division.left == ("first",)
+    assert type(model.first) is nn.LSTM
+    assert str(division).splitlines()[-1].endswith("nothing to backpropagate: first")
+
+
+def test_what_is_seen_is_asked_for_under_the_models_autocast():
+    class Cast(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = nn.LSTM(16, 16)
+
+        def forward(self, x):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return self.rnn(x)[0].sum()
+
+    model, x = Cast(), leaf(100, 8, 16)
+    division = rg.budget(model, "50%", x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model.rnn.fit(x).ordinary_bytes == division.ordinary_bytes
+
+
+def test_a_parametrized_module_stays_parametrized():
+    lstm = nn.LSTM(6, 6, dtype=torch.float64)
+    parametrizations.weight_norm(lstm, "weight_hh_l0")
+    theirs = copy.deepcopy(lstm)
+    keys = list(lstm.state_dict())
+    x = torch.randn(60, 2, 6, dtype=torch.float64, requires_grad=True)
+    rg.budget(lstm, "60%", x)
+    assert isinstance(lstm, rg.LSTM)
+    assert list(lstm.state_dict()) == keys
+    for net in (lstm, theirs):
+        net(x)[0].square().sum().backward()
+    for ours, other in zip(lstm.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, other.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_the_division_is_a_table():
+    division = rg.budget(Pair(), "25%", leaf(100, 4, 24))
+    head, first, second, last = str(division).splitlines()
+    assert head.split() == ["module", "calls", "budget", "share", "least", "ordinary"]
+    assert first.split()[:2] == ["first", "1"]
+    assert second.split()[:2] == ["second", "1"]
+    assert last.split()[:2] == ["all", "2"]
+    assert "25.0%" in last
+    assert len({len(line) for line in (head, first, second, last)}) == 1
+
+
+class Own(nn.LSTM):
+    def forward(self, input, hx=None):
+        return super().forward(2 * input, hx)
+
+
+def test_what_cannot_be_divided_says_so():
+    x = torch.randn(20, 2, 24)
+    with pytest.raises(rg.CellError, match=r"got a function: expected a torch\.nn\.Module"):
+        rg.budget(lambda x: x, "5%", x)
+    with pytest.raises(rg.CellError, match=r"the Linear has no recurrent modules.*use rg\.unroll"):
+        rg.budget(nn.Linear(24, 2), "5%", x)
+    with pytest.raises(rg.UnitError, match="unknown unit"):
+        rg.budget(Pair(), "3 apples", x)
+    with pytest.raises(rg.CellError, match=r"\(first, second\) nothing to backpropagate: expected"):
+        rg.budget(Pair().requires_grad_(False), "50%", x)
+    with pytest.raises(rg.CellError, match=r"^inner: Own is a class of its own.*from rg\.LSTM"):
+        rg.budget(nn.ModuleDict({"inner": Own(24, 2)}), "50%", x)
+    patched = Pair()
+    patched.second.forward = patched.second.forward
+    with pytest.raises(rg.CellError, match=r"^second: the forward of this LSTM was replaced"):
+        rg.budget(patched, "50%", x)
+    with pytest.raises(rg.CellError, match=r"parameters without a shape yet.*call the lazy"):
+        rg.budget(nn.Sequential(nn.LSTM(24, 2), nn.LazyLinear(2)), "50%", x)
+
+
+def test_a_refusal_of_a_module_names_it(monkeypatch):
+    def fit(module, *_):
+        raise rg.CellError("not like this")
+
+    monkeypatch.setattr(rg.LSTM, "fit", fit)
+    model = Pair()
+    with pytest.raises(rg.CellError, match=r"^first: not like this$"):
+        rg.budget(model, "50%", leaf(20, 2, 24))
+    assert type(model.first) is nn.LSTM
+
+
+def test_a_forward_pass_that_differentiates_is_told():
+    class Penalty(Pair):
+        def forward(self, x):
+            y = super().forward(x)
+            return y.sum() + torch.autograd.grad(y.sum(), x)[0].norm()
+
+    with pytest.raises(rg.CellError, match="differentiates through a recurrent module"):
+        rg.budget(Penalty(), "50%", leaf(20, 2, 24))
+
+
+def test_around_a_compiled_model():
+    model, x = Pair(), leaf(30, 2, 24)
+    compiled = torch.compile(model, backend="eager")
+    division = rg.budget(compiled, "60%", x)
+    assert len(division.shares) == 2
+    assert isinstance(model.first, rg.LSTM)
+    compiled(x).sum().backward()

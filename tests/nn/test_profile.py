@@ -1,0 +1,261 @@
+"""``profile``: what a step costs, and what each budget would buy."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+import retrograde as rg
+from retrograde.execute.autograd import run_schedule
+from retrograde.execute.pace import Pace, Paces, _pace
+from retrograde.nn.profile import _kernel
+from retrograde.nn.swap import twin
+from retrograde.plan.fit import fit
+
+
+def make_cell(size=12, batch=4):
+    torch.manual_seed(0)
+    net = nn.GRUCell(size, size)
+
+    def cell(x, h):
+        h = net(x, h)
+        return h, h
+
+    return cell, torch.randn(batch, size), torch.zeros(batch, size)
+
+
+def lstm_and_input(length=120):
+    torch.manual_seed(0)
+    return rg.LSTM(24, 32), torch.randn(length, 8, 24)
+
+
+def paced(profile, forward, record, backward):
+    """The same profile on a machine whose seconds are known."""
+    paces = Paces(forward, record, backward)
+    return replace(profile, costs=tuple(replace(one, paces=paces) for one in profile.costs))
+
+
+def working_bytes(call):
+    """Of forward and backward, the outputs' gradient and the final state being the caller's."""
+    seed = torch.ones_like(call()[0])
+
+    def run():
+        y, state = call()
+        y.backward(seed)
+        return y, state
+
+    return rg.measure(run).working_bytes
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_cells_offers_are_what_unroll_holds(wanted):
+    cell, x, h = make_cell()
+    x.requires_grad_(wanted)
+    net = cell.__closure__[0].cell_contents
+    inputs = torch.randn(63, *x.shape, requires_grad=wanted)
+    offers = rg.profile(cell, x, h).trade_off(63, points=5)
+    assert len(offers) == 5
+    with pytest.raises(rg.BudgetError) as caught:
+        rg.unroll(cell, inputs, h, memory=1)
+    assert offers.minimum_bytes == offers.offers[0].budget_bytes == caught.value.minimum_bytes
+    for offer in offers:
+        rg.unroll(cell, inputs, h, memory=offer.budget_bytes)[0].sum().backward()
+        inputs.grad = None
+        net.zero_grad(set_to_none=True)
+        found = working_bytes(lambda m=offer.budget_bytes: rg.unroll(cell, inputs, h, memory=m))
+        assert 0.8 * offer.peak_bytes <= found <= offer.budget_bytes
+        assert offer.peak_bytes <= offer.budget_bytes
+        inputs.grad = None
+        net.zero_grad(set_to_none=True)
+
+
+def test_an_lstms_offers_are_what_the_module_makes_of_them():
+    lstm, x = lstm_and_input()
+    hx = (torch.zeros(1, 8, 32), torch.zeros(1, 8, 32))
+    offers = rg.profile(lstm, x, hx).trade_off(points=5)
+    lstm.memory = 1
+    with pytest.raises(rg.BudgetError) as caught:
+        lstm.fit(x, hx)
+    assert offers.minimum_bytes == caught.value.minimum_bytes
+    for offer in offers:
+        lstm.memory = offer.budget_bytes
+        found = lstm.fit(x, hx)
+        assert found.ordinary_bytes == offer.ordinary_bytes
+        assert found.forward_steps == pytest.approx(offer.forward_steps, rel=0.15)
+        lstm(x, hx)[0].sum().backward()
+        lstm.zero_grad(set_to_none=True)
+        assert working_bytes(lambda: lstm(x, hx)) <= offer.budget_bytes
+        lstm.zero_grad(set_to_none=True)
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU])
+def test_what_is_predicted_for_other_modules_is_what_their_kernels_hold(kind):
+    module, x = kind(24, 32, num_layers=2), torch.randn(120, 8, 24)
+    profile = rg.profile(module, x)
+    (one,) = profile.costs
+    core = _kernel(twin(module))
+    for memory in ("10%", "40%"):
+        found = fit(120, memory, one.sizes)
+        assert profile.buys(memory).peak_bytes == found.peak_bytes
+
+        def call(schedule=found.schedule):
+            (y,), state = run_schedule(core, schedule, [x], [torch.zeros(2, 8, 32)])
+            return y, state
+
+        module.zero_grad(set_to_none=True)
+        assert 0.5 * found.peak_bytes <= working_bytes(call) <= 1.05 * found.budget_bytes
+
+
+def test_seconds_are_those_of_the_steps_and_of_the_calls():
+    lstm, x = lstm_and_input()
+    profile = rg.profile(lstm, x)
+    profile = replace(profile, costs=profile.costs[:1])
+    steps = paced(profile, Pace(0.0, 3.0), Pace(0.0, 5.0), Pace(0.0, 7.0))
+    calls = paced(profile, Pace(3.0, 0.0), Pace(5.0, 0.0), Pace(7.0, 0.0))
+    for memory in ("10%", "20%", "60%", 1.0):
+        found = fit(120, memory, profile.costs[0].sizes)
+        advances = sum(isinstance(action, rg.Advance) for action in found.schedule)
+        records = sum(isinstance(action, rg.Record) for action in found.schedule)
+        again = found.forward_steps - 120
+        assert steps.buys(memory).seconds == pytest.approx(3 * again + (5 + 7) * 120)
+        assert calls.buys(memory).seconds == pytest.approx(3 * advances + (5 + 7) * records)
+
+
+@pytest.mark.parametrize("length", [1, 2, 63, 1000, 30_000])
+def test_a_larger_budget_is_not_slower(length):
+    cell, x, h = make_cell()
+    profile = rg.profile(cell, x, h)
+    steps = paced(profile, Pace(0.0, 1.0), Pace(0.0, 1.0), Pace(0.0, 2.0))
+    offers = steps.trade_off(length, points=8).offers
+    budgets, seconds = [o.budget_bytes for o in offers], [o.seconds for o in offers]
+    assert budgets == sorted(budgets)
+    for slower, faster in pairwise(seconds):
+        assert faster <= 1.02 * slower
+    assert offers[-1].budget_bytes == offers[-1].ordinary_bytes
+    assert (offers[-1].forward_steps, offers[-1].seconds) == (length, 3 * length)
+
+
+def test_measured_seconds_are_of_this_machine():
+    cell, x, h = make_cell()
+    profile = rg.profile(cell, x, h)
+    paces = profile.costs[0].paces
+    assert paces.forward == Pace(0.0, profile.forward_seconds)
+    assert 0 < profile.forward_seconds < 1
+    assert 0 < profile.backward_seconds < 1
+    assert profile.call_seconds == 0
+    least, *_, most = profile.trade_off(200)
+    assert least.seconds > most.seconds > 0
+    lstm, x = lstm_and_input()
+    of_module = rg.profile(lstm, x)
+    assert of_module.call_seconds == of_module.costs[0].paces.forward.call_seconds
+    assert len(of_module.costs) == 3  # kernels to choose from, each with a pace of its own
+    assert len({one.paces for one in of_module.costs}) == 3
+
+
+def test_a_call_is_told_from_its_steps():
+    assert _pace(10.0, 10.0 + 63 * 2.0, 64) == Pace(8.0, 2.0)
+    assert _pace(3.0, 3.0, 1) == Pace(0.0, 3.0)
+    assert _pace(3.0, 1.0, 64) == Pace(3.0, 0.0)  # clocks are not exact, times not negative
+    assert _pace(1.0, 640.0, 64) == Pace(0.0, 10.0)
+    assert Pace(8.0, 2.0)(calls=3, steps=10) == 44.0
+
+
+def test_a_step_of_a_module_is_like_that_of_its_cell():
+    """The bytes of a GRU's state, and of an LSTM's; a layer more is a state more."""
+    x = torch.randn(20, 4, 12)
+    assert rg.profile(nn.GRU(12, 12), x).state_bytes == 4 * 12 * 4
+    assert rg.profile(nn.LSTM(12, 12), x).state_bytes == 2 * 4 * 12 * 4
+    assert rg.profile(nn.LSTM(12, 12, num_layers=3), x).state_bytes == 3 * 2 * 4 * 12 * 4
+    frozen = nn.GRU(12, 12)
+    frozen.weight_ih_l0.requires_grad_(False)
+    assert rg.profile(frozen, x).parameters == 3
+
+
+def test_layouts_and_initial_states():
+    x, hx = torch.randn(8, 40, 24), (torch.zeros(1, 8, 32), torch.zeros(1, 8, 32))
+    profile = rg.profile(nn.LSTM(24, 32, batch_first=True), x, hx)
+    assert profile.length == 40
+    ours = rg.LSTM(24, 32, batch_first=True, memory="100%")
+    assert profile.buys(1.0).ordinary_bytes == ours.fit(x, hx).ordinary_bytes
+    alone = rg.profile(nn.LSTM(24, 32), x[0])
+    assert (alone.length, 8 * alone.state_bytes) == (40, profile.state_bytes)
+    gru = rg.profile(nn.GRU(24, 32), x.transpose(0, 1), torch.zeros(1, 8, 32))
+    assert (gru.length, 2 * gru.state_bytes) == (40, profile.state_bytes)
+
+
+def test_long_sequences_begin_where_steps_do_not_run_too_often():
+    cell, x, h = make_cell()
+    profile = rg.profile(cell, x, h)
+    offers = profile.trade_off(20_000, points=3)
+    assert offers.minimum_bytes < offers.offers[0].budget_bytes
+    assert offers.offers[0].forward_steps <= 100_000
+    assert str(offers).splitlines()[-1].startswith("the least budget of all is ")
+    assert "least" not in str(profile.trade_off(60, points=3))
+
+
+def test_a_budget_that_is_too_small_names_the_least():
+    lstm, x = lstm_and_input()
+    profile = rg.profile(lstm, x)
+    with pytest.raises(rg.BudgetError, match="need at least") as caught:
+        profile.buys(1)
+    assert profile.buys(caught.value.minimum_bytes).forward_steps > 120
+    assert profile.trade_off().minimum_bytes == caught.value.minimum_bytes
+
+
+def test_it_is_printed_as_tables():
+    cell, x, h = make_cell()
+    lines = str(rg.profile(cell, x, h)).splitlines()
+    assert [line[:14].strip() for line in lines] == [
+        "hidden state", "internal state", "working core", "α, β", "forward step",
+        "recording step", "backward step",
+    ]  # fmt: skip
+    text = str(rg.profile(cell, x, h, length=1000))
+    assert "What a budget buys, 1,000 steps" in text
+    assert text.splitlines()[9].split() == [
+        "budget", "of", "ordinary", "forward", "steps", "seconds", "×", "ordinary",
+    ]  # fmt: skip
+    lstm, x = lstm_and_input()
+    *table, last = str(rg.profile(lstm, x)).splitlines()
+    assert "kernel call" in table[7]
+    assert "What a budget buys, 120 steps" in table
+    assert last.split()[2] == "100.00%"
+    assert last.split()[-1] == "1.00"
+
+
+def test_no_trace_is_left():
+    lstm = nn.LSTM(6, 6)
+    lstm.register_forward_hook(lambda *_: pytest.fail("a hook was called"))
+    before, state = dict(vars(lstm)), torch.get_rng_state()
+    rg.profile(lstm, torch.randn(20, 2, 6, generator=torch.Generator()))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert before == vars(lstm)
+    assert type(lstm) is nn.LSTM
+    assert lstm.weight_hh_l0.grad is None
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (nn.LSTM(6, 6, bidirectional=True), r"bidirectional=True: expected one.*module\.fit"),
+        (nn.GRU(6, 6, 2, dropout=0.1), r"GRU with dropout=0\.1 between layers"),
+        (rg.RNN(6, 6, backward="scan"), r"RNN with backward='scan'"),
+    ],
+)
+def test_what_is_no_single_recurrence_says_so(module, message):
+    with pytest.raises(rg.CellError, match=message):
+        rg.profile(module, torch.randn(9, 2, 6))
+
+
+def test_bad_arguments():
+    lstm, x = nn.LSTM(6, 6), torch.randn(9, 2, 6)
+    packed = nn.utils.rnn.pack_sequence([torch.randn(4, 6)])
+    with pytest.raises(rg.CellError, match="is a PackedSequence: expected a tensor"):
+        rg.profile(lstm, packed)
+    with pytest.raises(rg.ScheduleError, match="length"):
+        rg.profile(lstm, x, length=0)
+    with pytest.raises(rg.UnitError, match="unknown unit"):
+        rg.profile(lstm, x).buys("3 apples")
+    with pytest.raises(rg.CellError, match="one step was profiled: expected the length"):
+        rg.profile(*make_cell()).trade_off()
