@@ -5,7 +5,7 @@ import torch
 
 import retrograde as rg
 from retrograde.execute.autograd import run_schedule
-from retrograde.execute.fused import FusedLSTM
+from retrograde.execute.fused import Fused, Layers, run_lean, run_lean_record
 from retrograde.execute.lean import lean_lstm
 
 
@@ -43,7 +43,7 @@ def test_expanded_gradients_and_frozen_parts():
 
 def test_gradcheck_passes():
     net = torch.nn.LSTM(2, 3, dtype=torch.float64)
-    core = FusedLSTM(net._flat_weights, layers=1, bias=True, kernel="lean")
+    core = Fused((Layers("LSTM", net._flat_weights, 1, True),), run_lean)
     sizes = [(4, 2, 2), (1, 2, 3), (1, 2, 3)]
     inputs = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in sizes]
     assert torch.autograd.gradcheck(
@@ -70,16 +70,16 @@ def test_it_holds_six_numbers_a_unit_and_step():
     assert m.retained_bytes <= 6 * length * one + 5 * one
 
 
-@pytest.mark.parametrize("kernel", ["lean record", "lean"])
-def test_tight_budgets_choose_it_and_keep_to_the_budget(kernel):
+@pytest.mark.parametrize(("kernel", "memory"), [(run_lean_record, "2%"), (run_lean, "0.6%")])
+def test_tight_budgets_choose_it_and_keep_to_the_budget(kernel, memory):
     torch.manual_seed(0)
-    ours = rg.LSTM(64, 64, memory="2%" if kernel == "lean record" else "0.6%")
+    ours = rg.LSTM(64, 64, memory=memory)
     theirs = torch.nn.LSTM(64, 64)
     theirs.load_state_dict(ours.state_dict())
     x = torch.randn(600, 16, 64, requires_grad=True)
     seed = torch.randn(600, 16, 64)
-    core, found = ours._fit(x, ours._time_major(x, None)[1])
-    assert core.kernel == kernel
+    plan = ours._read(x, ()).plan()
+    assert [chosen for chosen, _ in plan.parts] == [kernel]
 
     def call(net):
         y, state = net(x)
@@ -91,6 +91,6 @@ def test_tight_budgets_choose_it_and_keep_to_the_budget(kernel):
         x.grad = None
         m = rg.measure(lambda net=net: call(net))
         gradients.append([x.grad, *(p.grad for p in net.parameters())])
-    assert m.working_bytes <= found.budget_bytes
+    assert m.working_bytes <= plan.fit.budget_bytes
     for a, b in zip(*gradients, strict=True):
         assert (a - b).norm() <= 1e-5 * b.norm()

@@ -69,7 +69,8 @@ def test_what_a_schedule_runs_as_a_whole_is_held_to_what_the_schedule_takes():
     )  # fmt: skip
     whole = sizes.whole_bytes(20)
     assert whole == sizes.overhead_bytes(20) > sizes.ordinary(20)
-    assert fit(20, whole, sizes).ordinary
+    at_once = fit(20, whole, sizes)
+    assert (at_once.forward_steps, at_once.block, at_once.ordinary) == (20, 20, False)
+    assert at_once.peak_bytes <= whole
     found = fit(20, "100%", sizes)
-    assert not found.ordinary
     assert found.peak_bytes <= found.budget_bytes == sizes.ordinary(20)

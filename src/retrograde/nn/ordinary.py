@@ -1,5 +1,6 @@
 """What ordinary backpropagation through torch's own module takes: what a fraction is of."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +26,13 @@ class Ordinary:
         batch: how many sequences there are.
         full: bytes by steps, if all sequences have all of them.
         single: of a packed batch, bytes by steps if but one sequence has them.
+        gradient_copy: bytes a step on top, where a kernel must copy the outputs' gradient.
     """
 
     batch: int
     full: Curve
     single: Curve | None = None
+    gradient_copy: int = 0
 
     def __call__(self, steps: int, rows: int) -> int:
         """The bytes for so many steps, and so many steps of sequences in all if packed."""
@@ -57,7 +60,7 @@ def measure_ordinary(
     """
     devices = [x.device] if x.is_cuda else []
 
-    def curve(batch: int) -> Curve:
+    def taker(batch: int, expanded: bool = False) -> Callable[[int], int]:
         kept = None if state is None else tuple(s[:, :batch] for s in state)
 
         def measured(steps: int) -> int:
@@ -66,18 +69,29 @@ def measure_ordinary(
                 given = given.flatten(0, 1)
             given.requires_grad_(x.requires_grad)
             sizes = torch.full((steps,), batch) if packed else None
-            found = measure(lambda: _pass(module, given, kept, sizes, sorts), device=x.device)
+            found = measure(
+                lambda: _pass(module, given, kept, sizes, sorts, expanded), device=x.device
+            )
             return found.working_bytes
 
-        return ordinary_curve(measured, length)
+        return measured
 
     parameters, batch = list(module.parameters()), x.shape[1]
     with torch.enable_grad(), muted_hooks(parameters), torch.random.fork_rng(devices):
-        return Ordinary(batch, curve(batch), curve(1) if packed else None)
+        full = ordinary_curve(taker(batch), length)
+        single = ordinary_curve(taker(1), length) if packed else None
+        steps, size = full.points[-1]
+        more = max(0, taker(batch, expanded=True)(steps) - size)
+    return Ordinary(batch, full, single, -(-more // steps))
 
 
 def _pass(
-    module: nn.RNNBase, x: Tensor, state: State | None, sizes: Tensor | None, sorts: bool
+    module: nn.RNNBase,
+    x: Tensor,
+    state: State | None,
+    sizes: Tensor | None,
+    sorts: bool,
+    expanded: bool,
 ) -> object:
     """Forward and backward; everything that the caller would be handed."""
     # Each pass differentiates: a parametrization's graph serves for one of them.
@@ -88,10 +102,11 @@ def _pass(
     outputs, final = _torch_type(module).forward(module, _given(module, x, sizes, sorts), hx)
     y = outputs.data if isinstance(outputs, PackedSequence) else outputs
     roots = [t for t in (y, *(final if isinstance(final, tuple) else (final,))) if t.requires_grad]
-    seeds = [torch.ones((), dtype=t.dtype, device=t.device).expand_as(t) for t in roots[:1]]
-    seeds += [torch.ones_like(t) for t in roots[1:]]
+    seeds = [torch.ones_like(t) for t in roots]
+    if expanded:
+        seeds = [torch.ones((), dtype=t.dtype, device=t.device).expand_as(t) for t in roots]
     wanted = [t for t in (x, *kept, *module.parameters()) if t.requires_grad]
-    return outputs, final, torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
+    return outputs, final, seeds, torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
 
 
 def _given(module: nn.RNNBase, x: Tensor, sizes: Tensor | None, sorts: bool) -> Any:

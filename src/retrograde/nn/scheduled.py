@@ -12,7 +12,7 @@ step, which is the most that any range can have.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -140,7 +140,7 @@ class Call:
     def _find(self) -> Plan:
         known, parts = self.measured()
         if len(parts) > 1:
-            return self._divide(parts, known(self.length, len(self.x)))
+            return self._divide(parts, known)
         kernel, found = parts[0].fit(self.module.memory)
         return Plan(() if found.ordinary else ((kernel, found.schedule),), found)
 
@@ -148,7 +148,7 @@ class Call:
         """What ordinary backpropagation takes; every recurrence, and what its ranges take."""
         x, sizes = self._probe()
         known: Ordinary = self._known("ordinary", self._ordinary)
-        return known, self._parts(x, sizes, known(self.length, len(self.x)))
+        return known, self._parts(x, sizes, known)
 
     def _probe(self) -> tuple[Tensor, Tensor | None]:
         """Inputs to measure by: as given, or those of a packed batch of sequences of one length."""
@@ -166,7 +166,7 @@ class Call:
         state = self.state if self.given else None
         return measure_ordinary(self.module, x, state, self.length, packed, self.sorts)
 
-    def _parts(self, x: Tensor, sizes: Tensor | None, ordinary: int) -> "list[Part]":
+    def _parts(self, x: Tensor, sizes: Tensor | None, ordinary: Ordinary) -> "list[Part]":
         """Every recurrence, and what its ranges take."""
         parts, nets, states = [], self._nets(), self._states()
         key = torch.zeros((), dtype=torch.int64, device=x.device) if self.drops else None
@@ -185,18 +185,20 @@ class Call:
                 whole=not self.drops and len(nets) == 1,
             )
             read = Rows(self.length, sizes, self.both, dropout is not None).read([x])
-            part = Part(known, read, [s.detach() for s in states[number]], ordinary)
+            state = [s.detach() for s in states[number]]
+            part = Part(known, read, state, ordinary(self.length, len(self.x)))
+            part.gradient_copy = ordinary.gradient_copy
             part.sizes = self._known(number, part.measured)
             parts.append(part)
         return parts
 
-    def _divide(self, parts: "list[Part]", ordinary: int) -> Plan:
+    def _divide(self, parts: "list[Part]", known: Ordinary) -> Plan:
         """Every layer's share of the budget; or torch's own module where that is no slower."""
-        memory = self.module.memory
+        memory, ordinary = self.module.memory, known(self.length, len(self.x))
         budget = ordinary if memory is None else as_bytes(memory, ordinary)
         held, minima = self._between(), [part.minimum_bytes for part in parts]
         least = held + sum(minima)
-        usual = ordinary + self._extra_bytes(self.state)
+        usual = ordinary + known.gradient_copy * self.length + self._extra_bytes(self.state)
         minimum = least if self.drops else min(least, usual)
         if budget < minimum:
             raise refusal(self.length, memory, budget, minimum, ordinary)
@@ -288,7 +290,8 @@ class Part:
     inputs: Inputs
     state: list[Tensor]
     ordinary: int
-    sizes: list[Footprint] = None  # type: ignore[assignment]
+    sizes: list[Footprint] = field(default_factory=list)
+    gradient_copy: int = 0
 
     def measured(self) -> list[Footprint]:
         """What ranges take, to be kept for other lengths."""
@@ -311,7 +314,8 @@ class Part:
         return cast(Fused, self.cores[number].core).kernel, found
 
     def _sizes(self) -> list[Footprint]:
-        return [replace(size, ordinary=self._ordinary()) for size in self.sizes]
+        more = {"ordinary": self._ordinary(), "gradient_copy": self.gradient_copy}
+        return [replace(size, **more) for size in self.sizes]  # type: ignore[arg-type]
 
     def _ordinary(self) -> Curve:
         return Curve(((len(self.inputs), self.ordinary),))

@@ -90,6 +90,8 @@ class Footprint:
         record: the peak of recording a range.
         backward: the peak of backpropagating a range, beyond what it holds.
         ordinary: the working memory of ordinary backpropagation, as one graph.
+        gradient_copy: what it takes on top, of bytes a step, where the outputs' gradient is laid
+            out so that a kernel must copy it.
         gradient_bytes: the gradient of one hidden state, carried between ranges.
         heap_bytes: the most that one recorded call should hold, for speed; None where it is one.
         call_steps: what an advancing call costs besides its steps, in forward steps.
@@ -117,13 +119,14 @@ class Footprint:
     pace: float = 1.0
     scheduled: bool = False
     extra_bytes: int = 0
+    gradient_copy: int = 0
 
     def whole_bytes(self, length: int) -> int:
         """What backpropagating all steps at once takes."""
         return (
             self.overhead_bytes(length)
             if self.scheduled
-            else self.ordinary(length) + self.extra_bytes
+            else self.ordinary(length) + self.gradient_copy * length + self.extra_bytes
         )
 
     def core_bytes(self, steps: int) -> int:
