@@ -111,5 +111,10 @@ def targets(data: Mapping[str, NDArray]) -> NDArray[np.int8]:
     return found
 
 
+def run(arguments: Sequence[str] | None = None) -> None:
+    """Train, print, and write what was found."""
+    main("ecg", Beats, __doc__.splitlines()[0], arguments)
+
+
 if __name__ == "__main__":
-    main("ecg", Beats, __doc__.splitlines()[0])
+    run()

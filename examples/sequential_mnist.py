@@ -65,5 +65,10 @@ def pixels(images: NDArray[np.uint8]) -> Tensor:
     return ((x - 0.13) / 0.31).T.unsqueeze(-1)
 
 
+def run(arguments: Sequence[str] | None = None) -> None:
+    """Train, print, and write what was found."""
+    main("sequential_mnist", Digits, __doc__.splitlines()[0], arguments)
+
+
 if __name__ == "__main__":
-    main("sequential_mnist", Digits, __doc__.splitlines()[0])
+    run()

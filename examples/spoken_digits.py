@@ -82,5 +82,10 @@ def together(recordings: Sequence[Recording]) -> Batch:
     return Batch(with_slope(torch.from_numpy(x)), torch.tensor([who for _, who in recordings]))
 
 
+def run(arguments: Sequence[str] | None = None) -> None:
+    """Train, print, and write what was found."""
+    main("spoken_digits", Speech, __doc__.splitlines()[0], arguments)
+
+
 if __name__ == "__main__":
-    main("spoken_digits", Speech, __doc__.splitlines()[0])
+    run()
