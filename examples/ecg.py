@@ -61,7 +61,7 @@ class Beats:
     title = "ECG: is this beat normal?"
     loss_label = "cross entropy a beat (nats)"
     learning_rate = 1e-2
-    iterations = 300
+    iterations = 250
 
     def __init__(self, folder: Path) -> None:
         with np.load(folder / "ecg.npz") as data:

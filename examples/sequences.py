@@ -128,7 +128,7 @@ class Task(Protocol):
     Attributes:
         title: of the picture.
         loss_label: what the loss is, and in what unit.
-        learning_rate: of Adam.
+        learning_rate: of Adam, to begin with.
         iterations: of training that are enough to see it learn.
     """
 
@@ -193,6 +193,7 @@ class Run:
         model: in training.
         gradient: puts the gradients of a batch into ``.grad``, and returns its loss.
         optimizer: of the model's parameters.
+        rate: its learning rate, which falls to nothing.
         losses: one an iteration, before its update.
         seconds: of the gradient, one an iteration.
     """
@@ -201,6 +202,7 @@ class Run:
     model: Model
     gradient: Callable[[Model, Tensor], float]
     optimizer: torch.optim.Optimizer
+    rate: torch.optim.lr_scheduler.LRScheduler
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
@@ -214,6 +216,7 @@ class Run:
         self.losses.append(loss)
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
+        self.rate.step()
 
     def working_bytes(self, batch: Batch) -> int:
         """The measured peak of one iteration, beside inputs, parameters and their gradients."""
@@ -253,7 +256,9 @@ def ordinary_bytes(model: Model, batch: Batch) -> int:
     return round(most + (most - least) / (more - few) * (length - more))
 
 
-def runs_of(task: Task, ways: Sequence[str], memory: str, share: float) -> list[Run]:
+def runs_of(
+    task: Task, ways: Sequence[str], memory: str, share: float, iterations: int
+) -> list[Run]:
     """One run a way, all from the same weights."""
     torch.manual_seed(0)
     model = task.model()
@@ -273,7 +278,8 @@ def runs_of(task: Task, ways: Sequence[str], memory: str, share: float) -> list[
         if way == "nudged":
             nudge(twin)
         optimizer = torch.optim.Adam(twin.parameters(), lr=task.learning_rate)
-        runs.append(Run(way, twin, gradients[way], optimizer))
+        rate = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, iterations)
+        runs.append(Run(way, twin, gradients[way], optimizer, rate))
     return runs
 
 
@@ -382,7 +388,8 @@ def draw_losses(axes: Axes, found: dict[str, Any]) -> None:
 
 def draw_peaks(axes: Axes, found: dict[str, Any]) -> None:
     """A bar a way, with its size beside it."""
-    ways = {way: one for way, one in found["ways"].items() if way != "nudged"}
+    shown = [way for way in found["ways"] if way != "nudged"] or ["nudged"]
+    ways = {way: found["ways"][way] for way in shown}
     sizes = [one["working_bytes"] / 2**20 for one in ways.values()]
     bars = axes.barh(range(len(ways)), sizes, color=[STYLES[way]["color"] for way in ways])
     usual = found["ordinary_bytes_extrapolated"]
@@ -420,8 +427,9 @@ def main(
     ways = WAYS if options.way == "all" else (options.way,)
     usual = ordinary_bytes(task.model(), task.longest())
     share = as_bytes(options.memory, usual) / usual
-    runs = runs_of(task, ways, options.memory, share)
-    train(task, runs, task.iterations if options.steps is None else options.steps)
+    iterations = task.iterations if options.steps is None else options.steps
+    runs = runs_of(task, ways, options.memory, share, iterations)
+    train(task, runs, iterations)
     found = results_of(task, runs, options.memory, usual)
     report(found)
     if options.out is not None:

@@ -32,7 +32,7 @@ class Speech:
     title = "Spoken digits: who speaks?"
     loss_label = "cross entropy (nats)"
     learning_rate = 1e-2
-    iterations = 350
+    iterations = 300
 
     def __init__(self, folder: Path) -> None:
         with np.load(folder / "fsdd.npz") as data:
