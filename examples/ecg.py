@@ -68,7 +68,7 @@ class Beats:
             test = data["window_is_test"]
             x = windows(data["signal"].astype(np.float32), len(test))
             y = windows(targets(data), len(test))
-        x = (x - np.median(x, 0)) / 100  # half a millivolt
+        x = (x - np.median(x, 0)) / 40  # a fifth of a millivolt
         self.training, self.testing = (
             tuple(torch.from_numpy(part[:, :, of]).flatten(1) for part in (x, y))
             for of in (~test, test)

@@ -44,9 +44,9 @@ RESULTS = Path(__file__).parent / "results"
 WAYS = ("ordinary", "nudged", "budgeted", "truncated")
 LABELS = {
     "ordinary": "ordinary BPTT",
-    "nudged": "the same, weights nudged by a rounding",
-    "budgeted": "retrograde, within the budget",
-    "truncated": "truncated BPTT, the same memory",
+    "nudged": "the same, nudged by a rounding",
+    "budgeted": "within the budget",
+    "truncated": "truncated BPTT",
 }
 STYLES = {
     "ordinary": {"color": GREY, "linewidth": 4.5},
@@ -393,12 +393,14 @@ def draw_peaks(axes: Axes, found: dict[str, Any]) -> None:
     sizes = [one["working_bytes"] / 2**20 for one in ways.values()]
     bars = axes.barh(range(len(ways)), sizes, color=[STYLES[way]["color"] for way in ways])
     usual = found["ordinary_bytes_extrapolated"]
-    peaks = [one["working_bytes"] for one in ways.values()]
-    labels = [f"{format_bytes(peak)} ({peak / usual:.1%})" for peak in peaks]
+    labels = [
+        format_bytes(size) if way == "ordinary" else f"{format_bytes(size)} ({size / usual:.1%})"
+        for way, size in ((way, one["working_bytes"]) for way, one in ways.items())
+    ]
     axes.bar_label(bars, labels, padding=4, color=INK, fontsize=9)
     axes.set_yticks([])
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.65 * max(sizes))
+    axes.set_xlim(0, 1.4 * max(sizes))
     tidy(axes, title=f"Peak, T = {found['length']:,}", x="working memory (MiB)", y="")
 
 
