@@ -108,10 +108,14 @@ def test_long_sequences_train_within_5_percent_as_they_do_ordinarily(
 
 
 @pytest.mark.parametrize("name", SEQUENCES)
-def test_one_way_alone_and_a_budget_in_bytes(name, sequences, folder, capsys):
-    given = ["--data", str(folder), "--steps", "1", "--way", "truncated", "--memory", "20MiB"]
+def test_some_of_the_ways_and_a_budget_in_bytes(name, sequences, folder, capsys):
+    given = ["--data", str(folder), "--steps", "1", "--way", "truncated", "budgeted"]
+    given += ["--memory", "20MiB", "--seed", "3"]
     load(name).run(given)
-    assert "the budget is 20 MiB" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "the budget is 20 MiB" in printed
+    assert "losses of truncated and budgeted differ" in printed
+    assert "ordinary :" not in printed
 
 
 @pytest.mark.usefixtures("sequences")
