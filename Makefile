@@ -29,7 +29,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 bench: $(STAMP)  ## every claim of speed, both sides in one process; three quarters of an hour
-	$(BIN)/python benchmarks/lstm_budget.py
+	$(BIN)/python benchmarks/recurrent_budget.py
 	$(BIN)/python benchmarks/planner.py
 	$(BIN)/python benchmarks/ties.py
 	$(BIN)/python benchmarks/figure_2b.py
@@ -39,7 +39,7 @@ bench: $(STAMP)  ## every claim of speed, both sides in one process; three quart
 
 gpu:  ## marked tests and benchmarks on a CUDA device, with the interpreter at hand
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
-	PYTHONPATH=src $(PYTHON) benchmarks/lstm_budget.py --device cuda
+	PYTHONPATH=src $(PYTHON) benchmarks/recurrent_budget.py --device cuda
 	PYTHONPATH=src $(PYTHON) benchmarks/figure_2b.py --device cuda
 	PYTHONPATH=src $(PYTHON) benchmarks/scan_backward.py --device cuda
 	PYTHONPATH=src $(PYTHON) benchmarks/scan_choice.py --device cuda

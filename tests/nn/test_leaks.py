@@ -271,10 +271,10 @@ def calls_of(monkeypatch, place, name):
     ("way", "place", "kernel"),
     [
         ("LSTM", torch._VF, "lstm"),
-        ("LSTM by segments", layers, "run"),
-        ("RNN by segments", layers, "run"),
+        ("LSTM, swept in ranges", layers, "run"),
+        ("RNN", torch._VF, "rnn_tanh"),
     ],
-    ids=["LSTM", "LSTM by segments", "RNN by segments"],
+    ids=["LSTM", "LSTM, swept in ranges", "RNN"],
 )
 def test_an_exception_at_every_other_call_of_a_kernel(way, place, kernel, monkeypatch):
     _, ours = both(way)

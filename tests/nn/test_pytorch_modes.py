@@ -83,15 +83,7 @@ def test_a_state_that_changes_its_precision_without_autocast_is_refused():
         rg.unroll(lambda x, h: (h, (x + h).bfloat16()), inputs(4, 2), torch.zeros(2).double())
 
 
-UNDER_AUTOCAST = [
-    pytest.param(way, marks=pytest.mark.xfail(strict=True, reason="segments do not cast"))
-    if "segments" in way
-    else way
-    for way in WAYS
-]
-
-
-@pytest.mark.parametrize("way", UNDER_AUTOCAST)
+@pytest.mark.parametrize("way", WAYS)
 def test_a_network_under_autocast(way):
     x = inputs(200, 3, 5, dtype=torch.float32).requires_grad_()
     theirs, ours = both(way, dtype=torch.float32)

@@ -135,7 +135,8 @@ def test_the_peak_is_within_the_budget_and_uses_it(dtype, size):
         ours.memory = budget
         taken = working_bytes(ours, x, seed)
         assert taken <= budget
-        assert taken >= 0.85 * budget or ours.fit(x).forward_steps == 300  # more would not be faster
+        recomputes = ours.fit(x).forward_steps > 300  # if not, more would not be faster
+        assert taken >= 0.85 * budget or not recomputes
 
 
 @pytest.mark.parametrize("size", [1, 7, 16, 33])

@@ -82,9 +82,9 @@ class Looped(nn.Module):
 WAYS = {
     "unroll": (Looped, Looped, {"memory": "40%"}),
     "LSTM": (nn.LSTM, rg.LSTM, {"memory": "60%"}),
-    "RNN by segments": (nn.RNN, rg.RNN, {"memory": "80%"}),
-    "GRU by segments, scanned": (nn.GRU, rg.GRU, {"memory": "80%", "backward": "scan"}),
-    "LSTM by segments": (nn.LSTM, rg.LSTM, {"memory": "80%", "backward": "sequential"}),
+    "RNN": (nn.RNN, rg.RNN, {"memory": "40%"}),
+    "GRU, scanned in ranges": (nn.GRU, rg.GRU, {"memory": "40%", "backward": "scan"}),
+    "LSTM, swept in ranges": (nn.LSTM, rg.LSTM, {"memory": "40%", "backward": "sequential"}),
     "GRU, scanned": (nn.GRU, rg.GRU, {"backward": "scan"}),
     "LSTM, swept": (nn.LSTM, rg.LSTM, {"backward": "sequential"}),
 }

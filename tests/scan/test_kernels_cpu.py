@@ -68,7 +68,7 @@ def test_the_forward_pass_is_torchs(kind, dtype, sizes, bias):
 
 @EVERY_CELL
 def test_a_sample_does_not_depend_on_the_batch(kind):
-    """So that segments recomputed together have the states of the forward pass, bit for bit."""
+    """Its states are the same alone as among others, bit for bit."""
     layer = Layer(kind, (90, 7, 5, 33), torch.float32)
     whole, _ = cpu.run(layer.weights, layer.x, layer.state)
     for b in (0, 3, 6):

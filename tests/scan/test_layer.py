@@ -5,7 +5,6 @@ import torch
 
 from oracles.networks import CELLS, assert_close, relative_error, seeds_for
 from retrograde.errors import RetrogradeError
-from retrograde.scan import layer as layers
 from retrograde.scan.autograd import layer
 from retrograde.scan.layer import Way, backpropagate, run, run_and_keep
 from retrograde.scan.recurrent import Weights
@@ -20,12 +19,6 @@ WAYS = {
     "scan": Way("scan", 10**6, 4),
     "scan in blocks": Way("scan", 12, 4),
     "scan by single steps": Way("scan", 9, 1),
-    "segments": Way("sequential", 10, 1, 5),
-    "segments of one": Way("sequential", 1, 1, 1),
-    "a segment at a time": Way("sequential", 7, 1, 7),
-    "all segments at once": Way("sequential", 36, 1, 6),
-    "segments longer than the sequence": Way("sequential", 100, 1, 100),
-    "segments by scan": Way("scan", 12, 3, 6),
 }
 
 
@@ -74,7 +67,7 @@ def test_every_way_gives_autograds_gradients(kind, way, length):
 
 
 @EVERY_CELL
-@pytest.mark.parametrize("way", ["blocks of 7", "scan in blocks", "segments"])
+@pytest.mark.parametrize("way", ["blocks of 7", "scan in blocks"])
 def test_without_biases_and_in_single_precision(kind, way):
     for options, tolerance in [({"bias": False}, 1e-10), ({"dtype": torch.float32}, 2e-6)]:
         ours, theirs = gradients_both(kind, WAYS[way], **options)
@@ -92,7 +85,7 @@ def test_outputs_are_torchs(kind, way, dtype):
 
 
 @EVERY_CELL
-@pytest.mark.parametrize("way", ["blocks of 7", "scan in blocks", "segments"])
+@pytest.mark.parametrize("way", ["blocks of 7", "scan in blocks"])
 def test_gradients_may_lie_in_memory_in_any_way(kind, way):
     net, x, state = problem(kind)
     theirs, ours = by_torch(net, x, state), by_layer(kind, WAYS[way], net, x, state)
@@ -117,7 +110,7 @@ def test_gradients_may_lie_in_memory_in_any_way(kind, way):
 
 
 @EVERY_CELL
-@pytest.mark.parametrize("way", ["blocks of 7", "scan in blocks", "segments"])
+@pytest.mark.parametrize("way", ["blocks of 7", "scan in blocks"])
 def test_inputs_and_states_may_lie_in_memory_in_any_way(kind, way):
     net, *_ = problem(kind)
     x = torch.randn(4, 3, 33, dtype=torch.float64).permute(2, 1, 0).requires_grad_()
@@ -156,16 +149,21 @@ def test_the_tape_holds_what_it_says(kind):
     outputs, _, tape = run_and_keep(weights, Way("sequential", 10), x, state)
     assert tape.outputs is outputs
     assert tape.valid(0, 9) is None
-    assert tape.marks == {}
+    assert tape.marks is None
     if kind == "LSTM":
         assert tape.kept.gates.shape == (len(x), 3, 28)
         assert torch.equal(tape.kept.cells[0], state[1])
     else:
         assert tape.kept is None
-    outputs, _, tape = run_and_keep(weights, Way("sequential", 10, 1, 5), x, state)
-    assert tape.outputs is None
-    assert set(tape.marks) == ({"h", "c"} if kind == "LSTM" else {"h"})
-    assert torch.equal(tape.marks["h"], torch.stack([state[0], *outputs[4:-1:5]]))
+
+
+def test_an_lstm_whose_gates_are_not_left_keeps_c_at_the_start_of_every_block():
+    net, x, state = problem("LSTM")
+    weights, sizes = Weights("LSTM", *net.parameters()), torch.full((len(x),), 3)
+    _, _, tape = run_and_keep(weights, Way("sequential", 10), x, state, sizes)
+    assert tape.kept is None
+    c = torch.stack([state[1], *(run(weights, x[:stop], state)[1][1] for stop in (10, 20, 30))])
+    assert relative_error(tape.marks, c) <= 1e-15
 
 
 @EVERY_CELL
@@ -191,26 +189,7 @@ def test_gradients_that_are_not_asked_for_are_not_computed():
 
 
 @EVERY_CELL
-@pytest.mark.parametrize("way", ["blocks of 7", "scan in blocks", "segments"])
-def test_a_recompute_that_drifts_is_run_again_as_forward_did(kind, way, monkeypatch):
-    calls, run_once = [], layers.run
-    monkeypatch.setattr(layers, "_drifted", lambda found, kept: True)
-    monkeypatch.setattr(layers, "run", lambda *a: calls.append(a[1].shape) or run_once(*a))
-    ours, theirs = gradients_both(kind, WAYS[way])
-    assert_close(ours, theirs, 1e-10)
-    if way == "segments":  # two at a time, then, since that drifted, each with forward's batch
-        assert (5, 6, 4) in calls
-        assert calls.count((5, 3, 4)) >= 6
-
-
-def test_drift_is_more_than_rounding():
-    kept = torch.randn(3, 4, 5)
-    assert not layers._drifted(kept * (1 + 1e-6), kept)
-    assert layers._drifted(kept * (1 + 1e-4), kept)
-
-
-@EVERY_CELL
-@pytest.mark.parametrize("way", ["blocks of 7", "scan in blocks", "segments"])
+@pytest.mark.parametrize("way", ["blocks of 7", "scan in blocks"])
 def test_half_precision_is_summed_in_single(kind, way):
     net, x, state = problem(kind, dtype=torch.bfloat16)
     ours = by_layer(kind, WAYS[way], net, x, state)

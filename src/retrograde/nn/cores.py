@@ -58,11 +58,12 @@ class _Costs:
 
 # With what the executor adds to a call, some 40 µs to advance and 130 to record and go back.
 _CPU = {
-    "LSTM": _Costs(step=1.2, rate=1.6e5, backward=2.0, call=110, record=480),
-    "others": _Costs(step=15, rate=1.1e5, backward=2.7, call=60, record=300),
-    "lean": _Costs(step=20, rate=0.85e5, backward=1.2, call=110, record=500),
+    "LSTM": _Costs(step=1.2, rate=1.6e5, backward=2.2, call=130, record=500),
+    "GRU": _Costs(step=14, rate=1.1e5, backward=3.0, call=70, record=300),
+    "RNN": _Costs(step=5, rate=1.1e5, backward=3.0, call=70, record=260),
+    "lean": _Costs(step=20, rate=0.85e5, backward=1.2, call=130, record=550),
     "compiled": _Costs(
-        step=0.2, rate=1.35e5, backward=2.0, call=120, record=700, weight=9e-4, weighed=8e-3
+        step=0.2, rate=1.35e5, backward=2.0, call=130, record=600, weight=9e-4, weighed=5e-3
     ),
 }
 # Not measured: launches count, arithmetic hardly does.
@@ -95,7 +96,7 @@ def candidates(
         A candidate for each kernel.
     """
     lstm, on_cpu = nets[0].mode == "LSTM", nets[0].weights[0].device.type == "cpu"
-    usual = _CPU["LSTM" if lstm else "others"] if on_cpu else _CUDA
+    usual = _CPU[nets[0].mode.split("_")[0]] if on_cpu else _CUDA
     compiled = _CPU["compiled"] if on_cpu else _CUDA
     kernels: list[tuple[Kernel, _Costs, _Costs]] = [(run_torch, usual, usual)]
     if way is not None and has_slopes(nets[0]):

@@ -88,11 +88,8 @@ class _Layer(torch.autograd.Function):
         state, parameters = rest[:parts], rest[parts:]
         outputs, after, tape = run_and_keep(_weights(kind, parameters), way, x, state, sizes)
         ctx.kind, ctx.way, ctx.sizes, ctx.totals, ctx.parts = kind, way, sizes, totals, parts
-        ctx.names = list(tape.marks)
-        ctx.keeps = tape.kept is not None
-        kept = [] if tape.kept is None else [tape.kept.gates, tape.kept.cells]
-        kept += [] if tape.outputs is None else [tape.outputs]
-        ctx.save_for_backward(x, *rest, *tape.marks.values(), *kept)
+        kept = (None, None) if tape.kept is None else (tape.kept.gates, tape.kept.cells)
+        ctx.save_for_backward(outputs, tape.marks, *kept, x, *rest)
         return outputs, *after
 
     @staticmethod
@@ -102,21 +99,17 @@ class _Layer(torch.autograd.Function):
                 "the gradient of a layer with backward= cannot itself be differentiated: expected "
                 "create_graph=False; for second derivatives use backward=None (torch's own)"
             )
-        x, *saved = ctx.saved_tensors
-        first, saved = saved[: ctx.parts], saved[ctx.parts :]
-        count = len(ctx.needs_input_grad) - 6 - ctx.parts
-        parameters, marks = saved[:count], saved[count:]
-        outputs = None if ctx.way.segment else marks[-1]
-        kept = Kept(*marks[-3:-1]) if ctx.keeps else None
-        named = dict(zip(ctx.names, marks, strict=False))
-        tape = Tape(ctx.way, outputs, named, ctx.sizes, kept)
+        outputs, marks, gates, cells, x, *rest = ctx.saved_tensors
+        first, parameters = tuple(rest[: ctx.parts]), rest[ctx.parts :]
+        kept = None if gates is None else Kept(gates, cells)
+        tape = Tape(ctx.way, outputs, ctx.sizes, kept, marks)
         seeds = tuple(
             torch.zeros_like(s) if g is None else g for s, g in zip(first, after, strict=True)
         )
         weights = _weights(ctx.kind, parameters)
         needs_x, *needs = ctx.needs_input_grad[5:]
         totals = ctx.totals.named(weights)
-        found = backpropagate(weights, tape, x, tuple(first), dy, seeds, needs_x, totals)
+        found = backpropagate(weights, tape, x, first, dy, seeds, needs_x, totals)
         shares = [None if name in totals else g for name, g in found.weights.items()]
         gradients = [*found.state, *shares]
         wanted = [g if need else None for g, need in zip(gradients, needs, strict=True)]

@@ -8,10 +8,6 @@ steps are taken from the last to the first: their slopes are recomputed, by one 
 the gates are not known, the recurrence runs over them (:mod:`retrograde.scan.sweep`), and what it
 leaves, the gates' gradients, is multiplied once by the inputs, once by the states and once by the
 weights.
-
-*Within a budget* the outputs are not kept either, only the states at the first step of every
-segment. A block is then a group of segments; since all their first states are known, they are
-recomputed at the same time, as one larger batch.
 """
 
 from dataclasses import dataclass, replace
@@ -38,14 +34,11 @@ class Way:
         name: by steps, or by a scan over chunks of them.
         block: steps whose slopes are held at a time.
         chunk: steps to a chunk of the scan.
-        segment: steps between the states that are kept, of which a block is a multiple; None to
-            keep all of them.
     """
 
     name: Literal["sequential", "scan"]
     block: int
     chunk: int = 1
-    segment: int | None = None
 
 
 @dataclass
@@ -54,18 +47,32 @@ class Tape:
 
     Attributes:
         way: how the layer is to be backpropagated.
-        outputs: h after every step (T, B, H), or None where only segments' first states are kept.
+        outputs: h after every step (T, B, H).
         sizes: how many sequences have a step t, longest first, or None where all have all.
         kept: an LSTM's gates and cells, if the forward pass left them.
-        marks: the state before the first step of every block, or of every segment: for an RNN or
-            GRU, (h,), for an LSTM, (h, c), each (number, B, H); h is absent where outputs are kept.
+        marks: if it did not, an LSTM's c before the first step of every block (number, B, H).
     """
 
     way: Way
-    outputs: Tensor | None
-    marks: dict[str, Tensor]
+    outputs: Tensor
     sizes: Tensor | None = None
     kept: Kept | None = None
+    marks: Tensor | None = None
+
+    def block(self, x: Tensor, h: Tensor, start: int, stop: int) -> Block:
+        """The block of some steps, of all inputs (T, B, I) and the initial h (B, H)."""
+        after = self.outputs[start:stop]
+        if start == 0:
+            before = torch.cat([h.unsqueeze(0), after[:-1]])
+        else:
+            before = self.outputs[start - 1 : stop - 1]
+        kept, c = None, None
+        if self.kept is not None:
+            kept = self.kept.at(slice(start, stop))
+            c = kept.cells[0]
+        elif self.marks is not None:
+            c = self.marks[start // self.way.block]
+        return Block(x[start:stop], before, after, c, kept, self.valid(start, stop))
 
     def valid(self, start: int, stop: int) -> Tensor | None:
         """Which sequences have which of some steps (L, B, 1), or None where all have all."""
@@ -177,24 +184,17 @@ def run_and_keep(
     Returns:
         The outputs (T, B, H), the state after all steps, and the tape.
     """
-    kept = None if way.segment else room_for(weights, x, sizes)
-    if kept is not None or (weights.kind != "LSTM" and way.segment is None):
+    kept = room_for(weights, x, sizes)
+    if weights.kind != "LSTM" or kept is not None:
         outputs, after = run(weights, x, state, sizes, kept)
-        return outputs, after, Tape(way, outputs, {}, sizes, kept)
-    keeps_c = weights.kind == "LSTM"
-    stride = (way.segment or way.block) if keeps_c else way.block
+        return outputs, after, Tape(way, outputs, sizes, kept)
     outputs = x.new_zeros(*x.shape[:2], weights.size)
-    first, marks = state[0], {}
-    if keeps_c:
-        marks["c"] = x.new_empty(-(-len(x) // stride), *state[1].shape)
-    for start in range(0, len(x), stride):
-        if keeps_c:
-            marks["c"][start // stride] = state[1]
-        steps = slice(start, start + stride)
+    marks = x.new_empty(-(-len(x) // way.block), *state[1].shape)
+    for number, start in enumerate(range(0, len(x), way.block)):
+        marks[number] = state[1]
+        steps = slice(start, start + way.block)
         outputs[steps], state = _run_alive(weights, x[steps], state, sizes, start)
-    if way.segment:
-        marks["h"] = torch.cat([first.unsqueeze(0), outputs[way.segment - 1 : -1 : way.segment]])
-    return outputs, state, Tape(way, None if way.segment else outputs, marks, sizes)
+    return outputs, state, Tape(way, outputs, sizes, None, marks)
 
 
 def _run_alive(
@@ -245,9 +245,8 @@ def backpropagate(
     if tape.sizes is not None:
         dy, after = _at_the_ends(tape.sizes, dy, after)
     g = torch.cat([s.to(real) for s in after], -1)
-    blocks = _blocks(len(x), way) if at_once is None or way.segment else _long_blocks(len(x), way)
-    for start, stop in reversed(blocks):
-        block = _states(weights, tape, x, first, start, stop)
+    for start, stop in reversed(_blocks(len(x), way, at_once is not None)):
+        block = tape.block(x, first[0], start, stop)
         g = sums.add(way, block, None if dy is None else dy[start:stop], g, start)
     state = tuple(part.to(x.dtype) for part in g.split(weights.size, -1))
     return Gradients(sums.x, state, {k: v.to(x.dtype) for k, v in sums.weights.items()})
@@ -273,16 +272,15 @@ def _mask(block: Block, steps: Slopes) -> None:
         steps.inner.masked_fill_(ended, 0)
 
 
-def _blocks(length: int, way: Way) -> list[tuple[int, int]]:
-    """The ranges of steps that are backpropagated at a time; a short segment is one of its own."""
-    whole = length - length % (way.segment or 1)
-    starts = [*range(0, whole, way.block), *([whole] if whole < length else [])]
-    return list(zip(starts, [*starts[1:], length], strict=True))
+def _blocks(length: int, way: Way, at_once: bool) -> list[tuple[int, int]]:
+    """The ranges of steps that are backpropagated at a time.
 
-
-def _long_blocks(length: int, way: Way) -> list[tuple[int, int]]:
-    """For a kernel that needs no room of its own; the state before step 0 is not in the outputs."""
-    starts = [0, *range(1, length, _LONGER * way.block)]
+    A kernel for the whole pass needs no room of its own, so its ranges are longer; step 0 is one by
+    itself, since the state before it is not in the outputs.
+    """
+    starts = [*range(0, length, way.block)]
+    if at_once:
+        starts = [0, *range(1, length, _LONGER * way.block)]
     return list(zip(starts, [*starts[1:], length], strict=True))
 
 
@@ -294,53 +292,6 @@ def _at_once(weights: Weights, tape: Tape, x: Tensor, real: torch.dtype) -> Pass
     if x.shape[1] < 2 or weights.hidden.numel() > _SMALL:
         return None  # no samples to share among threads, or too much for the caches
     return kernels(x.device.type, real, weights.size).backward
-
-
-def _states(weights: Weights, tape: Tape, x: Tensor, first: State, start: int, stop: int) -> Block:
-    """Look a block's states up, or recompute its segments."""
-    stride = tape.way.segment or tape.way.block
-    mark, part = start // stride, x[start:stop]
-    c = tape.marks["c"][mark] if "c" in tape.marks else None
-    kept = None if tape.kept is None else tape.kept.at(slice(start, stop))
-    rest = c if kept is None else kept.cells[0], kept, tape.valid(start, stop)
-    if tape.outputs is None:
-        h = tape.marks["h"][mark]
-        after = _recompute(weights, tape, part, mark)
-    else:
-        h = first[0] if start == 0 else tape.outputs[start - 1]
-        after = tape.outputs[start:stop]
-        if start > 0:
-            return Block(part, tape.outputs[start - 1 : stop - 1], after, *rest)
-    return Block(part, torch.cat([h.unsqueeze(0), after[:-1]]), after, *rest)
-
-
-def _recompute(weights: Weights, tape: Tape, x: Tensor, mark: int) -> Tensor:
-    """The states of the segments from ``mark`` on, all of them at the same time."""
-    segment = tape.way.segment
-    assert segment is not None
-    assert tape.sizes is None
-    count = -(-len(x) // segment)
-    kept = [tape.marks[name] for name in ("h", "c") if name in tape.marks]
-    marks = [states[mark : mark + count] for states in kept]
-    if count == 1:
-        return run(weights, x, tuple(m[0] for m in marks))[0]
-    together = x.unflatten(0, (count, segment)).transpose(0, 1).flatten(1, 2)
-    found, _ = run(weights, together, tuple(m.flatten(0, 1) for m in marks))
-    outputs: Tensor = found.unflatten(1, (count, -1)).transpose(0, 1)
-    if _drifted(outputs[:-1, -1], marks[0][1:]):
-        parts = zip(x.split(segment), zip(*marks, strict=True), strict=True)
-        return torch.cat([run(weights, part, state)[0] for part, state in parts])
-    return outputs.flatten(0, 1)
-
-
-def _drifted(found: Tensor, kept: Tensor) -> bool:
-    """Whether recomputed states left those of the forward pass, as a chaotic network's may.
-
-    A kernel may round otherwise when more samples are run at a time. Run again in batches of the
-    forward pass's own size, it rounds as it did there.
-    """
-    tolerance = 256 * torch.finfo(kept.dtype).eps
-    return bool((found - kept).abs().amax() > tolerance * kept.abs().amax())
 
 
 class _Sums:

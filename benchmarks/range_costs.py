@@ -1,0 +1,82 @@
+"""What a call and a step of every kernel take: the figures behind ``retrograde/nn/cores.py``.
+
+Ranges of 1 and of 64 steps are run forward, keeping nothing, and recorded and backpropagated, by
+the executor itself; a step is what a further step takes, a call what is left: medians, in
+microseconds.
+
+    python benchmarks/range_costs.py          # JSON into benchmarks/results/
+"""
+
+import json
+import statistics
+from pathlib import Path
+
+import torch
+
+from retrograde.execute.fused import Layers
+from retrograde.execute.inputs import Held
+from retrograde.execute.pace import time_steps
+from retrograde.machine import machine_of
+from retrograde.nn.cores import candidates
+
+RESULTS = Path(__file__).parent / "results"
+SIZES = [(16, 1), (64, 1), (256, 1), (16, 16), (64, 16), (256, 16), (64, 64), (256, 64)]
+KINDS = {"LSTM": torch.nn.LSTM, "GRU": torch.nn.GRU, "RNN_TANH": torch.nn.RNN}
+LENGTH = 64
+
+
+def rows_of(kind: str, size: int, batch: int) -> list[dict]:
+    """One row a kernel."""
+    torch.manual_seed(0)
+    net = KINDS[kind](size, size)
+    layers = Layers(kind, net._flat_weights, 1, True)
+    x = torch.randn(LENGTH, batch, size, requires_grad=True)
+    state = [torch.zeros(1, batch, size) for _ in range(2 if kind == "LSTM" else 1)]
+    rows = []
+    for one in candidates((layers,), batch):
+        paces = [time_steps(one.core, Held([x]), state, repeats=9) for _ in range(3)]
+
+        def least(part: str, what: str, paces: list = paces) -> float:
+            found = statistics.median(getattr(getattr(p, part), what) for p in paces)
+            return round(found * 1e6, 2)
+
+        step, call = least("forward", "step_seconds"), least("forward", "call_seconds")
+        parts = ("record", "backward")
+        rows.append(
+            {
+                "kind": kind,
+                "hidden": size,
+                "batch": batch,
+                "kernel": getattr(one.core.kernel, "__name__", "compiled"),
+                "step": step,
+                "call": call,
+                "recorded_step": round(sum(least(p, "step_seconds") for p in parts), 2),
+                "recorded_call": round(sum(least(p, "call_seconds") for p in parts), 2),
+                "nominal_step": round(one.pace, 2),
+                "nominal_call": round(one.pace * one.call_steps, 2),
+                "nominal_recorded_step": round(one.pace * (1 + one.backward_steps), 2),
+                "nominal_recorded_call": round(one.pace * one.record_steps, 2),
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    """Print a table and write the JSON."""
+    rows = [row for kind in KINDS for size in SIZES for row in rows_of(kind, *size)]
+    print(f"{'µs, measured (nominal)':<34}{'step':>16}{'call':>16}{'recorded':>18}{'call':>16}")
+    for row in rows:
+        name = f"{row['kind']} {row['hidden']} B={row['batch']} {row['kernel']}"
+        cells = [
+            f"{row[key]:.0f} ({row['nominal_' + key]:.0f})"
+            for key in ("step", "call", "recorded_step", "recorded_call")
+        ]
+        print(f"{name:<34}" + "".join(f"{cell:>16}" for cell in cells))
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / "range_costs_cpu.json"
+    path.write_text(json.dumps({"machine": machine_of("cpu"), "rows": rows}, indent=1) + "\n")
+    print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()
