@@ -26,6 +26,10 @@ class Structure:
 
     def unflatten(self, tensors: Sequence[Tensor | None]) -> Any:
         """The tree again, with these tensors as its leaves."""
+        if self is _LEAF:
+            return tensors[0]
+        if self is _PAIR:
+            return tuple(tensors)
         rest = iter(tensors)
         leaves = [None if absent else next(rest) for absent in self.absent]
         return pytree.tree_unflatten(leaves, self.spec)
@@ -54,6 +58,10 @@ def flatten(tree: Any, name: str) -> tuple[list[Tensor], Structure]:
         >>> len(leaves), str(structure)
         (1, "{'h': *, 'c': None}")
     """
+    if isinstance(tree, Tensor):
+        return [tree], _LEAF
+    if type(tree) is tuple and len(tree) == 2 and all(isinstance(t, Tensor) for t in tree):
+        return list(tree), _PAIR
     leaves, spec = pytree.tree_flatten(tree)
     for leaf in leaves:
         if leaf is not None and not isinstance(leaf, Tensor):
@@ -62,3 +70,8 @@ def flatten(tree: Any, name: str) -> tuple[list[Tensor], Structure]:
                 "turn numbers into tensors"
             )
     return [t for t in leaves if t is not None], Structure(spec, tuple(t is None for t in leaves))
+
+
+# What most cells have for input, output and state: known by sight, since every step asks.
+_LEAF = Structure(pytree.tree_flatten(0)[1], (False,))
+_PAIR = Structure(pytree.tree_flatten((0, 0))[1], (False, False))

@@ -11,8 +11,7 @@ since a schedule records and backpropagates every step once, whatever it runs fo
 
 Known limits: seconds are those of short ranges, which find their memory ready and their data in the
 caches. On CPUs ordinary backpropagation through a long sequence takes longer, for the system maps
-its memory anew at every call. Modules with ``backward=`` go by segments and not by schedules;
-several directions, and dropout between layers, are no single recurrence.
+its memory anew at every call. Several layers with two directions each are no single recurrence.
 """
 
 from collections.abc import Sequence
@@ -29,7 +28,6 @@ from retrograde.execute.pace import Paces, time_steps
 from retrograde.execute.profile import footprint
 from retrograde.execute.replay import autocast_as_now
 from retrograde.execute.trees import flatten
-from retrograde.nn.recurrent import Recurrent
 from retrograde.nn.swap import twin
 from retrograde.plan import least_memory
 from retrograde.plan.arguments import integer
@@ -286,7 +284,7 @@ def profile(
 
     Args:
         cell: ``cell(x_t, state) -> (y_t, state)``; or an LSTM, a GRU or an RNN, of torch's or of
-            this library, in one direction and without dropout between layers.
+            this library; of one layer, if in two directions.
         x: for a cell the input of one step, a pytree of tensors; for a module its whole input,
             (T, B, I), (B, T, I) with ``batch_first``, or (T, I).
         state: the hidden state, a pytree of tensors; for a module torch's, or None for zeros.
@@ -332,11 +330,20 @@ def _of_module(
     module: nn.RNNBase, input: Any, hx: Any, length: int | None, repeats: int
 ) -> Profile:
     """A module on its own kernels, of which a range of steps is one call."""
-    other = twin(module)
-    _check_module(other, input)
+    if not isinstance(input, Tensor):
+        raise CellError(
+            f"the input of a {type(module).__name__} is a {type(input).__name__}: expected a "
+            "tensor (T, B, I); for packed sequences, pad them"
+        )
     hidden = () if hx is None else hx if isinstance(hx, tuple) else (hx,)
-    call = other._read(input, hidden)
-    ordinary, (part,) = call.measured()
+    call = twin(module)._read(input, hidden)
+    ordinary, (part, *others) = call.measured()
+    if others:
+        raise CellError(
+            f"profile does not run a {type(module).__name__} with bidirectional=True and "
+            f"num_layers={module.num_layers}: expected one recurrence; module.fit(input) tells "
+            "what its memory buys"
+        )
     costs = [
         Costs(
             replace(size, ordinary=ordinary.full),
@@ -345,7 +352,7 @@ def _of_module(
         for one, size in zip(part.cores, part.sizes, strict=True)
     ]
     *_, (a, low), (b, high) = ((0, 0), *costs[0].sizes.held.points)
-    wanted = sum(p.requires_grad for p in other.parameters())
+    wanted = sum(p.requires_grad for p in module.parameters())
     return _described(costs, -(-(high - low) // (b - a)), wanted, False, length or call.length)
 
 
@@ -366,25 +373,3 @@ def _described(
         length=length,
         costs=tuple(costs),
     )
-
-
-def _check_module(module: Recurrent, input: Any) -> None:
-    """Refuse what is not run as one recurrence in ranges."""
-    if not isinstance(input, Tensor):
-        raise CellError(
-            f"the input of a {type(module).__name__} is a {type(input).__name__}: expected a "
-            "tensor (T, B, I); for packed sequences, pad them"
-        )
-    dropped = module.dropout and module.training and module.num_layers > 1
-    refused = {
-        "bidirectional=True": module.bidirectional,
-        f"dropout={module.dropout} between layers": dropped,
-        f"backward={module.backward!r}": module.backward is not None,
-    }
-    for option, given in refused.items():
-        if given:
-            raise CellError(
-                f"profile does not run a {type(module).__name__} with {option}: expected one "
-                "direction, no dropout between layers, and torch's own backward pass; "
-                "module.fit(input) tells what its memory buys"
-            )

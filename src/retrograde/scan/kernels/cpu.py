@@ -133,8 +133,10 @@ def backward(
     parts = ranges(samples, 1 + work // _THREAD_WORK)
     shapes = ((rows, whole_vectors(width)), (rows, whole_vectors(size)), (numbers,))
     sums = [g.new_zeros(len(parts), *shape) for shape in shapes]
-    most = max(last - first for first, last in parts)
-    numbers_between = cpu_backward.room_for(weights.kind, len(block.x), most, width, size)
+    numbers_between = max(  # fewer samples may have more rows at a time
+        cpu_backward.room_for(weights.kind, len(block.x), last - first, width, size)
+        for first, last in parts
+    )
     room = g.new_empty(len(parts), numbers_between)
 
     def loop(first: int, last: int) -> None:
