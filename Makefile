@@ -14,7 +14,7 @@ demo: $(STAMP)  ## train a character model on sequences of 1,000 within 5 % of t
 	$(BIN)/retrograde train --memory 5% --report report
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -m 'not gpu'
