@@ -354,4 +354,4 @@ class _Sums:
 def _add_product(total: Tensor, gates: Tensor, by: Tensor) -> None:
     """total += gatesᵀ by, the rows being summed in parts, and then the parts."""
     for part, other in zip(gates.split(_ROWS), by.split(_ROWS), strict=True):
-        total.addmm_(part.t(), other)
+        total += part.t() @ other  # not added to a large total one by one
