@@ -170,6 +170,48 @@ def test_the_same_budget_gives_the_same_schedule():
     assert schedules[0] == schedules[1] == schedules[2]
 
 
+@pytest.mark.parametrize("kind", [rg.LSTM, rg.GRU])
+def test_all_there_is_and_a_byte_are_two_budgets(kind):
+    net, x = kind(5, 7, memory=1.0), torch.randn(30, 3, 5)
+    net(x)
+    net.memory = 1  # equal to 1.0, but a byte
+    with pytest.raises(rg.BudgetError):
+        net(x)
+
+
+def test_a_fit_is_for_so_many_threads():
+    net, x = rg.GRU(24, 32, memory="30%"), torch.randn(200, 16, 24)
+    threads = torch.get_num_threads()
+    try:
+        for number in (1, 2):
+            torch.set_num_threads(number)
+            net(x)[0].sum().backward()
+            net.zero_grad(set_to_none=True)
+            seed = torch.ones(200, 16, 32)
+            assert working_bytes(net, x, seed) <= net.fit(x).budget_bytes
+            net.zero_grad(set_to_none=True)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("backward", ["sequential", "scan"])
+def test_half_precision_loses_nothing_by_a_budget(backward):
+    torch.manual_seed(0)
+    x, errors = torch.randn(1500, 8, 12).bfloat16(), []
+    exact = torch.nn.GRU(12, 10).bfloat16()
+    plain = rg.GRU(12, 10, backward=backward).bfloat16()
+    plain.load_state_dict(exact.state_dict())
+    exact = exact.float()
+    exact(x.float())[0].sum().backward()
+    for memory in (None, "60%"):
+        plain.memory = memory
+        plain.zero_grad(set_to_none=True)
+        plain(x)[0].sum().backward()
+        reference = exact.weight_hh_l0.grad
+        errors.append(float((plain.weight_hh_l0.grad - reference).norm() / reference.norm()))
+    assert max(errors) <= torch.finfo(torch.bfloat16).eps
+
+
 def test_without_gradients_it_is_torchs_own_and_holds_nothing():
     _, ours = pair(5, 7, memory=1)  # a byte would not do for a gradient
     x = torch.randn(63, 3, 5)

@@ -441,3 +441,15 @@ def test_bad_budgets_and_schedules_are_refused_before_any_work():
         rg.unroll(cell, x, h, schedule=rg.plan(5, 2))
     with pytest.raises(rg.ScheduleError, match="both memory and schedule"):
         rg.unroll(cell, x, h, memory=0.5, schedule=rg.plan(4, 2))
+
+
+def test_all_there_is_and_a_byte_are_two_budgets():
+    cell, x, h = torch.nn.GRUCell(3, 4), torch.randn(20, 2, 3), torch.zeros(2, 4)
+
+    def step(x, h):
+        h = cell(x, h)
+        return h, h
+
+    rg.unroll(step, x, h, memory=1.0)
+    with pytest.raises(rg.BudgetError):
+        rg.unroll(step, x, h, memory=1)

@@ -13,7 +13,7 @@ from torch import Tensor
 from retrograde.execute.cell import Core
 from retrograde.execute.executor import advance, backpropagate, record
 from retrograde.execute.inputs import Inputs
-from retrograde.execute.profile import Shapes, _gradients_like, _noting
+from retrograde.execute.profile import Shapes, gradients_like, noting
 from retrograde.execute.replay import autocast_as_now, muted_hooks
 from retrograde.machine import now
 
@@ -87,9 +87,9 @@ def _seconds_of_range(
     moments = [now(device)]
     advance(core, inputs, 0, steps, state, None)
     moments.append(now(device))
-    tape = record(core, inputs, 0, steps, state, _noting(shapes))
+    tape = record(core, inputs, 0, steps, state, noting(shapes))
     moments.append(now(device))
-    gradients = _gradients_like(core, tape, shapes, steps)
+    gradients = gradients_like(core, tape, shapes, steps)
     moments.append(now(device))
     with muted_hooks(core.parameters):
         backpropagate(core, tape, gradients)

@@ -41,6 +41,8 @@ __all__ = [
     "fit_measured",
     "footprint",
     "footprints",
+    "gradients_like",
+    "noting",
     "ordinary_curve",
 ]
 
@@ -291,7 +293,7 @@ def _corrected(
 
 def _measure_advance(core: Core, inputs: Inputs, state: Tensors, steps: int) -> int:
     device = core.ambient.device
-    emit = _noting([])  # the first sweep's, which runs all of the core
+    emit = noting([])  # the first sweep's, which runs all of the core
     return measure(lambda: advance(core, inputs, 0, steps, state, emit), device=device).peak_bytes
 
 
@@ -302,10 +304,10 @@ def _measure_range(core: Core, inputs: Inputs, state: Tensors, steps: int) -> _B
     gradients: list[Gradients] = []
 
     def run() -> None:
-        tapes.append(record(core, inputs, 0, steps, state, _noting(shapes)))
+        tapes.append(record(core, inputs, 0, steps, state, noting(shapes)))
 
     def prepare() -> None:
-        gradients.append(_gradients_like(core, tapes[0], shapes, steps))
+        gradients.append(gradients_like(core, tapes[0], shapes, steps))
 
     def back() -> None:
         backpropagate(core, tapes.pop(), gradients[0])
@@ -338,7 +340,7 @@ def _measure_ordinary(core: Core, inputs: Inputs, state: Tensors, steps: int) ->
     return measure(call, device=core.ambient.device).working_bytes
 
 
-def _noting(shapes: Shapes) -> Emit:
+def noting(shapes: Shapes) -> Emit:
     """An emitter that keeps no output, only the shapes and dtypes."""
 
     def emit(start: int, stop: int, values: Tensors) -> None:
@@ -347,7 +349,7 @@ def _noting(shapes: Shapes) -> Emit:
     return emit
 
 
-def _gradients_like(
+def gradients_like(
     core: Core,
     tape: Tape,
     shapes: Shapes,

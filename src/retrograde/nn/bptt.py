@@ -273,7 +273,14 @@ def _fitted(
         parts = (*parts, inputs)  # what a function takes to give an input is its own affair
     tensors = (*source[0], *task.state, *first.parameters)
     number, found = _FITS.get(
-        (identity(parts), memory, len(source), task.stream.wanted, read, *map(signature, tensors)),
+        (
+            identity(parts),
+            repr(memory),
+            len(source),
+            task.stream.wanted,
+            read,
+            *map(signature, tensors),
+        ),
         lambda: fit_fastest(
             task.cores,
             footprints(task.cores, task.probed, task.state),

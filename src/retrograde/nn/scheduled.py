@@ -279,6 +279,7 @@ class Call:
             *((t.dtype, t.requires_grad) for t in (x, *self.state)),
             *(p.requires_grad for p in module.parameters()),
             (x.device, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
+            torch.get_num_threads(),  # each has room of its own
         )
 
 

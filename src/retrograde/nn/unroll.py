@@ -222,4 +222,4 @@ def _fitted(core: StepCore, leaves: Tensors, states: Tensors, memory: Memory) ->
         sizes = _SIZES.get(key, lambda: footprint(core, Held(leaves), widest))
         return fit_measured(core, Held(leaves), widest, memory, sizes)[0]
 
-    return _FITS.get((memory, *key), find)
+    return _FITS.get((repr(memory), *key), find)

@@ -67,7 +67,10 @@ class _Totals:
         self.totals, self.ids = totals, [id(p) for p in parameters]
 
     def named(self, weights: Weights) -> dict[str, Tensor]:
-        """Those that there are, by the names of the weights."""
+        """Those that there are, by the names of the weights; not in half precision, in which a
+        layer's own sums would be lost."""
+        if weights.hidden.dtype not in (torch.float32, torch.float64):
+            return {}
         pairs = zip(weights.tensors(), self.ids, strict=True)
         return {name: self.totals[at] for name, at in pairs if at in self.totals}
 
