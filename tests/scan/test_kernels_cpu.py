@@ -22,6 +22,8 @@ SIZES = [
     (130, 4, 25, 24),
     (40, 9, 30, 64),
     (300, 17, 24, 20),
+    (150, 1, 16, 40),
+    (70, 3, 72, 80),
 ]
 
 
@@ -51,6 +53,13 @@ class Layer:
         before = torch.cat([self.state[0].unsqueeze(0), outputs[:-1]])
         c = self.state[1] if self.kept else None
         return outputs, after, Block(self.x, before, outputs, c, self.kept)
+
+
+def go_back(layer, block, dy, g, dx, totals, at_once=False):
+    loops = cpu.Backward(layer.weights, totals, g.shape[0], len(block.x), at_once=at_once)
+    first = loops.add(block, dy, g, dx)
+    loops.finish()
+    return first
 
 
 @EVERY_CELL
@@ -92,7 +101,9 @@ def test_what_an_lstm_keeps_are_its_gates_and_its_cells_before_each_step():
 
 @EVERY_CELL
 @DTYPES
-@pytest.mark.parametrize("options", ["", "no bias", "no inputs' gradient", "no loss at steps"])
+@pytest.mark.parametrize(
+    "options", ["", "no bias", "no inputs' gradient", "no loss at steps", "at once"]
+)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_the_backward_pass_is_that_of_plain_slopes_and_sweep(kind, dtype, sizes, options):
     layer = Layer(kind, sizes, dtype, bias=options != "no bias")
@@ -101,7 +112,7 @@ def test_the_backward_pass_is_that_of_plain_slopes_and_sweep(kind, dtype, sizes,
     dx = None if options == "no inputs' gradient" else torch.full_like(layer.x, 7)
     g = layer.g.clone()
     found = layer.zeros()
-    first = cpu.backward(layer.weights, block, dy, g, dx, found)
+    first = go_back(layer, block, dy, g, dx, found, options == "at once")
     assert torch.equal(g, layer.g)
 
     steps = slopes(layer.weights, block.x, block.before, block.after, block.c)
@@ -134,13 +145,40 @@ def test_threads_share_the_samples(kind, threads, monkeypatch):
         monkeypatch.setattr(torch, "get_num_threads", lambda number=number: number)
         dx = torch.empty_like(layer.x)
         sums = layer.zeros()
-        first = cpu.backward(layer.weights, block, layer.dy, layer.g, dx, sums)
+        first = go_back(layer, block, layer.dy, layer.g, dx, sums)
         taken.append((first, sums, dx))
     (first, found, dx), (alone, expected, dx_alone) = taken
     assert torch.equal(first, alone)
     assert torch.equal(dx, dx_alone)
     for name, t in found.items():
         assert relative_error(t, expected[name]) <= 1e-14, name
+
+
+@EVERY_CELL
+@DTYPES
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("sizes", [(90, 1, 8, 16), (61, 5, 3, 24), (60, 11, 16, 9)], ids=str)
+def test_blocks_are_added_to_one_another_and_to_the_totals(kind, dtype, sizes, at_once):
+    layer = Layer(kind, sizes, dtype)
+    _, _, block = layer.block()
+    expected, whole = layer.zeros(), torch.empty_like(layer.x)
+    first = go_back(layer, block, layer.dy, layer.g, whole, expected)
+    found, dx, g = layer.zeros(), torch.empty_like(layer.x), layer.g
+    for rounds in (1, 2):  # what is finished is not added again
+        loops, g = cpu.Backward(layer.weights, found, sizes[1], 50, at_once=at_once), layer.g
+        for start, stop in ((43, sizes[0]), (42, 43), (0, 42)):
+            steps = slice(start, stop)
+            kept = layer.kept and layer.kept.at(steps)
+            part = Block(layer.x[steps], block.before[steps], block.after[steps], None, kept)
+            g = loops.add(part, layer.dy[steps], g, dx[steps])
+            if start == 42:
+                loops.finish()
+        loops.finish()
+        tolerance = 3e-6 if dtype == torch.float32 else 1e-13
+        assert relative_error(g, first) <= tolerance
+        assert relative_error(dx, whole) <= tolerance
+        for name, t in found.items():
+            assert relative_error(t, rounds * expected[name]) <= tolerance, name
 
 
 @pytest.mark.parametrize("module", [cpu_backward, cpu_slopes, cpu_states, cpu_sweep])

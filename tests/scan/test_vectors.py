@@ -113,6 +113,12 @@ def test_a_product_is_numpys_and_a_row_does_not_depend_on_its_neighbours(
     for row in range(rows):
         product(a.reshape(-1), row * stride, stride, 1, packed, width, alone[row])
     np.testing.assert_array_equal(alone, out)
+    if columns == width:  # read as it is, too
+        found = given.copy()
+        product(
+            a.reshape(-1), 0, stride, rows, u.reshape(1, terms, width), width, found.reshape(-1)
+        )
+        np.testing.assert_array_equal(found, out)
 
 
 @DTYPES

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from retrograde.scan.kernels import Pass, kernels
+from retrograde.scan.kernels import Backward, kernels
 from retrograde.scan.recurrent import Block, Kept, Kind, Slopes, Weights, slopes
 from retrograde.scan.sweep import safe_chunk
 
@@ -284,7 +284,7 @@ def _blocks(length: int, way: Way, at_once: bool) -> list[tuple[int, int]]:
     return list(zip(starts, [*starts[1:], length], strict=True))
 
 
-def _at_once(weights: Weights, tape: Tape, x: Tensor, real: torch.dtype) -> Pass | None:
+def _at_once(weights: Weights, tape: Tape, x: Tensor, real: torch.dtype) -> type[Backward] | None:
     """A kernel for the whole backward pass, if there is one and it is the fastest."""
     known = weights.kind != "LSTM" or tape.kept is not None
     if tape.way.name == "scan" or tape.sizes is not None or x.dtype != real or not known:
@@ -301,7 +301,7 @@ class _Sums:
         self,
         weights: Weights,
         x: Tensor | None,
-        at_once: Pass | None,
+        at_once: type[Backward] | None,
         totals: dict[str, Tensor],
     ) -> None:
         self.cast, self.at_once = weights, at_once
@@ -320,7 +320,10 @@ class _Sums:
         dx = None if self.x is None else self.x[start : start + len(block.x)]
         block, losses = block.cast(real), None if dy is None else dy.to(real).contiguous()
         if self.at_once is not None:
-            return self.at_once(weights, block, losses, g, dx, self.weights)
+            loops = self.at_once(weights, self.weights, block.x.shape[1], len(block.x))
+            g = loops.add(block, losses, g, dx)
+            loops.finish()
+            return g
         use = kernels(block.x.device.type, real, weights.size)
         known = None if block.kept is None else block.kept.gates.clone()  # they become slopes
         steps = slopes(weights, block.x, block.before, block.after, block.c, use.gates, known)

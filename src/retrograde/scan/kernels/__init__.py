@@ -12,7 +12,7 @@ from torch import Tensor
 from retrograde.scan import recurrent, sweep
 from retrograde.scan.recurrent import Block, GateSlopes, Kept, Slopes, Weights
 
-__all__ = ["LARGEST_SIZE", "Kernels", "Pass", "Run", "kernels"]
+__all__ = ["LARGEST_SIZE", "Backward", "Forward", "Kernels", "Run", "kernels"]
 
 #: The most hidden units that the CUDA kernels hold on the chip.
 LARGEST_SIZE = 128
@@ -32,19 +32,41 @@ class Run(Protocol):
         ...
 
 
-class Pass(Protocol):
-    """The backward pass of a block, as :func:`retrograde.scan.kernels.cpu.backward`."""
+class Forward(Protocol):
+    """Runs a layer a range of steps after another, as :class:`retrograde.scan.kernels.cpu.Forward`."""
+
+    def __init__(self, weights: Weights, samples: int) -> None: ...
+
+    def room(self, steps: int) -> Tensor:
+        """Where the gates of some steps can be."""
+        ...
 
     def __call__(
+        self, x: Tensor, state: State, outputs: Tensor, gates: Tensor, cells: Tensor | None = None
+    ) -> None:
+        """Run some steps."""
+        ...
+
+
+class Backward(Protocol):
+    """Goes back a block of steps after another, as :class:`retrograde.scan.kernels.cpu.Backward`."""
+
+    def __init__(
         self,
         weights: Weights,
-        block: Block,
-        dy: Tensor | None,
-        g: Tensor,
-        dx: Tensor | None,
         totals: dict[str, Tensor],
-    ) -> Tensor:
-        """The gradient of the state before the block; those of the weights are added to totals."""
+        samples: int,
+        steps: int,
+        *,
+        at_once: bool = False,
+    ) -> None: ...
+
+    def add(self, block: Block, dy: Tensor | None, g: Tensor, dx: Tensor | None) -> Tensor:
+        """Go through a block, and return the gradient of the state before it."""
+        ...
+
+    def finish(self) -> None:
+        """Add what was summed to the totals."""
         ...
 
 
@@ -58,7 +80,8 @@ class Kernels:
         scan: as :func:`retrograde.scan.sweep.scan`.
         gates: as :func:`retrograde.scan.recurrent.gru_slopes` and ``lstm_slopes``.
         run: the forward pass, where there is one that is faster than torch's own.
-        backward: slopes, sweep and sums in one, where there is such a thing.
+        forward: the same for one range after another, where there is such a thing.
+        backward: slopes, sweep and sums in one, likewise.
     """
 
     name: str
@@ -66,7 +89,8 @@ class Kernels:
     scan: Scan
     gates: GateSlopes
     run: Run | None = None
-    backward: Pass | None = None
+    forward: type[Forward] | None = None
+    backward: type[Backward] | None = None
 
 
 @functools.cache
@@ -88,9 +112,8 @@ def kernels(device: str, dtype: torch.dtype, size: int) -> Kernels:
     if device == "cpu" and dtype in (torch.float32, torch.float64):
         from retrograde.scan.kernels import cpu
 
-        return Kernels(
-            "numba", cpu.sweep, cpu.scan, (cpu.gru_slopes, cpu.lstm_slopes), cpu.run, cpu.backward
-        )
+        slopes = cpu.gru_slopes, cpu.lstm_slopes
+        return Kernels("numba", cpu.sweep, cpu.scan, slopes, cpu.run, cpu.Forward, cpu.Backward)
     fits = dtype == torch.float32 and size <= LARGEST_SIZE
     if device == "cuda" and fits and importlib.util.find_spec("triton"):
         from retrograde.scan.kernels import cuda

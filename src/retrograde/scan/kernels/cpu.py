@@ -23,10 +23,11 @@ from torch import Tensor
 from retrograde.scan import sweep as reference
 from retrograde.scan.kernels import cpu_backward, cpu_slopes, cpu_states, cpu_sweep
 from retrograde.scan.kernels.team import Range, ranges, share
+from retrograde.scan.kernels.lanes import LANES
 from retrograde.scan.kernels.tiles import panels, whole_vectors
-from retrograde.scan.recurrent import Block, Kept, Slopes, Weights
+from retrograde.scan.recurrent import Block, Kept, Kind, Slopes, Weights
 
-__all__ = ["backward", "gru_slopes", "lstm_slopes", "run", "scan", "sweep"]
+__all__ = ["Backward", "Forward", "gru_slopes", "lstm_slopes", "run", "scan", "sweep"]
 
 State = tuple[Tensor, ...]
 
@@ -34,6 +35,63 @@ State = tuple[Tensor, ...]
 _THREAD_WORK = 2_000_000
 _ELEMENT_WORK = 40  # of a row of slopes, in the same unit
 _BLOCK_BYTES = 2**20  # of what the inputs bring to the gates, for one block of steps
+
+
+class Forward:
+    """A layer's forward pass, a range of steps after another.
+
+    Args:
+        weights: the layer's parameters.
+        samples: B.
+
+    Example:
+        >>> net = torch.nn.RNN(3, 5)
+        >>> with torch.no_grad():
+        ...     forward = Forward(Weights("RNN_TANH", *net.parameters()), 2)
+        ...     x, h, y = torch.randn(7, 2, 3), torch.zeros(2, 5), torch.empty(7, 2, 5)
+        ...     forward(x, (h,), y, forward.room(7))
+        ...     torch.allclose(y, net(x)[0], atol=1e-6), torch.equal(h, y[-1])
+        (True, True)
+    """
+
+    def __init__(self, weights: Weights, samples: int) -> None:
+        self.weights, self.rows = weights, weights.inputs.shape[0]
+        self.bias, fixed = _biases(weights)
+        self.fixed = [t.numpy() for t in (*fixed, panels(weights.hidden.t()))]
+        self.sums = weights.hidden.new_empty(samples * int(whole_vectors(self.rows)))
+        self.work = samples * self.rows * (weights.size + _ELEMENT_WORK // 4)
+
+    def room(self, steps: int) -> Tensor:
+        """Where the gates of some steps can be (L, B, K·H)."""
+        samples = len(self.sums) // int(whole_vectors(self.rows))
+        return self.sums.new_empty(steps, samples, self.rows)
+
+    def __call__(
+        self,
+        x: Tensor,
+        state: State,
+        outputs: Tensor,
+        gates: Tensor,
+        cells: Tensor | None = None,
+    ) -> None:
+        """Run some steps.
+
+        Args:
+            x: inputs (L, B, I).
+            state: (h,), or (h, c), each (B, H) and contiguous; goes from before to after.
+            outputs: takes h after every step (L, B, H).
+            gates: overwritten (L, B, K·H); an RNN's may be the outputs; an LSTM's take its gates.
+            cells: takes an LSTM's c before each step (L, B, H).
+        """
+        kind = self.weights.kind
+        _drive(self.weights.inputs, self.bias, x, gates)
+        arrays = [gates.numpy(), *self.fixed, *(t.numpy() for t in (*state, outputs))]
+        if kind == "LSTM":
+            arrays.append((outputs[:0] if cells is None else cells).numpy())
+        elif kind != "GRU":
+            arrays.append(kind == "RNN_RELU")
+        arrays.append(self.sums.numpy())
+        _share(functools.partial(_RUN[kind], *arrays), x.shape[1], len(x) * self.work)
 
 
 def run(
@@ -53,24 +111,14 @@ def run(
     samples, rows = x.shape[1], weights.inputs.shape[0]
     outputs = x.new_empty(len(x), samples, weights.size)
     after = tuple(s.clone(memory_format=torch.contiguous_format) for s in state)
-    bias, fixed = _biases(weights)
-    fixed += [panels(weights.hidden.t()), *after]
-    sums = x.new_zeros(samples * int(whole_vectors(rows)))
+    forward = Forward(weights, samples)
     block = max(1, _BLOCK_BYTES // (samples * rows * x.itemsize))
-    room = x.new_empty(min(block, len(x)), samples, rows) if kept is None else kept.gates
+    room = forward.room(min(block, len(x))) if kept is None else kept.gates
     for start in range(0, len(x), block):
         steps = slice(start, min(start + block, len(x)))
-        driven = room[: steps.stop - start] if kept is None else room[steps]
-        _drive(weights.inputs, bias, x[steps], driven)
-        arrays = [t.numpy() for t in (driven, *fixed, outputs[steps])]
-        more: Any = weights.kind == "RNN_RELU"
-        if weights.kind == "LSTM":
-            more = (outputs[:0] if kept is None else kept.cells[steps]).numpy()
-        if weights.kind != "GRU":
-            arrays.append(more)
-        arrays.append(sums.numpy())
-        work = driven.numel() * (weights.size + _ELEMENT_WORK // 4)
-        _share(functools.partial(_RUN[weights.kind], *arrays), samples, work)
+        gates = room[: steps.stop - start] if kept is None else room[steps]
+        cells = None if kept is None else kept.cells[steps]
+        forward(x[steps], after, outputs[steps], gates, cells)
     return outputs, after
 
 
@@ -100,63 +148,116 @@ def _drive(inputs: Tensor, bias: Tensor | None, x: Tensor, out: Tensor) -> None:
         torch.addmm(bias, flat, inputs.t(), out=into)
 
 
-def backward(
-    weights: Weights,
-    block: Block,
-    dy: Tensor | None,
-    g: Tensor,
-    dx: Tensor | None,
-    totals: dict[str, Tensor],
-) -> Tensor:
-    """The whole backward pass of a block of steps.
+class Backward:
+    """A layer's backward pass, a block of steps after another, from the last to the first.
+
+    What is summed for the weights is added to their gradients by :meth:`finish`, and not before: a
+    sum of many small numbers rounds less than adding each to a large total.
 
     Args:
         weights: the layer's parameters.
-        block: its inputs and states.
-        dy: the loss's gradient of each output (L, B, H), or None for zero.
-        g: of the state after the block (B, n).
-        dx: takes the gradients of the inputs (L, B, I), if they are wanted.
-        totals: the gradients of the weights, by name, to which the block's are added.
-
-    Returns:
-        The gradient of the state before the block.
+        totals: the gradients of the weights, by name, to which those of the blocks are added.
+        samples: B.
+        steps: the most steps of a block.
+        at_once: add what is summed over some dozens of steps to the totals, where they have whole
+            vectors; that takes less memory.
     """
-    size, samples, width = weights.size, block.x.shape[1], block.x.shape[2]
-    kernel, given, hidden = _given(weights, block)
-    absent = block.after[:0]
-    g = g.clone(memory_format=torch.contiguous_format)
-    states = [block.x, block.before, panels(weights.inputs), panels(hidden)]
-    states += [absent if dy is None else dy, g, absent if dx is None else dx]
-    arrays = [t.contiguous().numpy() if isinstance(t, Tensor) else t for t in (*given, *states)]
-    rows, numbers = hidden.shape[0], _ROW[weights.kind] * size
-    work = len(block.x) * samples * rows * (2 * size + width)
-    parts = ranges(samples, 1 + work // _THREAD_WORK)
-    shapes = ((rows, whole_vectors(width)), (rows, whole_vectors(size)), (numbers,))
-    sums = [g.new_zeros(len(parts), *shape) for shape in shapes]
-    numbers_between = max(  # fewer samples may have more rows at a time
-        cpu_backward.room_for(weights.kind, len(block.x), last - first, width, size)
-        for first, last in parts
-    )
-    room = g.new_empty(len(parts), numbers_between)
 
-    def loop(first: int, last: int) -> None:
-        number = parts.index((first, last))
-        own = (part[number].numpy() for part in (*sums, room))
-        kernel(*arrays, *own, first, last)
+    def __init__(
+        self,
+        weights: Weights,
+        totals: dict[str, Tensor],
+        samples: int,
+        steps: int,
+        *,
+        at_once: bool = False,
+    ) -> None:
+        size, width = weights.size, weights.inputs.shape[1]
+        self.weights, self.totals = weights, totals
+        self.kernel, self.constants, hidden = _loop(weights)
+        rows, numbers = hidden.shape[0], _ROW[weights.kind] * size
+        work = steps * samples * rows * (2 * size + width)
+        self.parts = ranges(samples, 1 + work // _THREAD_WORK)
+        each = max(last - first for first, last in self.parts)
+        self.read = [_readable(w, each).numpy() for w in (weights.inputs, hidden)]
+        self.direct = {
+            name: at_once and _has_whole_vectors(totals[name])
+            for name in (("inputs",) if weights.kind == "GRU" else ("inputs", "hidden"))
+        }
+        shapes = {
+            "inputs": (rows if weights.kind != "GRU" else 3 * size, int(whole_vectors(width))),
+            "hidden": (rows, int(whole_vectors(size))),
+            "biases": (numbers,),
+        }
+        self.sums = {
+            name: [
+                totals[name] if number == 0 and self.direct.get(name) else hidden.new_zeros(shape)
+                for number in range(len(self.parts))
+            ]
+            for name, shape in shapes.items()
+        }
+        numbers_between = max(  # fewer samples may have more rows at a time
+            cpu_backward.room_for(weights.kind, steps, last - first, width, size)
+            for first, last in self.parts
+        )
+        self.room = hidden.new_empty(len(self.parts), numbers_between)
 
-    share(loop, parts)
-    for first_part, *others in sums:
-        for other in others:
-            first_part += other
-    _add_named(weights, totals, *(first_part for first_part, *_ in sums))
-    return g
+    def add(self, block: Block, dy: Tensor | None, g: Tensor, dx: Tensor | None) -> Tensor:
+        """Go through a block.
+
+        Args:
+            block: its inputs and states; an LSTM's with its gates and cells.
+            dy: the loss's gradient of each output (L, B, H), or None for zero.
+            g: of the state after the block (B, n).
+            dx: takes the gradients of the inputs (L, B, I), if they are wanted.
+
+        Returns:
+            The gradient of the state before the block.
+        """
+        absent = block.after[:0]
+        g = g.clone(memory_format=torch.contiguous_format)
+        given = [t.contiguous().numpy() for t in _given(self.weights.kind, block)]
+        more = [absent if dy is None else dy, g, absent if dx is None else dx]
+        arrays = [*self.constants, *given, *self.read, *(t.contiguous().numpy() for t in more)]
+
+        def loop(first: int, last: int) -> None:
+            number = self.parts.index((first, last))
+            own = (each[number].numpy() for each in (*self.sums.values(), self.room))
+            self.kernel(*arrays, *own, first, last)
+
+        share(loop, self.parts)
+        return g
+
+    def finish(self) -> None:
+        """Add what was summed to the totals."""
+        for first, *others in self.sums.values():
+            for other in others:
+                first += other
+        kind, size, totals = self.weights.kind, self.weights.size, self.totals
+        inputs, hidden, biases = (first for first, *_ in self.sums.values())
+        if not self.direct["inputs"]:
+            totals["inputs"] += inputs[:, : totals["inputs"].shape[1]]
+        if kind == "GRU":  # rows: n as states see it, r, z, n as inputs see it
+            totals["hidden"][: 2 * size] += hidden[size:, :size]
+            totals["hidden"][2 * size :] += hidden[:size, :size]
+        elif not self.direct["hidden"]:
+            totals["hidden"] += hidden[:, :size]
+        if "bias_inputs" in totals:
+            gru = kind == "GRU"
+            totals["bias_inputs"] += biases[size:] if gru else biases
+            if gru:
+                biases = torch.cat([biases[size : 3 * size], biases[:size]])
+            totals["bias_hidden"] += biases
+        for name, (first, *others) in self.sums.items():
+            for part in others if self.direct.get(name) else (first, *others):
+                part.zero_()
 
 
 # Kinds of gates whose gradients a row has; a GRU's third has two, as inputs and as states see it.
 _ROW = {"RNN_TANH": 1, "RNN_RELU": 1, "GRU": 4, "LSTM": 4}
 
 
-def _given(weights: Weights, block: Block) -> tuple[Any, list[Any], Tensor]:
+def _loop(weights: Weights) -> tuple[Any, list[Any], Tensor]:
     """The loop for a cell, what it is given first, and the hidden weights as it orders them."""
     match weights.kind:
         case "GRU":
@@ -165,32 +266,35 @@ def _given(weights: Weights, block: Block) -> tuple[Any, list[Any], Tensor]:
             biases = torch.stack([zero if bias is None else bias for bias in given])
             forward = panels(weights.inputs.t()), panels(weights.hidden.t()), biases
             r_z, n = weights.hidden.split([2 * weights.size, weights.size])
-            return cpu_backward.backward_gru, [*forward], torch.cat([n, r_z])
+            return cpu_backward.backward_gru, [t.numpy() for t in forward], torch.cat([n, r_z])
         case "LSTM":
-            assert block.kept is not None
-            lstm = [block.kept.gates, block.after, block.kept.cells]
-            return cpu_backward.backward_lstm, [*lstm], weights.hidden
+            return cpu_backward.backward_lstm, [], weights.hidden
         case _:
-            rnn = [block.after, weights.kind == "RNN_RELU"]
-            return cpu_backward.backward_rnn, rnn, weights.hidden
+            relu = weights.kind == "RNN_RELU"
+            return functools.partial(cpu_backward.backward_rnn, relu), [], weights.hidden
 
 
-def _add_named(
-    weights: Weights, totals: dict[str, Tensor], inputs: Tensor, hidden: Tensor, rows: Tensor
-) -> None:
-    """Add the sums of a block to the gradients of the parameters."""
-    size, of_inputs, of_hidden = weights.size, rows, rows
-    hidden = hidden[:, :size]
-    totals["inputs"] += inputs[:, : weights.inputs.shape[1]]
-    if weights.kind == "GRU":  # rows: n as states see it, r, z, n as inputs see it
-        totals["hidden"][: 2 * size] += hidden[size:]
-        totals["hidden"][2 * size :] += hidden[:size]
-        of_inputs, of_hidden = rows[size:], torch.cat([rows[size : 3 * size], rows[:size]])
-    else:
-        totals["hidden"] += hidden
-    for name, found in (("bias_inputs", of_inputs), ("bias_hidden", of_hidden)):
-        if name in totals:
-            totals[name] += found
+def _given(kind: Kind, block: Block) -> list[Tensor]:
+    """What a loop is given of a block, besides the gradients."""
+    inputs = [block.x, block.before]
+    if kind == "LSTM":
+        assert block.kept is not None
+        return [block.kept.gates, block.after, block.kept.cells, *inputs]
+    return inputs if kind == "GRU" else [block.after, *inputs]
+
+
+# Rows that are multiplied by a matrix in one go.
+_TILE_ROWS = 4
+
+
+def _readable(w: Tensor, rows: int) -> Tensor:
+    """A matrix for products with some rows: as it is, where each number would be read but once."""
+    in_place = rows <= _TILE_ROWS and w.is_contiguous() and w.shape[1] % LANES == 0
+    return w.detach().unsqueeze(0) if in_place else panels(w)
+
+
+def _has_whole_vectors(total: Tensor) -> bool:
+    return total.is_contiguous() and total.shape[1] % LANES == 0
 
 
 def sweep(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor) -> Tensor:

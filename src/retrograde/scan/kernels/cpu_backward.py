@@ -81,8 +81,8 @@ def _divided(room: _Reals, first: int, second: int) -> tuple[_Reals, _Reals, _Re
 
 @compiled  # type: ignore[untyped-decorator]
 def backward_rnn(
-    after: _Reals,
     relu: bool,
+    after: _Reals,
     x: _Reals,
     before: _Reals,
     inputs: _Reals,

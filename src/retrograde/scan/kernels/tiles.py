@@ -39,11 +39,12 @@ def product(
         start: see ``a``.
         stride: see ``a``.
         rows: how many.
-        u: in :func:`panels`, (P, R, PANEL).
+        u: in :func:`panels`, (P, R, PANEL); or (1, R, W), as it is, W a multiple of :data:`LANES`.
         width: numbers to a row of ``out``, a multiple of :data:`LANES`.
         out: flat.
     """
-    for p in range(u.shape[0]):
+    count = -(-width // PANEL)
+    for p in range(count):
         left = width - p * PANEL
         for row in range(0, rows - 3, 4):
             at, to = start + row * stride, row * width + p * PANEL
@@ -58,7 +59,7 @@ def product(
         while width - p * PANEL >= 3 * PANEL:
             _tile(a, at, stride, 1, u, p, out, row * width + p * PANEL, width, 1, 9)
             p += 3
-        while p < u.shape[0]:
+        while p < count:
             _one_row(a, at, 1, u, p, out, row * width, width)
             p += 1
 
@@ -149,7 +150,8 @@ def _tile(
     """A tile of ``out`` += ``a @ u``: some rows by some vectors, both literal numbers.
 
     Its rows of ``a`` begin at ``at`` and lie ``to_row`` numbers apart, their terms ``to_term``; its
-    columns of ``u`` begin with a panel, and itself at ``to``.
+    columns of ``u`` begin with a panel, and itself at ``to``. ``u`` is (panels, terms, PANEL), or
+    (1, terms, W).
     """
     n = types.intp
     signature = types.void(a, n, n, n, u, n, out, n, n, rows, vectors)
@@ -160,8 +162,8 @@ def _tile(
             context.make_array(signature.args[i])(context, builder, args[i]) for i in (0, 4, 6)
         ]
         tile = _Tile(builder, [array.data for array in arrays], a.dtype.bitwidth // 8)
-        terms = builder.extract_value(arrays[1].shape, 1)
-        tile.add(shape, args[1:4], args[5], args[7:9], terms)
+        sizes = [builder.extract_value(arrays[1].shape, i) for i in range(3)]
+        tile.add(shape, args[1:4], args[5], args[7:9], sizes)
         return context.get_dummy_value()
 
     return signature, code
@@ -175,20 +177,24 @@ class _Tile:
         self.a, self.u, self.out = pointers
         self.vector = vector_of(self.a.type.pointee)
 
-    def add(self, shape: tuple[int, int], of_a: Any, panel: Any, of_out: Any, terms: Any) -> None:
+    def add(
+        self, shape: tuple[int, int], of_a: Any, panel: Any, of_out: Any, of_u: list[Any]
+    ) -> None:
         """The tile of ``shape`` (rows, vectors); for the places see :func:`_tile`."""
         b, (rows, vectors) = self.builder, shape
-        (at, to_row, to_term), (to, width) = of_a, of_out
+        (at, to_row, to_term), (to, width), (count, terms, wide) = of_a, of_out, of_u
+        alone = b.icmp_signed("==", count, _INDEX(1))
+        to_panel = b.select(alone, _INDEX(PANEL), b.mul(terms, _INDEX(PANEL)))
         pairs = [(i, j) for i in range(rows) for j in range(vectors)]
         places = {(i, j): self._plus(to, b.mul(width, _INDEX(i)), j * LANES) for i, j in pairs}
         firsts = [self._plus(at, b.mul(to_row, _INDEX(i))) for i in range(rows)]
-        columns = [self._column(panel, j, terms) for j in range(vectors)]
+        columns = [self._column(panel, j, to_panel) for j in range(vectors)]
         before, loop, done = b.block, b.append_basic_block("terms"), b.append_basic_block("done")
         b.branch(loop)
         b.position_at_end(loop)
         term = b.phi(_INDEX)
         sums = {pair: b.phi(self.vector) for pair in pairs}
-        row = b.mul(term, _INDEX(PANEL))
+        row = b.mul(term, wide)
         factors = [self._load(self.u, self._plus(column, row)) for column in columns]
         step, after = b.mul(term, to_term), {}
         for i in range(rows):
@@ -208,11 +214,10 @@ class _Tile:
             total = b.fadd(self._load(self.out, place), after[pair])
             b.store(total, self._vector_at(self.out, place), align=self.item_bytes)
 
-    def _column(self, panel: Any, vector: int, terms: Any) -> Any:
+    def _column(self, panel: Any, vector: int, to_panel: Any) -> Any:
         """Where, in ``u``, a vector's column begins, counted from the first one of a panel."""
         panels, rest = divmod(vector, 3)
-        rows = self.builder.mul(self._plus(panel, panels), terms)
-        return self._plus(self.builder.mul(rows, _INDEX(PANEL)), rest * LANES)
+        return self._plus(self.builder.mul(self._plus(panel, panels), to_panel), rest * LANES)
 
     def _plus(self, *parts: Any) -> Any:
         total, *rest = (_INDEX(part) if isinstance(part, int) else part for part in parts)
