@@ -13,16 +13,22 @@ from pathlib import Path
 
 import torch
 
+from retrograde.execute.cell import Core
 from retrograde.execute.fused import Layers
 from retrograde.execute.inputs import Held
 from retrograde.execute.pace import time_steps
 from retrograde.machine import machine_of
-from retrograde.nn.cores import candidates
+from retrograde.nn.cores import candidates, runner_of
 
 RESULTS = Path(__file__).parent / "results"
 SIZES = [(16, 1), (64, 1), (256, 1), (16, 16), (64, 16), (256, 16), (64, 64), (256, 64)]
 KINDS = {"LSTM": torch.nn.LSTM, "GRU": torch.nn.GRU, "RNN_TANH": torch.nn.RNN}
 LENGTH = 64
+
+
+def name_of(core: Core) -> str:
+    """What runs a core, by name."""
+    return getattr(runner_of(core), "__name__", "compiled").lower()
 
 
 def rows_of(kind: str, size: int, batch: int) -> list[dict]:
@@ -33,7 +39,7 @@ def rows_of(kind: str, size: int, batch: int) -> list[dict]:
     x = torch.randn(LENGTH, batch, size, requires_grad=True)
     state = [torch.zeros(1, batch, size) for _ in range(2 if kind == "LSTM" else 1)]
     rows = []
-    for one in candidates((layers,), batch):
+    for one in [*candidates((layers,), batch), candidates((layers,), batch, at_once=True)[-1]]:
         paces = [time_steps(one.core, Held([x]), state, repeats=9) for _ in range(3)]
 
         def least(part: str, what: str, paces: list = paces) -> float:
@@ -47,7 +53,7 @@ def rows_of(kind: str, size: int, batch: int) -> list[dict]:
                 "kind": kind,
                 "hidden": size,
                 "batch": batch,
-                "kernel": getattr(one.core.kernel, "__name__", "compiled"),
+                "kernel": name_of(one.core),
                 "step": step,
                 "call": call,
                 "recorded_step": round(sum(least(p, "step_seconds") for p in parts), 2),

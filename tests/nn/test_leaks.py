@@ -9,11 +9,13 @@ from torch import nn
 
 import retrograde as rg
 from oracles.loops import WAYS, assert_bitwise, both, gradients, least, loop
-from retrograde.execute.executor import Run, Tape
+from retrograde.execute.executor import Run
+from retrograde.execute.ranges import Tape
 from retrograde.nn import bptt as streamed
 from retrograde.nn import unroll as unrolling
 from retrograde.nn.recent import Recent, identity
 from retrograde.scan import layer as layers
+from retrograde.scan.kernels import cpu
 
 DOUBLE = torch.float64
 WITH_MEMORY = [way for way in WAYS if "memory" in WAYS[way][2]]
@@ -25,7 +27,7 @@ def left():
     alive = gc.get_objects()
     tensors = [t for t in alive if type(t) in (torch.Tensor, nn.Parameter)]
     stores = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return len(tensors), sum(stores.values()), sum(type(o) in (Run, Tape) for o in alive)
+    return len(tensors), sum(stores.values()), sum(isinstance(o, Run | Tape) for o in alive)
 
 
 def iterate(net, lengths):
@@ -270,11 +272,12 @@ def calls_of(monkeypatch, place, name):
 @pytest.mark.parametrize(
     ("way", "place", "kernel"),
     [
-        ("LSTM", torch._VF, "lstm"),
+        ("LSTM", cpu.Forward, "__call__"),
+        ("LSTM", cpu.Backward, "add"),
         ("LSTM, swept in ranges", layers, "run"),
         ("RNN", torch._VF, "rnn_tanh"),
     ],
-    ids=["LSTM", "LSTM, swept in ranges", "RNN"],
+    ids=["LSTM", "LSTM, going back", "LSTM, swept in ranges", "RNN"],
 )
 def test_an_exception_at_every_other_call_of_a_kernel(way, place, kernel, monkeypatch):
     _, ours = both(way)

@@ -136,16 +136,17 @@ def test_the_backward_pass_is_that_of_plain_slopes_and_sweep(kind, dtype, sizes,
 
 @EVERY_CELL
 @pytest.mark.parametrize("threads", [2, 3])
-def test_threads_share_the_samples(kind, threads, monkeypatch):
+@pytest.mark.parametrize("at_once", [True, False])
+def test_threads_share_the_samples(kind, threads, at_once, monkeypatch):
     monkeypatch.setattr(cpu, "_THREAD_WORK", 1)
-    layer = Layer(kind, (40, 7, 5, 9), torch.float64)
+    layer = Layer(kind, (40, 7, 8, 16) if at_once else (40, 7, 5, 9), torch.float64)
     _, _, block = layer.block()
     taken = []
     for number in (threads, 1):
         monkeypatch.setattr(torch, "get_num_threads", lambda number=number: number)
         dx = torch.empty_like(layer.x)
         sums = layer.zeros()
-        first = go_back(layer, block, layer.dy, layer.g, dx, sums)
+        first = go_back(layer, block, layer.dy, layer.g, dx, sums, at_once)
         taken.append((first, sums, dx))
     (first, found, dx), (alone, expected, dx_alone) = taken
     assert torch.equal(first, alone)

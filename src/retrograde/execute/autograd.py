@@ -16,8 +16,9 @@ from torch import Tensor
 
 from retrograde.errors import CellError, RetrogradeError
 from retrograde.execute.cell import Core
-from retrograde.execute.executor import Gradients, Run, advance, window
+from retrograde.execute.executor import Run, advance, window
 from retrograde.execute.layout import Layout, Straight
+from retrograde.execute.ranges import Gradients
 from retrograde.execute.replay import autocast_as_now, muted_hooks, version
 from retrograde.execute.transforms import NO_FORWARD_MODE, uncompiled
 from retrograde.schedule import Schedule

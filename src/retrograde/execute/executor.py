@@ -11,10 +11,9 @@ those from within the next step. So it is handed to the range that consumes the 
 that range's own leaf, and not to the range that produced it.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,14 +23,12 @@ from retrograde.errors import CellError
 from retrograde.execute.captured import foreign_tensors
 from retrograde.execute.cell import Core, as_leaf
 from retrograde.execute.inputs import Inputs
-from retrograde.execute.layout import Layout
+from retrograde.execute.ranges import Emit, Gradients, RangeCore, Tape
 from retrograde.execute.replay import Snapshot
 from retrograde.schedule import Action, Advance, Backward, Free, Load, Record, Schedule, Store
 
 __all__ = [
-    "Gradients",
     "Run",
-    "Tape",
     "advance",
     "backpropagate",
     "record",
@@ -41,53 +38,21 @@ __all__ = [
 
 Tensors = list[Tensor]
 Gradient = Tensor | None
-Emit = Callable[[int, int, Tensors], None]
 
 
 @dataclass
-class Tape:
-    """The internal states of steps ``start`` … ``stop − 1``, as one autograd graph."""
+class Graph(Tape):
+    """A tape that is an autograd graph.
 
-    start: int
-    stop: int
-    inputs: Tensors
+    Attributes:
+        state: the leaves that the range begins with.
+        output_edges: where the outputs are in the graph.
+        state_edges: where the state after the range is.
+    """
+
     state: Tensors
     output_edges: list[GradientEdge | None]
     state_edges: list[GradientEdge | None]
-    state_after: Tensors
-    ambient_after: Snapshot
-
-
-@dataclass
-class Gradients:
-    """What a backward pass starts from and collects.
-
-    Attributes:
-        outputs: the gradient of every output, with time first (of one call's, if the core sums).
-        states: the gradient of the state reached so far.
-        inputs: where the gradients of the inputs go, with time first; None where none is wanted.
-        parameters: the gradients of the parameters, as far as they are known.
-        length: the number of steps.
-        layout: where a call's part of all these is.
-        outside: autocast as it is where the backward pass was asked for: a recomputation replays
-            the forward pass's (rule 4), but ordinary autograd differentiates under the caller's.
-    """
-
-    outputs: Sequence[Gradient]
-    states: list[Gradient]
-    inputs: list[Gradient]
-    parameters: list[Gradient]
-    length: int
-    layout: Layout
-    outside: AbstractContextManager[Any] = field(default_factory=nullcontext)
-
-    def of_outputs(self, index: int | slice) -> Sequence[Gradient]:
-        """The gradients of one call's outputs."""
-        return self.layout.parts(self.outputs, index)
-
-    def take_inputs(self, index: int | slice, shares: list[Gradient]) -> None:
-        """Keep the input gradients of one call, the latest call's first."""
-        self.layout.take(self.inputs, index, shares)
 
 
 def pieces(core: Core, start: int, stop: int) -> list[tuple[int, int]]:
@@ -104,6 +69,8 @@ def advance(
     core: Core, inputs: Inputs, start: int, stop: int, state: Tensors, emit: Emit | None
 ) -> Tensors:
     """Run steps ``start`` … ``stop − 1`` and keep nothing but the state after them."""
+    if isinstance(core, RangeCore):
+        return core.advance(inputs, start, [stop], state, emit)[0]
     with torch.no_grad():
         for a, b in pieces(core, start, stop):
             index = window(core, a, b)
@@ -130,6 +97,8 @@ def record(
     core: Core, inputs: Inputs, start: int, stop: int, state: Tensors, emit: Emit | None
 ) -> Tape:
     """Run one call's steps and keep their internal states."""
+    if isinstance(core, RangeCore):
+        return core.record(inputs, start, stop, state, emit)
     index = window(core, start, stop)
     mark = torch._C._autograd._get_sequence_nr()
     with torch.enable_grad(), core.recording():
@@ -143,13 +112,16 @@ def record(
         _check_leaves(core, [*outputs, *after], mark, {id(t) for t in (*x, *s)}, start)
     if emit is not None:
         emit(start, stop, outputs)
-    return Tape(
+    state_edges = [_edge(t) for t in after]
+    return Graph(
         start=start,
         stop=stop,
         inputs=x,
+        wanted=[t.requires_grad for t in x],
+        passes=[edge is not None for edge in state_edges],
         state=s,
         output_edges=[_edge(y) for y in outputs],
-        state_edges=[_edge(t) for t in after],
+        state_edges=state_edges,
         state_after=[t.detach() for t in after],
         ambient_after=core.ambient.capture(),
     )
@@ -157,6 +129,10 @@ def record(
 
 def backpropagate(core: Core, tape: Tape, gradients: Gradients) -> None:
     """Backpropagate the steps of a tape, collect their gradients, and use the tape up."""
+    if isinstance(core, RangeCore):
+        core.backpropagate(tape, gradients)
+        return
+    assert isinstance(tape, Graph)
     index = window(core, tape.start, tape.stop)
     roots: list[GradientEdge] = []
     seeds: Tensors = []
@@ -264,6 +240,8 @@ class Run:
         action: Any = self.actions[self.done]
         self.done += 1
         match action:
+            case Advance(start) if isinstance(self.core, RangeCore):
+                self._advance_far(self.core, inputs, start, emit)
             case Advance(start, stop):
                 self.state = advance(self.core, inputs, start, stop, self.state, emit)
                 self.position = stop
@@ -285,6 +263,21 @@ class Run:
                 self.state = []
                 while self.tapes and self.tapes[-1].start >= start:
                     backpropagate(self.core, self.tapes.pop(), gradients)
+
+    def _advance_far(self, core: RangeCore, inputs: Inputs, start: int, emit: Emit | None) -> None:
+        """Carry out an ``Advance``, and with it those that only a ``Store`` parts from it."""
+        stops = [cast(Advance, self.actions[self.done - 1]).stop]
+        while isinstance(self.actions[self.done], Store):
+            after = self.actions[self.done + 1]
+            if not isinstance(after, Advance):
+                break
+            stops.append(after.stop)
+            self.done += 2
+        *between, (self.position, self.state) = zip(
+            stops, core.advance(inputs, start, stops, self.state, emit), strict=True
+        )
+        for at, state in between:
+            self.stored[at] = (state, core.ambient.capture())
 
     def _kept(self, at: int) -> tuple[Tensors, Snapshot]:
         if at in self.stored:

@@ -17,9 +17,6 @@ from torch import Tensor
 from retrograde.errors import BudgetError
 from retrograde.execute.cell import Core, as_leaf
 from retrograde.execute.executor import (
-    Emit,
-    Gradients,
-    Tape,
     advance,
     backpropagate,
     record,
@@ -29,6 +26,7 @@ from retrograde.execute.fused import HEAP_BYTES
 from retrograde.execute.inputs import Inputs
 from retrograde.execute.layout import Straight
 from retrograde.execute.measure import measure, measure_phases
+from retrograde.execute.ranges import Emit, Gradients, Tape
 from retrograde.execute.replay import autocast_as_now, muted_hooks
 from retrograde.plan.fit import Curve, Fit, Footprint, fit, predict_peak_bytes
 from retrograde.schedule import Advance, Record
@@ -51,7 +49,7 @@ LONGEST_MEASURED = 256
 
 # The lengths of the ranges that a fused core is measured on: a kernel's own room grows with a range
 # up to some length, and then no more.
-_LENGTHS = (1, 2, 4, 16, 64)
+_LENGTHS = (1, 2, 4, 8, 16, 32, 64)
 
 Tensors = list[Tensor]
 Shapes = list[tuple[torch.Size, torch.dtype]]
@@ -363,10 +361,13 @@ def gradients_like(
     return _Probe(
         outputs=outputs,
         states=[
-            torch.ones_like(t) if edge is not None else None
-            for t, edge in zip(tape.state_after, tape.state_edges, strict=True)
+            torch.ones_like(t) if passes else None
+            for t, passes in zip(tape.state_after, tape.passes, strict=True)
         ],
-        inputs=[torch.empty_like(x) if x.requires_grad else None for x in tape.inputs],
+        inputs=[
+            torch.empty_like(x) if wanted else None
+            for x, wanted in zip(tape.inputs, tape.wanted, strict=True)
+        ],
         parameters=[
             torch.zeros_like(p) if total is None else total
             for p, total in zip(core.parameters, core.totals(), strict=True)
@@ -382,6 +383,9 @@ class _Probe(Gradients):
 
     def of_outputs(self, index: int | slice) -> Sequence[Tensor | None]:
         return self.outputs
+
+    def of_inputs(self, index: int | slice) -> Sequence[Tensor | None]:
+        return self.inputs
 
     def take_inputs(self, index: int | slice, shares: list[Tensor | None]) -> None:
         for total, share in zip(self.inputs, shares, strict=True):

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from retrograde.errors import CellError
 from retrograde.execute.cell import Core
-from retrograde.execute.executor import Gradients, Run
+from retrograde.execute.executor import Run
 from retrograde.execute.layout import Straight
+from retrograde.execute.ranges import Gradients
 from retrograde.execute.replay import autocast_as_now, muted_hooks, version
 from retrograde.execute.sources import Stream
 from retrograde.schedule import Schedule

@@ -28,6 +28,7 @@ from retrograde.execute.pace import Paces, time_steps
 from retrograde.execute.profile import footprint
 from retrograde.execute.replay import autocast_as_now
 from retrograde.execute.trees import flatten
+from retrograde.nn.direct import sums_at_once
 from retrograde.nn.swap import twin
 from retrograde.plan import least_memory
 from retrograde.plan.arguments import integer
@@ -337,6 +338,7 @@ def _of_module(
         )
     hidden = () if hx is None else hx if isinstance(hx, tuple) else (hx,)
     call = twin(module)._read(input, hidden)
+    call.at_once = sums_at_once(length or call.length, call.batch)
     ordinary, (part, *others) = call.measured()
     if others:
         raise CellError(

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from retrograde.execute.autograd import run_schedule
 from retrograde.execute.dropout import Dropout, draw_key
-from retrograde.execute.fused import Fused, Kernel, Layers, Mode, run_torch
+from retrograde.execute.fused import Layers, Mode, run_torch
 from retrograde.execute.inputs import Inputs
 from retrograde.execute.layout import Rows
 from retrograde.execute.profile import LONGEST_MEASURED, Candidate, fit_fastest, footprints
-from retrograde.nn.cores import candidates
+from retrograde.nn.cores import Runner, candidates, core_of, runner_of
+from retrograde.nn.direct import sums_at_once
 from retrograde.nn.ordinary import Ordinary, measure_ordinary
 from retrograde.plan.fit import Curve, Fit, Footprint, refusal
 from retrograde.schedule import Schedule
@@ -72,11 +73,11 @@ class Plan:
     """How a module is to be run.
 
     Attributes:
-        parts: for each recurrence its kernel and its schedule; none to run torch's own module.
+        parts: for each recurrence what runs it, and its schedule; none to run torch's own module.
         fit: what was found for the budget; None where the schedule was given.
     """
 
-    parts: tuple[tuple[Kernel, Schedule], ...]
+    parts: tuple[tuple[Runner, Schedule], ...]
     fit: Fit | StackFit | None = None
 
 
@@ -107,6 +108,7 @@ class Call:
         self.length = len(x) if sizes is None else len(sizes)
         self.batch = state[0].shape[1]
         self.both = bool(module.bidirectional)
+        self.at_once = sums_at_once(self.length, self.batch)
         self.drops = bool(module.dropout and module.training and module.num_layers > 1)
 
     def follow(self, schedule: Schedule) -> Plan:
@@ -129,7 +131,8 @@ class Call:
         states = self._states()
         for number, (kernel, schedule) in enumerate(plan.parts):
             dropout = self._dropout(number, key)
-            core = Fused(self._nets()[number], kernel, dropout, self.sizes is not None)
+            net, packed = self._nets()[number], self.sizes is not None
+            core = core_of(kernel, net, dropout, packed, self.at_once)
             layout = Rows(self.length, self.sizes, self.both, dropout is not None)
             (x,), final = run_schedule(core, schedule, [x], states[number], layout)
             finals.append(final)
@@ -181,6 +184,7 @@ class Call:
                 extra_bytes=self._extra_bytes(states[number]),
                 way=self._way(),
                 dropout=dropout,
+                at_once=self.at_once,
                 packed=sizes is not None,
                 whole=not self.drops and len(nets) == 1,
             )
@@ -273,7 +277,7 @@ class Call:
         module, x, kind = self.module, self.x, self.x.device.type
         return (
             (module.backward, self.drops and module.dropout, x.shape[1:]),
-            (self.sizes is None, self.given, self.sorts),
+            (self.sizes is None, self.given, self.sorts, self.at_once),
             *(tuple(s.shape) for s in self.state),
             *((t.is_contiguous(), t.stride(-1), 0 in t.stride()) for t in (x, *self.state)),
             *((t.dtype, t.requires_grad) for t in (x, *self.state)),
@@ -307,12 +311,12 @@ class Part:
         """What torch's kernel would use."""
         return max(self.minimum_bytes, self._sizes()[0].overhead_bytes(len(self.inputs)))
 
-    def fit(self, memory: Any) -> tuple[Kernel, Fit]:
+    def fit(self, memory: Any) -> tuple[Runner, Fit]:
         """The fastest kernel and its schedule within a budget."""
         sizes = self._sizes()
         number, found = fit_fastest(self.cores, sizes, self.inputs, self.state, memory)
         self.sizes[:] = sizes  # with the lengths that were measured
-        return cast(Fused, self.cores[number].core).kernel, found
+        return runner_of(self.cores[number].core), found
 
     def _sizes(self) -> list[Footprint]:
         more = {"ordinary": self._ordinary(), "gradient_copy": self.gradient_copy}

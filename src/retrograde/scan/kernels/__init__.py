@@ -33,7 +33,7 @@ class Run(Protocol):
 
 
 class Forward(Protocol):
-    """Runs a layer a range of steps after another, as :class:`retrograde.scan.kernels.cpu.Forward`."""
+    """Runs a layer, range after range, as :class:`retrograde.scan.kernels.cpu.Forward`."""
 
     def __init__(self, weights: Weights, samples: int) -> None: ...
 
@@ -49,7 +49,7 @@ class Forward(Protocol):
 
 
 class Backward(Protocol):
-    """Goes back a block of steps after another, as :class:`retrograde.scan.kernels.cpu.Backward`."""
+    """Goes back, block after block, as :class:`retrograde.scan.kernels.cpu.Backward`."""
 
     def __init__(
         self,

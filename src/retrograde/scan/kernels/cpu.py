@@ -22,8 +22,8 @@ from torch import Tensor
 
 from retrograde.scan import sweep as reference
 from retrograde.scan.kernels import cpu_backward, cpu_slopes, cpu_states, cpu_sweep
-from retrograde.scan.kernels.team import Range, ranges, share
 from retrograde.scan.kernels.lanes import LANES
+from retrograde.scan.kernels.team import Range, ranges, share
 from retrograde.scan.kernels.tiles import panels, whole_vectors
 from retrograde.scan.recurrent import Block, Kept, Kind, Slopes, Weights
 
@@ -57,7 +57,7 @@ class Forward:
     def __init__(self, weights: Weights, samples: int) -> None:
         self.weights, self.rows = weights, weights.inputs.shape[0]
         self.bias, fixed = _biases(weights)
-        self.fixed = [t.numpy() for t in (*fixed, panels(weights.hidden.t()))]
+        self.fixed: list[Any] = [t.numpy() for t in (*fixed, panels(weights.hidden.t()))]
         self.sums = weights.hidden.new_empty(samples * int(whole_vectors(self.rows)))
         self.work = samples * self.rows * (weights.size + _ELEMENT_WORK // 4)
 
@@ -85,7 +85,7 @@ class Forward:
         """
         kind = self.weights.kind
         _drive(self.weights.inputs, self.bias, x, gates)
-        arrays = [gates.numpy(), *self.fixed, *(t.numpy() for t in (*state, outputs))]
+        arrays: list[Any] = [gates.numpy(), *self.fixed, *(t.numpy() for t in (*state, outputs))]
         if kind == "LSTM":
             arrays.append((outputs[:0] if cells is None else cells).numpy())
         elif kind != "GRU":
@@ -222,8 +222,8 @@ class Backward:
 
         def loop(first: int, last: int) -> None:
             number = self.parts.index((first, last))
-            own = (each[number].numpy() for each in (*self.sums.values(), self.room))
-            self.kernel(*arrays, *own, first, last)
+            own = [sums[number].numpy() for sums in self.sums.values()]
+            self.kernel(*arrays, *own, self.room[number].numpy(), first, last)
 
         share(loop, self.parts)
         return g
@@ -283,13 +283,16 @@ def _given(kind: Kind, block: Block) -> list[Tensor]:
     return inputs if kind == "GRU" else [block.after, *inputs]
 
 
-# Rows that are multiplied by a matrix in one go.
+# Rows that are multiplied by a matrix in one go; the most numbers of one that stays in the caches
+# although its rows lie apart.
 _TILE_ROWS = 4
+_COMPACT = 2**15
 
 
 def _readable(w: Tensor, rows: int) -> Tensor:
     """A matrix for products with some rows: as it is, where each number would be read but once."""
-    in_place = rows <= _TILE_ROWS and w.is_contiguous() and w.shape[1] % LANES == 0
+    read_once = rows <= _TILE_ROWS and w.numel() <= _COMPACT
+    in_place = read_once and w.is_contiguous() and w.shape[1] % LANES == 0
     return w.detach().unsqueeze(0) if in_place else panels(w)
 
 

@@ -34,8 +34,11 @@ __all__ = ["backward_gru", "backward_lstm", "backward_rnn", "room_for"]
 
 _Reals = NDArray[np.floating[Any]]
 
-# Rows, that is, steps of samples, whose gates' gradients are held at a time.
+# Rows, that is, steps of samples, whose gates' gradients are held at a time; and of so few samples
+# that what all else takes is less.
 _ROWS = 64
+_ROWS_OF_FEW = 32
+_FEW = 4
 
 
 @compiled  # type: ignore[untyped-decorator]
@@ -47,7 +50,8 @@ def row_length(numbers: int) -> Any:
 @compiled  # type: ignore[untyped-decorator]
 def steps_at_once(samples: int, length: int) -> Any:
     """Steps whose gates' gradients a thread holds at a time."""
-    return max(1, min(_ROWS // samples, length))
+    rows = _ROWS_OF_FEW if samples <= _FEW else _ROWS
+    return max(1, min(rows // samples, length))
 
 
 def room_for(kind: str, length: int, samples: int, inputs: int, size: int) -> int:

@@ -38,7 +38,9 @@ def ranges(count: int, threads: int) -> list[Range]:
         >>> ranges(5, 1)
         [(0, 5)]
     """
-    threads = max(1, min(threads, torch.get_num_threads(), count // 2))
+    threads = min(threads, torch.get_num_threads(), count // 2)
+    if threads <= 1:
+        return [(0, count)]
     bounds = [2 * round(i * count / threads / 2) for i in range(threads)] + [count]
     return list(pairwise(bounds))
 

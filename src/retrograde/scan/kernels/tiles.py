@@ -14,7 +14,6 @@ from llvmlite import ir
 from numba import types
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
 from retrograde.scan.kernels.lanes import LANES, compiled, intrinsic, vector_of
 
@@ -121,9 +120,26 @@ def panels(u: Tensor) -> Tensor:
         >>> panels(torch.ones(5, 25)).shape
         torch.Size([2, 5, 24])
     """
-    filled = functional.pad(u, (0, -u.shape[1] % PANEL))
-    found: Tensor = filled.unflatten(1, (-1, PANEL)).transpose(0, 1).contiguous()
+    found = u.new_empty(-(-u.shape[1] // PANEL), len(u), PANEL)
+    _pack(u.detach().numpy(), found.numpy())
     return found
+
+
+@compiled  # type: ignore[untyped-decorator]
+def _pack(u: Any, panels: Any) -> None:
+    rows, columns = u.shape
+    for p in range(panels.shape[0]):
+        first, count = p * PANEL, min(PANEL, columns - p * PANEL)
+        if u.strides[0] >= u.strides[1]:
+            for i in range(rows):
+                for j in range(count):
+                    panels[p, i, j] = u[i, first + j]
+        else:
+            for j in range(count):
+                for i in range(rows):
+                    panels[p, i, j] = u[i, first + j]
+        for i in range(rows if count < PANEL else 0):
+            panels[p, i, count:] = 0
 
 
 @compiled  # type: ignore[untyped-decorator]
