@@ -26,7 +26,7 @@ from retrograde.execute.fused import HEAP_BYTES
 from retrograde.execute.inputs import Inputs
 from retrograde.execute.layout import Straight
 from retrograde.execute.measure import measure, measure_phases
-from retrograde.execute.ranges import Emit, Gradients, Tape
+from retrograde.execute.ranges import Emit, Gradients, RangeCore, Tape
 from retrograde.execute.replay import autocast_as_now, muted_hooks
 from retrograde.plan.fit import Curve, Fit, Footprint, fit, predict_peak_bytes
 from retrograde.schedule import Advance, Record
@@ -48,8 +48,9 @@ __all__ = [
 LONGEST_MEASURED = 256
 
 # The lengths of the ranges that a fused core is measured on: a kernel's own room grows with a range
-# up to some length, and then no more.
-_LENGTHS = (1, 2, 4, 8, 16, 32, 64)
+# up to some length, and then no more. Our own loops do that at several lengths.
+_LENGTHS = (1, 2, 4, 16, 64)
+_LENGTHS_OF_RANGES = (1, 2, 4, 8, 16, 32, 64)
 
 Tensors = list[Tensor]
 Shapes = list[tuple[torch.Size, torch.dtype]]
@@ -86,7 +87,8 @@ def footprint(
     length, device = len(inputs), core.ambient.device
     with core.ambient.without_trace(), autocast_as_now(device), muted_hooks(core.parameters):
         _measure_range(core, inputs, state, 1)  # what a first call allocates for good is not ours
-        lengths = sorted({min(length, L) for L in (_LENGTHS if core.fused else (1,))})
+        wanted = _LENGTHS_OF_RANGES if isinstance(core, RangeCore) else _LENGTHS
+        lengths = sorted({min(length, L) for L in (wanted if core.fused else (1,))})
         points = {L: _measure_range(core, inputs, state, L) for L in lengths}
         if ordinary is None:
             ordinary = ordinary_curve(

@@ -192,7 +192,8 @@ class Call:
             state = [s.detach() for s in states[number]]
             part = Part(known, read, state, ordinary(self.length, len(self.x)))
             part.gradient_copy = ordinary.gradient_copy
-            part.sizes = self._known(number, part.measured)
+            alike = number > 0, *(w.requires_grad for one in net for w in one.weights)
+            part.sizes = self._known(alike, part.measured)
             parts.append(part)
         return parts
 
