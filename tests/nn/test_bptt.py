@@ -699,7 +699,7 @@ REFUSED = [
     ({"loss": lambda t, y: y.detach().sum() if t == 4 else y.sum()}, "of step 4 does not require"),
     ({"loss": lambda t, y: None}, "no step has a loss"),
     ({"loss": 3}, "loss is a int: expected a function"),
-    ({"loss": late_parameter()}, r"at step \d the cell uses a tensor"),
+    ({"loss": late_parameter()}, r"at steps? \d+( … \d+)? the cell uses a tensor"),
     ({"loss": late_draw}, "drew random numbers at a later step"),
     ({"cell": lambda x, h: h}, "the cell returned Tensor: expected the pair"),
     ({"cell": lambda x, h: (h, h[:1])}, "changed tensor 0 of its state"),

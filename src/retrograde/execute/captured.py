@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -94,12 +94,12 @@ def find_outside(found: Reach, results: Tensors, mark: int, own: Tensors) -> Out
 
 
 def foreign_tensors(
-    outputs: Sequence[Tensor], mark: int, known: Collection[Edge] = ()
+    outputs: Sequence[Tensor | GradientEdge], mark: int, known: Collection[Edge] = ()
 ) -> tuple[Tensors, set[Edge]]:
     """The leaves that a graph ends in, and the edges in it to what was there before ``mark``.
 
     Args:
-        outputs: where the graph begins.
+        outputs: where the graph begins: tensors, or edges.
         mark: autograd's sequence number when the recording of the graph began.
         known: edges at which to stop in any case. (Each thread counts on its own, so a backward
             pass on another one cannot tell by the number what was there before.)
@@ -109,12 +109,19 @@ def foreign_tensors(
     """
     leaves: Tensors = []
     older: set[Edge] = set()
-    roots = [get_gradient_edge(t) for t in outputs if t.requires_grad]
+    roots = [
+        get_gradient_edge(t) if isinstance(t, Tensor) else t
+        for t in outputs
+        if not isinstance(t, Tensor) or t.requires_grad
+    ]
     pending: list[Edge] = [(root.node, root.output_nr) for root in roots]
     visited: set[Any] = set()
     while pending:  # in an order that is the same at every call: fits are looked up by leaves
         edge = pending.pop()
-        node, number = edge[0], edge[0]._sequence_nr()
+        node = edge[0]
+        if node in visited and not known:
+            continue
+        number = node._sequence_nr()
         if number < mark or (known and edge in known):
             older.add(edge)
         elif node not in visited:

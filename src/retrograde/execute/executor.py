@@ -11,8 +11,10 @@ those from within the next step. So it is handed to the range that consumes the 
 that range's own leaf, and not to the range that produced it.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -31,6 +33,7 @@ __all__ = [
     "Run",
     "advance",
     "backpropagate",
+    "joins",
     "record",
     "run_ordinary",
     "window",
@@ -42,22 +45,29 @@ Gradient = Tensor | None
 
 @dataclass
 class Graph(Tape):
-    """A tape that is an autograd graph.
+    """A tape that is an autograd graph, of one call or, of a cell, of as many as there are steps.
 
     Attributes:
+        calls: the leaves of every call.
         state: the leaves that the range begins with.
-        output_edges: where the outputs are in the graph.
+        output_edges: where the outputs of every call are in the graph.
         state_edges: where the state after the range is.
     """
 
+    calls: list[Tensors]
     state: Tensors
-    output_edges: list[GradientEdge | None]
+    output_edges: list[list[GradientEdge | None]]
     state_edges: list[GradientEdge | None]
 
 
 def pieces(core: Core, start: int, stop: int) -> list[tuple[int, int]]:
     """The calls that a range of steps takes."""
     return [(start, stop)] if core.fused else [(k, k + 1) for k in range(start, stop)]
+
+
+def joins(core: Core) -> bool:
+    """Whether steps can be recorded as one graph: not if they change what they depend on."""
+    return core.fused or not (core.ambient.sources or core.ambient.buffers)
 
 
 def window(core: Core, start: int, stop: int) -> int | slice:
@@ -96,31 +106,39 @@ def run_ordinary(core: Core, inputs: Tensors, state: Tensors) -> tuple[Tensors, 
 def record(
     core: Core, inputs: Inputs, start: int, stop: int, state: Tensors, emit: Emit | None
 ) -> Tape:
-    """Run one call's steps and keep their internal states."""
+    """Run a range of steps and keep their internal states."""
     if isinstance(core, RangeCore):
         return core.record(inputs, start, stop, state, emit)
-    index = window(core, start, stop)
     mark = torch._C._autograd._get_sequence_nr()
+    calls: list[Tensors] = []
+    edges: list[list[GradientEdge | None]] = []
     with torch.enable_grad(), core.recording():
-        x = [
-            t.detach().requires_grad_(wanted)
-            for t, wanted in zip(inputs[index], inputs.differentiable, strict=True)
-        ]
-        s = [as_leaf(t) for t in state]
-        outputs, after = core(x, s)
-    if not core.fused:
-        _check_leaves(core, [*outputs, *after], mark, {id(t) for t in (*x, *s)}, start)
-    if emit is not None:
-        emit(start, stop, outputs)
+        first = after = [as_leaf(t) for t in state]
+        for a, b in pieces(core, start, stop):
+            x = [
+                t.detach().requires_grad_(wanted)
+                for t, wanted in zip(inputs[window(core, a, b)], inputs.differentiable, strict=True)
+            ]
+            outputs, after = core(x, after)
+            calls.append(x)
+            edges.append([_edge(y) for y in outputs])
+            if emit is not None:
+                emit(a, b, outputs)
+            del outputs
     state_edges = [_edge(t) for t in after]
+    if not core.fused:
+        roots = [edge for call in (*edges, state_edges) for edge in call if edge is not None]
+        known = {id(t) for x in (*calls, first) for t in x}
+        _check_leaves(core, roots, mark, known, range(start, stop))
     return Graph(
         start=start,
         stop=stop,
-        inputs=x,
-        wanted=[t.requires_grad for t in x],
+        inputs=calls[0],
+        wanted=[t.requires_grad for t in calls[0]],
         passes=[edge is not None for edge in state_edges],
-        state=s,
-        output_edges=[_edge(y) for y in outputs],
+        calls=calls,
+        state=first,
+        output_edges=edges,
         state_edges=state_edges,
         state_after=[t.detach() for t in after],
         ambient_after=core.ambient.capture(),
@@ -133,7 +151,7 @@ def backpropagate(core: Core, tape: Tape, gradients: Gradients) -> None:
         core.backpropagate(tape, gradients)
         return
     assert isinstance(tape, Graph)
-    index = window(core, tape.start, tape.stop)
+    calls = pieces(core, tape.start, tape.stop)
     roots: list[GradientEdge] = []
     seeds: Tensors = []
 
@@ -146,37 +164,55 @@ def backpropagate(core: Core, tape: Tape, gradients: Gradients) -> None:
         for alias, part in zip(core.aliases, gradients.of_outputs(tape.start - 1), strict=True):
             if alias is not None:
                 seed(_edge(tape.state[alias]), part)
-    parts = gradients.outputs if core.sums else gradients.of_outputs(index)
-    for edge, alias, part in zip(tape.output_edges, core.aliases, parts, strict=True):
-        if alias is None or tape.stop == gradients.length:
-            seed(edge, part)
+    for (a, b), edges in zip(calls, tape.output_edges, strict=True):
+        parts = gradients.outputs if core.sums else gradients.of_outputs(window(core, a, b))
+        for edge, alias, part in zip(edges, core.aliases, parts, strict=True):
+            if alias is None or b < tape.stop or b == gradients.length:
+                seed(edge, part)
     for edge, gradient in zip(tape.state_edges, gradients.states, strict=True):
         seed(edge, gradient)
+    begun = _begun(gradients.parameters, len(calls))
+    for target, total in zip(core.targets, begun, strict=True):
+        seed(_edge(target), total)
 
-    leaves = [t for t in (*tape.inputs, *tape.state) if t.requires_grad]
+    leaves = [t for x in (*tape.calls, tape.state) for t in x if t.requires_grad]
     found: Sequence[Gradient] = [None] * (len(leaves) + len(core.targets))
     if roots:
         with gradients.outside:
             wanted = [*leaves, *core.targets]
             found = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
     shares = iter(found)
-    gradients.take_inputs(index, [next(shares) if x.requires_grad else None for x in tape.inputs])
+    each = [[next(shares) if t.requires_grad else None for t in x] for x in tape.calls]
+    for (a, b), share in reversed(list(zip(calls, each, strict=True))):
+        gradients.take_inputs(window(core, a, b), share)
     gradients.states = [next(shares) if s.requires_grad else None for s in tape.state]
-    _accumulate(gradients.parameters, list(shares), core.parameters)
+    _accumulate(gradients.parameters, begun, list(shares), core.parameters)
 
 
-def _accumulate(totals: list[Gradient], shares: list[Gradient], parameters: Tensors) -> None:
-    """Add one range's parameter gradients, in the order in which ordinary autograd adds them."""
+def _begun(totals: list[Gradient], calls: int) -> list[Gradient]:
+    """What autograd is to add the parameters' gradients of several calls to, one after the other
+    as ordinary autograd would; a share of one call is added afterwards."""
+    if calls == 1:
+        return [None] * len(totals)
+    return [t if t is not None and t.layout == torch.strided else None for t in totals]
+
+
+def _accumulate(
+    totals: list[Gradient], begun: list[Gradient], shares: list[Gradient], parameters: Tensors
+) -> None:
+    """Add one tape's parameter gradients, in the order in which ordinary autograd adds them."""
     old, new = [], []
-    for i, share in enumerate(shares):
-        if share is None:
-            continue
+    for i, (share, start) in enumerate(zip(shares, begun, strict=True)):
         total = totals[i]
+        if share is None or share is total:
+            continue
         if share.layout != torch.strided:  # as torch.nn.Embedding(sparse=True) gives
             totals[i] = share if total is None else total + share
         elif total is None:
             # A copy, since a gradient may share its memory with another tensor.
             totals[i] = torch.empty_like(parameters[i]).copy_(share)
+        elif start is not None:
+            total.copy_(share)
         else:
             old.append(total)
             new.append(share)
@@ -188,14 +224,17 @@ def _edge(t: Tensor) -> GradientEdge | None:
     return get_gradient_edge(t) if t.requires_grad else None
 
 
-def _check_leaves(core: Core, outputs: Tensors, mark: int, ours: set[int], step: int) -> None:
+def _check_leaves(
+    core: Core, roots: list[GradientEdge], mark: int, ours: set[int], steps: range
+) -> None:
     """Rule 5: a tensor first used at a later step must not lose its gradient in silence."""
     edges = {(p.grad_fn, p.output_nr) for p in core.targets if p.grad_fn is not None}
-    leaves, older = foreign_tensors(outputs, mark, edges)
+    leaves, older = foreign_tensors(roots, mark, edges)
     known = ours | {id(p) for p in core.targets}
     if any(id(t) not in known for t in leaves) or older - edges:
+        where = f"step {steps.start}" if len(steps) == 1 else f"steps {steps.start} … {steps[-1]}"
         raise CellError(
-            f"at step {step} the cell uses a tensor that requires a gradient and that it did not "
+            f"at {where} the cell uses a tensor that requires a gradient and that it did not "
             "use at step 0: expected the same parameters at every step; pass the cell as an "
             "nn.Module that owns them, or use them at every step"
         )
@@ -216,6 +255,7 @@ class Run:
     state: Tensors = field(default_factory=list)
     stored: dict[int, tuple[Tensors, Snapshot]] = field(default_factory=dict)
     tapes: list[Tape] = field(default_factory=list)
+    cuts: list[int] | None = None
 
     def forward(self, inputs: Inputs, state: Tensors, emit: Emit | None) -> Tensors:
         """Perform all that precedes the first ``Backward``; return the state after all steps."""
@@ -248,7 +288,7 @@ class Run:
             case Store(at):
                 self.stored[at] = (self.state, self.core.ambient.capture())
             case Record(start, stop):
-                for a, b in pieces(self.core, start, stop):
+                for a, b in self._tapes(start, stop):
                     tape = record(self.core, inputs, a, b, self.state, emit)
                     self.tapes.append(tape)
                     self.state, self.position = tape.state_after, b
@@ -278,6 +318,23 @@ class Run:
         )
         for at, state in between:
             self.stored[at] = (state, core.ambient.capture())
+
+    def _tapes(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """The ranges that a recording is divided into, since they are loaded or used up one by one;
+        into steps, where their surroundings have to be put back between them."""
+        if self.core.fused:
+            return [(start, stop)]
+        if not joins(self.core):
+            return pieces(self.core, start, stop)
+        if self.cuts is None:
+            found = {
+                a.at if isinstance(a, Load) else a.start
+                for a in self.actions
+                if isinstance(a, Load | Backward)
+            }
+            self.cuts = sorted(found)
+        inside = self.cuts[bisect_right(self.cuts, start) : bisect_left(self.cuts, stop)]
+        return list(pairwise([start, *inside, stop]))
 
     def _kept(self, at: int) -> tuple[Tensors, Snapshot]:
         if at in self.stored:

@@ -19,6 +19,7 @@ from retrograde.execute.cell import Core, as_leaf
 from retrograde.execute.executor import (
     advance,
     backpropagate,
+    joins,
     record,
     run_ordinary,
 )
@@ -50,7 +51,12 @@ LONGEST_MEASURED = 256
 # The lengths of the ranges that a fused core is measured on: a kernel's own room grows with a range
 # up to some length, and then no more. Our own loops do that at several lengths.
 _LENGTHS = (1, 2, 4, 16, 64)
-_LENGTHS_OF_RANGES = (1, 2, 4, 8, 16, 32, 64)
+_LENGTHS_OF_RANGES = (1, 2, 4, 8, 16, 64)
+_LENGTHS_OF_STEPS = (1, 2, 4)
+
+# What recording a range of a cell's steps as one graph costs besides the steps, in forward steps: a
+# call of autograd. Nominal, for a cell of a dozen small operations.
+_RECORD_STEPS = 0.6
 
 Tensors = list[Tensor]
 Shapes = list[tuple[torch.Size, torch.dtype]]
@@ -87,14 +93,13 @@ def footprint(
     length, device = len(inputs), core.ambient.device
     with core.ambient.without_trace(), autocast_as_now(device), muted_hooks(core.parameters):
         _measure_range(core, inputs, state, 1)  # what a first call allocates for good is not ours
-        wanted = _LENGTHS_OF_RANGES if isinstance(core, RangeCore) else _LENGTHS
-        lengths = sorted({min(length, L) for L in (wanted if core.fused else (1,))})
+        lengths = sorted({min(length, L) for L in _lengths(core)})
         points = {L: _measure_range(core, inputs, state, L) for L in lengths}
         if ordinary is None:
             ordinary = ordinary_curve(
                 lambda steps: _measure_ordinary(core, inputs, state, steps), length
             )
-    if not core.fused:  # any range is single steps: what is held grows, the rest does not
+    if not joins(core):  # any range is single steps: what is held grows, the rest does not
         one = points[1]
         points[2] = replace(one, held=2 * one.held, record=one.record + one.held)
     advance, held, record, backward = (
@@ -118,8 +123,18 @@ def footprint(
         ordinary=ordinary,
         gradient_bytes=gradient,
         heap_bytes=HEAP_BYTES if core.fused and device.type == "cpu" else None,
+        record_steps=_RECORD_STEPS if joins(core) and not core.fused else 0.0,
         scheduled=core.sums,
     )
+
+
+def _lengths(core: Core) -> tuple[int, ...]:
+    """The lengths of the ranges that a core is measured on."""
+    if isinstance(core, RangeCore):
+        return _LENGTHS_OF_RANGES
+    if core.fused:
+        return _LENGTHS
+    return _LENGTHS_OF_STEPS if joins(core) else (1,)
 
 
 def fit_measured(
@@ -142,7 +157,7 @@ def fit_measured(
     """
     while True:
         found = fit(len(inputs), memory, sizes)
-        if found.ordinary or not core.fused:
+        if found.ordinary or not joins(core):
             return found, sizes
         sizes = _corrected(sizes, found, core, inputs, state)
         if predict_peak_bytes(found.schedule, sizes) <= found.budget_bytes:
@@ -298,26 +313,44 @@ def _measure_advance(core: Core, inputs: Inputs, state: Tensors, steps: int) -> 
 
 
 def _measure_range(core: Core, inputs: Inputs, state: Tensors, steps: int) -> _Bytes:
-    device = core.ambient.device
+    found = _measure_tape(core, inputs, state, steps)
+    if steps > 1 and not core.fused:  # the first range has no gradients yet to add to
+        first = _measure_tape(core, inputs, state, steps, begun=False)
+        found = replace(found, backward=max(found.backward, first.backward))
+    return found
+
+
+def _measure_tape(
+    core: Core, inputs: Inputs, state: Tensors, steps: int, *, begun: bool = True
+) -> _Bytes:
+    """A range that keeps nothing, one that is recorded, and going back through that."""
     shapes: Shapes = []
     tapes: list[Tape] = []
+    kept: list[Tape] = []
     gradients: list[Gradients] = []
+
+    def sweep() -> None:
+        advance(core, inputs, 0, steps, state, noting(shapes))
+
+    def again() -> None:
+        # What a cell leaves in an attribute must not be released while the next range is measured.
+        if not core.fused:
+            kept.append(record(core, inputs, 0, steps, state, None))
 
     def run() -> None:
         tapes.append(record(core, inputs, 0, steps, state, noting(shapes)))
 
     def prepare() -> None:
         gradients.append(gradients_like(core, tapes[0], shapes, steps))
+        if not begun:
+            gradients[0].parameters = [None] * len(core.parameters)
 
     def back() -> None:
         backpropagate(core, tapes.pop(), gradients[0])
 
-    sweep = _measure_advance(core, inputs, state, steps)
-    # What a cell leaves in an attribute must not be released while the next range is measured.
-    kept = None if core.fused else record(core, inputs, 0, steps, state, None)
-    recorded, _, backward, _ = measure_phases([run, prepare, back, gradients.clear], device=device)
-    del kept
-    return _Bytes(sweep, held=recorded[1], record=recorded[0], backward=backward[0])
+    phases = [sweep, again, run, prepare, back, gradients.clear]
+    swept, _, recorded, _, backward, _ = measure_phases(phases, device=core.ambient.device)
+    return _Bytes(swept[0], held=recorded[1], record=recorded[0], backward=backward[0])
 
 
 def _measure_ordinary(core: Core, inputs: Inputs, state: Tensors, steps: int) -> int:
