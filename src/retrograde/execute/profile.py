@@ -51,7 +51,7 @@ LONGEST_MEASURED = 256
 # The lengths of the ranges that a fused core is measured on: a kernel's own room grows with a range
 # up to some length, and then no more. Our own loops do that at several lengths.
 _LENGTHS = (1, 2, 4, 16, 64)
-_LENGTHS_OF_RANGES = (1, 2, 4, 8, 16, 64)
+_LENGTHS_OF_RANGES = (1, 2, 4, 8, 16, 32, 64)
 _LENGTHS_OF_STEPS = (1, 2, 4)
 
 # What recording a range of a cell's steps as one graph costs besides the steps, in forward steps: a
