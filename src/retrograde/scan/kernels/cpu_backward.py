@@ -72,8 +72,7 @@ def room_for(kind: str, length: int, samples: int, inputs: int, size: int) -> in
     fixed = rows * int(row_length(gates * size)) + samples * int(whole_vectors(size))
     if kind == "GRU":
         fixed += 2 * samples * int(whole_vectors(3 * size))
-    packed = rows * PANEL * -(-max(inputs, size) // PANEL)
-    return fixed + max(packed, samples * int(whole_vectors(inputs)))
+    return fixed + rows * PANEL * -(-max(inputs, size) // PANEL)  # holds the rows of dx, too
 
 
 @compiled  # type: ignore[untyped-decorator]
@@ -315,11 +314,11 @@ def _to_inputs(
     """The samples' rows of dx (L, B, I) ← s W."""
     size, samples, flat = dx.shape[2], dx.shape[1], dx.reshape(-1)
     width, each = whole_vectors(size), last - first
-    found = room[: each * width]
-    for t in range(dx.shape[0]):
-        found[:] = 0
-        product(s, t * each * stride + column, stride, each, inputs, width, found)
-        for b in range(each):
-            for j in range(0, size, LANES):
-                value = load(found, b * width + j, LANES)
-                store(flat, (t * samples + first + b) * size + j, value, size - j)
+    rows = dx.shape[0] * each
+    found = room[: rows * width]
+    found[:] = 0
+    product(s, column, stride, rows, inputs, width, found)
+    for row in range(rows):
+        at = (row // each * samples + first + row % each) * size
+        for j in range(0, size, LANES):
+            store(flat, at + j, load(found, row * width + j, LANES), size - j)

@@ -58,6 +58,13 @@ def product(
         while width - p * PANEL >= 3 * PANEL:
             _tile(a, at, stride, 1, u, p, out, row * width + p * PANEL, width, 1, 9)
             p += 3
+        vectors = (width - p * PANEL) // LANES
+        if vectors == 8:  # few sums would wait for one another
+            _tile(a, at, stride, 1, u, p, out, row * width + p * PANEL, width, 1, 8)
+            p += 3
+        elif vectors >= 6:
+            _tile(a, at, stride, 1, u, p, out, row * width + p * PANEL, width, 1, 6)
+            p += 2
         while p < count:
             _one_row(a, at, 1, u, p, out, row * width, width)
             p += 1
