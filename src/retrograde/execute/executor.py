@@ -45,18 +45,18 @@ Gradient = Tensor | None
 
 @dataclass
 class Graph(Tape):
-    """A tape that is an autograd graph, of one call or, of a cell, of as many as there are steps.
+    """A tape that is an autograd graph, of one call or, of a cell, of several steps.
 
     Attributes:
-        calls: the leaves of every call.
         state: the leaves that the range begins with.
-        output_edges: where the outputs of every call are in the graph.
+        last: whether it ends with the last step of all.
+        output_edges: where the outputs are in the graph, those of several steps being stacked.
         state_edges: where the state after the range is.
     """
 
-    calls: list[Tensors]
     state: Tensors
-    output_edges: list[list[GradientEdge | None]]
+    last: bool
+    output_edges: list[GradientEdge | None]
     state_edges: list[GradientEdge | None]
 
 
@@ -110,39 +110,60 @@ def record(
     if isinstance(core, RangeCore):
         return core.record(inputs, start, stop, state, emit)
     mark = torch._C._autograd._get_sequence_nr()
-    calls: list[Tensors] = []
-    edges: list[list[GradientEdge | None]] = []
+    joint, last = not core.fused and stop - start > 1, stop == len(inputs)
     with torch.enable_grad(), core.recording():
-        first = after = [as_leaf(t) for t in state]
-        for a, b in pieces(core, start, stop):
-            x = [
-                t.detach().requires_grad_(wanted)
-                for t, wanted in zip(inputs[window(core, a, b)], inputs.differentiable, strict=True)
-            ]
-            outputs, after = core(x, after)
-            calls.append(x)
-            edges.append([_edge(y) for y in outputs])
+        x = [
+            t.detach().requires_grad_(wanted)
+            for t, wanted in zip(
+                inputs[slice(start, stop) if joint else window(core, start, stop)],
+                inputs.differentiable,
+                strict=True,
+            )
+        ]
+        first = [as_leaf(t) for t in state]
+        if joint:
+            outputs, after = _record_steps(core, x, first, start, last, emit)
+        else:
+            outputs, after = core(x, first)
             if emit is not None:
-                emit(a, b, outputs)
-            del outputs
-    state_edges = [_edge(t) for t in after]
+                emit(start, stop, outputs)
+        output_edges, state_edges = [_edge(y) for y in outputs], [_edge(t) for t in after]
+        del outputs
     if not core.fused:
-        roots = [edge for call in (*edges, state_edges) for edge in call if edge is not None]
-        known = {id(t) for x in (*calls, first) for t in x}
-        _check_leaves(core, roots, mark, known, range(start, stop))
+        roots = [edge for edge in (*output_edges, *state_edges) if edge is not None]
+        _check_leaves(core, roots, mark, {id(t) for t in (*x, *first)}, range(start, stop))
     return Graph(
         start=start,
         stop=stop,
-        inputs=calls[0],
-        wanted=[t.requires_grad for t in calls[0]],
+        inputs=x,
+        wanted=[t.requires_grad for t in x],
         passes=[edge is not None for edge in state_edges],
-        calls=calls,
         state=first,
-        output_edges=edges,
+        last=last,
+        output_edges=output_edges,
         state_edges=state_edges,
         state_after=[t.detach() for t in after],
         ambient_after=core.ambient.capture(),
     )
+
+
+def _record_steps(
+    core: Core, leaves: Tensors, state: Tensors, start: int, last: bool, emit: Emit | None
+) -> tuple[Tensors, Tensors]:
+    """Run the steps of a range, one after the other: their outputs, stacked, and the state.
+
+    An output that is the state is left out at the last step, unless that is the last of all.
+    """
+    found = []
+    for k, x in enumerate(zip(*(t.unbind() for t in leaves), strict=True), start):
+        outputs, state = core(list(x), state)
+        if emit is not None:
+            emit(k, k + 1, outputs)
+        found.append(outputs)
+    return [
+        torch.stack(ys if alias is None or last else ys[:-1])
+        for ys, alias in zip(zip(*found, strict=True), core.aliases, strict=True)
+    ], state
 
 
 def backpropagate(core: Core, tape: Tape, gradients: Gradients) -> None:
@@ -151,7 +172,9 @@ def backpropagate(core: Core, tape: Tape, gradients: Gradients) -> None:
         core.backpropagate(tape, gradients)
         return
     assert isinstance(tape, Graph)
-    calls = pieces(core, tape.start, tape.stop)
+    steps = tape.stop - tape.start
+    joint = not core.fused and steps > 1
+    index = slice(tape.start, tape.stop) if joint else window(core, tape.start, tape.stop)
     roots: list[GradientEdge] = []
     seeds: Tensors = []
 
@@ -164,35 +187,35 @@ def backpropagate(core: Core, tape: Tape, gradients: Gradients) -> None:
         for alias, part in zip(core.aliases, gradients.of_outputs(tape.start - 1), strict=True):
             if alias is not None:
                 seed(_edge(tape.state[alias]), part)
-    for (a, b), edges in zip(calls, tape.output_edges, strict=True):
-        parts = gradients.outputs if core.sums else gradients.of_outputs(window(core, a, b))
-        for edge, alias, part in zip(edges, core.aliases, parts, strict=True):
-            if alias is None or b < tape.stop or b == gradients.length:
-                seed(edge, part)
+    parts = gradients.outputs if core.sums else gradients.of_outputs(index)
+    for edge, alias, part in zip(tape.output_edges, core.aliases, parts, strict=True):
+        if joint and part is not None:
+            whole = part.expand(steps) if core.sums else part
+            seed(edge, whole if alias is None or tape.last else whole[:-1])
+        elif alias is None or tape.stop == gradients.length:
+            seed(edge, part)
     for edge, gradient in zip(tape.state_edges, gradients.states, strict=True):
         seed(edge, gradient)
-    begun = _begun(gradients.parameters, len(calls))
+    begun = _begun(gradients.parameters, joint)
     for target, total in zip(core.targets, begun, strict=True):
         seed(_edge(target), total)
 
-    leaves = [t for x in (*tape.calls, tape.state) for t in x if t.requires_grad]
+    leaves = [t for t in (*tape.inputs, *tape.state) if t.requires_grad]
     found: Sequence[Gradient] = [None] * (len(leaves) + len(core.targets))
     if roots:
         with gradients.outside:
             wanted = [*leaves, *core.targets]
             found = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
     shares = iter(found)
-    each = [[next(shares) if t.requires_grad else None for t in x] for x in tape.calls]
-    for (a, b), share in reversed(list(zip(calls, each, strict=True))):
-        gradients.take_inputs(window(core, a, b), share)
+    gradients.take_inputs(index, [next(shares) if x.requires_grad else None for x in tape.inputs])
     gradients.states = [next(shares) if s.requires_grad else None for s in tape.state]
     _accumulate(gradients.parameters, begun, list(shares), core.parameters)
 
 
-def _begun(totals: list[Gradient], calls: int) -> list[Gradient]:
-    """What autograd is to add the parameters' gradients of several calls to, one after the other
-    as ordinary autograd would; a share of one call is added afterwards."""
-    if calls == 1:
+def _begun(totals: list[Gradient], joint: bool) -> list[Gradient]:
+    """What autograd is to add the parameters' gradients of several steps to, one after the other
+    as ordinary autograd would; the share of a single call is added afterwards."""
+    if not joint:
         return [None] * len(totals)
     return [t if t is not None and t.layout == torch.strided else None for t in totals]
 

@@ -413,11 +413,17 @@ def gradients_like(
     )
 
 
+@dataclass
 class _Probe(Gradients):
     """Gradients of one call, wherever its steps are."""
 
+    layout: Straight
+
     def of_outputs(self, index: int | slice) -> Sequence[Tensor | None]:
-        return self.outputs
+        if not isinstance(index, slice) or self.layout.fused:
+            return self.outputs
+        steps = index.stop - index.start  # of a cell, recorded together
+        return [None if t is None else t.expand(steps, *t.shape) for t in self.outputs]
 
     def of_inputs(self, index: int | slice) -> Sequence[Tensor | None]:
         return self.inputs

@@ -141,14 +141,22 @@ class _Streamed(Gradients):
     stream: Stream = field(kw_only=True)
     take: TakeInput | None = field(kw_only=True)
     counted: "_Counted | None" = field(kw_only=True)
+    layout: Straight
     any_inputs: bool = False
 
     def take_inputs(self, index: int | slice, shares: list[Gradient]) -> None:
         super().take_inputs(index, shares)
         self.any_inputs |= any(share is not None for share in shares)
         if self.take is not None:
-            steps = range(index.start, index.stop) if isinstance(index, slice) else index
-            self.take(steps, self.stream.source.structure.unflatten(shares[:-1]))
+            unflatten = self.stream.source.structure.unflatten
+            if not isinstance(index, slice):
+                self.take(index, unflatten(shares[:-1]))
+            elif self.layout.fused:
+                self.take(range(index.start, index.stop), unflatten(shares[:-1]))
+            else:  # steps that were recorded together
+                for k in reversed(range(index.start, index.stop)):
+                    own = [None if s is None else s[k - index.start] for s in shares[:-1]]
+                    self.take(k, unflatten(own))
         if self.counted is not None:
             self.counted.tick(index.stop - index.start if isinstance(index, slice) else 1)
 
