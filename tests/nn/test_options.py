@@ -148,7 +148,7 @@ def test_dropout_gives_the_gradients_of_torchs_layers_with_the_same_masks(setup)
     assert_results(setup, found, expected)
 
 
-@pytest.mark.parametrize("length", [2, 63, 200])
+@pytest.mark.parametrize("length", [2, 63, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "options",
     [
@@ -189,7 +189,7 @@ def test_measuring_and_going_backward_draw_nothing(cell):
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", ["GRU", "LSTM"])
 def test_a_mask_belongs_to_the_seed_the_layer_and_the_step(cell, bidirectional):
     setup = dropping((cell, 0), num_layers=3, bidirectional=bidirectional, size=9)
     print(setup)
