@@ -55,13 +55,13 @@ def drawn_by(numbers, cheap):
     return pytest.mark.parametrize("drawn", [pytest.param(one, id=str(one)) for one in drawn])
 
 
-@drawn_by(range(20), cheap=True)
+@drawn_by(range(12), cheap=True)
 def test_the_peak_is_within_the_budget(drawn):
     check(drawn)
 
 
 @pytest.mark.slow
-@drawn_by(range(20, 200), cheap=True)
+@drawn_by(range(12, 200), cheap=True)
 def test_the_peak_is_within_the_budget_of_more(drawn):
     check(drawn)
 
