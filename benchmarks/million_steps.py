@@ -115,12 +115,18 @@ def resident_bytes() -> int:
     return sum(found) * 1024
 
 
-def sampled(call: Callable[[], object]) -> tuple[object, float, int]:
-    """What a call returns, its seconds, and by how much the resident set grew at most."""
-    stop, most = threading.Event(), [0]
+def trimmed_bytes() -> int:
+    """The resident set, once the C library's free pages are given back."""
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
-    before = resident_bytes()
+    return resident_bytes()
+
+
+def sampled(call: Callable[[], object]) -> tuple[object, float, int, int]:
+    """What a call returns, its seconds, and by how much the resident set grew: at most, and in the
+    end, when free pages are given back."""
+    stop, most = threading.Event(), [0]
+    before = trimmed_bytes()
 
     def watch() -> None:
         while not stop.wait(0.02):
@@ -135,7 +141,7 @@ def sampled(call: Callable[[], object]) -> tuple[object, float, int]:
         seconds = time.perf_counter() - start
         stop.set()
         watcher.join()
-    return value, seconds, most[0]
+    return value, seconds, most[0], trimmed_bytes() - before
 
 
 def run(length: int, memory: str, exact: int, path: Path) -> dict[str, object]:
@@ -143,11 +149,11 @@ def run(length: int, memory: str, exact: int, path: Path) -> dict[str, object]:
     task = Task(write_inputs(path, length))
     exact = min(exact, length)
     task.bptt(memory, min(3000, length - 1))  # what is loaded and compiled once
-    plain, plain_seconds, plain_growth = sampled(task.forward)
-    (total, forward_steps), first_seconds, first_growth = sampled(lambda: task.bptt(memory))
+    plain, plain_seconds, plain_growth, _ = sampled(task.forward)
+    (total, forward_steps), first_seconds, first_growth, _ = sampled(lambda: task.bptt(memory))
     first = [p.grad for p in task.parameters()]
     task.losses = 0
-    _, seconds, growth = sampled(lambda: task.bptt(memory))
+    _, seconds, growth, left = sampled(lambda: task.bptt(memory))
     losses = task.losses / length
     assert all(torch.equal(a, p.grad) for a, p in zip(first, task.parameters(), strict=True))
     task.bptt(memory, exact)
@@ -170,6 +176,7 @@ def run(length: int, memory: str, exact: int, path: Path) -> dict[str, object]:
         "exact_steps": exact,
         "exact_peak_bytes": exact_bytes,
         "resident_growth_bytes": growth,
+        "resident_growth_bytes_after_trim": left,
         "resident_growth_bytes_of_first_call": first_growth,
         "resident_growth_bytes_of_forward": plain_growth,
     }
@@ -193,7 +200,9 @@ def main() -> None:
         f"  forward steps a step {found['forward_steps_per_step']:.3f}\n"
         f"  peak of {found['exact_steps']} steps {format_bytes(found['exact_peak_bytes'])}; "
         f"resident set grew by {format_bytes(found['resident_growth_bytes'])} "
-        f"({format_bytes(found['resident_growth_bytes_of_first_call'])} with planning)"
+        f"({format_bytes(found['resident_growth_bytes_of_first_call'])} with planning), "
+        f"and by {found['resident_growth_bytes_after_trim'] / 2**20:.1f} MiB in the end, once the "
+        "C library's free pages are given back"
     )
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / "million_steps_cpu.json"
