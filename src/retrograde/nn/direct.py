@@ -85,7 +85,6 @@ class Direct(RangeCore):
         self.ambient = Ambient(net.weights[0].device)
         self.layers = [_weights(net[number]) for number in range(net.count)]
         self.loops = kernels("cpu", net.weights[0].dtype, net.weights[1].shape[1])
-        self.rows = self.layers[0].hidden.shape[0]
 
     def totals(self) -> list[Tensor | None]:
         return [torch.zeros_like(w, memory_format=torch.contiguous_format) for w in self.parameters]
