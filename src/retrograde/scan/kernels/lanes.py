@@ -33,6 +33,7 @@ __all__ = [
     "positive",
     "quotient",
     "sigmoid",
+    "spread",
     "store",
     "tanh",
     "vector_of",
@@ -144,6 +145,22 @@ def store(_: Any, array: Any, index: Any, value: Any, left: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(array, types.intp, value, types.intp), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def spread(_: Any, array: Any, index: Any) -> Any:
+    """The number at an index of a flat array, in every lane."""
+    kind = Lanes(array.dtype)
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        number = builder.load(builder.gep(data, [args[1]]))
+        vector, place = vector_of(number.type), ir.IntType(32)
+        first = builder.insert_element(ir.Constant(vector, ir.Undefined), number, place(0))
+        zeros = ir.Constant(ir.VectorType(place, LANES), [0] * LANES)
+        return builder.shuffle_vector(first, first, zeros)
+
+    return kind(array, types.intp), code
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]

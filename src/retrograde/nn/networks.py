@@ -1,0 +1,75 @@
+"""The convolutional networks of the scan's experiments, as plain lists of layers.
+
+Lists, so that the same layers can stand in a :class:`torch.nn.Sequential` and in a
+:class:`retrograde.Sequential`. All take images of 32×32 in three colours.
+"""
+
+from torch import nn
+
+__all__ = ["lenet5", "vgg11"]
+
+_VGG11: tuple[int | None, ...] = (
+    64, None, 128, None, 256, 256, None, 512, 512, None, 512, 512, None,
+)  # fmt: skip
+
+
+def lenet5(classes: int = 10) -> list[nn.Module]:
+    """LeNet-5 (LeCun et al., 1998) with ReLUs and max-pooling, as is usual on CIFAR-10.
+
+    Args:
+        classes: outputs.
+
+    Returns:
+        Twelve layers.
+
+    Example:
+        >>> import torch
+        >>> nn.Sequential(*lenet5())(torch.zeros(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
+    """
+    return [
+        nn.Conv2d(3, 6, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(400, 120),
+        nn.ReLU(),
+        nn.Linear(120, 84),
+        nn.ReLU(),
+        nn.Linear(84, classes),
+    ]
+
+
+def vgg11(classes: int = 10, width: int = 64) -> list[nn.Module]:
+    """VGG-11 (Simonyan and Zisserman, 2015) for images of 32×32: eight convolutions, one linear layer.
+
+    Weights are drawn as He et al. (2015) do; without batch normalisation it would not learn
+    otherwise.
+
+    Args:
+        classes: outputs.
+        width: channels of the first convolution, 64 in the paper; the others keep their ratio.
+
+    Returns:
+        The layers: eight times convolution and ReLU, five poolings, flattening, a linear layer.
+
+    Example:
+        >>> import torch
+        >>> nn.Sequential(*vgg11(width=4))(torch.zeros(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
+    """
+    layers: list[nn.Module] = []
+    channels = 3
+    for wanted in _VGG11:
+        if wanted is None:
+            layers.append(nn.MaxPool2d(2))
+            continue
+        convolution = nn.Conv2d(channels, wanted * width // 64, 3, padding=1)
+        nn.init.kaiming_normal_(convolution.weight, nonlinearity="relu")
+        nn.init.zeros_(convolution.bias)  # type: ignore[arg-type]
+        layers += [convolution, nn.ReLU()]
+        channels = convolution.out_channels
+    return [*layers, nn.Flatten(), nn.Linear(channels, classes)]

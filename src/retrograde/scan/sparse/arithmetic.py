@@ -1,0 +1,203 @@
+"""Products with sparse transposed Jacobians, in plain torch, and which kernels do them faster.
+
+Values are (nnz,) where all samples share them, or (samples, nnz). What lands where is known
+(:class:`~retrograde.scan.sparse.pattern.Product`), so a product is gather, multiply, segmented sum:
+no search, no merging of indices, which is most of what a general sparse product does (W20, sections
+3.3 and 4.3).
+"""
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from retrograde.scan.sparse.pattern import Pattern
+
+__all__ = ["SparseKernels", "apply", "multiply", "on_device", "plain", "sparse_kernels", "spread_out"]
+
+
+@dataclass(frozen=True)
+class SparseKernels:
+    """One implementation of what is done with sparse values.
+
+    Attributes:
+        name: "numba", "triton" or "torch".
+        scale: as :func:`scale`.
+        multiply: as :func:`multiply_sparse`.
+        apply: as :func:`apply_sparse`.
+    """
+
+    name: str
+    scale: Callable[[Pattern, Tensor, Tensor, bool], Tensor]
+    multiply: Callable[[Pattern, Pattern, Tensor, Tensor], Tensor]
+    apply: Callable[[Pattern, Tensor, Tensor], Tensor]
+
+
+def multiply(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> Tensor:
+    """The values of a product.
+
+    Args:
+        left: of the earlier layer.
+        right: of the later one.
+        a: the values of ``left``, (nnz,) or (samples, nnz).
+        b: those of ``right``.
+
+    Returns:
+        The values of ``left.product(right).result``; (nnz,) where both are shared.
+
+    Example:
+        >>> from retrograde.scan.sparse.factor import full, identity
+        >>> two = torch.tensor([2.0, 3.0])
+        >>> multiply(Pattern(identity(2)), Pattern(full(2, 2)), two, torch.ones(4)).tolist()
+        [2.0, 2.0, 3.0, 3.0]
+    """
+    plan = left.product(right)
+    kernels = sparse_kernels(a.device.type, a.dtype)
+    if plan.way == "sparse":
+        return kernels.multiply(left, right, a, b)
+    if plan.way == "dense":
+        return (spread_out(left, a) @ spread_out(right, b)).flatten(-2)
+    if left.kind == right.kind == "diagonal":
+        return a * b
+    return kernels.scale(right, b, a, False) if left.kind == "diagonal" else kernels.scale(
+        left, a, b, True
+    )
+
+
+def apply(pattern: Pattern, values: Tensor, x: Tensor) -> Tensor:
+    """A transposed Jacobian times a gradient.
+
+    Args:
+        pattern: of the Jacobian.
+        values: (nnz,) or (samples, nnz).
+        x: (columns,) or (samples, columns).
+
+    Returns:
+        (rows,) or (samples, rows).
+
+    Example:
+        >>> from retrograde.scan.sparse.factor import full
+        >>> apply(Pattern(full(2, 3)), torch.ones(6), torch.ones(3)).tolist()
+        [3.0, 3.0]
+    """
+    if pattern.kind == "diagonal":
+        return values * x
+    if pattern.kind == "full":
+        matrix = values.unflatten(-1, pattern.shape)
+        return x @ matrix.T if values.ndim == 1 else (matrix @ x[..., None])[..., 0]
+    return sparse_kernels(x.device.type, x.dtype).apply(pattern, values, x)
+
+
+def spread_out(pattern: Pattern, values: Tensor) -> Tensor:
+    """The matrix with its zeros.
+
+    Args:
+        pattern: of the matrix.
+        values: (nnz,) or (samples, nnz).
+
+    Returns:
+        (rows, columns) or (samples, rows, columns).
+
+    Example:
+        >>> from retrograde.scan.sparse.factor import identity
+        >>> spread_out(Pattern(identity(2)), torch.tensor([2.0, 3.0])).tolist()
+        [[2.0, 0.0], [0.0, 3.0]]
+    """
+    if pattern.kind == "full":
+        return values.unflatten(-1, pattern.shape)
+    rows, columns = pattern.shape
+    whole = values.new_zeros(*values.shape[:-1], rows * columns)
+    places = torch.from_numpy(pattern.row_of).to(values.device, torch.int64) * columns
+    whole[..., places + on_device(pattern.indices, values)] = values
+    return whole.unflatten(-1, pattern.shape)
+
+
+def scale(pattern: Pattern, values: Tensor, diagonal: Tensor, by_column: bool) -> Tensor:
+    """diag(d)·X, or X·diag(d).
+
+    Args:
+        pattern: of X.
+        values: of X.
+        diagonal: d.
+        by_column: whether d stands on the right.
+
+    Returns:
+        The values of the product.
+    """
+    places = on_device(pattern.indices if by_column else pattern.row_of, values)
+    return values * diagonal.index_select(-1, places)
+
+
+def multiply_sparse(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> Tensor:
+    """A product of two, neither of which is diagonal: gather, multiply, segmented sum.
+
+    Args:
+        left: of the earlier layer.
+        right: of the later one.
+        a: the values of ``left``.
+        b: those of ``right``.
+
+    Returns:
+        The values of the product.
+    """
+    plan = left.product(right)
+    terms = a.index_select(-1, on_device(plan.landing.lefts, a)) * b.index_select(
+        -1, on_device(plan.landing.rights, b)
+    )
+    lengths = torch.from_numpy(plan.landing.ends).to(a.device).diff()
+    entries = torch.repeat_interleave(lengths)
+    return a.new_zeros(*terms.shape[:-1], plan.result.nnz).index_add_(-1, entries, terms)
+
+
+def apply_sparse(pattern: Pattern, values: Tensor, x: Tensor) -> Tensor:
+    """A transposed Jacobian, neither diagonal nor full, times a gradient.
+
+    Args:
+        pattern: of the Jacobian.
+        values: its values.
+        x: (columns,) or (samples, columns).
+
+    Returns:
+        (rows,) or (samples, rows).
+    """
+    terms = values * x.index_select(-1, on_device(pattern.indices, x))
+    rows = on_device(pattern.row_of, x)
+    return x.new_zeros(*terms.shape[:-1], pattern.shape[0]).index_add_(-1, rows, terms)
+
+
+plain = SparseKernels("torch", scale, multiply_sparse, apply_sparse)
+
+
+def on_device(indices: object, like: Tensor) -> Tensor:
+    """Indices as a tensor beside another."""
+    return torch.from_numpy(indices).to(like.device)  # type: ignore[arg-type]
+
+
+@cache
+def sparse_kernels(device: str, dtype: torch.dtype) -> SparseKernels:
+    """The fastest implementation for a device.
+
+    Args:
+        device: its type, such as "cpu" or "cuda".
+        dtype: of the values.
+
+    Returns:
+        Compiled kernels where there are some, and else the plain ones.
+
+    Example:
+        >>> sparse_kernels("cpu", torch.float32).name
+        'numba'
+    """
+    real = dtype in (torch.float32, torch.float64)
+    if device == "cpu" and real:
+        from retrograde.scan.kernels import cpu_sparse
+
+        return SparseKernels("numba", cpu_sparse.scale, cpu_sparse.multiply, cpu_sparse.apply)
+    if device == "cuda" and real and importlib.util.find_spec("triton"):
+        from retrograde.scan.kernels import cuda_sparse
+
+        return SparseKernels("triton", plain.scale, cuda_sparse.multiply, cuda_sparse.apply)
+    return plain

@@ -1,0 +1,206 @@
+"""Layers that are run and looked at: what they were given, what they gave, what Jacobian they have.
+
+A layer is one piece, or layers in turn (``torch.nn.Sequential``), or a sum of paths (a residual
+block). The Jacobian of layers in turn is the product of theirs, that of a sum is the sum.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial, reduce
+from math import prod
+from operator import add, matmul
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retrograde.errors import ScanError
+from retrograde.scan.sparse.csr import CSR
+from retrograde.scan.sparse.local import Local
+from retrograde.scan.sparse.pattern import Pattern
+from retrograde.scan.sparse.rules import parts_of, rule_of
+
+__all__ = ["Joined", "Maker", "Path", "Piece", "Residual", "observe"]
+
+
+class Residual(nn.Module):
+    """A residual block: layers in turn, and a shortcut past them, added up (He et al., 2016).
+
+    Args:
+        layers: the one path.
+        shortcut: the other; without it, the input itself.
+
+    Example:
+        >>> block = Residual(nn.Conv2d(3, 3, 3, padding=1), nn.ReLU())
+        >>> block(torch.ones(2, 3, 8, 8)).shape
+        torch.Size([2, 3, 8, 8])
+    """
+
+    def __init__(self, *layers: nn.Module, shortcut: nn.Module | None = None) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+        self.shortcut = nn.Identity() if shortcut is None else shortcut
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The sum of both paths.
+
+        Args:
+            input: (samples, …).
+
+        Returns:
+            (samples, …).
+        """
+        found: Tensor = self.layers(input) + self.shortcut(input)
+        return found
+
+
+class Path(ABC):
+    """One or more layers from an input to an output.
+
+    A *maker* says what the matrix of a :class:`Piece` is: its Jacobian for some samples, or an
+    outline of it, of which only sizes are known. A path puts these together by ``@`` and ``+``.
+    """
+
+    @property
+    @abstractmethod
+    def shared(self) -> bool:
+        """Whether all samples have the same Jacobian."""
+
+    @abstractmethod
+    def pieces(self) -> "list[Piece]":
+        """The single layers."""
+
+    @abstractmethod
+    def matrix(self, make: "Maker") -> Any:
+        """The Jacobian."""
+
+    @abstractmethod
+    def apply(self, make: "Maker", gradient: Any) -> Any:
+        """The Jacobian times a gradient, without the products that the Jacobian would take."""
+
+
+@dataclass(eq=False)
+class Piece(Path):
+    """One layer.
+
+    Attributes:
+        layer: which.
+        local: its Jacobian.
+    """
+
+    layer: nn.Module
+    local: Local
+
+    @property
+    def shared(self) -> bool:
+        return self.local.shared
+
+    def pieces(self) -> "list[Piece]":
+        return [self]
+
+    def matrix(self, make: "Maker") -> Any:
+        return make(self)
+
+    def apply(self, make: "Maker", gradient: Any) -> Any:
+        return make(self) @ gradient
+
+
+@dataclass(eq=False)
+class Joined(Path):
+    """Paths in turn, or side by side from the same input and added up.
+
+    Attributes:
+        paths: at least one.
+        added: whether they are side by side.
+    """
+
+    paths: Sequence[Path]
+    added: bool
+
+    @property
+    def shared(self) -> bool:
+        return all(path.shared for path in self.paths)
+
+    def pieces(self) -> list[Piece]:
+        return [piece for path in self.paths for piece in path.pieces()]
+
+    def matrix(self, make: "Maker") -> Any:
+        return reduce(add if self.added else matmul, (path.matrix(make) for path in self.paths))
+
+    def apply(self, make: "Maker", gradient: Any) -> Any:
+        if self.added:
+            return reduce(add, (path.apply(make, gradient) for path in self.paths))
+        for path in reversed(self.paths):
+            gradient = path.apply(make, gradient)
+        return gradient
+
+
+Maker = Callable[[Piece], Any]
+
+
+def observe(layer: nn.Module, x: Tensor) -> tuple[Tensor, Path]:
+    """Run a layer, and keep what its Jacobian is made of.
+
+    Args:
+        layer: with a rule, or made of such.
+        x: (samples, …); a gradient must be wanted.
+
+    Returns:
+        The output, which is differentiable with respect to ``x``, and the path.
+
+    Raises:
+        ScanError: the layer has no rule, or couples samples.
+    """
+    parts = parts_of(layer)
+    if parts is not None:
+        return observe(parts, x)
+    if isinstance(layer, Residual) and type(layer).forward is Residual.forward:
+        y, one = observe(layer.layers, x)
+        z, other = observe(layer.shortcut, x)
+        return y + z, Joined([one, other], added=True)
+    if isinstance(layer, nn.Sequential) and type(layer).forward is nn.Sequential.forward:
+        paths = []
+        for each in layer if len(layer) else [nn.Identity()]:
+            x, path = observe(each, x)
+            paths.append(path)
+        return x, paths[0] if len(paths) == 1 else Joined(paths, added=False)
+    rule = rule_of(layer)
+    # What an in-place layer overwrites here is a copy: the input is read again.
+    given = x.clone() if getattr(layer, "inplace", False) else x
+    y = layer(given)
+    _check_output(layer, x, y)
+    found = rule(layer, x, y)
+    if isinstance(found, CSR):
+        found = Local(found.pattern, found.data.ndim == 1, partial(_given, found.data))
+    _check_pattern(layer, x, y, found.pattern)
+    return y, Piece(layer, found)
+
+
+def _given(data: Tensor) -> Tensor:
+    return data.detach()
+
+
+def _check_output(layer: nn.Module, x: Tensor, y: Any) -> None:
+    name = type(layer).__name__
+    if not isinstance(y, Tensor):
+        raise ScanError(f"{name} returned a {type(y).__name__}: expected one tensor")
+    if x.ndim < 2 or y.ndim < 2 or len(y) != len(x):
+        raise ScanError(
+            f"{name} took an input of shape {tuple(x.shape)} to {tuple(y.shape)}: expected samples "
+            "first, as many in the output as in the input, and a dimension besides"
+        )
+    if y.dtype != x.dtype:
+        raise ScanError(
+            f"{name} took {x.dtype} to {y.dtype}: expected one type throughout; leave autocast, or "
+            "use backward=None"
+        )
+
+
+def _check_pattern(layer: nn.Module, x: Tensor, y: Tensor, pattern: Pattern) -> None:
+    expected = prod(x.shape[1:]), prod(y.shape[1:])
+    if pattern.shape != expected:
+        raise ScanError(
+            f"the rule for {type(layer).__name__} gave a Jacobian of {pattern}: expected "
+            f"{expected[0]:,}×{expected[1]:,}, the inputs and the outputs of one sample"
+        )
