@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from retrograde.nn.choice import Explanation, explain
     from retrograde.nn.profile import Offer, Offers, Profile, profile
     from retrograde.nn.recurrent import GRU, LSTM, RNN
+    from retrograde.nn.sequential import Residual, Sequential
     from retrograde.nn.unroll import unroll
     from retrograde.plan import TradeOff, cost, least_memory, longest, plan, split, trade_off
     from retrograde.schedule import (
@@ -82,6 +83,7 @@ _HOMES = {
     "retrograde.nn.choice": ("Explanation", "explain"),
     "retrograde.nn.profile": ("Offer", "Offers", "Profile", "profile"),
     "retrograde.nn.recurrent": ("GRU", "LSTM", "RNN"),
+    "retrograde.nn.sequential": ("Residual", "Sequential"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -102,10 +104,12 @@ __all__ = [
     "Offers",
     "Profile",
     "Record",
+    "Residual",
     "RetrogradeError",
     "ScanError",
     "Schedule",
     "ScheduleError",
+    "Sequential",
     "Share",
     "Store",
     "TradeOff",

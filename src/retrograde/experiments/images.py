@@ -124,9 +124,7 @@ def noise_images(training: int, testing: int, seed: int = 0) -> Images:
     pixels = random.integers(0, 128, (len(classes), 3, 32, 32))
     pixels[np.arange(len(classes)), classes % 3] += 12 * (1 + classes[:, None, None] // 3)
     images = pixels.astype(np.uint8)
-    return _normalised(
-        images[:training], classes[:training], images[training:], classes[training:]
-    )
+    return _normalised(images[:training], classes[:training], images[training:], classes[training:])
 
 
 def _pixels(differences: Bytes) -> Bytes:

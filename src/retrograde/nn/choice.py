@@ -1,7 +1,7 @@
 """Which way a module goes backward, and why: ``backward="auto"`` and :func:`explain`."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from retrograde.errors import CellError
 from retrograde.nn.calibration import WAYS, contenders, timings
+from retrograde.nn.outlook import Outlook
 from retrograde.nn.stack import WayFor
 from retrograde.scan.kernels import LARGEST_SIZE, kernels
 from retrograde.scan.recurrent import Kind
@@ -16,6 +17,7 @@ from retrograde.scan.ways import scan_way, sequential_way
 
 if TYPE_CHECKING:
     from retrograde.nn.recurrent import Recurrent
+    from retrograde.nn.sequential import Sequential
 
 __all__ = ["Explanation", "check_slopes", "explain", "ways"]
 
@@ -111,18 +113,31 @@ def fastest(module: "Recurrent", steps: int, samples: int, needs_x: bool) -> str
     return min(contenders(found), key=lambda way: found[way].seconds(steps))
 
 
-def explain(module: "Recurrent", input: Tensor | PackedSequence) -> Explanation:
+@overload
+def explain(module: "Recurrent", input: Tensor | PackedSequence) -> Explanation: ...
+
+
+@overload
+def explain(module: "Sequential", input: Tensor) -> Outlook: ...
+
+
+def explain(
+    module: "Recurrent | Sequential", input: Tensor | PackedSequence
+) -> Explanation | Outlook:
     """Say which way a module would go backward for an input, why, and what each way would take.
 
     Args:
-        module: an :class:`retrograde.RNN`, :class:`retrograde.GRU` or :class:`retrograde.LSTM`.
-        input: as for a call; only its shape matters.
+        module: an :class:`retrograde.RNN`, :class:`retrograde.GRU`, :class:`retrograde.LSTM` or
+            :class:`retrograde.Sequential`.
+        input: as for a call; of a recurrent module's, only the shape matters.
 
     Returns:
-        An :class:`Explanation`; ``print`` shows it as a table.
+        An :class:`Explanation`, or of a ``Sequential`` an
+        :class:`~retrograde.nn.outlook.Outlook`; ``print`` shows either as a table.
 
     Raises:
         CellError: the module is none of ours, or has no Jacobians.
+        ScanError: a layer of the ``Sequential`` has no Jacobian, or none that fits.
 
     Example:
         >>> import retrograde as rg
@@ -131,9 +146,14 @@ def explain(module: "Recurrent", input: Tensor | PackedSequence) -> Explanation:
         ('scan', 'numba')
     """
     from retrograde.nn.recurrent import Recurrent
+    from retrograde.nn.sequential import Sequential
 
+    if isinstance(module, Sequential) and isinstance(input, Tensor):
+        return module.explain(input)
     if not isinstance(module, Recurrent):
-        raise CellError(f"got a {type(module).__name__}: expected an rg.RNN, rg.GRU or rg.LSTM")
+        raise CellError(
+            f"got a {type(module).__name__}: expected an rg.RNN, rg.GRU, rg.LSTM or rg.Sequential"
+        )
     if isinstance(input, PackedSequence):
         steps, samples, data = len(input.batch_sizes), int(input.batch_sizes[0]), input.data
     else:

@@ -44,7 +44,7 @@ def lenet5(classes: int = 10) -> list[nn.Module]:
 
 
 def vgg11(classes: int = 10, width: int = 64) -> list[nn.Module]:
-    """VGG-11 (Simonyan and Zisserman, 2015) for images of 32×32: eight convolutions, one linear layer.
+    """VGG-11 (Simonyan and Zisserman, 2015) for images of 32×32, with one linear layer.
 
     Weights are drawn as He et al. (2015) do; without batch normalisation it would not learn
     otherwise.

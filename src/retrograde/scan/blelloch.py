@@ -19,7 +19,7 @@ Exact counts are in :mod:`retrograde.scan.counts`; a :class:`Report` counts a ru
 
 *The identity* is symbolic and never reaches ``combine``, whichever position it stands in. Of an
 exclusive scan the last element is not part of any result, though algorithm 1 multiplies by it on
-the way up. Who wants to save that product (J_1ᵀ is often the largest) puts ``IDENTITY`` there.
+the way up, and by what came of that. ``UNREAD`` in its place saves these products.
 
 Elements may be anything: the algorithms know no tensors. Products that do not wait for one another
 are carried out by one function, a level at a time.
@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from retrograde.errors import ScanError
 from retrograde.scan.counts import blocks, chunks_of
-from retrograde.scan.elements import IDENTITY, Affine, Identity, Vector, combine
+from retrograde.scan.elements import IDENTITY, UNREAD, Affine, Identity, Vector, combine
 from retrograde.scan.report import Report
 
 if TYPE_CHECKING:
@@ -301,7 +301,7 @@ class _Levels:
         return [self._product(a, b) for a, b in operands]
 
     def _product(self, a: Any, b: Any) -> Any:
-        if a is IDENTITY:
+        if a is IDENTITY or b is UNREAD:
             return b
         return a if b is IDENTITY else self._combine(a, b)
 

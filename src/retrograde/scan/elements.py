@@ -2,7 +2,8 @@
 
 Backpropagation is an exclusive scan over [∇x_n, J_nᵀ, …, J_1ᵀ] (W20, eqs. 3.1, 3.2). The gradient
 is a ``Vector``, a transposed Jacobian is ``Dense`` or ``Diagonal``, and ``IDENTITY`` is symbolic:
-it is moved, never multiplied. Where every step has a loss term of its own the element is the pair
+it is moved, never multiplied. ``UNREAD`` may stand last, where no result reads: no product with it
+is made. Where every step has a loss term of its own the element is the pair
 ``Affine(J_{t+1}ᵀ, d_t)``, which stands for g ↦ d_t + J_{t+1}ᵀ·g.
 
 A product is as structured as its factors allow:
@@ -42,11 +43,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "IDENTITY",
+    "UNREAD",
     "Affine",
     "Dense",
     "Diagonal",
     "Element",
     "Identity",
+    "Unread",
     "Vector",
     "check_product",
     "combine",
@@ -66,6 +69,18 @@ class Identity(Enum):
 
 
 IDENTITY: Final = Identity.IDENTITY
+
+
+class Unread(Enum):
+    """The type of ``UNREAD``; an enumeration, so that it stays one object when pickled."""
+
+    UNREAD = "·"
+
+    def __repr__(self) -> str:
+        return "UNREAD"
+
+
+UNREAD: Final = Unread.UNREAD
 
 
 class Element(Protocol):
@@ -90,7 +105,8 @@ def combine(a: Any, b: Any) -> Any:
         b: the later one; what has ``@`` will do.
 
     Returns:
-        The product; the other operand itself where one is ``IDENTITY``.
+        The product; the other operand itself where one is ``IDENTITY``, and ``UNREAD`` where the
+        later one is.
 
     Raises:
         ScanError: the shapes do not fit.
@@ -105,7 +121,7 @@ def combine(a: Any, b: Any) -> Any:
         return b
     if b is IDENTITY:
         return a
-    return b @ a
+    return UNREAD if b is UNREAD else b @ a
 
 
 def flops(a: Any, b: Any) -> int:

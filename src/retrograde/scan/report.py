@@ -4,7 +4,7 @@ A *level* is a set of products that do not wait for one another. A *step* is a l
 one product: with unbounded workers all its products take as long as the longest of them, so the
 critical path is the sum of those. With p workers a level of N products takes ⌈N/p⌉ steps. *Work* is
 the number of all products (W20, section 3.6). What meets ``IDENTITY`` is moved, not multiplied: it
-is no product, and is counted as a move.
+is no product, and is counted as a move; what meets ``UNREAD`` is neither.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import Any
 
 from retrograde.scan.counts import check_workers, rounds
-from retrograde.scan.elements import IDENTITY, flops
+from retrograde.scan.elements import IDENTITY, UNREAD, flops
 
 __all__ = ["Level", "Operand", "Product", "Report"]
 
@@ -125,9 +125,10 @@ class Report:
             phase: what the algorithm is about.
             pairs: the operands (a, b) of every a ⊙ b, before they are combined.
         """
-        real = [(a, b) for a, b in pairs if a is not IDENTITY and b is not IDENTITY]
+        read = [(a, b) for a, b in pairs if b is not UNREAD]
+        real = [(a, b) for a, b in read if a is not IDENTITY and b is not IDENTITY]
         products = tuple(Product(_operand(a), _operand(b), self._cost(a, b)) for a, b in real)
-        self.levels.append(Level(phase, products, len(pairs) - len(real)))
+        self.levels.append(Level(phase, products, len(read) - len(real)))
 
     def part(self) -> "Report":
         """An empty report that counts alike, for a scan inside a scan."""

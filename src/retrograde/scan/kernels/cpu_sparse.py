@@ -58,7 +58,7 @@ def multiply(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> Tensor:
 def scale(pattern: Pattern, values: Tensor, diagonal: Tensor, by_column: bool) -> Tensor:
     """As :func:`retrograde.scan.sparse.arithmetic.scale`."""
     if pattern.kind == "full":
-        whole = values.unflatten(-1, pattern.shape)
+        whole = values.reshape(*values.shape[:-1], *pattern.shape)
         return (whole * (diagonal[..., None, :] if by_column else diagonal[..., None])).flatten(-2)
     samples, found = _room(pattern.nnz, values, diagonal)
     x, d, out = _side_by_side(values), _side_by_side(diagonal), _side_by_side(found)

@@ -1,7 +1,7 @@
 """Products with sparse transposed Jacobians, in plain torch, and which kernels do them faster.
 
 Values are (nnz,) where all samples share them, or (samples, nnz). What lands where is known
-(:class:`~retrograde.scan.sparse.pattern.Product`), so a product is gather, multiply, segmented sum:
+(:class:`~retrograde.scan.sparse.product.Product`), so a product is gather, multiply, segmented sum:
 no search, no merging of indices, which is most of what a general sparse product does (W20, sections
 3.3 and 4.3).
 """
@@ -14,9 +14,18 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from retrograde.scan.sparse.blocks import multiply_blocks
 from retrograde.scan.sparse.pattern import Pattern
 
-__all__ = ["SparseKernels", "apply", "multiply", "on_device", "plain", "sparse_kernels", "spread_out"]
+__all__ = [
+    "SparseKernels",
+    "apply",
+    "multiply",
+    "on_device",
+    "plain",
+    "sparse_kernels",
+    "spread_out",
+]
 
 
 @dataclass(frozen=True)
@@ -58,12 +67,16 @@ def multiply(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> Tensor:
     kernels = sparse_kernels(a.device.type, a.dtype)
     if plan.way == "sparse":
         return kernels.multiply(left, right, a, b)
+    if plan.way == "blocks":
+        return multiply_blocks(plan, a, b)
     if plan.way == "dense":
         return (spread_out(left, a) @ spread_out(right, b)).flatten(-2)
     if left.kind == right.kind == "diagonal":
         return a * b
-    return kernels.scale(right, b, a, False) if left.kind == "diagonal" else kernels.scale(
-        left, a, b, True
+    return (
+        kernels.scale(right, b, a, False)
+        if left.kind == "diagonal"
+        else kernels.scale(left, a, b, True)
     )
 
 
@@ -86,7 +99,7 @@ def apply(pattern: Pattern, values: Tensor, x: Tensor) -> Tensor:
     if pattern.kind == "diagonal":
         return values * x
     if pattern.kind == "full":
-        matrix = values.unflatten(-1, pattern.shape)
+        matrix = values.reshape(*values.shape[:-1], *pattern.shape)
         return x @ matrix.T if values.ndim == 1 else (matrix @ x[..., None])[..., 0]
     return sparse_kernels(x.device.type, x.dtype).apply(pattern, values, x)
 
@@ -107,12 +120,12 @@ def spread_out(pattern: Pattern, values: Tensor) -> Tensor:
         [[2.0, 0.0], [0.0, 3.0]]
     """
     if pattern.kind == "full":
-        return values.unflatten(-1, pattern.shape)
+        return values.reshape(*values.shape[:-1], *pattern.shape)
     rows, columns = pattern.shape
     whole = values.new_zeros(*values.shape[:-1], rows * columns)
     places = torch.from_numpy(pattern.row_of).to(values.device, torch.int64) * columns
     whole[..., places + on_device(pattern.indices, values)] = values
-    return whole.unflatten(-1, pattern.shape)
+    return whole.reshape(*values.shape[:-1], *pattern.shape)
 
 
 def scale(pattern: Pattern, values: Tensor, diagonal: Tensor, by_column: bool) -> Tensor:

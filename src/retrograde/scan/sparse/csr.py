@@ -66,7 +66,9 @@ class CSR:
         present = matrix != 0 if matrix.ndim == 2 else (matrix != 0).any(0)
         rows, columns = present.nonzero(as_tuple=True)
         rows, columns = rows.cpu(), columns.cpu()
-        pattern = Pattern(from_pairs(rows.numpy(), columns.numpy(), tuple(present.shape)))
+        pattern = Pattern(
+            from_pairs(rows.numpy(), columns.numpy(), (present.shape[0], present.shape[1]))
+        )
         return cls(pattern, matrix[..., present])
 
     @property

@@ -14,12 +14,29 @@ from numpy.typing import NDArray
 
 from retrograde.errors import ScanError
 
-__all__ = ["MOST_ENTRIES", "Factor", "Integers", "Ints", "combined", "from_arrays", "from_pairs", "full", "identity", "merged", "multiplied"]
+__all__ = [
+    "MOST_ENTRIES",
+    "Factor",
+    "Integers",
+    "Ints",
+    "TooManyEntriesError",
+    "combined",
+    "from_arrays",
+    "from_pairs",
+    "full",
+    "identity",
+    "merged",
+    "multiplied",
+]
 
 Ints = NDArray[np.int32]
 Integers = NDArray[np.integer[Any]]
 
 MOST_ENTRIES = 2**31 - 1  # offsets have 32 bits
+
+
+class TooManyEntriesError(ScanError):
+    """A pattern is larger than may be written out."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +120,6 @@ class Factor:
         return full(self.rows, size), full(1, rest)
 
 
-
 def identity(size: int) -> Factor:
     """Each with itself.
 
@@ -179,7 +195,7 @@ def merged(factors: "tuple[Factor, ...]") -> Factor:
         One factor.
 
     Raises:
-        ScanError: it has too many entries.
+        TooManyEntriesError: it has too many.
 
     Example:
         >>> merged((identity(2), full(1, 2))).indices.tolist()
@@ -203,7 +219,7 @@ def multiplied(left: Factor, right: Factor, most: int = MOST_ENTRIES) -> Factor:
         The pattern of the product.
 
     Raises:
-        ScanError: there are more; they are counted first.
+        TooManyEntriesError: there are more; they are counted first.
 
     Example:
         >>> multiplied(full(2, 3), identity(3)).kind
@@ -255,7 +271,7 @@ def combined(left: "tuple[Ints, Ints]", right: "tuple[Ints, Ints]", scale: int) 
 
 def _check_entries(entries: int, shape: tuple[int, int], most: int = MOST_ENTRIES) -> None:
     if entries > most:
-        raise ScanError(
+        raise TooManyEntriesError(
             f"a pattern of {shape[0]:,}×{shape[1]:,} has {entries:,} entries: expected at most "
             f"{most:,}; use the linear scan, which needs no products, or give more memory"
         )
@@ -270,7 +286,5 @@ def _kron(left: Factor, right: Factor) -> Factor:
     _check_entries(left.nnz * right.nnz, shape)
     counts = np.outer(left.row_counts, right.row_counts).ravel()
     indptr = np.concatenate([[0], np.cumsum(counts)])
-    indices = combined(
-        (left.indptr, left.indices), (right.indptr, right.indices), right.columns
-    )
+    indices = combined((left.indptr, left.indices), (right.indptr, right.indices), right.columns)
     return Factor(*shape, "sparse", (indptr.astype(np.int32), indices))

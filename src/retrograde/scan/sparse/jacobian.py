@@ -16,9 +16,7 @@ from retrograde.units import Memory, as_bytes, format_bytes
 __all__ = ["room", "transposed_jacobian"]
 
 
-def transposed_jacobian(
-    layer: nn.Module, input: Tensor, *, memory: Memory | None = None
-) -> CSR:
+def transposed_jacobian(layer: nn.Module, input: Tensor, *, memory: Memory | None = None) -> CSR:
     """The transposed Jacobian (∂y/∂x)ᵀ of y = layer(x), analytically (W20, sections 3.3, 3.4).
 
     The layer is run once, as in training if it is in training mode: a dropout draws a mask. The

@@ -94,7 +94,16 @@ def _convolution(count: int, layer: Any, x: Tensor, y: Tensor) -> Local:
 def _unpadded_convolution(layer: Any, sizes: Sizes, outputs: Sizes, before: Sizes) -> Local:
     groups, wide = layer.groups, layer.in_channels // layer.groups
     how = layer.kernel_size, layer.stride, layer.dilation
-    key = ("convolution", sizes, outputs, before, *how, layer.in_channels, layer.out_channels, groups)
+    key = (
+        "convolution",
+        sizes,
+        outputs,
+        before,
+        *how,
+        layer.in_channels,
+        layer.out_channels,
+        groups,
+    )
 
     def make() -> Pattern:
         channels, places = _channels(layer.in_channels, layer.out_channels, groups)
@@ -237,7 +246,7 @@ def _batch_norm(layer: Any, x: Tensor, y: Tensor) -> Local:
         )
 
     def scales() -> Tensor:
-        found = (layer.running_var + layer.eps).rsqrt()
+        found: Tensor = (layer.running_var + layer.eps).rsqrt()
         if layer.weight is not None:
             found = found * layer.weight.detach()
         return found.repeat_interleave(prod(x.shape[2:]))

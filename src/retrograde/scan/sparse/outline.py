@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from retrograde.scan.sparse.factor import MOST_ENTRIES
-from retrograde.scan.sparse.pattern import Pattern
 from retrograde.scan.sparse.paths import Maker, Path, Piece
+from retrograde.scan.sparse.pattern import Pattern
 
 __all__ = ["Gradient", "Ledger", "Outline", "ledger_of", "outlines"]
 
@@ -146,8 +146,8 @@ def ledger_of(paths: Sequence[Path], itemsize: int) -> Ledger:
     ledger = Ledger(itemsize)
     for path in paths:
         for piece in path.pieces():
-            if piece.local.values is not None:
-                ledger.note(piece.local.pattern, piece.shared, piece.local.scratch)
+            if piece.changes:
+                ledger.note(piece.local.pattern, piece.local.shared, piece.local.scratch)
     return ledger
 
 
@@ -163,6 +163,6 @@ def outlines(samples: int, ledger: Ledger) -> Maker:
     """
 
     def make(piece: Piece) -> Outline:
-        return Outline(piece.local.pattern, piece.shared, samples, ledger)
+        return Outline(piece.local.pattern, piece.local.shared, samples, ledger)
 
     return make

@@ -12,7 +12,6 @@ from math import prod
 from operator import add, matmul
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from retrograde.errors import ScanError
@@ -64,8 +63,8 @@ class Path(ABC):
 
     @property
     @abstractmethod
-    def shared(self) -> bool:
-        """Whether all samples have the same Jacobian."""
+    def inputs(self) -> int:
+        """Numbers of a sample that it takes."""
 
     @abstractmethod
     def pieces(self) -> "list[Piece]":
@@ -93,8 +92,13 @@ class Piece(Path):
     local: Local
 
     @property
-    def shared(self) -> bool:
-        return self.local.shared
+    def inputs(self) -> int:
+        return self.local.pattern.shape[0]
+
+    @property
+    def changes(self) -> bool:
+        """Whether it does more to a gradient than to reshape it."""
+        return self.local.values is not None
 
     def pieces(self) -> "list[Piece]":
         return [self]
@@ -103,7 +107,7 @@ class Piece(Path):
         return make(self)
 
     def apply(self, make: "Maker", gradient: Any) -> Any:
-        return make(self) @ gradient
+        return make(self) @ gradient if self.changes else gradient
 
 
 @dataclass(eq=False)
@@ -119,8 +123,8 @@ class Joined(Path):
     added: bool
 
     @property
-    def shared(self) -> bool:
-        return all(path.shared for path in self.paths)
+    def inputs(self) -> int:
+        return self.paths[0].inputs
 
     def pieces(self) -> list[Piece]:
         return [piece for path in self.paths for piece in path.pieces()]

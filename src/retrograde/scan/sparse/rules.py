@@ -74,13 +74,13 @@ def rule_of(layer: nn.Module) -> Rule:
     Raises:
         ScanError: there is none.
     """
-    found = _look_up(_RULES, layer)
+    found: Rule | None = _look_up(_RULES, layer)
     if found is None:
         name = type(layer).__name__
         raise ScanError(
             f"{name} has no transposed Jacobian here: expected a layer with a rule; give it one by "
-            f"rg.scan.register_layer({name}, jacobian=...), or parts=... where it is made of layers "
-            "that have one, or use backward=None"
+            f"rg.scan.register_layer({name}, jacobian=...), or parts=... where it is made of "
+            "layers that have one, or use backward=None"
         )
     return found
 
