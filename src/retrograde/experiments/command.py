@@ -1,7 +1,8 @@
 """The command ``retrograde bench``: claims of speed, both sides in one run."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -21,6 +22,7 @@ __all__ = ["bench"]
 _WAYS = ",".join(WAYS)
 _ITERATIONS = 500  # of bitstreams, where neither iterations nor epochs are named
 _EPOCHS = 20  # of instruments, likewise
+_NOISE = 2048, 512  # images to learn from and held out, where there are no others
 
 bench = typer.Typer(
     help="Claims of speed: the same training in several ways, side by side in one run.",
@@ -53,6 +55,7 @@ ResultsFile = Annotated[
     Path | None,
     typer.Option(help="File for the numbers, as JSON; by default in the report folder."),
 ]
+Images = Annotated[Path | None, typer.Option(help="Folder of cifar10.npz.")]
 ReportFolder = Annotated[Path, typer.Option(help="Folder for the figures.")]
 
 
@@ -153,6 +156,86 @@ def instruments(
         _run(options, only, results, report, threads, names, (data, irmas))
 
 
+@bench.command("lenet")
+def lenet(
+    data: Images = None,
+    epochs: Annotated[int, typer.Option(help="Passes over the images.")] = 1,
+    batch: Annotated[int, typer.Option(help="Images side by side.")] = 256,
+    learning_rate: Annotated[float, typer.Option(help="Of SGD.")] = 0.001,
+    momentum: Annotated[float, typer.Option(help="Of SGD.")] = 0.9,
+    algorithm: Annotated[
+        str, typer.Option(help="Of the scan: linear, blelloch or auto.")
+    ] = "blelloch",
+    seed: Seed = 0,
+    threads: Threads = None,
+    report: ReportFolder = Path("report"),
+) -> None:
+    """Train LeNet-5 on CIFAR-10 by torch and by the scan, side by side (figure 3.4).
+
+    The task of Wang, *BPPSA* (2020), 3.5, with its hyperparameters. Without --data the images are
+    noise, brighter in one colour by class.
+    """
+    with clean_errors():
+        _require_all()
+        from retrograde.experiments import networks
+        from retrograde.experiments.convergence import Comparison
+
+        if algorithm not in ("linear", "blelloch", "auto"):
+            raise ExperimentError(
+                f"--algorithm is {algorithm!r}: expected linear, blelloch or auto"
+            )
+        how = Comparison(epochs, batch, learning_rate, momentum, algorithm, seed)
+        console = Console(highlight=False)
+        images = _images(data, seed, threads)
+        _interruptible(lambda: networks.run_lenet(images, how, report, console), console)
+
+
+@bench.command("vgg11")
+def vgg11(
+    data: Images = None,
+    epochs: Annotated[int, typer.Option(help="Of training, and of retraining.")] = 1,
+    batch: Annotated[int, typer.Option(help="Images side by side.")] = 128,
+    learning_rate: Annotated[float, typer.Option(help="The highest, of SGD.")] = 0.05,
+    share: Annotated[float, typer.Option(help="Of every layer's weights that are pruned.")] = 0.97,
+    width: Annotated[int, typer.Option(help="Channels of the first convolution.")] = 64,
+    seed: Seed = 0,
+    threads: Threads = None,
+    report: ReportFolder = Path("report"),
+) -> None:
+    """Train VGG-11, prune it, train it again, and count the scan's FLOPs (figure 5.5).
+
+    The task of Wang, *BPPSA* (2020), 4.3 and 5.3. Without --data the images are noise, brighter in
+    one colour by class.
+    """
+    with clean_errors():
+        _require_all()
+        from retrograde.experiments import networks
+        from retrograde.experiments.pruning import Training
+
+        how = Training(epochs, batch, learning_rate, share, width, seed)
+        console = Console(highlight=False)
+        images = _images(data, seed, threads)
+        _interruptible(lambda: networks.run_vgg11(images, how, report, console), console)
+
+
+def _images(data: Path | None, seed: int, threads: int | None) -> Any:
+    import torch
+
+    from retrograde.experiments.images import load_images, noise_images
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    return noise_images(*_NOISE, seed) if data is None else load_images(data)
+
+
+def _interruptible(run: Callable[[], object], console: Console) -> None:
+    try:
+        run()
+    except KeyboardInterrupt:
+        console.print("\nstopped; nothing was written")
+        raise typer.Exit(INTERRUPTED) from None
+
+
 def _require_all() -> None:
     require("torch", "torch")
     require("matplotlib", "cli")
@@ -178,12 +261,11 @@ def _run(
         torch.set_num_threads(threads)
     try:
         if source is None:
-            program.run_bitstream(options, output, console)
+            _interruptible(lambda: program.run_bitstream(options, output, console), console)
         else:
-            program.run_instruments(source, options, output, console)
-    except KeyboardInterrupt:
-        console.print("\nstopped; nothing was written")
-        raise typer.Exit(INTERRUPTED) from None
+            _interruptible(
+                lambda: program.run_instruments(source, options, output, console), console
+            )
     except (RuntimeError, MemoryError) as error:
         known = isinstance(error, MemoryError | torch.OutOfMemoryError)
         if not (known or "allocate memory" in str(error)):

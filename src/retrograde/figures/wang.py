@@ -1,26 +1,43 @@
-"""The recurrent figures of Wang, *BPPSA: Scaling Back-propagation by Parallel Scan* (2020).
+"""The figures of Wang, *BPPSA: Scaling Back-propagation by Parallel Scan Algorithm* (2020).
 
-Figures 5.1 and 5.3 are losses, in ``wang_curves``; figures 5.2 and 5.4 are seconds, in
-``wang_seconds``. All four are measurements: those that come with the library are drawn unless
-others are given, and every caption names its machine.
+Figures 3.1 and 3.3 and table 3.1, in ``wang_jacobians``, show the scan and the Jacobians of VGG-11;
+figure 3.4, in ``wang_training``, LeNet-5 in training; figure 5.5, in ``wang_flops``, what each step
+of a pruned VGG-11 takes. Of the recurrent ones, figures 5.1 and 5.3 are losses, in ``wang_curves``,
+and figures 5.2 and 5.4 seconds, in ``wang_seconds``. What is measured comes with the library and is
+drawn unless other numbers are given; every caption names its machine.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
+from importlib import import_module
 from types import MappingProxyType
 
 from retrograde.figures.plates import Plate
 from retrograde.figures.wang_curves import figure_5_1, figure_5_3
+from retrograde.figures.wang_flops import figure_5_5
 from retrograde.figures.wang_results import Results
 from retrograde.figures.wang_seconds import figure_5_2, figure_5_4
+from retrograde.figures.wang_training import figure_3_4
 
 __all__ = ["WANG", "plates_of"]
 
+
+def _jacobians(name: str) -> Plate:
+    """A figure for which torch is needed."""
+    return getattr(import_module("retrograde.figures.wang_jacobians"), name)()  # type: ignore[no-any-return]
+
+
 WANG: Mapping[str, Callable[[], Plate]] = MappingProxyType(
     {
+        "figure_3_1": partial(_jacobians, "figure_3_1"),
+        "table_3_1": partial(_jacobians, "table_3_1"),
+        "figure_3_3": partial(_jacobians, "figure_3_3"),
+        "figure_3_4": figure_3_4,
         "figure_5_1": figure_5_1,
         "figure_5_2": figure_5_2,
         "figure_5_3": figure_5_3,
         "figure_5_4": figure_5_4,
+        "figure_5_5": figure_5_5,
     }
 )
 
