@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean, median
+from typing import cast
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ __all__ = ["Comparison", "compare"]
 
 _TEST_BATCH = 1000
 _POINTS = 60  # of a curve, at most
+_ALGORITHMS = ("linear", "blelloch", "auto")
 
 Show = Callable[[int, float], object]
 
@@ -52,7 +54,7 @@ class Comparison:
     batch: int = 256
     learning_rate: float = 0.001
     momentum: float = 0.9
-    algorithm: Algorithm = "blelloch"
+    algorithm: str = "blelloch"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -62,6 +64,10 @@ class Comparison:
                 raise ExperimentError(
                     f"{option} is {getattr(self, name)}: expected a number above 0"
                 )
+        if self.algorithm not in _ALGORITHMS:
+            raise ExperimentError(
+                f"--algorithm is {self.algorithm!r}: expected one of {', '.join(_ALGORITHMS)}"
+            )
 
 
 def compare(images: Images, how: Comparison, show: Show) -> Convergence:
@@ -85,8 +91,8 @@ def compare(images: Images, how: Comparison, show: Show) -> Convergence:
         )
     torch.manual_seed(how.seed)
     plain = nn.Sequential(*lenet5())
-    layers = copy.deepcopy(list(plain))
-    nets = {"torch": plain, "scan": Sequential(*layers, backward="scan", algorithm=how.algorithm)}
+    layers, algorithm = copy.deepcopy(list(plain)), cast(Algorithm, how.algorithm)
+    nets = {"torch": plain, "scan": Sequential(*layers, backward="scan", algorithm=algorithm)}
     total = len(images.training) // how.batch * how.epochs
     every = -(-total // _POINTS)
     losses, seconds, testing = _train(nets, images, how, every, show)
@@ -125,7 +131,9 @@ def _train(
         way: torch.optim.SGD(net.parameters(), lr=how.learning_rate, momentum=how.momentum)
         for way, net in nets.items()
     }
-    losses, seconds, testing = ({way: [] for way in nets} for _ in range(3))
+    losses: Losses = {way: [] for way in nets}
+    seconds: Losses = {way: [] for way in nets}
+    testing: Losses = {way: [] for way in nets}
     random = np.random.default_rng(how.seed)
     done = 0
     for _ in range(how.epochs):

@@ -4,6 +4,7 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from retrograde.experiments.options import ExperimentError
 __all__ = ["Images", "load_images", "noise_images"]
 
 Bytes = NDArray[np.uint8]
+Integers = NDArray[np.integer[Any]]
 
 _FILE = "cifar10.npz"
 _PARTS = ("train_d", "train_y", "test_d", "test_y")
@@ -134,7 +136,7 @@ def _pixels(differences: Bytes) -> Bytes:
     return summed
 
 
-def _normalised(train: Bytes, train_y: Bytes, test: Bytes, test_y: Bytes) -> Images:
+def _normalised(train: Bytes, train_y: Integers, test: Bytes, test_y: Integers) -> Images:
     pixels = torch.from_numpy(train).float()
     mean, spread = pixels.mean((0, 2, 3), True), pixels.std((0, 2, 3), keepdim=True)
     return Images(

@@ -175,25 +175,24 @@ def figure_5_5(found: Pruning | None = None) -> Plate:
     )
     note = _described(found)
     add_caption(figure, note)
-    return Plate(
-        "figure_5_5", "FLOPs of each step for a pruned VGG-11", _table(found.points), figure, note
-    )
+    title = "FLOPs of each step for a pruned VGG-11"
+    return Plate("figure_5_5", title, _table(found.points), figure, note)
 
 
 def _described(found: Pruning) -> str:
     settings, accuracy = found.settings, found.accuracy
     chosen = next(each for each in found.scans if each.levels == found.levels)
+    by_levels = ", ".join(f"{each.levels}: {each.critical_flops:.3g}" for each in found.scans)
     return (
-        f"Filled: on the critical path. Convolutional part of VGG-11, {100 * settings['share']:.0f} % "
-        f"of every layer's weights pruned by magnitude; {settings['epochs']} epochs of training, "
-        f"as many of retraining, on {settings['training']:,} images of CIFAR-10: accuracy "
-        f"{100 * accuracy['trained']:.1f} %, {100 * accuracy['pruned']:.1f} % pruned, "
-        f"{100 * accuracy['retrained']:.1f} % retrained. Up-sweep of {found.levels} levels, linear, "
-        f"down-sweep; critical path {chosen.critical_flops:.3g} FLOPs, ordinary backward pass "
-        f"{found.ordinary_flops:.3g}; by levels: "
-        + ", ".join(f"{each.levels}: {each.critical_flops:.3g}" for each in found.scans)
-        + "."
-    )  # fmt: skip
+        f"Filled: on the critical path. Convolutional part of VGG-11, "
+        f"{100 * float(settings['share']):.0f} % of every layer's weights pruned by magnitude; "
+        f"{settings['epochs']} epochs of training, as many of retraining, on "
+        f"{settings['training']:,} images: accuracy {100 * accuracy['trained']:.1f} %, "
+        f"{100 * accuracy['pruned']:.1f} % pruned, {100 * accuracy['retrained']:.1f} % retrained. "
+        f"Up-sweep of {found.levels} levels, linear, down-sweep: {chosen.critical_flops:.3g} FLOPs "
+        f"on the critical path; ordinary backward pass {found.ordinary_flops:.3g}. The scan's by "
+        f"number of levels: {by_levels}."
+    )
 
 
 def _table(points: Sequence[Point]) -> dict[str, list[str] | list[int]]:

@@ -51,9 +51,9 @@ def figure_3_1() -> Plate:
     figure = Figure(figsize=(9.6, 6.4), layout="constrained")
     _draw_levels(figure.add_subplot(), rows, links, names)
     note = (
-        "Squares: transposed Jacobians (blue), gradients (orange), the identity (green), and what no "
-        "result reads (grey). Solid lines: products of matrices (blue) and of a matrix with a vector "
-        "(orange); dashed: moves. Each row is the array after a level, from the top: "
+        "Squares: transposed Jacobians (blue), gradients (orange), the identity (green), and what "
+        "no result reads (grey). Solid lines: products of matrices (blue) and of a matrix with a "
+        "vector (orange); dashed: moves. Each row is the array after a level, from the top: "
         f"{upward} levels up, then {downward} down. Only upward are matrices multiplied."
     )
     add_caption(figure, note)
@@ -146,8 +146,8 @@ def figure_3_3() -> Plate:
         table["row"] += pattern.row_of.tolist()
         table["column"] += pattern.indices.tolist()
     note = (
-        "Each of an input of two channels, 6×6; rows are inputs, columns outputs, channels one after "
-        "another. Dots are what no architecture sets to zero."
+        "Each of an input of two channels, 6×6; rows are inputs, columns outputs, channels one "
+        "after another. Dots are what the layer does not guarantee to be zero."
     )
     add_caption(figure, note)
     return Plate("figure_3_3", "patterns of three transposed Jacobians", table, figure, note)
