@@ -43,3 +43,11 @@ def recordings() -> Path:
     if not (DATA / "instruments_s.npz").exists():
         pytest.skip(f"no recordings of instruments in {DATA}")
     return DATA
+
+
+@pytest.fixture
+def cifar() -> Path:
+    """The folder of CIFAR-10, where it is at hand."""
+    if not (DATA / "cifar10.npz").exists():
+        pytest.skip(f"no cifar10.npz in {DATA}")
+    return DATA

@@ -155,7 +155,7 @@ def _step(net: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor
     torch.autograd.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
-    return float(loss)
+    return loss.item()
 
 
 def _test_loss(net: nn.Module, images: Images) -> float:
