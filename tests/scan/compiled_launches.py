@@ -9,6 +9,13 @@ import subprocess
 import sys
 import tempfile
 
+POINTERS = {
+    "torch.float32": "*fp32",
+    "torch.float64": "*fp64",
+    "torch.int32": "*i32",
+    "torch.int64": "*i64",
+}
+
 
 class Compiled:
     """In place of a kernel: a launch compiles it for its arguments."""
@@ -24,13 +31,20 @@ class Compiled:
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
 
-        names = self.kernel.arg_names
-        types = ["i32" if isinstance(arg, int) else "*fp32" for arg in args]
+        names, types, aligned = self.kernel.arg_names, {}, []
+        for parameter, arg in zip(self.kernel.params, args, strict=False):
+            number, name = isinstance(arg, int), parameter.name
+            types[name] = "i32" if number else POINTERS[str(arg.dtype)]
+            special = number and not parameter.do_not_specialize
+            if special and arg == 1:
+                constants[name] = 1
+            elif not number or (special and arg % 16 == 0):
+                aligned.append(name)
         source = ASTSource(
             self.kernel,
-            dict(zip(names, types, strict=False)) | dict.fromkeys(constants, "constexpr"),
+            types | dict.fromkeys(constants, "constexpr"),
             {(names.index(name),): value for name, value in constants.items()},
-            {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types) if t == "*fp32"},
+            {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
         )
         built = triton.compile(
             source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps}
@@ -60,7 +74,7 @@ def registers(ptx):
     }
 
 
-def main(size):
+def recurrences(size):
     import torch
 
     from retrograde.scan.kernels import cuda, cuda_states, cuda_sweep
@@ -81,5 +95,21 @@ def main(size):
     cuda.lstm_slopes(torch.zeros(4, 2, 4 * size), steps, steps[0])
 
 
+def sparse_products():
+    import torch
+
+    from retrograde.scan.kernels import cuda_sparse
+    from retrograde.scan.sparse.factor import full, identity
+    from retrograde.scan.sparse.pattern import Pattern
+
+    cuda_sparse.sums = Compiled(cuda_sparse.sums, "sums")
+    pattern = Pattern(identity(2), full(2, 2))
+    for dtype in (torch.float32, torch.float64):
+        for samples in (1, 2, 9, 32):
+            values = torch.zeros(samples, pattern.nnz, dtype=dtype)
+            cuda_sparse.multiply(pattern, pattern, values[0], values)
+            cuda_sparse.apply(pattern, values, values[:, :4])
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    sparse_products() if sys.argv[1] == "sparse" else recurrences(int(sys.argv[1]))

@@ -1,105 +1,26 @@
 """The Triton kernels do what the plain forms do: compiled on a GPU, and else by the interpreter."""
 
-import importlib.util
 import json
 import os
-import re
 import subprocess
 import sys
 import warnings
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from retrograde.scan import kernels, recurrent, sweep
+from oracles.cuda_kernels import COMPILED, DEVICE, load
+from retrograde.scan import recurrent, sweep
 from retrograde.scan.kernels import cpu
 from retrograde.scan.recurrent import Slopes, Weights
 
-COMPILED = torch.cuda.is_available()
-DEVICE = "cuda" if COMPILED else "cpu"
 GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
 TOLERANCE = 2e-6
 
-
-def load():
-    """The kernels, interpreted where there is no GPU; triton decides that when it is imported."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("needs triton", allow_module_level=True)
-    with pytest.MonkeyPatch.context() as patch:
-        if not COMPILED:
-            patch.setenv("TRITON_INTERPRET", "1")
-            for name in list(sys.modules):  # perhaps imported before, to compile
-                if re.match(r"triton(?!\._C)|retrograde\.scan\.kernels\.cuda", name):
-                    del sys.modules[name]
-            for name in [name for name in vars(kernels) if name.startswith("cuda")]:
-                delattr(kernels, name)
-        from retrograde.scan.kernels import cuda
-    return cuda
-
-
-cuda = load()
-pytestmark = [pytest.mark.gpu] if COMPILED else []
+cuda = load("cuda")
+pytestmark = [pytest.mark.usefixtures("interpreter"), *([pytest.mark.gpu] if COMPILED else [])]
 on_a_gpu = pytest.mark.skipif(not COMPILED, reason="needs a CUDA device")
-
-
-@pytest.fixture(autouse=not COMPILED)
-def interpreter(monkeypatch):
-    """Triton's interpreter, to which an array of one number is no index since numpy 2.4."""
-    from triton.runtime import interpreter
-
-    original = interpreter._patch_lang_tensor
-
-    def patch(tensor, scope):
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    with np.errstate(all="ignore"):
-        yield
-
-
-class Fences:
-    """Tensors in the middle of buffers that are otherwise poisoned, and must stay so."""
-
-    def __init__(self, poison):
-        self.poison, self.buffers = poison, []
-
-    def empty(self, shape, dtype, device):
-        size, margin = torch.Size(shape).numel(), 1000
-        buffer = torch.full((size + 2 * margin,), self.poison, dtype=dtype, device=device)
-        self.buffers.append(buffer)
-        return buffer[margin : margin + size].view(shape)
-
-    def around(self, t):
-        if t is None:
-            return None
-        return self.empty(t.shape, torch.float32, DEVICE).copy_(t)
-
-    def hold(self):
-        margins = [margin for b in self.buffers for margin in (b[:1000], b[-1000:])]
-        poison = torch.full_like(margins[0], self.poison)
-        return all(torch.equal(margin.nan_to_num(-1), poison.nan_to_num(-1)) for margin in margins)
-
-
-@pytest.fixture
-def fences(request, monkeypatch):
-    """Fences, also around all that the kernels' host code allocates."""
-    fences, original = Fences(getattr(request, "param", torch.nan)), torch.Tensor.new_empty
-
-    def new_empty(self, *shape, **options):
-        if options:  # not ours
-            return original(self, *shape, **options)
-        shape = shape[0] if isinstance(shape[0], tuple) else shape
-        return fences.empty(shape, self.dtype, self.device)
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
-    yield fences
-    assert fences.hold()
-
-
 # What is read where it should not be shows as a NaN; what a NaN is written over, as another number.
 poisons = pytest.mark.parametrize("fences", [torch.nan, 7.0], indirect=True)
 
@@ -309,14 +230,14 @@ def test_what_is_supported():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 20, 33, 64, 100, 128])
+@pytest.mark.parametrize("size", ["1", "20", "33", "64", "100", "128", "sparse"])
 def test_what_is_launched_compiles_and_fits_on_the_chip(size):
-    command = [sys.executable, Path(__file__).with_name("compiled_launches.py"), str(size)]
+    command = [sys.executable, Path(__file__).with_name("compiled_launches.py"), size]
     compiling = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     run = subprocess.run(command, capture_output=True, text=True, env=compiling)
     assert run.returncode == 0, run.stderr
     reports = [json.loads(line) for line in run.stdout.splitlines()]
-    assert len(reports) == 2 * 9 + 3
+    assert len(reports) == (2 * 2 * 4 if size == "sparse" else 2 * 9 + 2)
     for report in reports:
         assert report["shared_bytes"] <= 227 * 1024, report
         assert report["spilt_bytes"] <= 300, report

@@ -21,7 +21,6 @@ __all__ = [
     "SparseKernels",
     "apply",
     "multiply",
-    "on_device",
     "plain",
     "sparse_kernels",
     "spread_out",
@@ -123,8 +122,8 @@ def spread_out(pattern: Pattern, values: Tensor) -> Tensor:
         return values.reshape(*values.shape[:-1], *pattern.shape)
     rows, columns = pattern.shape
     whole = values.new_zeros(*values.shape[:-1], rows * columns)
-    places = torch.from_numpy(pattern.row_of).to(values.device, torch.int64) * columns
-    whole[..., places + on_device(pattern.indices, values)] = values
+    starts = pattern.tensor("row_of", values.device).long() * columns
+    whole[..., starts + pattern.tensor("indices", values.device)] = values
     return whole.reshape(*values.shape[:-1], *pattern.shape)
 
 
@@ -140,7 +139,7 @@ def scale(pattern: Pattern, values: Tensor, diagonal: Tensor, by_column: bool) -
     Returns:
         The values of the product.
     """
-    places = on_device(pattern.indices if by_column else pattern.row_of, values)
+    places = pattern.tensor("indices" if by_column else "row_of", values.device)
     return values * diagonal.index_select(-1, places)
 
 
@@ -157,11 +156,10 @@ def multiply_sparse(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> Tens
         The values of the product.
     """
     plan = left.product(right)
-    terms = a.index_select(-1, on_device(plan.landing.lefts, a)) * b.index_select(
-        -1, on_device(plan.landing.rights, b)
-    )
-    lengths = torch.from_numpy(plan.landing.ends).to(a.device).diff()
-    entries = torch.repeat_interleave(lengths)
+    names = "ends", "lefts", "rights"
+    ends, lefts, rights = (plan.landing.tensor(name, a.device) for name in names)
+    terms = a.index_select(-1, lefts) * b.index_select(-1, rights)
+    entries = torch.repeat_interleave(ends.diff())
     return a.new_zeros(*terms.shape[:-1], plan.result.nnz).index_add_(-1, entries, terms)
 
 
@@ -176,17 +174,12 @@ def apply_sparse(pattern: Pattern, values: Tensor, x: Tensor) -> Tensor:
     Returns:
         (rows,) or (samples, rows).
     """
-    terms = values * x.index_select(-1, on_device(pattern.indices, x))
-    rows = on_device(pattern.row_of, x)
+    terms = values * x.index_select(-1, pattern.tensor("indices", x.device))
+    rows = pattern.tensor("row_of", x.device)
     return x.new_zeros(*terms.shape[:-1], pattern.shape[0]).index_add_(-1, rows, terms)
 
 
 plain = SparseKernels("torch", scale, multiply_sparse, apply_sparse)
-
-
-def on_device(indices: object, like: Tensor) -> Tensor:
-    """Indices as a tensor beside another."""
-    return torch.from_numpy(indices).to(like.device)  # type: ignore[arg-type]
 
 
 @cache

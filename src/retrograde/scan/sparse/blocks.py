@@ -58,7 +58,7 @@ def _multiply(plan: Product, lefts: Tensor, rights: Tensor) -> Tensor:
     landing = plan.places.product.landing
     bounds = landing.ends.tolist()
     found = lefts.new_empty(len(bounds) - 1, lefts.shape[1], rights.shape[2])
-    ours, theirs = (torch.from_numpy(x).to(lefts.device) for x in (landing.lefts, landing.rights))
+    ours, theirs = (landing.tensor(name, lefts.device) for name in ("lefts", "rights"))
     for entry, (start, end) in enumerate(pairwise(bounds)):
         # Side by side and below one another, the terms' factors are those of one product.
         x = lefts[ours[start:end]].permute(1, 0, 2).reshape(lefts.shape[1], -1)
@@ -72,9 +72,7 @@ def _put(plan: Product, blocks: Tensor, out: Tensor) -> None:
     _, rows, columns = blocks.shape
     if plan.result.kind == "full":
         whole = out.view(rows, places.shape[0], columns, places.shape[1])
-        i, j = (
-            torch.from_numpy(x).to(out.device, torch.int64) for x in (places.row_of, places.indices)
-        )
+        i, j = (places.tensor(name, out.device).long() for name in ("row_of", "indices"))
         whole[:, i, :, j] = blocks
         return
     by_row = out.view(rows, columns * places.nnz)

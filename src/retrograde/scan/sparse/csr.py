@@ -8,7 +8,7 @@ from torch import Tensor
 
 from retrograde.errors import ScanError
 from retrograde.scan.elements import Dense, Diagonal, Vector, check_product
-from retrograde.scan.sparse.arithmetic import apply, multiply, on_device, spread_out
+from retrograde.scan.sparse.arithmetic import apply, multiply, spread_out
 from retrograde.scan.sparse.factor import from_pairs, full, identity
 from retrograde.scan.sparse.pattern import Pattern
 
@@ -74,12 +74,12 @@ class CSR:
     @property
     def indptr(self) -> Tensor:
         """Where each row begins among the entries, and where the last one ends: (rows + 1,)."""
-        return on_device(self.pattern.indptr, self.data)
+        return self.pattern.tensor("indptr", self.data.device)
 
     @property
     def indices(self) -> Tensor:
         """The column of each entry, ascending in each row: (nnz,)."""
-        return on_device(self.pattern.indices, self.data)
+        return self.pattern.tensor("indices", self.data.device)
 
     @property
     def shape(self) -> tuple[int, ...]:

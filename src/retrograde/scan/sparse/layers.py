@@ -171,8 +171,8 @@ def _adaptive_max_pool(count: int, layer: Any, x: Tensor, y: Tensor) -> Local:
 
 def _at_maxima(pattern: Pattern, x: Tensor, chosen: Tensor) -> Tensor:
     """1 where the input of an entry is its output's maximum."""
-    within = torch.from_numpy(pattern.row_of).to(x.device) % prod(x.shape[2:])
-    columns = torch.from_numpy(pattern.indices).to(x.device)
+    within = pattern.tensor("row_of", x.device) % prod(x.shape[2:])
+    columns = pattern.tensor("indices", x.device)
     return (chosen.flatten(1).index_select(1, columns) == within).to(x.dtype)
 
 
@@ -212,7 +212,7 @@ def _averages(
         for each in sizes:
             whole = np.multiply.outer(whole, each).ravel()
         share = torch.from_numpy(1 / whole if divisor is None else np.full(len(whole), 1 / divisor))
-        columns = torch.from_numpy(pattern.indices).to(x.device) % len(share)
+        columns = pattern.tensor("indices", x.device) % len(share)
         return share.to(x).index_select(0, columns)
 
     return Local(pattern, True, values, scratch=8)

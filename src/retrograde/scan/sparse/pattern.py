@@ -36,6 +36,7 @@ from retrograde.scan.sparse.factor import (
     from_arrays,
     merged,
 )
+from retrograde.scan.sparse.tensors import OnDevices
 
 if TYPE_CHECKING:
     from retrograde.scan.sparse.product import Product
@@ -45,7 +46,7 @@ __all__ = ["Kind", "Pattern"]
 Kind = Literal["diagonal", "full", "sparse"]
 
 
-class Pattern:
+class Pattern(OnDevices):
     """Which entries of a transposed Jacobian are no guaranteed zeros.
 
     Args:
@@ -59,6 +60,7 @@ class Pattern:
     """
 
     def __init__(self, *factors: Factor) -> None:
+        super().__init__()
         self.factors = factors
         self._products: WeakKeyDictionary[Pattern, Product] = WeakKeyDictionary()
 

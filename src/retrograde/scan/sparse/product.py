@@ -29,6 +29,7 @@ from retrograde.scan.sparse.factor import (
     multiplied,
 )
 from retrograde.scan.sparse.pattern import Pattern
+from retrograde.scan.sparse.tensors import OnDevices
 
 __all__ = ["Landing", "Places", "Product", "aligned"]
 
@@ -37,7 +38,7 @@ _GEMM = 0.125  # share from which on a sparse factor of a dense product is sprea
 _BLOCK = 2**17  # multiplications from which on a block is worth a call
 
 
-class Landing:
+class Landing(OnDevices):
     """The terms of a product, in the order of the entries that they land in.
 
     Args:
@@ -47,6 +48,7 @@ class Landing:
     """
 
     def __init__(self, ends: Integers, lefts: Ints, rights: Ints) -> None:
+        super().__init__()
         self.ends, self.lefts, self.rights = ends, lefts, rights
 
 

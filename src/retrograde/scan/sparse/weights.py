@@ -112,6 +112,6 @@ def weighted(pattern: Weighted, weight: Tensor) -> Local:
         found = pattern.pruned((flat != 0).cpu().numpy())
 
     def values() -> Tensor:
-        return flat.index_select(0, torch.from_numpy(found.sources).to(flat.device))
+        return flat.index_select(0, found.tensor("sources", flat.device))
 
     return Local(found, True, values, scratch=4)
