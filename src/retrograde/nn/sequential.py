@@ -196,12 +196,18 @@ class _Scan(torch.autograd.Function):
 
 
 def _gradients(steps: Sequence[Step], dy: Tensor, outlook: Outlook, *, whole: bool) -> list[Tensor]:
-    if outlook.jacobians:
-        return scan_gradients(steps, dy, outlook.chosen.levels, outlook.chosen.samples, whole=whole)
+    if all(outlook.jacobians):
+        chosen = outlook.chosen
+        return scan_gradients(steps, dy, chosen.levels, chosen.samples, whole=whole)
     gradients = [dy]
-    for step in reversed(steps if whole else steps[1:]):
-        with torch.enable_grad():
-            gradients += torch.autograd.grad(step.y, step.x, gradients[-1], retain_graph=True)
+    used = steps if whole else steps[1:]
+    for step, by_jacobian in zip(reversed(used), reversed(outlook.jacobians), strict=True):
+        g = gradients[-1]
+        if by_jacobian:
+            g = scan_gradients([step], g, 0, len(g), whole=True)[0]
+        else:
+            (g,) = torch.autograd.grad(step.y, step.x, g, retain_graph=True)
+        gradients.append(g)
     return gradients[::-1]
 
 

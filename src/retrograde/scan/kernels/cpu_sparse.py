@@ -19,7 +19,7 @@ from retrograde.scan.kernels.lanes import LANES
 from retrograde.scan.kernels.team import Range, share
 from retrograde.scan.sparse.pattern import Pattern
 
-__all__ = ["apply", "multiply", "scale"]
+__all__ = ["apply", "mark", "multiply", "scale", "take"]
 
 _Reals = NDArray[np.floating[Any]]
 _PIECES = 8  # of a thread's share, so that uneven rows do not leave the others waiting
@@ -91,6 +91,28 @@ def apply(pattern: Pattern, values: Tensor, x: Tensor) -> Tensor:
         loops.apply_lanes(first, last, *arrays, a, wide, vector, samples, out)
 
     share(one if samples == 1 else lanes, _pieces(pattern.shape[0]))
+    return found
+
+
+def take(weights: Tensor, pattern: Pattern) -> Tensor:
+    """As :func:`retrograde.scan.sparse.arithmetic.take`."""
+    found = weights.new_empty(pattern.nnz)
+    x, out, places = weights.numpy(), found.numpy(), pattern.sources
+    share(lambda first, last: loops.take(first, last, x, places, out), _pieces(pattern.nnz))
+    return found
+
+
+def mark(pattern: Pattern, x: Tensor, chosen: Tensor) -> Tensor:
+    """As :func:`retrograde.scan.sparse.arithmetic.mark`."""
+    found = x.new_zeros(len(x), pattern.nnz)
+    inputs, outputs, columns = x[0, 0].numel(), chosen[0, 0].numel(), pattern.shape[1]
+    places, out = chosen.contiguous().view(-1).numpy(), found.view(-1).numpy()
+    arrays = pattern.indptr, pattern.indices, places
+
+    def some(first: int, last: int) -> None:
+        loops.mark(first, last, *arrays, inputs, outputs, columns, out)
+
+    share(some, _pieces(len(places)))
     return found
 
 

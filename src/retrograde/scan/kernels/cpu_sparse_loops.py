@@ -19,11 +19,13 @@ __all__ = [
     "apply_lanes",
     "apply_one",
     "full_times_sparse",
+    "mark",
     "multiply_lanes",
     "multiply_one",
     "scale_lanes",
     "scale_one",
     "sparse_times_full",
+    "take",
 ]
 
 _Reals = NDArray[np.floating[Any]]
@@ -268,3 +270,35 @@ def full_times_sparse(
             target = (sample * rows + top + lane) * columns
             for j in range(columns):
                 out[target + j] = sums[j * LANES + lane]
+
+
+@compiled  # type: ignore[untyped-decorator]
+def take(first: int, last: int, x: _Reals, places: _Ints, out: _Reals) -> None:
+    """out ← x at some places."""
+    for p in range(first, last):
+        out[p] = x[places[p]]
+
+
+@compiled  # type: ignore[untyped-decorator]
+def mark(
+    first: int,
+    last: int,
+    ptr: _Ints,
+    of: _Ints,
+    chosen: NDArray[np.int64],
+    inputs: int,
+    outputs: int,
+    columns: int,
+    out: _Reals,
+) -> None:
+    """1 at the entries (chosen input, output) of outputs numbered through all samples.
+
+    A channel has so many ``inputs`` and ``outputs``; a sample has ``columns`` outputs.
+    """
+    for place in range(first, last):
+        sample, column = place // columns, place % columns
+        row = column // outputs * inputs + chosen[place]
+        for p in range(ptr[row], ptr[row + 1]):
+            if of[p] == column:
+                out[sample * len(of) + p] = 1
+                break

@@ -10,6 +10,8 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,12 +38,16 @@ class SparseKernels:
         scale: as :func:`scale`.
         multiply: as :func:`multiply_sparse`.
         apply: as :func:`apply_sparse`.
+        take: as :func:`take`.
+        mark: as :func:`mark`.
     """
 
     name: str
     scale: Callable[[Pattern, Tensor, Tensor, bool], Tensor]
     multiply: Callable[[Pattern, Pattern, Tensor, Tensor], Tensor]
     apply: Callable[[Pattern, Tensor, Tensor], Tensor]
+    take: Callable[[Tensor, Any], Tensor]
+    mark: Callable[[Pattern, Tensor, Tensor], Tensor]
 
 
 def multiply(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> Tensor:
@@ -179,7 +185,36 @@ def apply_sparse(pattern: Pattern, values: Tensor, x: Tensor) -> Tensor:
     return x.new_zeros(*terms.shape[:-1], pattern.shape[0]).index_add_(-1, rows, terms)
 
 
-plain = SparseKernels("torch", scale, multiply_sparse, apply_sparse)
+def take(weights: Tensor, pattern: Any) -> Tensor:
+    """The values of a pattern whose entries are weights.
+
+    Args:
+        weights: flat.
+        pattern: its ``sources`` say which weight an entry is.
+
+    Returns:
+        (nnz,).
+    """
+    return weights.index_select(0, pattern.tensor("sources", weights.device))
+
+
+def mark(pattern: Pattern, x: Tensor, chosen: Tensor) -> Tensor:
+    """The values of a max-pooling: 1 where the input of an entry is its output's maximum.
+
+    Args:
+        pattern: of the pooling.
+        x: its input, (samples, channels, …).
+        chosen: by output, the place of the maximum in its channel, (samples, channels, …).
+
+    Returns:
+        (samples, nnz).
+    """
+    within = pattern.tensor("row_of", x.device) % prod(x.shape[2:])
+    columns = pattern.tensor("indices", x.device)
+    return (chosen.flatten(1).index_select(1, columns) == within).to(x.dtype)
+
+
+plain = SparseKernels("torch", scale, multiply_sparse, apply_sparse, take, mark)
 
 
 @cache
@@ -201,9 +236,13 @@ def sparse_kernels(device: str, dtype: torch.dtype) -> SparseKernels:
     if device == "cpu" and real:
         from retrograde.scan.kernels import cpu_sparse
 
-        return SparseKernels("numba", cpu_sparse.scale, cpu_sparse.multiply, cpu_sparse.apply)
+        return SparseKernels(
+            "numba", cpu_sparse.scale, cpu_sparse.multiply, cpu_sparse.apply, cpu_sparse.take,
+            cpu_sparse.mark,
+        )  # fmt: skip
     if device == "cuda" and real and importlib.util.find_spec("triton"):
         from retrograde.scan.kernels import cuda_sparse
 
-        return SparseKernels("triton", plain.scale, cuda_sparse.multiply, cuda_sparse.apply)
+        compiled = cuda_sparse.multiply, cuda_sparse.apply
+        return SparseKernels("triton", scale, *compiled, take, mark)
     return plain

@@ -18,7 +18,7 @@ is that of the very call. Reference: W20, sections 3.3, 3.4 (algorithms 2 to 4 a
 3×3, stride 1, padding 1).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from retrograde.errors import ScanError
+from retrograde.scan.sparse.arithmetic import sparse_kernels
 from retrograde.scan.sparse.factor import Factor, Ints, from_pairs, full, identity
 from retrograde.scan.sparse.local import Local
 from retrograde.scan.sparse.pattern import Pattern
@@ -155,7 +156,7 @@ def _max_pool(count: int, layer: Any, x: Tensor, y: Tensor) -> Local:
         pool, kernel_size=kernel, stride=stride, padding=pad, dilation=dilation,
         ceil_mode=layer.ceil_mode, return_indices=True,
     )  # fmt: skip
-    return Local(pattern, False, lambda: _at_maxima(pattern, x, choose(x.detach())[1]), scratch=24)
+    return Local(pattern, False, lambda: _at_maxima(pattern, x, y, choose), scratch=24)
 
 
 def _adaptive_max_pool(count: int, layer: Any, x: Tensor, y: Tensor) -> Local:
@@ -166,14 +167,18 @@ def _adaptive_max_pool(count: int, layer: Any, x: Tensor, y: Tensor) -> Local:
     )  # fmt: skip
     pattern = _adaptive_windows(x, y)
     choose = partial(pools[count - 1], output_size=tuple(y.shape[2:]), return_indices=True)
-    return Local(pattern, False, lambda: _at_maxima(pattern, x, choose(x.detach())[1]), scratch=24)
+    return Local(pattern, False, lambda: _at_maxima(pattern, x, y, choose), scratch=24)
 
 
-def _at_maxima(pattern: Pattern, x: Tensor, chosen: Tensor) -> Tensor:
+def _at_maxima(
+    pattern: Pattern, x: Tensor, y: Tensor, choose: Callable[[Tensor], Any]
+) -> Tensor:
     """1 where the input of an entry is its output's maximum."""
-    within = pattern.tensor("row_of", x.device) % prod(x.shape[2:])
-    columns = pattern.tensor("indices", x.device)
-    return (chosen.flatten(1).index_select(1, columns) == within).to(x.dtype)
+    # The forward pass has found the places already; where it has not left them, once more.
+    chosen = getattr(y.grad_fn, "_saved_result1", None)
+    if chosen is None or chosen.shape != y.shape:
+        _, chosen = choose(x.detach())
+    return sparse_kernels(x.device.type, x.dtype).mark(pattern, x, chosen)
 
 
 def _average_pool(count: int, layer: Any, x: Tensor, y: Tensor) -> Local:

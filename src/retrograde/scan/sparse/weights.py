@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from retrograde.scan.sparse.arithmetic import sparse_kernels
 from retrograde.scan.sparse.factor import Factor, Ints, combined
 from retrograde.scan.sparse.local import Local
 from retrograde.scan.sparse.pattern import Pattern
@@ -92,8 +93,12 @@ class Pruned(Pattern):
     def __init__(self, whole: Weighted, present: np.ndarray) -> None:
         keep = present[whole.sources]
         super().__init__(*whole.restricted(keep).factors)
-        self._whole_pattern = whole
+        self.whole = whole
         self.sources = whole.sources[keep]
+
+    @property
+    def unpruned(self) -> int:
+        return self.whole.nnz
 
 
 def weighted(pattern: Weighted, weight: Tensor) -> Local:
@@ -112,6 +117,6 @@ def weighted(pattern: Weighted, weight: Tensor) -> Local:
         found = pattern.pruned((flat != 0).cpu().numpy())
 
     def values() -> Tensor:
-        return flat.index_select(0, found.tensor("sources", flat.device))
+        return sparse_kernels(flat.device.type, flat.dtype).take(flat, found)
 
     return Local(found, True, values, scratch=4)
