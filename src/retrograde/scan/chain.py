@@ -27,6 +27,9 @@ from retrograde.scan.sparse.paths import Maker, Path, Piece, observe
 
 __all__ = ["Algorithm", "Split", "Step", "observe_steps", "scan_gradients", "split_of"]
 
+_LEAST = 8  # samples that one instruction takes
+_AT_ONCE = 2**24  # bytes of a product from which on further samples leave the caches
+
 Algorithm = Literal["auto", "linear", "blelloch", "hybrid"]
 
 
@@ -126,7 +129,9 @@ def split_of(
     fits = samples if not each else min(samples, max(0, room - fixed) // each)
     if problem or fixed > room:
         fits = 0
-    at_once = fits if fits in range(8) or fits == samples else fits - fits % 8
+    at_once = min(fits, max(_LEAST, _AT_ONCE // max(1, products.largest)))
+    if _LEAST < at_once < samples:
+        at_once -= at_once % _LEAST
     return Split(levels, report, fixed, each, at_once, problem)
 
 
