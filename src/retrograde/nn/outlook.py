@@ -84,6 +84,9 @@ def outlook_of(
     most = most_levels(len(paths) + 1)
     asked = {"auto": range(most + 1), "linear": [0], "blelloch": [0, most]}.get(algorithm)
     found = [split_of(k, paths, *size) for k in asked or sorted({0, min(levels or 0, most)})]
+    for path in paths:  # most of the products that were looked at will never be wanted
+        for piece in path.pieces():
+            piece.local.pattern.forget()
     linear, fitting = found[0], [split for split in found if split.samples]
     if algorithm == "auto":
         best = min(fitting, key=lambda s: s.report.critical_flops, default=linear)

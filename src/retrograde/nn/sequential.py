@@ -155,7 +155,7 @@ class Sequential(nn.Sequential):
         return {**super().__getstate__(), "_outlooks": {}}  # type: ignore[misc, no-untyped-call]
 
 
-_REMEMBERED = 7  # shapes of batches, besides the newest
+_REMEMBERED = 3  # shapes of batches and masks, besides the newest
 
 
 class _Scan(torch.autograd.Function):

@@ -114,7 +114,7 @@ def split_of(
     Returns:
         The split.
     """
-    own, products = ledger_of(paths, itemsize), Ledger(itemsize, max(1, room // 4))
+    own, products = ledger_of(paths, itemsize), Ledger(itemsize, max(1, room // 16))
     make = outlines(samples, products)
     elements = [Gradient(outputs), *(_element(path, make) for path in reversed(paths))]
     report, problem = Report(flops), ""

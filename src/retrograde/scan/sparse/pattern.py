@@ -172,6 +172,10 @@ class Pattern(OnDevices):
             found = keeper._products[other] = Product(self, right, most)
         return found
 
+    def forget(self) -> None:
+        """Let go of the products that are remembered; they are found anew where they are wanted."""
+        self._products.clear()
+
     def union(self, other: "Pattern") -> "tuple[Pattern, Integers, Integers]":
         """Where either has an entry.
 
