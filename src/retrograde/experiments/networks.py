@@ -157,9 +157,9 @@ def _table(found: Pruning) -> Table:
         table.add_row(
             str(each.levels),
             str(each.steps),
-            f"{each.critical_flops:,}",
-            f"{each.flops:,}",
-            f"{each.largest_flops:,}",
-            f"{whole[0].critical_flops:,}" if whole else "",
+            f"{each.critical_flops:.4g}",
+            f"{each.flops:.4g}",
+            f"{each.largest_flops:.4g}",
+            f"{whole[0].critical_flops:.4g}" if whole else "",
         )
     return table
