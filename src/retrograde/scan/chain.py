@@ -9,7 +9,7 @@ own; what fits in memory is counted as well, and samples are taken a few at a ti
 would not.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -99,7 +99,13 @@ def observe_steps(layers: Sequence[nn.Module], x: Tensor) -> list[Step]:
 
 
 def split_of(
-    levels: int, paths: Sequence[Path], outputs: int, samples: int, itemsize: int, room: int
+    levels: int,
+    paths: Sequence[Path],
+    outputs: int,
+    samples: int,
+    itemsize: int,
+    room: int,
+    cost: Callable[[Any, Any], int] = flops,
 ) -> Split:
     """What a scan with some levels of products takes.
 
@@ -110,6 +116,7 @@ def split_of(
         samples: in the batch.
         itemsize: of a number, in bytes.
         room: bytes for Jacobians and products.
+        cost: FLOPs of a ⊙ b; by default, of what is done.
 
     Returns:
         The split.
@@ -117,7 +124,7 @@ def split_of(
     own, products = ledger_of(paths, itemsize), Ledger(itemsize, max(1, room // 16))
     make = outlines(samples, products)
     elements = [Gradient(outputs), *(_element(path, make) for path in reversed(paths))]
-    report, problem = Report(flops), ""
+    report, problem = Report(cost), ""
     levels, _ = blocks(len(elements), levels)
     try:
         hybrid([*elements, UNREAD], levels=levels, report=report)

@@ -170,9 +170,7 @@ def _adaptive_max_pool(count: int, layer: Any, x: Tensor, y: Tensor) -> Local:
     return Local(pattern, False, lambda: _at_maxima(pattern, x, y, choose), scratch=24)
 
 
-def _at_maxima(
-    pattern: Pattern, x: Tensor, y: Tensor, choose: Callable[[Tensor], Any]
-) -> Tensor:
+def _at_maxima(pattern: Pattern, x: Tensor, y: Tensor, choose: Callable[[Tensor], Any]) -> Tensor:
     """1 where the input of an entry is its output's maximum."""
     # The forward pass has found the places already; where it has not left them, once more.
     chosen = getattr(y.grad_fn, "_saved_result1", None)
