@@ -40,9 +40,10 @@ from retrograde.scan.sparse.factor import (
 if TYPE_CHECKING:
     from retrograde.scan.sparse.product import Product
 
-__all__ = ["Kind", "Pattern"]
+__all__ = ["Kind", "Pattern", "Union"]
 
 Kind = Literal["diagonal", "full", "sparse"]
+Union = tuple["Pattern", Integers, Integers]
 
 
 class Pattern:
@@ -61,6 +62,8 @@ class Pattern:
     def __init__(self, *factors: Factor) -> None:
         self.factors = factors
         self._products: WeakKeyDictionary[Pattern, Product] = WeakKeyDictionary()
+        self._scaled: WeakKeyDictionary[Pattern, Product] = WeakKeyDictionary()
+        self._unions: WeakKeyDictionary[Pattern, Union] = WeakKeyDictionary()
 
     @cached_property
     def shape(self) -> tuple[int, int]:
@@ -157,16 +160,17 @@ class Pattern:
                 "rows of the second; give transposed Jacobians, (inputs, outputs) of the step"
             )
         # Remembered by the factor that the result may be, so that nothing outlives both of them.
-        keeper, other = (right, self) if self.kind == "diagonal" else (self, right)
-        found = keeper._products.get(other)
+        scales = self.kind == "diagonal"
+        known, other = (right._scaled, self) if scales else (self._products, right)
+        found = known.get(other)
         if found is None:
             from retrograde.scan.sparse.product import Product
 
-            found = keeper._products[other] = Product(self, right, most)
+            found = known[other] = Product(self, right, most)
         return found
 
-    def union(self, other: "Pattern") -> "tuple[Pattern, Integers, Integers]":
-        """Where either has an entry.
+    def union(self, other: "Pattern") -> "Union":
+        """Where either has an entry, found once and remembered as long as both exist.
 
         Args:
             other: of the same shape.
@@ -188,6 +192,11 @@ class Pattern:
                 f"patterns {self} and {other} cannot be added: expected paths from the same inputs "
                 "to the same outputs"
             )
+        if other not in self._unions:
+            self._unions[other] = self._union(other)
+        return self._unions[other]
+
+    def _union(self, other: "Pattern") -> "Union":
         keys = [p.row_of * np.int64(p.shape[1]) + p.indices for p in (self, other)]
         both = np.union1d(*keys)
         rows, columns = np.divmod(both, self.shape[1])
