@@ -1,5 +1,7 @@
 """Sparse Jacobians as plain dense matrices: patterns, products, and the zeros that a layer has."""
 
+import math
+
 import numpy as np
 import torch
 from hypothesis import strategies as st
@@ -8,6 +10,7 @@ from retrograde.scan.sparse.factor import from_pairs, full, identity
 from retrograde.scan.sparse.pattern import Pattern
 
 __all__ = [
+    "bumps",
     "dense",
     "drawn_factors",
     "factor_of",
@@ -95,33 +98,22 @@ def matching(draw):
 
 
 def jacobians(layer, x):
-    """(samples, inputs, outputs) by autograd, each sample on its own; dropouts as seeded before."""
-    state = torch.get_rng_state()
-    found = []
-
-    def run(x):
-        torch.set_rng_state(state)
-        return layer(x).flatten(1)
-
-    whole = torch.autograd.functional.jacobian(run, x.detach().clone())
-    for i in range(len(x)):
-        found.append(whole[i, :, i].flatten(1).T)
-    return torch.stack(found)
+    """(samples, inputs, outputs) by autograd, for samples that do not meet."""
+    found = torch.autograd.functional.jacobian(
+        lambda x: layer(x.clone()).flatten(1).sum(0), x.detach().clone()
+    )
+    return found.flatten(2).permute(1, 2, 0)
 
 
-def guaranteed(layer, shape, draws=1, samples=1, make=None):
-    """Where the Jacobian is not zero for some input and some weights: a boolean matrix.
+def guaranteed(layer, x):
+    """Where the Jacobian is not zero for one of some samples, with weights that are not zero."""
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.copy_(torch.rand(p.shape) + 0.5)
+    return (jacobians(layer, x) != 0).any(0).numpy()
 
-    Weights are drawn without zeros; ``make`` draws an input, in place of normal numbers.
-    """
-    layer = layer.double()
-    found = None
-    for seed in range(draws):
-        torch.manual_seed(seed)
-        with torch.no_grad():
-            for p in layer.parameters():
-                p.copy_(torch.rand(p.shape) + 0.5)
-        x = (make or torch.randn)(samples, *shape).double()
-        present = (jacobians(layer, x) != 0).any(0)
-        found = present if found is None else found | present
-    return found.numpy()
+
+def bumps(*shape):
+    """A sample for each input: that one is larger than all others."""
+    size = math.prod(shape)
+    return torch.eye(size, dtype=torch.float64).reshape(size, *shape)

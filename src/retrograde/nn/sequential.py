@@ -19,6 +19,7 @@ from retrograde.nn.outlook import Outlook, outlook_of
 from retrograde.scan.chain import Algorithm, Step, observe_steps, scan_gradients
 from retrograde.scan.sparse.jacobian import room
 from retrograde.scan.sparse.paths import Residual
+from retrograde.scan.sparse.rules import register_layer
 from retrograde.units import Memory
 
 __all__ = ["Residual", "Sequential"]
@@ -154,6 +155,9 @@ class Sequential(nn.Sequential):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_outlooks": {}}  # type: ignore[misc, no-untyped-call]
 
+
+# One that stands inside another layer is part of that one's Jacobian.
+register_layer(Sequential, parts=lambda net: nn.Sequential(*net))
 
 _REMEMBERED = 7  # shapes of batches, besides the newest
 

@@ -18,7 +18,7 @@ is that of the very call. Reference: W20, sections 3.3, 3.4 (algorithms 2 to 4 a
 3×3, stride 1, padding 1).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from retrograde.errors import ScanError
+from retrograde.errors import RetrogradeError, ScanError
 from retrograde.scan.sparse.factor import Factor, Ints, from_pairs, full, identity
 from retrograde.scan.sparse.local import Local
 from retrograde.scan.sparse.pattern import Pattern
@@ -84,11 +84,18 @@ def _convolution(count: int, layer: Any, x: Tensor, y: Tensor) -> Local:
     inner = _unpadded_convolution(layer, tuple(padded.shape[2:]), tuple(y.shape[2:]), (0,) * count)
     outer = _padding_of(x, widths, layer.padding_mode)
     product = outer.pattern.product(inner.pattern)
+    found = product.exact
+    if product.way != "diagonal":
+        found.keeps = outer.pattern, inner.pattern
 
     def values() -> Tensor:
-        return (outer.csr(x) @ inner.csr(x)).data  # type: ignore[no-any-return]
+        data: Tensor = (outer.csr(x) @ inner.csr(x)).data
+        if found is product.result:
+            return data
+        places = found.row_of * np.int64(found.shape[1]) + found.indices
+        return data.index_select(0, torch.from_numpy(places).to(data.device))
 
-    return Local(product.result, True, values)
+    return Local(found, True, values)
 
 
 def _unpadded_convolution(layer: Any, sizes: Sizes, outputs: Sizes, before: Sizes) -> Local:
@@ -155,7 +162,7 @@ def _max_pool(count: int, layer: Any, x: Tensor, y: Tensor) -> Local:
         pool, kernel_size=kernel, stride=stride, padding=pad, dilation=dilation,
         ceil_mode=layer.ceil_mode, return_indices=True,
     )  # fmt: skip
-    return Local(pattern, False, lambda: _at_maxima(pattern, x, choose(x.detach())[1]), scratch=24)
+    return _maxima(pattern, x, choose)
 
 
 def _adaptive_max_pool(count: int, layer: Any, x: Tensor, y: Tensor) -> Local:
@@ -166,7 +173,23 @@ def _adaptive_max_pool(count: int, layer: Any, x: Tensor, y: Tensor) -> Local:
     )  # fmt: skip
     pattern = _adaptive_windows(x, y)
     choose = partial(pools[count - 1], output_size=tuple(y.shape[2:]), return_indices=True)
-    return Local(pattern, False, lambda: _at_maxima(pattern, x, choose(x.detach())[1]), scratch=24)
+    return _maxima(pattern, x, choose)
+
+
+def _maxima(
+    pattern: Pattern, x: Tensor, choose: Callable[[Tensor], tuple[Tensor, Tensor]]
+) -> Local:
+    version = x._version
+
+    def values() -> Tensor:
+        if x._version != version:
+            raise RetrogradeError(
+                f"the input of a max-pooling, {tuple(x.shape)}, was changed in place between the "
+                "forward pass and the backward pass: expected it as it was; change a copy of it"
+            )
+        return _at_maxima(pattern, x, choose(x.detach())[1])
+
+    return Local(pattern, False, values, scratch=24)
 
 
 def _at_maxima(pattern: Pattern, x: Tensor, chosen: Tensor) -> Tensor:
@@ -238,13 +261,6 @@ def _adaptive_windows(x: Tensor, y: Tensor) -> Pattern:
 
 
 def _batch_norm(layer: Any, x: Tensor, y: Tensor) -> Local:
-    if layer.training or layer.running_var is None:
-        raise ScanError(
-            f"{type(layer).__name__} in training mode takes its mean and variance from the batch, "
-            "so a sample's output depends on all samples and there is no Jacobian for each: "
-            "expected evaluation mode; call .eval() on it, or use backward=None"
-        )
-
     def scales() -> Tensor:
         found: Tensor = (layer.running_var + layer.eps).rsqrt()
         if layer.weight is not None:

@@ -52,6 +52,9 @@ class Pattern:
     Args:
         factors: whose Kronecker product it is.
 
+    Attributes:
+        keeps: patterns that are to live as long as this one.
+
     Example:
         >>> from retrograde.scan.sparse.factor import identity
         >>> relu = Pattern(identity(65_536))
@@ -61,6 +64,7 @@ class Pattern:
 
     def __init__(self, *factors: Factor) -> None:
         self.factors = factors
+        self.keeps: tuple[Pattern, ...] = ()
         self._products: WeakKeyDictionary[Pattern, Product] = WeakKeyDictionary()
         self._scaled: WeakKeyDictionary[Pattern, Product] = WeakKeyDictionary()
         self._unions: WeakKeyDictionary[Pattern, Union] = WeakKeyDictionary()
