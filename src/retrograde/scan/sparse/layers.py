@@ -176,9 +176,7 @@ def _adaptive_max_pool(count: int, layer: Any, x: Tensor, y: Tensor) -> Local:
     return _maxima(pattern, x, choose)
 
 
-def _maxima(
-    pattern: Pattern, x: Tensor, choose: Callable[[Tensor], tuple[Tensor, Tensor]]
-) -> Local:
+def _maxima(pattern: Pattern, x: Tensor, choose: Callable[[Tensor], Any]) -> Local:
     version = x._version
 
     def values() -> Tensor:

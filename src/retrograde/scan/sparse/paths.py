@@ -69,6 +69,11 @@ class Path(ABC):
     def inputs(self) -> int:
         """Numbers of a sample that it takes."""
 
+    @property
+    @abstractmethod
+    def outputs(self) -> int:
+        """Numbers of a sample that it gives."""
+
     @abstractmethod
     def pieces(self) -> "list[Piece]":
         """The single layers."""
@@ -97,6 +102,10 @@ class Piece(Path):
     @property
     def inputs(self) -> int:
         return self.local.pattern.shape[0]
+
+    @property
+    def outputs(self) -> int:
+        return self.local.pattern.shape[1]
 
     @property
     def changes(self) -> bool:
@@ -128,6 +137,10 @@ class Joined(Path):
     @property
     def inputs(self) -> int:
         return self.paths[0].inputs
+
+    @property
+    def outputs(self) -> int:
+        return self.paths[-1].outputs
 
     def pieces(self) -> list[Piece]:
         return [piece for path in self.paths for piece in path.pieces()]
