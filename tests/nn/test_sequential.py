@@ -408,6 +408,22 @@ def test_chains_of_every_kind(make, shape, algorithm):
         assert_close(*found, 1e-10)
 
 
+def test_no_more_is_done_than_is_wanted():
+    """Products of the linear scan: from the last layer to the first that is trained."""
+    net, x = ours_of(seeded(convolutions), algorithm="linear"), draw(2, 2, 4, 5)
+
+    def products(x):
+        return rg.explain(net, x).chosen.report.steps()
+
+    assert products(x.clone().requires_grad_()) == 6
+    assert products(x) == 5
+    net[0].requires_grad_(False)
+    assert products(x) == 2
+    assert products(x.clone().requires_grad_()) == 6
+    net[4].requires_grad_(False)
+    assert products(x) == 0
+
+
 def test_an_input_is_not_overwritten():
     x = draw(3, 5).requires_grad_()
     rg.Sequential(nn.ReLU(inplace=True), backward="scan")(x).sum().backward()
