@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from retrograde.errors import ScanError
 from retrograde.scan.blelloch import blelloch, chunked, gradients, hybrid, linear, pairs
-from retrograde.scan.elements import IDENTITY, Affine, Dense, Diagonal, Vector
+from retrograde.scan.elements import IDENTITY, UNREAD, Affine, Dense, Diagonal, Vector
 from retrograde.scan.reference import reference
 from retrograde.scan.report import Report
 
@@ -300,6 +300,48 @@ def test_the_last_element_is_in_no_result_and_may_be_the_identity():
     assert_same(blelloch([*elements[:-1], IDENTITY], report=spared), expected)
     assert (whole.work, spared.work) == (10, 9)
     assert spared.critical_flops < whole.critical_flops
+
+
+@every_algorithm
+def test_an_unread_last_element_is_never_multiplied(algorithm):
+    """``join`` refuses it; the results are those of any other last element."""
+    for length in range(1, 71):
+        words = ALPHABET[:length]
+        assert algorithm([*words[:-1], UNREAD], join) == reference(words, join)
+
+
+@every_algorithm
+def test_unread_in_place_of_the_identity_at_a_chains_end(algorithm):
+    elements = chain([9, 2, 3, 3, 3, 2, 3, 2, 5, 1, 4], (2,))
+    for last in range(1, len(elements)):
+        unread, spared = Report(), Report()
+        found = algorithm([*elements[:last], UNREAD], report=unread)
+        assert_same(found, algorithm([*elements[:last], IDENTITY], report=spared))
+        assert unread.work <= spared.work
+        assert unread.critical_flops <= spared.critical_flops
+        assert unread.flops <= spared.flops
+
+
+def test_unread_spares_what_the_last_block_would_take():
+    """n = 7: with the identity, g comes to stand last, and ef is multiplied by it in vain."""
+    done = []
+
+    def noting(a, b):
+        done.append(a + b)
+        return a + b
+
+    blelloch([*"abcdefg", UNREAD], noting)
+    down = ["abcdef", "abc", "abcde", "abcdefg"]
+    assert done == ["ab", "cd", "ef", "abcd", *down]
+    done.clear()
+    blelloch([*"abcdefg", IDENTITY], noting)
+    assert done == ["ab", "cd", "ef", "abcd", "efg", *down]
+
+
+def test_an_unread_element_stays_one_object():
+    assert pickle.loads(pickle.dumps(UNREAD)) is UNREAD
+    assert copy.deepcopy(UNREAD) is UNREAD
+    assert repr([UNREAD]) == "[UNREAD]"
 
 
 def test_the_identity_stays_one_object():

@@ -10,6 +10,7 @@ from torch.testing import assert_close
 from retrograde.errors import ScanError
 from retrograde.scan.elements import (
     IDENTITY,
+    UNREAD,
     Affine,
     Dense,
     Diagonal,
@@ -96,6 +97,12 @@ def test_the_identity_gives_back_the_other_operand_itself(element):
     assert combine(element, IDENTITY) is element
     assert flops(IDENTITY, element) == flops(element, IDENTITY) == 0
     assert combine(IDENTITY, IDENTITY) is IDENTITY
+
+
+@pytest.mark.parametrize("element", ["word", Vector(torch.ones(3)), Dense(torch.ones(2, 3))])
+def test_what_meets_an_unread_element_is_unread(element):
+    assert combine(element, UNREAD) is UNREAD
+    assert combine(IDENTITY, UNREAD) is UNREAD
 
 
 def test_an_affine_step_with_an_identity_jacobian():

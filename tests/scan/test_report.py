@@ -3,7 +3,7 @@ from functools import partial
 import torch
 
 from retrograde.scan.blelloch import blelloch, chunked, gradients, hybrid, linear
-from retrograde.scan.elements import Dense, Diagonal, Vector
+from retrograde.scan.elements import IDENTITY, UNREAD, Dense, Diagonal, Vector
 from retrograde.scan.report import Level, Operand, Product, Report
 
 
@@ -102,3 +102,14 @@ def test_affine_steps_are_reported_as_such():
         Product(vector, affine, 8 + 2),
         Product(affine, affine, 16 + 8 + 2),
     )
+
+
+def test_what_meets_an_unread_element_is_neither_product_nor_move():
+    elements = [*chain()[:4], UNREAD]
+    report = reported(blelloch, elements)
+    assert [len(level.products) for level in report.levels] == [2, 1, 0, 0, 1]
+    assert [level.moves for level in report.levels] == [0, 0, 1, 1, 1]
+    assert reported(linear, elements).work == 3
+    assert reported(blelloch, [Vector(torch.ones(3)), UNREAD]).work == 0
+    identity = reported(blelloch, [*chain()[:4], IDENTITY])
+    assert identity.work == report.work

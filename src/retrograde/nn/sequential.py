@@ -14,11 +14,13 @@ from torch import Tensor, nn
 
 from retrograde.errors import RetrogradeError, ScanError
 from retrograde.execute.captured import foreign_tensors
+from retrograde.execute.replay import muted_hooks
 from retrograde.execute.transforms import refuse_transforms, uncompiled
 from retrograde.nn.outlook import Outlook, outlook_of
 from retrograde.scan.chain import Algorithm, Step, observe_steps, scan_gradients
 from retrograde.scan.sparse.jacobian import room
 from retrograde.scan.sparse.paths import Residual
+from retrograde.scan.sparse.rules import register_layer
 from retrograde.units import Memory
 
 __all__ = ["Residual", "Sequential"]
@@ -86,7 +88,8 @@ class Sequential(nn.Sequential):
         if self.backward is None or not torch.is_grad_enabled():
             return super().forward(input)  # type: ignore[no-any-return, no-untyped-call]
         layers = list(_flat(self))
-        parameters = list({id(p): p for p in self.parameters() if p.requires_grad}.values())
+        used = (p for layer in layers for p in layer.parameters() if p.requires_grad)
+        parameters = list({id(p): p for p in used}.values())
         if not layers or not (parameters or input.requires_grad):
             return super().forward(input)  # type: ignore[no-any-return, no-untyped-call]
         _check_call(layers, input)
@@ -155,6 +158,9 @@ class Sequential(nn.Sequential):
         return {**super().__getstate__(), "_outlooks": {}}  # type: ignore[misc, no-untyped-call]
 
 
+# One that stands inside another layer is part of that one's Jacobian.
+register_layer(Sequential, parts=lambda net: nn.Sequential(*net))
+
 _REMEMBERED = 3  # shapes of batches and masks, besides the newest
 
 
@@ -189,10 +195,25 @@ class _Scan(torch.autograd.Function):
                 "between the forward pass and the backward pass: expected both passes with the "
                 "same weights; step the optimizer after backward()"
             )
-        gradients = _gradients(ctx.steps, dy, ctx.outlook, whole=ctx.whole)
+        steps = ctx.steps
+        if steps is None:
+            raise RetrogradeError(
+                "a Sequential with backward='scan' was backpropagated a second time, and what it "
+                "held was released after the first: expected one backward pass; give "
+                "retain_graph=True to the first one"
+            )
+        if not _keeps_graph():
+            ctx.steps = None
+        gradients = _gradients(steps, dy, ctx.outlook, whole=ctx.whole)
         own = gradients[1:] if ctx.whole else gradients
-        found = _of_parameters(ctx.steps, own, ctx.parameters)
+        found = _of_parameters(steps, own, ctx.parameters)
         return (None, None, gradients[0] if ctx.whole else None, *found)
+
+
+def _keeps_graph() -> bool:
+    """Whether the backward pass at work is to leave the graph as it was."""
+    asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return asked is None or bool(asked())
 
 
 def _gradients(steps: Sequence[Step], dy: Tensor, outlook: Outlook, *, whole: bool) -> list[Tensor]:
@@ -224,7 +245,8 @@ def _of_parameters(
     if not wanted or not pairs:
         return [None] * len(parameters)
     outputs, seeds = zip(*pairs, strict=True)
-    found = torch.autograd.grad(outputs, wanted, seeds, retain_graph=True, allow_unused=True)
+    with muted_hooks(wanted):  # they are called with the gradients that are returned
+        found = torch.autograd.grad(outputs, wanted, seeds, retain_graph=True, allow_unused=True)
     return list(found)
 
 
@@ -233,13 +255,20 @@ def _needed(steps: list[Step], input_wanted: bool) -> tuple[list[Step], bool]:
     if input_wanted:
         return steps, True
     trained = [any(p.requires_grad for p in step.layer.parameters()) for step in steps]
-    return steps[trained.index(True) :], False
+    return (steps[trained.index(True) :], False) if any(trained) else (steps, True)
 
 
 def _flat(net: nn.Sequential) -> Iterator[nn.Module]:
     """The layers, those of nested ones in their place."""
     for layer in net:
-        hooked = layer._forward_hooks or layer._forward_pre_hooks
+        hooked = any(
+            (
+                layer._forward_hooks,
+                layer._forward_pre_hooks,
+                layer._backward_hooks,
+                layer._backward_pre_hooks,
+            )
+        )
         plain = type(layer) in (nn.Sequential, Sequential) and not hooked
         if plain and isinstance(layer, nn.Sequential):
             yield from _flat(layer)
@@ -280,7 +309,7 @@ def _check_call(layers: Sequence[nn.Module], input: Any) -> None:
             f"the input is of {given}: expected a tensor of float32 or float64; cast it, or use "
             "backward=None"
         )
-    if not len(input):
+    if not input.ndim or not len(input):
         raise ScanError("the input has no samples: expected at least one; leave the batch out")
     for layer in layers:
         for each in layer.modules():

@@ -202,9 +202,8 @@ class Route:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(…, inputs, outputs)."""
-        shape: tuple[int, ...] = self.matrix.shape
-        return shape
+        """(inputs, outputs), of one sample."""
+        return self._path.inputs, self._path.outputs
 
     @property
     def matrix(self) -> Any:

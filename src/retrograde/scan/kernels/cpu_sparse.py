@@ -94,7 +94,7 @@ def apply(pattern: Pattern, values: Tensor, x: Tensor) -> Tensor:
     return found
 
 
-def take(weights: Tensor, pattern: Pattern) -> Tensor:
+def take(weights: Tensor, pattern: Any) -> Tensor:
     """As :func:`retrograde.scan.sparse.arithmetic.take`."""
     found = weights.new_empty(pattern.nnz)
     x, out, places = weights.numpy(), found.numpy(), pattern.sources

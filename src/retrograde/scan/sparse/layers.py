@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from retrograde.errors import ScanError
+from retrograde.errors import RetrogradeError, ScanError
 from retrograde.scan.sparse.arithmetic import sparse_kernels
 from retrograde.scan.sparse.factor import Factor, Ints, from_pairs, full, identity
 from retrograde.scan.sparse.local import Local
@@ -85,11 +85,18 @@ def _convolution(count: int, layer: Any, x: Tensor, y: Tensor) -> Local:
     inner = _unpadded_convolution(layer, tuple(padded.shape[2:]), tuple(y.shape[2:]), (0,) * count)
     outer = _padding_of(x, widths, layer.padding_mode)
     product = outer.pattern.product(inner.pattern)
+    found = product.exact
+    if product.way != "diagonal":
+        found.keeps = outer.pattern, inner.pattern
 
     def values() -> Tensor:
-        return (outer.csr(x) @ inner.csr(x)).data  # type: ignore[no-any-return]
+        data: Tensor = (outer.csr(x) @ inner.csr(x)).data
+        if found is product.result:
+            return data
+        places = found.row_of * np.int64(found.shape[1]) + found.indices
+        return data.index_select(0, torch.from_numpy(places).to(data.device))
 
-    return Local(product.result, True, values)
+    return Local(found, True, values)
 
 
 def _unpadded_convolution(layer: Any, sizes: Sizes, outputs: Sizes, before: Sizes) -> Local:
@@ -156,7 +163,7 @@ def _max_pool(count: int, layer: Any, x: Tensor, y: Tensor) -> Local:
         pool, kernel_size=kernel, stride=stride, padding=pad, dilation=dilation,
         ceil_mode=layer.ceil_mode, return_indices=True,
     )  # fmt: skip
-    return Local(pattern, False, lambda: _at_maxima(pattern, x, y, choose), scratch=24)
+    return _maxima(pattern, x, y, choose)
 
 
 def _adaptive_max_pool(count: int, layer: Any, x: Tensor, y: Tensor) -> Local:
@@ -167,16 +174,27 @@ def _adaptive_max_pool(count: int, layer: Any, x: Tensor, y: Tensor) -> Local:
     )  # fmt: skip
     pattern = _adaptive_windows(x, y)
     choose = partial(pools[count - 1], output_size=tuple(y.shape[2:]), return_indices=True)
-    return Local(pattern, False, lambda: _at_maxima(pattern, x, y, choose), scratch=24)
+    return _maxima(pattern, x, y, choose)
 
 
-def _at_maxima(pattern: Pattern, x: Tensor, y: Tensor, choose: Callable[[Tensor], Any]) -> Tensor:
+def _maxima(pattern: Pattern, x: Tensor, y: Tensor, choose: Callable[[Tensor], Any]) -> Local:
     """1 where the input of an entry is its output's maximum."""
-    # The forward pass has found the places already; where it has not left them, once more.
-    chosen = getattr(y.grad_fn, "_saved_result1", None)
-    if chosen is None or chosen.shape != y.shape:
-        _, chosen = choose(x.detach())
-    return sparse_kernels(x.device.type, x.dtype).mark(pattern, x, chosen)
+    version = x._version
+
+    def values() -> Tensor:
+        # The forward pass has found the places already; where it has not left them, once more.
+        chosen = getattr(y.grad_fn, "_saved_result1", None)
+        if chosen is None or chosen.shape != y.shape:
+            if x._version != version:
+                raise RetrogradeError(
+                    f"the input of a max-pooling, {tuple(x.shape)}, was changed in place between "
+                    "the forward pass and the backward pass: expected it as it was; change a copy "
+                    "of it"
+                )
+            _, chosen = choose(x.detach())
+        return sparse_kernels(x.device.type, x.dtype).mark(pattern, x, chosen)
+
+    return Local(pattern, False, values, scratch=24)
 
 
 def _average_pool(count: int, layer: Any, x: Tensor, y: Tensor) -> Local:
@@ -241,13 +259,6 @@ def _adaptive_windows(x: Tensor, y: Tensor) -> Pattern:
 
 
 def _batch_norm(layer: Any, x: Tensor, y: Tensor) -> Local:
-    if layer.training or layer.running_var is None:
-        raise ScanError(
-            f"{type(layer).__name__} in training mode takes its mean and variance from the batch, "
-            "so a sample's output depends on all samples and there is no Jacobian for each: "
-            "expected evaluation mode; call .eval() on it, or use backward=None"
-        )
-
     def scales() -> Tensor:
         found: Tensor = (layer.running_var + layer.eps).rsqrt()
         if layer.weight is not None:

@@ -13,12 +13,15 @@ from operator import add, matmul
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+from torch.nn.utils.parametrize import cached
 
 from retrograde.errors import ScanError
 from retrograde.scan.sparse.csr import CSR
 from retrograde.scan.sparse.local import Local
 from retrograde.scan.sparse.pattern import Pattern
-from retrograde.scan.sparse.rules import parts_of, rule_of
+from retrograde.scan.sparse.rules import Rule, parts_of, rule_of
 
 __all__ = ["Joined", "Maker", "Path", "Piece", "Residual", "observe"]
 
@@ -67,6 +70,11 @@ class Path(ABC):
     def inputs(self) -> int:
         """Numbers of a sample that it takes."""
 
+    @property
+    @abstractmethod
+    def outputs(self) -> int:
+        """Numbers of a sample that it gives."""
+
     @abstractmethod
     def pieces(self) -> "list[Piece]":
         """The single layers."""
@@ -95,6 +103,10 @@ class Piece(Path):
     @property
     def inputs(self) -> int:
         return self.local.pattern.shape[0]
+
+    @property
+    def outputs(self) -> int:
+        return self.local.pattern.shape[1]
 
     @property
     def changes(self) -> bool:
@@ -127,6 +139,10 @@ class Joined(Path):
     def inputs(self) -> int:
         return self.paths[0].inputs
 
+    @property
+    def outputs(self) -> int:
+        return self.paths[-1].outputs
+
     def pieces(self) -> list[Piece]:
         return [piece for path in self.paths for piece in path.pieces()]
 
@@ -157,33 +173,89 @@ def observe(layer: nn.Module, x: Tensor) -> tuple[Tensor, Path]:
     Raises:
         ScanError: the layer has no rule, or couples samples.
     """
-    parts = parts_of(layer)
+    parts, own = parts_of(layer), "forward" not in vars(layer)
     if parts is not None:
-        return observe(parts, x)
-    if isinstance(layer, Residual) and type(layer).forward is Residual.forward:
-        y, one = observe(layer.layers, x)
-        z, other = observe(layer.shortcut, x)
-        return y + z, Joined([one, other], added=True)
-    if isinstance(layer, nn.Sequential) and type(layer).forward is nn.Sequential.forward:
-        paths = []
-        for each in layer if len(layer) else [nn.Identity()]:
-            x, path = observe(each, x)
-            paths.append(path)
-        return x, paths[0] if len(paths) == 1 else Joined(paths, added=False)
-    rule = rule_of(layer)
+        run = partial(observe, parts)
+    elif isinstance(layer, Residual) and type(layer).forward is Residual.forward and own:
+        run = partial(_observe_sum, layer)
+    elif isinstance(layer, nn.Sequential) and type(layer).forward is nn.Sequential.forward and own:
+        run = partial(_observe_turns, layer)
+    else:
+        run = partial(_observe_piece, layer, rule_of(layer))
+    return _through(layer, x, run)
+
+
+def _observe_sum(block: Residual, x: Tensor) -> tuple[Tensor, Path]:
+    y, one = observe(block.layers, x)
+    z, other = observe(block.shortcut, x)
+    return y + z, Joined([one, other], added=True)
+
+
+def _observe_turns(layers: nn.Sequential, x: Tensor) -> tuple[Tensor, Path]:
+    paths = []
+    for each in layers if len(layers) else [nn.Identity()]:
+        x, path = observe(each, x)
+        paths.append(path)
+    return x, paths[0] if len(paths) == 1 else Joined(paths, added=False)
+
+
+def _observe_piece(layer: nn.Module, rule: Rule, x: Tensor) -> tuple[Tensor, Path]:
+    _check_apart(layer)
     # What an in-place layer overwrites here is a copy: the input is read again.
     given = x.clone() if getattr(layer, "inplace", False) else x
-    y = layer(given)
-    _check_output(layer, x, y)
-    found = rule(layer, x, y)
+    with cached():  # a weight that is computed may be another one the next time
+        y = type(layer).forward(layer, given)
+        _check_output(layer, x, y)
+        found = rule(layer, x, y)
     if isinstance(found, CSR):
         found = Local(found.pattern, found.data.ndim == 1, partial(_given, found.data))
     _check_pattern(layer, x, y, found.pattern)
     return y, Piece(layer, found)
 
 
+def _through(
+    layer: nn.Module, x: Tensor, run: Callable[[Tensor], tuple[Tensor, Path]]
+) -> tuple[Tensor, Path]:
+    """Call a layer, so that its hooks are too, and see to it that they change nothing."""
+    hooks = layer._forward_hooks, layer._forward_pre_hooks
+    if not any((*hooks, _global_forward_hooks, _global_forward_pre_hooks)):
+        return run(x)
+    seen: list[tuple[Tensor, Tensor, Path]] = []
+
+    def forward(given: Tensor) -> Tensor:
+        y, path = run(given)
+        seen.append((given, y, path))
+        return y
+
+    layer.forward = forward
+    try:
+        y = layer(x)
+    finally:
+        del layer.forward
+    ((given, made, path),) = seen
+    if given is not x or y is not made:
+        raise ScanError(
+            f"a forward hook of {type(layer).__name__} changed what it was given or what it gave, "
+            "which its Jacobian knows nothing of: expected hooks that only look; make a layer of "
+            "it, or use backward=None"
+        )
+    return y, path
+
+
 def _given(data: Tensor) -> Tensor:
     return data.detach()
+
+
+def _check_apart(layer: nn.Module) -> None:
+    if not isinstance(layer, _BatchNorm) or not (layer.training or layer.running_var is None):
+        return
+    why = "in training mode" if layer.training else "without running statistics"
+    what = "evaluation mode; call .eval() on it" if layer.training else "track_running_stats=True"
+    raise ScanError(
+        f"{type(layer).__name__} {why} takes its mean and variance from the batch, so a sample's "
+        "output depends on all samples and there is no Jacobian for each: expected "
+        f"{what}, or use backward=None"
+    )
 
 
 def _check_output(layer: nn.Module, x: Tensor, y: Any) -> None:

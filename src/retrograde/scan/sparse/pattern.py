@@ -41,9 +41,10 @@ from retrograde.scan.sparse.tensors import OnDevices
 if TYPE_CHECKING:
     from retrograde.scan.sparse.product import Product
 
-__all__ = ["Kind", "Pattern"]
+__all__ = ["Kind", "Pattern", "Union"]
 
 Kind = Literal["diagonal", "full", "sparse"]
+Union = tuple["Pattern", Integers, Integers]
 
 
 class Pattern(OnDevices):
@@ -51,6 +52,9 @@ class Pattern(OnDevices):
 
     Args:
         factors: whose Kronecker product it is.
+
+    Attributes:
+        keeps: patterns that are to live as long as this one.
 
     Example:
         >>> from retrograde.scan.sparse.factor import identity
@@ -62,7 +66,10 @@ class Pattern(OnDevices):
     def __init__(self, *factors: Factor) -> None:
         super().__init__()
         self.factors = factors
+        self.keeps: tuple[Pattern, ...] = ()
         self._products: WeakKeyDictionary[Pattern, Product] = WeakKeyDictionary()
+        self._scaled: WeakKeyDictionary[Pattern, Product] = WeakKeyDictionary()
+        self._unions: WeakKeyDictionary[Pattern, Union] = WeakKeyDictionary()
 
     @cached_property
     def shape(self) -> tuple[int, int]:
@@ -164,20 +171,22 @@ class Pattern(OnDevices):
                 "rows of the second; give transposed Jacobians, (inputs, outputs) of the step"
             )
         # Remembered by the factor that the result may be, so that nothing outlives both of them.
-        keeper, other = (right, self) if self.kind == "diagonal" else (self, right)
-        found = keeper._products.get(other)
+        scales = self.kind == "diagonal"
+        known, other = (right._scaled, self) if scales else (self._products, right)
+        found = known.get(other)
         if found is None:
             from retrograde.scan.sparse.product import Product
 
-            found = keeper._products[other] = Product(self, right, most)
+            found = known[other] = Product(self, right, most)
         return found
 
     def forget(self) -> None:
-        """Let go of the products that are remembered; they are found anew where they are wanted."""
-        self._products.clear()
+        """Let go of what is remembered; it is found anew where it is wanted."""
+        for known in (self._products, self._scaled, self._unions):
+            known.clear()  # type: ignore[attr-defined]
 
-    def union(self, other: "Pattern") -> "tuple[Pattern, Integers, Integers]":
-        """Where either has an entry.
+    def union(self, other: "Pattern") -> "Union":
+        """Where either has an entry, found once and remembered as long as both exist.
 
         Args:
             other: of the same shape.
@@ -199,6 +208,11 @@ class Pattern(OnDevices):
                 f"patterns {self} and {other} cannot be added: expected paths from the same inputs "
                 "to the same outputs"
             )
+        if other not in self._unions:
+            self._unions[other] = self._union(other)
+        return self._unions[other]
+
+    def _union(self, other: "Pattern") -> "Union":
         keys = [p.row_of * np.int64(p.shape[1]) + p.indices for p in (self, other)]
         both = np.union1d(*keys)
         rows, columns = np.divmod(both, self.shape[1])

@@ -104,6 +104,14 @@ class Product:
         if self.result.kind == "sparse" and self.result.density >= _DENSE:
             self.result = Pattern(whole)
 
+    @cached_property
+    def exact(self) -> Pattern:
+        """The pattern of the product, its zeros left out even where it is kept whole."""
+        if self.way == "diagonal":
+            return self.result
+        found = Pattern(*(multiplied(a, b) for a, b in aligned(*self._factors)))
+        return self.result if found.nnz == self.result.nnz else found
+
     @property
     def flops(self) -> int:
         """Floating-point operations for one sample: one a term where a diagonal scales, else two.

@@ -101,6 +101,8 @@ def parts_of(layer: nn.Module) -> nn.Module | None:
 def _look_up(table: dict[type[nn.Module], Any], layer: nn.Module) -> Any:
     from retrograde.scan.sparse import layers as layers  # the rules that come with the library
 
+    if "forward" in vars(layer):  # it has a forward pass of its own
+        return None
     for kind in type(layer).__mro__:
         if kind in table and kind.forward is type(layer).forward:
             return table[kind]
