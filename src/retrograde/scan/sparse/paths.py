@@ -34,6 +34,7 @@ class Residual(nn.Module):
         shortcut: the other; without it, the input itself.
 
     Example:
+        >>> import torch
         >>> block = Residual(nn.Conv2d(3, 3, 3, padding=1), nn.ReLU())
         >>> block(torch.ones(2, 3, 8, 8)).shape
         torch.Size([2, 3, 8, 8])
