@@ -118,9 +118,10 @@ def test_convolutions_of_three_dimensions(drawn):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_very_many_convolutions(count):
-    few(400)(given(convolutions(count))(lambda drawn: check(*drawn)))()
+@few(600)
+@given(st.sampled_from([1, 2, 3]).flatmap(convolutions))
+def test_very_many_convolutions(drawn):
+    check(*drawn)
 
 
 def test_a_kernel_of_even_size_is_padded_more_at_the_end():
@@ -189,6 +190,8 @@ def pools(draw, count, name):
             options["divisor_override"] = draw(st.sampled_from([None, None, 3]))
     reach = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
     least = [max(1, 1 + r - 2 * p) for r, p in zip(reach, padding, strict=True)]
+    if count == 3 and name == "Avg":  # torch wants that, whatever the padding
+        least = kernel
     sizes = tuple(draw(st.integers(low, low + most)) for low in least)
     for size, k, p, d in zip(sizes, kernel, padding, dilation, strict=True):
         # torch crashes at the gradient of a window that reads no input at all.
@@ -212,6 +215,18 @@ def test_max_pooling(drawn):
 def test_average_pooling(drawn):
     found = check(*drawn)
     assert found.data.ndim == 1  # the same for all samples
+
+
+@pytest.mark.slow
+@few(600)
+@given(
+    st.tuples(st.sampled_from([1, 2, 3]), st.sampled_from(["Max", "Avg"])).flatmap(
+        lambda drawn: pools(*drawn)
+    )
+)
+def test_very_many_poolings(drawn):
+    layer, shape = drawn
+    check(layer, shape, tied(3, *shape))
 
 
 @pytest.mark.parametrize("name", ["MaxPool1d", "MaxPool2d", "AvgPool1d", "AvgPool2d"])
