@@ -408,6 +408,18 @@ def test_chains_of_every_kind(make, shape, algorithm):
         assert_close(*found, 1e-10)
 
 
+@pytest.mark.parametrize("shortcut", [None, nn.Tanh()])
+def test_a_block_that_begins_in_place_leaves_its_input_to_the_shortcut(shortcut):
+    first, last = nn.Linear(5, 5), nn.Linear(5, 5)
+    x, found = draw(3, 5), []
+    for inner in (nn.ReLU(inplace=True), nn.Sequential(nn.ReLU(inplace=True)), nn.ReLU()):
+        layers = nn.Sequential(first, rg.Residual(inner, last, shortcut=shortcut)).double()
+        for net in (layers, ours_of(layers, algorithm="blelloch")):
+            found.append(dict(enumerate(gradients(net, x).values())))
+    for each in found:
+        assert_close(each, found[-2], 1e-10)
+
+
 def test_no_more_is_done_than_is_wanted():
     """Products of the linear scan: from the last layer to the first that is trained."""
     net, x = ours_of(seeded(convolutions), algorithm="linear"), draw(2, 2, 4, 5)

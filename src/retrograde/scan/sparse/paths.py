@@ -54,8 +54,16 @@ class Residual(nn.Module):
         Returns:
             (samples, …).
         """
-        found: Tensor = self.layers(input) + self.shortcut(input)
+        given = input.clone() if _overwrites(self.layers) else input  # the shortcut reads it too
+        found: Tensor = self.layers(given) + self.shortcut(input)
         return found
+
+
+def _overwrites(layer: nn.Module) -> bool:
+    """Whether layers in turn begin with one in place."""
+    while isinstance(layer, nn.Sequential) and len(layer):
+        layer = layer[0]
+    return bool(getattr(layer, "inplace", False))
 
 
 class Path(ABC):
