@@ -16,6 +16,7 @@ from torch import Tensor
 
 from retrograde.scan.kernels import cpu_sparse_loops as loops
 from retrograde.scan.kernels.lanes import LANES
+from retrograde.scan.kernels.pages import in_large_pages
 from retrograde.scan.kernels.team import Range, share
 from retrograde.scan.sparse.pattern import Pattern
 
@@ -23,6 +24,7 @@ __all__ = ["apply", "mark", "multiply", "scale", "take"]
 
 _Reals = NDArray[np.floating[Any]]
 _PIECES = 8  # of a thread's share, so that uneven rows do not leave the others waiting
+_LEAST_WORK = 2**17  # multiplications from which on another thread is worth waking
 _NONE = np.empty(0, np.int32)
 
 
@@ -51,7 +53,8 @@ def multiply(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> Tensor:
                 *then_of, theirs, theirs_wide, *of, out, samples, sums,
             )  # fmt: skip
 
-    share(one if samples == 1 else lanes, _pieces(left.shape[0]))
+    work = left.product(right).terms * samples
+    share(one if samples == 1 else lanes, _pieces(left.shape[0], work))
     return found
 
 
@@ -60,6 +63,8 @@ def scale(pattern: Pattern, values: Tensor, diagonal: Tensor, by_column: bool) -
     if pattern.kind == "full":
         whole = values.reshape(*values.shape[:-1], *pattern.shape)
         return (whole * (diagonal[..., None, :] if by_column else diagonal[..., None])).flatten(-2)
+    if values.ndim == diagonal.ndim == 2 and values.is_contiguous() and diagonal.is_contiguous():
+        return _scale_one_by_one(pattern, values, diagonal, by_column)
     samples, found = _room(pattern.nnz, values, diagonal)
     x, d, out = _side_by_side(values), _side_by_side(diagonal), _side_by_side(found)
     arrays = pattern.indptr, pattern.indices
@@ -73,7 +78,23 @@ def scale(pattern: Pattern, values: Tensor, diagonal: Tensor, by_column: bool) -
             first, last, *arrays, x, wide[0], d, wide[1], by_column, out, samples
         )  # fmt: skip
 
-    share(one if samples == 1 else lanes, _pieces(pattern.shape[0]))
+    share(one if samples == 1 else lanes, _pieces(pattern.shape[0], pattern.nnz * samples))
+    return found
+
+
+def _scale_one_by_one(
+    pattern: Pattern, values: Tensor, diagonal: Tensor, by_column: bool
+) -> Tensor:
+    """Where both factors lie sample after sample, so does the product."""
+    samples, found = _room(pattern.nnz, values, diagonal, one_by_one=True)
+    x, d = (each.expand(samples, -1).numpy() for each in (values.detach(), diagonal.detach()))
+    out, rows = found.numpy(), pattern.shape[0]
+
+    def some(first: int, last: int) -> None:
+        for i in range(first, last):
+            loops.scale_one(0, rows, pattern.indptr, pattern.indices, x[i], d[i], by_column, out[i])
+
+    share(some, _pieces(samples, pattern.nnz * samples))
     return found
 
 
@@ -90,15 +111,16 @@ def apply(pattern: Pattern, values: Tensor, x: Tensor) -> Tensor:
     def lanes(first: int, last: int) -> None:
         loops.apply_lanes(first, last, *arrays, a, wide, vector, samples, out)
 
-    share(one if samples == 1 else lanes, _pieces(pattern.shape[0]))
+    share(one if samples == 1 else lanes, _pieces(pattern.shape[0], pattern.nnz * samples))
     return found
 
 
 def take(weights: Tensor, pattern: Any) -> Tensor:
     """As :func:`retrograde.scan.sparse.arithmetic.take`."""
-    found = weights.new_empty(pattern.nnz)
+    found = in_large_pages(weights.new_empty(pattern.nnz))
     x, out, places = weights.numpy(), found.numpy(), pattern.sources
-    share(lambda first, last: loops.take(first, last, x, places, out), _pieces(pattern.nnz))
+    pieces = _pieces(pattern.nnz, pattern.nnz)
+    share(lambda first, last: loops.take(first, last, x, places, out), pieces)
     return found
 
 
@@ -112,7 +134,7 @@ def mark(pattern: Pattern, x: Tensor, chosen: Tensor) -> Tensor:
     def some(first: int, last: int) -> None:
         loops.mark(first, last, *arrays, inputs, outputs, columns, out)
 
-    share(some, _pieces(len(places)))
+    share(some, _pieces(len(places), len(places)))
     return found
 
 
@@ -128,7 +150,8 @@ def _sparse_times_full(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> T
             right.shape[1], out,
         )  # fmt: skip
 
-    share(some, _pieces(samples * left.shape[0]))
+    work = left.product(right).terms * samples
+    share(some, _pieces(samples * left.shape[0], work))
     return found
 
 
@@ -146,7 +169,8 @@ def _full_times_sparse(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> T
             theirs_step, columns, out, room,
         )  # fmt: skip
 
-    share(some, _pieces(samples * -(-rows // LANES)))
+    work = left.product(right).terms * samples
+    share(some, _pieces(samples * -(-rows // LANES), work))
     return found
 
 
@@ -154,8 +178,10 @@ def _room(size: int, a: Tensor, b: Tensor, *, one_by_one: bool = False) -> tuple
     """How many samples there are, and room for a number of each, or of all where they share it."""
     samples = max((len(x) for x in (a, b) if x.ndim == 2), default=0)
     if not samples:
-        return 1, a.new_empty(size)
-    return samples, a.new_empty(samples, size) if one_by_one else a.new_empty(size, samples).T
+        return 1, in_large_pages(a.new_empty(size))
+    if one_by_one:
+        return samples, in_large_pages(a.new_empty(samples, size))
+    return samples, in_large_pages(a.new_empty(size, samples)).T
 
 
 def _wide(values: Tensor) -> int:
@@ -176,8 +202,10 @@ def _one_by_one(values: Tensor) -> tuple[_Reals, int]:
     return array, values.shape[1] if _wide(values) > 1 else 0
 
 
-def _pieces(rows: int) -> list[Range]:
-    """Ranges of rows, several for each thread."""
+def _pieces(rows: int, work: int) -> list[Range]:
+    """Ranges of rows, several for each thread; one where there is too little to do for two."""
+    if work < _LEAST_WORK:
+        return [(0, rows)]
     count = max(1, min(rows // 4, _PIECES * torch.get_num_threads()))
     bounds = np.linspace(0, rows, count + 1).astype(int).tolist()
     return list(pairwise(bounds))

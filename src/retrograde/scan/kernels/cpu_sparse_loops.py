@@ -60,6 +60,14 @@ def multiply_lanes(
     zero = like(load(sums, 0, LANES), 0)
     whole = len(c_ptr) == 0
     for i in range(first, last):
+        if a_ptr[i + 1] == a_ptr[i] + 1 and not whole:  # a row of b, scaled
+            p = a_ptr[i]
+            x = load(a, p * a_wide + at, left) if a_wide > 1 else spread(a, p)
+            to = c_ptr[i] - b_ptr[a_of[p]]
+            for q in range(b_ptr[a_of[p]], b_ptr[a_of[p] + 1]):
+                y = load(b, q * b_wide + at, left) if b_wide > 1 else spread(b, q)
+                store(c, (to + q) * c_wide + at, x * y, left)
+            continue
         begin, end = (0, columns) if whole else (c_ptr[i], c_ptr[i + 1])
         for q in range(begin, end):
             store(sums, (q if whole else c_of[q]) * LANES, zero, LANES)
@@ -99,6 +107,12 @@ def multiply_one(
     columns = len(sums)
     whole = len(c_ptr) == 0
     for i in range(first, last):
+        if a_ptr[i + 1] == a_ptr[i] + 1 and not whole:  # a row of b, scaled
+            p = a_ptr[i]
+            to = c_ptr[i] - b_ptr[a_of[p]]
+            for q in range(b_ptr[a_of[p]], b_ptr[a_of[p] + 1]):
+                c[to + q] = a[p] * b[q]
+            continue
         if whole:
             sums[:] = 0
         else:

@@ -1,0 +1,52 @@
+"""Large pages for large results.
+
+A product is written once, soon read, and let go. In pages of 4 KiB, to be handed the memory takes
+longer than to fill it; numpy asks for large pages by itself, torch's CPU allocator does not.
+"""
+
+import ctypes
+import functools
+import mmap
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["in_large_pages"]
+
+_LEAST = 2**22  # bytes, as numpy has it
+_PAGE = mmap.PAGESIZE
+
+
+def in_large_pages(fresh: Tensor) -> Tensor:
+    """Ask for large pages behind a tensor that has not been written yet.
+
+    Args:
+        fresh: contiguous, on the CPU.
+
+    Returns:
+        The same tensor. Where the system has no large pages, nothing happens.
+
+    Example:
+        >>> import torch
+        >>> in_large_pages(torch.empty(3)).shape
+        torch.Size([3])
+    """
+    advise = _advise() if fresh.nbytes >= _LEAST else None
+    if advise is not None:
+        start = -(-fresh.data_ptr() // _PAGE) * _PAGE
+        advise(start, (fresh.data_ptr() + fresh.nbytes - start) // _PAGE * _PAGE, _HUGE)
+    return fresh
+
+
+_HUGE = getattr(mmap, "MADV_HUGEPAGE", 14)
+
+
+@functools.cache
+def _advise() -> Any:
+    """The C library's ``madvise``, or None."""
+    try:
+        function = ctypes.CDLL(None, use_errno=True).madvise
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return function
