@@ -106,7 +106,7 @@ def gradients(name: str) -> dict[str, Any]:
             "levels": outlook.chosen.levels,
             "seconds": taken,
             "difference": difference(found, expected),
-            "foreseen_bytes": outlook.chosen.bytes if any(outlook.jacobians) else 0,
+            "foreseen_bytes": outlook.chosen.bytes if outlook.jacobians else 0,
             "flops": outlook.chosen.report.flops,
             "critical_flops": outlook.chosen.report.critical_flops,
         }

@@ -30,18 +30,6 @@ def close(ours, theirs):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10 * float(b.abs().max()))
 
 
-def test_pruned_layers_go_back_by_their_jacobians():
-    x = torch.randn(3, 3, 32, 32, dtype=torch.float64)
-    plain, ours = nets(0.97)
-    close(gradients(ours, x), gradients(plain, x))
-    outlook = ours.explain(x.requires_grad_())
-    kinds = [isinstance(layer, nn.Conv2d | nn.Linear) for layer in ours]
-    assert list(outlook.jacobians) == kinds
-    assert "9 pruned layers by their Jacobians" in str(outlook)
-    _, whole = nets(0)
-    assert not any(whole.explain(x).jacobians)
-
-
 def test_every_scan_of_a_pruned_network():
     x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     for options in (

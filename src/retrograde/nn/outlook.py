@@ -7,12 +7,9 @@ from math import prod
 from retrograde.errors import ScanError
 from retrograde.scan.chain import Algorithm, Split, Step, split_of
 from retrograde.scan.counts import most_levels
-from retrograde.scan.sparse.paths import Path, Piece
 from retrograde.units import format_bytes
 
 __all__ = ["Outlook", "outlook_of"]
-
-_WORTH = 8  # a dense convolution does about so many multiplications in the time of a sparse one
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,15 +20,14 @@ class Outlook:
         chosen: the one that is.
         why: in a sentence.
         splits: all, from no levels on.
-        jacobians: for each layer whose input's gradient is wanted, first to last, whether its
-            Jacobian is made; if not, the gradient goes back through the layer itself.
+        jacobians: whether Jacobians are made; if not, the gradient goes back through the layers.
         room: bytes that Jacobians and products may take.
     """
 
     chosen: Split
     why: str
     splits: tuple[Split, ...]
-    jacobians: tuple[bool, ...]
+    jacobians: bool
     room: int
 
     def __str__(self) -> str:
@@ -90,8 +86,7 @@ def outlook_of(
     linear, fitting = found[0], [split for split in found if split.samples]
     if algorithm == "auto":
         best = min(fitting, key=lambda s: s.report.critical_flops, default=linear)
-        made = tuple(best.levels > 0 or (best.samples > 0 and _is_sparse(p)) for p in paths)
-        return Outlook(best, _why(best, len(fitting), made), tuple(found), made, room)
+        return Outlook(best, _why(best, len(fitting)), tuple(found), best.levels > 0, room)
     chosen = found[-1]
     if not chosen.samples:
         needed = chosen.fixed_bytes + chosen.sample_bytes
@@ -100,25 +95,11 @@ def outlook_of(
             f"algorithm={algorithm!r} does not fit into {format_bytes(room)}: {size_of}; give more "
             "memory, fewer levels, or algorithm='auto'"
         )
-    made = (True,) * len(paths)
-    return Outlook(chosen, f"algorithm={algorithm!r} asks for it", tuple(found), made, room)
+    return Outlook(chosen, f"algorithm={algorithm!r} asks for it", tuple(found), True, room)
 
 
-def _is_sparse(path: Path) -> bool:
-    """Whether a layer is pruned so much that its Jacobian is faster than its own backward pass."""
-    if not isinstance(path, Piece):
-        return False
-    pattern = path.local.pattern
-    return _WORTH * pattern.nnz <= pattern.unpruned
-
-
-def _why(best: Split, fitting: int, made: Sequence[bool]) -> str:
+def _why(best: Split, fitting: int) -> str:
     if best.levels:
         return f"{best.levels} levels: the shortest critical path of those that fit, in FLOPs"
     reason = "no products shorten the critical path" if fitting > 1 else "no products fit"
-    if any(made):
-        return (
-            f"linear, {sum(made)} pruned layers by their Jacobians, the other "
-            f"{len(made) - sum(made)} through themselves: {reason}"
-        )
     return f"linear, through the layers themselves, without Jacobians: {reason}"

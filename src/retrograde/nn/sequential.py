@@ -217,18 +217,12 @@ def _keeps_graph() -> bool:
 
 
 def _gradients(steps: Sequence[Step], dy: Tensor, outlook: Outlook, *, whole: bool) -> list[Tensor]:
-    if all(outlook.jacobians):
+    if outlook.jacobians:
         chosen = outlook.chosen
         return scan_gradients(steps, dy, chosen.levels, chosen.samples, whole=whole)
     gradients = [dy]
-    used = steps if whole else steps[1:]
-    for step, by_jacobian in zip(reversed(used), reversed(outlook.jacobians), strict=True):
-        g = gradients[-1]
-        if by_jacobian:
-            g = scan_gradients([step], g, 0, len(g), whole=True)[0]
-        else:
-            (g,) = torch.autograd.grad(step.y, step.x, g, retain_graph=True)
-        gradients.append(g)
+    for step in reversed(steps if whole else steps[1:]):
+        gradients += torch.autograd.grad(step.y, step.x, gradients[-1], retain_graph=True)
     return gradients[::-1]
 
 

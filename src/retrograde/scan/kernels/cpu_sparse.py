@@ -24,7 +24,7 @@ __all__ = ["apply", "mark", "multiply", "scale", "take"]
 
 _Reals = NDArray[np.floating[Any]]
 _PIECES = 8  # of a thread's share, so that uneven rows do not leave the others waiting
-_LEAST_WORK = 2**17  # multiplications from which on another thread is worth waking
+_LEAST_WORK = 2**24  # multiplications that take longer than to wake another thread, some ms
 _NONE = np.empty(0, np.int32)
 
 

@@ -82,11 +82,6 @@ class Pattern(OnDevices):
         return prod(f.nnz for f in self.factors)
 
     @property
-    def unpruned(self) -> int:
-        """Entries, those of weights that are zero too."""
-        return self.nnz
-
-    @property
     def sparsity(self) -> float:
         """The share of guaranteed zeros (W20, table 3.1)."""
         return 1 - self.density

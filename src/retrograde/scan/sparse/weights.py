@@ -93,12 +93,8 @@ class Pruned(Pattern):
     def __init__(self, whole: Weighted, present: np.ndarray) -> None:
         keep = present[whole.sources]
         super().__init__(*whole.restricted(keep).factors)
-        self.whole = whole
+        self.keeps = (whole,)  # which remembers this one
         self.sources = whole.sources[keep]
-
-    @property
-    def unpruned(self) -> int:
-        return self.whole.nnz
 
 
 def weighted(pattern: Weighted, weight: Tensor) -> Local:
