@@ -36,6 +36,8 @@ bench: $(STAMP)  ## every claim of speed, both sides in one process; three quart
 	$(BIN)/python benchmarks/million_steps.py
 	$(BIN)/python benchmarks/scan_backward.py
 	$(BIN)/python benchmarks/scan_choice.py
+	$(BIN)/python benchmarks/sparse_jacobians.py
+	$(BIN)/python benchmarks/sparse_networks.py
 
 gpu:  ## marked tests and benchmarks on a CUDA device, with the interpreter at hand
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
