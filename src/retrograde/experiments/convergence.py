@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from retrograde.experiments.images import Images
-from retrograde.experiments.options import ExperimentError
+from retrograde.experiments.options import ExperimentError, check_batch, check_positive
 from retrograde.experiments.pruning import accuracy_of
 from retrograde.figures.wang_training import Convergence
 from retrograde.machine import machine_of
@@ -58,12 +58,7 @@ class Comparison:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch", "learning_rate"):
-            if not getattr(self, name) > 0:
-                option = "--" + name.replace("_", "-")
-                raise ExperimentError(
-                    f"{option} is {getattr(self, name)}: expected a number above 0"
-                )
+        check_positive(self, "epochs", "batch", "learning_rate")
         if self.algorithm not in _ALGORITHMS:
             raise ExperimentError(
                 f"--algorithm is {self.algorithm!r}: expected one of {', '.join(_ALGORITHMS)}"
@@ -84,11 +79,7 @@ def compare(images: Images, how: Comparison, show: Show) -> Convergence:
     Raises:
         ExperimentError: a batch is larger than the training data.
     """
-    if how.batch > len(images.training):
-        raise ExperimentError(
-            f"a batch of {how.batch:,}: there are {len(images.training):,} training images; name a "
-            "smaller --batch"
-        )
+    check_batch(how.batch, len(images.training))
     torch.manual_seed(how.seed)
     plain = nn.Sequential(*lenet5())
     layers, algorithm = copy.deepcopy(list(plain)), cast(Algorithm, how.algorithm)

@@ -6,7 +6,17 @@ from dataclasses import dataclass, field
 
 from retrograde.errors import RetrogradeError
 
-__all__ = ["CELLS", "SETS", "WAYS", "ExperimentError", "Options", "parse_choices", "parse_numbers"]
+__all__ = [
+    "CELLS",
+    "SETS",
+    "WAYS",
+    "ExperimentError",
+    "Options",
+    "check_batch",
+    "check_positive",
+    "parse_choices",
+    "parse_numbers",
+]
 
 WAYS = ("torch", "sequential", "scan", "auto")
 SETS = ("s", "m", "l")
@@ -59,11 +69,7 @@ class Options:
     hidden: int = field(default=20)
 
     def __post_init__(self) -> None:
-        for name in ("batch", "learning_rate", "iterations", "epochs", "length", "rounds"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                option = "--" + name.replace("_", "-")
-                raise ExperimentError(f"{option} is {value}: expected a number above 0")
+        check_positive(self, "batch", "learning_rate", "iterations", "epochs", "length", "rounds")
         if (self.iterations is None) == (self.epochs is None):
             given = "neither" if self.iterations is None else "both"
             raise ExperimentError(f"--iterations and --epochs: {given} given; name one of them")
@@ -97,6 +103,39 @@ class Options:
             return self.iterations
         assert self.epochs is not None
         return self.epochs * (samples // self.batch)
+
+
+def check_positive(options: object, *names: str) -> None:
+    """Refuse numbers that are not above zero, before any work.
+
+    Args:
+        options: that has them.
+        names: of its attributes; None is let through.
+
+    Raises:
+        ExperimentError: one is not positive and finite.
+    """
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not (math.isfinite(value) and value > 0):
+            option = "--" + name.replace("_", "-")
+            raise ExperimentError(f"{option} is {value}: expected a number above 0")
+
+
+def check_batch(batch: int, samples: int) -> None:
+    """Refuse a batch that is larger than the training data.
+
+    Args:
+        batch: asked for.
+        samples: to learn from.
+
+    Raises:
+        ExperimentError: it is larger.
+    """
+    if batch > samples:
+        raise ExperimentError(
+            f"a batch of {batch:,}: there are {samples:,} training images; name a smaller --batch"
+        )
 
 
 def parse_numbers(option: str, text: str) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.nn.utils import prune
 
 from retrograde.experiments.images import Images
-from retrograde.experiments.options import ExperimentError
+from retrograde.experiments.options import ExperimentError, check_batch, check_positive
 from retrograde.nn.networks import vgg11
 
 __all__ = ["Pruned", "Training", "accuracy_of", "prune_weights", "train_and_prune"]
@@ -60,12 +60,7 @@ class Training:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch", "learning_rate"):
-            if not getattr(self, name) > 0:
-                option = "--" + name.replace("_", "-")
-                raise ExperimentError(
-                    f"{option} is {getattr(self, name)}: expected a number above 0"
-                )
+        check_positive(self, "epochs", "batch", "learning_rate")
         if not 0 <= self.share < 1:
             raise ExperimentError(f"--share is {self.share}: expected 0 or more, and less than 1")
 
@@ -104,11 +99,7 @@ def train_and_prune(images: Images, training: Training, show: Show) -> Pruned:
     Raises:
         ExperimentError: a batch is larger than the training data, or the loss is not finite.
     """
-    if training.batch > len(images.training):
-        raise ExperimentError(
-            f"a batch of {training.batch:,}: there are {len(images.training):,} training images; "
-            "name a smaller --batch"
-        )
+    check_batch(training.batch, len(images.training))
     torch.manual_seed(training.seed)
     model = nn.Sequential(*vgg11(width=training.width))
     random = np.random.default_rng(training.seed)
