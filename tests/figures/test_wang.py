@@ -145,7 +145,7 @@ def test_plates_are_always_the_same(tmp_path):
 
 
 def test_the_figures_stand_beside_those_of_gruslys():
-    assert list(WANG) == ["figure_5_1", "figure_5_2", "figure_5_3", "figure_5_4"]
+    assert {"figure_5_1", "figure_5_2", "figure_5_3", "figure_5_4"} < set(WANG)
     assert set(WANG) < set(PLATES)
 
 

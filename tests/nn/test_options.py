@@ -54,13 +54,13 @@ def named(setups):
 QUICK = [setup for cell in CELLS for setup in quick_setups(cell)]
 
 
-@named(QUICK[::12])
+@named(QUICK[::20])
 def test_outputs_and_gradients_are_torchs(setup):
     check(setup)
 
 
 @pytest.mark.slow
-@named([setup for number, setup in enumerate(QUICK) if number % 12])
+@named([setup for number, setup in enumerate(QUICK) if number % 20])
 def test_outputs_and_gradients_are_torchs_too(setup):
     check(setup)
 

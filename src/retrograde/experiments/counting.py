@@ -55,7 +55,7 @@ def count_scans(steps: Sequence[Step], most: int | None = None) -> list[Split]:
     Example:
         >>> steps = run_layers([nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)], torch.ones(1, 3))
         >>> [split.report.critical_flops for split in count_scans(steps)]
-        [16, 16]
+        [20, 20]
     """
     paths = [step.path for step in steps[1:]]
     y = steps[-1].y
