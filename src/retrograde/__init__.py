@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from retrograde.schedule import (
         Advance,
         Backward,
+        Chain,
         Free,
         Load,
         Record,
@@ -59,6 +60,7 @@ _HOMES = {
     "retrograde.schedule": (
         "Advance",
         "Backward",
+        "Chain",
         "Free",
         "Load",
         "Record",
@@ -95,6 +97,7 @@ __all__ = [
     "Backward",
     "BudgetError",
     "CellError",
+    "Chain",
     "Division",
     "Explanation",
     "Free",

@@ -71,8 +71,10 @@ def test_what_was_seen_cannot_be_changed():
     seen = replay(Store(0), Record(0, 4), Backward(0, 4), Free(0))
     with pytest.raises(ValueError, match="read-only"):
         seen.kept[0] = 1
-    assert seen == Replay(4, 10_031, 4, np.zeros(0, dtype=np.int64))
+    assert seen == Replay(4, 10_031, 4, *_NO_COLUMNS)
 
+
+_NO_COLUMNS = (np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))
 
 S, R = Store(0), Record(0, 4)
 RANGE = "the range is empty or not within steps 0 to 3"
@@ -141,4 +143,4 @@ def test_a_length_that_makes_no_sense_is_refused(length):
 
 def test_the_replay_is_linear_in_a_long_range():
     schedule = plan(200_000, policy="store-all")
-    assert simulate(schedule) == Replay(200_000, 200_000, 4, np.zeros(0, dtype=np.int64))
+    assert simulate(schedule) == Replay(200_000, 200_000, 4, *_NO_COLUMNS)

@@ -4,6 +4,7 @@ Standard library and numpy only.
 """
 
 from retrograde.schedule.actions import Action, Advance, Backward, Free, Load, Record, Store, Verb
+from retrograde.schedule.chain import Chain
 from retrograde.schedule.merge import merge
 from retrograde.schedule.schedule import Schedule, Units
 from retrograde.schedule.simulate import Replay, simulate
@@ -12,6 +13,7 @@ __all__ = [
     "Action",
     "Advance",
     "Backward",
+    "Chain",
     "Free",
     "Load",
     "Record",

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from retrograde.errors import ScheduleError
 from retrograde.schedule.actions import Action, Code, Verb, decode, encode
+from retrograde.schedule.chain import Chain
 from retrograde.schedule.simulate import simulate
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class Schedule:
         length: steps, at least 1.
         policy: the name of the policy that made it.
         memory: what the planner was given, in ``units``; None where it was given nothing.
-        units: what the peak is counted in.
+        units: what the peak is counted in; a chain, where layers have their own bytes and seconds.
         kind: verbs (:class:`~retrograde.schedule.actions.Verb`), shape (actions,).
         start: first positions, shape (actions,).
         stop: second positions, shape (actions,); equal to ``start`` for verbs with one position.
@@ -100,7 +101,7 @@ class Schedule:
     length: int
     policy: str
     memory: int | None
-    units: Units
+    units: Units | Chain
     kind: NDArray[np.uint8]
     start: NDArray[np.int64]
     stop: NDArray[np.int64]
@@ -129,7 +130,7 @@ class Schedule:
         length: int,
         policy: str = "custom",
         memory: int | None = None,
-        units: Units | None = None,
+        units: Units | Chain | None = None,
     ) -> "Schedule":
         """Make a schedule of any actions.
 
@@ -162,7 +163,7 @@ class Schedule:
         length: int,
         policy: str = "custom",
         memory: int | None = None,
-        units: Units | None = None,
+        units: Units | Chain | None = None,
     ) -> "Schedule":
         """Make a schedule of codes: as :meth:`from_actions`, for builders of long schedules.
 
@@ -203,6 +204,12 @@ class Schedule:
     def peak(self) -> int:
         """The most that is held at any time, in ``units``; ScheduleError if not legal."""
         return self._replay.peak
+
+    @property
+    def seconds(self) -> float | None:
+        """An iteration, where ``units`` is a chain; None for steps of which no time is known;
+        ScheduleError if not legal."""
+        return float(self._replay.clock[-1]) if isinstance(self.units, Chain) else None
 
     @property
     def gap(self) -> float | None:

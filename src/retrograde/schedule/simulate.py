@@ -19,7 +19,9 @@ doubling or exchanging any of its actions makes it illegal.
 counts β where its input state is kept too, else α; the steps of a range rest on one another. A
 ``Record`` directly followed by a ``Backward`` from its end has its last step in the working core,
 which counts ``units.core``. The peak is the largest sum after any action; the cost is the number of
-forward steps. Both as G16, sections 3.1 to 3.4, count them.
+forward steps. Both as G16, sections 3.1 to 3.4, count them. Where ``units`` is a
+:class:`~retrograde.schedule.chain.Chain` the peak is in bytes, what an action takes for a while
+included, and there are seconds too (:mod:`retrograde.schedule.account`).
 
 Time and memory are linear in actions and steps.
 """
@@ -31,7 +33,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrograde.errors import ScheduleError
+from retrograde.schedule.account import account_of
 from retrograde.schedule.actions import Code, Verb, decode
+from retrograde.schedule.chain import Chain
 
 if TYPE_CHECKING:
     from retrograde.schedule.schedule import Schedule, Units
@@ -51,12 +55,16 @@ class Replay:
         peak: the most that was held at any time, in the schedule's units.
         actions: how many there are.
         kept: units held after each action, shape (actions,), read-only.
+        high: the most that was held during each action; likewise.
+        clock: seconds since the start after each action; likewise; zeros where steps have no time.
     """
 
     cost: int
     peak: int
     actions: int
     kept: NDArray[np.int64] = field(repr=False, compare=False)
+    high: NDArray[np.int64] = field(repr=False, compare=False)
+    clock: NDArray[np.float64] = field(repr=False, compare=False)
 
 
 def simulate(schedule: "Schedule") -> Replay:
@@ -84,41 +92,47 @@ def simulate(schedule: "Schedule") -> Replay:
     length = schedule.length
     if type(length) is not int or length < 1:
         raise ScheduleError(f"the schedule has length {length!r}: expected at least 1 step")
+    if isinstance(schedule.units, Chain) and len(schedule.units) != length:
+        raise ScheduleError(
+            f"the schedule has length {length} and its chain {len(schedule.units)} layers: "
+            "expected one step for each layer"
+        )
     codes = list(schedule.codes())
     machine = _Machine(length, schedule.units)
-    kept = np.zeros(len(codes), dtype=np.int64)
+    account = machine.account
+    kept, high = np.zeros((2, len(codes)), dtype=np.int64)
+    clock = np.zeros(len(codes))
     previous = _NOTHING
     for index, (code, following) in enumerate(zip(codes, [*codes[1:], _NOTHING], strict=False)):
         reason = machine.apply(code, previous, following)
         if reason:
             raise ScheduleError(f"action {index}, {decode(*code)}: {reason}")
-        kept[index] = machine.held
+        kept[index], high[index], clock[index] = account.held, account.high, account.seconds
         previous = code
     reason = machine.unfinished()
     if reason:
         raise ScheduleError(f"after the last action {reason}")
-    kept.flags.writeable = False
-    return Replay(machine.cost, int(kept.max()), len(codes), kept)
+    for column in (kept, high, clock):
+        column.flags.writeable = False
+    return Replay(machine.cost, int(high.max()), len(codes), kept, high, clock)
 
 
 class _Machine:
     """Everything that is current, kept and done; each verb returns why it is refused, or ""."""
 
-    def __init__(self, length: int, units: "Units") -> None:
+    def __init__(self, length: int, units: "Units | Chain") -> None:
         self.length = length
-        self.units = units
+        self.account = account_of(units, length)
         self.current = 0  # -1 where no state is
         self.stored = bytearray(length + 1)
         self.recorded = bytearray(length)
-        self.prices = [0] * length  # what each recorded step counts
         self.frontier = length  # steps from here on are backpropagated
-        self.held = 0
         self.cost = 0
 
     def apply(self, code: Code, previous: Code, following: Code) -> str:
         verb, start, stop = code
         if verb == _ADVANCE:
-            return self._run(start, stop)
+            return self._advance(start, stop)
         if verb == _STORE:
             return self._store(start)
         if verb == _RECORD:
@@ -135,6 +149,11 @@ class _Machine:
             return f"step {self.frontier - 1} is not backpropagated"
         state = self.stored.find(1)
         return f"state {state} is still stored: free it" if state >= 0 else ""
+
+    def _advance(self, start: int, stop: int) -> str:
+        if not (reason := self._run(start, stop)):
+            self.account.advance(start, stop)
+        return reason
 
     def _run(self, start: int, stop: int) -> str:
         if reason := self._bad_range(start, stop):
@@ -157,20 +176,15 @@ class _Machine:
         if self.stored[at]:
             return f"state {at} is stored already"
         self.stored[at] = 1
-        self.held += self._price_of_state(at)
+        self.account.store(at)
         return ""
 
     def _record(self, start: int, stop: int, in_core: bool) -> str:
         if reason := self._run(start, stop):
             return reason
-        units, prices = self.units, self.prices
-        prices[start:stop] = [units.beta] * (stop - start)
-        if not self._is_kept(start):
-            prices[start] = units.alpha
-        if in_core:
-            prices[stop - 1] = units.core
+        resting = self._is_kept(start)
         self.recorded[start:stop] = b"\1" * (stop - start)
-        self.held += sum(prices[start:stop])
+        self.account.record(start, stop, resting=resting, in_core=in_core)
         return ""
 
     def _load(self, at: int) -> str:
@@ -181,6 +195,7 @@ class _Machine:
         if not self._is_kept(at):
             return f"state {at} is neither stored nor the output of a recorded step"
         self.current = at
+        self.account.load(at)
         return ""
 
     def _free(self, at: int, previous: Code) -> str:
@@ -194,7 +209,7 @@ class _Machine:
         if at < self.length and self.recorded[at]:
             return f"the recorded step {at} still rests on state {at}"
         self.stored[at] = 0
-        self.held -= self._price_of_state(at)
+        self.account.free(at)
         return ""
 
     def _backward(self, start: int, stop: int) -> str:
@@ -205,8 +220,8 @@ class _Machine:
         step = self.recorded.rfind(0, start, stop)
         if step >= 0:
             return f"step {step} is not recorded"
-        self.held -= sum(self.prices[start:stop])
         self.recorded[start:stop] = bytes(stop - start)
+        self.account.backward(start, stop)
         self.frontier = start
         self.current = -1
         return ""
@@ -218,9 +233,6 @@ class _Machine:
 
     def _is_kept(self, state: int) -> bool:
         return bool(self.stored[state] or (state and self.recorded[state - 1]))
-
-    def _price_of_state(self, state: int) -> int:
-        return self.units.state if state else self.units.initial
 
     def _where(self) -> str:
         return "no state is current" if self.current < 0 else f"state {self.current} is current"

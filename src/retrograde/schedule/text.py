@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from retrograde.errors import ScheduleError
 from retrograde.schedule.actions import Code, Verb
+from retrograde.schedule.chain import Chain
 from retrograde.schedule.schedule import Schedule, Units
 
 __all__ = ["VERSION", "from_json", "to_json"]
@@ -46,7 +47,7 @@ def to_json(schedule: Schedule) -> str:
         "length": schedule.length,
         "policy": schedule.policy,
         "memory": schedule.memory,
-        "units": asdict(schedule.units),
+        "units": _of_units(schedule.units),
         **({} if schedule.bound is None else {"bound": schedule.bound}),
         "actions": " ".join(_word(*code) for code in schedule.codes()),
     }
@@ -103,9 +104,17 @@ def _document(text: str) -> dict[str, Any]:
     return document
 
 
-def _units(document: Any) -> Units:
+def _of_units(units: Units | Chain) -> dict[str, Any]:
+    if isinstance(units, Chain):
+        return {"chain": json.loads(units.to_json())}
+    return asdict(units)
+
+
+def _units(document: Any) -> Units | Chain:
     if not isinstance(document, dict):
         _fail(f"'units' is {document!r}: expected an object")
+    if document.keys() == {"chain"}:
+        return Chain.from_json(json.dumps(document["chain"]))
     _same_keys("'units'", document, tuple(field.name for field in fields(Units)))
     return Units(**document)
 

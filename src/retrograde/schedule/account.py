@@ -1,0 +1,187 @@
+"""What is held and what is spent while a schedule is carried out.
+
+Two ways of counting, one for each thing that a schedule can be counted in. :class:`_OfUnits` has
+the equal steps of a recurrence in the papers' units, after each action; :class:`_OfChain` has the
+unequal layers of a :class:`~retrograde.schedule.chain.Chain` in bytes and seconds, within actions
+too. Both assume that the actions are legal: :mod:`retrograde.schedule.simulate` says which are.
+
+*Bytes of a chain.* A hidden state is held as long as it is current, stored, or referred to by the
+internal state before or after it, and is counted once. A gradient is held from the time that its
+state's layer is backpropagated until the layer before is. While a layer runs, what it takes for a
+while is held too.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from retrograde.schedule.chain import Chain
+
+if TYPE_CHECKING:
+    from retrograde.schedule.schedule import Units
+
+__all__ = ["Account", "account_of"]
+
+
+class Account(Protocol):
+    """The books of one replay.
+
+    Attributes:
+        held: what is held now.
+        high: the most that was held during the last action.
+        seconds: spent since the start; 0 where a step has no time.
+    """
+
+    held: int
+    high: int
+    seconds: float
+
+    def advance(self, start: int, stop: int) -> None: ...
+
+    def record(self, start: int, stop: int, *, resting: bool, in_core: bool) -> None:
+        """Resting: the state before the range is kept anyhow. In the core: the last step is
+        backpropagated at once."""
+        ...
+
+    def store(self, at: int) -> None: ...
+
+    def load(self, at: int) -> None: ...
+
+    def free(self, at: int) -> None: ...
+
+    def backward(self, start: int, stop: int) -> None: ...
+
+
+def account_of(units: "Units | Chain", length: int) -> Account:
+    """Empty books.
+
+    Args:
+        units: what a schedule is counted in.
+        length: steps.
+
+    Returns:
+        An :class:`Account` at the start of a replay.
+    """
+    return _OfChain(units) if isinstance(units, Chain) else _OfUnits(units, length)
+
+
+class _OfUnits:
+    def __init__(self, units: "Units", length: int) -> None:
+        self.units = units
+        self.prices = [0] * length  # what each recorded step counts
+        self.held = self.high = 0
+        self.seconds = 0.0
+
+    def advance(self, start: int, stop: int) -> None:
+        self.high = self.held
+
+    def record(self, start: int, stop: int, *, resting: bool, in_core: bool) -> None:
+        units, prices = self.units, self.prices
+        prices[start:stop] = [units.beta] * (stop - start)
+        if not resting:
+            prices[start] = units.alpha
+        if in_core:
+            prices[stop - 1] = units.core
+        self._hold(sum(prices[start:stop]))
+
+    def store(self, at: int) -> None:
+        self._hold(self._price(at))
+
+    def load(self, at: int) -> None:
+        self.high = self.held
+
+    def free(self, at: int) -> None:
+        self._hold(-self._price(at))
+
+    def backward(self, start: int, stop: int) -> None:
+        self._hold(-sum(self.prices[start:stop]))
+
+    def _hold(self, more: int) -> None:
+        self.held += more
+        self.high = self.held
+
+    def _price(self, at: int) -> int:
+        return self.units.state if at else self.units.initial
+
+
+class _OfChain:
+    def __init__(self, chain: Chain) -> None:
+        self.chain = chain
+        self.states, self.gradients = chain.state_bytes, chain.gradient_bytes
+        self.tapes = chain.tape_bytes
+        self.reasons = [0] * (len(chain) + 1)  # to hold each hidden state
+        self.held = self.high = chain.overhead_bytes
+        self.seconds = 0.0
+        self.current: int | None = None
+        self.frontier: int | None = None  # the state whose gradient is held
+        self._move(0)
+
+    def advance(self, start: int, stop: int) -> None:
+        chain = self.chain
+        self.high = self.held
+        for k in range(start, stop):
+            self._touch(self.states[k + 1] + chain.forward_transient_bytes[k])
+            self._move(k + 1)
+            self.seconds += chain.forward_seconds[k]
+
+    def record(self, start: int, stop: int, *, resting: bool, in_core: bool) -> None:
+        chain = self.chain
+        self.high = self.held
+        for k in range(start, stop):
+            own = self.tapes[k] + self.states[k + 1]
+            self._touch(own + chain.record_transient_bytes[k])
+            self.held += self.tapes[k]
+            self._refer(k, self._hold)
+            self._move(k + 1)
+            self.seconds += chain.forward_seconds[k]
+
+    def store(self, at: int) -> None:
+        self._hold(at)
+        self.high = self.held
+
+    def load(self, at: int) -> None:
+        self._move(at)
+        self.high = self.held
+
+    def free(self, at: int) -> None:
+        self._release(at)
+        self.high = self.held
+
+    def backward(self, start: int, stop: int) -> None:
+        chain = self.chain
+        self._move(None)
+        if self.frontier is None:
+            self.held += self.gradients[stop]
+        self.high = self.held
+        for k in range(stop - 1, start - 1, -1):
+            self._touch(self.gradients[k] + chain.backward_transient_bytes[k])
+            self.held += self.gradients[k] - self.gradients[k + 1] - self.tapes[k]
+            self._refer(k, self._release)
+            self.seconds += chain.backward_seconds[k]
+        self.frontier = start
+
+    def _refer(self, k: int, change: Callable[[int], None]) -> None:
+        """Hold, or release, what the internal state of layer k refers to."""
+        if self.chain.keeps_input[k]:
+            change(k)
+        if self.chain.keeps_output[k]:
+            change(k + 1)
+
+    def _move(self, to: int | None) -> None:
+        before, self.current = self.current, to
+        if to is not None:
+            self._hold(to)
+        if before is not None:
+            self._release(before)
+
+    def _hold(self, at: int) -> None:
+        if not self.reasons[at]:
+            self.held += self.states[at]
+        self.reasons[at] += 1
+
+    def _release(self, at: int) -> None:
+        self.reasons[at] -= 1
+        if not self.reasons[at]:
+            self.held -= self.states[at]
+
+    def _touch(self, more: int) -> None:
+        self.high = max(self.high, self.held + more)
