@@ -8,7 +8,6 @@ model and use a part. A second backward pass (``retain_graph=True``) runs the sc
 its start, and so does one after a pass that raised.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from retrograde.execute.cell import Core
 from retrograde.execute.executor import Run, advance, window
 from retrograde.execute.layout import Layout, Straight
 from retrograde.execute.ranges import Gradients
-from retrograde.execute.replay import autocast_as_now, muted_hooks, version
+from retrograde.execute.replay import autocast_as_now, autocast_of_caller, muted_hooks, version
 from retrograde.execute.transforms import NO_FORWARD_MODE, uncompiled
 from retrograde.schedule import Schedule
 
@@ -181,7 +180,7 @@ class _Recurrence(torch.autograd.Function):
             parameters=run.core.totals(),
             length=run.length,
             layout=layout,
-            outside=_outside(inputs[0].device, ctx.autocasts),
+            outside=autocast_of_caller(inputs[0].device, replayed=ctx.autocasts),
         )
         with run.core.ambient.without_trace(), ctx.autocast, muted_hooks(parameters):
             try:
@@ -202,12 +201,6 @@ class _Recurrence(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         raise RetrogradeError(NO_FORWARD_MODE)
-
-
-def _outside(device: torch.device, replayed: bool) -> AbstractContextManager[Any]:
-    """Autocast as the caller has it; nothing to set where neither it nor the replay is on."""
-    on = replayed or torch.is_autocast_enabled(device.type)
-    return autocast_as_now(device) if on else nullcontext()
 
 
 def _check_unchanged(parameters: Tensors, versions: list[int], found: list[Tensor | None]) -> None:

@@ -12,7 +12,7 @@ that range's own leaf, and not to the range that produced it.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, cast
@@ -66,8 +66,10 @@ def pieces(core: Core, start: int, stop: int) -> list[tuple[int, int]]:
 
 
 def joins(core: Core) -> bool:
-    """Whether steps can be recorded as one graph: not if they change what they depend on."""
-    return core.fused or not (core.ambient.sources or core.ambient.buffers)
+    """Whether steps can be recorded as one graph: not if they change what they depend on, or if the
+    core says what a tape is."""
+    apart = isinstance(core, RangeCore) or core.ambient.sources or core.ambient.buffers
+    return core.fused or not apart
 
 
 def window(core: Core, start: int, stop: int) -> int | slice:
@@ -267,7 +269,8 @@ def _check_leaves(
 class Run:
     """The state of one execution: what is stored, what is recorded, what is current.
 
-    Tensors of the caller are passed to its methods and never kept.
+    Tensors of the caller are passed to its methods and never kept. Where ``loads`` is given, the
+    states after recorded steps are held only as long as they are current, but for those.
     """
 
     core: Core
@@ -279,27 +282,40 @@ class Run:
     stored: dict[int, tuple[Tensors, Snapshot]] = field(default_factory=dict)
     tapes: list[Tape] = field(default_factory=list)
     cuts: list[int] | None = None
+    loads: frozenset[int] | None = None
 
     def forward(self, inputs: Inputs, state: Tensors, emit: Emit | None) -> Tensors:
         """Perform all that precedes the first ``Backward``; return the state after all steps."""
         self.clear()
         self.done, self.position, self.state = 0, 0, [s.detach() for s in state]
         while not isinstance(self.actions[self.done], Backward):
-            self._perform(inputs, emit, None)
+            self._perform(inputs, emit)
         after, self.state = self.state, []
         return after
 
     def backward(self, inputs: Inputs, gradients: Gradients) -> None:
         """Perform the rest, from the first ``Backward`` on."""
+        for _ in self.retreat(inputs, gradients):
+            pass
+
+    def retreat(self, inputs: Inputs, gradients: Gradients) -> Iterator[None]:
+        """Perform the rest, and pause after each tape that is backpropagated."""
         while self.done < len(self.actions):
-            self._perform(inputs, None, gradients)
+            match self.actions[self.done]:
+                case Backward(start, _):
+                    self.done, self.state = self.done + 1, []
+                    while self.tapes and self.tapes[-1].start >= start:
+                        backpropagate(self.core, self.tapes.pop(), gradients)
+                        yield
+                case _:
+                    self._perform(inputs, None)
         self.state = []
 
     def clear(self) -> None:
         """Let go of all that is held."""
         self.stored, self.tapes, self.state = {}, [], []
 
-    def _perform(self, inputs: Inputs, emit: Emit | None, gradients: Gradients | None) -> None:
+    def _perform(self, inputs: Inputs, emit: Emit | None) -> None:
         action: Any = self.actions[self.done]
         self.done += 1
         match action:
@@ -315,17 +331,14 @@ class Run:
                     tape = record(self.core, inputs, a, b, self.state, emit)
                     self.tapes.append(tape)
                     self.state, self.position = tape.state_after, b
+                    if self.loads is not None and b not in self.loads:
+                        tape.state_after = []
             case Load(at):
                 self.state, ambient = self._kept(at)
                 self.core.ambient.restore(ambient)
                 self.position = at
             case Free(at):
                 del self.stored[at]
-            case Backward(start, _):
-                assert gradients is not None
-                self.state = []
-                while self.tapes and self.tapes[-1].start >= start:
-                    backpropagate(self.core, self.tapes.pop(), gradients)
 
     def _advance_far(self, core: RangeCore, inputs: Inputs, start: int, emit: Emit | None) -> None:
         """Carry out an ``Advance``, and with it those that only a ``Store`` parts from it."""

@@ -10,7 +10,7 @@ Most cells draw nothing and change nothing: then nothing is kept.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ __all__ = [
     "Snapshot",
     "Steady",
     "autocast_as_now",
+    "autocast_of_caller",
     "muted_hooks",
     "version",
 ]
@@ -150,6 +151,12 @@ def autocast_as_now(device: torch.device) -> torch.autocast:
         enabled=torch.is_autocast_enabled(device.type),
         cache_enabled=False,
     )
+
+
+def autocast_of_caller(device: torch.device, *, replayed: bool) -> AbstractContextManager[Any]:
+    """Autocast as the caller has it, to be set within a replay; nothing where both have none."""
+    on = replayed or torch.is_autocast_enabled(device.type)
+    return autocast_as_now(device) if on else nullcontext()
 
 
 @contextmanager

@@ -50,6 +50,10 @@ class Account(Protocol):
 
     def backward(self, start: int, stop: int) -> None: ...
 
+    def keeps_output(self, step: int) -> bool:
+        """Whether the output of a step is held as long as its internal state is."""
+        ...
+
 
 def account_of(units: "Units | Chain", length: int) -> Account:
     """Empty books.
@@ -94,6 +98,9 @@ class _OfUnits:
 
     def backward(self, start: int, stop: int) -> None:
         self._hold(-sum(self.prices[start:stop]))
+
+    def keeps_output(self, step: int) -> bool:
+        return True
 
     def _hold(self, more: int) -> None:
         self.held += more
@@ -158,6 +165,9 @@ class _OfChain:
             self._refer(k, self._release)
             self.seconds += chain.backward_seconds[k]
         self.frontier = start
+
+    def keeps_output(self, step: int) -> bool:
+        return self.chain.keeps_output[step]
 
     def _refer(self, k: int, change: Callable[[int], None]) -> None:
         """Hold, or release, what the internal state of layer k refers to."""

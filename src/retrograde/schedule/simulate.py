@@ -192,7 +192,7 @@ class _Machine:
             return f"there is no state {at}: expected 0 to {self.length}"
         if at == self.current:
             return f"state {at} is current already"
-        if not self._is_kept(at):
+        if not (self.stored[at] or (self._is_kept(at) and self.account.keeps_output(at - 1))):
             return f"state {at} is neither stored nor the output of a recorded step"
         self.current = at
         self.account.load(at)

@@ -1,0 +1,164 @@
+"""A chain as a core: what the executor calls for a range of its links.
+
+The executor knows steps and states; which layer a step is, what that layer depends on and how it is
+differentiated, is known here. A step of a recurrence is one function of many inputs; a link is one
+of many functions, and its only input is the state.
+
+A link that is run again finds the random numbers and the buffers of its first run, and leaves
+nothing behind (rules 2 and 3); these few bytes are kept with the link, not with a state, for a link
+depends on no other's. What it refers to, it holds: a tape is a graph, and no tensor besides.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from retrograde.errors import RetrogradeError
+from retrograde.execute.chain.links import Link, check_leaves, enter, parameters_of
+from retrograde.execute.inputs import Inputs
+from retrograde.execute.ranges import Emit, Gradients, RangeCore, Tape
+from retrograde.execute.replay import Ambient, Snapshot, muted_hooks, version
+
+__all__ = ["ChainCore", "LinkTape"]
+
+Tensors = list[Tensor]
+Gradient = Tensor | None
+
+
+@dataclass
+class LinkTape(Tape):
+    """A recorded link: where its input and its output are in its graph.
+
+    Attributes:
+        input_edges: for each tensor of the state before it; None where no gradient is wanted.
+        output_edges: for each tensor of the state after it.
+    """
+
+    input_edges: list[GradientEdge | None]
+    output_edges: list[GradientEdge | None]
+
+
+class ChainCore(RangeCore):
+    """The links of one call.
+
+    Args:
+        links: at least one.
+        device: of the input.
+
+    Attributes:
+        parameters_of: of each link, those that a gradient is wanted for.
+        needed: of each link, for which of them one is asked for; all, by default.
+    """
+
+    fused = False
+
+    def __init__(self, links: Sequence[Link], device: torch.device) -> None:
+        self.links = links
+        self.ambient = Ambient(device)
+        self.parameters = []
+        self.own = [parameters_of(link.name, link.layers) for link in links]
+        self.needed = [[True] * len(own) for own in self.own]
+        self._before: list[Snapshot | None] = [None] * len(links)
+        self._ambients = [_as_now(link) for link in links]
+        self._versions = [_versions(link) for link in links]
+
+    def totals(self) -> list[Gradient]:
+        return []
+
+    def advance(
+        self, inputs: Inputs, start: int, stops: Sequence[int], state: Tensors, emit: Emit | None
+    ) -> list[Tensors]:
+        found = []
+        for k in range(start, stops[-1]):
+            with self._surroundings(k), torch.no_grad():
+                state = self.links[k].run(state)
+            if k + 1 in stops:
+                found.append([t.detach() for t in state])
+        return found
+
+    def record(
+        self, inputs: Inputs, start: int, stop: int, state: Tensors, emit: Emit | None
+    ) -> LinkTape:
+        link = self.links[start]
+        mark = torch._C._autograd._get_sequence_nr()
+        with self._surroundings(start), torch.enable_grad():
+            x, anchor = enter(state, link.wanted)
+            input_edges = [_edge(t) for t in x]
+            y = link.run(x)
+        del x
+        check_leaves(link.name, y, mark, {id(anchor), *map(id, self.own[start])})
+        return LinkTape(
+            start=start,
+            stop=stop,
+            inputs=[],
+            wanted=link.wanted,
+            passes=link.passes,
+            state_after=[t.detach() for t in y],
+            ambient_after=(),
+            input_edges=input_edges,
+            output_edges=[_edge(t) for t in y],
+        )
+
+    def backpropagate(self, tape: LinkTape, gradients: Gradients) -> None:
+        """Backpropagate one link; ``gradients.parameters`` are then its own ones'."""
+        own, needed = self.own[tape.start], self.needed[tape.start]
+        pairs = zip(tape.output_edges, gradients.states, strict=True)
+        roots = [(edge, g) for edge, g in pairs if edge is not None and g is not None]
+        edges = [edge for edge in tape.input_edges if edge is not None]
+        targets = [p for p, need in zip(own, needed, strict=True) if need]
+        found: Sequence[Gradient] = [None] * (len(edges) + len(targets))
+        if roots and found:
+            outputs, seeds = zip(*roots, strict=True)
+            with gradients.outside, muted_hooks(own):
+                wanted: Any = [*edges, *targets]
+                found = torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
+        shares = iter(found)
+        gradients.states = [None if e is None else next(shares) for e in tape.input_edges]
+        gradients.parameters = [next(shares) if need else None for need in needed]
+
+    @contextmanager
+    def _surroundings(self, k: int) -> Iterator[None]:
+        """Run a link as it was run the first time."""
+        before, ambient = self._before[k], self._ambients[k]
+        if before is None:
+            self._before[k] = ambient.capture()
+            yield
+            return
+        if _versions(self.links[k]) != self._versions[k]:
+            raise RetrogradeError(
+                f"a parameter or buffer of layer {self.links[k].name} has been modified by an "
+                "inplace operation between the forward pass and the backward pass, which "
+                "recomputes with it: expected it to stay as it was; call backward() before "
+                "optimizer.step()"
+            )
+        with ambient.without_trace():
+            ambient.restore(before)
+            yield
+
+
+def _as_now(link: Link) -> Ambient:
+    """A link's surroundings, with the tensors that its modules hold now."""
+    parts = {id(part): part for layer in link.layers for part in layer.modules()}.values()
+    holdings = [held for part in parts for held in (part._parameters, part._buffers) if held]
+    return replace(link.ambient, holdings=tuple((held, dict(held)) for held in holdings))
+
+
+def _versions(link: Link) -> list[int]:
+    """Of all that a link reads and does not itself change."""
+    changing = {id(b) for b in link.ambient.buffers}
+    return [version(t) for t in _tensors(link.layers) if id(t) not in changing]
+
+
+def _tensors(layers: Sequence[nn.Module]) -> Iterator[Tensor]:
+    for layer in layers:
+        yield from layer.parameters()
+        yield from layer.buffers()
+
+
+def _edge(t: Tensor) -> GradientEdge | None:
+    return get_gradient_edge(t) if t.requires_grad else None
