@@ -104,13 +104,17 @@ def measure(fn: Callable[[], T], *, device: str | torch.device = "cpu") -> Measu
 
 
 def measure_phases(
-    phases: Sequence[Callable[[], object]], *, device: str | torch.device = "cpu"
+    phases: Sequence[Callable[[], object]],
+    *,
+    device: str | torch.device = "cpu",
+    working: bool = False,
 ) -> list[tuple[int, int]]:
     """Run calls one after the other, and tell for each its peak and its growth.
 
     Args:
         phases: called in order, without arguments; what they return is dropped at once.
         device: whose allocations count.
+        working: leave out what is still allocated when the last call has returned.
 
     Returns:
         For each call (peak growth of allocated bytes since its start, growth left at its end).
@@ -131,13 +135,14 @@ def measure_phases(
             phase()
 
     *_, events = _observe(call, device)
+    counted = _transient(events) if working else np.ones(len(events), np.bool_)
     sizes: list[list[int]] = []
-    for event in events:
+    for event, counts in zip(events, counted, strict=True):
         size = event.extra_fields.alloc_size
         if abs(size) == _MARK:
             if size > 0:
                 sizes.append([])
-        elif sizes and _is_on(event, device):
+        elif sizes and counts and _is_on(event, device):
             sizes[-1].append(size)
     return [(int(np.cumsum(s).max(initial=0)), sum(s)) for s in sizes]
 

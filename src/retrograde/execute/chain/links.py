@@ -152,7 +152,8 @@ def examine_layers(
     callers, passed = _storages(state).keys(), set[int]()
     for name, layer in layers:
         tried = _try(name, (layer,), structure, after, wanted)
-        if tried.wrote or (links and not tried.made):
+        apart = tried.made and not (len(links) == 1 and not links[0].output_bytes)
+        if tried.wrote or (links and not apart):
             if not links:
                 raise CellError(_WRITES.format(name, "the chain's input"))
             last = links.pop()

@@ -1,0 +1,220 @@
+"""What the links of a chain take: bytes as they are allocated, seconds as they pass.
+
+Both are found by the core's own functions, link by link: one that keeps nothing, one that is
+recorded, one that is backpropagated. What a tape refers to is found by letting go of the link's
+input, and of its output, and looking what is released.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from retrograde.execute.chain.core import ChainCore, LinkTape
+from retrograde.execute.chain.links import Link, Links
+from retrograde.execute.inputs import Held
+from retrograde.execute.layout import Straight
+from retrograde.execute.measure import measure_phases
+from retrograde.execute.ranges import Gradients
+from retrograde.execute.replay import autocast_as_now
+from retrograde.machine import now
+from retrograde.schedule import Chain
+
+__all__ = ["measure_chain"]
+
+T = TypeVar("T")
+Tensors = list[Tensor]
+Gradient = Tensor | None
+_NO_INPUTS = Held([])
+_TOKEN_BYTES = 8  # an element for each state of the chain, in the caller's graph
+
+
+def measure_chain(links: Links, state: Tensors, repeats: int = 3) -> Chain:
+    """Measure every link of a chain, and leave no trace of it.
+
+    Args:
+        links: as examined for an input like this.
+        state: the flat input.
+        repeats: how often seconds are taken; medians are told.
+
+    Returns:
+        The chain, of as many layers as there are links.
+    """
+    device = state[0].device
+    every = (*links.prefix, *links.chain)
+    untouched = [link.ambient.capture() for link in every]
+    core = ChainCore(links.chain, device)
+    try:
+        with autocast_as_now(device):
+            with torch.no_grad():
+                first = [t.detach() for t in state]
+                for link in links.prefix:
+                    first = link.run(first)
+            sizes = _each(core, first, _sizes)
+            seconds = [_each(core, first, _seconds) for _ in range(repeats)]
+    finally:
+        for link, before in zip(every, untouched, strict=True):
+            link.ambient.restore(before)
+    medians = [_median(times) for times in zip(*seconds, strict=True)]
+    return Chain(
+        forward_seconds=[forward for forward, _ in medians],
+        backward_seconds=[backward for _, backward in medians],
+        output_bytes=[size.output for size in sizes],
+        internal_bytes=[size.internal for size in sizes],
+        forward_transient_bytes=[size.forward for size in sizes],
+        backward_transient_bytes=[size.backward for size in sizes],
+        record_transient_bytes=[size.record for size in sizes],
+        keeps_input=[size.keeps_input for size in sizes],
+        keeps_output=[size.keeps_output for size in sizes],
+        names=[link.name for link in links.chain],
+        input_bytes=sum(t.nbytes for t in state),
+        overhead_bytes=_overhead(links, core, device),
+    )
+
+
+def _each(
+    core: ChainCore, state: Tensors, measured: Callable[[ChainCore, int, Tensors], T]
+) -> list[T]:
+    """Measure link after link on the states that they hand on."""
+    found = []
+    for k in range(len(core.links)):
+        found.append(measured(core, k, state))
+        (state,) = core.advance(_NO_INPUTS, k, [k + 1], state, None)
+    return found
+
+
+@dataclass(frozen=True)
+class _Size:
+    """Bytes of one link, as :class:`retrograde.schedule.Chain` has them; the transient ones by
+    what is going on."""
+
+    output: int
+    internal: int
+    forward: int
+    record: int
+    backward: int
+    keeps_input: bool
+    keeps_output: bool
+
+
+@dataclass
+class _Held:
+    """What is held while the bytes of a link are measured."""
+
+    state: Tensors = field(default_factory=list)
+    after: Tensors = field(default_factory=list)
+    tape: list[LinkTape] = field(default_factory=list)
+    seeds: list[Gradient] = field(default_factory=list)
+    gradients: list[Gradient] = field(default_factory=list)
+    for_caller: list[Gradient] = field(default_factory=list)
+
+
+def _sizes(core: ChainCore, k: int, state: Tensors) -> _Size:
+    phases, held = _phases(core, k, state), _Held()
+    device = core.ambient.device
+    found = measure_phases([partial(phase, held) for phase in phases], device=device, working=True)
+    (_, given), (forward, output), _, (record, recorded), *_ = found
+    (_, less_input), (_, less_output), _, (backward, _), _ = found[4:]
+    last = k == len(core.links) - 1
+    tape = recorded if last else recorded - output
+    gradient = given if k else 0  # that of the chain's input is the caller's
+    return _Size(
+        output=output,
+        internal=tape + output,
+        forward=forward - output,
+        record=record - recorded,
+        backward=max(0, backward - gradient),
+        keeps_input=given + less_input > 0,
+        keeps_output=output + less_output > 0,
+    )
+
+
+def _phases(core: ChainCore, k: int, state: Tensors) -> list[Callable[[_Held], None]]:
+    """One after the other: what a link does, and what lets go of what it needed."""
+    link, last = core.links[k], k == len(core.links) - 1
+
+    def give(held: _Held) -> None:
+        held.state = [t.clone() for t in state]
+
+    def advance(held: _Held) -> None:
+        (held.after,) = core.advance(_NO_INPUTS, k, [k + 1], held.state, None)
+
+    def record(held: _Held) -> None:
+        tape = core.record(_NO_INPUTS, k, k + 1, held.state, None)
+        held.after, tape.state_after = tape.state_after, []
+        held.tape = [tape]
+        if last:
+            held.for_caller += held.after
+
+    def drop_state(held: _Held) -> None:
+        held.state = []
+
+    def drop_after(held: _Held) -> None:
+        held.after = []
+
+    def seed(held: _Held) -> None:
+        held.seeds = _ones(link)
+
+    def backpropagate(held: _Held) -> None:
+        gradients = _gradients(core, held.seeds)
+        core.backpropagate(held.tape.pop(), gradients)
+        held.gradients = gradients.states
+        held.for_caller += gradients.parameters
+        if k == 0:
+            held.for_caller += gradients.states
+
+    def drop_gradients(held: _Held) -> None:
+        held.seeds, held.gradients = [], []
+
+    return [give, advance, drop_after, record, drop_state, drop_after, seed, backpropagate,
+            drop_gradients]  # fmt: skip
+
+
+def _seconds(core: ChainCore, k: int, state: Tensors) -> tuple[float, float]:
+    """Forward; and backward, with what recording takes longer."""
+    device, moments = core.ambient.device, []
+    moments.append(now(device))
+    core.advance(_NO_INPUTS, k, [k + 1], state, None)
+    moments.append(now(device))
+    tape = core.record(_NO_INPUTS, k, k + 1, state, None)
+    moments.append(now(device))
+    gradients = _gradients(core, _ones(core.links[k]))
+    moments.append(now(device))
+    core.backpropagate(tape, gradients)
+    moments.append(now(device))
+    forward, record, _, backward = (b - a for a, b in pairwise(moments))
+    return forward, backward + max(0.0, record - forward)
+
+
+def _ones(link: Link) -> list[Gradient]:
+    """A gradient of a link's output."""
+    return [
+        torch.ones(shape, dtype=dtype, device=device) if passes else None
+        for (shape, dtype, device), passes in zip(link.like, link.passes, strict=True)
+    ]
+
+
+def _gradients(core: ChainCore, states: Sequence[Gradient]) -> Gradients:
+    length = len(core.links)
+    return Gradients([], list(states), [], [], length, Straight(length, False))
+
+
+def _median(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    forward, backward = zip(*times, strict=True)
+    return statistics.median(forward), statistics.median(backward)
+
+
+def _overhead(links: Links, core: ChainCore, device: torch.device) -> int:
+    """What is held from first to last: what the prefix made, what is passed through, what first
+    runs began with, tokens."""
+    snapshots = [link.ambient.capture() for link in links.chain]
+    ours = (t for snapshot in snapshots for t in snapshot if t.is_cuda == (device.type == "cuda"))
+    tokens = sum(len(link.like) for link in links.chain) * _TOKEN_BYTES
+    prefix = links.prefix[-1].output_bytes if links.prefix else 0
+    passed = sum(link.passed_bytes for link in (*links.prefix, *links.chain))
+    return tokens + prefix + passed + sum(int(t.nbytes) for t in ours)
