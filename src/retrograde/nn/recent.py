@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Recent", "identity", "signature"]
+__all__ = ["Recent", "Same", "identity", "signature"]
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ class Recent(Generic[T]):
         return self._found[key]
 
 
-class _Same:
+class Same:
     """A key that is equal for the same object only, and that does not keep it alive."""
 
     def __init__(self, value: Any) -> None:
@@ -74,11 +74,11 @@ class _Same:
 
     def __eq__(self, other: object) -> bool:
         value = self.reference()
-        return isinstance(other, _Same) and value is not None and other.reference() is value
+        return isinstance(other, Same) and value is not None and other.reference() is value
 
 
 def _is_dead(key: Any) -> bool:
-    if isinstance(key, _Same):
+    if isinstance(key, Same):
         return key.reference() is None
     return isinstance(key, tuple) and any(map(_is_dead, key))
 
@@ -111,11 +111,11 @@ def identity(value: Any, depth: int = _DEPTH) -> Hashable:
     if isinstance(value, Tensor):
         return signature(value)
     if isinstance(value, nn.Module):
-        return _Same(value), tuple(part.training for part in value.modules())
+        return Same(value), tuple(part.training for part in value.modules())
     parts = _parts(value)
     if parts is None:
         try:
-            return _Same(value)
+            return Same(value)
         except TypeError:  # it cannot be referred to weakly
             return type(value), id(value)
     kind, inner = parts

@@ -1,8 +1,10 @@
-"""``torch.nn.Sequential`` whose backward pass is a scan over sparse transposed Jacobians.
+"""``torch.nn.Sequential`` within a byte budget, or backpropagated by a parallel scan.
 
-Forward, every layer runs as usual, cut off from the one before. Backward, the scan finds the
-gradient of every layer's output; then each layer's parameters get theirs, by the layer's own
-backward pass, none waiting for another (W20, section 3.1).
+With ``memory=`` alone it is a deep chain (:mod:`retrograde.nn.chain`). With ``backward="scan"`` its
+backward pass is a scan over sparse transposed Jacobians: forward, every layer runs as usual, cut off
+from the one before; backward, the scan finds the gradient of every layer's output; then each
+layer's parameters get theirs, by the layer's own backward pass, none waiting for another (W20,
+section 3.1).
 """
 
 from collections import OrderedDict
@@ -12,16 +14,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from retrograde.errors import RetrogradeError, ScanError
+from retrograde.errors import CellError, RetrogradeError, ScanError
 from retrograde.execute.captured import foreign_tensors
 from retrograde.execute.replay import muted_hooks
 from retrograde.execute.transforms import refuse_transforms, uncompiled
+from retrograde.nn.chain import ChainFit, Plans, named_layers
 from retrograde.nn.outlook import Outlook, outlook_of
 from retrograde.scan.chain import Algorithm, Step, observe_steps, scan_gradients
 from retrograde.scan.sparse.jacobian import room
 from retrograde.scan.sparse.paths import Residual
 from retrograde.scan.sparse.rules import register_layer
-from retrograde.units import Memory
+from retrograde.units import Memory, parse_memory
 
 __all__ = ["Residual", "Sequential"]
 
@@ -29,28 +32,38 @@ _ALGORITHMS = ("auto", "linear", "blelloch", "hybrid")
 
 
 class Sequential(nn.Sequential):
-    """Layers in turn, as :class:`torch.nn.Sequential`, backpropagated by a parallel scan.
+    """Layers in turn, as :class:`torch.nn.Sequential`, within a budget or by a parallel scan.
 
-    Parameters, ``state_dict``, indexing and hooks on outputs are torch's. The gradients are those
-    of ordinary backpropagation, but for the order of additions.
+    Parameters, ``state_dict``, indexing and hooks on outputs are torch's. Within a budget, outputs
+    and gradients are ordinary backpropagation's, bit for bit where the layers are deterministic;
+    by the scan, but for the order of additions.
 
     Args:
-        layers: modules, or one ordered dict of them. Each needs a transposed Jacobian: torch's
-            convolutions, linear layers, activations, poolings, padding, dropout, batch
-            normalisation in evaluation mode, ``torch.nn.Sequential``, :class:`retrograde.Residual`,
-            and what :func:`retrograde.scan.register_layer` was told.
-        backward: ``"scan"``, or None for torch's own backward pass.
+        layers: modules, or one ordered dict of them. Within a budget any will do: dropout, batch
+            normalisation, residual blocks, layers that hand on pytrees of tensors. For the scan
+            each needs a transposed Jacobian: torch's convolutions, linear layers, activations,
+            poolings, padding, dropout, batch normalisation in evaluation mode,
+            ``torch.nn.Sequential``, :class:`retrograde.Residual`, and what
+            :func:`retrograde.scan.register_layer` was told.
+        memory: the budget for a forward and backward pass, beyond the output and the gradients that
+            the caller is handed: bytes (``67108864``), a size (``"2GiB"``), or a fraction of what
+            ordinary backpropagation would hold (``0.5``, ``"50%"``). None: torch's own pass. With
+            ``backward="scan"``: what Jacobians and their products may take; None: half the
+            machine's. Samples are taken fewer at a time where all would take more.
+        backward: ``"scan"``, or None for the layers' own backward passes.
         algorithm: ``"linear"``, ``"blelloch"``, ``"hybrid"`` with some ``levels``, or ``"auto"``:
             as many levels as make the critical path shortest, in FLOPs; where that is none, the
             gradient goes back through the layers themselves, and no Jacobian is made.
         levels: of ``"hybrid"``.
-        memory: what Jacobians and their products may take, such as ``"2GiB"``; None: half the
-            machine's. Samples are taken fewer at a time where all would take more.
 
     Raises:
         ScanError: an option is unknown.
+        UnitError: the memory cannot be read.
 
     Example:
+        >>> deep = Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(20)),
+        ...                   memory="40%")
+        >>> deep(torch.randn(64, 8)).sum().backward()
         >>> net = Sequential(nn.Conv2d(3, 6, 5), nn.ReLU(), nn.Flatten(), backward="scan")
         >>> x = torch.randn(2, 3, 8, 8, requires_grad=True)
         >>> net(x).sum().backward()
@@ -61,41 +74,66 @@ class Sequential(nn.Sequential):
     def __init__(
         self,
         *layers: Any,
+        memory: Memory | None = None,
         backward: Literal["scan"] | None = None,
         algorithm: Algorithm = "auto",
         levels: int | None = None,
-        memory: Memory | None = None,
     ) -> None:
         super().__init__(*layers)
         _check_options(backward, algorithm, levels, memory)
         self.backward, self.algorithm, self.levels = backward, algorithm, levels
         self.memory = memory
         self._outlooks: dict[Any, Outlook] = {}
+        self._plans = Plans()
 
     @uncompiled
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Any) -> Any:
         """Run the layers.
 
         Args:
-            input: (samples, …); one tensor.
+            input: what the first layer takes: a tensor, or within a budget a pytree of them; for
+                the scan one tensor (samples, …).
 
         Returns:
             The last layer's output.
 
         Raises:
+            BudgetError: the memory is too small; the message names the least.
+            CellError: within a budget, where a layer cannot be run exactly.
             ScanError: under ``backward="scan"``, where a layer has no Jacobian, or none that fits.
         """
+        if self.backward is None and self.memory is not None:
+            return self._plans.run(self, self.memory, input)
         if self.backward is None or not torch.is_grad_enabled():
-            return super().forward(input)  # type: ignore[no-any-return, no-untyped-call]
-        layers = list(_flat(self))
+            return super().forward(input)  # type: ignore[no-untyped-call]
+        layers = _flat(self)
         used = (p for layer in layers for p in layer.parameters() if p.requires_grad)
         parameters = list({id(p): p for p in used}.values())
         if not layers or not (parameters or input.requires_grad):
-            return super().forward(input)  # type: ignore[no-any-return, no-untyped-call]
+            return super().forward(input)  # type: ignore[no-untyped-call]
         _check_call(layers, input)
         refuse_transforms([input, *parameters])
-        found: Tensor = _Scan.apply(self, layers, input, *parameters)  # type: ignore[no-untyped-call]
-        return found
+        return _Scan.apply(self, layers, input, *parameters)  # type: ignore[no-untyped-call]
+
+    def fit(self, input: Any) -> ChainFit:
+        """What the budget buys for an input; nothing is trained.
+
+        Args:
+            input: as for a call; every layer is measured on one like it.
+
+        Returns:
+            A :class:`~retrograde.nn.chain.ChainFit`; ``print`` shows it.
+
+        Raises:
+            BudgetError: as for a call.
+            CellError: as for a call; also there is no budget to fit.
+        """
+        if self.backward is not None or self.memory is None:
+            raise CellError(
+                f"memory={self.memory!r} and backward={self.backward!r}: expected a memory and no "
+                "backward; only layers within a budget have a schedule"
+            )
+        return self._plans.fit(self, self.memory, input)
 
     def outlook(self, steps: Sequence[Step], *, whole: bool) -> Outlook:
         """What each scan would take for a batch, and which one is chosen; remembered by shape.
@@ -131,7 +169,7 @@ class Sequential(nn.Sequential):
         Raises:
             ScanError: as for a call.
         """
-        layers = list(_flat(self))
+        layers = _flat(self)
         _check_call(layers, input)
         with torch.enable_grad():
             steps, whole = _needed(observe_steps(layers, input), input.requires_grad)
@@ -151,11 +189,13 @@ class Sequential(nn.Sequential):
 
     def extra_repr(self) -> str:
         """What it has besides its layers."""
-        options = {"backward": self.backward, "algorithm": self.algorithm, "levels": self.levels}
+        names = ("memory", "backward", "algorithm", "levels")
+        options = {name: vars(self)[name] for name in names}
         return ", ".join(f"{k}={v!r}" for k, v in options.items() if v not in (None, "auto"))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_outlooks": {}}  # type: ignore[misc, no-untyped-call]
+        fresh = {"_outlooks": {}, "_plans": Plans()}
+        return {**super().__getstate__(), **fresh}  # type: ignore[misc, no-untyped-call]
 
 
 # One that stands inside another layer is part of that one's Jacobian.
@@ -252,22 +292,10 @@ def _needed(steps: list[Step], input_wanted: bool) -> tuple[list[Step], bool]:
     return (steps[trained.index(True) :], False) if any(trained) else (steps, True)
 
 
-def _flat(net: nn.Sequential) -> Iterator[nn.Module]:
+def _flat(net: nn.Sequential) -> list[nn.Module]:
     """The layers, those of nested ones in their place."""
-    for layer in net:
-        hooked = any(
-            (
-                layer._forward_hooks,
-                layer._forward_pre_hooks,
-                layer._backward_hooks,
-                layer._backward_pre_hooks,
-            )
-        )
-        plain = type(layer) in (nn.Sequential, Sequential) and not hooked
-        if plain and isinstance(layer, nn.Sequential):
-            yield from _flat(layer)
-        else:
-            yield layer
+    opens = (nn.Sequential, Sequential)
+    return [layer for _, layer in named_layers(net, lambda nested: type(nested) in opens)]
 
 
 def _tensors(layer: nn.Module) -> Iterator[Tensor]:
@@ -287,12 +315,9 @@ def _check_options(backward: Any, algorithm: Any, levels: Any, memory: Memory | 
         )
     if levels is not None and levels < 0:
         raise ScanError(f"levels={levels}: expected 0 (linear) or more")
-    if memory is not None:
-        if backward is None:
-            raise ScanError(
-                "memory= without backward='scan': expected both; deep chains within a budget are "
-                "not there yet"
-            )
+    if memory is not None and backward is None:
+        parse_memory(memory)
+    elif memory is not None:
         room(memory, torch.device("cpu"))  # refuses what cannot be read
 
 

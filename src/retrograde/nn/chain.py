@@ -1,0 +1,238 @@
+"""A chain of layers within a byte budget: measured once, planned once, run by its schedule.
+
+At the first call for an input of some kind every layer is tried, measured, and a schedule is found
+for the budget; later calls look it up. What is measured depends on shapes, so it is kept by them; a
+link holds parameters and buffers, so links are kept by these.
+
+Seconds decide which schedule is fastest, and no two measurements agree. So another process may
+follow another schedule; the gradient is the same, bit for bit.
+"""
+
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retrograde.errors import CellError
+from retrograde.execute.chain.autograd import run_chain
+from retrograde.execute.chain.links import Links, examine_layers
+from retrograde.execute.chain.profile import measure_chain
+from retrograde.execute.transforms import refuse_transforms
+from retrograde.execute.trees import Structure, flatten
+from retrograde.nn.recent import Recent, Same, signature
+from retrograde.plan import plan
+from retrograde.plan.chain import chain_minimum
+from retrograde.schedule import Chain, Schedule
+from retrograde.units import Memory, as_bytes, format_bytes
+
+__all__ = ["ChainFit", "Plans", "measured", "named_layers"]
+
+Tensors = list[Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class ChainFit:
+    """What a budget buys for a chain; ``print`` shows it.
+
+    Attributes:
+        chain: the layers, as measured; those without a gradient left out.
+        schedule: what is carried out.
+        budget_bytes: what is allowed.
+        minimum_bytes: the least budget that would do.
+        ordinary_bytes: what ordinary backpropagation holds.
+    """
+
+    chain: Chain
+    schedule: Schedule
+    budget_bytes: int
+    minimum_bytes: int
+    ordinary_bytes: int
+
+    @property
+    def ordinary(self) -> bool:
+        """Whether ordinary backpropagation fits the budget, and so is what is done."""
+        return self.budget_bytes >= self.ordinary_bytes
+
+    @property
+    def seconds(self) -> float:
+        """An iteration, as predicted."""
+        return float(self.schedule.seconds or 0.0)
+
+    def __str__(self) -> str:
+        ratio = self.seconds / (self.chain.ordinary_seconds or 1.0)
+        return (
+            f"{format_bytes(self.schedule.peak)} of {format_bytes(self.budget_bytes)} allowed; "
+            f"ordinary backpropagation holds {format_bytes(self.ordinary_bytes)}, and "
+            f"{format_bytes(self.minimum_bytes)} would do\n"
+            f"{self.schedule.cost} layers run forward for {len(self.chain)}: {self.seconds:.3g} s "
+            f"an iteration, {ratio:.2f} times ordinary backpropagation's"
+        )
+
+
+@dataclass
+class Plans:
+    """What was found for recent calls of one module."""
+
+    chains: Recent[Chain] = field(default_factory=Recent)
+    fits: Recent[ChainFit] = field(default_factory=Recent)
+    links: Recent[Links] = field(default_factory=lambda: Recent(most=_MOST_LINKS))
+
+    def fit(self, net: nn.Sequential, memory: Memory, input: Any) -> ChainFit:
+        """The schedule for a budget and an input of this kind.
+
+        Args:
+            net: the layers.
+            memory: the budget.
+            input: as for a call.
+
+        Returns:
+            A :class:`ChainFit`.
+
+        Raises:
+            BudgetError: the budget is too small; the message names the least.
+            CellError: a layer cannot be run exactly, or there is nothing to backpropagate.
+        """
+        leaves, structure = flatten(input, "input")
+        shapes = _shapes(net, leaves, structure)
+        return self._fitted(net, memory, leaves, structure, shapes)
+
+    def run(self, net: nn.Sequential, memory: Memory, input: Any) -> Any:
+        """Run the layers so that the gradient keeps to a budget.
+
+        Args:
+            net: the layers.
+            memory: the budget.
+            input: a pytree of tensors.
+
+        Returns:
+            What the last layer returns.
+
+        Raises:
+            BudgetError: the budget is too small; the message names the least.
+            CellError: a layer cannot be run exactly.
+        """
+        leaves, structure = flatten(input, "input")
+        wanted = [*leaves, *net.parameters()]
+        if not torch.is_grad_enabled() or not any(t.requires_grad for t in wanted):
+            return nn.Sequential.forward(net, input)  # type: ignore[no-untyped-call]
+        refuse_transforms(wanted)
+        shapes = _shapes(net, leaves, structure)
+        links = self._links(net, leaves, structure, shapes)
+        if not links.chain:
+            return nn.Sequential.forward(net, input)  # type: ignore[no-untyped-call]
+        found = self._fitted(net, memory, leaves, structure, shapes)
+        if found.ordinary:
+            return nn.Sequential.forward(net, input)  # type: ignore[no-untyped-call]
+        return links.returned.unflatten(run_chain(links, found.schedule, leaves))
+
+    def _fitted(
+        self, net: nn.Sequential, memory: Memory, leaves: Tensors, structure: Structure,
+        shapes: Hashable,
+    ) -> ChainFit:  # fmt: skip
+        def find() -> ChainFit:
+            links = self._links(net, leaves, structure, shapes)
+            chain = self.chains.get(shapes, lambda: _measured(links, leaves))
+            return _fit(chain, memory)
+
+        return self.fits.get((shapes, memory), find)
+
+    def _links(
+        self, net: nn.Sequential, leaves: Tensors, structure: Structure, shapes: Hashable
+    ) -> Links:
+        held = [*net.modules(), *net.parameters(), *net.buffers()]
+        key = shapes, tuple(map(Same, held))
+        return self.links.get(key, lambda: examine_layers(_apart(net), leaves, structure))
+
+
+_MOST_LINKS = 8
+
+
+def measured(net: nn.Sequential, input: Any, repeats: int = 3) -> Chain:
+    """What the layers of a network take.
+
+    Args:
+        net: the layers.
+        input: what it is called with.
+        repeats: how often seconds are taken.
+
+    Returns:
+        The chain; layers before the first gradient are left out.
+
+    Raises:
+        CellError: a layer cannot be run exactly, or there is nothing to backpropagate.
+    """
+    leaves, structure = flatten(input, "input")
+    return _measured(examine_layers(_apart(net), leaves, structure), leaves, repeats)
+
+
+def _measured(links: Links, leaves: Tensors, repeats: int = 3) -> Chain:
+    if not links.chain:
+        raise CellError(
+            "there is nothing to backpropagate: expected a layer with a parameter, or an input, "
+            "that requires a gradient"
+        )
+    with torch.enable_grad():
+        return measure_chain(links, leaves, repeats)
+
+
+def _fit(chain: Chain, memory: Memory) -> ChainFit:
+    whole = plan(chain, policy="store-all")
+    room = as_bytes(memory, whole.peak)
+    schedule = whole if room >= whole.peak else plan(chain, room)
+    return ChainFit(chain, schedule, room, chain_minimum(chain), whole.peak)
+
+
+def _shapes(net: nn.Sequential, leaves: Tensors, structure: Structure) -> Hashable:
+    """All that bytes and seconds depend on."""
+    modes = tuple(part.training for part in net.modules())
+    owned = tuple((*t.shape, t.dtype, t.device, t.requires_grad) for t in net.parameters())
+    return tuple(map(signature, leaves)), str(structure), modes, owned
+
+
+def named_layers(
+    net: nn.Sequential, opens: Callable[[nn.Sequential], bool], prefix: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
+    """The layers, with their names; those of nested ones without hooks in their place.
+
+    Args:
+        net: the layers.
+        opens: whether a nested one is taken apart.
+        prefix: of the names.
+
+    Returns:
+        An iterator over names and layers.
+
+    Example:
+        >>> net = nn.Sequential(nn.ReLU(), nn.Sequential(nn.Tanh(), nn.ReLU()))
+        >>> [name for name, _ in named_layers(net, lambda nested: True)]
+        ['0', '1.0', '1.1']
+    """
+    for name, layer in net.named_children():
+        if isinstance(layer, nn.Sequential) and opens(layer) and not _hooked(layer):
+            yield from named_layers(layer, opens, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", layer
+
+
+def _hooked(layer: nn.Module) -> bool:
+    return any(
+        (
+            layer._forward_hooks,
+            layer._forward_pre_hooks,
+            layer._backward_hooks,
+            layer._backward_pre_hooks,
+        )
+    )
+
+
+def _apart(net: nn.Sequential) -> list[tuple[str, nn.Module]]:
+    """The layers of a chain: nested ones with a budget or a scan of their own stay whole."""
+    return list(named_layers(net, lambda nested: type(nested) is nn.Sequential or _plain(nested)))
+
+
+def _plain(nested: nn.Sequential) -> bool:
+    """Whether it is one of ours, without a way of its own to go backward."""
+    options = vars(nested)
+    return "backward" in options and options["backward"] is options["memory"] is None
