@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrograde.errors import ScheduleError
-from retrograde.schedule import Schedule, Units, Verb
+from retrograde.schedule import Chain, Schedule, Units, Verb
 from retrograde.units import format_bytes
 
 __all__ = ["INTERPRETED", "LARGEST_BYTES", "NOTHING", "Parts", "check_size", "recall"]
@@ -78,13 +78,13 @@ class Parts:
         self._rows: list[tuple[int, int, int, int]] = []
         self._actions: list[int] = []
 
-    def store(self, advance: int, right: int, left: int) -> int:
+    def store(self, advance: int, right: int, left: int = NOTHING) -> int:
         """A part that keeps the hidden state after ``advance`` steps.
 
         Args:
-            advance: steps to run first, at least 1.
+            advance: steps to run first, 0 or more.
             right: the part from the stored state on.
-            left: the part before it.
+            left: the part before it; by default there is none.
 
         Returns:
             The number of the new part.
@@ -119,7 +119,7 @@ class Parts:
         length: int,
         policy: str,
         memory: int | None = None,
-        units: Units | None = None,
+        units: Units | Chain | None = None,
         bound: int | None = None,
     ) -> Schedule:
         """Write a part out, between ``Store(0)`` and ``Free(0)``.

@@ -1,0 +1,163 @@
+"""What segments need at least, and the best next move from exact bytes; compiled as
+:mod:`retrograde.plan.chain_kernel` is.
+
+*The minimum* is the same recurrence with the largest need in the place of the sum of seconds: in
+bytes, without a table of levels.
+
+*The walk.* Who stands before a segment with so many bytes takes, of all moves whose segments have at
+least their minimum, the one whose segments the table says to be the fastest at the bytes that
+are really left. So a walk always ends, never needs more than it was given, and where levels are
+exact it finds what the table promises.
+"""
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from retrograde.plan.chain_kernel import Grid, Kinds, row_of
+from retrograde.plan.layers import Layers
+
+__all__ = ["after_current", "best_move", "minima"]
+
+_FAR = np.int64(2**62)
+
+_Ints = NDArray[np.int64]
+_Reals = NDArray[np.float64]
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def minima(layers: Layers, kinds: Kinds) -> tuple[_Ints, _Ints]:
+    """The bytes that each segment needs at least, from a state that is kept, or only current.
+
+    Args:
+        layers: what moves need.
+        kinds: the class of schedules.
+
+    Returns:
+        Two arrays, shape (T, T + 1): for a first state that is paid for, and for one that is not.
+    """
+    size = len(layers.tape)
+    kept, current = np.full((size, size + 1), _FAR), np.full((size, size + 1), _FAR)
+    for x in range(size - 1, -1, -1):
+        state = layers.state[x]
+        held = state if layers.keeps_input[x] else 0
+        for e in range(x + 1, size + 1):
+            best = first = _FAR
+            gradient = layers.gradient[e]
+            if kinds.records or e == x + 1:
+                need = layers.tape[x]
+                if e == x + 1:
+                    need = layers.back[x]
+                elif layers.keeps_output[x]:
+                    need += layers.state[x + 1] + kept[x + 1, e]
+                else:
+                    need += current[x + 1, e]
+                need = max(need, layers.back[x])
+                record = layers.record[x] + gradient
+                best, first = max(need, record), max(held + need, state + record)
+            reach = layers.enter[x]
+            for j in range(x + 1, e):
+                best = min(best, max(reach + gradient, current[j, e], kept[x, j]))
+                reach = max(reach, layers.through[j])
+            kept[x, e] = best
+            current[x, e] = min(first, state + best) if kinds.stores else first
+    return kept, current
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def _estimate(
+    x: int, e: int, room: int, layers: Layers, grid: Grid, kept: _Ints, table: _Reals
+) -> float:
+    """What a segment takes with so many bytes, as the table has it; ∞ where they do not do."""
+    if room < kept[x, e]:
+        return np.inf
+    level = min((room - grid.rest) // grid.unit, table.shape[1] - 1)
+    if level >= 0:
+        value = table[row_of(len(layers.tape), x, e), level]
+        if value < np.inf:
+            return value
+    return (e - x) * (layers.before[e] - layers.before[x])  # everything again for every layer
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def after_current(
+    x: int, e: int, room: int, layers: Layers, kinds: Kinds, grid: Grid,
+    minimum: tuple[_Ints, _Ints], table: _Reals,
+) -> tuple[float, bool]:  # fmt: skip
+    """The best from state x, which is current and which nothing holds.
+
+    Args:
+        x: the state.
+        e: where the segment ends.
+        room: bytes, state x not yet deducted.
+        layers: what moves need.
+        kinds: the class of schedules.
+        grid: levels.
+        minimum: as :func:`minima` gives them.
+        table: as :func:`~retrograde.plan.chain_kernel.fill` leaves it.
+
+    Returns:
+        Seconds, and whether to store the state first rather than to record layer x.
+    """
+    kept, current = minimum
+    best, stores, seconds, begin = np.inf, False, 0.0, x
+    while True:
+        if kinds.stores:
+            value = seconds + _estimate(x, e, room - layers.state[x], layers, grid, kept, table)
+            if value < best:
+                best, stores = value, x == begin
+            if layers.keeps_input[x]:
+                return best, stores
+        need = layers.state[x] + layers.record[x] + layers.gradient[e]
+        if layers.keeps_input[x]:
+            room -= layers.state[x]
+            need -= layers.state[x]
+        if room < max(need, layers.back[x]) or not (kinds.records or e == x + 1):
+            return best, stores
+        room -= layers.tape[x]
+        x += 1
+        seconds += layers.before[x] - layers.before[x - 1]
+        if x == e or layers.keeps_output[x - 1]:
+            if x < e:
+                seconds += _estimate(x, e, room - layers.state[x], layers, grid, kept, table)
+            return (seconds, False) if seconds <= best else (best, stores)
+        if room < current[x, e]:
+            return best, stores
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def best_move(
+    x: int, e: int, room: int, layers: Layers, kinds: Kinds, grid: Grid,
+    minimum: tuple[_Ints, _Ints], table: _Reals,
+) -> int:  # fmt: skip
+    """The best from state x, which is kept: as :func:`after_current`.
+
+    Returns:
+        x to record layer x, or the state j to advance to.
+    """
+    kept, current = minimum
+    best, move = np.inf, x
+    need = max(layers.record[x] + layers.gradient[e], layers.back[x])
+    if room >= need and (kinds.records or e == x + 1):
+        best = layers.before[x + 1] - layers.before[x]
+        rest = room - layers.tape[x]
+        if e > x + 1 and layers.keeps_output[x]:
+            rest -= layers.state[x + 1]
+            best += _estimate(x + 1, e, rest, layers, grid, kept, table)
+        elif e > x + 1:
+            if rest < current[x + 1, e]:
+                best = np.inf
+            else:
+                best += after_current(x + 1, e, rest, layers, kinds, grid, minimum, table)[0]
+    reach = layers.enter[x]
+    for j in range(x + 1, e):
+        if reach + layers.gradient[e] > room:
+            break
+        reach = max(reach, layers.through[j])
+        value = layers.before[j] - layers.before[x]
+        value += _estimate(x, j, room, layers, grid, kept, table)
+        if value < best and room >= current[j, e]:
+            value += after_current(j, e, room, layers, kinds, grid, minimum, table)[0]
+            if value < best:
+                best, move = value, j
+    return move
