@@ -83,6 +83,14 @@ def test_a_stored_state_is_counted_once():
     assert seen.peak == replay(STORE_ALL).peak
 
 
+def test_an_input_that_nobody_else_holds_is_let_go_of_early():
+    early = replace(CHAIN, release_bytes=[5, 40, 600])
+    stored = [Store(0), Advance(0, 2), Store(2), Record(2, 3), Backward(2, 3), Free(2)]
+    rest = RECOMPUTE[4:]
+    assert replay(RECOMPUTE).high[3] - replay(RECOMPUTE, early).high[3] == 600
+    assert (replay([*stored, *rest]).high == replay([*stored, *rest], early).high)[:5].all()
+
+
 def test_overhead_is_held_from_first_to_last():
     seen = replay(STORE_ALL, replace(CHAIN, overhead_bytes=10**7))
     assert (seen.kept - replay(STORE_ALL).kept).tolist() == [10**7] * 4

@@ -22,8 +22,7 @@ from retrograde.execute.chain.profile import measure_chain
 from retrograde.execute.transforms import refuse_transforms
 from retrograde.execute.trees import Structure, flatten
 from retrograde.nn.recent import Recent, Same, signature
-from retrograde.plan import plan
-from retrograde.plan.chain import chain_minimum
+from retrograde.plan.chain import chain_minimum, plan_chain, record_everything
 from retrograde.schedule import Chain, Schedule
 from retrograde.units import Memory, as_bytes, format_bytes
 
@@ -178,10 +177,10 @@ def _measured(links: Links, leaves: Tensors, repeats: int = 3) -> Chain:
 
 
 def _fit(chain: Chain, memory: Memory) -> ChainFit:
-    whole = plan(chain, policy="store-all")
+    whole = record_everything(chain)
     room = as_bytes(memory, whole.peak)
-    schedule = whole if room >= whole.peak else plan(chain, room)
-    return ChainFit(chain, schedule, room, chain_minimum(chain), whole.peak)
+    schedule = whole if room >= whole.peak else plan_chain(chain, room)
+    return ChainFit(chain, schedule, room, chain_minimum(chain)[0], whole.peak)
 
 
 def _shapes(net: nn.Sequential, leaves: Tensors, structure: Structure) -> Hashable:

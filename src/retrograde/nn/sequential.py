@@ -1,8 +1,8 @@
 """``torch.nn.Sequential`` within a byte budget, or backpropagated by a parallel scan.
 
 With ``memory=`` alone it is a deep chain (:mod:`retrograde.nn.chain`). With ``backward="scan"`` its
-backward pass is a scan over sparse transposed Jacobians: forward, every layer runs as usual, cut off
-from the one before; backward, the scan finds the gradient of every layer's output; then each
+backward pass is a scan over sparse transposed Jacobians: forward, every layer runs as usual, cut
+off from the one before; backward, the scan finds the gradient of every layer's output; then each
 layer's parameters get theirs, by the layer's own backward pass, none waiting for another (W20,
 section 3.1).
 """

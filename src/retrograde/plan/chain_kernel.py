@@ -179,9 +179,7 @@ def _split(
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
-def fill(
-    layers: Layers, kinds: Kinds, grid: Grid, least: _Ints, table: _Reals
-) -> None:
+def fill(layers: Layers, kinds: Kinds, grid: Grid, least: _Ints, table: _Reals) -> None:
     """Fill the table of all segments, for all levels.
 
     Args:

@@ -160,7 +160,9 @@ class _OfChain:
             self.held += self.gradients[stop]
         self.high = self.held
         for k in range(stop - 1, start - 1, -1):
-            self._touch(self.gradients[k] + chain.backward_transient_bytes[k])
+            own = self.gradients[k] + chain.backward_transient_bytes[k]
+            alone = chain.keeps_input[k] and self.reasons[k] == 1
+            self._touch(own - chain.release_bytes[k] if alone else own)
             self.held += self.gradients[k] - self.gradients[k + 1] - self.tapes[k]
             self._refer(k, self._release)
             self.seconds += chain.backward_seconds[k]

@@ -34,6 +34,7 @@ _BYTES = (
     "forward_transient_bytes",
     "record_transient_bytes",
     "backward_transient_bytes",
+    "release_bytes",
 )
 _FLAGS = ("keeps_input", "keeps_output")
 
@@ -54,6 +55,8 @@ class Chain:
             state and the gradients of its input and its output; none by default.
         record_transient_bytes: what recording it takes for a while, beyond its input and its
             internal state; as ``forward_transient_bytes`` by default.
+        release_bytes: how much less backpropagating it takes where nobody but its internal state
+            holds its input, which then is let go of before the peak; nothing by default.
         keeps_input: whether its internal state refers to its input; yes by default.
         keeps_output: whether its internal state refers to its output; yes by default.
         names: what to call the layers; their numbers by default.
@@ -79,6 +82,7 @@ class Chain:
     forward_transient_bytes: Sequence[int] = ()
     backward_transient_bytes: Sequence[int] = ()
     record_transient_bytes: Sequence[int] = ()
+    release_bytes: Sequence[int] = ()
     keeps_input: Sequence[bool] = ()
     keeps_output: Sequence[bool] = ()
     names: Sequence[str] = ()
@@ -94,6 +98,7 @@ class Chain:
             "forward_transient_bytes": [0] * length,
             "backward_transient_bytes": [0] * length,
             "record_transient_bytes": self.forward_transient_bytes or [0] * length,
+            "release_bytes": [0] * length,
             "keeps_input": [True] * length,
             "keeps_output": [True] * length,
             "names": [str(k) for k in range(length)],

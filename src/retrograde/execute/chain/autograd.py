@@ -92,15 +92,16 @@ class _Call:
         if k == len(self.core.links) - 1:
             outputs, self.outputs = self.outputs, []
             return outputs
-        return [
-            torch.empty_strided(shape, [0] * len(shape), dtype=dtype, device=place)
-            for shape, dtype, place in self.core.links[k].like
-        ]
+        return [_token(*like) for like in self.core.links[k].like]
 
     def back(
         self, k: int, gradients: Sequence[Gradient], needed: Sequence[bool]
     ) -> tuple[list[Gradient], list[Gradient]]:
-        """Go back through link k: the gradients of the state before it, and of its parameters."""
+        """Go back through link k: the gradients of the state before it, and of its parameters.
+
+        Between links a gradient is held here, and by nobody else; what the nodes are given and
+        hand on are tokens.
+        """
         self._check_input("between the forward pass and the backward pass")
         if k == len(self.core.links) - 1:
             self._begin()
@@ -110,8 +111,9 @@ class _Call:
                 "given up, before the next begins"
             )
         assert self.walk is not None
-        ours = self.gradients
-        ours.states, self.core.needed[k] = list(gradients), list(needed)
+        ours, self.core.needed[k] = self.gradients, list(needed)
+        if k == len(self.core.links) - 1:
+            ours.states = list(gradients)
         try:
             with self.autocast:
                 next(self.walk)
@@ -122,9 +124,13 @@ class _Call:
             self.reached = -1
             raise
         self.reached = k
-        found = ours.states, ours.parameters
-        ours.states, ours.parameters = [], []
-        return found
+        parameters, ours.parameters = ours.parameters, []
+        if k == 0:
+            states, ours.states = ours.states, []
+            return states, parameters
+        return [None if g is None else _token(g.shape, g.dtype, g.device) for g in ours.states], (
+            parameters
+        )
 
     def _begin(self) -> None:
         """Begin a backward pass; for another one than the first, run forward again."""
@@ -148,6 +154,11 @@ class _Call:
 
 
 _NO_INPUTS = Held([])
+
+
+def _token(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of one zero, whatever its shape."""
+    return torch.empty_strided(shape, [0] * len(shape), dtype=dtype, device=device).zero_()
 
 
 class _Node(torch.autograd.Function):

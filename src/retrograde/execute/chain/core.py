@@ -32,15 +32,36 @@ Gradient = Tensor | None
 
 @dataclass
 class LinkTape(Tape):
-    """A recorded link: where its input and its output are in its graph.
+    """A recorded link: where its graph begins and ends.
 
     Attributes:
         input_edges: for each tensor of the state before it; None where no gradient is wanted.
-        output_edges: for each tensor of the state after it.
+        root: where its backward pass begins; None where nothing in it passes a gradient on.
+        seeds: where that looks for the gradient of the state after it.
     """
 
     input_edges: list[GradientEdge | None]
-    output_edges: list[GradientEdge | None]
+    root: GradientEdge | None
+    seeds: list[Gradient]
+
+
+class _Leave(torch.autograd.Function):
+    """The end of a link: its backward pass hands on gradients that nobody else then holds.
+
+    Whoever calls autograd holds what he gives it until it returns; the gradient of a link's output
+    would be held while all of the link is backpropagated.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, seeds: list[Gradient], *state: Tensor) -> Tensor:
+        ctx.seeds = seeds
+        return torch.empty(0, device=state[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Gradient, ...]:
+        found = (None, *ctx.seeds)
+        ctx.seeds.clear()
+        return found
 
 
 class ChainCore(RangeCore):
@@ -90,7 +111,10 @@ class ChainCore(RangeCore):
             x, anchor = enter(state, link.wanted)
             input_edges = [_edge(t) for t in x]
             y = link.run(x)
-        del x
+            seeds: list[Gradient] = []
+            leaving = [t for t in y if t.requires_grad]
+            root = _edge(_Leave.apply(seeds, *leaving)) if leaving else None  # type: ignore[no-untyped-call]
+        del x, leaving
         check_leaves(link.name, y, mark, {id(anchor), *map(id, self.own[start])})
         return LinkTape(
             start=start,
@@ -101,22 +125,22 @@ class ChainCore(RangeCore):
             state_after=[t.detach() for t in y],
             ambient_after=(),
             input_edges=input_edges,
-            output_edges=[_edge(t) for t in y],
+            root=root,
+            seeds=seeds,
         )
 
     def backpropagate(self, tape: LinkTape, gradients: Gradients) -> None:
         """Backpropagate one link; ``gradients.parameters`` are then its own ones'."""
         own, needed = self.own[tape.start], self.needed[tape.start]
-        pairs = zip(tape.output_edges, gradients.states, strict=True)
-        roots = [(edge, g) for edge, g in pairs if edge is not None and g is not None]
+        tape.seeds += (g for g, p in zip(gradients.states, tape.passes, strict=True) if p)
+        gradients.states = []
         edges = [edge for edge in tape.input_edges if edge is not None]
-        targets = [p for p, need in zip(own, needed, strict=True) if need]
-        found: Sequence[Gradient] = [None] * (len(edges) + len(targets))
-        if roots and found:
-            outputs, seeds = zip(*roots, strict=True)
+        wanted: Any = [*edges, *(p for p, need in zip(own, needed, strict=True) if need)]
+        found: Sequence[Gradient] = [None] * len(wanted)
+        if tape.root is not None and wanted and any(g is not None for g in tape.seeds):
             with gradients.outside, muted_hooks(own):
-                wanted: Any = [*edges, *targets]
-                found = torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
+                begin = torch.empty(0, device=self.ambient.device)
+                found = torch.autograd.grad([tape.root], wanted, [begin], allow_unused=True)
         shares = iter(found)
         gradients.states = [None if e is None else next(shares) for e in tape.input_edges]
         gradients.parameters = [next(shares) if need else None for need in needed]

@@ -69,6 +69,7 @@ def measure_chain(links: Links, state: Tensors, repeats: int = 3) -> Chain:
         forward_transient_bytes=[size.forward for size in sizes],
         backward_transient_bytes=[size.backward for size in sizes],
         record_transient_bytes=[size.record for size in sizes],
+        release_bytes=[max(0, size.release) for size in sizes],
         keeps_input=[size.keeps_input for size in sizes],
         keeps_output=[size.keeps_output for size in sizes],
         names=[link.name for link in links.chain],
@@ -98,6 +99,7 @@ class _Size:
     forward: int
     record: int
     backward: int
+    release: int
     keeps_input: bool
     keeps_output: bool
 
@@ -118,8 +120,10 @@ def _sizes(core: ChainCore, k: int, state: Tensors) -> _Size:
     phases, held = _phases(core, k, state), _Held()
     device = core.ambient.device
     found = measure_phases([partial(phase, held) for phase in phases], device=device, working=True)
-    (_, given), (forward, output), _, (record, recorded), *_ = found
-    (_, less_input), (_, less_output), _, (backward, _), _ = found[4:]
+    (_, given), (forward, output), _, (record, recorded), (_, less_input), (_, less_output) = found[
+        :6
+    ]
+    (alone, _), (backward, _) = found[7], found[-2]
     last = k == len(core.links) - 1
     tape = recorded if last else recorded - output
     gradient = given if k else 0  # that of the chain's input is the caller's
@@ -129,6 +133,7 @@ def _sizes(core: ChainCore, k: int, state: Tensors) -> _Size:
         forward=forward - output,
         record=record - recorded,
         backward=max(0, backward - gradient),
+        release=backward - alone if k else 0,
         keeps_input=given + less_input > 0,
         keeps_output=output + less_output > 0,
     )
@@ -161,18 +166,19 @@ def _phases(core: ChainCore, k: int, state: Tensors) -> list[Callable[[_Held], N
         held.seeds = _ones(link)
 
     def backpropagate(held: _Held) -> None:
-        gradients = _gradients(core, held.seeds)
+        gradients, held.seeds = _gradients(core, held.seeds), []
         core.backpropagate(held.tape.pop(), gradients)
         held.gradients = gradients.states
         held.for_caller += gradients.parameters
         if k == 0:
             held.for_caller += gradients.states
 
-    def drop_gradients(held: _Held) -> None:
-        held.seeds, held.gradients = [], []
+    def drop(held: _Held) -> None:
+        held.state, held.seeds, held.gradients = [], [], []
 
-    return [give, advance, drop_after, record, drop_state, drop_after, seed, backpropagate,
-            drop_gradients]  # fmt: skip
+    # Once with an input that nobody else holds, once with one that is held meanwhile.
+    alone = [give, advance, drop_after, record, drop_state, drop_after, seed, backpropagate, drop]
+    return [*alone, give, record, drop_after, seed, backpropagate, drop]
 
 
 def _seconds(core: ChainCore, k: int, state: Tensors) -> tuple[float, float]:
