@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from retrograde.errors import CellError
 from retrograde.execute.chain.autograd import run_chain
@@ -185,6 +186,12 @@ def _fit(chain: Chain, memory: Memory) -> ChainFit:
 
 def _shapes(net: nn.Sequential, leaves: Tensors, structure: Structure) -> Hashable:
     """All that bytes and seconds depend on."""
+    for name, t in (*net.named_parameters(), *net.named_buffers()):
+        if is_lazy(t):
+            raise CellError(
+                f"{name} has no shape yet: expected all parameters to have one; call the lazy "
+                "model once before, with memory=None"
+            )
     modes = tuple(part.training for part in net.modules())
     owned = tuple((*t.shape, t.dtype, t.device, t.requires_grad) for t in net.parameters())
     return tuple(map(signature, leaves)), str(structure), modes, owned
@@ -208,7 +215,7 @@ def named_layers(
         >>> [name for name, _ in named_layers(net, lambda nested: True)]
         ['0', '1.0', '1.1']
     """
-    for name, layer in net.named_children():
+    for name, layer in net._modules.items():  # a layer may come twice
         if isinstance(layer, nn.Sequential) and opens(layer) and not _hooked(layer):
             yield from named_layers(layer, opens, f"{prefix}{name}.")
         else:

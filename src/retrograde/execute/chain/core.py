@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from retrograde.errors import RetrogradeError
@@ -86,7 +86,8 @@ class ChainCore(RangeCore):
         self.needed = [[True] * len(own) for own in self.own]
         self._before: list[Snapshot | None] = [None] * len(links)
         self._ambients = [_as_now(link) for link in links]
-        self._versions = [_versions(link) for link in links]
+        self._reads = [_read_only(link) for link in links]
+        self._versions = [[version(t) for t in reads] for reads in self._reads]
 
     def totals(self) -> list[Gradient]:
         return []
@@ -153,7 +154,7 @@ class ChainCore(RangeCore):
             self._before[k] = ambient.capture()
             yield
             return
-        if _versions(self.links[k]) != self._versions[k]:
+        if self._versions[k] != [version(t) for t in self._reads[k]]:
             raise RetrogradeError(
                 f"a parameter or buffer of layer {self.links[k].name} has been modified by an "
                 "inplace operation between the forward pass and the backward pass, which "
@@ -172,16 +173,11 @@ def _as_now(link: Link) -> Ambient:
     return replace(link.ambient, holdings=tuple((held, dict(held)) for held in holdings))
 
 
-def _versions(link: Link) -> list[int]:
-    """Of all that a link reads and does not itself change."""
+def _read_only(link: Link) -> Tensors:
+    """The parameters and buffers that a link reads and does not itself change."""
     changing = {id(b) for b in link.ambient.buffers}
-    return [version(t) for t in _tensors(link.layers) if id(t) not in changing]
-
-
-def _tensors(layers: Sequence[nn.Module]) -> Iterator[Tensor]:
-    for layer in layers:
-        yield from layer.parameters()
-        yield from layer.buffers()
+    owned = (t for layer in link.layers for t in (*layer.parameters(), *layer.buffers()))
+    return [t for t in owned if id(t) not in changing]
 
 
 def _edge(t: Tensor) -> GradientEdge | None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from retrograde.errors import CellError
 from retrograde.execute.captured import foreign_tensors
@@ -160,7 +159,8 @@ def examine_layers(
             parts = (*last.layers, layer)
             tried = _try(f"{last.name}-{name}", parts, last.given, before, last.wanted)
             if tried.wrote:
-                raise CellError(_WRITES.format(name, f"what layer {last.name} was given"))
+                whose = f"what layer {last.name} was given" if links else "the chain's input"
+                raise CellError(_WRITES.format(name, whose))
         else:
             before = after
         through = {key: size for key, size in tried.shared.items() if key not in callers}
@@ -256,14 +256,9 @@ def parameters_of(name: str, layers: Sequence[nn.Module]) -> Tensors:
     """The parameters of some layers that a gradient is wanted for, each once.
 
     Raises:
-        CellError: one has no shape yet, or was computed from others.
+        CellError: one was computed from others.
     """
     every = {id(p): p for layer in layers for p in layer.parameters()}.values()
-    if any(map(is_lazy, every)):
-        raise CellError(
-            f"layer {name} has parameters without a shape yet: expected all of them; call the lazy "
-            "model once before, with memory=None"
-        )
     if any(p.grad_fn is not None for p in every):
         raise CellError(
             f"a parameter of layer {name} was computed from other tensors, as "

@@ -1,0 +1,503 @@
+"""``Sequential`` within a budget: torch's numbers, bit for bit, and no more memory than allowed."""
+
+import copy
+import math
+import pickle
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import retrograde as rg
+from retrograde.errors import BudgetError, CellError, RetrogradeError, UnitError
+
+PARTS = [1.0, 0.6, 0.2, 0.0]  # of what lies between the least budget and the ordinary one
+
+
+def residual(width):
+    return rg.Residual(
+        nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU())
+    )
+
+
+def convolutional():
+    return [
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True),
+        residual(8), nn.Dropout(0.3), residual(8), nn.ReLU(inplace=True), nn.MaxPool2d(2),
+        nn.Sequential(nn.Conv2d(8, 6, 3), nn.Tanh()), nn.Identity(), nn.Flatten(),
+        nn.Linear(24, 9), nn.GELU(), nn.Linear(9, 4),
+    ]  # fmt: skip
+
+
+def encoder():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+    return [nn.Embedding(11, 16), *(copy.deepcopy(layer) for _ in range(4)), nn.Linear(16, 3)]
+
+
+class Masked(nn.Module):
+    """Hands a mask on as it is."""
+
+    def __init__(self, first=False, last=False):
+        super().__init__()
+        self.first, self.last, self.inner = first, last, nn.Linear(6, 6)
+
+    def forward(self, given):
+        x, mask = (given, given > 0) if self.first else (given["x"], given["mask"])
+        x = torch.tanh(self.inner(x)) * mask
+        return x if self.last else {"x": x, "mask": mask, "none": None}
+
+
+def masked():
+    return [Masked(first=True), Masked(), Masked(), Masked(), Masked(last=True)]
+
+
+class Dropped(nn.Module):
+    """A layer that is skipped at times, by Python's own generator."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return x + self.inner(x) if random.random() < 0.5 else x * 1.5
+
+
+NETWORKS = {
+    "convolutional": (convolutional, lambda: torch.randn(5, 3, 8, 8)),
+    "encoder": (encoder, lambda: torch.randint(11, (3, 7))),
+    "masked": (masked, lambda: torch.randn(4, 6)),
+    "dropped": (lambda: [Dropped() for _ in range(7)], lambda: torch.randn(4, 6)),
+}
+
+
+def step(net, x, seed=1):
+    """Everything that a training step leaves behind."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    net.zero_grad()
+    x = x.clone().requires_grad_() if x.is_floating_point() else x
+    y = net(x)
+    y.float().square().sum().backward()
+    grads = [None if p.grad is None else p.grad.clone() for p in net.parameters()]
+    random_state = torch.rand(3), random.random()
+    return y.detach(), x.grad, grads, [b.clone() for b in net.buffers()], random_state
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+def pair(layers, x, part=0.2):
+    """The same layers twice: torch's, and ours within a budget."""
+    plain, ours = nn.Sequential(*copy.deepcopy(layers)), rg.Sequential(*layers, memory=1.0)
+    squeeze(ours, x, part)
+    return plain, ours
+
+
+def squeeze(ours, x, part=0.2):
+    ours.memory = 1.0
+    found = ours.fit(x.clone().requires_grad_(x.is_floating_point()))
+    between = found.ordinary_bytes - found.minimum_bytes
+    ours.memory = math.ceil(found.minimum_bytes + part * between)
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_outputs_gradients_buffers_and_random_states_are_torchs(name, part):
+    torch.manual_seed(0)
+    make, sample = NETWORKS[name]
+    x = sample()
+    plain, ours = pair(make(), x, part)
+    for seed in (1, 2):
+        assert same(step(plain, x, seed), step(ours, x, seed))
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_least_budget_works_and_one_byte_less_is_refused(name):
+    make, sample = NETWORKS[name]
+    x = sample()
+    plain, ours = pair(make(), x, 0.0)
+    least = ours.memory
+    assert same(step(plain, x), step(ours, x))
+    ours.memory = least - 1
+    with pytest.raises(BudgetError, match=f"expected at least {least}") as refusal:
+        step(ours, x)
+    assert refusal.value.minimum_bytes == least
+
+
+def test_what_is_held_is_what_was_foreseen_to_the_byte():
+    torch.manual_seed(0)
+    x, g = torch.randn(32, 3, 8, 8), torch.ones(32, 4)
+    plain, ours = pair(convolutional(), x, 1.0)
+
+    def run(net):
+        def call():
+            y = net(x)
+            y.backward(g)
+            return y.detach()  # the caller's, and so not counted
+
+        net.zero_grad()
+        return rg.measure(call).working_bytes
+
+    run(plain)
+    ordinary, whole = run(plain), ours.fit(x)
+    # The output's gradient is the caller's here, and counted.
+    slack = g.nbytes + whole.chain.overhead_bytes
+    assert ordinary <= whole.ordinary_bytes <= ordinary + slack
+    for share in torch.linspace(whole.minimum_bytes / whole.ordinary_bytes, 0.98, 9).tolist():
+        ours.memory = math.ceil(share * whole.ordinary_bytes)
+        found = ours.fit(x)
+        run(ours)
+        held = run(ours)
+        assert held <= found.schedule.peak <= found.budget_bytes
+        assert found.schedule.peak - held <= slack
+
+
+def test_a_smaller_budget_takes_no_less_work():
+    x = torch.randn(8, 3, 8, 8)
+    _, ours = pair(convolutional(), x)
+    found = []
+    for part in PARTS:
+        squeeze(ours, x, part)
+        found.append(ours.fit(x.requires_grad_()).schedule.cost)
+    assert found == sorted(found)
+    assert found[0] < found[-1]
+
+
+def test_a_module_of_torchs_can_be_loaded_and_back():
+    plain, ours = pair(convolutional(), torch.ones(2, 3, 8, 8))
+    ours.load_state_dict(plain.state_dict())
+    assert list(ours.state_dict()) == list(plain.state_dict())
+    x = torch.ones(2, 3, 8, 8)
+    for other in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours)), ours[:]):
+        assert other.memory == ours.memory
+        assert same(step(copy.deepcopy(plain), x), step(other, x))
+
+
+def test_shapes_and_modes_are_planned_anew():
+    plain, ours = pair(convolutional(), torch.randn(9, 3, 8, 8))
+    for mode in (True, False, True):
+        plain.train(mode), ours.train(mode)
+        for batch in (3, 9, 3):
+            x = torch.randn(batch, 3, 8, 8)
+            assert same(step(plain, x), step(ours, x))
+
+
+def test_frozen_layers_stay_frozen_and_can_be_thawed():
+    x = torch.randn(4, 3, 8, 8)
+    plain, ours = pair(convolutional(), x)
+    for net in (plain, ours):
+        for layer in (*net[:3], net[5]):
+            layer.requires_grad_(False)
+    assert same(step(plain, x), step(ours, x))
+
+    def without_input(net):  # the first layers are then run once and for all
+        torch.manual_seed(0)
+        net(x).sum().backward()
+        return [p.grad for p in net.parameters()], list(net.buffers())
+
+    assert same(without_input(plain), without_input(ours))
+    for net in (plain, ours):
+        net.requires_grad_(True)
+    assert same(step(plain, x), step(ours, x))
+
+
+def test_parameters_that_layers_share():
+    linear = nn.Linear(6, 6)
+    layers = [linear, nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), linear, nn.Tanh(), linear]
+    x = torch.randn(40, 6)
+    plain, ours = pair(layers, x)
+    assert same(step(plain, x), step(ours, x))
+
+
+def test_a_layer_through_which_no_gradient_passes():
+    class Stop(nn.Module):
+        def forward(self, x):
+            return x.detach() * 2
+
+    x = torch.randn(40, 6)
+    plain, ours = pair([nn.Linear(6, 6), Stop(), *[nn.Linear(6, 6) for _ in range(4)]], x)
+    assert same(step(plain, x), step(ours, x))
+
+
+def test_nothing_to_backpropagate_is_run_plainly():
+    x = torch.randn(4, 3, 8, 8)
+    plain, ours = pair(convolutional(), x)
+    for net in (plain, ours):
+        net.requires_grad_(False)
+        torch.manual_seed(0)
+    torch.manual_seed(0)
+    expected = plain(x)
+    torch.manual_seed(0)
+    assert torch.equal(expected, ours(x))
+    ours.requires_grad_(True)
+    with torch.no_grad():
+        assert not ours(x).requires_grad
+    with torch.inference_mode():
+        assert not ours(x).requires_grad
+
+
+def test_two_forward_passes_before_the_backward_passes():
+    x, z = torch.randn(2, 4, 3, 8, 8)
+    plain, ours = pair(convolutional(), x)
+
+    def both(net):
+        torch.manual_seed(0)
+        net.zero_grad()
+        (net(x).sum() * net(z).sum()).backward()
+        return [p.grad for p in net.parameters()], list(net.buffers()), torch.rand(2)
+
+    assert same(both(plain), both(ours))
+
+
+def test_a_backward_pass_again_and_one_for_a_few_parameters():
+    x = torch.randn(4, 3, 8, 8)
+    plain, ours = pair(convolutional(), x)
+
+    def several(net):
+        torch.manual_seed(0)
+        loss = net(x).square().sum()
+        last = torch.autograd.grad(loss, net[-1].weight, retain_graph=True)
+        once = torch.autograd.grad(loss, list(net.parameters()), retain_graph=True)
+        loss.backward()
+        return last, once, [p.grad for p in net.parameters()], list(net.buffers()), torch.rand(2)
+
+    assert same(several(plain), several(ours))
+
+
+def test_gradients_add_up_and_hooks_are_called_once():
+    x = torch.randn(4, 3, 8, 8)
+    plain, ours = pair(convolutional(), x)
+    calls = []
+    for net in (plain, ours):
+        net[0].weight.register_hook(lambda g: calls.append(g.clone()))
+
+    def twice(net):
+        torch.manual_seed(0)
+        for _ in range(2):
+            net(x).sum().backward()
+        return [p.grad for p in net.parameters()]
+
+    assert same(twice(plain), twice(ours))
+    assert len(calls) == 4
+    assert same(calls[:2], calls[2:])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_is_replayed(dtype):
+    x = torch.randint(11, (3, 7))
+    plain, ours = pair(encoder(), x, 0.7)
+
+    def cast(net):
+        torch.manual_seed(0)
+        net.zero_grad()
+        with torch.autocast("cpu", dtype=dtype):
+            y = net(x)
+        y.float().sum().backward()
+        return y, [p.grad for p in net.parameters()]
+
+    assert same(cast(plain), cast(ours))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64])
+def test_other_types(dtype):
+    layers = [nn.Linear(6, 6, dtype=dtype) for _ in range(8)]
+    x = torch.randn(50, 6, dtype=dtype)
+    plain, ours = pair(layers, x)
+
+    def run(net):
+        net.zero_grad()
+        net(x).abs().sum().backward()
+        return [p.grad for p in net.parameters()]
+
+    assert same(run(plain), run(ours))
+
+
+def test_a_budget_within_a_budget():
+    x = torch.randn(50, 6)
+    inner = rg.Sequential(*[nn.Linear(6, 6) for _ in range(9)])
+    squeeze(inner, x)
+    plain, ours = pair([nn.Linear(6, 6), inner, nn.Linear(6, 6), nn.Linear(6, 6)], x, 0.5)
+    assert same(step(plain, x), step(ours, x))
+
+
+def test_parameters_put_in_by_functional_call():
+    x = torch.randn(50, 6)
+    plain, ours = pair([m for _ in range(5) for m in (nn.Linear(6, 6), nn.Tanh())], x)
+    others = {name: (p * 2).detach() for name, p in plain.named_parameters()}
+
+    def run(net):
+        mine = {name: p.clone().requires_grad_() for name, p in others.items()}
+        y = torch.func.functional_call(net, mine, x)
+        y.sum().backward()
+        return y, [p.grad for p in mine.values()], [p.grad for p in net.parameters()]
+
+    assert same(run(plain), run(ours))
+    computed = {name: p.requires_grad_() * 1 for name, p in others.items()}
+    with pytest.raises(CellError, match="was computed from other tensors"):
+        torch.func.functional_call(ours, computed, x)
+
+
+def test_an_optimizer_trains_as_ever():
+    plain, ours = pair(convolutional(), torch.randn(16, 3, 8, 8))
+    x, t = torch.randn(16, 3, 8, 8), torch.randint(4, (16,))
+    losses = []
+    for net in (plain, ours):
+        torch.manual_seed(0)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(net(x), t)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    assert losses[:4] == losses[4:]
+    assert same(list(plain.parameters()), list(ours.parameters()))
+
+
+def test_one_opaque_call_within_compiled_code():
+    layers = [m for _ in range(4) for m in (nn.Linear(6, 6), nn.Tanh())]
+    plain, ours = pair(layers, torch.randn(20, 6))
+    compiled = torch.compile(lambda x: ours(x * 2) + 1, backend="eager")
+    x = torch.randn(20, 6)
+    compiled(x).sum().backward()
+    (plain(x * 2) + 1).sum().backward()
+    assert same([p.grad for p in plain.parameters()], [p.grad for p in ours.parameters()])
+
+
+def test_distributed_data_parallel(tmp_path):
+    from torch import distributed
+
+    x = torch.randn(4, 3, 8, 8)
+    plain, ours = pair(convolutional(), x)
+    url = f"file://{tmp_path}/group"
+    distributed.init_process_group("gloo", init_method=url, rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(ours)
+        torch.manual_seed(0)
+        wrapped(x).sum().backward()
+    finally:
+        distributed.destroy_process_group()
+    torch.manual_seed(0)
+    plain(x).sum().backward()
+    assert same([p.grad for p in plain.parameters()], [p.grad for p in ours.parameters()])
+
+
+class Captured(nn.Module):
+    def __init__(self, outside):
+        super().__init__()
+        self.outside = [outside]
+
+    def forward(self, x):
+        return x * self.outside[0]
+
+
+class Changing(nn.Module):
+    """Returns another shape every time."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x if self.calls == 1 else x[: -self.calls]
+
+
+class Listing(nn.Module):
+    def forward(self, x):
+        return [x, "text"]
+
+
+class Squaring(nn.Module):
+    """Writes to what the layer before the last one made."""
+
+    def forward(self, given):
+        x, y = given
+        x.mul_(2)
+        return x + y
+
+
+class Forking(nn.Module):
+    def forward(self, x):
+        return x, x + 1
+
+
+@pytest.mark.parametrize(
+    ("first", "reason"),
+    [
+        (lambda: [nn.ReLU(inplace=True)], "layer 0 writes in place to the chain's input"),
+        (lambda: [nn.Flatten(0), nn.ReLU(inplace=True)], "layer 1 writes in place to the chain's"),
+        (lambda: [nn.Linear(6, 6), nn.Tanh(), Forking(), Squaring()],
+         "layer 3 writes in place to what layer 2 was given"),
+        (lambda: [Captured(torch.ones(6, requires_grad=True))], "layer 0 uses a tensor that wants"),
+        (lambda: [nn.Linear(6, 6), Listing()], "output of layer 1 holds a str"),
+        (lambda: [nn.LazyLinear(6)], "0.weight has no shape yet"),
+        (lambda: [Changing()], "layer 0-1 returned another structure, shape or dtype"),
+    ],
+)  # fmt: skip
+def test_layers_that_cannot_be_run_exactly_are_refused(first, reason):
+    ours = rg.Sequential(*first(), nn.Linear(6, 6), nn.Linear(6, 6), memory=10**6)
+    ours.memory = 10**4
+    with pytest.raises(CellError, match=reason):
+        ours(torch.randn(200, 6))
+
+
+def test_a_first_layer_may_only_reshape():
+    layers = [nn.Flatten(), nn.Linear(12, 6), nn.Tanh(), nn.Linear(6, 6)]
+    plain, ours = pair(layers, torch.ones(70, 3, 4))
+    assert same(step(plain, torch.ones(70, 3, 4)), step(ours, torch.ones(70, 3, 4)))
+
+
+def test_what_changes_between_the_passes_is_noticed():
+    x = torch.randn(50, 6)
+    _, ours = pair([nn.Linear(6, 6) for _ in range(9)], x)
+    y = ours(x)
+    with torch.no_grad():
+        ours[0].weight.mul_(2)
+    with pytest.raises(RetrogradeError, match="layer 0 has been modified by an inplace"):
+        y.sum().backward()
+    y = ours(x)
+    x.add_(1)
+    with pytest.raises(RetrogradeError, match="the input of the chain was written to in place"):
+        y.sum().backward()
+    ours(x).sum().backward()
+
+
+def test_second_derivatives_and_forward_mode_are_refused():
+    x = torch.randn(50, 6, requires_grad=True)
+    _, ours = pair([nn.Linear(6, 6) for _ in range(9)], x.detach())
+    with pytest.raises(RetrogradeError, match="cannot itself be differentiated"):
+        torch.autograd.grad(ours(x).sum(), x, create_graph=True)
+    with pytest.raises(RetrogradeError, match="forward-mode"):
+        torch.func.jvp(ours, (x.detach(),), (x.detach(),))
+
+
+def test_options_are_checked_when_the_module_is_made():
+    for memory in ("lots", 0, -5, 1.5):
+        with pytest.raises(UnitError):
+            rg.Sequential(nn.Linear(2, 2), memory=memory)
+    with pytest.raises(CellError, match="expected a memory and no backward"):
+        rg.Sequential(nn.Linear(2, 2)).fit(torch.ones(1, 2))
+    frozen = rg.Sequential(nn.Linear(2, 2).requires_grad_(False), memory=0.5)
+    with pytest.raises(CellError, match="there is nothing to backpropagate"):
+        frozen.fit(torch.ones(1, 2))
+
+
+def test_measuring_leaves_no_trace():
+    ours = rg.Sequential(*convolutional(), memory=1.0)
+    buffers = [b.clone() for b in ours.buffers()]
+    torch.manual_seed(3)
+    ours.fit(torch.randn(4, 3, 8, 8))
+    drawn = torch.rand(2)
+    torch.manual_seed(3)
+    torch.randn(4, 3, 8, 8)
+    assert torch.equal(drawn, torch.rand(2))
+    assert same(buffers, list(ours.buffers()))
+    assert all(p.grad is None for p in ours.parameters())
