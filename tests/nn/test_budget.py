@@ -391,7 +391,7 @@ def test_what_cannot_be_divided_says_so():
     x = torch.randn(20, 2, 24)
     with pytest.raises(rg.CellError, match=r"got a function: expected a torch\.nn\.Module"):
         rg.budget(lambda x: x, "5%", x)
-    with pytest.raises(rg.CellError, match=r"the Linear has no recurrent modules.*use rg\.unroll"):
+    with pytest.raises(rg.CellError, match=r"the Linear has nothing to budget.*use rg\.unroll"):
         rg.budget(nn.Linear(24, 2), "5%", x)
     with pytest.raises(rg.UnitError, match="unknown unit"):
         rg.budget(Pair(), "3 apples", x)
@@ -424,7 +424,7 @@ def test_a_forward_pass_that_differentiates_is_told():
             y = super().forward(x)
             return y.sum() + torch.autograd.grad(y.sum(), x)[0].norm()
 
-    with pytest.raises(rg.CellError, match="differentiates through a recurrent module"):
+    with pytest.raises(rg.CellError, match="differentiates through a budgeted module"):
         rg.budget(Penalty(), "50%", leaf(20, 2, 24))
 
 

@@ -501,3 +501,62 @@ def test_measuring_leaves_no_trace():
     assert torch.equal(drawn, torch.rand(2))
     assert same(buffers, list(ours.buffers()))
     assert all(p.grad is None for p in ours.parameters())
+
+
+class Mixed(nn.Module):
+    """Two chains, one of them called twice, a recurrent module, and what has no budget."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(6, 6), nn.Tanh())])
+        self.gru = nn.GRU(6, 6)
+        self.head = nn.ModuleDict({"deep": nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.2))})
+        self.short = nn.Sequential(nn.Linear(6, 2))
+
+    def forward(self, x):
+        x = self.first(self.first(x))
+        return self.short(self.head["deep"](self.gru(x)[0]))
+
+
+def test_one_budget_for_chains_and_recurrent_modules():
+    torch.manual_seed(0)
+    x = torch.randn(30, 9, 6)
+    model = Mixed()
+    plain, names = copy.deepcopy(model), list(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    whole = rg.budget(copy.deepcopy(model), "100%", x)
+    division = rg.budget(model, whole.minimum_bytes + 2000, x)
+    assert list(division.shares) == ["first", "gru", "head.deep"]
+    assert division.shares["first"].calls == 2
+    assert [type(m) for m in (model.first, model.gru, model.short)] == [
+        rg.Sequential, rg.GRU, nn.Sequential,
+    ]  # fmt: skip
+    assert model.first.memory == division.shares["first"].budget_bytes
+    assert list(model.state_dict()) == names
+    assert {id(p) for p in optimizer.param_groups[0]["params"]} == set(map(id, model.parameters()))
+    torch.testing.assert_close(step(plain, x)[2], step(model, x)[2])
+    with pytest.raises(BudgetError, match="budgeted modules need at least"):
+        rg.budget(model, whole.minimum_bytes - 1, x)
+
+
+def test_a_model_that_is_a_chain_is_budgeted_in_place():
+    x = torch.randn(16, 3, 8, 8)
+    plain, _ = pair(convolutional(), x)
+    model = copy.deepcopy(plain)
+    division = rg.budget(model, "80%", x)
+    assert type(model) is rg.Sequential
+    assert model.memory == division.shares[""].budget_bytes
+    assert same(step(plain, x), step(model, x))
+    again = rg.budget(model, "100%", x)
+    assert again.ordinary_bytes == division.ordinary_bytes
+
+
+def test_the_profile_of_a_network_is_its_chain():
+    chain = rg.profile(nn.Sequential(*convolutional()), torch.randn(4, 3, 8, 8), repeats=1)
+    assert chain.names[:3] == ("0", "1-2", "3")
+    assert chain.output_bytes[:3] == (4 * 8 * 8 * 8 * 4,) * 3
+    assert min(chain.forward_seconds) > 0 < min(chain.backward_seconds)
+    assert rg.plan(chain, "80%").peak <= 0.8 * rg.plan(chain, policy="store-all").peak
+    assert "1-2" in str(chain)
+    with pytest.raises(CellError, match="neither a state nor steps"):
+        rg.profile(nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2), length=5)

@@ -882,7 +882,6 @@ REFUSED = [
         lambda: rg.Sequential(backward="scan", algorithm="hybrid", levels=-1),
         r"levels=-1: expected 0 \(linear\) or more",
     ),
-    (lambda: rg.Sequential(memory="1GiB"), "memory= without backward='scan': expected both"),
 ]
 
 

@@ -1,21 +1,22 @@
-"""``budget``: one memory budget for all the recurrent modules of a model.
+"""``budget``: one memory budget for all the recurrent modules and deep chains of a model.
 
-The model is run once on a sample. There each recurrent module is asked, for the very input that it
-is given, how little memory it can do with (mᵢ) and how much ordinary backpropagation would take
-(oᵢ). All modules then get their least, and the same share λ of what they could use beyond it,
+What is given a part is every recurrent module, and every ``Sequential`` of two layers or more that
+has no recurrent module in it and stands in no other such one. The model is run once on a sample.
+There each of them is asked, for the very input that it is given, how little memory it can do with
+(mᵢ) and how much ordinary backpropagation would take (oᵢ). All modules then get their least, and the same share λ of what they could use beyond it,
 
     bᵢ = mᵢ + λ (oᵢ − mᵢ),    λ ≤ 1 the largest with    Σ over calls min(bᵢ, o of the call) ≤ total,
 
 since what one call holds stays until it is backpropagated: the calls of a forward pass add up. The
 sum is an upper bound, for only one module at a time is at its own peak.
 
-In that run recurrent modules record nothing, so it takes what the rest of the model takes.
+In that run these modules record nothing, so it takes what the rest of the model takes.
 
 What is swapped is known to :mod:`retrograde.nn.swap` alone; here a module has a ``memory``, and a
 ``fit`` that tells bytes.
 
 Known limits: what a model changes in place and is no buffer (a list that it appends to) is not put
-back; a model whose forward pass differentiates through a recurrent module cannot be run so.
+back; a model whose forward pass differentiates through such a module cannot be run so.
 """
 
 from bisect import bisect_right
@@ -28,15 +29,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
 
 from retrograde.errors import BudgetError, CellError
 from retrograde.execute.chance import sources
 from retrograde.execute.reach import reach
 from retrograde.execute.replay import Ambient
 from retrograde.execute.transforms import uncompiled
+from retrograde.nn.chain import ChainFit
 from retrograde.nn.recent import signature
-from retrograde.nn.recurrent import Recurrent
-from retrograde.nn.swap import swap, twin
+from retrograde.nn.swap import Budgeted, Swappable, is_chain, swap, twin
 from retrograde.nn.unroll import needs_gradient
 from retrograde.units import Memory, as_bytes, format_bytes, parse_memory
 
@@ -69,7 +71,7 @@ class Division:
     Attributes:
         model: the model, the same object that was given.
         shares: by the names of :meth:`torch.nn.Module.named_modules`; "" is the model itself.
-        left: recurrent modules left as they were: the sample gave them nothing to backpropagate.
+        left: modules left as they were: the sample gave them nothing to backpropagate.
         total_bytes: the budget.
         minimum_bytes: the least budget that would have done.
         ordinary_bytes: what ordinary backpropagation of these modules would hold.
@@ -99,16 +101,18 @@ class Division:
 
 
 def budget(model: nn.Module, memory: Memory, sample: Any) -> Division:
-    """Give the recurrent modules of a model one memory budget, divided by what each needs.
+    """Give what is deep or long in a model one memory budget, divided by what each part needs.
 
-    Every ``torch.nn.RNN``, ``GRU`` and ``LSTM`` in the model, at any depth, becomes the module of
-    this library with the same parameters, and gets its part as ``memory``; modules of this library
-    get another ``memory`` (in place of a ``schedule``, too) and keep their ``backward``. All this
+    Every ``torch.nn.RNN``, ``GRU``, ``LSTM`` and ``Sequential`` in the model, at any depth, becomes
+    the module of this library with the same parameters, and gets its part as ``memory``; modules of
+    this library get another ``memory`` (in place of a ``schedule``, too), and recurrent ones keep
+    their ``backward``. A ``Sequential`` within another one, with fewer than two layers, with
+    recurrent modules in it or with a ``backward`` is left as it is. All this
     is done in place, the model itself included: optimizers, hooks, references and ``state_dict``
     stay good. Nothing is changed if anything is refused.
 
     Args:
-        model: any module with recurrent modules in it, or a recurrent module.
+        model: any module with recurrent modules or Sequentials in it, or one of these.
         memory: for all calls of one forward and backward pass, beyond what the modules hand on
             (outputs, gradients): bytes (``67108864``), a size (``"64MiB"``), or a fraction of what
             ordinary backpropagation of these modules would hold (``0.05``, ``"5%"``).
@@ -142,9 +146,9 @@ def budget(model: nn.Module, memory: Memory, sample: Any) -> Division:
     if not needs:
         names = ", ".join(one.title for one in watched)
         raise CellError(
-            f"the sample gave the recurrent modules ({names}) nothing to backpropagate: expected "
-            "the model to call at least one of them, with a parameter or an input that requires a "
-            "gradient"
+            f"the sample gave the modules to be budgeted ({names}) nothing to backpropagate: "
+            "expected the model to call at least one of them, with a parameter or an input that "
+            "requires a gradient"
         )
     ordinary = sum(one.used(one.ordinary_bytes) for one in needs)
     least = sum(one.used(one.minimum_bytes) for one in needs)
@@ -170,9 +174,9 @@ class _Watched:
         sizes: for each kind, the least bytes and those of ordinary backpropagation.
     """
 
-    def __init__(self, name: str, module: nn.RNNBase, title: str) -> None:
+    def __init__(self, name: str, module: Swappable, title: str) -> None:
         self.name, self.module, self.title = name, module, title
-        self.twin: Recurrent = self._named(lambda: twin(module))
+        self.twin: Budgeted = self._named(lambda: twin(module))
         self.calls: dict[Hashable, int] = {}
         self.sizes: dict[Hashable, tuple[int, int]] = {}
 
@@ -214,7 +218,10 @@ class _Watched:
     def _ask(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, int]:
         """The least bytes for a call, and those of ordinary backpropagation."""
         self.twin.memory = "100%"
-        ordinary: int = self.twin.fit(*args, **kwargs).ordinary_bytes
+        whole = self.twin.fit(*args, **kwargs)
+        ordinary: int = whole.ordinary_bytes
+        if isinstance(whole, ChainFit):
+            return min(whole.minimum_bytes, ordinary), ordinary
         self.twin.memory = 1
         try:
             least: int = self.twin.fit(*args, **kwargs).minimum_bytes
@@ -230,14 +237,22 @@ class _Watched:
 
 
 def _find(model: nn.Module) -> list[_Watched]:
-    """Every recurrent module, once, whatever it is called."""
+    """Every module to be budgeted, once, whatever it is called."""
     if not isinstance(model, nn.Module):
         raise CellError(f"got a {type(model).__name__}: expected a torch.nn.Module")
-    found = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.RNNBase)]
+    found: list[tuple[str, Swappable]] = []
+    inside: set[int] = set()  # of a chain
+    for name, m in model.named_modules():
+        if isinstance(m, nn.RNNBase):
+            found.append((name, m))
+        elif is_chain(m) and id(m) not in inside:
+            found.append((name, m))
+            inside |= {id(part) for part in m.modules()}
     if not found:
         raise CellError(
-            f"the {type(model).__name__} has no recurrent modules: expected an RNN, a GRU or an "
-            "LSTM in it; for cells that are called step by step, use rg.unroll with memory="
+            f"the {type(model).__name__} has nothing to budget: expected an RNN, a GRU, an LSTM or "
+            "a Sequential of two layers or more in it; for cells that are called step by step, use "
+            "rg.unroll with memory="
         )
     if any(map(is_lazy, [*model.parameters(), *model.buffers()])):
         raise CellError(
@@ -264,7 +279,7 @@ def _too_little(
     most = max(needs, key=lambda one: one.used(one.minimum_bytes))
     given = f"{memory!r} is {total} bytes ({format_bytes(total)})"
     return (
-        f"the memory {given}, but the recurrent modules need at least {least} bytes "
+        f"the memory {given}, but the budgeted modules need at least {least} bytes "
         f"({format_bytes(least)}) together, that is {least / ordinary:.2%} of ordinary "
         f"backpropagation's; most of it is for {most.title}: raise the budget, or make the batch "
         "or the state smaller"
@@ -288,7 +303,7 @@ def _call(model: nn.Module, sample: Any) -> None:
 def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
-    return [t for item in value for t in _tensors(item)] if isinstance(value, tuple) else []
+    return [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
 
 
 def _sizes(args: tuple[Any, ...]) -> list[Hashable]:
@@ -300,8 +315,10 @@ def _as_if_recorded(outputs: Any, given: Sequence[Tensor]) -> Any:
     """Outputs that require a gradient as recorded ones do, also where they are written to."""
     if isinstance(outputs, PackedSequence):
         return outputs._replace(data=_as_if_recorded(outputs.data, given))
-    if isinstance(outputs, tuple):
-        return tuple(_as_if_recorded(output, given) for output in outputs)
+    if not isinstance(outputs, Tensor):
+        return pytree.tree_map_only(Tensor, lambda t: _as_if_recorded(t, given), outputs)
+    if not (outputs.is_floating_point() or outputs.is_complex()):
+        return outputs
     return _Recorded.apply(outputs.detach(), *given)  # type: ignore[no-untyped-call]
 
 
@@ -316,7 +333,7 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         raise CellError(
-            "the model's forward pass differentiates through a recurrent module: budget() runs it "
+            "the model's forward pass differentiates through a budgeted module: budget() runs it "
             "on the sample without recording that; expected a model that is differentiated by its "
             "caller"
         )

@@ -16,7 +16,7 @@ its memory anew at every call. Several layers with two directions each are no si
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, overload
 
 import numpy as np
 from torch import Tensor, nn
@@ -28,11 +28,13 @@ from retrograde.execute.pace import Paces, time_steps
 from retrograde.execute.profile import footprint
 from retrograde.execute.replay import autocast_as_now
 from retrograde.execute.trees import flatten
+from retrograde.nn.chain import measured
 from retrograde.nn.direct import sums_at_once
 from retrograde.nn.swap import twin
 from retrograde.plan import least_memory
 from retrograde.plan.arguments import integer
 from retrograde.plan.fit import Fit, Footprint, fit
+from retrograde.schedule import Chain
 from retrograde.schedule.actions import Verb
 from retrograde.units import Memory, format_bytes
 
@@ -273,6 +275,11 @@ def _microseconds(seconds: float) -> str:
     return f"{seconds * 1e6:.{digits}f} µs"
 
 
+@overload
+def profile(cell: nn.Sequential, x: Any, *, repeats: int = 9) -> Chain: ...
+
+
+@overload
 def profile(
     cell: Cell | nn.RNNBase,
     x: Any,
@@ -280,22 +287,37 @@ def profile(
     *,
     length: SupportsIndex | None = None,
     repeats: int = 9,
-) -> Profile:
+) -> Profile: ...
+
+
+def profile(
+    cell: Cell | nn.RNNBase | nn.Sequential,
+    x: Any,
+    state: Any = None,
+    *,
+    length: SupportsIndex | None = None,
+    repeats: int = 9,
+) -> Profile | Chain:
     """Measure a step of a cell or of a recurrent module, and learn what each budget would buy.
+
+    Of a ``Sequential`` every layer is measured: the chain that :func:`retrograde.plan` plans.
 
     Args:
         cell: ``cell(x_t, state) -> (y_t, state)``; or an LSTM, a GRU or an RNN, of torch's or of
-            this library; of one layer, if in two directions.
-        x: for a cell the input of one step, a pytree of tensors; for a module its whole input,
-            (T, B, I), (B, T, I) with ``batch_first``, or (T, I).
-        state: the hidden state, a pytree of tensors; for a module torch's, or None for zeros.
+            this library; of one layer, if in two directions. Or a ``Sequential``.
+        x: for a ``Sequential`` what it is called with; for a cell the input of one step, a pytree
+            of tensors; for a recurrent module its whole input, (T, B, I), (B, T, I) with
+            ``batch_first``, or (T, I).
+        state: the hidden state, a pytree of tensors; for a recurrent module torch's, or None for
+            zeros; for a ``Sequential`` there is none.
         length: steps of the sequence that ``print`` tells the trade-off for; for a module by
             default T, for a cell none is told.
         repeats: how often each part is timed; medians are told.
 
     Returns:
         A :class:`Profile`; ``print`` shows it as a table, and :meth:`Profile.trade_off` tells what
-        each budget would buy for a sequence of any length.
+        each budget would buy for a sequence of any length. Of a ``Sequential`` a
+        :class:`~retrograde.schedule.chain.Chain`.
 
     Raises:
         CellError: the cell cannot be run exactly, or the module not as one recurrence.
@@ -313,7 +335,17 @@ def profile(
         >>> offers = p.trade_off(100)
         >>> [offer.forward_steps for offer in offers][-1]
         100
+        >>> net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+        >>> profile(net, torch.zeros(4, 8)).output_bytes
+        (256, 256, 32)
     """
+    if isinstance(cell, nn.Sequential):
+        if state is not None or length is not None:
+            raise CellError(
+                "a Sequential has neither a state nor steps: expected profile(net, sample)"
+            )
+        return measured(cell, x, repeats)
+    step: Any = cell
     steps = None if length is None else integer("length", length)
     if isinstance(cell, nn.RNNBase):
         return _of_module(cell, x, state, steps, repeats)
@@ -321,7 +353,7 @@ def profile(
     states, state_spec = flatten(state, "state")
     check_length([t.unsqueeze(0) for t in leaves])
     with autocast_as_now(leaves[0].device):
-        core = examine(cell, leaves, input_spec, states, state_spec)
+        core = examine(step, leaves, input_spec, states, state_spec)
     inputs = Held([t.unsqueeze(0).expand(_LENGTH, *t.shape) for t in leaves])
     costs = Costs(footprint(core, inputs, states), time_steps(core, inputs, states, repeats))
     return _described([costs], costs.sizes.held(1), len(core.parameters), core.ambient.draws, steps)

@@ -1,4 +1,4 @@
-"""torch's recurrent modules turned into ours, in place: the object stays, its class changes.
+"""torch's modules turned into ours, in place: the object stays, its class changes.
 
 So whatever refers to a module goes on referring to it: its parents under all their names, its
 parameters, an optimizer made before, its hooks, its ``state_dict``. What is to be known before
@@ -6,24 +6,52 @@ anything changes is asked of a :func:`twin`.
 """
 
 from collections import OrderedDict
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 from torch import nn
 from torch.nn.utils import parametrize
 
 from retrograde.errors import CellError
+from retrograde.nn.chain import named_layers
 from retrograde.nn.recurrent import GRU, LSTM, RNN, Recurrent
+from retrograde.nn.sequential import Sequential
 
-__all__ = ["swap", "twin"]
+__all__ = ["Budgeted", "Swappable", "is_chain", "swap", "twin"]
+
+#: What can be given a budget, and what it becomes.
+Swappable = nn.RNNBase | nn.Sequential
+Budgeted = Recurrent | Sequential
 
 _OURS: dict[type[nn.Module], type[Recurrent]] = {nn.RNN: RNN, nn.GRU: GRU, nn.LSTM: LSTM}
 
 
-def twin(module: nn.RNNBase) -> Recurrent:
+def is_chain(module: nn.Module) -> TypeGuard[nn.Sequential]:
+    """Whether a module is a ``Sequential`` that a budget does something for.
+
+    Args:
+        module: any.
+
+    Returns:
+        Yes for one of torch's or of this library, with two layers or more, none of them recurrent,
+        and without a scan.
+
+    Example:
+        >>> is_chain(nn.Sequential(nn.Linear(2, 2), nn.ReLU())), is_chain(nn.Sequential(nn.ReLU()))
+        (True, False)
+    """
+    if type(module) not in (nn.Sequential, Sequential):
+        return False
+    assert isinstance(module, nn.Sequential)
+    scanned = isinstance(module, Sequential) and module.backward is not None
+    recurrent = any(isinstance(part, nn.RNNBase) for part in module.modules())
+    return not scanned and not recurrent and len(list(named_layers(module, lambda _: True))) > 1
+
+
+def twin(module: Swappable) -> Budgeted:
     """A module of ours over the very parameters of another, which is left as it is.
 
     Args:
-        module: an RNN, a GRU or an LSTM, of torch's or of this library.
+        module: an RNN, a GRU, an LSTM or a Sequential, of torch's or of this library.
 
     Returns:
         A module with its options, parameters and mode, without its hooks, and with no budget; a
@@ -39,18 +67,24 @@ def twin(module: nn.RNNBase) -> Recurrent:
         ('retrograde.nn.recurrent', True)
     """
     kind = _class_for(module)
-    other = kind.__new__(kind)
+    other: Any = kind.__new__(kind)
     base = next((base for base in _OURS.values() if issubclass(kind, base)), None)
-    fresh = vars(base(1, 1, device="meta")) if base else {}
+    fresh = (
+        vars(base(1, 1, device="meta"))
+        if base
+        else vars(Sequential())
+        if kind is Sequential
+        else {}
+    )
     vars(other).update({**fresh, **vars(module), "memory": None})
     hooks = [name for name in vars(other) if name.endswith("_hooks")]
     vars(other).update({name: OrderedDict() for name in hooks})
     if "schedule" in vars(other):
         other.schedule = cast(Any, None)
-    return other
+    return cast(Budgeted, other)
 
 
-def swap(module: nn.RNNBase, other: Recurrent) -> None:
+def swap(module: Swappable, other: Budgeted) -> None:
     """Turn a module into its twin.
 
     Args:
@@ -71,15 +105,17 @@ def swap(module: nn.RNNBase, other: Recurrent) -> None:
     module.__class__ = type(other)
 
 
-def _class_for(module: nn.RNNBase) -> type[Recurrent]:
+def _class_for(module: Swappable) -> type[Budgeted]:
     kind = type(module)
-    if issubclass(kind, Recurrent):
+    if issubclass(kind, Recurrent | Sequential):
         return kind
     if "forward" in vars(module):
         raise CellError(
             f"the forward of this {kind.__name__} was replaced by a function: expected torch's "
             "own; divide the budget before other tools wrap the model"
         )
+    if isinstance(module, nn.Sequential):
+        return Sequential
     if kind in _OURS:
         return _OURS[kind]
     if parametrize.is_parametrized(module) and kind.__bases__[0] in _OURS:
