@@ -1,6 +1,8 @@
 """Heterogeneous chains: layers of unequal seconds and bytes (G16, appendix C).
 
-The schedules looked at are *persistent*: what is stored stays until backpropagation has come to it.
+The schedules looked at are *persistent*: what is kept stays until backpropagation has come to it,
+and nothing before it is touched until then. Few chains gain by others: a state freed in front of
+its own layer, whose tape does not refer to it; or a layer recorded while the gradient is small.
 A segment is the layers x … e − 1, with state x kept by whoever called; m is the bytes beyond that;
 u, s, p are a layer's forward seconds, its input state, its internal state without input and output;
 U(x, j) are the seconds of the layers x … j − 1. Least forward seconds:
