@@ -10,10 +10,10 @@ every state, from the rules of a chain's bytes and not from the library's books:
 
 ``persistent`` frees a stored state when backpropagation has come to it, and not before; and it
 loads the last state that is kept, none before it: what is kept is a stack. Otherwise
-it may be freed at any time: over 600 random chains of 1 to 5 layers, each with three budgets, that
-was faster in 4 % of them, by 11 % of the forward seconds on average, and the least budget was
-smaller for 1 chain in 10. Most of these free a state in front of its own layer, whose tape does
-not refer to it.
+it may be freed at any time, and any kept one loaded: of 979 budgets for 360 random chains of 1 to 5
+layers that was faster for 42, by 17 % of the forward seconds on average, and the least budget was
+smaller for 5 of the chains. A state is freed in front of its own layer, whose tape does not refer
+to it, or a layer is recorded earlier, while the gradient that is held is small.
 """
 
 import heapq
