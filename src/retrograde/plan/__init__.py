@@ -3,14 +3,18 @@
 Importing it loads neither torch nor numba: what is compiled is compiled on first use.
 """
 
-from retrograde.plan.arguments import BASELINES, POLICIES
+from retrograde.plan.arguments import BASELINES, CHAIN_POLICIES, POLICIES
+from retrograde.plan.chain import chain_minimum, chain_trade_off
 from retrograde.plan.inverse import TradeOff, least_memory, longest, trade_off
 from retrograde.plan.planner import cost, plan, split
 
 __all__ = [
     "BASELINES",
+    "CHAIN_POLICIES",
     "POLICIES",
     "TradeOff",
+    "chain_minimum",
+    "chain_trade_off",
     "cost",
     "least_memory",
     "longest",

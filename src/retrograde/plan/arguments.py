@@ -8,10 +8,20 @@ from numpy.typing import ArrayLike, NDArray
 from retrograde.errors import ScheduleError
 from retrograde.schedule import Units
 
-__all__ = ["BASELINES", "POLICIES", "check_policy", "integer", "integers", "units_of"]
+__all__ = [
+    "BASELINES",
+    "CHAIN_POLICIES",
+    "POLICIES",
+    "check_chain_policy",
+    "check_policy",
+    "integer",
+    "integers",
+    "units_of",
+]
 
 BASELINES = ("store-all", "store-hidden", "recompute-all", "chen-sqrt", "chen-recursive")
 POLICIES = ("hsm", "ism", "msm", *BASELINES)
+CHAIN_POLICIES = ("hsm", "ism", "msm", "store-all")
 
 
 def check_policy(
@@ -66,6 +76,42 @@ def check_policy(
     if policy != "chen-recursive" and segments is not None:
         raise ScheduleError(
             f"the policy {policy!r} takes no segments: leave them out, or use 'chen-recursive'"
+        )
+
+
+def check_chain_policy(policy: str, *, has_memory: bool = True, **foreign: object) -> None:
+    """Refuse a policy that chains do not know, and what is missing for it or foreign to chains.
+
+    Args:
+        policy: its name.
+        has_memory: whether a memory was given.
+        foreign: arguments that are for lengths only, as given; None where they were not.
+
+    Raises:
+        ScheduleError: with what was given, what was expected and what to do.
+
+    Example:
+        >>> check_chain_policy("msm", alpha=None)
+    """
+    if policy not in CHAIN_POLICIES:
+        raise ScheduleError(
+            f"unknown policy {policy!r} for a chain: use one of {', '.join(CHAIN_POLICIES)}"
+        )
+    for name, value in foreign.items():
+        if value is not None:
+            raise ScheduleError(
+                f"{name} is {value!r} beside a chain, whose layers have their own sizes: leave "
+                f"{name} out"
+            )
+    if has_memory and policy == "store-all":
+        raise ScheduleError(
+            "the policy 'store-all' takes no memory: it holds what it holds; leave memory out, or "
+            "use 'hsm', 'ism' or 'msm'"
+        )
+    if not has_memory and policy != "store-all":
+        raise ScheduleError(
+            f"the policy {policy!r} needs a memory: give bytes, such as '2GiB', or a share of what "
+            "store-all holds, such as '50%'"
         )
 
 

@@ -1,6 +1,8 @@
 """Heterogeneous chains: layers of unequal seconds and bytes (G16, appendix C).
 
-The schedules looked at are *persistent*: what is stored stays until backpropagation has come to it.
+The schedules looked at are *persistent*: what is kept stays until backpropagation has come to it,
+and nothing before it is touched until then. Few chains gain by others: a state freed in front of
+its own layer, whose tape does not refer to it; or a layer recorded while the gradient is small.
 A segment is the layers x … e − 1, with state x kept by whoever called; m is the bytes beyond that;
 u, s, p are a layer's forward seconds, its input state, its internal state without input and output;
 U(x, j) are the seconds of the layers x … j − 1. Least forward seconds:
@@ -42,7 +44,7 @@ from retrograde.errors import BudgetError, ScheduleError
 from retrograde.plan.baselines import store_all
 from retrograde.plan.layers import Layers, layers_of
 from retrograde.plan.unfold import NOTHING, Parts, recall
-from retrograde.schedule import Advance, Chain, Schedule, merge, simulate
+from retrograde.schedule import Action, Advance, Chain, Schedule, merge, simulate
 from retrograde.units import Memory, as_bytes, format_bytes
 
 if TYPE_CHECKING:
@@ -115,12 +117,13 @@ def plan_chain(
     solver.check(room)
     if solver.kinds.records and room >= ordinary.peak:
         return replace(ordinary, policy=policy, memory=room, bound=ordinary.seconds)
-    found = [solver.filled(room, levels)]
-    if certify and not found[0].is_exact:
-        found.append(solver.filled(room, levels, rounded_down=True))
-    schedule = min((one.schedule(room) for one in found), key=_seconds)
-    bounds = [one.bound(room) for one in found if one.is_bound]
-    return replace(schedule, bound=min(max(bounds), _seconds(schedule)) if bounds else None)
+    filled = solver.filled(room, levels)
+    schedule, bound = filled.schedule(room), filled.bound(room)
+    if certify and bound is None:
+        del filled  # its table, before there is another one
+        filled = solver.filled(room, levels, rounded_down=True)
+        schedule, bound = min(schedule, filled.schedule(room), key=_seconds), filled.bound(room)
+    return replace(schedule, bound=None if bound is None else min(bound, _seconds(schedule)))
 
 
 def chain_minimum(chain: Chain, policy: str = "msm") -> tuple[int, int]:
@@ -135,7 +138,7 @@ def chain_minimum(chain: Chain, policy: str = "msm") -> tuple[int, int]:
 
     Example:
         >>> chain_minimum(Chain([1] * 3, [2] * 3, output_bytes=[1, 1, 50]))
-        (51, 2)
+        (52, 2)
     """
     solver = _Solver.of(chain, policy)
     return solver.least, solver.tightest()
@@ -162,7 +165,7 @@ def chain_trade_off(
     Example:
         >>> chain = Chain([1] * 5, [2] * 5, output_bytes=[1] * 5, internal_bytes=[3] * 5)
         >>> [schedule.seconds for schedule in chain_trade_off(chain, [6, 8, 16])]
-        [20.0, 19.0, 15.0]
+        [22.0, 19.0, 15.0]
     """
     ordinary = record_everything(chain)
     rooms = [as_bytes(memory, ordinary.peak) for memory in memories]
@@ -193,8 +196,6 @@ class _Solver:
         minimum: bytes that each segment needs at least.
         grid: how bytes are counted in levels.
         table: least seconds of each segment, for each level.
-        is_exact: nothing was rounded.
-        is_bound: nothing was rounded up.
     """
 
     chain: Chain
@@ -205,20 +206,18 @@ class _Solver:
     minimum: tuple[Any, Any]
     grid: "Grid"
     table: Any
-    is_exact: bool = False
-    is_bound: bool = False
 
     @classmethod
     def of(cls, chain: Chain, policy: str) -> "_Solver":
         """No table yet: what is estimated is that everything is run again for every layer."""
-        from retrograde.plan.chain_kernel import Grid, Kinds
+        from retrograde.plan.chain_kernel import LANES, Grid, Kinds
         from retrograde.plan.chain_walk import minima
 
         kinds = Kinds(stores=policy != "ism", records=policy != "hsm")
         places = _places(chain)
         layers = layers_of(chain, places if len(places) <= len(chain) else None)
         size = len(layers.tape)
-        table = np.empty((size * (size + 1) // 2, 0))
+        table = np.empty((0, size * (size + 1) // 2, LANES))
         minimum = minima(layers, kinds)
         return cls(chain, policy, kinds, places, layers, minimum, Grid(1, 0, 0), table)
 
@@ -240,7 +239,7 @@ class _Solver:
 
     def tightest(self) -> int:
         """The layer at which the smallest budget is all held."""
-        actions = []
+        actions: list[Action] = []
         for action in self._walk(self.least):
             if isinstance(action, Advance):
                 actions += [Advance(k, k + 1) for k in range(action.start, action.stop)]
@@ -262,18 +261,18 @@ class _Solver:
         if enough // common >= most:
             unit = enough // most + 1
         grid = Grid(unit, enough % unit, 0 if rounded_down or unit == common else unit // 2)
-        count = -(-(enough // unit + 1) // LANES) * LANES
-        table = np.empty((len(self.table), count))
+        table = np.empty((enough // unit // LANES + 1, *self.table.shape[1:]))
         fill(layers, self.kinds, grid, self.minimum[0], table)
-        return replace(
-            self, grid=grid, table=table, is_exact=unit == common, is_bound=not grid.more
-        )
+        return replace(self, grid=grid, table=table)
 
-    def bound(self, room: int) -> float:
-        """The seconds that no schedule of the class undercuts, in a table that rounds nothing up."""
+    def bound(self, room: int) -> float | None:
+        """The seconds that no schedule of the class undercuts; None where sizes were rounded up."""
+        if self.grid.more:
+            return None
         enough = min(room - self.chain.overhead_bytes, _enough(self.layers))
         level = -((self.grid.rest - enough) // self.grid.unit)
-        forward = self.table[len(self.layers.tape) - 1, level]
+        chunk, lane = divmod(level, self.table.shape[2])
+        forward = self.table[chunk, len(self.layers.tape) - 1, lane]
         return float(forward) + sum(self.chain.backward_seconds)
 
     def schedule(self, room: int) -> Schedule:

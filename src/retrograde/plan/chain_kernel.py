@@ -7,7 +7,9 @@ for a while is compared in bytes, and never rounded.
 
 *Order.* Levels ascend in chunks of :data:`LANES`, which lie side by side and are worked on at once.
 Within a chunk x descends in blocks of :data:`BLOCK`, and e ascends within a block: the right parts
-that end at e, which are many, are read from memory once for all x of a block.
+that end at e, which are many, are read from memory once for all x of a block. Of every
+:data:`RUN` neighbouring j the least of either side is kept too: where the sum of those two is no
+less than what is found already, in all lanes, none of the j is looked at. This loses nothing.
 """
 
 from typing import NamedTuple
@@ -18,15 +20,17 @@ from numpy.typing import NDArray
 
 from retrograde.plan.layers import Layers
 
-__all__ = ["BLOCK", "LANES", "Grid", "Kinds", "fill", "row_of"]
+__all__ = ["LANES", "Grid", "Kinds", "fill", "row_of"]
 
-LANES = 16
+LANES = 32
 BLOCK = 8
+RUN = 16
 
 _SATURATED = 1 + 1e-13  # times the least seconds: nothing is run twice, but for rounding
 
 _Ints = NDArray[np.int64]
 _Reals = NDArray[np.float64]
+_Side = tuple[_Reals, _Reals]
 
 
 class Grid(NamedTuple):
@@ -57,24 +61,35 @@ def row_of(size: int, x: int, e: int) -> int:
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _lower(
-    out: _Reals, row: _Reals, start: int, paid: int, need: int, seconds: float, grid: Grid
-) -> None:
+    out: _Reals, start: int, row: int, paid: int, need: int, seconds: float, grid: Grid,
+    table: _Reals,
+) -> None:  # fmt: skip
     """A way that keeps ``paid`` bytes, needs ``need``, and leads to a segment.
 
     Args:
         out: the least seconds for levels from ``start`` on, shape (LANES,), lowered.
-        row: the segment's seconds for each level.
         start: a level.
+        row: the segment's in the table.
         paid: bytes.
         need: bytes.
         seconds: spent before.
         grid: levels.
+        table: as :func:`fill` has it.
     """
-    shift = start - (paid + grid.more) // grid.unit
-    first = max(-shift, -((grid.rest - need) // grid.unit) - start, 0)
-    for lane in range(first, LANES):
-        value = seconds + row[shift + lane]
-        out[lane] = value if value < out[lane] else out[lane]
+    below = start - (paid + grid.more) // grid.unit  # the level that the first lane comes to
+    first = max(-below, -((grid.rest - need) // grid.unit) - start, 0)
+    chunk = below // LANES
+    turn = LANES - below % LANES  # from this lane on it is the next chunk
+    if first < turn:
+        cells = table[chunk, row]
+        for lane in range(first, turn):
+            value = seconds + cells[LANES - turn + lane]
+            out[lane] = value if value < out[lane] else out[lane]
+    if first < LANES and turn < LANES:
+        cells = table[chunk + 1, row]
+        for lane in range(max(first, turn), LANES):
+            value = seconds + cells[lane - turn]
+            out[lane] = value if value < out[lane] else out[lane]
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
@@ -95,7 +110,7 @@ def _from_current(
     while True:
         if kinds.stores:
             kept = paid + layers.state[x]
-            _lower(out, table[row_of(size, x, e)], start, kept, need, seconds, grid)
+            _lower(out, start, row_of(size, x, e), kept, need, seconds, grid, table)
             if layers.keeps_input[x]:
                 return  # recording first holds state x all the same
         if not kinds.records and e > x + 1:
@@ -112,7 +127,7 @@ def _from_current(
             return
         if layers.keeps_output[x - 1]:
             kept = paid + layers.state[x]
-            _lower(out, table[row_of(size, x, e)], start, kept, need, seconds, grid)
+            _lower(out, start, row_of(size, x, e), kept, need, seconds, grid, table)
             return
 
 
@@ -130,15 +145,15 @@ def _recorded(
     if e == x + 1:
         _end(out, start, need, seconds, grid)
     elif layers.keeps_output[x]:
-        row = table[row_of(len(layers.tape), x + 1, e)]
-        _lower(out, row, start, paid + layers.state[x + 1], need, seconds, grid)
+        row = row_of(len(layers.tape), x + 1, e)
+        _lower(out, start, row, paid + layers.state[x + 1], need, seconds, grid, table)
     else:
         _from_current(out, start, x + 1, e, paid, need, seconds, layers, kinds, grid, table)
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
-def _best_split(out: _Reals, left: _Reals, right: _Reals, first: int, last: int) -> None:
-    """Q1: the least of left[j] + right[j] for first ≤ j < last, in every lane."""
+def _run_lower(out: _Reals, left: _Reals, right: _Reals, first: int, last: int) -> None:
+    """The least of left[j] + right[j] for first ≤ j < last, in every lane."""
     j = first
     while j + 4 <= last:
         a, b, c, d = left[j], left[j + 1], left[j + 2], left[j + 3]
@@ -160,22 +175,70 @@ def _best_split(out: _Reals, left: _Reals, right: _Reals, first: int, last: int)
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
+def _may_lower(out: _Reals, left: _Reals, right: _Reals) -> bool:
+    """Whether left + right is below out in any lane."""
+    count = 0
+    for lane in range(LANES):
+        count += left[lane] + right[lane] < out[lane]
+    return count > 0
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def _best_split(out: _Reals, left: _Side, right: _Side, first: int, last: int, guess: int) -> int:
+    """Q1: the least of left[j] + right[j] for first ≤ j < last, in every lane.
+
+    Args:
+        out: lowered, shape (LANES,).
+        left: seconds of the left parts, and the least of each run.
+        right: those of the right parts.
+        first: the first j.
+        last: the last j, excluded.
+        guess: the run to look into first.
+
+    Returns:
+        The run that lowered last.
+    """
+    if last <= first:
+        return guess
+    low, high = first // RUN, (last - 1) // RUN
+    guess = min(max(guess, low), high)
+    begin = guess
+    _run_lower(out, left[0], right[0], max(begin * RUN, first), min(begin * RUN + RUN, last))
+    for run in range(low, high + 1):
+        if run != begin and _may_lower(out, left[1][run], right[1][run]):
+            _run_lower(out, left[0], right[0], max(run * RUN, first), min(run * RUN + RUN, last))
+            guess = run
+    return guess
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
 def _split(
-    out: _Reals, start: int, x: int, e: int, reach: _Ints, left: _Reals, right: _Reals,
+    out: _Reals, start: int, x: int, e: int, reach: _Ints, left: _Side, right: _Side, guess: int,
     layers: Layers, grid: Grid,
-) -> None:  # fmt: skip
+) -> int:  # fmt: skip
     """Q1 for all j that can be reached; ``reach`` is what running layers x … j − 1 needs."""
     gradient = layers.gradient[e]
     lowest, highest = grid.unit * start + grid.rest, grid.unit * (start + LANES - 1) + grid.rest
     last = e
     while last > x + 1 and reach[last - 1] + gradient > lowest:
         last -= 1
-    _best_split(out, left, right, x + 1, last)
+    guess = _best_split(out, left, right, x + 1, last, guess)
     while last < e and reach[last] + gradient <= highest:
         first = -((grid.rest - reach[last] - gradient) // grid.unit) - start
         for lane in range(first, LANES):
-            out[lane] = min(out[lane], left[last, lane] + right[last, lane])
+            out[lane] = min(out[lane], left[0][last, lane] + right[0][last, lane])
         last += 1
+    return guess
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def _note(side: _Side, at: int, values: _Reals, more: float) -> None:
+    """Enter one part of a side."""
+    whole, runs = side[0][at], side[1][at // RUN]
+    for lane in range(LANES):
+        value = more + values[lane]
+        whole[lane] = value
+        runs[lane] = value if value < runs[lane] else runs[lane]
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
@@ -187,39 +250,49 @@ def fill(layers: Layers, kinds: Kinds, grid: Grid, least: _Ints, table: _Reals) 
         kinds: the class of schedules.
         grid: levels.
         least: bytes that a segment needs at least, shape (T, T + 1).
-        table: least forward seconds of segments, ∞ where memory is short, shape (T·(T+1)/2,
-            levels), a multiple of :data:`LANES`; written.
+        table: least forward seconds of segments, ∞ where memory is short, shape (chunks of levels,
+            T·(T+1)/2, LANES); written.
     """
     size = len(layers.tape)
-    left = np.empty((BLOCK, size + 1, LANES))
-    right = np.empty((size + 1, size, LANES))
-    reach = np.empty((BLOCK, size + 1), np.int64)
+    runs = size // RUN + 1
+    lefts, least_lefts = np.empty((BLOCK, size + 1, LANES)), np.empty((BLOCK, runs, LANES))
+    rights, least_rights = np.empty((size + 1, size, LANES)), np.empty((size + 1, runs, LANES))
+    reach, guesses = np.empty((BLOCK, size + 1), np.int64), np.zeros(BLOCK, np.int64)
     out = np.empty(LANES)
-    for start in range(0, table.shape[1], LANES):
+    for chunk in range(len(table)):
+        start = chunk * LANES
         highest = grid.unit * (start + LANES - 1) + grid.rest
+        least_rights[:] = np.inf
         for top in range(size - 1, -1, -BLOCK):
             bottom = max(top - BLOCK + 1, 0)
+            least_lefts[:] = np.inf
             for x in range(bottom, top + 1):
-                reach[x - bottom, x + 1] = layers.enter[x]
-                for j in range(x + 2, size + 1):
-                    reach[x - bottom, j] = max(reach[x - bottom, j - 1], layers.through[j - 1])
+                _reach(x, layers, reach[x - bottom])
             for e in range(bottom + 1, size + 1):
+                right = (rights[e], least_rights[e])
                 for x in range(min(top, e - 1), bottom - 1, -1):
-                    row = table[row_of(size, x, e)]
-                    run = layers.before[e] - layers.before[x]
-                    if start and row[start - 1] <= run * _SATURATED:
-                        out[:] = row[start - 1]
+                    left = (lefts[x - bottom], least_lefts[x - bottom])
+                    row, seconds = row_of(size, x, e), layers.before[e] - layers.before[x]
+                    if chunk and table[chunk - 1, row, LANES - 1] <= seconds * _SATURATED:
+                        out[:] = table[chunk - 1, row, LANES - 1]
                     else:
                         out[:] = np.inf
                         if least[x, e] <= highest:
                             _recorded(out, start, x, e, layers, kinds, grid, table)
-                            _split(
-                                out, start, x, e, reach[x - bottom], left[x - bottom], right[e],
-                                layers, grid,
+                            guesses[x - bottom] = _split(
+                                out, start, x, e, reach[x - bottom], left, right,
+                                guesses[x - bottom], layers, grid,
                             )  # fmt: skip
-                    row[start : start + LANES] = out
-                    for lane in range(LANES):
-                        left[x - bottom, e, lane] = run + out[lane]
+                    table[chunk, row] = out
+                    _note(left, e, out, seconds)
                     out[:] = np.inf
                     _from_current(out, start, x, e, 0, 0, 0.0, layers, kinds, grid, table)
-                    right[e, x] = out
+                    _note(right, x, out, 0.0)
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def _reach(x: int, layers: Layers, reach: _Ints) -> None:
+    """What running the layers x … j − 1 needs, for all j."""
+    reach[x + 1] = layers.enter[x]
+    for j in range(x + 2, len(reach)):
+        reach[j] = max(reach[j - 1], layers.through[j - 1])

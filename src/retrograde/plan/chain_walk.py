@@ -4,10 +4,10 @@
 *The minimum* is the same recurrence with the largest need in the place of the sum of seconds: in
 bytes, without a table of levels.
 
-*The walk.* Who stands before a segment with so many bytes takes, of all moves whose segments have at
-least their minimum, the one whose segments the table says to be the fastest at the bytes that
-are really left. So a walk always ends, never needs more than it was given, and where levels are
-exact it finds what the table promises.
+*The walk.* Before a segment, with so many bytes, it takes the best of all moves that leave every
+segment its minimum: the one whose segments the table says to be fastest with the bytes that are
+really left. So it always ends, never needs more than it was given, and where levels are exact it
+finds what the table promises.
 """
 
 import numpy as np
@@ -71,12 +71,14 @@ def _estimate(
     """What a segment takes with so many bytes, as the table has it; ∞ where they do not do."""
     if room < kept[x, e]:
         return np.inf
-    level = min((room - grid.rest) // grid.unit, table.shape[1] - 1)
+    level = min((room - grid.rest) // grid.unit, len(table) * table.shape[2] - 1)
     if level >= 0:
-        value = table[row_of(len(layers.tape), x, e), level]
+        lanes = table.shape[2]
+        value: float = table[level // lanes, row_of(len(layers.tape), x, e), level % lanes]
         if value < np.inf:
             return value
-    return (e - x) * (layers.before[e] - layers.before[x])  # everything again for every layer
+    run: float = layers.before[e] - layers.before[x]
+    return (e - x) * run  # everything again for every layer
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]

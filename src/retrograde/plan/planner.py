@@ -3,7 +3,8 @@
 One answer for each policy. HSM and ISM are closed forms (:mod:`retrograde.plan.closed_form`, and
 :mod:`~retrograde.plan.hsm` and :mod:`~retrograde.plan.ism` for their schedules), MSM is a dynamic
 program around a convex bound (:mod:`retrograde.plan.mixed`), the rest are
-:mod:`retrograde.plan.baselines`. The questions the other way round are in
+:mod:`retrograde.plan.baselines`. A chain of unequal layers has :mod:`retrograde.plan.chain`, and
+every policy then counts bytes. The questions the other way round are in
 :mod:`retrograde.plan.inverse`.
 
 ===================  =========================================================  ================
@@ -29,12 +30,19 @@ from numpy.typing import ArrayLike, NDArray
 
 from retrograde.errors import ScheduleError
 from retrograde.plan import baselines, closed_form, mixed
-from retrograde.plan.arguments import check_policy, integer, integers, units_of
+from retrograde.plan.arguments import (
+    check_chain_policy,
+    check_policy,
+    integer,
+    integers,
+    units_of,
+)
+from retrograde.plan.chain import plan_chain, record_everything
 from retrograde.plan.coarse import coarsen
 from retrograde.plan.hsm import hsm_schedule
 from retrograde.plan.ism import ism_schedule
 from retrograde.plan.unfold import check_size
-from retrograde.schedule import Schedule, Units, Verb, merge
+from retrograde.schedule import Chain, Schedule, Units, Verb, merge
 from retrograde.units import Memory, as_bytes
 
 __all__ = ["cost", "plan", "split"]
@@ -52,24 +60,26 @@ _ACTIONS_PER_STEP = {"store-hidden": 6, "recompute-all": 4, "chen-recursive": 6}
 
 
 def plan(
-    length: int,
+    length: int | Chain,
     memory: Memory | None = None,
-    policy: str = "hsm",
+    policy: str | None = None,
     *,
     alpha: int | None = None,
     beta: int | None = None,
     state: int | None = None,
     segments: int | None = None,
+    certify: bool = False,
 ) -> Schedule:
     """The schedule of a policy, in the longest ranges.
 
     Args:
-        length: steps, at least 1.
+        length: steps, at least 1; or a :class:`~retrograde.schedule.Chain` of unequal layers.
         memory: slots, in the policy's units, at least 1; bytes, a text such as ``"64MiB"`` or a
-            share of ordinary backpropagation's (``0.05``, ``"5%"``) where ``state`` is given; None
-            for a baseline.
-        policy: ``"hsm"``, ``"ism"``, ``"msm"``, or a baseline: ``"store-all"``,
-            ``"store-hidden"``, ``"recompute-all"``, ``"chen-sqrt"``, ``"chen-recursive"``.
+            share of ordinary backpropagation's (``0.05``, ``"5%"``) for a chain and where
+            ``state`` is given; None for a baseline.
+        policy: ``"hsm"`` (the default for lengths), ``"ism"``, ``"msm"`` (the default for chains),
+            or a baseline: ``"store-all"``; for lengths ``"store-hidden"``, ``"recompute-all"``,
+            ``"chen-sqrt"`` and ``"chen-recursive"`` too.
         alpha: size of an internal state in hidden states, for ``"msm"`` (and for the peak of a
             baseline, where it is 2 by default); in bytes where ``state`` is given.
         beta: the same when its input hidden state is in memory; ``alpha`` less a hidden state by
@@ -77,14 +87,18 @@ def plan(
         state: size of a hidden state in bytes, for ``"msm"`` with real sizes; they are counted in
             units so coarse that at most 1 % of the memory is wasted.
         segments: parts at each division, for ``"chen-recursive"``; 2 by default.
+        certify: for a chain, prove a ``bound`` even where bytes had to be rounded; takes as long
+            again. Where nothing was rounded there always is one.
 
     Returns:
         The cheapest schedule of that policy whose peak is within ``memory``; of those, one with the
         fewest actions. Where it could not be proven the cheapest, its ``bound`` is below its cost.
+        For a chain, the one with the fewest seconds: see :mod:`retrograde.plan.chain`.
 
     Raises:
         ScheduleError: an argument is missing, out of place or out of range; the schedule or what is
             needed to find it would be too large.
+        BudgetError: the memory is less than any schedule of a chain needs.
         UnitError: the memory cannot be read.
 
     Example:
@@ -96,7 +110,14 @@ def plan(
         >>> schedule = plan(1000, "5%", "msm", state=65_536, alpha=430_080)
         >>> schedule.cost, schedule.peak <= schedule.memory
         (1954, True)
+        >>> chain = Chain([1, 1, 4], [2, 2, 8], output_bytes=[9, 9, 1])
+        >>> plan(chain, "90%").seconds, plan(chain, policy="store-all").seconds
+        (19.0, 18.0)
     """
+    if isinstance(length, Chain):
+        foreign = {"alpha": alpha, "beta": beta, "state": state, "segments": segments}
+        return _plan_chain(length, memory, policy or "msm", foreign, certify)
+    policy = policy or "hsm"
     check_policy(
         policy, alpha=alpha, beta=beta, state=state, segments=segments,
         has_memory=memory is not None,
@@ -243,6 +264,19 @@ def _plan_bytes(length: int, memory: Memory, units: Units) -> Schedule:
     if coarse.most > coarse.memory:
         bound = int(mixed.mixed_bounds(length, coarse.most, **sizes))
     return replace(schedule, memory=room, units=units, bound=bound)
+
+
+def _plan_chain(
+    chain: Chain,
+    memory: Memory | None,
+    policy: str,
+    foreign: Mapping[str, object],
+    certify: bool,
+) -> Schedule:
+    check_chain_policy(policy, has_memory=memory is not None, **foreign)
+    if memory is None:
+        return record_everything(chain)
+    return plan_chain(chain, memory, policy, certify=certify)
 
 
 def _cost_of_one(

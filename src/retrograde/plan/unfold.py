@@ -120,7 +120,7 @@ class Parts:
         policy: str,
         memory: int | None = None,
         units: Units | Chain | None = None,
-        bound: int | None = None,
+        bound: int | float | None = None,
     ) -> Schedule:
         """Write a part out, between ``Store(0)`` and ``Free(0)``.
 

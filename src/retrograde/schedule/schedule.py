@@ -84,8 +84,8 @@ class Schedule:
         kind: verbs (:class:`~retrograde.schedule.actions.Verb`), shape (actions,).
         start: first positions, shape (actions,).
         stop: second positions, shape (actions,); equal to ``start`` for verbs with one position.
-        bound: what the planner proved that no schedule of the policy undercuts, in forward steps;
-            None where it proved nothing.
+        bound: what the planner proved that no schedule of the policy undercuts, in forward steps,
+            or in seconds where ``units`` is a chain; None where it proved nothing.
 
     Raises:
         ScheduleError: the arrays differ in shape, or a verb is unknown.
@@ -105,7 +105,7 @@ class Schedule:
     kind: NDArray[np.uint8]
     start: NDArray[np.int64]
     stop: NDArray[np.int64]
-    bound: int | None = None
+    bound: int | float | None = None
 
     def __post_init__(self) -> None:
         shapes = {np.shape(part) for part in (self.kind, self.start, self.stop)}
@@ -213,9 +213,12 @@ class Schedule:
 
     @property
     def gap(self) -> float | None:
-        """How far the cost may be from the least, as a share of ``bound``: 0.0 is optimal; None
-        where there is no bound."""
-        return None if self.bound is None else self.cost / self.bound - 1
+        """How far the cost, or the seconds of a chain, may be from the least, as a share of
+        ``bound``: 0.0 is optimal; None where there is no bound."""
+        if self.bound is None:
+            return None
+        spent = self.cost if self.seconds is None else self.seconds
+        return spent / self.bound - 1 if self.bound else 0.0
 
     def codes(self) -> Iterator[Code]:
         """The codes of all actions, as Python integers.

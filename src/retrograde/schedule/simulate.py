@@ -5,7 +5,8 @@ At the start state 0 is current and nothing is kept. Then, action by action:
 1. ``Advance`` and ``Record`` start at the current state, run forward through at least one step, and
    through none that is recorded or backpropagated already.
 2. ``Store`` keeps the current state, once.
-3. ``Load`` finds a state that is stored or is the output of a recorded step, and not yet current.
+3. ``Load`` finds a state that is stored or is the output of a recorded step, and not yet current;
+   of a chain's layer only where its internal state refers to its output.
 4. ``Backward`` continues where the last one ended (the first at the end of the sequence), through
    recorded steps only. Afterwards no state is current.
 5. ``Free`` comes directly after the last use of a stored state: after ``Load(at)``, or after a
@@ -123,6 +124,7 @@ class _Machine:
     def __init__(self, length: int, units: "Units | Chain") -> None:
         self.length = length
         self.account = account_of(units, length)
+        self.outputs = units.keeps_output if isinstance(units, Chain) else (True,) * length
         self.current = 0  # -1 where no state is
         self.stored = bytearray(length + 1)
         self.recorded = bytearray(length)
@@ -232,7 +234,9 @@ class _Machine:
         return f"the range is empty or not within steps 0 to {self.length - 1}"
 
     def _is_kept(self, state: int) -> bool:
-        return bool(self.stored[state] or (state and self.recorded[state - 1]))
+        if self.stored[state]:
+            return True
+        return bool(state and self.recorded[state - 1] and self.outputs[state - 1])
 
     def _where(self) -> str:
         return "no state is current" if self.current < 0 else f"state {self.current} is current"

@@ -8,6 +8,7 @@ whether the schedule is legal, :func:`retrograde.schedule.simulate` says.
 import json
 import re
 from dataclasses import asdict, fields, replace
+from math import inf
 from typing import Any, NoReturn
 
 from retrograde.errors import ScheduleError
@@ -80,9 +81,11 @@ def from_json(text: str) -> Schedule:
     if memory is not None and (type(memory) is not int or memory < 1):
         _fail(f"'memory' is {memory!r}: expected an integer, 1 or more, or null")
     bound = document["bound"]
-    if bound is not None and (type(bound) is not int or bound < 0):
-        _fail(f"'bound' is {bound!r}: expected an integer, 0 or more, or null")
     units = _units(document["units"])
+    kinds: tuple[type, ...] = (int, float) if isinstance(units, Chain) else (int,)
+    if bound is not None and (type(bound) not in kinds or not 0 <= bound < inf):
+        expected = "seconds" if isinstance(units, Chain) else "an integer"
+        _fail(f"'bound' is {bound!r}: expected {expected}, 0 or more, or null")
     codes = _codes(document["actions"])
     schedule = Schedule.from_codes(codes, length=length, policy=policy, memory=memory, units=units)
     return replace(schedule, bound=bound)
