@@ -3,7 +3,8 @@
 What is given a part is every recurrent module, and every ``Sequential`` of two layers or more that
 has no recurrent module in it and stands in no other such one. The model is run once on a sample.
 There each of them is asked, for the very input that it is given, how little memory it can do with
-(mᵢ) and how much ordinary backpropagation would take (oᵢ). All modules then get their least, and the same share λ of what they could use beyond it,
+(mᵢ) and how much ordinary backpropagation would take (oᵢ). All modules then get their least, and
+the same share λ of what they could use beyond it,
 
     bᵢ = mᵢ + λ (oᵢ − mᵢ),    λ ≤ 1 the largest with    Σ over calls min(bᵢ, o of the call) ≤ total,
 

@@ -16,7 +16,7 @@ its memory anew at every call. Several layers with two directions each are no si
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, SupportsIndex, overload
+from typing import Any, SupportsIndex, cast, overload
 
 import numpy as np
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from retrograde.execute.replay import autocast_as_now
 from retrograde.execute.trees import flatten
 from retrograde.nn.chain import measured
 from retrograde.nn.direct import sums_at_once
+from retrograde.nn.recurrent import Recurrent
 from retrograde.nn.swap import twin
 from retrograde.plan import least_memory
 from retrograde.plan.arguments import integer
@@ -345,7 +346,7 @@ def profile(
                 "a Sequential has neither a state nor steps: expected profile(net, sample)"
             )
         return measured(cell, x, repeats)
-    step: Any = cell
+    one_step: Any = cell
     steps = None if length is None else integer("length", length)
     if isinstance(cell, nn.RNNBase):
         return _of_module(cell, x, state, steps, repeats)
@@ -353,7 +354,7 @@ def profile(
     states, state_spec = flatten(state, "state")
     check_length([t.unsqueeze(0) for t in leaves])
     with autocast_as_now(leaves[0].device):
-        core = examine(step, leaves, input_spec, states, state_spec)
+        core = examine(one_step, leaves, input_spec, states, state_spec)
     inputs = Held([t.unsqueeze(0).expand(_LENGTH, *t.shape) for t in leaves])
     costs = Costs(footprint(core, inputs, states), time_steps(core, inputs, states, repeats))
     return _described([costs], costs.sizes.held(1), len(core.parameters), core.ambient.draws, steps)
@@ -369,7 +370,7 @@ def _of_module(
             "tensor (T, B, I); for packed sequences, pad them"
         )
     hidden = () if hx is None else hx if isinstance(hx, tuple) else (hx,)
-    call = twin(module)._read(input, hidden)
+    call = cast(Recurrent, twin(module))._read(input, hidden)
     call.at_once = sums_at_once(length or call.length, call.batch)
     ordinary, (part, *others) = call.measured()
     if others:
