@@ -19,7 +19,7 @@ from retrograde.schedule import Chain, Schedule, Verb, simulate
 POLICIES = ("msm", "hsm", "ism")
 
 
-def random_chain(length: int, seed: int, scale: int = 1) -> Chain:
+def random_chain(length: int, seed: int, scale: int = 1, running: int = 5) -> Chain:
     """Unequal integers, sizes and seconds of 0 among them, and any flags."""
     draw = np.random.default_rng(seed)
 
@@ -32,7 +32,7 @@ def random_chain(length: int, seed: int, scale: int = 1) -> Chain:
         backward_seconds=column(0, 20),
         output_bytes=outputs,
         internal_bytes=[a + b for a, b in zip(outputs, tapes, strict=True)],
-        forward_transient_bytes=column(0, 5 * scale),
+        forward_transient_bytes=column(0, running * scale),
         backward_transient_bytes=column(0, 5 * scale),
         record_transient_bytes=column(0, 5 * scale),
         keeps_input=[bool(flag) for flag in column(0, 2)],
@@ -62,6 +62,11 @@ def agrees_with_the_search(chain: Chain, policy: str) -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_as_fast_as_the_best_of_all_schedules(seed, policy):
     agrees_with_the_search(random_chain(1 + seed % 4, seed), policy)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_as_fast_as_the_best_where_running_takes_the_most(seed):
+    agrees_with_the_search(random_chain(4, seed, running=60), "hsm")
 
 
 @pytest.mark.slow
