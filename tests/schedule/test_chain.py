@@ -76,6 +76,14 @@ def test_a_state_that_no_tape_refers_to_is_not_held():
     assert seen.high[1] == 10 + 200 + 50 + 3000 + 60_000
 
 
+def test_a_state_that_no_tape_refers_to_cannot_be_loaded():
+    actions = [Store(0), Record(0, 1), Advance(1, 2), Load(1)]
+    with pytest.raises(ScheduleError, match=r"^after the last action step 2 is not backprop"):
+        replay(actions)
+    with pytest.raises(ScheduleError, match=r"^action 3, load 1: state 1 is neither stored nor"):
+        replay(actions, replace(CHAIN, keeps_output=[False, True, True]))
+
+
 def test_a_stored_state_is_counted_once():
     actions = [Store(0), Record(0, 1), Store(1), Record(1, 3), Backward(1, 3), Free(1)]
     seen = replay([*actions, Backward(0, 1), Free(0)])

@@ -1,9 +1,9 @@
 """The table of :mod:`retrograde.plan.chain`, filled by code compiled when this is first imported.
 
 Kept apart so that importing the planner loads no compiler. Level m of the table stands for
-``unit · m + rest`` bytes; what is kept is counted in levels too, after ``more`` bytes are added and
-the rest of the division dropped, so that ``more`` says which way sizes are rounded. What is needed
-for a while is compared in bytes, and never rounded.
+``unit · m + rest`` bytes. What is needed for a while is compared in bytes, and never rounded. What
+is kept leads from one level to between two others: their seconds are then taken in proportion
+(``between``), so that small sizes count too; or those of the higher level, a lower bound.
 
 *Order.* Levels ascend in chunks of :data:`LANES`, which lie side by side and are worked on at once.
 Within a chunk x descends in blocks of :data:`BLOCK`, and e ascends within a block: the right parts
@@ -38,7 +38,7 @@ class Grid(NamedTuple):
 
     unit: int
     rest: int
-    more: int
+    between: bool
 
 
 class Kinds(NamedTuple):
@@ -67,7 +67,8 @@ def _lower(
     """A way that keeps ``paid`` bytes, needs ``need``, and leads to a segment.
 
     Args:
-        out: the least seconds for levels from ``start`` on, shape (LANES,), lowered.
+        out: the least seconds for levels from ``start`` on, shape (LANES,), lowered; beyond them
+            there is room for LANES + 1 more numbers.
         start: a level.
         row: the segment's in the table.
         paid: bytes.
@@ -76,20 +77,28 @@ def _lower(
         grid: levels.
         table: as :func:`fill` has it.
     """
-    below = start - (paid + grid.more) // grid.unit  # the level that the first lane comes to
+    below = start - paid // grid.unit  # the level that the first lane comes to
     first = max(-below, -((grid.rest - need) // grid.unit) - start, 0)
-    chunk = below // LANES
-    turn = LANES - below % LANES  # from this lane on it is the next chunk
-    if first < turn:
-        cells = table[chunk, row]
-        for lane in range(first, turn):
-            value = seconds + cells[LANES - turn + lane]
+    if first >= LANES:
+        return
+    cells = out[LANES:]  # from one level lower on
+    chunk, offset = (below - 1) // LANES, (below - 1) % LANES
+    if chunk >= 0:
+        cells[: LANES - offset] = table[chunk, row, offset:]
+    else:
+        cells[: LANES - offset] = np.inf
+    if chunk + 1 >= 0:
+        cells[LANES - offset :] = table[chunk + 1, row, : offset + 1]
+    part = (paid % grid.unit) / grid.unit if grid.between else 0.0
+    if part == 0:
+        for lane in range(first, LANES):
+            value = seconds + cells[lane + 1]
             out[lane] = value if value < out[lane] else out[lane]
-    if first < LANES and turn < LANES:
-        cells = table[chunk + 1, row]
-        for lane in range(max(first, turn), LANES):
-            value = seconds + cells[lane - turn]
-            out[lane] = value if value < out[lane] else out[lane]
+        return
+    for lane in range(first, LANES):
+        low, high = cells[lane], cells[lane + 1]
+        value = seconds + (high + part * (low - high) if low < np.inf else high)
+        out[lane] = value if value < out[lane] else out[lane]
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
@@ -258,7 +267,8 @@ def fill(layers: Layers, kinds: Kinds, grid: Grid, least: _Ints, table: _Reals) 
     lefts, least_lefts = np.empty((BLOCK, size + 1, LANES)), np.empty((BLOCK, runs, LANES))
     rights, least_rights = np.empty((size + 1, size, LANES)), np.empty((size + 1, runs, LANES))
     reach, guesses = np.empty((BLOCK, size + 1), np.int64), np.zeros(BLOCK, np.int64)
-    out = np.empty(LANES)
+    space = np.empty(2 * LANES + 1)
+    out = space[:LANES]
     for chunk in range(len(table)):
         start = chunk * LANES
         highest = grid.unit * (start + LANES - 1) + grid.rest
@@ -278,7 +288,7 @@ def fill(layers: Layers, kinds: Kinds, grid: Grid, least: _Ints, table: _Reals) 
                     else:
                         out[:] = np.inf
                         if least[x, e] <= highest:
-                            _recorded(out, start, x, e, layers, kinds, grid, table)
+                            _recorded(space, start, x, e, layers, kinds, grid, table)
                             guesses[x - bottom] = _split(
                                 out, start, x, e, reach[x - bottom], left, right,
                                 guesses[x - bottom], layers, grid,
@@ -286,7 +296,7 @@ def fill(layers: Layers, kinds: Kinds, grid: Grid, least: _Ints, table: _Reals) 
                     table[chunk, row] = out
                     _note(left, e, out, seconds)
                     out[:] = np.inf
-                    _from_current(out, start, x, e, 0, 0, 0.0, layers, kinds, grid, table)
+                    _from_current(space, start, x, e, 0, 0, 0.0, layers, kinds, grid, table)
                     _note(right, x, out, 0.0)
 
 

@@ -73,8 +73,13 @@ def _estimate(
         return np.inf
     level = min((room - grid.rest) // grid.unit, len(table) * table.shape[2] - 1)
     if level >= 0:
-        lanes = table.shape[2]
-        value: float = table[level // lanes, row_of(len(layers.tape), x, e), level % lanes]
+        lanes, row = table.shape[2], row_of(len(layers.tape), x, e)
+        value: float = table[level // lanes, row, level % lanes]
+        above = level + 1
+        if grid.between and above < len(table) * lanes:
+            high: float = table[above // lanes, row, above % lanes]
+            part = (room - grid.rest) % grid.unit / grid.unit
+            value = value + part * (high - value) if value < np.inf else high
         if value < np.inf:
             return value
     run: float = layers.before[e] - layers.before[x]

@@ -110,9 +110,9 @@ def plan(
         >>> schedule = plan(1000, "5%", "msm", state=65_536, alpha=430_080)
         >>> schedule.cost, schedule.peak <= schedule.memory
         (1954, True)
-        >>> chain = Chain([1, 1, 4], [2, 2, 8], output_bytes=[9, 9, 1])
-        >>> plan(chain, "90%").seconds, plan(chain, policy="store-all").seconds
-        (19.0, 18.0)
+        >>> chain = Chain([1] * 5, [2] * 5, output_bytes=[1] * 5, internal_bytes=[3] * 5)
+        >>> plan(chain, "50%").seconds, plan(chain, policy="store-all").seconds
+        (19.0, 15.0)
     """
     if isinstance(length, Chain):
         foreign = {"alpha": alpha, "beta": beta, "state": state, "segments": segments}

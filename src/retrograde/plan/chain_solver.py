@@ -1,0 +1,229 @@
+"""The table of one chain and one class of schedules, and the schedules that are read off it.
+
+What is solved, and how, is told in :mod:`retrograde.plan.chain`; this is where the compiled parts
+come together. Nothing is compiled before the first chain is asked for.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from retrograde.errors import BudgetError, ScheduleError
+from retrograde.plan.layers import Layers, layers_of
+from retrograde.plan.unfold import NOTHING, Parts, recall
+from retrograde.schedule import Action, Advance, Chain, Schedule, merge, simulate
+from retrograde.units import format_bytes
+
+if TYPE_CHECKING:
+    from retrograde.plan.chain_kernel import Grid, Kinds
+
+__all__ = ["LONGEST", "Solver", "seconds_of"]
+
+LONGEST = 600
+
+_GROUPS = 500  # that a longer chain is taken in
+_SHIFTS = (0.0, -0.5, 0.5)  # of levels, that walks are tried with
+_MOST_LEVELS = 4000
+_MOST_WORK = 10**10  # additions in filling one table
+_MOST_BYTES = 640 * 2**20
+
+_Part = tuple[bool, int, int, int]  # from a kept state or not, first layer, end, bytes
+
+
+@dataclass(frozen=True)
+class Solver:
+    """One chain and one class of schedules; with a table, once it is filled.
+
+    Args:
+        chain: what each layer takes.
+        policy: its name.
+        kinds: what it may keep.
+        places: the states that may be kept.
+        layers: what the moves between them need.
+        minimum: bytes that each segment needs at least.
+        grid: how bytes are counted in levels.
+        table: least seconds of each segment, for each level.
+    """
+
+    chain: Chain
+    policy: str
+    kinds: "Kinds"
+    places: list[int]
+    layers: Layers
+    minimum: tuple[Any, Any]
+    grid: "Grid"
+    table: Any
+
+    @classmethod
+    def of(cls, chain: Chain, policy: str, longest: int = LONGEST) -> "Solver":
+        """No table yet: what is estimated is that everything is run again for every layer."""
+        from retrograde.plan.chain_kernel import LANES, Grid, Kinds
+        from retrograde.plan.chain_walk import minima
+
+        kinds = Kinds(stores=policy != "ism", records=policy != "hsm")
+        places = _places(chain, longest)
+        layers = layers_of(chain, places if len(places) <= len(chain) else None)
+        size = len(layers.tape)
+        table = np.empty((0, size * (size + 1) // 2, LANES))
+        minimum = minima(layers, kinds)
+        return cls(chain, policy, kinds, places, layers, minimum, Grid(1, 0, False), table)
+
+    @property
+    def least(self) -> int:
+        """The smallest budget, in bytes."""
+        return int(self.minimum[0][0, -1]) + self.chain.overhead_bytes
+
+    def check(self, room: int) -> None:
+        """Refuse a budget that is too small."""
+        if room < self.least:
+            layer = self.tightest()
+            raise BudgetError(
+                f"memory is {room} bytes ({format_bytes(room)}): expected at least {self.least} "
+                f"({format_bytes(self.least)}), which layer {self.chain.names[layer]!r} needs, "
+                f"for the policy {self.policy!r}; give that much, or a smaller batch",
+                self.least,
+            )
+
+    def tightest(self) -> int:
+        """The layer at which the smallest budget is all held."""
+        actions: list[Action] = []
+        for action in self._walk(self.least):
+            if isinstance(action, Advance):
+                actions += [Advance(k, k + 1) for k in range(action.start, action.stop)]
+            else:
+                actions.append(action)
+        schedule = Schedule.from_actions(actions, length=len(self.chain), units=self.chain)
+        action = actions[int(np.argmax(simulate(schedule).high))]
+        return int(getattr(action, "start", 0))
+
+    def filled(self, room: int, levels: int | None, rounded_down: bool = False) -> "Solver":
+        """With the table for a budget, and for all smaller ones."""
+        from retrograde.plan.chain_kernel import LANES, Grid, fill
+
+        layers = self.layers
+        enough = min(room - self.chain.overhead_bytes, _enough(layers))
+        common = gcd(*layers.state.tolist(), *layers.tape.tolist()) or enough + 1
+        most = _levels(len(layers.tape)) if levels is None else levels
+        unit = common
+        if enough // common >= most:
+            unit = enough // most + 1
+        grid = Grid(unit, enough % unit, not rounded_down and unit != common)
+        table = np.empty((enough // unit // LANES + 1, *self.table.shape[1:]))
+        fill(layers, self.kinds, grid, self.minimum[0], table)
+        return replace(self, grid=grid, table=table)
+
+    def bound(self, room: int) -> float | None:
+        """The seconds that no schedule of the class undercuts; None where levels or layers were
+        taken together."""
+        if self.grid.between or len(self.places) <= len(self.chain):
+            return None
+        enough = min(room - self.chain.overhead_bytes, _enough(self.layers))
+        level = -((self.grid.rest - enough) // self.grid.unit)
+        chunk, lane = divmod(level, self.table.shape[2])
+        forward = self.table[chunk, len(self.layers.tape) - 1, lane]
+        return float(forward) + sum(self.chain.backward_seconds)
+
+    def schedule(self, room: int) -> Schedule:
+        """The schedule for a budget, in the longest ranges; the best of a few."""
+        unit, rest = self.grid.unit, self.grid.rest
+        tried = {rest} if self._is_exact(room) else {int(rest + k * unit) for k in _SHIFTS}
+        shifted = (replace(self, grid=self.grid._replace(rest=rest)) for rest in sorted(tried))
+        found = [merge(replace(one._walk(room), memory=room)) for one in shifted]
+        return min(found, key=seconds_of)
+
+    def _is_exact(self, room: int) -> bool:
+        """Whether all that is left of a budget, wherever it is kept, is a level."""
+        sizes = (*self.layers.state.tolist(), *self.layers.tape.tolist())
+        rest = room - self.chain.overhead_bytes - self.grid.rest
+        return all(size % self.grid.unit == 0 for size in (*sizes, rest))
+
+    def _walk(self, room: int) -> Schedule:
+        parts = Parts()
+        whole = (True, 0, len(self.layers.tape), room - self.chain.overhead_bytes)
+        root = recall(whole, lambda part, number: self._describe(parts, part, number))
+        return parts.unfold(root, length=len(self.chain), policy=self.policy, units=self.chain)
+
+    def _describe(self, parts: Parts, part: _Part, number: Callable[[_Part], int]) -> int:
+        """Add a part: see :mod:`retrograde.plan.chain_walk` for what is chosen."""
+        kept, x, e, room = part
+        at = self.places
+        if not kept:
+            if self._stores(x, e, room):
+                inside = (True, x, e, room - int(self.layers.state[x]))
+                return parts.store(0, number(inside), NOTHING)
+            return self._record(parts, (x, x, e, self._beside(x, room)), NOTHING, number)
+        j = self._move(x, e, room)
+        if j == x:
+            return self._record(parts, (x, x, e, room), NOTHING, number)
+        left = number((True, x, j, room))
+        if self._stores(j, e, room):
+            right = number((True, j, e, room - int(self.layers.state[j])))
+            return parts.store(at[j] - at[x], right, left)
+        return self._record(parts, (x, j, e, self._beside(j, room)), left, number)
+
+    def _record(
+        self, parts: Parts, where: tuple[int, int, int, int], left: int,
+        number: Callable[[_Part], int],
+    ) -> int:  # fmt: skip
+        """Advance from x to j, record layer j, and go on with the bytes that are left."""
+        x, j, e, room = where
+        at, layers, right = self.places, self.layers, NOTHING
+        rest = room - int(layers.tape[j])
+        if e > j + 1 and layers.keeps_output[j]:
+            right = number((True, j + 1, e, rest - int(layers.state[j + 1])))
+        elif e > j + 1:
+            right = number((False, j + 1, e, rest))
+        return parts.record(at[j] - at[x], at[j + 1] - at[j], right, left)
+
+    def _beside(self, x: int, room: int) -> int:
+        """The bytes beside state x once layer x is recorded and nothing else holds it."""
+        return room - (int(self.layers.state[x]) if self.layers.keeps_input[x] else 0)
+
+    def _stores(self, x: int, e: int, room: int) -> bool:
+        """Whether to store state x, rather than to record layer x at once."""
+        from retrograde.plan.chain_walk import after_current
+
+        shared = (self.layers, self.kinds, self.grid, self.minimum, self.table)
+        if not after_current(x, e, room, *shared)[1]:
+            return False
+        return self._move(x, e, room - int(self.layers.state[x])) != x
+
+    def _move(self, x: int, e: int, room: int) -> int:
+        """Where to advance to from state x, which is kept; x itself to record layer x."""
+        from retrograde.plan.chain_walk import best_move
+
+        shared = (self.layers, self.kinds, self.grid, self.minimum, self.table)
+        return int(best_move(x, e, room, *shared))
+
+
+def seconds_of(schedule: Schedule) -> float:
+    """An iteration, of a schedule that is one of a chain."""
+    if schedule.seconds is None:
+        raise ScheduleError("the schedule has no seconds: expected one of a chain")
+    return schedule.seconds
+
+
+def _places(chain: Chain, longest: int) -> list[int]:
+    """The states that may be kept: all, or the smallest of each few in a long chain."""
+    length = len(chain)
+    if length <= longest:
+        return list(range(length + 1))
+    width, sizes = -(-length // _GROUPS), chain.state_bytes
+    windows = (range(k, min(k + width, length)) for k in range(1, length, width))
+    return [0, *(min(window, key=sizes.__getitem__) for window in windows), length]
+
+
+def _enough(layers: Layers) -> int:
+    """Bytes beyond which no schedule goes."""
+    moves = max(int(np.max(column)) for column in layers[4:8])
+    return int(layers.state.sum() + layers.tape.sum() + layers.gradient.max()) + moves
+
+
+def _levels(size: int) -> int:
+    """How many a table of ``size`` layers may have."""
+    cells = size * (size + 1) // 2
+    work = max(1, cells * size // 3)
+    return max(32, min(_MOST_LEVELS, _MOST_WORK // work, _MOST_BYTES // (8 * cells)))
