@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint_sequential
 
 import retrograde as rg
@@ -145,6 +146,18 @@ def checkpointed(plain: nn.Sequential, segments: int) -> Callable[[Tensor], Tens
     return run
 
 
+def compiled(plain: nn.Sequential, share: float) -> Callable[[Tensor], Tensor]:
+    """torch.compile, told how much of the activations to keep."""
+    torch._dynamo.reset()
+    fast: Callable[[Tensor], Tensor] = torch.compile(plain)
+
+    def run(x: Tensor) -> Tensor:
+        with functorch_config.patch(activation_memory_budget=share):
+            return fast(x)
+
+    return run
+
+
 def in_turn(ways: dict[Any, Way], rounds: int) -> dict[Any, float]:
     """The median seconds of each, after one call for nothing."""
     taken: dict[Any, list[float]] = {key: [] for key in ways}
@@ -164,8 +177,8 @@ def same(ours: Iterable[Tensor | None], theirs: Iterable[Tensor | None]) -> bool
 def compare(name: str, device: torch.device, rounds: int, budgets: int, small: bool) -> Any:
     """One network, all budgets."""
     make, shape = NETWORKS[name]
-    scale = CUDA_SCALE if device.type == "cuda" else 1
-    samples = 2 if small else shape[0] * scale
+    on_gpu = device.type == "cuda"
+    samples = 2 if small else shape[0] * (CUDA_SCALE if on_gpu else 1)
     torch.manual_seed(0)
     plain = nn.Sequential(*make()).to(device)
     ours = rg.Sequential(*plain, memory=1.0)
@@ -208,6 +221,7 @@ def compare(name: str, device: torch.device, rounds: int, budgets: int, small: b
             "seconds": their_seconds,
         },
         "budgets": rows,
+        **({"torch_compile": _of_torch_compile(way, plain, rounds)} if on_gpu else {}),
     }
 
 
@@ -243,6 +257,16 @@ def _row(
         "their_bytes": None if best is None else peaks.get(best),
         "ratio": None if best is None else seconds["theirs"] / seconds["ours"],
     }
+
+
+def _of_torch_compile(way: Callable[..., Way], plain: nn.Sequential, rounds: int) -> Any:
+    """Peak and seconds of a few shares; what torch means by a share is its own."""
+    rows = {}
+    for share in (1.0, 0.75, 0.5, 0.25, 0.1):
+        one = way(compiled(plain, share))
+        rows[str(share)] = {"peak_bytes": one.peak(), "seconds": in_turn({0: one}, rounds)[0]}
+        print(f"  torch.compile, activation_memory_budget={share}: {rows[str(share)]}", flush=True)
+    return rows
 
 
 def _print(row: dict[str, Any]) -> None:
