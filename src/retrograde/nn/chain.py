@@ -95,8 +95,7 @@ class Plans:
             CellError: a layer cannot be run exactly, or there is nothing to backpropagate.
         """
         leaves, structure = flatten(input, "input")
-        shapes = _shapes(net, leaves, structure)
-        return self._fitted(net, memory, leaves, structure, shapes)
+        return self._fitted(memory, _Call.of(net, leaves, structure))
 
     def run(self, net: nn.Sequential, memory: Memory, input: Any) -> Any:
         """Run the layers so that the gradient keeps to a budget.
@@ -118,32 +117,28 @@ class Plans:
         if not torch.is_grad_enabled() or not any(t.requires_grad for t in wanted):
             return nn.Sequential.forward(net, input)  # type: ignore[no-untyped-call]
         refuse_transforms(wanted)
-        shapes = _shapes(net, leaves, structure)
-        links = self._links(net, leaves, structure, shapes)
+        call = _Call.of(net, leaves, structure)
+        links = self._links(call)
         if not links.chain:
             return nn.Sequential.forward(net, input)  # type: ignore[no-untyped-call]
-        found = self._fitted(net, memory, leaves, structure, shapes)
+        found = self._fitted(memory, call)
         if found.ordinary:
             return nn.Sequential.forward(net, input)  # type: ignore[no-untyped-call]
         return links.returned.unflatten(run_chain(links, found.schedule, leaves))
 
-    def _fitted(
-        self, net: nn.Sequential, memory: Memory, leaves: Tensors, structure: Structure,
-        shapes: Hashable,
-    ) -> ChainFit:  # fmt: skip
+    def _fitted(self, memory: Memory, call: "_Call") -> ChainFit:
         def find() -> ChainFit:
-            links = self._links(net, leaves, structure, shapes)
-            chain = self.chains.get(shapes, lambda: _measured(links, leaves))
+            links = self._links(call)
+            chain = self.chains.get(call.shapes, lambda: _measured(links, call.leaves))
             return _fit(chain, memory)
 
-        return self.fits.get((shapes, memory), find)
+        return self.fits.get((call.shapes, memory), find)
 
-    def _links(
-        self, net: nn.Sequential, leaves: Tensors, structure: Structure, shapes: Hashable
-    ) -> Links:
-        held = [*net.modules(), *net.parameters(), *net.buffers()]
-        key = shapes, tuple(map(Same, held))
-        return self.links.get(key, lambda: examine_layers(_apart(net), leaves, structure))
+    def _links(self, call: "_Call") -> Links:
+        key = call.shapes, tuple(map(Same, call.held))
+        return self.links.get(
+            key, lambda: examine_layers(_apart(call.net), call.leaves, call.structure)
+        )
 
 
 _MOST_LINKS = 8
@@ -184,17 +179,35 @@ def _fit(chain: Chain, memory: Memory) -> ChainFit:
     return ChainFit(chain, schedule, room, chain_minimum(chain)[0], whole.peak)
 
 
-def _shapes(net: nn.Sequential, leaves: Tensors, structure: Structure) -> Hashable:
-    """All that bytes and seconds depend on."""
-    for name, t in (*net.named_parameters(), *net.named_buffers()):
-        if is_lazy(t):
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """A call, and what is looked up for it.
+
+    Attributes:
+        shapes: all that bytes and seconds depend on.
+        held: all that links hold: modules, parameters, buffers.
+    """
+
+    net: nn.Sequential
+    leaves: Tensors
+    structure: Structure
+    shapes: Hashable
+    held: list[nn.Module | Tensor]
+
+    @classmethod
+    def of(cls, net: nn.Sequential, leaves: Tensors, structure: Structure) -> "_Call":
+        parts = list(net.modules())
+        tables = (table for part in parts for table in (part._parameters, part._buffers))
+        tensors = [t for table in tables for t in table.values() if t is not None]
+        if any(map(is_lazy, tensors)):
             raise CellError(
-                f"{name} has no shape yet: expected all parameters to have one; call the lazy "
-                "model once before, with memory=None"
+                "the layers have parameters without a shape yet: expected all of them; call the "
+                "lazy model once before, with memory=None"
             )
-    modes = tuple(part.training for part in net.modules())
-    owned = tuple((*t.shape, t.dtype, t.device, t.requires_grad) for t in net.parameters())
-    return tuple(map(signature, leaves)), str(structure), modes, owned
+        modes = tuple(part.training for part in parts)
+        owned = tuple((t.shape, t.dtype, t.device, t.requires_grad) for t in tensors)
+        shapes = tuple(map(signature, leaves)), str(structure), modes, owned
+        return cls(net, leaves, structure, shapes, [*parts, *tensors])
 
 
 def named_layers(

@@ -82,7 +82,7 @@ class ChainCore(RangeCore):
         self.links = links
         self.ambient = Ambient(device)
         self.parameters = []
-        self.own = [parameters_of(link.name, link.layers) for link in links]
+        self.own = [parameters_of(link.name, link.parts) for link in links]
         self.needed = [[True] * len(own) for own in self.own]
         self._before: list[Snapshot | None] = [None] * len(links)
         self._ambients = [_as_now(link) for link in links]
@@ -168,16 +168,20 @@ class ChainCore(RangeCore):
 
 def _as_now(link: Link) -> Ambient:
     """A link's surroundings, with the tensors that its modules hold now."""
-    parts = {id(part): part for layer in link.layers for part in layer.modules()}.values()
-    holdings = [held for part in parts for held in (part._parameters, part._buffers) if held]
+    holdings = [held for part in link.parts for held in (part._parameters, part._buffers) if held]
     return replace(link.ambient, holdings=tuple((held, dict(held)) for held in holdings))
 
 
 def _read_only(link: Link) -> Tensors:
     """The parameters and buffers that a link reads and does not itself change."""
     changing = {id(b) for b in link.ambient.buffers}
-    owned = (t for layer in link.layers for t in (*layer.parameters(), *layer.buffers()))
-    return [t for t in owned if id(t) not in changing]
+    owned = (
+        t
+        for part in link.parts
+        for held in (part._parameters, part._buffers)
+        for t in held.values()
+    )
+    return [t for t in owned if t is not None and id(t) not in changing]
 
 
 def _edge(t: Tensor) -> GradientEdge | None:

@@ -34,6 +34,7 @@ class Link:
     Attributes:
         name: of its layers.
         layers: run one after the other.
+        parts: these, and all modules in them.
         given: the structure of its input.
         returned: the structure of its output.
         like: shape, dtype and device of each tensor of its output.
@@ -47,6 +48,7 @@ class Link:
 
     name: str
     layers: tuple[nn.Module, ...]
+    parts: tuple[nn.Module, ...]
     given: Structure
     returned: Structure
     like: tuple[Like, ...]
@@ -190,6 +192,7 @@ class _Tried:
 
     name: str
     layers: tuple[nn.Module, ...]
+    parts: tuple[nn.Module, ...]
     given: Structure
     wanted: tuple[bool, ...]
     outputs: Tensors
@@ -204,6 +207,7 @@ class _Tried:
         return Link(
             self.name,
             self.layers,
+            self.parts,
             self.given,
             self.returned,
             tuple(map(_like, self.outputs)),
@@ -223,7 +227,8 @@ def _try(
     wanted: tuple[bool, ...],
 ) -> _Tried:
     device = next((t.device for t in state), torch.device("cpu"))
-    parameters = parameters_of(name, layers)
+    parts = tuple({id(part): part for layer in layers for part in layer.modules()}.values())
+    parameters = parameters_of(name, parts)
     versions = [version(t) for t in state]
 
     def call() -> tuple[Tensors, Structure]:
@@ -240,6 +245,7 @@ def _try(
     return _Tried(
         name,
         layers,
+        parts,
         given,
         wanted,
         [t.detach() for t in outputs],
@@ -252,13 +258,14 @@ def _try(
     )
 
 
-def parameters_of(name: str, layers: Sequence[nn.Module]) -> Tensors:
-    """The parameters of some layers that a gradient is wanted for, each once.
+def parameters_of(name: str, parts: Sequence[nn.Module]) -> Tensors:
+    """The parameters of a link that a gradient is wanted for, each once.
 
     Raises:
         CellError: one was computed from others.
     """
-    every = {id(p): p for layer in layers for p in layer.parameters()}.values()
+    found = (p for part in parts for p in part._parameters.values() if p is not None)
+    every = {id(p): p for p in found}.values()
     if any(p.grad_fn is not None for p in every):
         raise CellError(
             f"a parameter of layer {name} was computed from other tensors, as "
