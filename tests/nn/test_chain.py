@@ -470,6 +470,18 @@ def test_what_changes_between_the_passes_is_noticed():
     ours(x).sum().backward()
 
 
+def test_layers_may_be_exchanged():
+    x = torch.randn(50, 6)
+    plain, ours = pair([m for _ in range(6) for m in (nn.Linear(6, 6), nn.ReLU())], x)
+    assert same(step(plain, x), step(ours, x))
+    for net in (plain, ours):
+        net[1] = nn.Identity()  # shares its input's memory, and so makes one link fewer
+    assert same(step(plain, x), step(ours, x))
+    ours[3].inplace = True
+    with pytest.raises(CellError, match="layer 3 writes in place to its input"):
+        step(ours, x)
+
+
 def test_second_derivatives_and_forward_mode_are_refused():
     x = torch.randn(50, 6, requires_grad=True)
     _, ours = pair([nn.Linear(6, 6) for _ in range(9)], x.detach())

@@ -135,7 +135,7 @@ class Plans:
         return self.fits.get((call.shapes, memory), find)
 
     def _links(self, call: "_Call") -> Links:
-        key = call.shapes, tuple(map(Same, call.held))
+        key = call.shapes, tuple(map(Same, call.tensors))
         return self.links.get(
             key, lambda: examine_layers(_apart(call.net), call.leaves, call.structure)
         )
@@ -184,15 +184,15 @@ class _Call:
     """A call, and what is looked up for it.
 
     Attributes:
-        shapes: all that bytes and seconds depend on.
-        held: all that links hold: modules, parameters, buffers.
+        shapes: all that bytes and seconds depend on, the layers themselves included.
+        tensors: the parameters and buffers that links hold.
     """
 
     net: nn.Sequential
     leaves: Tensors
     structure: Structure
     shapes: Hashable
-    held: list[nn.Module | Tensor]
+    tensors: Tensors
 
     @classmethod
     def of(cls, net: nn.Sequential, leaves: Tensors, structure: Structure) -> "_Call":
@@ -204,10 +204,10 @@ class _Call:
                 "the layers have parameters without a shape yet: expected all of them; call the "
                 "lazy model once before, with memory=None"
             )
-        modes = tuple(part.training for part in parts)
+        layers = tuple((Same(part), part.training) for part in parts)
         owned = tuple((t.shape, t.dtype, t.device, t.requires_grad) for t in tensors)
-        shapes = tuple(map(signature, leaves)), str(structure), modes, owned
-        return cls(net, leaves, structure, shapes, [*parts, *tensors])
+        shapes = tuple(map(signature, leaves)), str(structure), layers, owned
+        return cls(net, leaves, structure, shapes, tensors)
 
 
 def named_layers(

@@ -62,9 +62,12 @@ class Link:
         """Run the layers on a state: the next one.
 
         Raises:
-            CellError: it is of another form than at the trial.
+            CellError: it is of another form than at the trial, or the state was written to.
         """
+        versions = [version(t) for t in state]
         outputs, returned = _run(self.layers, self.given, state, self.name)
+        if versions != [version(t) for t in state]:
+            raise CellError(_WRITES.format(self.name, "its input"))
         found = tuple(map(_like, outputs))
         if returned != self.returned or found != self.like:
             raise CellError(
