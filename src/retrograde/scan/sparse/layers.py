@@ -41,7 +41,7 @@ __all__: list[str] = []
 
 _ELEMENTWISE = (
     nn.CELU, nn.ELU, nn.GELU, nn.Hardshrink, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh,
-    nn.LeakyReLU, nn.LogSigmoid, nn.Mish, nn.PReLU, nn.ReLU, nn.ReLU6, nn.SELU, nn.SiLU,
+    nn.LeakyReLU, nn.LogSigmoid, nn.Mish, nn.PReLU, nn.ReLU6, nn.SELU, nn.SiLU,
     nn.Sigmoid, nn.Softplus, nn.Softshrink, nn.Softsign, nn.Tanh, nn.Tanhshrink, nn.Threshold,
     nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
 )  # fmt: skip
@@ -52,6 +52,17 @@ Sizes = tuple[int, ...]
 def _elementwise(layer: nn.Module, x: Tensor, y: Tensor) -> Local:
     def slopes() -> Tensor:
         (found,) = torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)
+        return found.flatten(1)
+
+    return Local(_diagonal(x), False, slopes)
+
+
+def _relu(layer: nn.Module, x: Tensor, y: Tensor) -> Local:
+    """As any elementwise layer's, but by the one kernel that its backward pass has."""
+    one = torch.ones((), dtype=y.dtype, device=y.device)
+
+    def slopes() -> Tensor:
+        found: Tensor = torch.ops.aten.threshold_backward(one.expand_as(y), y.detach(), 0)
         return found.flatten(1)
 
     return Local(_diagonal(x), False, slopes)
@@ -163,7 +174,15 @@ def _max_pool(count: int, layer: Any, x: Tensor, y: Tensor) -> Local:
         pool, kernel_size=kernel, stride=stride, padding=pad, dilation=dilation,
         ceil_mode=layer.ceil_mode, return_indices=True,
     )  # fmt: skip
-    return _maxima(pattern, x, y, choose)
+    if count != 2:
+        return _maxima(pattern, x, y, choose)
+
+    def back(one: Tensor, chosen: Tensor) -> Tensor:
+        sizes = (*map(list, how), layer.ceil_mode)
+        found: Tensor = torch.ops.aten.max_pool2d_with_indices_backward(one, x, *sizes, chosen)
+        return found
+
+    return _maxima(pattern, x, y, choose, back)
 
 
 def _adaptive_max_pool(count: int, layer: Any, x: Tensor, y: Tensor) -> Local:
@@ -177,9 +196,20 @@ def _adaptive_max_pool(count: int, layer: Any, x: Tensor, y: Tensor) -> Local:
     return _maxima(pattern, x, y, choose)
 
 
-def _maxima(pattern: Pattern, x: Tensor, y: Tensor, choose: Callable[[Tensor], Any]) -> Local:
-    """1 where the input of an entry is its output's maximum."""
+def _maxima(
+    pattern: Pattern,
+    x: Tensor,
+    y: Tensor,
+    choose: Callable[[Tensor], Any],
+    back: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> Local:
+    """1 where the input of an entry is its output's maximum.
+
+    Where every input stands in one window, that is its gradient if all outputs' are 1.
+    """
     version = x._version
+    one_each = all(np.all(factor.row_counts == 1) for factor in pattern.factors)
+    one = torch.ones((), dtype=x.dtype, device=x.device)
 
     def values() -> Tensor:
         # The forward pass has found the places already; where it has not left them, once more.
@@ -192,6 +222,8 @@ def _maxima(pattern: Pattern, x: Tensor, y: Tensor, choose: Callable[[Tensor], A
                     "of it"
                 )
             _, chosen = choose(x.detach())
+        if one_each and back is not None:
+            return back(one.expand_as(y), chosen).flatten(1)
         return sparse_kernels(x.device.type, x.dtype).mark(pattern, x, chosen)
 
     return Local(pattern, False, values, scratch=24)
@@ -318,6 +350,7 @@ def _check_samples(layer: nn.Module, x: Tensor, dimensions: int) -> None:
 
 
 register_layer(*_ELEMENTWISE, jacobian=_elementwise)
+register_layer(nn.ReLU, jacobian=_relu)
 register_layer(nn.Identity, nn.Flatten, nn.Unflatten, jacobian=_unchanged)
 register_layer(nn.Linear, jacobian=_linear)
 register_layer(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, jacobian=_batch_norm)
