@@ -14,6 +14,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from retrograde.figures.memory import Curve, draw_planned
 from retrograde.figures.plates import Column, Plate, add_caption, describe_machine
@@ -197,6 +198,7 @@ def _draw_losses(ax: Axes, iterations: list[int], found: Deep) -> None:
             iterations, values, color=colour, linewidth=width, linestyle=style, label=label,
             alpha=0.45 if way == _ORDINARY else 1,
         )  # fmt: skip
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.legend(loc="upper right", frameon=False, fontsize=9)
     ax.grid(axis="y", color=INK, alpha=0.12, linewidth=0.8)
     tidy(ax, title="(a) training loss", x="iteration", y="cross entropy (nats)")
@@ -324,10 +326,10 @@ def _finish_trade_off(ax: Axes, found: Deep) -> None:
     highest = ax.get_ylim()[1]
     ax.axvline(found.least_bytes / _MIB, color=GREEN, linewidth=1.2, linestyle=(0, (5, 3)))
     ax.annotate(
-        f"least budget, {format_bytes(found.least_bytes)} "
+        f"least budget\n{format_bytes(found.least_bytes)}\n"
         f"({100 * found.least_bytes / found.ordinary_bytes:.3g} %)",
-        (found.least_bytes / _MIB, 0.03), xycoords=("data", "axes fraction"), xytext=(5, 0),
-        textcoords="offset points", fontsize=9, color=GREEN,
+        (found.least_bytes / _MIB, 0.97), xycoords=("data", "axes fraction"), xytext=(-5, 0),
+        textcoords="offset points", ha="right", va="top", fontsize=9, color=GREEN,
     )  # fmt: skip
     ax.set_xlim(0, 1.05 * ax.get_xlim()[1])
     ax.set_ylim(min(0.9, ax.get_ylim()[0]), 1 + 1.45 * (highest - 1))
