@@ -14,7 +14,7 @@ from retrograde.experiments import deep
 from retrograde.experiments.deep import Options, run_ways
 from retrograde.experiments.images import load_images, noise_images
 from retrograde.experiments.options import ExperimentError
-from retrograde.figures.deep import Deep
+from retrograde.figures.deep_results import Deep
 from retrograde.nn.networks import resnet18, resnet34
 
 SMALL = {"width": 4, "batch": 4, "rounds": 1, "points": 1}
@@ -101,7 +101,7 @@ def test_the_command_writes_numbers_and_figures(tmp_path):
     ]  # fmt: skip
     result = CliRunner().invoke(app, list(map(str, arguments)))
     assert result.exit_code == 0, result.output
-    names = {f"deep_resnet18_{what}" for what in ("losses", "memory", "trade_off")}
+    names = {f"deep_resnet18_{what}" for what in ("losses", "memory", "schedule", "trade_off")}
     written = {f"{name}.{end}" for name in names for end in ("svg", "png", "csv")}
     assert {path.name for path in tmp_path.iterdir()} == written | {"deep_resnet18.json"}
     assert "refused: 10%: memory is" in result.output

@@ -6,15 +6,8 @@ import pytest
 
 from retrograde import figures
 from retrograde.errors import ScheduleError
-from retrograde.figures.deep import (
-    DEEP,
-    Deep,
-    Held,
-    Side,
-    deep_losses,
-    deep_memory,
-    deep_trade_off,
-)
+from retrograde.figures.deep import DEEP, deep_losses, deep_memory, deep_schedule, deep_trade_off
+from retrograde.figures.deep_results import Deep, Held, Side
 from retrograde.plan import plan
 from retrograde.plan.chain import chain_minimum, plan_chain, record_everything
 from retrograde.schedule import Chain
@@ -102,9 +95,11 @@ def test_every_plate_has_its_numbers_and_its_caption(tmp_path):
     assert "abacus (which slept meanwhile)" in losses.note
     memory = deep_memory(one)
     assert max(memory.table["bytes"]) == one.ordinary_bytes
+    schedule = deep_schedule(one)
+    assert max(schedule.table["most held (bytes)"]) == one.side("90%").peak_bytes
     trade_off = deep_trade_off(one)
     assert trade_off.table["seconds (ordinary = 1)"] == [30 / 23, 1.0, 31 / 23, 1.0, 1.25, 1.5]
-    for plate in (losses, memory, trade_off):
+    for plate in (losses, memory, schedule, trade_off):
         assert plate.name.startswith("deep_vgg11_")
         figures.save_plate(plate, tmp_path)
     assert "Refused" not in deep_losses(replace(one, refused={})).note

@@ -21,7 +21,7 @@ from retrograde.errors import BudgetError
 from retrograde.execute.measure import Measurement, measure
 from retrograde.experiments.images import Images
 from retrograde.experiments.options import ExperimentError, check_batch, check_positive
-from retrograde.figures.deep import Deep, Held, Side
+from retrograde.figures.deep_results import Deep, Held, Side
 from retrograde.figures.memory import Curve, planned_memory
 from retrograde.machine import machine_of
 from retrograde.nn.chain import ChainFit

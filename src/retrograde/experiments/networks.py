@@ -20,7 +20,8 @@ from retrograde.experiments.display import progress
 from retrograde.experiments.images import Images
 from retrograde.experiments.pruning import Pruned, Training, train_and_prune
 from retrograde.figures import save_plate
-from retrograde.figures.deep import Deep, deep_losses, deep_memory, deep_trade_off
+from retrograde.figures.deep import deep_losses, deep_memory, deep_schedule, deep_trade_off
+from retrograde.figures.deep_results import Deep
 from retrograde.figures.wang_flops import Pruning, figure_5_5
 from retrograde.figures.wang_training import Convergence, figure_3_4
 from retrograde.machine import machine_of
@@ -123,7 +124,7 @@ def run_deep(images: Images, how: Options, report: Path, console: Console) -> De
     for memory, text in found.refused.items():
         console.print(f"refused: {memory}: {text}", markup=False, soft_wrap=True)
     (report / f"{found.name}.json").write_text(found.to_json(), encoding="utf-8")
-    for draw in (deep_losses, deep_memory, deep_trade_off):
+    for draw in (deep_losses, deep_memory, deep_schedule, deep_trade_off):
         save_plate(draw(found), report)
     console.print(f"numbers and figures in {report}", markup=False, soft_wrap=True)
     return found

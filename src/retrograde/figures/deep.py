@@ -1,161 +1,40 @@
 """Deep networks within a budget: their losses, what they hold, and what other budgets would buy.
 
-What is drawn is measured by ``retrograde bench deep``: one network trained ordinarily and within
-each budget, on the same batches.
+One network trained ordinarily and within each budget, on the same batches. The numbers are in
+:mod:`retrograde.figures.deep_results`; those that come with the library are drawn by ``DEEP``.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import resources
 from types import MappingProxyType
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from retrograde.figures.memory import Curve, draw_planned
+from retrograde.figures.deep_results import Deep, Side
+from retrograde.figures.memory import draw_planned
 from retrograde.figures.plates import Column, Plate, add_caption, describe_machine
+from retrograde.figures.schedules import draw_schedule
 from retrograde.figures.style import BLUE, GREEN, GREY, INK, ORANGE, figure_of, new_axes, tidy
+from retrograde.plan.chain import plan_chain
+from retrograde.schedule import Chain, simulate
 from retrograde.units import format_bytes
 
-__all__ = ["DEEP", "Deep", "Held", "Side", "deep_losses", "deep_memory", "deep_trade_off"]
+__all__ = [
+    "DEEP",
+    "deep_losses",
+    "deep_memory",
+    "deep_schedule",
+    "deep_trade_off",
+]
 
 _ORDINARY = "ordinary"
 _MIB = 2**20
-_PURPLE, _SKY = "#CC79A7", "#56B4E9"
+_PURPLE = "#CC79A7"
 _COLOURS = (BLUE, _PURPLE, GREEN, INK)
 _POLICIES = {"msm": (BLUE, 2.4, "-"), "hsm": (_PURPLE, 1.6, "--"), "ism": (INK, 1.4, ":")}
-
-
-@dataclass(frozen=True)
-class Side:
-    """One way of running an iteration, measured.
-
-    Attributes:
-        name: of the way: ``"ordinary"``, a budget as it was named, a number of segments.
-        kind: ``"ordinary"``, ``"budget"``, or ``"segments"`` of ``torch.utils.checkpoint``.
-        budget_bytes: the budget; 0 where there is none.
-        peak_bytes: what forward and backward held, as a budget counts it.
-        seconds: of an iteration, the median.
-    """
-
-    name: str
-    kind: str
-    budget_bytes: int
-    peak_bytes: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Held:
-    """Memory over time of one iteration.
-
-    Attributes:
-        planned: within the budget, as its schedule foresees it.
-        measured: the same, as it was run.
-        ordinary_planned: of ordinary backpropagation.
-        ordinary_measured: likewise.
-    """
-
-    planned: Curve
-    measured: Curve
-    ordinary_planned: Curve
-    ordinary_measured: Curve
-
-
-@dataclass(frozen=True)
-class Deep:
-    """One network, trained ordinarily and within budgets.
-
-    Attributes:
-        machine: what was trained on; ``"device"`` names it.
-        settings: network, images, batch, learning rate and the like; ``"note"`` is for captions.
-        chain: the layers as measured, as :meth:`retrograde.Chain.to_json` has them.
-        ordinary_bytes: what ordinary backpropagation holds, as the chain foresees it.
-        least_bytes: the least budget.
-        ordinary_seconds: of an iteration, as the chain foresees it.
-        losses: by way, of every iteration, in nats.
-        difference: by budget, the greatest distance of a loss from the ordinary one.
-        weights_difference: by budget, the same of weights and running statistics at the end.
-        seconds: by way, of an iteration of training, the median.
-        sides: one iteration, measured.
-        refused: by budget, the error's text.
-        curves: by policy, bytes and predicted seconds.
-        held: by budget, memory over time.
-    """
-
-    machine: Mapping[str, str | int]
-    settings: Mapping[str, str | int | float]
-    chain: str
-    ordinary_bytes: int
-    least_bytes: int
-    ordinary_seconds: float
-    losses: Mapping[str, list[float]]
-    difference: Mapping[str, float]
-    weights_difference: Mapping[str, float]
-    seconds: Mapping[str, float]
-    sides: Sequence[Side]
-    refused: Mapping[str, str]
-    curves: Mapping[str, list[tuple[int, float]]]
-    held: Mapping[str, Held]
-
-    @property
-    def name(self) -> str:
-        """Of its files: ``"deep_vgg11"``."""
-        return f"deep_{self.settings['network']}"
-
-    def side(self, name: str) -> Side:
-        """What was measured of one way.
-
-        Args:
-            name: of it.
-
-        Returns:
-            The side.
-        """
-        return next(side for side in self.sides if side.name == name)
-
-    def to_json(self) -> str:
-        """The numbers as JSON.
-
-        Returns:
-            A text that :meth:`from_json` reads.
-        """
-        lines = [
-            f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}"
-            for key, value in asdict(self).items()
-        ]
-        return "{\n" + ",\n".join(lines) + "\n}\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> "Deep":
-        """Read what :meth:`to_json` wrote.
-
-        Args:
-            text: the JSON.
-
-        Returns:
-            The numbers.
-        """
-        values: dict[str, Any] = json.loads(text)
-        values["sides"] = tuple(Side(**side) for side in values["sides"])
-        values["curves"] = {
-            policy: [(size, seconds) for size, seconds in points]
-            for policy, points in values["curves"].items()
-        }
-        values["held"] = {name: _held(curves) for name, curves in values["held"].items()}
-        return cls(**values)
-
-
-def _held(curves: dict[str, Any]) -> Held:
-    pairs = {
-        name: Curve(tuple(curve["seconds"]), tuple(curve["held_bytes"]))
-        for name, curve in curves.items()
-    }
-    return Held(**pairs)
 
 
 def deep_losses(found: Deep) -> Plate:
@@ -257,6 +136,33 @@ def deep_memory(found: Deep) -> Plate:
     title = f"memory of one iteration of {_title(found)}, planned and measured"
     table: dict[str, Column] = {"curve": names, "seconds": seconds, "bytes": sizes}
     return Plate(f"{found.name}_memory", title, table, figure, note)
+
+
+def deep_schedule(found: Deep) -> Plate:
+    """Draw the schedule of the smallest budget: which layers are run again, and what is kept.
+
+    Args:
+        found: what to draw.
+
+    Returns:
+        The plate; its table has the actions, and what each holds.
+    """
+    name = min(found.held, key=lambda name: found.side(name).budget_bytes)
+    schedule = plan_chain(Chain.from_json(found.chain), found.side(name).budget_bytes)
+    replay, figure = simulate(schedule), draw_schedule(schedule)
+    note = (
+        f"{_described(found)}; within {_share(name)} of ordinary backpropagation's memory. "
+        f"{schedule.cost} layers are run forward for {schedule.length}."
+    )
+    add_caption(figure, note)
+    table: dict[str, Column] = {
+        "action": list(map(str, schedule)),
+        "most held (bytes)": replay.high.tolist(),
+        "held after (bytes)": replay.kept.tolist(),
+        "seconds": replay.clock.tolist(),
+    }
+    title = f"the schedule of {_title(found)} within {_share(name)}"
+    return Plate(f"{found.name}_schedule", title, table, figure, note)
 
 
 def deep_trade_off(found: Deep) -> Plate:
@@ -381,6 +287,7 @@ DEEP: Mapping[str, Callable[[], Plate]] = MappingProxyType(
         for name, draw in (
             ("losses", deep_losses),
             ("memory", deep_memory),
+            ("schedule", deep_schedule),
             ("trade_off", deep_trade_off),
         )
     }
