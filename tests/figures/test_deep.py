@@ -31,7 +31,7 @@ def found() -> Deep:
     )
     settings = {
         "network": "vgg11", "title": "VGG-11", "images": "noise", "batch": 2, "iterations": 3,
-        "learning_rate": 0.1, "momentum": 0.9, "note": "which slept meanwhile",
+        "learning_rate": 0.1, "momentum": 0.9, "rounds": 3, "note": "which slept meanwhile",
     }  # fmt: skip
     losses = {"ordinary": [2.0, 1.5, 1.25], "90%": [2.0, 1.5, 1.25]}
     curves = {"msm": [(least, 30.0), (whole.peak, 23.0)], "hsm": [(least, 31.0)]}

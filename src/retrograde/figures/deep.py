@@ -197,8 +197,8 @@ def deep_trade_off(found: Deep) -> Plate:
     _finish_trade_off(ax, found)
     note = (
         f"{_described(found)}. Curves: seconds and bytes of single layers, planned for each "
-        "memory. Points: one iteration, bytes counted at every allocation, seconds the median of "
-        "turns."
+        "memory. Points: one iteration, bytes counted at every allocation, seconds the least of "
+        f"{found.settings['rounds']}."
     )
     add_caption(figure_of(ax), note)
     table: dict[str, Column] = {

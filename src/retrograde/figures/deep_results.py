@@ -19,7 +19,7 @@ class Side:
         kind: ``"ordinary"``, ``"budget"``, or ``"segments"`` of ``torch.utils.checkpoint``.
         budget_bytes: the budget; 0 where there is none.
         peak_bytes: what forward and backward held, as a budget counts it.
-        seconds: of an iteration, the median.
+        seconds: of an iteration, the least of some.
     """
 
     name: str
