@@ -377,7 +377,7 @@ def _draw_figures(names: list[str] | None, folder: Path, measure: bool) -> None:
         with console.status(f"drawing {name}"):
             plate = figures.PLATES[name]() if seconds is None else figures.figure_2b(seconds)
             figures.save_plate(plate, folder)
-        console.print(f"[bold]{name:<14}[/]{plate.title}", soft_wrap=True)
+        console.print(f"[bold]{name:<26}[/]{plate.title}", soft_wrap=True)
     console.print(f"written to {folder}: .svg, .png and .csv of each", soft_wrap=True)
 
 

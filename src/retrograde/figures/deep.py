@@ -57,7 +57,7 @@ def deep_losses(found: Deep) -> Plate:
     apart = max(found.weights_difference.values())
     note = (
         f"{_described(found)}, {found.settings['iterations']} iterations, SGD at "
-        f"{found.settings['learning_rate']:g} with a momentum of {found.settings['momentum']:g}; "
+        f"{found.settings['learning_rate']:g}, momentum {found.settings['momentum']:g}; "
         f"the same weights at first and the same batches. Greatest distance of any loss from the "
         f"ordinary one {distance:g}, of any weight in the end {apart:g}. Held: by forward and "
         f"backward pass of the network, counted at every allocation. {_refusals(found)}"
