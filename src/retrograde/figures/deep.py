@@ -32,6 +32,7 @@ __all__ = [
 
 _ORDINARY = "ordinary"
 _MIB = 2**20
+_PER_INCH = 15.2  # characters of a caption
 _PURPLE = "#CC79A7"
 _COLOURS = (BLUE, _PURPLE, GREEN, INK)
 _POLICIES = {"msm": (BLUE, 2.4, "-"), "hsm": (_PURPLE, 1.6, "--"), "ism": (INK, 1.4, ":")}
@@ -62,7 +63,7 @@ def deep_losses(found: Deep) -> Plate:
         f"ordinary one {distance:g}, of any weight in the end {apart:g}. Held: by forward and "
         f"backward pass of the network, counted at every allocation. {_refusals(found)}"
     )
-    add_caption(figure, note.strip())
+    add_caption(figure, note.strip(), _PER_INCH)
     title = f"{_title(found)} trained ordinarily and within budgets"
     return Plate(f"{found.name}_losses", title, table, figure, note.strip())
 
@@ -132,7 +133,7 @@ def deep_memory(found: Deep) -> Plate:
         "memory. Planned: bytes and seconds of single layers, added up along the schedule. "
         "Measured: every allocation and release of an iteration."
     )
-    add_caption(figure, note)
+    add_caption(figure, note, _PER_INCH)
     title = f"memory of one iteration of {_title(found)}, planned and measured"
     table: dict[str, Column] = {"curve": names, "seconds": seconds, "bytes": sizes}
     return Plate(f"{found.name}_memory", title, table, figure, note)
@@ -154,7 +155,7 @@ def deep_schedule(found: Deep) -> Plate:
         f"{_described(found)}; within {_share(name)} of ordinary backpropagation's memory. "
         f"{schedule.cost} layers are run forward for {schedule.length}."
     )
-    add_caption(figure, note)
+    add_caption(figure, note, _PER_INCH)
     table: dict[str, Column] = {
         "action": list(map(str, schedule)),
         "most held (bytes)": replay.high.tolist(),
@@ -200,7 +201,7 @@ def deep_trade_off(found: Deep) -> Plate:
         "memory. Points: one iteration, bytes counted at every allocation, seconds the least of "
         f"{found.settings['rounds']}."
     )
-    add_caption(figure_of(ax), note)
+    add_caption(figure_of(ax), note, _PER_INCH)
     table: dict[str, Column] = {
         "way": [way for way, _, _ in rows],
         "bytes": [size for _, size, _ in rows],
