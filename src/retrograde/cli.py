@@ -348,8 +348,8 @@ def draw_figures(
         ),
     ] = False,
 ) -> None:
-    """Every figure of Gruslys et al. (2016) and its bounds, and those of Wang (2020) on recurrent
-    networks: SVG and PNG, and the numbers as CSV.
+    """Every figure of Gruslys et al. (2016) and its bounds, those of Wang (2020), and what deep
+    networks take within a budget: SVG and PNG, and the numbers as CSV.
 
     Needs no torch, save for --measure.
     """
@@ -377,7 +377,7 @@ def _draw_figures(names: list[str] | None, folder: Path, measure: bool) -> None:
         with console.status(f"drawing {name}"):
             plate = figures.PLATES[name]() if seconds is None else figures.figure_2b(seconds)
             figures.save_plate(plate, folder)
-        console.print(f"[bold]{name:<14}[/]{plate.title}", soft_wrap=True)
+        console.print(f"[bold]{name:<26}[/]{plate.title}", soft_wrap=True)
     console.print(f"written to {folder}: .svg, .png and .csv of each", soft_wrap=True)
 
 

@@ -21,6 +21,8 @@ __all__ = ["bench"]
 
 _WAYS = ",".join(WAYS)
 _ITERATIONS = 500  # of bitstreams, where neither iterations nor epochs are named
+_DEEP_ITERATIONS = 30  # of deep networks, likewise
+_MEMORIES = "50%", "25%"
 _EPOCHS = 20  # of instruments, likewise
 _NOISE = 2048, 512  # images to learn from and held out, where there are no others
 
@@ -216,6 +218,72 @@ def vgg11(
         console = Console(highlight=False)
         images = _images(data, seed, threads)
         _interruptible(lambda: networks.run_vgg11(images, how, report, console), console)
+
+
+@bench.command("deep")
+def deep(
+    data: Images = None,
+    network: Annotated[str, typer.Option(help="vgg11, resnet18 or resnet34.")] = "vgg11",
+    memory: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A budget: a share of what ordinary backpropagation holds (50%), or bytes "
+            "(64MiB). May be given several times; by default 50% and 25%."
+        ),
+    ] = None,
+    iterations: Iterations = None,
+    epochs: Epochs = None,
+    batch: Annotated[int, typer.Option(help="Images side by side.")] = 16,
+    learning_rate: Annotated[float, typer.Option(help="Of SGD.")] = 0.01,
+    momentum: Annotated[float, typer.Option(help="Of SGD.")] = 0.9,
+    width: Annotated[int, typer.Option(help="Channels of the first convolution.")] = 64,
+    points: Annotated[
+        int, typer.Option(help="Budgets from the least on that are measured besides.")
+    ] = 3,
+    segments: Annotated[
+        str,
+        typer.Option(
+            help="Numbers of segments of checkpoint_sequential, to compare with; or none."
+        ),
+    ] = "2,3,4,6",
+    rounds: Rounds = 3,
+    seed: Seed = 0,
+    threads: Threads = None,
+    note: Annotated[str, typer.Option(help="Of the machine, for the captions.")] = "",
+    report: ReportFolder = Path("report"),
+) -> None:
+    """Train a deep network ordinarily and within budgets, on the same batches, side by side.
+
+    Losses, what one iteration holds, planned and measured, and what other budgets would buy. A
+    budget that is too small is refused, and the least is named. Without --data the images are
+    noise, brighter in one colour by class.
+    """
+    with clean_errors():
+        _require_all()
+        from retrograde.experiments import networks
+        from retrograde.experiments.deep import Options as DeepOptions
+
+        if iterations is None and epochs is None:
+            iterations = _DEEP_ITERATIONS
+        how = DeepOptions(
+            network=network,
+            memories=tuple(dict.fromkeys(memory or _MEMORIES)),
+            iterations=iterations,
+            epochs=epochs,
+            batch=batch,
+            learning_rate=learning_rate,
+            momentum=momentum,
+            width=width,
+            points=points,
+            segments=() if segments == "none" else parse_numbers("--segments", segments),
+            rounds=rounds,
+            seed=seed,
+            images="noise" if data is None else "CIFAR-10",
+            note=note,
+        )
+        console = Console(highlight=False)
+        images = _images(data, seed, threads)
+        _interruptible(lambda: networks.run_deep(images, how, report, console), console)
 
 
 def _images(data: Path | None, seed: int, threads: int | None) -> Any:

@@ -1,4 +1,4 @@
-"""The whole of ``retrograde bench lenet`` and ``vgg11``, from options to files."""
+"""The whole of ``retrograde bench lenet``, ``vgg11`` and ``deep``, from options to files."""
 
 from pathlib import Path
 
@@ -15,16 +15,20 @@ from retrograde.experiments.counting import (
     points_of,
     run_layers,
 )
+from retrograde.experiments.deep import Options, run_ways
 from retrograde.experiments.display import progress
 from retrograde.experiments.images import Images
 from retrograde.experiments.pruning import Pruned, Training, train_and_prune
 from retrograde.figures import save_plate
+from retrograde.figures.deep import deep_losses, deep_memory, deep_schedule, deep_trade_off
+from retrograde.figures.deep_results import Deep
 from retrograde.figures.wang_flops import Pruning, figure_5_5
 from retrograde.figures.wang_training import Convergence, figure_3_4
 from retrograde.machine import machine_of
 from retrograde.nn.networks import vgg11
+from retrograde.units import format_bytes
 
-__all__ = ["describe_pruned", "run_lenet", "run_vgg11"]
+__all__ = ["describe_pruned", "run_deep", "run_lenet", "run_vgg11"]
 
 _LEVELS = 3  # of figure 5.5: up-sweep from L0 to L2
 _UNPRUNED_LEVELS = 2  # beyond, the unpruned products are dense all over
@@ -93,6 +97,62 @@ def run_vgg11(images: Images, training: Training, report: Path, console: Console
     save_plate(figure_5_5(found), report)
     console.print(f"numbers, weights and figure 5.5 in {report}", markup=False, soft_wrap=True)
     return found
+
+
+def run_deep(images: Images, how: Options, report: Path, console: Console) -> Deep:
+    """A deep network trained ordinarily and within budgets, and what other budgets would buy.
+
+    Args:
+        images: to learn from.
+        how: the training.
+        report: folder for the figures and the numbers.
+        console: to write to.
+
+    Returns:
+        What was found, which is written too.
+
+    Raises:
+        BudgetError: every budget is too small; the message names the least.
+        ExperimentError: the options cannot be met.
+        OSError: the folder cannot be written.
+    """
+    report.mkdir(parents=True, exist_ok=True)
+    total = how.iterations_of(len(images.training))
+    with progress(console, "training", total) as update:
+        found = run_ways(images, how, update)
+    console.print(_sides(found))
+    for memory, text in found.refused.items():
+        console.print(f"refused: {memory}: {text}", markup=False, soft_wrap=True)
+    (report / f"{found.name}.json").write_text(found.to_json(), encoding="utf-8")
+    for draw in (deep_losses, deep_memory, deep_schedule, deep_trade_off):
+        save_plate(draw(found), report)
+    console.print(f"numbers and figures in {report}", markup=False, soft_wrap=True)
+    return found
+
+
+def _sides(found: Deep) -> Table:
+    """What each way held and took, and how far its losses are from the ordinary ones."""
+    table = Table(
+        title=f"{found.settings['title']}, batch {found.settings['batch']}: one iteration; losses "
+        f"of {found.settings['iterations']:,}",
+        title_justify="left",
+    )
+    for name in ("way", "budget", "held", "share", "seconds", "loss", "distance"):
+        table.add_column(name, justify="left" if name == "way" else "right", no_wrap=True)
+    whole = found.side("ordinary").peak_bytes
+    for side in found.sides:
+        losses = found.losses.get(side.name)
+        apart = found.difference.get(side.name)
+        table.add_row(
+            side.name,
+            format_bytes(side.budget_bytes) if side.budget_bytes else "",
+            format_bytes(side.peak_bytes),
+            f"{side.peak_bytes / whole:.1%}",
+            f"{side.seconds:.3g}",
+            "" if losses is None else f"{losses[-1]:.4f}",
+            "" if apart is None else f"{apart:g}",
+        )
+    return table
 
 
 def describe_pruned(pruned: Pruned, training: Training, images: Images) -> Pruning:

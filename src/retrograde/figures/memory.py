@@ -1,10 +1,10 @@
 """The memory that one iteration holds, moment by moment, against its budget.
 
-Two panels: this run beside ordinary BPTT on one scale, so that the gap is seen for what it is; and
-this run alone, so that its budget line can be told from it.
+Two panels. Of a run: beside ordinary BPTT on one scale, so that the gap is seen for what it is; and
+alone, so that its budget line can be told from it. Of a chain: as planned, and as measured.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -13,12 +13,23 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from retrograde.errors import ScheduleError
 from retrograde.figures.style import BLUE, GREEN, INK, ORANGE, figure_of, new_axes, tidy
+from retrograde.schedule import (
+    Action,
+    Advance,
+    Backward,
+    Chain,
+    Record,
+    Schedule,
+    simulate,
+)
 from retrograde.units import format_bytes
 
-__all__ = ["Curve", "draw_memory"]
+__all__ = ["Curve", "draw_memory", "draw_planned", "planned_memory"]
 
 _POINTS = 1000
+_LONG = 3  # entries of a legend that no longer fit side by side
 
 
 @dataclass(frozen=True)
@@ -92,24 +103,113 @@ def draw_memory(
     return figure
 
 
+def draw_planned(
+    planned: Curve,
+    measured: Curve,
+    budget_bytes: int,
+    ordinary: tuple[Curve, Curve] | None = None,
+) -> Figure:
+    """Draw the memory of one iteration of a chain as planned, and as measured.
+
+    Args:
+        planned: as :func:`planned_memory` has it.
+        measured: the same iteration, as it was run.
+        budget_bytes: the budget.
+        ordinary: ordinary backpropagation, planned and measured.
+
+    Returns:
+        The figure, of two panels on one scale.
+
+    Example:
+        >>> curve = Curve((0.0, 0.1, 0.2), (2**20, 3 * 2**20, 0))
+        >>> len(draw_planned(curve, curve, 4 * 2**20).axes)
+        2
+    """
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    curves = (planned, measured)
+    others: tuple[Curve | None, Curve | None] = ordinary or (None, None)
+    highest = max(map(_peak, filter(None, (*curves, *others))))
+    titles = ("Planned", "Measured")
+    for ax, title, curve, other in zip(panels, titles, curves, others, strict=True):
+        labels = "ordinary backpropagation", "within the budget"
+        _draw(ax, curve, budget_bytes, other, labels, title, highest)
+    panels[1].set_ylabel("")
+    return figure
+
+
+def planned_memory(schedule: Schedule) -> Curve:
+    """What carrying out the schedule of a chain is to hold, layer by layer.
+
+    Args:
+        schedule: of a chain.
+
+    Returns:
+        The most that each layer's work holds while it is at work, and what is left after it.
+
+    Raises:
+        ScheduleError: the schedule is of a recurrence, whose steps have no seconds; or not legal.
+
+    Example:
+        >>> from retrograde.plan.chain import record_everything
+        >>> curve = planned_memory(record_everything(Chain([1, 2], [1, 2], [10, 20])))
+        >>> curve.seconds, curve.held_bytes
+        ((0.0, 1.0, 3.0, 5.0, 6.0), (10, 10, 40, 20, 0))
+    """
+    if not isinstance(schedule.units, Chain):
+        raise ScheduleError("the schedule's steps have no seconds: expected one of a chain")
+    single, length = list(_single(schedule)), schedule.length
+    replay = simulate(Schedule.from_actions(single, length=length, units=schedule.units))
+    points: dict[float, int] = {0.0: 0}
+    before = 0.0
+    for high, kept, after in zip(replay.high, replay.kept, replay.clock, strict=True):
+        points[before] = max(points[before], int(high))
+        points[float(after)] = int(kept)
+        before = float(after)
+    return Curve(tuple(points), tuple(points.values()))
+
+
+def _single(schedule: Schedule) -> Iterator[Action]:
+    """The same actions, a layer at a time."""
+    for action in schedule:
+        match action:
+            case Advance(start, stop) | Record(start, stop):
+                yield from (type(action)(k, k + 1) for k in range(start, stop))
+            case Backward(start, stop):
+                yield from (Backward(k, k + 1) for k in reversed(range(start, stop)))
+            case _:
+                yield action
+
+
 def _draw_both(ax: Axes, budgeted: Curve, budget_bytes: int, ordinary: Curve) -> None:
-    peaks = [max(curve.held_bytes, default=0) for curve in (ordinary, budgeted)]
-    unit, factor = _unit(max(*peaks, budget_bytes))
-    _fill(ax, ordinary, factor, ORANGE, f"ordinary BPTT, peak {format_bytes(peaks[0])}")
-    _fill(ax, budgeted, factor, BLUE, f"this run, peak {format_bytes(peaks[1])}")
-    ax.axhline(budget_bytes / factor, color=GREEN, linewidth=1.2, linestyle=(0, (5, 3)))
-    _finish(ax, "Beside ordinary BPTT", unit, max(*peaks, budget_bytes) / factor)
+    labels = "ordinary BPTT", "this run"
+    _draw(ax, budgeted, budget_bytes, ordinary, labels, "Beside ordinary BPTT", named=False)
 
 
 def _draw_alone(ax: Axes, budgeted: Curve, budget_bytes: int) -> None:
-    peak = max(budgeted.held_bytes, default=0)
-    unit, factor = _unit(max(peak, budget_bytes))
-    _fill(ax, budgeted, factor, BLUE, f"this run, peak {format_bytes(peak)}")
+    _draw(ax, budgeted, budget_bytes, None, ("", "this run"), "Within the budget")
+
+
+def _draw(
+    ax: Axes, budgeted: Curve, budget_bytes: int, ordinary: Curve | None,
+    labels: tuple[str, str], title: str, highest: int = 0, *, named: bool = True,
+) -> None:  # fmt: skip
+    """One panel; the budget is named in its legend or not."""
+    sides = ((ordinary, ORANGE, labels[0]), (budgeted, BLUE, labels[1]))
+    highest = max(highest, budget_bytes, *(_peak(curve) for curve, _, _ in sides if curve))
+    unit, factor = _unit(highest)
+    for curve, colour, label in sides:
+        if curve is not None:
+            _fill(ax, curve, factor, colour, f"{label}, peak {format_bytes(_peak(curve))}")
     ax.axhline(
         budget_bytes / factor, color=GREEN, linewidth=1.4, linestyle=(0, (5, 3)),
-        label=f"budget, {format_bytes(budget_bytes)}",
+        label=f"budget, {format_bytes(budget_bytes)}" if named else None,
     )  # fmt: skip
-    _finish(ax, "Within the budget", unit, max(peak, budget_bytes) / factor)
+    _finish(ax, title, unit, highest / factor)
+
+
+def _peak(curve: Curve) -> int:
+    return max(curve.held_bytes, default=0)
 
 
 def _fill(ax: Axes, curve: Curve, factor: float, colour: str, label: str) -> None:
@@ -121,9 +221,12 @@ def _fill(ax: Axes, curve: Curve, factor: float, colour: str, label: str) -> Non
 
 
 def _finish(ax: Axes, title: str, unit: str, highest: float) -> None:
-    ax.set_ylim(0, 1.3 * highest)  # room for the legend, which must not hide a peak
+    entries = len(ax.get_legend_handles_labels()[0])
+    columns = 2 if entries < _LONG else 1
+    # room for the legend, which must not hide a peak
+    ax.set_ylim(0, (1.3 if entries < _LONG else 1.42) * highest)
     ax.set_xlim(left=0)
-    ax.legend(loc="upper left", frameon=False, fontsize=9, ncols=2, borderaxespad=0.2)
+    ax.legend(loc="upper left", frameon=False, fontsize=9, ncols=columns, borderaxespad=0.2)
     ax.grid(axis="y", color=INK, alpha=0.12, linewidth=0.8)
     tidy(ax, title=title, x="time since the start of forward (s)", y=f"working memory ({unit})")
 

@@ -75,17 +75,18 @@ def save_plate(plate: Plate, folder: str | Path) -> tuple[Path, Path, Path]:
     return svg, png, path
 
 
-def add_caption(figure: Figure, text: str) -> None:
+def add_caption(figure: Figure, text: str, per_inch: float = _CHARACTERS_PER_INCH) -> None:
     """Set a caption under a picture, broken into lines that fit its width.
 
     Args:
         figure: with a layout that keeps room for it.
         text: the caption.
+        per_inch: characters; fewer for a text of wide ones.
 
     Example:
         >>> add_caption(Figure(figsize=(4, 3), layout="constrained"), "What is compared.")
     """
-    width = int(_CHARACTERS_PER_INCH * figure.get_figwidth())
+    width = int(per_inch * figure.get_figwidth())
     figure.supxlabel(fill(text, width), x=0.01, ha="left", fontsize=8.5, color=INK)
 
 

@@ -18,7 +18,8 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from retrograde.figures.style import BLUE, GREEN, GREY, INK, ORANGE, figure_of, new_axes, tidy
-from retrograde.schedule import Advance, Backward, Free, Load, Record, Schedule, Store
+from retrograde.schedule import Advance, Backward, Chain, Free, Load, Record, Schedule, Store
+from retrograde.units import format_bytes
 
 __all__ = ["draw_schedule"]
 
@@ -199,11 +200,14 @@ def _columns(points: list[tuple[int, float]]) -> tuple[list[int], list[float]]:
 
 def _finish(ax: Axes, schedule: Schedule, layout: _Layout) -> None:
     policy = schedule.policy.upper() if len(schedule.policy) == 3 else schedule.policy
-    slots = "" if schedule.memory is None else f", memory {schedule.memory:,}"
+    is_chain = isinstance(schedule.units, Chain)
+    step, size = ("layer", format_bytes) if is_chain else ("step", "{:,}".format)
+    slots = "" if schedule.memory is None else f", memory {size(schedule.memory)}"
+    forward = "layers run forward" if is_chain else "forward steps"
     tidy(
         ax,
-        title=f"{policy}: {schedule.length:,} steps{slots}, {schedule.cost:,} forward steps",
-        x="hidden state (k is the one before step k)",
+        title=f"{policy}: {schedule.length:,} {step}s{slots}, {schedule.cost:,} {forward}",
+        x=f"hidden state (k is the one before {step} k)",
         y="execution (one row a sweep)",
     )
     for axis in (ax.xaxis, ax.yaxis):

@@ -1,4 +1,4 @@
-"""The convolutional networks of the scan's experiments, as plain lists of layers.
+"""The convolutional networks of the experiments, as plain lists of layers.
 
 Lists, so that the same layers can stand in a :class:`torch.nn.Sequential` and in a
 :class:`retrograde.Sequential`. All take images of 32×32 in three colours.
@@ -6,7 +6,9 @@ Lists, so that the same layers can stand in a :class:`torch.nn.Sequential` and i
 
 from torch import nn
 
-__all__ = ["lenet5", "vgg11"]
+from retrograde.scan.sparse.paths import Residual
+
+__all__ = ["lenet5", "resnet18", "resnet34", "vgg11"]
 
 _VGG11: tuple[int | None, ...] = (
     64, None, 128, None, 256, 256, None, 512, 512, None, 512, 512, None,
@@ -73,3 +75,68 @@ def vgg11(classes: int = 10, width: int = 64) -> list[nn.Module]:
         layers += [convolution, nn.ReLU()]
         channels = convolution.out_channels
     return [*layers, nn.Flatten(), nn.Linear(channels, classes)]
+
+
+def resnet18(classes: int = 10, width: int = 64) -> list[nn.Module]:
+    """ResNet-18 (He et al., 2016) for images of 32×32: a 3×3 stem without pooling.
+
+    A block is one layer, and the ReLU after its sum the next.
+
+    Args:
+        classes: outputs.
+        width: channels of the first stage, 64 in the paper; each stage has twice the one before.
+
+    Returns:
+        22 layers: three of the stem, eight times block and ReLU, average, flattening, a linear one.
+
+    Example:
+        >>> import torch
+        >>> nn.Sequential(*resnet18(width=4))(torch.zeros(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
+    """
+    return _resnet((2, 2, 2, 2), classes, width)
+
+
+def resnet34(classes: int = 10, width: int = 64) -> list[nn.Module]:
+    """ResNet-34, likewise: twice the blocks of :func:`resnet18`.
+
+    Args:
+        classes: outputs.
+        width: channels of the first stage.
+
+    Returns:
+        38 layers.
+
+    Example:
+        >>> len(resnet34(width=4))
+        38
+    """
+    return _resnet((3, 4, 6, 3), classes, width)
+
+
+def _resnet(blocks: tuple[int, ...], classes: int, width: int) -> list[nn.Module]:
+    stem = nn.Conv2d(3, width, 3, padding=1, bias=False)
+    layers: list[nn.Module] = [stem, nn.BatchNorm2d(width), nn.ReLU()]
+    channels = width
+    for stage, count in enumerate(blocks):
+        for number in range(count):
+            wanted, stride = width << stage, 2 if stage and not number else 1
+            layers += [_block(channels, wanted, stride), nn.ReLU()]
+            channels = wanted
+    return [*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes)]
+
+
+def _block(channels: int, wanted: int, stride: int) -> Residual:
+    """Two convolutions; where the shape changes, the shortcut is one of 1×1."""
+    shortcut = None
+    if stride != 1 or channels != wanted:
+        projection = nn.Conv2d(channels, wanted, 1, stride, bias=False)
+        shortcut = nn.Sequential(projection, nn.BatchNorm2d(wanted))
+    return Residual(
+        nn.Conv2d(channels, wanted, 3, stride, padding=1, bias=False),
+        nn.BatchNorm2d(wanted),
+        nn.ReLU(),
+        nn.Conv2d(wanted, wanted, 3, padding=1, bias=False),
+        nn.BatchNorm2d(wanted),
+        shortcut=shortcut,
+    )
