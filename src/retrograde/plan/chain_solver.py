@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from retrograde.errors import BudgetError, ScheduleError
+from retrograde.plan.cells import Cells, all_cells, band_of_cells
 from retrograde.plan.layers import Layers, layers_of
 from retrograde.plan.unfold import NOTHING, Parts, recall
 from retrograde.schedule import Action, Advance, Chain, Schedule, merge, simulate
@@ -24,7 +25,10 @@ __all__ = ["LONGEST", "Solver", "seconds_of"]
 
 LONGEST = 600
 
-_GROUPS = 500  # that a longer chain is taken in
+_BAND = 64  # layers of a segment in a longer chain, but for those that end at
+_ENDS = 30  # places
+
+_GROUPS = 3000  # that a longer chain is taken in
 _SHIFTS = (0.0, -0.5, 0.5)  # of levels, that walks are tried with
 _MOST_LEVELS = 4000
 _MOST_WORK = 10**10  # additions in filling one table
@@ -43,6 +47,7 @@ class Solver:
         kinds: what it may keep.
         places: the states that may be kept.
         layers: what the moves between them need.
+        cells: the segments that have a row in the table.
         minimum: bytes that each segment needs at least.
         grid: how bytes are counted in levels.
         table: least seconds of each segment, for each level.
@@ -53,6 +58,7 @@ class Solver:
     kinds: "Kinds"
     places: list[int]
     layers: Layers
+    cells: Cells
     minimum: tuple[Any, Any]
     grid: "Grid"
     table: Any
@@ -66,10 +72,10 @@ class Solver:
         kinds = Kinds(stores=policy != "ism", records=policy != "hsm")
         places = _places(chain, longest)
         layers = layers_of(chain, places if len(places) <= len(chain) else None)
-        size = len(layers.tape)
-        table = np.empty((0, size * (size + 1) // 2, LANES))
-        minimum = minima(layers, kinds)
-        return cls(chain, policy, kinds, places, layers, minimum, Grid(1, 0, False), table)
+        cells = _cells(layers)
+        table = np.empty((0, cells.rows, LANES))
+        minimum = minima(layers, kinds, cells)
+        return cls(chain, policy, kinds, places, layers, cells, minimum, Grid(1, 0, False), table)
 
     @property
     def least(self) -> int:
@@ -106,13 +112,13 @@ class Solver:
         layers = self.layers
         enough = min(room - self.chain.overhead_bytes, _enough(layers))
         common = gcd(*layers.state.tolist(), *layers.tape.tolist()) or enough + 1
-        most = _levels(len(layers.tape)) if levels is None else levels
+        most = _levels(self.cells) if levels is None else levels
         unit = common
         if enough // common >= most:
             unit = enough // most + 1
         grid = Grid(unit, enough % unit, not rounded_down and unit != common)
         table = np.empty((enough // unit // LANES + 1, *self.table.shape[1:]))
-        fill(layers, self.kinds, grid, self.minimum[0], table)
+        fill(layers, self.kinds, grid, self.cells, self.minimum[0], table)
         return replace(self, grid=grid, table=table)
 
     def bound(self, room: int) -> float | None:
@@ -123,7 +129,7 @@ class Solver:
         enough = min(room - self.chain.overhead_bytes, _enough(self.layers))
         level = -((self.grid.rest - enough) // self.grid.unit)
         chunk, lane = divmod(level, self.table.shape[2])
-        forward = self.table[chunk, len(self.layers.tape) - 1, lane]
+        forward = self.table[chunk, self.cells.row[-1], lane]
         return float(forward) + sum(self.chain.backward_seconds)
 
     def schedule(self, room: int) -> Schedule:
@@ -186,7 +192,7 @@ class Solver:
         """Whether to store state x, rather than to record layer x at once."""
         from retrograde.plan.chain_walk import after_current
 
-        shared = (self.layers, self.kinds, self.grid, self.minimum, self.table)
+        shared = (self.layers, self.kinds, self.grid, self.cells, self.minimum, self.table)
         if not after_current(x, e, room, *shared)[1]:
             return False
         return self._move(x, e, room - int(self.layers.state[x])) != x
@@ -195,7 +201,7 @@ class Solver:
         """Where to advance to from state x, which is kept; x itself to record layer x."""
         from retrograde.plan.chain_walk import best_move
 
-        shared = (self.layers, self.kinds, self.grid, self.minimum, self.table)
+        shared = (self.layers, self.kinds, self.grid, self.cells, self.minimum, self.table)
         return int(best_move(x, e, room, *shared))
 
 
@@ -222,8 +228,20 @@ def _enough(layers: Layers) -> int:
     return int(layers.state.sum() + layers.tape.sum() + layers.gradient.max()) + moves
 
 
-def _levels(size: int) -> int:
-    """How many a table of ``size`` layers may have."""
-    cells = size * (size + 1) // 2
-    work = max(1, cells * size // 3)
-    return max(32, min(_MOST_LEVELS, _MOST_WORK // work, _MOST_BYTES // (8 * cells)))
+def _levels(cells: Cells) -> int:
+    """How many a table may have."""
+    layers = np.arange(len(cells.stop) + 1)
+    lengths = layers - cells.first
+    work = max(1, int((lengths * np.minimum(lengths, np.median(lengths)) / 2).sum()))
+    return max(32, min(_MOST_LEVELS, _MOST_WORK // work, _MOST_BYTES // (8 * cells.rows)))
+
+
+def _cells(layers: Layers) -> Cells:
+    """All segments, or those that a long chain is planned with."""
+    size = len(layers.tape)
+    if size <= LONGEST:
+        return all_cells(size)
+    step = size / _ENDS
+    windows = (range(int(k * step), int((k + 1) * step)) for k in range(1, _ENDS - 1))
+    ends = [min(window, key=layers.state.__getitem__) for window in windows]
+    return band_of_cells(size, _BAND, [*ends, size])

@@ -14,7 +14,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from retrograde.plan.chain_kernel import Grid, Kinds, row_of
+from retrograde.plan.cells import Cells
+from retrograde.plan.chain_kernel import Grid, Kinds
 from retrograde.plan.layers import Layers
 
 __all__ = ["after_current", "best_move", "minima"]
@@ -26,22 +27,29 @@ _Reals = NDArray[np.float64]
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
-def minima(layers: Layers, kinds: Kinds) -> tuple[_Ints, _Ints]:
+def minima(layers: Layers, kinds: Kinds, cells: Cells) -> tuple[_Ints, _Ints]:
     """The bytes that each segment needs at least, from a state that is kept, or only current.
 
     Args:
         layers: what moves need.
         kinds: the class of schedules.
+        cells: the segments.
 
     Returns:
         Two arrays, shape (T, T + 1): for a first state that is paid for, and for one that is not.
     """
     size = len(layers.tape)
     kept, current = np.full((size, size + 1), _FAR), np.full((size, size + 1), _FAR)
+    reach = np.empty(size + 1, np.int64)
     for x in range(size - 1, -1, -1):
         state = layers.state[x]
         held = state if layers.keeps_input[x] else 0
+        reach[x + 1] = layers.enter[x]
+        for j in range(x + 2, size + 1):
+            reach[j] = max(reach[j - 1], layers.through[j - 1])
         for e in range(x + 1, size + 1):
+            if x < cells.first[e]:
+                continue
             best = first = _FAR
             gradient = layers.gradient[e]
             if kinds.records or e == x + 1:
@@ -55,10 +63,12 @@ def minima(layers: Layers, kinds: Kinds) -> tuple[_Ints, _Ints]:
                 need = max(need, layers.back[x])
                 record = layers.record[x] + gradient
                 best, first = max(need, record), max(held + need, state + record)
-            reach = layers.enter[x]
-            for j in range(x + 1, e):
-                best = min(best, max(reach + gradient, current[j, e], kept[x, j]))
-                reach = max(reach, layers.through[j])
+            for j in range(x + 1, min(e, cells.stop[x])):
+                best = min(best, max(reach[j] + gradient, current[j, e], kept[x, j]))
+            if cells.stop[x] < e:
+                for j in cells.ends[np.searchsorted(cells.ends, cells.stop[x]) : -1]:
+                    if j < e:
+                        best = min(best, max(reach[j] + gradient, current[j, e], kept[x, j]))
             kept[x, e] = best
             current[x, e] = min(first, state + best) if kinds.stores else first
     return kept, current
@@ -66,14 +76,15 @@ def minima(layers: Layers, kinds: Kinds) -> tuple[_Ints, _Ints]:
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _estimate(
-    x: int, e: int, room: int, layers: Layers, grid: Grid, kept: _Ints, table: _Reals
+    x: int, e: int, room: int, layers: Layers, grid: Grid, cells: Cells, kept: _Ints,
+    table: _Reals,
 ) -> float:
     """What a segment takes with so many bytes, as the table has it; ∞ where they do not do."""
     if room < kept[x, e]:
         return np.inf
     level = min((room - grid.rest) // grid.unit, len(table) * table.shape[2] - 1)
-    if level >= 0:
-        lanes, row = table.shape[2], row_of(len(layers.tape), x, e)
+    if level >= 0 and x >= cells.first[e]:
+        lanes, row = table.shape[2], cells.row[e] + x
         value: float = table[level // lanes, row, level % lanes]
         above = level + 1
         if grid.between and above < len(table) * lanes:
@@ -88,7 +99,7 @@ def _estimate(
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def after_current(
-    x: int, e: int, room: int, layers: Layers, kinds: Kinds, grid: Grid,
+    x: int, e: int, room: int, layers: Layers, kinds: Kinds, grid: Grid, cells: Cells,
     minimum: tuple[_Ints, _Ints], table: _Reals,
 ) -> tuple[float, bool]:  # fmt: skip
     """The best from state x, which is current and which nothing holds.
@@ -100,6 +111,7 @@ def after_current(
         layers: what moves need.
         kinds: the class of schedules.
         grid: levels.
+        cells: the rows of the table.
         minimum: as :func:`minima` gives them.
         table: as :func:`~retrograde.plan.chain_kernel.fill` leaves it.
 
@@ -110,7 +122,7 @@ def after_current(
     best, stores, seconds, begin = np.inf, False, 0.0, x
     while True:
         if kinds.stores:
-            value = seconds + _estimate(x, e, room - layers.state[x], layers, grid, kept, table)
+            value = seconds + _estimate(x, e, room - layers.state[x], layers, grid, cells, kept, table)
             if value < best:
                 best, stores = value, x == begin
             if layers.keeps_input[x]:
@@ -126,7 +138,7 @@ def after_current(
         seconds += layers.before[x] - layers.before[x - 1]
         if x == e or layers.keeps_output[x - 1]:
             if x < e:
-                seconds += _estimate(x, e, room - layers.state[x], layers, grid, kept, table)
+                seconds += _estimate(x, e, room - layers.state[x], layers, grid, cells, kept, table)
             return (seconds, False) if seconds <= best else (best, stores)
         if room < current[x, e]:
             return best, stores
@@ -134,7 +146,7 @@ def after_current(
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def best_move(
-    x: int, e: int, room: int, layers: Layers, kinds: Kinds, grid: Grid,
+    x: int, e: int, room: int, layers: Layers, kinds: Kinds, grid: Grid, cells: Cells,
     minimum: tuple[_Ints, _Ints], table: _Reals,
 ) -> int:  # fmt: skip
     """The best from state x, which is kept: as :func:`after_current`.
@@ -150,21 +162,21 @@ def best_move(
         rest = room - layers.tape[x]
         if e > x + 1 and layers.keeps_output[x]:
             rest -= layers.state[x + 1]
-            best += _estimate(x + 1, e, rest, layers, grid, kept, table)
+            best += _estimate(x + 1, e, rest, layers, grid, cells, kept, table)
         elif e > x + 1:
             if rest < current[x + 1, e]:
                 best = np.inf
             else:
-                best += after_current(x + 1, e, rest, layers, kinds, grid, minimum, table)[0]
+                best += after_current(x + 1, e, rest, layers, kinds, grid, cells, minimum, table)[0]
     reach = layers.enter[x]
     for j in range(x + 1, e):
         if reach + layers.gradient[e] > room:
             break
         reach = max(reach, layers.through[j])
         value = layers.before[j] - layers.before[x]
-        value += _estimate(x, j, room, layers, grid, kept, table)
+        value += _estimate(x, j, room, layers, grid, cells, kept, table)
         if value < best and room >= current[j, e]:
-            value += after_current(j, e, room, layers, kinds, grid, minimum, table)[0]
+            value += after_current(j, e, room, layers, kinds, grid, cells, minimum, table)[0]
             if value < best:
                 best, move = value, j
     return move
