@@ -91,7 +91,7 @@ def _lower(
         return
     for lane in range(first, LANES):
         low, high = cells[lane], cells[lane + 1]
-        value = seconds + (high + part * (low - high) if low < np.inf else high)
+        value = seconds + high + part * (low - high) if low < np.inf else low
         out[lane] = value if value < out[lane] else out[lane]
 
 
