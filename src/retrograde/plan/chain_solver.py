@@ -6,6 +6,7 @@ come together. Nothing is compiled before the first chain is asked for.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
@@ -23,16 +24,17 @@ if TYPE_CHECKING:
 
 __all__ = ["LONGEST", "Solver", "seconds_of"]
 
-LONGEST = 600
+LONGEST = 600  # layers that have a table of all segments, where it is exact or asked for
 
-_BAND = 64  # layers of a segment in a longer chain, but for those that end at
-_ENDS = 30  # places
-
-_GROUPS = 3000  # that a longer chain is taken in
+_SHORT = 200  # layers that have one in any case
+_BAND = 48  # layers of the segments of others, besides those up to a few ends
+_ENDS = 16
+_MINIMUM = 1200  # layers whose minimum is that of all segments
+_GROUPS = 3000  # layers that are told apart
 _SHIFTS = (0.0, -0.5, 0.5)  # of levels, that walks are tried with
 _MOST_LEVELS = 4000
 _MOST_WORK = 10**10  # additions in filling one table
-_MOST_BYTES = 640 * 2**20
+_MOST_BYTES = 512 * 2**20
 
 _Part = tuple[bool, int, int, int]  # from a kept state or not, first layer, end, bytes
 
@@ -64,15 +66,16 @@ class Solver:
     table: Any
 
     @classmethod
-    def of(cls, chain: Chain, policy: str, longest: int = LONGEST) -> "Solver":
+    def of(cls, chain: Chain, policy: str) -> "Solver":
         """No table yet: what is estimated is that everything is run again for every layer."""
         from retrograde.plan.chain_kernel import LANES, Grid, Kinds
         from retrograde.plan.chain_walk import minima
 
         kinds = Kinds(stores=policy != "ism", records=policy != "hsm")
-        places = _places(chain, longest)
+        places = _places(chain)
         layers = layers_of(chain, places if len(places) <= len(chain) else None)
-        cells = _cells(layers)
+        size = len(layers.tape)
+        cells = all_cells(size) if size <= _MINIMUM else _band(layers)
         table = np.empty((0, cells.rows, LANES))
         minimum = minima(layers, kinds, cells)
         return cls(chain, policy, kinds, places, layers, cells, minimum, Grid(1, 0, False), table)
@@ -109,22 +112,28 @@ class Solver:
         """With the table for a budget, and for all smaller ones."""
         from retrograde.plan.chain_kernel import LANES, Grid, fill
 
-        layers = self.layers
+        layers, size = self.layers, len(self.layers.tape)
         enough = min(room - self.chain.overhead_bytes, _enough(layers))
         common = gcd(*layers.state.tolist(), *layers.tape.tolist()) or enough + 1
-        most = _levels(self.cells) if levels is None else levels
-        unit = common
-        if enough // common >= most:
-            unit = enough // most + 1
-        grid = Grid(unit, enough % unit, not rounded_down and unit != common)
-        table = np.empty((enough // unit // LANES + 1, *self.table.shape[1:]))
-        fill(layers, self.kinds, grid, self.cells, self.minimum[0], table)
-        return replace(self, grid=grid, table=table)
+        cells = all_cells(size)
+        most = _levels(cells) if levels is None else levels
+        is_exact = enough // common < most
+        asked = is_exact or rounded_down or levels is not None or not self.kinds.records
+        if size > LONGEST or not (asked or size <= _SHORT):
+            cells = _band(layers)
+            most = _levels(cells) if levels is None else levels
+            is_exact = enough // common < most
+        unit = common if is_exact else enough // most + 1
+        grid = Grid(unit, enough % unit, not rounded_down and not is_exact)
+        table = np.empty((enough // unit // LANES + 1, cells.rows, LANES))
+        fill(layers, self.kinds, grid, cells, self.minimum[0], table)
+        return replace(self, cells=cells, grid=grid, table=table)
 
     def bound(self, room: int) -> float | None:
         """The seconds that no schedule of the class undercuts; None where levels or layers were
-        taken together."""
-        if self.grid.between or len(self.places) <= len(self.chain):
+        taken together, or segments left out."""
+        size = len(self.layers.tape)
+        if self.grid.between or size < len(self.chain) or self.cells.rows < size * (size + 1) // 2:
             return None
         enough = min(room - self.chain.overhead_bytes, _enough(self.layers))
         level = -((self.grid.rest - enough) // self.grid.unit)
@@ -212,10 +221,10 @@ def seconds_of(schedule: Schedule) -> float:
     return schedule.seconds
 
 
-def _places(chain: Chain, longest: int) -> list[int]:
-    """The states that may be kept: all, or the smallest of each few in a long chain."""
+def _places(chain: Chain) -> list[int]:
+    """The states that may be kept: all, or the smallest of each few in a very long chain."""
     length = len(chain)
-    if length <= longest:
+    if length <= _GROUPS:
         return list(range(length + 1))
     width, sizes = -(-length // _GROUPS), chain.state_bytes
     windows = (range(k, min(k + width, length)) for k in range(1, length, width))
@@ -230,18 +239,15 @@ def _enough(layers: Layers) -> int:
 
 def _levels(cells: Cells) -> int:
     """How many a table may have."""
-    layers = np.arange(len(cells.stop) + 1)
-    lengths = layers - cells.first
-    work = max(1, int((lengths * np.minimum(lengths, np.median(lengths)) / 2).sum()))
+    lengths = np.arange(len(cells.first)) - cells.first
+    work = max(1, int((lengths * np.minimum(lengths, np.median(lengths))).sum() // 2))
     return max(32, min(_MOST_LEVELS, _MOST_WORK // work, _MOST_BYTES // (8 * cells.rows)))
 
 
-def _cells(layers: Layers) -> Cells:
-    """All segments, or those that a long chain is planned with."""
+def _band(layers: Layers) -> Cells:
+    """The segments of a long chain that are looked at: the ends are at small states."""
     size = len(layers.tape)
-    if size <= LONGEST:
-        return all_cells(size)
-    step = size / _ENDS
-    windows = (range(int(k * step), int((k + 1) * step)) for k in range(1, _ENDS - 1))
+    borders = np.linspace(0, size, _ENDS + 1).astype(int).tolist()[1:]
+    windows = (range(*pair) for pair in pairwise(borders))
     ends = [min(window, key=layers.state.__getitem__) for window in windows]
     return band_of_cells(size, _BAND, [*ends, size])

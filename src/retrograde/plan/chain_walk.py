@@ -76,7 +76,13 @@ def minima(layers: Layers, kinds: Kinds, cells: Cells) -> tuple[_Ints, _Ints]:
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _estimate(
-    x: int, e: int, room: int, layers: Layers, grid: Grid, cells: Cells, kept: _Ints,
+    x: int,
+    e: int,
+    room: int,
+    layers: Layers,
+    grid: Grid,
+    cells: Cells,
+    kept: _Ints,
     table: _Reals,
 ) -> float:
     """What a segment takes with so many bytes, as the table has it; ∞ where they do not do."""
@@ -122,7 +128,9 @@ def after_current(
     best, stores, seconds, begin = np.inf, False, 0.0, x
     while True:
         if kinds.stores:
-            value = seconds + _estimate(x, e, room - layers.state[x], layers, grid, cells, kept, table)
+            value = seconds + _estimate(
+                x, e, room - layers.state[x], layers, grid, cells, kept, table
+            )
             if value < best:
                 best, stores = value, x == begin
             if layers.keeps_input[x]:
