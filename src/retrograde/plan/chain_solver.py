@@ -4,7 +4,6 @@ What is solved, and how, is told in :mod:`retrograde.plan.chain`; this is where 
 come together. Nothing is compiled before the first chain is asked for.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import gcd
@@ -15,8 +14,8 @@ import numpy as np
 from retrograde.errors import BudgetError, ScheduleError
 from retrograde.plan.cells import Cells, all_cells, band_of_cells
 from retrograde.plan.layers import Layers, layers_of
-from retrograde.plan.unfold import NOTHING, Parts, recall
-from retrograde.schedule import Action, Advance, Chain, Schedule, merge, simulate
+from retrograde.plan.unfold import NOTHING, Parts
+from retrograde.schedule import Action, Advance, Chain, Schedule, Verb, merge, simulate
 from retrograde.units import format_bytes
 
 if TYPE_CHECKING:
@@ -35,8 +34,6 @@ _SHIFTS = (0.0, -0.5, 0.5)  # of levels, that walks are tried with
 _MOST_LEVELS = 4000
 _MOST_WORK = 10**10  # additions in filling one table
 _MOST_BYTES = 512 * 2**20
-
-_Part = tuple[bool, int, int, int]  # from a kept state or not, first layer, end, bytes
 
 
 @dataclass(frozen=True)
@@ -146,8 +143,8 @@ class Solver:
         unit, rest = self.grid.unit, self.grid.rest
         tried = {rest} if self._is_exact(room) else {int(rest + k * unit) for k in _SHIFTS}
         shifted = (replace(self, grid=self.grid._replace(rest=rest)) for rest in sorted(tried))
-        found = [merge(replace(one._walk(room), memory=room)) for one in shifted]
-        return min(found, key=seconds_of)
+        found = min((one._walk(room) for one in shifted), key=_forward_seconds)
+        return merge(replace(found, memory=room))
 
     def _is_exact(self, room: int) -> bool:
         """Whether all that is left of a budget, wherever it is kept, is a level."""
@@ -156,62 +153,33 @@ class Solver:
         return all(size % self.grid.unit == 0 for size in (*sizes, rest))
 
     def _walk(self, room: int) -> Schedule:
-        parts = Parts()
-        whole = (True, 0, len(self.layers.tape), room - self.chain.overhead_bytes)
-        root = recall(whole, lambda part, number: self._describe(parts, part, number))
-        return parts.unfold(root, length=len(self.chain), policy=self.policy, units=self.chain)
-
-    def _describe(self, parts: Parts, part: _Part, number: Callable[[_Part], int]) -> int:
-        """Add a part: see :mod:`retrograde.plan.chain_walk` for what is chosen."""
-        kept, x, e, room = part
-        at = self.places
-        if not kept:
-            if self._stores(x, e, room):
-                inside = (True, x, e, room - int(self.layers.state[x]))
-                return parts.store(0, number(inside), NOTHING)
-            return self._record(parts, (x, x, e, self._beside(x, room)), NOTHING, number)
-        j = self._move(x, e, room)
-        if j == x:
-            return self._record(parts, (x, x, e, room), NOTHING, number)
-        left = number((True, x, j, room))
-        if self._stores(j, e, room):
-            right = number((True, j, e, room - int(self.layers.state[j])))
-            return parts.store(at[j] - at[x], right, left)
-        return self._record(parts, (x, j, e, self._beside(j, room)), left, number)
-
-    def _record(
-        self, parts: Parts, where: tuple[int, int, int, int], left: int,
-        number: Callable[[_Part], int],
-    ) -> int:  # fmt: skip
-        """Advance from x to j, record layer j, and go on with the bytes that are left."""
-        x, j, e, room = where
-        at, layers, right = self.places, self.layers, NOTHING
-        rest = room - int(layers.tape[j])
-        if e > j + 1 and layers.keeps_output[j]:
-            right = number((True, j + 1, e, rest - int(layers.state[j + 1])))
-        elif e > j + 1:
-            right = number((False, j + 1, e, rest))
-        return parts.record(at[j] - at[x], at[j + 1] - at[j], right, left)
-
-    def _beside(self, x: int, room: int) -> int:
-        """The bytes beside state x once layer x is recorded and nothing else holds it."""
-        return room - (int(self.layers.state[x]) if self.layers.keeps_input[x] else 0)
-
-    def _stores(self, x: int, e: int, room: int) -> bool:
-        """Whether to store state x, rather than to record layer x at once."""
-        from retrograde.plan.chain_walk import after_current
+        """What is chosen: see :mod:`retrograde.plan.chain_walk`."""
+        from retrograde.plan.chain_walk import walk
 
         shared = (self.layers, self.kinds, self.grid, self.cells, self.minimum, self.table)
-        if not after_current(x, e, room, *shared)[1]:
-            return False
-        return self._move(x, e, room - int(self.layers.state[x])) != x
+        found = walk(room - self.chain.overhead_bytes, *shared)
+        parts, at, numbers = Parts(), self.places, {NOTHING: NOTHING}
+        inside_first = np.argsort(found[:, -1], kind="stable").tolist()
+        rows = found.tolist()
+        for number in inside_first:
+            x, j, stop, right, left, _ = rows[number]
+            advance, steps = at[j] - at[x], at[stop] - at[j]
+            inside = numbers[right], numbers[left]
+            numbers[number] = (
+                parts.record(advance, steps, *inside) if steps else parts.store(advance, *inside)
+            )
+        return parts.unfold(
+            numbers[0], length=len(self.chain), policy=self.policy, units=self.chain
+        )
 
-    def _move(self, x: int, e: int, room: int) -> int:
-        """Where to advance to from state x, which is kept; x itself to record layer x."""
-        from retrograde.plan.chain_walk import best_move
 
-        shared = (self.layers, self.kinds, self.grid, self.cells, self.minimum, self.table)
-        return int(best_move(x, e, room, *shared))
+def _forward_seconds(schedule: Schedule) -> float:
+    """As a replay finds them, in one go."""
+    chain = schedule.units
+    assert isinstance(chain, Chain)
+    before = np.concatenate(([0.0], np.cumsum(chain.forward_seconds)))
+    runs = (schedule.kind == Verb.ADVANCE) | (schedule.kind == Verb.RECORD)
+    return float((before[schedule.stop[runs]] - before[schedule.start[runs]]).sum())
 
 
 def seconds_of(schedule: Schedule) -> float:

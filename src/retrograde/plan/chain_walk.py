@@ -10,6 +10,8 @@ really left. So it always ends, never needs more than it was given, and where le
 finds what the table promises.
 """
 
+from typing import Any
+
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
@@ -18,12 +20,14 @@ from retrograde.plan.cells import Cells
 from retrograde.plan.chain_kernel import Grid, Kinds
 from retrograde.plan.layers import Layers
 
-__all__ = ["after_current", "best_move", "minima"]
+__all__ = ["minima", "walk"]
 
 _FAR = np.int64(2**62)
 
 _Ints = NDArray[np.int64]
 _Reals = NDArray[np.float64]
+_Part = tuple[Any, ...]  # first state, end, bytes, 1 where that state is kept
+_Known = dict[_Part, int]
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
@@ -104,7 +108,7 @@ def _estimate(
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
-def after_current(
+def _after_current(
     x: int, e: int, room: int, layers: Layers, kinds: Kinds, grid: Grid, cells: Cells,
     minimum: tuple[_Ints, _Ints], table: _Reals,
 ) -> tuple[float, bool]:  # fmt: skip
@@ -153,11 +157,11 @@ def after_current(
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
-def best_move(
+def _best_move(
     x: int, e: int, room: int, layers: Layers, kinds: Kinds, grid: Grid, cells: Cells,
     minimum: tuple[_Ints, _Ints], table: _Reals,
 ) -> int:  # fmt: skip
-    """The best from state x, which is kept: as :func:`after_current`.
+    """The best from state x, which is kept: as :func:`_after_current`.
 
     Returns:
         x to record layer x, or the state j to advance to.
@@ -175,7 +179,8 @@ def best_move(
             if rest < current[x + 1, e]:
                 best = np.inf
             else:
-                best += after_current(x + 1, e, rest, layers, kinds, grid, cells, minimum, table)[0]
+                shared = (layers, kinds, grid, cells, minimum, table)
+                best += _after_current(x + 1, e, rest, *shared)[0]
     reach = layers.enter[x]
     for j in range(x + 1, e):
         if reach + layers.gradient[e] > room:
@@ -184,7 +189,75 @@ def best_move(
         value = layers.before[j] - layers.before[x]
         value += _estimate(x, j, room, layers, grid, cells, kept, table)
         if value < best and room >= current[j, e]:
-            value += after_current(j, e, room, layers, kinds, grid, cells, minimum, table)[0]
+            value += _after_current(j, e, room, layers, kinds, grid, cells, minimum, table)[0]
             if value < best:
                 best, move = value, j
     return move
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def _number(known: _Known, parts: list[_Part], moves: list[int], part: _Part, move: int) -> int:
+    """The number of a part, which is entered where it is new."""
+    if part not in known:
+        known[part] = len(parts)
+        parts.append(part)
+        moves.append(move)
+    return known[part]
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def walk(
+    room: int, layers: Layers, kinds: Kinds, grid: Grid, cells: Cells,
+    minimum: tuple[_Ints, _Ints], table: _Reals,
+) -> _Ints:  # fmt: skip
+    """All distinct parts of the schedule for so many bytes.
+
+    Args:
+        room: bytes.
+        layers: what moves need.
+        kinds: the class of schedules.
+        grid: levels.
+        cells: the rows of the table.
+        minimum: as :func:`minima` gives them.
+        table: as :func:`~retrograde.plan.chain_kernel.fill` leaves it.
+
+    Returns:
+        One row for each part, shape (parts, 6), the whole first: its first state, the state to
+        advance to, the end of what is recorded there (that state itself where it is stored), the
+        numbers of the parts to the right and to the left, −1 where there is none, and a rank that
+        is above those of both.
+    """
+    one: Any = np.int64(1)  # so that all numbers of a part are of one type
+    root = (one - 1, one * len(layers.tape), one * room, one)  # first, end, bytes, is it kept
+    known, parts, moves = {root: 0}, [root], [-1]  # moves: −1 where not looked for yet
+    rows = [(0, 0, 0, 0, 0, 0) for _ in range(0)]
+    while len(rows) < len(parts):
+        x, e, rest, kept = parts[len(rows)]
+        j, left, right, stop = x, -1, -1, -1
+        if kept:
+            j = moves[len(rows)]
+            if j < 0:
+                j = _best_move(x, e, rest, layers, kinds, grid, cells, minimum, table)
+        if j > x:
+            left = _number(known, parts, moves, (x, j, rest, 1), -1)
+        if j > x or not kept:  # state j is held by nobody yet
+            after = rest - layers.state[j]
+            if _after_current(j, e, rest, layers, kinds, grid, cells, minimum, table)[1]:
+                move = _best_move(j, e, after, layers, kinds, grid, cells, minimum, table)
+                if move != j:
+                    stop = j
+                    right = _number(known, parts, moves, (j, e, after, 1), move)
+            rest = after if layers.keeps_input[j] else rest
+        if stop < 0:
+            stop, rest = j + 1, rest - layers.tape[j]
+            if e > stop and layers.keeps_output[j]:
+                part = (stop, e, rest - layers.state[stop], 1)
+                right = _number(known, parts, moves, part, -1)
+            elif e > stop:
+                right = _number(known, parts, moves, (stop, e, rest, 0), -1)
+        rows.append((x, j, stop, right, left, 2 * (e - x) + 1 - kept))
+    found = np.empty((len(rows), 6), np.int64)
+    for k in range(len(rows)):
+        for column in range(6):
+            found[k, column] = rows[k][column]
+    return found
