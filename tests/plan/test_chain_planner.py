@@ -262,11 +262,14 @@ def test_bad_arguments_are_refused_with_a_remedy(given, error, message):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
-def test_more_layers_than_the_longest_are_taken_in_groups(policy):
+def test_long_chains_of_every_policy(policy):
     chain = random_chain(LONGEST + 100, 7, scale=1000)
-    schedule = plan(chain, "40%", policy)
-    assert schedule.peak <= schedule.memory
-    assert schedule.seconds < 1.6 * chain.ordinary_seconds
+    least = chain_minimum(chain, policy)[0]
+    for memory in ("40%", least, least + 1):
+        schedule = plan(chain, memory, policy)
+        assert schedule.peak <= schedule.memory
+        assert schedule.bound <= schedule.seconds < 3 * chain.ordinary_seconds
+    assert plan(chain, "40%", policy).gap < 0.02
 
 
 @settings(deadline=None, max_examples=60)

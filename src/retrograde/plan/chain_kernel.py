@@ -3,7 +3,11 @@
 Kept apart so that importing the planner loads no compiler. Level m of the table stands for
 ``unit · m + rest`` bytes. What is needed for a while is compared in bytes, and never rounded. What
 is kept leads from one level to between two others: their seconds are then taken in proportion
-(``between``), so that small sizes count too; or those of the higher level, a lower bound.
+(``between``), so that small sizes count too, and ∞ where the lower one is not enough; or those of
+the higher level, a lower bound.
+
+*Rows.* Those of the segments that end at one e lie side by side, by their first layer. Not every
+segment needs one: see :mod:`retrograde.plan.cells`.
 
 *Order.* Levels ascend in chunks of :data:`LANES`, which lie side by side and are worked on at once.
 Within a chunk x descends in blocks of :data:`BLOCK`, and e ascends within a block: the right parts
