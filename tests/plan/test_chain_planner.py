@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from oracles.chains import fastest
 from retrograde import BudgetError, ScheduleError, UnitError
 from retrograde.plan import chain_minimum, chain_trade_off, cost, plan
+from retrograde.plan.cells import all_cells
 from retrograde.plan.chain import plan_chain, record_everything
 from retrograde.plan.chain_solver import LONGEST, Solver
 from retrograde.schedule import Chain, Schedule, Verb, simulate
@@ -186,10 +187,11 @@ def forward_steps(chain: Chain, kept: int, policy: str) -> float:
         state=states, enter=nothing, through=nothing, record=-states[:-1], back=nothing,
         gradient=np.zeros(size + 1, np.int64),
     )  # fmt: skip
-    table = np.empty((kept // LANES + 1, size * (size + 1) // 2, LANES))
+    table = np.empty((kept // LANES + 1, all_cells(size).rows, LANES))
     kinds = Kinds(stores=policy != "ism", records=policy != "hsm")
-    fill(free, kinds, Grid(1, 0, False), np.zeros((size, size + 1), np.int64), table)
-    return table[kept // LANES, size - 1, kept % LANES]
+    cells, least = all_cells(size), np.zeros((size, size + 1), np.int64)
+    fill(free, kinds, Grid(1, 0, False), cells, least, table)
+    return table[kept // LANES, cells.row[size], kept % LANES]
 
 
 def test_many_budgets_from_one_table():
@@ -260,31 +262,147 @@ def test_bad_arguments_are_refused_with_a_remedy(given, error, message):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
-def test_more_layers_than_the_longest_are_taken_in_groups(policy):
+def test_long_chains_of_every_policy(policy):
     chain = random_chain(LONGEST + 100, 7, scale=1000)
-    schedule = plan(chain, "40%", policy)
-    assert schedule.peak <= schedule.memory
-    assert schedule.seconds < 1.6 * chain.ordinary_seconds
+    least = chain_minimum(chain, policy)[0]
+    for memory in ("40%", least, least + 1):
+        schedule = plan(chain, memory, policy)
+        assert schedule.peak <= schedule.memory
+        assert schedule.bound <= schedule.seconds < 3 * chain.ordinary_seconds
+    assert plan(chain, "40%", policy).gap < 0.02
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(2, 90), st.integers(0, 10**6), st.sampled_from(POLICIES), st.floats(0, 1))
+def test_a_band_of_short_segments_is_planned_as_the_whole_table_is(length, seed, policy, share):
+    """As for long chains, at lengths where the optimum is known; the minimum is kept too."""
+    chain = random_chain(length, seed)
+    least, most = chain_minimum(chain, policy)[0], record_everything(chain).peak
+    memory = max(1, int(least + share * max(0, most - least)))
+    exact = plan(chain, memory, policy)
+    with pytest.MonkeyPatch.context() as patch:
+        long_from(patch, longest=1)
+        banded = plan_chain(chain, memory, policy, certify=True)
+        lowest = plan_chain(chain, max(1, least), policy)
+        coarse = plan_chain(chain, memory, policy, levels=2 * length)
+    for schedule in (banded, lowest, coarse):
+        assert schedule.peak <= schedule.memory
+        assert schedule.bound <= exact.seconds or schedule is lowest
+    assert banded.bound <= exact.seconds * (1 + 1e-12) <= banded.seconds * (1 + 1e-9)
+
+
+def long_from(patch: pytest.MonkeyPatch, longest: int, groups: int = 3000) -> None:
+    """Treat short chains as long ones are."""
+    home, solver = (sys.modules[f"retrograde.plan.{name}"] for name in ("chain", "chain_solver"))
+    patch.setattr(home, "LONGEST", longest)
+    for name, value in {"LONGEST": longest, "_SHORT": 0, "_BAND": 4, "_ENDS": 3}.items():
+        patch.setattr(solver, name, value)
+    patch.setattr(solver, "_GROUPS", groups)
+
+
+def test_a_band_is_hardly_slower_than_the_whole_table():
+    for seed in range(8):
+        chain = random_chain(60, seed)
+        exact = plan(chain, "40%")
+        with pytest.MonkeyPatch.context() as patch:
+            long_from(patch, longest=1)
+            patch.setattr(sys.modules["retrograde.plan.chain_solver"], "_BAND", 16)
+            assert plan(chain, "40%").seconds <= 1.01 * exact.seconds
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_groups_and_bounds_in_parts(policy, monkeypatch):
-    """As for very long chains, at a length where the optimum is known."""
+def test_more_layers_than_are_told_apart_are_taken_in_groups(policy):
     for seed in range(6):
         chain = random_chain(40, seed)
         memory = budgets(chain, policy)[2]
         exact = plan(chain, memory, policy)
-        with monkeypatch.context() as patch:
-            home, solver = (sys.modules[f"retrograde.plan.{n}"] for n in ("chain", "chain_solver"))
-            patch.setattr(home, "_MOST_BOUNDED", 30)
-            patch.setattr(home, "_PART", 9)
-            patch.setattr(home, "LONGEST", 30)
-            patch.setattr(solver, "_GROUPS", 15)
-            patch.setattr(Solver.of.__func__, "__defaults__", (30,))
+        with pytest.MonkeyPatch.context() as patch:
+            long_from(patch, longest=1, groups=15)
             assert len(Solver.of(chain, policy).places) < 20
-            grouped = plan_chain(chain, max(memory, chain_minimum(chain, policy)[0]), policy,
-                                 certify=True)  # fmt: skip
+            grouped = plan_chain(chain, max(memory, chain_minimum(chain, policy)[0]), policy)
         assert grouped.peak <= grouped.memory
         assert grouped.bound <= exact.seconds
         if grouped.memory == memory and policy != "hsm":  # which keeps a group's tapes
             assert exact.seconds <= grouped.seconds
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_no_schedule_undercuts_the_bound(seed):
+    """Of any kind: not only those that keep what they have until its turn."""
+    from retrograde.plan.chain_bound import least_seconds
+    from retrograde.plan.chain_kernel import Kinds
+
+    chain = random_chain(1 + seed % 4, seed, running=5 + 10 * (seed % 3))
+    for policy in POLICIES:
+        kinds = Kinds(stores=policy != "ism", records=policy != "hsm")
+        for memory in budgets(chain, policy):
+            bound = least_seconds(chain, memory, kinds) - sum(chain.backward_seconds)
+            assert bound <= fastest(chain, memory, policy, persistent=False) + 1e-9
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 7), st.integers(0, 10**6), st.booleans())
+def test_the_relaxation_is_the_least_of_all_choices(length, seed, stores):
+    """Summed from the definitions, for every set of layers that may be kept."""
+    from retrograde.plan.chain_bound import _Columns, _relaxed
+
+    chain, draw = random_chain(length, seed), np.random.default_rng(seed)
+    price, limit = draw.choice([0.0, 0.1, 0.3, 1.0], length), draw.uniform(0, 60, length)
+    inputs, outputs = np.array(chain.keeps_input), np.array(chain.keeps_output)
+    state, seconds = np.array(chain.state_bytes, float), np.array(chain.forward_seconds)
+    tape, over = np.array(chain.tape_bytes, float), np.empty(length)
+    columns = _Columns(seconds, state, tape, inputs, outputs, limit, stores, True)
+    found = _relaxed(columns, price, over)
+
+    def value(kept: set[int]) -> float:
+        total = sum(seconds[k] for k in range(length) if k not in kept)
+        for k in range(length):
+            tapes = [j for j in kept if j < k]
+            held = {j for j in tapes if inputs[j]} | {j + 1 for j in tapes if outputs[j]}
+            held -= {k} if inputs[k] else set()
+            if k == length - 1:
+                bases = {j + 1 for j in tapes if j + 1 not in kept}
+                if not stores and bases - held:
+                    return math.inf
+                held |= bases
+            needed = sum(tape[j] for j in tapes) + sum(state[j] for j in held)
+            total += price[k] * (needed - limit[k])
+        return total
+
+    choices = ({k for k in range(length - 1) if bits >> k & 1} for bits in range(2 ** (length - 1)))
+    assert found == pytest.approx(min(value(kept | {length - 1}) for kept in choices), abs=1e-9)
+
+
+def test_the_bound_is_close_and_grows_as_memory_shrinks():
+    from retrograde.plan.chain_bound import least_seconds
+    from retrograde.plan.chain_kernel import Kinds
+
+    for seed in range(3):
+        chain = random_chain(100, seed, scale=1000)
+        shares = ("30%", "50%", "80%", "100%")
+        schedules = [plan_chain(chain, share, levels=300) for share in shares]
+        bounds = [least_seconds(chain, s.memory, Kinds(True, True)) for s in schedules]
+        assert all(a >= b for a, b in pairwise(bounds))
+        for schedule, bound in zip(schedules, bounds, strict=True):
+            assert bound <= schedule.seconds <= 1.02 * bound
+        assert bounds[-1] == pytest.approx(chain.ordinary_seconds)
+
+
+def test_what_is_let_go_of_early_does_not_spoil_the_bound():
+    """``release_bytes``, which the planner leaves aside and the books do not."""
+    from retrograde.plan.chain_bound import least_seconds
+    from retrograde.plan.chain_kernel import Kinds
+
+    chain = Chain([1, 1], [0, 0], [8, 8], keeps_input=[True, True], release_bytes=[0, 8],
+                  keeps_output=[False, False], backward_transient_bytes=[0, 30])  # fmt: skip
+    ordinary = record_everything(chain)
+    assert least_seconds(chain, ordinary.peak, Kinds(True, True)) <= ordinary.seconds
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
+def test_a_thousand_layers_within_a_hundredth(share):
+    """With fewer levels than by default, for time; sizes without a common divisor."""
+    chain = random_chain(1000, 5, scale=10**5)
+    schedule = plan_chain(chain, share, levels=400)
+    assert schedule.peak <= schedule.memory
+    assert schedule.gap < 0.01

@@ -27,19 +27,24 @@ both ends, and nothing taken for a while, this is appendix C with its start stat
 *Levels.* Bytes are counted in levels: exactly, where what is kept has a common divisor that gives
 few enough, else in proportion between two levels. The schedule is then read off the table with the
 exact bytes left at every place (:mod:`retrograde.plan.chain_walk`), so levels never break a budget
-and never lose one that would do. The same table with sizes rounded down proves a ``bound``.
+and never lose one that would do. Where bytes are no multiples, a few walks that start at slightly
+shifted levels are compared.
 
-Where bytes are no multiples, a few walks that start at slightly shifted levels are compared.
+*Bound.* Where the table is exact, so is the schedule. Else :mod:`retrograde.plan.chain_bound`
+bounds it, in milliseconds, and the same table with sizes rounded down can prove another bound.
 
-Complexity: O(T³·M) for T layers and M levels, 4·T²·M bytes. More than 600 layers are taken in
-groups, each recorded whole or not at all, with kept states only between them; the minimum is then
-that of the groups, and ``hsm`` keeps the tapes of one. The bound is still that of all layers, or
-for very many the sum of those of parts: with each part a schedule does what one of that part alone
-could, which had all memory.
+*Long chains.* Nearly all that is run again is a few layers from one kept state, so chains of more
+than 600 layers, and of more than 200 where bytes are no multiples, have a table with a band of
+short segments and a few ends only (:mod:`retrograde.plan.cells`): O(T) rows, more levels. More than
+3000 layers are taken in groups, each recorded whole or not at all, with kept states only between
+them: ``hsm`` then keeps the tapes of one. The minimum is that of all segments up to 1200 layers.
+
+Complexity: O(T³·M) for T layers and M levels, 4·T²·M bytes; with a band of b layers and n ends
+O(T·M·(b² + n·(b + n))).
 """
 
 from collections.abc import Iterable
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from retrograde.plan.baselines import store_all
 from retrograde.plan.chain_solver import LONGEST, Solver, seconds_of
@@ -48,8 +53,7 @@ from retrograde.units import Memory, as_bytes
 
 __all__ = ["chain_minimum", "chain_trade_off", "plan_chain", "record_everything"]
 
-_MOST_BOUNDED = 1200  # layers that one table bounds
-_PART = 300  # layers of a longer chain that are bounded at once
+_CLOSE = 1.01  # times its bound: near enough to leave it at that
 
 
 def record_everything(chain: Chain) -> Schedule:
@@ -83,12 +87,13 @@ def plan_chain(
         chain: what each layer takes.
         memory: bytes, a text such as ``"2GiB"``, or a share of what ``store-all`` holds.
         policy: ``"msm"``, ``"hsm"`` or ``"ism"``.
-        certify: prove a bound even where levels are not exact; takes as long again.
+        certify: where levels are not exact and the bound is more than 1 % away, look for a higher
+            one with a second table, and for a faster schedule; up to 600 layers; takes as long
+            again.
         levels: to count bytes in, at most; by default as many as take a few seconds.
 
     Returns:
-        A schedule with ``units=chain`` and a ``bound`` in seconds: its own where levels were exact,
-        else a lower one with ``certify``, else None.
+        A schedule with ``units=chain`` and a ``bound`` in seconds, its own where levels were exact.
 
     Raises:
         BudgetError: the memory is below the least that the policy can do with.
@@ -109,10 +114,16 @@ def plan_chain(
         return replace(ordinary, policy=policy, memory=room, bound=ordinary.seconds)
     filled = solver.filled(room, levels)
     schedule, bound = filled.schedule(room), filled.bound(room)
-    if bound is not None:
-        return replace(schedule, bound=min(bound, seconds_of(schedule)))
     del filled  # its table, before there is another one
-    return _certified(schedule, room, levels) if certify else schedule
+    if bound is None:
+        from retrograde.plan.chain_bound import least_seconds
+
+        bound = least_seconds(chain, room, solver.kinds)
+        if certify and seconds_of(schedule) > _CLOSE * bound and len(chain) <= LONGEST:
+            down = solver.filled(room, levels, rounded_down=True)
+            bound = max(bound, down.bound(room) or 0.0)
+            schedule = min(schedule, down.schedule(room), key=seconds_of)
+    return replace(schedule, bound=min(bound, seconds_of(schedule)))
 
 
 def chain_minimum(chain: Chain, policy: str = "msm") -> tuple[int, int]:
@@ -170,31 +181,3 @@ def chain_trade_off(
         else filled.schedule(room)
         for room in rooms
     ]
-
-
-def _certified(schedule: Schedule, room: int, levels: int | None) -> Schedule:
-    """A schedule with a bound; or a faster one, if the table that proves it has one."""
-    chain, policy = schedule.units, schedule.policy
-    assert isinstance(chain, Chain)
-    if policy == "hsm" and len(chain) > LONGEST:
-        policy = "msm"  # whose class has all schedules of groups
-    if len(chain) > _MOST_BOUNDED:
-        bound = _sum_of_bounds(chain, room, policy, levels)
-    else:
-        filled = Solver.of(chain, policy, _MOST_BOUNDED).filled(room, levels, rounded_down=True)
-        bound = filled.bound(room) or 0.0
-        if policy == schedule.policy:
-            schedule = min(schedule, filled.schedule(room), key=seconds_of)
-    return replace(schedule, bound=min(bound, seconds_of(schedule)))
-
-
-def _sum_of_bounds(chain: Chain, room: int, policy: str, levels: int | None) -> float:
-    """What no schedule undercuts, part by part: see the text of the module."""
-    single = ("input_bytes", "overhead_bytes")
-    columns = [field.name for field in fields(chain) if field.name not in single]
-    total = 0.0
-    for begin in range(0, len(chain), _PART):
-        cut = {name: getattr(chain, name)[begin : begin + _PART] for name in columns}
-        part = replace(chain, **cut)
-        total += Solver.of(part, policy).filled(room, levels, rounded_down=True).bound(room) or 0.0
-    return total

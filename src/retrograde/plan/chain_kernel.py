@@ -3,7 +3,11 @@
 Kept apart so that importing the planner loads no compiler. Level m of the table stands for
 ``unit · m + rest`` bytes. What is needed for a while is compared in bytes, and never rounded. What
 is kept leads from one level to between two others: their seconds are then taken in proportion
-(``between``), so that small sizes count too; or those of the higher level, a lower bound.
+(``between``), so that small sizes count too, and ∞ where the lower one is not enough; or those of
+the higher level, a lower bound.
+
+*Rows.* Those of the segments that end at one e lie side by side, by their first layer. Not every
+segment needs one: see :mod:`retrograde.plan.cells`.
 
 *Order.* Levels ascend in chunks of :data:`LANES`, which lie side by side and are worked on at once.
 Within a chunk x descends in blocks of :data:`BLOCK`, and e ascends within a block: the right parts
@@ -18,13 +22,13 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from retrograde.plan.cells import RUN, Cells
 from retrograde.plan.layers import Layers
 
-__all__ = ["LANES", "Grid", "Kinds", "fill", "row_of"]
+__all__ = ["LANES", "Grid", "Kinds", "fill"]
 
 LANES = 32
 BLOCK = 8
-RUN = 16
 
 _SATURATED = 1 + 1e-13  # times the least seconds: nothing is run twice, but for rounding
 
@@ -51,12 +55,6 @@ class Kinds(NamedTuple):
 
     stores: bool
     records: bool
-
-
-@njit(cache=True, inline="always")  # type: ignore[untyped-decorator]
-def row_of(size: int, x: int, e: int) -> int:
-    """Where the segment of layers x … e − 1 is in the table of ``size`` layers."""
-    return x * size - x * (x - 1) // 2 + e - x - 1
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
@@ -97,7 +95,7 @@ def _lower(
         return
     for lane in range(first, LANES):
         low, high = cells[lane], cells[lane + 1]
-        value = seconds + (high + part * (low - high) if low < np.inf else high)
+        value = seconds + high + part * (low - high) if low < np.inf else low
         out[lane] = value if value < out[lane] else out[lane]
 
 
@@ -112,14 +110,13 @@ def _end(out: _Reals, start: int, need: int, seconds: float, grid: Grid) -> None
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _from_current(
     out: _Reals, start: int, x: int, e: int, paid: int, need: int, seconds: float,
-    layers: Layers, kinds: Kinds, grid: Grid, table: _Reals,
+    layers: Layers, kinds: Kinds, grid: Grid, cells: Cells, table: _Reals,
 ) -> None:  # fmt: skip
     """W: from state x, which is current and which nothing holds; ``paid`` bytes are held beside."""
-    size = len(layers.tape)
     while True:
         if kinds.stores:
             kept = paid + layers.state[x]
-            _lower(out, start, row_of(size, x, e), kept, need, seconds, grid, table)
+            _lower(out, start, cells.row[e] + x, kept, need, seconds, grid, table)
             if layers.keeps_input[x]:
                 return  # recording first holds state x all the same
         if not kinds.records and e > x + 1:
@@ -136,14 +133,14 @@ def _from_current(
             return
         if layers.keeps_output[x - 1]:
             kept = paid + layers.state[x]
-            _lower(out, start, row_of(size, x, e), kept, need, seconds, grid, table)
+            _lower(out, start, cells.row[e] + x, kept, need, seconds, grid, table)
             return
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _recorded(
     out: _Reals, start: int, x: int, e: int,
-    layers: Layers, kinds: Kinds, grid: Grid, table: _Reals,
+    layers: Layers, kinds: Kinds, grid: Grid, cells: Cells, table: _Reals,
 ) -> None:  # fmt: skip
     """Q3: from state x, which is kept by whoever called, record layer x."""
     if not kinds.records and e > x + 1:
@@ -154,10 +151,10 @@ def _recorded(
     if e == x + 1:
         _end(out, start, need, seconds, grid)
     elif layers.keeps_output[x]:
-        row = row_of(len(layers.tape), x + 1, e)
+        row = cells.row[e] + x + 1
         _lower(out, start, row, paid + layers.state[x + 1], need, seconds, grid, table)
     else:
-        _from_current(out, start, x + 1, e, paid, need, seconds, layers, kinds, grid, table)
+        _from_current(out, start, x + 1, e, paid, need, seconds, layers, kinds, grid, cells, table)
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
@@ -223,21 +220,34 @@ def _best_split(out: _Reals, left: _Side, right: _Side, first: int, last: int, g
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _split(
     out: _Reals, start: int, x: int, e: int, reach: _Ints, left: _Side, right: _Side, guess: int,
-    layers: Layers, grid: Grid,
+    layers: Layers, grid: Grid, cells: Cells,
 ) -> int:  # fmt: skip
-    """Q1 for all j that can be reached; ``reach`` is what running layers x … j − 1 needs."""
-    gradient = layers.gradient[e]
-    lowest, highest = grid.unit * start + grid.rest, grid.unit * (start + LANES - 1) + grid.rest
-    last = e
-    while last > x + 1 and reach[last - 1] + gradient > lowest:
+    """Q1 for all j that can be reached; ``reach`` is what running layers x … j − 1 needs.
+
+    The sides begin at the first x of column e."""
+    gradient, base = layers.gradient[e], cells.first[e]
+    lowest = grid.unit * start + grid.rest - gradient
+    near = min(e, cells.stop[x])
+    last = near
+    while last > x + 1 and reach[last - 1] > lowest:
         last -= 1
-    guess = _best_split(out, left, right, x + 1, last, guess)
-    while last < e and reach[last] + gradient <= highest:
-        first = -((grid.rest - reach[last] - gradient) // grid.unit) - start
+    guess = _best_split(out, left, right, x + 1 - base, last - base, guess)
+    highest = lowest + grid.unit * (LANES - 1)
+    far = np.searchsorted(cells.ends, near) if near < e else len(cells.ends)
+    while True:  # the j whose need lies within these levels, and those far away
+        if last < near:
+            j = last
+            last += 1
+        elif far < len(cells.ends) and cells.ends[far] < e:
+            j = cells.ends[far]
+            far += 1
+        else:
+            return guess
+        if reach[j] > highest:
+            return guess
+        first = max(-((lowest - reach[j]) // grid.unit), 0)
         for lane in range(first, LANES):
-            out[lane] = min(out[lane], left[0][last, lane] + right[0][last, lane])
-        last += 1
-    return guess
+            out[lane] = min(out[lane], left[0][j - base, lane] + right[0][j - base, lane])
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
@@ -251,21 +261,24 @@ def _note(side: _Side, at: int, values: _Reals, more: float) -> None:
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
-def fill(layers: Layers, kinds: Kinds, grid: Grid, least: _Ints, table: _Reals) -> None:
-    """Fill the table of all segments, for all levels.
+def fill(
+    layers: Layers, kinds: Kinds, grid: Grid, cells: Cells, least: _Ints, table: _Reals
+) -> None:
+    """Fill the table of all segments that it has, for all levels.
 
     Args:
         layers: what moves need.
         kinds: the class of schedules.
         grid: levels.
+        cells: the rows of the table.
         least: bytes that a segment needs at least, shape (T, T + 1).
         table: least forward seconds of segments, ∞ where memory is short, shape (chunks of levels,
-            T·(T+1)/2, LANES); written.
+            rows, LANES); written.
     """
-    size = len(layers.tape)
+    size, first = len(layers.tape), cells.first
     runs = size // RUN + 1
     lefts, least_lefts = np.empty((BLOCK, size + 1, LANES)), np.empty((BLOCK, runs, LANES))
-    rights, least_rights = np.empty((size + 1, size, LANES)), np.empty((size + 1, runs, LANES))
+    rights, least_rights = np.empty(table.shape[1:]), np.empty((cells.run[size] + runs, LANES))
     reach, guesses = np.empty((BLOCK, size + 1), np.int64), np.zeros(BLOCK, np.int64)
     space = np.empty(2 * LANES + 1)
     out = space[:LANES]
@@ -279,25 +292,29 @@ def fill(layers: Layers, kinds: Kinds, grid: Grid, least: _Ints, table: _Reals) 
             for x in range(bottom, top + 1):
                 _reach(x, layers, reach[x - bottom])
             for e in range(bottom + 1, size + 1):
-                right = (rights[e], least_rights[e])
-                for x in range(min(top, e - 1), bottom - 1, -1):
-                    left = (lefts[x - bottom], least_lefts[x - bottom])
-                    row, seconds = row_of(size, x, e), layers.before[e] - layers.before[x]
+                if first[e] > top:
+                    continue
+                base, begin = first[e], first[e] // RUN
+                right = rights[cells.row[e] + base :], least_rights[cells.run[e] + begin :]
+                for x in range(min(top, e - 1), max(bottom, base) - 1, -1):
+                    block = x - bottom
+                    row, seconds = cells.row[e] + x, layers.before[e] - layers.before[x]
                     if chunk and table[chunk - 1, row, LANES - 1] <= seconds * _SATURATED:
                         out[:] = table[chunk - 1, row, LANES - 1]
                     else:
                         out[:] = np.inf
                         if least[x, e] <= highest:
-                            _recorded(space, start, x, e, layers, kinds, grid, table)
-                            guesses[x - bottom] = _split(
-                                out, start, x, e, reach[x - bottom], left, right,
-                                guesses[x - bottom], layers, grid,
+                            _recorded(space, start, x, e, layers, kinds, grid, cells, table)
+                            left = lefts[block, base:], least_lefts[block, begin:]
+                            guesses[block] = _split(
+                                out, start, x, e, reach[block], left, right, guesses[block],
+                                layers, grid, cells,
                             )  # fmt: skip
                     table[chunk, row] = out
-                    _note(left, e, out, seconds)
+                    _note((lefts[block], least_lefts[block]), e, out, seconds)
                     out[:] = np.inf
-                    _from_current(space, start, x, e, 0, 0, 0.0, layers, kinds, grid, table)
-                    _note(right, x, out, 0.0)
+                    _from_current(space, start, x, e, 0, 0, 0.0, layers, kinds, grid, cells, table)
+                    _note(right, x - base, out, 0.0)
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]

@@ -4,17 +4,18 @@ What is solved, and how, is told in :mod:`retrograde.plan.chain`; this is where 
 come together. Nothing is compiled before the first chain is asked for.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from retrograde.errors import BudgetError, ScheduleError
+from retrograde.plan.cells import Cells, all_cells, band_of_cells
 from retrograde.plan.layers import Layers, layers_of
-from retrograde.plan.unfold import NOTHING, Parts, recall
-from retrograde.schedule import Action, Advance, Chain, Schedule, merge, simulate
+from retrograde.plan.unfold import NOTHING, Parts
+from retrograde.schedule import Action, Advance, Chain, Schedule, Verb, merge, simulate
 from retrograde.units import format_bytes
 
 if TYPE_CHECKING:
@@ -22,15 +23,17 @@ if TYPE_CHECKING:
 
 __all__ = ["LONGEST", "Solver", "seconds_of"]
 
-LONGEST = 600
+LONGEST = 600  # layers that have a table of all segments, where it is exact or asked for
 
-_GROUPS = 500  # that a longer chain is taken in
+_SHORT = 200  # layers that have one in any case
+_BAND = 48  # layers of the segments of others, besides those up to a few ends
+_ENDS = 16
+_MINIMUM = 1200  # layers whose minimum is that of all segments
+_GROUPS = 3000  # layers that are told apart
 _SHIFTS = (0.0, -0.5, 0.5)  # of levels, that walks are tried with
 _MOST_LEVELS = 4000
 _MOST_WORK = 10**10  # additions in filling one table
-_MOST_BYTES = 640 * 2**20
-
-_Part = tuple[bool, int, int, int]  # from a kept state or not, first layer, end, bytes
+_MOST_BYTES = 512 * 2**20
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class Solver:
         kinds: what it may keep.
         places: the states that may be kept.
         layers: what the moves between them need.
+        cells: the segments that have a row in the table.
         minimum: bytes that each segment needs at least.
         grid: how bytes are counted in levels.
         table: least seconds of each segment, for each level.
@@ -53,23 +57,25 @@ class Solver:
     kinds: "Kinds"
     places: list[int]
     layers: Layers
+    cells: Cells
     minimum: tuple[Any, Any]
     grid: "Grid"
     table: Any
 
     @classmethod
-    def of(cls, chain: Chain, policy: str, longest: int = LONGEST) -> "Solver":
+    def of(cls, chain: Chain, policy: str) -> "Solver":
         """No table yet: what is estimated is that everything is run again for every layer."""
         from retrograde.plan.chain_kernel import LANES, Grid, Kinds
         from retrograde.plan.chain_walk import minima
 
         kinds = Kinds(stores=policy != "ism", records=policy != "hsm")
-        places = _places(chain, longest)
+        places = _places(chain)
         layers = layers_of(chain, places if len(places) <= len(chain) else None)
         size = len(layers.tape)
-        table = np.empty((0, size * (size + 1) // 2, LANES))
-        minimum = minima(layers, kinds)
-        return cls(chain, policy, kinds, places, layers, minimum, Grid(1, 0, False), table)
+        cells = all_cells(size) if size <= _MINIMUM else _band(layers)
+        table = np.empty((0, cells.rows, LANES))
+        minimum = minima(layers, kinds, cells)
+        return cls(chain, policy, kinds, places, layers, cells, minimum, Grid(1, 0, False), table)
 
     @property
     def least(self) -> int:
@@ -103,27 +109,33 @@ class Solver:
         """With the table for a budget, and for all smaller ones."""
         from retrograde.plan.chain_kernel import LANES, Grid, fill
 
-        layers = self.layers
+        layers, size = self.layers, len(self.layers.tape)
         enough = min(room - self.chain.overhead_bytes, _enough(layers))
         common = gcd(*layers.state.tolist(), *layers.tape.tolist()) or enough + 1
-        most = _levels(len(layers.tape)) if levels is None else levels
-        unit = common
-        if enough // common >= most:
-            unit = enough // most + 1
-        grid = Grid(unit, enough % unit, not rounded_down and unit != common)
-        table = np.empty((enough // unit // LANES + 1, *self.table.shape[1:]))
-        fill(layers, self.kinds, grid, self.minimum[0], table)
-        return replace(self, grid=grid, table=table)
+        cells = all_cells(size)
+        most = _levels(cells) if levels is None else levels
+        is_exact = enough // common < most
+        asked = is_exact or rounded_down or levels is not None or not self.kinds.records
+        if size > LONGEST or not (asked or size <= _SHORT):
+            cells = _band(layers)
+            most = _levels(cells) if levels is None else levels
+            is_exact = enough // common < most
+        unit = common if is_exact else enough // most + 1
+        grid = Grid(unit, enough % unit, not rounded_down and not is_exact)
+        table = np.empty((enough // unit // LANES + 1, cells.rows, LANES))
+        fill(layers, self.kinds, grid, cells, self.minimum[0], table)
+        return replace(self, cells=cells, grid=grid, table=table)
 
     def bound(self, room: int) -> float | None:
         """The seconds that no schedule of the class undercuts; None where levels or layers were
-        taken together."""
-        if self.grid.between or len(self.places) <= len(self.chain):
+        taken together, or segments left out."""
+        size = len(self.layers.tape)
+        if self.grid.between or size < len(self.chain) or self.cells.rows < size * (size + 1) // 2:
             return None
         enough = min(room - self.chain.overhead_bytes, _enough(self.layers))
         level = -((self.grid.rest - enough) // self.grid.unit)
         chunk, lane = divmod(level, self.table.shape[2])
-        forward = self.table[chunk, len(self.layers.tape) - 1, lane]
+        forward = self.table[chunk, self.cells.row[-1], lane]
         return float(forward) + sum(self.chain.backward_seconds)
 
     def schedule(self, room: int) -> Schedule:
@@ -131,8 +143,8 @@ class Solver:
         unit, rest = self.grid.unit, self.grid.rest
         tried = {rest} if self._is_exact(room) else {int(rest + k * unit) for k in _SHIFTS}
         shifted = (replace(self, grid=self.grid._replace(rest=rest)) for rest in sorted(tried))
-        found = [merge(replace(one._walk(room), memory=room)) for one in shifted]
-        return min(found, key=seconds_of)
+        found = min((one._walk(room) for one in shifted), key=_forward_seconds)
+        return merge(replace(found, memory=room))
 
     def _is_exact(self, room: int) -> bool:
         """Whether all that is left of a budget, wherever it is kept, is a level."""
@@ -141,62 +153,33 @@ class Solver:
         return all(size % self.grid.unit == 0 for size in (*sizes, rest))
 
     def _walk(self, room: int) -> Schedule:
-        parts = Parts()
-        whole = (True, 0, len(self.layers.tape), room - self.chain.overhead_bytes)
-        root = recall(whole, lambda part, number: self._describe(parts, part, number))
-        return parts.unfold(root, length=len(self.chain), policy=self.policy, units=self.chain)
+        """What is chosen: see :mod:`retrograde.plan.chain_walk`."""
+        from retrograde.plan.chain_walk import walk
 
-    def _describe(self, parts: Parts, part: _Part, number: Callable[[_Part], int]) -> int:
-        """Add a part: see :mod:`retrograde.plan.chain_walk` for what is chosen."""
-        kept, x, e, room = part
-        at = self.places
-        if not kept:
-            if self._stores(x, e, room):
-                inside = (True, x, e, room - int(self.layers.state[x]))
-                return parts.store(0, number(inside), NOTHING)
-            return self._record(parts, (x, x, e, self._beside(x, room)), NOTHING, number)
-        j = self._move(x, e, room)
-        if j == x:
-            return self._record(parts, (x, x, e, room), NOTHING, number)
-        left = number((True, x, j, room))
-        if self._stores(j, e, room):
-            right = number((True, j, e, room - int(self.layers.state[j])))
-            return parts.store(at[j] - at[x], right, left)
-        return self._record(parts, (x, j, e, self._beside(j, room)), left, number)
+        shared = (self.layers, self.kinds, self.grid, self.cells, self.minimum, self.table)
+        found = walk(room - self.chain.overhead_bytes, *shared)
+        parts, at, numbers = Parts(), self.places, {NOTHING: NOTHING}
+        inside_first = np.argsort(found[:, -1], kind="stable").tolist()
+        rows = found.tolist()
+        for number in inside_first:
+            x, j, stop, right, left, _ = rows[number]
+            advance, steps = at[j] - at[x], at[stop] - at[j]
+            inside = numbers[right], numbers[left]
+            numbers[number] = (
+                parts.record(advance, steps, *inside) if steps else parts.store(advance, *inside)
+            )
+        return parts.unfold(
+            numbers[0], length=len(self.chain), policy=self.policy, units=self.chain
+        )
 
-    def _record(
-        self, parts: Parts, where: tuple[int, int, int, int], left: int,
-        number: Callable[[_Part], int],
-    ) -> int:  # fmt: skip
-        """Advance from x to j, record layer j, and go on with the bytes that are left."""
-        x, j, e, room = where
-        at, layers, right = self.places, self.layers, NOTHING
-        rest = room - int(layers.tape[j])
-        if e > j + 1 and layers.keeps_output[j]:
-            right = number((True, j + 1, e, rest - int(layers.state[j + 1])))
-        elif e > j + 1:
-            right = number((False, j + 1, e, rest))
-        return parts.record(at[j] - at[x], at[j + 1] - at[j], right, left)
 
-    def _beside(self, x: int, room: int) -> int:
-        """The bytes beside state x once layer x is recorded and nothing else holds it."""
-        return room - (int(self.layers.state[x]) if self.layers.keeps_input[x] else 0)
-
-    def _stores(self, x: int, e: int, room: int) -> bool:
-        """Whether to store state x, rather than to record layer x at once."""
-        from retrograde.plan.chain_walk import after_current
-
-        shared = (self.layers, self.kinds, self.grid, self.minimum, self.table)
-        if not after_current(x, e, room, *shared)[1]:
-            return False
-        return self._move(x, e, room - int(self.layers.state[x])) != x
-
-    def _move(self, x: int, e: int, room: int) -> int:
-        """Where to advance to from state x, which is kept; x itself to record layer x."""
-        from retrograde.plan.chain_walk import best_move
-
-        shared = (self.layers, self.kinds, self.grid, self.minimum, self.table)
-        return int(best_move(x, e, room, *shared))
+def _forward_seconds(schedule: Schedule) -> float:
+    """As a replay finds them, in one go."""
+    chain = schedule.units
+    assert isinstance(chain, Chain)
+    before = np.concatenate(([0.0], np.cumsum(chain.forward_seconds)))
+    runs = (schedule.kind == Verb.ADVANCE) | (schedule.kind == Verb.RECORD)
+    return float((before[schedule.stop[runs]] - before[schedule.start[runs]]).sum())
 
 
 def seconds_of(schedule: Schedule) -> float:
@@ -206,10 +189,10 @@ def seconds_of(schedule: Schedule) -> float:
     return schedule.seconds
 
 
-def _places(chain: Chain, longest: int) -> list[int]:
-    """The states that may be kept: all, or the smallest of each few in a long chain."""
+def _places(chain: Chain) -> list[int]:
+    """The states that may be kept: all, or the smallest of each few in a very long chain."""
     length = len(chain)
-    if length <= longest:
+    if length <= _GROUPS:
         return list(range(length + 1))
     width, sizes = -(-length // _GROUPS), chain.state_bytes
     windows = (range(k, min(k + width, length)) for k in range(1, length, width))
@@ -222,8 +205,17 @@ def _enough(layers: Layers) -> int:
     return int(layers.state.sum() + layers.tape.sum() + layers.gradient.max()) + moves
 
 
-def _levels(size: int) -> int:
-    """How many a table of ``size`` layers may have."""
-    cells = size * (size + 1) // 2
-    work = max(1, cells * size // 3)
-    return max(32, min(_MOST_LEVELS, _MOST_WORK // work, _MOST_BYTES // (8 * cells)))
+def _levels(cells: Cells) -> int:
+    """How many a table may have."""
+    lengths = np.arange(len(cells.first)) - cells.first
+    work = max(1, int((lengths * np.minimum(lengths, np.median(lengths))).sum() // 2))
+    return max(32, min(_MOST_LEVELS, _MOST_WORK // work, _MOST_BYTES // (8 * cells.rows)))
+
+
+def _band(layers: Layers) -> Cells:
+    """The segments of a long chain that are looked at: the ends are at small states."""
+    size = len(layers.tape)
+    borders = np.linspace(0, size, _ENDS + 1).astype(int).tolist()[1:]
+    windows = (range(*pair) for pair in pairwise(borders))
+    ends = [min(window, key=layers.state.__getitem__) for window in windows]
+    return band_of_cells(size, _BAND, [*ends, size])

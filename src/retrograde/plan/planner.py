@@ -87,8 +87,8 @@ def plan(
         state: size of a hidden state in bytes, for ``"msm"`` with real sizes; they are counted in
             units so coarse that at most 1 % of the memory is wasted.
         segments: parts at each division, for ``"chen-recursive"``; 2 by default.
-        certify: for a chain, prove a ``bound`` even where bytes had to be rounded; takes as long
-            again. Where nothing was rounded there always is one.
+        certify: for a chain whose ``bound`` is more than 1 % away, look for a higher one and for a
+            faster schedule; takes as long again.
 
     Returns:
         The cheapest schedule of that policy whose peak is within ``memory``; of those, one with the

@@ -1,0 +1,88 @@
+"""Which segments of a long chain are looked at: short ones, and those that end at a few places.
+
+A table of all segments of T layers has T²/2 rows. One with a *band* has those of at most so many
+layers, which are what is run again from one kept state, and besides, for a few *ends*, those of any
+length up to there: the whole chain is one of them. What a segment in the table is divided into is
+in the table again, as long as its left part is; so the recurrence is the same over fewer j.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["RUN", "Cells", "all_cells", "band_of_cells"]
+
+RUN = 16  # neighbouring j of which the least is kept
+
+_Ints = NDArray[np.int64]
+
+
+class Cells(NamedTuple):
+    """The segments x … e − 1 that have a row in a table; T layers.
+
+    Args:
+        first: the least x that e has, a multiple of :data:`RUN`, shape (T + 1,).
+        row: added to x it is the row, shape (T + 1,).
+        run: added to x // RUN it is the row in a table of runs, shape (T + 1,).
+        stop: the least j > x that x has no segment to, T + 1 where there is none, shape (T,).
+        ends: the e that all x have, in ascending order; the last is T.
+    """
+
+    first: _Ints
+    row: _Ints
+    run: _Ints
+    stop: _Ints
+    ends: _Ints
+
+    @property
+    def rows(self) -> int:
+        """How many segments there are."""
+        return int(self.row[-1]) + len(self.stop)
+
+
+def all_cells(size: int) -> Cells:
+    """Every segment.
+
+    Args:
+        size: layers.
+
+    Returns:
+        size · (size + 1) / 2 of them.
+
+    Example:
+        >>> all_cells(4).rows
+        10
+    """
+    return _cells(np.zeros(size + 1, np.int64), np.array([size]))
+
+
+def band_of_cells(size: int, width: int, ends: list[int]) -> Cells:
+    """The segments of up to ``width`` layers, and all those that end at a few places.
+
+    Args:
+        size: layers.
+        width: layers; somewhat longer segments are there too.
+        ends: the places, in ascending order; the last is ``size``.
+
+    Returns:
+        About size · width + size · len(ends) / 2 of them.
+
+    Example:
+        >>> band_of_cells(100, 20, [50, 100]).rows
+        2706
+    """
+    first = np.maximum(np.arange(size + 1) - width, 0) // RUN * RUN
+    first[ends] = 0
+    return _cells(first, np.array(ends))
+
+
+def _cells(first: _Ints, ends: _Ints) -> Cells:
+    size = len(first) - 1
+    counts = np.arange(size + 1) - first
+    row = np.cumsum(counts) - counts - first
+    runs = np.arange(size + 1) // RUN - first // RUN + 1
+    run = np.cumsum(runs) - runs - first // RUN
+    band = np.maximum.accumulate(np.where(np.isin(np.arange(size + 1), ends), 0, first))
+    stop = np.searchsorted(band, np.arange(size), side="right")
+    return Cells(first, row, run, stop, ends)
