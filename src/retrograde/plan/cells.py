@@ -70,7 +70,7 @@ def band_of_cells(size: int, width: int, ends: list[int]) -> Cells:
 
     Example:
         >>> band_of_cells(100, 20, [50, 100]).rows
-        2706
+        2506
     """
     first = np.maximum(np.arange(size + 1) - width, 0) // RUN * RUN
     first[ends] = 0

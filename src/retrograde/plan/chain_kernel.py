@@ -3,8 +3,9 @@
 Kept apart so that importing the planner loads no compiler. Level m of the table stands for
 ``unit · m + rest`` bytes. What is needed for a while is compared in bytes, and never rounded. What
 is kept leads from one level to between two others: their seconds are then taken in proportion
-(``between``), so that small sizes count too, and ∞ where the lower one is not enough; or those of
-the higher level, a lower bound.
+(``between``), so that small sizes count too; or those of the higher level, a lower bound. Where
+the lower level is not enough, but the bytes are, it is taken to be twice as slow: were it not, a
+fraction of a level would be free there, and as often as one likes.
 
 *Rows.* Those of the segments that end at one e lie side by side, by their first layer. Not every
 segment needs one: see :mod:`retrograde.plan.cells`.
@@ -95,7 +96,7 @@ def _lower(
         return
     for lane in range(first, LANES):
         low, high = cells[lane], cells[lane + 1]
-        value = seconds + high + part * (low - high) if low < np.inf else low
+        value = seconds + high + part * (low - high if low < np.inf else high)
         out[lane] = value if value < out[lane] else out[lane]
 
 
@@ -110,13 +111,15 @@ def _end(out: _Reals, start: int, need: int, seconds: float, grid: Grid) -> None
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _from_current(
     out: _Reals, start: int, x: int, e: int, paid: int, need: int, seconds: float,
-    layers: Layers, kinds: Kinds, grid: Grid, cells: Cells, table: _Reals,
+    layers: Layers, kinds: Kinds, grid: Grid, cells: Cells, least: _Ints,
+    table: _Reals,
 ) -> None:  # fmt: skip
     """W: from state x, which is current and which nothing holds; ``paid`` bytes are held beside."""
     while True:
         if kinds.stores:
             kept = paid + layers.state[x]
-            _lower(out, start, cells.row[e] + x, kept, need, seconds, grid, table)
+            reach = max(need, kept + least[x, e])
+            _lower(out, start, cells.row[e] + x, kept, reach, seconds, grid, table)
             if layers.keeps_input[x]:
                 return  # recording first holds state x all the same
         if not kinds.records and e > x + 1:
@@ -133,14 +136,16 @@ def _from_current(
             return
         if layers.keeps_output[x - 1]:
             kept = paid + layers.state[x]
-            _lower(out, start, cells.row[e] + x, kept, need, seconds, grid, table)
+            reach = max(need, kept + least[x, e])
+            _lower(out, start, cells.row[e] + x, kept, reach, seconds, grid, table)
             return
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _recorded(
     out: _Reals, start: int, x: int, e: int,
-    layers: Layers, kinds: Kinds, grid: Grid, cells: Cells, table: _Reals,
+    layers: Layers, kinds: Kinds, grid: Grid, cells: Cells, least: _Ints,
+    table: _Reals,
 ) -> None:  # fmt: skip
     """Q3: from state x, which is kept by whoever called, record layer x."""
     if not kinds.records and e > x + 1:
@@ -152,9 +157,13 @@ def _recorded(
         _end(out, start, need, seconds, grid)
     elif layers.keeps_output[x]:
         row = cells.row[e] + x + 1
-        _lower(out, start, row, paid + layers.state[x + 1], need, seconds, grid, table)
+        paid += layers.state[x + 1]
+        need = max(need, paid + least[x + 1, e])
+        _lower(out, start, row, paid, need, seconds, grid, table)
     else:
-        _from_current(out, start, x + 1, e, paid, need, seconds, layers, kinds, grid, cells, table)
+        _from_current(
+            out, start, x + 1, e, paid, need, seconds, layers, kinds, grid, cells, least, table
+        )
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
@@ -304,7 +313,7 @@ def fill(
                     else:
                         out[:] = np.inf
                         if least[x, e] <= highest:
-                            _recorded(space, start, x, e, layers, kinds, grid, cells, table)
+                            _recorded(space, start, x, e, layers, kinds, grid, cells, least, table)
                             left = lefts[block, base:], least_lefts[block, begin:]
                             guesses[block] = _split(
                                 out, start, x, e, reach[block], left, right, guesses[block],
@@ -313,7 +322,9 @@ def fill(
                     table[chunk, row] = out
                     _note((lefts[block], least_lefts[block]), e, out, seconds)
                     out[:] = np.inf
-                    _from_current(space, start, x, e, 0, 0, 0.0, layers, kinds, grid, cells, table)
+                    _from_current(
+                        space, start, x, e, 0, 0, 0.0, layers, kinds, grid, cells, least, table
+                    )
                     _note(right, x - base, out, 0.0)
 
 
