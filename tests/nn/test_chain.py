@@ -131,10 +131,16 @@ def test_the_least_budget_works_and_one_byte_less_is_refused(name):
     assert refusal.value.minimum_bytes == least
 
 
-def test_what_is_held_is_what_was_foreseen_to_the_byte():
+def deep():
+    blocks = [nn.Sequential(residual(8), nn.ReLU(inplace=True)) for _ in range(9)]
+    return [nn.Conv2d(3, 8, 3, padding=1), *blocks, nn.MaxPool2d(4), nn.Flatten(), nn.Linear(32, 4)]
+
+
+@pytest.mark.parametrize("make", [convolutional, deep])
+def test_what_is_held_is_what_was_foreseen_to_the_byte(make):
     torch.manual_seed(0)
     x, g = torch.randn(32, 3, 8, 8), torch.ones(32, 4)
-    plain, ours = pair(convolutional(), x, 1.0)
+    plain, ours = pair(make(), x, 1.0)
 
     def run(net):
         def call():

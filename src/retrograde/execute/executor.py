@@ -270,7 +270,8 @@ class Run:
     """The state of one execution: what is stored, what is recorded, what is current.
 
     Tensors of the caller are passed to its methods and never kept. Where ``loads`` is given, the
-    states after recorded steps are held only as long as they are current, but for those.
+    states after recorded steps are held only as long as they are current, but for those: pairs of
+    the recording's number among the actions and of the state's.
     """
 
     core: Core
@@ -282,7 +283,7 @@ class Run:
     stored: dict[int, tuple[Tensors, Snapshot]] = field(default_factory=dict)
     tapes: list[Tape] = field(default_factory=list)
     cuts: list[int] | None = None
-    loads: frozenset[int] | None = None
+    loads: frozenset[tuple[int, int]] | None = None
 
     def forward(self, inputs: Inputs, state: Tensors, emit: Emit | None) -> Tensors:
         """Perform all that precedes the first ``Backward``; return the state after all steps."""
@@ -331,7 +332,7 @@ class Run:
                     tape = record(self.core, inputs, a, b, self.state, emit)
                     self.tapes.append(tape)
                     self.state, self.position = tape.state_after, b
-                    if self.loads is not None and b not in self.loads:
+                    if self.loads is not None and (self.done - 1, b) not in self.loads:
                         tape.state_after = []
             case Load(at):
                 self.state, ambient = self._kept(at)

@@ -25,7 +25,7 @@ from retrograde.execute.layout import Straight
 from retrograde.execute.ranges import Gradients
 from retrograde.execute.replay import autocast_as_now, autocast_of_caller, version
 from retrograde.execute.transforms import NO_FORWARD_MODE, uncompiled
-from retrograde.schedule import Load, Schedule
+from retrograde.schedule import Action, Free, Load, Record, Schedule, Store
 
 __all__ = ["run_chain"]
 
@@ -68,8 +68,7 @@ class _Call:
     ) -> None:
         self.core = ChainCore(links, device)
         actions = tuple(schedule)
-        loads = frozenset(action.at for action in actions if isinstance(action, Load))
-        self.run = Run(self.core, actions, schedule.length, loads=loads)
+        self.run = Run(self.core, actions, schedule.length, loads=_loads(actions))
         self.device = device
         self.state = [t.detach() for t in state]
         self.versions = [version(t) for t in self.state]
@@ -154,6 +153,25 @@ class _Call:
 
 
 _NO_INPUTS = Held([])
+
+
+def _loads(actions: Sequence[Action]) -> frozenset[tuple[int, int]]:
+    """The outputs of recorded layers that are loaded, not having been stored: by the number of the
+    recording, for a layer is recorded again and again."""
+    recorded: dict[int, int] = {}
+    stored: set[int] = set()
+    found: set[tuple[int, int]] = set()
+    for index, action in enumerate(actions):
+        match action:
+            case Record(start, stop):
+                recorded.update(dict.fromkeys(range(start + 1, stop + 1), index))
+            case Store(at):
+                stored.add(at)
+            case Free(at):
+                stored.discard(at)
+            case Load(at) if at not in stored:
+                found.add((recorded[at], at))
+    return frozenset(found)
 
 
 def _token(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
