@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from oracles.chains import fastest
 from retrograde import BudgetError, ScheduleError, UnitError
 from retrograde.plan import chain_minimum, chain_trade_off, cost, plan
-from retrograde.plan.cells import all_cells
 from retrograde.plan.chain import plan_chain, record_everything
+from retrograde.plan.chain_cells import all_cells
 from retrograde.plan.chain_solver import LONGEST, Solver
 from retrograde.schedule import Chain, Schedule, Verb, simulate
 
@@ -177,7 +177,7 @@ def equal_chain(length: int, size: int) -> Chain:
 def forward_steps(chain: Chain, kept: int, policy: str) -> float:
     """The table's, where only what is kept counts and nothing is needed for a while."""
     from retrograde.plan.chain_kernel import LANES, Grid, Kinds, fill
-    from retrograde.plan.layers import layers_of
+    from retrograde.plan.chain_layers import layers_of
 
     layers = layers_of(chain)
     size = len(chain)

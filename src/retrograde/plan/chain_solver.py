@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from retrograde.errors import BudgetError, ScheduleError
-from retrograde.plan.cells import Cells, all_cells, band_of_cells
-from retrograde.plan.layers import Layers, layers_of
+from retrograde.plan.chain_cells import Cells, all_cells, band_of_cells
+from retrograde.plan.chain_layers import Layers, layers_of
 from retrograde.plan.unfold import NOTHING, Parts
 from retrograde.schedule import Action, Advance, Chain, Schedule, Verb, merge, simulate
 from retrograde.units import format_bytes

@@ -16,9 +16,9 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from retrograde.plan.cells import Cells
+from retrograde.plan.chain_cells import Cells
 from retrograde.plan.chain_kernel import Grid, Kinds
-from retrograde.plan.layers import Layers
+from retrograde.plan.chain_layers import Layers
 
 __all__ = ["minima", "walk"]
 
