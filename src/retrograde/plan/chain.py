@@ -37,7 +37,8 @@ bounds it, in milliseconds, and the same table with sizes rounded down can prove
 than 600 layers, and of more than 200 where bytes are no multiples, have a table with a band of
 short segments and a few ends only (:mod:`retrograde.plan.chain_cells`): O(T) rows, more levels.
 More than 3000 layers are taken in groups, each recorded whole or not at all, with kept states only
-between them: ``hsm`` then keeps the tapes of one. The minimum is that of all segments up to 1200 layers.
+between them: ``hsm`` then keeps the tapes of one. The minimum is that of all segments up to 1200
+layers.
 
 Complexity: O(T³·M) for T layers and M levels, 4·T²·M bytes; with a band of b layers and n ends
 O(T·M·(b² + n·(b + n))).
