@@ -54,13 +54,13 @@ def named(setups):
 QUICK = [setup for cell in CELLS for setup in quick_setups(cell)]
 
 
-@named(QUICK[::20])
+@named(QUICK[::40])
 def test_outputs_and_gradients_are_torchs(setup):
     check(setup)
 
 
 @pytest.mark.slow
-@named([setup for number, setup in enumerate(QUICK) if number % 20])
+@named([setup for number, setup in enumerate(QUICK) if number % 40])
 def test_outputs_and_gradients_are_torchs_too(setup):
     check(setup)
 
@@ -188,7 +188,7 @@ def test_measuring_and_going_backward_draw_nothing(cell):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("bidirectional", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("cell", ["GRU", pytest.param("LSTM", marks=pytest.mark.slow)])
 def test_a_mask_belongs_to_the_seed_the_layer_and_the_step(cell, bidirectional):
     setup = dropping((cell, 0), num_layers=3, bidirectional=bidirectional, size=9)

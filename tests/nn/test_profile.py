@@ -69,7 +69,10 @@ def test_a_cells_offers_are_what_unroll_holds(wanted):
         net.zero_grad(set_to_none=True)
 
 
-@pytest.mark.parametrize(("kind", "layers"), [(rg.RNN, 1), (rg.GRU, 2), (rg.LSTM, 1)])
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    [(rg.RNN, 1), pytest.param(rg.GRU, 2, marks=pytest.mark.slow), (rg.LSTM, 1)],
+)
 def test_a_modules_offers_are_what_it_makes_of_them(kind, layers):
     torch.manual_seed(0)
     net, x, h = kind(24, 32, layers), torch.randn(120, 8, 24), torch.zeros(layers, 8, 32)

@@ -86,7 +86,9 @@ def test_gradients_are_bitwise_those_of_autograd_whatever_the_policy(make, dtype
         assert_bitwise(gradients(ours, after, wanted), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)]
+)
 def test_a_thousand_steps_from_the_least_budget_to_more_than_enough(dtype):
     torch.manual_seed(0)
     cell, state, parameters = gru_cell(dtype)
