@@ -50,7 +50,7 @@ def named(setups):
     return pytest.mark.parametrize("setup", [pytest.param(s, id=s.id) for s in setups])
 
 
-# A twentieth of them by default, for time; with the others every pair occurs.
+# A fortieth of them by default, for time; with the others every pair occurs.
 QUICK = [setup for cell in CELLS for setup in quick_setups(cell)]
 
 
