@@ -57,7 +57,9 @@ class PartlyFull(Plain):
 
 @pytest.mark.parametrize("make", [Plain, PartlyFull])
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("length", "memory"), [(1, "least"), (63, "least"), (100, "10%"), (63, 1.0)])
+@pytest.mark.parametrize(
+    ("length", "memory"), [(1, "least"), (63, "least"), (100, "10%"), (63, 1.0)]
+)
 def test_a_cell_under_autocast(make, state_dtype, length, memory):
     torch.manual_seed(0)
     cell = make()
