@@ -488,6 +488,36 @@ def test_layers_may_be_exchanged():
         step(ours, x)
 
 
+class Whimsical(nn.Module):
+    """Draws from torch's generator, or writes to its buffer, from the third call on."""
+
+    def __init__(self, draws):
+        super().__init__()
+        self.draws, self.calls = draws, 0
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls > 30 and self.draws:
+            return functional.dropout(x, 0.5)
+        if self.calls > 30:
+            self.seen += 1
+        return x * 1.5
+
+
+@pytest.mark.parametrize("draws", [True, False])
+def test_a_layer_that_draws_or_writes_later_only_is_refused(draws):
+    whimsical = Whimsical(draws)
+    ours = rg.Sequential(*[nn.Linear(6, 6) for _ in range(6)], whimsical, *[nn.Linear(6, 6)] * 3,
+                         memory=1.0)  # fmt: skip
+    x = torch.randn(50, 6)
+    squeeze(ours, x)
+    step(ours, x)
+    whimsical.calls = 30
+    with pytest.raises(CellError, match=r"layer 6 (drew random numbers|changed a buffer)"):
+        step(ours, x)
+
+
 def test_second_derivatives_and_forward_mode_are_refused():
     x = torch.randn(50, 6, requires_grad=True)
     _, ours = pair([nn.Linear(6, 6) for _ in range(9)], x.detach())

@@ -182,10 +182,8 @@ def _ways(
     ways: Ways = {_ORDINARY: nn.Sequential(*copy.deepcopy(layers))}
     fits: dict[str, ChainFit] = {}
     refused: dict[str, str] = {}
-    plans = Sequential(memory=1)._plans  # the layers are measured once for all
     for memory in how.memories:
         net = Sequential(*copy.deepcopy(layers), memory=memory)
-        net._plans = plans
         try:
             fits[memory] = net.fit(x)
         except BudgetError as error:
@@ -205,7 +203,6 @@ def _measured(
     """One iteration of each way, of budgets in between, and of checkpointed segments."""
     chain = next(iter(fits.values())).chain
     plain, net = nn.Sequential(*layers), Sequential(*layers, memory=1)
-    net._plans = next(way for way in ways.values() if isinstance(way, Sequential))._plans
     budgets = {name: fit.budget_bytes for name, fit in fits.items()}
     budgets |= _between(chain, how.points)
     calls = {(_ORDINARY, "ordinary", 0): _pass(partial(plain, x), plain, x)}

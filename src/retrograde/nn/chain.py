@@ -112,12 +112,14 @@ class Plans:
             BudgetError: the budget is too small; the message names the least.
             CellError: a layer cannot be run exactly.
         """
+        if not torch.is_grad_enabled():
+            return nn.Sequential.forward(net, input)  # type: ignore[no-untyped-call]
         leaves, structure = flatten(input, "input")
-        wanted = [*leaves, *net.parameters()]
-        if not torch.is_grad_enabled() or not any(t.requires_grad for t in wanted):
+        call = _Call.of(net, leaves, structure)
+        wanted = [*leaves, *call.tensors]
+        if not any(t.requires_grad for t in wanted):
             return nn.Sequential.forward(net, input)  # type: ignore[no-untyped-call]
         refuse_transforms(wanted)
-        call = _Call.of(net, leaves, structure)
         links = self._links(call)
         if not links.chain:
             return nn.Sequential.forward(net, input)  # type: ignore[no-untyped-call]

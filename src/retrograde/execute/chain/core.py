@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from retrograde.errors import RetrogradeError
+from retrograde.errors import CellError, RetrogradeError
 from retrograde.execute.chain.links import Link, check_leaves, enter, parameters_of
 from retrograde.execute.inputs import Inputs
 from retrograde.execute.ranges import Emit, Gradients, RangeCore, Tape
@@ -72,7 +72,7 @@ class ChainCore(RangeCore):
         device: of the input.
 
     Attributes:
-        parameters_of: of each link, those that a gradient is wanted for.
+        own: of each link, the parameters that a gradient is wanted for.
         needed: of each link, for which of them one is asked for; all, by default.
     """
 
@@ -151,8 +151,9 @@ class ChainCore(RangeCore):
         """Run a link as it was run the first time."""
         before, ambient = self._before[k], self._ambients[k]
         if before is None:
-            self._before[k] = ambient.capture()
+            self._before[k], still = ambient.capture(), ambient.steady.marks()
             yield
+            self._check_steady(k, still)
             return
         if self._versions[k] != [version(t) for t in self._reads[k]]:
             raise RetrogradeError(
@@ -164,6 +165,20 @@ class ChainCore(RangeCore):
         with ambient.without_trace():
             ambient.restore(before)
             yield
+
+    def _check_steady(self, k: int, before: tuple[list[Any], list[int]]) -> None:
+        """Refuse what a link drew or changed that it had left alone at the trial, for it was not
+        kept for a rerun (rule 6)."""
+        drawn, changed = (
+            now != then for now, then in zip(self._ambients[k].steady.marks(), before, strict=True)
+        )
+        if drawn or changed:
+            did = "drew random numbers" if drawn else "changed a buffer"
+            raise CellError(
+                f"layer {self.links[k].name} {did}, which it did not do when it was tried: expected "
+                "the same at every call, so that it can be run again; draw, or write, every time "
+                "(and discard what is not used), or use memory=None"
+            )
 
 
 def _as_now(link: Link) -> Ambient:
