@@ -175,8 +175,8 @@ class ChainCore(RangeCore):
         if drawn or changed:
             did = "drew random numbers" if drawn else "changed a buffer"
             raise CellError(
-                f"layer {self.links[k].name} {did}, which it did not do when it was tried: expected "
-                "the same at every call, so that it can be run again; draw, or write, every time "
+                f"layer {self.links[k].name} {did}, which it did not do when tried: expected the "
+                "same at every call, so that it can be run again; draw, or write, every time "
                 "(and discard what is not used), or use memory=None"
             )
 
