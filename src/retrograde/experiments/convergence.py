@@ -21,7 +21,7 @@ from retrograde.nn.networks import lenet5
 from retrograde.nn.sequential import Sequential
 from retrograde.scan.chain import Algorithm
 
-__all__ = ["Comparison", "compare"]
+__all__ = ["Comparison", "compare", "train_step"]
 
 _TEST_BATCH = 1000
 _POINTS = 60  # of a curve, at most
@@ -131,7 +131,7 @@ def _train(
         for x, y in images.batches(how.batch, random):
             for way, net in nets.items():
                 start = time.perf_counter()
-                losses[way].append(_step(net, optimizers[way], x, y))
+                losses[way].append(train_step(net, optimizers[way], x, y))
                 seconds[way].append(time.perf_counter() - start)
             done += 1
             if done % every == 0:
@@ -141,7 +141,18 @@ def _train(
     return losses, seconds, testing
 
 
-def _step(net: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> float:
+def train_step(net: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> float:
+    """One iteration.
+
+    Args:
+        net: that learns.
+        optimizer: of its parameters.
+        x: images.
+        y: their classes.
+
+    Returns:
+        The loss before it.
+    """
     loss = functional.cross_entropy(net(x), y)
     torch.autograd.backward(loss)
     optimizer.step()

@@ -15,11 +15,11 @@ from statistics import median
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint_sequential
 
 from retrograde.errors import BudgetError
 from retrograde.execute.measure import Measurement, measure
+from retrograde.experiments.convergence import train_step
 from retrograde.experiments.images import Images
 from retrograde.experiments.options import ExperimentError, check_batch, check_positive
 from retrograde.figures.deep_results import Deep, Held, Side
@@ -299,7 +299,7 @@ def _train(
         for way, net in ways.items():
             torch.manual_seed(how.seed + done)  # each way draws the same
             start = time.perf_counter()
-            losses[way].append(_step(net, optimizers[way], x, y))
+            losses[way].append(train_step(net, optimizers[way], x, y))
             seconds[way].append(time.perf_counter() - start)
         show(done, f"loss {losses[_ORDINARY][-1]:.3f}")
     return losses, seconds
@@ -313,14 +313,6 @@ def _batches(images: Images, how: Options, total: int) -> Iterator[tuple[Tensor,
             left -= 1
             if not left:
                 return
-
-
-def _step(net: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> float:
-    loss = functional.cross_entropy(net(x), y)
-    torch.autograd.backward(loss)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
 
 
 def _distance(losses: list[float], others: list[float]) -> float:
