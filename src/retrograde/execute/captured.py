@@ -94,7 +94,10 @@ def find_outside(found: Reach, results: Tensors, mark: int, own: Tensors) -> Out
 
 
 def foreign_tensors(
-    outputs: Sequence[Tensor | GradientEdge], mark: int, known: Collection[Edge] = ()
+    outputs: Sequence[Tensor | GradientEdge],
+    mark: int,
+    known: Collection[Edge] = (),
+    expected: Collection[Any] = (),
 ) -> tuple[Tensors, set[Edge]]:
     """The leaves that a graph ends in, and the edges in it to what was there before ``mark``.
 
@@ -103,6 +106,7 @@ def foreign_tensors(
         mark: autograd's sequence number when the recording of the graph began.
         known: edges at which to stop in any case. (Each thread counts on its own, so a backward
             pass on another one cannot tell by the number what was there before.)
+        expected: nodes that need not be told of, if they are met.
 
     Returns:
         The leaf tensors, and the older edges (captured tensors that are not leaves end there).
@@ -115,7 +119,7 @@ def foreign_tensors(
         if not isinstance(t, Tensor) or t.requires_grad
     ]
     pending: list[Edge] = [(root.node, root.output_nr) for root in roots]
-    visited: set[Any] = set()
+    visited: set[Any] = set(expected)
     while pending:  # in an order that is the same at every call: fits are looked up by leaves
         edge = pending.pop()
         node = edge[0]

@@ -12,7 +12,7 @@ import pickle
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,7 +23,9 @@ __all__ = ["OwnRandom", "Source", "is_generator", "random_position", "sources"]
 
 
 class Source(Protocol):
-    """A generator of random numbers."""
+    """A generator of random numbers; equal to another source of the same one."""
+
+    def __hash__(self) -> int: ...
 
     def position(self) -> Any:
         """A value that changes when a number is drawn, and that takes no memory of torch's."""
@@ -79,8 +81,9 @@ class _Other:
     """A generator that is not torch's: how its state is taken, as a value that compares, and put
     back."""
 
-    take: Callable[[], Any]
-    put: Callable[[Any], None]
+    generator: Any
+    take: Callable[[], Any] = field(compare=False)
+    put: Callable[[Any], None] = field(compare=False)
 
     def position(self) -> Any:
         return self.take()
@@ -93,7 +96,7 @@ class _Other:
 
     def copy(self) -> Source:
         value = self.take()
-        return _Other(lambda: value, self.put)
+        return _Other(self.generator, lambda: value, self.put)
 
 
 def is_generator(value: Any) -> bool:
@@ -119,19 +122,21 @@ def sources(device: torch.device, generators: Iterable[Any] = ()) -> tuple[Sourc
     given = list(generators)
     ours += [g for g in given if isinstance(g, torch.Generator)]
     found: list[Source] = [_Torch(g) for g in {id(g): g for g in ours}.values()]
-    found += [_Other(random.getstate, random.setstate), _numpy(np.random)]
+    found += [_Other(random, random.getstate, random.setstate), _numpy(np.random)]
     others = [g for g in given if not isinstance(g, torch.Generator)]
     return (*found, *(_other(g) for g in {id(g): g for g in others}.values()))
 
 
 def _other(generator: Any) -> Source:
     if isinstance(generator, random.Random):
-        return _Other(generator.getstate, generator.setstate)
+        return _Other(generator, generator.getstate, generator.setstate)
     if isinstance(generator, np.random.RandomState):
         return _numpy(generator)
     bits = generator.bit_generator  # its state may hold arrays, which do not compare
     return _Other(
-        lambda: pickle.dumps(bits.state), lambda state: setattr(bits, "state", pickle.loads(state))
+        generator,
+        lambda: pickle.dumps(bits.state),
+        lambda state: setattr(bits, "state", pickle.loads(state)),
     )
 
 
@@ -146,7 +151,7 @@ def _numpy(generator: Any) -> Source:
         name, key, *rest = state
         generator.set_state((name, np.frombuffer(key, np.uint32), *rest))
 
-    return _Other(take, put)
+    return _Other(generator, take, put)
 
 
 def random_position(device: torch.device) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from retrograde.execute.chain.links import Links, examine_layers
 from retrograde.execute.chain.profile import measure_chain
 from retrograde.execute.transforms import refuse_transforms
 from retrograde.execute.trees import Structure, flatten
-from retrograde.nn.recent import Recent, Same, signature
+from retrograde.nn.recent import Recent, signature
 from retrograde.plan.chain import chain_minimum, plan_chain, record_everything
 from retrograde.schedule import Chain, Schedule
 from retrograde.units import Memory, as_bytes, format_bytes
@@ -131,16 +131,19 @@ class Plans:
     def _fitted(self, memory: Memory, call: "_Call") -> ChainFit:
         def find() -> ChainFit:
             links = self._links(call)
-            chain = self.chains.get(call.shapes, lambda: _measured(links, call.leaves))
+            chain = self.chains.get(
+                call.shapes, lambda: _measured(links, call.leaves), of=call.parts
+            )
             return _fit(chain, memory)
 
-        return self.fits.get((call.shapes, memory), find)
+        return self.fits.get((call.shapes, memory), find, of=call.parts)
 
     def _links(self, call: "_Call") -> Links:
-        key = call.shapes, tuple(map(Same, call.tensors))
-        return self.links.get(
-            key, lambda: examine_layers(_apart(call.net), call.leaves, call.structure)
-        )
+        def find() -> Links:
+            return examine_layers(_apart(call.net), call.leaves, call.structure)
+
+        key = call.shapes, tuple(map(id, call.tensors))
+        return self.links.get(key, find, of=call.tensors)
 
 
 _MOST_LINKS = 8
@@ -186,7 +189,8 @@ class _Call:
     """A call, and what is looked up for it.
 
     Attributes:
-        shapes: all that bytes and seconds depend on, the layers themselves included.
+        shapes: all that bytes and seconds depend on, the layers themselves (their ids) included.
+        parts: the layers, and all modules in them.
         tensors: the parameters and buffers that links hold.
     """
 
@@ -194,22 +198,31 @@ class _Call:
     leaves: Tensors
     structure: Structure
     shapes: Hashable
+    parts: list[nn.Module]
     tensors: Tensors
 
     @classmethod
     def of(cls, net: nn.Sequential, leaves: Tensors, structure: Structure) -> "_Call":
-        parts = list(net.modules())
-        tables = (table for part in parts for table in (part._parameters, part._buffers))
-        tensors = [t for table in tables for t in table.values() if t is not None]
+        parts: list[nn.Module] = [net]
+        for part in parts:  # which grows meanwhile; modules() would take longer
+            parts += (inner for inner in part._modules.values() if inner is not None)
+        named = [
+            named
+            for part in parts
+            for table in (part._parameters, part._buffers)
+            for named in table.items()
+        ]
+        tensors = [t for _, t in named if t is not None]
         if any(map(is_lazy, tensors)):
             raise CellError(
                 "the layers have parameters without a shape yet: expected all of them; call the "
                 "lazy model once before, with memory=None"
             )
-        layers = tuple((Same(part), part.training) for part in parts)
+        layers = tuple((id(part), part.training) for part in parts)
+        names = tuple(name if t is not None else None for name, t in named)
         owned = tuple((t.shape, t.dtype, t.device, t.requires_grad) for t in tensors)
-        shapes = tuple(map(signature, leaves)), str(structure), layers, owned
-        return cls(net, leaves, structure, shapes, tensors)
+        shapes = tuple(map(signature, leaves)), str(structure), layers, names, owned
+        return cls(net, leaves, structure, shapes, parts, tensors)
 
 
 def named_layers(

@@ -13,7 +13,8 @@ import functools
 import inspect
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
 from numbers import Number
 from typing import Any, Generic, TypeVar
 
@@ -30,6 +31,15 @@ _ITEMS = 100
 _PLAIN = (Number, str, bytes, type(None), type, torch.dtype, torch.device)
 
 
+@dataclass(frozen=True)
+class _Known(Generic[T]):
+    result: T
+    of: list[weakref.ref[object]]
+
+    def alive(self) -> bool:
+        return all(reference() is not None for reference in self.of)
+
+
 class Recent(Generic[T]):
     """The most recent results of something that takes long, by what they were found for.
 
@@ -44,22 +54,33 @@ class Recent(Generic[T]):
 
     def __init__(self, most: int = _MOST) -> None:
         self._most = most
-        self._found: OrderedDict[Hashable, T] = OrderedDict()
+        self._found: OrderedDict[Hashable, _Known[T]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._found)
 
-    def get(self, key: Hashable, find: Callable[[], T]) -> T:
-        """The result for a key, found now if it is not known."""
-        if key not in self._found:
-            result = find()
-            for old in [old for old in self._found if _is_dead(old)]:
+    def get(self, key: Hashable, find: Callable[[], T], of: Iterable[object] = ()) -> T:
+        """The result for a key, found now if it is not known.
+
+        Args:
+            key: what it is known by.
+            find: called where it is not known.
+            of: objects that the key has the ids of, for that is quicker than :class:`Same`; when
+                one of them is gone, so is the result.
+
+        Returns:
+            The result.
+        """
+        known = self._found.get(key)
+        if known is None or not known.alive():
+            known = _Known(find(), [weakref.ref(value) for value in of])
+            for old in [old for old, each in self._found.items() if _is_dead(old, each)]:
                 del self._found[old]
-            self._found[key] = result
+            self._found[key] = known
             while len(self._found) > self._most:
                 self._found.popitem(last=False)
         self._found.move_to_end(key)
-        return self._found[key]
+        return known.result
 
 
 class Same:
@@ -77,7 +98,9 @@ class Same:
         return isinstance(other, Same) and value is not None and other.reference() is value
 
 
-def _is_dead(key: Any) -> bool:
+def _is_dead(key: Any, known: _Known[Any] | None = None) -> bool:
+    if known is not None and not known.alive():
+        return True
     if isinstance(key, Same):
         return key.reference() is None
     return isinstance(key, tuple) and any(map(_is_dead, key))

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from retrograde.errors import RetrogradeError
-from retrograde.execute.chain.core import ChainCore
-from retrograde.execute.chain.links import Link, Links
+from retrograde.execute.chain.core import ChainCore, check_steady
+from retrograde.execute.chain.links import Links
 from retrograde.execute.executor import Run
 from retrograde.execute.inputs import Held
 from retrograde.execute.layout import Straight
@@ -48,10 +48,10 @@ def run_chain(links: Links, schedule: Schedule, state: Tensors) -> Tensors:
     with autocast_as_now(device), torch.no_grad():
         for link in links.prefix:
             state = link.run(state)
-    call = _Call(links.chain, schedule, state, device)
+    call = _Call(links, schedule, state, device)
     call.forward()
-    for k, own in enumerate(call.core.own):
-        results = _Node.apply(call, k, len(state), *state, *own)  # type: ignore[no-untyped-call]
+    for k, link in enumerate(links.chain):
+        results = _Node.apply(call, k, len(state), *state, *link.own)  # type: ignore[no-untyped-call]
         state = list(results)
     return state
 
@@ -64,9 +64,10 @@ class _Call:
     """
 
     def __init__(
-        self, links: Sequence[Link], schedule: Schedule, state: Tensors, device: torch.device
+        self, links: Links, schedule: Schedule, state: Tensors, device: torch.device
     ) -> None:
-        self.core = ChainCore(links, device)
+        self.core = ChainCore(links.chain, device)
+        self.steady = links.steady
         actions = tuple(schedule)
         self.run = Run(self.core, actions, schedule.length, loads=_loads(actions))
         self.device = device
@@ -81,8 +82,11 @@ class _Call:
 
     def forward(self) -> None:
         """Perform all that precedes the first ``Backward``."""
+        still = self.steady.marks()
         with self.autocast:
             self.outputs = self.run.forward(_NO_INPUTS, self.state, None)
+        first, last = self.core.links[0].name, self.core.links[-1].name
+        check_steady(f"one of the layers {first} … {last}", self.steady, still)
         self._check_input("during the forward pass")
         self.walk = None
 
@@ -176,7 +180,7 @@ def _loads(actions: Sequence[Action]) -> frozenset[tuple[int, int]]:
 
 def _token(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of one zero, whatever its shape."""
-    return torch.empty_strided(shape, [0] * len(shape), dtype=dtype, device=device).zero_()
+    return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
 class _Node(torch.autograd.Function):

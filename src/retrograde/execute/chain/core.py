@@ -11,7 +11,7 @@ depends on no other's. What it refers to, it holds: a tape is a graph, and no te
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from retrograde.errors import CellError, RetrogradeError
-from retrograde.execute.chain.links import Link, check_leaves, enter, parameters_of
+from retrograde.execute.chain.links import Link, check_leaves, enter
 from retrograde.execute.inputs import Inputs
 from retrograde.execute.ranges import Emit, Gradients, RangeCore, Tape
-from retrograde.execute.replay import Ambient, Snapshot, muted_hooks, version
+from retrograde.execute.replay import Ambient, Snapshot, Steady, muted_hooks, version
 
-__all__ = ["ChainCore", "LinkTape"]
+__all__ = ["ChainCore", "LinkTape", "check_steady"]
 
 Tensors = list[Tensor]
 Gradient = Tensor | None
@@ -72,8 +72,7 @@ class ChainCore(RangeCore):
         device: of the input.
 
     Attributes:
-        own: of each link, the parameters that a gradient is wanted for.
-        needed: of each link, for which of them one is asked for; all, by default.
+        needed: of each link, for which of its parameters a gradient is asked for; all, by default.
     """
 
     fused = False
@@ -82,12 +81,9 @@ class ChainCore(RangeCore):
         self.links = links
         self.ambient = Ambient(device)
         self.parameters = []
-        self.own = [parameters_of(link.name, link.parts) for link in links]
-        self.needed = [[True] * len(own) for own in self.own]
+        self.needed = [[True] * len(link.own) for link in links]
         self._before: list[Snapshot | None] = [None] * len(links)
-        self._ambients = [_as_now(link) for link in links]
-        self._reads = [_read_only(link) for link in links]
-        self._versions = [[version(t) for t in reads] for reads in self._reads]
+        self._versions = [[version(t) for t in link.reads] for link in links]
 
     def totals(self) -> list[Gradient]:
         return []
@@ -116,7 +112,7 @@ class ChainCore(RangeCore):
             leaving = [t for t in y if t.requires_grad]
             root = _edge(_Leave.apply(seeds, *leaving)) if leaving else None  # type: ignore[no-untyped-call]
         del x, leaving
-        check_leaves(link.name, y, mark, {id(anchor), *map(id, self.own[start])})
+        check_leaves(link.name, y, mark, [anchor, *link.own], link.leaves)
         return LinkTape(
             start=start,
             stop=stop,
@@ -132,7 +128,7 @@ class ChainCore(RangeCore):
 
     def backpropagate(self, tape: LinkTape, gradients: Gradients) -> None:
         """Backpropagate one link; ``gradients.parameters`` are then its own ones'."""
-        own, needed = self.own[tape.start], self.needed[tape.start]
+        own, needed = self.links[tape.start].own, self.needed[tape.start]
         tape.seeds += (g for g, p in zip(gradients.states, tape.passes, strict=True) if p)
         gradients.states = []
         edges = [edge for edge in tape.input_edges if edge is not None]
@@ -149,15 +145,16 @@ class ChainCore(RangeCore):
     @contextmanager
     def _surroundings(self, k: int) -> Iterator[None]:
         """Run a link as it was run the first time."""
-        before, ambient = self._before[k], self._ambients[k]
+        before, link = self._before[k], self.links[k]
+        ambient = link.ambient
         if before is None:
             self._before[k], still = ambient.capture(), ambient.steady.marks()
             yield
-            self._check_steady(k, still)
+            check_steady(f"layer {link.name}", ambient.steady, still)
             return
-        if self._versions[k] != [version(t) for t in self._reads[k]]:
+        if self._versions[k] != [version(t) for t in link.reads]:
             raise RetrogradeError(
-                f"a parameter or buffer of layer {self.links[k].name} has been modified by an "
+                f"a parameter or buffer of layer {link.name} has been modified by an "
                 "inplace operation between the forward pass and the backward pass, which "
                 "recomputes with it: expected it to stay as it was; call backward() before "
                 "optimizer.step()"
@@ -166,37 +163,27 @@ class ChainCore(RangeCore):
             ambient.restore(before)
             yield
 
-    def _check_steady(self, k: int, before: tuple[list[Any], list[int]]) -> None:
-        """Refuse what a link drew or changed that it had left alone at the trial, for it was not
-        kept for a rerun (rule 6)."""
-        drawn, changed = (
-            now != then for now, then in zip(self._ambients[k].steady.marks(), before, strict=True)
+
+def check_steady(whose: str, steady: Steady, before: tuple[list[Any], list[int]]) -> None:
+    """Refuse what was drawn or changed that had been left alone at the trial, for it was not kept
+    for a rerun (rule 6).
+
+    Args:
+        whose: by which layers.
+        steady: what they left alone.
+        before: its marks when they began.
+
+    Raises:
+        CellError: as said.
+    """
+    drawn, changed = (now != then for now, then in zip(steady.marks(), before, strict=True))
+    if drawn or changed:
+        did = "drew random numbers" if drawn else "changed a buffer"
+        raise CellError(
+            f"{whose} {did}, which it did not do when tried: expected the same at every call, so "
+            "that it can be run again; draw, or write, every time (and discard what is not used), "
+            "or use memory=None"
         )
-        if drawn or changed:
-            did = "drew random numbers" if drawn else "changed a buffer"
-            raise CellError(
-                f"layer {self.links[k].name} {did}, which it did not do when tried: expected the "
-                "same at every call, so that it can be run again; draw, or write, every time "
-                "(and discard what is not used), or use memory=None"
-            )
-
-
-def _as_now(link: Link) -> Ambient:
-    """A link's surroundings, with the tensors that its modules hold now."""
-    holdings = [held for part in link.parts for held in (part._parameters, part._buffers) if held]
-    return replace(link.ambient, holdings=tuple((held, dict(held)) for held in holdings))
-
-
-def _read_only(link: Link) -> Tensors:
-    """The parameters and buffers that a link reads and does not itself change."""
-    changing = {id(b) for b in link.ambient.buffers}
-    owned = (
-        t
-        for part in link.parts
-        for held in (part._parameters, part._buffers)
-        for t in held.values()
-    )
-    return [t for t in owned if t is not None and id(t) not in changing]
 
 
 def _edge(t: Tensor) -> GradientEdge | None:

@@ -9,19 +9,21 @@ trace is left (:mod:`retrograde.execute.trial`).
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from retrograde.errors import CellError
 from retrograde.execute.captured import foreign_tensors
 from retrograde.execute.reach import reach
-from retrograde.execute.replay import Ambient, version
+from retrograde.execute.replay import Ambient, Steady, version
 from retrograde.execute.trees import Structure, flatten
 from retrograde.execute.trial import try_out
 
-__all__ = ["Link", "Links", "check_leaves", "enter", "examine_layers", "parameters_of"]
+__all__ = ["Link", "Links", "check_leaves", "enter", "examine_layers"]
 
 Tensors = list[Tensor]
 Like = tuple[torch.Size, torch.dtype, torch.device]
@@ -41,6 +43,9 @@ class Link:
         wanted: which tensors of its input a gradient is wanted for.
         passes: which tensors of its output pass a gradient on.
         ambient: its surroundings.
+        own: its parameters that a gradient is wanted for, each once.
+        leaves: what they are in a graph.
+        reads: its parameters, and the buffers that it does not itself change.
         output_bytes: what its output takes that its input does not hold already.
         passed_bytes: what it hands on as it was given it and no layer before it did, which has to
             be held meanwhile.
@@ -55,6 +60,9 @@ class Link:
     wanted: tuple[bool, ...]
     passes: tuple[bool, ...]
     ambient: Ambient
+    own: Tensors
+    leaves: list[Any]
+    reads: Tensors
     output_bytes: int
     passed_bytes: int
 
@@ -84,10 +92,12 @@ class Links:
     Attributes:
         prefix: run once; no gradient goes through them.
         chain: the others.
+        steady: the generators that none of them draws from.
     """
 
     prefix: tuple[Link, ...]
     chain: tuple[Link, ...]
+    steady: Steady
 
     @property
     def returned(self) -> Structure:
@@ -174,7 +184,19 @@ def examine_layers(
         links.append(tried.link(new))
         after, structure, wanted = tried.outputs, tried.returned, links[-1].passes
     start = 1 + max((k for k, link in enumerate(links) if not any(link.passes)), default=-1)
-    return Links(tuple(links[:start]), tuple(links[start:]))
+    return _parted(links[:start], links[start:])
+
+
+def _parted(prefix: list[Link], chain: list[Link]) -> Links:
+    """The links; a generator that none of them draws from is left to be watched over all."""
+    drawn = {source for link in chain for source in link.ambient.sources}
+    still = {s: None for link in chain for s in link.ambient.steady.sources if s not in drawn}
+    watching = []
+    for link in chain:
+        own = link.ambient.steady
+        steady = replace(own, sources=tuple(s for s in own.sources if s in drawn))
+        watching.append(replace(link, ambient=replace(link.ambient, steady=steady)))
+    return Links(tuple(prefix), tuple(watching), Steady(tuple(still)))
 
 
 _WRITES = (
@@ -196,6 +218,7 @@ class _Tried:
     name: str
     layers: tuple[nn.Module, ...]
     parts: tuple[nn.Module, ...]
+    own: Tensors
     given: Structure
     wanted: tuple[bool, ...]
     outputs: Tensors
@@ -207,18 +230,24 @@ class _Tried:
     shared: dict[int, int]
 
     def link(self, passed_bytes: int) -> Link:
+        changing = {id(b) for b in self.ambient.buffers}
+        tables = (table for part in self.parts for table in (part._parameters, part._buffers))
+        owned = (t for table in tables for t in table.values() if t is not None)
         return Link(
-            self.name,
-            self.layers,
-            self.parts,
-            self.given,
-            self.returned,
-            tuple(map(_like, self.outputs)),
-            self.wanted,
-            self.passes,
-            self.ambient,
-            sum(self.made.values()),
-            passed_bytes,
+            name=self.name,
+            layers=self.layers,
+            parts=self.parts,
+            given=self.given,
+            returned=self.returned,
+            like=tuple(map(_like, self.outputs)),
+            wanted=self.wanted,
+            passes=self.passes,
+            ambient=self.ambient,
+            own=self.own,
+            leaves=[get_gradient_edge(p).node for p in self.own],
+            reads=[t for t in owned if id(t) not in changing],
+            output_bytes=sum(self.made.values()),
+            passed_bytes=passed_bytes,
         )
 
 
@@ -231,14 +260,14 @@ def _try(
 ) -> _Tried:
     device = next((t.device for t in state), torch.device("cpu"))
     parts = tuple({id(part): part for layer in layers for part in layer.modules()}.values())
-    parameters = parameters_of(name, parts)
+    own = _parameters_of(name, parts)
     versions = [version(t) for t in state]
 
     def call() -> tuple[Tensors, Structure]:
         mark = torch._C._autograd._get_sequence_nr()
         x, anchor = enter(state, wanted)
         outputs, returned = _run(layers, given, x, name)
-        check_leaves(name, outputs, mark, {id(anchor), *map(id, parameters), *map(id, x)})
+        check_leaves(name, outputs, mark, [anchor, *own, *x])
         return outputs, returned
 
     found = reach(layers)
@@ -249,6 +278,7 @@ def _try(
         name,
         layers,
         parts,
+        own,
         given,
         wanted,
         [t.detach() for t in outputs],
@@ -261,7 +291,7 @@ def _try(
     )
 
 
-def parameters_of(name: str, parts: Sequence[nn.Module]) -> Tensors:
+def _parameters_of(name: str, parts: Sequence[nn.Module]) -> Tensors:
     """The parameters of a link that a gradient is wanted for, each once.
 
     Raises:
@@ -277,20 +307,23 @@ def parameters_of(name: str, parts: Sequence[nn.Module]) -> Tensors:
     return [p for p in every if p.requires_grad]
 
 
-def check_leaves(name: str, outputs: Tensors, mark: int, known: Collection[int]) -> None:
+def check_leaves(
+    name: str, outputs: Tensors, mark: int, known: Tensors, nodes: Collection[Any] = ()
+) -> None:
     """Refuse a link that uses a tensor of which the gradient would be lost (rule 5).
 
     Args:
         name: the link's.
         outputs: as recorded.
         mark: autograd's sequence number when the recording began.
-        known: the leaves that it may use, by their ids.
+        known: the leaves that it may use.
+        nodes: what they are in a graph, as far as that is known; it saves time.
 
     Raises:
         CellError: as said.
     """
-    leaves, older = foreign_tensors(outputs, mark)
-    if older or any(id(t) not in known for t in leaves):
+    leaves, older = foreign_tensors(outputs, mark, expected=nodes)
+    if older or (leaves and not {id(t) for t in leaves} <= {id(t) for t in known}):
         raise CellError(
             f"layer {name} uses a tensor that wants a gradient and is none of its parameters: "
             "expected parameters only; register it as one, hand it on from layer to layer as part "
