@@ -305,12 +305,33 @@ class Run:
             match self.actions[self.done]:
                 case Backward(start, _):
                     self.done, self.state = self.done + 1, []
-                    while self.tapes and self.tapes[-1].start >= start:
+                    while self._has_tape(start):
                         backpropagate(self.core, self.tapes.pop(), gradients)
+                        if not self._has_tape(start):
+                            self._let_go()
                         yield
                 case _:
                     self._perform(inputs, None)
         self.state = []
+
+    def _has_tape(self, start: int) -> bool:
+        return bool(self.tapes) and self.tapes[-1].start >= start
+
+    def _let_go(self) -> None:
+        """Perform what frees states, so that none is held over a pause."""
+        while self.done < len(self.actions):
+            match self.actions[self.done]:
+                case Free(at):
+                    del self.stored[at]
+                case Backward(start, _) if not self._has_tape(start):
+                    pass
+                case _:
+                    return
+            self.done += 1
+
+    def keep(self, at: int, state: Tensors) -> None:
+        """Store a state that was not computed here."""
+        self.stored[at] = ([t.detach() for t in state], self.core.ambient.capture())
 
     def clear(self) -> None:
         """Let go of all that is held."""

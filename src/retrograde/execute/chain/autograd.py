@@ -1,16 +1,20 @@
-"""A chain in the caller's graph: one ``autograd.Function`` for each link.
+"""A chain in the caller's graph.
 
 A recurrence is one node (:mod:`retrograde.execute.autograd`), for all its steps share their
-parameters. The links of a chain have their own, so each is a node of its own: the gradients of its
-parameters are handed over when they are known, as ordinary autograd does, an output's gradient is
-let go of when the link behind it is done, and what nobody asks for is not computed. What is between
-two nodes is a token of the state's shape, which holds nothing.
+parameters. The links of a chain have their own, and most run once only: what the first sweep of a
+schedule records is ordinary layers of the caller's graph, and only a link that is run again is a
+node of its own. So the gradients of parameters are handed over when they are known, as ordinary
+autograd does, and what nobody asks for is not computed.
 
-The forward pass performs the schedule up to its first ``Backward``; then each node performs it up
-to the ``Backward`` of its own link.
+Between two nodes stands a token of the state's shape, which holds nothing: the gradient is handed
+on here, and let go of when the link behind it is done. The first sweep follows the schedule up to
+its first ``Backward``; later each node performs it up to the ``Backward`` of its own link.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,14 +22,14 @@ from torch import Tensor
 
 from retrograde.errors import RetrogradeError
 from retrograde.execute.chain.core import ChainCore, check_steady
-from retrograde.execute.chain.links import Links
+from retrograde.execute.chain.links import Link, Links
 from retrograde.execute.executor import Run
 from retrograde.execute.inputs import Held
 from retrograde.execute.layout import Straight
 from retrograde.execute.ranges import Gradients
 from retrograde.execute.replay import autocast_as_now, autocast_of_caller, version
 from retrograde.execute.transforms import NO_FORWARD_MODE, uncompiled
-from retrograde.schedule import Action, Free, Load, Record, Schedule, Store
+from retrograde.schedule import Action, Advance, Backward, Free, Load, Record, Schedule, Store
 
 __all__ = ["run_chain"]
 
@@ -48,28 +52,26 @@ def run_chain(links: Links, schedule: Schedule, state: Tensors) -> Tensors:
     with autocast_as_now(device), torch.no_grad():
         for link in links.prefix:
             state = link.run(state)
-    call = _Call(links, schedule, state, device)
-    call.forward()
-    for k, link in enumerate(links.chain):
-        results = _Node.apply(call, k, len(state), *state, *link.own)  # type: ignore[no-untyped-call]
-        state = list(results)
+    call = _Call(links.chain, schedule, state, device)
+    first, last = links.chain[0].name, links.chain[-1].name
+    still = links.steady.marks()
+    with call.autocast:
+        state = call.forward(state)
+    check_steady(f"one of the layers {first} … {last}", links.steady, still)
+    call.check_input("during the forward pass")
     return state
 
 
 class _Call:
-    """One forward pass, and the backward passes through it.
-
-    Attributes:
-        outputs: of the chain, until its last node takes them.
-    """
+    """One forward pass, and the backward passes through it."""
 
     def __init__(
-        self, links: Links, schedule: Schedule, state: Tensors, device: torch.device
+        self, links: Sequence[Link], schedule: Schedule, state: Tensors, device: torch.device
     ) -> None:
-        self.core = ChainCore(links.chain, device)
-        self.steady = links.steady
-        actions = tuple(schedule)
-        self.run = Run(self.core, actions, schedule.length, loads=_loads(actions))
+        self.course = course = _course(schedule)
+        self.core = ChainCore(links, device)
+        loads = _loads(course.actions)
+        self.run = Run(self.core, course.actions, len(links), done=course.begin, loads=loads)
         self.device = device
         self.state = [t.detach() for t in state]
         self.versions = [version(t) for t in self.state]
@@ -80,47 +82,55 @@ class _Call:
         self.gradients = self._no_gradients()
         self.reached = 0
 
-    def forward(self) -> None:
-        """Perform all that precedes the first ``Backward``."""
-        still = self.steady.marks()
-        with self.autocast:
-            self.outputs = self.run.forward(_NO_INPUTS, self.state, None)
-        first, last = self.core.links[0].name, self.core.links[-1].name
-        check_steady(f"one of the layers {first} … {last}", self.steady, still)
-        self._check_input("during the forward pass")
-        self.walk = None
+    def forward(self, state: Tensors) -> Tensors:
+        """Make the first sweep, in the caller's graph."""
+        links = self.core.links
+        for action in self.course.sweep:
+            match action:
+                case Store(at):
+                    self.run.keep(at, state)
+                case Record(start, stop):
+                    for k in range(start, stop):
+                        again = k < self.course.repeated
+                        with self.core.surroundings(k) if again else nullcontext():
+                            state = links[k].run(state)
+                case Advance(start, stop):
+                    inside = [t.detach() for t in state]
+                    (self.outputs,) = self.core.advance(_NO_INPUTS, start, [stop], inside, None)
+                    for k in range(start, stop):
+                        own = links[k].own
+                        state = list(_Node.apply(self, k, len(state), *state, *own))  # type: ignore[no-untyped-call]
+                    state = list(_Handover.apply(self, stop, *state))  # type: ignore[no-untyped-call]
+        return state
 
-    def tokens(self, k: int) -> Tensors:
-        """What stands for the state after a link; after the last one, the state itself."""
-        if k == len(self.core.links) - 1:
-            outputs, self.outputs = self.outputs, []
-            return outputs
-        return [_token(*like) for like in self.core.links[k].like]
+    def begin(self, stop: int, gradients: Sequence[Gradient]) -> list[Gradient]:
+        """Take over the gradient of a state, and hand on tokens of it.
 
-    def back(
-        self, k: int, gradients: Sequence[Gradient], needed: Sequence[bool]
-    ) -> tuple[list[Gradient], list[Gradient]]:
-        """Go back through link k: the gradients of the state before it, and of its parameters.
-
-        Between links a gradient is held here, and by nobody else; what the nodes are given and
-        hand on are tokens.
+        Where no node is behind it a backward pass begins; for another one than the first, what is
+        needed of the first sweep is repeated.
         """
-        self._check_input("between the forward pass and the backward pass")
-        if k == len(self.core.links) - 1:
-            self._begin()
-        elif self.walk is None or self.reached != k + 1:
-            raise RetrogradeError(
-                "two backward passes through one chain overlap: expected one to end, or to be "
-                "given up, before the next begins"
-            )
-        assert self.walk is not None
+        after = self.course.after(stop)
+        if after is not None:
+            self._check_turn(after)
+        else:
+            if self.walk is not None:
+                with self.autocast:
+                    self.run.forward(_NO_INPUTS, self.state, None)
+            self.gradients = self._no_gradients()
+            self.walk = self.run.retreat(_NO_INPUTS, self.gradients)
+        self.gradients.states = list(gradients)
+        self.reached = stop
+        return _tokens(gradients)
+
+    def back(self, k: int, needed: Sequence[bool]) -> tuple[list[Gradient], list[Gradient]]:
+        """Go back through link k: the gradients of the state before it, and of its parameters."""
+        self.check_input("between the forward pass and the backward pass")
+        self._check_turn(k + 1)
         ours, self.core.needed[k] = self.gradients, list(needed)
-        if k == len(self.core.links) - 1:
-            ours.states = list(gradients)
         try:
             with self.autocast:
-                next(self.walk)
-                if k == 0:
+                next(self.walk)  # type: ignore[arg-type]
+                if k == self.course.starts[0]:
                     self.run.clear()
         except BaseException:
             self.run.clear()
@@ -128,35 +138,124 @@ class _Call:
             raise
         self.reached = k
         parameters, ours.parameters = ours.parameters, []
-        if k == 0:
+        if k in self.course.starts:
             states, ours.states = ours.states, []
             return states, parameters
-        return [None if g is None else _token(g.shape, g.dtype, g.device) for g in ours.states], (
-            parameters
-        )
+        return _tokens(ours.states), parameters
 
-    def _begin(self) -> None:
-        """Begin a backward pass; for another one than the first, run forward again."""
-        if self.walk is not None:
-            with self.autocast:
-                self.run.forward(_NO_INPUTS, self.state, None)
-        self.gradients = self._no_gradients()
-        self.walk = self.run.retreat(_NO_INPUTS, self.gradients)
+    def check_input(self, when: str) -> None:
+        """Refuse an input that was written to, for it is used again.
 
-    def _no_gradients(self) -> Gradients:
-        length = len(self.core.links)
-        outside = autocast_of_caller(self.device, replayed=self.replayed)
-        return Gradients([], [], [], [], length, Straight(length, False), outside)
-
-    def _check_input(self, when: str) -> None:
+        Raises:
+            RetrogradeError: as said.
+        """
         if self.versions != [version(t) for t in self.state]:
             raise RetrogradeError(
                 f"the input of the chain was written to in place {when}: expected it to stay as it "
                 "was, for it is used again; clone() it first"
             )
 
+    def _check_turn(self, reached: int) -> None:
+        if self.walk is None or self.reached != reached:
+            raise RetrogradeError(
+                "two backward passes through one chain overlap: expected one to end, or to be "
+                "given up, before the next begins"
+            )
+
+    def _no_gradients(self) -> Gradients:
+        length = len(self.core.links)
+        outside = autocast_of_caller(self.device, replayed=self.replayed)
+        return Gradients([], [], [], [], length, Straight(length, False), outside)
+
 
 _NO_INPUTS = Held([])
+
+
+@dataclass(frozen=True)
+class _Course:
+    """What a call does to follow a schedule.
+
+    Attributes:
+        sweep: up to the first ``Backward``, in the caller's graph.
+        actions: what is left, after as much of the sweep, with nothing recorded, as another
+            backward pass has to repeat.
+        begin: where in them a backward pass begins.
+        repeated: how many links another one repeats, at most.
+        starts: the first link of each range of nodes.
+        stops: where each ends.
+    """
+
+    sweep: list[Action]
+    actions: tuple[Action, ...]
+    begin: int
+    repeated: int
+    starts: list[int]
+    stops: list[int]
+
+    def after(self, stop: int) -> int | None:
+        """The start of the nodes that follow a range of them; None after the last."""
+        return next((start for start in self.starts if start >= stop), None)
+
+
+def _course(schedule: Schedule) -> _Course:
+    every = _held_in_sweep(tuple(schedule))
+    first = next(i for i, action in enumerate(every) if isinstance(action, Backward))
+    sweep, rest = every[:first], every[first:]
+    ranges = [(a.start, a.stop) for a in sweep if isinstance(a, Advance)]
+    last = max([stop for _, stop in ranges] + [a.at for a in sweep if isinstance(a, Store)] + [0])
+    again: list[Action] = []
+    for action in sweep:
+        match action:
+            case Store():
+                again.append(action)
+            case Advance(start, stop) | Record(start, stop) if start < last:
+                again.append(Advance(start, min(stop, last)))
+    starts, stops = [start for start, _ in ranges], [stop for _, stop in ranges]
+    return _Course(sweep, (*again, *rest), len(again), last, starts, stops)
+
+
+def _held_in_sweep(actions: tuple[Action, ...]) -> list[Action]:
+    """The actions, if what the sweep records is not to be asked for states.
+
+    So one that is loaded from there is stored. One that is stored and not loaded is not: the graph
+    holds what it needs.
+    """
+    first = next(i for i, action in enumerate(actions) if isinstance(action, Backward))
+    frees: dict[int, int] = {}  # of what the sweep has stored, and where
+    loads: dict[int, list[int]] = {}
+    stored: dict[int, int] = {}
+    recorded: dict[int, int] = {}
+    for i, action in enumerate(actions):
+        match action:
+            case Record(start, stop):
+                recorded.update(dict.fromkeys(range(start + 1, stop + 1), i))
+            case Store(at):
+                stored[at] = i
+            case Load(at) if stored.get(at, recorded.get(at, first)) < first:
+                loads.setdefault(at, []).append(i)
+            case Free(at):
+                begun = stored.pop(at)
+                if begun < first:
+                    frees[at] = i
+    found: list[Action] = []
+    for i, action in enumerate(actions):
+        match action:
+            case Store(at) if i < first:
+                pass
+            case Free(at) if frees.get(at) == i:
+                pass
+            case Record(start, stop) | Advance(start, stop) if i < first:
+                for a, b in pairwise(
+                    [start, *(at for at in range(start + 1, stop) if at in loads), stop]
+                ):
+                    if a in loads:
+                        found.append(Store(a))
+                    found.append(type(action)(a, b))
+            case _:
+                found.append(action)
+        if isinstance(action, Load) and loads.get(action.at, [-1])[-1] == i:
+            found.append(Free(action.at))
+    return found
 
 
 def _loads(actions: Sequence[Action]) -> frozenset[tuple[int, int]]:
@@ -178,6 +277,10 @@ def _loads(actions: Sequence[Action]) -> frozenset[tuple[int, int]]:
     return frozenset(found)
 
 
+def _tokens(gradients: Sequence[Gradient]) -> list[Gradient]:
+    return [None if g is None else _token(g.shape, g.dtype, g.device) for g in gradients]
+
+
 def _token(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of one zero, whatever its shape."""
     return torch.zeros((), dtype=dtype, device=device).expand(shape)
@@ -188,8 +291,32 @@ class _Node(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, k: int, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.call, ctx.k, ctx.count = call, k, count
-        results = call.tokens(k)
-        passes = call.core.links[k].passes
+        link = call.core.links[k]
+        results, passes = [_token(*like) for like in link.like], link.passes
+        ctx.mark_non_differentiable(*(t for t, p in zip(results, passes, strict=True) if not p))
+        return tuple(results)
+
+    @staticmethod
+    @uncompiled
+    def backward(ctx: Any, *gradients: Gradient) -> tuple[Any, ...]:
+        needed = ctx.needs_input_grad[3 + ctx.count :]
+        states, parameters = ctx.call.back(ctx.k, needed)
+        return None, None, None, *states, *parameters
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise RetrogradeError(NO_FORWARD_MODE)
+
+
+class _Handover(torch.autograd.Function):
+    """Where the nodes end and ordinary layers begin: tokens on one side, tensors on the other."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, stop: int, *tokens: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.stop = call, stop
+        results, call.outputs = call.outputs, []
+        passes = call.core.links[stop - 1].passes
         ctx.mark_non_differentiable(*(t for t, p in zip(results, passes, strict=True) if not p))
         return tuple(results)
 
@@ -201,9 +328,7 @@ class _Node(torch.autograd.Function):
                 "the gradient of a chain within a budget cannot itself be differentiated: expected "
                 "create_graph=False; for second derivatives use memory=None"
             )
-        needed = ctx.needs_input_grad[3 + ctx.count :]
-        states, parameters = ctx.call.back(ctx.k, gradients, needed)
-        return None, None, None, *states, *parameters
+        return None, None, *ctx.call.begin(ctx.stop, gradients)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:

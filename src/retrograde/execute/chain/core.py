@@ -93,7 +93,7 @@ class ChainCore(RangeCore):
     ) -> list[Tensors]:
         found = []
         for k in range(start, stops[-1]):
-            with self._surroundings(k), torch.no_grad():
+            with self.surroundings(k), torch.no_grad():
                 state = self.links[k].run(state)
             if k + 1 in stops:
                 found.append([t.detach() for t in state])
@@ -104,7 +104,7 @@ class ChainCore(RangeCore):
     ) -> LinkTape:
         link = self.links[start]
         mark = torch._C._autograd._get_sequence_nr()
-        with self._surroundings(start), torch.enable_grad():
+        with self.surroundings(start), torch.enable_grad():
             x, anchor = enter(state, link.wanted)
             input_edges = [_edge(t) for t in x]
             y = link.run(x)
@@ -143,8 +143,8 @@ class ChainCore(RangeCore):
         gradients.parameters = [next(shares) if need else None for need in needed]
 
     @contextmanager
-    def _surroundings(self, k: int) -> Iterator[None]:
-        """Run a link as it was run the first time."""
+    def surroundings(self, k: int) -> Iterator[None]:
+        """Run link k as it was run the first time."""
         before, link = self._before[k], self.links[k]
         ambient = link.ambient
         if before is None:
