@@ -158,14 +158,18 @@ def compiled(plain: nn.Sequential, share: float) -> Callable[[Tensor], Tensor]:
     return run
 
 
-def in_turn(ways: dict[Any, Way], rounds: int) -> dict[Any, float]:
-    """The median seconds of each, after one call for nothing."""
+def in_turn(ways: dict[Any, Way], rounds: int) -> dict[Any, list[float]]:
+    """The seconds of each, turn by turn, after one call for nothing."""
     taken: dict[Any, list[float]] = {key: [] for key in ways}
     for turn in range(rounds + 1):
         for key, way in ways.items():
             seconds = way.seconds()
             if turn:
                 taken[key].append(seconds)
+    return taken
+
+
+def medians(taken: dict[Any, list[float]]) -> dict[Any, float]:
     return {key: statistics.median(each) for key, each in taken.items()}
 
 
@@ -200,7 +204,7 @@ def compare(name: str, device: torch.device, rounds: int, budgets: int, small: b
         f"{name}: {len(whole.chain)} links, ordinary {ordinary.peak() / 2**20:.1f} MiB", flush=True
     )
     paces = {1: ordinary, **theirs}
-    their_seconds = in_turn(paces, max(1, rounds // 3))
+    their_seconds = medians(in_turn(paces, max(1, rounds // 3)))
     rows = []
     for k in range(budgets):
         between = whole.ordinary_bytes - whole.minimum_bytes
@@ -240,7 +244,8 @@ def _row(
         "ordinary": ordinary,
         **({} if best is None else {"theirs": paces[best]}),
     }
-    seconds = in_turn(beside, rounds)
+    taken = in_turn(beside, rounds)
+    seconds = medians(taken)
     foreseen = found.schedule.peak
     peak = mine.peak()
     return {
@@ -255,8 +260,14 @@ def _row(
         "their_segments": best,
         "their_seconds": seconds.get("theirs"),
         "their_bytes": None if best is None else peaks.get(best),
-        "ratio": None if best is None else seconds["theirs"] / seconds["ours"],
+        "ratio": None if best is None else _ratio(taken["theirs"], taken["ours"]),
+        "to_ordinary": _ratio(taken["ours"], taken["ordinary"]),
     }
+
+
+def _ratio(ones: list[float], others: list[float]) -> float:
+    """The median of the ratios of one turn each: both of a pair ran at the machine's same pace."""
+    return statistics.median(one / other for one, other in zip(ones, others, strict=True))
 
 
 def _of_torch_compile(way: Callable[..., Way], plain: nn.Sequential, rounds: int) -> Any:
@@ -264,7 +275,7 @@ def _of_torch_compile(way: Callable[..., Way], plain: nn.Sequential, rounds: int
     rows = {}
     for share in (1.0, 0.75, 0.5, 0.25, 0.1):
         one = way(compiled(plain, share))
-        rows[str(share)] = {"peak_bytes": one.peak(), "seconds": in_turn({0: one}, rounds)[0]}
+        rows[str(share)] = {"peak_bytes": one.peak(), "seconds": medians(in_turn({0: one}, rounds))[0]}
         print(f"  torch.compile, activation_memory_budget={share}: {rows[str(share)]}", flush=True)
     return rows
 
@@ -273,9 +284,9 @@ def _print(row: dict[str, Any]) -> None:
     mib = row["budget_bytes"] / 2**20
     kept = row["peak_bytes"] / row["budget_bytes"]
     right = row["foreseen_bytes"] / row["peak_bytes"]
-    dearer = row["seconds"] / row["ordinary_seconds"]
+    dearer = row["to_ordinary"]
     pace = row["seconds"] / row["foreseen_seconds"]
-    beside = pace / (row["ordinary_seconds"] / row["foreseen_ordinary_seconds"])
+    beside = dearer / (row["foreseen_seconds"] / row["foreseen_ordinary_seconds"])
     ratio = "cannot" if row["ratio"] is None else f"{row['ratio']:.2f}"
     print(
         f"  {mib:8.2f} MiB: peak {kept:.3f} of it, foreseen {right:.3f} of that; "

@@ -271,7 +271,8 @@ class Run:
 
     Tensors of the caller are passed to its methods and never kept. Where ``loads`` is given, the
     states after recorded steps are held only as long as they are current, but for those: pairs of
-    the recording's number among the actions and of the state's.
+    the recording's number among the actions and of the state's. Where ``cuts`` is given, in
+    ascending order, recordings are divided there.
     """
 
     core: Core
@@ -350,7 +351,8 @@ class Run:
                 self.stored[at] = (self.state, self.core.ambient.capture())
             case Record(start, stop):
                 for a, b in self._tapes(start, stop):
-                    tape = record(self.core, inputs, a, b, self.state, emit)
+                    state, self.state = [*self.state], []
+                    tape = record(self.core, inputs, a, b, state, emit)
                     self.tapes.append(tape)
                     self.state, self.position = tape.state_after, b
                     if self.loads is not None and (self.done - 1, b) not in self.loads:
@@ -382,7 +384,7 @@ class Run:
         into steps, where their surroundings have to be put back between them."""
         if self.core.fused:
             return [(start, stop)]
-        if not joins(self.core):
+        if self.cuts is None and not joins(self.core):
             return pieces(self.core, start, stop)
         if self.cuts is None:
             found = {

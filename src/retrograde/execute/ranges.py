@@ -122,7 +122,7 @@ class RangeCore(ABC):
     def record(
         self, inputs: Inputs, start: int, stop: int, state: Tensors, emit: Emit | None
     ) -> Tape:
-        """Run a range of steps and keep what its backward pass needs."""
+        """Run a range of steps and keep what its backward pass needs; ``state`` may be emptied."""
 
     @abstractmethod
     def backpropagate(self, tape: Any, gradients: Gradients) -> None:

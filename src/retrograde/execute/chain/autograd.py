@@ -11,6 +11,8 @@ on here, and let go of when the link behind it is done. The first sweep follows 
 its first ``Backward``; later each node performs it up to the ``Backward`` of its own link.
 """
 
+from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -68,10 +70,16 @@ class _Call:
     def __init__(
         self, links: Sequence[Link], schedule: Schedule, state: Tensors, device: torch.device
     ) -> None:
-        self.course = course = _course(schedule)
+        self.course = course = _course(schedule, links)
         self.core = ChainCore(links, device)
-        loads = _loads(course.actions)
-        self.run = Run(self.core, course.actions, len(links), done=course.begin, loads=loads)
+        self.run = Run(
+            self.core,
+            course.actions,
+            len(links),
+            done=course.begin,
+            loads=_loads(course.actions),
+            cuts=course.cuts,
+        )
         self.device = device
         self.state = [t.detach() for t in state]
         self.versions = [version(t) for t in self.state]
@@ -97,9 +105,9 @@ class _Call:
                 case Advance(start, stop):
                     inside = [t.detach() for t in state]
                     (self.outputs,) = self.core.advance(_NO_INPUTS, start, [stop], inside, None)
-                    for k in range(start, stop):
-                        own = links[k].own
-                        state = list(_Node.apply(self, k, len(state), *state, *own))  # type: ignore[no-untyped-call]
+                    for a, b in self.course.nodes(start, stop):
+                        own = self.core.own(a, b)
+                        state = list(_Node.apply(self, a, b, len(state), *state, *own))  # type: ignore[no-untyped-call]
                     state = list(_Handover.apply(self, stop, *state))  # type: ignore[no-untyped-call]
         return state
 
@@ -122,23 +130,25 @@ class _Call:
         self.reached = stop
         return _tokens(gradients)
 
-    def back(self, k: int, needed: Sequence[bool]) -> tuple[list[Gradient], list[Gradient]]:
-        """Go back through link k: the gradients of the state before it, and of its parameters."""
+    def back(
+        self, start: int, stop: int, needed: Sequence[bool]
+    ) -> tuple[list[Gradient], list[Gradient]]:
+        """Go back through a node: the gradients of the state before it, and of its parameters."""
         self.check_input("between the forward pass and the backward pass")
-        self._check_turn(k + 1)
-        ours, self.core.needed[k] = self.gradients, list(needed)
+        self._check_turn(stop)
+        ours, self.core.needed[start] = self.gradients, needed
         try:
             with self.autocast:
                 next(self.walk)  # type: ignore[arg-type]
-                if k == self.course.starts[0]:
+                if start == self.course.starts[0]:
                     self.run.clear()
         except BaseException:
             self.run.clear()
             self.reached = -1
             raise
-        self.reached = k
+        self.reached = start
         parameters, ours.parameters = ours.parameters, []
-        if k in self.course.starts:
+        if start in self.course.starts:
             states, ours.states = ours.states, []
             return states, parameters
         return _tokens(ours.states), parameters
@@ -181,8 +191,8 @@ class _Course:
             backward pass has to repeat.
         begin: where in them a backward pass begins.
         repeated: how many links another one repeats, at most.
-        starts: the first link of each range of nodes.
-        stops: where each ends.
+        starts: where each range of links that are run again starts.
+        cuts: where it is divided, and where it ends.
     """
 
     sweep: list[Action]
@@ -190,14 +200,19 @@ class _Course:
     begin: int
     repeated: int
     starts: list[int]
-    stops: list[int]
+    cuts: list[int]
+
+    def nodes(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """The nodes for a range of links that are run again."""
+        inside = self.cuts[bisect_right(self.cuts, start) : bisect_left(self.cuts, stop)]
+        return list(pairwise([start, *inside, stop]))
 
     def after(self, stop: int) -> int | None:
         """The start of the nodes that follow a range of them; None after the last."""
         return next((start for start in self.starts if start >= stop), None)
 
 
-def _course(schedule: Schedule) -> _Course:
+def _course(schedule: Schedule, links: Sequence[Link]) -> _Course:
     every = _held_in_sweep(tuple(schedule))
     first = next(i for i, action in enumerate(every) if isinstance(action, Backward))
     sweep, rest = every[:first], every[first:]
@@ -210,8 +225,38 @@ def _course(schedule: Schedule) -> _Course:
                 again.append(action)
             case Advance(start, stop) | Record(start, stop) if start < last:
                 again.append(Advance(start, min(stop, last)))
-    starts, stops = [start for start, _ in ranges], [stop for _, stop in ranges]
-    return _Course(sweep, (*again, *rest), len(again), last, starts, stops)
+    starts = [start for start, _ in ranges]
+    cuts = {edge for pair in ranges for edge in pair}
+    for action in rest:
+        match action:
+            case Record(start, stop) | Backward(start, stop):
+                cuts |= {start, stop}
+            case Load(at):
+                cuts.add(at)
+    _divide(cuts, ranges, links)
+    return _Course(sweep, (*again, *rest), len(again), last, starts, sorted(cuts))
+
+
+def _divide(cuts: set[int], ranges: list[tuple[int, int]], links: Sequence[Link]) -> None:
+    """Add cuts so that no node has many parameters, or two links with the same ones.
+
+    The gradients of a node's parameters are handed over together, those of shared ones in the order
+    in which ordinary autograd adds them up.
+    """
+    uses = Counter(id(p) for link in links for p in link.own)
+    shares = [any(uses[id(p)] > 1 for p in link.own) for link in links]
+    sizes = [sum(p.nbytes for p in link.own) for link in links]
+    most = max(max(sizes), _TOGETHER * sum(link.output_bytes for link in links))
+    for start, stop in ranges:
+        together = 0.0
+        for k in range(start, stop):
+            together = sizes[k] + (0 if k in cuts else together)
+            if together > most or shares[k] or shares[k - 1]:
+                cuts.add(k)
+                together = sizes[k]
+
+
+_TOGETHER = 0.01  # of the bytes of all states
 
 
 def _held_in_sweep(actions: tuple[Action, ...]) -> list[Action]:
@@ -288,10 +333,12 @@ def _token(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tenso
 
 class _Node(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, k: int, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, call: _Call, start: int, stop: int, count: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.k, ctx.count = call, k, count
-        link = call.core.links[k]
+        ctx.call, ctx.start, ctx.stop, ctx.count = call, start, stop, count
+        link = call.core.links[stop - 1]
         results, passes = [_token(*like) for like in link.like], link.passes
         ctx.mark_non_differentiable(*(t for t, p in zip(results, passes, strict=True) if not p))
         return tuple(results)
@@ -299,9 +346,9 @@ class _Node(torch.autograd.Function):
     @staticmethod
     @uncompiled
     def backward(ctx: Any, *gradients: Gradient) -> tuple[Any, ...]:
-        needed = ctx.needs_input_grad[3 + ctx.count :]
-        states, parameters = ctx.call.back(ctx.k, needed)
-        return None, None, None, *states, *parameters
+        needed = ctx.needs_input_grad[4 + ctx.count :]
+        states, parameters = ctx.call.back(ctx.start, ctx.stop, needed)
+        return None, None, None, None, *states, *parameters
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:

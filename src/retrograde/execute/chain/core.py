@@ -32,12 +32,12 @@ Gradient = Tensor | None
 
 @dataclass
 class LinkTape(Tape):
-    """A recorded link: where its graph begins and ends.
+    """Recorded links: where their graph begins and ends.
 
     Attributes:
-        input_edges: for each tensor of the state before it; None where no gradient is wanted.
-        root: where its backward pass begins; None where nothing in it passes a gradient on.
-        seeds: where that looks for the gradient of the state after it.
+        input_edges: for each tensor of the state before them; None where no gradient is wanted.
+        root: where their backward pass begins; None where nothing in them passes a gradient on.
+        seeds: where that looks for the gradient of the state after them.
     """
 
     input_edges: list[GradientEdge | None]
@@ -72,7 +72,8 @@ class ChainCore(RangeCore):
         device: of the input.
 
     Attributes:
-        needed: of each link, for which of its parameters a gradient is asked for; all, by default.
+        needed: for which of a tape's parameters a gradient is asked for, by the tape's first link;
+            all, where it is not told.
     """
 
     fused = False
@@ -81,12 +82,16 @@ class ChainCore(RangeCore):
         self.links = links
         self.ambient = Ambient(device)
         self.parameters = []
-        self.needed = [[True] * len(link.own) for link in links]
+        self.needed: dict[int, Sequence[bool]] = {}
         self._before: list[Snapshot | None] = [None] * len(links)
         self._versions = [[version(t) for t in link.reads] for link in links]
 
     def totals(self) -> list[Gradient]:
         return []
+
+    def own(self, start: int, stop: int) -> Tensors:
+        """The parameters of some links that a gradient is wanted for."""
+        return [p for link in self.links[start:stop] for p in link.own]
 
     def advance(
         self, inputs: Inputs, start: int, stops: Sequence[int], state: Tensors, emit: Emit | None
@@ -102,24 +107,28 @@ class ChainCore(RangeCore):
     def record(
         self, inputs: Inputs, start: int, stop: int, state: Tensors, emit: Emit | None
     ) -> LinkTape:
-        link = self.links[start]
+        links, own = self.links[start:stop], self.own(start, stop)
         mark = torch._C._autograd._get_sequence_nr()
-        with self.surroundings(start), torch.enable_grad():
-            x, anchor = enter(state, link.wanted)
+        with torch.enable_grad():
+            x, anchor = enter(state, links[0].wanted)
+            state.clear()
             input_edges = [_edge(t) for t in x]
-            y = link.run(x)
+            for k in range(start, stop):
+                with self.surroundings(k):
+                    x = self.links[k].run(x)
             seeds: list[Gradient] = []
-            leaving = [t for t in y if t.requires_grad]
+            leaving = [t for t in x if t.requires_grad]
             root = _edge(_Leave.apply(seeds, *leaving)) if leaving else None  # type: ignore[no-untyped-call]
-        del x, leaving
-        check_leaves(link.name, y, mark, [anchor, *link.own], link.leaves)
+        del leaving
+        name = links[0].name if stop == start + 1 else f"{links[0].name} … {links[-1].name}"
+        check_leaves(name, x, mark, [anchor, *own], [n for link in links for n in link.leaves])
         return LinkTape(
             start=start,
             stop=stop,
             inputs=[],
-            wanted=link.wanted,
-            passes=link.passes,
-            state_after=[t.detach() for t in y],
+            wanted=links[0].wanted,
+            passes=links[-1].passes,
+            state_after=[t.detach() for t in x],
             ambient_after=(),
             input_edges=input_edges,
             root=root,
@@ -127,8 +136,9 @@ class ChainCore(RangeCore):
         )
 
     def backpropagate(self, tape: LinkTape, gradients: Gradients) -> None:
-        """Backpropagate one link; ``gradients.parameters`` are then its own ones'."""
-        own, needed = self.links[tape.start].own, self.needed[tape.start]
+        """Backpropagate the links of a tape; ``gradients.parameters`` are then their own ones'."""
+        own = self.own(tape.start, tape.stop)
+        needed = self.needed.get(tape.start, [True] * len(own))
         tape.seeds += (g for g, p in zip(gradients.states, tape.passes, strict=True) if p)
         gradients.states = []
         edges = [edge for edge in tape.input_edges if edge is not None]

@@ -151,7 +151,7 @@ def _phases(core: ChainCore, k: int, state: Tensors) -> list[Callable[[_Held], N
         (held.after,) = core.advance(_NO_INPUTS, k, [k + 1], held.state, None)
 
     def record(held: _Held) -> None:
-        tape = core.record(_NO_INPUTS, k, k + 1, held.state, None)
+        tape = core.record(_NO_INPUTS, k, k + 1, [*held.state], None)
         held.after, tape.state_after = tape.state_after, []
         held.tape = [tape]
         if last:
@@ -188,7 +188,7 @@ def _seconds(core: ChainCore, k: int, state: Tensors) -> tuple[float, float]:
     moments.append(now(device))
     core.advance(_NO_INPUTS, k, [k + 1], state, None)
     moments.append(now(device))
-    tape = core.record(_NO_INPUTS, k, k + 1, state, None)
+    tape = core.record(_NO_INPUTS, k, k + 1, [*state], None)
     moments.append(now(device))
     gradients = _gradients(core, _ones(core.links[k]))
     moments.append(now(device))
