@@ -31,7 +31,17 @@ from retrograde.execute.layout import Straight
 from retrograde.execute.ranges import Gradients
 from retrograde.execute.replay import autocast_as_now, autocast_of_caller, version
 from retrograde.execute.transforms import NO_FORWARD_MODE, uncompiled
-from retrograde.schedule import Action, Advance, Backward, Free, Load, Record, Schedule, Store
+from retrograde.schedule import (
+    Action,
+    Advance,
+    Backward,
+    Chain,
+    Free,
+    Load,
+    Record,
+    Schedule,
+    Store,
+)
 
 __all__ = ["run_chain"]
 
@@ -233,11 +243,14 @@ def _course(schedule: Schedule, links: Sequence[Link]) -> _Course:
                 cuts |= {start, stop}
             case Load(at):
                 cuts.add(at)
-    _divide(cuts, ranges, links)
+    assert isinstance(schedule.units, Chain)
+    _divide(cuts, ranges, links, most=_TOGETHER * sum(schedule.units.internal_bytes))
     return _Course(sweep, (*again, *rest), len(again), last, starts, sorted(cuts))
 
 
-def _divide(cuts: set[int], ranges: list[tuple[int, int]], links: Sequence[Link]) -> None:
+def _divide(
+    cuts: set[int], ranges: list[tuple[int, int]], links: Sequence[Link], most: float
+) -> None:
     """Add cuts so that no node has many parameters, or two links with the same ones.
 
     The gradients of a node's parameters are handed over together, those of shared ones in the order
@@ -246,7 +259,7 @@ def _divide(cuts: set[int], ranges: list[tuple[int, int]], links: Sequence[Link]
     uses = Counter(id(p) for link in links for p in link.own)
     shares = [any(uses[id(p)] > 1 for p in link.own) for link in links]
     sizes = [sum(p.nbytes for p in link.own) for link in links]
-    most = max(max(sizes), _TOGETHER * sum(link.output_bytes for link in links))
+    most = max(most, *sizes)
     for start, stop in ranges:
         together = 0.0
         for k in range(start, stop):
@@ -256,7 +269,7 @@ def _divide(cuts: set[int], ranges: list[tuple[int, int]], links: Sequence[Link]
                 together = sizes[k]
 
 
-_TOGETHER = 0.01  # of the bytes of all states
+_TOGETHER = 0.01  # of what ordinary backpropagation holds
 
 
 def _held_in_sweep(actions: tuple[Action, ...]) -> list[Action]:
