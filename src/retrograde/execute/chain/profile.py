@@ -6,7 +6,7 @@ input, and of its output, and looking what is released.
 """
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -60,10 +60,10 @@ def measure_chain(links: Links, state: Tensors, repeats: int = 3) -> Chain:
     finally:
         for link, before in zip(every, untouched, strict=True):
             link.ambient.restore(before)
-    medians = [_median(times) for times in zip(*seconds, strict=True)]
+    forward, backward = _medians(links.chain, sizes, seconds)
     return Chain(
-        forward_seconds=[forward for forward, _ in medians],
-        backward_seconds=[backward for _, backward in medians],
+        forward_seconds=forward,
+        backward_seconds=backward,
         output_bytes=[size.output for size in sizes],
         internal_bytes=[size.internal for size in sizes],
         forward_transient_bytes=[size.forward for size in sizes],
@@ -211,9 +211,27 @@ def _gradients(core: ChainCore, states: Sequence[Gradient]) -> Gradients:
     return Gradients([], list(states), [], [], length, Straight(length, False))
 
 
-def _median(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    forward, backward = zip(*times, strict=True)
-    return statistics.median(forward), statistics.median(backward)
+def _medians(
+    links: Sequence[Link], sizes: Sequence[_Size], seconds: Sequence[Sequence[tuple[float, float]]]
+) -> tuple[list[float], list[float]]:
+    """Forward and backward, over the repeats and over all links of one make and one size.
+
+    What differs between equal links is chance, and a solver would build on it.
+    """
+    makes: list[Hashable] = [
+        (str(link.layers), tuple(p.shape for p in link.own), link.like, size)
+        for link, size in zip(links, sizes, strict=True)
+    ]
+    times: dict[Hashable, list[tuple[float, float]]] = {}
+    for each in seconds:
+        for make, pair in zip(makes, each, strict=True):
+            times.setdefault(make, []).append(pair)
+    found = {
+        make: [statistics.median(column) for column in zip(*pairs, strict=True)]
+        for make, pairs in times.items()
+    }
+    forward, backward = zip(*(found[make] for make in makes), strict=True)
+    return list(forward), list(backward)
 
 
 def _overhead(links: Links, core: ChainCore, device: torch.device) -> int:
