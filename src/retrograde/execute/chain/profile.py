@@ -6,11 +6,10 @@ input, and of its output, and looking what is released.
 """
 
 import statistics
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -27,7 +26,6 @@ from retrograde.schedule import Chain
 
 __all__ = ["measure_chain"]
 
-T = TypeVar("T")
 Tensors = list[Tensor]
 Gradient = Tensor | None
 _NO_INPUTS = Held([])
@@ -55,8 +53,8 @@ def measure_chain(links: Links, state: Tensors, repeats: int = 3) -> Chain:
                 first = [t.detach() for t in state]
                 for link in links.prefix:
                     first = link.run(first)
-            sizes = _each(core, first, _sizes)
-            seconds = [_each(core, first, _seconds) for _ in range(repeats)]
+            sizes = [_sizes(core, k, before) for k, before in _states(core, first)]
+            seconds = [_seconds(core, first) for _ in range(repeats)]
     finally:
         for link, before in zip(every, untouched, strict=True):
             link.ambient.restore(before)
@@ -78,16 +76,12 @@ def measure_chain(links: Links, state: Tensors, repeats: int = 3) -> Chain:
     )
 
 
-def _each(
-    core: ChainCore, state: Tensors, measured: Callable[[ChainCore, int, Tensors], T]
-) -> list[T]:
-    """Measure link after link on the states that they hand on."""
-    found = []
+def _states(core: ChainCore, state: Tensors) -> Iterator[tuple[int, Tensors]]:
+    """Link after link, and the state before it; what is done with them are reruns."""
     for k in range(len(core.links)):
-        (after,) = core.advance(_NO_INPUTS, k, [k + 1], state, None)  # what follows are reruns
-        found.append(measured(core, k, state))
+        (after,) = core.advance(_NO_INPUTS, k, [k + 1], state, None)
+        yield k, state
         state = after
-    return found
 
 
 @dataclass(frozen=True)
@@ -182,20 +176,37 @@ def _phases(core: ChainCore, k: int, state: Tensors) -> list[Callable[[_Held], N
     return [*alone, give, record, drop_after, seed, backpropagate, drop]
 
 
-def _seconds(core: ChainCore, k: int, state: Tensors) -> tuple[float, float]:
-    """Forward; and backward, with what recording takes longer."""
-    device, moments = core.ambient.device, []
-    moments.append(now(device))
-    core.advance(_NO_INPUTS, k, [k + 1], state, None)
-    moments.append(now(device))
+def _seconds(core: ChainCore, state: Tensors) -> list[tuple[float, float]]:
+    """Of each link: forward; and backward, with what recording takes longer.
+
+    A link is recorded after the next one was run, for else what it needs would still be at hand.
+    """
+    device, forwards, found = core.ambient.device, [], []
+    before: Tensors = []
+    for k in range(len(core.links) + 1):
+        if k < len(core.links):
+            start = now(device)
+            (after,) = core.advance(_NO_INPUTS, k, [k + 1], state, None)
+            forwards.append(now(device) - start)
+        if k:
+            record, backward = _back(core, k - 1, before)
+            found.append((forwards[k - 1], backward + max(0.0, record - forwards[k - 1])))
+        before, state = state, after
+    return found
+
+
+def _back(core: ChainCore, k: int, state: Tensors) -> tuple[float, float]:
+    """The seconds to record a link, and to go back through it."""
+    device = core.ambient.device
+    moments = [now(device)]
     tape = core.record(_NO_INPUTS, k, k + 1, [*state], None)
     moments.append(now(device))
     gradients = _gradients(core, _ones(core.links[k]))
     moments.append(now(device))
     core.backpropagate(tape, gradients)
     moments.append(now(device))
-    forward, record, _, backward = (b - a for a, b in pairwise(moments))
-    return forward, backward + max(0.0, record - forward)
+    record, _, backward = (b - a for a, b in pairwise(moments))
+    return record, backward
 
 
 def _ones(link: Link) -> list[Gradient]:
