@@ -165,6 +165,91 @@ def test_what_is_held_is_what_was_foreseen_to_the_byte(make):
         assert found.schedule.peak - held <= slack
 
 
+def drawn(seed):
+    """Layers of any kinds and sizes; what writes in place stands where torch allows it."""
+    draw, width = random.Random(seed), 8
+    layers = [nn.Linear(8, 8)]
+    for _ in range(draw.randint(3, 14)):
+        kind = draw.choice(["linear", "tanh", "dropout", "norm", "relu", "gelu"])
+        if kind == "linear":
+            layers.append(nn.Linear(width, width := draw.choice([4, 8, 32, 64])))
+        elif kind == "relu":
+            inplace = isinstance(layers[-1], nn.Linear | nn.BatchNorm1d | nn.GELU)
+            layers.append(nn.ReLU(inplace=inplace))
+        elif kind == "norm":
+            layers.append(nn.BatchNorm1d(width))
+        else:
+            layers.append({"tanh": nn.Tanh, "dropout": nn.Dropout, "gelu": nn.GELU}[kind]())
+    return layers
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_drawn_chains_keep_drawn_budgets_and_torchs_numbers(seed):
+    torch.manual_seed(seed)
+    x = torch.randn(256, 8)
+    plain, ours = pair(drawn(seed), x, 1.0)
+    whole = ours.fit(x)
+    for part in range(5):
+        between = whole.ordinary_bytes - whole.minimum_bytes
+        ours.memory = whole.minimum_bytes + between * part // 5
+        kept = copy.deepcopy(ours.state_dict())
+        for net in (plain, ours):
+            net.load_state_dict(kept)
+        assert same(step_twice(plain, x), step_twice(ours, x))
+        assert same(step(plain, x), step(ours, x))
+        ours.zero_grad()
+        g = torch.ones_like(plain(x).detach())
+
+        def call(g=g):
+            y = ours(x)
+            y.backward(g)
+            return y.detach()
+
+        assert rg.measure(call).working_bytes <= ours.fit(x).schedule.peak
+
+
+def step_twice(net, x):
+    """Two backward passes through one graph."""
+    torch.manual_seed(1)
+    net.zero_grad()
+    y = net(x)
+    y.sum().backward(retain_graph=True)
+    y.square().sum().backward()
+    return [p.grad.clone() for p in net.parameters()], [b.clone() for b in net.buffers()]
+
+
+def test_links_that_are_run_again_are_few_nodes_and_the_others_none():
+    x = torch.randn(64, 16)
+    layers = [m for _ in range(12) for m in (nn.Linear(16, 16), nn.Tanh())]
+    _, ours = pair(layers, x, 0.5)
+    found = ours.fit(x)
+    again = found.schedule.cost - len(found.chain)
+    names = [type(node).__name__ for node in nodes_of(ours(x))]
+    assert 0 < names.count("_NodeBackward") <= again
+    assert names.count("TanhBackward0") == 12 - sum(
+        type(layers[int(name)]) is nn.Tanh for name in names_run_again(found)
+    )
+
+
+def nodes_of(y):
+    found, pending = set(), [y.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            pending += [parent for parent, _ in node.next_functions]
+    return found
+
+
+def names_run_again(found):
+    """The layers that the sweep up to the first Backward does not record."""
+    for action in found.schedule:
+        if isinstance(action, rg.schedule.Backward):
+            return
+        if isinstance(action, rg.schedule.Advance):
+            yield from found.chain.names[action.start : action.stop]
+
+
 def test_a_smaller_budget_takes_no_less_work():
     x = torch.randn(8, 3, 8, 8)
     _, ours = pair(convolutional(), x)
