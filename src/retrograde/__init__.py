@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from retrograde.errors import (
         BudgetError,
         CellError,
+        RankError,
         RetrogradeError,
         ScanError,
         ScheduleError,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from retrograde.nn.profile import Offer, Offers, Profile, profile
     from retrograde.nn.recurrent import GRU, LSTM, RNN
     from retrograde.nn.sequential import Residual, Sequential
+    from retrograde.nn.time_sharded import TimeSharded
     from retrograde.nn.unroll import unroll
     from retrograde.plan import TradeOff, cost, least_memory, longest, plan, split, trade_off
     from retrograde.schedule import (
@@ -52,6 +54,7 @@ _HOMES = {
     "retrograde.errors": (
         "BudgetError",
         "CellError",
+        "RankError",
         "RetrogradeError",
         "ScanError",
         "ScheduleError",
@@ -86,6 +89,7 @@ _HOMES = {
     "retrograde.nn.profile": ("Offer", "Offers", "Profile", "profile"),
     "retrograde.nn.recurrent": ("GRU", "LSTM", "RNN"),
     "retrograde.nn.sequential": ("Residual", "Sequential"),
+    "retrograde.nn.time_sharded": ("TimeSharded",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -106,6 +110,7 @@ __all__ = [
     "Offer",
     "Offers",
     "Profile",
+    "RankError",
     "Record",
     "Residual",
     "RetrogradeError",
@@ -115,6 +120,7 @@ __all__ = [
     "Sequential",
     "Share",
     "Store",
+    "TimeSharded",
     "TradeOff",
     "UnitError",
     "bptt",

@@ -3,7 +3,15 @@
 Every message says what was given, what was expected and what to do.
 """
 
-__all__ = ["BudgetError", "CellError", "RetrogradeError", "ScanError", "ScheduleError", "UnitError"]
+__all__ = [
+    "BudgetError",
+    "CellError",
+    "RankError",
+    "RetrogradeError",
+    "ScanError",
+    "ScheduleError",
+    "UnitError",
+]
 
 
 class RetrogradeError(Exception):
@@ -37,3 +45,7 @@ class CellError(RetrogradeError, TypeError):
 
 class ScanError(RetrogradeError, ValueError):
     """The elements of a scan do not fit together, or what it was asked for makes no sense."""
+
+
+class RankError(RetrogradeError, RuntimeError):
+    """Ranks of a process group do not agree, or one of them does not answer."""
