@@ -147,6 +147,17 @@ class TimeSharded(nn.Module):
         self._compared = True
         return call
 
+    def add_up(self, module: nn.Module) -> None:
+        """Sum the gradients of another module, such as one behind this, over the ranks.
+
+        Args:
+            module: of which every rank has the same, with gradients of its own steps.
+        """
+        own = [p for p in module.parameters() if p.requires_grad]
+        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in own]
+        for p, total in zip(own, _added_up(self.links, parts), strict=True):
+            p.grad = total
+
     def extra_repr(self) -> str:
         """What crosses ranks, and how."""
         return f"rank={self.links.rank}, ranks={self.links.size}, way={self.way!r}"
@@ -448,13 +459,8 @@ class _Call:
 
     def _add_up(self, own: list[Tensor], totals: list[Gradient]) -> None:
         """Sum the parameters' gradients over the ranks, in one go."""
-        if self.sharded.links.size == 1 or not own:
-            return
         parts = [torch.zeros_like(p) if g is None else g for p, g in zip(own, totals, strict=True)]
-        flat = torch.cat([g.reshape(-1) for g in parts])
-        self.sharded.links.add_up(flat)
-        sizes = [p.numel() for p in own]
-        totals[:] = [part.view_as(p) for part, p in zip(flat.split(sizes), own, strict=True)]
+        totals[:] = _added_up(self.sharded.links, parts)
 
 
 def _gradients(
@@ -463,6 +469,16 @@ def _gradients(
     roots = [*piece.after, *([] if seed is None else [piece.outputs])]
     seeds = [*ends, *([] if seed is None else [seed])]
     return torch.autograd.grad(roots, wanted, seeds, retain_graph=keep, allow_unused=True)
+
+
+def _added_up(links: Links, parts: list[Tensor]) -> list[Tensor]:
+    """Sums over the ranks, in one go, the same bits on each."""
+    if links.size == 1 or not parts:
+        return parts
+    flat = torch.cat([part.reshape(-1) for part in parts])
+    links.add_up(flat)
+    sums = flat.split([part.numel() for part in parts])
+    return [total.view_as(part) for total, part in zip(sums, parts, strict=True)]
 
 
 class _Divided:
