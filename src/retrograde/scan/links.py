@@ -12,6 +12,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from io import BytesIO
 from queue import Empty, Queue
@@ -28,6 +29,8 @@ T = TypeVar("T")
 
 _LETTER = 2048  # bytes, of which the first sixteen say how many follow
 _UNDERWAY = 8  # messages to one rank that need not have been received yet
+_PROBE = 1729  # the tag of a message that nobody waits for
+_A_MOMENT = 1.0  # seconds, within which others find out too
 
 
 @dataclass
@@ -175,7 +178,7 @@ class GroupLinks:
                 "there is no process group: expected torch.distributed.init_process_group() to "
                 "have been called in each process; start the program with torchrun"
             )
-        self.group = group if group is not None else distributed.group.WORLD
+        self.group: Any = group if group is not None else distributed.group.WORLD
         self.rank = distributed.get_rank(self.group)
         if self.rank < 0:
             raise RankError("this process is not in the group: expected one of its ranks to call")
@@ -252,19 +255,67 @@ class GroupLinks:
         try:
             return call()
         except RuntimeError as error:
-            raise RankError(
-                f"rank {self.rank} lost its link to rank {other}: expected that one to answer "
-                f"within the group's timeout; see why it ended ({_first_line(error)})"
-            ) from error
+            raise self._lost(error, other) from error
 
     def _together(self, call: Callable[[], T]) -> T:
         try:
             return call()
         except RuntimeError as error:
-            raise RankError(
-                f"rank {self.rank} waited for all others in vain: expected each to answer within "
-                f"the group's timeout; see which one ended ({_first_line(error)})"
-            ) from error
+            raise self._lost(error, None) from error
+
+    def _lost(self, error: RuntimeError, other: int | None) -> RankError:
+        """Find out which rank it was that ended, or hangs, and leave word for the others.
+
+        A rank that ends for another's sake has left word of that one. So the first is found by
+        asking those to whom the link is broken, and is the one of them that has left none.
+        """
+        broken = self._broken() or ([] if other is None else [other])
+        said = {rank: self._word_of(rank) for rank in broken}
+        first = next((word for word in said.values() if word is not None), None)
+        silent = [rank for rank, word in said.items() if word is None]
+        if first is None and other is not None:
+            first = other
+        elif first is None and silent:
+            first = silent[0]
+        self._leave_word(first)
+        if first is None:  # all are there, and one does not come
+            time.sleep(_A_MOMENT)
+            late = [r for r in range(self.size) if r != self.rank and self._word_of(r) is None]
+            first = late[0] if late else None
+        who = "another rank" if first is None else f"rank {first}"
+        return RankError(
+            f"rank {self.rank} cannot go on: {who} has ended, or did not answer within the group's "
+            f"timeout; see why, and start again from what was saved ({_first_line(error)})"
+        )
+
+    def _broken(self) -> list[int]:
+        """The ranks to which nothing can be sent any more."""
+        found = []
+        for rank in range(self.size):
+            try:
+                if rank != self.rank:
+                    distributed.isend(
+                        torch.zeros(1, device=self.device),
+                        group=self.group,
+                        group_dst=rank,
+                        tag=_PROBE,
+                    )
+            except RuntimeError:
+                found.append(rank)
+        return found
+
+    def _word_of(self, rank: int) -> int | None:
+        """Whom a rank has named; itself where it could not tell, None where it said nothing."""
+        try:
+            store, key = self.group.get_group_store(), f"retrograde/ended/{rank}"
+            return int(store.get(key)) if store.check([key]) else None
+        except (RuntimeError, ValueError):  # the store has ended too
+            return None
+
+    def _leave_word(self, first: int | None) -> None:
+        with suppress(RuntimeError):
+            named = self.rank if first is None else first
+            self.group.get_group_store().set(f"retrograde/ended/{self.rank}", str(named))
 
 
 def _letter(parcel: Parcel, device: torch.device) -> Tensor:
