@@ -266,22 +266,21 @@ class GroupLinks:
     def _lost(self, error: RuntimeError, other: int | None) -> RankError:
         """Find out which rank it was that ended, or hangs, and leave word for the others.
 
-        A rank that ends for another's sake has left word of that one. So the first is found by
-        asking those to whom the link is broken, and is the one of them that has left none.
+        Whoever notices leaves word at once, and then of whom it was. So of the ranks to whom the
+        link is broken it is one that has left no word; or else one that comes too late to.
         """
-        broken = self._broken() or ([] if other is None else [other])
-        said = {rank: self._word_of(rank) for rank in broken}
-        first = next((word for word in said.values() if word is not None), None)
+        self._leave_word(self.rank)
+        time.sleep(_A_MOMENT / 4)
+        asked = self._broken() if other is None else [other, *self._broken()]
+        said = {rank: self._word_of(rank) for rank in asked}
+        named = [word for rank, word in said.items() if word is not None and word != rank]
         silent = [rank for rank, word in said.items() if word is None]
-        if first is None and other is not None:
-            first = other
-        elif first is None and silent:
-            first = silent[0]
-        self._leave_word(first)
-        if first is None:  # all are there, and one does not come
+        if not named and not silent:
             time.sleep(_A_MOMENT)
-            late = [r for r in range(self.size) if r != self.rank and self._word_of(r) is None]
-            first = late[0] if late else None
+            silent = [r for r in range(self.size) if r != self.rank and self._word_of(r) is None]
+        first = next(iter([*named, *silent]), None)
+        if first is not None:
+            self._leave_word(first)
         who = "another rank" if first is None else f"rank {first}"
         return RankError(
             f"rank {self.rank} cannot go on: {who} has ended, or did not answer within the group's "
@@ -305,17 +304,16 @@ class GroupLinks:
         return found
 
     def _word_of(self, rank: int) -> int | None:
-        """Whom a rank has named; itself where it could not tell, None where it said nothing."""
+        """Whom a rank has named; itself as long as it does not know, None if it said nothing."""
         try:
             store, key = self.group.get_group_store(), f"retrograde/ended/{rank}"
             return int(store.get(key)) if store.check([key]) else None
         except (RuntimeError, ValueError):  # the store has ended too
             return None
 
-    def _leave_word(self, first: int | None) -> None:
+    def _leave_word(self, first: int) -> None:
         with suppress(RuntimeError):
-            named = self.rank if first is None else first
-            self.group.get_group_store().set(f"retrograde/ended/{self.rank}", str(named))
+            self.group.get_group_store().set(f"retrograde/ended/{self.rank}", str(first))
 
 
 def _letter(parcel: Parcel, device: torch.device) -> Tensor:
