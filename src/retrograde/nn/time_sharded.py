@@ -21,6 +21,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, distributed, nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.utils.rnn import PackedSequence
 
 from retrograde.errors import CellError, RankError
@@ -216,8 +217,16 @@ class _Piece:
 
     x: Tensor
     before: State
-    outputs: Tensor
+    outputs: Tensor | GradientEdge
     after: State
+
+    def hand_over(self) -> Tensor:
+        """The outputs, of which only the place in the graph is kept."""
+        outputs = self.outputs
+        assert isinstance(outputs, Tensor)
+        if outputs.requires_grad:
+            self.outputs = get_gradient_edge(outputs)
+        return outputs.detach()
 
 
 @dataclass
@@ -466,7 +475,7 @@ class _Call:
 def _gradients(
     piece: _Piece, seed: Gradient, ends: State, wanted: Sequence[Tensor], *, keep: bool = False
 ) -> Sequence[Gradient]:
-    roots = [*piece.after, *([] if seed is None else [piece.outputs])]
+    roots: Any = [*piece.after, *([] if seed is None else [piece.outputs])]
     seeds = [*ends, *([] if seed is None else [seed])]
     return torch.autograd.grad(roots, wanted, seeds, retain_graph=keep, allow_unused=True)
 
@@ -505,7 +514,7 @@ class _Crossing(torch.autograd.Function):
         pieces = call.run(x, state)
         ctx.call, ctx.pieces, ctx.own, ctx.given = call, pieces, own, given
         links = call.sharded.links
-        outputs = call.joined((piece.outputs.detach() for piece in pieces), call.dim)
+        outputs = call.joined((piece.hand_over() for piece in pieces), call.dim)
         if links.rank < links.size - 1:
             return (outputs,)
         ends = zip(*(piece.after for piece in pieces), strict=True)
