@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -215,3 +217,25 @@ def test_what_is_told_of_the_examples_is_so(name):
         losses = ways[way]["losses"]
         assert np.mean(losses[-20:]) < 0.6 * np.mean(losses[:20])
     assert max(found["differences"]["budgeted"][:20]) < 1e-4
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+@pytest.mark.usefixtures("sequences")
+def test_ecg_across_ranks_trains_as_one_process_and_goes_on_from_another_number(folder, tmp_path):
+    told, saved = tmp_path / "losses.json", ["--save", str(tmp_path / "saved"), "--every", "2"]
+
+    def options(iterations, *more):
+        return ["--data", str(folder), "--iterations", str(iterations), *more]
+
+    alone = load("train_time_sharded").run(options(4))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", str(EXAMPLES / "train_time_sharded.py")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(
+        [*command, *options(2, "--losses", str(told), *saved)],
+        check=True,
+        capture_output=True,
+        env=environment,
+    )
+    resumed = load("train_time_sharded").run(options(4, *saved))
+    assert [*json.loads(told.read_text()), *resumed] == pytest.approx(alone, rel=1e-4)
