@@ -432,7 +432,8 @@ class _Call:
     def _affine(self, pieces: list[_Piece], seeds: list[Gradient]) -> Any:
         """What this rank's steps and losses do to the gradient that reaches them: g ↦ b + J·g.
 
-        One sweep for b, and one for each column of J, all samples at once, for they do not meet.
+        One sweep for b, and one for each column of J, all samples at once, for they do not meet;
+        where they can be, columns are swept side by side.
         """
         if pieces[0].after is pieces[0].before:
             return IDENTITY
@@ -443,12 +444,31 @@ class _Call:
             size = sum(s.shape[0] * s.shape[-1] for s in piece.after)
             samples = piece.after[0].shape[1] if self.batched else 1
             basis = torch.eye(size, dtype=piece.x.dtype, device=piece.x.device)
-            sweeps = (
-                self._sweep(piece, None, self._unflat(row.expand(samples, size), piece.after))
-                for row in basis
-            )
-            columns.append(torch.stack(list(sweeps), -1))
+            ends = [self._unflat(row.expand(samples, size), piece.after) for row in basis]
+            sweeps = self._side_by_side if self._steps_are_autograds() else self._in_turn
+            columns.append(torch.stack(sweeps(piece, ends), -1))
         return Affine(Dense(torch.cat(columns)), Vector(torch.cat(offsets)))
+
+    def _steps_are_autograds(self) -> bool:
+        """Whether steps are operations that autograd can go back through for many gradients at
+        once; kernels of whole layers, and ours, take one at a time."""
+        rnn = self.sharded.rnn
+        asked = (rnn.memory, rnn.backward, rnn.schedule)
+        return self.x.device.type == "cpu" and rnn.mode != "LSTM" and asked == (None, None, None)
+
+    def _in_turn(self, piece: _Piece, ends: list[State]) -> list[Tensor]:
+        return [self._sweep(piece, None, end) for end in ends]
+
+    def _side_by_side(self, piece: _Piece, ends: list[State]) -> list[Tensor]:
+        found = []
+        for start in range(0, len(ends), _SIDE_BY_SIDE):
+            rows = ends[start : start + _SIDE_BY_SIDE]
+            some = [torch.stack(parts) for parts in zip(*rows, strict=True)]
+            before = torch.autograd.grad(
+                piece.after, piece.before, some, retain_graph=True, is_grads_batched=True
+            )
+            found += [self._flat(state) for state in zip(*before, strict=True)]
+        return found
 
     def _sweep(self, piece: _Piece, seed: Gradient, ends: State) -> Tensor:
         found = _gradients(piece, seed, ends, piece.before, keep=True)
@@ -489,6 +509,9 @@ def _added_up(links: Links, parts: list[Tensor]) -> list[Tensor]:
     links.add_up(flat)
     sums = flat.split([part.numel() for part in parts])
     return [total.view_as(part) for total, part in zip(sums, parts, strict=True)]
+
+
+_SIDE_BY_SIDE = 64  # gradients that go back at once
 
 
 class _Divided:
