@@ -11,12 +11,8 @@ on here, and let go of when the link behind it is done. The first sweep follows 
 its first ``Backward``; later each node performs it up to the ``Backward`` of its own link.
 """
 
-from bisect import bisect_left, bisect_right
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,6 +20,7 @@ from torch import Tensor
 
 from retrograde.errors import RetrogradeError
 from retrograde.execute.chain.core import ChainCore, check_steady
+from retrograde.execute.chain.course import course_of, loads_of
 from retrograde.execute.chain.links import Link, Links
 from retrograde.execute.executor import Run
 from retrograde.execute.inputs import Held
@@ -32,12 +29,7 @@ from retrograde.execute.ranges import Gradients
 from retrograde.execute.replay import autocast_as_now, autocast_of_caller, version
 from retrograde.execute.transforms import NO_FORWARD_MODE, uncompiled
 from retrograde.schedule import (
-    Action,
     Advance,
-    Backward,
-    Chain,
-    Free,
-    Load,
     Record,
     Schedule,
     Store,
@@ -80,14 +72,14 @@ class _Call:
     def __init__(
         self, links: Sequence[Link], schedule: Schedule, state: Tensors, device: torch.device
     ) -> None:
-        self.course = course = _course(schedule, links)
+        self.course = course = course_of(schedule, links)
         self.core = ChainCore(links, device)
         self.run = Run(
             self.core,
             course.actions,
             len(links),
             done=course.begin,
-            loads=_loads(course.actions),
+            loads=loads_of(course.actions),
             cuts=course.cuts,
         )
         self.device = device
@@ -189,150 +181,6 @@ class _Call:
 
 
 _NO_INPUTS = Held([])
-
-
-@dataclass(frozen=True)
-class _Course:
-    """What a call does to follow a schedule.
-
-    Attributes:
-        sweep: up to the first ``Backward``, in the caller's graph.
-        actions: what is left, after as much of the sweep, with nothing recorded, as another
-            backward pass has to repeat.
-        begin: where in them a backward pass begins.
-        repeated: how many links another one repeats, at most.
-        starts: where each range of links that are run again starts.
-        cuts: where it is divided, and where it ends.
-    """
-
-    sweep: list[Action]
-    actions: tuple[Action, ...]
-    begin: int
-    repeated: int
-    starts: list[int]
-    cuts: list[int]
-
-    def nodes(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """The nodes for a range of links that are run again."""
-        inside = self.cuts[bisect_right(self.cuts, start) : bisect_left(self.cuts, stop)]
-        return list(pairwise([start, *inside, stop]))
-
-    def after(self, stop: int) -> int | None:
-        """The start of the nodes that follow a range of them; None after the last."""
-        return next((start for start in self.starts if start >= stop), None)
-
-
-def _course(schedule: Schedule, links: Sequence[Link]) -> _Course:
-    every = _held_in_sweep(tuple(schedule))
-    first = next(i for i, action in enumerate(every) if isinstance(action, Backward))
-    sweep, rest = every[:first], every[first:]
-    ranges = [(a.start, a.stop) for a in sweep if isinstance(a, Advance)]
-    last = max([stop for _, stop in ranges] + [a.at for a in sweep if isinstance(a, Store)] + [0])
-    again: list[Action] = []
-    for action in sweep:
-        match action:
-            case Store():
-                again.append(action)
-            case Advance(start, stop) | Record(start, stop) if start < last:
-                again.append(Advance(start, min(stop, last)))
-    starts = [start for start, _ in ranges]
-    cuts = {edge for pair in ranges for edge in pair}
-    for action in rest:
-        match action:
-            case Record(start, stop) | Backward(start, stop):
-                cuts |= {start, stop}
-            case Load(at):
-                cuts.add(at)
-    assert isinstance(schedule.units, Chain)
-    _divide(cuts, ranges, links, most=_TOGETHER * sum(schedule.units.internal_bytes))
-    return _Course(sweep, (*again, *rest), len(again), last, starts, sorted(cuts))
-
-
-def _divide(
-    cuts: set[int], ranges: list[tuple[int, int]], links: Sequence[Link], most: float
-) -> None:
-    """Add cuts so that no node has many parameters, or two links with the same ones.
-
-    The gradients of a node's parameters are handed over together, those of shared ones in the order
-    in which ordinary autograd adds them up.
-    """
-    uses = Counter(id(p) for link in links for p in link.own)
-    shares = [any(uses[id(p)] > 1 for p in link.own) for link in links]
-    sizes = [sum(p.nbytes for p in link.own) for link in links]
-    most = max(most, *sizes)
-    for start, stop in ranges:
-        together = 0.0
-        for k in range(start, stop):
-            together = sizes[k] + (0 if k in cuts else together)
-            if together > most or shares[k] or shares[k - 1]:
-                cuts.add(k)
-                together = sizes[k]
-
-
-_TOGETHER = 0.01  # of what ordinary backpropagation holds
-
-
-def _held_in_sweep(actions: tuple[Action, ...]) -> list[Action]:
-    """The actions, if what the sweep records is not to be asked for states.
-
-    So one that is loaded from there is stored. One that is stored and not loaded is not: the graph
-    holds what it needs.
-    """
-    first = next(i for i, action in enumerate(actions) if isinstance(action, Backward))
-    frees: dict[int, int] = {}  # of what the sweep has stored, and where
-    loads: dict[int, list[int]] = {}
-    stored: dict[int, int] = {}
-    recorded: dict[int, int] = {}
-    for i, action in enumerate(actions):
-        match action:
-            case Record(start, stop):
-                recorded.update(dict.fromkeys(range(start + 1, stop + 1), i))
-            case Store(at):
-                stored[at] = i
-            case Load(at) if stored.get(at, recorded.get(at, first)) < first:
-                loads.setdefault(at, []).append(i)
-            case Free(at):
-                begun = stored.pop(at)
-                if begun < first:
-                    frees[at] = i
-    found: list[Action] = []
-    for i, action in enumerate(actions):
-        match action:
-            case Store(at) if i < first:
-                pass
-            case Free(at) if frees.get(at) == i:
-                pass
-            case Record(start, stop) | Advance(start, stop) if i < first:
-                for a, b in pairwise(
-                    [start, *(at for at in range(start + 1, stop) if at in loads), stop]
-                ):
-                    if a in loads:
-                        found.append(Store(a))
-                    found.append(type(action)(a, b))
-            case _:
-                found.append(action)
-        if isinstance(action, Load) and loads.get(action.at, [-1])[-1] == i:
-            found.append(Free(action.at))
-    return found
-
-
-def _loads(actions: Sequence[Action]) -> frozenset[tuple[int, int]]:
-    """The outputs of recorded layers that are loaded, not having been stored: by the number of the
-    recording, for a layer is recorded again and again."""
-    recorded: dict[int, int] = {}
-    stored: set[int] = set()
-    found: set[tuple[int, int]] = set()
-    for index, action in enumerate(actions):
-        match action:
-            case Record(start, stop):
-                recorded.update(dict.fromkeys(range(start + 1, stop + 1), index))
-            case Store(at):
-                stored.add(at)
-            case Free(at):
-                stored.discard(at)
-            case Load(at) if at not in stored:
-                found.add((recorded[at], at))
-    return frozenset(found)
 
 
 def _tokens(gradients: Sequence[Gradient]) -> list[Gradient]:
