@@ -12,9 +12,10 @@ from torch import nn
 import retrograde as rg
 from retrograde.errors import CellError, RankError
 from retrograde.nn.networks import lenet5
-from retrograde.scan.links import GroupLinks, Parcel, simulate
+from retrograde.scan.links import GroupLinks, Parcel, Simulated, simulate
 from retrograde.scan.sparse.factor import from_pairs, full, identity
 from retrograde.scan.sparse.pattern import Pattern
+from retrograde.scan.sparse.product import Product
 
 DOUBLE = torch.float64
 WAYS = ["linear", "tree", "gather"]
@@ -132,9 +133,9 @@ def test_float32_and_a_reports_bytes(way):
 class Odd(nn.Module):
     """No rule knows it."""
 
-    def __init__(self):
+    def __init__(self, size=9):
         super().__init__()
-        self.weight = nn.Parameter(torch.linspace(-1, 1, 9, dtype=DOUBLE))
+        self.weight = nn.Parameter(torch.linspace(-1, 1, size, dtype=DOUBLE))
 
     def forward(self, x):
         return (x * self.weight).sin().cumsum(1)
@@ -165,7 +166,7 @@ def test_batch_normalisation_embeddings_and_budgets():
         options = {"cuts": cuts, "pieces": 1}
         check(simulate(3, lambda links, o=options: as_rank(links, net, x, **o)), alone(net, x))
     net, x = mlp()[:3], batch(32, 7)
-    deep = rg.Sequential(*net, memory="95%")
+    deep = rg.Sequential(*net, memory="1MiB")
     check(simulate(1, lambda links: as_rank(links, deep, x)), alone(net, x))
 
 
@@ -351,6 +352,47 @@ def test_patterns_travel_and_are_one_object_where_they_arrive():
     assert (found.indptr == pattern.indptr).all()
     assert parcel.nbytes == sparse.arrays[0].nbytes + sparse.arrays[1].nbytes
     assert copy.deepcopy(pattern) is pattern
+
+
+def test_plans_for_products_are_found_again_after_a_journey(monkeypatch):
+    made, send = [], Simulated.send
+
+    def packed(links, element, to):
+        parcel = Parcel.of(element)
+        send(links, Parcel.open(parcel.letter, parcel.block()), to)
+
+    def planned(plan, left, right, *rest):
+        made.append((left, right))
+        plan_of(plan, left, right, *rest)
+
+    plan_of = Product.__init__
+    monkeypatch.setattr(Simulated, "send", packed)
+    monkeypatch.setattr(Product, "__init__", planned)
+    net, x = lenet(), batch(2, 3, 32, 32)
+    expected, counts = alone(net, x), []
+
+    def rank(links):
+        sharded = rg.LayerSharded.cut(copy.deepcopy(net), links, way="tree")
+        for _ in range(3):
+            sharded.zero_grad()
+            found = sharded(None if links.rank else x)
+            (found if links.rank < 7 else loss_of(found)).backward()
+            links.gather(None)
+            counts.append(len(made))
+            links.gather(None)
+        return None, grads_of(sharded.layers), None, sharded.report
+
+    found = simulate(8, rank)
+    check([(expected[0], *each[1:]) for each in found], (*expected[:2], None))
+    assert counts[7] == counts[-1] > 0
+    assert sum(report.products for *_, report in found) > 7
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_batch_without_samples(way):
+    net, x = mlp(), batch(0, 7)
+    net.insert(3, Odd(6))
+    check(simulate(3, lambda links: as_rank(links, net, x, way=way)), alone(net, x))
 
 
 def in_a_process(rank, size, folder):

@@ -287,4 +287,4 @@ def _through(piece: Piece, g: Gradient, own: list[Tensor], totals: list[Gradient
 
 
 def _flat(gradients: Iterable[Gradient]) -> Tensor:
-    return torch.cat([g.reshape(len(g), -1) for g in gradients if g is not None])
+    return torch.cat([g.flatten(1) for g in gradients if g is not None])

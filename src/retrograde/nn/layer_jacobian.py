@@ -56,8 +56,8 @@ def has_rules(layer: nn.Module) -> bool:
         See above.
 
     Example:
-        >>> has_rules(nn.Sequential(nn.ReLU())), has_rules(nn.Softmin(1)), has_rules(nn.GRU(1, 1))
-        (True, True, False)
+        >>> has_rules(nn.Sequential(nn.Linear(2, 2), nn.ReLU())), has_rules(nn.Bilinear(1, 1, 1))
+        (True, False)
     """
     parts = parts_of(layer)
     if parts is not None:
@@ -176,9 +176,11 @@ def _back(x: Tensor, y: Tensor, seed: Tensor) -> Tensor:
 
 def _check_apart(x: Tensor, y: Tensor) -> None:
     """Refuse layers through which the first sample's output depends on another sample."""
+    if len(x) < 2:
+        return
     seed = torch.zeros_like(y)
     seed[0] = torch.arange(y[0].numel(), dtype=y.dtype, device=y.device).cos().view_as(y[0])
-    if len(x) > 1 and bool(_back(x, y, seed)[1:].any()):
+    if bool(_back(x, y, seed)[1:].any()):
         raise ScanError(
             "a sample's output depends on other samples, so there is no Jacobian for each: "
             "expected layers that keep samples apart, or way='linear'"

@@ -161,7 +161,7 @@ class LayerSharded(nn.Module):
         told, cause = Told(), None
         try:
             told = self._told(input)
-        except CellError as error:
+        except Exception as error:
             told, cause = Told(reason(error)), error
         heard = [each.own for each in settle(self.links, told, cause)]
         _check_types([each.dtype for each in heard])

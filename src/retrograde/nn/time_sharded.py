@@ -63,11 +63,12 @@ class TimeSharded(nn.Module):
         RankError: at a call, the ranks do not agree; the message says which and how. Or one ended.
 
     Example:
+        >>> import copy
         >>> import retrograde as rg
         >>> from retrograde.scan.links import simulate  # in place of processes
+        >>> rnn = rg.GRU(3, 4)
         >>> def rank(links):
-        ...     torch.manual_seed(0)
-        ...     net = TimeSharded(rg.GRU(3, 4), links)
+        ...     net = TimeSharded(copy.deepcopy(rnn), links)
         ...     outputs, last = net(torch.ones(5 + links.rank, 2, 3))
         ...     outputs.sum().backward()
         ...     return outputs.shape[0], last is None, net.rnn.weight_hh_l0.grad.sum().item()
