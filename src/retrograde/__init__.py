@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from retrograde.nn.bptt import bptt
     from retrograde.nn.budget import Division, Share, budget
     from retrograde.nn.choice import Explanation, explain
+    from retrograde.nn.layer_sharded import LayerSharded
     from retrograde.nn.profile import Offer, Offers, Profile, profile
     from retrograde.nn.recurrent import GRU, LSTM, RNN
     from retrograde.nn.sequential import Residual, Sequential
@@ -86,6 +87,7 @@ _HOMES = {
     "retrograde.nn.budget": ("Division", "Share", "budget"),
     "retrograde.nn.unroll": ("unroll",),
     "retrograde.nn.choice": ("Explanation", "explain"),
+    "retrograde.nn.layer_sharded": ("LayerSharded",),
     "retrograde.nn.profile": ("Offer", "Offers", "Profile", "profile"),
     "retrograde.nn.recurrent": ("GRU", "LSTM", "RNN"),
     "retrograde.nn.sequential": ("Residual", "Sequential"),
@@ -105,6 +107,7 @@ __all__ = [
     "Division",
     "Explanation",
     "Free",
+    "LayerSharded",
     "Load",
     "Measurement",
     "Offer",

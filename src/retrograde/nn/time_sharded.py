@@ -15,8 +15,8 @@ that is called wrongly makes every other say so, and none waits.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, distributed, nn
@@ -26,6 +26,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from retrograde.errors import CellError, RankError
 from retrograde.execute.transforms import uncompiled
+from retrograde.nn.agreement import Told, check_crossing, reason, settle
 from retrograde.nn.recurrent import Recurrent
 from retrograde.scan.elements import IDENTITY, UNREAD, Affine, Dense, Vector
 from retrograde.scan.links import GroupLinks, Links
@@ -66,9 +67,9 @@ class TimeSharded(nn.Module):
         >>> import copy
         >>> import retrograde as rg
         >>> from retrograde.scan.links import simulate  # in place of processes
-        >>> start = rg.GRU(3, 4)
+        >>> rnn = rg.GRU(3, 4)
         >>> def rank(links):
-        ...     net = TimeSharded(copy.deepcopy(start), links)
+        ...     net = TimeSharded(copy.deepcopy(rnn), links)
         ...     outputs, last = net(torch.ones(5 + links.rank, 2, 3))
         ...     outputs.sum().backward()
         ...     return outputs.shape[0], last is None, net.rnn.weight_hh_l0.grad.sum().item()
@@ -92,11 +93,7 @@ class TimeSharded(nn.Module):
                 f"got {what}: expected an rg.RNN, rg.GRU or rg.LSTM in one direction, to be run "
                 "along time"
             )
-        if way not in get_args(RankWay):
-            names = ", ".join(map(repr, get_args(RankWay)))
-            raise CellError(f"unknown way={way!r} to cross ranks: expected one of {names}")
-        if pieces is not None and (type(pieces) is not int or pieces < 1):
-            raise CellError(f"got pieces={pieces!r}: expected at least 1, or None")
+        check_crossing(way, pieces)
         self.rnn = rnn
         self.links = group if isinstance(group, Links) else GroupLinks(group)
         self.way = way
@@ -128,23 +125,13 @@ class TimeSharded(nn.Module):
 
     def _agreed(self, input: Any, hx: Any) -> "_Call":
         """Tell the others what this rank was called with, and hear what they were."""
-        call, trouble = None, ""
+        call, told, cause = None, Told(), None
         try:
             call = _Call.of(self, input, hx)
-        except (CellError, RuntimeError, ValueError, TypeError) as error:
-            trouble = str(error) or type(error).__name__
-        told: list[_Told] = self.links.gather(_Told.of(self, call, trouble, not self._compared))
-        for rank, other in enumerate(told):
-            if other.trouble:
-                raise RankError(f"rank {rank} cannot run: {other.trouble}")
-        for rank, other in enumerate(told[1:], 1):
-            for name, mine in asdict(told[0]).items():
-                theirs = getattr(other, name)
-                if mine != theirs:
-                    raise RankError(
-                        f"the ranks do not agree: {_WHAT.get(name, name)} is {theirs} on rank "
-                        f"{rank} and {mine} on rank 0; expected the same on every rank"
-                    )
+            told = Told(alike=call.described(whole=not self._compared))
+        except Exception as error:
+            told, cause = Told(reason(error)), error
+        settle(self.links, told, cause)
         assert call is not None
         self._compared = True
         return call
@@ -163,53 +150,6 @@ class TimeSharded(nn.Module):
     def extra_repr(self) -> str:
         """What crosses ranks, and how."""
         return f"rank={self.links.rank}, ranks={self.links.size}, way={self.way!r}"
-
-
-_WHAT = {
-    "module": "the module",
-    "way": "way=",
-    "pieces": "pieces=",
-    "batch": "the batch",
-    "dtype": "the type",
-    "training": "whether the module is training",
-    "gradient": "whether a gradient is wanted",
-    "checksums": "the parameters' sum (seed them alike, or load one state_dict)",
-}
-
-
-@dataclass(frozen=True)
-class _Told:
-    """What must be the same on every rank, or why this one cannot run."""
-
-    trouble: str
-    module: str = ""
-    way: str = ""
-    pieces: int = 0
-    batch: int | None = 0
-    dtype: str = ""
-    training: bool = False
-    gradient: bool = False
-    checksums: tuple[float, ...] = ()
-
-    @classmethod
-    def of(cls, sharded: TimeSharded, call: "_Call | None", trouble: str, first: bool) -> "_Told":
-        if call is None:
-            return cls(trouble)
-        rnn = sharded.rnn
-        with torch.no_grad():
-            sums = (float(p.double().sum()) for p in rnn.parameters()) if first else ()
-            checksums = tuple(sums)
-        return cls(
-            trouble="",
-            module=f"{type(rnn).__name__}({nn.RNNBase.extra_repr(rnn)})",
-            way=sharded.way,
-            pieces=sharded.pieces or 0,
-            batch=call.samples if call.batched else None,
-            dtype=str(call.x.dtype),
-            training=rnn.training,
-            gradient=call.gradient,
-            checksums=checksums,
-        )
 
 
 @dataclass
@@ -277,6 +217,23 @@ class _Call:
         call = cls(sharded, input, state, batched, gradient, batches)
         call._check_budget()
         return call
+
+    def described(self, *, whole: bool) -> dict[str, Any]:
+        """What must be the same on every rank; the parameters too, where it is to be whole."""
+        rnn = self.sharded.rnn
+        with torch.no_grad():
+            sums = (float(p.double().sum()) for p in rnn.parameters()) if whole else ()
+            checksums = tuple(sums)
+        return {
+            "the module": f"{type(rnn).__name__}({nn.RNNBase.extra_repr(rnn)})",
+            "way=": self.sharded.way,
+            "pieces=": self.sharded.pieces or 0,
+            "the batch": self.samples if self.batched else None,
+            "the type": str(self.x.dtype),
+            "whether the module is training": rnn.training,
+            "whether a gradient is wanted": self.gradient,
+            "the parameters' sum (seed them alike, or load one state_dict)": checksums,
+        }
 
     def _check_budget(self) -> None:
         """Refuse a budget that is too small before any other rank has begun to wait."""

@@ -20,11 +20,13 @@ of the image in algorithm 3, which are none of its Jacobian's.
 """
 
 from functools import cached_property
+from hashlib import blake2b
 from math import prod
-from typing import TYPE_CHECKING, Literal
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from retrograde.errors import ScanError
@@ -216,8 +218,33 @@ class Pattern(OnDevices):
         ours, theirs = (np.searchsorted(both, each) for each in keys)
         return found, ours, theirs
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # As factors, which are small where it is a Kronecker product; what it remembers stays.
+        arrays = (f.arrays and tuple(map(torch.from_numpy, f.arrays)) for f in self.factors)
+        told = ((f.rows, f.columns, f.kind, a) for f, a in zip(self.factors, arrays, strict=True))
+        return _received, tuple(told)
+
+    def __deepcopy__(self, memo: Any) -> "Pattern":
+        return self  # it does not change
+
     def __str__(self) -> str:
         return f"{self.shape[0]:,}×{self.shape[1]:,}"
 
     def __repr__(self) -> str:
         return f"Pattern({self}, nnz={self.nnz:,})"
+
+
+_RECEIVED: WeakValueDictionary[Any, Pattern] = WeakValueDictionary()
+
+
+def _received(*factors: tuple[Any, ...]) -> Pattern:
+    """A pattern that was pickled; one object for all that are equal, so that plans are found."""
+    made = []
+    for rows, columns, kind, tensors in factors:
+        arrays = tensors and tuple(t.cpu().numpy().copy() for t in tensors)
+        made.append(Factor(rows, columns, kind, arrays))
+    digest = blake2b()
+    for array in (array for f in made for array in f.arrays or ()):
+        digest.update(array.tobytes())
+    key = (*((f.rows, f.columns, f.kind, f.nnz) for f in made), digest.digest())
+    return _RECEIVED.setdefault(key, Pattern(*made))
