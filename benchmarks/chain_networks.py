@@ -275,7 +275,10 @@ def _of_torch_compile(way: Callable[..., Way], plain: nn.Sequential, rounds: int
     rows = {}
     for share in (1.0, 0.75, 0.5, 0.25, 0.1):
         one = way(compiled(plain, share))
-        rows[str(share)] = {"peak_bytes": one.peak(), "seconds": medians(in_turn({0: one}, rounds))[0]}
+        rows[str(share)] = {
+            "peak_bytes": one.peak(),
+            "seconds": medians(in_turn({0: one}, rounds))[0],
+        }
         print(f"  torch.compile, activation_memory_budget={share}: {rows[str(share)]}", flush=True)
     return rows
 
