@@ -1,5 +1,6 @@
 """The model of ranks: against a replay of every message, and against the clock."""
 
+import copy
 import math
 import time
 from dataclasses import replace
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 from retrograde.errors import RankError, ScanError
+from retrograde.nn.recurrent import GRU
+from retrograde.nn.time_sharded import TimeSharded
 from retrograde.scan.links import simulate
 from retrograde.scan.rank_model import (
     RankModel,
@@ -101,6 +104,8 @@ def test_the_first_number_of_ranks_at_which_a_way_wins():
     assert first == faster[0]
     assert faster == list(range(first, 200))
     assert model.first_ranks_where("tree", beats="linear", most=first - 1) is None
+    odd = replace(model, latency_seconds=0.1, sweep_seconds=0.3, jacobian_seconds=1e9)
+    assert odd.first_ranks_where("tree", beats="linear") is None  # not by rounding either
     far = replace(model, jacobian_seconds=2.0**16)
     assert far.seconds("tree", first) > far.seconds("linear", first)
     assert far.first_ranks_where("tree", beats="linear") > 5000
@@ -184,7 +189,34 @@ def test_the_tree_wins_from_where_the_model_says():
 
 
 def test_links_are_measured():
-    found = simulate(3, lambda links: measure_links(links, rounds=5), latency=0.004, bandwidth=1e8)
+    def run(links):
+        return measure_links(links, rounds=9, size=10**6)
+
+    found = simulate(3, run, latency=0.004, bandwidth=1e8)
     assert found[0] == found[1] == found[2]
     assert found[0].latency_seconds == pytest.approx(0.004, rel=0.35)
     assert found[0].bytes_per_second == pytest.approx(1e8, rel=0.35)
+
+
+def test_a_network_across_slow_links_takes_what_the_model_says():
+    """Its own work is short beside the latency; its sum of gradients is one more of that."""
+    model = replace(MODELS["latency alone"], latency_seconds=0.04)
+    size = model.first_ranks_where("tree", beats="linear") + 3
+
+    rnn = GRU(2, 2)
+
+    def run(links, way):
+        net = TimeSharded(copy.deepcopy(rnn), links, way=way, pieces=1)
+        for _ in range(2):  # the first backward pass of a process takes longer
+            loss = net(torch.ones(2, 1, 2))[0].sum()
+            links.gather(None)
+            start = time.perf_counter()
+            loss.backward()
+        return time.perf_counter() - start
+
+    found = {}
+    for way in ("linear", "tree"):
+        found[way] = max(simulate(size, lambda links: run(links, way), latency=0.04))  # noqa: B023
+        expected = model.seconds(way, size).item() + model.latency_seconds
+        assert found[way] == pytest.approx(expected, rel=0.35)
+    assert found["tree"] < found["linear"]

@@ -56,6 +56,7 @@ Seconds = NDArray[np.float64]
 Numbers = NDArray[np.int64]
 
 _WARM = 3  # trips that do not count
+_ROUNDING = 1e-9  # a lead that is no lead: on two ranks all ways do the same
 _SEARCHED = 4096  # numbers of ranks at a time
 
 
@@ -171,7 +172,7 @@ class RankModel:
         """
         for start in range(1, most + 1, _SEARCHED):
             numbers = np.arange(start, min(start + _SEARCHED, most + 1))
-            faster = self.seconds(way, numbers) < self.seconds(beats, numbers)
+            faster = self.seconds(way, numbers) < (1 - _ROUNDING) * self.seconds(beats, numbers)
             if faster.any():
                 return int(numbers[faster.argmax()])
         return None
@@ -245,15 +246,15 @@ class RankModel:
         return most
 
 
-def measure_links(links: "Links", *, rounds: int = 30, size: int = 1 << 20) -> LinkSpeed:
+def measure_links(links: "Links", *, rounds: int = 30, size: int = 1 << 24) -> LinkSpeed:
     """Measure the link between ranks 0 and 1: messages there and back, half of the median.
 
     Every rank has to call it, and is told the same.
 
     Args:
         links: of a process group, or simulated.
-        rounds: trips that count.
-        size: bytes of the large messages, from which bandwidth is found.
+        rounds: trips that count; of large messages, a third.
+        size: bytes of these, from which bandwidth is found.
 
     Returns:
         Latency and bandwidth.
@@ -274,7 +275,7 @@ def measure_links(links: "Links", *, rounds: int = 30, size: int = 1 << 20) -> L
     speed = LinkSpeed(0.0, math.inf)
     if links.rank < 2:
         small = _trip(links, torch.zeros(1, dtype=torch.uint8), rounds)
-        large = _trip(links, torch.zeros(1 + size, dtype=torch.uint8), rounds)
+        large = _trip(links, torch.zeros(1 + size, dtype=torch.uint8), -(-rounds // 3))
         speed = LinkSpeed(small, size / (large - small) if large > small else math.inf)
     links.flush()
     told: list[LinkSpeed] = links.gather(speed)
