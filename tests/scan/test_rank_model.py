@@ -2,6 +2,8 @@
 
 import copy
 import math
+import subprocess
+import sys
 import time
 from dataclasses import replace
 
@@ -220,3 +222,8 @@ def test_a_network_across_slow_links_takes_what_the_model_says():
         expected = model.seconds(way, size).item() + model.latency_seconds
         assert found[way] == pytest.approx(expected, rel=0.35)
     assert found["tree"] < found["linear"]
+
+
+def test_the_model_needs_no_torch():
+    code = "import retrograde.scan.rank_model, sys; print('torch' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
