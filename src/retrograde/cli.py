@@ -348,8 +348,8 @@ def draw_figures(
         ),
     ] = False,
 ) -> None:
-    """Every figure of Gruslys et al. (2016) and its bounds, those of Wang (2020), and what deep
-    networks take within a budget: SVG and PNG, and the numbers as CSV.
+    """Every figure of Gruslys et al. (2016) and its bounds, those of Wang (2020), what deep
+    networks take within a budget, and what many ranks would: SVG and PNG, and the numbers as CSV.
 
     Needs no torch, save for --measure.
     """

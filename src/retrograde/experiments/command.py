@@ -286,6 +286,32 @@ def deep(
         _interruptible(lambda: networks.run_deep(images, how, report, console), console)
 
 
+@bench.command("ranks")
+def ranks(
+    ranks: Annotated[int, typer.Option(help="Processes of this machine, of a thread each.")] = 2,
+    hidden: Annotated[int, typer.Option(help="Units of the GRU, and its inputs.")] = 32,
+    steps: Annotated[int, typer.Option(help="Of each rank.")] = 200,
+    batch: Annotated[int, typer.Option(help="Sequences side by side.")] = 16,
+    rounds: Rounds = 5,
+    seed: Seed = 0,
+    note: Annotated[str, typer.Option(help="Of the machine, for the captions.")] = "",
+    report: ReportFolder = Path("report"),
+) -> None:
+    """Run one sequence across processes, and compute what 2 to 10⁶ ranks would take.
+
+    Latency, bandwidth and a rank's own work are measured; a GRU goes back across the ranks in a
+    line, a tree and a gather, beside what the model says; the figures are of the model.
+    """
+    with clean_errors():
+        _require_all()
+        from retrograde.experiments.ranks import Options as RankOptions
+        from retrograde.experiments.ranks import run_ranks
+
+        how = RankOptions(ranks, hidden, steps, batch, rounds, seed, note)
+        console = Console(highlight=False)
+        _interruptible(lambda: run_ranks(how, report, console), console)
+
+
 def _images(data: Path | None, seed: int, threads: int | None) -> Any:
     import torch
 

@@ -4,7 +4,7 @@ Each function draws on the axes that it is given, or on a figure of its own, and
 nothing here touches pyplot or the choice of a backend, so it works without a display and inside
 another program's figures alike. A figure of a paper is a :class:`Plate`, which holds its numbers
 too: ``GRUSLYS`` has those of Gruslys et al. (2016) by name, ``WANG`` those of Wang (2020), ``DEEP``
-those of deep networks within a budget, and ``PLATES`` all of them.
+those of deep networks within a budget, ``RANKS`` those of many ranks, and ``PLATES`` all of them.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,6 +16,7 @@ from retrograde.figures.gruslys_seconds import Seconds, figure_2b
 from retrograde.figures.losses import draw_losses
 from retrograde.figures.memory import Curve, draw_memory, draw_planned, planned_memory
 from retrograde.figures.plates import Plate, save_plate
+from retrograde.figures.ranks import RANKS
 from retrograde.figures.schedules import draw_schedule
 from retrograde.figures.style import save
 from retrograde.figures.trade_off import draw_trade_off
@@ -25,6 +26,7 @@ __all__ = [
     "DEEP",
     "GRUSLYS",
     "PLATES",
+    "RANKS",
     "WANG",
     "Curve",
     "Plate",
@@ -40,4 +42,4 @@ __all__ = [
     "save_plate",
 ]
 
-PLATES: Mapping[str, Callable[[], Plate]] = MappingProxyType({**GRUSLYS, **WANG, **DEEP})
+PLATES: Mapping[str, Callable[[], Plate]] = MappingProxyType({**GRUSLYS, **WANG, **DEEP, **RANKS})
