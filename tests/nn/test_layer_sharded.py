@@ -12,7 +12,8 @@ from torch import nn
 import retrograde as rg
 from retrograde.errors import CellError, RankError
 from retrograde.nn.networks import lenet5
-from retrograde.scan.links import GroupLinks, Parcel, Simulated, simulate
+from retrograde.scan.group_links import GroupLinks
+from retrograde.scan.links import Parcel, Simulated, simulate
 from retrograde.scan.sparse.factor import from_pairs, full, identity
 from retrograde.scan.sparse.pattern import Pattern
 from retrograde.scan.sparse.product import Product

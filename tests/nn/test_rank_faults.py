@@ -11,7 +11,7 @@ from torch import distributed
 
 import retrograde as rg
 from retrograde.errors import RankError
-from retrograde.scan import links as links_module
+from retrograde.scan.group_links import _A_MOMENT
 
 TIMEOUT = 3  # seconds, once all are there
 SIZE, LOST = 3, 1
@@ -111,4 +111,4 @@ CASES = [
 def test_the_others_name_the_rank_that_is_lost(tmp_path, place, how, way):
     for rank, seconds, said in survivors(tmp_path, place, how, way):
         assert said.startswith(f"rank {rank} cannot go on: rank {LOST} has ended"), (rank, said)
-        assert seconds < 2 * TIMEOUT + 2 * links_module._A_MOMENT
+        assert seconds < 2 * TIMEOUT + 2 * _A_MOMENT

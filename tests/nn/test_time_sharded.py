@@ -8,7 +8,8 @@ import torch
 
 import retrograde as rg
 from retrograde.errors import CellError, RankError
-from retrograde.scan.links import GroupLinks, simulate
+from retrograde.scan.group_links import GroupLinks
+from retrograde.scan.links import simulate
 
 DOUBLE = torch.float64
 CELLS = {"RNN": rg.RNN, "GRU": rg.GRU, "LSTM": rg.LSTM}

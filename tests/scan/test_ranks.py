@@ -8,7 +8,8 @@ import torch
 
 from retrograde.errors import RankError, ScanError
 from retrograde.scan import IDENTITY, UNREAD, Affine, Dense, Vector, combine, reference
-from retrograde.scan.links import GroupLinks, Parcel, simulate
+from retrograde.scan.group_links import GroupLinks
+from retrograde.scan.links import Parcel, simulate
 from retrograde.scan.ranks import RankReport, messages, rounds, scan_ranks
 
 WAYS = ["linear", "tree", "gather"]

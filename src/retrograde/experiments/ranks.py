@@ -27,7 +27,8 @@ from retrograde.machine import machine_of
 from retrograde.nn.recurrent import GRU
 from retrograde.nn.time_sharded import TimeSharded
 from retrograde.scan.elements import combine
-from retrograde.scan.links import GroupLinks, Links, Parcel, Simulated
+from retrograde.scan.group_links import GroupLinks
+from retrograde.scan.links import Links, Parcel, Simulated
 from retrograde.scan.rank_model import LinkSpeed, RankModel, measure_links
 from retrograde.scan.ranks import RankWay
 from retrograde.units import format_bytes
@@ -150,17 +151,17 @@ def _local(how: Options, speed: LinkSpeed) -> RankModel:
     own: list[Tensor] = list(net.parameters())
     call = net._agreed(x, None)
     pieces = call.run(x, ())
-    element = call._affine(pieces, [seed])
+    element = call.affine(pieces, [seed])
     vector = element.offset
 
     def sweep(piece: Any) -> None:
-        call._through(piece, seed, (torch.zeros_like(piece.after[0]),), own, [None] * len(own))
+        call.through(piece, seed, (torch.zeros_like(piece.after[0]),), own, [None] * len(own))
 
     return RankModel(
         latency_seconds=speed.latency_seconds,
         bytes_per_second=speed.bytes_per_second,
         sweep_seconds=_seconds(how.rounds, sweep, lambda: call.run(x, ())[0]),
-        jacobian_seconds=_seconds(how.rounds, lambda _: call._affine(pieces, [seed])),
+        jacobian_seconds=_seconds(how.rounds, lambda _: call.affine(pieces, [seed])),
         matrix_bytes=Parcel.of(element).nbytes,
         vector_bytes=Parcel.of(vector).nbytes,
         product_seconds=_seconds(how.rounds, lambda _: combine(element, element)),

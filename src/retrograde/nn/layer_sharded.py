@@ -29,7 +29,8 @@ from retrograde.errors import CellError, RankError
 from retrograde.execute.transforms import uncompiled
 from retrograde.nn.agreement import Told, check_crossing, reason, settle
 from retrograde.nn.layer_crossing import Crossing, Memo, cross
-from retrograde.scan.links import GroupLinks, Links
+from retrograde.scan.group_links import GroupLinks
+from retrograde.scan.links import Links
 from retrograde.scan.ranks import RankReport, RankWay
 
 __all__ = ["LayerSharded"]

@@ -148,7 +148,7 @@ class Crossing:
         last, first = links.rank == links.size - 1, links.rank == 0
 
         def through(j: int, ends: State) -> State:
-            x, before = self._through(pieces[j], seeds[j], ends, own, totals)
+            x, before = self.through(pieces[j], seeds[j], ends, own, totals)
             inputs.append(x)
             begun.append(before)
             return before
@@ -170,7 +170,7 @@ class Crossing:
             element = Vector(torch.cat([self._flat(state) for state in begun]))
             scan_ranks(element, links, way=way, backward=True, report=report)
         else:
-            mine: Any = UNREAD if first else self._affine(pieces, seeds)
+            mine: Any = UNREAD if first else self.affine(pieces, seeds)
             arrived = scan_ranks(mine, links, way=way, backward=True, report=report)
             for j, part in enumerate(arrived.data.split(self.batches)):
                 through(j, self._unflat(part, pieces[j].before))
@@ -190,7 +190,7 @@ class Crossing:
             for g, s in zip(final, piece.after, strict=True)
         )
 
-    def _through(
+    def through(
         self,
         piece: _Piece,
         seed: Gradient,
@@ -214,7 +214,7 @@ class Crossing:
                 totals[i] = share if so_far is None else so_far + share
         return x, before
 
-    def _affine(self, pieces: list[_Piece], seeds: list[Gradient]) -> Any:
+    def affine(self, pieces: list[_Piece], seeds: list[Gradient]) -> Any:
         """What this rank's steps and losses do to the gradient that reaches them: g ↦ b + J·g.
 
         One sweep for b, and one for each column of J, all samples at once, for they do not meet;

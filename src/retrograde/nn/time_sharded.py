@@ -25,7 +25,8 @@ from retrograde.execute.transforms import uncompiled
 from retrograde.nn.agreement import Told, check_crossing, reason, settle
 from retrograde.nn.recurrent import Recurrent
 from retrograde.nn.time_crossing import Crossing, added_up, cross
-from retrograde.scan.links import GroupLinks, Links
+from retrograde.scan.group_links import GroupLinks
+from retrograde.scan.links import Links
 from retrograde.scan.ranks import RankReport, RankWay
 
 __all__ = ["TimeSharded"]
