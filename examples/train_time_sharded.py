@@ -100,7 +100,7 @@ def run(arguments: Sequence[str] | None = None) -> list[float]:
     )
     parser.add_argument("--data", type=Path, required=True, help="folder of ecg.npz")
     parser.add_argument("--iterations", type=int, default=20)
-    parser.add_argument("--way", default="linear", choices=["linear", "tree", "gather"])
+    parser.add_argument("--way", default="auto", choices=["auto", "linear", "tree", "gather"])
     parser.add_argument("--memory", help="a budget for each rank's steps, such as 5%%")
     parser.add_argument("--save", type=Path, help="folder for what to go on from")
     parser.add_argument("--every", type=int, default=5, help="iterations between two saves")

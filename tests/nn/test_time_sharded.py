@@ -105,7 +105,7 @@ def check(found, expected, tolerance=1e-10):
         near(a, b)
 
 
-@pytest.mark.parametrize("way", ["linear", "tree", "gather"])
+@pytest.mark.parametrize("way", ["auto", "linear", "tree", "gather"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
 def test_the_numbers_are_those_of_one_process(size, way):
     net, x = make("GRU", layers=2), inputs(17)
@@ -163,6 +163,30 @@ def test_other_layouts(layout, way):
     (a, grad), (b, _) = simulate(2, rank)
     torch.testing.assert_close(torch.cat([a, b], 1 if layout == "batch_first" else 0), expected)
     torch.testing.assert_close(grad, net.weight_hh_l0.grad)
+
+
+def test_auto_hands_over_in_a_line_until_waiting_is_dearer_than_a_jacobian():
+    """Sweeps that take long make ranks wait; a state of few numbers makes a Jacobian cheap."""
+    thin, wide = rg.RNN(2, 2), rg.RNN(2, 48)
+
+    def rank(links, net, size, steps):
+        net = copy.deepcopy(net)
+        sharded = rg.TimeSharded(net, links, pieces=1)
+        ways = set()
+        for _ in range(2):
+            sharded(torch.ones(steps, 2, 2))[0].sum().backward()
+            ways.add(sharded.report.way)
+        return ways
+
+    one_thread = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        ways = simulate(3, lambda links: rank(links, wide, 48, 20))
+        assert ways == [{"linear"}] * 3
+        ways = simulate(12, lambda links: rank(links, thin, 2, 60), latency=0.02)
+        assert ways in ([{"tree"}] * 12, [{"gather"}] * 12)
+    finally:
+        torch.set_num_threads(one_thread)
 
 
 def test_training_keeps_the_ranks_together():
@@ -241,7 +265,7 @@ def test_ranks_that_disagree_are_told_which_and_how():
         ((make(dtype=torch.float32), x.float(), None, {}), "the type is torch.float32 on rank 1"),
         ((net, x, states(net), {}), "rank 1 cannot run: rank 1 was given an initial state"),
         ((net, x[..., :2], None, {}), "rank 1 cannot run: the input has 2 features: expected 3"),
-        ((net, x, None, {"way": "tree"}), "way= is tree on rank 1 and linear on rank 0"),
+        ((net, x, None, {"way": "tree"}), "way= is tree on rank 1 and auto on rank 0"),
         ((net, x[:, 0], None, {}), "the batch is None on rank 1 and 3 on rank 0"),
     ]
     other = make()

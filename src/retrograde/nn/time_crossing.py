@@ -4,7 +4,7 @@ What is differentiated by torch is a rank's own steps, from a leaf to what is ha
 graphs are joined here.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,14 +20,14 @@ from retrograde.scan.links import Links
 from retrograde.scan.ranks import RankReport, RankWay, scan_ranks
 from retrograde.units import parse_memory
 
-__all__ = ["Crossing", "added_up", "cross"]
+__all__ = ["Crossing", "Gradient", "Piece", "added_up", "cross"]
 
 State = tuple[Tensor, ...]
 Gradient = Tensor | None
 
 
 @dataclass
-class _Piece:
+class Piece:
     """A piece of the batch, as this rank has run it: the leaves and ends of its graph."""
 
     x: Tensor
@@ -58,29 +58,32 @@ class Crossing:
         batched: whether there is a batch.
         gradient: whether one is wanted.
         batches: samples in each piece.
+        choose: asked for the way, where none was said.
     """
 
     rnn: Recurrent
     links: Links
-    way: RankWay
+    way: RankWay | Literal["auto"]
     report: RankReport
     x: Tensor
     state: State | None
     batched: bool
     gradient: bool
     batches: list[int]
+    choose: Callable[["Crossing", list[Piece], list[Gradient]], RankWay]
 
     def check_budget(self) -> None:
         """Refuse a budget that is too small before any other rank has begun to wait."""
         rnn, part = self.rnn, self.cut(self.x, self.dim)[0].detach()
-        if rnn.memory is None or not self.gradient or not self._steps(part):
+        if rnn.memory is None or not self.gradient or not self.steps(part):
             return
         before = tuple(s.requires_grad_() for s in self._zeros(part))
         part = part.requires_grad_(self.x.requires_grad)
         with _Divided(rnn, len(self.batches)):
             rnn.fit(part, before if rnn.mode == "LSTM" else before[0])
 
-    def _steps(self, x: Tensor) -> int:
+    def steps(self, x: Tensor) -> int:
+        """How many steps an input has."""
         return x.shape[1 if self.rnn.batch_first and self.batched else 0]
 
     @property
@@ -98,7 +101,7 @@ class Crossing:
         parts = list(parts)
         return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
 
-    def run(self, x: Tensor, given: State) -> list[_Piece]:
+    def run(self, x: Tensor, given: State) -> list[Piece]:
         """Go forward, piece by piece, and hand each on."""
         links, rnn = self.links, self.rnn
         last = links.rank == links.size - 1
@@ -123,25 +126,26 @@ class Crossing:
             return tuple(s[:, 0] for s in self.rnn._zeros(1, part))
         return self.rnn._zeros(part.shape[self.dim], part)
 
-    def _run_piece(self, rnn: Recurrent, x: Tensor, before: State, wanted: bool) -> _Piece:
+    def _run_piece(self, rnn: Recurrent, x: Tensor, before: State, wanted: bool) -> Piece:
         with torch.set_grad_enabled(self.gradient):
             x = x.requires_grad_(wanted and self.gradient)
             before = tuple(s.detach().requires_grad_(self.gradient) for s in before)
-            if not self._steps(x):
-                return _Piece(x, before, x.new_empty(*x.shape[:-1], before[0].shape[-1]), before)
+            if not self.steps(x):
+                return Piece(x, before, x.new_empty(*x.shape[:-1], before[0].shape[-1]), before)
             hidden = before if rnn.mode == "LSTM" else before[0]
             with _Divided(rnn, len(self.batches)):
                 outputs, after = rnn(x, hidden)
-        return _Piece(x, before, outputs, after if isinstance(after, tuple) else (after,))
+        return Piece(x, before, outputs, after if isinstance(after, tuple) else (after,))
 
     def back(
-        self, pieces: list[_Piece], outputs: Gradient, final: Sequence[Gradient], own: list[Tensor]
+        self, pieces: list[Piece], outputs: Gradient, final: Sequence[Gradient], own: list[Tensor]
     ) -> tuple[Gradient, list[Gradient], list[Gradient]]:
         """Go backward: the gradients of this rank's inputs, of the initial state, of parameters."""
-        links, way = self.links, self.way
-        report = self.report
+        links, report = self.links, self.report
         whole = outputs is not None and self.cut(outputs, self.dim)
         seeds: list[Gradient] = list(whole) if whole else [None] * len(pieces)
+        way = self.choose(self, pieces, seeds) if self.way == "auto" else self.way
+        report.way = way
         totals: list[Gradient] = [None] * len(own)
         inputs: list[Gradient] = []
         begun: list[State] = []
@@ -183,7 +187,7 @@ class Crossing:
         states = [self.joined(parts, 1) for parts in zip(*begun, strict=True)]
         return x, list(states), totals
 
-    def _ends(self, j: int, piece: _Piece, final: Sequence[Gradient]) -> State:
+    def _ends(self, j: int, piece: Piece, final: Sequence[Gradient]) -> State:
         """The gradients of the final state that the caller gives."""
         return tuple(
             torch.zeros_like(s) if g is None else self.cut(g, 1)[j]
@@ -192,7 +196,7 @@ class Crossing:
 
     def through(
         self,
-        piece: _Piece,
+        piece: Piece,
         seed: Gradient,
         ends: State,
         own: list[Tensor],
@@ -214,7 +218,14 @@ class Crossing:
                 totals[i] = share if so_far is None else so_far + share
         return x, before
 
-    def affine(self, pieces: list[_Piece], seeds: list[Gradient]) -> Any:
+    def rehearse(self, piece: Piece, seed: Gradient) -> None:
+        """Go back through a piece, for nothing but the time that it takes."""
+        if piece.after is not piece.before:
+            own = [p for p in self.rnn.parameters() if p.requires_grad]
+            ends = tuple(torch.zeros_like(s) for s in piece.after)
+            _gradients(piece, seed, ends, [*piece.before, *own], keep=True)
+
+    def affine(self, pieces: list[Piece], seeds: list[Gradient]) -> Any:
         """What this rank's steps and losses do to the gradient that reaches them: g ↦ b + J·g.
 
         One sweep for b, and one for each column of J, all samples at once, for they do not meet;
@@ -241,10 +252,10 @@ class Crossing:
         asked = (rnn.memory, rnn.backward, rnn.schedule)
         return self.x.device.type == "cpu" and rnn.mode != "LSTM" and asked == (None, None, None)
 
-    def _in_turn(self, piece: _Piece, ends: list[State]) -> list[Tensor]:
+    def _in_turn(self, piece: Piece, ends: list[State]) -> list[Tensor]:
         return [self._sweep(piece, None, end) for end in ends]
 
-    def _side_by_side(self, piece: _Piece, ends: list[State]) -> list[Tensor]:
+    def _side_by_side(self, piece: Piece, ends: list[State]) -> list[Tensor]:
         found = []
         for start in range(0, len(ends), _SIDE_BY_SIDE):
             rows = ends[start : start + _SIDE_BY_SIDE]
@@ -255,7 +266,7 @@ class Crossing:
             found += [self._flat(state) for state in zip(*before, strict=True)]
         return found
 
-    def _sweep(self, piece: _Piece, seed: Gradient, ends: State) -> Tensor:
+    def _sweep(self, piece: Piece, seed: Gradient, ends: State) -> Tensor:
         found = _gradients(piece, seed, ends, piece.before, keep=True)
         pairs = zip(found, piece.before, strict=True)
         return self._flat(tuple(torch.zeros_like(s) if g is None else g for g, s in pairs))
@@ -279,7 +290,7 @@ class Crossing:
 
 
 def _gradients(
-    piece: _Piece, seed: Gradient, ends: State, wanted: Sequence[Tensor], *, keep: bool = False
+    piece: Piece, seed: Gradient, ends: State, wanted: Sequence[Tensor], *, keep: bool = False
 ) -> Sequence[Gradient]:
     roots: Any = [*piece.after, *([] if seed is None else [piece.outputs])]
     seeds = [*ends, *([] if seed is None else [seed])]

@@ -14,7 +14,8 @@ Before anything else is exchanged, ranks tell one another what they were called 
 that is called wrongly makes every other say so, and none waits.
 """
 
-from typing import Any
+from collections.abc import Hashable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, distributed, nn
@@ -24,7 +25,8 @@ from retrograde.errors import CellError
 from retrograde.execute.transforms import uncompiled
 from retrograde.nn.agreement import Told, check_crossing, reason, settle
 from retrograde.nn.recurrent import Recurrent
-from retrograde.nn.time_crossing import Crossing, added_up, cross
+from retrograde.nn.time_choice import choose
+from retrograde.nn.time_crossing import Crossing, Gradient, Piece, added_up, cross
 from retrograde.scan.group_links import GroupLinks
 from retrograde.scan.links import Links
 from retrograde.scan.ranks import RankReport, RankWay
@@ -45,7 +47,8 @@ class TimeSharded(nn.Module):
         rnn: an ``rg.RNN``, ``rg.GRU`` or ``rg.LSTM`` in one direction, with the same parameters on
             every rank. With ``memory=`` each rank keeps its own steps within that.
         group: of the ranks; all, by default.
-        way: how gradients cross the ranks: ``"linear"``, ``"tree"`` or ``"gather"``.
+        way: how gradients cross the ranks: ``"linear"``, ``"tree"`` or ``"gather"``; ``"auto"``
+            measures, at the first backward pass for a batch and a number of steps, and chooses.
         pieces: of the batch, which are handed along one after the other; as many as there are
             ranks, by default.
 
@@ -76,7 +79,7 @@ class TimeSharded(nn.Module):
         rnn: Recurrent,
         group: distributed.ProcessGroup | Links | None = None,
         *,
-        way: RankWay = "linear",
+        way: RankWay | Literal["auto"] = "auto",
         pieces: int | None = None,
     ) -> None:
         super().__init__()
@@ -86,13 +89,15 @@ class TimeSharded(nn.Module):
                 f"got {what}: expected an rg.RNN, rg.GRU or rg.LSTM in one direction, to be run "
                 "along time"
             )
-        check_crossing(way, pieces)
+        check_crossing("linear" if way == "auto" else way, pieces)
         self.rnn = rnn
         self.links = group if isinstance(group, Links) else GroupLinks(group)
         self.way = way
         self.pieces = pieces
         self.report = RankReport()
         self._compared = False
+        self._longest = 0
+        self._chosen: dict[Hashable, RankWay] = {}
 
     @uncompiled
     def forward(self, input: Tensor, hx: Any = None) -> tuple[Tensor, Any]:
@@ -120,11 +125,12 @@ class TimeSharded(nn.Module):
         try:
             call = self._read(input, hx)
             call.check_budget()
-            told = Told(alike=self._described(call))
+            told = Told(alike=self._described(call), own=call.steps(call.x))
         except Exception as error:
             told, cause = Told(reason(error)), error
-        settle(self.links, told, cause)
+        heard = settle(self.links, told, cause)
         assert call is not None
+        self._longest = max(each.own for each in heard)
         self._compared = True
         return call
 
@@ -162,7 +168,17 @@ class TimeSharded(nn.Module):
         share, more = divmod(samples, pieces)
         batches = [share + (k < more) for k in range(pieces)]
         self.report = report = RankReport(self.way)
-        return Crossing(rnn, links, self.way, report, input, state, batched, gradient, batches)
+        return Crossing(
+            rnn, links, self.way, report, input, state, batched, gradient, batches, self._choose
+        )
+
+    def _choose(self, call: Crossing, pieces: list[Piece], seeds: list[Gradient]) -> RankWay:
+        """The way that is expected to be fastest; measured for every batch, and power of two of
+        the longest part."""
+        key = tuple(call.batches), self._longest.bit_length(), call.x.dtype
+        if key not in self._chosen:
+            self._chosen[key] = choose(call, pieces, seeds)
+        return self._chosen[key]
 
     def _described(self, call: Crossing) -> dict[str, Any]:
         """What must be the same on every rank; the parameters too, at the first call."""
