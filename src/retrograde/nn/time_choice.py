@@ -40,8 +40,7 @@ def choose(call: Crossing, pieces: Sequence[Piece], seeds: Sequence[Gradient]) -
     if links.size < 3:
         return "linear"  # no matrix crosses, and all ways do the same
     speed = measure_links(links, rounds=6, size=1 << 20)
-    pairs = zip(pieces, seeds, strict=True)
-    sweep = _time(lambda: [call.rehearse(piece, seed) for piece, seed in pairs])
+    sweep = _time(lambda: call.rehearse(pieces, seeds))
     size = sum(s.shape[0] * s.shape[-1] for s in pieces[0].after)
     sweep = max(links.gather(sweep))
     model = _model(call, speed, sweep, sweep * size / _AT_BEST, size)

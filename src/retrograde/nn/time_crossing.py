@@ -218,12 +218,13 @@ class Crossing:
                 totals[i] = share if so_far is None else so_far + share
         return x, before
 
-    def rehearse(self, piece: Piece, seed: Gradient) -> None:
-        """Go back through a piece, for nothing but the time that it takes."""
-        if piece.after is not piece.before:
-            own = [p for p in self.rnn.parameters() if p.requires_grad]
-            ends = tuple(torch.zeros_like(s) for s in piece.after)
-            _gradients(piece, seed, ends, [*piece.before, *own], keep=True)
+    def rehearse(self, pieces: Sequence[Piece], seeds: Sequence[Gradient]) -> None:
+        """Go back through all pieces, for nothing but the time that it takes."""
+        own = [p for p in self.rnn.parameters() if p.requires_grad]
+        for piece, seed in zip(pieces, seeds, strict=True):
+            if piece.after is not piece.before:
+                ends = tuple(torch.zeros_like(s) for s in piece.after)
+                _gradients(piece, seed, ends, [*piece.before, *own], keep=True)
 
     def affine(self, pieces: list[Piece], seeds: list[Gradient]) -> Any:
         """What this rank's steps and losses do to the gradient that reaches them: g ↦ b + J·g.
