@@ -1,6 +1,7 @@
 """A sequence cut over ranks along time: the numbers of one process."""
 
 import copy
+import itertools
 import re
 
 import pytest
@@ -319,3 +320,37 @@ def test_processes_find_the_same_within_a_budget_each(tmp_path):
     expected = alone(net, x, states(net))
     for name in found[0]:
         check([each[name] for each in found], expected)
+
+
+def every_kind(rank, size, folder):
+    torch.set_num_threads(1)
+    distributed = torch.distributed
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size
+    )
+    found = {}
+    for cell, dtype, way in KINDS:
+        net, x = make(cell, layers=2, dtype=dtype), inputs(23, dtype=dtype)
+        cuts = sorted((7 * k) % 23 for k in range(1, size))
+        found[cell, dtype, way] = as_rank(GroupLinks(), net, x, cuts, states(net), way=way)
+    torch.save(found, f"{folder}/{rank}.pt")
+    distributed.destroy_process_group()
+
+
+KINDS = list(
+    itertools.product(CELLS, [DOUBLE, torch.float32], ["auto", "linear", "tree", "gather"])
+)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
+def test_any_number_of_processes(size, tmp_path):
+    torch.multiprocessing.spawn(every_kind, (size, str(tmp_path)), nprocs=size)
+    found = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(size)]
+    for cell, dtype, way in KINDS:
+        net, x = make(cell, layers=2, dtype=dtype), inputs(23, dtype=dtype)
+        expected = alone(net, x, states(net))
+        tolerance = 1e-10 if dtype is DOUBLE else 2e-6
+        check([each[cell, dtype, way] for each in found], expected, tolerance)
