@@ -12,6 +12,13 @@ from torch.nn import functional
 
 import retrograde as rg
 from retrograde.errors import BudgetError, CellError, RetrogradeError, UnitError
+from retrograde.execute.chain.core import ChainCore
+from retrograde.execute.chain.links import examine_layers
+from retrograde.execute.executor import Run
+from retrograde.execute.inputs import Held
+from retrograde.execute.layout import Straight
+from retrograde.execute.ranges import Gradients
+from retrograde.execute.trees import flatten
 
 PARTS = [1.0, 0.6, 0.2, 0.0]  # of what lies between the least budget and the ordinary one
 
@@ -305,6 +312,32 @@ def test_parameters_that_layers_share():
     x = torch.randn(40, 6)
     plain, ours = pair(layers, x)
     assert same(step(plain, x), step(ours, x))
+
+
+def test_shared_parameters_of_links_that_are_run_again_together():
+    """A node has the parameters of several links, but each only once, and added up in turn."""
+    torch.manual_seed(0)
+    shared = nn.Linear(6, 6)
+    x = torch.randn(4096, 6)
+    for part in (0.0, 0.4):
+        layers = [m for _ in range(8) for m in (shared, nn.Tanh(), nn.Linear(6, 6), nn.Tanh())]
+        plain, ours = pair(layers, x, part)
+        assert same(step(plain, x), step(ours, x))
+
+
+def test_a_state_that_is_done_with_is_not_held_over_a_pause():
+    """Between two nodes ordinary layers go back, for which a state would be too much."""
+    layers = [(str(k), nn.Linear(6, 6)) for k in range(3)]
+    x = [torch.randn(5, 6, requires_grad=True)]
+    core = ChainCore(examine_layers(layers, x, flatten(x[0], "input")[1]).chain, x[0].device)
+    sweep = rg.Advance(0, 1), rg.Store(1), rg.Advance(1, 2)
+    again = rg.Load(1), rg.Record(1, 2), rg.Backward(1, 2), rg.Free(1)
+    run = Run(core, (*sweep, rg.Backward(2, 3), *again, rg.Backward(0, 1)), 3, cuts=[1, 2])
+    run.forward(Held([]), x, None)
+    assert list(run.stored) == [1]
+    gradients = Gradients([], [torch.ones(5, 6)], [], [], 3, Straight(3, False))
+    next(run.retreat(Held([]), gradients))
+    assert not run.stored
 
 
 def test_a_layer_through_which_no_gradient_passes():
