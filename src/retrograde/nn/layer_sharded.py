@@ -67,7 +67,6 @@ class LayerSharded(nn.Module):
     Example:
         >>> from retrograde.scan.links import simulate  # in place of processes
         >>> def rank(links):
-        ...     torch.manual_seed(0)
         ...     whole = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
         ...     net = LayerSharded.cut(whole, links, way="tree")
         ...     found = net(torch.ones(5, 3)) if links.rank == 0 else net()
