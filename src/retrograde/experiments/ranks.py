@@ -25,6 +25,7 @@ from retrograde.figures.ranks import format_seconds, ranks_memory, ranks_seconds
 from retrograde.figures.ranks_results import Crossing, Ranks
 from retrograde.machine import machine_of
 from retrograde.nn.recurrent import GRU
+from retrograde.nn.time_piece import Piece
 from retrograde.nn.time_sharded import TimeSharded
 from retrograde.scan.elements import combine
 from retrograde.scan.group_links import GroupLinks
@@ -151,17 +152,17 @@ def _local(how: Options, speed: LinkSpeed) -> RankModel:
     own: list[Tensor] = list(net.parameters())
     call = net._agreed(x, None)
     pieces = call.run(x, ())
-    element = call.affine(pieces, [seed])
+    element = call.affine(pieces, seed)
     vector = element.offset
 
-    def sweep(piece: Any) -> None:
-        call.through(piece, seed, (torch.zeros_like(piece.after[0]),), own, [None] * len(own))
+    def sweep(piece: Piece) -> None:
+        piece.back(seed, (torch.zeros_like(piece.after[0]),), own)
 
     return RankModel(
         latency_seconds=speed.latency_seconds,
         bytes_per_second=speed.bytes_per_second,
         sweep_seconds=_seconds(how.rounds, sweep, lambda: call.run(x, ())[0]),
-        jacobian_seconds=_seconds(how.rounds, lambda _: call.affine(pieces, [seed])),
+        jacobian_seconds=_seconds(how.rounds, lambda _: call.affine(pieces, seed)),
         matrix_bytes=Parcel.of(element).nbytes,
         vector_bytes=Parcel.of(vector).nbytes,
         product_seconds=_seconds(how.rounds, lambda _: combine(element, element)),

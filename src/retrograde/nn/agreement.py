@@ -1,18 +1,70 @@
-"""What ranks tell one another before they exchange anything else.
+"""What ranks tell one another before they exchange anything else, and when one fails on the way.
 
 Each says what it was called with, or why it cannot run. So one that is called wrongly makes every
-other say so, and none waits for it.
+other say so, and none waits for it. One that fails later goes on with ``FAILED`` in place of what
+it should have sent, and says why at the end.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from enum import Enum
+from typing import Any, Final, get_args
+
+import torch
+from torch import Tensor
 
 from retrograde.errors import CellError, RankError
 from retrograde.scan.links import Links
 from retrograde.scan.ranks import RankWay
 
-__all__ = ["Told", "check_crossing", "reason", "settle"]
+__all__ = ["FAILED", "Guard", "Told", "agree", "check_crossing", "reason", "settle"]
+
+
+# How far two gradients may lie apart, in units of rounding of a sample's largest.
+_ROUNDINGS = 100.0
+
+
+class Failed(Enum):
+    """The type of ``FAILED``; an enumeration, so that it stays one object when pickled."""
+
+    FAILED = "failed"
+
+
+FAILED: Final = Failed.FAILED
+
+
+@dataclass
+class Guard:
+    """Carries this rank through to where all meet again, whatever fails on the way.
+
+    Attributes:
+        cause: what failed first, if anything did.
+
+    Example:
+        >>> guard = Guard()
+        >>> guard(lambda a, b: a / b, 1, 2), guard(lambda a, b: a / b, 1, 0)
+        (0.5, <Failed.FAILED: 'failed'>)
+        >>> guard.cause
+        ZeroDivisionError('division by zero')
+    """
+
+    cause: Exception | None = None
+
+    def __call__(self, work: Callable[..., Any], *given: Any) -> Any:
+        """What some work gives, or ``FAILED``, if it fails, or was given that, or has failed.
+
+        Raises:
+            RankError: a rank does not answer: nobody is to be met any more.
+        """
+        if self.cause is not None or any(each is FAILED for each in given):
+            return FAILED
+        try:
+            return work(*given)
+        except RankError:
+            raise
+        except Exception as error:
+            self.cause = error
+            return FAILED
 
 
 @dataclass(frozen=True)
@@ -96,3 +148,25 @@ def check_crossing(way: Any, pieces: Any) -> None:
         raise CellError(f"unknown way={way!r} to cross ranks: expected one of {names}")
     if pieces is not None and (type(pieces) is not int or pieces < 1):
         raise CellError(f"got pieces={pieces!r}: expected at least 1, or None")
+
+
+def agree(scanned: Tensor, swept: Tensor) -> bool:
+    """Whether two gradients are the same up to rounding, as seen from each sample's largest.
+
+    Args:
+        scanned: what a scan told (samples, n).
+        swept: what a sweep found; where it is no number, the other may be none either.
+
+    Returns:
+        Whether the scan can be trusted.
+
+    Example:
+        >>> import torch
+        >>> g = torch.tensor([[1.0, 2.0]])
+        >>> agree(g, g + 1e-6), agree(g, g + 1e-3), agree(g * torch.nan, g)
+        (True, False, False)
+    """
+    largest = torch.maximum(scanned.abs(), swept.abs()).amax(-1, keepdim=True)
+    near = (scanned - swept).abs() <= _ROUNDINGS * torch.finfo(swept.dtype).eps * largest
+    same = (scanned == swept) | (scanned.isnan() & swept.isnan())
+    return bool((near & largest.isfinite() | same).all())

@@ -87,8 +87,7 @@ class Compiled:
         self, net: Layers, x: Tensor, before: tuple[Tensor, ...], sizes: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         if not torch.is_grad_enabled():
-            biases = net.weights[2:] if net.bias else (None, None)
-            return layers.run(Weights(net.mode, *net.weights[:2], *biases), x, before, sizes)
+            return layers.run(Weights.of(net.mode, net.weights), x, before, sizes)
         return layer(net.mode, net.weights, self._way(net, x), x, before, sizes, net.totals)
 
     def _way(self, net: Layers, x: Tensor) -> Way:

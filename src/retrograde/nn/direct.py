@@ -10,7 +10,6 @@ and is not, such as inputs with the batch first, is copied some steps at a time.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -209,8 +208,7 @@ class Direct(RangeCore):
 
 def _weights(net: Layers) -> Weights:
     """One layer's weights, as the loops take them."""
-    parts: Any = [w.detach().contiguous() for w in net.weights]
-    return Weights(net.mode, *parts, *(None,) * (4 - len(parts)))
+    return Weights.of(net.mode, [w.detach().contiguous() for w in net.weights])
 
 
 def _copied(state: Tensor) -> Tensor:

@@ -8,56 +8,93 @@ only formed to be timed where it could pay.
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from retrograde.nn.time_crossing import Crossing, Gradient, Piece
-from retrograde.scan.elements import IDENTITY, Vector, combine
+from retrograde.nn.agreement import Guard, Told, reason, settle
+from retrograde.nn.time_crossing import Crossing
+from retrograde.nn.time_piece import Gradient, Piece
+from retrograde.scan.elements import IDENTITY, Dense, Vector, combine
+from retrograde.scan.links import Links
 from retrograde.scan.rank_model import LinkSpeed, RankModel, measure_links
 from retrograde.scan.ranks import RankWay
+from retrograde.scan.sparse.jacobian import room
 
 __all__ = ["choose"]
 
-_AT_BEST = 16  # times as fast as one after another that a Jacobian's columns may be swept
+Seconds = tuple[float, ...]
+
+# How much less than a product with every step's Jacobian a section's may take; and than a sweep for
+# each column.
+_AT_BEST = 4
+_SIDE_BY_SIDE = 16
+_FEW = 2**22  # numbers in matrices that are multiplied for nothing but the time it takes
 
 
-def choose(call: Crossing, pieces: Sequence[Piece], seeds: Sequence[Gradient]) -> RankWay:
+def choose(call: Crossing, pieces: Sequence[Piece], dy: Gradient) -> RankWay:
     """The way that the model expects to be fastest; every rank has to call it, and finds the same.
 
     Args:
         call: a pass that has been made forward.
         pieces: as it was run.
-        seeds: the gradients of each one's outputs.
+        dy: the gradient of this rank's outputs.
 
     Returns:
         ``"linear"``, ``"tree"`` or ``"gather"``.
 
     Raises:
-        RankError: a rank does not answer.
+        RankError: a rank fails, or does not answer.
     """
     links = call.links
     if links.size < 3:
         return "linear"  # no matrix crosses, and all ways do the same
     speed = measure_links(links, rounds=6, size=1 << 20)
-    sweep = _time(lambda: call.rehearse(pieces, seeds))
     size = sum(s.shape[0] * s.shape[-1] for s in pieces[0].after)
-    sweep = max(links.gather(sweep))
-    model = _model(call, speed, sweep, sweep * size / _AT_BEST, size)
-    if _fastest(call, model) == "linear":
+    like = torch.empty(0, dtype=call.x.dtype, device=call.x.device)
+    model = _model(call, speed, size)
+    told = links.gather((call.steps(call.x), room(None, like.device)))
+    steps, least_room = max(each[0] for each in told), min(each[1] for each in told)
+    if 3 * model.matrix_bytes > least_room:
+        return "linear"  # a product of two would not fit
+    (sweep,) = _slowest(links, lambda: (_time(lambda: call.rehearse(pieces, dy)),))
+    (product,) = _slowest(links, lambda: (_product(like, sum(call.batches), size),))
+    least = steps * product / _AT_BEST if call.closed else sweep * size / _SIDE_BY_SIDE
+    if _fastest(call, replace(model, sweep_seconds=sweep, jacobian_seconds=least)) == "linear":
         return "linear"
-    taken, product, apply = _products(call, pieces, seeds)
-    told = links.gather((taken, product, apply))
-    taken, product, apply = (max(column) for column in zip(*told, strict=True))
-    return _fastest(call, _model(call, speed, sweep, taken, size, product, apply))
+    taken, product, apply = _slowest(links, lambda: _products(call, pieces, dy))
+    found = replace(
+        model,
+        sweep_seconds=sweep,
+        jacobian_seconds=taken,
+        product_seconds=product,
+        apply_seconds=apply,
+    )
+    return _fastest(call, found)
 
 
-def _products(
-    call: Crossing, pieces: Sequence[Piece], seeds: Sequence[Gradient]
-) -> tuple[float, float, float]:
+def _slowest(links: Links, measure: Callable[[], Seconds]) -> Seconds:
+    """What every rank measures, of each number the largest."""
+    guard = Guard()
+    mine = guard(measure)
+    cause = guard.cause
+    heard = settle(links, Told(reason(cause) if cause else "", own=mine), cause)
+    return tuple(max(column) for column in zip(*(each.own for each in heard), strict=True))
+
+
+def _product(like: Tensor, samples: int, size: int) -> float:
+    """The seconds of a product of two matrices, for each sample; measured on some."""
+    few = min(samples, 1 + _FEW // size**2)
+    matrices = Dense(like.new_full((few, size, size), 1 / size))
+    return min(_time(lambda: combine(matrices, matrices)) for _ in range(3)) * samples / few
+
+
+def _products(call: Crossing, pieces: Sequence[Piece], dy: Gradient) -> Seconds:
     """The seconds of a Jacobian, of a product of two, and of one with a vector."""
     made: list[Any] = []
-    taken = _time(lambda: made.append(call.affine(list(pieces), list(seeds))))
+    taken = _time(lambda: made.append(call.affine(pieces, dy)))
     element = made[0]
     if element is IDENTITY:
         return taken, 0.0, 0.0
@@ -65,20 +102,18 @@ def _products(
     return taken, _time(lambda: combine(element, element)), _time(lambda: combine(vector, element))
 
 
-def _model(
-    call: Crossing, speed: LinkSpeed, sweep: float, jacobian: float, size: int,
-    product: float = 0.0, apply: float = 0.0,
-) -> RankModel:  # fmt: skip
-    vector = torch.empty(sum(call.batches), size, dtype=call.x.dtype, device="meta").nbytes
+def _model(call: Crossing, speed: LinkSpeed, size: int) -> RankModel:
+    """Of the links alone: work takes no time."""
+    vector = sum(call.batches) * size * call.x.itemsize
     return RankModel(
         latency_seconds=speed.latency_seconds,
         bytes_per_second=speed.bytes_per_second,
-        sweep_seconds=sweep,
-        jacobian_seconds=jacobian,
+        sweep_seconds=0.0,
+        jacobian_seconds=0.0,
         matrix_bytes=vector * (size + 1),
         vector_bytes=vector,
-        product_seconds=product,
-        apply_seconds=apply,
+        product_seconds=0.0,
+        apply_seconds=0.0,
     )
 
 

@@ -25,8 +25,10 @@ from retrograde.errors import CellError
 from retrograde.execute.transforms import uncompiled
 from retrograde.nn.agreement import Told, check_crossing, reason, settle
 from retrograde.nn.recurrent import Recurrent
+from retrograde.nn.time_back import added_up, cross
 from retrograde.nn.time_choice import choose
-from retrograde.nn.time_crossing import Crossing, Gradient, Piece, added_up, cross
+from retrograde.nn.time_crossing import Crossing
+from retrograde.nn.time_piece import Gradient, Piece
 from retrograde.scan.group_links import GroupLinks
 from retrograde.scan.links import Links
 from retrograde.scan.ranks import RankReport, RankWay
@@ -172,12 +174,12 @@ class TimeSharded(nn.Module):
             rnn, links, self.way, report, input, state, batched, gradient, batches, self._choose
         )
 
-    def _choose(self, call: Crossing, pieces: list[Piece], seeds: list[Gradient]) -> RankWay:
+    def _choose(self, call: Crossing, pieces: list[Piece], dy: Gradient) -> RankWay:
         """The way that is expected to be fastest; measured for every batch, and power of two of
         the longest part."""
         key = tuple(call.batches), self._longest.bit_length(), call.x.dtype
         if key not in self._chosen:
-            self._chosen[key] = choose(call, pieces, seeds)
+            self._chosen[key] = choose(call, pieces, dy)
         return self._chosen[key]
 
     def _described(self, call: Crossing) -> dict[str, Any]:

@@ -89,7 +89,7 @@ class _Layer(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         state, parameters = rest[:parts], rest[parts:]
-        outputs, after, tape = run_and_keep(_weights(kind, parameters), way, x, state, sizes)
+        outputs, after, tape = run_and_keep(Weights.of(kind, parameters), way, x, state, sizes)
         ctx.kind, ctx.way, ctx.sizes, ctx.totals, ctx.parts = kind, way, sizes, totals, parts
         kept = (None, None) if tape.kept is None else (tape.kept.gates, tape.kept.cells)
         ctx.save_for_backward(outputs, tape.marks, *kept, x, *rest)
@@ -109,7 +109,7 @@ class _Layer(torch.autograd.Function):
         seeds = tuple(
             torch.zeros_like(s) if g is None else g for s, g in zip(first, after, strict=True)
         )
-        weights = _weights(ctx.kind, parameters)
+        weights = Weights.of(ctx.kind, parameters)
         needs_x, *needs = ctx.needs_input_grad[5:]
         totals = ctx.totals.named(weights)
         found = backpropagate(weights, tape, x, first, dy, seeds, needs_x, totals)
@@ -117,7 +117,3 @@ class _Layer(torch.autograd.Function):
         gradients = [*found.state, *shares]
         wanted = [g if need else None for g, need in zip(gradients, needs, strict=True)]
         return (None,) * 5 + (found.x, *wanted)
-
-
-def _weights(kind: Kind, parameters: Any) -> Weights:
-    return Weights(kind, *parameters, *(None,) * (4 - len(parameters)))

@@ -22,7 +22,7 @@ ends of blocks of steps). Once the gradient g of every state is known, ``g ∘ s
 the gates; from it come those of inputs and weights, again by one product for many steps.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -42,6 +42,7 @@ __all__ = [
     "jacobians",
     "lstm_slopes",
     "pull",
+    "pull_to_inputs",
     "slopes",
 ]
 
@@ -73,6 +74,11 @@ class Weights:
     hidden: Tensor
     bias_inputs: Tensor | None
     bias_hidden: Tensor | None
+
+    @classmethod
+    def of(cls, kind: Kind, parameters: Sequence[Tensor]) -> "Weights":
+        """From the parameters of a layer in torch's order, with biases or without."""
+        return cls(kind, *parameters, *(None,) * (4 - len(parameters)))  # type: ignore[arg-type]
 
     @property
     def size(self) -> int:
@@ -300,19 +306,47 @@ def pull(step: Slopes, hidden: Tensor, rows: Tensor) -> Tensor:
     Returns:
         Gradients (B, R, n).
     """
-    size = hidden.shape[1]
-    if step.gates.shape[-2] == 4:
-        assert step.keep is not None
+    gates, kept = _gates(step, rows)
+    return _joined(gates.flatten(-2) @ hidden, kept, rows)
+
+
+def pull_to_inputs(step: Slopes, weights: Weights, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """As :func:`pull`, and what the step hands to its inputs.
+
+    Args:
+        step: as for :func:`pull`.
+        weights: the layer's parameters.
+        rows: gradients (B, R, n).
+
+    Returns:
+        Gradients of the state before the step (B, R, n), and of the step's inputs (B, R, I).
+    """
+    gates, kept = _gates(step, rows)
+    before = _joined(gates.flatten(-2) @ weights.hidden, kept, rows)
+    if weights.kind == "GRU":  # as the input weights see the third gate
         assert step.inner is not None
-        g_h, g_c = rows[..., :size], rows[..., size:]
-        d = torch.addcmul(g_c, g_h, step.inner.unsqueeze(-2))
-        four = torch.stack([d, d, d, g_h], -2) * step.gates.unsqueeze(-3)
-        return torch.cat([four.flatten(-2) @ hidden, d * step.keep.unsqueeze(-2)], -1)
-    gates = rows.unsqueeze(-2) * step.gates.unsqueeze(-3)
-    before = gates.flatten(-2) @ hidden
-    if step.keep is not None:
-        before.addcmul_(rows, step.keep.unsqueeze(-2))
-    return before
+        torch.mul(rows, step.inner.unsqueeze(-2), out=gates[..., 2, :])
+    return before, gates.flatten(-2) @ weights.inputs
+
+
+def _gates(step: Slopes, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Gradients of the gates (B, R, K, H), and of what a GRU's h or an LSTM's c keeps (B, R, H)."""
+    keep, size = step.keep, step.gates.shape[-1]
+    if step.gates.shape[-2] < 4:
+        gates = rows.unsqueeze(-2) * step.gates.unsqueeze(-3)
+        return gates, None if keep is None else rows * keep.unsqueeze(-2)
+    assert keep is not None
+    assert step.inner is not None
+    g_h, g_c = rows[..., :size], rows[..., size:]
+    d = torch.addcmul(g_c, g_h, step.inner.unsqueeze(-2))
+    gates = torch.stack([d, d, d, g_h], -2).mul_(step.gates.unsqueeze(-3))
+    return gates, d.mul_(keep.unsqueeze(-2))
+
+
+def _joined(before: Tensor, kept: Tensor | None, rows: Tensor) -> Tensor:
+    if kept is None:
+        return before
+    return before.add_(kept) if before.shape == rows.shape else torch.cat([before, kept], -1)
 
 
 def jacobians(steps: Slopes, hidden: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from retrograde.scan.recurrent import Slopes, pull
 
-__all__ = ["carry", "in_chunks", "products", "safe_chunk", "scan", "sweep", "trusted"]
+__all__ = ["at_step", "carry", "in_chunks", "products", "safe_chunk", "scan", "sweep", "trusted"]
 
 # How much larger than any gradient the terms of a product may be: their rounding shows in it.
 _CANCELLATION = 100.0
@@ -83,7 +83,7 @@ def scan(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor, chunk: in
     for t in range(chunk - 1, -1, -1):
         if losses is not None:
             after[..., : hidden.shape[1]] += losses[:, t]
-        after = _step(_at_step(whole, t), hidden, after)
+        after = _step(at_step(whole, t), hidden, after)
     return sweep(slopes.at(slice(0, rest)), hidden, None if dy is None else dy[:rest], before)
 
 
@@ -107,7 +107,7 @@ def products(chunks: Slopes, hidden: Tensor, losses: Tensor | None) -> Tensor:
     for t in range(length - 1, -1, -1):
         if losses is not None:
             rows[..., n, :size] += losses[:, t]
-        rows = pull(_at_step(chunks, t), hidden, rows)
+        rows = pull(at_step(chunks, t), hidden, rows)
     return rows
 
 
@@ -210,7 +210,7 @@ def in_chunks(
     return whole, None if dy is None else dy[rest:].unflatten(0, shape)
 
 
-def _at_step(chunks: Slopes, t: int) -> Slopes:
+def at_step(chunks: Slopes, t: int) -> Slopes:
     """The slopes of step t of every chunk, as views."""
     keep, inner = chunks.keep, chunks.inner
     return Slopes(

@@ -19,6 +19,7 @@ LARGEST_SIZE = 128
 
 Sweep = Callable[[Slopes, Tensor, Tensor | None, Tensor], Tensor]
 Scan = Callable[[Slopes, Tensor, Tensor | None, Tensor, int], Tensor]
+Products = Callable[[Slopes, Tensor, Tensor | None], Tensor]
 State = tuple[Tensor, ...]
 
 
@@ -79,6 +80,7 @@ class Kernels:
         sweep: as :func:`retrograde.scan.sweep.sweep`.
         scan: as :func:`retrograde.scan.sweep.scan`.
         gates: as :func:`retrograde.scan.recurrent.gru_slopes` and ``lstm_slopes``.
+        products: as :func:`retrograde.scan.sweep.products`.
         run: the forward pass, where there is one that is faster than torch's own.
         forward: the same for one range after another, where there is such a thing.
         backward: slopes, sweep and sums in one, likewise.
@@ -88,6 +90,7 @@ class Kernels:
     sweep: Sweep
     scan: Scan
     gates: GateSlopes
+    products: Products
     run: Run | None = None
     forward: type[Forward] | None = None
     backward: type[Backward] | None = None
@@ -113,10 +116,13 @@ def kernels(device: str, dtype: torch.dtype, size: int) -> Kernels:
         from retrograde.scan.kernels import cpu
 
         slopes = cpu.gru_slopes, cpu.lstm_slopes
-        return Kernels("numba", cpu.sweep, cpu.scan, slopes, cpu.run, cpu.Forward, cpu.Backward)
+        layer = cpu.run, cpu.Forward, cpu.Backward
+        return Kernels("numba", cpu.sweep, cpu.scan, slopes, cpu.products, *layer)
     fits = dtype == torch.float32 and size <= LARGEST_SIZE
     if device == "cuda" and fits and importlib.util.find_spec("triton"):
         from retrograde.scan.kernels import cuda
 
-        return Kernels("triton", cuda.sweep, cuda.scan, (cuda.gru_slopes, cuda.lstm_slopes))
-    return Kernels("torch", sweep.sweep, sweep.scan, (recurrent.gru_slopes, recurrent.lstm_slopes))
+        gates = cuda.gru_slopes, cuda.lstm_slopes
+        return Kernels("triton", cuda.sweep, cuda.scan, gates, sweep.products)
+    plain = recurrent.gru_slopes, recurrent.lstm_slopes
+    return Kernels("torch", sweep.sweep, sweep.scan, plain, sweep.products)

@@ -27,7 +27,7 @@ from retrograde.scan.kernels.team import Range, ranges, share
 from retrograde.scan.kernels.tiles import panels, whole_vectors
 from retrograde.scan.recurrent import Block, Kept, Kind, Slopes, Weights
 
-__all__ = ["Backward", "Forward", "gru_slopes", "lstm_slopes", "run", "scan", "sweep"]
+__all__ = ["Backward", "Forward", "gru_slopes", "lstm_slopes", "products", "run", "scan", "sweep"]
 
 State = tuple[Tensor, ...]
 
@@ -324,25 +324,38 @@ def scan(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor, chunk: in
     if length // chunk < 2:
         return sweep(slopes, hidden, dy, g)
     chunks, losses = reference.in_chunks(slopes.at(slice(rest, None)), dy, rest, chunk)
-    count, n = len(chunks.gates), g.shape[-1]
-    absent = np.empty((count, 0, 0, 0), hidden.numpy().dtype)
-    keep, inner, terms = (
-        absent if t is None else t.numpy() for t in (chunks.keep, chunks.inner, losses)
-    )
-    gates, weights = chunks.gates.flatten(-2).numpy(), panels(hidden).numpy()
-    rows = g.new_empty(count, samples, n + 1, n)
-    kernel = cpu_sweep.products_lstm if n == 2 * size else cpu_sweep.products_state
-    arrays = gates, keep, inner, weights, terms
-    work = chunks.gates.numel() * size
-    numbers = cpu_sweep.room_for_products(size, n // size)
-    parts = ranges(count, 1 + work * n // _THREAD_WORK)
-    _share_with_room(kernel, (*arrays, rows.numpy()), parts, numbers, g)
+    rows = products(chunks, hidden, losses)
     after, before = reference.carry(rows, g)
     if not reference.trusted(rows, after):
         return sweep(slopes, hidden, dy, g)
-    numbers, parts = cpu_sweep.room_to_sweep(samples, size), ranges(count, 1 + work // _THREAD_WORK)
+    arrays, count = _arrays(chunks, hidden, losses), len(chunks.gates)
+    parts = ranges(count, 1 + chunks.gates.numel() * size // _THREAD_WORK)
+    numbers = cpu_sweep.room_to_sweep(samples, size)
     _share_with_room(cpu_sweep.local, (*arrays, after.numpy()), parts, numbers, g)
     return sweep(slopes.at(slice(0, rest)), hidden, None if dy is None else dy[:rest], before)
+
+
+def products(chunks: Slopes, hidden: Tensor, losses: Tensor | None) -> Tensor:
+    """As :func:`retrograde.scan.sweep.products`, for float32 and float64 on a CPU."""
+    count, _, samples, _, size = chunks.gates.shape
+    lstm = chunks.gates.shape[-2] == 4
+    n = size * (2 if lstm else 1)
+    rows = hidden.new_empty(count, samples, n + 1, n)
+    kernel = cpu_sweep.products_lstm if lstm else cpu_sweep.products_state
+    parts = ranges(count, 1 + chunks.gates.numel() * size * n // _THREAD_WORK)
+    numbers = cpu_sweep.room_for_products(size, n // size)
+    arrays = (*_arrays(chunks, hidden, losses), rows.numpy())
+    _share_with_room(kernel, arrays, parts, numbers, hidden)
+    return rows
+
+
+def _arrays(chunks: Slopes, hidden: Tensor, losses: Tensor | None) -> tuple[Any, ...]:
+    """Chunks as the loops have them."""
+    absent = np.empty((len(chunks.gates), 0, 0, 0), hidden.numpy().dtype)
+    keep, inner, terms = (
+        absent if t is None else t.numpy() for t in (chunks.keep, chunks.inner, losses)
+    )
+    return chunks.gates.flatten(-2).numpy(), keep, inner, panels(hidden).numpy(), terms
 
 
 def gru_slopes(inputs: Tensor, hidden: Tensor, before: Tensor) -> Slopes:
