@@ -169,16 +169,16 @@ class _Back:
     def by_scan(self, way: RankWay) -> Found:
         """Learn from all what reaches this rank, and go back."""
         links, call, guard = self.links, self.call, self.guard
-        first, found = links.rank == 0, self._nothing()
+        found = self._nothing()
         if call.last:
-            guard(self._sweep, found, [self._ends(j) for j in range(len(self.pieces))])
-            element = guard(lambda: Vector(self._flat(found.begun)))
-            self._scan(element, way)
-            return found if first else self._compare(found, None)
-        element = UNREAD if first else guard(call.affine, self.pieces, self.dy)
-        arrived = self._scan(element, way)
-        guard(self._arrive, found, arrived)
-        return self._compare(found, arrived)
+            swept = guard(self._sweep, found, [self._ends(j) for j in range(len(self.pieces))])
+            arrived = self._scan(guard(Vector, swept), way)
+        else:
+            element = guard(call.affine, self.pieces, self.dy) if links.rank else UNREAD
+            arrived = self._scan(element, way)
+            swept = guard(self._arrive, found, arrived)
+        found.agrees = links.size < 3 or self._compare(swept, arrived)
+        return found
 
     def _scan(self, element: Any, way: RankWay) -> Any:
         def operator(a: Any, b: Any) -> Any:
@@ -186,27 +186,27 @@ class _Back:
 
         return scan_ranks(element, self.links, operator, way=way, backward=True, report=self.report)
 
-    def _arrive(self, found: Found, arrived: Vector) -> None:
+    def _arrive(self, found: Found, arrived: Vector) -> Tensor:
         parts = arrived.data.split(self.call.batches)
         ends = [piece.unflat(part) for piece, part in zip(self.pieces, parts, strict=True)]
-        self._sweep(found, ends)
+        return self._sweep(found, ends)
 
-    def _sweep(self, found: Found, ends: list[State]) -> None:
-        for j, each in enumerate(ends):
-            self._through(found, j, each, keep=self.links.size > 2)
+    def _sweep(self, found: Found, ends: list[State]) -> Tensor:
+        """Go back through all pieces; the gradient of the state before them, a row a sample."""
+        keep = self.links.size > 2  # for another time, by a line
+        begun = [self._through(found, j, each, keep) for j, each in enumerate(ends)]
+        return torch.cat([p.flat(s) for p, s in zip(self.pieces, begun, strict=True)])
 
-    def _compare(self, found: Found, arrived: Any) -> Found:
-        """Tell the rank before what was found there, and hear what was found here."""
-        links = self.links
-        if links.size < 3:  # no product was made
-            return found
+    def _compare(self, swept: Any, arrived: Any) -> bool:
+        """Tell the rank before what was swept here, and hear whether the next one swept alike."""
+        links, alike = self.links, True
         if links.rank:
-            links.send(self.guard(lambda: self._flat(found.begun)), links.rank - 1)
+            links.send(swept, links.rank - 1)
         if not self.call.last:
             told = links.receive(links.rank + 1)
-            found.agrees = bool(self.guard(lambda a, b: agree(a.data, b), arrived, told))
+            alike = bool(self.guard(lambda a, b: agree(a.data, b), arrived, told))
         links.flush()
-        return found
+        return alike
 
     def _through(self, found: Found, j: int, ends: State, keep: bool = False) -> State:
         """Go back through a piece, and add to what is found."""
@@ -242,9 +242,6 @@ class _Back:
             torch.zeros_like(s) if g is None else self.call.cut(g, 1)[j]
             for g, s in zip(self.final, self.pieces[j].after, strict=True)
         )
-
-    def _flat(self, states: list[State]) -> Tensor:
-        return torch.cat([p.flat(s) for p, s in zip(self.pieces, states, strict=True)])
 
     def _nothing(self) -> Found:
         return Found([None] * len(self.own))
