@@ -8,7 +8,7 @@ import torch
 
 import retrograde as rg
 from retrograde.errors import RankError
-from retrograde.nn import time_back, time_crossing, time_jacobian
+from retrograde.nn import time_crossing, time_jacobian, way_back
 from retrograde.nn.time_piece import Piece
 from retrograde.scan.links import simulate
 
@@ -175,7 +175,7 @@ def test_all_hear_of_a_product_that_fails(monkeypatch):
     def broken(a, b):
         raise MemoryError("no room for a product")
 
-    monkeypatch.setattr(time_back, "combine", broken)
+    monkeypatch.setattr(way_back, "combine", broken)
 
     def rank(links):
         with pytest.raises(RankError, match=r"rank \d cannot run: no room for a product"):

@@ -10,18 +10,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final, get_args
 
-import torch
-from torch import Tensor
-
 from retrograde.errors import CellError, RankError
 from retrograde.scan.links import Links
 from retrograde.scan.ranks import RankWay
 
-__all__ = ["FAILED", "Guard", "Told", "agree", "check_crossing", "reason", "settle"]
-
-
-# How far two gradients may lie apart, in units of rounding of a sample's largest.
-_ROUNDINGS = 100.0
+__all__ = ["FAILED", "Guard", "Told", "check_crossing", "reason", "settle"]
 
 
 class Failed(Enum):
@@ -148,25 +141,3 @@ def check_crossing(way: Any, pieces: Any) -> None:
         raise CellError(f"unknown way={way!r} to cross ranks: expected one of {names}")
     if pieces is not None and (type(pieces) is not int or pieces < 1):
         raise CellError(f"got pieces={pieces!r}: expected at least 1, or None")
-
-
-def agree(scanned: Tensor, swept: Tensor) -> bool:
-    """Whether two gradients are the same up to rounding, as seen from each sample's largest.
-
-    Args:
-        scanned: what a scan told (samples, n).
-        swept: what a sweep found; where it is no number, the other may be none either.
-
-    Returns:
-        Whether the scan can be trusted.
-
-    Example:
-        >>> import torch
-        >>> g = torch.tensor([[1.0, 2.0]])
-        >>> agree(g, g + 1e-6), agree(g, g + 1e-3), agree(g * torch.nan, g)
-        (True, False, False)
-    """
-    largest = torch.maximum(scanned.abs(), swept.abs()).amax(-1, keepdim=True)
-    near = (scanned - swept).abs() <= _ROUNDINGS * torch.finfo(swept.dtype).eps * largest
-    same = (scanned == swept) | (scanned.isnan() & swept.isnan())
-    return bool((near & largest.isfinite() | same).all())

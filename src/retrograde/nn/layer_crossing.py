@@ -1,29 +1,25 @@
-"""One pass of one rank through its layers: forward in pieces, and back by a scan across ranks.
+"""One pass of one rank through its layers: forward in pieces.
 
 What is differentiated by torch is a rank's own layers, from a leaf to what is handed on; the ranks'
-graphs are joined here.
+graphs are joined in :mod:`retrograde.nn.layer_back`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from retrograde.errors import CellError, RankError
+from retrograde.errors import CellError
 from retrograde.execute.captured import foreign_tensors
-from retrograde.execute.replay import muted_hooks
 from retrograde.nn.agreement import Told, reason, settle
-from retrograde.nn.layer_jacobian import joined, run, run_with_jacobian
-from retrograde.scan.elements import UNREAD, Vector, combine
+from retrograde.nn.layer_jacobian import run, run_with_jacobian
 from retrograde.scan.links import Links
-from retrograde.scan.ranks import RankReport, RankWay, scan_ranks
-from retrograde.scan.sparse.csr import CSR
+from retrograde.scan.ranks import RankReport, RankWay
 from retrograde.scan.sparse.pattern import Pattern
 
-__all__ = ["Crossing", "Memo", "cross"]
+__all__ = ["Crossing", "Memo"]
 
 Gradient = Tensor | None
 
@@ -154,137 +150,3 @@ class Crossing:
                 "the layers use a tensor that wants a gradient and is none of their parameters: "
                 "expected parameters only; register it as one"
             )
-
-    def back(
-        self, pieces: list[Piece], dy: Gradient, own: list[Tensor]
-    ) -> tuple[Gradient, list[Gradient]]:
-        """Go backward.
-
-        Args:
-            pieces: of the forward pass.
-            dy: the gradient of the output, on the last rank.
-            own: the parameters that want a gradient.
-
-        Returns:
-            The gradients of the input, on rank 0, and of the parameters.
-        """
-        self.memo.report = RankReport(self.way)
-        totals: list[Gradient] = [None] * len(own)
-
-        def through(piece: Piece, g: Gradient) -> Gradient:
-            return _through(piece, g, own, totals)
-
-        if self.way == "linear":
-            inputs = self._hand_back(pieces, dy, through)
-        elif self.last:
-            inputs = list(map(through, pieces, self._seeds(pieces, dy)))
-            self._scan(UNREAD if self.links.rank == 0 else Vector(_flat(inputs)))
-        else:
-            elements = [piece.element for piece in pieces]
-            arrived = self._scan(joined(elements, self.batches) if self.links.rank else UNREAD)
-            parts = zip(arrived.data.split(self.batches), pieces, strict=True)
-            inputs = [through(piece, part.reshape(piece.y.shape)) for part, piece in parts]
-        found = [g for g in inputs if g is not None]
-        return (torch.cat(found) if found and not self.links.rank else None), totals
-
-    def _seeds(self, pieces: list[Piece], dy: Gradient) -> Sequence[Gradient]:
-        if dy is None or not self.last:  # what comes to others is the gradient of their zero
-            return [None] * len(pieces)
-        if len(pieces) == 1:
-            return [dy]
-        return list(dy.split([len(piece.y) for piece in pieces]))
-
-    def _hand_back(
-        self, pieces: list[Piece], dy: Gradient, through: Callable[[Piece, Gradient], Gradient]
-    ) -> list[Gradient]:
-        """Plain model parallelism: wait for the next rank, go back, hand on to the one before."""
-        links, report, inputs = self.links, self.memo.report, list[Gradient]()
-        before = links.traffic.messages, links.traffic.sent_bytes
-        seeds = self._seeds(pieces, dy)
-        for j, piece in enumerate(pieces):
-            g = seeds[j] if self.last else links.receive(links.rank + 1)
-            inputs.append(through(piece, g))
-            if links.rank:
-                links.send(inputs[-1], links.rank - 1)
-        links.flush()
-        report.up = links.size - 1
-        report.messages = links.traffic.messages - before[0]
-        report.sent_bytes = links.traffic.sent_bytes - before[1]
-        return inputs
-
-    def _scan(self, element: Any) -> Any:
-        met: list[Pattern] = []
-
-        def operator(a: Any, b: Any) -> Any:
-            met.extend(each.pattern for each in (a, b) if isinstance(each, CSR))
-            return combine(a, b)
-
-        found = scan_ranks(
-            element, self.links, operator, way=self.way, backward=True, report=self.memo.report
-        )
-        self.memo.met = met
-        return found
-
-
-def cross(crossing: Crossing, input: Tensor | None) -> Tensor:
-    """Run a rank's layers, and join their graph to those of the other ranks.
-
-    Args:
-        crossing: what the ranks agreed on.
-        input: on rank 0.
-
-    Returns:
-        The output on the last rank, a zero on others; their ``backward`` goes back.
-
-    Raises:
-        RankError: a rank cannot run its layers.
-    """
-    own = [p for p in crossing.layers.parameters() if p.requires_grad]
-    start = torch.zeros((), requires_grad=crossing.gradient)  # a rank may have nothing else
-    found: Tensor = _Cross.apply(crossing, start, input, *own)  # type: ignore[no-untyped-call]
-    return found
-
-
-class _Cross(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, crossing: Crossing, start: Tensor, input: Tensor | None, *own: Tensor
-    ) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.crossing, ctx.own = crossing, list(own)
-        ctx.pieces = pieces = crossing.run(input)
-        if not crossing.last:
-            return torch.zeros(())
-        if len(pieces) == 1:
-            return pieces[0].y.detach().clone()
-        return torch.cat([piece.y.detach() for piece in pieces])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Gradient) -> tuple[Any, ...]:
-        if ctx.pieces is None:
-            raise RankError(
-                "a backward pass across ranks has been made already: expected one for each call"
-            )
-        pieces, ctx.pieces = ctx.pieces, None
-        x, own = ctx.crossing.back(pieces, dy, ctx.own)
-        return None, None, x, *own
-
-
-def _through(piece: Piece, g: Gradient, own: list[Tensor], totals: list[Gradient]) -> Gradient:
-    """Go back through a piece, and add to the parameters' gradients."""
-    zero = torch.zeros_like(piece.x) if piece.x.requires_grad else None
-    if g is None or not piece.y.requires_grad:
-        return zero
-    wanted = [piece.x] if piece.x.requires_grad else []
-    with muted_hooks(own):  # they are called with the whole gradient, not a piece's
-        found = torch.autograd.grad(piece.y, [*wanted, *own], g, allow_unused=True)
-    for i, share in enumerate(found[len(wanted) :]):
-        so_far = totals[i]
-        if share is not None:
-            totals[i] = share if so_far is None else so_far + share
-    return found[0] if wanted and found[0] is not None else zero
-
-
-def _flat(gradients: Iterable[Gradient]) -> Tensor:
-    return torch.cat([g.flatten(1) for g in gradients if g is not None])

@@ -28,7 +28,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from retrograde.errors import CellError, RankError
 from retrograde.execute.transforms import uncompiled
 from retrograde.nn.agreement import Told, check_crossing, reason, settle
-from retrograde.nn.layer_crossing import Crossing, Memo, cross
+from retrograde.nn.layer_back import cross
+from retrograde.nn.layer_crossing import Crossing, Memo
 from retrograde.scan.group_links import GroupLinks
 from retrograde.scan.links import Links
 from retrograde.scan.ranks import RankReport, RankWay
