@@ -1,5 +1,6 @@
 """A rank's layers in the caller's graph, and their way back across ranks."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from retrograde.errors import RankError
 from retrograde.execute.replay import muted_hooks
 from retrograde.nn.agreement import Told, reason, settle
 from retrograde.nn.layer_crossing import Crossing, Gradient, Piece
-from retrograde.nn.layer_jacobian import joined
+from retrograde.nn.layer_jacobian import joined, operations_a_second
 from retrograde.nn.way_back import WayBack, add_shares
 from retrograde.scan.elements import combine
 from retrograde.scan.ranks import RankReport
@@ -47,7 +48,8 @@ class _Cross(torch.autograd.Function):
     ) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.crossing, ctx.own = crossing, list(own)
-        ctx.pieces = pieces = crossing.run(input)
+        with crossing.timed():
+            ctx.pieces = pieces = crossing.run(input)
         if not crossing.last:
             return torch.zeros(())
         if len(pieces) == 1:
@@ -63,8 +65,10 @@ class _Cross(torch.autograd.Function):
             )
         pieces, ctx.pieces = ctx.pieces, None
         crossing = ctx.crossing
-        back = _Back(crossing, pieces, dy, ctx.own)
-        back.go(crossing.way)
+        with crossing.timed():
+            back = _Back(crossing, pieces, dy, ctx.own)
+            back.go("linear" if crossing.unable else crossing.way)
+        crossing.tell()
         found = [g for g in back.inputs if g is not None]
         x = torch.cat(found) if found and not crossing.links.rank else None
         return None, None, x, *back.totals
@@ -83,7 +87,11 @@ class _Back(WayBack):
     ) -> None:
         memo = crossing.memo
         memo.report = RankReport(crossing.way)
-        super().__init__(crossing.links, memo.report, len(pieces))
+        patience = math.inf if crossing.patience is None else crossing.patience
+        device = pieces[0].x.device
+        super().__init__(
+            crossing.links, memo.report, len(pieces), patience * operations_a_second(device)
+        )
         self.crossing, self.pieces, self.own, self.memo = crossing, pieces, own, memo
         self.seeds = self._seeds(dy)
 

@@ -4,16 +4,19 @@ What is differentiated by torch is a rank's own layers, from a leaf to what is h
 graphs are joined in :mod:`retrograde.nn.layer_back`.
 """
 
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from retrograde.errors import CellError
+from retrograde.errors import CellError, ScanError
 from retrograde.execute.captured import foreign_tensors
 from retrograde.nn.agreement import Told, reason, settle
+from retrograde.nn.layer_choice import Trials
 from retrograde.nn.layer_jacobian import run, run_with_jacobian
 from retrograde.scan.links import Links
 from retrograde.scan.ranks import RankReport, RankWay
@@ -65,6 +68,9 @@ class Crossing:
         gradient: whether any rank wants one.
         batches: samples of each piece.
         memo: what is kept.
+        trials: told of the pass, where ways are tried.
+        unable: whether a rank's Jacobian could not be formed, and all go by a line.
+        seconds: what this rank's part of the pass has taken.
     """
 
     layers: nn.Sequential
@@ -73,6 +79,25 @@ class Crossing:
     gradient: bool
     batches: list[int]
     memo: Memo
+    trials: Trials | None = None
+    unable: bool = False
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.patience = None if self.trials is None else self.trials.patience
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Add what is done meanwhile to the seconds."""
+        start = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - start
+
+    def tell(self) -> None:
+        """Tell the trials of the pass, if they want to know: the slowest rank's seconds."""
+        if self.trials is not None and not self.trials.over:
+            slowest = max(self.links.gather(self.seconds))
+            self.trials.done(self.way, slowest, by=self.memo.report.way)
 
     @property
     def last(self) -> bool:
@@ -83,7 +108,7 @@ class Crossing:
     def crossed(self) -> bool:
         """Whether this rank's Jacobian is wanted."""
         between = self.links.rank > 0 and not self.last
-        return between and self.gradient and self.way != "linear"
+        return between and self.gradient and self.way != "linear" and not self.unable
 
     def run(self, input: Tensor | None) -> list[Piece]:
         """Go forward, piece by piece, and hand each on.
@@ -111,7 +136,8 @@ class Crossing:
             if not self.last:
                 links.send(None if failed else found[-1].y.detach(), links.rank + 1)
         links.flush()
-        settle(links, Told(reason(cause) if cause else ""), cause)
+        heard = settle(links, Told(reason(cause) if cause else "", own=self.unable), cause)
+        self.unable = any(told.own for told in heard)
         if self.crossed:
             self.memo.made = made
         return found
@@ -126,20 +152,32 @@ class Crossing:
             x = part.detach().requires_grad_(wanted and self.gradient and part.is_floating_point())
             element = None
             if self.crossed:
-                y, element, patterns = run_with_jacobian(self.layers, x, sum(self.batches))
+                y, element, patterns = self._run_with_jacobian(x)
                 made += patterns
             else:
                 y = run(self.layers, x)
         if not isinstance(y, Tensor):
             raise CellError(f"the layers returned a {type(y).__name__}: expected one tensor")
-        apart = len(self.batches) > 1 or self.way != "linear"
-        if apart and (y.ndim < 2 or len(y) != len(x)):
+        samples_first = y.ndim > 1 and len(y) == len(x)
+        if self.patience is not None and not samples_first:
+            self.unable = True
+        apart = len(self.batches) > 1 or (self.way != "linear" and not self.unable)
+        if apart and not samples_first:
             raise CellError(
                 f"the layers took {tuple(x.shape)} to {tuple(y.shape)}: expected samples first, as "
                 "many as they were given; or use way='linear' and pieces=1"
             )
         self._check_captured(x, y)
         return Piece(x, y, element)
+
+    def _run_with_jacobian(self, x: Tensor) -> tuple[Tensor, Any, list[Pattern]]:
+        try:
+            return run_with_jacobian(self.layers, x, sum(self.batches), self.patience)
+        except ScanError:
+            if self.patience is None:
+                raise
+            self.unable = True
+            return run(self.layers, x), None, []
 
     def _check_captured(self, x: Tensor, y: Tensor) -> None:
         """Refuse layers that use tensors of which we could not give the gradient (rule 5)."""

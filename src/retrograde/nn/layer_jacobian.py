@@ -5,7 +5,7 @@ the narrower end. Where one has none, it is found by a sweep: a backward pass fo
 sample, all samples at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from math import prod
 from operator import matmul
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from retrograde.errors import ScanError
-from retrograde.scan.elements import IDENTITY, Dense
+from retrograde.machine import now
+from retrograde.scan.elements import IDENTITY, Dense, flops
 from retrograde.scan.sparse.csr import CSR
 from retrograde.scan.sparse.jacobian import room
 from retrograde.scan.sparse.outline import ledger_of, outlines
@@ -24,7 +25,7 @@ from retrograde.scan.sparse.pattern import Pattern
 from retrograde.scan.sparse.rules import parts_of, rule_of
 from retrograde.units import format_bytes
 
-__all__ = ["has_rules", "joined", "run", "run_with_jacobian"]
+__all__ = ["has_rules", "joined", "operations_a_second", "run", "run_with_jacobian"]
 
 
 def run(layers: nn.Module, x: Tensor) -> Any:
@@ -74,7 +75,7 @@ def has_rules(layer: nn.Module) -> bool:
 
 
 def run_with_jacobian(
-    layers: nn.Module, x: Tensor, samples: int
+    layers: nn.Module, x: Tensor, samples: int, patience: float | None = None
 ) -> tuple[Tensor, Any, list[Pattern]]:
     """Run layers on a piece of a batch, and find their transposed Jacobian there.
 
@@ -82,13 +83,14 @@ def run_with_jacobian(
         layers: in turn.
         x: (samples of the piece, …); a gradient is wanted.
         samples: of the whole batch: there must be room for it.
+        patience: seconds; what must take longer by its operations alone is refused.
 
     Returns:
         The output, differentiable; the element: a ``CSR``, a ``Dense`` or ``IDENTITY``; and the
         patterns, which are found once as long as they are kept.
 
     Raises:
-        ScanError: samples are coupled, or the Jacobian takes too much memory.
+        ScanError: samples are coupled, or the Jacobian takes too much memory, or too long.
 
     Example:
         >>> layers = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
@@ -98,11 +100,17 @@ def run_with_jacobian(
     """
     if not has_rules(layers):
         y = run(layers, x)
-        return y, _swept(x, y, samples), []
+        return y, _swept(x, y, samples, patience), []
     y, path = observe(layers, x)
-    ledger = ledger_of([path], x.dtype.itemsize)
-    _product(path, outlines(samples, ledger))
+    ledger, counted = ledger_of([path], x.dtype.itemsize), [0]
+
+    def count(left: Any, right: Any) -> Any:
+        counted[0] += flops(right, left)
+        return left @ right
+
+    _product(path, outlines(samples, ledger), count)
     _check_room(ledger.bytes_for(samples), x)
+    _check_time(counted[0] / operations_a_second(x.device), patience)
     patterns = [piece.local.pattern for piece in path.pieces()]
     element = _product(path, lambda piece: piece.local.csr(x))
     if isinstance(element, CSR):
@@ -139,7 +147,7 @@ def joined(elements: Sequence[Any], batches: Sequence[int]) -> Any:
     return CSR(first.pattern, torch.cat([each.data for each in elements]))
 
 
-def _product(path: Path, make: Maker) -> Any:
+def _product(path: Path, make: Maker, multiply: Callable[[Any, Any], Any] = matmul) -> Any:
     """The Jacobian of layers in turn, multiplied from where it is narrower."""
     turns = path.paths if isinstance(path, Joined) and not path.added else [path]
     changing = (each for each in turns if not isinstance(each, Piece) or each.changes)
@@ -147,11 +155,11 @@ def _product(path: Path, make: Maker) -> Any:
     if not matrices:
         return IDENTITY
     if path.inputs <= path.outputs:
-        return reduce(matmul, matrices)
-    return reduce(lambda later, earlier: earlier @ later, reversed(matrices))
+        return reduce(multiply, matrices)
+    return reduce(lambda right, left: multiply(left, right), reversed(matrices))
 
 
-def _swept(x: Tensor, y: Any, samples: int) -> Dense:
+def _swept(x: Tensor, y: Any, samples: int, patience: float | None) -> Dense:
     if not isinstance(y, Tensor):
         raise ScanError(f"the layers returned a {type(y).__name__}: expected one tensor")
     if y.ndim < 2 or len(y) != len(x) or y.dtype != x.dtype:
@@ -161,7 +169,9 @@ def _swept(x: Tensor, y: Any, samples: int) -> Dense:
         )
     inputs, outputs = prod(x.shape[1:]), prod(y.shape[1:])
     _check_room(2 * samples * inputs * outputs * x.dtype.itemsize, x)
+    start = now(x.device)
     _check_apart(x, y)
+    _check_time((now(x.device) - start) * (outputs if len(x) > 1 else 0), patience)
     basis = torch.eye(outputs, dtype=y.dtype, device=y.device)
     columns = [_back(x, y, row.expand(len(y), outputs).view_as(y)).flatten(1) for row in basis]
     return Dense(torch.stack(columns, -1))
@@ -184,6 +194,30 @@ def _check_apart(x: Tensor, y: Tensor) -> None:
         raise ScanError(
             "a sample's output depends on other samples, so there is no Jacobian for each: "
             "expected layers that keep samples apart, or way='linear'"
+        )
+
+
+def operations_a_second(device: torch.device) -> float:
+    """More than a device of this kind does of what is done here, so that bounds hold.
+
+    Args:
+        device: its kind counts.
+
+    Returns:
+        Multiplications and additions a second.
+
+    Example:
+        >>> operations_a_second(torch.device("cpu"))
+        100000000000.0
+    """
+    return 1e11 if device.type == "cpu" else 5e13
+
+
+def _check_time(least: float, patience: float | None) -> None:
+    if patience is not None and least > patience:
+        raise ScanError(
+            f"the transposed Jacobian of this rank's layers takes {least:.3g} s or more, and "
+            f"{patience:.3g} s are given: expected less; use way='linear', or other cuts"
         )
 
 

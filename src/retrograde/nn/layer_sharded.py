@@ -16,10 +16,10 @@ forward pass whether they came through, so that none waits for one that cannot g
 Reference: Wang, *BPPSA: Scaling Back-propagation by Parallel Scan Algorithm*, 2020.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, distributed, nn
@@ -27,9 +27,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from retrograde.errors import CellError, RankError
 from retrograde.execute.transforms import uncompiled
-from retrograde.nn.agreement import Told, check_crossing, reason, settle
+from retrograde.nn.agreement import Guard, Told, check_crossing, reason, settle
 from retrograde.nn.layer_back import cross
+from retrograde.nn.layer_choice import Trials
 from retrograde.nn.layer_crossing import Crossing, Memo
+from retrograde.nn.layer_cuts import balanced, layer_seconds, where_to_cut
 from retrograde.scan.group_links import GroupLinks
 from retrograde.scan.links import Links
 from retrograde.scan.ranks import RankReport, RankWay
@@ -56,7 +58,8 @@ class LayerSharded(nn.Module):
         layers: this rank's own, in turn; none, as ``torch.nn.Sequential()``, is allowed. No
             parameter may be in layers of two ranks. :meth:`cut` takes the share of a whole chain.
         group: of the ranks; all, by default.
-        way: how gradients cross the ranks: ``"linear"``, ``"tree"`` or ``"gather"``.
+        way: how gradients cross the ranks: ``"linear"``, ``"tree"`` or ``"gather"``; ``"auto"``
+            tries each in the first passes for a batch, and goes on with the fastest.
         pieces: of the batch, which are handed along one after the other; as many as there are
             ranks, by default. Layers that couple samples in training need 1.
 
@@ -82,17 +85,18 @@ class LayerSharded(nn.Module):
         layers: nn.Sequential,
         group: distributed.ProcessGroup | Links | None = None,
         *,
-        way: RankWay = "linear",
+        way: RankWay | Literal["auto"] = "linear",
         pieces: int | None = None,
     ) -> None:
         super().__init__()
         _check_chain(layers)
-        check_crossing(way, pieces)
+        check_crossing("linear" if way == "auto" else way, pieces)
         self.layers = layers
         self.links = group if isinstance(group, Links) else GroupLinks(group)
         self.way = way
         self.pieces = pieces
         self._memo = Memo()
+        self._trials: dict[Hashable, Trials] = {}
 
     @property
     def report(self) -> RankReport:
@@ -105,9 +109,10 @@ class LayerSharded(nn.Module):
         whole: nn.Sequential,
         group: distributed.ProcessGroup | Links | None = None,
         *,
-        way: RankWay = "linear",
+        way: RankWay | Literal["auto"] = "linear",
         pieces: int | None = None,
         cuts: Sequence[int] | None = None,
+        sample: Any = None,
     ) -> Self:
         """Keep this rank's share of a chain that every rank has made.
 
@@ -120,12 +125,15 @@ class LayerSharded(nn.Module):
             pieces: of the batch.
             cuts: the index of the first layer of each rank but rank 0, ascending; by default, each
                 rank has as many layers as any other, or one less.
+            sample: an input, on every rank: the cuts are those for which the slowest rank is as
+                fast as can be, as rank 0 measures the layers with it.
 
         Returns:
             The module, with this rank's layers.
 
         Raises:
             CellError: the cuts are none, or a parameter would be on two ranks.
+            RankError: with a sample, the ranks do not agree, or rank 0 cannot run it.
 
         Example:
             >>> from retrograde.scan.links import simulate
@@ -136,6 +144,10 @@ class LayerSharded(nn.Module):
         """
         _check_chain(whole)
         links = group if isinstance(group, Links) else GroupLinks(group)
+        if sample is not None:
+            if cuts is not None:
+                raise CellError("cuts= and sample= are given: expected one of them")
+            cuts = _measured_cuts(whole, links, sample)
         shares = [whole[a:b] for a, b in pairwise(_edges(len(whole), links.size, cuts))]
         _check_apart(shares)
         mine: Any = shares[links.rank]
@@ -177,13 +189,24 @@ class LayerSharded(nn.Module):
         share, more = divmod(samples, pieces)
         batches = [share + (k < more) for k in range(pieces)]
         gradient = torch.is_grad_enabled() and any(each.wants for each in heard)
-        return Crossing(self.layers, self.links, self.way, gradient, batches, self._memo)
+        if self.way != "auto":
+            return Crossing(self.layers, self.links, self.way, gradient, batches, self._memo)
+        if not gradient or any(each.hooked for each in heard):
+            return Crossing(self.layers, self.links, "linear", gradient, batches, self._memo)
+        key = tuple(batches), heard[0].dtype, self.training
+        trials = self._trials.setdefault(key, Trials(self.links.size))
+        way = trials.way
+        return Crossing(self.layers, self.links, way, gradient, batches, self._memo, trials)
 
     def _told(self, input: Any) -> Told:
         links, modules = self.links, list(self.layers.modules())
         _check_input(input, links.rank)
-        if self.way != "linear" and 0 < links.rank < links.size - 1:
-            _check_hooks(modules)
+        hooked = _hooked(modules) if 0 < links.rank < links.size - 1 else ""
+        if hooked and self.way in ("tree", "gather"):
+            raise CellError(
+                f"{hooked} has a backward hook, which a Jacobian would not pass through: expected "
+                "none; hook its parameters, or use way='linear'"
+            )
         parameters = list(self.layers.parameters())
         types = {p.dtype for p in parameters if p.is_floating_point()}
         dtype = str(types.pop()) if len(types) == 1 else ""
@@ -196,6 +219,7 @@ class LayerSharded(nn.Module):
             dtype="" if torch.is_autocast_enabled("cpu") else dtype,
             wants=any(t.requires_grad for t in (*given, *parameters)),
             couples=next(coupling, ""),
+            hooked=bool(hooked),
         )
         alike = {
             "way=": self.way,
@@ -218,6 +242,7 @@ class _Own:
     dtype: str
     wants: bool
     couples: str
+    hooked: bool
 
 
 def _check_chain(layers: Any) -> None:
@@ -226,6 +251,22 @@ def _check_chain(layers: Any) -> None:
             f"got {type(layers).__name__}: expected a torch.nn.Sequential of layers, to be cut "
             "between them"
         )
+
+
+def _measured_cuts(whole: nn.Sequential, links: Links, sample: Any) -> list[int]:
+    """What rank 0 finds; every rank has to call it."""
+    guard = Guard()
+
+    def find() -> list[int]:
+        seconds, alone = layer_seconds(whole, sample)
+        return balanced(seconds, links.size, where_to_cut(whole, alone))
+
+    cuts = None if links.rank else guard(find)
+    cause = guard.cause
+    alike = {"the number of layers to be cut": len(whole)}
+    heard = settle(links, Told(reason(cause) if cause else "", alike, cuts), cause)
+    found: list[int] = heard[0].own
+    return found
 
 
 def _edges(count: int, size: int, cuts: Sequence[int] | None) -> list[int]:
@@ -267,13 +308,12 @@ def _check_input(input: Any, rank: int) -> None:
         )
 
 
-def _check_hooks(modules: Iterable[nn.Module]) -> None:
+def _hooked(modules: Iterable[nn.Module]) -> str:
+    """Which kind of module has a backward hook, or nothing."""
     for module in modules:
         if module._backward_hooks or module._backward_pre_hooks:
-            raise CellError(
-                f"{type(module).__name__} has a backward hook, which a Jacobian would not pass "
-                "through: expected none; hook its parameters, or use way='linear'"
-            )
+            return type(module).__name__
+    return ""
 
 
 def _couples(module: nn.Module) -> bool:

@@ -1,0 +1,132 @@
+"""Where to cut a chain of layers so that the slowest rank is as fast as can be.
+
+In a pipeline all wait for the slowest, so what counts is the largest sum of seconds, forward and
+backward, of the layers between two cuts. A cut can be where one tensor is handed on, and where no
+parameter is on both sides.
+"""
+
+import copy
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from retrograde.machine import now
+
+__all__ = ["balanced", "layer_seconds", "where_to_cut"]
+
+_REPEATS = 3  # of which the fastest counts
+
+
+def balanced(seconds: Sequence[float], ranks: int, places: Sequence[bool] = ()) -> list[int]:
+    """The cuts that make the largest sum between two of them least.
+
+    Args:
+        seconds: of each layer.
+        ranks: how many shares.
+        places: whether a cut can be before each layer; by default, before any.
+
+    Returns:
+        The index of the first layer of each share but the first.
+
+    Example:
+        >>> seconds = [1, 1, 1, 9, 1, 1]
+        >>> balanced(seconds, 3), balanced(seconds, 3, [True, True, True, True, False, False])
+        ([3, 4], [1, 3])
+    """
+    count = len(seconds)
+    sums = [0.0, *accumulate(seconds)]
+    edges = [k for k in range(1, count) if not places or places[k]]
+    least: dict[int, tuple[float, list[int]]] = {k: (sums[k], []) for k in [*edges, count]}
+    for _ in range(ranks - 1):
+        found: dict[int, tuple[float, list[int]]] = {}
+        for stop in [*edges, count]:
+            options = [
+                (max(least[cut][0], sums[stop] - sums[cut]), [*least[cut][1], cut])
+                for cut in [*edges, count]
+                if cut <= stop
+            ]
+            found[stop] = min(options)
+        least = found
+    return least[count][1]
+
+
+def where_to_cut(whole: nn.Sequential, alone: Sequence[bool]) -> list[bool]:
+    """Whether a cut can be before each layer.
+
+    Args:
+        whole: the chain.
+        alone: whether each layer is given one tensor.
+
+    Returns:
+        Of each layer; before the first there is none.
+
+    Example:
+        >>> layer = nn.Linear(2, 2)
+        >>> where_to_cut(nn.Sequential(layer, nn.ReLU(), layer, nn.ReLU()), [True] * 4)
+        [False, False, False, True]
+    """
+    first: dict[int, int] = {}
+    places = [k > 0 and one for k, one in enumerate(alone)]
+    for k, layer in enumerate(whole):
+        for parameter in layer.parameters():
+            start = first.setdefault(id(parameter), k)
+            places[start + 1 : k + 1] = [False] * (k - start)
+    return places
+
+
+def layer_seconds(whole: nn.Sequential, sample: Any) -> tuple[list[float], list[bool]]:
+    """Measure copies of the layers, and leave no trace of it.
+
+    Args:
+        whole: the chain.
+        sample: what it is called with.
+
+    Returns:
+        The seconds of each layer, forward and backward; and whether each is given one tensor.
+
+    Example:
+        >>> whole = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        >>> seconds, alone = layer_seconds(whole, torch.ones(1, 2))
+        >>> len(seconds), alone
+        (2, [True, True])
+    """
+    seconds, alone = [], []
+    given = sample
+    with torch.random.fork_rng(), torch.enable_grad():
+        for layer in whole:
+            alone.append(isinstance(given, Tensor))
+            part = copy.deepcopy(layer)
+            times, after = zip(*(_time(part, given) for _ in range(_REPEATS)), strict=True)
+            seconds.append(min(times))
+            given = after[-1]
+    return seconds, alone
+
+
+def _time(layer: nn.Module, given: Any) -> tuple[float, Any]:
+    """The seconds of a layer, forward and backward; and what it gives."""
+    leaves, structure = _pytree.tree_flatten(given)
+    fresh = [_leaf(t) if isinstance(t, Tensor) else t for t in leaves]
+    device = next((t.device for t in fresh if isinstance(t, Tensor)), torch.device("cpu"))
+    passed = [t * 1 if isinstance(t, Tensor) and t.requires_grad else t for t in fresh]
+    start = now(device)
+    y = layer(_pytree.tree_unflatten(passed, structure))
+    forward = now(device) - start
+    roots = [t for t in _pytree.tree_leaves(y) if isinstance(t, Tensor) and t.requires_grad]
+    seeds = [torch.ones_like(t) for t in roots]
+    start = now(device)
+    if roots:
+        torch.autograd.backward(roots, seeds)
+    backward = now(device) - start
+    return forward + backward, _pytree.tree_map(_detached, y)
+
+
+def _leaf(t: Tensor) -> Tensor:
+    return t.detach().requires_grad_(t.is_floating_point())
+
+
+def _detached(t: Any) -> Any:
+    return t.detach() if isinstance(t, Tensor) else t
