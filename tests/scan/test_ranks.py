@@ -10,6 +10,7 @@ from retrograde.errors import RankError, ScanError
 from retrograde.scan import IDENTITY, UNREAD, Affine, Dense, Vector, combine, reference
 from retrograde.scan.group_links import GroupLinks
 from retrograde.scan.links import Parcel, simulate
+from retrograde.scan.rank_choice import cheapest_way
 from retrograde.scan.ranks import RankReport, messages, rounds, scan_ranks
 
 WAYS = ["linear", "tree", "gather"]
@@ -43,6 +44,26 @@ def test_every_rank_gets_what_comes_before_it(size, way, backward):
     elements = [chr(ord("a") + k) for k in range(size)]
     found, _ = scanned(elements, way, backward=backward)
     assert list(found) == reference(elements, join)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_auto_finds_the_same(size):
+    elements = [chr(ord("a") + k) for k in range(size)]
+    found, reports = scanned(elements, "auto")
+    assert list(found) == reference(elements, join)
+    assert len({report.way for report in reports}) == 1
+
+
+@pytest.mark.parametrize(("numbers", "way"), [(4, "gather"), (2000, "tree"), (20_000, "linear")])
+def test_auto_weighs_latency_against_payload(numbers, way):
+    """Small matrices are told to all; larger ones go up a tree; the largest are not sent at all."""
+    elements = [Vector(torch.ones(8)), *[Dense(torch.ones(numbers, 8, 8))] * 14, UNREAD]
+
+    def run(links):
+        return [cheapest_way(elements[links.rank], links) for _ in range(2)]
+
+    found = simulate(16, run, latency=0.02, bandwidth=20e6)
+    assert found == [[way, way]] * 16
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -19,7 +19,8 @@ from retrograde.nn.time_crossing import Crossing
 from retrograde.nn.time_piece import Gradient, Piece
 from retrograde.scan.elements import IDENTITY, Dense, Vector, combine
 from retrograde.scan.links import Links
-from retrograde.scan.rank_model import LinkSpeed, RankModel, measure_links
+from retrograde.scan.rank_choice import speed_of
+from retrograde.scan.rank_model import LinkSpeed, RankModel
 from retrograde.scan.ranks import RankWay
 from retrograde.scan.sparse.jacobian import room
 
@@ -51,7 +52,7 @@ def choose(call: Crossing, pieces: Sequence[Piece], dy: Gradient) -> RankWay:
     links = call.links
     if links.size < 3:
         return "linear"  # no matrix crosses, and all ways do the same
-    speed = measure_links(links, rounds=6, size=1 << 20)
+    speed = speed_of(links)
     size = sum(s.shape[0] * s.shape[-1] for s in pieces[0].after)
     like = torch.empty(0, dtype=call.x.dtype, device=call.x.device)
     model = _model(call, speed, size)

@@ -32,6 +32,7 @@ from typing import Any, Literal, get_args
 from retrograde.errors import ScanError
 from retrograde.scan.elements import IDENTITY, combine
 from retrograde.scan.links import Links
+from retrograde.scan.rank_choice import cheapest_way
 
 __all__ = ["Message", "RankReport", "RankWay", "messages", "rounds", "scan_ranks"]
 
@@ -139,7 +140,7 @@ def scan_ranks(
     links: Links,
     combine: Callable[[Any, Any], Any] = combine,
     *,
-    way: RankWay = "tree",
+    way: RankWay | Literal["auto"] = "tree",
     backward: bool = False,
     report: RankReport | None = None,
 ) -> Any:
@@ -149,7 +150,8 @@ def scan_ranks(
         element: this rank's; the last one's is not read.
         links: to the others.
         combine: ⊙, associative.
-        way: how; the same on every rank.
+        way: how; the same on every rank. ``"auto"`` chooses by what messages take, measured once
+            for these links, and by what is to be sent.
         backward: whether the last rank's element is a_0, as in backpropagation.
         report: filled with what this rank did.
 
@@ -165,6 +167,8 @@ def scan_ranks(
         >>> simulate(5, lambda links: scan_ranks("abcde"[links.rank], links, lambda a, b: a + b))
         [IDENTITY, 'a', 'ab', 'abc', 'abcd']
     """
+    if way == "auto":
+        way = cheapest_way(element, links, backward=backward)
     _check(links.size, way)
     report = RankReport() if report is None else report
     report.way = way
