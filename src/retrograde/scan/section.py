@@ -12,8 +12,9 @@ hands to its inputs is added to the rows of the layer below, which goes through 
 nothing reaches a layer above, so J is block triangular, and the zero blocks are not computed.
 
 *Chunks.* As in :mod:`retrograde.scan.sweep`, a block is cut into chunks that are gone through side
-by side, as many as make the products large enough to be fast; then the products of chunks are
-multiplied. With long steps, wide or of many samples, that is one chunk: a plain sweep.
+by side, as many as make the products large enough to be fast, and one for each thread; then the
+products of chunks are multiplied. With long steps, wide or of many samples, and a single thread
+that is one chunk: a plain sweep of the basis.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,7 +35,7 @@ __all__ = ["section"]
 State = tuple[Tensor, ...]
 
 _AT_ONCE = 2**19  # numbers of a step, all its chunks together, beyond which more do not pay
-_BLOCK_BYTES = 2**24  # of the slopes of a block
+_BLOCK_BYTES = 2**22  # of the slopes of a block
 
 
 @torch.no_grad()
@@ -70,7 +71,7 @@ def section(
     for block, losses in _blocks(layers, x, state, dy, max(1, _BLOCK_BYTES // per_step)):
         length = len(block.slopes[0].gates)
         numbers = (n + 1) * samples * layers[0].hidden.shape[0]
-        count = chunks or max(1, min(_AT_ONCE // numbers, isqrt(2 * length)))
+        count = chunks or max(torch.get_num_threads(), min(_AT_ONCE // numbers, isqrt(2 * length)))
         for found in _products(layers, block, losses, min(count, length)):
             whole = found if whole is None else _after(found, whole)
     assert whole is not None
