@@ -150,7 +150,8 @@ def _mark_first(ax: Axes, found: Ranks) -> None:
     first = found.model.first_ranks_where("tree", beats="linear")
     if first is None:
         return
-    low, there = ax.get_ylim()[0], float(found.model.seconds("tree", first))
+    there = float(found.model.seconds("tree", first))
+    low = min(ax.get_ylim()[0], there / 12)  # so that what is written has room below the curves
     ax.vlines(first, low, there, color=INK, linewidth=0.8, linestyle=(0, (5, 3)), zorder=1)
     ax.set_ylim(bottom=low)
     ax.annotate(

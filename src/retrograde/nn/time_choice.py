@@ -121,11 +121,11 @@ def _model(call: Crossing, speed: LinkSpeed, size: int) -> RankModel:
 def _fastest(call: Crossing, model: RankModel) -> RankWay:
     """By the model; which knows of no pieces, by which a linear hand-over overlaps."""
     ranks, pieces = call.links.size, len(call.batches)
-    hop = model.hop(model.vector_bytes / pieces)
+    hop, compared = model.hop(model.vector_bytes / pieces), model.hop(model.vector_bytes)
     seconds: dict[RankWay, float] = {
         "linear": model.sweep_seconds * (ranks + pieces - 1) / pieces + (ranks - 1) * hop,
-        "tree": float(model.seconds("tree", ranks)),
-        "gather": float(model.seconds("gather", ranks)),
+        "tree": float(model.seconds("tree", ranks)) + compared,
+        "gather": float(model.seconds("gather", ranks)) + compared,
     }
     return min(seconds, key=lambda way: seconds[way])
 
