@@ -40,6 +40,8 @@ bench: $(STAMP)  ## every claim of speed, both sides in one process; three quart
 	$(BIN)/python benchmarks/sparse_networks.py
 	$(BIN)/python benchmarks/chain_planner.py
 	$(BIN)/python benchmarks/chain_networks.py
+	$(BIN)/python benchmarks/rank_jacobians.py
+	$(BIN)/python benchmarks/ranks_memory.py
 
 gpu:  ## marked tests and benchmarks on a CUDA device, with the interpreter at hand
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
@@ -48,6 +50,7 @@ gpu:  ## marked tests and benchmarks on a CUDA device, with the interpreter at h
 	PYTHONPATH=src $(PYTHON) benchmarks/scan_backward.py --device cuda
 	PYTHONPATH=src $(PYTHON) benchmarks/scan_choice.py --device cuda
 	PYTHONPATH=src $(PYTHON) benchmarks/chain_networks.py --device cuda
+	PYTHONPATH=src $(PYTHON) benchmarks/rank_jacobians.py --device cuda
 
 clean:
 	rm -rf .venv report build src/*.egg-info

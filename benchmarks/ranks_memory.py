@@ -1,14 +1,15 @@
 """Claim: cut along time, a sequence takes each of p ranks a p-th of the memory.
 
 One long sequence through an LSTM, on 1, 2, 4 and 8 processes of this machine: the most that a rank
-holds in a forward and backward pass, without a budget and within one of a tenth on each rank. The
-gradients are those of one process.
+holds in a forward and backward pass, by a line and by a tree, without a budget and within one of a
+tenth on each rank. The gradients are those of one process.
 
     python benchmarks/ranks_memory.py            # JSON into benchmarks/results/
     python benchmarks/ranks_memory.py --quick    # short, and nothing is written
 """
 
 import argparse
+import itertools
 import json
 import tempfile
 from pathlib import Path
@@ -18,19 +19,23 @@ from torch import Tensor, distributed, multiprocessing
 
 import retrograde as rg
 from retrograde.machine import machine_of
+from retrograde.scan.ranks import RankWay
 
 RESULTS = Path(__file__).parent / "results"
 SIZES = (1, 2, 4, 8)
+WAYS: tuple[RankWay, ...] = ("linear", "tree")
 HIDDEN, BATCH, FEATURES = 64, 8, 8
 
 
-def of_a_rank(rank: int, size: int, steps: int, memory: str | None, folder: str) -> None:
+def of_a_rank(
+    rank: int, size: int, steps: int, memory: str | None, way: RankWay, folder: str
+) -> None:
     """One rank: what it holds, and the gradient of a weight."""
     torch.set_num_threads(1)
     url = f"file://{folder}/meeting"
     distributed.init_process_group("gloo", init_method=url, rank=rank, world_size=size)
     torch.manual_seed(0)
-    net = rg.TimeSharded(rg.LSTM(FEATURES, HIDDEN, memory=memory))
+    net = rg.TimeSharded(rg.LSTM(FEATURES, HIDDEN, memory=memory), way=way)
     torch.manual_seed(1)
     x = torch.randn(steps, BATCH, FEATURES).tensor_split(size)[rank]
 
@@ -46,10 +51,10 @@ def of_a_rank(rank: int, size: int, steps: int, memory: str | None, folder: str)
     distributed.destroy_process_group()
 
 
-def on_ranks(size: int, steps: int, memory: str | None) -> tuple[list[int], Tensor]:
+def on_ranks(size: int, steps: int, memory: str | None, way: RankWay) -> tuple[list[int], Tensor]:
     """What each rank held, and the gradient."""
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(of_a_rank, (size, steps, memory, folder), nprocs=size)
+        multiprocessing.spawn(of_a_rank, (size, steps, memory, way, folder), nprocs=size)
         found = [torch.load(f"{folder}/{rank}.pt") for rank in range(size)]
     return [held for held, _ in found], found[0][1]
 
@@ -62,19 +67,19 @@ def main() -> None:
     options = parser.parse_args()
     steps, sizes = (400, (1, 2)) if options.quick else (20_000, SIZES)
     rows = []
-    for memory in (None, "10%"):
+    for memory, way in itertools.product((None, "10%"), WAYS):
         alone: tuple[int, Tensor] | None = None
         for size in sizes:
-            held, gradient = on_ranks(size, steps, memory)
+            held, gradient = on_ranks(size, steps, memory, way)
             alone = alone or (max(held), gradient)
             share = max(held) * size / alone[0]
             error = float((gradient - alone[1]).abs().max() / alone[1].abs().max())
             rows.append(
-                {"ranks": size, "memory": memory, "held_bytes": held, "times_ranks": share,
-                 "gradient_difference": error}
+                {"ranks": size, "memory": memory, "way": way, "held_bytes": held,
+                 "times_ranks": share, "gradient_difference": error}
             )  # fmt: skip
             print(
-                f"{size} ranks, memory={memory}: at most {max(held) / 2**20:.1f} MiB each, "
+                f"{size} ranks, {way}, memory={memory}: at most {max(held) / 2**20:.1f} MiB each, "
                 f"{share:.3f} of one rank's in all; gradients differ by {error:.1e}",
                 flush=True,
             )

@@ -39,8 +39,8 @@ def as_tuple(state):
 
 def weights_of(outputs):
     """A loss at every step, another one for each."""
-    count = outputs.numel()
-    return torch.linspace(-1, 1, count, dtype=outputs.dtype).view_as(outputs).cos()
+    found = torch.linspace(-1, 1, outputs.numel(), dtype=outputs.dtype, device=outputs.device)
+    return found.view_as(outputs).cos()
 
 
 def alone(net, x, hx=None):
@@ -64,7 +64,7 @@ def as_rank(links, net, x, cuts, hx=None, **options):
     """What one of the ranks does, and finds."""
     net, edges = copy.deepcopy(net), [0, *cuts, x.shape[0]]
     mine = slice(edges[links.rank], edges[links.rank + 1])
-    weights = weights_of(torch.empty(*x.shape[:2], net.hidden_size, dtype=x.dtype))[mine]
+    weights = weights_of(torch.empty(*x.shape[:2], net.hidden_size, dtype=x.dtype))[mine].to(x)
     part = x[mine].clone().requires_grad_()
     sharded = rg.TimeSharded(net, links, **options)
     first, last = links.rank == 0, links.rank == links.size - 1
@@ -354,3 +354,37 @@ def test_any_number_of_processes(size, tmp_path):
         expected = alone(net, x, states(net))
         tolerance = 1e-10 if dtype is DOUBLE else 2e-6
         check([each[cell, dtype, way] for each in found], expected, tolerance)
+
+
+def on_a_gpu(rank, size, folder, backend):
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    torch.distributed.init_process_group(
+        backend, init_method=f"file://{folder}/meeting", rank=rank, world_size=size
+    )
+    found = {}
+    for cell, way in itertools.product(CELLS, ["auto", "linear", "tree", "gather"]):
+        net, x = make(cell, layers=2).cuda(), inputs(23).cuda()
+        hx = states(net)
+        hx = tuple(s.cuda() for s in hx) if isinstance(hx, tuple) else hx.cuda()
+        cuts = sorted((7 * k) % 23 for k in range(1, size))
+        *numbers, report = as_rank(GroupLinks(), net, x, cuts, hx, way=way)
+        found[cell, way] = *torch.utils._pytree.tree_map(on_the_cpu, numbers), report
+    torch.save(found, f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def on_the_cpu(t):
+    assert t is None or t.is_cuda
+    return None if t is None else t.cpu()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("backend", "size"), [("gloo", 3), ("nccl", None)])
+def test_gpus_find_the_same(backend, size, tmp_path):
+    """Ranks that share a GPU meet over gloo; NCCL wants one each."""
+    size = size or torch.cuda.device_count()
+    torch.multiprocessing.spawn(on_a_gpu, (size, str(tmp_path), backend), nprocs=size)
+    found = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(size)]
+    for cell, way in found[0]:
+        net, x = make(cell, layers=2), inputs(23)
+        check([each[cell, way] for each in found], alone(net, x, states(net)))

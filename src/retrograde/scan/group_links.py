@@ -34,8 +34,8 @@ class GroupLinks:
 
     Args:
         group: a process group; None for all ranks.
-        device: where tensors are received: the CPU for gloo, a GPU for NCCL; by default, as the
-            group needs it.
+        device: where messages are received: the CPU for gloo, a GPU for NCCL; by default, as the
+            group needs it. From there tensors go to the kind of device that they come from.
 
     Raises:
         RankError: there is no process group.
@@ -102,7 +102,10 @@ class GroupLinks:
         self._wait(self._underway)
 
     def add_up(self, tensor: Tensor) -> None:
-        self._together(lambda: distributed.all_reduce(tensor, group=self.group))
+        there = tensor.to(self.device)
+        self._together(lambda: distributed.all_reduce(there, group=self.group))
+        if there is not tensor:
+            tensor.copy_(there)
 
     def _post(self, message: Tensor, to: int) -> None:
         work = self._with(to, lambda: distributed.isend(message, group=self.group, group_dst=to))

@@ -113,7 +113,7 @@ class Parcel:
                 if not isinstance(part, Tensor):
                     return None
                 tensors.append(part.detach().contiguous())
-                return part.dtype, tuple(part.shape)
+                return part.dtype, tuple(part.shape), part.device.type
 
         Pickler(letter, protocol=5).dump(element)
         return cls(letter.getvalue(), tensors)
@@ -125,27 +125,28 @@ class Parcel:
 
     def block(self) -> Tensor:
         """The tensors as one block of bytes; not copied where there is only one."""
-        parts = [t.reshape(-1).view(torch.uint8) for t in self.tensors if t.numel()]
+        device = self.tensors[0].device if self.tensors else None
+        parts = [t.reshape(-1).view(torch.uint8).to(device) for t in self.tensors if t.numel()]
         if len(parts) == 1:
             return parts[0]
-        device = self.tensors[0].device if self.tensors else None
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)
 
     @staticmethod
     def open(letter: bytes, block: Tensor) -> Any:
-        """The element again, its tensors views into the block."""
+        """The element again, its tensors views into the block, or moved to the kind of device that
+        they come from."""
         position = 0
 
         class Unpickler(pickle.Unpickler):
             def persistent_load(self, told: Any) -> Tensor:
                 nonlocal position
-                dtype, shape = told
+                dtype, shape, kind = told
                 start = position
                 position += torch.Size(shape).numel() * dtype.itemsize
                 part = block[start:position]
                 if start % dtype.itemsize:
                     part = part.clone()
-                return part.view(dtype).view(shape)
+                return part.view(dtype).view(shape).to(kind)
 
         return Unpickler(BytesIO(letter)).load()
 
