@@ -153,6 +153,32 @@ class _Fail(torch.autograd.Function):
         raise ValueError("the disk is full")
 
 
+class Refuses(rg.GRU):
+    """Its forward pass fails, on one rank."""
+
+    bad = False
+
+    def forward(self, x, hx=None):
+        if self.bad:
+            raise ValueError("the disk is full")
+        return super().forward(x, hx)
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2, 3])
+def test_all_hear_of_a_rank_that_fails_on_its_way_forward(bad):
+    net, x = Refuses(3, 4), torch.randn(12, 2, 3)
+
+    def rank(links):
+        mine = copy.deepcopy(net)
+        mine.bad = links.rank == bad
+        with pytest.raises(RankError, match=f"rank {bad} cannot run: the disk is full") as found:
+            run(mine, links, x)
+        return found.value.__cause__
+
+    causes = simulate(4, rank, timeout=5)
+    assert [isinstance(cause, ValueError) for cause in causes] == [k == bad for k in range(4)]
+
+
 @pytest.mark.parametrize("way", ["linear", "tree", "gather", "auto"])
 @pytest.mark.parametrize("bad", [0, 1, 2, 3])
 def test_all_hear_of_a_rank_that_fails_on_its_way_back(way, bad):

@@ -14,7 +14,7 @@ from retrograde.errors import CellError, RankError
 from retrograde.scan.links import Links
 from retrograde.scan.ranks import RankWay
 
-__all__ = ["FAILED", "Guard", "Told", "check_crossing", "reason", "settle"]
+__all__ = ["FAILED", "Guard", "Told", "check_crossing"]
 
 
 class Failed(Enum):
@@ -24,6 +24,21 @@ class Failed(Enum):
 
 
 FAILED: Final = Failed.FAILED
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one rank tells the others.
+
+    Attributes:
+        trouble: why it cannot run, or nothing.
+        alike: what must be the same on every rank, by what a message calls it.
+        own: what the others need to know besides.
+    """
+
+    trouble: str = ""
+    alike: Mapping[str, Any] = field(default_factory=dict)
+    own: Any = None
 
 
 @dataclass
@@ -59,71 +74,42 @@ class Guard:
             self.cause = error
             return FAILED
 
+    def settle(self, links: Links, told: Any = None) -> list[Told]:
+        """Tell the others, and hear them; every rank has to call it.
 
-@dataclass(frozen=True)
-class Told:
-    """What one rank tells the others.
+        Args:
+            links: to the others.
+            told: by this rank, if it can run.
 
-    Attributes:
-        trouble: why it cannot run, or nothing.
-        alike: what must be the same on every rank, by what a message calls it.
-        own: what the others need to know besides.
-    """
+        Returns:
+            What each rank told.
 
-    trouble: str = ""
-    alike: Mapping[str, Any] = field(default_factory=dict)
-    own: Any = None
+        Raises:
+            RankError: one cannot run, or they do not agree: the same on every rank.
 
-
-def reason(error: Exception) -> str:
-    """Why a rank cannot run: what the error says, or its kind.
-
-    Args:
-        error: what it ran into.
-
-    Returns:
-        At least a word.
-
-    Example:
-        >>> reason(KeyError())
-        'KeyError'
-    """
-    return str(error) or type(error).__name__
-
-
-def settle(links: Links, told: Told, cause: Exception | None = None) -> list[Told]:
-    """Tell the others, and hear them; every rank has to call it.
-
-    Args:
-        links: to the others.
-        told: by this rank.
-        cause: of its trouble, if there is one.
-
-    Returns:
-        What each rank told.
-
-    Raises:
-        RankError: one cannot run, or they do not agree: the same on every rank.
-
-    Example:
-        >>> from retrograde.scan.links import simulate
-        >>> found = simulate(2, lambda links: settle(links, Told(own=links.rank)))
-        >>> [told.own for told in found[0]]
-        [0, 1]
-    """
-    heard: list[Told] = links.gather(told)
-    for rank, other in enumerate(heard):
-        if other.trouble:
-            raise RankError(f"rank {rank} cannot run: {other.trouble}") from cause
-    for rank, other in enumerate(heard[1:], 1):
-        for name, first in heard[0].alike.items():
-            theirs = other.alike.get(name)
-            if first != theirs:
-                raise RankError(
-                    f"the ranks do not agree: {name} is {theirs} on rank {rank} and {first} on "
-                    "rank 0; expected the same on every rank"
-                )
-    return heard
+        Example:
+            >>> from retrograde.scan.links import simulate
+            >>> found = simulate(2, lambda links: Guard().settle(links, Told(own=links.rank)))
+            >>> [told.own for told in found[0]]
+            [0, 1]
+        """
+        cause = self.cause
+        mine = Told() if told is None else told
+        if cause is not None:
+            mine = Told(str(cause) or type(cause).__name__)
+        heard: list[Told] = links.gather(mine)
+        for rank, other in enumerate(heard):
+            if other.trouble:
+                raise RankError(f"rank {rank} cannot run: {other.trouble}") from cause
+        for rank, other in enumerate(heard[1:], 1):
+            for name, first in heard[0].alike.items():
+                theirs = other.alike.get(name)
+                if first != theirs:
+                    raise RankError(
+                        f"the ranks do not agree: {name} is {theirs} on rank {rank} and {first} on "
+                        "rank 0; expected the same on every rank"
+                    )
+        return heard
 
 
 def check_crossing(way: Any, pieces: Any) -> None:

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from retrograde.errors import RankError
 from retrograde.execute.replay import muted_hooks
-from retrograde.nn.agreement import Told, reason, settle
+from retrograde.nn.agreement import Told
 from retrograde.nn.layer_crossing import Crossing, Gradient, Piece
 from retrograde.nn.layer_jacobian import joined, operations_a_second
 from retrograde.nn.way_back import WayBack, add_shares
@@ -141,6 +141,5 @@ class _Back(WayBack):
 
     def meet(self, alike: bool) -> bool:
         self.memo.met = self.met  # kept, so that plans for them are found again
-        cause = self.guard.cause
-        heard = settle(self.links, Told(reason(cause) if cause else "", own=alike), cause)
+        heard = self.guard.settle(self.links, Told(own=alike))
         return all(told.own for told in heard)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from retrograde.errors import CellError, ScanError
 from retrograde.execute.captured import foreign_tensors
-from retrograde.nn.agreement import Told, reason, settle
+from retrograde.nn.agreement import Guard, Told
 from retrograde.nn.layer_choice import Trials
 from retrograde.nn.layer_jacobian import run, run_with_jacobian
 from retrograde.scan.links import Links
@@ -124,19 +124,14 @@ class Crossing:
         """
         links, found, made = self.links, list[Piece](), list[Pattern]()
         wanted = links.rank > 0 or (input is not None and input.requires_grad)
-        cause: Exception | None = None
+        guard = Guard()
         for part in self._parts(input):
-            # None is handed on for what could not be run, so that no rank waits for it.
-            failed = part is None or cause is not None
-            if not failed:
-                try:
-                    found.append(self._run_piece(part, made, wanted))
-                except Exception as error:
-                    cause, failed = error, True
+            piece = guard(self._run_piece, part, made, wanted)
+            found.append(piece)
             if not self.last:
-                links.send(None if failed else found[-1].y.detach(), links.rank + 1)
+                links.send(guard(lambda piece: piece.y.detach(), piece), links.rank + 1)
         links.flush()
-        heard = settle(links, Told(reason(cause) if cause else "", own=self.unable), cause)
+        heard = guard.settle(links, Told(own=self.unable))
         self.unable = any(told.own for told in heard)
         if self.crossed:
             self.memo.made = made

@@ -27,7 +27,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from retrograde.errors import CellError, RankError
 from retrograde.execute.transforms import uncompiled
-from retrograde.nn.agreement import Guard, Told, check_crossing, reason, settle
+from retrograde.nn.agreement import Guard, Told, check_crossing
 from retrograde.nn.layer_back import cross
 from retrograde.nn.layer_choice import Trials
 from retrograde.nn.layer_crossing import Crossing, Memo
@@ -171,12 +171,9 @@ class LayerSharded(nn.Module):
 
     def _agreed(self, input: Any) -> Crossing:
         """Tell the others what this rank was called with, and hear what they were."""
-        told, cause = Told(), None
-        try:
-            told = self._told(input)
-        except Exception as error:
-            told, cause = Told(reason(error)), error
-        heard = [each.own for each in settle(self.links, told, cause)]
+        guard = Guard()
+        told = guard(self._told, input)
+        heard = [each.own for each in guard.settle(self.links, told)]
         _check_types([each.dtype for each in heard])
         samples = heard[0].samples
         pieces = min(self.pieces or self.links.size, max(samples, 1))
@@ -262,9 +259,8 @@ def _measured_cuts(whole: nn.Sequential, links: Links, sample: Any) -> list[int]
         return balanced(seconds, links.size, where_to_cut(whole, alone))
 
     cuts = None if links.rank else guard(find)
-    cause = guard.cause
     alike = {"the number of layers to be cut": len(whole)}
-    heard = settle(links, Told(reason(cause) if cause else "", alike, cuts), cause)
+    heard = guard.settle(links, Told(alike=alike, own=cuts))
     found: list[int] = heard[0].own
     return found
 

@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from retrograde.errors import RankError
-from retrograde.nn.agreement import Told, reason, settle
 from retrograde.nn.time_crossing import Crossing
 from retrograde.nn.time_piece import Gradient, Piece, State
 from retrograde.nn.way_back import WayBack, add_shares
@@ -119,14 +118,13 @@ class _Back(WayBack):
 
     def meet(self, alike: bool) -> bool:
         """As told; in the same go the parameters' gradients are added up over the ranks."""
-        cause = self.guard.cause
         pairs = zip(self.own, self.totals, strict=True)
         parts = [torch.zeros_like(p) if g is None else g for p, g in pairs]
-        flags = parts[0].new_tensor([cause is not None, not alike])
+        flags = parts[0].new_tensor([self.guard.cause is not None, not alike])
         *sums, flags = added_up(self.links, [*parts, flags])
         failed, differs = flags.tolist()
         if failed:
-            settle(self.links, Told(reason(cause) if cause else ""), cause)
+            self.guard.settle(self.links)
         self.totals = list(sums)
         return not differs
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retrograde.nn.agreement import Guard, Told, reason, settle
+from retrograde.nn.agreement import Guard, Told
 from retrograde.nn.time_crossing import Crossing
 from retrograde.nn.time_piece import Gradient, Piece
 from retrograde.scan.elements import IDENTITY, Dense, Vector, combine
@@ -79,9 +79,7 @@ def choose(call: Crossing, pieces: Sequence[Piece], dy: Gradient) -> RankWay:
 def _slowest(links: Links, measure: Callable[[], Seconds]) -> Seconds:
     """What every rank measures, of each number the largest."""
     guard = Guard()
-    mine = guard(measure)
-    cause = guard.cause
-    heard = settle(links, Told(reason(cause) if cause else "", own=mine), cause)
+    heard = guard.settle(links, Told(own=guard(measure)))
     return tuple(max(column) for column in zip(*(each.own for each in heard), strict=True))
 
 

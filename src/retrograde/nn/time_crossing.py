@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from retrograde.nn.agreement import Guard
 from retrograde.nn.recurrent import Recurrent
 from retrograde.nn.time_jacobian import by_slopes, by_sweeps, has_closed_form
 from retrograde.nn.time_piece import Gradient, Piece, State
@@ -89,8 +90,12 @@ class Crossing:
         return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
 
     def run(self, x: Tensor, given: State) -> list[Piece]:
-        """Go forward, piece by piece, and hand each on."""
-        links, rnn = self.links, self.rnn
+        """Go forward, piece by piece, and hand each on.
+
+        Raises:
+            RankError: a rank cannot run its steps; the same on every rank.
+        """
+        links, guard = self.links, Guard()
         states = zip(*(self.cut(s, 1) for s in given), strict=True) if given else None
         found = []
         for part in self.cut(x, self.dim):
@@ -100,11 +105,13 @@ class Crossing:
                 before = tuple(s.detach() for s in next(states))
             else:
                 before = self._zeros(part)
-            piece = self._run_piece(rnn, part.detach(), before, x.requires_grad)
+            piece = guard(self._run_piece, part.detach(), before, x.requires_grad)
             if not self.last:
-                links.send(tuple(s.detach() for s in piece.after), links.rank + 1)
+                after = guard(lambda piece: tuple(s.detach() for s in piece.after), piece)
+                links.send(after, links.rank + 1)
             found.append(piece)
         links.flush()
+        guard.settle(links)
         return found
 
     def _zeros(self, part: Tensor) -> State:
@@ -112,7 +119,8 @@ class Crossing:
             return tuple(s[:, 0] for s in self.rnn._zeros(1, part))
         return self.rnn._zeros(part.shape[self.dim], part)
 
-    def _run_piece(self, rnn: Recurrent, x: Tensor, before: State, wanted: bool) -> Piece:
+    def _run_piece(self, x: Tensor, before: State, wanted: bool) -> Piece:
+        rnn = self.rnn
         with torch.set_grad_enabled(self.gradient):
             x = x.requires_grad_(wanted and self.gradient)
             before = tuple(s.detach().requires_grad_(self.gradient) for s in before)

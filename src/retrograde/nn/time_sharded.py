@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from retrograde.errors import CellError
 from retrograde.execute.transforms import uncompiled
-from retrograde.nn.agreement import Told, check_crossing, reason, settle
+from retrograde.nn.agreement import Guard, Told, check_crossing
 from retrograde.nn.recurrent import Recurrent
 from retrograde.nn.time_back import added_up, cross
 from retrograde.nn.time_choice import choose
@@ -123,15 +123,10 @@ class TimeSharded(nn.Module):
 
     def _agreed(self, input: Any, hx: Any) -> Crossing:
         """Tell the others what this rank was called with, and hear what they were."""
-        call, told, cause = None, Told(), None
-        try:
-            call = self._read(input, hx)
-            call.check_budget()
-            told = Told(alike=self._described(call), own=call.steps(call.x))
-        except Exception as error:
-            told, cause = Told(reason(error)), error
-        heard = settle(self.links, told, cause)
-        assert call is not None
+        guard = Guard()
+        call: Crossing = guard(self._read, input, hx)
+        told = guard(lambda: Told(alike=self._described(call), own=call.steps(call.x)))
+        heard = guard.settle(self.links, told)
         self._longest = max(each.own for each in heard)
         self._compared = True
         return call
@@ -170,9 +165,11 @@ class TimeSharded(nn.Module):
         share, more = divmod(samples, pieces)
         batches = [share + (k < more) for k in range(pieces)]
         self.report = report = RankReport(self.way)
-        return Crossing(
+        call = Crossing(
             rnn, links, self.way, report, input, state, batched, gradient, batches, self._choose
         )
+        call.check_budget()
+        return call
 
     def _choose(self, call: Crossing, pieces: list[Piece], dy: Gradient) -> RankWay:
         """The way that is expected to be fastest; measured for every batch, and power of two of
