@@ -11,6 +11,7 @@ from torch import nn
 import retrograde as rg
 from retrograde.errors import CellError, RankError
 from retrograde.nn import layer_back, layer_cuts, layer_jacobian
+from retrograde.nn.layer_choice import Trials
 from retrograde.nn.layer_cuts import balanced, where_to_cut
 from retrograde.scan.links import simulate
 
@@ -94,6 +95,17 @@ def test_each_way_is_tried_and_the_fastest_goes_on():
         assert taken[:6] == ways
         assert taken[6] == taken[7] != "linear"
     check(found, net, x)
+
+
+def test_what_was_given_up_is_not_tried_again():
+    trials = Trials(4)
+    for seconds in (9.0, 5.0):
+        trials.done("linear", seconds, by="linear")
+    assert trials.patience == 5.0
+    trials.done("tree", 1.0, by="linear")
+    assert (trials.over, trials.way, trials.patience) == (True, "linear", None)
+    trials.done("linear", 1.0, by="linear")  # nobody wants to know
+    assert trials.seconds == {"linear": [9.0, 5.0]}
 
 
 def test_two_ranks_hand_over():
@@ -226,8 +238,10 @@ def test_a_sample_finds_the_cuts_and_leaves_no_trace():
     assert set(alone) <= {6, 7}
     assert [*itertools.chain(*names)] == [*range(8)]  # dropout has nothing in a state
     assert torch.equal(drawn, torch.get_rng_state())
-    for name, t in wide.state_dict().items():
-        assert torch.equal(t, state[name])
+    for share in shares:
+        assert all(p.grad is None for p in share.parameters())
+        for name, t in share.layers.state_dict().items():
+            assert torch.equal(t, state[name])
     net, x = chain(), batch()
     found = simulate(3, lambda links: passes(links, net, x, 1, way="tree", sample=x))
     check(found, net, x)

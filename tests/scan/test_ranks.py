@@ -66,6 +66,17 @@ def test_auto_weighs_latency_against_payload(numbers, way):
     assert found == [[way, way]] * 16
 
 
+def test_auto_knows_which_element_comes_first():
+    """A line hands on what is as small as the first; so where that is a matrix it does not pay."""
+    elements = [Vector(torch.ones(8)), *[Dense(torch.ones(20_000, 8, 8))] * 15]
+
+    def run(links):
+        mine = elements[links.rank]
+        return [cheapest_way(mine, links, backward=backward) for backward in (False, True)]
+
+    assert simulate(16, run, latency=0.02, bandwidth=20e6) == [["linear", "tree"]] * 16
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_rounds_messages_and_bytes_are_those_of_the_formula(size):
     torch.manual_seed(size)
