@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from retrograde.nn.bptt import bptt
     from retrograde.nn.budget import Division, Share, budget
     from retrograde.nn.choice import Explanation, explain
-    from retrograde.nn.layer_sharded import LayerSharded
     from retrograde.nn.profile import Offer, Offers, Profile, profile
+    from retrograde.nn.ranks.layer_sharded import LayerSharded
+    from retrograde.nn.ranks.time_sharded import TimeSharded
     from retrograde.nn.recurrent import GRU, LSTM, RNN
     from retrograde.nn.sequential import Residual, Sequential
-    from retrograde.nn.time_sharded import TimeSharded
     from retrograde.nn.unroll import unroll
     from retrograde.plan import TradeOff, cost, least_memory, longest, plan, split, trade_off
     from retrograde.schedule import (
@@ -87,11 +87,11 @@ _HOMES = {
     "retrograde.nn.budget": ("Division", "Share", "budget"),
     "retrograde.nn.unroll": ("unroll",),
     "retrograde.nn.choice": ("Explanation", "explain"),
-    "retrograde.nn.layer_sharded": ("LayerSharded",),
+    "retrograde.nn.ranks.layer_sharded": ("LayerSharded",),
     "retrograde.nn.profile": ("Offer", "Offers", "Profile", "profile"),
     "retrograde.nn.recurrent": ("GRU", "LSTM", "RNN"),
     "retrograde.nn.sequential": ("Residual", "Sequential"),
-    "retrograde.nn.time_sharded": ("TimeSharded",),
+    "retrograde.nn.ranks.time_sharded": ("TimeSharded",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from retrograde.errors import RankError, ScanError
+from retrograde.nn.ranks.time_sharded import TimeSharded
 from retrograde.nn.recurrent import GRU
-from retrograde.nn.time_sharded import TimeSharded
 from retrograde.scan.links import simulate
 from retrograde.scan.rank_model import (
     RankModel,

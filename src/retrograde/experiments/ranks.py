@@ -24,9 +24,9 @@ from retrograde.figures.plates import save_plate
 from retrograde.figures.ranks import format_seconds, ranks_memory, ranks_seconds
 from retrograde.figures.ranks_results import Crossing, Ranks
 from retrograde.machine import machine_of
+from retrograde.nn.ranks.time_piece import Piece
+from retrograde.nn.ranks.time_sharded import TimeSharded
 from retrograde.nn.recurrent import GRU
-from retrograde.nn.time_piece import Piece
-from retrograde.nn.time_sharded import TimeSharded
 from retrograde.scan.elements import combine
 from retrograde.scan.group_links import GroupLinks
 from retrograde.scan.links import Links, Parcel, Simulated

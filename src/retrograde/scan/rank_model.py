@@ -18,8 +18,8 @@ way         seconds on p ranks
 The tree's are those of its critical path, to the message, for any p. In every way links take the
 time of their bytes and nothing else is waited for: the batch goes through in one piece, no two
 ranks share a processor, and the sum of the parameters' gradients, the same for all ways, is left
-out; so is, in a tree and a gather, the hop by which each rank hears what the next one's sweep found
-(:mod:`retrograde.nn.way_back`). A backend that gathers in a ring pays the latency p − 1 times.
+out; so is the hop by which each rank hears what the next one's sweep found, to compare. A backend
+that gathers in a ring pays the latency p − 1 times.
 
 What Wang has in general terms are :func:`scan_steps` and :func:`scan_work` (W20, eqs. 3.3 and 3.4),
 :func:`scan_space` and :func:`pipeline_space` (section 3.6), here with 1 for every constant.

@@ -1,7 +1,7 @@
 """One pass of one rank through its steps: forward in pieces, and what its way back needs to know.
 
 What is differentiated by torch is a rank's own steps, from a leaf to what is handed on; the ranks'
-graphs are joined in :mod:`retrograde.nn.time_back`.
+graphs are joined in :mod:`retrograde.nn.ranks.time_back`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -11,10 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from retrograde.nn.agreement import Guard
+from retrograde.nn.ranks.agreement import Guard
+from retrograde.nn.ranks.time_jacobian import by_slopes, by_sweeps, has_closed_form
+from retrograde.nn.ranks.time_piece import Gradient, Piece, State
 from retrograde.nn.recurrent import Recurrent
-from retrograde.nn.time_jacobian import by_slopes, by_sweeps, has_closed_form
-from retrograde.nn.time_piece import Gradient, Piece, State
 from retrograde.scan.links import Links
 from retrograde.scan.ranks import RankReport, RankWay
 from retrograde.units import parse_memory

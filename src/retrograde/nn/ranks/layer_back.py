@@ -10,10 +10,10 @@ from torch.autograd.function import once_differentiable
 
 from retrograde.errors import RankError
 from retrograde.execute.replay import muted_hooks
-from retrograde.nn.agreement import Told
-from retrograde.nn.layer_crossing import Crossing, Gradient, Piece
-from retrograde.nn.layer_jacobian import joined, operations_a_second
-from retrograde.nn.way_back import WayBack, add_shares
+from retrograde.nn.ranks.agreement import Told
+from retrograde.nn.ranks.layer_crossing import Crossing, Gradient, Piece
+from retrograde.nn.ranks.layer_jacobian import joined, operations_a_second
+from retrograde.nn.ranks.way_back import WayBack, add_shares
 from retrograde.scan.elements import combine
 from retrograde.scan.ranks import RankReport
 from retrograde.scan.sparse.csr import CSR

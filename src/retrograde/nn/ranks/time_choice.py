@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retrograde.nn.agreement import Guard, Told
-from retrograde.nn.time_crossing import Crossing
-from retrograde.nn.time_piece import Gradient, Piece
+from retrograde.nn.ranks.agreement import Guard, Told
+from retrograde.nn.ranks.time_crossing import Crossing
+from retrograde.nn.ranks.time_piece import Gradient, Piece
 from retrograde.scan.elements import IDENTITY, Dense, Vector, combine
 from retrograde.scan.links import Links
 from retrograde.scan.rank_choice import speed_of

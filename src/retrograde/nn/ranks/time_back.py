@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from retrograde.errors import RankError
-from retrograde.nn.time_crossing import Crossing
-from retrograde.nn.time_piece import Gradient, Piece, State
-from retrograde.nn.way_back import WayBack, add_shares
+from retrograde.nn.ranks.time_crossing import Crossing
+from retrograde.nn.ranks.time_piece import Gradient, Piece, State
+from retrograde.nn.ranks.way_back import WayBack, add_shares
 from retrograde.scan.links import Links
 
 __all__ = ["added_up", "cross"]

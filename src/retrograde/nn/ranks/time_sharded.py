@@ -23,12 +23,12 @@ from torch.nn.utils.rnn import PackedSequence
 
 from retrograde.errors import CellError
 from retrograde.execute.transforms import uncompiled
-from retrograde.nn.agreement import Guard, Told, check_crossing
+from retrograde.nn.ranks.agreement import Guard, Told, check_crossing
+from retrograde.nn.ranks.time_back import added_up, cross
+from retrograde.nn.ranks.time_choice import choose
+from retrograde.nn.ranks.time_crossing import Crossing
+from retrograde.nn.ranks.time_piece import Gradient, Piece
 from retrograde.nn.recurrent import Recurrent
-from retrograde.nn.time_back import added_up, cross
-from retrograde.nn.time_choice import choose
-from retrograde.nn.time_crossing import Crossing
-from retrograde.nn.time_piece import Gradient, Piece
 from retrograde.scan.group_links import GroupLinks
 from retrograde.scan.links import Links
 from retrograde.scan.ranks import RankReport, RankWay

@@ -8,8 +8,8 @@ import torch
 
 import retrograde as rg
 from retrograde.errors import RankError
-from retrograde.nn import time_crossing, time_jacobian, way_back
-from retrograde.nn.time_piece import Piece
+from retrograde.nn.ranks import time_crossing, time_jacobian, way_back
+from retrograde.nn.ranks.time_piece import Piece
 from retrograde.scan.links import simulate
 
 DOUBLE = torch.float64

@@ -27,11 +27,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from retrograde.errors import CellError, RankError
 from retrograde.execute.transforms import uncompiled
-from retrograde.nn.agreement import Guard, Told, check_crossing
-from retrograde.nn.layer_back import cross
-from retrograde.nn.layer_choice import Trials
-from retrograde.nn.layer_crossing import Crossing, Memo
-from retrograde.nn.layer_cuts import balanced, layer_seconds, where_to_cut
+from retrograde.nn.ranks.agreement import Guard, Told, check_crossing
+from retrograde.nn.ranks.layer_back import cross
+from retrograde.nn.ranks.layer_choice import Trials
+from retrograde.nn.ranks.layer_crossing import Crossing, Memo
+from retrograde.nn.ranks.layer_cuts import balanced, layer_seconds, where_to_cut
 from retrograde.scan.group_links import GroupLinks
 from retrograde.scan.links import Links
 from retrograde.scan.ranks import RankReport, RankWay

@@ -10,9 +10,9 @@ from torch import nn
 
 import retrograde as rg
 from retrograde.errors import CellError, RankError
-from retrograde.nn import layer_back, layer_cuts, layer_jacobian
-from retrograde.nn.layer_choice import Trials
-from retrograde.nn.layer_cuts import balanced, where_to_cut
+from retrograde.nn.ranks import layer_back, layer_cuts, layer_jacobian
+from retrograde.nn.ranks.layer_choice import Trials
+from retrograde.nn.ranks.layer_cuts import balanced, where_to_cut
 from retrograde.scan.links import simulate
 
 DOUBLE = torch.float64

@@ -12,8 +12,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from retrograde.nn.ranks.time_piece import Gradient, Piece, State
 from retrograde.nn.recurrent import Recurrent
-from retrograde.nn.time_piece import Gradient, Piece, State
 from retrograde.scan.elements import IDENTITY, Affine, Dense, Vector
 from retrograde.scan.recurrent import Kind, Weights
 from retrograde.scan.section import section

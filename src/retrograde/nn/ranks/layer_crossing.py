@@ -1,7 +1,7 @@
 """One pass of one rank through its layers: forward in pieces.
 
 What is differentiated by torch is a rank's own layers, from a leaf to what is handed on; the ranks'
-graphs are joined in :mod:`retrograde.nn.layer_back`.
+graphs are joined in :mod:`retrograde.nn.ranks.layer_back`.
 """
 
 import time
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from retrograde.errors import CellError, ScanError
 from retrograde.execute.captured import foreign_tensors
-from retrograde.nn.agreement import Guard, Told
-from retrograde.nn.layer_choice import Trials
-from retrograde.nn.layer_jacobian import run, run_with_jacobian
+from retrograde.nn.ranks.agreement import Guard, Told
+from retrograde.nn.ranks.layer_choice import Trials
+from retrograde.nn.ranks.layer_jacobian import run, run_with_jacobian
 from retrograde.scan.links import Links
 from retrograde.scan.ranks import RankReport, RankWay
 from retrograde.scan.sparse.pattern import Pattern

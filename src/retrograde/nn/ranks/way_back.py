@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retrograde.nn.agreement import FAILED, Guard
+from retrograde.nn.ranks.agreement import FAILED, Guard
 from retrograde.scan.elements import UNREAD, Vector, combine, flops
 from retrograde.scan.links import Links
 from retrograde.scan.ranks import RankReport, RankWay, scan_ranks

@@ -1,0 +1,3 @@
+"""Networks across processes: sequences cut along time, chains cut between layers."""
+
+__all__: list[str] = []
