@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 
 import retrograde as rg
+from oracles.autocast import run_or_skip
 from oracles.loops import (
     WAYS,
     Looped,
@@ -87,6 +88,7 @@ def test_a_state_that_changes_its_precision_without_autocast_is_refused():
 def test_a_network_under_autocast(way):
     x = inputs(200, 3, 5, dtype=torch.float32).requires_grad_()
     theirs, ours = both(way, dtype=torch.float32)
+    run_or_skip(theirs, x)
     with half():
         (y, _), (usual, _) = ours(x), theirs(x)
     assert y.dtype == usual.dtype
