@@ -61,6 +61,20 @@ def alone(net, x, hx=None):
     )
 
 
+def within(net, x, hx=None):
+    """What is asked; or how far torch's own float32 is from float64 here, if that is more.
+
+    For an LSTM that is 1.4e-6 on some processors, and what is compared is off twice.
+    """
+    if x.dtype is DOUBLE:
+        return 1e-10
+    exact = copy.deepcopy(net).double()
+    given = None if hx is None else tuple(s.double() for s in as_tuple(hx))
+    mine, theirs = alone(net, x, hx), alone(exact, x.double(), given)
+    pairs = zip((*mine[2], mine[3], mine[0]), (*theirs[2], theirs[3], theirs[0]), strict=True)
+    return max(2e-6, *(2 * float(((a - b).abs() / (1 + b.abs())).max()) for a, b in pairs))
+
+
 def as_rank(links, net, x, cuts, hx=None, **options):
     """What one of the ranks does, and finds."""
     net, edges = copy.deepcopy(net), [0, *cuts, x.shape[0]]
@@ -122,7 +136,7 @@ def test_the_numbers_are_those_of_one_process(size, way):
 def test_cells_types_and_no_initial_state(cell, way, dtype):
     net, x = make(cell, layers=2, dtype=dtype), inputs(11, dtype=dtype)
     found = simulate(3, lambda links: as_rank(links, net, x, [4, 5], way=way))
-    check(found, alone(net, x), 1e-10 if dtype is DOUBLE else 2e-6)
+    check(found, alone(net, x), within(net, x))
 
 
 @pytest.mark.parametrize("way", ["linear", "tree", "gather"])
@@ -354,8 +368,7 @@ def test_any_number_of_processes(size, tmp_path):
     found = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(size)]
     for cell, dtype, way in KINDS:
         net, x = make(cell, layers=2, dtype=dtype), inputs(23, dtype=dtype)
-        expected = alone(net, x, states(net))
-        tolerance = 1e-10 if dtype is DOUBLE else 2e-6
+        expected, tolerance = alone(net, x, states(net)), within(net, x, states(net))
         check([each[cell, dtype, way] for each in found], expected, tolerance)
 
 
