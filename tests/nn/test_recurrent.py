@@ -102,6 +102,19 @@ def test_without_a_batch():
     assert_equal_to(results(ours, x, hx), results(theirs, x, hx), 1e-12)
 
 
+@pytest.mark.parametrize("cell", [rg.RNN, rg.GRU, rg.LSTM])
+@pytest.mark.parametrize("asked", [{"memory": "40%"}, {"memory": 1}, {}])
+@pytest.mark.parametrize("backward", [None, "sequential", "scan", "auto"])
+def test_a_batch_without_samples_is_torchs_own(cell, asked, backward):
+    net, x = cell(3, 4, 2, backward=backward, **asked), torch.ones(5, 0, 3, requires_grad=True)
+    y, last = net(x)
+    y.sum().backward()
+    assert y.shape == (5, 0, 4)
+    assert (last[0] if isinstance(last, tuple) else last).shape == (2, 0, 4)
+    assert x.grad.shape == x.shape
+    assert not any(p.grad.any() for p in net.parameters())
+
+
 def test_gradcheck_passes():
     _, ours = pair(3, 2, schedule=rg.plan(9, 2), dtype=torch.float64)
     x = torch.randn(9, 2, 3, dtype=torch.float64, requires_grad=True)

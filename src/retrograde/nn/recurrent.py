@@ -148,6 +148,8 @@ class Recurrent(nn.RNNBase):
 
     def _run(self, call: Call) -> tuple[Tensor, State] | None:
         """Outputs and final state, laid out as the call's inputs; or None to run torch's own."""
+        if not call.batch:
+            return None  # without a sample nothing is held, and nothing takes time
         if self.memory is None and self.schedule is None:
             return self._run_backward(call)
         if self.backward is not None:

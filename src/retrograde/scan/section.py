@@ -65,8 +65,10 @@ def section(
         ((2, 4, 4), True)
     """
     size, parts, samples = layers[0].size, len(state), x.shape[1]
-    per_step = sum(w.hidden.shape[0] + (parts + 1) * size for w in layers) * samples * x.itemsize
     n = len(layers) * parts * size
+    if not samples:
+        return Affine(Dense(x.new_zeros(0, n, n)), Vector(x.new_zeros(0, n)))
+    per_step = sum(w.hidden.shape[0] + (parts + 1) * size for w in layers) * samples * x.itemsize
     whole: Tensor | None = None
     for block, losses in _blocks(layers, x, state, dy, max(1, _BLOCK_BYTES // per_step)):
         length = len(block.slopes[0].gates)

@@ -207,6 +207,13 @@ def test_auto_hands_over_in_a_line_until_waiting_is_dearer_than_a_jacobian():
         torch.set_num_threads(one_thread)
 
 
+@pytest.mark.parametrize("way", ["auto", "linear", "tree", "gather"])
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_batch_without_samples(cell, way):
+    net, x = make(cell, layers=2), inputs(9, batch=0)
+    check(simulate(4, lambda links: as_rank(links, net, x, [2, 4, 4], way=way)), alone(net, x))
+
+
 def test_training_keeps_the_ranks_together():
     x = inputs(12)
 

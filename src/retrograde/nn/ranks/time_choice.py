@@ -50,7 +50,7 @@ def choose(call: Crossing, pieces: Sequence[Piece], dy: Gradient) -> RankWay:
         RankError: a rank fails, or does not answer.
     """
     links = call.links
-    if links.size < 3:
+    if links.size < 3 or not sum(call.batches):
         return "linear"  # no matrix crosses, and all ways do the same
     speed = speed_of(links)
     size = sum(s.shape[0] * s.shape[-1] for s in pieces[0].after)
