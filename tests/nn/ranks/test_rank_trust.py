@@ -8,7 +8,7 @@ import torch
 
 import retrograde as rg
 from retrograde.errors import RankError
-from retrograde.nn.ranks import time_crossing, time_jacobian, way_back
+from retrograde.nn.ranks import time_crossing, time_jacobian, time_sharded, way_back
 from retrograde.nn.ranks.time_piece import Piece
 from retrograde.scan.links import simulate
 
@@ -116,6 +116,29 @@ def test_a_jacobian_that_is_wrong_is_noticed(way, wrong, monkeypatch):
     for *_, report in found:  # is that of the line
         assert (report.way, report.up, report.down, report.products) == ("linear", 3, 0, 0)
     check(found, expected, 2e-6)
+
+
+def test_what_failed_once_is_not_chosen_again(monkeypatch):
+    net = rg.GRU(3, 4)
+    monkeypatch.setattr(time_sharded, "choose", lambda *_: "tree")
+
+    def by_slopes(net, x, *given):
+        found = time_jacobian.by_slopes(net, x, *given)
+        found.jacobian.data[:] = torch.nan
+        return found
+
+    monkeypatch.setattr(time_crossing, "by_slopes", by_slopes)
+
+    def rank(links):
+        sharded, ways = rg.TimeSharded(copy.deepcopy(net), links), []
+        for length in (3, 3, 12):
+            sharded(torch.ones(length, 2, 3))[0].sum().backward()
+            ways.append((sharded.report.way, sharded.report.products))
+        return ways
+
+    with pytest.warns(RuntimeWarning, match="overflowed, cancelled") as told:
+        assert simulate(4, rank) == [[("linear", 0)] * 3] * 4
+    assert len(told) == 8  # each rank's, of the first call and of the first that is longer
 
 
 @pytest.mark.parametrize("length", [400, 3000])

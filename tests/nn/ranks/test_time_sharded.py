@@ -185,7 +185,7 @@ def test_other_layouts(layout, way):
 
 def test_auto_hands_over_in_a_line_until_waiting_is_dearer_than_a_jacobian():
     """Sweeps that take long make ranks wait; a state of few numbers makes a Jacobian cheap."""
-    thin, wide = rg.RNN(2, 2), rg.RNN(2, 48)
+    thin, wide = rg.RNN(2, 2), rg.RNN(2, 400)
 
     def rank(links, net, size, steps):
         net = copy.deepcopy(net)
@@ -199,7 +199,7 @@ def test_auto_hands_over_in_a_line_until_waiting_is_dearer_than_a_jacobian():
     one_thread = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        ways = simulate(3, lambda links: rank(links, wide, 48, 20))
+        ways = simulate(3, lambda links: rank(links, wide, 400, 20))
         assert ways == [{"linear"}] * 3
         ways = simulate(12, lambda links: rank(links, thin, 2, 60), latency=0.02)
         assert ways in ([{"tree"}] * 12, [{"gather"}] * 12)

@@ -61,6 +61,8 @@ class _Node(torch.autograd.Function):
         way = call.choose(call, pieces, outputs) if call.way == "auto" else call.way
         back = _Back(call, pieces, outputs, final, ctx.own)
         back.go(way)
+        if call.report.way != way:
+            call.learn(call, call.report.way)
         inputs = [g for g in back.inputs if g is not None]
         x = call.joined(inputs, call.dim) if inputs else None
         state = [call.joined(parts, 1) for parts in zip(*back.begun, strict=True)]

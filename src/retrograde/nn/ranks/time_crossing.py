@@ -22,6 +22,7 @@ from retrograde.units import parse_memory
 __all__ = ["Crossing"]
 
 Choose = Callable[["Crossing", list[Piece], Gradient], RankWay]
+Learn = Callable[["Crossing", RankWay], None]
 
 
 @dataclass
@@ -39,6 +40,8 @@ class Crossing:
         gradient: whether one is wanted.
         batches: samples in each piece.
         choose: asked for the way, where none was said.
+        learn: told of the way that was gone in place of that.
+        longest: steps of any rank.
     """
 
     rnn: Recurrent
@@ -51,6 +54,8 @@ class Crossing:
     gradient: bool
     batches: list[int]
     choose: Choose
+    learn: Learn
+    longest: int = 0
 
     def __post_init__(self) -> None:
         self.closed = has_closed_form(self.rnn, self.x)

@@ -98,7 +98,6 @@ class TimeSharded(nn.Module):
         self.pieces = pieces
         self.report = RankReport()
         self._compared = False
-        self._longest = 0
         self._chosen: dict[Hashable, RankWay] = {}
 
     @uncompiled
@@ -127,7 +126,7 @@ class TimeSharded(nn.Module):
         call: Crossing = guard(self._read, input, hx)
         told = guard(lambda: Told(alike=self._described(call), own=call.steps(call.x)))
         heard = guard.settle(self.links, told)
-        self._longest = max(each.own for each in heard)
+        call.longest = max(each.own for each in heard)
         self._compared = True
         return call
 
@@ -165,8 +164,9 @@ class TimeSharded(nn.Module):
         share, more = divmod(samples, pieces)
         batches = [share + (k < more) for k in range(pieces)]
         self.report = report = RankReport(self.way)
+        asked = self._choose, self._learn
         call = Crossing(
-            rnn, links, self.way, report, input, state, batched, gradient, batches, self._choose
+            rnn, links, self.way, report, input, state, batched, gradient, batches, *asked
         )
         call.check_budget()
         return call
@@ -174,10 +174,14 @@ class TimeSharded(nn.Module):
     def _choose(self, call: Crossing, pieces: list[Piece], dy: Gradient) -> RankWay:
         """The way that is expected to be fastest; measured for every batch, and power of two of
         the longest part."""
-        key = tuple(call.batches), self._longest.bit_length(), call.x.dtype
+        key = _kind(call)
         if key not in self._chosen:
             self._chosen[key] = choose(call, pieces, dy)
         return self._chosen[key]
+
+    def _learn(self, call: Crossing, way: RankWay) -> None:
+        """Products of Jacobians could not be used: they are not tried again for calls like this."""
+        self._chosen[_kind(call)] = way
 
     def _described(self, call: Crossing) -> dict[str, Any]:
         """What must be the same on every rank; the parameters too, at the first call."""
@@ -211,3 +215,8 @@ class TimeSharded(nn.Module):
     def extra_repr(self) -> str:
         """What crosses ranks, and how."""
         return f"rank={self.links.rank}, ranks={self.links.size}, way={self.way!r}"
+
+
+def _kind(call: Crossing) -> Hashable:
+    """Calls of one kind take alike."""
+    return tuple(call.batches), call.longest.bit_length(), call.x.dtype
