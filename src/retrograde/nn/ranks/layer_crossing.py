@@ -4,7 +4,6 @@ What is differentiated by torch is a rank's own layers, from a leaf to what is h
 graphs are joined in :mod:`retrograde.nn.ranks.layer_back`.
 """
 
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from retrograde.errors import CellError, ScanError
 from retrograde.execute.captured import foreign_tensors
+from retrograde.machine import now
 from retrograde.nn.ranks.agreement import Guard, Told
 from retrograde.nn.ranks.layer_choice import Trials
 from retrograde.nn.ranks.layer_jacobian import run, run_with_jacobian
@@ -89,9 +89,10 @@ class Crossing:
     @contextmanager
     def timed(self) -> Iterator[None]:
         """Add what is done meanwhile to the seconds."""
-        start = time.perf_counter()
+        device = next((p.device for p in self.layers.parameters()), torch.device("cpu"))
+        start = now(device)
         yield
-        self.seconds += time.perf_counter() - start
+        self.seconds += now(device) - start
 
     def tell(self) -> None:
         """Tell the trials of the pass, if they want to know: the slowest rank's seconds."""

@@ -6,7 +6,6 @@ slowest's put into :class:`retrograde.scan.rank_model.RankModel`; so all choose 
 only formed to be timed where it could pay.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from retrograde.machine import now
 from retrograde.nn.ranks.agreement import Guard, Told
 from retrograde.nn.ranks.time_crossing import Crossing
 from retrograde.nn.ranks.time_piece import Gradient, Piece
@@ -60,7 +60,7 @@ def choose(call: Crossing, pieces: Sequence[Piece], dy: Gradient) -> RankWay:
     steps, least_room = max(each[0] for each in told), min(each[1] for each in told)
     if 3 * model.matrix_bytes > least_room:
         return "linear"  # a product of two would not fit
-    (sweep,) = _slowest(links, lambda: (_time(lambda: call.rehearse(pieces, dy)),))
+    (sweep,) = _slowest(links, lambda: (_time(like.device, lambda: call.rehearse(pieces, dy)),))
     (product,) = _slowest(links, lambda: (_product(like, sum(call.batches), size),))
     least = steps * product / _AT_BEST if call.closed else sweep * size / _SIDE_BY_SIDE
     if _fastest(call, replace(model, sweep_seconds=sweep, jacobian_seconds=least)) == "linear":
@@ -87,18 +87,20 @@ def _product(like: Tensor, samples: int, size: int) -> float:
     """The seconds of a product of two matrices, for each sample; measured on some."""
     few = min(samples, 1 + _FEW // size**2)
     matrices = Dense(like.new_full((few, size, size), 1 / size))
-    return min(_time(lambda: combine(matrices, matrices)) for _ in range(3)) * samples / few
+    return _time(like.device, lambda: combine(matrices, matrices)) * samples / few
 
 
 def _products(call: Crossing, pieces: Sequence[Piece], dy: Gradient) -> Seconds:
     """The seconds of a Jacobian, of a product of two, and of one with a vector."""
     made: list[Any] = []
-    taken = _time(lambda: made.append(call.affine(pieces, dy)))
+    device = call.x.device
+    taken = _time(device, lambda: made.append(call.affine(pieces, dy)))
     element = made[0]
     if element is IDENTITY:
         return taken, 0.0, 0.0
     vector = Vector(element.offset.data)
-    return taken, _time(lambda: combine(element, element)), _time(lambda: combine(vector, element))
+    product = _time(device, lambda: combine(element, element))
+    return taken, product, _time(device, lambda: combine(vector, element))
 
 
 def _model(call: Crossing, speed: LinkSpeed, size: int) -> RankModel:
@@ -128,7 +130,11 @@ def _fastest(call: Crossing, model: RankModel) -> RankWay:
     return min(seconds, key=lambda way: seconds[way])
 
 
-def _time(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+def _time(device: torch.device, call: Callable[[], object]) -> float:
+    """Seconds; the first time loads and compiles, so the second may count."""
+    taken = []
+    for _ in range(2):
+        start = now(device)
+        call()
+        taken.append(now(device) - start)
+    return min(taken)
