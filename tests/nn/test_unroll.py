@@ -458,3 +458,18 @@ def test_all_there_is_and_a_byte_are_two_budgets():
     rg.unroll(step, x, h, memory=1.0)
     with pytest.raises(rg.BudgetError):
         rg.unroll(step, x, h, memory=1)
+
+
+@pytest.mark.parametrize("memory", ["1MiB", "90%", None])
+def test_a_batch_without_samples(memory):
+    cell = torch.nn.GRUCell(3, 4)
+
+    def step(x, h):
+        h = cell(x, h)
+        return h, h
+
+    outputs, last = rg.unroll(step, torch.ones(50, 0, 3), torch.zeros(0, 4), memory=memory)
+    outputs.sum().backward()
+    assert outputs.shape == (50, 0, 4)
+    assert last.shape == (0, 4)
+    assert not any(p.grad.any() for p in cell.parameters())

@@ -365,7 +365,7 @@ def _room(block: int, budget: int, footprint: Footprint) -> tuple[int, int, int]
     memory = budget - footprint.overhead_bytes(block)
     unit = max(1, footprint.state_bytes, -(-memory // LEVELS))
     states = max(1, memory // max(1, footprint.state_bytes))
-    return memory // unit, -(-footprint.held(block) // unit), states
+    return memory // unit, max(1, -(-footprint.held(block) // unit)), states
 
 
 def _stretch(plan: Schedule, length: int, block: int, footprint: Footprint) -> Schedule:
