@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 
+from oracles.processes import spawn
 from retrograde.errors import RankError, ScanError
 from retrograde.scan import IDENTITY, UNREAD, Affine, Dense, Vector, combine, reference
 from retrograde.scan.group_links import GroupLinks
@@ -187,7 +188,7 @@ def in_a_process(rank, size, folder):
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 def test_processes_find_the_same(tmp_path):
     size = 3
-    torch.multiprocessing.spawn(in_a_process, (size, str(tmp_path)), nprocs=size)
+    spawn(in_a_process, (size, str(tmp_path)), nprocs=size)
     for rank in range(size):
         report = torch.load(tmp_path / f"{rank}.pt", weights_only=False)["tree"]
         assert report.up == report.down == 2

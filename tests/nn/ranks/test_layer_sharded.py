@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import retrograde as rg
+from oracles.processes import spawn
 from retrograde.errors import CellError, RankError
 from retrograde.nn.networks import lenet5
 from retrograde.scan.group_links import GroupLinks
@@ -414,7 +415,7 @@ def in_a_process(rank, size, folder):
     "size", [3, *(pytest.param(p, marks=pytest.mark.slow) for p in (1, 2, 4, 5, 8))]
 )
 def test_processes_find_the_same(size, tmp_path):
-    torch.multiprocessing.spawn(in_a_process, (size, str(tmp_path)), nprocs=size)
+    spawn(in_a_process, (size, str(tmp_path)), nprocs=size)
     found = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(size)]
     expected = alone(lenet(), batch(2, 3, 32, 32))
     for way in WAYS:

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import retrograde as rg
+from oracles.processes import spawn
 
 SIZE = 4
 
@@ -64,7 +65,7 @@ def a_rank(rank, folder):
 
 
 def test_data_times_time_and_a_state_that_another_number_of_ranks_goes_on_from(tmp_path):
-    torch.multiprocessing.spawn(a_rank, (str(tmp_path),), nprocs=SIZE)
+    spawn(a_rank, (str(tmp_path),), nprocs=SIZE)
     alone = make()
     optimizer = torch.optim.Adam(alone.parameters(), 0.05)
     train(lambda x: alone(x)[0], data(), optimizer)

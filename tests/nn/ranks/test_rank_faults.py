@@ -10,6 +10,7 @@ import torch
 from torch import distributed
 
 import retrograde as rg
+from oracles.processes import context
 from retrograde.errors import RankError
 from retrograde.scan.group_links import _A_MOMENT
 
@@ -85,9 +86,9 @@ def a_rank(rank, place, how, way, folder):
 
 
 def survivors(tmp_path, place, how, way):
-    context = torch.multiprocessing.get_context("spawn")
+    found = context()
     ranks = [
-        context.Process(target=a_rank, args=(rank, place, how, way, str(tmp_path)))
+        found.Process(target=a_rank, args=(rank, place, how, way, str(tmp_path)))
         for rank in range(SIZE)
     ]
     for process in ranks:

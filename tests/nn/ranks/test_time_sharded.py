@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import retrograde as rg
+from oracles.processes import spawn
 from retrograde.errors import CellError, RankError
 from retrograde.scan.group_links import GroupLinks
 from retrograde.scan.links import simulate
@@ -338,7 +339,7 @@ def in_a_process(rank, size, folder):
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 def test_processes_find_the_same_within_a_budget_each(tmp_path):
     size = 3
-    torch.multiprocessing.spawn(in_a_process, (size, str(tmp_path)), nprocs=size)
+    spawn(in_a_process, (size, str(tmp_path)), nprocs=size)
     found = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(size)]
     net, x = make("LSTM", layers=2), inputs(90)
     expected = alone(net, x, states(net))
@@ -371,7 +372,7 @@ KINDS = list(
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
 def test_any_number_of_processes(size, tmp_path):
-    torch.multiprocessing.spawn(every_kind, (size, str(tmp_path)), nprocs=size)
+    spawn(every_kind, (size, str(tmp_path)), nprocs=size)
     found = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(size)]
     for cell, dtype, way in KINDS:
         net, x = make(cell, layers=2, dtype=dtype), inputs(23, dtype=dtype)
