@@ -6,6 +6,7 @@ Every message says what was given, what was expected and what to do.
 __all__ = [
     "BudgetError",
     "CellError",
+    "InputError",
     "RankError",
     "RetrogradeError",
     "ScanError",
@@ -41,6 +42,10 @@ class BudgetError(RetrogradeError, ValueError):
 
 class CellError(RetrogradeError, TypeError):
     """A cell cannot be run exactly: its state, its inputs or its side effects are not supported."""
+
+
+class InputError(CellError, ValueError, RuntimeError):
+    """An input or a state that torch's own module refuses too, with one of these errors."""
 
 
 class ScanError(RetrogradeError, ValueError):

@@ -1,5 +1,6 @@
 """``bptt`` gives the plain loop's gradients, all or nothing, and holds no inputs or outputs."""
 
+import ctypes
 import gc
 from collections import namedtuple
 
@@ -11,6 +12,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 import retrograde as rg
+from retrograde.nn import bptt as streamed
 
 D = torch.float64
 
@@ -567,13 +569,13 @@ def test_an_exception_at_any_moment_touches_no_gradient_and_leaves_nothing_behin
     task, schedule = Task(7), rg.plan(7, 2)
     expected = pytree.tree_map(torch.clone, task.run(schedule=schedule))
     kept = [t.grad.clone() for t in task.trained]
-    left = [0]
+    left = ctypes.c_long()  # nothing that a cell's reruns could set back
 
     def failing(function, name):
         def call(*arguments):
             if name == where:
-                left[0] -= 1
-                if left[0] == 0:
+                left.value -= 1
+                if left.value == 0:
                     raise KeyboardInterrupt
             return function(*arguments)
 
@@ -598,7 +600,7 @@ def test_an_exception_at_any_moment_touches_no_gradient_and_leaves_nothing_behin
 
     failures = 0
     for moment in range(1, 100):
-        left[0] = moment
+        left.value = moment
         if moment != 6:
             failed = attempt()
         else:
@@ -653,13 +655,14 @@ def test_tens_of_thousands_of_steps_from_a_file_in_a_hundred_kilobytes(tmp_path)
     torch.testing.assert_close(total.float(), y.square().sum() / length)
 
 
-def test_what_is_learnt_is_remembered_for_as_long_as_cell_and_loss_live():
-    task = Task(20)
+def test_what_is_learnt_is_remembered_for_as_long_as_cell_and_loss_live(monkeypatch):
+    task, measured = Task(20), []
     step, loss = task.step, task.loss
-    rg.bptt(step, task.x, task.state, loss=loss, memory="20%")
-    rg.measure(lambda: rg.bptt(step, task.x, task.state, loss=loss, memory="20%"))
-    with pytest.raises(rg.RetrogradeError, match="another profiler"):
-        rg.measure(lambda: rg.bptt(step, task.x, task.state, loss=loss, memory="30%"))
+    fit = streamed.fit_fastest
+    monkeypatch.setattr(streamed, "fit_fastest", lambda *a: measured.append(1) or fit(*a))
+    for memory in ("20%", "20%", "30%"):
+        rg.bptt(step, task.x, task.state, loss=loss, memory=memory)
+    assert len(measured) == 2
 
 
 def call(cell=None, x=None, state=None, loss=None, **options):
@@ -703,7 +706,7 @@ REFUSED = [
     ({"loss": late_draw}, "drew random numbers at a later step"),
     ({"cell": lambda x, h: h}, "the cell returned Tensor: expected the pair"),
     ({"cell": lambda x, h: (h, h[:1])}, "changed tensor 0 of its state"),
-    ({"cell": lambda x, h: (h, h + x.mul_(2))}, "writes in place to its input or its state"),
+    ({"cell": lambda x, h: (h, h + x.mul_(2))}, "writes in place to its input, or to a parameter"),
     ({"cell": lambda x, h: (h, h)}, "nothing requires a gradient"),
     ({"x": []}, "hold no tensor"),
     ({"x": torch.randn(0, 3)}, "0 steps: expected at least one"),

@@ -1,6 +1,7 @@
 """``Sequential`` within a budget: torch's numbers, bit for bit, and no more memory than allowed."""
 
 import copy
+import ctypes
 import math
 import pickle
 import random
@@ -523,15 +524,15 @@ class Captured(nn.Module):
 
 
 class Changing(nn.Module):
-    """Returns another shape every time."""
+    """Returns another shape every time, by a count that nobody can set back."""
 
     def __init__(self):
         super().__init__()
-        self.calls = 0
+        self.calls = ctypes.c_long()
 
     def forward(self, x):
-        self.calls += 1
-        return x if self.calls == 1 else x[: -self.calls]
+        self.calls.value += 1
+        return x if self.calls.value == 1 else x[: -self.calls.value]
 
 
 class Listing(nn.Module):

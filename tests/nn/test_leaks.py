@@ -1,7 +1,9 @@
 """Nothing is left behind: not by many iterations, not by an exception, not in a cache."""
 
+import ctypes
 import gc
 import random
+from types import SimpleNamespace as Named
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from retrograde.execute.executor import Run
 from retrograde.execute.ranges import Tape
 from retrograde.nn import bptt as streamed
 from retrograde.nn import unroll as unrolling
+from retrograde.execute.reach import reach
 from retrograde.nn.recent import Recent, identity
 from retrograde.scan import layer as layers
 from retrograde.scan.kernels import cpu
@@ -115,15 +118,20 @@ def test_a_cell_made_anew_at_every_call_is_measured_once(monkeypatch):
     assert len(measured) == 4
 
 
+def known(cell):
+    found = reach([cell])
+    return identity(found, found.places)
+
+
 def test_what_is_known_of_a_cell_goes_with_it():
     recent = Recent(most=9)
     cells = [nn.Linear(2, 2) for _ in range(3)]
     for cell in cells:
-        recent.get((1, identity(cell)), lambda: "found")
+        recent.get((1, known(cell)), lambda: "found")
     del cell, cells[1:]
     recent.get("another", lambda: None)
     assert len(recent) == 2
-    assert recent.get((1, identity(cells[0])), lambda: "again") == "found"
+    assert recent.get((1, known(cells[0])), lambda: "again") == "found"
 
 
 def test_the_least_recent_result_is_dropped_first():
@@ -133,6 +141,12 @@ def test_the_least_recent_result_is_dropped_first():
     recent.get("c", lambda: "c")
     assert recent.get("a", lambda: "new") == "a"
     assert recent.get("b", lambda: "new") == "new"
+
+
+class Wide(nn.Module):
+    def __init__(self, k):
+        super().__init__()
+        self.k = k
 
 
 def closures():
@@ -148,8 +162,9 @@ def closures():
         "another module": (make(net, table), make(other, table)),
         "another shape": (make(net, table), make(net, torch.ones(3))),
         "another number": (make(net, table), make(net, table, size=4)),
-        "another object": (make(net, {1}), make(net, {1})),
-        "another without a name": (make(net, object()), make(net, object())),
+        "another set": (make(net, {1}), make(net, {2})),
+        "another attribute": (make(net, Named(k=1)), make(net, Named(k=2))),
+        "an attribute of a module": (make(Wide(1), table), make(Wide(2), table)),
     }
 
 
@@ -159,8 +174,8 @@ CLOSURES = closures()
 @pytest.mark.parametrize("what", CLOSURES)
 def test_cells_are_known_by_what_they_are_made_of(what):
     one, other = CLOSURES[what]
-    assert identity(one) == identity(one)
-    assert (identity(one) == identity(other)) == (what == "the same")
+    assert known(one) == known(one)
+    assert (known(one) == known(other)) == (what == "the same")
 
 
 class Boom(BaseException):
@@ -174,12 +189,13 @@ class Fragile(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(5, 4, dtype=DOUBLE), nn.BatchNorm1d(4, dtype=DOUBLE))
-        self.calls, self.last = 0, None
+        self.calls = ctypes.c_long()  # nothing that reruns would set back
+        self.last = ctypes.c_long(-1)
 
     def forward(self, x, h):
         h = torch.tanh(self.net(x) + nn.functional.dropout(h, 0.3))
-        self.calls += 1
-        if self.calls - 1 == self.last:
+        self.calls.value += 1
+        if self.calls.value - 1 == self.last.value:
             raise Boom
         return h, h
 
@@ -194,7 +210,7 @@ def attempt(cell, asked, last):
     h = torch.zeros(200, 4, dtype=DOUBLE).requires_grad_()
     x.requires_grad_()
     torch.manual_seed(2)
-    cell.calls, cell.last = 0, last
+    cell.calls.value, cell.last.value = 0, -1 if last is None else last
     wanted, where = [x, h, *cell.parameters()], "nowhere"
     try:
         y, after = run(cell, x, h, asked)
@@ -203,7 +219,7 @@ def attempt(cell, asked, last):
     try:
         found = gradients(y, after, wanted)
     except Boom:
-        where, cell.last = "backward", None
+        where, cell.last.value = "backward", -1
         found = gradients(y, after, wanted)  # the graph is still there, and runs from its start
     found = [y.detach(), after.detach(), *found, *(b.clone() for b in cell.buffers())]
     return where, [*found, torch.get_rng_state()]
@@ -247,7 +263,7 @@ def test_a_backward_pass_that_raised_holds_nothing_though_its_graph_is_alive():
     cell = Fragile()
     x, h = torch.randn(9, 200, 5, dtype=DOUBLE), torch.zeros(200, 4, dtype=DOUBLE)
     y, _ = rg.unroll(cell, x, h, schedule=rg.plan(9, 4))
-    cell.last = cell.calls + 4
+    cell.last.value = cell.calls.value + 4
     with pytest.raises(Boom):
         y.sum().backward()
     runs = [run for run in gc.get_objects() if type(run) is Run]

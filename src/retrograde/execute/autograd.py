@@ -19,7 +19,7 @@ from retrograde.execute.executor import Run, advance, window
 from retrograde.execute.layout import Layout, Straight
 from retrograde.execute.ranges import Gradients
 from retrograde.execute.replay import autocast_as_now, autocast_of_caller, muted_hooks, version
-from retrograde.execute.transforms import NO_FORWARD_MODE, uncompiled
+from retrograde.execute.transforms import NO_FORWARD_MODE, refuse_batches, uncompiled
 from retrograde.schedule import Schedule
 
 __all__ = ["run_schedule", "run_unrecorded", "run_without_gradient"]
@@ -135,7 +135,7 @@ class _Recurrence(torch.autograd.Function):
             torch.is_autocast_enabled(device.type),
         )
         ctx.before = core.ambient.capture()
-        still = core.ambient.steady.marks()
+        ctx.marks = core.ambient.steady.marks()
         ctx.run = Run(core, tuple(schedule), schedule.length)
         outputs = _Outputs(core, layout)
         with ctx.autocast:
@@ -146,7 +146,8 @@ class _Recurrence(torch.autograd.Function):
                 "the cell wrote in place to an input, an initial state or a parameter during the "
                 "forward pass: expected them to stay as they are; return new tensors instead"
             )
-        core.ambient.steady.check(still)
+        ctx.moved = core.ambient.steady.changes(ctx.marks)
+        core.ambient.cut()
         ctx.versions = versions[n_inputs + n_state :]
         ctx.save_for_backward(*inputs, *state)
         results = (*outputs.tensors, *(t.detach() for t in after))
@@ -158,6 +159,7 @@ class _Recurrence(torch.autograd.Function):
     @staticmethod
     @uncompiled
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        refuse_batches(grads)
         if torch.is_grad_enabled():
             raise RetrogradeError(
                 "the gradient of a budgeted recurrence cannot itself be differentiated: expected "
@@ -182,7 +184,8 @@ class _Recurrence(torch.autograd.Function):
             layout=layout,
             outside=autocast_of_caller(inputs[0].device, replayed=ctx.autocasts),
         )
-        with run.core.ambient.without_trace(), ctx.autocast, muted_hooks(parameters):
+        rerun = run.core.ambient.rerun(ctx.marks, ctx.moved)
+        with rerun, ctx.autocast, muted_hooks(parameters):
             try:
                 if not ctx.fresh:
                     run.core.ambient.restore(ctx.before)

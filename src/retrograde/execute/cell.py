@@ -8,7 +8,7 @@ exist: a cell, called once a step (:class:`StepCore`), and a fused kernel, calle
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from retrograde.errors import CellError
 from retrograde.execute.captured import Outside, find_outside
-from retrograde.execute.reach import reach
+from retrograde.execute.reach import Reach, reach
 from retrograde.execute.replay import Ambient, version
 from retrograde.execute.trees import Structure, flatten
 from retrograde.execute.trial import try_out
@@ -90,7 +90,8 @@ class Core(Protocol):
 class StepCore:
     """Any cell ``cell(x_t, state) -> (y_t, state)``, one call a step; made by :func:`examine`.
 
-    ``quiet`` is the cell without what only its outputs need, where leaving that out is not seen.
+    ``quiet`` is the cell without what only its outputs need, where leaving that out is not seen;
+    ``copied`` tells which parts of the state it is given a copy of, for it writes to them.
     """
 
     cell: Cell
@@ -105,6 +106,8 @@ class StepCore:
     fused: bool = False
     sums: bool = False
     quiet: Cell | None = None
+    found: Reach = field(default_factory=Reach)
+    copied: tuple[bool, ...] = ()
 
     @property
     def parameters(self) -> Tensors:
@@ -133,6 +136,7 @@ class StepCore:
     def _run(
         self, cell: Cell, inputs: Tensors, state: Tensors
     ) -> tuple[Tensors, Tensors, Structure]:
+        state = _copied(state, self.copied)
         x, s = self.input_spec.unflatten(inputs), self.state_spec.unflatten(state)
         outputs, states, output_spec, state_spec = _call(cell, x, s)
         _check_like("state", states, state_spec, self.state_like, self.state_spec)
@@ -172,23 +176,10 @@ def examine(
     _check_trackable([*inputs, *state])
     x = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
     s = [as_leaf(t) for t in state]
-    arguments = [version(t) for t in (*x, *s)]
-    parts = [cell] if made_of is None else made_of
-    found = reach(parts)
-
-    def step() -> tuple[Tensors, Tensors, Structure, Structure]:
-        return _call(cell, input_spec.unflatten(x), state_spec.unflatten(s))
-
-    trial = try_out(step, found, device)
+    found = reach([cell] if made_of is None else made_of)
+    step = _Trying(cell, x, input_spec, s, state_spec, (False,) * len(s))
+    trial = try_out(step, found, device, lambda result: [*result[0], *result[1]])
     outputs, states, output_spec, after_spec = trial.value
-    if arguments != [version(t) for t in (*x, *s)]:
-        raise CellError(
-            "the cell writes in place to its input or its state: expected it to leave them as "
-            "they are, for they are used again; return new tensors instead (h = h + 1, not h += 1)"
-        )
-    if [id(t) for t in found.tensors] != [id(t) for t in reach(parts).tensors]:
-        again = try_out(step, found, device).value
-        _check_same([*outputs, *states], [*again[0], *again[1]])
     like = _settled(states, state, device)
     _check_like("state", states, after_spec, like, state_spec)
     return StepCore(
@@ -201,6 +192,8 @@ def examine(
         outside=find_outside(found, [*outputs, *states], trial.mark, [*x, *s]),
         ambient=trial.ambient,
         aliases=tuple(next((j for j, t in enumerate(states) if t is y), None) for y in outputs),
+        found=found,
+        copied=step.copied,
     )
 
 
@@ -257,23 +250,83 @@ def _settled(
     return tuple(like)
 
 
+@dataclass
+class _Trying:
+    """A cell on the leaves of step 0, to see what it writes to in place.
+
+    A part of the state that it writes to is given as a copy from then on; an input is refused.
+    """
+
+    cell: Cell
+    inputs: Tensors
+    input_spec: Structure
+    state: Tensors
+    state_spec: Structure
+    copied: tuple[bool, ...]
+
+    def __call__(self) -> tuple[Tensors, Tensors, Structure, Structure]:
+        x, s = self.inputs, _copied(self.state, self.copied)
+        versions = [version(t) for t in x], [version(t) for t in s]
+        try:
+            result = _call(self.cell, self.input_spec.unflatten(x), self.state_spec.unflatten(s))
+        except RuntimeError as error:
+            if _ON_A_LEAF not in str(error):
+                raise
+            if all(self.copied):
+                raise CellError(_WRITES) from error
+            self.copied = (True,) * len(s)
+            return self()
+        if versions[0] != [version(t) for t in x]:
+            raise CellError(_WRITES)
+        written = tuple(version(t) != then for t, then in zip(s, versions[1], strict=True))
+        if self.copied == (True,) * len(s) or not any(written):
+            self.copied = written
+            _check_apart(result, written)
+            return result
+        self.copied = (True,) * len(s)
+        return self()
+
+
+# What autograd says of a write to a leaf, or to a view of one.
+_ON_A_LEAF = "leaf Variable that requires grad"
+_WRITES = (
+    "the cell writes in place to its input, or to a parameter: expected it to leave them as they "
+    "are, for they are used again; return new tensors instead (x = x + 1, not x += 1)"
+)
+
+
+def _copied(state: Tensors, copied: Sequence[bool]) -> Tensors:
+    if not any(copied):
+        return state
+    return [t.clone() if copy else t for t, copy in zip(state, copied, strict=True)]
+
+
+def _check_apart(
+    result: tuple[Tensors, Tensors, Structure, Structure], written: Sequence[bool]
+) -> None:
+    """Refuse a state that the next step would write to where it is an output too, or twice one."""
+    outputs, states, *_ = result
+    for i, (state, writes) in enumerate(zip(states, written, strict=False)):
+        others = [*outputs, *states[:i], *states[i + 1 :]]
+        if writes and any(shares_memory(state, t) for t in others):
+            raise CellError(
+                f"the cell writes in place to tensor {i} of its state, which shares its memory "
+                "with an output or with another part of the state: expected it to leave its state "
+                "as it is; return new tensors instead (h = h + 1, not h += 1), or clones"
+            )
+
+
+def shares_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors lie in one allocation."""
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() != 0
+
+
 def _check_trackable(tensors: Tensors) -> None:
     if any(t.is_inference() for t in tensors):
         raise CellError(
             "the inputs or the state were made in inference mode: expected tensors that autograd "
             "can follow, for a gradient is wanted; clone() them, or make them under torch.no_grad"
         )
-
-
-def _check_same(first: Tensors, again: Tensors) -> None:
-    """Refuse a cell whose second run from the same state and random numbers differs."""
-    for a, b in zip(first, again, strict=True):
-        if not torch.allclose(a, b, rtol=1e-4, atol=1e-6, equal_nan=True):
-            raise CellError(
-                "the cell keeps a state of its own, in an attribute or a variable that it "
-                "replaces: run again from the same state, it returned something else; expected "
-                "all that one step hands to the next in the state; make it part of the state"
-            )
 
 
 def check_length(leaves: Tensors) -> int:

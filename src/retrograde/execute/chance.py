@@ -5,21 +5,29 @@ teacher forcing is often Python's), or from a generator of its own that it refer
 recomputation to draw the same numbers (rule 2 of the design), the states of those that it draws
 from travel with every stored hidden state.
 
+That a generator moved does not say who drew from it: another thread may have, such as a loader that
+prefetches. :class:`Watch` tells what its own thread draws. It is dear, so it is asked only where
+something moved while other threads were there.
+
 Known limit: a generator that neither is global nor can be found from the cell is not seen.
 """
 
 import pickle
 import random
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["OwnRandom", "Source", "is_generator", "random_position", "sources"]
+__all__ = ["OwnRandom", "Source", "Watch", "is_alone", "is_generator", "random_position", "sources"]
 
 
 class Source(Protocol):
@@ -79,9 +87,10 @@ class _Python:
 @dataclass(frozen=True)
 class _Other:
     """A generator that is not torch's: how its state is taken, as a value that compares, and put
-    back."""
+    back; the object whose methods draw, if it is Python's, or the bits behind, if NumPy's."""
 
     generator: Any
+    instance: Any = field(compare=False)
     take: Callable[[], Any] = field(compare=False)
     put: Callable[[Any], None] = field(compare=False)
 
@@ -96,7 +105,7 @@ class _Other:
 
     def copy(self) -> Source:
         value = self.take()
-        return _Other(self.generator, lambda: value, self.put)
+        return _Other(self.generator, self.instance, lambda: value, self.put)
 
 
 def is_generator(value: Any) -> bool:
@@ -122,19 +131,21 @@ def sources(device: torch.device, generators: Iterable[Any] = ()) -> tuple[Sourc
     given = list(generators)
     ours += [g for g in given if isinstance(g, torch.Generator)]
     found: list[Source] = [_Torch(g) for g in {id(g): g for g in ours}.values()]
-    found += [_Other(random, random.getstate, random.setstate), _numpy(np.random)]
+    python = random.random.__self__  # type: ignore[attr-defined]
+    found += [_Other(random, python, random.getstate, random.setstate), _numpy(np.random)]
     others = [g for g in given if not isinstance(g, torch.Generator)]
     return (*found, *(_other(g) for g in {id(g): g for g in others}.values()))
 
 
 def _other(generator: Any) -> Source:
     if isinstance(generator, random.Random):
-        return _Other(generator, generator.getstate, generator.setstate)
+        return _Other(generator, generator, generator.getstate, generator.setstate)
     if isinstance(generator, np.random.RandomState):
         return _numpy(generator)
     bits = generator.bit_generator  # its state may hold arrays, which do not compare
     return _Other(
         generator,
+        bits,
         lambda: pickle.dumps(bits.state),
         lambda state: setattr(bits, "state", pickle.loads(state)),
     )
@@ -151,7 +162,8 @@ def _numpy(generator: Any) -> Source:
         name, key, *rest = state
         generator.set_state((name, np.frombuffer(key, np.uint32), *rest))
 
-    return _Other(generator, take, put)
+    owner = np.random.mtrand._rand if generator is np.random else generator
+    return _Other(generator, owner._bit_generator, take, put)
 
 
 def random_position(device: torch.device) -> tuple[int, ...]:
@@ -167,6 +179,85 @@ def random_position(device: torch.device) -> tuple[int, ...]:
     if device.type == "cuda":
         ours.append(torch.cuda.default_generators[device.index or 0])
     return tuple(_Torch(generator).position() for generator in ours)
+
+
+def is_alone() -> bool:
+    """Whether there is no other thread that could draw random numbers."""
+    return threading.active_count() == 1
+
+
+class Watch(TorchDispatchMode):
+    """Sees from which generators its thread draws in a block, and which tensors it reads.
+
+    torch's operations are looked at one by one. Calls of Python's generators are seen by the
+    interpreter's profiling hook. NumPy's are locked for the block, so that whatever moves them is
+    the block's own.
+
+    Args:
+        sources: the generators to watch.
+        tensors: the tensors to watch.
+        seen: called with a source that is drawn from, or a tensor that is read.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        tensors: Sequence[Tensor] = (),
+        seen: Callable[[Any], None] = lambda _: None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ours = [s for s in sources if isinstance(s, _Torch)]
+        self.others = {id(s.instance): s for s in sources if isinstance(s, _Other)}
+        self.tensors = {id(t): t for t in tensors}
+        self.seen = seen
+        self.drawn: set[Source] = set()
+
+    def __enter__(self) -> "Watch":
+        self.locks = ExitStack()
+        bits = [s for s in self.others.values() if not isinstance(s.instance, random.Random)]
+        for source in bits:
+            self.locks.enter_context(source.instance.lock)
+        self.before = [(source, source.position()) for source in bits]
+        self.hook = sys.getprofile()
+        if self.hook is None and len(self.others) > len(bits):
+            sys.setprofile(self._called)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        if self.hook is None:
+            sys.setprofile(None)
+        with self.locks:
+            for source, position in self.before:
+                if source.position() != position:
+                    self._tell(source)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self.tensors:
+            for value in pytree.tree_leaves((args, kwargs)):
+                if id(value) in self.tensors:
+                    self.seen(value)
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
+        before = [source.position() for source in self.ours]
+        result = func(*args, **(kwargs or {}))
+        for source, position in zip(self.ours, before, strict=True):
+            if source.position() != position:
+                self._tell(source)
+        return result
+
+    def _called(self, frame: Any, event: str, function: Any) -> None:
+        if event == "c_call":
+            source = self.others.get(id(getattr(function, "__self__", None)))
+            if source is not None:
+                self._tell(source)
+
+    def _tell(self, source: Source) -> None:
+        self.drawn.add(source)
+        self.seen(source)
 
 
 class OwnRandom:

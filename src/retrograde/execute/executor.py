@@ -68,7 +68,7 @@ def pieces(core: Core, start: int, stop: int) -> list[tuple[int, int]]:
 def joins(core: Core) -> bool:
     """Whether steps can be recorded as one graph: not if they change what they depend on, or if the
     core says what a tape is."""
-    apart = isinstance(core, RangeCore) or core.ambient.sources or core.ambient.buffers
+    apart = isinstance(core, RangeCore) or core.ambient.moves
     return core.fused or not apart
 
 
@@ -91,7 +91,13 @@ def advance(
             else:
                 outputs, state = core(inputs[index], state)
                 emit(a, b, outputs)
-    return [s.detach() for s in state]
+    return [_apart(s.detach()) for s in state]
+
+
+def _apart(t: Tensor) -> Tensor:
+    """A state as it is kept: not as a view, which would hold all of the memory that it looks at."""
+    whole = t.layout is torch.strided and t.untyped_storage().nbytes() > t.nbytes
+    return t.clone() if whole else t
 
 
 def run_ordinary(core: Core, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
@@ -111,6 +117,7 @@ def record(
     """Run a range of steps and keep their internal states."""
     if isinstance(core, RangeCore):
         return core.record(inputs, start, stop, state, emit)
+    core.ambient.bar()
     mark = torch._C._autograd._get_sequence_nr()
     joint, last = not core.fused and stop - start > 1, stop == len(inputs)
     with torch.enable_grad(), core.recording():

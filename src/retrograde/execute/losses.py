@@ -213,7 +213,7 @@ def examine_loss(
     numbers = dict.fromkeys((0, last, *range(1, min(last, PROBED))))
     probing = _Probing(part, numbers)
     core = examine(probing, inputs, input_spec, state, state_spec, part.made_of)
-    plain = not core.ambient.sources and not core.ambient.buffers
+    plain = not core.ambient.moves
     if isinstance(part, RangeLoss):
         if not plain:
             raise CellError(

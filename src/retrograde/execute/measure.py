@@ -4,16 +4,24 @@ The bytes come from the memory events of torch's own profiler, which sees each a
 release of the CPU and CUDA allocators, those inside kernels included, and nothing else: not
 Python objects, not what an allocator keeps cached. Nothing is sampled, so a peak is the peak.
 
+Only the calling thread is seen. The process has one such profiler, so threads take turns. Where the
+user runs it already, torch's older one serves, on a thread of its own, for the two do not nest. It
+tells sizes without addresses, so which block a release is of is settled by size (:func:`_paired`).
+
 Known limits: memory that a library takes from the operating system behind torch's back is not
-seen (a test holds the figures against the resident set); profilers do not nest.
+seen (a test holds the figures against the resident set).
 """
 
+import contextvars
 import gc
 import os
+import threading
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -25,13 +33,17 @@ from torch._C._profiler import (
     _EventType,
     _ExperimentalConfig,
 )
+from torch.autograd import profiler
+from torch.overrides import _get_current_function_mode_stack
 
-from retrograde.errors import RetrogradeError
 from retrograde.units import format_bytes
 
-__all__ = ["Measurement", "measure", "measure_phases"]
+__all__ = ["MEASURING", "Measurement", "is_profiled", "measure", "measure_phases", "unpacked"]
 
 T = TypeVar("T")
+
+#: Held by a thread while it measures or tries a call: both put back what the process shares.
+MEASURING = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -76,9 +88,6 @@ def measure(fn: Callable[[], T], *, device: str | torch.device = "cpu") -> Measu
     Returns:
         A :class:`Measurement`.
 
-    Raises:
-        RetrogradeError: another profiler is running.
-
     Example:
         >>> import torch
         >>> m = measure(lambda: torch.zeros(1024)[:8].clone())
@@ -86,10 +95,10 @@ def measure(fn: Callable[[], T], *, device: str | torch.device = "cpu") -> Measu
         (4128, 4096, 32)
     """
     device = torch.device(device)
-    value, start_ns, stop_ns, events = _observe(fn, device)
+    value, start_ns, stop_ns, events = _observe(fn, device, oldest=False)
     events = [event for event in events if _is_on(event, device)]
-    sizes = np.array([event.extra_fields.alloc_size for event in events], np.int64)
-    moments = np.array([event.start_time_ns for event in events], np.int64)
+    sizes = np.array([event.size for event in events], np.int64)
+    moments = np.array([event.nanoseconds for event in events], np.int64)
     held, working = np.cumsum(sizes), np.cumsum(np.where(_transient(events), sizes, 0))
     return Measurement(
         value=value,
@@ -119,9 +128,6 @@ def measure_phases(
     Returns:
         For each call (peak growth of allocated bytes since its start, growth left at its end).
 
-    Raises:
-        RetrogradeError: another profiler is running.
-
     Example:
         >>> kept = []
         >>> measure_phases([lambda: kept.append(torch.zeros(256)), kept.clear])
@@ -134,16 +140,15 @@ def measure_phases(
             torch.empty(_MARK, dtype=torch.uint8)  # seen among the events: here a phase begins
             phase()
 
-    *_, events = _observe(call, device)
+    *_, events = _observe(call, device, oldest=True)
     counted = _transient(events) if working else np.ones(len(events), np.bool_)
     sizes: list[list[int]] = []
     for event, counts in zip(events, counted, strict=True):
-        size = event.extra_fields.alloc_size
-        if abs(size) == _MARK:
-            if size > 0:
+        if abs(event.size) == _MARK:
+            if event.size > 0:
                 sizes.append([])
         elif sizes and counts and _is_on(event, device):
-            sizes[-1].append(size)
+            sizes[-1].append(event.size)
     return [(int(np.cumsum(s).max(initial=0)), sum(s)) for s in sizes]
 
 
@@ -151,16 +156,33 @@ def measure_phases(
 _MARK = 1009
 
 
-def _observe(fn: Callable[[], T], device: torch.device) -> tuple[T, int, int, list[Any]]:
-    """Run a call under the profiler: its value, its start and end in ns, and its memory events."""
-    if torch._C._autograd._profiler_enabled():
-        raise RetrogradeError(
-            "cannot measure while another profiler is running: run the first call of each new "
-            "input shape before the profiler starts (later calls measure nothing)"
-        )
-    _synchronize(device)
-    collects = gc.isenabled()
-    gc.disable()  # what it released meanwhile, of whoever it was, would pass for ours
+class _Event(NamedTuple):
+    """An allocation, or with a negative size a release."""
+
+    size: int
+    address: int
+    nanoseconds: int
+    place: str
+    number: int | None
+
+
+def is_profiled() -> bool:
+    """Whether a profiler of torch's is at work, in this thread or by the context manager in any."""
+    ours = torch._C._autograd._profiler_enabled()
+    return bool(ours or getattr(profiler, "_is_profiler_enabled", False))
+
+
+def _observe(
+    fn: Callable[[], T], device: torch.device, *, oldest: bool
+) -> tuple[T, int, int, list[_Event]]:
+    """Run a call and tell its value, its start and end in ns, and its memory events."""
+    with MEASURING, _uncollected(), unpacked():
+        _synchronize(device)
+        return _beside(fn, device, oldest) if is_profiled() else _alone(fn, device)
+
+
+def _alone(fn: Callable[[], T], device: torch.device) -> tuple[T, int, int, list[_Event]]:
+    """By torch's profiler, told to look at nothing but memory."""
     _start_profiler()
     start_ns = time.time_ns()
     try:
@@ -168,11 +190,109 @@ def _observe(fn: Callable[[], T], device: torch.device) -> tuple[T, int, int, li
         _synchronize(device)
     finally:
         stop_ns = time.time_ns()
+        torch._C._autograd._enable_record_function(True)
         result = torch._C._autograd._disable_profiler()
+    return value, start_ns, stop_ns, sorted(_allocations(result), key=lambda e: e.nanoseconds)
+
+
+def _beside(
+    fn: Callable[[], T], device: torch.device, oldest: bool
+) -> tuple[T, int, int, list[_Event]]:
+    """By torch's older profiler, on a thread that the running one does not look at."""
+    events: list[_Event] = []
+
+    def call() -> tuple[T, int, int]:
+        config = ProfilerConfig(
+            ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig()
+        )
+        torch._C._autograd._enable_profiler_legacy(config)
+        torch._C._autograd._enable_record_function(False)
+        start_ns = time.time_ns()
+        try:
+            value = fn()
+            _synchronize(device)
+        finally:
+            stop_ns = time.time_ns()
+            for thread in torch._C._autograd._disable_profiler_legacy():
+                events.extend(_paired(thread, start_ns, oldest))
+        return value, start_ns, stop_ns
+
+    return *_on_a_fresh_thread(call, device), events
+
+
+def _paired(events: Sequence[Any], start_ns: int, oldest: bool) -> Iterator[_Event]:
+    """The events of the older profiler; a release is taken for that of a live block of its size.
+
+    Of several the oldest gives the most that the call may have worked with, the newest the least.
+    """
+    live: dict[int, deque[int]] = defaultdict(deque)
+    for number, event in enumerate(events, 1):
+        if event.kind() != "memory_alloc":
+            continue
+        place = "cuda" if event.cuda_memory_usage() else "cpu"
+        size, address = event.cuda_memory_usage() or event.cpu_memory_usage(), -number
+        if size > 0:
+            live[size].append(address)
+        elif blocks := live[-size]:
+            address = blocks.popleft() if oldest else blocks.pop()
+        yield _Event(size, address, start_ns + number, place, None)
+
+
+def _on_a_fresh_thread(call: Callable[[], T], device: torch.device) -> T:
+    """Run a call on a thread of its own, under this thread's modes."""
+    found: list[T] = []
+    failed: list[BaseException] = []
+    context, modes = contextvars.copy_context(), _get_current_function_mode_stack()
+    grad, kinds = torch.is_grad_enabled(), {"cpu", device.type}
+    casts = [
+        (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds
+    ]
+
+    def run() -> None:
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(grad))
+            for kind, dtype, enabled in casts:
+                stack.enter_context(
+                    torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
+                )
+            if device.type == "cuda":
+                stack.enter_context(torch.cuda.device(device))
+            for mode in modes:
+                stack.enter_context(mode)
+            try:
+                found.append(context.run(call))
+            except BaseException as error:  # handed on to the thread that waits
+                failed.append(error)
+
+    thread = threading.Thread(target=run, name="retrograde-measure")
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+    return found[0]
+
+
+@contextmanager
+def unpacked() -> Iterator[None]:
+    """Record without the caller's hooks on saved tensors, as ``torch.utils.checkpoint`` sets them:
+    what is only tried or measured is not theirs."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        yield
+        return
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t):
+        yield
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Keep the garbage collector out: what it released meanwhile would pass for the call's own."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
         if collects:
             gc.enable()
-    events = sorted(_allocations(result), key=lambda event: event.start_time_ns)
-    return value, start_ns, stop_ns, events
 
 
 def _synchronize(device: torch.device) -> None:
@@ -181,7 +301,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _start_profiler() -> None:
-    """Start torch's profiler with memory events on, and its notices on standard error off."""
+    """Start torch's profiler with memory events on; operations are left out, for they take long."""
     config = ProfilerConfig(
         ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig()
     )
@@ -191,33 +311,36 @@ def _start_profiler() -> None:
     try:
         torch._C._autograd._prepare_profiler(config, activities)
         torch._C._autograd._enable_profiler(config, activities)
+        torch._C._autograd._enable_record_function(False)
     finally:
         if level is None:
             del os.environ["KINETO_LOG_LEVEL"]
 
 
-def _is_on(event: Any, device: torch.device) -> bool:
-    place = event.extra_fields.device
-    return bool(place.type == device.type and device.index in (None, place.index))
+def _is_on(event: _Event, device: torch.device) -> bool:
+    return event.place == device.type and device.index in (None, event.number)
 
 
-def _transient(events: Sequence[Any]) -> NDArray[np.bool_]:
+def _transient(events: Sequence[_Event]) -> NDArray[np.bool_]:
     """For each event, whether its block was both allocated and released among them."""
     transient = np.zeros(len(events), np.bool_)
     live: dict[int, int] = {}
     for index, event in enumerate(events):
-        fields = event.extra_fields
-        if fields.alloc_size > 0:
-            live[fields.ptr] = index
-        elif (born := live.pop(fields.ptr, None)) is not None:
+        if event.size > 0:
+            live[event.address] = index
+        elif (born := live.pop(event.address, None)) is not None:
             transient[[born, index]] = True
     return transient
 
 
-def _allocations(result: Any) -> Iterator[Any]:
-    pending = list(reversed(result.experimental_event_tree()))
+def _allocations(result: Any) -> Iterator[_Event]:
+    pending = list(result.experimental_event_tree())
     while pending:
         event = pending.pop()
         if event.tag == _EventType.Allocation:
-            yield event
-        pending.extend(reversed(event.children))
+            fields = event.extra_fields
+            place = fields.device
+            yield _Event(
+                fields.alloc_size, fields.ptr, event.start_time_ns, place.type, place.index
+            )
+        pending.extend(event.children)

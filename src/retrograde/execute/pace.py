@@ -14,7 +14,7 @@ from retrograde.execute.cell import Core
 from retrograde.execute.executor import advance, backpropagate, record
 from retrograde.execute.inputs import Inputs
 from retrograde.execute.profile import Shapes, gradients_like, noting
-from retrograde.execute.replay import autocast_as_now, muted_hooks
+from retrograde.execute.replay import muted_hooks
 from retrograde.machine import now
 
 __all__ = ["Pace", "Paces", "time_steps"]
@@ -64,7 +64,7 @@ def time_steps(core: Core, inputs: Inputs, state: Tensors, repeats: int) -> Pace
     """
     lengths = sorted({1, min(len(inputs), _LONG)}) if core.fused else [1]
     medians = []
-    with core.ambient.without_trace(), autocast_as_now(core.ambient.device):
+    with core.ambient.measured():
         for steps in lengths:
             _seconds_of_range(core, inputs, state, steps)  # a first call may allocate or compile
             found = [_seconds_of_range(core, inputs, state, steps) for _ in range(repeats)]

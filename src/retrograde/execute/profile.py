@@ -28,7 +28,7 @@ from retrograde.execute.inputs import Inputs
 from retrograde.execute.layout import Straight
 from retrograde.execute.measure import measure, measure_phases
 from retrograde.execute.ranges import Emit, Gradients, RangeCore, Tape
-from retrograde.execute.replay import autocast_as_now, muted_hooks
+from retrograde.execute.replay import muted_hooks
 from retrograde.plan.fit import Curve, Fit, Footprint, fit, predict_peak_bytes
 from retrograde.schedule import Advance, Record
 from retrograde.units import Memory
@@ -91,7 +91,7 @@ def footprint(
         The footprint, for :func:`retrograde.plan.fit.fit`.
     """
     length, device = len(inputs), core.ambient.device
-    with core.ambient.without_trace(), autocast_as_now(device), muted_hooks(core.parameters):
+    with core.ambient.measured(), muted_hooks(core.parameters):
         _measure_range(core, inputs, state, 1)  # what a first call allocates for good is not ours
         lengths = sorted({min(length, L) for L in _lengths(core)})
         points = {L: _measure_range(core, inputs, state, L) for L in lengths}
@@ -110,7 +110,7 @@ def footprint(
         ordinary = Curve(tuple((L, max(size, points[1].record)) for L, size in ordinary.points))
     gradient = sum(_rounded(t) for t in state if t.is_floating_point() or t.is_complex())
     gradient *= 2 if core.fused else 1  # a kernel may need zeros for a state without a gradient
-    ambient = sum(map(_rounded, core.ambient.capture()))
+    ambient = sum(map(_rounded, core.ambient.capture())) + core.ambient.place_bytes
     if core.sums:  # what the loss's own gradient takes, and what is put back after the last rerun
         gradient += _rounded(torch.ones((), dtype=torch.float64, device=device)) + ambient
     return Footprint(
@@ -291,7 +291,7 @@ def _corrected(
     schedule = found.schedule
     advances = {a.stop - a.start for a in schedule if isinstance(a, Advance)}
     records = {a.stop - a.start for a in schedule if isinstance(a, Record)}
-    with muted_hooks(core.parameters), autocast_as_now(core.ambient.device):
+    with core.ambient.measured(), muted_hooks(core.parameters):
         for steps in sorted(advances - {L for L, _ in sizes.advance.points}):
             size = _measure_advance(core, inputs, state, steps)
             sizes = replace(sizes, advance=sizes.advance.through(steps, size))
@@ -364,7 +364,8 @@ def _measure_ordinary(core: Core, inputs: Inputs, state: Tensors, steps: int) ->
             ]
             start = [as_leaf(t) for t in state]
             outputs, after = run_ordinary(core, x, start)
-        roots = [y for y in outputs if y.requires_grad]
+        ends = outputs if core.sums else [*outputs, *after]  # a loss may be of either
+        roots = list({id(y): y for y in ends if y.requires_grad}.values())
         leaves = [t for t in (*x, *start, *core.targets) if t.requires_grad]
         seeds = [torch.ones_like(y) for y in roots]
         found = torch.autograd.grad(roots, leaves, seeds, allow_unused=True) if roots else ()

@@ -76,12 +76,13 @@ def run_stream(
     )
     total = torch.zeros((), dtype=torch.float64, device=device)
     mine = [*state, *core.parameters, *(t for t in stream.source.trained if t is not None)]
-    versions, still = [version(t) for t in mine], core.ambient.steady.marks()
+    versions, marks = [version(t) for t in mine], core.ambient.steady.marks()
     run = Run(core, schedule, len(stream))
     with autocast_as_now(device), muted_hooks(core.parameters):
         after = run.forward(inputs, state, lambda start, stop, values: _add(total, values))
-        core.ambient.steady.check(still)
-        with core.ambient.without_trace():
+        moved = core.ambient.steady.changes(marks)
+        core.ambient.cut()
+        with core.ambient.rerun(marks, moved):
             run.backward(inputs, gradients)
     if versions != [version(t) for t in mine]:
         raise CellError(

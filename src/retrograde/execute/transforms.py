@@ -1,30 +1,60 @@
 """What must not reach into a budgeted recurrence: torch.compile, torch.func, forward-mode autograd.
 
 ``torch.compile`` traces Python; what runs here looks at graphs, versions and generators, which no
-trace has. So it is kept out, and what is compiled around it breaks its graph there. torch.func and
-forward-mode derivatives are refused: a recomputation would have to be transformed as well.
+trace has. So it is kept out, and what is compiled around it breaks its graph there. torch.func,
+forward-mode derivatives, batches of gradients and ``torch.jit.trace`` are refused: a recomputation
+would have to be transformed or traced as well. Tensors without numbers are not refused, but
+nothing can be measured on them.
 """
 
 import functools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C import _functorch, _TorchDispatchModeKey
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
 from retrograde.errors import RetrogradeError
 
-__all__ = ["NO_FORWARD_MODE", "is_transformed", "refuse_transforms", "uncompiled"]
+__all__ = [
+    "NO_FORWARD_MODE",
+    "is_exporting",
+    "is_transformed",
+    "is_unreal",
+    "refuse_batches",
+    "refuse_transforms",
+    "uncompiled",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-NO_FORWARD_MODE = (
-    "forward-mode derivatives (torch.autograd.forward_ad, torch.func.jvp) and torch.func's "
-    "transforms cannot go through a budgeted recurrence: expected reverse mode, as by backward() "
-    "or torch.autograd.grad; for these use memory=None (ordinary BPTT)"
+# Under these modes of torch's own whatever is run is traced, or made up.
+_MODES = (
+    _TorchDispatchModeKey.FAKE,
+    _TorchDispatchModeKey.PROXY,
+    _TorchDispatchModeKey.FUNCTIONAL,
 )
+
+#: Whether ``torch.export`` is at work, which must see torch's own forward pass.
+is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
+
+
+def _no_forward_mode(options: Sequence[str]) -> str:
+    given = " and ".join(f"{name}=" for name in options)
+    remedy = " and ".join(f"{name}=None" for name in options)
+    return (
+        "forward-mode derivatives (torch.autograd.forward_ad, torch.func.jvp) and torch.func's "
+        f"transforms cannot go through what is run with {given}: expected reverse mode, as by "
+        f"backward() or torch.autograd.grad; for these use {remedy} (ordinary backpropagation)"
+    )
+
+
+NO_FORWARD_MODE = _no_forward_mode(["memory"])
 
 
 def uncompiled(fn: F) -> F:
@@ -53,19 +83,74 @@ def uncompiled(fn: F) -> F:
     return call  # type: ignore[return-value]
 
 
+def is_unreal(tensors: Iterable[Tensor]) -> bool:
+    """Whether a call is traced or only made up: on fake, functional, proxy or meta tensors.
+
+    Nothing may be measured then, nor kept: such tensors have no bytes. What is run should be
+    torch's own operations, as where no gradient is wanted. It takes a few µs.
+
+    Args:
+        tensors: all that the call is given.
+
+    Returns:
+        Whether one of them, or a mode of torch's that is at work, makes it so.
+
+    Example:
+        >>> is_unreal([torch.ones(2)]), is_unreal([torch.ones(2, device="meta")])
+        (False, True)
+    """
+    if any(torch._C._get_dispatch_mode(mode) is not None for mode in _MODES):
+        return True
+    return any(
+        t.is_meta or isinstance(t, FakeTensor | FunctionalTensor) or torch._is_functional_tensor(t)  # type: ignore[attr-defined]
+        for t in tensors
+    )
+
+
 def is_transformed(tensors: Iterable[Tensor]) -> bool:
     """Whether a transform of torch.func is at work, or a tensor carries a forward-mode tangent."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if _functorch.peek_interpreter_stack() is not None:
         return True
     in_dual_level = forward_ad._current_level >= 0
     return in_dual_level and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 
-def refuse_transforms(tensors: Iterable[Tensor]) -> None:
+def refuse_transforms(tensors: Iterable[Tensor], options: Sequence[str] = ("memory",)) -> None:
     """Say so before any work where a gradient is wanted that cannot be had (rule 6).
 
+    Args:
+        tensors: all that the call is given.
+        options: the names of the arguments that ask for what is refused.
+
     Raises:
-        RetrogradeError: :func:`is_transformed`.
+        RetrogradeError: :func:`is_transformed`, or ``torch.jit.trace`` is at work.
     """
     if is_transformed(tensors):
-        raise RetrogradeError(NO_FORWARD_MODE)
+        raise RetrogradeError(_no_forward_mode(options))
+    if torch._C._is_tracing():
+        given = " and ".join(f"{name}=" for name in options)
+        raise RetrogradeError(
+            f"torch.jit.trace cannot follow what is run with {given}: expected a call that is not "
+            f"traced; trace it under torch.no_grad(), or without {given}"
+        )
+
+
+def refuse_batches(gradients: Iterable[Tensor | None]) -> None:
+    """Say so where a backward pass is asked for a batch of gradients at once (rule 6).
+
+    Args:
+        gradients: those that the backward pass is given.
+
+    Raises:
+        RetrogradeError: they are batched, as ``is_grads_batched=True`` and ``torch.func.vmap`` do.
+    """
+    if any(
+        _functorch.is_batchedtensor(g) or _functorch.is_legacy_batchedtensor(g)
+        for g in gradients
+        if g is not None
+    ):
+        raise RetrogradeError(
+            "got a batch of gradients (is_grads_batched=True, jacobian(vectorize=True) or vmap) to "
+            "backpropagate with memory=, schedule= or backward=: expected one; call "
+            "torch.autograd.grad for each of them (vectorize=False), or leave these options out"
+        )

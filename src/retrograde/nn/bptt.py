@@ -17,6 +17,7 @@ from retrograde.execute.cell import Cell, Core, StepCore
 from retrograde.execute.fused import Fused, Layers, Mode, run_lean
 from retrograde.execute.losses import Loss, RangeLoss, StepLoss, examine_loss
 from retrograde.execute.profile import Candidate, fit_fastest, footprints
+from retrograde.execute.reach import reach
 from retrograde.execute.replay import autocast_as_now
 from retrograde.execute.sources import Arrays, Spool, Steps, Stream, open_source
 from retrograde.execute.streaming import Progress, TakeInput, run_stream
@@ -121,7 +122,7 @@ def bptt(
     if schedule is None and memory is None:
         schedule = plan(len(task.stream), policy="store-all")
     elif schedule is None:
-        core, schedule = _fitted(task, (cell, loss), inputs, cast(Memory, memory))
+        core, schedule = _fitted(task, inputs, cast(Memory, memory))
     total, after = run_stream(core, task.stream, schedule, task.state, input_gradient, progress)
     return total, task.state_spec.unflatten(after)
 
@@ -261,21 +262,22 @@ def _module_state(module: nn.RNNBase, stream: Stream, state: Any) -> tuple[Tenso
     return states, state_spec
 
 
-def _fitted(
-    task: _Task, parts: tuple[Any, ...], inputs: Any, memory: Memory
-) -> tuple[Core, Schedule]:
+def _fitted(task: _Task, inputs: Any, memory: Memory) -> tuple[Core, Schedule]:
     """The core and the schedule for a budget."""
-    source, first = task.stream.source, task.cores[0].core
+    source, first = task.stream.source, cast(StepCore, task.cores[0].core)
+    made_of = [identity(first.found, first.ambient.steady.places)]
     read: tuple[Any, ...] = (type(source),)
     if isinstance(source, Arrays):
         read += tuple(isinstance(t, Tensor) for t in source.leaves)
     elif not (isinstance(source, Steps) and isinstance(source.get, Spool)):
-        parts = (*parts, inputs)  # what a function takes to give an input is its own affair
+        reading = reach([inputs])  # what a function takes to give an input is its own affair
+        made_of.append(identity(reading, reading.places))
     tensors = (*source[0], *task.state, *first.parameters)
     number, found = _FITS.get(
         (
-            identity(parts),
+            tuple(made_of),
             repr(memory),
+            torch.get_num_threads(),
             len(source),
             task.stream.wanted,
             read,

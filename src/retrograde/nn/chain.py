@@ -8,7 +8,7 @@ Seconds decide which schedule is fastest, and no two measurements agree. So anot
 follow another schedule; the gradient is the same, bit for bit.
 """
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,9 +20,11 @@ from retrograde.errors import CellError
 from retrograde.execute.chain.autograd import run_chain
 from retrograde.execute.chain.links import Links, examine_layers
 from retrograde.execute.chain.profile import measure_chain
-from retrograde.execute.transforms import refuse_transforms
+from retrograde.execute.places import Place
+from retrograde.execute.reach import Reach, reach
+from retrograde.execute.transforms import is_unreal, refuse_transforms
 from retrograde.execute.trees import Structure, flatten
-from retrograde.nn.recent import Recent, signature
+from retrograde.nn.recent import Recent, identity, signature
 from retrograde.plan.chain import chain_minimum, plan_chain, record_everything
 from retrograde.schedule import Chain, Schedule
 from retrograde.units import Memory, as_bytes, format_bytes
@@ -78,6 +80,7 @@ class Plans:
     chains: Recent[Chain] = field(default_factory=Recent)
     fits: Recent[ChainFit] = field(default_factory=Recent)
     links: Recent[Links] = field(default_factory=lambda: Recent(most=_MOST_LINKS))
+    moving: set[tuple[int, Any]] = field(default_factory=set)  # places, names: not what layers are
 
     def fit(self, net: nn.Sequential, memory: Memory, input: Any) -> ChainFit:
         """The schedule for a budget and an input of this kind.
@@ -95,7 +98,9 @@ class Plans:
             CellError: a layer cannot be run exactly, or there is nothing to backpropagate.
         """
         leaves, structure = flatten(input, "input")
-        return self._fitted(memory, _Call.of(net, leaves, structure))
+        call = _Call.of(net, leaves, structure)
+        self._links(call)
+        return self._fitted(memory, call)
 
     def run(self, net: nn.Sequential, memory: Memory, input: Any) -> Any:
         """Run the layers so that the gradient keeps to a budget.
@@ -115,9 +120,11 @@ class Plans:
         if not torch.is_grad_enabled():
             return nn.Sequential.forward(net, input)  # type: ignore[no-untyped-call]
         leaves, structure = flatten(input, "input")
+        if is_unreal(leaves):
+            return nn.Sequential.forward(net, input)  # type: ignore[no-untyped-call]
         call = _Call.of(net, leaves, structure)
         wanted = [*leaves, *call.tensors]
-        if not any(t.requires_grad for t in wanted):
+        if not any(t.requires_grad for t in wanted) or is_unreal(wanted):
             return nn.Sequential.forward(net, input)  # type: ignore[no-untyped-call]
         refuse_transforms(wanted)
         links = self._links(call)
@@ -131,19 +138,24 @@ class Plans:
     def _fitted(self, memory: Memory, call: "_Call") -> ChainFit:
         def find() -> ChainFit:
             links = self._links(call)
-            chain = self.chains.get(
-                call.shapes, lambda: _measured(links, call.leaves), of=call.parts
-            )
+            chain = self.chains.get(key, lambda: _measured(links, call.leaves), of=call.parts)
             return _fit(chain, memory)
 
-        return self.fits.get((call.shapes, memory), find, of=call.parts)
+        key = call.shapes(self.moving)
+        return self.fits.get((key, memory), find, of=call.parts)
 
     def _links(self, call: "_Call") -> Links:
         def find() -> Links:
-            return examine_layers(_apart(call.net), call.leaves, call.structure)
+            links = examine_layers(_apart(call.net), call.leaves, call.structure)
+            for link in (*links.prefix, *links.chain):
+                self.moving.update(link.ambient.names_changed())
+            return links
 
-        key = call.shapes, tuple(map(id, call.tensors))
-        return self.links.get(key, find, of=call.tensors)
+        known = len(self.moving)
+        found = self.links.get(call.key(self.moving), find, of=call.tensors)
+        if len(self.moving) > known:  # what a layer itself changes is no part of the key
+            self.links.get(call.key(self.moving), lambda: found, of=call.tensors)
+        return found
 
 
 _MOST_LINKS = 8
@@ -189,7 +201,8 @@ class _Call:
     """A call, and what is looked up for it.
 
     Attributes:
-        shapes: all that bytes and seconds depend on, the layers themselves (their ids) included.
+        known: all that bytes and seconds depend on, what layers refer to aside.
+        found: what the layers refer to.
         parts: the layers, and all modules in them.
         tensors: the parameters and buffers that links hold.
     """
@@ -197,15 +210,28 @@ class _Call:
     net: nn.Sequential
     leaves: Tensors
     structure: Structure
-    shapes: Hashable
+    known: Hashable
+    found: Reach
     parts: list[nn.Module]
     tensors: Tensors
+    identities: dict[int, Hashable] = field(default_factory=dict)
+
+    def shapes(self, moving: Collection[tuple[int, Any]]) -> Hashable:
+        """All that bytes and seconds depend on, the layers themselves (their ids) included."""
+        if len(moving) not in self.identities:
+            places = _still(self.found.places, moving)
+            self.identities[len(moving)] = identity(self.found, places)
+        return self.known, self.identities[len(moving)]
+
+    def key(self, moving: Collection[tuple[int, Any]]) -> Hashable:
+        """All that links depend on: besides, the very objects that hold what layers refer to."""
+        holders = tuple(id(place.holder) for place in self.found.places)
+        return self.shapes(moving), tuple(map(id, self.tensors)), holders
 
     @classmethod
     def of(cls, net: nn.Sequential, leaves: Tensors, structure: Structure) -> "_Call":
-        parts: list[nn.Module] = [net]
-        for part in parts:  # which grows meanwhile; modules() would take longer
-            parts += (inner for inner in part._modules.values() if inner is not None)
+        found = reach([net])
+        parts = found.parts()
         named = [
             named
             for part in parts
@@ -218,11 +244,24 @@ class _Call:
                 "the layers have parameters without a shape yet: expected all of them; call the "
                 "lazy model once before, with memory=None"
             )
-        layers = tuple((id(part), part.training) for part in parts)
+        layers = tuple(map(id, parts))
         names = tuple(name if t is not None else None for name, t in named)
         owned = tuple((t.shape, t.dtype, t.device, t.requires_grad) for t in tensors)
-        shapes = tuple(map(signature, leaves)), str(structure), layers, names, owned
-        return cls(net, leaves, structure, shapes, parts, tensors)
+        asked = str(structure), torch.get_num_threads()
+        known = tuple(map(signature, leaves)), asked, layers, names, owned
+        return cls(net, leaves, structure, known, found, parts, tensors)
+
+
+def _still(places: Sequence[Place], moving: Collection[tuple[int, Any]]) -> Iterator[Place]:
+    """The places, without what layers change."""
+    holders = {holder for holder, _ in moving}
+    for place in places:
+        if getattr(place, "registered", None) is not None:
+            continue  # tensors are known by themselves
+        if id(place.holder) not in holders:
+            yield place
+        elif not place.growing:
+            yield place.without({key for holder, key in moving if holder == id(place.holder)})
 
 
 def named_layers(

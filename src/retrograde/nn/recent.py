@@ -5,30 +5,34 @@ are often made anew at every call (a closure in ``forward``, a bound method), an
 ever new lengths: so a cell is known by what it is made of (:func:`identity`), nothing that it is
 made of is kept alive, and only the most recent fits are kept.
 
-Two cells that are taken for one share a fit, not a gradient: a budget may then be missed, but what
-is computed stays right, for the cell itself is examined at every call.
+Two cells that are taken for one share a fit, not a gradient: what is computed stays right, for the
+cell itself is examined at every call. Numbers and texts that a cell reads are part of what it is,
+for what a step takes may depend on them.
 """
 
-import functools
-import inspect
+import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from numbers import Number
-from typing import Any, Generic, TypeVar
+from enum import Enum
+from typing import Any, Generic, TypeVar, cast
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from retrograde.execute.measure import MEASURING, is_profiled
+from retrograde.execute.places import Place
+from retrograde.execute.reach import MODULE_TABLES, Reach
 
 __all__ = ["Recent", "Same", "identity", "signature"]
 
 T = TypeVar("T")
 
 _MOST = 48
-_DEPTH = 4
-_ITEMS = 100
-_PLAIN = (Number, str, bytes, type(None), type, torch.dtype, torch.device)
+_PLAIN: tuple[type, ...] = (int, float, complex, str, bytes, type(None), type)
+_PLAIN += (torch.dtype, torch.device, np.generic, Enum)
 
 
 @dataclass(frozen=True)
@@ -55,9 +59,16 @@ class Recent(Generic[T]):
     def __init__(self, most: int = _MOST) -> None:
         self._most = most
         self._found: OrderedDict[Hashable, _Known[T]] = OrderedDict()
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._found)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_most": self._most}  # what was measured here is of no use elsewhere
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["_most"])  # type: ignore[misc]
 
     def get(self, key: Hashable, find: Callable[[], T], of: Iterable[object] = ()) -> T:
         """The result for a key, found now if it is not known.
@@ -71,16 +82,33 @@ class Recent(Generic[T]):
         Returns:
             The result.
         """
-        known = self._found.get(key)
-        if known is None or not known.alive():
-            known = _Known(find(), [weakref.ref(value) for value in of])
+        known = self._look_up(key)
+        if known is not None:
+            return known.result
+        with MEASURING:  # another thread may be about to find the same
+            known = self._look_up(key)
+            if known is None:
+                exact = not is_profiled()  # beside another profiler bytes are not quite certain
+                known = _Known(find(), [weakref.ref(value) for value in of])
+                if exact:
+                    self._keep(key, known)
+        return known.result
+
+    def _look_up(self, key: Hashable) -> _Known[T] | None:
+        with self._lock:
+            known = self._found.get(key)
+            if known is None or not known.alive():
+                return None
+            self._found.move_to_end(key)
+            return known
+
+    def _keep(self, key: Hashable, known: _Known[T]) -> None:
+        with self._lock:
             for old in [old for old, each in self._found.items() if _is_dead(old, each)]:
                 del self._found[old]
             self._found[key] = known
             while len(self._found) > self._most:
                 self._found.popitem(last=False)
-        self._found.move_to_end(key)
-        return known.result
 
 
 class Same:
@@ -113,52 +141,46 @@ def signature(t: Tensor) -> tuple[Any, ...]:
     return tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad, autocast
 
 
-def identity(value: Any, depth: int = _DEPTH) -> Hashable:
+def identity(found: Reach, places: Iterable[Place]) -> Hashable:
     """What a cell is made of, as a key: equal for two closures of the same code over the same.
 
     Args:
-        value: a cell, or what one is made of.
-        depth: how many levels of functions and containers are looked into.
+        found: what the cell refers to.
+        places: those of its Python values that it only reads; what a step changes is not part of
+            what the cell is.
 
     Returns:
         A key that keeps no module and no tensor alive.
 
     Example:
+        >>> from retrograde.execute.reach import reach
         >>> def make(n):
-        ...     return lambda x, h: (x * n, h)
-        >>> identity(make(2)) == identity(make(2)), identity(make(2)) == identity(make(3))
+        ...     found = reach([lambda x, h: (x * n, h)])
+        ...     return identity(found, found.places)
+        >>> make(2) == make(2), make(2) == make(3)
         (True, False)
     """
+    held = tuple(tuple(_kinds(place)) for place in places)
+    modules = tuple(map(Same, found.modules))
+    return modules, tuple(found.codes), tuple(map(signature, found.tensors)), held
+
+
+def _kinds(place: Place) -> Iterator[Hashable]:
+    """What is held under each name: a number by its value, anything else by its kind."""
+    for key, value in place.read().items():
+        if key not in place.but and key not in MODULE_TABLES:
+            yield (key if isinstance(key, _PLAIN) else type(key)), _kind(value)
+
+
+def _kind(value: Any) -> Hashable:
     if isinstance(value, _PLAIN):
         return type(value), value
     if isinstance(value, Tensor):
-        return signature(value)
-    if isinstance(value, nn.Module):
-        return Same(value), tuple(part.training for part in value.modules())
-    parts = _parts(value)
-    if parts is None:
-        try:
-            return Same(value)
-        except TypeError:  # it cannot be referred to weakly
-            return type(value), id(value)
-    kind, inner = parts
-    if depth == 0 or len(inner) > _ITEMS:
-        return kind, len(inner)
-    return kind, *(identity(item, depth - 1) for item in inner)
-
-
-def _parts(value: Any) -> tuple[Hashable, list[Any]] | None:
-    """A function or a container: what distinguishes it, and what it holds."""
-    if isinstance(value, functools.partial):
-        return "partial", [value.func, *value.args, *value.keywords.items()]
-    if inspect.ismethod(value):
-        return "method", [value.__self__, value.__func__]
-    if inspect.isfunction(value):
-        names = inspect.getclosurevars(value)
-        inner = [*names.nonlocals.values(), *names.globals.values()]
-        return value.__code__, [*inner, value.__defaults__, value.__kwdefaults__]
-    if isinstance(value, dict):
-        return "dict", list(value.items())
-    if isinstance(value, list | tuple):
-        return type(value), list(value)
-    return None
+        return value.shape, value.dtype, value.device, value.requires_grad
+    if isinstance(value, np.ndarray):
+        return value.shape, str(value.dtype), value.tobytes() if value.nbytes < 64 else b""
+    if isinstance(value, tuple):
+        return tuple(map(_kind, value))
+    if isinstance(value, frozenset) and all(isinstance(item, _PLAIN) for item in value):
+        return value
+    return cast(Hashable, type(value))

@@ -13,7 +13,12 @@ from retrograde.execute.executor import run_ordinary
 from retrograde.execute.inputs import Held
 from retrograde.execute.profile import fit_measured, footprint
 from retrograde.execute.replay import autocast_as_now
-from retrograde.execute.transforms import is_transformed, refuse_transforms, uncompiled
+from retrograde.execute.transforms import (
+    is_transformed,
+    is_unreal,
+    refuse_transforms,
+    uncompiled,
+)
 from retrograde.execute.trees import Structure, flatten
 from retrograde.nn.recent import Recent, identity, signature
 from retrograde.plan.fit import Fit, Footprint
@@ -93,7 +98,8 @@ def unroll(
     if schedule is not None:
         check_schedule(schedule, length)
     asked = not (memory is None and schedule is None and backward is None)
-    if is_transformed([*leaves, *states]) and not (asked and torch.is_grad_enabled()):
+    unreal = is_unreal([*leaves, *states])
+    if unreal or (is_transformed([*leaves, *states]) and not (asked and torch.is_grad_enabled())):
         return _plainly(cell, leaves, input_spec, state)
     if not torch.is_grad_enabled():
         core, first, after = begin(cell, [x[0] for x in leaves], input_spec, states, state_spec)
@@ -154,8 +160,8 @@ def _check_scan(backward: Any, memory: Memory | None, schedule: Schedule | None)
 
 def _scanned(core: StepCore, leaves: Tensors, states: Tensors) -> tuple[Tensors, Tensors]:
     """Run a cell by the scan, once it is known to have Jacobians a sample."""
-    if core.ambient.draws or core.ambient.buffers:
-        does = "draws random numbers" if core.ambient.draws else "changes its buffers"
+    if core.ambient.moves:
+        does = "draws random numbers" if core.ambient.draws else "changes its buffers or attributes"
         raise CellError(
             f"the cell {does}: expected one whose steps can be run all at once; use backward=None"
         )
@@ -209,14 +215,16 @@ def check_schedule(schedule: Schedule, length: int) -> None:
 
 
 def _fitted(core: StepCore, leaves: Tensors, states: Tensors, memory: Memory) -> Fit:
-    changing = tuple(b.nbytes for b in core.ambient.buffers), len(core.ambient.sources)
+    ambient = core.ambient
+    changing = tuple(b.nbytes for b in ambient.buffers), len(ambient.sources), ambient.place_bytes
     tensors = map(signature, (*leaves, *states, *core.parameters))
     # Of two precisions that a state has, the larger one is measured (see rule 7).
     widest = [
         s.to(torch.promote_types(s.dtype, dtype))
         for s, (_, dtype, _) in zip(states, core.state_like, strict=True)
     ]
-    key = identity(core.cell), changing, *tensors
+    made_of = identity(core.found, ambient.steady.places)
+    key = made_of, changing, torch.get_num_threads(), *tensors
 
     def find() -> Fit:
         sizes = _SIZES.get(key, lambda: footprint(core, Held(leaves), widest))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from retrograde.errors import RetrogradeError
-from retrograde.execute.chain.core import ChainCore, check_steady
+from retrograde.execute.chain.core import ChainCore
 from retrograde.execute.chain.course import course_of, loads_of
 from retrograde.execute.chain.links import Link, Links
 from retrograde.execute.executor import Run
@@ -27,7 +27,7 @@ from retrograde.execute.inputs import Held
 from retrograde.execute.layout import Straight
 from retrograde.execute.ranges import Gradients
 from retrograde.execute.replay import autocast_as_now, autocast_of_caller, version
-from retrograde.execute.transforms import NO_FORWARD_MODE, uncompiled
+from retrograde.execute.transforms import NO_FORWARD_MODE, refuse_batches, uncompiled
 from retrograde.schedule import (
     Advance,
     Record,
@@ -61,7 +61,8 @@ def run_chain(links: Links, schedule: Schedule, state: Tensors) -> Tensors:
     still = links.steady.marks()
     with call.autocast:
         state = call.forward(state)
-    check_steady(f"one of the layers {first} … {last}", links.steady, still)
+    moved = links.steady.changes(still, f"one of the layers {first} … {last}")
+    call.core.watched.update(moved)
     call.check_input("during the forward pass")
     return state
 
@@ -231,6 +232,7 @@ class _Handover(torch.autograd.Function):
     @staticmethod
     @uncompiled
     def backward(ctx: Any, *gradients: Gradient) -> tuple[Any, ...]:
+        refuse_batches(gradients)
         if torch.is_grad_enabled():
             raise RetrogradeError(
                 "the gradient of a chain within a budget cannot itself be differentiated: expected "

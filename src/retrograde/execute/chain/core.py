@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from retrograde.errors import CellError, RetrogradeError
+from retrograde.errors import RetrogradeError
 from retrograde.execute.chain.links import Link, check_leaves, enter
+from retrograde.execute.chance import Source
 from retrograde.execute.inputs import Inputs
 from retrograde.execute.ranges import Emit, Gradients, RangeCore, Tape
-from retrograde.execute.replay import Ambient, Snapshot, Steady, muted_hooks, version
+from retrograde.execute.replay import Ambient, Marks, Snapshot, muted_hooks, version
 
-__all__ = ["ChainCore", "LinkTape", "check_steady"]
+__all__ = ["ChainCore", "LinkTape"]
 
 Tensors = list[Tensor]
 Gradient = Tensor | None
@@ -83,7 +84,9 @@ class ChainCore(RangeCore):
         self.ambient = Ambient(device)
         self.parameters = []
         self.needed: dict[int, Sequence[bool]] = {}
-        self._before: list[Snapshot | None] = [None] * len(links)
+        self._before: list[tuple[Snapshot, Marks] | None] = [None] * len(links)
+        #: Generators that no link draws from, but that moved while they ran the first time.
+        self.watched: set[Source] = set()
         self._versions = [[version(t) for t in link.reads] for link in links]
 
     def totals(self) -> list[Gradient]:
@@ -158,9 +161,12 @@ class ChainCore(RangeCore):
         before, link = self._before[k], self.links[k]
         ambient = link.ambient
         if before is None:
-            self._before[k], still = ambient.capture(), ambient.steady.marks()
+            marks = ambient.steady.marks()
+            self._before[k] = ambient.capture(), marks
             yield
-            check_steady(f"layer {link.name}", ambient.steady, still)
+            self.watched.update(ambient.steady.changes(marks, f"layer {link.name}"))
+            if not torch.is_grad_enabled():
+                ambient.cut()
             return
         if self._versions[k] != [version(t) for t in link.reads]:
             raise RetrogradeError(
@@ -169,31 +175,11 @@ class ChainCore(RangeCore):
                 "recomputes with it: expected it to stay as it was; call backward() before "
                 "optimizer.step()"
             )
-        with ambient.without_trace():
-            ambient.restore(before)
+        snapshot, marks = before
+        watched = self.watched.difference(ambient.sources)
+        with ambient.rerun(marks, tuple(watched)):
+            ambient.restore(snapshot)
             yield
-
-
-def check_steady(whose: str, steady: Steady, before: tuple[list[Any], list[int]]) -> None:
-    """Refuse what was drawn or changed that had been left alone at the trial, for it was not kept
-    for a rerun (rule 6).
-
-    Args:
-        whose: by which layers.
-        steady: what they left alone.
-        before: its marks when they began.
-
-    Raises:
-        CellError: as said.
-    """
-    drawn, changed = (now != then for now, then in zip(steady.marks(), before, strict=True))
-    if drawn or changed:
-        did = "drew random numbers" if drawn else "changed a buffer"
-        raise CellError(
-            f"{whose} {did}, which it did not do when tried: expected the same at every call, so "
-            "that it can be run again; draw, or write, every time (and discard what is not used), "
-            "or use memory=None"
-        )
 
 
 def _edge(t: Tensor) -> GradientEdge | None:

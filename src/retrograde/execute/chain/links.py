@@ -45,7 +45,7 @@ class Link:
         ambient: its surroundings.
         own: its parameters that a gradient is wanted for, each once.
         leaves: what they are in a graph.
-        reads: its parameters, and the buffers that it does not itself change.
+        reads: its parameters, and the buffers and captured tensors that it does not itself change.
         output_bytes: what its output takes that its input does not hold already.
         passed_bytes: what it hands on as it was given it and no layer before it did, which has to
             be held meanwhile.
@@ -219,6 +219,7 @@ class _Tried:
     layers: tuple[nn.Module, ...]
     parts: tuple[nn.Module, ...]
     own: Tensors
+    captured: Tensors
     given: Structure
     wanted: tuple[bool, ...]
     outputs: Tensors
@@ -245,7 +246,7 @@ class _Tried:
             ambient=self.ambient,
             own=self.own,
             leaves=[get_gradient_edge(p).node for p in self.own],
-            reads=[t for t in owned if id(t) not in changing],
+            reads=[t for t in (*owned, *self.captured) if id(t) not in changing],
             output_bytes=sum(self.made.values()),
             passed_bytes=passed_bytes,
         )
@@ -271,7 +272,7 @@ def _try(
         return outputs, returned
 
     found = reach(layers)
-    trial = try_out(call, found, device)
+    trial = try_out(call, found, device, lambda result: result[0])
     outputs, returned = trial.value
     inside, outside = _storages(state), _storages(outputs)
     return _Tried(
@@ -279,6 +280,7 @@ def _try(
         layers,
         parts,
         own,
+        found.tensors,
         given,
         wanted,
         [t.detach() for t in outputs],

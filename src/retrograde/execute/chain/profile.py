@@ -7,6 +7,7 @@ input, and of its output, and looking what is released.
 
 import statistics
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -20,7 +21,6 @@ from retrograde.execute.inputs import Held
 from retrograde.execute.layout import Straight
 from retrograde.execute.measure import measure_phases
 from retrograde.execute.ranges import Gradients
-from retrograde.execute.replay import autocast_as_now
 from retrograde.machine import now
 from retrograde.schedule import Chain
 
@@ -44,20 +44,16 @@ def measure_chain(links: Links, state: Tensors, repeats: int = 3) -> Chain:
         The chain, of as many layers as there are links.
     """
     device = state[0].device
-    every = (*links.prefix, *links.chain)
-    untouched = [link.ambient.capture() for link in every]
     core = ChainCore(links.chain, device)
-    try:
-        with autocast_as_now(device):
-            with torch.no_grad():
-                first = [t.detach() for t in state]
-                for link in links.prefix:
-                    first = link.run(first)
-            sizes = [_sizes(core, k, before) for k, before in _states(core, first)]
-            seconds = [_seconds(core, first) for _ in range(repeats)]
-    finally:
-        for link, before in zip(every, untouched, strict=True):
-            link.ambient.restore(before)
+    with ExitStack() as stack:
+        for link in (*links.prefix, *links.chain):
+            stack.enter_context(link.ambient.measured())
+        with torch.no_grad():
+            first = [t.detach() for t in state]
+            for link in links.prefix:
+                first = link.run(first)
+        sizes = [_sizes(core, k, before) for k, before in _states(core, first)]
+        seconds = [_seconds(core, first) for _ in range(repeats)]
     forward, backward = _medians(links.chain, sizes, seconds)
     return Chain(
         forward_seconds=forward,
@@ -253,4 +249,5 @@ def _overhead(links: Links, core: ChainCore, device: torch.device) -> int:
     tokens = sum(len(link.like) for link in links.chain) * _TOKEN_BYTES
     prefix = links.prefix[-1].output_bytes if links.prefix else 0
     passed = sum(link.passed_bytes for link in (*links.prefix, *links.chain))
-    return tokens + prefix + passed + sum(int(t.nbytes) for t in ours)
+    held = sum(link.ambient.place_bytes for link in links.chain)
+    return tokens + prefix + passed + held + sum(int(t.nbytes) for t in ours)
