@@ -453,7 +453,7 @@ def _equal(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, np.ndarray):
-        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+        return bool(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes())
     if isinstance(a, tuple):
         return len(a) == len(b) and all(map(_equal, a, b))
     return isinstance(a, int | float | complex | str | bytes | frozenset | range) and bool(a == b)
