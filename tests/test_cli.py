@@ -1,5 +1,6 @@
 """The command: what it prints, what it writes, and what bad input gets."""
 
+import errno
 import inspect
 import json
 import os
@@ -7,15 +8,24 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from retrograde import __version__, cli, console
+from retrograde.errors import RetrogradeError
+from retrograde.experiments import program, seconds
+from retrograde.experiments.files import write_file
+from retrograde.experiments.options import check_parallel
 from retrograde.training import TrainingOptions, load_checkpoint
 
+FULL = Path("/dev/full")
+needs_full = pytest.mark.skipif(not FULL.exists(), reason="the system has no /dev/full")
 SMALL = ["--memory", "60%", "--length", "40", "--batch", "4", "--hidden", "16", "--threads", "1"]
 
 
@@ -184,7 +194,59 @@ def test_resuming_with_other_options_is_refused(tmp_path):
 def test_resuming_without_a_whole_checkpoint_is_refused(tmp_path):
     assert "there is no checkpoint" in refused(run("train", "--resume", "--report", tmp_path))
     (tmp_path / "checkpoint.pt").write_bytes(b"half a check")
-    assert "is damaged: start anew" in refused(run("train", "--resume", "--report", tmp_path))
+    message = refused(run("train", "--resume", "--report", tmp_path))
+    assert f"{tmp_path / 'checkpoint.pt'} is damaged: it holds 12 bytes, expected those" in message
+    assert "start anew without --resume, or put a whole copy in its place" in message
+
+
+def test_resuming_from_a_checkpoint_of_other_shapes_is_refused(tmp_path):
+    run("train", *SMALL, "--iterations", 1, "--report", tmp_path)
+    state = load_checkpoint(tmp_path / "checkpoint.pt")
+    state["run"]["options"]["hidden"] = 32
+    torch.save(state, tmp_path / "checkpoint.pt")
+    message = refused(run("train", "--resume", "--report", tmp_path))
+    assert f"cannot go on from {tmp_path / 'checkpoint.pt'}: model.embedding.weight has" in message
+    assert re.search(r"shape \(\d+, 16\): expected float32 of shape \(\d+, 32\), for", message)
+    assert "or start anew without --resume" in message
+
+
+def test_a_second_run_in_a_folder_is_refused_until_the_first_has_ended(tmp_path):
+    process = start("train", *SMALL, "--iterations", 100_000, "--report", tmp_path)
+    wait_for(tmp_path / "checkpoint.pt", process)
+    for more in ([*SMALL, "--iterations", 1], ["--resume"]):
+        message = refused(run("train", *more, "--report", tmp_path))
+        expected = f"another run is at work in the report folder {tmp_path}: process {process.pid}"
+        assert expected in message
+        assert "wait for it to end or stop it, or name another folder with --report" in message
+    assert not (tmp_path / "checkpoint.previous.pt").exists()
+    process.kill()
+    process.communicate()
+    assert (tmp_path / ".lock").exists()  # which is no obstacle
+    assert run("train", *SMALL, "--iterations", 1, "--report", tmp_path).exit_code == 0
+
+
+def test_a_folder_that_cannot_be_locked_is_told(tmp_path, monkeypatch):
+    def none(handle):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("retrograde.training.lock._lock", none)
+    result = run("train", *SMALL, "--iterations", 1, "--report", tmp_path)
+    assert result.exit_code == 0
+    assert f"{tmp_path} is on a file system without locks" in " ".join(result.output.split())
+
+
+@needs_full
+def test_training_onto_a_full_disk_names_the_file(tmp_path):
+    run("train", *SMALL, "--iterations", 1, "--report", tmp_path)
+    before = (tmp_path / "checkpoint.pt").read_bytes()
+    (tmp_path / "checkpoint.pt.partial").symlink_to(FULL)
+    message = refused(run("train", "--resume", "--iterations", 2, "--report", tmp_path))
+    assert f"cannot write {tmp_path / 'checkpoint.pt'}: No space left on device" in message
+    assert "the last checkpoint stands: make room there" in message
+    assert "go on with --resume" in message
+    assert (tmp_path / "checkpoint.pt").read_bytes() == before
+    result = run("train", "--resume", "--iterations", 2, "--report", tmp_path)
+    assert "resumed after iteration 1 of 2" in result.output
 
 
 def test_a_report_folder_that_cannot_be_written_is_said_first(tmp_path):
@@ -205,6 +267,8 @@ def test_a_report_folder_that_cannot_be_written_is_said_first(tmp_path):
         (["--memory", "500%"], "expected a fraction above 0 and at most 1"),
         (["--memory", "100B"], "at least"),
         (["--learning-rate", "-1"], "--learning-rate is -1.0: expected a number above 0"),
+        (["--seed", -1], "--seed is -1: expected 0 or more, at most 9,223,372,036,854,775,807;"),
+        (["--seed", 2**64], f"--seed is {2**64}: expected 0 or more, at most"),
         (["--length", 0], "greater than or equal to 1"),
         (["--batch", "many"], "--batch"),
     ],
@@ -305,6 +369,7 @@ def test_a_plan_is_drawn_and_written(tmp_path, ending):
         (["--length", 10**8, "--curve"], "expected at most 1000000: ask for the cost at those"),
         (["--length", 10, "--memory", 4, "--policy", "guess"], "guess"),
         (["--length", 10, "--memory", 4, "--picture", "picture.xyz"], "cannot draw picture.xyz"),
+        (["--length", 10, "--memory", 4, "--picture", "x"], "cannot draw x: it ends in no format"),
         (
             ["--length", 10, "--memory", 4, "--json", "missing/x.json"],
             "cannot write missing/x.json",
@@ -352,6 +417,166 @@ def test_a_budget_that_was_asked_for_is_among_the_others():
 )
 def test_bad_input_to_profile_is_one_message(arguments, expected):
     assert expected in refused(run("profile", "--hidden", 8, "--inputs", 8, *arguments))
+
+
+EVERY_COMMAND = [
+    ["train"],
+    ["profile"],
+    ["bench", "bitstream"],
+    ["bench", "instruments", "--data", "."],
+    ["bench", "lenet"],
+    ["bench", "vgg11"],
+    ["bench", "deep"],
+]
+
+
+@pytest.mark.parametrize("threads", [0, -1, 100_000])
+@pytest.mark.parametrize("command", EVERY_COMMAND, ids=" ".join)
+def test_threads_beyond_reason_are_refused_before_any_starts(
+    monkeypatch, tmp_path, command, threads
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: pytest.fail("threads were set"))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 5, 7}, raising=False)
+    assert refused(run(*command, "--threads", threads)) == (
+        f"error --threads is {threads}: expected 1 to 12, up to 4 for each of the 3 processors "
+        "that this process may use; name a number in that range, or leave --threads out"
+    )
+    assert list(tmp_path.iterdir()) == []
+    check_parallel("--threads", 12)
+
+
+def test_processes_beyond_reason_are_refused_before_any_starts(tmp_path):
+    message = refused(run("bench", "ranks", "--ranks", 100_000, "--report", tmp_path / "report"))
+    assert "--ranks is 100000: expected 1 to " in message
+    assert "leave --ranks out" in message
+    assert not (tmp_path / "report").exists()
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63, 2**64, -(10**20)])
+@pytest.mark.parametrize("command", [*EVERY_COMMAND[2:], ["bench", "ranks"]], ids=" ".join)
+def test_absurd_seeds_are_refused_before_any_work(monkeypatch, tmp_path, command, seed):
+    monkeypatch.chdir(tmp_path)
+    assert refused(run(*command, "--seed", seed)) == (
+        f"error --seed is {seed}: expected 0 or more, at most 9,223,372,036,854,775,807; name a "
+        "seed in that range"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def full_after(write, *names):
+    """The same write, which a full disk breaks off for some files."""
+
+    def broken(self, *arguments, **options):
+        written = write(self, *arguments, **options)
+        path = self if isinstance(self, Path) else arguments[0]
+        if path.name in names:
+            os.truncate(path, 1)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return written
+
+    return broken
+
+
+def test_a_plan_onto_a_full_disk_names_the_file_and_keeps_the_old_one(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    asked = ["plan", "--length", 10, "--memory", 4]
+    assert run(*asked, "--json", "x.json", "--picture", "x.svg").exit_code == 0
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    monkeypatch.setattr(Path, "write_text", full_after(Path.write_text, "x.json"))
+    monkeypatch.setattr(Figure, "savefig", full_after(Figure.savefig, "x.svg"))
+    kept = "No space left on device; what was there before is kept: make room there, or name"
+    assert f"cannot write x.json: {kept}" in refused(run(*asked, "--json", "x.json"))
+    assert f"cannot write x.svg: {kept}" in refused(run(*asked, "--picture", "x.svg"))
+    assert f"cannot write x.svg: {kept}" in refused(
+        run("plan", "--length", 10, "--curve", "--picture", "x.svg")
+    )
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("ending", ["svg", "png"])
+def test_figures_onto_a_full_disk_name_the_file_and_keep_the_old_ones(
+    monkeypatch, tmp_path, ending
+):
+    assert run("figures", "figure_2a", "--folder", tmp_path).exit_code == 0
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert len(before) == 3
+    monkeypatch.setattr(Figure, "savefig", full_after(Figure.savefig, f"figure_2a.{ending}"))
+    message = refused(run("figures", "figure_2a", "--folder", tmp_path))
+    assert f"cannot write {tmp_path / 'figure_2a'}.{ending}: No space left on device" in message
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_benchmark_onto_a_full_disk_names_the_file_and_keeps_the_old_one(monkeypatch, tmp_path):
+    asked = ["bench", "bitstream", "--length", 8, "--batch", 2, "--iterations", 1, "--threads", 1]
+    asked += ["--only", "curves", "--batches", 2, "--report", tmp_path]
+    assert run(*asked).exit_code == 0
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    monkeypatch.setattr(Path, "write_text", full_after(Path.write_text, "bitstream.json"))
+    message = refused(run(*asked, "--seed", 3))
+    assert f"cannot write {tmp_path / 'bitstream.json'}: No space left on device" in message
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_what_another_benchmark_wrote_meanwhile_is_kept(monkeypatch, tmp_path):
+    asked = ["bench", "bitstream", "--length", 8, "--batch", 2, "--iterations", 1, "--threads", 1]
+    asked += ["--batches", 2, "--lengths", 8, "--rounds", 1, "--report", tmp_path]
+    assert run(*asked, "--only", "curves").exit_code == 0
+    file, aside = tmp_path / "bitstream.json", tmp_path / "aside.json"
+    file.rename(aside)
+
+    def measure_seconds(*arguments):
+        aside.rename(file)
+        return seconds.measure_seconds(*arguments)
+
+    monkeypatch.setattr(program, "measure_seconds", measure_seconds)
+    assert run(*asked, "--only", "seconds").exit_code == 0
+    written = json.loads(file.read_text())
+    assert written["curves"]
+    assert written["timings"]
+
+
+@needs_full
+def test_weights_onto_a_full_disk_are_told_with_the_path(tmp_path):
+    def save(place):
+        place.symlink_to(FULL)
+        with place.open("wb") as file:
+            torch.save(torch.zeros(100_000), file)
+
+    with pytest.raises(RetrogradeError, match=r"cannot write .*vgg11\.pt: No space left on device"):
+        write_file(tmp_path / "vgg11.pt", save)
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_full
+def test_a_device_is_written_to_and_not_replaced(tmp_path):
+    asked = ["plan", "--length", 10, "--memory", 4, "--json"]
+    assert "cannot write /dev/full: No space left on device" in refused(run(*asked, FULL))
+    pipe, read = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
+    reader.start()
+    assert run(*asked, pipe).exit_code == 0
+    reader.join(10)
+    assert json.loads(read[0])["length"] == 10
+    assert pipe.is_fifo()
+
+
+def test_what_a_link_leads_to_is_replaced(tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "link.json").symlink_to(tmp_path / "other" / "x.json")
+    assert (
+        run("plan", "--length", 10, "--memory", 4, "--json", tmp_path / "link.json").exit_code == 0
+    )
+    assert (tmp_path / "link.json").is_symlink()
+    assert json.loads((tmp_path / "other" / "x.json").read_text())["length"] == 10
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_the_figures(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    message = refused(run("figures", "figure_2a", "--folder", tmp_path / "file" / "figures"))
+    assert "cannot write into the folder" in message
+    assert "make room there, or name a folder that can be written" in message
 
 
 def test_the_command_can_be_run_as_a_module():

@@ -1,7 +1,6 @@
 """Runs: that they learn, and that one taken up again is the one that never stopped."""
 
 import math
-import signal
 from dataclasses import replace
 
 import pytest
@@ -15,8 +14,8 @@ from retrograde.training import (
     TrainingOptions,
     load_checkpoint,
     save_checkpoint,
-    write_whole,
 )
+from retrograde.training import run as run_module
 
 
 def weights(run):
@@ -81,8 +80,18 @@ def test_another_text_is_refused(options, tmp_path):
     snapshot = steps(Run(options), 1).snapshot()
     path = tmp_path / "other.txt"
     path.write_text("other " * 100)
-    with pytest.raises(TrainingError, match=r"other\.txt is not the one that this run began with"):
+    with pytest.raises(TrainingError) as error:
         Run.resumed(snapshot, text=str(path))
+    message = str(error.value)
+    assert f"{path} is not the one that this run began with: it has 6 different" in message
+    assert "as Python's own documentation had; give that one with --text, or start" in message
+
+
+def test_another_documentation_of_python_is_told_as_such(options, monkeypatch):
+    snapshot = steps(Run(options), 1).snapshot()
+    monkeypatch.setattr(run_module, "embedded_text", lambda: Text("other " * 100, "Python's own"))
+    with pytest.raises(TrainingError, match="take the version of Python that it began with"):
+        Run.resumed(snapshot)
 
 
 def test_a_text_may_have_moved(options, tmp_path):
@@ -97,6 +106,41 @@ def test_a_text_may_have_moved(options, tmp_path):
 def test_options_of_another_version_are_refused():
     with pytest.raises(TrainingError, match="another version of retrograde wrote them"):
         TrainingOptions.from_dict({"length": 5})
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63, 2**64, -(10**30)])
+def test_a_seed_that_torch_would_not_take_is_refused(seed):
+    with pytest.raises(TrainingError) as error:
+        TrainingOptions(seed=seed)
+    assert str(error.value) == (
+        f"--seed is {seed}: expected 0 or more, at most 9,223,372,036,854,775,807; name a seed in "
+        "that range"
+    )
+    assert TrainingOptions(seed=2**63 - 1).seed == 2**63 - 1
+
+
+def test_threads_that_torch_would_crash_on_are_refused():
+    with pytest.raises(TrainingError, match="--threads is 100000: expected at most 4,096"):
+        TrainingOptions(threads=100_000)
+    with pytest.raises(TrainingError, match="--threads is 0: expected a number above 0"):
+        TrainingOptions(threads=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("hidden", "16", "the option hidden is '16': expected a whole number"),
+        ("seed", True, "the option seed is True: expected a whole number"),
+        ("learning_rate", None, "the option learning_rate is None: expected a number"),
+        ("memory", 5, "the option memory is 5: expected a text"),
+    ],
+)
+def test_options_of_another_kind_are_refused(name, value, expected):
+    values = TrainingOptions().as_dict() | {name: value}
+    with pytest.raises(TrainingError) as error:
+        TrainingOptions.from_dict(values)
+    assert str(error.value).startswith(expected)
+    assert str(error.value).endswith("so take that one, or start anew")
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, math.nan, math.inf])
@@ -125,54 +169,3 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_spares_the_weights(options)
         run.step()
     assert run.done == 0
     assert all(torch.equal(before[name], value) for name, value in weights(run).items())
-
-
-def test_a_write_that_fails_leaves_the_old_file(tmp_path):
-    path = tmp_path / "file"
-    write_whole(path, lambda file: file.write(b"old"))
-
-    def half(file):
-        file.write(b"ne")
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write_whole(path, half)
-    assert path.read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_ctrl_c_waits_until_the_file_is_whole(tmp_path):
-    path = tmp_path / "file"
-
-    def interrupted(file):
-        file.write(b"wh")
-        signal.raise_signal(signal.SIGINT)
-        file.write(b"ole")
-
-    with pytest.raises(KeyboardInterrupt):
-        write_whole(path, interrupted)
-    assert path.read_bytes() == b"whole"
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-@pytest.mark.parametrize("size", [0, 1, 100, -1])
-def test_a_damaged_checkpoint_is_said_to_be_so(options, tmp_path, size):
-    path = tmp_path / "checkpoint.pt"
-    save_checkpoint(path, Run(options).snapshot())
-    path.write_bytes(path.read_bytes()[:size])
-    with pytest.raises(TrainingError, match=r"checkpoint\.pt is damaged: start anew"):
-        load_checkpoint(path)
-
-
-def test_foreign_files_are_no_checkpoints(tmp_path):
-    path = tmp_path / "checkpoint.pt"
-    with pytest.raises(TrainingError, match="there is no checkpoint"):
-        load_checkpoint(path)
-    torch.save({"weight": torch.zeros(1)}, path)
-    with pytest.raises(TrainingError, match="is not a checkpoint of `retrograde train`"):
-        load_checkpoint(path)
-    torch.save({"kind": "retrograde training checkpoint", "version": 0}, path)
-    with pytest.raises(TrainingError, match="is of version 0, expected 1"):
-        load_checkpoint(path)
-    with pytest.raises(TrainingError, match="cannot read the checkpoint"):
-        load_checkpoint(tmp_path)

@@ -131,13 +131,17 @@ def sources(device: torch.device, generators: Iterable[Any] = ()) -> tuple[Sourc
     given = list(generators)
     ours += [g for g in given if isinstance(g, torch.Generator)]
     found: list[Source] = [_Torch(g) for g in {id(g): g for g in ours}.values()]
+    others = [*_global(), *(_other(g) for g in given if not isinstance(g, torch.Generator))]
+    return (*found, *{id(source.instance): source for source in reversed(others)}.values())
+
+
+def _global() -> "tuple[_Other, ...]":
+    """Python's generator and NumPy's, whichever way a cell refers to them."""
     python = random.random.__self__  # type: ignore[attr-defined]
-    found += [_Other(random, python, random.getstate, random.setstate), _numpy(np.random)]
-    others = [g for g in given if not isinstance(g, torch.Generator)]
-    return (*found, *(_other(g) for g in {id(g): g for g in others}.values()))
+    return _Other(random, python, random.getstate, random.setstate), _numpy(np.random)
 
 
-def _other(generator: Any) -> Source:
+def _other(generator: Any) -> _Other:
     if isinstance(generator, random.Random):
         return _Other(generator, generator, generator.getstate, generator.setstate)
     if isinstance(generator, np.random.RandomState):
@@ -151,7 +155,7 @@ def _other(generator: Any) -> Source:
     )
 
 
-def _numpy(generator: Any) -> Source:
+def _numpy(generator: Any) -> _Other:
     """NumPy's global generator, or one of its kind."""
 
     def take() -> Any:

@@ -26,7 +26,7 @@ from retrograde.execute.captured import foreign_tensors
 from retrograde.execute.cell import Core, as_leaf
 from retrograde.execute.inputs import Inputs
 from retrograde.execute.ranges import Emit, Gradients, RangeCore, Tape
-from retrograde.execute.replay import Snapshot
+from retrograde.execute.replay import Snapshot, Trail
 from retrograde.schedule import Action, Advance, Backward, Free, Load, Record, Schedule, Store
 
 __all__ = [
@@ -293,9 +293,13 @@ class Run:
     cuts: list[int] | None = None
     loads: frozenset[tuple[int, int]] | None = None
 
+    def __post_init__(self) -> None:
+        self.trail = Trail(self.core.ambient)
+
     def forward(self, inputs: Inputs, state: Tensors, emit: Emit | None) -> Tensors:
         """Perform all that precedes the first ``Backward``; return the state after all steps."""
         self.clear()
+        self.trail = Trail(self.core.ambient)
         self.done, self.position, self.state = 0, 0, [s.detach() for s in state]
         while not isinstance(self.actions[self.done], Backward):
             self._perform(inputs, emit)
@@ -309,6 +313,7 @@ class Run:
 
     def retreat(self, inputs: Inputs, gradients: Gradients) -> Iterator[None]:
         """Perform the rest, and pause after each tape that is backpropagated."""
+        self.trail.begin()
         while self.done < len(self.actions):
             match self.actions[self.done]:
                 case Backward(start, _):
@@ -354,6 +359,7 @@ class Run:
             case Advance(start, stop):
                 self.state = advance(self.core, inputs, start, stop, self.state, emit)
                 self.position = stop
+                self.trail.reach(stop)
             case Store(at):
                 self.stored[at] = (self.state, self.core.ambient.capture())
             case Record(start, stop):
@@ -362,6 +368,7 @@ class Run:
                     tape = record(self.core, inputs, a, b, state, emit)
                     self.tapes.append(tape)
                     self.state, self.position = tape.state_after, b
+                    self.trail.reach(b)
                     if self.loads is not None and (self.done - 1, b) not in self.loads:
                         tape.state_after = []
             case Load(at):

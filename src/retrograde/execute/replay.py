@@ -32,6 +32,7 @@ __all__ = [
     "Marks",
     "Snapshot",
     "Steady",
+    "Trail",
     "autocast_as_now",
     "autocast_of_caller",
     "muted_hooks",
@@ -135,6 +136,41 @@ _WRITTEN = (
     "the backward pass, which recomputes with it: expected it to stay as it was; bind a new tensor "
     "(self.mask = mask, not self.mask.copy_(mask)), or call backward() first"
 )
+
+
+class Trail:
+    """Where generators stood at each state, to see that no other thread draws in between.
+
+    If one does while a cell draws as well, a rerun cannot draw what the first run drew.
+
+    Args:
+        ambient: the surroundings of the cell.
+    """
+
+    def __init__(self, ambient: "Ambient") -> None:
+        self.ambient = ambient
+        self.found: dict[int, list[Any]] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Look whether there are other threads, and the cell draws."""
+        self.watching = self.ambient.draws and not is_alone()
+
+    def reach(self, at: int) -> None:
+        """Compare with the last time that this state was reached.
+
+        Raises:
+            CellError: another thread drew.
+        """
+        if self.watching:
+            now = self.ambient.positions()
+            if self.found.setdefault(at, now) != now:
+                raise CellError(
+                    "another thread drew random numbers from a generator that the cell draws from "
+                    "too, so a rerun cannot draw the same: expected a generator that nobody else "
+                    "uses; give the cell a torch.Generator of its own, or draw before and pass the "
+                    "numbers as inputs"
+                )
 
 
 @dataclass(frozen=True)
@@ -242,6 +278,10 @@ class Ambient:
         for place in (*self.places, *(left.place for left in self.left)):
             for name in (None,) if place.only is None else place.only:
                 yield id(place.holder), name
+
+    def positions(self) -> list[Any]:
+        """Where the generators stand that its steps draw from."""
+        return [source.position() for source in self.sources]
 
     def capture(self) -> Snapshot:
         """Copy the surroundings as they are; nothing for a cell that depends on none."""

@@ -23,7 +23,7 @@ from retrograde.execute.chain.links import Link, check_leaves, enter
 from retrograde.execute.chance import Source
 from retrograde.execute.inputs import Inputs
 from retrograde.execute.ranges import Emit, Gradients, RangeCore, Tape
-from retrograde.execute.replay import Ambient, Marks, Snapshot, muted_hooks, version
+from retrograde.execute.replay import Ambient, Marks, Snapshot, Trail, muted_hooks, version
 
 __all__ = ["ChainCore", "LinkTape"]
 
@@ -84,7 +84,7 @@ class ChainCore(RangeCore):
         self.ambient = Ambient(device)
         self.parameters = []
         self.needed: dict[int, Sequence[bool]] = {}
-        self._before: list[tuple[Snapshot, Marks] | None] = [None] * len(links)
+        self._before: list[tuple[Snapshot, Marks, Trail] | None] = [None] * len(links)
         #: Generators that no link draws from, but that moved while they ran the first time.
         self.watched: set[Source] = set()
         self._versions = [[version(t) for t in link.reads] for link in links]
@@ -162,8 +162,10 @@ class ChainCore(RangeCore):
         ambient = link.ambient
         if before is None:
             marks = ambient.steady.marks()
-            self._before[k] = ambient.capture(), marks
+            trail = Trail(ambient)
+            self._before[k] = ambient.capture(), marks, trail
             yield
+            trail.reach(k)
             self.watched.update(ambient.steady.changes(marks, f"layer {link.name}"))
             if not torch.is_grad_enabled():
                 ambient.cut()
@@ -175,11 +177,13 @@ class ChainCore(RangeCore):
                 "recomputes with it: expected it to stay as it was; call backward() before "
                 "optimizer.step()"
             )
-        snapshot, marks = before
+        snapshot, marks, trail = before
+        trail.begin()
         watched = self.watched.difference(ambient.sources)
         with ambient.rerun(marks, tuple(watched)):
             ambient.restore(snapshot)
             yield
+            trail.reach(k)
 
 
 def _edge(t: Tensor) -> GradientEdge | None:
