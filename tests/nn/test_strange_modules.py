@@ -168,6 +168,14 @@ def test_what_is_only_measured_leaves_no_trace(computed):
     assert_bitwise(state, plain_state)
 
 
+@pytest.mark.parametrize("computed", [*COMPUTED][:7])  # by what torch has for it
+def test_a_fit_before_the_first_call_is_the_fit_of_that_call(computed):
+    ours = net(computed, of=rg, memory="70%")
+    found = ours.fit(inputs())
+    ours(inputs())[0].sum().backward()
+    assert ours.fit(inputs()) == found
+
+
 @EVERY_WEIGHT
 def test_a_budget_for_a_model_with_computed_weights(computed):
     model, theirs = net(computed), net(computed)
@@ -182,6 +190,7 @@ def test_a_budget_for_a_model_with_computed_weights(computed):
     (ours, state), (expected, their_state) = trained(model), trained(theirs)
     assert_near(ours, expected, 1e-11)
     assert_bitwise(state, their_state)
+    assert rnn.fit(inputs()).ordinary_bytes == division.ordinary_bytes  # of the trained weights
 
 
 def test_measuring_computes_no_weight_and_a_call_as_often_as_torchs():

@@ -189,10 +189,10 @@ def examine(
         output_spec=output_spec,
         state_like=like,
         output_like=tuple(_like(t) for t in outputs),
-        outside=find_outside(found, [*outputs, *states], trial.mark, [*x, *s]),
+        outside=find_outside(trial.found, [*outputs, *states], trial.mark, [*x, *s]),
         ambient=trial.ambient,
         aliases=tuple(next((j for j, t in enumerate(states) if t is y), None) for y in outputs),
-        found=found,
+        found=trial.found,
         copied=step.copied,
     )
 

@@ -16,14 +16,15 @@ import copy
 import io
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from operator import is_
 from types import CellType, GeneratorType
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "Variable",
     "has_bookmarks",
     "tensors_in",
+    "within",
 ]
 
 #: Larger arrays are taken for data, which no cell writes to.
@@ -442,6 +444,22 @@ def tensors_in(value: Any) -> list[Tensor]:
     leaves = pytree.tree_leaves(value)
     inside = [v for leaf in leaves if hasattr(leaf, "__dict__") for v in vars(leaf).values()]
     return [leaf for leaf in (*leaves, *inside) if isinstance(leaf, Tensor)]
+
+
+def within(value: Any, depth: int = 3) -> Iterator[Any]:
+    """A value, the containers and attributes that it has, and all that these hold."""
+    yield value
+    if depth == 0 or isinstance(value, Tensor):
+        return
+    inner: Iterable[Any] = ()
+    if isinstance(value, dict):
+        inner = list(value.values())[:_LONG]
+    elif isinstance(value, list | tuple | deque | set | frozenset):
+        inner = itertools.islice(value, _LONG)
+    elif hasattr(value, "__dict__") and not isinstance(value, type | nn.Module):
+        inner = (vars(value),)
+    for item in inner:
+        yield from within(item, depth - 1)
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -99,9 +99,13 @@ def footprint(
             ordinary = ordinary_curve(
                 lambda steps: _measure_ordinary(core, inputs, state, steps), length
             )
+        # Two steps may take more than one: a state that is a view, what a step leaves behind.
+        further = 0 if length < 2 or joins(core) else _advance_bytes(core, inputs, state, 2)
     if not joins(core):  # any range is single steps: what is held grows, the rest does not
         one = points[1]
         points[2] = replace(one, held=2 * one.held, record=one.record + one.held)
+        points[2] = points[3] = replace(points[2], advance=max(one.advance, further))
+        points[3] = replace(points[3], held=3 * one.held, record=one.record + 2 * one.held)
     advance, held, record, backward = (
         Curve(tuple((L, getattr(size, name)) for L, size in points.items()))
         for name in ("advance", "held", "record", "backward")
@@ -293,7 +297,7 @@ def _corrected(
     records = {a.stop - a.start for a in schedule if isinstance(a, Record)}
     with core.ambient.measured(), muted_hooks(core.parameters):
         for steps in sorted(advances - {L for L, _ in sizes.advance.points}):
-            size = _measure_advance(core, inputs, state, steps)
+            size = _advance_bytes(core, inputs, state, steps)
             sizes = replace(sizes, advance=sizes.advance.through(steps, size))
         for steps in sorted(records - {L for L, _ in sizes.held.points}):
             range_ = _measure_range(core, inputs, state, steps)
@@ -306,7 +310,7 @@ def _corrected(
     return sizes
 
 
-def _measure_advance(core: Core, inputs: Inputs, state: Tensors, steps: int) -> int:
+def _advance_bytes(core: Core, inputs: Inputs, state: Tensors, steps: int) -> int:
     device = core.ambient.device
     emit = noting([])  # the first sweep's, which runs all of the core
     return measure(lambda: advance(core, inputs, 0, steps, state, emit), device=device).peak_bytes

@@ -105,8 +105,10 @@ def _work(schedule: Schedule) -> int:
 
 def _hand_over(core: Core, stream: Stream, state: Tensors, gradients: "_Streamed") -> None:
     """Accumulate the gradients, and let them go on to what lies behind."""
-    found = [*gradients.states, *gradients.parameters, *gradients.inputs[:-1]]
-    if not gradients.any_inputs and all(g is None for g in found):
+    own = enumerate(gradients.inputs[:-1])
+    reached = [total if k in gradients.reached else None for k, total in own]
+    found = [*gradients.states, *gradients.parameters, *reached]
+    if not gradients.reached and all(g is None for g in found):
         raise CellError("no step has a loss: expected a scalar tensor for at least one")
     owners: Sequence[Gradient] = [*state, *core.parameters, *stream.source.trained]
     wanted = [t is not None and t.requires_grad for t in owners]
@@ -114,7 +116,7 @@ def _hand_over(core: Core, stream: Stream, state: Tensors, gradients: "_Streamed
     grads = [g for g, is_wanted in zip(found, wanted, strict=True) if is_wanted]
     # Nothing else refers to the gradients from here on, so that they become .grad uncopied.
     gradients.states, gradients.parameters, gradients.inputs = [], [], []
-    del found
+    del found, reached, own
     if tensors:
         with torch.enable_grad():
             _HandOver.apply(grads, *tensors).backward()  # type: ignore[no-untyped-call]
@@ -143,11 +145,11 @@ class _Streamed(Gradients):
     take: TakeInput | None = field(kw_only=True)
     counted: "_Counted | None" = field(kw_only=True)
     layout: Straight
-    any_inputs: bool = False
+    reached: set[int] = field(default_factory=set)  # leaves of the inputs that have a gradient
 
     def take_inputs(self, index: int | slice, shares: list[Gradient]) -> None:
         super().take_inputs(index, shares)
-        self.any_inputs |= any(share is not None for share in shares)
+        self.reached.update(k for k, share in enumerate(shares) if share is not None)
         if self.take is not None:
             unflatten = self.stream.source.structure.unflatten
             if not isinstance(index, slice):

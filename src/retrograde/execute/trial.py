@@ -12,11 +12,12 @@ be looked at, not to be read by the next step. A second call shows whether that 
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from retrograde.errors import CellError
 from retrograde.execute.captured import foreign_tensors
@@ -28,6 +29,7 @@ from retrograde.execute.places import (
     Seen,
     Table,
     tensors_in,
+    within,
 )
 from retrograde.execute.reach import Reach
 from retrograde.execute.replay import Ambient, Left, Steady, put_back, version
@@ -45,11 +47,13 @@ class Trial(Generic[T]):
         value: what it returned.
         ambient: the surroundings that it depends on.
         mark: autograd's sequence number when it began.
+        found: what it refers to, without what only earlier calls left there.
     """
 
     value: T
     ambient: Ambient
     mark: int
+    found: Reach
 
 
 def try_out(
@@ -76,30 +80,40 @@ def try_out(
     chance = _Chance(sources(device, found.generators))
     with MEASURING, unpacked(), _rewritten(found, device) as written, put_back(found.places):
         before = [place.note() for place in found.places]
-        mark = torch._C._autograd._get_sequence_nr()
         try:
             with torch.enable_grad():
-                value = call()
+                mark, value = _marked(call)
                 first = last = _changes(found.places, before)
                 if any(change.tensors() for change in first):
-                    last = _again(lambda: results(call()), found.places, before, first, mark)
-                drawn = chance.drawn(call)
+                    del value  # so that no more than one call's graph is held
+                    earlier, stand_ins = mark, _stand_ins(first)
+                    mark, value = _marked(call)
+                    _check_unread(results(value), earlier, mark, first, stand_ins)
+                    last = _changes(found.places, before)
+                drawn = chance.moved()
+                if drawn and not is_alone():
+                    del value
+                    with Watch(drawn) as watch:
+                        mark, value = _marked(call)
+                    drawn = tuple(source for source in drawn if source in watch.drawn)
         except BaseException:
-            chance.put_back()
+            chance.put_back(chance.moved())
             raise
         chance.put_back(drawn)
         places, left = _parted(last)
         place_bytes = _bytes_of(first, last) if last is not first else 0
     changed, others = written.parted()
-    steady = Steady(
-        tuple(source for source in chance.sources if source not in drawn),
-        others,
-        _untouched(found.places, last),
-    )
+    found = _without_stale(found, last)
+    still = tuple(source for source in chance.sources if source not in drawn)
+    steady = Steady(still, others, _untouched(found.places, last))
     parts = tuple(found.parts())
-    return Trial(
-        value, Ambient(device, drawn, changed, places, left, steady, parts, place_bytes), mark
-    )
+    ambient = Ambient(device, drawn, changed, places, left, steady, parts, place_bytes)
+    return Trial(value, ambient, mark, found)
+
+
+def _marked(call: Callable[[], T]) -> tuple[int, T]:
+    """Autograd's sequence number, and what a call returns."""
+    return torch._C._autograd._get_sequence_nr(), call()
 
 
 class _Chance:
@@ -109,22 +123,14 @@ class _Chance:
         self.sources = chance
         self.before = {source: source.copy() for source in chance}
 
-    def drawn(self, call: Callable[[], Any]) -> tuple[Source, ...]:
-        """Those that a call drew from: it is called again where another thread may have."""
-        moved = self._moved()
-        if not moved or is_alone():
-            return moved
-        with Watch(moved) as watch:
-            call()
-        return tuple(source for source in moved if source in watch.drawn)
-
-    def put_back(self, drawn: Iterable[Source] | None = None) -> None:
-        """Restore those that were drawn from, so far as that is known."""
-        for source in self._moved() if drawn is None else drawn:
-            source.restore(self.before[source].capture())
-
-    def _moved(self) -> tuple[Source, ...]:
+    def moved(self) -> tuple[Source, ...]:
+        """Those that moved since, whoever drew from them."""
         return tuple(s for s, then in self.before.items() if s.position() != then.position())
+
+    def put_back(self, moved: Iterable[Source]) -> None:
+        """Restore some."""
+        for source in moved:
+            source.restore(self.before[source].capture())
 
 
 @dataclass(frozen=True)
@@ -133,7 +139,9 @@ class _Change:
 
     place: Place
     keys: tuple[Any, ...]
+    then: Seen
     now: Seen
+    history: list[Any] = field(default_factory=list)
 
     def tensors(self) -> list[Tensor]:
         return [t for key in self.keys for t in tensors_in(self.now.get(key))]
@@ -143,7 +151,8 @@ class _Change:
         return tuple(
             key
             for key in self.keys
-            if any(t.grad_fn is not None for t in tensors_in(self.now.get(key)))
+            if key in self.history
+            or any(t.grad_fn is not None for t in tensors_in(self.now.get(key)))
         )
 
 
@@ -152,25 +161,55 @@ def _changes(places: Sequence[Place], before: Sequence[Seen]) -> list[_Change]:
     for place, seen in zip(places, before, strict=True):
         keys = place.changed(seen)
         if keys:
-            found.append(_Change(place, tuple(keys), place.note()))
+            found.append(_Change(place, tuple(keys), seen, place.note()))
     return found
 
 
-def _again(
-    call: Callable[[], Sequence[Tensor]],
-    places: Sequence[Place],
-    before: Sequence[Seen],
-    first: list[_Change],
+def _stand_ins(changes: list[_Change]) -> list[Tensor]:
+    """Let leaves without memory stand where a call left tensors, whose graph is then let go of."""
+    found: list[Tensor] = []
+
+    def stand_in(t: Tensor) -> Tensor:
+        if t.grad_fn is None:
+            return t
+        found.append(t.new_zeros(()).expand(t.shape).requires_grad_())
+        return found[-1]
+
+    for change in changes:
+        keys = () if change.place.growing else change.with_history()
+        left = {key: change.now.pop(key) for key in keys}
+        change.place.write(pytree.tree_map_only(Tensor, stand_in, left), ())
+        change.now.update(dict.fromkeys(keys))
+        change.history.extend(keys)
+    return found
+
+
+def _check_unread(
+    results: Sequence[Tensor],
+    earlier: int,
     mark: int,
-) -> list[_Change]:
-    """Call again, and refuse a call whose results go back to tensors that the first call left."""
-    mark_again = torch._C._autograd._get_sequence_nr()
-    _, older = foreign_tensors(call(), mark_again)
-    if any(node._sequence_nr() >= mark for node, _ in older):
-        for change in first:
+    changes: list[_Change],
+    stand_ins: list[Tensor],
+) -> None:
+    """Refuse a second call whose results go back to tensors that the first call left."""
+    leaves, older = foreign_tensors(results, mark)
+    read = {id(t) for t in leaves} & {id(t) for t in stand_ins}
+    if read or any(node._sequence_nr() >= earlier for node, _ in older):
+        for change in changes:
             for key in change.with_history():
                 raise Left(change.place, (key,)).refusal(key)
-    return _changes(places, before)
+
+
+def _without_stale(found: Reach, changes: list[_Change]) -> Reach:
+    """What is referred to, without what only an earlier call left in a place."""
+    stale = {
+        id(v) for change in changes for key in change.keys for v in within(change.then.get(key))
+    }
+    return replace(
+        found,
+        tensors=[t for t in found.tensors if id(t) not in stale],
+        places=[place for place in found.places if id(place.holder) not in stale],
+    )
 
 
 def _parted(changes: list[_Change]) -> tuple[tuple[Place, ...], tuple[Left, ...]]:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from retrograde.errors import CellError
+from retrograde.errors import BudgetError, CellError
 from retrograde.execute.chain.autograd import run_chain
 from retrograde.execute.chain.links import Links, examine_layers
-from retrograde.execute.chain.profile import measure_chain
+from retrograde.execute.chain.profile import measure_chain, prefix_bytes
 from retrograde.execute.places import Place
 from retrograde.execute.reach import Reach, reach
 from retrograde.execute.transforms import is_unreal, refuse_transforms
@@ -44,6 +44,7 @@ class ChainFit:
         budget_bytes: what is allowed.
         minimum_bytes: the least budget that would do.
         ordinary_bytes: what ordinary backpropagation holds.
+        peak_bytes: what is held at most, the layers before the first gradient included.
     """
 
     chain: Chain
@@ -51,6 +52,7 @@ class ChainFit:
     budget_bytes: int
     minimum_bytes: int
     ordinary_bytes: int
+    peak_bytes: int
 
     @property
     def ordinary(self) -> bool:
@@ -65,7 +67,7 @@ class ChainFit:
     def __str__(self) -> str:
         ratio = self.seconds / (self.chain.ordinary_seconds or 1.0)
         return (
-            f"{format_bytes(self.schedule.peak)} of {format_bytes(self.budget_bytes)} allowed; "
+            f"{format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)} allowed; "
             f"ordinary backpropagation holds {format_bytes(self.ordinary_bytes)}, and "
             f"{format_bytes(self.minimum_bytes)} would do\n"
             f"{self.schedule.cost} layers run forward for {len(self.chain)}: {self.seconds:.3g} s "
@@ -77,7 +79,7 @@ class ChainFit:
 class Plans:
     """What was found for recent calls of one module."""
 
-    chains: Recent[Chain] = field(default_factory=Recent)
+    chains: Recent[tuple[Chain, int]] = field(default_factory=Recent)
     fits: Recent[ChainFit] = field(default_factory=Recent)
     links: Recent[Links] = field(default_factory=lambda: Recent(most=_MOST_LINKS))
     moving: set[tuple[int, Any]] = field(default_factory=set)  # places, names: not what layers are
@@ -138,8 +140,11 @@ class Plans:
     def _fitted(self, memory: Memory, call: "_Call") -> ChainFit:
         def find() -> ChainFit:
             links = self._links(call)
-            chain = self.chains.get(key, lambda: _measured(links, call.leaves), of=call.parts)
-            return _fit(chain, memory)
+
+            def sizes() -> tuple[Chain, int]:
+                return _measured(links, call.leaves), prefix_bytes(links, call.leaves)
+
+            return _fit(*self.chains.get(key, sizes, of=call.parts), memory)
 
         key = call.shapes(self.moving)
         return self.fits.get((key, memory), find, of=call.parts)
@@ -189,11 +194,20 @@ def _measured(links: Links, leaves: Tensors, repeats: int = 3) -> Chain:
         return measure_chain(links, leaves, repeats)
 
 
-def _fit(chain: Chain, memory: Memory) -> ChainFit:
+def _fit(chain: Chain, before: int, memory: Memory) -> ChainFit:
     whole = record_everything(chain)
-    room = as_bytes(memory, whole.peak)
-    schedule = whole if room >= whole.peak else plan_chain(chain, room)
-    return ChainFit(chain, schedule, room, chain_minimum(chain)[0], whole.peak)
+    ordinary = max(whole.peak, before)
+    room = as_bytes(memory, ordinary)
+    if room < before:
+        raise BudgetError(
+            f"memory is {room} bytes ({format_bytes(room)}): expected at least {before} "
+            f"({format_bytes(before)}), which the layers before the first gradient need, whatever "
+            "is planned behind them; give that much, or a smaller batch",
+            max(before, chain_minimum(chain)[0]),
+        )
+    schedule = whole if room >= ordinary else plan_chain(chain, room)
+    least, peak = max(chain_minimum(chain)[0], before), max(schedule.peak, before)
+    return ChainFit(chain, schedule, room, least, ordinary, peak)
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,7 +24,7 @@ from retrograde.execute.ranges import Gradients
 from retrograde.machine import now
 from retrograde.schedule import Chain
 
-__all__ = ["measure_chain"]
+__all__ = ["measure_chain", "prefix_bytes"]
 
 Tensors = list[Tensor]
 Gradient = Tensor | None
@@ -70,6 +70,28 @@ def measure_chain(links: Links, state: Tensors, repeats: int = 3) -> Chain:
         input_bytes=sum(t.nbytes for t in state),
         overhead_bytes=_overhead(links, core, device),
     )
+
+
+def prefix_bytes(links: Links, state: Tensors) -> int:
+    """What the links before the first gradient take at their peak, before the others begin.
+
+    Args:
+        links: as examined for an input like this.
+        state: the flat input.
+
+    Returns:
+        Bytes.
+    """
+    with ExitStack() as stack, torch.no_grad():
+        for link in links.prefix:
+            stack.enter_context(link.ambient.measured())
+
+        def run() -> None:
+            inside = [t.detach() for t in state]
+            for link in links.prefix:
+                inside = link.run(inside)
+
+        return measure_phases([run], device=state[0].device)[0][0]
 
 
 def _states(core: ChainCore, state: Tensors) -> Iterator[tuple[int, Tensors]]:

@@ -1,0 +1,139 @@
+"""Claim: a budget is kept by whatever program, from its first call on.
+
+Programs are drawn by seed: cells under ``rg.unroll`` and under ``rg.bptt``, chains under
+``rg.Sequential``. Each is made anew for each of four budgets: the least, one between, 50 %, and
+more than enough. What is told, of the measured peak over the budget, is the worst and whose it is:
+
+- of the first call, its measurements included;
+- of the first call's own work, apart from its measurements;
+- of the second call.
+
+Also told is what was refused, with the reason, and every reading that is not as it should be: over
+the budget, or with results, gradients, buffers or random states that are not the plain loop's.
+
+    python benchmarks/budget_sweep.py                         # JSON into benchmarks/results/
+    python benchmarks/budget_sweep.py --cells 20 --chains 10  # a quick look; nothing is written
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from oracles import strangers
+from oracles.strangers import Reading, Trial, draw_cell, draw_chain, readings
+from retrograde.machine import machine_of
+
+RESULTS = Path(__file__).parent / "results"
+CELLS, CHAINS = 300, 100
+PEAKS = {
+    "first": "first call",
+    "apart": "first call, apart from measurements",
+    "later": "second call",
+}
+
+
+def streamed(seed: int) -> Trial:
+    return draw_cell(seed).streamed()
+
+
+def unrolled(seed: int) -> Trial:
+    return draw_cell(seed).unrolled()
+
+
+def sweep(draw: Callable[[int], Trial], seeds: range) -> dict[str, Any]:
+    """All programs of a kind, within all budgets."""
+    start, found = time.perf_counter(), []
+    for seed in seeds:
+        for reading in readings(partial(draw, seed)):
+            found.append(reading)
+            if reading.wrong or not reading.kept:
+                print(f"  {reading}", flush=True)
+    refused = {r.program: r.refused for r in found if r.refused}
+    told = [r for r in found if not (r.refused or r.wrong)]
+    return {
+        "programs": len(seeds),
+        "readings": len(found),
+        "refused": refused,
+        "wrong": [asdict(r) for r in found if r.wrong],
+        "over": [asdict(r) for r in told if not r.kept],
+        "peaks": {name: worst(told, f"{name}_bytes") for name in PEAKS},
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+
+
+def worst(found: list[Reading], name: str) -> dict[str, Any]:
+    """The largest peak over its budget, whose it is, and how many are over their budget."""
+
+    def share(reading: Reading) -> float:
+        return getattr(reading, name) / reading.budget_bytes
+
+    one = max(found, key=share)
+    over = [r for r in found if getattr(r, name) > r.budget_bytes + strangers.SLACK_BYTES]
+    return {
+        "worst": round(share(one), 4),
+        "program": one.program,
+        "label": one.label,
+        "budget_bytes": one.budget_bytes,
+        "bytes": getattr(one, name),
+        "over": len(over),
+        "over_by_label": dict(Counter(r.label for r in over)),
+    }
+
+
+def show(kind: str, found: dict[str, Any]) -> None:
+    """One kind as a table."""
+    print(
+        f"{kind}: {found['programs']} programs, {found['readings']} readings, "
+        f"{len(found['refused'])} refused, {len(found['wrong'])} wrong, "
+        f"{len(found['over'])} over, in {found['seconds']:.0f} s"
+    )
+    for name, peak in found["peaks"].items():
+        print(
+            f"  {PEAKS[name]:<36} at most {peak['worst']:8.3f} of the budget, "
+            f"{peak['over']:4d} over; {peak['program']} within {peak['label']}"
+        )
+    for program, why in found["refused"].items():
+        print(f"  refused: {program}: {why}")
+
+
+def main() -> None:
+    """Run every kind, print a table each, and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cells", type=int, default=CELLS)
+    parser.add_argument("--chains", type=int, default=CHAINS)
+    parser.add_argument("--first-seed", type=int, default=0)
+    options = parser.parse_args()
+    first = options.first_seed
+    kinds = {
+        "unroll": (unrolled, range(first, first + options.cells)),
+        "bptt": (streamed, range(first, first + options.cells)),
+        "Sequential": (draw_chain, range(first, first + options.chains)),
+    }
+    found = {}
+    for kind, (draw, seeds) in kinds.items():
+        found[kind] = sweep(draw, seeds)
+        show(kind, found[kind])
+    if options.cells >= CELLS and options.chains >= CHAINS:
+        document = {
+            "machine": machine_of("cpu"),
+            "first_seed": first,
+            "slack_bytes": strangers.SLACK_BYTES,
+            "kinds": found,
+        }
+        RESULTS.mkdir(exist_ok=True)
+        path = RESULTS / "budget_sweep_cpu.json"
+        path.write_text(json.dumps(document, indent=1) + "\n")
+        print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()
