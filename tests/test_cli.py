@@ -536,6 +536,15 @@ def test_what_another_benchmark_wrote_meanwhile_is_kept(monkeypatch, tmp_path):
     assert written["timings"]
 
 
+@pytest.mark.parametrize("part", ["cli.py", "training", "experiments"])
+def test_nothing_is_written_but_by_what_keeps_the_old_file(part):
+    place = Path(cli.__file__).with_name(part)
+    for path in [place] if place.is_file() else place.glob("*.py"):
+        if path.name != "files.py":
+            found = re.findall(r"save_plate\(|\.write_text\(|figures\.save\(", path.read_text())
+            assert not found, path
+
+
 @needs_full
 def test_weights_onto_a_full_disk_are_told_with_the_path(tmp_path):
     def save(place):

@@ -19,6 +19,8 @@ try:
 
     from retrograde.console import INTERRUPTED, clean_errors, require
     from retrograde.experiments.command import bench
+    from retrograde.experiments.files import check_folder, write_file, write_plate, write_text
+    from retrograde.experiments.options import check_parallel
     from retrograde.experiments.profiling import profile
 except ModuleNotFoundError as missing:
     sys.exit(f"the command needs {missing.name}: pip install 'retrograde[cli]'")
@@ -94,7 +96,7 @@ def train(
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the first weights.")] = 1,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="To compute with; without it, as torch chooses.")
+        int | None, typer.Option(help="To compute with; without it, as torch chooses.")
     ] = None,
     report: Annotated[Path, typer.Option(help="Folder for everything written.")] = Path("report"),
     resume: Annotated[
@@ -120,6 +122,8 @@ def train(
     with clean_errors():
         require("torch", "torch")
         require("matplotlib", "cli")
+        if threads is not None and not resume:  # a run goes on with as many as it began with
+            check_parallel("--threads", threads)
         _train(report, given, resume)
 
 
@@ -148,12 +152,16 @@ def _run(folder: Path, given: dict[str, Any], resume: bool, console: Console) ->
 
     report = training.Report(folder)
     try:
-        if resume:
-            run, comparison = training.resume(report, given, console)
-        else:
-            threads = {"threads": torch.get_num_threads()}
-            run, comparison = training.start(report, threads | given, console)
-        training.train(report, run, comparison, console)
+        with training.hold(folder) as alone:
+            if not alone:
+                told = f"{folder} is on a file system without locks: let no other run write there"
+                console.print(told, markup=False, soft_wrap=True)
+            if resume:
+                run, comparison = training.resume(report, given, console)
+            else:
+                threads = {"threads": torch.get_num_threads()}
+                run, comparison = training.start(report, threads | given, console)
+            training.train(report, run, comparison, console)
     except (RuntimeError, MemoryError) as error:
         if not training.is_out_of_memory(error):
             raise
@@ -231,7 +239,7 @@ def plan(
         if actions:
             typer.echo("\n".join(map(str, schedule)))
         if json is not None:
-            json.write_text(schedule.to_json(), encoding="utf-8")
+            write_text(json, schedule.to_json())
             typer.echo(f"schedule written to {json}")
         if picture is not None:
             from retrograde.figures import draw_schedule
@@ -325,8 +333,10 @@ def _against_ordinary(cost: int, length: int) -> float:
 
 
 def _save(figure: "Figure", picture: Path) -> None:
+    if not picture.suffix:  # matplotlib would choose one, and write another file than was named
+        raise RetrogradeError(f"cannot draw {picture}: it ends in no format; try .svg or .png")
     try:
-        figure.savefig(picture, dpi=160)
+        write_file(picture, lambda place: figure.savefig(place, dpi=160))
     except ValueError as error:  # an ending that matplotlib does not know
         raise RetrogradeError(f"cannot draw {picture}: {error}; try .svg or .png") from error
     typer.echo(f"picture written to {picture}")
@@ -371,12 +381,13 @@ def _draw_figures(names: list[str] | None, folder: Path, measure: bool) -> None:
     if measure and "figure_2b" not in wanted:
         raise RetrogradeError("--measure is for figure_2b alone: name it too, or leave it out")
     console = Console(highlight=False)
+    check_folder(folder)
     for name in wanted:
         anew = measure and name == "figure_2b"
         seconds = _measure_seconds(folder, console) if anew else None
         with console.status(f"drawing {name}"):
             plate = figures.PLATES[name]() if seconds is None else figures.figure_2b(seconds)
-            figures.save_plate(plate, folder)
+            write_plate(plate, folder)
         console.print(f"[bold]{name:<26}[/]{plate.title}", soft_wrap=True)
     console.print(f"written to {folder}: .svg, .png and .csv of each", soft_wrap=True)
 
@@ -389,8 +400,7 @@ def _measure_seconds(folder: Path, console: Console) -> "Seconds":
     console.print(f"measuring figure_2b: about {minutes} min")
     with console.status("measuring"):
         seconds = gruslys_measure.measure_seconds()
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "figure_2b.json").write_text(seconds.to_json(), encoding="utf-8")
+    write_text(folder / "figure_2b.json", seconds.to_json())
     return seconds
 
 

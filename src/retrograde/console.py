@@ -37,7 +37,8 @@ def clean_errors() -> Iterator[None]:
     except RetrogradeError as error:
         message = str(error)
     except OSError as error:
-        message = f"cannot write {error.filename}: {error.strerror or error}"
+        place = error.filename or "the output"  # a write that fails names no file
+        message = f"cannot write {place}: {error.strerror or error}"
     else:
         return
     Console(stderr=True, highlight=False).print(

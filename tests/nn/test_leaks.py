@@ -13,9 +13,9 @@ import retrograde as rg
 from oracles.loops import WAYS, assert_bitwise, both, gradients, least, loop
 from retrograde.execute.executor import Run
 from retrograde.execute.ranges import Tape
+from retrograde.execute.reach import reach
 from retrograde.nn import bptt as streamed
 from retrograde.nn import unroll as unrolling
-from retrograde.execute.reach import reach
 from retrograde.nn.recent import Recent, identity
 from retrograde.scan import layer as layers
 from retrograde.scan.kernels import cpu

@@ -14,6 +14,8 @@ from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
 import retrograde as rg
 from oracles.loops import assert_bitwise, loop
+from retrograde.nn import bptt as streaming
+from retrograde.nn import unroll as unrolling
 
 DOUBLE = torch.float64
 STEPS, SAMPLES, SIZE = 40, 4, 6
@@ -696,6 +698,19 @@ def test_a_stored_state_that_is_a_view_holds_no_more_than_itself(view, memory):
     streamed()
     m = rg.measure(streamed)
     assert m.working_bytes - sum(p.nbytes for p in net.parameters()) <= budget
+
+
+def test_a_number_that_changes_at_every_call_costs_one_step(monkeypatch):
+    measured = []
+    for module, name in ((unrolling, "footprint"), (streaming, "footprints")):
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, real=real: measured.append(1) or real(*a))
+    cell, (x, h) = Scaled(), data()
+    for step in range(5):
+        cell.scale = 1 / (1 + step)
+        rg.unroll(cell, x, h, memory="60%")
+        rg.bptt(cell, x, h, loss=lambda t, y: y.sum() * cell.scale, memory="60%")
+    assert len(measured) == 2
 
 
 class Inner(nn.Module):

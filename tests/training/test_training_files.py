@@ -142,6 +142,20 @@ def test_a_report_on_a_full_disk_is_told_with_the_path(options, tmp_path, name):
     assert load_checkpoint(report.checkpoint)["run"]["losses"] == run.losses
 
 
+def test_a_picture_of_the_report_on_a_full_disk_is_told_with_the_path(
+    options, tmp_path, monkeypatch
+):
+    def full(figure, path, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    report, run = Report(tmp_path), Run(options)
+    run.step()
+    monkeypatch.setattr(Figure, "savefig", full)
+    with pytest.raises(TrainingError) as error:
+        report.finish(run, COMPARISON)
+    assert str(error.value).startswith(f"cannot write {tmp_path / 'loss.svg'}: No space left on")
+
+
 @needs_full
 def test_a_full_disk_is_found_before_any_work(tmp_path, monkeypatch):
     monkeypatch.setattr(report_module, "NamedTemporaryFile", lambda **_: FULL.open("wb"))

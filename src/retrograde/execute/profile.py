@@ -7,7 +7,7 @@ is measured on ranges of a few lengths: its bytes are affine in the length, and 
 decide the slope.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,6 +43,7 @@ __all__ = [
     "gradients_like",
     "noting",
     "ordinary_curve",
+    "step_bytes",
 ]
 
 #: How far ordinary backpropagation is followed to learn what a step adds.
@@ -130,6 +131,22 @@ def footprint(
         record_steps=_RECORD_STEPS if joins(core) and not core.fused else 0.0,
         scheduled=core.sums,
     )
+
+
+def step_bytes(core: Core, inputs: Inputs, state: Tensors) -> Hashable:
+    """What one step takes: quickly measured, to tell whether a footprint known before still holds.
+
+    Args:
+        core: as the executor will run it.
+        inputs: the inputs of all steps, time first.
+        state: the initial state.
+
+    Returns:
+        Bytes of each kind, to be compared.
+    """
+    with core.ambient.measured(), muted_hooks(core.parameters):
+        _measure_range(core, inputs, state, 1)  # what a first call allocates for good is not ours
+        return _measure_range(core, inputs, state, 1)
 
 
 def _lengths(core: Core) -> tuple[int, ...]:

@@ -47,9 +47,7 @@ Ways = Annotated[
 Batches = Annotated[str, typer.Option(help="Batch sizes at which seconds are measured.")]
 Rounds = Annotated[int, typer.Option(help="Times that seconds are measured, at least.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
-Threads = Annotated[
-    int | None, typer.Option(min=1, help="To compute with; without it, as torch chooses.")
-]
+Threads = Annotated[int | None, typer.Option(help="To compute with; without it, as torch chooses.")]
 Only = Annotated[
     str | None, typer.Option(help="Measure only the curves, or only the seconds; by default both.")
 ]
@@ -313,12 +311,10 @@ def ranks(
 
 
 def _images(data: Path | None, seed: int, threads: int | None) -> Any:
-    import torch
-
+    from retrograde.experiments.device import use_threads
     from retrograde.experiments.images import load_images, noise_images
 
-    if threads is not None:
-        torch.set_num_threads(threads)
+    use_threads(threads)
     return noise_images(*_NOISE, seed) if data is None else load_images(data)
 
 
@@ -347,12 +343,12 @@ def _run(
     import torch
 
     from retrograde.experiments import program
+    from retrograde.experiments.device import use_threads
 
     console = Console(highlight=False)
     output = program.Output(report, results, only)
     source = program.Source(sets, *folders) if sets else None
-    if threads is not None:
-        torch.set_num_threads(threads)
+    use_threads(threads)
     try:
         if source is None:
             _interruptible(lambda: program.run_bitstream(options, output, console), console)

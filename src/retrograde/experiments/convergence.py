@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from retrograde.experiments.images import Images
-from retrograde.experiments.options import ExperimentError, check_batch, check_positive
+from retrograde.experiments.options import ExperimentError, check_batch, check_positive, check_seed
 from retrograde.experiments.pruning import accuracy_of
 from retrograde.figures.wang_training import Convergence
 from retrograde.machine import machine_of
@@ -59,6 +59,7 @@ class Comparison:
 
     def __post_init__(self) -> None:
         check_positive(self, "epochs", "batch", "learning_rate")
+        check_seed(self.seed)
         if self.algorithm not in _ALGORITHMS:
             raise ExperimentError(
                 f"--algorithm is {self.algorithm!r}: expected one of {', '.join(_ALGORITHMS)}"

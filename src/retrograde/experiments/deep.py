@@ -21,7 +21,7 @@ from retrograde.errors import BudgetError
 from retrograde.execute.measure import Measurement, measure
 from retrograde.experiments.convergence import train_step
 from retrograde.experiments.images import Images
-from retrograde.experiments.options import ExperimentError, check_batch, check_positive
+from retrograde.experiments.options import ExperimentError, check_batch, check_positive, check_seed
 from retrograde.figures.deep_results import Deep, Held, Side
 from retrograde.figures.memory import Curve, planned_memory
 from retrograde.machine import machine_of
@@ -98,6 +98,7 @@ class Options:
         check_positive(
             self, "batch", "learning_rate", "iterations", "epochs", "width", "rounds", "points"
         )
+        check_seed(self.seed)
         if self.network not in NETWORKS:
             known = ", ".join(NETWORKS)
             raise ExperimentError(f"--network is {self.network!r}: expected one of {known}")

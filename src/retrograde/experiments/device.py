@@ -1,10 +1,10 @@
-"""The device that an experiment runs on: whether it is there."""
+"""What an experiment runs on: whether the device is there, and with how many threads."""
 
 import torch
 
-from retrograde.experiments.options import ExperimentError
+from retrograde.experiments.options import ExperimentError, check_parallel
 
-__all__ = ["check_device"]
+__all__ = ["check_device", "use_threads"]
 
 
 def check_device(device: str) -> None:
@@ -30,3 +30,20 @@ def check_device(device: str) -> None:
             f"--device is {device!r}, and torch finds {torch.cuda.device_count()} CUDA devices: "
             "use --device cpu"
         )
+
+
+def use_threads(threads: int | None) -> None:
+    """Let torch compute with some threads.
+
+    Args:
+        threads: how many; None leaves it to torch.
+
+    Raises:
+        ExperimentError: there would be none, or far more than processors.
+
+    Example:
+        >>> use_threads(None)
+    """
+    if threads is not None:
+        check_parallel("--threads", threads)
+        torch.set_num_threads(threads)

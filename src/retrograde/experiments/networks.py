@@ -17,9 +17,9 @@ from retrograde.experiments.counting import (
 )
 from retrograde.experiments.deep import Options, run_ways
 from retrograde.experiments.display import progress
+from retrograde.experiments.files import check_folder, write_file, write_plate, write_text
 from retrograde.experiments.images import Images
 from retrograde.experiments.pruning import Pruned, Training, train_and_prune
-from retrograde.figures import save_plate
 from retrograde.figures.deep import deep_losses, deep_memory, deep_schedule, deep_trade_off
 from retrograde.figures.deep_results import Deep
 from retrograde.figures.wang_flops import Pruning, figure_5_5
@@ -48,9 +48,9 @@ def run_lenet(images: Images, how: Comparison, report: Path, console: Console) -
 
     Raises:
         ExperimentError: the options cannot be met.
-        OSError: the folder cannot be written.
+        RetrogradeError: the folder cannot be written.
     """
-    report.mkdir(parents=True, exist_ok=True)
+    check_folder(report)
     total = len(images.training) // how.batch * how.epochs
     with progress(console, "training", total) as update:
         found = compare(images, how, lambda done, loss: update(done, f"loss {loss:.3f}"))
@@ -59,8 +59,8 @@ def run_lenet(images: Images, how: Comparison, report: Path, console: Console) -
         f"loss {found.testing['torch'][-1]:.4f}; greatest distance of the scan's from torch's: "
         f"{found.difference:.1e} in training, {found.test_difference:.1e} held out"
     )
-    (report / "lenet.json").write_text(found.to_json(), encoding="utf-8")
-    save_plate(figure_3_4(found), report)
+    write_text(report / "lenet.json", found.to_json())
+    write_plate(figure_3_4(found), report)
     console.print(f"numbers and figure 3.4 in {report}", markup=False, soft_wrap=True)
     return found
 
@@ -79,9 +79,9 @@ def run_vgg11(images: Images, training: Training, report: Path, console: Console
 
     Raises:
         ExperimentError: the options cannot be met.
-        OSError: the folder cannot be written.
+        RetrogradeError: the folder cannot be written.
     """
-    report.mkdir(parents=True, exist_ok=True)
+    check_folder(report)
     total = 2 * (len(images.training) // training.batch) * training.epochs
     with progress(console, "training", total) as update:
         before = {"training": 0, "retraining": total // 2}
@@ -90,11 +90,11 @@ def run_vgg11(images: Images, training: Training, report: Path, console: Console
             training,
             lambda what, done, loss: update(before[what] + done, f"{what}, loss {loss:.3f}"),
         )
-    torch.save(pruned.model.state_dict(), report / "vgg11.pt")
+    write_file(report / "vgg11.pt", lambda place: _save_weights(pruned.model, place))
     found = describe_pruned(pruned, training, images)
     console.print(_table(found))
-    (report / "vgg11.json").write_text(found.to_json(), encoding="utf-8")
-    save_plate(figure_5_5(found), report)
+    write_text(report / "vgg11.json", found.to_json())
+    write_plate(figure_5_5(found), report)
     console.print(f"numbers, weights and figure 5.5 in {report}", markup=False, soft_wrap=True)
     return found
 
@@ -114,20 +114,25 @@ def run_deep(images: Images, how: Options, report: Path, console: Console) -> De
     Raises:
         BudgetError: every budget is too small; the message names the least.
         ExperimentError: the options cannot be met.
-        OSError: the folder cannot be written.
+        RetrogradeError: the folder cannot be written.
     """
-    report.mkdir(parents=True, exist_ok=True)
+    check_folder(report)
     total = how.iterations_of(len(images.training))
     with progress(console, "training", total) as update:
         found = run_ways(images, how, update)
     console.print(_sides(found))
     for memory, text in found.refused.items():
         console.print(f"refused: {memory}: {text}", markup=False, soft_wrap=True)
-    (report / f"{found.name}.json").write_text(found.to_json(), encoding="utf-8")
+    write_text(report / f"{found.name}.json", found.to_json())
     for draw in (deep_losses, deep_memory, deep_schedule, deep_trade_off):
-        save_plate(draw(found), report)
+        write_plate(draw(found), report)
     console.print(f"numbers and figures in {report}", markup=False, soft_wrap=True)
     return found
+
+
+def _save_weights(model: nn.Module, path: Path) -> None:
+    with path.open("wb") as file:  # where torch opens it, a full disk is not told as such
+        torch.save(model.state_dict(), file)
 
 
 def _sides(found: Deep) -> Table:

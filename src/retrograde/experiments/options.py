@@ -1,6 +1,7 @@
 """What an experiment is asked for, checked before any work starts."""
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,7 +14,9 @@ __all__ = [
     "ExperimentError",
     "Options",
     "check_batch",
+    "check_parallel",
     "check_positive",
+    "check_seed",
     "parse_choices",
     "parse_numbers",
 ]
@@ -21,6 +24,9 @@ __all__ = [
 WAYS = ("torch", "sequential", "scan", "auto")
 SETS = ("s", "m", "l")
 CELLS = {"bitstream": "rnn", "instruments": "gru"}
+
+_LARGEST_SEED = 2**63 - 1  # which leaves torch room for the seeds that are counted up from it
+_PER_PROCESSOR = 4  # threads or processes; with very many more, torch crashes
 
 
 class ExperimentError(RetrogradeError, ValueError):
@@ -73,8 +79,7 @@ class Options:
         if (self.iterations is None) == (self.epochs is None):
             given = "neither" if self.iterations is None else "both"
             raise ExperimentError(f"--iterations and --epochs: {given} given; name one of them")
-        if self.seed < 0:
-            raise ExperimentError(f"--seed is {self.seed}: expected 0 or more")
+        check_seed(self.seed)
         _check_ways(self.ways)
 
     def iterations_of(self, samples: int) -> int:
@@ -120,6 +125,55 @@ def check_positive(options: object, *names: str) -> None:
         if value is not None and not (math.isfinite(value) and value > 0):
             option = "--" + name.replace("_", "-")
             raise ExperimentError(f"{option} is {value}: expected a number above 0")
+
+
+def check_seed(seed: int) -> None:
+    """Refuse a seed that not every generator of random numbers takes, before any work.
+
+    Args:
+        seed: asked for.
+
+    Raises:
+        ExperimentError: it is negative, or too large.
+
+    Example:
+        >>> check_seed(0)
+    """
+    if not 0 <= seed <= _LARGEST_SEED:
+        raise ExperimentError(
+            f"--seed is {seed}: expected 0 or more, at most {_LARGEST_SEED:,}; name a seed in that "
+            "range"
+        )
+
+
+def check_parallel(option: str, number: int) -> None:
+    """Refuse more threads or processes than make sense here, before any of them starts.
+
+    Args:
+        option: that asks for them, for the message.
+        number: of them.
+
+    Raises:
+        ExperimentError: there would be none, or more than four for each processor.
+
+    Example:
+        >>> check_parallel("--threads", 1)
+    """
+    found = _processors()
+    most = _PER_PROCESSOR * found
+    if not 1 <= number <= most:
+        raise ExperimentError(
+            f"{option} is {number}: expected 1 to {most}, up to {_PER_PROCESSOR} for each of the "
+            f"{found} processors that this process may use; name a number in that range, or leave "
+            f"{option} out"
+        )
+
+
+def _processors() -> int:
+    """How many processors this process may use, which may be fewer than there are."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def check_batch(batch: int, samples: int) -> None:

@@ -34,7 +34,7 @@ def profile(
     points: Annotated[int, typer.Option(min=2, help="Budgets in the table.")] = 12,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     threads: Annotated[
-        int | None, typer.Option(min=1, help="To compute with; without it, as torch chooses.")
+        int | None, typer.Option(help="To compute with; without it, as torch chooses.")
     ] = None,
 ) -> None:
     """What one step of a recurrent network costs on this machine, and what each budget would buy.
@@ -59,7 +59,7 @@ def _profile(
 ) -> None:
     import torch
 
-    from retrograde.experiments.device import check_device
+    from retrograde.experiments.device import check_device, use_threads
     from retrograde.machine import machine_of
     from retrograde.nn.profile import profile
     from retrograde.units import parse_memory
@@ -69,8 +69,7 @@ def _profile(
     check_device(device)
     if memory is not None:
         parse_memory(memory)
-    if threads is not None:
-        torch.set_num_threads(threads)
+    use_threads(threads)
     module = getattr(torch.nn, _CELLS[cell])(*sizes, device=device)
     # What is measured is at most 256 steps long; from there on bytes grow evenly.
     x = torch.randn(min(length, 256), batch, sizes[0], device=device)

@@ -12,13 +12,13 @@ from rich.markup import escape
 from retrograde.experiments.bitstream import Bitstreams
 from retrograde.experiments.device import check_device
 from retrograde.experiments.display import breakdown_table, conclude, progress, speedup_table
+from retrograde.experiments.files import check_folder, write_plate, write_text
 from retrograde.experiments.instruments import FEATURES, Instruments, load_instruments
 from retrograde.experiments.irmas import find_recordings, load_irmas, require_librosa
 from retrograde.experiments.options import ExperimentError, Options
 from retrograde.experiments.race import Runner, curves_of, race, runners_for
 from retrograde.experiments.seconds import Point, TaskOf, grid_of, measure_seconds
 from retrograde.experiments.task import Task
-from retrograde.figures import save_plate
 from retrograde.figures.wang import plates_of
 from retrograde.figures.wang_results import Curves, Results, ResultsError, Timing, Timings
 
@@ -86,20 +86,17 @@ class Output:
 
         Raises:
             ExperimentError: the file is something else.
-            OSError: a folder cannot be written.
+            RetrogradeError: a folder cannot be written.
         """
         path = self.path(experiment)
         for folder in (self.report, path.parent):
-            folder.mkdir(parents=True, exist_ok=True)
-            probe = folder / ".retrograde"
-            probe.touch()
-            probe.unlink()
+            check_folder(folder)
         if not path.exists():
             return Results(experiment)
         remedy = "name another file with --results"
         try:
             found = Results.from_json(path.read_text(encoding="utf-8"))
-        except (ResultsError, UnicodeDecodeError, IsADirectoryError) as error:
+        except (ResultsError, UnicodeDecodeError, OSError) as error:
             raise ExperimentError(f"{path} is in the way: {error}; {remedy}") from error
         if found.experiment != experiment:
             raise ExperimentError(
@@ -111,13 +108,17 @@ class Output:
         """Write the numbers, and the figures that are drawn from them.
 
         Args:
-            results: measured.
+            results: measured; what the file has of the other part by now is kept.
             console: to write to.
+
+        Raises:
+            RetrogradeError: the disk is full, or a folder cannot be written.
         """
         path = self.path(results.experiment)
-        path.write_text(results.to_json(), encoding="utf-8")
+        results = results.over(self.earlier(results.experiment))
+        write_text(path, results.to_json())
         for plate in plates_of(results):
-            save_plate(plate, self.report)
+            write_plate(plate, self.report)
         console.print(f"numbers in {path}, figures in {self.report}", markup=False, soft_wrap=True)
 
 
@@ -184,14 +185,14 @@ def run_bitstream(options: Options, output: Output, console: Console) -> Results
         ExperimentError: the options cannot be met.
     """
     check_device(options.device)
-    earlier = output.earlier(options.experiment)
+    output.earlier(options.experiment)  # refuses before any work
     task = Bitstreams(options.length, options.seed)
 
     def task_of(_: str, length: int) -> Task:
         return Bitstreams(length, options.seed)
 
     found = _measure({"": task}, task_of, grid_of(options, []), options, output, console)
-    output.write(found.over(earlier), console)
+    output.write(found, console)
     return found
 
 
@@ -211,12 +212,12 @@ def run_instruments(source: Source, options: Options, output: Output, console: C
         ExperimentError: the options cannot be met, or the data are not there.
     """
     check_device(options.device)
-    earlier = output.earlier(options.experiment)
+    output.earlier(options.experiment)  # refuses before any work
     loaded = source.load(options.seed, console)
     tasks: dict[str, Task] = {name.upper(): task for name, task in loaded.items()}
     grid = grid_of(options, [(name, task.length) for name, task in tasks.items()])
     found = _measure(tasks, lambda name, _: tasks[name], grid, options, output, console)
-    output.write(found.over(earlier), console)
+    output.write(found, console)
     return found
 
 

@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.nn.utils import prune
 
 from retrograde.experiments.images import Images
-from retrograde.experiments.options import ExperimentError, check_batch, check_positive
+from retrograde.experiments.options import ExperimentError, check_batch, check_positive, check_seed
 from retrograde.nn.networks import vgg11
 
 __all__ = ["Pruned", "Training", "accuracy_of", "prune_weights", "train_and_prune"]
@@ -61,6 +61,7 @@ class Training:
 
     def __post_init__(self) -> None:
         check_positive(self, "epochs", "batch", "learning_rate")
+        check_seed(self.seed)
         if not 0 <= self.share < 1:
             raise ExperimentError(f"--share is {self.share}: expected 0 or more, and less than 1")
 

@@ -19,8 +19,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, distributed, multiprocessing
 
-from retrograde.experiments.options import ExperimentError, check_positive
-from retrograde.figures.plates import save_plate
+from retrograde.experiments.files import check_folder, write_plate, write_text
+from retrograde.experiments.options import (
+    ExperimentError,
+    check_parallel,
+    check_positive,
+    check_seed,
+)
 from retrograde.figures.ranks import format_seconds, ranks_memory, ranks_seconds
 from retrograde.figures.ranks_results import Crossing, Ranks
 from retrograde.machine import machine_of
@@ -72,6 +77,8 @@ class Options:
         check_positive(self, "ranks", "hidden", "steps", "batch", "rounds")
         if self.ranks < 2:
             raise ExperimentError("--ranks is 1: expected at least 2, to have links to measure")
+        check_parallel("--ranks", self.ranks)
+        check_seed(self.seed)
 
 
 def run_ranks(how: Options, report: Path, console: Console) -> Ranks:
@@ -87,15 +94,15 @@ def run_ranks(how: Options, report: Path, console: Console) -> Ranks:
 
     Raises:
         ExperimentError: torch cannot run processes here.
-        OSError: the folder cannot be written.
+        RetrogradeError: the folder cannot be written.
     """
-    report.mkdir(parents=True, exist_ok=True)
+    check_folder(report)
     with console.status(f"measuring {how.ranks} ranks"):
         found = measure_ranks(how)
     console.print(_table(found), _told(found), soft_wrap=True)
-    (report / _RESULT).write_text(found.to_json(), encoding="utf-8")
+    write_text(report / _RESULT, found.to_json())
     for draw in (ranks_seconds, ranks_memory):
-        save_plate(draw(found), report)
+        write_plate(draw(found), report)
     console.print(f"numbers and figures in {report}", markup=False, soft_wrap=True)
     return found
 
@@ -127,7 +134,7 @@ def _process(rank: int, how: Options, folder: str) -> None:
     try:
         found = _measure(GroupLinks(), how)
         if rank == 0:
-            (Path(folder) / _RESULT).write_text(found.to_json(), encoding="utf-8")
+            write_text(Path(folder) / _RESULT, found.to_json())
         GroupLinks().gather(None)  # none leaves while another waits for it
     finally:
         distributed.destroy_process_group()

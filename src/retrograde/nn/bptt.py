@@ -5,6 +5,7 @@ The streaming form of algorithm 2 of Gruslys et al., *Memory-Efficient Backpropa
 dropped at once, and only what the schedule keeps is in memory.
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any, SupportsIndex, cast
 
@@ -16,7 +17,7 @@ from retrograde.errors import CellError, RetrogradeError, ScheduleError
 from retrograde.execute.cell import Cell, Core, StepCore
 from retrograde.execute.fused import Fused, Layers, Mode, run_lean
 from retrograde.execute.losses import Loss, RangeLoss, StepLoss, examine_loss
-from retrograde.execute.profile import Candidate, fit_fastest, footprints
+from retrograde.execute.profile import Candidate, fit_fastest, footprints, step_bytes
 from retrograde.execute.reach import reach
 from retrograde.execute.replay import autocast_as_now
 from retrograde.execute.sources import Arrays, Spool, Steps, Stream, open_source
@@ -37,6 +38,7 @@ __all__ = ["bptt"]
 Tensors = list[Tensor]
 
 # A cell with its loss is measured once for its shapes and a budget.
+_STEPS: Recent[Hashable] = Recent()
 _FITS: Recent[tuple[int, Fit]] = Recent()
 
 _RANGES = {nn.LSTM.forward, nn.GRU.forward, nn.RNN.forward, Recurrent.forward}
@@ -265,30 +267,23 @@ def _module_state(module: nn.RNNBase, stream: Stream, state: Any) -> tuple[Tenso
 def _fitted(task: _Task, inputs: Any, memory: Memory) -> tuple[Core, Schedule]:
     """The core and the schedule for a budget."""
     source, first = task.stream.source, cast(StepCore, task.cores[0].core)
-    made_of = [identity(first.found, first.ambient.steady.places)]
+    parts = [(first.found, first.ambient.steady.places)]
     read: tuple[Any, ...] = (type(source),)
     if isinstance(source, Arrays):
         read += tuple(isinstance(t, Tensor) for t in source.leaves)
     elif not (isinstance(source, Steps) and isinstance(source.get, Spool)):
         reading = reach([inputs])  # what a function takes to give an input is its own affair
-        made_of.append(identity(reading, reading.places))
-    tensors = (*source[0], *task.state, *first.parameters)
-    number, found = _FITS.get(
-        (
-            tuple(made_of),
-            repr(memory),
-            torch.get_num_threads(),
-            len(source),
-            task.stream.wanted,
-            read,
-            *map(signature, tensors),
-        ),
-        lambda: fit_fastest(
-            task.cores,
-            footprints(task.cores, task.probed, task.state),
-            task.probed,
-            task.state,
-            memory,
-        ),
+        parts.append((reading, tuple(reading.places)))
+    made_of, kinds = (
+        tuple(identity(*part, values=values) for part in parts) for values in (True, False)
     )
+    tensors = map(signature, (*source[0], *task.state, *first.parameters))
+    shapes = torch.get_num_threads(), task.stream.wanted, read, *tensors
+    step = _STEPS.get((made_of, shapes), lambda: step_bytes(first, task.probed, task.state))
+
+    def find() -> tuple[int, Fit]:
+        sizes = footprints(task.cores, task.probed, task.state)
+        return fit_fastest(task.cores, sizes, task.probed, task.state, memory)
+
+    number, found = _FITS.get((kinds, step, repr(memory), len(source), shapes), find)
     return task.cores[number].core, found.schedule

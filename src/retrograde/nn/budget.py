@@ -36,8 +36,9 @@ from retrograde.errors import BudgetError, CellError
 from retrograde.execute.chance import sources
 from retrograde.execute.reach import reach
 from retrograde.execute.replay import Ambient
-from retrograde.execute.transforms import uncompiled
+from retrograde.execute.transforms import is_unreal, uncompiled
 from retrograde.nn.chain import ChainFit
+from retrograde.nn.ordinary import last_weights
 from retrograde.nn.recent import signature
 from retrograde.nn.swap import Budgeted, Swappable, is_chain, swap, twin
 from retrograde.nn.unroll import needs_gradient
@@ -204,20 +205,35 @@ class _Watched:
         @uncompiled
         def forward(*args: Any, **kwargs: Any) -> Any:
             given = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
-            if not needs_gradient([*given, *self.module.parameters()]):
+            used = [*given, *self._trained()]
+            if not needs_gradient(used):
                 return run(*args, **kwargs)
+            if is_unreal(used):
+                raise CellError(
+                    f"{self.title}: it is on the meta device, or was given fake tensors: expected "
+                    "a real model and sample, for their bytes are measured"
+                )
             kind = (*map(signature, given), *_sizes(args), *_sizes(tuple(kwargs.values())))
             if kind not in self.sizes:
                 self.sizes[kind] = self._named(lambda: self._ask(args, kwargs))
             self.calls[kind] = self.calls.get(kind, 0) + 1
             with torch.no_grad():
                 outputs = run(*args, **kwargs)
-            return _as_if_recorded(outputs, [*given, *self.module.parameters()])
+            return _as_if_recorded(outputs, used)
 
         return forward
 
+    def _trained(self) -> list[Tensor]:
+        """What it may have to pass a gradient to: weights may be computed outside the module."""
+        if isinstance(self.module, nn.RNNBase):
+            return last_weights(self.module)
+        return [*self.module.parameters()]
+
     def _ask(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, int]:
         """The least bytes for a call, and those of ordinary backpropagation."""
+        if isinstance(self.module, nn.RNNBase):  # a hook may have just computed a weight
+            now, names = vars(self.module), self.module._flat_weights_names
+            vars(self.twin).update({name: now[name] for name in names if name in now})
         self.twin.memory = "100%"
         whole = self.twin.fit(*args, **kwargs)
         ordinary: int = whole.ordinary_bytes
@@ -352,6 +368,8 @@ def _untouched(model: nn.Module) -> Iterator[None]:
     owned = [vars(part) for part in parts]
     tables = [held for part in parts for held in (part._buffers, part._parameters, part._modules)]
     before = [(held, dict(held)) for held in (*owned, *tables)]
+    flat = [part._flat_weights for part in parts if isinstance(part, nn.RNNBase)]
+    weights = [(held, [*held]) for held in flat]  # which torch changes with an attribute
     buffers = tuple({id(b): b for part in parts for b in part.buffers(recurse=False)}.values())
     values = tuple(b.detach().clone() for b in buffers)
     grads = [(p, p.grad) for p in model.parameters()]
@@ -361,6 +379,8 @@ def _untouched(model: nn.Module) -> Iterator[None]:
         for held, then in before:
             held.clear()
             held.update(then)
+        for listed, were in weights:
+            listed[:] = were
         Ambient(torch.device("cpu"), buffers=buffers).restore(values)
         for source, state in zip(chance, states, strict=True):
             source.restore(state)

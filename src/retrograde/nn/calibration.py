@@ -8,7 +8,6 @@ measured the time is interpolated, beyond the longest it goes on at the last lat
 The file is ``retrograde/ways.json`` in the user's cache folder; delete it to measure anew.
 """
 
-import copy
 import functools
 import hashlib
 import json
@@ -23,6 +22,7 @@ from torch import nn
 
 from retrograde import scan
 from retrograde.machine import machine_of, now
+from retrograde.nn.ordinary import last_weights, over_weights, stand_ins
 
 __all__ = ["WAYS", "Timing", "cache_file", "contenders", "timings"]
 
@@ -100,7 +100,7 @@ def timings(module: nn.RNNBase, samples: int, steps: int, needs_x: bool) -> dict
     """The timing of every way, measured now if it was never measured on this machine.
 
     Args:
-        module: one of ours; a copy of it is run.
+        module: one of ours; what is run is another over the same weights.
         samples: the batch.
         steps: the length of the sequences that are to be run.
         needs_x: whether the inputs receive a gradient.
@@ -149,9 +149,9 @@ def contenders(found: dict[str, Timing]) -> list[str]:
 
 
 def _key(module: nn.RNNBase, samples: int, needs_x: bool) -> str:
-    weight: Any = module._flat_weights[0]
+    weights = last_weights(module)
+    weight, trained = weights[0], [w.requires_grad for w in weights]
     options = (module.num_layers, module.bidirectional, module.bias, module.dropout)
-    trained = [p.requires_grad for p in module.parameters()]
     return json.dumps(
         {
             "machine": _machine(weight.device, torch.get_num_threads()),
@@ -175,13 +175,14 @@ def _machine(device: torch.device, threads: int) -> dict[str, str | int]:
 
 
 def _measure(module: nn.RNNBase, samples: int, steps: int, needs_x: bool) -> dict[str, Timing]:
-    trial: Any = copy.deepcopy(module)
-    trial.memory, trial.batch_first = None, False
+    trial = over_weights(module, stand_ins(last_weights(module)), type(module))
+    trial.memory, trial.schedule, trial.batch_first = None, None, False
     device: Any = trial._flat_weights[0].device
     points: dict[str, list[Point]] = {way: [] for way in WAYS}
     racing = set(WAYS)
     length = min(_FIRST_STEPS, steps)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    devices = [device] if device.type == "cuda" else []
+    with torch.enable_grad(), torch.random.fork_rng(devices):
         for way in WAYS:  # what a first call compiles or allocates for good is not counted
             _run(trial, way, min(length, 8), samples, needs_x)
         while True:
@@ -202,14 +203,16 @@ def _measure(module: nn.RNNBase, samples: int, steps: int, needs_x: bool) -> dic
 
 
 def _run(trial: Any, way: str, steps: int, samples: int, needs_x: bool) -> float:
-    """Seconds of one call forward and backward."""
+    """Seconds of one call forward and backward, without what a class derived from ours adds."""
+    from retrograde.nn.recurrent import Recurrent
+
     trial.backward = None if way == "torch" else way
     weight = trial._flat_weights[0]
     x = torch.randn(steps, samples, trial.input_size, dtype=weight.dtype, device=weight.device)
     x.requires_grad_(needs_x)
-    leaves = [t for t in (x, *trial.parameters()) if t.requires_grad]
+    leaves = [t for t in (x, *trial._flat_weights) if t.requires_grad]
     start = now(weight.device)
-    outputs = trial(x)[0]
+    outputs = Recurrent.forward(trial, x)[0]
     torch.autograd.grad(outputs, leaves, torch.ones_like(outputs))
     return now(weight.device) - start
 

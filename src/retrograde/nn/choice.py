@@ -9,7 +9,9 @@ from torch.nn.utils.rnn import PackedSequence
 
 from retrograde.errors import CellError
 from retrograde.nn.calibration import WAYS, contenders, timings
+from retrograde.nn.ordinary import last_weights
 from retrograde.nn.outlook import Outlook
+from retrograde.nn.scheduled import check_measurable
 from retrograde.nn.stack import WayFor
 from retrograde.scan.kernels import LARGEST_SIZE, kernels
 from retrograde.scan.recurrent import Kind
@@ -136,7 +138,7 @@ def explain(
         :class:`~retrograde.nn.outlook.Outlook`; ``print`` shows either as a table.
 
     Raises:
-        CellError: the module is none of ours, or has no Jacobians.
+        CellError: the module is none of ours, has no Jacobians, or has nothing to be measured.
         ScanError: a layer of the ``Sequential`` has no Jacobian, or none that fits.
 
     Example:
@@ -158,6 +160,7 @@ def explain(
         steps, samples, data = len(input.batch_sizes), int(input.batch_sizes[0]), input.data
     else:
         steps, samples, data = *_shape(module, input), input
+    check_measurable([data, *last_weights(module)])
     found = timings(module, samples, steps, data.requires_grad)
     chosen = ways(module, steps, samples, data) if module.backward else None
     weight = cast(Tensor, module._flat_weights[0])

@@ -369,8 +369,7 @@ def _of_module(
             f"the input of a {type(module).__name__} is a {type(input).__name__}: expected a "
             "tensor (T, B, I); for packed sequences, pad them"
         )
-    hidden = () if hx is None else hx if isinstance(hx, tuple) else (hx,)
-    call = cast(Recurrent, twin(module))._read(input, hidden)
+    call = cast(Recurrent, twin(module))._call_of(input, hx)
     call.at_once = sums_at_once(length or call.length, call.batch)
     ordinary, (part, *others) = call.measured()
     if others:

@@ -141,13 +141,14 @@ def signature(t: Tensor) -> tuple[Any, ...]:
     return tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad, autocast
 
 
-def identity(found: Reach, places: Iterable[Place]) -> Hashable:
+def identity(found: Reach, places: Iterable[Place], *, values: bool = True) -> Hashable:
     """What a cell is made of, as a key: equal for two closures of the same code over the same.
 
     Args:
         found: what the cell refers to.
         places: those of its Python values that it only reads; what a step changes is not part of
             what the cell is.
+        values: whether numbers and texts are part of it, or their types only.
 
     Returns:
         A key that keeps no module and no tensor alive.
@@ -160,16 +161,17 @@ def identity(found: Reach, places: Iterable[Place]) -> Hashable:
         >>> make(2) == make(2), make(2) == make(3)
         (True, False)
     """
-    held = tuple(tuple(_kinds(place)) for place in places)
+    held = tuple(tuple(_kinds(place, values)) for place in places)
     modules = tuple(map(Same, found.modules))
     return modules, tuple(found.codes), tuple(map(signature, found.tensors)), held
 
 
-def _kinds(place: Place) -> Iterator[Hashable]:
+def _kinds(place: Place, values: bool) -> Iterator[Hashable]:
     """What is held under each name: a number by its value, anything else by its kind."""
     for key, value in place.read().items():
         if key not in place.but and key not in MODULE_TABLES:
-            yield (key if isinstance(key, _PLAIN) else type(key)), _kind(value)
+            name = key if isinstance(key, _PLAIN) else type(key)
+            yield name, _kind(value) if values or isinstance(value, Tensor) else type(value)
 
 
 def _kind(value: Any) -> Hashable:

@@ -1,7 +1,8 @@
 """torch's recurrent modules with arguments more: ``memory``, ``schedule`` and ``backward``.
 
 A subclass keeps torch's constructor, parameters and ``state_dict``; only the way in which the
-gradient is computed changes.
+gradient is computed changes. Where nothing is asked, or no gradient is wanted, or tensors are not
+real (:func:`retrograde.execute.transforms.is_unreal`), torch's own forward pass is run.
 
 - ``memory`` runs ranges of steps on the fastest kernels as a schedule says that fits the budget
   (:mod:`retrograde.nn.scheduled`; Gruslys et al., 2016); ``schedule`` says so itself.
@@ -18,13 +19,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from retrograde.errors import CellError, ScheduleError
-from retrograde.execute.transforms import uncompiled
+from retrograde.errors import CellError, InputError, RetrogradeError, ScheduleError
+from retrograde.execute.transforms import (
+    is_exporting,
+    is_unreal,
+    refuse_batches,
+    refuse_transforms,
+    uncompiled,
+)
 from retrograde.nn import choice
+from retrograde.nn.ordinary import over_weights
 from retrograde.nn.recent import Recent
-from retrograde.nn.scheduled import Call, StackFit
+from retrograde.nn.scheduled import Call, StackFit, check_measurable
 from retrograde.nn.stack import Batch, run_stack
-from retrograde.nn.unroll import check_schedule, needs_gradient
+from retrograde.nn.unroll import check_schedule
 from retrograde.plan.fit import Fit
 from retrograde.schedule import Schedule
 from retrograde.units import Memory, parse_memory
@@ -62,7 +70,6 @@ class Recurrent(nn.RNNBase):
         self._fits: Recent[Any] = Recent()
         self._check_asked()
 
-    @uncompiled
     def forward(self, input: Any, hx: Any = None) -> Any:  # type: ignore[override]
         """Run the layers, as torch's module does, their gradient being computed as asked.
 
@@ -78,19 +85,43 @@ class Recurrent(nn.RNNBase):
         Raises:
             CellError: what is asked together is not supported, or the shapes do not fit.
             BudgetError: the memory is too little for these shapes; the message names the least.
+            RetrogradeError: the call is transformed or traced, as by ``torch.func``.
         """
+        if not self._options() or is_exporting():
+            return super().forward(input, hx)
+        return self._forward_as_asked(input, hx)
+
+    @uncompiled
+    def _forward_as_asked(self, input: Any, hx: Any) -> Any:
         self._check_asked()
-        # As torch's forward does: functional_call and parametrizations replace weights in between.
+        if not torch.is_grad_enabled():
+            return super().forward(input, hx)
+        # As torch's forward does, and once, for a parametrization may count how often it is asked.
         self._update_flat_weights()  # type: ignore[no-untyped-call]
-        hidden = () if hx is None else hx if isinstance(hx, tuple) else (hx,)
+        weights: Any = self._flat_weights
         data = input.data if isinstance(input, PackedSequence) else input
-        asked = not (self.memory is None and self.backward is None and self.schedule is None)
-        if not (asked and needs_gradient([data, *hidden, *self.parameters()])):
-            return super().forward(input, hx)
-        found = self._run(self._read(input, hidden))
+        hidden, found = self._parts(hx), None
+        if hidden is not None and self._wants([data, *hidden, *weights]):
+            found = self._run(self._read(input, hidden, weights))
         if found is None:
-            return super().forward(input, hx)
+            return super(Recurrent, over_weights(self, weights, type(self))).forward(input, hx)
         return self._laid_out(input, *found)
+
+    def _options(self) -> list[str]:
+        """The names of what is asked beyond torch's own."""
+        asked = {"memory": self.memory, "schedule": self.schedule, "backward": self.backward}
+        return [name for name, value in asked.items() if value is not None]
+
+    def _wants(self, tensors: list[Any]) -> bool:
+        """Whether a call on these is ours to run, or to refuse: else torch does it."""
+        if not all(isinstance(t, Tensor) for t in tensors):
+            return False
+        if is_unreal(tensors) and len({t.device for t in tensors}) == 1:
+            return False
+        wanted = any(t.requires_grad for t in tensors)
+        if wanted:
+            refuse_transforms(tensors, self._options())
+        return wanted
 
     def fit(self, input: Tensor | PackedSequence, hx: Any = None) -> Fit | StackFit:
         """What the budget buys for an input: the schedule, the bytes it takes, the least budget.
@@ -110,11 +141,11 @@ class Recurrent(nn.RNNBase):
         if self.memory is None:
             raise CellError("there is no budget to fit: give memory=, such as memory=0.05")
         self._check_asked()
-        hidden = () if hx is None else hx if isinstance(hx, tuple) else (hx,)
         if self.backward is not None:
             choice.check_slopes(self)
-        found = self._read(input, hidden).plan().fit
-        self._update_flat_weights()  # type: ignore[no-untyped-call]  # measuring uses up their graph
+        call = self._call_of(input, hx)
+        check_measurable([call.x, *call.state, *call.weights])
+        found = call.plan().fit
         assert found is not None
         return found
 
@@ -129,6 +160,31 @@ class Recurrent(nn.RNNBase):
             **super().__getstate__(),  # type: ignore[no-untyped-call]
             "_fits": Recent(),
         }
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """What ``torch.jit.script`` compiles, and puts into the model in this module's place:
+        torch's own over the same parameters and hooks.
+
+        Raises:
+            RetrogradeError: it computes something that TorchScript has no words for.
+        """
+        if self._options():
+            given = " and ".join(f"{name}=" for name in self._options())
+            raise RetrogradeError(
+                f"torch.jit.script cannot compile an rg.{type(self).__name__} with {given}: "
+                f"expected one that runs torch's own forward pass; script it without {given}"
+            )
+        if type(self) not in (RNN, GRU, LSTM):
+            raise RetrogradeError(
+                f"torch.jit.script cannot compile a {type(self).__name__}: expected an rg.RNN, "
+                "rg.GRU or rg.LSTM itself, as of torch's, and none with a parametrization; remove "
+                "that, or derive the class from torch.nn"
+            )
+        plain: nn.Module = over_weights(self, [])
+        vars(plain).update(vars(self))
+        for name in ("memory", "backward", "schedule", "_fits"):
+            delattr(plain, name)
+        return plain
 
     def _check_asked(self) -> None:
         """Refuse what cannot be asked together."""
@@ -158,7 +214,6 @@ class Recurrent(nn.RNNBase):
             check_schedule(self.schedule, call.length)
             return call.run(call.follow(self.schedule))
         plan = call.plan()
-        self._update_flat_weights()  # type: ignore[no-untyped-call]  # measuring uses up their graph
         return call.run(plan) if plan.parts else None
 
     def _run_backward(self, call: Call) -> tuple[Tensor, State] | None:
@@ -167,6 +222,9 @@ class Recurrent(nn.RNNBase):
             return None
         batch = Batch(call.x) if call.sizes is None else Batch.padded(call.x, call.sizes)
         batch, final = run_stack(self, way, batch, call.state)
+        for t in (batch.x, *final):
+            if t.grad_fn is not None:
+                t.grad_fn.register_prehook(refuse_batches)
         return batch.packed(), final
 
     def _zeros(self, samples: int, like: Tensor) -> State:
@@ -175,21 +233,41 @@ class Recurrent(nn.RNNBase):
         sizes += [self.hidden_size] if self.mode == "LSTM" else []
         return tuple(like.new_zeros(layers, samples, size) for size in sizes)
 
-    def _read(self, input: Any, hidden: State) -> Call:
-        """What is asked: inputs, time first or packed, and the initial state."""
+    def _parts(self, hx: Any) -> State | None:
+        """The parts of an initial state, none for zeros; or None where torch has no such state."""
+        if hx is None:
+            return ()
+        if self.mode != "LSTM":
+            return (hx,) if isinstance(hx, Tensor) else None
+        return tuple(hx) if isinstance(hx, tuple | list) and len(hx) == 2 else None
+
+    def _call_of(self, input: Any, hx: Any) -> Call:
+        """What is asked, on the weights as they were last computed."""
+        hidden = self._parts(hx)
+        if hidden is None:
+            raise InputError(
+                f"the initial state is a {type(hx).__name__}: expected "
+                + ("the pair (h, c)" if self.mode == "LSTM" else "a tensor")
+            )
+        return self._read(input, hidden)
+
+    def _read(self, input: Any, hidden: State, weights: list[Tensor] | None = None) -> Call:
+        """What is asked: inputs, time first or packed, and the initial state; and the weights, if
+        not as they were last computed."""
         given = bool(hidden)
         if not isinstance(input, PackedSequence):
-            return Call(self, *self._time_major(input, hidden), given=given)
+            return Call(self, *self._time_major(input, hidden), weights=weights, given=given)
         sizes, order = input.batch_sizes, input.sorted_indices
         state = hidden or self._zeros(int(sizes[0]), input.data)
         self._check_arguments(input.data, state, sizes)
         if given:
             state = _ordered(state, order)
-        return Call(self, input.data, state, sizes, given=given, sorts=order is not None)
+        sorts = order is not None
+        return Call(self, input.data, state, sizes, weights=weights, given=given, sorts=sorts)
 
     def _time_major(self, input: Tensor, hidden: State) -> tuple[Tensor, State]:
         if input.dim() not in (2, 3):
-            raise CellError(
+            raise InputError(
                 f"the input has {input.dim()} dimensions {tuple(input.shape)}: expected "
                 "(T, B, I), (B, T, I) with batch_first, or (T, I)"
             )
@@ -199,7 +277,12 @@ class Recurrent(nn.RNNBase):
         elif self.batch_first:
             x = input.transpose(0, 1)
         if x.shape[0] < 1:
-            raise CellError(f"the input {tuple(input.shape)} has 0 steps: expected at least one")
+            raise InputError(f"the input {tuple(input.shape)} has 0 steps: expected at least one")
+        if any(s.dim() != input.dim() for s in hidden):
+            raise InputError(
+                f"the initial state is {', '.join(str(tuple(s.shape)) for s in hidden)}: expected "
+                f"{input.dim()} dimensions, as the input {tuple(input.shape)} has"
+            )
         state = hidden or self._zeros(x.shape[1], x)
         if hidden and input.dim() == 2:
             state = tuple(s.unsqueeze(1) for s in hidden)
@@ -211,12 +294,12 @@ class Recurrent(nn.RNNBase):
         device, dtype = self._flat_weights[0].device, self._flat_weights[0].dtype  # type: ignore[union-attr]
         for name, t in (("the input", x), *(("the initial state", s) for s in state)):
             if t.device != device:
-                raise CellError(
+                raise InputError(
                     f"{name} is on {t.device}, the parameters are on {device}: move one of them, "
                     "with .to(device)"
                 )
             if t.dtype != dtype and not torch.is_autocast_enabled(device.type):
-                raise CellError(
+                raise InputError(
                     f"{name} is {t.dtype}, the parameters are {dtype}: expected one type; convert "
                     "one of them, with .to(dtype)"
                 )

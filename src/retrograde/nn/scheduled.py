@@ -8,7 +8,8 @@ divided by what each could still use.
 
 What a range takes is measured once for the shapes, whatever the length, and kept; a schedule is
 fitted for a length and a budget. For a packed batch it is measured with all sequences at every
-step, which is the most that any range can have.
+step, which is the most that any range can have. It is measured on stand-ins of the weights, so
+that the graph of computed ones is left for the gradient.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,15 +19,17 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor
 
+from retrograde.errors import CellError
 from retrograde.execute.autograd import run_schedule
 from retrograde.execute.dropout import Dropout, draw_key
 from retrograde.execute.fused import Layers, Mode, run_torch
 from retrograde.execute.inputs import Inputs
 from retrograde.execute.layout import Rows
 from retrograde.execute.profile import LONGEST_MEASURED, Candidate, fit_fastest, footprints
+from retrograde.execute.transforms import is_unreal
 from retrograde.nn.cores import Runner, candidates, core_of, runner_of
 from retrograde.nn.direct import sums_at_once
-from retrograde.nn.ordinary import Ordinary, measure_ordinary
+from retrograde.nn.ordinary import Ordinary, last_weights, measure_ordinary, stand_ins
 from retrograde.plan.fit import Curve, Fit, Footprint, refusal
 from retrograde.schedule import Schedule
 from retrograde.units import as_bytes
@@ -34,8 +37,9 @@ from retrograde.units import as_bytes
 if TYPE_CHECKING:
     from retrograde.nn.recurrent import Recurrent
 
-__all__ = ["Call", "Part", "Plan", "StackFit"]
+__all__ = ["Call", "Part", "Plan", "StackFit", "check_measurable"]
 
+Tensors = list[Tensor]
 State = tuple[Tensor, ...]
 
 
@@ -89,6 +93,7 @@ class Call:
         x: inputs (T, B, I), or packed (rows, I).
         state: the initial state: (h,), or (h, c), each (layers · directions, B, H).
         sizes: of a packed batch: how many sequences have each step.
+        weights: of the module, as torch orders them; by default as they were last computed.
         given: whether the initial state was given, and is not just zeros.
         sorts: whether a packed batch had to be sorted.
     """
@@ -100,10 +105,12 @@ class Call:
         state: State,
         sizes: Tensor | None = None,
         *,
+        weights: Tensors | None = None,
         given: bool = True,
         sorts: bool = False,
     ) -> None:
         self.module, self.x, self.state, self.sizes = module, x, state, sizes
+        self.weights = last_weights(module) if weights is None else weights
         self.given, self.sorts = given, sorts
         self.length = len(x) if sizes is None else len(sizes)
         self.batch = state[0].shape[1]
@@ -113,7 +120,7 @@ class Call:
 
     def follow(self, schedule: Schedule) -> Plan:
         """The plan that follows a given schedule."""
-        return Plan(((run_torch, schedule),) * len(self._nets()))
+        return Plan(((run_torch, schedule),) * len(self._nets(self.weights)))
 
     def plan(self) -> Plan:
         """The fastest plan that fits the module's budget.
@@ -126,13 +133,12 @@ class Call:
 
     def run(self, plan: Plan) -> tuple[Tensor, State]:
         """The outputs, laid out as the inputs are, and the final state."""
-        x, finals = self.x, []
+        x, finals, nets = self.x, [], self._nets(_apart(self.weights))
         key = draw_key(x.device) if self.drops else None
         states = self._states()
         for number, (kernel, schedule) in enumerate(plan.parts):
             dropout = self._dropout(number, key)
-            net, packed = self._nets()[number], self.sizes is not None
-            core = core_of(kernel, net, dropout, packed, self.at_once)
+            core = core_of(kernel, nets[number], dropout, self.sizes is not None, self.at_once)
             layout = Rows(self.length, self.sizes, self.both, dropout is not None)
             (x,), final = run_schedule(core, schedule, [x], states[number], layout)
             finals.append(final)
@@ -148,7 +154,12 @@ class Call:
         return Plan(() if found.ordinary else ((kernel, found.schedule),), found)
 
     def measured(self) -> "tuple[Ordinary, list[Part]]":
-        """What ordinary backpropagation takes; every recurrence, and what its ranges take."""
+        """What ordinary backpropagation takes; every recurrence, and what its ranges take.
+
+        Raises:
+            CellError: as :func:`check_measurable`.
+        """
+        check_measurable([self.x, *self.state, *self.weights])
         x, sizes = self._probe()
         known: Ordinary = self._known("ordinary", self._ordinary)
         return known, self._parts(x, sizes, known)
@@ -167,11 +178,12 @@ class Call:
             steps = min(self.length, LONGEST_MEASURED)
             x = x.new_zeros(steps, self.batch, x.shape[1]).requires_grad_(x.requires_grad)
         state = self.state if self.given else None
-        return measure_ordinary(self.module, x, state, self.length, packed, self.sorts)
+        weights = stand_ins(self.weights)
+        return measure_ordinary(self.module, weights, x, state, self.length, packed, self.sorts)
 
     def _parts(self, x: Tensor, sizes: Tensor | None, ordinary: Ordinary) -> "list[Part]":
         """Every recurrence, and what its ranges take."""
-        parts, nets, states = [], self._nets(), self._states()
+        parts, nets, states = [], self._nets(stand_ins(self.weights)), self._states()
         key = torch.zeros((), dtype=torch.int64, device=x.device) if self.drops else None
         for number, net in enumerate(nets):
             if number == 1:
@@ -239,17 +251,16 @@ class Call:
             return 0
         return (6 if self.sorts else 3) * sum(s.nbytes for s in state)
 
-    def _nets(self) -> list[tuple[Layers, ...]]:
-        """The layers of every recurrence."""
+    def _nets(self, weights: Tensors) -> list[tuple[Layers, ...]]:
+        """The layers of every recurrence, over given weights."""
         module = self.module
         count = module.num_layers * (2 if self.both else 1)
-        weights = cast(list[Tensor], module._flat_weights)
         stack = Layers(cast(Mode, module.mode), weights, count, module.bias)
         if not self.both:
             return [(stack,)]
         return [(stack[2 * k], stack[2 * k + 1]) for k in range(module.num_layers)]
 
-    def _states(self) -> list[list[Tensor]]:
+    def _states(self) -> list[Tensors]:
         """The initial state of every recurrence."""
         if not self.both or self.module.num_layers == 1:
             return [list(self.state)]
@@ -282,10 +293,40 @@ class Call:
             *(tuple(s.shape) for s in self.state),
             *((t.is_contiguous(), t.stride(-1), 0 in t.stride()) for t in (x, *self.state)),
             *((t.dtype, t.requires_grad) for t in (x, *self.state)),
-            *(p.requires_grad for p in module.parameters()),
+            *((w.dtype, w.requires_grad, w.is_contiguous()) for w in self.weights),
             (x.device, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
             torch.get_num_threads(),  # each has room of its own
         )
+
+
+def check_measurable(tensors: Tensors) -> None:
+    """Refuse to measure what has no bytes, or takes none.
+
+    Args:
+        tensors: inputs, state and weights.
+
+    Raises:
+        CellError: they are not real, or none requires a gradient.
+    """
+    if is_unreal(tensors):
+        places = ", ".join(sorted({str(t.device) for t in tensors}))
+        raise CellError(
+            f"the input or a weight is fake or on the meta device ({places}): expected real "
+            "tensors, for what they take is measured; call the module with real ones, and ask again"
+        )
+    if not any(t.requires_grad for t in tensors):
+        raise CellError(
+            "there is nothing to backpropagate: expected a weight or an input that requires a "
+            "gradient; give the input as training will, with requires_grad_()"
+        )
+
+
+def _apart(weights: Tensors) -> Tensors:
+    """Weights that autograd tells apart, one that is used twice or computed from another too: each
+    must be given the share of the gradient that is its own."""
+    if all(w.is_leaf for w in weights) and len({id(w) for w in weights}) == len(weights):
+        return weights
+    return [w.view_as(w) for w in weights]
 
 
 @dataclass
@@ -294,7 +335,7 @@ class Part:
 
     cores: list[Candidate]
     inputs: Inputs
-    state: list[Tensor]
+    state: Tensors
     ordinary: int
     sizes: list[Footprint] = field(default_factory=list)
     gradient_copy: int = 0

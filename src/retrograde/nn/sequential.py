@@ -112,7 +112,7 @@ class Sequential(nn.Sequential):
         if not layers or not (parameters or input.requires_grad):
             return super().forward(input)  # type: ignore[no-untyped-call]
         _check_call(layers, input)
-        refuse_transforms([input, *parameters])
+        refuse_transforms([input, *parameters], ["backward"])
         return _Scan.apply(self, layers, input, *parameters)  # type: ignore[no-untyped-call]
 
     def fit(self, input: Any) -> ChainFit:

@@ -9,10 +9,12 @@ from collections import OrderedDict
 from typing import Any, TypeGuard, cast
 
 from torch import nn
+from torch.nn.modules import container
 from torch.nn.utils import parametrize
 
 from retrograde.errors import CellError
 from retrograde.nn.chain import named_layers
+from retrograde.nn.ordinary import TORCHS_OWN
 from retrograde.nn.recurrent import GRU, LSTM, RNN, Recurrent
 from retrograde.nn.sequential import Sequential
 
@@ -22,7 +24,8 @@ __all__ = ["Budgeted", "Swappable", "is_chain", "swap", "twin"]
 Swappable = nn.RNNBase | nn.Sequential
 Budgeted = Recurrent | Sequential
 
-_OURS: dict[type[nn.Module], type[Recurrent]] = {nn.RNN: RNN, nn.GRU: GRU, nn.LSTM: LSTM}
+# torch's classes, also where a program has made torch's names mean ours.
+_OURS: dict[type[nn.Module], type[Recurrent]] = dict(zip(TORCHS_OWN, (RNN, GRU, LSTM), strict=True))
 
 
 def is_chain(module: nn.Module) -> TypeGuard[nn.Sequential]:
@@ -39,9 +42,9 @@ def is_chain(module: nn.Module) -> TypeGuard[nn.Sequential]:
         >>> is_chain(nn.Sequential(nn.Linear(2, 2), nn.ReLU())), is_chain(nn.Sequential(nn.ReLU()))
         (True, False)
     """
-    if type(module) not in (nn.Sequential, Sequential):
+    if type(module) not in (container.Sequential, Sequential):
         return False
-    assert isinstance(module, nn.Sequential)
+    assert isinstance(module, container.Sequential)
     scanned = isinstance(module, Sequential) and module.backward is not None
     recurrent = any(isinstance(part, nn.RNNBase) for part in module.modules())
     return not scanned and not recurrent and len(list(named_layers(module, lambda _: True))) > 1
@@ -114,7 +117,7 @@ def _class_for(module: Swappable) -> type[Budgeted]:
             f"the forward of this {kind.__name__} was replaced by a function: expected torch's "
             "own; divide the budget before other tools wrap the model"
         )
-    if isinstance(module, nn.Sequential):
+    if isinstance(module, container.Sequential):
         return Sequential
     if kind in _OURS:
         return _OURS[kind]

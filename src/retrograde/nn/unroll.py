@@ -1,6 +1,7 @@
 """``unroll``: any cell over a sequence, its gradient within a memory budget, or by a scan."""
 
 import math
+from collections.abc import Hashable
 from typing import Any, Literal
 
 import torch
@@ -11,7 +12,7 @@ from retrograde.execute.autograd import run_schedule, run_unrecorded, run_withou
 from retrograde.execute.cell import Cell, StepCore, as_pair, begin, check_length, examine
 from retrograde.execute.executor import run_ordinary
 from retrograde.execute.inputs import Held
-from retrograde.execute.profile import fit_measured, footprint
+from retrograde.execute.profile import fit_measured, footprint, step_bytes
 from retrograde.execute.replay import autocast_as_now
 from retrograde.execute.transforms import (
     is_transformed,
@@ -31,6 +32,7 @@ __all__ = ["check_schedule", "needs_gradient", "unroll"]
 Tensors = list[Tensor]
 
 # A cell is measured once for its shapes, and a schedule fitted once for a budget.
+_STEPS: Recent[Hashable] = Recent()
 _SIZES: Recent[Footprint] = Recent()
 _FITS: Recent[Fit] = Recent()
 
@@ -106,7 +108,9 @@ def unroll(
         outputs, after = run_unrecorded(core, length, leaves, first, after)
         return core.output_spec.unflatten(outputs), state_spec.unflatten(after)
     if asked:
-        refuse_transforms([*leaves, *states])
+        given = {"memory": memory, "schedule": schedule, "backward": backward}
+        names = [name for name, value in given.items() if value is not None]
+        refuse_transforms([*leaves, *states], names)
     with autocast_as_now(leaves[0].device):
         core = examine(cell, [x[0] for x in leaves], input_spec, states, state_spec)
     outputs, after = _recorded(core, leaves, states, memory, schedule, backward)
@@ -223,11 +227,16 @@ def _fitted(core: StepCore, leaves: Tensors, states: Tensors, memory: Memory) ->
         s.to(torch.promote_types(s.dtype, dtype))
         for s, (_, dtype, _) in zip(states, core.state_like, strict=True)
     ]
-    made_of = identity(core.found, ambient.steady.places)
-    key = made_of, changing, torch.get_num_threads(), *tensors
+    shapes = changing, torch.get_num_threads(), *tensors
+    made_of, kinds = (
+        identity(core.found, ambient.steady.places, values=values) for values in (True, False)
+    )
+    # Where only a number is another, as one that is annealed, a step tells whether bytes are too.
+    step = _STEPS.get((made_of, shapes), lambda: step_bytes(core, Held(leaves), widest))
+    key = kinds, step, shapes
 
     def find() -> Fit:
         sizes = _SIZES.get(key, lambda: footprint(core, Held(leaves), widest))
         return fit_measured(core, Held(leaves), widest, memory, sizes)[0]
 
-    return _FITS.get((repr(memory), *key), find)
+    return _FITS.get((repr(memory), key), find)

@@ -5,8 +5,10 @@ detached, from one iteration to the next. Only the LSTM has a memory budget. A r
 can be written down after any iteration and taken up again, bit for bit.
 """
 
-from retrograde.training.checkpoint import load_checkpoint, save_checkpoint, write_whole
+from retrograde.training.checkpoint import load_checkpoint, save_checkpoint
 from retrograde.training.comparison import Comparison, Side, compare, is_out_of_memory
+from retrograde.training.files import write_whole
+from retrograde.training.lock import hold
 from retrograde.training.model import CharacterModel
 from retrograde.training.options import TrainingError, TrainingOptions
 from retrograde.training.program import resume, start, train
@@ -25,6 +27,7 @@ __all__ = [
     "TrainingOptions",
     "compare",
     "embedded_text",
+    "hold",
     "is_out_of_memory",
     "load_checkpoint",
     "read_text",

@@ -1,84 +1,25 @@
-"""Checkpoints that are whole or not there at all.
+"""Checkpoints, whole when they are written and looked through when they are read.
 
-A file is written beside its place, forced to the disk and then renamed over the old one, which
-POSIX and Windows do in one stroke: whenever the process dies, what stands there is a whole file.
+A file that was damaged or is of another kind is told by what it holds: its sums of bytes are
+compared, since torch reads changed bytes as changed weights.
 """
 
-import contextlib
 import io
-import os
-import signal
-import threading
-from collections.abc import Callable, Iterator
+import zipfile
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import IO, Any
+from typing import Any
 
 import torch
 
+from retrograde.training.files import write_whole
 from retrograde.training.options import TrainingError
 
-__all__ = ["load_checkpoint", "save_checkpoint", "write_whole"]
+__all__ = ["load_checkpoint", "save_checkpoint"]
 
 _KIND = "retrograde training checkpoint"
 _VERSION = 1
-
-
-def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Replace a file by a new one, or leave it as it was.
-
-    Args:
-        path: the file; its folder must be there.
-        write: writes the content into the open file that it is given.
-
-    Raises:
-        OSError: the folder cannot be written.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "greeting"
-        >>> write_whole(path, lambda file: file.write(b"hello"))
-        >>> path.read_bytes()
-        b'hello'
-    """
-    partial = path.with_name(path.name + ".partial")
-    with _uninterrupted():
-        try:
-            with partial.open("wb") as file:
-                write(file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, path)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
-        _settle(path.parent)
-
-
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Put Ctrl-C off until the end: torch's writer would report it as a failure of its own."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # signals are the main thread's
-        return
-    pressed: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if pressed:
-        raise KeyboardInterrupt
-
-
-def _settle(folder: Path) -> None:
-    """Force the renaming itself to the disk, where the system lets a folder be opened."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+_ANEW = "start anew without --resume"
+_NAMED = 6  # of the entries of a file that is something else
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
@@ -89,7 +30,7 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
         state: tensors, numbers, strings and plain containers of them.
 
     Raises:
-        OSError: the folder cannot be written.
+        OSError: the disk is full, or the folder cannot be written; it names ``path``.
     """
     content = {"kind": _KIND, "version": _VERSION, **state}
     write_whole(path, lambda file: torch.save(content, file))
@@ -112,28 +53,53 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         Traceback (most recent call last):
         retrograde.training.options.TrainingError: there is no checkpoint missing.pt: ...
     """
-    anew = "start anew without --resume"
     try:
         content = path.read_bytes()
     except FileNotFoundError:
         raise TrainingError(
-            f"there is no checkpoint {path}: one is written after the first iteration; {anew}, or "
+            f"there is no checkpoint {path}: one is written after the first iteration; {_ANEW}, or "
             "name the --report folder of the run to go on with"
         ) from None
     except OSError as error:
         raise TrainingError(
             f"cannot read the checkpoint {path}: {error.strerror or error}; make it readable, "
-            f"or {anew}"
+            f"or {_ANEW}"
         ) from error
-    try:
-        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, LookupError, ValueError, UnpicklingError) as error:
-        raise TrainingError(f"the checkpoint {path} is damaged: {anew}") from error
+    state = _read(content, path)
     if not isinstance(state, dict) or state.get("kind") != _KIND:
-        raise TrainingError(f"{path} is not a checkpoint of `retrograde train`: {anew}")
+        raise TrainingError(
+            f"{path} is not a checkpoint of `retrograde train`: it holds {_held(state)}; expected "
+            f"what a run saves as checkpoint.pt; name the --report folder of a run, or {_ANEW}"
+        )
     if state.get("version") != _VERSION:
         raise TrainingError(
             f"the checkpoint {path} is of version {state.get('version')}, expected {_VERSION}: "
-            f"take the retrograde that wrote it, or {anew}"
+            f"take the retrograde that wrote it, or {_ANEW}"
         )
     return state
+
+
+def _read(content: bytes, path: Path) -> Any:
+    """What a file holds, if every byte is as it was written."""
+    try:
+        changed = zipfile.ZipFile(io.BytesIO(content)).testzip()
+        if changed is None:
+            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged file makes its reader raise anything
+        raise _damaged(content, path) from error
+    raise _damaged(content, path)
+
+
+def _damaged(content: bytes, path: Path) -> TrainingError:
+    return TrainingError(
+        f"the checkpoint {path} is damaged: it holds {len(content):,} bytes, expected those that a "
+        f"run saved, whole and unchanged; {_ANEW}, or put a whole copy in its place"
+    )
+
+
+def _held(state: object) -> str:
+    """What was found in place of a checkpoint, in a few words."""
+    if not isinstance(state, dict):
+        return f"a {type(state).__name__}"
+    names = [str(name) for name in state]
+    return ", ".join(names[:_NAMED]) + (" and more" if len(names) > _NAMED else "")

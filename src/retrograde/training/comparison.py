@@ -8,7 +8,7 @@ has the better moments of the machine to itself.
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.nn import functional
 from retrograde.execute.measure import Measurement, measure
 from retrograde.figures.memory import Curve
 from retrograde.training.model import CharacterModel
+from retrograde.training.options import TrainingError
 from retrograde.units import format_bytes
 
 __all__ = ["Comparison", "Side", "compare", "is_out_of_memory"]
@@ -71,7 +72,7 @@ class Comparison:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "Comparison":
+    def from_dict(cls, values: Any) -> "Comparison":
         """The comparison that :meth:`as_dict` wrote.
 
         Args:
@@ -79,15 +80,23 @@ class Comparison:
 
         Returns:
             The comparison.
+
+        Raises:
+            TrainingError: these are no values of a comparison.
         """
-        ordinary = values["ordinary"]
-        return cls(
-            **values
-            | {
+        try:
+            ordinary = values["ordinary"]
+            sides = {
                 "budgeted": _side_from(values["budgeted"]),
                 "ordinary": None if ordinary is None else _side_from(ordinary),
             }
-        )
+            return cls(**values | sides)
+        except (KeyError, TypeError, AttributeError) as error:
+            expected = ", ".join(field.name for field in fields(cls))
+            raise TrainingError(
+                f"the comparison with ordinary BPTT is not whole ({error}): expected {expected}; "
+                "take a whole checkpoint of this version, or start anew without --resume"
+            ) from error
 
 
 def compare(model: CharacterModel, codes: Tensor, targets: Tensor, repeats: int = 3) -> Comparison:

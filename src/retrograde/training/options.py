@@ -1,13 +1,21 @@
 """What a training run is asked for, and the one error that says a request cannot be met."""
 
 import math
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import asdict, dataclass
+from types import NoneType, UnionType
+from typing import Any, get_args, get_type_hints
 
 from retrograde.errors import RetrogradeError
 from retrograde.units import parse_memory
 
-__all__ = ["TrainingError", "TrainingOptions"]
+__all__ = ["TrainingError", "TrainingOptions", "is_of_kind", "kind_name"]
+
+_LARGEST_SEED = 2**63 - 1
+_MOST_THREADS = 4096  # of any machine that a run may have been begun on; with more, torch crashes
+_KINDS = {
+    str: "a text", int: "a whole number", float: "a number", dict: "named values", list: "a list",
+    NoneType: "none",
+}  # fmt: skip
 
 
 class TrainingError(RetrogradeError, ValueError):
@@ -30,7 +38,7 @@ class TrainingOptions:
         threads: that torch computes with; another number adds in another order.
 
     Raises:
-        TrainingError: a number is not positive and finite.
+        TrainingError: a number is out of its range.
         UnitError: the memory cannot be read.
 
     Example:
@@ -55,6 +63,16 @@ class TrainingOptions:
             if not (math.isfinite(value) and value > 0):
                 option = "--" + name.replace("_", "-")
                 raise TrainingError(f"{option} is {value}: expected a number above 0")
+        if not 0 <= self.seed <= _LARGEST_SEED:
+            raise TrainingError(
+                f"--seed is {self.seed}: expected 0 or more, at most {_LARGEST_SEED:,}; name a "
+                "seed in that range"
+            )
+        if self.threads > _MOST_THREADS:
+            raise TrainingError(
+                f"--threads is {self.threads}: expected at most {_MOST_THREADS:,}, and best no "
+                "more than there are processors; name fewer"
+            )
 
     def as_dict(self) -> dict[str, Any]:
         """Every option by its name, plain values only.
@@ -77,10 +95,51 @@ class TrainingOptions:
         Raises:
             TrainingError: these are the options of another version.
         """
-        expected = {field.name for field in fields(cls)}
-        if set(values) != expected:
+        expected = get_type_hints(cls)
+        if set(values) != set(expected):
             raise TrainingError(
-                f"the options are {sorted(values)}: expected {sorted(expected)}; another version "
-                "of retrograde wrote them, so take that one, or start anew"
+                f"the options are {sorted(map(str, values))}: expected {sorted(expected)}; another "
+                "version of retrograde wrote them, so take that one, or start anew"
             )
+        for name, kind in expected.items():
+            if not is_of_kind(values[name], kind):
+                raise TrainingError(
+                    f"the option {name} is {values[name]!r}: expected {kind_name(kind)}; another "
+                    "version of retrograde wrote it, so take that one, or start anew"
+                )
         return cls(**values)
+
+
+def is_of_kind(value: object, kind: type | UnionType) -> bool:
+    """Whether a value is of a kind, a whole number being a number too.
+
+    Args:
+        value: any.
+        kind: wanted.
+
+    Returns:
+        True if so.
+
+    Example:
+        >>> is_of_kind(1, float), is_of_kind(True, int), is_of_kind(None, str | None)
+        (True, False, True)
+    """
+    if isinstance(value, bool):
+        return False  # which Python counts among the whole numbers
+    return isinstance(value, int | float if kind is float else kind)
+
+
+def kind_name(kind: type | UnionType) -> str:
+    """A kind in words.
+
+    Args:
+        kind: a type, or several.
+
+    Returns:
+        Its name.
+
+    Example:
+        >>> kind_name(int), kind_name(str | None)
+        ('a whole number', 'a text or none')
+    """
+    return " or ".join(_KINDS.get(each, str(each)) for each in get_args(kind) or (kind,))

@@ -5,6 +5,7 @@ from typing import Any
 
 from rich.console import Console
 
+from retrograde.errors import UnitError
 from retrograde.plan.fit import Fit
 from retrograde.training.comparison import Comparison, compare
 from retrograde.training.display import conclude, introduce, progress
@@ -57,7 +58,8 @@ def resume(report: Report, given: dict[str, Any], console: Console) -> tuple[Run
         The run, and the comparison that was made at its start.
 
     Raises:
-        TrainingError: there is no whole checkpoint, or the options are not those of the run.
+        TrainingError: there is no whole checkpoint that fits together, or the options or the text
+            are not those of the run.
     """
     snapshot, comparison = report.load()
     before = snapshot["options"]
@@ -69,7 +71,10 @@ def resume(report: Report, given: dict[str, Any], console: Console) -> tuple[Run
                 f"{before[name]}: leave {option} out to go on with that run, or start anew in "
                 "another --report folder"
             )
-    run = Run.resumed(snapshot, given.get("iterations"), given.get("text"))
+    try:
+        run = Run.resumed(snapshot, given.get("iterations"), given.get("text"))
+    except (TrainingError, UnitError) as error:
+        raise TrainingError(f"cannot go on from {report.checkpoint}: {error}") from error
     introduce(console, run, _fit(run))
     total = run.options.iterations
     if run.done >= total:

@@ -7,20 +7,28 @@
 import json
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
 
 from retrograde import figures
+from retrograde.errors import UnitError
 from retrograde.machine import processor_name
 from retrograde.schedule import Schedule
-from retrograde.training.checkpoint import load_checkpoint, save_checkpoint, write_whole
+from retrograde.training.checkpoint import load_checkpoint, save_checkpoint
 from retrograde.training.comparison import Comparison, Side
+from retrograde.training.files import write_figure, write_whole
 from retrograde.training.options import TrainingError
 from retrograde.training.run import Run
+from retrograde.training.snapshot import check_snapshot
 
 __all__ = ["Report"]
+
+_PROBE_BYTES = 4096  # a full disk may take an empty file
 
 
 class Report:
@@ -32,6 +40,7 @@ class Report:
     Attributes:
         folder: where everything is written.
         checkpoint: path of the checkpoint.
+        previous: where that of an earlier run is kept.
 
     Raises:
         TrainingError: the folder cannot be made or written.
@@ -45,15 +54,16 @@ class Report:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.checkpoint = self.folder / "checkpoint.pt"
-        probe = self.folder / ".probe"
+        self.previous = self.folder / "checkpoint.previous.pt"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(probe, lambda file: file.write(b"retrograde"))
-            probe.unlink()
+            with NamedTemporaryFile(prefix=".probe-", dir=self.folder) as probe:
+                probe.write(bytes(_PROBE_BYTES))
+                probe.flush()
         except OSError as error:
             raise TrainingError(
-                f"cannot write the report folder {self.folder}: {error.strerror or error}; name "
-                "one that can be written with --report"
+                f"cannot write the report folder {self.folder}: {error.strerror or error}; make "
+                "room there, or name one that can be written with --report"
             ) from error
 
     def set_aside(self) -> Path | None:
@@ -64,9 +74,8 @@ class Report:
         """
         if not self.checkpoint.exists():
             return None
-        aside = self.checkpoint.with_name("checkpoint.previous.pt")
-        os.replace(self.checkpoint, aside)
-        return aside
+        os.replace(self.checkpoint, self.previous)
+        return self.previous
 
     def save(self, run: Run, comparison: Comparison) -> None:
         """Write the checkpoint, whole or not at all.
@@ -79,13 +88,8 @@ class Report:
             TrainingError: the disk is full, or the folder has gone.
         """
         state = {"run": run.snapshot(), "comparison": comparison.as_dict()}
-        try:
+        with self._writing():
             save_checkpoint(self.checkpoint, state)
-        except (OSError, RuntimeError) as error:  # torch's writer raises the latter on a full disk
-            raise TrainingError(
-                f"cannot write the checkpoint {self.checkpoint}: {error}; the one before it "
-                "stands, so make room and go on with --resume"
-            ) from error
 
     def load(self) -> tuple[dict[str, Any], Comparison]:
         """Read the checkpoint.
@@ -94,10 +98,14 @@ class Report:
             A run's snapshot, and its comparison.
 
         Raises:
-            TrainingError: there is none, or it is damaged.
+            TrainingError: there is none, or it is damaged, or does not fit together.
         """
         state = load_checkpoint(self.checkpoint)
-        return state["run"], Comparison.from_dict(state["comparison"])
+        try:
+            check_snapshot(state.get("run"))
+            return state["run"], Comparison.from_dict(state.get("comparison"))
+        except (TrainingError, UnitError) as error:
+            raise TrainingError(f"cannot go on from {self.checkpoint}: {error}") from error
 
     def draw_plan(self, schedule: Schedule, comparison: Comparison) -> None:
         """Write the pictures that are known before training.
@@ -105,15 +113,19 @@ class Report:
         Args:
             schedule: of the LSTM.
             comparison: gives the memory over time.
+
+        Raises:
+            TrainingError: the disk is full, or the folder has gone.
         """
-        figures.save(figures.draw_schedule(schedule), self.folder, "schedule")
         ordinary = comparison.ordinary
         figure = figures.draw_memory(
             comparison.budgeted.curve,
             comparison.budget_bytes,
             None if ordinary is None else ordinary.curve,
         )
-        figures.save(figure, self.folder, "memory")
+        with self._writing():
+            write_figure(figures.draw_schedule(schedule), self.folder, "schedule")
+            write_figure(figure, self.folder, "memory")
 
     def finish(self, run: Run, comparison: Comparison) -> None:
         """Write the loss curve, the metrics and the weights of the run as it is now.
@@ -121,17 +133,38 @@ class Report:
         Args:
             run: finished or not.
             comparison: goes into the metrics.
+
+        Raises:
+            TrainingError: the disk is full, or the folder has gone.
         """
         figure = figures.draw_losses(run.losses, run.text.entropy_bits)
-        figures.save(figure, self.folder, "loss")
         metrics = json.dumps(_metrics(run, comparison), indent=1).encode()
-        write_whole(self.folder / "metrics.json", lambda file: file.write(metrics))
         weights = {
             "options": run.options.as_dict(),
             "vocabulary": run.text.vocabulary,
             "model": dict(run.model.state_dict()),
         }
-        write_whole(self.folder / "weights.pt", lambda file: torch.save(weights, file))
+        with self._writing():
+            write_figure(figure, self.folder, "loss")
+            write_whole(self.folder / "metrics.json", lambda file: file.write(metrics))
+            write_whole(self.folder / "weights.pt", lambda file: torch.save(weights, file))
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Tell of a file that cannot be written what is saved nevertheless, and how to go on."""
+        try:
+            yield
+        except OSError as error:
+            saved = "nothing of this run is saved yet"
+            remedy = "and start the run again"
+            if self.checkpoint.exists():
+                saved, remedy = "the last checkpoint stands", "and go on with --resume"
+            elif self.previous.exists():
+                saved += f", and the checkpoint of an earlier run is kept as {self.previous}"
+            raise TrainingError(
+                f"cannot write {error.filename}: {error.strerror}; {saved}: make room there, or "
+                f"make it a folder that can be written, {remedy}"
+            ) from error
 
 
 def _metrics(run: Run, comparison: Comparison) -> dict[str, Any]:

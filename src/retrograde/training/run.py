@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from retrograde.training.model import CharacterModel
 from retrograde.training.options import TrainingError, TrainingOptions
+from retrograde.training.snapshot import check_snapshot
 from retrograde.training.text import Text, embedded_text, read_text
 
 __all__ = ["Run"]
@@ -139,21 +140,17 @@ class Run:
 
         Raises:
             TrainingError: the text is not the one that the run began with, or the snapshot is not
-                one of this version.
+                a whole one of this version.
         """
+        options = check_snapshot(snapshot)
         snapshot = deepcopy(snapshot)
-        options = TrainingOptions.from_dict(snapshot["options"])
         options = replace(
             options,
             iterations=options.iterations if iterations is None else iterations,
             text=options.text if text is None else os.path.abspath(text),
         )
         found = _text_of(options)
-        if found.digest != snapshot["text"]["sha256"]:
-            raise TrainingError(
-                f"the text {found.source} is not the one that this run began with (its SHA-256 "
-                "differs): give that one with --text, or start anew without --resume"
-            )
+        _check_text(found, options, snapshot)
         run = cls(options, found)
         run.model.load_state_dict(snapshot["model"])
         run.optimizer.load_state_dict(snapshot["optimizer"])
@@ -161,6 +158,24 @@ class Run:
         run.losses, run.seconds = snapshot["losses"], snapshot["seconds"]
         torch.set_rng_state(snapshot["random"])
         return run
+
+
+def _check_text(found: Text, options: TrainingOptions, snapshot: dict[str, Any]) -> None:
+    """See to it that the text is the one that a run began with."""
+    began, vocabulary = snapshot["text"], snapshot["vocabulary"]
+    if (found.digest, found.vocabulary) == (began["sha256"], vocabulary):
+        return
+    remedy = (
+        "take the version of Python that it began with, whose documentation this is"
+        if options.text is None
+        else "give that one with --text"
+    )
+    raise TrainingError(
+        f"the text {found.source} is not the one that this run began with: it has "
+        f"{len(found.vocabulary)} different characters and the SHA-256 {found.digest:.8}…, "
+        f"expected {len(vocabulary)} and {began['sha256']:.8}…, as {began['source']} had; "
+        f"{remedy}, or start anew without --resume"
+    )
 
 
 def _text_of(options: TrainingOptions) -> Text:
