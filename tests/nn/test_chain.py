@@ -602,9 +602,9 @@ def test_layers_may_be_exchanged():
     for net in (plain, ours):
         net[1] = nn.Identity()  # shares its input's memory, and so makes one link fewer
     assert same(step(plain, x), step(ours, x))
-    ours[3].inplace = True
-    with pytest.raises(CellError, match="layer 3 writes in place to its input"):
-        step(ours, x)
+    plain[3].inplace = ours[3].inplace = True  # tried anew, and joined with the one before
+    ours.memory = "95%"
+    assert same(step(plain, x), step(ours, x))
 
 
 class Whimsical(nn.Module):

@@ -85,8 +85,10 @@ def reach(parts: Sequence[Any]) -> Reach:
 
     Example:
         >>> import torch
+        >>> def make(linear, scale):
+        ...     return lambda x, h: linear(x) * scale + h
         >>> linear, scale = nn.Linear(2, 2), torch.ones(2)
-        >>> found = reach([lambda x, h: linear(x) * scale + h])
+        >>> found = reach([make(linear, scale)])
         >>> found.modules == [linear], found.tensors[0] is scale
         (True, True)
     """
