@@ -41,12 +41,12 @@ PEAKS = {
 }
 
 
-def streamed(seed: int) -> Trial:
-    return draw_cell(seed).streamed()
+def streamed(longest: int, seed: int) -> Trial:
+    return draw_cell(seed, longest).streamed()
 
 
-def unrolled(seed: int) -> Trial:
-    return draw_cell(seed).unrolled()
+def unrolled(longest: int, seed: int) -> Trial:
+    return draw_cell(seed, longest).unrolled()
 
 
 def sweep(draw: Callable[[int], Trial], seeds: range) -> dict[str, Any]:
@@ -111,12 +111,15 @@ def main() -> None:
     parser.add_argument("--cells", type=int, default=CELLS)
     parser.add_argument("--chains", type=int, default=CHAINS)
     parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--longest", type=int, default=strangers.LONGEST, help="steps of a cell")
+    parser.add_argument("--deepest", type=int, default=strangers.DEEPEST, help="layers of a chain")
     options = parser.parse_args()
-    first = options.first_seed
+    first, longest = options.first_seed, options.longest
+    chains = partial(draw_chain, deepest=options.deepest)
     kinds = {
-        "unroll": (unrolled, range(first, first + options.cells)),
-        "bptt": (streamed, range(first, first + options.cells)),
-        "Sequential": (draw_chain, range(first, first + options.chains)),
+        "unroll": (partial(unrolled, longest), range(first, first + options.cells)),
+        "bptt": (partial(streamed, longest), range(first, first + options.cells)),
+        "Sequential": (chains, range(first, first + options.chains)),
     }
     found = {}
     for kind, (draw, seeds) in kinds.items():
@@ -126,6 +129,8 @@ def main() -> None:
         document = {
             "machine": machine_of("cpu"),
             "first_seed": first,
+            "longest": longest,
+            "deepest": options.deepest,
             "slack_bytes": strangers.SLACK_BYTES,
             "kinds": found,
         }

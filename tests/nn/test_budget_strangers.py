@@ -18,8 +18,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:Converting a tensor with require
 
 
 def check(make, labels=LABELS):
+    print(make().traits)
     for reading in readings(make, labels):
-        print(make().traits)
         if reading.refused:
             pytest.skip(str(reading))
         assert not reading.wrong, str(reading)

@@ -371,7 +371,7 @@ class DrawnCell:
             roots = [t for t, is_root in zip(leaves, chosen, strict=True) if is_root]
             self.seeds = self.seeds or seeds_for(roots, self.seed, self.f.seeds == "expanded")
             found = torch.autograd.grad(roots, wanted, self.seeds, allow_unused=True)
-            return leaves, [*found]
+            return [t.detach() for t in leaves], [*found]  # no graph, which would be retained
 
         def call(memory: Any) -> Results:
             return backpropagated(rg.unroll(self.cell, self.x, self.state, memory=memory))
@@ -798,15 +798,20 @@ class Watched:
         self.events: list[tuple[int, int, bool]] = []
 
     def working_bytes(self, *, measuring: bool = True) -> int:
-        """The peak of what is released again; or of that part which no measurement allocated."""
-        live: dict[int, tuple[int, int, bool]] = {}
+        """The peak of what is released again; or of that part which no measurement allocated.
+
+        From the first measurement to the last all is measuring, as is what is run between them.
+        """
+        inner = [i for i, (_, _, is_inner) in enumerate(self.events) if is_inner]
+        apart = range(inner[0], inner[-1] + 1) if inner and not measuring else range(0)
+        live: dict[int, tuple[int, int]] = {}
         sizes = [0] * len(self.events)
-        for i, (block, size, inner) in enumerate(self.events):
+        for i, (block, size, _) in enumerate(self.events):
             if size > 0:
-                live[block] = i, size, inner
+                live[block] = i, size
             elif block in live:
-                born, size, inner = live.pop(block)
-                if measuring or not inner:
+                born, size = live.pop(block)
+                if born not in apart:
                     sizes[born], sizes[i] = size, -size
         return max(itertools.accumulate(sizes), default=0)
 

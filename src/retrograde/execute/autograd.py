@@ -197,7 +197,10 @@ class _Recurrence(torch.autograd.Function):
                 run.clear()
                 raise
         _check_unchanged(parameters, ctx.versions, gradients.parameters)
-        found = (*gradients.inputs, *gradients.states, *gradients.parameters)
+        own: Any = gradients.inputs
+        if not run.core.fused:  # what no step uses has no gradient, not zeros
+            own = [g if k in gradients.reached else None for k, g in enumerate(own)]
+        found = (*own, *gradients.states, *gradients.parameters)
         return (None,) * 5 + tuple(
             g if needed else None for g, needed in zip(found, needs, strict=True)
         )

@@ -97,8 +97,9 @@ def footprint(
         lengths = sorted({min(length, L) for L in _lengths(core)})
         points = {L: _measure_range(core, inputs, state, L) for L in lengths}
         if ordinary is None:
+            told = measure(lambda: _outputs_tell(core, inputs, state), device=device).value
             ordinary = ordinary_curve(
-                lambda steps: _measure_ordinary(core, inputs, state, steps), length
+                lambda steps: _measure_ordinary(core, inputs, state, steps, whole=not told), length
             )
         # Two steps may take more than one: a state that is a view, what a step leaves behind.
         further = 0 if length < 2 or joins(core) else _advance_bytes(core, inputs, state, 2)
@@ -374,8 +375,27 @@ def _measure_tape(
     return _Bytes(swept[0], held=recorded[1], record=recorded[0], backward=backward[0])
 
 
-def _measure_ordinary(core: Core, inputs: Inputs, state: Tensors, steps: int) -> int:
-    """The working bytes of ordinary backpropagation through the first steps, as one graph."""
+def _outputs_tell(core: Core, inputs: Inputs, state: Tensors) -> bool:
+    """Whether the gradient of the outputs goes through all of the state; else a loss may be of the
+    final state, as of a rollout that has no outputs."""
+    if core.fused or core.sums or len(inputs) < 2:
+        return core.fused or core.sums
+    with torch.enable_grad(), core.recording():
+        _, after = core(inputs[0], [as_leaf(t) for t in state])
+        outputs, _ = core(inputs[1], after)
+    pending: list[Any] = [y.grad_fn for y in outputs]
+    reached: set[Any] = {None}
+    while pending:
+        node = pending.pop()
+        if node not in reached:
+            reached.add(node)
+            pending += [inner for inner, _ in node.next_functions]
+    return all(t.grad_fn in reached for t in after)
+
+
+def _measure_ordinary(core: Core, inputs: Inputs, state: Tensors, steps: int, whole: bool) -> int:
+    """The working bytes of ordinary backpropagation through the first steps, as one graph; of the
+    outputs, or of the whole, the final state included."""
 
     def call() -> object:
         with torch.enable_grad(), core.recording():
@@ -385,7 +405,7 @@ def _measure_ordinary(core: Core, inputs: Inputs, state: Tensors, steps: int) ->
             ]
             start = [as_leaf(t) for t in state]
             outputs, after = run_ordinary(core, x, start)
-        ends = outputs if core.sums else [*outputs, *after]  # a loss may be of either
+        ends = [*outputs, *after] if whole else outputs
         roots = list({id(y): y for y in ends if y.requires_grad}.values())
         leaves = [t for t in (*x, *start, *core.targets) if t.requires_grad]
         seeds = [torch.ones_like(y) for y in roots]

@@ -60,6 +60,7 @@ class Gradients:
         parameters: the gradients of the parameters, as far as they are known.
         length: the number of steps.
         layout: where a call's part of all these is.
+        reached: the inputs, by their numbers, that a gradient was found for.
         outside: autocast as it is where the backward pass was asked for: a recomputation replays
             the forward pass's (rule 4), but ordinary autograd differentiates under the caller's.
     """
@@ -71,6 +72,7 @@ class Gradients:
     length: int
     layout: Layout
     outside: AbstractContextManager[Any] = field(default_factory=nullcontext)
+    reached: set[int] = field(default_factory=set)
 
     def of_outputs(self, index: int | slice) -> Sequence[Gradient]:
         """The gradients of one call's outputs."""
@@ -82,6 +84,7 @@ class Gradients:
 
     def take_inputs(self, index: int | slice, shares: list[Gradient]) -> None:
         """Keep the input gradients of one call, the latest call's first."""
+        self.reached.update(k for k, share in enumerate(shares) if share is not None)
         self.layout.take(self.inputs, index, shares)
 
 

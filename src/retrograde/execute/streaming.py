@@ -145,11 +145,9 @@ class _Streamed(Gradients):
     take: TakeInput | None = field(kw_only=True)
     counted: "_Counted | None" = field(kw_only=True)
     layout: Straight
-    reached: set[int] = field(default_factory=set)  # leaves of the inputs that have a gradient
 
     def take_inputs(self, index: int | slice, shares: list[Gradient]) -> None:
         super().take_inputs(index, shares)
-        self.reached.update(k for k, share in enumerate(shares) if share is not None)
         if self.take is not None:
             unflatten = self.stream.source.structure.unflatten
             if not isinstance(index, slice):
