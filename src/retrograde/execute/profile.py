@@ -96,11 +96,20 @@ def footprint(
         _measure_range(core, inputs, state, 1)  # what a first call allocates for good is not ours
         lengths = sorted({min(length, L) for L in _lengths(core)})
         points = {L: _measure_range(core, inputs, state, L) for L in lengths}
+        final = 0
         if ordinary is None:
+            shortest = min(2, length)
             told = measure(lambda: _outputs_tell(core, inputs, state), device=device).value
             ordinary = ordinary_curve(
                 lambda steps: _measure_ordinary(core, inputs, state, steps, whole=not told), length
             )
+            # What comes on top: the last step, where the loss is of the final state as well, and
+            # copies of gradients that are expanded scalars.
+            sizes = [
+                _measure_ordinary(core, inputs, state, shortest, whole=not core.sums, like=like)
+                for like in (torch.ones_like, _expanded)
+            ]
+            final = max(0, max(sizes) - ordinary(shortest))
         # Two steps may take more than one: a state that is a view, what a step leaves behind.
         further = 0 if length < 2 or joins(core) else _advance_bytes(core, inputs, state, 2)
     if not joins(core):  # any range is single steps: what is held grows, the rest does not
@@ -131,6 +140,7 @@ def footprint(
         heap_bytes=HEAP_BYTES if core.fused and device.type == "cpu" else None,
         record_steps=_RECORD_STEPS if joins(core) and not core.fused else 0.0,
         scheduled=core.sums,
+        final_bytes=final,
     )
 
 
@@ -352,6 +362,8 @@ def _measure_tape(
     gradients: list[Gradients] = []
 
     def sweep() -> None:
+        if core.ambient.left:  # what the step before left is still there
+            advance(core, inputs, 0, 1, state, noting(shapes))
         advance(core, inputs, 0, steps, state, noting(shapes))
 
     def again() -> None:
@@ -370,8 +382,10 @@ def _measure_tape(
     def back() -> None:
         backpropagate(core, tapes.pop(), gradients[0])
 
-    phases = [sweep, again, run, prepare, back, gradients.clear]
-    swept, _, recorded, _, backward, _ = measure_phases(phases, device=core.ambient.device)
+    # What was left before is let go of first, or its release would be taken for room.
+    bar = core.ambient.bar
+    phases = [bar, sweep, bar, again, bar, run, prepare, back, gradients.clear]
+    _, swept, *_, recorded, _, backward, _ = measure_phases(phases, device=core.ambient.device)
     return _Bytes(swept[0], held=recorded[1], record=recorded[0], backward=backward[0])
 
 
@@ -393,7 +407,15 @@ def _outputs_tell(core: Core, inputs: Inputs, state: Tensors) -> bool:
     return all(t.grad_fn in reached for t in after)
 
 
-def _measure_ordinary(core: Core, inputs: Inputs, state: Tensors, steps: int, whole: bool) -> int:
+def _measure_ordinary(
+    core: Core,
+    inputs: Inputs,
+    state: Tensors,
+    steps: int,
+    *,
+    whole: bool,
+    like: Callable[[Tensor], Tensor] = torch.ones_like,
+) -> int:
     """The working bytes of ordinary backpropagation through the first steps, as one graph; of the
     outputs, or of the whole, the final state included."""
 
@@ -408,11 +430,15 @@ def _measure_ordinary(core: Core, inputs: Inputs, state: Tensors, steps: int, wh
         ends = [*outputs, *after] if whole else outputs
         roots = list({id(y): y for y in ends if y.requires_grad}.values())
         leaves = [t for t in (*x, *start, *core.targets) if t.requires_grad]
-        seeds = [torch.ones_like(y) for y in roots]
+        seeds = [like(y) for y in roots]
         found = torch.autograd.grad(roots, leaves, seeds, allow_unused=True) if roots else ()
         return outputs, after, seeds, found
 
     return measure(call, device=core.ambient.device).working_bytes
+
+
+def _expanded(t: Tensor) -> Tensor:
+    return torch.ones((), dtype=t.dtype, device=t.device).expand(t.shape)
 
 
 def noting(shapes: Shapes) -> Emit:

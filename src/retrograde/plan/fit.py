@@ -92,6 +92,7 @@ class Footprint:
         ordinary: the working memory of ordinary backpropagation, as one graph.
         gradient_copy: what it takes on top, of bytes a step, where the outputs' gradient is laid
             out so that a kernel must copy it.
+        final_bytes: what it takes on top where the loss is of the final state as well.
         gradient_bytes: the gradient of one hidden state, carried between ranges.
         heap_bytes: the most that one recorded call should hold, for speed; None where it is one.
         call_steps: what an advancing call costs besides its steps, in forward steps.
@@ -120,13 +121,17 @@ class Footprint:
     scheduled: bool = False
     extra_bytes: int = 0
     gradient_copy: int = 0
+    final_bytes: int = 0
 
     def whole_bytes(self, length: int) -> int:
         """What backpropagating all steps at once takes."""
         return (
             self.overhead_bytes(length)
             if self.scheduled
-            else self.ordinary(length) + self.gradient_copy * length + self.extra_bytes
+            else self.ordinary(length)
+            + self.gradient_copy * length
+            + self.extra_bytes
+            + self.final_bytes
         )
 
     def core_bytes(self, steps: int) -> int:
