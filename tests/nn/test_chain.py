@@ -173,6 +173,54 @@ def test_what_is_held_is_what_was_foreseen_to_the_byte(make):
         assert found.schedule.peak - held <= slack
 
 
+class Of(nn.Module):
+    """A layer of a function, or of a layer for the first of what is handed on."""
+
+    def __init__(self, of, first=False):
+        super().__init__()
+        self.of, self.first = of, first
+
+    def forward(self, x):
+        return (self.of(x[0]), x[1]) if self.first else self.of(x)
+
+
+JOINS = {
+    "added": (32, lambda xs: xs[0] + xs[1]),
+    "beside": (64, lambda xs: torch.cat(xs, -1)),
+    "times": (32, lambda xs: xs[0] * xs[1]),
+}
+
+
+@pytest.mark.parametrize("join", JOINS)
+@pytest.mark.parametrize("forks", [1, 3])
+def test_what_layers_hand_on_and_its_gradient_are_in_the_budget(join, forks):
+    width, function = JOINS[join]
+    torch.manual_seed(0)
+    layers = []
+    for _ in range(forks):
+        inner = [layer for _ in range(8 // forks) for layer in (nn.Linear(32, 32), nn.Tanh())]
+        layers += [nn.Linear(32, 32), nn.Tanh(), Of(lambda x: (x, x))]
+        layers += [*(Of(layer, first=True) for layer in inner), Of(function)]
+        layers += [nn.Linear(width, 32), nn.Tanh()]
+    x, g = torch.randn(256, 32), torch.ones(256, 32)
+    plain, ours = pair(layers, x, 1.0)
+
+    def run(net):
+        y = net(x)
+        return [y.detach(), *torch.autograd.grad(y, [*net.parameters()], g)]
+
+    run(plain)
+    ordinary, fit = rg.measure(lambda: run(plain)).working_bytes, ours.fit(x)
+    assert ordinary <= fit.ordinary_bytes <= ordinary + x.nbytes + fit.chain.overhead_bytes
+    for memory in (fit.minimum_bytes, (fit.minimum_bytes + ordinary) // 2, "60%", "80%"):
+        ours.memory = memory
+        if ours.fit(x).budget_bytes < fit.minimum_bytes:
+            continue
+        run(ours)
+        assert rg.measure(lambda: run(ours)).working_bytes <= ours.fit(x).budget_bytes
+        assert same(run(ours), run(plain))
+
+
 def drawn(seed):
     """Layers of any kinds and sizes; what writes in place stands where torch allows it."""
     draw, width = random.Random(seed), 8

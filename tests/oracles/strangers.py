@@ -532,9 +532,9 @@ class First(nn.Module):
 
 
 def join(given: Any) -> Tensor:
-    """One tensor again."""
+    """One tensor again; what has its shape is added whole."""
     first, *rest = leaves_of(given)
-    return first + sum(part.to(first.dtype).mean() for part in rest)
+    return first + sum(part if alike(part, first) else part.to(first.dtype).mean() for part in rest)
 
 
 def draw_chain(seed: int, deepest: int = DEEPEST) -> "Trial":

@@ -8,6 +8,8 @@ model and use a part. A second backward pass (``retain_graph=True``) runs the sc
 its start, and so does one after a pass that raised.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -114,6 +116,23 @@ class _Outputs:
                 part.copy_(value.detach())
 
 
+@dataclass
+class _Gathered(Gradients):
+    """Gradients of which an input that no step uses has none, nor room for one.
+
+    Attributes:
+        wanted: the inputs that are given room when there is a gradient.
+    """
+
+    wanted: Sequence[Tensor | None] = ()
+
+    def take_inputs(self, index: int | slice, shares: list[Tensor | None]) -> None:
+        for k, (x, share) in enumerate(zip(self.wanted, shares, strict=False)):
+            if x is not None and share is not None and self.inputs[k] is None:
+                self.inputs[k] = torch.zeros_like(x)
+        super().take_inputs(index, shares)
+
+
 class _Recurrence(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -134,6 +153,7 @@ class _Recurrence(torch.autograd.Function):
             autocast_as_now(device),
             torch.is_autocast_enabled(device.type),
         )
+        ctx.same = [next(i for i, s in enumerate(state) if s is t) for t in state]
         ctx.before = core.ambient.capture()
         ctx.marks = core.ambient.steady.marks()
         ctx.run = Run(core, tuple(schedule), schedule.length)
@@ -174,12 +194,13 @@ class _Recurrence(torch.autograd.Function):
         read = layout.read(inputs)
         needs = ctx.needs_input_grad[5:]
         count = len(grads) - len(state)
-        gradients = Gradients(
+        wanted = [x if needed else None for x, needed in zip(inputs, needs, strict=False)]
+        late = not run.core.fused
+        gradients = _Gathered(
             outputs=grads[:count],
             states=list(grads[count:]),
-            inputs=[
-                layout.room(x) if needed else None for x, needed in zip(inputs, needs, strict=False)
-            ],
+            inputs=[None if late or x is None else layout.room(x) for x in wanted],
+            wanted=wanted if late else [],
             parameters=run.core.totals(),
             length=run.length,
             layout=layout,
@@ -190,17 +211,14 @@ class _Recurrence(torch.autograd.Function):
             try:
                 if not ctx.fresh:
                     run.core.ambient.restore(ctx.before)
-                    run.forward(read, state, None)
+                    run.forward(read, [state[i] for i in ctx.same], None)
                 ctx.fresh = False
                 run.backward(read, gradients)
             except BaseException:
                 run.clear()
                 raise
         _check_unchanged(parameters, ctx.versions, gradients.parameters)
-        own: Any = gradients.inputs
-        if not run.core.fused:  # what no step uses has no gradient, not zeros
-            own = [g if k in gradients.reached else None for k, g in enumerate(own)]
-        found = (*own, *gradients.states, *gradients.parameters)
+        found = (*gradients.inputs, *gradients.states, *gradients.parameters)
         return (None,) * 5 + tuple(
             g if needed else None for g, needed in zip(found, needs, strict=True)
         )

@@ -27,6 +27,7 @@ from retrograde.execute.cell import Core, as_leaf
 from retrograde.execute.inputs import Inputs
 from retrograde.execute.ranges import Emit, Gradients, RangeCore, Tape
 from retrograde.execute.replay import Snapshot, Trail
+from retrograde.execute.states import Packed, apart, each_once, pack, unpack
 from retrograde.schedule import Action, Advance, Backward, Free, Load, Record, Schedule, Store
 
 __all__ = [
@@ -91,13 +92,7 @@ def advance(
             else:
                 outputs, state = core(inputs[index], state)
                 emit(a, b, outputs)
-    return [_apart(s.detach()) for s in state]
-
-
-def _apart(t: Tensor) -> Tensor:
-    """A state as it is kept: not as a view, which would hold all of the memory that it looks at."""
-    whole = t.layout is torch.strided and t.untyped_storage().nbytes() > t.nbytes
-    return t.clone() if whole else t
+    return each_once(lambda s: apart(s.detach()), state)
 
 
 def run_ordinary(core: Core, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
@@ -129,7 +124,7 @@ def record(
                 strict=True,
             )
         ]
-        first = [as_leaf(t) for t in state]
+        first = each_once(as_leaf, state)
         if joint:
             outputs, after = _record_steps(core, x, first, start, last, emit)
         else:
@@ -151,7 +146,7 @@ def record(
         last=last,
         output_edges=output_edges,
         state_edges=state_edges,
-        state_after=[t.detach() for t in after],
+        state_after=each_once(Tensor.detach, after),
         ambient_after=core.ambient.capture(),
     )
 
@@ -184,32 +179,17 @@ def backpropagate(core: Core, tape: Tape, gradients: Gradients) -> None:
     steps = tape.stop - tape.start
     joint = not core.fused and steps > 1
     index = slice(tape.start, tape.stop) if joint else window(core, tape.start, tape.stop)
-    roots: list[GradientEdge] = []
-    seeds: Tensors = []
-
-    def seed(edge: GradientEdge | None, gradient: Gradient) -> None:
-        if edge is not None and gradient is not None:
-            roots.append(edge)
-            seeds.append(gradient)
-
-    if tape.start > 0 and any(alias is not None for alias in core.aliases):
-        for alias, part in zip(core.aliases, gradients.of_outputs(tape.start - 1), strict=True):
-            if alias is not None:
-                seed(_edge(tape.state[alias]), part)
-    parts = gradients.outputs if core.sums else gradients.of_outputs(index)
-    for edge, alias, part in zip(tape.output_edges, core.aliases, parts, strict=True):
-        if joint and part is not None:
-            whole = part.expand(steps) if core.sums else part
-            seed(edge, whole if alias is None or tape.last else whole[:-1])
-        elif alias is None or tape.stop == gradients.length:
-            seed(edge, part)
-    for edge, gradient in zip(tape.state_edges, gradients.states, strict=True):
-        seed(edge, gradient)
     begun = _begun(gradients.parameters, joint)
-    for target, total in zip(core.targets, begun, strict=True):
-        seed(_edge(target), total)
+    seeded = _seeded(core, tape, gradients, index)
+    seeded += zip(map(_edge, core.targets), begun, strict=True)
+    # What no gradient goes through is let go of before there is any.
+    tape.output_edges, tape.state_edges = [], []
+    given = [(edge, g) for edge, g in seeded if edge is not None and g is not None]
+    del seeded
+    roots, seeds = [edge for edge, _ in given], [g for _, g in given]
 
-    leaves = [t for t in (*tape.inputs, *tape.state) if t.requires_grad]
+    state = {id(s): s for s in tape.state if s.requires_grad}
+    leaves = [*(t for t in tape.inputs if t.requires_grad), *state.values()]
     found: Sequence[Gradient] = [None] * (len(leaves) + len(core.targets))
     if roots:
         with gradients.outside:
@@ -217,8 +197,38 @@ def backpropagate(core: Core, tape: Tape, gradients: Gradients) -> None:
             found = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
     shares = iter(found)
     gradients.take_inputs(index, [next(shares) if x.requires_grad else None for x in tape.inputs])
-    gradients.states = [next(shares) if s.requires_grad else None for s in tape.state]
+    # Where parts of the state are one tensor, its gradient is the first one's.
+    gradients.states = [
+        next(shares) if state.pop(id(s), None) is not None else None for s in tape.state
+    ]
     _accumulate(gradients.parameters, begun, list(shares), core.parameters)
+
+
+def _seeded(
+    core: Core, tape: Graph, gradients: Gradients, index: int | slice
+) -> list[tuple[GradientEdge | None, Gradient]]:
+    """Where the gradients that a range is given enter its graph.
+
+    What several of them bring to one tensor is added as ordinary autograd adds it: a state's first,
+    then the outputs', of which the last one was stacked last.
+    """
+    steps = tape.stop - tape.start
+    joint = not core.fused and steps > 1
+    found = [*zip(tape.state_edges, gradients.states, strict=True)]
+    if tape.start > 0 and any(alias is not None for alias in core.aliases):
+        parts = gradients.of_outputs(tape.start - 1)
+        for alias, part in reversed([*zip(core.aliases, parts, strict=True)]):
+            if alias is not None:
+                found.append((_edge(tape.state[alias]), part))
+    parts = gradients.outputs if core.sums else gradients.of_outputs(index)
+    outputs = [*zip(tape.output_edges, core.aliases, parts, strict=True)]
+    for edge, alias, part in reversed(outputs):
+        if joint and part is not None:
+            whole = part.expand(steps) if core.sums else part
+            found.append((edge, whole if alias is None or tape.last else whole[:-1]))
+        elif alias is None or tape.stop == gradients.length:
+            found.append((edge, part))
+    return found
 
 
 def _begun(totals: list[Gradient], joint: bool) -> list[Gradient]:
@@ -288,7 +298,7 @@ class Run:
     done: int = 0
     position: int = 0
     state: Tensors = field(default_factory=list)
-    stored: dict[int, tuple[Tensors, Snapshot]] = field(default_factory=dict)
+    stored: dict[int, tuple[Sequence[Tensor | Packed], Snapshot]] = field(default_factory=dict)
     tapes: list[Tape] = field(default_factory=list)
     cuts: list[int] | None = None
     loads: frozenset[tuple[int, int]] | None = None
@@ -300,7 +310,7 @@ class Run:
         """Perform all that precedes the first ``Backward``; return the state after all steps."""
         self.clear()
         self.trail = Trail(self.core.ambient)
-        self.done, self.position, self.state = 0, 0, [s.detach() for s in state]
+        self.done, self.position, self.state = 0, 0, each_once(Tensor.detach, state)
         while not isinstance(self.actions[self.done], Backward):
             self._perform(inputs, emit)
         after, self.state = self.state, []
@@ -361,7 +371,9 @@ class Run:
                 self.position = stop
                 self.trail.reach(stop)
             case Store(at):
-                self.stored[at] = (self.state, self.core.ambient.capture())
+                ours = not isinstance(self.core, RangeCore)
+                state = pack(self.state) if ours else self.state
+                self.stored[at] = (state, self.core.ambient.capture())
             case Record(start, stop):
                 for a, b in self._tapes(start, stop):
                     state, self.state = [*self.state], []
@@ -412,6 +424,7 @@ class Run:
 
     def _kept(self, at: int) -> tuple[Tensors, Snapshot]:
         if at in self.stored:
-            return self.stored[at]
+            state, ambient = self.stored[at]
+            return unpack(state), ambient
         tape = next(tape for tape in reversed(self.tapes) if tape.stop == at)
         return tape.state_after, tape.ambient_after

@@ -42,8 +42,33 @@ __all__ = ["MEASURING", "Measurement", "is_profiled", "measure", "measure_phases
 
 T = TypeVar("T")
 
+
+class _Turn:
+    """A reentrant lock; a thread that its holder starts in a copy of its context holds it too."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holder: object = None
+        self._mine: contextvars.ContextVar[object] = contextvars.ContextVar("turn", default=None)
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        mine = self._mine.get()
+        if mine is None or mine is not self._holder:
+            self._lock.acquire()
+            self._holder = object()
+            self._mine.set(self._holder)
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._holder = None
+            self._lock.release()
+
+
 #: Held by a thread while it measures or tries a call: both put back what the process shares.
-MEASURING = threading.RLock()
+MEASURING = _Turn()
 
 
 @dataclass(frozen=True)

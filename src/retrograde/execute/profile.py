@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from retrograde.errors import BudgetError
-from retrograde.execute.cell import Core, as_leaf
+from retrograde.execute.cell import Core, StepCore, as_leaf, examine
 from retrograde.execute.executor import (
     advance,
     backpropagate,
@@ -29,6 +29,7 @@ from retrograde.execute.layout import Straight
 from retrograde.execute.measure import measure, measure_phases
 from retrograde.execute.ranges import Emit, Gradients, RangeCore, Tape
 from retrograde.execute.replay import muted_hooks
+from retrograde.execute.states import laid_bytes
 from retrograde.plan.fit import Curve, Fit, Footprint, fit, predict_peak_bytes
 from retrograde.schedule import Advance, Record
 from retrograde.units import Memory
@@ -112,6 +113,8 @@ def footprint(
             final = max(0, max(sizes) - ordinary(shortest))
         # Two steps may take more than one: a state that is a view, what a step leaves behind.
         further = 0 if length < 2 or joins(core) else _advance_bytes(core, inputs, state, 2)
+        trial = _trial_bytes(core, inputs, state) if isinstance(core, StepCore) else 0
+        laid = 0 if core.fused else _laid_bytes(core, inputs, state)
     if not joins(core):  # any range is single steps: what is held grows, the rest does not
         one = points[1]
         points[2] = replace(one, held=2 * one.held, record=one.record + one.held)
@@ -121,13 +124,12 @@ def footprint(
         Curve(tuple((L, getattr(size, name)) for L, size in points.items()))
         for name in ("advance", "held", "record", "backward")
     )
-    if not core.fused:  # each call is preceded by a trial step, whose outputs are not handed over
-        ordinary = Curve(tuple((L, max(size, points[1].record)) for L, size in ordinary.points))
     gradient = sum(_rounded(t) for t in state if t.is_floating_point() or t.is_complex())
     gradient *= 2 if core.fused else 1  # a kernel may need zeros for a state without a gradient
     ambient = sum(map(_rounded, core.ambient.capture())) + core.ambient.place_bytes
-    if core.sums:  # what the loss's own gradient takes, and what is put back after the last rerun
-        gradient += _rounded(torch.ones((), dtype=torch.float64, device=device)) + ambient
+    gradient += ambient  # what is put back after the last rerun
+    if core.sums:  # what the loss's own gradient takes
+        gradient += _rounded(torch.ones((), dtype=torch.float64, device=device))
     return Footprint(
         # A cell without a state is planned like one of a single byte.
         state_bytes=(sum(map(_rounded, state)) + ambient) or 1,
@@ -140,7 +142,10 @@ def footprint(
         heap_bytes=HEAP_BYTES if core.fused and device.type == "cpu" else None,
         record_steps=_RECORD_STEPS if joins(core) and not core.fused else 0.0,
         scheduled=core.sums,
+        # The surroundings at the call's beginning, for a second backward pass.
+        call_bytes=laid + (0 if core.sums else ambient),
         final_bytes=final,
+        trial_bytes=trial,
     )
 
 
@@ -344,6 +349,23 @@ def _advance_bytes(core: Core, inputs: Inputs, state: Tensors, steps: int) -> in
     return measure(lambda: advance(core, inputs, 0, steps, state, emit), device=device).peak_bytes
 
 
+def _laid_bytes(core: Core, inputs: Inputs, state: Tensors) -> int:
+    return laid_bytes(advance(core, inputs, 0, 1, state, None))
+
+
+def _trial_bytes(core: StepCore, inputs: Inputs, state: Tensors) -> int:
+    """The peak of the trial step that precedes every call of a cell."""
+    if core.fused:
+        return 0
+
+    def call() -> object:
+        pairs = zip(inputs[0], inputs.differentiable, strict=True)
+        x = [t.detach().requires_grad_(wanted) for t, wanted in pairs]
+        return x, examine(core.cell, x, core.input_spec, state, core.state_spec)
+
+    return measure(call, device=core.ambient.device).peak_bytes
+
+
 def _measure_range(core: Core, inputs: Inputs, state: Tensors, steps: int) -> _Bytes:
     found = _measure_tape(core, inputs, state, steps)
     if steps > 1 and not core.fused:  # the first range has no gradients yet to add to
@@ -425,7 +447,7 @@ def _measure_ordinary(
                 t.detach().requires_grad_(wanted)
                 for t, wanted in zip(inputs[0:steps], inputs.differentiable, strict=True)
             ]
-            start = [as_leaf(t) for t in state]
+            start = [t.detach().requires_grad_(t.requires_grad) for t in state]
             outputs, after = run_ordinary(core, x, start)
         ends = [*outputs, *after] if whole else outputs
         roots = list({id(y): y for y in ends if y.requires_grad}.values())

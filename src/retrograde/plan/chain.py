@@ -110,11 +110,12 @@ def plan_chain(
     ordinary = record_everything(chain)
     room = as_bytes(memory, ordinary.peak)
     solver = Solver.of(chain, policy)
-    solver.check(room)
     if solver.kinds.records and room >= ordinary.peak:
         return replace(ordinary, policy=policy, memory=room, bound=ordinary.seconds)
+    solver.check(room)
     filled = solver.filled(room, levels)
-    schedule, bound = filled.schedule(room), filled.bound(room)
+    schedule = filled.schedule(room)
+    bound = None if any(chain.hands_on) else filled.bound(room)
     del filled  # its table, before there is another one
     if bound is None:
         from retrograde.plan.chain_bound import least_seconds
@@ -142,7 +143,10 @@ def chain_minimum(chain: Chain, policy: str = "msm") -> tuple[int, int]:
         (52, 2)
     """
     solver = Solver.of(chain, policy)
-    return solver.least, solver.tightest()
+    least = (
+        min(solver.least, record_everything(chain).peak) if solver.kinds.records else solver.least
+    )
+    return least, solver.tightest()
 
 
 def chain_trade_off(

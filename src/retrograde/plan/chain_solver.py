@@ -80,7 +80,7 @@ class Solver:
     @property
     def least(self) -> int:
         """The smallest budget, in bytes."""
-        return int(self.minimum[0][0, -1]) + self.chain.overhead_bytes
+        return int(self.minimum[0][0, -1]) + self.chain.standing_bytes
 
     def check(self, room: int) -> None:
         """Refuse a budget that is too small."""
@@ -110,7 +110,7 @@ class Solver:
         from retrograde.plan.chain_kernel import LANES, Grid, fill
 
         layers, size = self.layers, len(self.layers.tape)
-        enough = min(room - self.chain.overhead_bytes, _enough(layers))
+        enough = min(room - self.chain.standing_bytes, _enough(layers))
         common = gcd(*layers.state.tolist(), *layers.tape.tolist()) or enough + 1
         cells = all_cells(size)
         most = _levels(cells) if levels is None else levels
@@ -132,7 +132,7 @@ class Solver:
         size = len(self.layers.tape)
         if self.grid.between or size < len(self.chain) or self.cells.rows < size * (size + 1) // 2:
             return None
-        enough = min(room - self.chain.overhead_bytes, _enough(self.layers))
+        enough = min(room - self.chain.standing_bytes, _enough(self.layers))
         level = -((self.grid.rest - enough) // self.grid.unit)
         chunk, lane = divmod(level, self.table.shape[2])
         forward = self.table[chunk, self.cells.row[-1], lane]
@@ -149,7 +149,7 @@ class Solver:
     def _is_exact(self, room: int) -> bool:
         """Whether all that is left of a budget, wherever it is kept, is a level."""
         sizes = (*self.layers.state.tolist(), *self.layers.tape.tolist())
-        rest = room - self.chain.overhead_bytes - self.grid.rest
+        rest = room - self.chain.standing_bytes - self.grid.rest
         return all(size % self.grid.unit == 0 for size in (*sizes, rest))
 
     def _walk(self, room: int) -> Schedule:
@@ -157,7 +157,7 @@ class Solver:
         from retrograde.plan.chain_walk import walk
 
         shared = (self.layers, self.kinds, self.grid, self.cells, self.minimum, self.table)
-        found = walk(room - self.chain.overhead_bytes, *shared)
+        found = walk(room - self.chain.standing_bytes, *shared)
         parts, at, numbers = Parts(), self.places, {NOTHING: NOTHING}
         inside_first = np.argsort(found[:, -1], kind="stable").tolist()
         rows = found.tolist()

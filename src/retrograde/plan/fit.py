@@ -93,6 +93,8 @@ class Footprint:
         gradient_copy: what it takes on top, of bytes a step, where the outputs' gradient is laid
             out so that a kernel must copy it.
         final_bytes: what it takes on top where the loss is of the final state as well.
+        call_bytes: what a schedule holds from the beginning of a call to its end.
+        trial_bytes: what trying one step takes, before the call.
         gradient_bytes: the gradient of one hidden state, carried between ranges.
         heap_bytes: the most that one recorded call should hold, for speed; None where it is one.
         call_steps: what an advancing call costs besides its steps, in forward steps.
@@ -122,17 +124,15 @@ class Footprint:
     extra_bytes: int = 0
     gradient_copy: int = 0
     final_bytes: int = 0
+    call_bytes: int = 0
+    trial_bytes: int = 0
 
     def whole_bytes(self, length: int) -> int:
         """What backpropagating all steps at once takes."""
-        return (
-            self.overhead_bytes(length)
-            if self.scheduled
-            else self.ordinary(length)
-            + self.gradient_copy * length
-            + self.extra_bytes
-            + self.final_bytes
-        )
+        if self.scheduled:
+            return max(self.overhead_bytes(length), self.trial_bytes)
+        more = self.gradient_copy * length + self.extra_bytes + self.final_bytes
+        return max(self.ordinary(length) + more, self.trial_bytes)
 
     def core_bytes(self, steps: int) -> int:
         """The working core: what recording and backpropagating one range takes (or one step of a
@@ -141,7 +141,7 @@ class Footprint:
 
     def minimum_bytes(self) -> int:
         """The least that any schedule takes: the initial and the current state, and one step."""
-        return self.overhead_bytes(1) + self.state_bytes
+        return max(self.overhead_bytes(1) + self.state_bytes, self.trial_bytes)
 
     def least_bytes(self, length: int) -> int:
         """The least budget for a recurrence of so many steps."""
@@ -158,7 +158,8 @@ class Footprint:
 
     def overhead_bytes(self, steps: int) -> int:
         """The working core for blocks of ``steps``, the state it starts from, the gradient."""
-        return self.core_bytes(steps) + self.state_bytes + self.gradient_bytes + self.extra_bytes
+        held = self.state_bytes + self.gradient_bytes + self.call_bytes + self.extra_bytes
+        return self.core_bytes(steps) + held
 
 
 @dataclass(frozen=True)
@@ -304,7 +305,7 @@ def predict_peak_bytes(schedule: Schedule, footprint: Footprint) -> int:
                     _, steps = tapes.pop(stop)
                     transient = max(transient, footprint.backward(steps))
         peak = max(peak, base + transient)
-    return peak + footprint.extra_bytes
+    return max(peak + footprint.call_bytes + footprint.extra_bytes, footprint.trial_bytes)
 
 
 def _is_share(memory: Memory | None) -> bool:

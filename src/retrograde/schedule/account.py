@@ -6,9 +6,9 @@ unequal layers of a :class:`~retrograde.schedule.chain.Chain` in bytes and secon
 too. Both assume that the actions are legal: :mod:`retrograde.schedule.simulate` says which are.
 
 *Bytes of a chain.* A hidden state is held as long as it is current, stored, or referred to by the
-internal state before or after it, and is counted once. A gradient is held from the time that its
-state's layer is backpropagated until the layer before is. While a layer runs, what it takes for a
-while is held too.
+internal state before or after it, or handed on by a state that is held. It is counted once. A
+gradient is held from the time that its state's layer is backpropagated until the layer before is.
+While a layer runs, what it takes for a while is held too.
 """
 
 from collections.abc import Callable
@@ -115,6 +115,7 @@ class _OfChain:
         self.chain = chain
         self.states, self.gradients = chain.state_bytes, chain.gradient_bytes
         self.tapes = chain.tape_bytes
+        self.hands_on = ((), *chain.hands_on[:-1], ())  # the last state is the caller's
         self.reasons = [0] * (len(chain) + 1)  # to hold each hidden state
         self.held = self.high = chain.overhead_bytes
         self.seconds = 0.0
@@ -188,12 +189,16 @@ class _OfChain:
     def _hold(self, at: int) -> None:
         if not self.reasons[at]:
             self.held += self.states[at]
+            for handed in self.hands_on[at]:
+                self._hold(handed)
         self.reasons[at] += 1
 
     def _release(self, at: int) -> None:
         self.reasons[at] -= 1
         if not self.reasons[at]:
             self.held -= self.states[at]
+            for handed in self.hands_on[at]:
+                self._release(handed)
 
     def _touch(self, more: int) -> None:
         self.high = max(self.high, self.held + more)

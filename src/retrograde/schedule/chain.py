@@ -3,7 +3,8 @@
 Layers are numbered as steps are: layer k turns hidden state k into hidden state k+1. A hidden state
 is what one layer hands to the next; hidden state 0 is the chain's input, which the caller holds,
 and the last one its output, which the caller is handed: neither counts. All the others do, and so
-does the gradient of a hidden state, which takes what the state takes.
+does the gradient of a hidden state, which takes what the state takes; more, where a layer hands on
+what it was given, as a tuple ``(y, skip)`` is.
 
 Recording a layer keeps its *internal state*: all that its backward pass will need.
 ``internal_bytes`` is what that holds beyond the layer's input, its output included (a of Gruslys et
@@ -17,6 +18,7 @@ Numbers only; measured ones come from :func:`retrograde.profile`.
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import chain
 from math import isfinite
 from typing import Any
 
@@ -30,6 +32,7 @@ _VERSION = 1
 _SECONDS = ("forward_seconds", "backward_seconds")
 _BYTES = (
     "output_bytes",
+    "output_gradient_bytes",
     "internal_bytes",
     "forward_transient_bytes",
     "record_transient_bytes",
@@ -62,6 +65,9 @@ class Chain:
         names: what to call the layers; their numbers by default.
         input_bytes: the chain's input; told, and not counted.
         overhead_bytes: what is held from first to last, whatever is stored.
+        output_gradient_bytes: the gradient of its output; as ``output_bytes`` by default.
+        hands_on: the earlier hidden states whose memory its output still refers to, for it hands
+            on what it was given; none by default. A plan takes these to be held throughout.
 
     Raises:
         ScheduleError: the columns differ in length, or a number is negative, not finite or, where
@@ -88,6 +94,8 @@ class Chain:
     names: Sequence[str] = ()
     input_bytes: int = 0
     overhead_bytes: int = 0
+    output_gradient_bytes: Sequence[int] = ()
+    hands_on: Sequence[Sequence[int]] = ()
 
     def __post_init__(self) -> None:
         length = len(self.forward_seconds)
@@ -95,15 +103,17 @@ class Chain:
             raise ScheduleError("the chain has no layers: expected at least one")
         defaults: dict[str, Sequence[Any]] = {
             "internal_bytes": self.output_bytes,
+            "output_gradient_bytes": self.output_bytes,
             "forward_transient_bytes": [0] * length,
             "backward_transient_bytes": [0] * length,
             "record_transient_bytes": self.forward_transient_bytes or [0] * length,
             "release_bytes": [0] * length,
             "keeps_input": [True] * length,
             "keeps_output": [True] * length,
+            "hands_on": [()] * length,
             "names": [str(k) for k in range(length)],
         }
-        for name in (*_SECONDS, *_BYTES, *_FLAGS, "names"):
+        for name in (*_SECONDS, *_BYTES, *_FLAGS, "hands_on", "names"):
             column = tuple(getattr(self, name)) or tuple(defaults.get(name, ()))
             if len(column) != length:
                 raise ScheduleError(
@@ -138,7 +148,13 @@ class Chain:
     @property
     def gradient_bytes(self) -> tuple[int, ...]:
         """What the gradient of each hidden state takes; the first one's is the caller's."""
-        return (0, *self.output_bytes)
+        return (0, *self.output_gradient_bytes)
+
+    @property
+    def standing_bytes(self) -> int:
+        """What a plan takes to be held from first to last: the overhead, and what is handed on."""
+        states = self.state_bytes
+        return self.overhead_bytes + sum(states[at] for at in {*chain(*self.hands_on)})
 
     @property
     def tape_bytes(self) -> tuple[int, ...]:
@@ -157,6 +173,10 @@ class Chain:
             '{"format":"retrograde-chain","version":1,"fo'
         """
         document = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
+        if self.output_gradient_bytes == self.output_bytes:
+            del document["output_gradient_bytes"]
+        if not any(self.hands_on):
+            del document["hands_on"]
         return json.dumps(document, separators=(",", ":"))
 
     @classmethod
@@ -193,8 +213,9 @@ class Chain:
                 f"{_VERSION}"
             )
         names = {field.name for field in fields(cls)}
-        if document.keys() != names:
-            odd = ", ".join(sorted(map(repr, document.keys() ^ names)))
+        unlike = (document.keys() ^ names) - {"output_gradient_bytes", "hands_on"}
+        if unlike:
+            odd = ", ".join(sorted(map(repr, unlike)))
             raise ScheduleError(f"not a chain: missing or unknown: {odd}")
         try:
             return cls(**document)
@@ -236,6 +257,10 @@ def _entry(name: str, k: int | None, value: Any) -> Any:
         if isinstance(value, bool | int) and value in (0, 1):
             return bool(value)
         raise ScheduleError(f"{where} is {value!r}: expected True or False")
+    if name == "hands_on":
+        if all(type(at) is int and 0 < at <= (k or 0) for at in value):
+            return tuple(value)
+        raise ScheduleError(f"{where} is {value!r}: expected numbers of states, 1 … {k}")
     if name in _SECONDS:
         if isinstance(value, int | float) and isfinite(value) and value >= 0:
             return float(value)

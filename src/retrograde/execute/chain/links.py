@@ -47,8 +47,7 @@ class Link:
         leaves: what they are in a graph.
         reads: its parameters, and the buffers and captured tensors that it does not itself change.
         output_bytes: what its output takes that its input does not hold already.
-        passed_bytes: what it hands on as it was given it and no layer before it did, which has to
-            be held meanwhile.
+        hands_on: the links before it that made what it hands on as it was given it, by number.
     """
 
     name: str
@@ -64,7 +63,7 @@ class Link:
     leaves: list[Any]
     reads: Tensors
     output_bytes: int
-    passed_bytes: int
+    hands_on: tuple[int, ...]
 
     def run(self, state: Tensors) -> Tensors:
         """Run the layers on a state: the next one.
@@ -163,7 +162,8 @@ def examine_layers(
     links: list[Link] = []
     wanted = tuple(t.requires_grad for t in state)
     before = after = [t.detach() for t in state]  # the last link's input and output
-    callers, passed = _storages(state).keys(), set[int]()
+    made_by: dict[int, int] = {}  # what the input of the next link holds, and which link made it
+    given_by = made_by  # likewise of the last link's input
     for name, layer in layers:
         tried = _try(name, (layer,), structure, after, wanted)
         apart = tried.made and not (len(links) == 1 and not links[0].output_bytes)
@@ -177,11 +177,10 @@ def examine_layers(
                 whose = f"what layer {last.name} was given" if links else "the chain's input"
                 raise CellError(_WRITES.format(name, whose))
         else:
-            before = after
-        through = {key: size for key, size in tried.shared.items() if key not in callers}
-        new = sum(size for key, size in through.items() if key not in passed)
-        passed = set(through)
-        links.append(tried.link(new))
+            before, given_by = after, made_by
+        handed = {key: given_by[key] for key in tried.shared if key in given_by}
+        made_by = {**handed, **dict.fromkeys(tried.made, len(links))}
+        links.append(tried.link(tuple(sorted({*handed.values()}))))
         after, structure, wanted = tried.outputs, tried.returned, links[-1].passes
     start = 1 + max((k for k, link in enumerate(links) if not any(link.passes)), default=-1)
     return _parted(links[:start], links[start:])
@@ -230,7 +229,7 @@ class _Tried:
     made: dict[int, int]
     shared: dict[int, int]
 
-    def link(self, passed_bytes: int) -> Link:
+    def link(self, hands_on: tuple[int, ...]) -> Link:
         changing = {id(b) for b in self.ambient.buffers}
         tables = (table for part in self.parts for table in (part._parameters, part._buffers))
         owned = (t for table in tables for t in table.values() if t is not None)
@@ -248,7 +247,7 @@ class _Tried:
             leaves=[get_gradient_edge(p).node for p in self.own],
             reads=[t for t in (*owned, *self.captured) if id(t) not in changing],
             output_bytes=sum(self.made.values()),
-            passed_bytes=passed_bytes,
+            hands_on=hands_on,
         )
 
 

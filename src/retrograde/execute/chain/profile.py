@@ -13,7 +13,7 @@ from functools import partial
 from itertools import pairwise
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from retrograde.execute.chain.core import ChainCore, LinkTape
 from retrograde.execute.chain.links import Link, Links
@@ -52,13 +52,16 @@ def measure_chain(links: Links, state: Tensors, repeats: int = 3) -> Chain:
             first = [t.detach() for t in state]
             for link in links.prefix:
                 first = link.run(first)
-        sizes = [_sizes(core, k, before) for k, before in _states(core, first)]
+        sizes: list[_Size] = []
+        for k, before in _states(core, first):
+            sizes.append(_sizes(core, k, before, sizes[-1].gradient if k else 0))
         seconds = [_seconds(core, first) for _ in range(repeats)]
     forward, backward = _medians(links.chain, sizes, seconds)
     return Chain(
         forward_seconds=forward,
         backward_seconds=backward,
         output_bytes=[size.output for size in sizes],
+        output_gradient_bytes=[size.gradient for size in sizes],
         internal_bytes=[size.internal for size in sizes],
         forward_transient_bytes=[size.forward for size in sizes],
         backward_transient_bytes=[size.backward for size in sizes],
@@ -69,7 +72,13 @@ def measure_chain(links: Links, state: Tensors, repeats: int = 3) -> Chain:
         names=[link.name for link in links.chain],
         input_bytes=sum(t.nbytes for t in state),
         overhead_bytes=_overhead(links, core, device),
+        hands_on=[_states_of(link, len(links.prefix)) for link in links.chain],
     )
+
+
+def _states_of(link: Link, prefix: int) -> list[int]:
+    """The states of the chain that a link hands on; what the prefix made is held anyhow."""
+    return [at - prefix + 1 for at in link.hands_on if at >= prefix]
 
 
 def prefix_bytes(links: Links, state: Tensors) -> int:
@@ -108,6 +117,7 @@ class _Size:
     what is going on."""
 
     output: int
+    gradient: int
     internal: int
     forward: int
     record: int
@@ -123,13 +133,16 @@ class _Held:
 
     state: Tensors = field(default_factory=list)
     after: Tensors = field(default_factory=list)
+    passed: list[UntypedStorage] = field(default_factory=list)
+    passed_bytes: int = 0
     tape: list[LinkTape] = field(default_factory=list)
     seeds: list[Gradient] = field(default_factory=list)
     gradients: list[Gradient] = field(default_factory=list)
     for_caller: list[Gradient] = field(default_factory=list)
 
 
-def _sizes(core: ChainCore, k: int, state: Tensors) -> _Size:
+def _sizes(core: ChainCore, k: int, state: Tensors, before: int) -> _Size:
+    """Measure link k; ``before`` is what the gradient of its input is taken to be."""
     phases, held = _phases(core, k, state), _Held()
     device = core.ambient.device
     found = measure_phases([partial(phase, held) for phase in phases], device=device, working=True)
@@ -139,15 +152,16 @@ def _sizes(core: ChainCore, k: int, state: Tensors) -> _Size:
     (alone, _), (backward, _) = found[7], found[-2]
     last = k == len(core.links) - 1
     tape = recorded if last else recorded - output
-    gradient = given if k else 0  # that of the chain's input is the caller's
+    gradient = min(given, before) if k else 0  # that of the chain's input is the caller's
     return _Size(
         output=output,
+        gradient=max(output, sum(int(t.nbytes) for t in _ones(core.links[k]) if t is not None)),
         internal=tape + output,
         forward=forward - output,
         record=record - recorded,
         backward=max(0, backward - gradient),
         release=backward - alone if k else 0,
-        keeps_input=given + less_input > 0,
+        keeps_input=given - held.passed_bytes + less_input > 0,
         keeps_output=output + less_output > 0,
     )
 
@@ -161,6 +175,11 @@ def _phases(core: ChainCore, k: int, state: Tensors) -> list[Callable[[_Held], N
 
     def advance(held: _Held) -> None:
         (held.after,) = core.advance(_NO_INPUTS, k, [k + 1], held.state, None)
+        # What the link hands on as it was given it is neither its input nor its output here.
+        given = {t.untyped_storage().data_ptr() for t in held.state}
+        after = {s.data_ptr(): s for s in (t.untyped_storage() for t in held.after)}
+        held.passed = [s for pointer, s in after.items() if pointer in given]
+        held.passed_bytes = sum(s.nbytes() for s in held.passed)
 
     def record(held: _Held) -> None:
         tape = core.record(_NO_INPUTS, k, k + 1, [*held.state], None)
@@ -187,7 +206,7 @@ def _phases(core: ChainCore, k: int, state: Tensors) -> list[Callable[[_Held], N
             held.for_caller += gradients.states
 
     def drop(held: _Held) -> None:
-        held.state, held.seeds, held.gradients = [], [], []
+        held.state, held.seeds, held.gradients, held.passed = [], [], [], []
 
     # Once with an input that nobody else holds, once with one that is held meanwhile.
     alone = [give, advance, drop_after, record, drop_state, drop_after, seed, backpropagate, drop]
@@ -264,12 +283,12 @@ def _medians(
 
 
 def _overhead(links: Links, core: ChainCore, device: torch.device) -> int:
-    """What is held from first to last: what the prefix made, what is passed through, what first
-    runs began with, tokens."""
+    """What is held from first to last: what the prefix made, what first runs began with, tokens."""
     snapshots = [link.ambient.capture() for link in links.chain]
     ours = (t for snapshot in snapshots for t in snapshot if t.is_cuda == (device.type == "cuda"))
     tokens = sum(len(link.like) for link in links.chain) * _TOKEN_BYTES
-    prefix = links.prefix[-1].output_bytes if links.prefix else 0
-    passed = sum(link.passed_bytes for link in (*links.prefix, *links.chain))
+    handed = {at for link in links.chain for at in link.hands_on if at < len(links.prefix) - 1}
+    handed.update(range(len(links.prefix))[-1:])
+    prefix = sum(links.prefix[at].output_bytes for at in handed)
     held = sum(link.ambient.place_bytes for link in links.chain)
-    return tokens + prefix + passed + held + sum(int(t.nbytes) for t in ours)
+    return tokens + prefix + held + sum(int(t.nbytes) for t in ours)

@@ -1,0 +1,146 @@
+"""Hidden states as they are kept between steps: no memory too much, and not a bit changed.
+
+A cell may hand on a view: the last tensor of a stack, a chunk of a wider one. Kept as it is, it
+would hold all of the memory that it looks at. But a kernel rounds by strides and alignment, so a
+contiguous copy would not give the bits of ordinary autograd (rule 1). A state between two ranges is
+therefore copied without what lies around it, strides and alignment as they are; a stored one is
+packed, and laid out again when it is loaded.
+
+A part of the state may also be the same tensor as another. It stays the same one, for autograd adds
+all that reaches it in one order, and what reaches two tensors in another.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+__all__ = ["Packed", "apart", "each_once", "laid_bytes", "pack", "unpack"]
+
+T = TypeVar("T")
+S = TypeVar("S")
+Tensors = list[Tensor]
+
+#: What an allocation begins at a multiple of, in bytes.
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A tensor with gaps between its numbers, stored without them.
+
+    Attributes:
+        values: the numbers.
+        stride: of the tensor.
+        shift: the numbers of the allocation that lie before it.
+    """
+
+    values: Tensor
+    stride: tuple[int, ...]
+    shift: int
+
+    def laid(self) -> Tensor:
+        """The tensor as it was."""
+        room = self.values.new_empty(self.shift + _span(self.values.shape, self.stride))
+        return room.as_strided(self.values.shape, self.stride, self.shift).copy_(self.values)
+
+
+def each_once(function: Callable[[T], S], values: Iterable[T]) -> list[S]:
+    """Apply a function to every value; what is the same object gives the same result.
+
+    Args:
+        function: of one value.
+        values: its arguments.
+
+    Returns:
+        The results.
+    """
+    found: dict[int, S] = {}
+    values = list(values)
+    return [
+        found[id(v)] if id(v) in found else found.setdefault(id(v), function(v)) for v in values
+    ]
+
+
+def apart(t: Tensor) -> Tensor:
+    """A tensor in memory of its own, with the strides and the alignment that it has.
+
+    Args:
+        t: any tensor.
+
+    Returns:
+        The tensor itself, where its memory holds no more than it needs; else a copy.
+    """
+    if t.layout is not torch.strided:
+        return t
+    span, shift = _span(t.shape, t.stride()), _shift(t)
+    if t.untyped_storage().nbytes() <= max(span * t.itemsize + _ALIGNMENT, t.nbytes):
+        return t
+    room = t.new_empty(shift + span)
+    room[shift:].copy_(t.as_strided((span,), (1,)))
+    return room.as_strided(t.shape, t.stride(), shift)
+
+
+def pack(state: Sequence[Tensor]) -> list[Tensor | Packed]:
+    """A state as it is to be stored.
+
+    Args:
+        state: as :func:`apart` gives its tensors.
+
+    Returns:
+        Tensors without gaps as they are; of the others, packed copies.
+    """
+    return each_once(_packed, state)
+
+
+def unpack(stored: Sequence[Tensor | Packed]) -> Tensors:
+    """A stored state, as it was.
+
+    Args:
+        stored: by :func:`pack`.
+
+    Returns:
+        The tensors, laid out as they were.
+    """
+    return each_once(lambda t: t.laid() if isinstance(t, Packed) else t, stored)
+
+
+def laid_bytes(state: Sequence[Tensor]) -> int:
+    """What a state takes besides its stored form, where the two are not the same memory.
+
+    Args:
+        state: as :func:`apart` gives its tensors.
+
+    Returns:
+        Bytes.
+    """
+    each = {id(t): t for t in state if _has_gaps(t)}.values()
+    return sum(t.untyped_storage().nbytes() for t in each)
+
+
+def _packed(t: Tensor) -> Tensor | Packed:
+    if not _has_gaps(t):
+        return t
+    return Packed(t.clone(memory_format=torch.contiguous_format), t.stride(), _shift(t))
+
+
+def _has_gaps(t: Tensor) -> bool:
+    """Whether numbers lie between those of a tensor, each of which has a place of its own."""
+    if t.layout is not torch.strided or t.numel() == 0:
+        return False
+    pairs = zip(t.shape, t.stride(), strict=True)
+    return _span(t.shape, t.stride()) > t.numel() and all(s > 0 for n, s in pairs if n > 1)
+
+
+def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """From the first number of a tensor to its last, both included."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+
+
+def _shift(t: Tensor) -> int:
+    """The numbers between an aligned address and the first of a tensor."""
+    return t.data_ptr() % _ALIGNMENT // t.itemsize
