@@ -1,4 +1,4 @@
-"""States that are views, or one tensor twice, under ``rg.unroll``: the loop's bits, within budgets."""
+"""States that are views, or one tensor twice, under ``rg.unroll``: the loop's bits, in budget."""
 
 import pytest
 import torch

@@ -8,8 +8,6 @@ model and use a part. A second backward pass (``retain_graph=True``) runs the sc
 its start, and so does one after a pass that raised.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -116,23 +114,6 @@ class _Outputs:
                 part.copy_(value.detach())
 
 
-@dataclass
-class _Gathered(Gradients):
-    """Gradients of which an input that no step uses has none, nor room for one.
-
-    Attributes:
-        wanted: the inputs that are given room when there is a gradient.
-    """
-
-    wanted: Sequence[Tensor | None] = ()
-
-    def take_inputs(self, index: int | slice, shares: list[Tensor | None]) -> None:
-        for k, (x, share) in enumerate(zip(self.wanted, shares, strict=False)):
-            if x is not None and share is not None and self.inputs[k] is None:
-                self.inputs[k] = torch.zeros_like(x)
-        super().take_inputs(index, shares)
-
-
 class _Recurrence(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -196,7 +177,7 @@ class _Recurrence(torch.autograd.Function):
         count = len(grads) - len(state)
         wanted = [x if needed else None for x, needed in zip(inputs, needs, strict=False)]
         late = not run.core.fused
-        gradients = _Gathered(
+        gradients = Gradients(
             outputs=grads[:count],
             states=list(grads[count:]),
             inputs=[None if late or x is None else layout.room(x) for x in wanted],

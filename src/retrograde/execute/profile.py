@@ -29,7 +29,7 @@ from retrograde.execute.layout import Straight
 from retrograde.execute.measure import measure, measure_phases
 from retrograde.execute.ranges import Emit, Gradients, RangeCore, Tape
 from retrograde.execute.replay import muted_hooks
-from retrograde.execute.states import laid_bytes
+from retrograde.execute.states import laid_bytes, pack, stored_memory
 from retrograde.plan.fit import Curve, Fit, Footprint, fit, predict_peak_bytes
 from retrograde.schedule import Advance, Record
 from retrograde.units import Memory
@@ -114,7 +114,7 @@ def footprint(
         # Two steps may take more than one: a state that is a view, what a step leaves behind.
         further = 0 if length < 2 or joins(core) else _advance_bytes(core, inputs, state, 2)
         trial = _trial_bytes(core, inputs, state) if isinstance(core, StepCore) else 0
-        laid = 0 if core.fused else _laid_bytes(core, inputs, state)
+        stored, laid = (0, 0) if core.fused else _stored_bytes(core, inputs, state)
     if not joins(core):  # any range is single steps: what is held grows, the rest does not
         one = points[1]
         points[2] = replace(one, held=2 * one.held, record=one.record + one.held)
@@ -132,7 +132,7 @@ def footprint(
         gradient += _rounded(torch.ones((), dtype=torch.float64, device=device))
     return Footprint(
         # A cell without a state is planned like one of a single byte.
-        state_bytes=(sum(map(_rounded, state)) + ambient) or 1,
+        state_bytes=(max(stored, sum(map(_rounded, state))) + ambient) or 1,
         advance=advance,
         held=held,
         record=record,
@@ -349,8 +349,10 @@ def _advance_bytes(core: Core, inputs: Inputs, state: Tensors, steps: int) -> in
     return measure(lambda: advance(core, inputs, 0, steps, state, emit), device=device).peak_bytes
 
 
-def _laid_bytes(core: Core, inputs: Inputs, state: Tensors) -> int:
-    return laid_bytes(advance(core, inputs, 0, 1, state, None))
+def _stored_bytes(core: Core, inputs: Inputs, state: Tensors) -> tuple[int, int]:
+    """A state after a step: what it takes as it is stored, and besides while it is current."""
+    after = advance(core, inputs, 0, 1, state, None)
+    return sum(map(_rounded, stored_memory(pack(after)))), laid_bytes(after)
 
 
 def _trial_bytes(core: StepCore, inputs: Inputs, state: Tensors) -> int:
@@ -440,6 +442,7 @@ def _measure_ordinary(
 ) -> int:
     """The working bytes of ordinary backpropagation through the first steps, as one graph; of the
     outputs, or of the whole, the final state included."""
+    numbers = inputs[0:steps][-1:] if core.sums else []  # ours, and not the caller's
 
     def call() -> object:
         with torch.enable_grad(), core.recording():
@@ -447,8 +450,10 @@ def _measure_ordinary(
                 t.detach().requires_grad_(wanted)
                 for t, wanted in zip(inputs[0:steps], inputs.differentiable, strict=True)
             ]
+            x[len(x) - len(numbers) :] = numbers
             start = [t.detach().requires_grad_(t.requires_grad) for t in state]
-            outputs, after = run_ordinary(core, x, start)
+            run = run_ordinary if core.fused or not core.sums else _run_summing
+            outputs, after = run(core, x, start)
         ends = [*outputs, *after] if whole else outputs
         roots = list({id(y): y for y in ends if y.requires_grad}.values())
         leaves = [t for t in (*x, *start, *core.targets) if t.requires_grad]
@@ -457,6 +462,15 @@ def _measure_ordinary(
         return outputs, after, seeds, found
 
     return measure(call, device=core.ambient.device).working_bytes
+
+
+def _run_summing(core: Core, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
+    """All steps of a cell with its loss, as a plain loop sums it."""
+    total: Tensor | None = None
+    for x in zip(*(t.unbind() for t in inputs), strict=True):
+        (value,), state = core(list(x), state)
+        total = value if total is None else total + value
+    return [] if total is None else [total], state
 
 
 def _expanded(t: Tensor) -> Tensor:
@@ -526,5 +540,5 @@ class _Probe(Gradients):
 
 def _rounded(t: Any) -> int:
     """The bytes of a tensor (or state) as an allocator counts them: CUDA's rounds up to 512."""
-    size = int(t.nbytes)
+    size = t.nbytes() if isinstance(t, torch.UntypedStorage) else int(t.nbytes)
     return -(-size // 512) * 512 if t.is_cuda else size

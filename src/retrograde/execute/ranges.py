@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from retrograde.execute.inputs import Inputs
@@ -56,11 +57,11 @@ class Gradients:
     Attributes:
         outputs: the gradient of every output, with time first (of one call's, if the core sums).
         states: the gradient of the state reached so far.
-        inputs: where the gradients of the inputs go, with time first; None where none is wanted.
+        inputs: where the gradients of the inputs go, with time first; None where there is none yet.
         parameters: the gradients of the parameters, as far as they are known.
         length: the number of steps.
         layout: where a call's part of all these is.
-        reached: the inputs, by their numbers, that a gradient was found for.
+        wanted: the inputs that are given room as soon as there is a gradient.
         outside: autocast as it is where the backward pass was asked for: a recomputation replays
             the forward pass's (rule 4), but ordinary autograd differentiates under the caller's.
     """
@@ -72,7 +73,7 @@ class Gradients:
     length: int
     layout: Layout
     outside: AbstractContextManager[Any] = field(default_factory=nullcontext)
-    reached: set[int] = field(default_factory=set)
+    wanted: Sequence[Tensor | None] = ()
 
     def of_outputs(self, index: int | slice) -> Sequence[Gradient]:
         """The gradients of one call's outputs."""
@@ -84,7 +85,9 @@ class Gradients:
 
     def take_inputs(self, index: int | slice, shares: list[Gradient]) -> None:
         """Keep the input gradients of one call, the latest call's first."""
-        self.reached.update(k for k, share in enumerate(shares) if share is not None)
+        for k, (x, share) in enumerate(zip(self.wanted, shares, strict=False)):
+            if x is not None and share is not None and self.inputs[k] is None:
+                self.inputs[k] = torch.zeros_like(x)
         self.layout.take(self.inputs, index, shares)
 
 

@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["Packed", "apart", "each_once", "laid_bytes", "pack", "unpack"]
+__all__ = ["Packed", "apart", "each_once", "laid_bytes", "pack", "stored_memory", "unpack"]
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -105,6 +105,19 @@ def unpack(stored: Sequence[Tensor | Packed]) -> Tensors:
         The tensors, laid out as they were.
     """
     return each_once(lambda t: t.laid() if isinstance(t, Packed) else t, stored)
+
+
+def stored_memory(stored: Sequence[Tensor | Packed]) -> list[torch.UntypedStorage]:
+    """The memory that a stored state lies in, each once.
+
+    Args:
+        stored: by :func:`pack`.
+
+    Returns:
+        Storages.
+    """
+    found = (t.values if isinstance(t, Packed) else t for t in stored)
+    return list({s.data_ptr(): s for s in map(Tensor.untyped_storage, found)}.values())
 
 
 def laid_bytes(state: Sequence[Tensor]) -> int:

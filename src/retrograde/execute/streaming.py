@@ -66,7 +66,8 @@ def run_stream(
     gradients = _Streamed(
         outputs=[torch.ones((), dtype=torch.float64, device=device)],
         states=[None] * len(state),
-        inputs=[None if t is None else torch.zeros_like(t) for t in (*stream.source.trained, None)],
+        inputs=[None] * (len(stream.source.trained) + 1),
+        wanted=stream.source.trained,
         parameters=core.totals(),
         length=len(stream),
         layout=Straight(len(stream), core.fused),
@@ -105,10 +106,8 @@ def _work(schedule: Schedule) -> int:
 
 def _hand_over(core: Core, stream: Stream, state: Tensors, gradients: "_Streamed") -> None:
     """Accumulate the gradients, and let them go on to what lies behind."""
-    own = enumerate(gradients.inputs[:-1])
-    reached = [total if k in gradients.reached else None for k, total in own]
-    found = [*gradients.states, *gradients.parameters, *reached]
-    if not gradients.reached and all(g is None for g in found):
+    found = [*gradients.states, *gradients.parameters, *gradients.inputs[:-1]]
+    if all(g is None for g in found):
         raise CellError("no step has a loss: expected a scalar tensor for at least one")
     owners: Sequence[Gradient] = [*state, *core.parameters, *stream.source.trained]
     wanted = [t is not None and t.requires_grad for t in owners]
@@ -116,7 +115,7 @@ def _hand_over(core: Core, stream: Stream, state: Tensors, gradients: "_Streamed
     grads = [g for g, is_wanted in zip(found, wanted, strict=True) if is_wanted]
     # Nothing else refers to the gradients from here on, so that they become .grad uncopied.
     gradients.states, gradients.parameters, gradients.inputs = [], [], []
-    del found, reached, own
+    del found
     if tensors:
         with torch.enable_grad():
             _HandOver.apply(grads, *tensors).backward()  # type: ignore[no-untyped-call]
