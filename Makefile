@@ -5,9 +5,9 @@ STAMP := .venv/.installed
 
 .PHONY: demo test test-all lint format bench gpu clean
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml papers/pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,cli,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,cli,dev]' -e papers
 	@touch $@
 
 demo: $(STAMP)  ## train a character model on sequences of 1,000 within 5 % of the memory
@@ -44,13 +44,13 @@ bench: $(STAMP)  ## every claim of speed, both sides in one process; three quart
 	$(BIN)/python benchmarks/ranks_memory.py
 
 gpu:  ## marked tests and benchmarks on a CUDA device, with the interpreter at hand
-	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
-	PYTHONPATH=src $(PYTHON) benchmarks/recurrent_budget.py --device cuda
-	PYTHONPATH=src $(PYTHON) benchmarks/figure_2b.py --device cuda
-	PYTHONPATH=src $(PYTHON) benchmarks/scan_backward.py --device cuda
-	PYTHONPATH=src $(PYTHON) benchmarks/scan_choice.py --device cuda
-	PYTHONPATH=src $(PYTHON) benchmarks/chain_networks.py --device cuda
-	PYTHONPATH=src $(PYTHON) benchmarks/rank_jacobians.py --device cuda
+	PYTHONPATH=src:papers $(PYTHON) -m pytest -m gpu
+	PYTHONPATH=src:papers $(PYTHON) benchmarks/recurrent_budget.py --device cuda
+	PYTHONPATH=src:papers $(PYTHON) benchmarks/figure_2b.py --device cuda
+	PYTHONPATH=src:papers $(PYTHON) benchmarks/scan_backward.py --device cuda
+	PYTHONPATH=src:papers $(PYTHON) benchmarks/scan_choice.py --device cuda
+	PYTHONPATH=src:papers $(PYTHON) benchmarks/chain_networks.py --device cuda
+	PYTHONPATH=src:papers $(PYTHON) benchmarks/rank_jacobians.py --device cuda
 
 clean:
-	rm -rf .venv report build src/*.egg-info
+	rm -rf .venv report build papers/build src/*.egg-info papers/*.egg-info

@@ -6,7 +6,7 @@ process; medians. Where memory lies in a process makes its kernels quick or slow
 factor of two on some virtual machines, so several processes measure, and the least counts.
 
     python benchmarks/figure_2b.py                  # JSON into benchmarks/results/
-    python benchmarks/figure_2b.py --ship           # and into the library, for `retrograde figures`
+    python benchmarks/figure_2b.py --ship           # and into papers/, for `retrograde figures`
     python benchmarks/figure_2b.py --device cuda
 """
 
@@ -16,11 +16,11 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from retrograde.figures.gruslys_measure import LENGTHS, expected_seconds, measure_seconds
-from retrograde.figures.gruslys_seconds import Seconds
+from gruslys2016.measured import LENGTHS, expected_seconds, measure_seconds
+from gruslys2016.timed import Seconds
 
 ROOT = Path(__file__).parent
-SHIPPED = ROOT.parent / "src" / "retrograde" / "figures" / "data" / "figure_2b.json"
+SHIPPED = ROOT.parent / "papers" / "gruslys2016" / "data" / "figure_2b.json"
 
 
 def main() -> None:
@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--processes", type=int, default=5)
     parser.add_argument("--results", type=Path, default=ROOT / "results", help="folder")
-    parser.add_argument("--ship", action="store_true", help="replace what the library draws")
+    parser.add_argument("--ship", action="store_true", help="replace what is drawn")
     arguments = parser.parse_args()
     options = {"rounds": arguments.rounds, "device": arguments.device}
     if arguments.processes > 1:

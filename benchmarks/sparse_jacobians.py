@@ -7,7 +7,7 @@ and not, for a batch: the numeric phase of a plan against ``scipy.sparse``'s pro
 sample, as that has no batches. Both sides take turns in one process; medians.
 
     python benchmarks/sparse_jacobians.py          # JSON into benchmarks/results/
-    python benchmarks/sparse_jacobians.py --ship   # and into the library, for `retrograde figures`
+    python benchmarks/sparse_jacobians.py --ship   # and into papers/, for `retrograde figures`
 """
 
 import argparse
@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retrograde.experiments.pruning import prune_weights
 from retrograde.machine import machine_of
 from retrograde.nn.networks import vgg11
 from retrograde.scan.sparse.csr import CSR
 from retrograde.scan.sparse.jacobian import transposed_jacobian
+from wang2020.pruning import prune_weights
 
 ROOT = Path(__file__).parent
-SHIPPED = ROOT.parent / "src" / "retrograde" / "figures" / "data" / "jacobians.json"
+SHIPPED = ROOT.parent / "papers" / "wang2020" / "data" / "jacobians.json"
 OPERATORS = {
     "convolution": (nn.Conv2d(3, 64, 3, padding=1), (3, 32, 32)),
     "ReLU": (nn.ReLU(), (64, 32, 32)),
@@ -179,7 +179,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--most-terms", type=float, default=4e8, help="of all samples")
     parser.add_argument("--results", type=Path, default=ROOT / "results", help="folder")
-    parser.add_argument("--ship", action="store_true", help="replace what the library draws")
+    parser.add_argument("--ship", action="store_true", help="replace what is drawn")
     arguments = parser.parse_args()
     operators = {}
     for name, (layer, shape) in OPERATORS.items():

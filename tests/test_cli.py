@@ -19,9 +19,8 @@ from typer.testing import CliRunner
 
 from retrograde import __version__, cli, console
 from retrograde.errors import RetrogradeError
-from retrograde.experiments import program, seconds
-from retrograde.experiments.files import write_file
-from retrograde.experiments.options import check_parallel
+from retrograde.files import write_file
+from retrograde.machine import check_parallel
 from retrograde.training import TrainingOptions, load_checkpoint
 
 FULL = Path("/dev/full")
@@ -422,11 +421,6 @@ def test_bad_input_to_profile_is_one_message(arguments, expected):
 EVERY_COMMAND = [
     ["train"],
     ["profile"],
-    ["bench", "bitstream"],
-    ["bench", "instruments", "--data", "."],
-    ["bench", "lenet"],
-    ["bench", "vgg11"],
-    ["bench", "deep"],
 ]
 
 
@@ -444,24 +438,6 @@ def test_threads_beyond_reason_are_refused_before_any_starts(
     )
     assert list(tmp_path.iterdir()) == []
     check_parallel("--threads", 12)
-
-
-def test_processes_beyond_reason_are_refused_before_any_starts(tmp_path):
-    message = refused(run("bench", "ranks", "--ranks", 100_000, "--report", tmp_path / "report"))
-    assert "--ranks is 100000: expected 1 to " in message
-    assert "leave --ranks out" in message
-    assert not (tmp_path / "report").exists()
-
-
-@pytest.mark.parametrize("seed", [-1, 2**63, 2**64, -(10**20)])
-@pytest.mark.parametrize("command", [*EVERY_COMMAND[2:], ["bench", "ranks"]], ids=" ".join)
-def test_absurd_seeds_are_refused_before_any_work(monkeypatch, tmp_path, command, seed):
-    monkeypatch.chdir(tmp_path)
-    assert refused(run(*command, "--seed", seed)) == (
-        f"error --seed is {seed}: expected 0 or more, at most 9,223,372,036,854,775,807; name a "
-        "seed in that range"
-    )
-    assert list(tmp_path.iterdir()) == []
 
 
 def full_after(write, *names):
@@ -494,49 +470,7 @@ def test_a_plan_onto_a_full_disk_names_the_file_and_keeps_the_old_one(monkeypatc
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-@pytest.mark.parametrize("ending", ["svg", "png"])
-def test_figures_onto_a_full_disk_name_the_file_and_keep_the_old_ones(
-    monkeypatch, tmp_path, ending
-):
-    assert run("figures", "figure_2a", "--folder", tmp_path).exit_code == 0
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert len(before) == 3
-    monkeypatch.setattr(Figure, "savefig", full_after(Figure.savefig, f"figure_2a.{ending}"))
-    message = refused(run("figures", "figure_2a", "--folder", tmp_path))
-    assert f"cannot write {tmp_path / 'figure_2a'}.{ending}: No space left on device" in message
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-def test_a_benchmark_onto_a_full_disk_names_the_file_and_keeps_the_old_one(monkeypatch, tmp_path):
-    asked = ["bench", "bitstream", "--length", 8, "--batch", 2, "--iterations", 1, "--threads", 1]
-    asked += ["--only", "curves", "--batches", 2, "--report", tmp_path]
-    assert run(*asked).exit_code == 0
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    monkeypatch.setattr(Path, "write_text", full_after(Path.write_text, "bitstream.json"))
-    message = refused(run(*asked, "--seed", 3))
-    assert f"cannot write {tmp_path / 'bitstream.json'}: No space left on device" in message
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-def test_what_another_benchmark_wrote_meanwhile_is_kept(monkeypatch, tmp_path):
-    asked = ["bench", "bitstream", "--length", 8, "--batch", 2, "--iterations", 1, "--threads", 1]
-    asked += ["--batches", 2, "--lengths", 8, "--rounds", 1, "--report", tmp_path]
-    assert run(*asked, "--only", "curves").exit_code == 0
-    file, aside = tmp_path / "bitstream.json", tmp_path / "aside.json"
-    file.rename(aside)
-
-    def measure_seconds(*arguments):
-        aside.rename(file)
-        return seconds.measure_seconds(*arguments)
-
-    monkeypatch.setattr(program, "measure_seconds", measure_seconds)
-    assert run(*asked, "--only", "seconds").exit_code == 0
-    written = json.loads(file.read_text())
-    assert written["curves"]
-    assert written["timings"]
-
-
-@pytest.mark.parametrize("part", ["cli.py", "training", "experiments"])
+@pytest.mark.parametrize("part", ["cli.py", "training"])
 def test_nothing_is_written_but_by_what_keeps_the_old_file(part):
     place = Path(cli.__file__).with_name(part)
     for path in [place] if place.is_file() else place.glob("*.py"):
@@ -579,13 +513,6 @@ def test_what_a_link_leads_to_is_replaced(tmp_path):
     )
     assert (tmp_path / "link.json").is_symlink()
     assert json.loads((tmp_path / "other" / "x.json").read_text())["length"] == 10
-
-
-def test_a_folder_that_cannot_be_written_is_said_before_the_figures(tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    message = refused(run("figures", "figure_2a", "--folder", tmp_path / "file" / "figures"))
-    assert "cannot write into the folder" in message
-    assert "make room there, or name a folder that can be written" in message
 
 
 def test_the_command_can_be_run_as_a_module():

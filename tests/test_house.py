@@ -1,9 +1,11 @@
 """The shape of the house: imports run downward, nothing loads before it is needed, docs run."""
 
 import ast
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
@@ -12,14 +14,14 @@ PACKAGE = ROOT / "src" / "retrograde"
 
 LEVELS = [
     {"errors"},
-    {"units", "machine", "console"},
+    {"units", "machine", "console", "files"},
     {"schedule"},
     {"plan"},
     {"interchange"},
     {"execute", "scan"},
     {"nn"},
     {"figures"},
-    {"training", "experiments"},
+    {"training", "profile_command"},
     {"cli"},
 ]
 LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names}
@@ -56,6 +58,30 @@ def test_imports_run_downward(path):
 def test_every_part_of_the_house_has_a_level():
     parts = {p.relative_to(PACKAGE).with_suffix("").parts[0] for p in FILES}
     assert parts <= LEVEL.keys()
+
+
+def test_the_wheel_holds_the_library_only(tmp_path):
+    copy = tmp_path / "copy"  # where nothing was built before
+    shutil.copytree(PACKAGE, copy / "src" / "retrograde", ignore=shutil.ignore_patterns("*.pyc"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy / name)
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet"]
+    subprocess.run([*command, "--wheel-dir", tmp_path, copy], check=True)
+    (wheel,) = tmp_path.glob("retrograde-*.whl")
+    with ZipFile(wheel) as file:
+        names = file.namelist()
+    inside = {name for name in names if name.startswith("retrograde/")}
+    assert inside == {str(path.relative_to(PACKAGE.parent)) for path in PACKAGE.rglob("*.py")} | {
+        "retrograde/py.typed"
+    }
+    assert all(name in inside or ".dist-info/" in name for name in names)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_the_library_knows_nothing_of_the_papers(path):
+    text = path.read_text()
+    for package in ("gruslys2016", "wang2020", "retrograde_papers"):
+        assert package not in text
 
 
 def modules_after(statement):

@@ -6,6 +6,7 @@ torch, and whatever is missing is named with the extra that brings it.
 
 import shlex
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,17 +19,15 @@ try:
     from rich.table import Table
 
     from retrograde.console import INTERRUPTED, clean_errors, require
-    from retrograde.experiments.command import bench
-    from retrograde.experiments.files import check_folder, write_file, write_plate, write_text
-    from retrograde.experiments.options import check_parallel
-    from retrograde.experiments.profiling import profile
+    from retrograde.files import write_file, write_text
+    from retrograde.machine import check_parallel
+    from retrograde.profile_command import profile
 except ModuleNotFoundError as missing:
     sys.exit(f"the command needs {missing.name}: pip install 'retrograde[cli]'")
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from retrograde.figures import Seconds
     from retrograde.schedule import Schedule
 
 __all__ = ["app", "main"]
@@ -44,7 +43,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-app.add_typer(bench, name="bench")
 app.command("profile")(profile)
 
 
@@ -342,66 +340,38 @@ def _save(figure: "Figure", picture: Path) -> None:
     typer.echo(f"picture written to {picture}")
 
 
-@app.command("figures")
-def draw_figures(
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(help="Such as figure_2a; all of them where none is named."),
-    ] = None,
-    folder: Annotated[Path, typer.Option(help="Where to write them.")] = Path("figures"),
-    measure: Annotated[
-        bool,
-        typer.Option(
-            "--measure",
-            help="Measure the seconds of figure_2b on this machine, which takes minutes; without "
-            "it, those that come with the library are drawn.",
-        ),
-    ] = False,
-) -> None:
-    """Every figure of Gruslys et al. (2016) and its bounds, those of Wang (2020), what deep
-    networks take within a budget, and what many ranks would: SVG and PNG, and the numbers as CSV.
-
-    Needs no torch, save for --measure.
-    """
+def _hand_over(context: typer.Context) -> None:
+    """Let a command of the package of the papers do what was asked."""
+    name = context.info_name
+    found = [*entry_points(group="retrograde.commands", name=str(name))]
     with clean_errors():
-        require("matplotlib", "cli")
-        if measure:
-            require("torch", "torch")
-        _draw_figures(names, folder, measure)
+        if not found:
+            raise RetrogradeError(
+                f"retrograde {name} comes with the papers' experiments: pip install "
+                "retrograde-papers, or, in a checkout, pip install ./papers"
+            )
+    command = found[0].load()
+    code = command(args=context.args, prog_name=context.command_path, standalone_mode=False)
+    raise typer.Exit(code or 0)
 
 
-def _draw_figures(names: list[str] | None, folder: Path, measure: bool) -> None:
-    from retrograde import figures
-
-    wanted = names or list(figures.PLATES)
-    for name in wanted:
-        if name not in figures.PLATES:
-            known = ", ".join(figures.PLATES)
-            raise RetrogradeError(f"unknown figure {name!r}: use one of {known}")
-    if measure and "figure_2b" not in wanted:
-        raise RetrogradeError("--measure is for figure_2b alone: name it too, or leave it out")
-    console = Console(highlight=False)
-    check_folder(folder)
-    for name in wanted:
-        anew = measure and name == "figure_2b"
-        seconds = _measure_seconds(folder, console) if anew else None
-        with console.status(f"drawing {name}"):
-            plate = figures.PLATES[name]() if seconds is None else figures.figure_2b(seconds)
-            write_plate(plate, folder)
-        console.print(f"[bold]{name:<26}[/]{plate.title}", soft_wrap=True)
-    console.print(f"written to {folder}: .svg, .png and .csv of each", soft_wrap=True)
+_PASSED_ON = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "help_option_names": list[str](),
+}
 
 
-def _measure_seconds(folder: Path, console: Console) -> "Seconds":
-    """Measure figure 2(b), and keep the seconds beside the picture."""
-    from retrograde.figures import gruslys_measure
+@app.command("figures", context_settings=_PASSED_ON)
+def draw_figures(context: typer.Context) -> None:
+    """Every figure of Gruslys et al. (2016) and of Wang (2020), with its numbers."""
+    _hand_over(context)
 
-    minutes = max(1, round(gruslys_measure.expected_seconds() / 60))
-    console.print(f"measuring figure_2b: about {minutes} min")
-    with console.status("measuring"):
-        seconds = gruslys_measure.measure_seconds()
-    write_text(folder / "figure_2b.json", seconds.to_json())
-    return seconds
+
+@app.command("bench", context_settings=_PASSED_ON)
+def bench(context: typer.Context) -> None:
+    """Claims of speed: the same training in several ways, side by side in one run."""
+    _hand_over(context)
 
 
 if __name__ == "__main__":

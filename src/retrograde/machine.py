@@ -1,17 +1,29 @@
-"""The machine that something is measured on: its name, and its clock.
+"""The machine that something runs on: its name, its clock, its devices and processors.
 
 Importing this loads no torch: the functions that need it load it.
 """
 
+import os
 import platform
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from retrograde.errors import RetrogradeError
+
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["machine_of", "now", "processor_name"]
+__all__ = [
+    "check_device",
+    "check_parallel",
+    "machine_of",
+    "now",
+    "processor_name",
+    "use_threads",
+]
+
+_PER_PROCESSOR = 4  # threads or processes; with very many more, torch crashes
 
 
 def processor_name() -> str:
@@ -72,3 +84,79 @@ def now(device: "torch.device") -> float:
 
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+def check_device(device: str) -> None:
+    """See to it that torch can compute on a device.
+
+    Args:
+        device: ``"cpu"``, ``"cuda"`` or ``"cuda:1"``.
+
+    Raises:
+        RetrogradeError: it is neither, or is not there.
+
+    Example:
+        >>> check_device("cpu")
+        >>> check_device("abacus")
+        Traceback (most recent call last):
+        retrograde.errors.RetrogradeError: --device is 'abacus': expected cpu or cuda
+    """
+    import torch
+
+    kind, _, number = device.partition(":")
+    if kind not in ("cpu", "cuda") or (":" in device and not number.isdecimal()):
+        raise RetrogradeError(f"--device is {device!r}: expected cpu or cuda")
+    if kind == "cuda" and torch.cuda.device_count() <= int(number or 0):
+        raise RetrogradeError(
+            f"--device is {device!r}, and torch finds {torch.cuda.device_count()} CUDA devices: "
+            "use --device cpu"
+        )
+
+
+def use_threads(threads: int | None) -> None:
+    """Let torch compute with some threads.
+
+    Args:
+        threads: how many; None leaves it to torch.
+
+    Raises:
+        RetrogradeError: there would be none, or far more than processors.
+
+    Example:
+        >>> use_threads(None)
+    """
+    import torch
+
+    if threads is not None:
+        check_parallel("--threads", threads)
+        torch.set_num_threads(threads)
+
+
+def check_parallel(option: str, number: int) -> None:
+    """Refuse more threads or processes than make sense here, before any of them starts.
+
+    Args:
+        option: that asks for them, for the message.
+        number: of them.
+
+    Raises:
+        RetrogradeError: there would be none, or more than four for each processor.
+
+    Example:
+        >>> check_parallel("--threads", 1)
+    """
+    found = _processors()
+    most = _PER_PROCESSOR * found
+    if not 1 <= number <= most:
+        raise RetrogradeError(
+            f"{option} is {number}: expected 1 to {most}, up to {_PER_PROCESSOR} for each of the "
+            f"{found} processors that this process may use; name a number in that range, or leave "
+            f"{option} out"
+        )
+
+
+def _processors() -> int:
+    """How many processors this process may use, which may be fewer than there are."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,169 @@
+"""Figures 5.1 and 5.3 of Wang, *BPPSA* (2020): losses of training in several ways.
+
+The paper draws the loss over wall-clock time, where one way's curve is the other's squeezed. Beside
+that stands the loss over iterations, where the curves have to lie on one another.
+"""
+
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from retrograde.figures.style import INK, tidy
+from retrograde_papers.plates import Column, Plate, add_caption, describe_machine
+from wang2020.results import Curves, Results, shipped
+from wang2020.style import colour_of, label_of
+
+__all__ = ["figure_5_1", "figure_5_3"]
+
+_LOSS = "cross entropy (nats)"
+_THIN, _STEP = 1.3, 1.7  # line widths, so that each of the curves on one another can be seen
+
+
+def figure_5_1(results: Results | None = None) -> Plate:
+    """Figure 5.1: losses of an RNN that learns to classify bitstreams.
+
+    Args:
+        results: what to draw; by default the numbers that come with the library.
+
+    Returns:
+        The plate; its table has seconds and losses of each point.
+
+    Example:
+        >>> figure_5_1().name
+        'figure_5_1'
+    """
+    (curves, *_) = (shipped("bitstream") if results is None else results).curves
+    figure = Figure(figsize=(9.4, 4.6), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    what = f"bitstreams of {curves.settings['length']:,} bits"
+    _draw_seconds(left, curves, f"(a) {what}, over time")
+    _draw_iterations(right, curves, "(b) the same, over iterations")
+    note = f"{_described([curves])} {_outcome(curves)}"
+    _name_ways(figure, left)
+    add_caption(figure, note)
+    title = "loss of an RNN on bitstreams, over time"
+    return Plate("figure_5_1", title, _table([curves]), figure, note)
+
+
+def figure_5_3(results: Results | None = None) -> Plate:
+    """Figure 5.3: losses of a GRU that learns to tell instruments apart.
+
+    Args:
+        results: what to draw; by default the numbers that come with the library.
+
+    Returns:
+        The plate; its table has seconds and losses of each point of each set.
+
+    Example:
+        >>> figure_5_3().name
+        'figure_5_3'
+    """
+    sets = (shipped("instruments") if results is None else results).curves
+    figure = Figure(figsize=(max(6.4, 3.4 * len(sets)), 6.8), layout="constrained")
+    axes = figure.subplots(2, len(sets), sharey=True, squeeze=False)
+    for column, curves in enumerate(sets):
+        steps = f"set {curves.settings['data']}: T = {curves.settings['length']:,}"
+        _draw_seconds(axes[0, column], curves, steps)
+        _draw_iterations(axes[1, column], curves, steps)
+        if column:
+            for row in (0, 1):
+                axes[row, column].set_ylabel("")
+    outcomes = " ".join(f"{each.settings['data']}: {_outcome(each)}" for each in sets)
+    note = f"{_described(sets)} {outcomes}"
+    _name_ways(figure, axes[0, 0])
+    add_caption(figure, note)
+    title = "loss of a GRU on recordings of instruments, over time"
+    return Plate("figure_5_3", title, _table(sets), figure, note)
+
+
+def _draw_seconds(axes: Axes, curves: Curves, title: str) -> None:
+    for way in curves.ways:
+        axes.plot(
+            curves.seconds[way], curves.losses[way], color=colour_of(way), linewidth=1.6,
+            label=label_of(way, curves.settings["cell"]),
+        )  # fmt: skip
+    axes.set_xlim(left=0)
+    _finish(axes, title, "wall-clock time of its own iterations (s)")
+
+
+def _draw_iterations(axes: Axes, curves: Curves, title: str) -> None:
+    """All curves, one on the other, the one beneath the wider."""
+    ends = _iterations(curves)
+    for place, way in enumerate(curves.ways):
+        width = _THIN + _STEP * (len(curves.ways) - 1 - place)
+        axes.plot(ends, curves.losses[way], color=colour_of(way), linewidth=width)
+    axes.set_xlim(left=0)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    _finish(axes, title, "iteration")
+
+
+def _name_ways(figure: Figure, axes: Axes) -> None:
+    """One legend for all axes, above them, where no curve is."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(
+        handles, labels, loc="outside upper left", ncols=len(labels), frameon=False, fontsize=9
+    )
+
+
+def _finish(axes: Axes, title: str, x: str) -> None:
+    axes.grid(axis="y", color=INK, alpha=0.12, linewidth=0.8)
+    tidy(axes, title=title, x=x, y=_LOSS)
+
+
+def _iterations(curves: Curves) -> list[int]:
+    """Iterations done at each point."""
+    total = int(curves.settings["iterations"])
+    points = len(curves.losses["torch"])
+    return [min(total, curves.every * (place + 1)) for place in range(points)]
+
+
+def _described(sets: Sequence[Curves]) -> str:
+    settings, every = sets[0].settings, {each.every for each in sets}
+    points = f"the mean of {max(every)} iterations" if max(every) > 1 else "an iteration"
+    return (
+        f"{str(settings['cell']).upper()} of {settings['hidden']} units, batch "
+        f"{settings['batch']}, Adam at {settings['learning_rate']:g}; a point is {points}. "
+        "The same weights at first and the same batches, the ways in turn in one process, on "
+        f"{describe_machine(sets[0].machine)}. Greatest distance of any iteration's loss from "
+        "torch's, speed-ups of an iteration (and of its backward pass), held-out accuracy"
+        f"{', by set' * (len(sets) > 1)}:"
+    )
+
+
+def _outcome(curves: Curves) -> str:
+    """Difference, speed-ups and accuracies, in the order in which the caption announces them."""
+    others = curves.ways[1:]
+    difference = max(curves.difference[way] for way in others)
+    torch, backward = _median(curves, "torch"), curves.backward["torch"]
+    speed = ", ".join(
+        f"{way} {torch / _median(curves, way):.2f}× ({backward / curves.backward[way]:.2f}×)"
+        for way in others
+    )
+    shares = list(dict.fromkeys(f"{100 * curves.accuracy[way]:.1f}" for way in curves.ways))
+    accuracy = (
+        f"{shares[0]} % each"
+        if len(shares) == 1
+        else ", ".join(f"{way} {100 * curves.accuracy[way]:.1f} %" for way in curves.ways)
+    )
+    return f"{difference:.1g}; {speed}; {accuracy}."
+
+
+def _median(curves: Curves, way: str) -> float:
+    """Seconds of an iteration."""
+    return curves.forward[way] + curves.backward[way] + curves.update[way]
+
+
+def _table(sets: Sequence[Curves]) -> dict[str, Column]:
+    table: dict[str, list[str | int | float]] = {"set": [], "iteration": []}
+    for curves in sets:
+        ends = _iterations(curves)
+        table["set"] += [str(curves.settings["data"])] * len(ends)
+        table["iteration"] += ends
+        for way in curves.ways:
+            table.setdefault(f"{way} (s)", []).extend(curves.seconds[way])
+            table.setdefault(f"{way} (loss, nats)", []).extend(curves.losses[way])
+    if not any(table["set"]):
+        del table["set"]
+    return table  # type: ignore[return-value]  # a column has one type of value

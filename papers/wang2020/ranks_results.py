@@ -1,0 +1,100 @@
+"""What ``retrograde bench ranks`` measures, and its JSON."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib import resources
+
+from retrograde.scan.rank_model import RankModel
+
+__all__ = ["Crossing", "Ranks"]
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A backward pass across the ranks that are at hand, one way.
+
+    Attributes:
+        way: ``"linear"``, ``"tree"`` or ``"gather"``.
+        seconds: until the last rank was through, the median.
+        messages: the most that any rank sent.
+        sent_bytes: likewise; what a process group tells to all counts once.
+    """
+
+    way: str
+    seconds: float
+    messages: int
+    sent_bytes: int
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """What was measured on a few ranks.
+
+    Attributes:
+        machine: what was measured on.
+        settings: ranks, the module's sizes, rounds and the like; ``"note"`` is for captions.
+        model: of more ranks, with what was measured.
+        sum_seconds: of adding up the parameters' gradients, which every way does besides.
+        crossings: a backward pass, by way.
+
+    Example:
+        >>> one = Ranks({}, {"ranks": 2}, RankModel(1, 1, 1, 1, 1, 1, 1, 1), 0.5, ())
+        >>> Ranks.from_json(one.to_json()) == one
+        True
+    """
+
+    machine: Mapping[str, str | int]
+    settings: Mapping[str, str | int]
+    model: RankModel
+    sum_seconds: float
+    crossings: tuple[Crossing, ...]
+
+    def expected_seconds(self, way: str) -> float:
+        """What the model says of the ranks that were at hand, the sum of gradients included.
+
+        Args:
+            way: ``"linear"``, ``"tree"`` or ``"gather"``.
+
+        Returns:
+            Seconds.
+        """
+        ranks = int(self.settings["ranks"])
+        return float(self.model.seconds(way, ranks)) + self.sum_seconds
+
+    def to_json(self) -> str:
+        """The numbers as JSON.
+
+        Returns:
+            A text that :meth:`from_json` reads.
+        """
+        return json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "Ranks":
+        """Read what :meth:`to_json` wrote.
+
+        Args:
+            text: the JSON.
+
+        Returns:
+            The numbers.
+        """
+        document = json.loads(text)
+        document["model"] = RankModel(**document["model"])
+        document["crossings"] = tuple(Crossing(**each) for each in document["crossings"])
+        return cls(**document)
+
+    @classmethod
+    def shipped(cls) -> "Ranks":
+        """The numbers that come with the library.
+
+        Returns:
+            The numbers.
+
+        Example:
+            >>> [each.way for each in Ranks.shipped().crossings]
+            ['linear', 'tree', 'gather']
+        """
+        folder = resources.files("wang2020") / "data"
+        return cls.from_json((folder / "ranks.json").read_text(encoding="utf-8"))

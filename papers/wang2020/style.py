@@ -1,0 +1,43 @@
+"""The ways of computing a gradient, as the figures of Wang, *BPPSA* (2020), show them.
+
+Its captions draw torch in red and the scan in blue.
+"""
+
+from retrograde_papers.curves import BLUE, GREEN, RED, VIOLET
+
+__all__ = ["colour_of", "label_of"]
+
+_COLOURS = {"torch": RED, "sequential": GREEN, "scan": BLUE, "auto": VIOLET}
+
+
+def colour_of(way: str) -> str:
+    """The colour of a way, the same in every figure.
+
+    Args:
+        way: ``"torch"``, or what ``backward=`` takes.
+
+    Returns:
+        The colour.
+
+    Example:
+        >>> colour_of("scan")
+        '#2456A6'
+    """
+    return _COLOURS[way]
+
+
+def label_of(way: str, cell: object) -> str:
+    """What a legend calls a way.
+
+    Args:
+        way: ``"torch"``, or what ``backward=`` takes.
+        cell: ``"rnn"`` or ``"gru"``.
+
+    Returns:
+        The label.
+
+    Example:
+        >>> label_of("torch", "gru"), label_of("scan", "gru")
+        ('torch.nn.GRU', 'backward="scan"')
+    """
+    return f"torch.nn.{str(cell).upper()}" if way == "torch" else f'backward="{way}"'

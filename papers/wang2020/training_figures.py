@@ -1,0 +1,130 @@
+"""Figure 3.4 of Wang, *BPPSA* (2020): losses of LeNet-5 trained by the scan and by torch."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib import resources
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from retrograde.figures.style import INK, tidy
+from retrograde_papers.curves import BLUE, RED
+from retrograde_papers.plates import Column, Plate, add_caption, describe_machine
+
+__all__ = ["Convergence", "figure_3_4"]
+
+_COLOURS = {"torch": RED, "scan": BLUE}
+_LABELS = {"torch": "torch.nn.Sequential", "scan": 'rg.Sequential(backward="scan")'}
+
+
+@dataclass(frozen=True)
+class Convergence:
+    """Losses of one network trained in two ways on the same batches.
+
+    Attributes:
+        machine: what was trained on; ``"device"`` names it.
+        settings: what was trained: network, algorithm, batch, learning rate, momentum, seed,
+            epochs, images.
+        every: iterations from a point of the curves to the next.
+        training: by way, the mean loss of the iterations up to each point, in nats.
+        testing: by way, the loss on the images held out, at each point.
+        difference: the greatest distance of a single iteration's training loss between the ways.
+        test_difference: the same of the test losses.
+        accuracy: by way, share of the images held out that are classified rightly in the end.
+        seconds: by way, median of an iteration.
+
+    Example:
+        >>> one = Convergence({}, {}, 1, {"torch": [2.0]}, {"torch": [2.1]}, 0.0, 0.0, {}, {})
+        >>> Convergence.from_json(one.to_json()) == one
+        True
+    """
+
+    machine: Mapping[str, str | int]
+    settings: Mapping[str, str | int | float]
+    every: int
+    training: Mapping[str, list[float]]
+    testing: Mapping[str, list[float]]
+    difference: float
+    test_difference: float
+    accuracy: Mapping[str, float]
+    seconds: Mapping[str, float]
+
+    def to_json(self) -> str:
+        """The numbers as JSON.
+
+        Returns:
+            A text that :meth:`from_json` reads.
+        """
+        return json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "Convergence":
+        """Read what :meth:`to_json` wrote.
+
+        Args:
+            text: the JSON.
+
+        Returns:
+            The numbers.
+        """
+        return cls(**json.loads(text))
+
+
+def figure_3_4(found: Convergence | None = None) -> Plate:
+    """Figure 3.4: training and test loss of LeNet-5 on CIFAR-10.
+
+    Args:
+        found: what to draw; by default the numbers that come with the library.
+
+    Returns:
+        The plate; its table has the losses of each point.
+
+    Example:
+        >>> figure_3_4().name
+        'figure_3_4'
+    """
+    if found is None:
+        folder = resources.files("wang2020") / "data"
+        found = Convergence.from_json((folder / "lenet.json").read_text(encoding="utf-8"))
+    figure = Figure(figsize=(9.4, 4.4), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    points = len(found.training["torch"])
+    iterations = [found.every * (point + 1) for point in range(points)]
+    table: dict[str, Column] = {"iteration": iterations}
+    sides = (("training", left, found.training), ("test", right, found.testing))
+    for place, (name, axes, losses) in enumerate(sides):
+        _draw(axes, iterations, losses, f"({'ab'[place]}) {name} loss")
+        table |= {f"{way}, {name} (nats)": values for way, values in losses.items()}
+    handles, labels = left.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper left", ncols=2, frameon=False, fontsize=9)
+    note = _described(found)
+    add_caption(figure, note)
+    title = "loss of LeNet-5 on CIFAR-10, trained by torch and by the scan"
+    return Plate("figure_3_4", title, table, figure, note)
+
+
+def _draw(axes: Axes, iterations: list[int], losses: Mapping[str, list[float]], title: str) -> None:
+    styles = {"torch": (3.4, "-"), "scan": (1.4, (0, (4, 2)))}  # both are seen, one on the other
+    for way, values in losses.items():
+        width, style = styles[way]
+        axes.plot(
+            iterations, values, color=_COLOURS[way], linewidth=width, linestyle=style,
+            label=_LABELS[way],
+        )  # fmt: skip
+    axes.grid(axis="y", color=INK, alpha=0.12, linewidth=0.8)
+    tidy(axes, title=title, x="iteration", y="cross entropy (nats)")
+
+
+def _described(found: Convergence) -> str:
+    settings = found.settings
+    shares = ", ".join(f"{way} {100 * share:.1f} %" for way, share in found.accuracy.items())
+    return (
+        f"{settings['training']:,} images, {settings['testing']:,} held out; batch "
+        f"{settings['batch']}, SGD at {settings['learning_rate']:g} with a momentum of "
+        f"{settings['momentum']:g}, {settings['epochs']} epochs; algorithm "
+        f"{settings['algorithm']!r}. The same weights at first and the same batches, on "
+        f"{describe_machine(found.machine)}. A point is the mean of {found.every} iterations. "
+        f"Greatest distance of any iteration's training loss {found.difference:.1e}, of any test "
+        f"loss {found.test_difference:.1e}; accuracy on the images held out {shares}."
+    )

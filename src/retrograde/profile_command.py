@@ -1,0 +1,95 @@
+"""The command ``retrograde profile``: what a step costs, and what each budget would buy."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from retrograde.console import clean_errors, require
+from retrograde.errors import RetrogradeError
+
+if TYPE_CHECKING:
+    from retrograde.nn.profile import Offer, Offers
+
+__all__ = ["profile"]
+
+_CELLS = {"lstm": "LSTM", "gru": "GRU", "rnn": "RNN"}
+
+
+def profile(
+    cell: Annotated[str, typer.Option(help="lstm, gru or rnn: torch's module.")] = "lstm",
+    inputs: Annotated[int, typer.Option(min=1, help="Numbers in the input of a step.")] = 64,
+    hidden: Annotated[int, typer.Option(min=1, help="Units of a layer.")] = 64,
+    layers: Annotated[int, typer.Option(min=1, help="Layers.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences side by side.")] = 16,
+    length: Annotated[int, typer.Option(min=1, help="Steps of the sequence.")] = 1000,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="One budget, to be told beside the others: a share of what ordinary BPTT holds "
+            "(5%), or bytes (64MiB)."
+        ),
+    ] = None,
+    points: Annotated[int, typer.Option(min=2, help="Budgets in the table.")] = 12,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    threads: Annotated[
+        int | None, typer.Option(help="To compute with; without it, as torch chooses.")
+    ] = None,
+) -> None:
+    """What one step of a recurrent network costs on this machine, and what each budget would buy.
+
+    Bytes are counted, seconds of short ranges are measured; what a whole iteration would hold and
+    take is predicted from these, by the planner that `memory=` goes by.
+    """
+    with clean_errors():
+        require("torch", "torch")
+        _profile(cell, (inputs, hidden, layers), batch, length, memory, points, device, threads)
+
+
+def _profile(
+    cell: str,
+    sizes: tuple[int, int, int],
+    batch: int,
+    length: int,
+    memory: str | None,
+    points: int,
+    device: str,
+    threads: int | None,
+) -> None:
+    import torch
+
+    from retrograde.machine import check_device, machine_of, use_threads
+    from retrograde.nn.profile import profile
+    from retrograde.units import parse_memory
+
+    if cell not in _CELLS:
+        raise RetrogradeError(f"--cell is {cell!r}: expected lstm, gru or rnn")
+    check_device(device)
+    if memory is not None:
+        parse_memory(memory)
+    use_threads(threads)
+    module = getattr(torch.nn, _CELLS[cell])(*sizes, device=device)
+    # What is measured is at most 256 steps long; from there on bytes grow evenly.
+    x = torch.randn(min(length, 256), batch, sizes[0], device=device)
+    console = Console(highlight=False, soft_wrap=True)
+    with console.status("measuring"):
+        found = profile(module, x)
+        offers = found.trade_off(length, points)
+        asked = None if memory is None else found.buys(memory, length)
+    console.print(f"{replace(found, length=None)}\n", markup=False)
+    _show(offers, asked, console)
+    console.print(", ".join(f"{name} {value}" for name, value in machine_of(device).items()))
+
+
+def _show(offers: "Offers", asked: "Offer | None", console: Console) -> None:
+    """Print the table, what was asked for among the others and in bold."""
+    if asked is not None and asked.budget_bytes < asked.ordinary_bytes:
+        others = [offer for offer in offers if offer.budget_bytes != asked.budget_bytes]
+        rows = sorted([*others, asked], key=lambda offer: offer.budget_bytes)
+        offers = replace(offers, offers=tuple(rows))
+    title, *lines = str(offers).splitlines()
+    console.print(title, markup=False, style="bold")
+    for number, line in enumerate(lines, -1):  # the names of the columns come first
+        is_asked = 0 <= number < len(offers) and offers.offers[number] is asked
+        console.print(line, markup=False, style="bold" if is_asked else "")
