@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 
-from retrograde.execute.cell import Core
-from retrograde.execute.fused import Layers
-from retrograde.execute.inputs import Held
-from retrograde.execute.pace import time_steps
+from retrograde.cores.candidates import candidates, runner_of
+from retrograde.cores.fused import Layers
+from retrograde.cores.timing import time_steps
 from retrograde.machine import machine_of
-from retrograde.nn.cores import candidates, runner_of
+from retrograde.run.core import Core
+from retrograde.run.inputs import Held
 
 RESULTS = Path(__file__).parent / "results"
 SIZES = [(16, 1), (64, 1), (256, 1), (16, 16), (64, 16), (256, 16), (64, 64), (256, 64)]

@@ -19,7 +19,7 @@ from torch import Tensor, distributed, multiprocessing
 
 import retrograde as rg
 from retrograde.machine import machine_of
-from retrograde.scan.ranks import RankWay
+from retrograde.ranks.scan_over_ranks import RankWay
 
 RESULTS = Path(__file__).parent / "results"
 SIZES = (1, 2, 4, 8)

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 import retrograde as rg
-from retrograde.plan.unfold import NOTHING, Parts, recall
+from retrograde.plan.steps.unfold import NOTHING, Parts, recall
 from retrograde.schedule import Verb, merge
 
 RESULTS = Path(__file__).parent / "results"

@@ -4,7 +4,7 @@ Section B.2 of the supplement takes T(a, m), the longest sequence that m hidden 
 backpropagate at a cost per step of at most a, and composes: a first sweep that stores a state after
 T(a, m), T(a, m−1), … steps, and a cost per step of a within each part, make a+1. It takes
 T(2, m) = m, which is what storing every state gives. In truth, by the closed form of the cost
-(:mod:`retrograde.plan.closed_form`), for a ≤ m+1,
+(:mod:`retrograde.plan.steps.closed_form`), for a ≤ m+1,
 
     T(a, m) = binom(m + a, a − 1),     so T(2, m) = m + 2.
 """

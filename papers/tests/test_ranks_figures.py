@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from retrograde.scan.rank_model import RankModel
+from retrograde.ranks.cost_model import RankModel
 from retrograde_papers.every import PLATES
 from retrograde_papers.plates import save_plate
 from wang2020.ranks_figures import RANKS, ranks_memory, ranks_seconds

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retrograde.scan.chain import Split, Step, observe_steps, split_of
+from retrograde.jacobians.feedforward import Split, Step, observe_steps, split_of
+from retrograde.jacobians.outline import Outline
 from retrograde.scan.counts import most_levels
 from retrograde.scan.elements import flops
-from retrograde.scan.report import Product
-from retrograde.scan.sparse.outline import Outline
+from retrograde.scan.work_report import Product
 from wang2020.flops import Counted, Point
 
 __all__ = ["count_scans", "counted", "ordinary_points", "points_of", "run_layers"]

@@ -10,11 +10,11 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from retrograde.figures.style import BLUE, GREEN, GREY, INK, ORANGE, tidy
+from retrograde.jacobians.csr import CSR
+from retrograde.jacobians.transposed import transposed_jacobian
 from retrograde.nn.networks import vgg11
 from retrograde.scan.blelloch import pairs
 from retrograde.scan.counts import most_levels
-from retrograde.scan.sparse.csr import CSR
-from retrograde.scan.sparse.jacobian import transposed_jacobian
 from retrograde_papers.plates import Column, Plate, add_caption, describe_machine
 
 __all__ = ["figure_3_1", "figure_3_3", "table_3_1"]

@@ -21,14 +21,14 @@ from torch import Tensor, distributed, multiprocessing
 
 from retrograde.files import check_folder, write_text
 from retrograde.machine import check_parallel, machine_of
-from retrograde.nn.ranks.time_piece import Piece
-from retrograde.nn.ranks.time_sharded import TimeSharded
 from retrograde.nn.recurrent import GRU
+from retrograde.ranks.cost_model import LinkSpeed, RankModel, measure_links
+from retrograde.ranks.group_transport import GroupLinks
+from retrograde.ranks.scan_over_ranks import RankWay
+from retrograde.ranks.time_piece import Piece
+from retrograde.ranks.time_sharded import TimeSharded
+from retrograde.ranks.transport import Links, Parcel, Simulated
 from retrograde.scan.elements import combine
-from retrograde.scan.group_links import GroupLinks
-from retrograde.scan.links import Links, Parcel, Simulated
-from retrograde.scan.rank_model import LinkSpeed, RankModel, measure_links
-from retrograde.scan.ranks import RankWay
 from retrograde.units import format_bytes
 from retrograde_papers.options import (
     ExperimentError,

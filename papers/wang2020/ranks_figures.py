@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from retrograde.figures.style import BLUE, GREEN, INK, ORANGE, figure_of, new_axes, tidy
-from retrograde.scan.rank_model import pipeline_space, scan_space, scan_steps, scan_work
+from retrograde.ranks.cost_model import pipeline_space, scan_space, scan_steps, scan_work
 from retrograde.units import format_bytes
 from retrograde_papers.plates import Column, Plate, add_caption, describe_machine
 from wang2020.ranks_results import Ranks

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib import resources
 
-from retrograde.scan.rank_model import RankModel
+from retrograde.ranks.cost_model import RankModel
 
 __all__ = ["Crossing", "Ranks"]
 

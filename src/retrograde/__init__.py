@@ -25,18 +25,18 @@ if TYPE_CHECKING:
         ScheduleError,
         UnitError,
     )
-    from retrograde.execute.measure import Measurement, measure
     from retrograde.interchange import from_checkpoint_schedules, to_checkpoint_schedules
+    from retrograde.measure.memory import Measurement, measure
+    from retrograde.nn.backward_choice import Explanation, explain
     from retrograde.nn.bptt import bptt
     from retrograde.nn.budget import Division, Share, budget
-    from retrograde.nn.choice import Explanation, explain
     from retrograde.nn.profile import Offer, Offers, Profile, profile
-    from retrograde.nn.ranks.layer_sharded import LayerSharded
-    from retrograde.nn.ranks.time_sharded import TimeSharded
     from retrograde.nn.recurrent import GRU, LSTM, RNN
     from retrograde.nn.sequential import Residual, Sequential
     from retrograde.nn.unroll import unroll
     from retrograde.plan import TradeOff, cost, least_memory, longest, plan, split, trade_off
+    from retrograde.ranks.layer_sharded import LayerSharded
+    from retrograde.ranks.time_sharded import TimeSharded
     from retrograde.schedule import (
         Advance,
         Backward,
@@ -82,16 +82,16 @@ _HOMES = {
         "split",
         "trade_off",
     ),
-    "retrograde.execute.measure": ("Measurement", "measure"),
+    "retrograde.measure.memory": ("Measurement", "measure"),
     "retrograde.nn.bptt": ("bptt",),
     "retrograde.nn.budget": ("Division", "Share", "budget"),
     "retrograde.nn.unroll": ("unroll",),
-    "retrograde.nn.choice": ("Explanation", "explain"),
-    "retrograde.nn.ranks.layer_sharded": ("LayerSharded",),
+    "retrograde.nn.backward_choice": ("Explanation", "explain"),
+    "retrograde.ranks.layer_sharded": ("LayerSharded",),
     "retrograde.nn.profile": ("Offer", "Offers", "Profile", "profile"),
     "retrograde.nn.recurrent": ("GRU", "LSTM", "RNN"),
     "retrograde.nn.sequential": ("Residual", "Sequential"),
-    "retrograde.nn.ranks.time_sharded": ("TimeSharded",),
+    "retrograde.ranks.time_sharded": ("TimeSharded",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

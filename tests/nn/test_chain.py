@@ -12,14 +12,14 @@ from torch import nn
 from torch.nn import functional
 
 import retrograde as rg
+from retrograde.cores.chain.chain_core import ChainCore
+from retrograde.cores.chain.links import examine_layers
+from retrograde.discover.trees import flatten
 from retrograde.errors import BudgetError, CellError, RetrogradeError, UnitError
-from retrograde.execute.chain.core import ChainCore
-from retrograde.execute.chain.links import examine_layers
-from retrograde.execute.executor import Run
-from retrograde.execute.inputs import Held
-from retrograde.execute.layout import Straight
-from retrograde.execute.ranges import Gradients
-from retrograde.execute.trees import flatten
+from retrograde.run.core import Gradients
+from retrograde.run.executor import Run
+from retrograde.run.inputs import Held
+from retrograde.run.layout import Straight
 
 PARTS = [1.0, 0.6, 0.2, 0.0]  # of what lies between the least budget and the ordinary one
 

@@ -10,7 +10,8 @@ from torch.nn.utils.rnn import pack_sequence
 
 import retrograde as rg
 from oracles.networks import CELLS, assert_close, gradients, pair
-from retrograde.nn import calibration, choice
+from retrograde.nn import backward_choice as choice
+from retrograde.nn import calibration
 from retrograde.nn.calibration import WAYS, Timing, cache_file, timings
 
 EVERY_CELL = pytest.mark.parametrize("cell", CELLS)

@@ -5,12 +5,12 @@ import torch
 
 import retrograde as rg
 from oracles.networks import relative_error
-from retrograde.execute.autograd import run_schedule
-from retrograde.execute.fused import Layers
-from retrograde.execute.inputs import Held
-from retrograde.execute.layout import Rows
-from retrograde.nn.direct import Direct, sums_at_once
+from retrograde.cores.fused import Layers
+from retrograde.cores.loops import Direct, sums_at_once
 from retrograde.plan.fit import Curve, Footprint, fit
+from retrograde.run.autograd import run_schedule
+from retrograde.run.inputs import Held
+from retrograde.run.layout import Rows
 
 KINDS = {"RNN_TANH": torch.nn.RNN, "GRU": torch.nn.GRU, "LSTM": torch.nn.LSTM}
 DOUBLE = torch.float64

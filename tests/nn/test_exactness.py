@@ -34,8 +34,8 @@ from oracles.networks import (
     seeds_for,
     state_of,
 )
+from retrograde.kernels.cells import Weights
 from retrograde.scan.layer import room_for, run
-from retrograde.scan.recurrent import Weights
 
 SIZES, LENGTHS, BATCHES = (1, 7, 20, 33, 64, 128), (1, 2, 3, 63, 64, 65, 1000, 5000), (1, 3, 16)
 GAINS, WAYS = (0.1, 0.9, 1.5, 2.2), ("sequential", "scan")

@@ -11,14 +11,14 @@ from torch import nn
 
 import retrograde as rg
 from oracles.loops import WAYS, assert_bitwise, both, gradients, least, loop
-from retrograde.execute.executor import Run
-from retrograde.execute.ranges import Tape
-from retrograde.execute.reach import reach
+from retrograde.discover.referents import reach
+from retrograde.kernels import cpu
 from retrograde.nn import bptt as streamed
 from retrograde.nn import unroll as unrolling
-from retrograde.nn.recent import Recent, identity
+from retrograde.nn.cache import Recent, identity
+from retrograde.run.core import Tape
+from retrograde.run.executor import Run
 from retrograde.scan import layer as layers
-from retrograde.scan.kernels import cpu
 
 DOUBLE = torch.float64
 WITH_MEMORY = [way for way in WAYS if "memory" in WAYS[way][2]]

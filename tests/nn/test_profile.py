@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import retrograde as rg
-from retrograde.execute.pace import Pace, Paces, _pace
-from retrograde.nn.swap import twin
+from retrograde.cores.timing import Pace, Paces, _pace
+from retrograde.nn.replace_modules import twin
 from retrograde.plan.fit import fit
 
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from retrograde.scan import kernels
+from retrograde import jacobians, kernels
 
 COMPILED = torch.cuda.is_available()
 DEVICE = "cuda" if COMPILED else "cpu"
@@ -23,17 +23,18 @@ def load(name):
         if not COMPILED:
             patch.setenv("TRITON_INTERPRET", "1")
             forget()
-        return importlib.import_module(f"retrograde.scan.kernels.{name}")
+        return importlib.import_module(f"retrograde.{name}")
 
 
 @functools.cache
 def forget():
     """What was perhaps imported before, to compile; triton decides that when it is imported."""
     for name in list(sys.modules):
-        if re.match(r"triton(?!\._C)|retrograde\.scan\.kernels\.cuda", name):
+        if re.match(r"triton(?!\._C)|retrograde\.(kernels|jacobians)\.cuda", name):
             del sys.modules[name]
-    for name in [name for name in vars(kernels) if name.startswith("cuda")]:
-        delattr(kernels, name)
+    for room in (kernels, jacobians):
+        for name in [name for name in vars(room) if name.startswith("cuda")]:
+            delattr(room, name)
 
 
 class Fences:

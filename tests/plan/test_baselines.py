@@ -3,7 +3,7 @@ from math import isqrt
 
 import pytest
 
-from retrograde.plan.baselines import (
+from retrograde.plan.steps.baselines import (
     chen_recursive,
     chen_sqrt,
     recompute_all,

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from oracles.chains import fastest
 from retrograde import BudgetError, ScheduleError, UnitError
 from retrograde.plan import chain_minimum, chain_trade_off, cost, plan
-from retrograde.plan.chain import plan_chain, record_everything
-from retrograde.plan.chain_cells import all_cells
-from retrograde.plan.chain_solver import LONGEST, Solver
+from retrograde.plan.chain.cells import all_cells
+from retrograde.plan.chain.planner import plan_chain, record_everything
+from retrograde.plan.chain.solver import LONGEST, Solver
 from retrograde.schedule import Chain, Schedule, Verb, simulate
 
 POLICIES = ("msm", "hsm", "ism")
@@ -176,8 +176,8 @@ def equal_chain(length: int, size: int) -> Chain:
 
 def forward_steps(chain: Chain, kept: int, policy: str) -> float:
     """The table's, where only what is kept counts and nothing is needed for a while."""
-    from retrograde.plan.chain_kernel import LANES, Grid, Kinds, fill
-    from retrograde.plan.chain_layers import layers_of
+    from retrograde.plan.chain.columns import layers_of
+    from retrograde.plan.chain.fill import LANES, Grid, Kinds, fill
 
     layers = layers_of(chain)
     size = len(chain)
@@ -306,7 +306,7 @@ def test_a_band_is_hardly_slower_than_the_whole_table():
         exact = plan(chain, "40%")
         with pytest.MonkeyPatch.context() as patch:
             long_from(patch, longest=1)
-            patch.setattr(sys.modules["retrograde.plan.chain_solver"], "_BAND", 16)
+            patch.setattr(sys.modules["retrograde.plan.chain.solver"], "_BAND", 16)
             assert plan(chain, "40%").seconds <= 1.01 * exact.seconds
 
 
@@ -329,8 +329,8 @@ def test_more_layers_than_are_told_apart_are_taken_in_groups(policy):
 @pytest.mark.parametrize("seed", range(120))
 def test_no_schedule_undercuts_the_bound(seed):
     """Of any kind: not only those that keep what they have until its turn."""
-    from retrograde.plan.chain_bound import least_seconds
-    from retrograde.plan.chain_kernel import Kinds
+    from retrograde.plan.chain.bound import least_seconds
+    from retrograde.plan.chain.fill import Kinds
 
     chain = random_chain(1 + seed % 4, seed, running=5 + 10 * (seed % 3))
     for policy in POLICIES:
@@ -344,7 +344,7 @@ def test_no_schedule_undercuts_the_bound(seed):
 @given(st.integers(1, 7), st.integers(0, 10**6), st.booleans())
 def test_the_relaxation_is_the_least_of_all_choices(length, seed, stores):
     """Summed from the definitions, for every set of layers that may be kept."""
-    from retrograde.plan.chain_bound import _Columns, _relaxed
+    from retrograde.plan.chain.bound import _Columns, _relaxed
 
     chain, draw = random_chain(length, seed), np.random.default_rng(seed)
     price, limit = draw.choice([0.0, 0.1, 0.3, 1.0], length), draw.uniform(0, 60, length)
@@ -374,8 +374,8 @@ def test_the_relaxation_is_the_least_of_all_choices(length, seed, stores):
 
 
 def test_the_bound_is_close_and_grows_as_memory_shrinks():
-    from retrograde.plan.chain_bound import least_seconds
-    from retrograde.plan.chain_kernel import Kinds
+    from retrograde.plan.chain.bound import least_seconds
+    from retrograde.plan.chain.fill import Kinds
 
     for seed in range(3):
         chain = random_chain(100, seed, scale=1000)
@@ -390,8 +390,8 @@ def test_the_bound_is_close_and_grows_as_memory_shrinks():
 
 def test_what_is_let_go_of_early_does_not_spoil_the_bound():
     """``release_bytes``, which the planner leaves aside and the books do not."""
-    from retrograde.plan.chain_bound import least_seconds
-    from retrograde.plan.chain_kernel import Kinds
+    from retrograde.plan.chain.bound import least_seconds
+    from retrograde.plan.chain.fill import Kinds
 
     chain = Chain([1, 1], [0, 0], [8, 8], keeps_input=[True, True], release_bytes=[0, 8],
                   keeps_output=[False, False], backward_transient_bytes=[0, 30])  # fmt: skip

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from oracles.recurrences import fewest_actions_hsm, hsm_table, ism_table
 from retrograde.errors import ScheduleError
-from retrograde.plan.closed_form import (
+from retrograde.plan.steps.closed_form import (
     hsm_cost,
     hsm_costs,
     hsm_linear_bound,

@@ -8,7 +8,7 @@ from oracles.recurrences import plain_tables
 from retrograde.errors import ScheduleError, UnitError
 from retrograde.plan import plan
 from retrograde.plan.arguments import units_of
-from retrograde.plan.coarse import coarsen
+from retrograde.plan.steps.coarse import coarsen
 
 BYTES = st.integers(1, 10**7)
 

@@ -4,10 +4,11 @@ import pytest
 
 from oracles.recurrences import fewest_actions_hsm, fewest_actions_ism
 from retrograde.errors import ScheduleError
-from retrograde.plan import plan, split, unfold
-from retrograde.plan.closed_form import hsm_cost, ism_cost
-from retrograde.plan.hsm import hsm_schedule
-from retrograde.plan.ism import ism_schedule
+from retrograde.plan import plan, split
+from retrograde.plan.steps import unfold
+from retrograde.plan.steps.closed_form import hsm_cost, ism_cost
+from retrograde.plan.steps.hsm import hsm_schedule
+from retrograde.plan.steps.ism import ism_schedule
 from retrograde.schedule import Advance, Store
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from retrograde.errors import ScheduleError
 from retrograde.plan import cost, least_memory, longest, trade_off
-from retrograde.plan.closed_form import hsm_cost
+from retrograde.plan.steps.closed_form import hsm_cost
 
 KINDS = [
     ("hsm", {}),

@@ -6,10 +6,12 @@ from hypothesis import strategies as st
 from oracles.exhaustive import cheapest
 from oracles.recurrences import fewest_actions, hsm_table, ism_table, msm_table, plain_tables
 from retrograde.errors import ScheduleError
-from retrograde.plan import cost, hull, mixed
-from retrograde.plan.closed_form import hsm_cost, ism_cost
-from retrograde.plan.hull import LONGEST
-from retrograde.plan.mixed import mixed_bounds, mixed_costs, plan_blocks
+from retrograde.plan import cost
+from retrograde.plan.steps import hull
+from retrograde.plan.steps import msm as mixed
+from retrograde.plan.steps.closed_form import hsm_cost, ism_cost
+from retrograde.plan.steps.hull import LONGEST
+from retrograde.plan.steps.msm import mixed_bounds, mixed_costs, plan_blocks
 
 LENGTH, MEMORY = 60, 30
 SIZES = [(alpha, beta) for alpha in range(1, 8) for beta in range(1, alpha + 1)]

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from oracles.mutations import mutants
 from retrograde.errors import ScheduleError
 from retrograde.plan import BASELINES, POLICIES, cost, plan
-from retrograde.plan.ism import ism_schedule
-from retrograde.plan.mixed import plan_blocks
+from retrograde.plan.steps.ism import ism_schedule
+from retrograde.plan.steps.msm import plan_blocks
 from retrograde.schedule import Free, Schedule, Store, merge, simulate
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -12,7 +12,7 @@ from retrograde.errors import ScanError
 from retrograde.scan.blelloch import blelloch, chunked, gradients, hybrid, linear, pairs
 from retrograde.scan.elements import IDENTITY, UNREAD, Affine, Dense, Diagonal, Vector
 from retrograde.scan.reference import reference
-from retrograde.scan.report import Report
+from retrograde.scan.work_report import Report
 
 ALPHABET = [chr(ord("A") + i) for i in range(71)]
 CHUNKS = (1, 2, 3, 5, 8, 21, 63, 64, 65, 100)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import retrograde as rg
-from retrograde.scan import cells
+from retrograde.scan import any_cell as cells
 
 REAL = {"dtype": torch.float64}
 

@@ -18,7 +18,7 @@ from retrograde.scan.counts import (
     most_levels,
 )
 from retrograde.scan.elements import IDENTITY
-from retrograde.scan.report import Report
+from retrograde.scan.work_report import Report
 
 EVERY_N = range(301)
 WORKERS = (None, 1, 2, 3, 7, 64, 301)

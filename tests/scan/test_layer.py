@@ -5,10 +5,10 @@ import torch
 
 from oracles.networks import CELLS, assert_close, relative_error, seeds_for
 from retrograde.errors import RetrogradeError
-from retrograde.scan.autograd import layer
+from retrograde.kernels.cells import Weights
+from retrograde.scan.block_lengths import scan_way, sequential_way, step_numbers
 from retrograde.scan.layer import Way, backpropagate, run, run_and_keep
-from retrograde.scan.recurrent import Weights
-from retrograde.scan.ways import scan_way, sequential_way, step_numbers
+from retrograde.scan.layer_node import layer
 
 EVERY_CELL = pytest.mark.parametrize("kind", CELLS)
 NAMES = ["x", "weight_ih", "weight_hh", "bias_ih", "bias_hh", "h", "c"]

@@ -4,7 +4,7 @@ import torch
 
 from retrograde.scan.blelloch import blelloch, chunked, gradients, hybrid, linear
 from retrograde.scan.elements import IDENTITY, UNREAD, Dense, Diagonal, Vector
-from retrograde.scan.report import Level, Operand, Product, Report
+from retrograde.scan.work_report import Level, Operand, Product, Report
 
 
 def reported(algorithm, elements, **options):

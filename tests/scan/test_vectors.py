@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from retrograde.scan.kernels.lanes import (
+from retrograde.kernels.lanes import (
     LANES,
     compiled,
     like,
@@ -16,7 +16,7 @@ from retrograde.scan.kernels.lanes import (
     store,
     tanh,
 )
-from retrograde.scan.kernels.tiles import PANEL, add_outer, panels, product, whole_vectors
+from retrograde.kernels.tiles import PANEL, add_outer, panels, product, whole_vectors
 
 DTYPES = pytest.mark.parametrize("dtype", [np.float32, np.float64])
 

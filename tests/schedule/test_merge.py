@@ -1,8 +1,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrograde.plan.ism import ism_schedule
-from retrograde.plan.mixed import plan_blocks
+from retrograde.plan.steps.ism import ism_schedule
+from retrograde.plan.steps.msm import plan_blocks
 from retrograde.schedule import Advance, Backward, Free, Load, Record, Schedule, Store, merge
 
 

@@ -19,7 +19,7 @@ from retrograde.training import (
     write_whole,
 )
 from retrograde.training import report as report_module
-from retrograde.training.files import write_figure
+from retrograde.training.atomic_files import write_figure
 
 FULL = Path("/dev/full")
 needs_full = pytest.mark.skipif(not FULL.exists(), reason="the system has no /dev/full")

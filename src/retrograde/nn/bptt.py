@@ -13,23 +13,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from retrograde.cores.candidates import candidates
+from retrograde.cores.cell import Cell, StepCore
+from retrograde.cores.footprint import Candidate, fit_fastest, footprints, step_bytes
+from retrograde.cores.fused import Fused, Layers, Mode, run_lean
+from retrograde.cores.loss import Loss, RangeLoss, StepLoss, examine_loss
+from retrograde.discover.referents import reach
+from retrograde.discover.surroundings import autocast_as_now
+from retrograde.discover.trees import Structure, flatten
 from retrograde.errors import CellError, RetrogradeError, ScheduleError
-from retrograde.execute.cell import Cell, Core, StepCore
-from retrograde.execute.fused import Fused, Layers, Mode, run_lean
-from retrograde.execute.losses import Loss, RangeLoss, StepLoss, examine_loss
-from retrograde.execute.profile import Candidate, fit_fastest, footprints, step_bytes
-from retrograde.execute.reach import reach
-from retrograde.execute.replay import autocast_as_now
-from retrograde.execute.sources import Arrays, Spool, Steps, Stream, open_source
-from retrograde.execute.streaming import Progress, TakeInput, run_stream
-from retrograde.execute.transforms import refuse_transforms, uncompiled
-from retrograde.execute.trees import Structure, flatten
-from retrograde.nn.cores import candidates
-from retrograde.nn.recent import Recent, identity, signature
+from retrograde.nn.cache import Recent, identity, signature
 from retrograde.nn.recurrent import Recurrent
 from retrograde.nn.unroll import check_schedule
 from retrograde.plan import plan
 from retrograde.plan.fit import Fit
+from retrograde.run.core import Core
+from retrograde.run.sources import Arrays, Spool, Steps, Stream, open_source
+from retrograde.run.streaming import Progress, TakeInput, run_stream
+from retrograde.run.transforms import refuse_transforms, uncompiled
 from retrograde.schedule import Schedule
 from retrograde.units import Memory, parse_memory
 

@@ -13,8 +13,8 @@ sum is an upper bound, for only one module at a time is at its own peak.
 
 In that run these modules record nothing, so it takes what the rest of the model takes.
 
-What is swapped is known to :mod:`retrograde.nn.swap` alone; here a module has a ``memory``, and a
-``fit`` that tells bytes.
+What is swapped is known to :mod:`retrograde.nn.replace_modules` alone; here a module has a
+``memory``, and a ``fit`` that tells bytes.
 
 Known limits: what a model changes in place and is no buffer (a list that it appends to) is not put
 back; a model whose forward pass differentiates through such a module cannot be run so.
@@ -32,16 +32,16 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
+from retrograde.discover.generators import sources
+from retrograde.discover.referents import reach
+from retrograde.discover.surroundings import Ambient
 from retrograde.errors import BudgetError, CellError
-from retrograde.execute.chance import sources
-from retrograde.execute.reach import reach
-from retrograde.execute.replay import Ambient
-from retrograde.execute.transforms import is_unreal, uncompiled
-from retrograde.nn.chain import ChainFit
-from retrograde.nn.ordinary import last_weights
-from retrograde.nn.recent import signature
-from retrograde.nn.swap import Budgeted, Swappable, is_chain, swap, twin
+from retrograde.nn.cache import signature
+from retrograde.nn.chain_plans import ChainFit
+from retrograde.nn.ordinary_memory import last_weights
+from retrograde.nn.replace_modules import Budgeted, Swappable, is_chain, swap, twin
 from retrograde.nn.unroll import needs_gradient
+from retrograde.run.transforms import is_unreal, uncompiled
 from retrograde.units import Memory, as_bytes, format_bytes, parse_memory
 
 __all__ = ["Division", "Share", "budget"]

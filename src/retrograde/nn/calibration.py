@@ -22,7 +22,7 @@ from torch import nn
 
 from retrograde import scan
 from retrograde.machine import machine_of, now
-from retrograde.nn.ordinary import last_weights, over_weights, stand_ins
+from retrograde.nn.ordinary_memory import last_weights, over_weights, stand_ins
 
 __all__ = ["WAYS", "Timing", "cache_file", "contenders", "timings"]
 

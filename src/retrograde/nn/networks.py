@@ -6,7 +6,7 @@ Lists, so that the same layers can stand in a :class:`torch.nn.Sequential` and i
 
 from torch import nn
 
-from retrograde.scan.sparse.paths import Residual
+from retrograde.jacobians.composition import Residual
 
 __all__ = ["lenet5", "resnet18", "resnet34", "vgg11"]
 

@@ -1,7 +1,7 @@
 """``profile``: what a step costs, in bytes and seconds, and what each budget would buy.
 
 A step is measured on the real thing, by the functions that will carry a schedule out: its bytes
-(:mod:`retrograde.execute.profile`) and its seconds (:mod:`retrograde.execute.pace`). From these
+(:mod:`retrograde.cores.footprint`) and its seconds (:mod:`retrograde.cores.timing`). From these
 alone the planner (:mod:`retrograde.plan.fit`) tells for any length and any budget what would be
 held, and how many steps would be run; and the seconds are
 
@@ -21,20 +21,20 @@ from typing import Any, SupportsIndex, cast, overload
 import numpy as np
 from torch import Tensor, nn
 
+from retrograde.cores.cell import Cell, examine
+from retrograde.cores.footprint import footprint
+from retrograde.cores.loops import sums_at_once
+from retrograde.cores.timing import Paces, time_steps
+from retrograde.discover.surroundings import autocast_as_now
+from retrograde.discover.trees import flatten
 from retrograde.errors import BudgetError, CellError
-from retrograde.execute.cell import Cell, check_length, examine
-from retrograde.execute.inputs import Held
-from retrograde.execute.pace import Paces, time_steps
-from retrograde.execute.profile import footprint
-from retrograde.execute.replay import autocast_as_now
-from retrograde.execute.trees import flatten
-from retrograde.nn.chain import measured
-from retrograde.nn.direct import sums_at_once
+from retrograde.nn.chain_plans import measured
 from retrograde.nn.recurrent import Recurrent
-from retrograde.nn.swap import twin
+from retrograde.nn.replace_modules import twin
 from retrograde.plan import least_memory
 from retrograde.plan.arguments import integer
 from retrograde.plan.fit import Fit, Footprint, fit
+from retrograde.run.inputs import Held, check_length
 from retrograde.schedule import Chain
 from retrograde.schedule.actions import Verb
 from retrograde.units import Memory, format_bytes

@@ -2,7 +2,7 @@
 
 A subclass keeps torch's constructor, parameters and ``state_dict``; only the way in which the
 gradient is computed changes. Where nothing is asked, or no gradient is wanted, or tensors are not
-real (:func:`retrograde.execute.transforms.is_unreal`), torch's own forward pass is run.
+real (:func:`retrograde.run.transforms.is_unreal`), torch's own forward pass is run.
 
 - ``memory`` runs ranges of steps on the fastest kernels as a schedule says that fits the budget
   (:mod:`retrograde.nn.scheduled`; Gruslys et al., 2016); ``schedule`` says so itself.
@@ -20,20 +20,20 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from retrograde.errors import CellError, InputError, RetrogradeError, ScheduleError
-from retrograde.execute.transforms import (
+from retrograde.nn import backward_choice as choice
+from retrograde.nn.cache import Recent
+from retrograde.nn.layer_stack import Batch, run_stack
+from retrograde.nn.ordinary_memory import over_weights
+from retrograde.nn.scheduled import Call, StackFit, check_measurable
+from retrograde.nn.unroll import check_schedule
+from retrograde.plan.fit import Fit
+from retrograde.run.transforms import (
     is_exporting,
     is_unreal,
     refuse_batches,
     refuse_transforms,
     uncompiled,
 )
-from retrograde.nn import choice
-from retrograde.nn.ordinary import over_weights
-from retrograde.nn.recent import Recent
-from retrograde.nn.scheduled import Call, StackFit, check_measurable
-from retrograde.nn.stack import Batch, run_stack
-from retrograde.nn.unroll import check_schedule
-from retrograde.plan.fit import Fit
 from retrograde.schedule import Schedule
 from retrograde.units import Memory, parse_memory
 
@@ -327,7 +327,17 @@ class RNN(Recurrent, nn.RNN):
     """``torch.nn.RNN`` whose gradient is computed as asked: in parallel, or within a budget.
 
     Args:
-        *args: as for ``torch.nn.RNN``.
+        input_size: numbers in the input of a step, I.
+        hidden_size: units, H.
+        num_layers: layers, each on the outputs of the one before.
+        nonlinearity: ``"tanh"`` or ``"relu"``.
+        bias: whether there are biases.
+        batch_first: whether inputs and outputs are (B, T, …), not (T, B, …).
+        dropout: the share of outputs that is dropped between layers.
+        bidirectional: whether each layer goes through the sequence in both directions.
+        proj_size: refused but for 0, as torch refuses it.
+        device: of the parameters.
+        dtype: of the parameters.
         memory: the budget for the backward pass, beyond inputs, outputs and gradients: bytes
             (``67108864``), a size (``"64MiB"``), or a fraction of what ordinary backpropagation
             of the same module and shapes would hold (``0.05``, ``"5%"``). None: no limit.
@@ -335,7 +345,6 @@ class RNN(Recurrent, nn.RNN):
             or, with a budget, for the fastest that fits. See :data:`Backward`, and
             :func:`retrograde.explain` for what ``"auto"`` chooses.
         schedule: a schedule to follow in place of a budget, for sequences of its length only.
-        **kwargs: as for ``torch.nn.RNN``.
 
     All three may be changed at any time, as attributes.
 
@@ -353,16 +362,59 @@ class RNN(Recurrent, nn.RNN):
         torch.Size([8, 8])
     """
 
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        nonlinearity: Literal["tanh", "relu"] = "tanh",
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        proj_size: int = 0,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        memory: Memory | None = None,
+        backward: Backward | None = None,
+        schedule: Schedule | None = None,
+    ) -> None:
+        super().__init__(
+            input_size,
+            hidden_size,
+            num_layers,
+            nonlinearity,
+            bias,
+            batch_first,
+            dropout,
+            bidirectional,
+            **({"proj_size": proj_size} if proj_size else {}),
+            device=device,
+            dtype=dtype,
+            memory=memory,
+            backward=backward,
+            schedule=schedule,
+        )
+
 
 class GRU(Recurrent, nn.GRU):
     """``torch.nn.GRU`` whose gradient is computed as asked: in parallel, or within a budget.
 
     Args:
-        *args: as for ``torch.nn.GRU``.
+        input_size: numbers in the input of a step, I.
+        hidden_size: units, H.
+        num_layers: layers, each on the outputs of the one before.
+        bias: whether there are biases.
+        batch_first: whether inputs and outputs are (B, T, …), not (T, B, …).
+        dropout: the share of outputs that is dropped between layers.
+        bidirectional: whether each layer goes through the sequence in both directions.
+        proj_size: refused but for 0, as torch refuses it.
+        device: of the parameters.
+        dtype: of the parameters.
         memory: as for :class:`RNN`.
         backward: as for :class:`RNN`.
         schedule: as for :class:`RNN`.
-        **kwargs: as for ``torch.nn.GRU``.
 
     Raises:
         UnitError: as :class:`RNN`.
@@ -378,16 +430,57 @@ class GRU(Recurrent, nn.GRU):
         2
     """
 
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        proj_size: int = 0,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        memory: Memory | None = None,
+        backward: Backward | None = None,
+        schedule: Schedule | None = None,
+    ) -> None:
+        super().__init__(
+            input_size,
+            hidden_size,
+            num_layers,
+            bias,
+            batch_first,
+            dropout,
+            bidirectional,
+            **({"proj_size": proj_size} if proj_size else {}),
+            device=device,
+            dtype=dtype,
+            memory=memory,
+            backward=backward,
+            schedule=schedule,
+        )
+
 
 class LSTM(Recurrent, nn.LSTM):
     """``torch.nn.LSTM`` whose gradient is computed as asked: in parallel, or within a budget.
 
     Args:
-        *args: as for ``torch.nn.LSTM``.
+        input_size: numbers in the input of a step, I.
+        hidden_size: units, H.
+        num_layers: layers, each on the outputs of the one before.
+        bias: whether there are biases.
+        batch_first: whether inputs and outputs are (B, T, …), not (T, B, …).
+        dropout: the share of outputs that is dropped between layers.
+        bidirectional: whether each layer goes through the sequence in both directions.
+        proj_size: the size that outputs are projected to; 0 for none.
+        device: of the parameters.
+        dtype: of the parameters.
         memory: as for :class:`RNN`.
         backward: as for :class:`RNN`.
         schedule: as for :class:`RNN`.
-        **kwargs: as for ``torch.nn.LSTM``.
 
     Raises:
         UnitError: as :class:`RNN`.
@@ -402,3 +495,36 @@ class LSTM(Recurrent, nn.LSTM):
         >>> lstm.fit(torch.randn(200, 8, 32)).schedule.length
         200
     """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        proj_size: int = 0,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        memory: Memory | None = None,
+        backward: Backward | None = None,
+        schedule: Schedule | None = None,
+    ) -> None:
+        super().__init__(
+            input_size,
+            hidden_size,
+            num_layers,
+            bias,
+            batch_first,
+            dropout,
+            bidirectional,
+            proj_size=proj_size,
+            device=device,
+            dtype=dtype,
+            memory=memory,
+            backward=backward,
+            schedule=schedule,
+        )

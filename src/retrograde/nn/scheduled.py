@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor
 
+from retrograde.cores.candidates import Runner, candidates, core_of, runner_of
+from retrograde.cores.dropout import Dropout, draw_key
+from retrograde.cores.footprint import LONGEST_MEASURED, Candidate, fit_fastest, footprints
+from retrograde.cores.fused import Layers, Mode, run_torch
+from retrograde.cores.loops import sums_at_once
 from retrograde.errors import CellError
-from retrograde.execute.autograd import run_schedule
-from retrograde.execute.dropout import Dropout, draw_key
-from retrograde.execute.fused import Layers, Mode, run_torch
-from retrograde.execute.inputs import Inputs
-from retrograde.execute.layout import Rows
-from retrograde.execute.profile import LONGEST_MEASURED, Candidate, fit_fastest, footprints
-from retrograde.execute.transforms import is_unreal
-from retrograde.nn.cores import Runner, candidates, core_of, runner_of
-from retrograde.nn.direct import sums_at_once
-from retrograde.nn.ordinary import Ordinary, last_weights, measure_ordinary, stand_ins
+from retrograde.nn.ordinary_memory import Ordinary, last_weights, measure_ordinary, stand_ins
 from retrograde.plan.fit import Curve, Fit, Footprint, refusal
+from retrograde.run.autograd import run_schedule
+from retrograde.run.inputs import Inputs
+from retrograde.run.layout import Rows
+from retrograde.run.transforms import is_unreal
 from retrograde.schedule import Schedule
 from retrograde.units import as_bytes
 

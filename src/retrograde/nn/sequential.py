@@ -1,10 +1,10 @@
 """``torch.nn.Sequential`` within a byte budget, or backpropagated by a parallel scan.
 
-With ``memory=`` alone it is a deep chain (:mod:`retrograde.nn.chain`). With ``backward="scan"`` its
-backward pass is a scan over sparse transposed Jacobians: forward, every layer runs as usual, cut
-off from the one before; backward, the scan finds the gradient of every layer's output; then each
-layer's parameters get theirs, by the layer's own backward pass, none waiting for another (W20,
-section 3.1).
+With ``memory=`` alone it is a deep chain (:mod:`retrograde.nn.chain_plans`). With
+``backward="scan"`` its backward pass is a scan over sparse transposed Jacobians: forward, every
+layer runs as usual, cut off from the one before; backward, the scan finds the gradient of every
+layer's output; then each layer's parameters get theirs, by the layer's own backward pass, none
+waiting for another (W20, section 3.1).
 """
 
 from collections import OrderedDict
@@ -14,16 +14,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from retrograde.discover.captured import foreign_tensors
+from retrograde.discover.surroundings import muted_hooks
 from retrograde.errors import CellError, RetrogradeError, ScanError
-from retrograde.execute.captured import foreign_tensors
-from retrograde.execute.replay import muted_hooks
-from retrograde.execute.transforms import refuse_transforms, uncompiled
-from retrograde.nn.chain import ChainFit, Plans, named_layers
-from retrograde.nn.outlook import Outlook, outlook_of
-from retrograde.scan.chain import Algorithm, Step, observe_steps, scan_gradients
-from retrograde.scan.sparse.jacobian import room
-from retrograde.scan.sparse.paths import Residual
-from retrograde.scan.sparse.rules import register_layer
+from retrograde.jacobians.composition import Residual
+from retrograde.jacobians.feedforward import Algorithm, Step, observe_steps, scan_gradients
+from retrograde.jacobians.rules import register_layer
+from retrograde.jacobians.transposed import room
+from retrograde.nn.chain_plans import ChainFit, Plans, named_layers
+from retrograde.nn.scan_choice import Outlook, outlook_of
+from retrograde.run.transforms import refuse_transforms, uncompiled
 from retrograde.units import Memory, parse_memory
 
 __all__ = ["Residual", "Sequential"]
@@ -122,7 +122,7 @@ class Sequential(nn.Sequential):
             input: as for a call; every layer is measured on one like it.
 
         Returns:
-            A :class:`~retrograde.nn.chain.ChainFit`; ``print`` shows it.
+            A :class:`~retrograde.nn.chain_plans.ChainFit`; ``print`` shows it.
 
         Raises:
             BudgetError: as for a call.

@@ -7,23 +7,23 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from retrograde.cores.cell import Cell, StepCore, as_pair, begin, examine
+from retrograde.cores.footprint import fit_measured, footprint, step_bytes
+from retrograde.discover.surroundings import autocast_as_now
+from retrograde.discover.trees import Structure, flatten
 from retrograde.errors import CellError, ScheduleError
-from retrograde.execute.autograd import run_schedule, run_unrecorded, run_without_gradient
-from retrograde.execute.cell import Cell, StepCore, as_pair, begin, check_length, examine
-from retrograde.execute.executor import run_ordinary
-from retrograde.execute.inputs import Held
-from retrograde.execute.profile import fit_measured, footprint, step_bytes
-from retrograde.execute.replay import autocast_as_now
-from retrograde.execute.transforms import (
+from retrograde.nn.cache import Recent, identity, signature
+from retrograde.plan.fit import Fit, Footprint
+from retrograde.run.autograd import run_schedule, run_unrecorded, run_without_gradient
+from retrograde.run.executor import run_ordinary
+from retrograde.run.inputs import Held, check_length
+from retrograde.run.transforms import (
     is_transformed,
     is_unreal,
     refuse_transforms,
     uncompiled,
 )
-from retrograde.execute.trees import Structure, flatten
-from retrograde.nn.recent import Recent, identity, signature
-from retrograde.plan.fit import Fit, Footprint
-from retrograde.scan.cells import run_cell
+from retrograde.scan.any_cell import run_cell
 from retrograde.schedule import Schedule
 from retrograde.units import Memory, parse_memory
 
@@ -64,7 +64,7 @@ def unroll(
         schedule: the schedule to follow, in place of a budget.
         backward: ``"scan"``: by a parallel scan over the cell's Jacobians, which n + 2 passes
             through the cell give for a state of n numbers a sample (W20;
-            :mod:`retrograde.scan.cells`). The first dimension of every tensor must be a batch of
+            :mod:`retrograde.scan.any_cell`). The first dimension of every tensor must be a batch of
             independent samples. The gradients then differ from ordinary autograd's by rounding.
 
     Returns:

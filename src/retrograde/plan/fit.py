@@ -25,9 +25,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from retrograde.errors import BudgetError
-from retrograde.plan import mixed
-from retrograde.plan.closed_form import hsm_cost
-from retrograde.plan.hsm import hsm_schedule
+from retrograde.plan.steps import msm as mixed
+from retrograde.plan.steps.closed_form import hsm_cost
+from retrograde.plan.steps.hsm import hsm_schedule
 from retrograde.schedule import (
     Action,
     Advance,

@@ -4,7 +4,8 @@ Every cost falls with memory and grows with length, so each question is a bisect
 :func:`retrograde.plan.cost`; no answer is approximate. T(a, m), the longest sequence at a cost of
 at most a forward steps each, is that of G16, appendix B.2. For the mixed policy it is not proven
 that C(t, m)/t grows with t. But the cost is at least the rounded-up value of a convex function that
-begins at 0 (:mod:`retrograde.plan.hull`): once that is above a·t + 1, no longer sequence will do.
+begins at 0 (:mod:`retrograde.plan.steps.hull`): once that is above a·t + 1, no longer sequence will
+do.
 """
 
 from dataclasses import dataclass, field
@@ -15,10 +16,10 @@ from numpy.typing import NDArray
 
 from retrograde.errors import ScheduleError
 from retrograde.plan.arguments import BASELINES, check_policy, integer, units_of
-from retrograde.plan.closed_form import hsm_cost, ism_cost
-from retrograde.plan.hull import LONGEST
-from retrograde.plan.mixed import mixed_bounds
 from retrograde.plan.planner import cost
+from retrograde.plan.steps.closed_form import hsm_cost, ism_cost
+from retrograde.plan.steps.hull import LONGEST
+from retrograde.plan.steps.msm import mixed_bounds
 
 __all__ = ["TradeOff", "least_memory", "longest", "trade_off"]
 

@@ -1,11 +1,11 @@
 """The questions a user asks first: what is the schedule, what does it cost, where does it split?
 
-One answer for each policy. HSM and ISM are closed forms (:mod:`retrograde.plan.closed_form`, and
-:mod:`~retrograde.plan.hsm` and :mod:`~retrograde.plan.ism` for their schedules), MSM is a dynamic
-program around a convex bound (:mod:`retrograde.plan.mixed`), the rest are
-:mod:`retrograde.plan.baselines`. A chain of unequal layers has :mod:`retrograde.plan.chain`, and
-every policy then counts bytes. The questions the other way round are in
-:mod:`retrograde.plan.inverse`.
+One answer for each policy. HSM and ISM are closed forms (:mod:`retrograde.plan.steps.closed_form`,
+and :mod:`~retrograde.plan.steps.hsm` and :mod:`~retrograde.plan.steps.ism` for their schedules),
+MSM is a dynamic program around a convex bound (:mod:`retrograde.plan.steps.msm`), the rest are
+:mod:`retrograde.plan.steps.baselines`. A chain of unequal layers has
+:mod:`retrograde.plan.chain.planner`, and every policy then counts bytes. The questions the other
+way round are in :mod:`retrograde.plan.inverse`.
 
 ===================  =========================================================  ================
 policy               ``memory`` counts                                          also takes
@@ -29,7 +29,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from retrograde.errors import ScheduleError
-from retrograde.plan import baselines, closed_form, mixed
 from retrograde.plan.arguments import (
     check_chain_policy,
     check_policy,
@@ -37,11 +36,13 @@ from retrograde.plan.arguments import (
     integers,
     units_of,
 )
-from retrograde.plan.chain import plan_chain, record_everything
-from retrograde.plan.coarse import coarsen
-from retrograde.plan.hsm import hsm_schedule
-from retrograde.plan.ism import ism_schedule
-from retrograde.plan.unfold import check_size
+from retrograde.plan.chain.planner import plan_chain, record_everything
+from retrograde.plan.steps import baselines, closed_form
+from retrograde.plan.steps import msm as mixed
+from retrograde.plan.steps.coarse import coarsen
+from retrograde.plan.steps.hsm import hsm_schedule
+from retrograde.plan.steps.ism import ism_schedule
+from retrograde.plan.steps.unfold import check_size
 from retrograde.schedule import Chain, Schedule, Units, Verb, merge
 from retrograde.units import Memory, as_bytes
 
@@ -93,7 +94,7 @@ def plan(
     Returns:
         The cheapest schedule of that policy whose peak is within ``memory``; of those, one with the
         fewest actions. Where it could not be proven the cheapest, its ``bound`` is below its cost.
-        For a chain, the one with the fewest seconds: see :mod:`retrograde.plan.chain`.
+        For a chain, the one with the fewest seconds: see :mod:`retrograde.plan.chain.planner`.
 
     Raises:
         ScheduleError: an argument is missing, out of place or out of range; the schedule or what is

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 from retrograde.scan.blelloch import blelloch, chunked, gradients, hybrid, linear
 from retrograde.scan.elements import IDENTITY, UNREAD, Affine, Dense, Diagonal, Vector, combine
 from retrograde.scan.reference import reference
-from retrograde.scan.report import Report
+from retrograde.scan.work_report import Report
 
 if TYPE_CHECKING:
-    from retrograde.scan.ranks import scan_ranks
-    from retrograde.scan.sparse.csr import CSR
-    from retrograde.scan.sparse.jacobian import transposed_jacobian
-    from retrograde.scan.sparse.rules import register_layer
+    from retrograde.jacobians.csr import CSR
+    from retrograde.jacobians.rules import register_layer
+    from retrograde.jacobians.transposed import transposed_jacobian
+    from retrograde.ranks.scan_over_ranks import scan_ranks
 
 __all__ = [
     "CSR",
@@ -44,10 +44,10 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CSR": "retrograde.scan.sparse.csr",
-    "register_layer": "retrograde.scan.sparse.rules",
-    "scan_ranks": "retrograde.scan.ranks",
-    "transposed_jacobian": "retrograde.scan.sparse.jacobian",
+    "CSR": "retrograde.jacobians.csr",
+    "register_layer": "retrograde.jacobians.rules",
+    "scan_ranks": "retrograde.ranks.scan_over_ranks",
+    "transposed_jacobian": "retrograde.jacobians.transposed",
 }
 
 

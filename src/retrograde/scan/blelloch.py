@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from retrograde.errors import ScanError
 from retrograde.scan.counts import blocks, chunks_of
 from retrograde.scan.elements import IDENTITY, UNREAD, Affine, Identity, Vector, combine
-from retrograde.scan.report import Report
+from retrograde.scan.work_report import Report
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,11 +1,11 @@
 """One recurrent layer in one direction: forward by torch's kernel, backward from the states alone.
 
 Forward, a kernel runs that keeps nothing for a backward pass: a compiled one of ours where there is
-one (:mod:`retrograde.scan.kernels`), and else torch's own. The tape is the hidden states, which are
-the outputs, and an LSTM's c at the first step of each block; our own kernel leaves an LSTM's gates
-and cells as well, five numbers a unit and step in place of torch's sixteen. Backward, blocks of
-steps are taken from the last to the first: their slopes are recomputed, by one matrix product where
-the gates are not known, the recurrence runs over them (:mod:`retrograde.scan.sweep`), and what it
+one (:mod:`retrograde.kernels`), and else torch's own. The tape is the hidden states, which are the
+outputs, and an LSTM's c at the first step of each block; our own kernel leaves an LSTM's gates and
+cells as well, five numbers a unit and step in place of torch's sixteen. Backward, blocks of steps
+are taken from the last to the first: their slopes are recomputed, by one matrix product where the
+gates are not known, the recurrence runs over them (:mod:`retrograde.kernels.sweep`), and what it
 leaves, the gates' gradients, is multiplied once by the inputs, once by the states and once by the
 weights.
 """
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from retrograde.scan.kernels import Backward, kernels
-from retrograde.scan.recurrent import Block, Kept, Kind, Slopes, Weights, slopes
-from retrograde.scan.sweep import safe_chunk
+from retrograde.kernels import Backward, kernels
+from retrograde.kernels.cells import Block, Kept, Kind, Slopes, Weights, slopes
+from retrograde.kernels.sweep import safe_chunk
 
 __all__ = ["Gradients", "Tape", "Way", "backpropagate", "room_for", "run", "run_and_keep"]
 

@@ -233,7 +233,7 @@ class Schedule:
         return zip(self.kind.tolist(), self.start.tolist(), self.stop.tolist(), strict=True)
 
     def to_json(self) -> str:
-        """The schedule as compact JSON text: see :mod:`retrograde.schedule.text`.
+        """The schedule as compact JSON text: see :mod:`retrograde.schedule.json_text`.
 
         Returns:
             One line.
@@ -244,7 +244,7 @@ class Schedule:
             >>> Schedule.from_json(text)[0]
             Store(at=0)
         """
-        from retrograde.schedule.text import to_json
+        from retrograde.schedule.json_text import to_json
 
         return to_json(self)
 
@@ -267,7 +267,7 @@ class Schedule:
             ...
             retrograde.errors.ScheduleError: not a schedule: expected a JSON object, got []
         """
-        from retrograde.schedule.text import from_json
+        from retrograde.schedule.json_text import from_json
 
         return from_json(text)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from retrograde.training.files import write_whole
+from retrograde.training.atomic_files import write_whole
 from retrograde.training.options import TrainingError
 
 __all__ = ["load_checkpoint", "save_checkpoint"]

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from retrograde.execute.measure import Measurement, measure
 from retrograde.figures.memory import Curve
+from retrograde.measure.memory import Measurement, measure
 from retrograde.training.model import CharacterModel
 from retrograde.training.options import TrainingError
 from retrograde.units import format_bytes

@@ -8,11 +8,11 @@ from rich.console import Console
 from retrograde.errors import UnitError
 from retrograde.plan.fit import Fit
 from retrograde.training.comparison import Comparison, compare
+from retrograde.training.corpus import embedded_text, read_text
 from retrograde.training.display import conclude, introduce, progress
 from retrograde.training.options import TrainingError, TrainingOptions
 from retrograde.training.report import Report
 from retrograde.training.run import Run
-from retrograde.training.text import embedded_text, read_text
 
 __all__ = ["resume", "start", "train"]
 

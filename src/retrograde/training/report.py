@@ -19,9 +19,9 @@ from retrograde import figures
 from retrograde.errors import UnitError
 from retrograde.machine import processor_name
 from retrograde.schedule import Schedule
+from retrograde.training.atomic_files import write_figure, write_whole
 from retrograde.training.checkpoint import load_checkpoint, save_checkpoint
 from retrograde.training.comparison import Comparison, Side
-from retrograde.training.files import write_figure, write_whole
 from retrograde.training.options import TrainingError
 from retrograde.training.run import Run
 from retrograde.training.snapshot import check_snapshot

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from retrograde.training.corpus import Text, embedded_text, read_text
 from retrograde.training.model import CharacterModel
 from retrograde.training.options import TrainingError, TrainingOptions
 from retrograde.training.snapshot import check_snapshot
-from retrograde.training.text import Text, embedded_text, read_text
 
 __all__ = ["Run"]
 

@@ -1,0 +1,1 @@
+"""A chain of unequal layers as a core."""

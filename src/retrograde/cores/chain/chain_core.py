@@ -1,0 +1,190 @@
+"""A chain as a core: what the executor calls for a range of its links.
+
+The executor knows steps and states; which layer a step is, what that layer depends on and how it is
+differentiated, is known here. A step of a recurrence is one function of many inputs; a link is one
+of many functions, and its only input is the state.
+
+A link that is run again finds the random numbers and the buffers of its first run, and leaves
+nothing behind (rules 2 and 3); these few bytes are kept with the link, not with a state, for a link
+depends on no other's. What it refers to, it holds: a tape is a graph, and no tensor besides.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from retrograde.cores.chain.links import Link, check_leaves, enter
+from retrograde.discover.generators import Source
+from retrograde.discover.surroundings import Ambient, Marks, Snapshot, Trail, muted_hooks, version
+from retrograde.errors import RetrogradeError
+from retrograde.run.core import Emit, Gradients, RangeCore, Tape
+from retrograde.run.inputs import Inputs
+
+__all__ = ["ChainCore", "LinkTape"]
+
+Tensors = list[Tensor]
+Gradient = Tensor | None
+
+
+@dataclass
+class LinkTape(Tape):
+    """Recorded links: where their graph begins and ends.
+
+    Attributes:
+        input_edges: for each tensor of the state before them; None where no gradient is wanted.
+        root: where their backward pass begins; None where nothing in them passes a gradient on.
+        seeds: where that looks for the gradient of the state after them.
+    """
+
+    input_edges: list[GradientEdge | None]
+    root: GradientEdge | None
+    seeds: list[Gradient]
+
+
+class _Leave(torch.autograd.Function):
+    """The end of a link: its backward pass hands on gradients that nobody else then holds.
+
+    Whoever calls autograd holds what he gives it until it returns; the gradient of a link's output
+    would be held while all of the link is backpropagated.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, seeds: list[Gradient], *state: Tensor) -> Tensor:
+        ctx.seeds = seeds
+        return torch.empty(0, device=state[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Gradient, ...]:
+        found = (None, *ctx.seeds)
+        ctx.seeds.clear()
+        return found
+
+
+class ChainCore(RangeCore):
+    """The links of one call.
+
+    Args:
+        links: at least one.
+        device: of the input.
+
+    Attributes:
+        needed: for which of a tape's parameters a gradient is asked for, by the tape's first link;
+            all, where it is not told.
+    """
+
+    fused = False
+
+    def __init__(self, links: Sequence[Link], device: torch.device) -> None:
+        self.links = links
+        self.ambient = Ambient(device)
+        self.parameters = []
+        self.needed: dict[int, Sequence[bool]] = {}
+        self._before: list[tuple[Snapshot, Marks, Trail] | None] = [None] * len(links)
+        #: Generators that no link draws from, but that moved while they ran the first time.
+        self.watched: set[Source] = set()
+        self._versions = [[version(t) for t in link.reads] for link in links]
+
+    def totals(self) -> list[Gradient]:
+        return []
+
+    def own(self, start: int, stop: int) -> Tensors:
+        """The parameters of some links that a gradient is wanted for."""
+        return [p for link in self.links[start:stop] for p in link.own]
+
+    def advance(
+        self, inputs: Inputs, start: int, stops: Sequence[int], state: Tensors, emit: Emit | None
+    ) -> list[Tensors]:
+        found = []
+        for k in range(start, stops[-1]):
+            with self.surroundings(k), torch.no_grad():
+                state = self.links[k].run(state)
+            if k + 1 in stops:
+                found.append([t.detach() for t in state])
+        return found
+
+    def record(
+        self, inputs: Inputs, start: int, stop: int, state: Tensors, emit: Emit | None
+    ) -> LinkTape:
+        links, own = self.links[start:stop], self.own(start, stop)
+        mark = torch._C._autograd._get_sequence_nr()
+        with torch.enable_grad():
+            x, anchor = enter(state, links[0].wanted)
+            state.clear()
+            input_edges = [_edge(t) for t in x]
+            for k in range(start, stop):
+                with self.surroundings(k):
+                    x = self.links[k].run(x)
+            seeds: list[Gradient] = []
+            leaving = [t for t in x if t.requires_grad]
+            root = _edge(_Leave.apply(seeds, *leaving)) if leaving else None  # type: ignore[no-untyped-call]
+        del leaving
+        name = links[0].name if stop == start + 1 else f"{links[0].name} … {links[-1].name}"
+        check_leaves(name, x, mark, [anchor, *own], [n for link in links for n in link.leaves])
+        return LinkTape(
+            start=start,
+            stop=stop,
+            inputs=[],
+            wanted=links[0].wanted,
+            passes=links[-1].passes,
+            state_after=[t.detach() for t in x],
+            ambient_after=(),
+            input_edges=input_edges,
+            root=root,
+            seeds=seeds,
+        )
+
+    def backpropagate(self, tape: LinkTape, gradients: Gradients) -> None:
+        """Backpropagate the links of a tape; ``gradients.parameters`` are then their own ones'."""
+        own = self.own(tape.start, tape.stop)
+        needed = self.needed.get(tape.start, [True] * len(own))
+        tape.seeds += (g for g, p in zip(gradients.states, tape.passes, strict=True) if p)
+        gradients.states = []
+        edges = [edge for edge in tape.input_edges if edge is not None]
+        wanted: Any = [*edges, *(p for p, need in zip(own, needed, strict=True) if need)]
+        found: Sequence[Gradient] = [None] * len(wanted)
+        if tape.root is not None and wanted and any(g is not None for g in tape.seeds):
+            with gradients.outside, muted_hooks(own):
+                begin = torch.empty(0, device=self.ambient.device)
+                found = torch.autograd.grad([tape.root], wanted, [begin], allow_unused=True)
+        shares = iter(found)
+        gradients.states = [None if e is None else next(shares) for e in tape.input_edges]
+        gradients.parameters = [next(shares) if need else None for need in needed]
+
+    @contextmanager
+    def surroundings(self, k: int) -> Iterator[None]:
+        """Run link k as it was run the first time."""
+        before, link = self._before[k], self.links[k]
+        ambient = link.ambient
+        if before is None:
+            marks = ambient.steady.marks()
+            trail = Trail(ambient)
+            self._before[k] = ambient.capture(), marks, trail
+            yield
+            trail.reach(k)
+            self.watched.update(ambient.steady.changes(marks, f"layer {link.name}"))
+            if not torch.is_grad_enabled():
+                ambient.cut()
+            return
+        if self._versions[k] != [version(t) for t in link.reads]:
+            raise RetrogradeError(
+                f"a parameter or buffer of layer {link.name} has been modified by an "
+                "inplace operation between the forward pass and the backward pass, which "
+                "recomputes with it: expected it to stay as it was; call backward() before "
+                "optimizer.step()"
+            )
+        snapshot, marks, trail = before
+        trail.begin()
+        watched = self.watched.difference(ambient.sources)
+        with ambient.rerun(marks, tuple(watched)):
+            ambient.restore(snapshot)
+            yield
+            trail.reach(k)
+
+
+def _edge(t: Tensor) -> GradientEdge | None:
+    return get_gradient_edge(t) if t.requires_grad else None

@@ -1,0 +1,357 @@
+"""The links of a deep chain: its layers, as far as each can be run apart from the others.
+
+A layer that writes to what it is given (an in-place ReLU), or that only gives it another shape
+(``Flatten``), shares the memory of its input with its output. Such a layer cannot be apart from the
+one before it, and is joined with it to one link; so a state that is kept is never written to.
+
+What a link depends on besides its input is learnt, as a cell's is, from one trial call of which no
+trace is left (:mod:`retrograde.discover.dry_run`).
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from retrograde.discover.captured import foreign_tensors
+from retrograde.discover.dry_run import try_out
+from retrograde.discover.referents import reach
+from retrograde.discover.surroundings import Ambient, Steady, version
+from retrograde.discover.trees import Structure, flatten
+from retrograde.errors import CellError
+
+__all__ = ["Link", "Links", "check_leaves", "enter", "examine_layers"]
+
+Tensors = list[Tensor]
+Like = tuple[torch.Size, torch.dtype, torch.device]
+
+
+@dataclass(frozen=True, eq=False)
+class Link:
+    """One layer, or a few that share memory.
+
+    Attributes:
+        name: of its layers.
+        layers: run one after the other.
+        parts: these, and all modules in them.
+        given: the structure of its input.
+        returned: the structure of its output.
+        like: shape, dtype and device of each tensor of its output.
+        wanted: which tensors of its input a gradient is wanted for.
+        passes: which tensors of its output pass a gradient on.
+        ambient: its surroundings.
+        own: its parameters that a gradient is wanted for, each once.
+        leaves: what they are in a graph.
+        reads: its parameters, and the buffers and captured tensors that it does not itself change.
+        output_bytes: what its output takes that its input does not hold already.
+        hands_on: the links before it that made what it hands on as it was given it, by number.
+    """
+
+    name: str
+    layers: tuple[nn.Module, ...]
+    parts: tuple[nn.Module, ...]
+    given: Structure
+    returned: Structure
+    like: tuple[Like, ...]
+    wanted: tuple[bool, ...]
+    passes: tuple[bool, ...]
+    ambient: Ambient
+    own: Tensors
+    leaves: list[Any]
+    reads: Tensors
+    output_bytes: int
+    hands_on: tuple[int, ...]
+
+    def run(self, state: Tensors) -> Tensors:
+        """Run the layers on a state: the next one.
+
+        Raises:
+            CellError: it is of another form than at the trial, or the state was written to.
+        """
+        versions = [version(t) for t in state]
+        outputs, returned = _run(self.layers, self.given, state, self.name)
+        if versions != [version(t) for t in state]:
+            raise CellError(_WRITES.format(self.name, "its input"))
+        found = tuple(map(_like, outputs))
+        if returned != self.returned or found != self.like:
+            raise CellError(
+                f"layer {self.name} returned another structure, shape or dtype than for an input "
+                "like this before: expected the same every time; use memory=None"
+            )
+        return outputs
+
+
+@dataclass(frozen=True, eq=False)
+class Links:
+    """All links of a chain, those before the first gradient apart.
+
+    Attributes:
+        prefix: run once; no gradient goes through them.
+        chain: the others.
+        steady: the generators that none of them draws from.
+    """
+
+    prefix: tuple[Link, ...]
+    chain: tuple[Link, ...]
+    steady: Steady
+
+    @property
+    def returned(self) -> Structure:
+        """The structure of the last one's output."""
+        return (*self.prefix, *self.chain)[-1].returned
+
+
+class _Enter(torch.autograd.Function):
+    """A state as the layer before would have returned it: no leaf, and held by nobody.
+
+    A leaf would be held by autograd as long as the graph is, also where no layer refers to it.
+    """
+
+    @staticmethod
+    def forward(ctx: object, anchor: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
+        return tuple(t.detach() for t in state)
+
+    @staticmethod
+    def backward(ctx: object, *gradients: Tensor) -> None:
+        raise AssertionError("gradients are taken before they get here")
+
+
+def enter(state: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensor]:
+    """A state that a link can be recorded from.
+
+    Args:
+        state: its tensors.
+        wanted: which of them a gradient is wanted for.
+
+    Returns:
+        The tensors, and the leaf that they come from as far as autograd knows.
+    """
+    anchor = torch.empty(0, requires_grad=True)
+    x = [t.detach() for t in state]
+    if any(wanted):
+        some = _Enter.apply(anchor, *(t for t, want in zip(x, wanted, strict=True) if want))  # type: ignore[no-untyped-call]
+        rest = iter(some)
+        x = [next(rest) if want else t for t, want in zip(x, wanted, strict=True)]
+    return x, anchor
+
+
+def examine_layers(
+    layers: Sequence[tuple[str, nn.Module]], state: Tensors, structure: Structure
+) -> Links:
+    """Run every layer once, leave no trace of it, and learn what the executor must know.
+
+    Args:
+        layers: in turn, with their names; at least one.
+        state: the flat input of the first.
+        structure: the input's.
+
+    Returns:
+        The links.
+
+    Raises:
+        CellError: a layer cannot be run exactly; the message names it.
+    """
+    if any(t.is_inference() for t in state):
+        raise CellError(
+            "the input was made in inference mode: expected tensors that autograd can follow, for "
+            "a gradient is wanted; clone() it, or make it under torch.no_grad"
+        )
+    links: list[Link] = []
+    wanted = tuple(t.requires_grad for t in state)
+    before = after = [t.detach() for t in state]  # the last link's input and output
+    made_by: dict[int, int] = {}  # what the input of the next link holds, and which link made it
+    given_by = made_by  # likewise of the last link's input
+    for name, layer in layers:
+        tried = _try(name, (layer,), structure, after, wanted)
+        apart = tried.made and not (len(links) == 1 and not links[0].output_bytes)
+        if tried.wrote or (links and not apart):
+            if not links:
+                raise CellError(_WRITES.format(name, "the chain's input"))
+            last = links.pop()
+            parts = (*last.layers, layer)
+            tried = _try(f"{last.name}-{name}", parts, last.given, before, last.wanted)
+            if tried.wrote:
+                whose = f"what layer {last.name} was given" if links else "the chain's input"
+                raise CellError(_WRITES.format(name, whose))
+        else:
+            before, given_by = after, made_by
+        handed = {key: given_by[key] for key in tried.shared if key in given_by}
+        made_by = {**handed, **dict.fromkeys(tried.made, len(links))}
+        links.append(tried.link(tuple(sorted({*handed.values()}))))
+        after, structure, wanted = tried.outputs, tried.returned, links[-1].passes
+    start = 1 + max((k for k, link in enumerate(links) if not any(link.passes)), default=-1)
+    return _parted(links[:start], links[start:])
+
+
+def _parted(prefix: list[Link], chain: list[Link]) -> Links:
+    """The links; a generator that none of them draws from is left to be watched over all."""
+    drawn = {source for link in chain for source in link.ambient.sources}
+    still = {s: None for link in chain for s in link.ambient.steady.sources if s not in drawn}
+    watching = []
+    for link in chain:
+        own = link.ambient.steady
+        steady = replace(own, sources=tuple(s for s in own.sources if s in drawn))
+        watching.append(replace(link, ambient=replace(link.ambient, steady=steady)))
+    return Links(tuple(prefix), tuple(watching), Steady(tuple(still)))
+
+
+_WRITES = (
+    "layer {} writes in place to {}, which is used again: expected it to leave that as it is; give "
+    "it inplace=False, or let it return a new tensor"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class _Tried:
+    """What a trial call of some layers showed.
+
+    Attributes:
+        wrote: whether they wrote to their input.
+        made: the bytes of each memory that their output has and their input has not.
+        shared: of each that both have.
+    """
+
+    name: str
+    layers: tuple[nn.Module, ...]
+    parts: tuple[nn.Module, ...]
+    own: Tensors
+    captured: Tensors
+    given: Structure
+    wanted: tuple[bool, ...]
+    outputs: Tensors
+    returned: Structure
+    passes: tuple[bool, ...]
+    ambient: Ambient
+    wrote: bool
+    made: dict[int, int]
+    shared: dict[int, int]
+
+    def link(self, hands_on: tuple[int, ...]) -> Link:
+        changing = {id(b) for b in self.ambient.buffers}
+        tables = (table for part in self.parts for table in (part._parameters, part._buffers))
+        owned = (t for table in tables for t in table.values() if t is not None)
+        return Link(
+            name=self.name,
+            layers=self.layers,
+            parts=self.parts,
+            given=self.given,
+            returned=self.returned,
+            like=tuple(map(_like, self.outputs)),
+            wanted=self.wanted,
+            passes=self.passes,
+            ambient=self.ambient,
+            own=self.own,
+            leaves=[get_gradient_edge(p).node for p in self.own],
+            reads=[t for t in (*owned, *self.captured) if id(t) not in changing],
+            output_bytes=sum(self.made.values()),
+            hands_on=hands_on,
+        )
+
+
+def _try(
+    name: str,
+    layers: tuple[nn.Module, ...],
+    given: Structure,
+    state: Tensors,
+    wanted: tuple[bool, ...],
+) -> _Tried:
+    device = next((t.device for t in state), torch.device("cpu"))
+    parts = tuple({id(part): part for layer in layers for part in layer.modules()}.values())
+    own = _parameters_of(name, parts)
+    versions = [version(t) for t in state]
+
+    def call() -> tuple[Tensors, Structure]:
+        mark = torch._C._autograd._get_sequence_nr()
+        x, anchor = enter(state, wanted)
+        outputs, returned = _run(layers, given, x, name)
+        check_leaves(name, outputs, mark, [anchor, *own, *x])
+        return outputs, returned
+
+    found = reach(layers)
+    trial = try_out(call, found, device, lambda result: result[0])
+    outputs, returned = trial.value
+    inside, outside = _storages(state), _storages(outputs)
+    return _Tried(
+        name,
+        layers,
+        parts,
+        own,
+        found.tensors,
+        given,
+        wanted,
+        [t.detach() for t in outputs],
+        returned,
+        tuple(t.requires_grad for t in outputs),
+        trial.ambient,
+        versions != [version(t) for t in state],
+        {key: size for key, size in outside.items() if key not in inside},
+        {key: size for key, size in outside.items() if key in inside},
+    )
+
+
+def _parameters_of(name: str, parts: Sequence[nn.Module]) -> Tensors:
+    """The parameters of a link that a gradient is wanted for, each once.
+
+    Raises:
+        CellError: one was computed from others.
+    """
+    found = (p for part in parts for p in part._parameters.values() if p is not None)
+    every = {id(p): p for p in found}.values()
+    if any(p.grad_fn is not None for p in every):
+        raise CellError(
+            f"a parameter of layer {name} was computed from other tensors, as "
+            "torch.func.functional_call puts them there: expected leaves; use memory=None"
+        )
+    return [p for p in every if p.requires_grad]
+
+
+def check_leaves(
+    name: str, outputs: Tensors, mark: int, known: Tensors, nodes: Collection[Any] = ()
+) -> None:
+    """Refuse a link that uses a tensor of which the gradient would be lost (rule 5).
+
+    Args:
+        name: the link's.
+        outputs: as recorded.
+        mark: autograd's sequence number when the recording began.
+        known: the leaves that it may use.
+        nodes: what they are in a graph, as far as that is known; it saves time.
+
+    Raises:
+        CellError: as said.
+    """
+    leaves, older = foreign_tensors(outputs, mark, expected=nodes)
+    if older or (leaves and not {id(t) for t in leaves} <= {id(t) for t in known}):
+        raise CellError(
+            f"layer {name} uses a tensor that wants a gradient and is none of its parameters: "
+            "expected parameters only; register it as one, hand it on from layer to layer as part "
+            "of a tuple, or use memory=None"
+        )
+
+
+def _run(
+    layers: Sequence[nn.Module], given: Structure, state: Tensors, name: str
+) -> tuple[Tensors, Structure]:
+    value = given.unflatten(state)
+    del state
+    for layer in layers:
+        value = layer(value)
+    return flatten(value, f"output of layer {name}")
+
+
+def _storages(tensors: Tensors) -> dict[int, int]:
+    """The memory of some tensors: its address, and its bytes."""
+    kinds = {str(t.layout) for t in tensors if t.layout is not torch.strided}
+    if kinds:
+        raise CellError(
+            f"a state has the layout {', '.join(kinds)}: expected dense tensors between layers"
+        )
+    found = (t.untyped_storage() for t in tensors)
+    return {memory.data_ptr(): memory.nbytes() for memory in found if memory.nbytes()}
+
+
+def _like(t: Tensor) -> Like:
+    return t.shape, t.dtype, t.device

@@ -1,0 +1,245 @@
+"""A chain in the caller's graph.
+
+A recurrence is one node (:mod:`retrograde.run.autograd`), for all its steps share their
+parameters. The links of a chain have their own, and most run once only: what the first sweep of a
+schedule records is ordinary layers of the caller's graph, and only a link that is run again is a
+node of its own. So the gradients of parameters are handed over when they are known, as ordinary
+autograd does, and what nobody asks for is not computed.
+
+Between two nodes stands a token of the state's shape, which holds nothing: the gradient is handed
+on here, and let go of when the link behind it is done. The first sweep follows the schedule up to
+its first ``Backward``; later each node performs it up to the ``Backward`` of its own link.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retrograde.cores.chain.chain_core import ChainCore
+from retrograde.cores.chain.links import Link, Links
+from retrograde.cores.chain.split_schedule import course_of, loads_of
+from retrograde.discover.surroundings import autocast_as_now, autocast_of_caller, version
+from retrograde.errors import RetrogradeError
+from retrograde.run.core import Gradients
+from retrograde.run.executor import Run
+from retrograde.run.inputs import Held
+from retrograde.run.layout import Straight
+from retrograde.run.transforms import NO_FORWARD_MODE, refuse_batches, uncompiled
+from retrograde.schedule import (
+    Advance,
+    Record,
+    Schedule,
+    Store,
+)
+
+__all__ = ["run_chain"]
+
+Tensors = list[Tensor]
+Gradient = Tensor | None
+
+
+def run_chain(links: Links, schedule: Schedule, state: Tensors) -> Tensors:
+    """Run a chain so that its gradient is computed by ``schedule``.
+
+    Args:
+        links: as examined for an input like this.
+        schedule: of as many steps as the links of ``links.chain``.
+        state: the flat input.
+
+    Returns:
+        The flat output.
+    """
+    device = state[0].device
+    with autocast_as_now(device), torch.no_grad():
+        for link in links.prefix:
+            state = link.run(state)
+    call = _Call(links.chain, schedule, state, device)
+    first, last = links.chain[0].name, links.chain[-1].name
+    still = links.steady.marks()
+    with call.autocast:
+        state = call.forward(state)
+    moved = links.steady.changes(still, f"one of the layers {first} … {last}")
+    call.core.watched.update(moved)
+    call.check_input("during the forward pass")
+    return state
+
+
+class _Call:
+    """One forward pass, and the backward passes through it."""
+
+    def __init__(
+        self, links: Sequence[Link], schedule: Schedule, state: Tensors, device: torch.device
+    ) -> None:
+        self.course = course = course_of(schedule, links)
+        self.core = ChainCore(links, device)
+        self.run = Run(
+            self.core,
+            course.actions,
+            len(links),
+            done=course.begin,
+            loads=loads_of(course.actions),
+            cuts=course.cuts,
+        )
+        self.device = device
+        self.state = [t.detach() for t in state]
+        self.versions = [version(t) for t in self.state]
+        self.autocast = autocast_as_now(device)
+        self.replayed = torch.is_autocast_enabled(device.type)
+        self.outputs: Tensors = []
+        self.walk: Iterator[None] | None = None
+        self.gradients = self._no_gradients()
+        self.reached = 0
+
+    def forward(self, state: Tensors) -> Tensors:
+        """Make the first sweep, in the caller's graph."""
+        links = self.core.links
+        for action in self.course.sweep:
+            match action:
+                case Store(at):
+                    self.run.keep(at, state)
+                case Record(start, stop):
+                    for k in range(start, stop):
+                        again = k < self.course.repeated
+                        with self.core.surroundings(k) if again else nullcontext():
+                            state = links[k].run(state)
+                case Advance(start, stop):
+                    inside = [t.detach() for t in state]
+                    (self.outputs,) = self.core.advance(_NO_INPUTS, start, [stop], inside, None)
+                    for a, b in self.course.nodes(start, stop):
+                        own = self.core.own(a, b)
+                        state = list(_Node.apply(self, a, b, len(state), *state, *own))  # type: ignore[no-untyped-call]
+                    state = list(_Handover.apply(self, stop, *state))  # type: ignore[no-untyped-call]
+        return state
+
+    def begin(self, stop: int, gradients: Sequence[Gradient]) -> list[Gradient]:
+        """Take over the gradient of a state, and hand on tokens of it.
+
+        Where no node is behind it a backward pass begins; for another one than the first, what is
+        needed of the first sweep is repeated.
+        """
+        after = self.course.after(stop)
+        if after is not None:
+            self._check_turn(after)
+        else:
+            if self.walk is not None:
+                with self.autocast:
+                    self.run.forward(_NO_INPUTS, self.state, None)
+            self.gradients = self._no_gradients()
+            self.walk = self.run.retreat(_NO_INPUTS, self.gradients)
+        self.gradients.states = list(gradients)
+        self.reached = stop
+        return _tokens(gradients)
+
+    def back(
+        self, start: int, stop: int, needed: Sequence[bool]
+    ) -> tuple[list[Gradient], list[Gradient]]:
+        """Go back through a node: the gradients of the state before it, and of its parameters."""
+        self.check_input("between the forward pass and the backward pass")
+        self._check_turn(stop)
+        ours, self.core.needed[start] = self.gradients, needed
+        try:
+            with self.autocast:
+                next(self.walk)  # type: ignore[arg-type]
+                if start == self.course.starts[0]:
+                    self.run.clear()
+        except BaseException:
+            self.run.clear()
+            self.reached = -1
+            raise
+        self.reached = start
+        parameters, ours.parameters = ours.parameters, []
+        if start in self.course.starts:
+            states, ours.states = ours.states, []
+            return states, parameters
+        return _tokens(ours.states), parameters
+
+    def check_input(self, when: str) -> None:
+        """Refuse an input that was written to, for it is used again.
+
+        Raises:
+            RetrogradeError: as said.
+        """
+        if self.versions != [version(t) for t in self.state]:
+            raise RetrogradeError(
+                f"the input of the chain was written to in place {when}: expected it to stay as it "
+                "was, for it is used again; clone() it first"
+            )
+
+    def _check_turn(self, reached: int) -> None:
+        if self.walk is None or self.reached != reached:
+            raise RetrogradeError(
+                "two backward passes through one chain overlap: expected one to end, or to be "
+                "given up, before the next begins"
+            )
+
+    def _no_gradients(self) -> Gradients:
+        length = len(self.core.links)
+        outside = autocast_of_caller(self.device, replayed=self.replayed)
+        return Gradients([], [], [], [], length, Straight(length, False), outside)
+
+
+_NO_INPUTS = Held([])
+
+
+def _tokens(gradients: Sequence[Gradient]) -> list[Gradient]:
+    return [None if g is None else _token(g.shape, g.dtype, g.device) for g in gradients]
+
+
+def _token(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of one zero, whatever its shape."""
+    return torch.zeros((), dtype=dtype, device=device).expand(shape)
+
+
+class _Node(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, call: _Call, start: int, stop: int, count: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.start, ctx.stop, ctx.count = call, start, stop, count
+        link = call.core.links[stop - 1]
+        results, passes = [_token(*like) for like in link.like], link.passes
+        ctx.mark_non_differentiable(*(t for t, p in zip(results, passes, strict=True) if not p))
+        return tuple(results)
+
+    @staticmethod
+    @uncompiled
+    def backward(ctx: Any, *gradients: Gradient) -> tuple[Any, ...]:
+        needed = ctx.needs_input_grad[4 + ctx.count :]
+        states, parameters = ctx.call.back(ctx.start, ctx.stop, needed)
+        return None, None, None, None, *states, *parameters
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise RetrogradeError(NO_FORWARD_MODE)
+
+
+class _Handover(torch.autograd.Function):
+    """Where the nodes end and ordinary layers begin: tokens on one side, tensors on the other."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, stop: int, *tokens: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.stop = call, stop
+        results, call.outputs = call.outputs, []
+        passes = call.core.links[stop - 1].passes
+        ctx.mark_non_differentiable(*(t for t, p in zip(results, passes, strict=True) if not p))
+        return tuple(results)
+
+    @staticmethod
+    @uncompiled
+    def backward(ctx: Any, *gradients: Gradient) -> tuple[Any, ...]:
+        refuse_batches(gradients)
+        if torch.is_grad_enabled():
+            raise RetrogradeError(
+                "the gradient of a chain within a budget cannot itself be differentiated: expected "
+                "create_graph=False; for second derivatives use memory=None"
+            )
+        return None, None, *ctx.call.begin(ctx.stop, gradients)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise RetrogradeError(NO_FORWARD_MODE)

@@ -1,0 +1,195 @@
+"""What a call does to follow a schedule of a chain.
+
+The first sweep is made in the caller's graph: what it records are ordinary layers there, and only
+links that are run again, nodes. So its recordings are not to be asked for states; what is left of
+the schedule is what the nodes do.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from retrograde.cores.chain.links import Link
+from retrograde.schedule import (
+    Action,
+    Advance,
+    Backward,
+    Chain,
+    Free,
+    Load,
+    Record,
+    Schedule,
+    Store,
+)
+
+__all__ = ["Course", "course_of", "loads_of"]
+
+_TOGETHER = 0.01  # of what ordinary backpropagation holds
+
+
+@dataclass(frozen=True)
+class Course:
+    """What a call does to follow a schedule.
+
+    Attributes:
+        sweep: up to the first ``Backward``, in the caller's graph.
+        actions: what is left, after as much of the sweep, with nothing recorded, as another
+            backward pass has to repeat.
+        begin: where in them a backward pass begins.
+        repeated: how many links another one repeats, at most.
+        starts: where each range of links that are run again starts.
+        cuts: where it is divided, and where it ends.
+    """
+
+    sweep: list[Action]
+    actions: tuple[Action, ...]
+    begin: int
+    repeated: int
+    starts: list[int]
+    cuts: list[int]
+
+    def nodes(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """The nodes for a range of links that are run again."""
+        inside = self.cuts[bisect_right(self.cuts, start) : bisect_left(self.cuts, stop)]
+        return list(pairwise([start, *inside, stop]))
+
+    def after(self, stop: int) -> int | None:
+        """The start of the nodes that follow a range of them; None after the last."""
+        return next((start for start in self.starts if start >= stop), None)
+
+
+def course_of(schedule: Schedule, links: Sequence[Link]) -> Course:
+    """How a call follows a schedule.
+
+    Args:
+        schedule: of a chain; up to its first ``Backward`` it goes straight.
+        links: the chain's.
+
+    Returns:
+        A :class:`Course`.
+    """
+    every = _held_in_sweep(tuple(schedule))
+    first = next(i for i, action in enumerate(every) if isinstance(action, Backward))
+    sweep, rest = every[:first], every[first:]
+    ranges = [(a.start, a.stop) for a in sweep if isinstance(a, Advance)]
+    last = max([stop for _, stop in ranges] + [a.at for a in sweep if isinstance(a, Store)] + [0])
+    again: list[Action] = []
+    for action in sweep:
+        match action:
+            case Store():
+                again.append(action)
+            case Advance(start, stop) | Record(start, stop) if start < last:
+                again.append(Advance(start, min(stop, last)))
+    starts = [start for start, _ in ranges]
+    cuts = _cuts(rest) | {edge for pair in ranges for edge in pair}
+    assert isinstance(schedule.units, Chain)
+    _divide(cuts, ranges, links, most=_TOGETHER * sum(schedule.units.internal_bytes))
+    return Course(sweep, (*again, *rest), len(again), last, starts, sorted(cuts))
+
+
+def _cuts(actions: Sequence[Action]) -> set[int]:
+    """Where a node has to begin or to end, for something else happens there."""
+    found: set[int] = set()
+    for action in actions:
+        match action:
+            case Record(start, stop) | Backward(start, stop):
+                found |= {start, stop}
+            case Load(at):
+                found.add(at)
+    return found
+
+
+def _divide(
+    cuts: set[int], ranges: list[tuple[int, int]], links: Sequence[Link], most: float
+) -> None:
+    """Add cuts so that no node has many parameters, or two links with the same ones.
+
+    The gradients of a node's parameters are handed over together, those of shared ones in the order
+    in which ordinary autograd adds them up.
+    """
+    uses = Counter(id(p) for link in links for p in link.own)
+    shares = [any(uses[id(p)] > 1 for p in link.own) for link in links]
+    sizes = [sum(p.nbytes for p in link.own) for link in links]
+    most = max(most, *sizes)
+    for start, stop in ranges:
+        together = 0.0
+        for k in range(start, stop):
+            together = sizes[k] + (0 if k in cuts else together)
+            if together > most or shares[k] or shares[k - 1]:
+                cuts.add(k)
+                together = sizes[k]
+
+
+def _held_in_sweep(actions: tuple[Action, ...]) -> list[Action]:
+    """The actions, if what the sweep records is not to be asked for states.
+
+    So one that is loaded from there is stored. One that is stored and not loaded is not: the graph
+    holds what it needs.
+    """
+    first = next(i for i, action in enumerate(actions) if isinstance(action, Backward))
+    last_load, freed = _uses(actions, first)
+    found: list[Action] = []
+    for i, action in enumerate(actions):
+        match action:
+            case Store() if i < first:
+                pass
+            case Free() if i in freed:
+                pass
+            case Record(start, stop) | Advance(start, stop) if i < first:
+                inside = (at for at in range(start + 1, stop) if at in last_load)
+                for a, b in pairwise([start, *inside, stop]):
+                    found += [Store(a)] if a in last_load else []
+                    found.append(type(action)(a, b))
+            case _:
+                found.append(action)
+        if isinstance(action, Load) and last_load.get(action.at) == i:
+            found.append(Free(action.at))
+    return found
+
+
+def _uses(actions: tuple[Action, ...], first: int) -> tuple[dict[int, int], set[int]]:
+    """Of the states of the first sweep: which is loaded last where, and where they are freed."""
+    last_load: dict[int, int] = {}
+    freed: set[int] = set()
+    stored: dict[int, int] = {}
+    recorded: dict[int, int] = {}
+    for i, action in enumerate(actions):
+        match action:
+            case Record(start, stop):
+                recorded.update(dict.fromkeys(range(start + 1, stop + 1), i))
+            case Store(at):
+                stored[at] = i
+            case Load(at) if stored.get(at, recorded.get(at, first)) < first:
+                last_load[at] = i
+            case Free(at):
+                if stored.pop(at) < first:
+                    freed.add(i)
+    return last_load, freed
+
+
+def loads_of(actions: Sequence[Action]) -> frozenset[tuple[int, int]]:
+    """The outputs of recorded layers that are loaded, not having been stored.
+
+    Args:
+        actions: that a :class:`Course` leaves to its nodes.
+
+    Returns:
+        Pairs of the recording's number among the actions, for a layer may be recorded again and
+        again, and of the state's.
+    """
+    recorded: dict[int, int] = {}
+    stored: set[int] = set()
+    found: set[tuple[int, int]] = set()
+    for index, action in enumerate(actions):
+        match action:
+            case Record(start, stop):
+                recorded.update(dict.fromkeys(range(start + 1, stop + 1), index))
+            case Store(at):
+                stored.add(at)
+            case Free(at):
+                stored.discard(at)
+            case Load(at) if at not in stored:
+                found.add((recorded[at], at))
+    return frozenset(found)

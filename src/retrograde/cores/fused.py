@@ -1,0 +1,225 @@
+"""Recurrent layers as a core: a range of steps is one call.
+
+A call over a range from a given state computes what a step at a time would, up to the order of
+additions, at the speed of whichever kernel runs it. Several layers of one direction are run in one
+call, or, with dropout between them, one after the other, the mask being that of the step and not of
+the range (:mod:`retrograde.cores.dropout`). Two directions of one layer are one recurrence too,
+that starts at both ends: its state is that of both, and while the one has steps a … b − 1, the
+other, run on the reversed part, has those as far from the other end.
+
+A kernel is a function of layers, inputs, state, and the sizes of a packed batch. torch's own
+(:func:`run_torch`) knows every kind and option. On a CPU its LSTM is oneDNN's, which is fast, but a
+range that it records holds sixteen numbers a unit and step, and copies of the weights;
+:mod:`retrograde.cores.lean_lstm` holds six.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from retrograde.cores.dropout import Dropout
+from retrograde.cores.lean_lstm import lean_lstm
+from retrograde.discover.surroundings import Ambient
+
+__all__ = [
+    "HEAP_BYTES",
+    "Fused",
+    "Kernel",
+    "Layers",
+    "Mode",
+    "run_lean",
+    "run_lean_record",
+    "run_torch",
+]
+
+Tensors = list[Tensor]
+
+#: What torch calls its recurrent layers.
+Mode = Literal["RNN_TANH", "RNN_RELU", "GRU", "LSTM"]
+
+#: The most that one recorded range should hold on a CPU. The C library's allocator maps larger
+#: blocks afresh at every call, and the page faults cost more than long ranges save (glibc:
+#: DEFAULT_MMAP_THRESHOLD_MAX, 32 MiB; the margin is for the block's neighbours).
+HEAP_BYTES = 24 * 2**20
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Layers above one another, in one direction.
+
+    Attributes:
+        mode: which kind.
+        weights: as torch orders them, layer by layer: weight_ih, weight_hh, and, with biases,
+            bias_ih, bias_hh; with projections, weight_hr.
+        count: how many layers.
+        bias: whether there are biases.
+        totals: by the weights' ids, where a kernel may add their gradients by itself, rather than
+            hand over a share for every range.
+    """
+
+    mode: Mode
+    weights: Tensors
+    count: int
+    bias: bool
+    totals: dict[int, Tensor] = field(default_factory=dict)
+
+    def __getitem__(self, number: int) -> "Layers":
+        """One of them."""
+        each = len(self.weights) // self.count
+        weights = self.weights[number * each : (number + 1) * each]
+        return Layers(self.mode, weights, 1, self.bias, self.totals)
+
+
+#: ``kernel(layers, x, state, sizes) -> (outputs, state after)``: x is (L, B, I), or packed (rows,
+#: I), sizes then saying how many sequences have each step; a part of the state is (count, B, H).
+Kernel = Callable[[Layers, Tensor, Tensors, Tensor | None], tuple[Tensor, Tensors]]
+
+
+def run_torch(
+    net: Layers, x: Tensor, state: Tensors, sizes: Tensor | None
+) -> tuple[Tensor, Tensors]:
+    """By torch's kernels: the vendor's (oneDNN, cuDNN), or its own for what those lack."""
+    call = getattr(torch._VF, net.mode.lower())
+    hx: Any = tuple(state) if net.mode == "LSTM" else state[0]
+    dropout, train, bidirectional, batch_first = 0.0, True, False, False
+    options = (net.weights, net.bias, net.count, dropout, train, bidirectional)
+    if sizes is None:
+        y, *after = call(x, hx, *options, batch_first)
+    else:
+        y, *after = call(x, sizes, hx, *options)
+    return y, after
+
+
+def run_lean(
+    net: Layers, x: Tensor, state: Tensors, sizes: Tensor | None
+) -> tuple[Tensor, Tensors]:
+    """An LSTM's layers by the lean kernel."""
+    h, c = state
+    y, *after = lean_lstm(x, (h, c), net.weights, net.count, net.bias)
+    return y, after
+
+
+def run_lean_record(
+    net: Layers, x: Tensor, state: Tensors, sizes: Tensor | None
+) -> tuple[Tensor, Tensors]:
+    """An LSTM's layers by the lean kernel where they are recorded, and else by torch's."""
+    return (run_lean if torch.is_grad_enabled() else run_torch)(net, x, state, sizes)
+
+
+@dataclass(frozen=True)
+class Fused:
+    """Recurrent layers, a range of steps being one call.
+
+    Its leaves are those of :class:`retrograde.run.layout.Rows`: for every direction its inputs,
+    then the numbers of the steps if there is dropout, then the sizes if it is packed.
+
+    Args:
+        nets: the layers of the one direction; or one layer for each of the two directions.
+        kernel: what runs them.
+        dropout: what is dropped before a layer.
+        packed: whether the inputs are.
+    """
+
+    nets: tuple[Layers, ...]
+    kernel: Kernel = run_torch
+    dropout: Dropout | None = None
+    packed: bool = False
+    fused: bool = True
+    sums: bool = False
+    aliases: tuple[int | None, ...] = field(init=False)
+    parameters: Tensors = field(init=False)
+    ambient: Ambient = field(init=False)
+
+    def __post_init__(self) -> None:
+        weights = [w for net in self.nets for w in net.weights]
+        object.__setattr__(self, "parameters", [w for w in weights if w.requires_grad])
+        object.__setattr__(self, "ambient", Ambient(weights[0].device))
+        object.__setattr__(self, "aliases", (None,) * len(self.nets))
+
+    @property
+    def targets(self) -> Tensors:
+        return self.parameters
+
+    def recording(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def totals(self) -> list[Tensor | None]:
+        if not getattr(self.kernel, "accumulates", False):
+            return [None] * len(self.parameters)
+        found = [torch.zeros_like(w) for w in self.parameters]
+        for net in self.nets:
+            net.totals.update(
+                (id(w), total) for w, total in zip(self.parameters, found, strict=True)
+            )
+        return list(found)
+
+    def __call__(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
+        nothing: list[Tensor | None] = [None] * len(self.nets)
+        leaves = iter(inputs)
+        xs = [next(leaves) for _ in self.nets]
+        steps = [next(leaves) for _ in self.nets] if self.dropout else nothing
+        sizes = [next(leaves) for _ in self.nets] if self.packed else nothing
+        states = [s.chunk(len(self.nets)) for s in state]
+        outputs, afters = [], []
+        for number in range(len(self.nets)):
+            before = [parts[number] for parts in states]
+            y, after = self._run(number, xs[number], steps[number], sizes[number], before)
+            outputs.append(y)
+            afters.append(after)
+        if len(afters) == 1:
+            return outputs, afters[0]
+        return outputs, [torch.cat(parts) for parts in zip(*afters, strict=True)]
+
+    def carry(self, inputs: Tensors, state: Tensors) -> Tensors:
+        return self(inputs, state)[1]
+
+    def _run(
+        self, number: int, x: Tensor, steps: Tensor | None, sizes: Tensor | None, state: Tensors
+    ) -> tuple[Tensor, Tensors]:
+        """One direction; in a packed batch, of the sequences that have any of the steps."""
+        net, order = self.nets[number], None
+        if self.dropout and steps is not None and self.dropout.first:
+            x = self.dropout(x, 0, steps, sizes)
+        if number == 1:
+            order = _backwards(x, sizes)
+            x = x.index_select(0, order)
+        if sizes is None:
+            y, after = self._layers(net, x, steps, None, state)
+        else:
+            alive = int(sizes[0])
+            now = [s[:, :alive] for s in state]
+            y, after = self._layers(net, x, steps, sizes, now)
+            if alive < state[0].shape[1]:
+                rests = [s[:, alive:] for s in state]
+                after = [torch.cat(parts, 1) for parts in zip(after, rests, strict=True)]
+        return y if order is None else y.index_select(0, order), after
+
+    def _layers(
+        self, net: Layers, x: Tensor, steps: Tensor | None, sizes: Tensor | None, state: Tensors
+    ) -> tuple[Tensor, Tensors]:
+        """All layers at once, or one after the other where something is dropped between them."""
+        state = [s.contiguous() for s in state]
+        if self.dropout is None or steps is None or net.count == 1:
+            return self.kernel(net, x, state, sizes)
+        afters = []
+        for number in range(net.count):
+            if number:
+                x = self.dropout(x, number, steps, sizes)
+            x, after = self.kernel(net[number], x, [s[number : number + 1] for s in state], sizes)
+            afters.append(after)
+        return x, [torch.cat(parts) for parts in zip(*afters, strict=True)]
+
+
+def _backwards(x: Tensor, sizes: Tensor | None) -> Tensor:
+    """The order of rows in which every sequence's steps are reversed; its own inverse."""
+    if sizes is None:
+        return torch.arange(len(x) - 1, -1, -1, device=x.device)
+    first = sizes.cumsum(0) - sizes
+    step = torch.arange(len(sizes)).repeat_interleave(sizes)
+    sample = torch.arange(len(x)) - first[step]
+    lengths = (sizes.unsqueeze(1) > torch.arange(int(sizes[0]))).sum(0)
+    return (first[lengths[sample] - 1 - step] + sample).to(x.device)

@@ -1,0 +1,1 @@
+"""What a call depends on: found, noted, put back; and a trial of it that leaves no trace."""

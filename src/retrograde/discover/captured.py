@@ -1,0 +1,179 @@
+"""What a step uses besides its arguments: parameters, and tensors captured from outside (rule 5).
+
+A captured tensor may have been computed from another one that is captured too (an encoder's
+outputs, and keys computed from them), or from a parameter that the step uses itself. The gradient
+of a recorded step would then run on into what was there before the step, find its way to the other
+tensor once more, and use up a graph that is not ours. So such tensors are cut off: while a step is
+recorded, leaves that share their memory stand in for them.
+"""
+
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from retrograde.discover.referents import Reach
+from retrograde.errors import CellError
+
+__all__ = ["Edge", "Outside", "find_outside", "foreign_tensors"]
+
+Tensors = list[Tensor]
+#: A node of autograd's graph, and which of its outputs.
+Edge = tuple[Any, int]
+
+# The sequence number of a node that accumulates the gradient of a leaf: it runs first of all.
+_LEAF = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class Outside:
+    """What a step uses from outside.
+
+    Attributes:
+        parameters: every tensor that is to receive a gradient.
+        targets: the same tensors, as the graph of a recorded step has them.
+    """
+
+    parameters: Tensors
+    targets: Tensors
+
+    def cut(self) -> AbstractContextManager[Any]:
+        """A context in which the targets stand in for the parameters."""
+        stand_ins = {
+            id(p): t for p, t in zip(self.parameters, self.targets, strict=True) if p is not t
+        }
+        return _StandIns(stand_ins) if stand_ins else nullcontext()
+
+
+def find_outside(found: Reach, results: Tensors, mark: int, own: Tensors) -> Outside:
+    """Find every tensor besides its arguments that a step may use and that wants a gradient.
+
+    The parameters of its modules that step 0 did not use are among them, for a later step may.
+
+    Args:
+        found: what the cell refers to.
+        results: the outputs and the state of step 0, recorded by autograd.
+        mark: autograd's sequence number when the recording began.
+        own: the arguments of step 0.
+
+    Returns:
+        An :class:`Outside`.
+
+    Raises:
+        CellError: a captured tensor was used that cannot be found from the cell.
+    """
+    owned: Tensors = [p for m in found.modules for p in m.parameters() if p.requires_grad]
+    # torch.func.functional_call puts tensors of any kind in the place of parameters.
+    among = [t for t in (*found.tensors, *owned) if t.grad_fn is not None]
+    known = {(t.grad_fn, t.output_nr): t for t in among}
+    leaves, older = foreign_tensors(results, mark, known.keys())
+    if older - known.keys():
+        names = ", ".join(sorted(node.name() for node, _ in older - known.keys()))
+        raise CellError(
+            f"the cell uses a tensor that was computed outside of it (by {names}) and that cannot "
+            "be found from the cell: expected it among the cell's closure variables, or as an "
+            "attribute of its module; pass it as part of the inputs or of the state"
+        )
+    captured = [t for edge, t in known.items() if edge in older]
+    arguments = {id(t) for t in own}
+    direct = [t for t in leaves if id(t) not in arguments]
+    before_leaves, before_edges = _before(captured)
+    if before_edges & older or before_leaves & {id(t) for t in direct}:
+        parameters = _each([*owned, *captured, *direct])
+        cut = {id(t) for t in captured}
+        return Outside(parameters, [_leaf(t) if id(t) in cut else t for t in parameters])
+    used = {id(t) for t in direct}
+    owned = [p for p in owned if id(p) in used or id(p) not in before_leaves]
+    parameters = _each([*owned, *captured, *direct])
+    return Outside(parameters, parameters)
+
+
+def foreign_tensors(
+    outputs: Sequence[Tensor | GradientEdge],
+    mark: int,
+    known: Collection[Edge] = (),
+    expected: Collection[Any] = (),
+) -> tuple[Tensors, set[Edge]]:
+    """The leaves that a graph ends in, and the edges in it to what was there before ``mark``.
+
+    Args:
+        outputs: where the graph begins: tensors, or edges.
+        mark: autograd's sequence number when the recording of the graph began.
+        known: edges at which to stop in any case. (Each thread counts on its own, so a backward
+            pass on another one cannot tell by the number what was there before.)
+        expected: nodes that need not be told of, if they are met.
+
+    Returns:
+        The leaf tensors, and the older edges (captured tensors that are not leaves end there).
+    """
+    leaves: Tensors = []
+    older: set[Edge] = set()
+    roots = [
+        get_gradient_edge(t) if isinstance(t, Tensor) else t
+        for t in outputs
+        if not isinstance(t, Tensor) or t.requires_grad
+    ]
+    pending: list[Edge] = [(root.node, root.output_nr) for root in roots]
+    visited: set[Any] = set(expected)
+    while pending:  # in an order that is the same at every call: fits are looked up by leaves
+        edge = pending.pop()
+        node = edge[0]
+        if node in visited and not known:
+            continue
+        number = node._sequence_nr()
+        if number < mark or (known and edge in known):
+            older.add(edge)
+        elif node not in visited:
+            visited.add(node)
+            if number == _LEAF and node.name() == "torch::autograd::AccumulateGrad":
+                leaves.append(node.variable)
+            else:
+                pending += [edge for edge in node.next_functions if edge[0] is not None]
+    return leaves, older
+
+
+def _before(captured: Tensors) -> tuple[set[int], set[Edge]]:
+    """The leaves, by their ids, and the edges that captured tensors were computed from."""
+    leaves: set[int] = set()
+    edges: set[Edge] = set()
+    nodes = {t.grad_fn for t in captured}
+    pending: list[Any] = list(nodes)
+    while pending:
+        node = pending.pop()
+        if node.name() == "torch::autograd::AccumulateGrad":
+            leaves.add(id(node.variable))
+        for edge in node.next_functions:
+            edges.add(edge)
+            if edge[0] is not None and edge[0] not in nodes:
+                nodes.add(edge[0])
+                pending.append(edge[0])
+    return leaves, edges
+
+
+def _leaf(t: Tensor) -> Tensor:
+    return t.detach().requires_grad_()
+
+
+def _each(tensors: Tensors) -> Tensors:
+    return list({id(t): t for t in tensors}.values())
+
+
+class _StandIns(TorchFunctionMode):
+    """Calls torch's functions with other tensors in the place of some."""
+
+    def __init__(self, stand_ins: dict[int, Tensor]) -> None:
+        super().__init__()
+        self.stand_ins = stand_ins
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, named = pytree.tree_map(
+            lambda value: self.stand_ins.get(id(value), value), (args, kwargs or {})
+        )
+        return func(*args, **named)

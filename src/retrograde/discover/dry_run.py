@@ -1,0 +1,356 @@
+"""A trial call, of which no trace is left: what it draws and changes is found out (rules 2 and 3).
+
+Random states are put back, and so are buffers, captured tensors and the places of Python values
+that the cell refers to, whether the call returns or raises. A module of which the call changed one
+buffer is taken to change all of its own: batch normalization's running mean stays as it is for an
+input of zeros.
+
+What the call changes in Python is of two kinds. Values without a history (a counter, an iterator, a
+detached tensor) belong to the state, and travel with it. A tensor with a history is only *left*: to
+be looked at, not to be read by the next step. A second call shows whether that reads it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from retrograde.discover.captured import foreign_tensors
+from retrograde.discover.generators import Source, Watch, is_alone, sources
+from retrograde.discover.places import (
+    Paused,
+    Place,
+    Seen,
+    Table,
+    tensors_in,
+    within,
+)
+from retrograde.discover.referents import Reach
+from retrograde.discover.surroundings import Ambient, Left, Steady, put_back, version
+from retrograde.errors import CellError
+from retrograde.measure.memory import MEASURING, unpacked
+
+__all__ = ["Trial", "try_out"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Trial(Generic[T]):
+    """What a trial call returned and did.
+
+    Attributes:
+        value: what it returned.
+        ambient: the surroundings that it depends on.
+        mark: autograd's sequence number when it began.
+        found: what it refers to, without what only earlier calls left there.
+    """
+
+    value: T
+    ambient: Ambient
+    mark: int
+    found: Reach
+
+
+def try_out(
+    call: Callable[[], T],
+    found: Reach,
+    device: torch.device,
+    results: Callable[[T], Sequence[Tensor]],
+) -> Trial[T]:
+    """Run a call with autograd recording, and put back what it drew and changed.
+
+    Args:
+        call: one step of a cell.
+        found: what the cell refers to.
+        device: where it runs.
+        results: the tensors in what the call returns.
+
+    Returns:
+        A :class:`Trial`.
+
+    Raises:
+        CellError: the call replaced a buffer by another tensor, or leaves behind what cannot be
+            put back, or reads what it left before.
+    """
+    chance = _Chance(sources(device, found.generators))
+    with MEASURING, unpacked(), _rewritten(found, device) as written, put_back(found.places):
+        before = [place.note() for place in found.places]
+        try:
+            with torch.enable_grad():
+                mark, value = _marked(call)
+                first = last = _changes(found.places, before)
+                if any(change.tensors() for change in first):
+                    del value  # so that no more than one call's graph is held
+                    earlier, stand_ins = mark, _stand_ins(first)
+                    mark, value = _marked(call)
+                    _check_unread(results(value), earlier, mark, first, stand_ins)
+                    last = _changes(found.places, before)
+                drawn = chance.moved()
+                if drawn and not is_alone():
+                    del value
+                    with Watch(drawn) as watch:
+                        mark, value = _marked(call)
+                    drawn = tuple(source for source in drawn if source in watch.drawn)
+        except BaseException:
+            chance.put_back(chance.moved())
+            raise
+        chance.put_back(drawn)
+        places, left = _parted(last)
+        place_bytes = _bytes_of(first, last) if last is not first else 0
+    changed, others = written.parted()
+    found = _without_stale(found, last)
+    still = tuple(source for source in chance.sources if source not in drawn)
+    steady = Steady(still, others, _untouched(found.places, last))
+    parts = tuple(found.parts())
+    ambient = Ambient(device, drawn, changed, places, left, steady, parts, place_bytes)
+    return Trial(value, ambient, mark, found)
+
+
+def _marked(call: Callable[[], T]) -> tuple[int, T]:
+    """Autograd's sequence number, and what a call returns."""
+    return torch._C._autograd._get_sequence_nr(), call()
+
+
+class _Chance:
+    """Generators, and their states before a call."""
+
+    def __init__(self, chance: tuple[Source, ...]) -> None:
+        self.sources = chance
+        self.before = {source: source.copy() for source in chance}
+
+    def moved(self) -> tuple[Source, ...]:
+        """Those that moved since, whoever drew from them."""
+        return tuple(s for s, then in self.before.items() if s.position() != then.position())
+
+    def put_back(self, moved: Iterable[Source]) -> None:
+        """Restore some."""
+        for source in moved:
+            source.restore(self.before[source].capture())
+
+
+@dataclass(frozen=True)
+class _Change:
+    """Names of a place that hold other values now, and these values."""
+
+    place: Place
+    keys: tuple[Any, ...]
+    then: Seen
+    now: Seen
+    history: list[Any] = field(default_factory=list)
+
+    def tensors(self) -> list[Tensor]:
+        return [t for key in self.keys for t in tensors_in(self.now.get(key))]
+
+    def with_history(self) -> tuple[Any, ...]:
+        """The names that hold tensors which were computed from others."""
+        return tuple(
+            key
+            for key in self.keys
+            if key in self.history
+            or any(t.grad_fn is not None for t in tensors_in(self.now.get(key)))
+        )
+
+
+def _changes(places: Sequence[Place], before: Sequence[Seen]) -> list[_Change]:
+    found = []
+    for place, seen in zip(places, before, strict=True):
+        keys = place.changed(seen)
+        if keys:
+            found.append(_Change(place, tuple(keys), seen, place.note()))
+    return found
+
+
+def _stand_ins(changes: list[_Change]) -> list[Tensor]:
+    """Let leaves without memory stand where a call left tensors, whose graph is then let go of."""
+    found: list[Tensor] = []
+
+    def stand_in(t: Tensor) -> Tensor:
+        if t.grad_fn is None:
+            return t
+        found.append(t.new_zeros(()).expand(t.shape).requires_grad_())
+        return found[-1]
+
+    for change in changes:
+        keys = () if change.place.growing else change.with_history()
+        left = {key: change.now.pop(key) for key in keys}
+        change.place.write(pytree.tree_map_only(Tensor, stand_in, left), ())
+        change.now.update(dict.fromkeys(keys))
+        change.history.extend(keys)
+    return found
+
+
+def _check_unread(
+    results: Sequence[Tensor],
+    earlier: int,
+    mark: int,
+    changes: list[_Change],
+    stand_ins: list[Tensor],
+) -> None:
+    """Refuse a second call whose results go back to tensors that the first call left."""
+    leaves, older = foreign_tensors(results, mark)
+    read = {id(t) for t in leaves} & {id(t) for t in stand_ins}
+    if read or any(node._sequence_nr() >= earlier for node, _ in older):
+        for change in changes:
+            for key in change.with_history():
+                raise Left(change.place, (key,)).refusal(key)
+
+
+def _without_stale(found: Reach, changes: list[_Change]) -> Reach:
+    """What is referred to, without what only an earlier call left in a place."""
+    stale = {
+        id(v) for change in changes for key in change.keys for v in within(change.then.get(key))
+    }
+    return replace(
+        found,
+        tensors=[t for t in found.tensors if id(t) not in stale],
+        places=[place for place in found.places if id(place.holder) not in stale],
+    )
+
+
+def _parted(changes: list[_Change]) -> tuple[tuple[Place, ...], tuple[Left, ...]]:
+    """What belongs to the state, and what is only left.
+
+    Raises:
+        CellError: a change can be neither kept nor undone.
+    """
+    places, left = [], []
+    for change in changes:
+        place, keys = change.place, change.with_history()
+        for key in change.keys:
+            if isinstance(change.now.get(key), Paused):
+                raise CellError(_ADVANCES.format(place.called(key)))
+            if isinstance(place, Table) and place.registered:
+                raise CellError(_REPLACES.format(place.registered))
+        if keys and place.growing:
+            raise CellError(_COLLECTS.format(place.called(keys[0])))
+        if keys:
+            left.append(Left(place.of(keys), keys))
+        rest = set(change.keys) - set(keys)
+        if rest:
+            places.append(place if place.growing else place.of(rest))
+    return tuple(places), tuple(left)
+
+
+def _untouched(places: Sequence[Place], changes: list[_Change]) -> tuple[Place, ...]:
+    """The places, those names aside that a call changes."""
+    changed = {id(change.place): change for change in changes}
+    found = []
+    for place in places:
+        change = changed.get(id(place))
+        if change is None:
+            found.append(place)
+        elif not place.growing:
+            found.append(place.without(change.keys))
+    return tuple(found)
+
+
+def _bytes_of(first: list[_Change], last: list[_Change]) -> int:
+    """The bytes of the tensors that belong to the state, those aside that a first call settles."""
+    settled = {id(t) for change in first for t in change.tensors()}
+    sizes = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for change in last
+        for t in change.tensors()
+        if t.grad_fn is None and id(t) not in settled
+    }
+    return sum(sizes.values())
+
+
+_ADVANCES = (
+    "the cell advances the generator in {}, which cannot be set back for a rerun: expected a list, "
+    "a tuple or an iterator over one; or give its values as inputs"
+)
+_REPLACES = (
+    "the cell replaced a {} of its module: expected it to change it in place "
+    "(self.count.copy_(...), not self.count = ...), so that a rerun can put it back"
+)
+_COLLECTS = (
+    "the cell collects tensors with a gradient in {}: expected it to return them as outputs, for "
+    "what a step leaves has no gradient within a budget; return them, or append t.detach()"
+)
+
+
+class _Rewritten:
+    """The tensors that a cell may write to, and their values before a call."""
+
+    def __init__(self, found: Reach, device: torch.device) -> None:
+        self.device = device
+        self.owners = [_Owner([*part.buffers(recurse=False)]) for part in found.parts()]
+        self.owners += [_Captured(t) for t in found.tensors if not t.requires_grad]
+        frozen = (p for part in found.parts() for p in part.parameters(recurse=False))
+        self.frozen = [p for p in frozen if not p.requires_grad]
+
+    def put_back(self) -> None:
+        for owner in self.owners:
+            owner.put_back(self.device)
+
+    def parted(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """What the call writes to, and what it does not."""
+        changed = _each(t for owner in self.owners if owner.changed for t in owner.tensors)
+        others = _each(t for owner in self.owners if not owner.changed for t in owner.tensors)
+        kept = {id(t) for t in changed}
+        return changed, tuple(t for t in (*others, *self.frozen) if id(t) not in kept)
+
+
+@contextmanager
+def _rewritten(found: Reach, device: torch.device) -> Iterator[_Rewritten]:
+    """Put back, after a block, the values of the tensors that a cell may write to."""
+    written = _Rewritten(found, device)
+    try:
+        yield written
+    finally:
+        written.put_back()
+
+
+class _Owner:
+    """Tensors of one owner, and their values before a call."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.tensors = tensors
+        self.versions = list(map(version, tensors))
+        self.values = [t.detach().clone() for t in tensors]
+        self.changed = False
+
+    def put_back(self, device: torch.device) -> None:
+        """Restore the values, if any is another."""
+        # A kernel may write without counting, and a write may happen to change nothing.
+        written = self.versions != list(map(version, self.tensors))
+        pairs = zip(self.tensors, self.values, strict=True)
+        self.changed = written or not all(torch.equal(t, value) for t, value in pairs)
+        if self.changed:
+            Ambient(device, buffers=tuple(self.tensors)).restore(tuple(self.values))
+
+
+class _Captured(_Owner):
+    """A tensor that a cell captured. It may be large, so only a few numbers are noted."""
+
+    def __init__(self, t: Tensor) -> None:
+        self.tensors, self.versions = [t], [version(t)]
+        self.numbers = t.tolist() if t.numel() <= _FEW else None
+        self.changed = False
+
+    def put_back(self, device: torch.device) -> None:
+        (t,) = self.tensors
+        self.changed = [version(t)] != self.versions
+        if not self.changed:
+            return
+        if self.numbers is None or t.requires_grad:
+            raise CellError(
+                f"the cell writes in place to a tensor of shape {tuple(t.shape)} that it captured: "
+                "expected it to leave that as it is; register it as a buffer of a module, or make "
+                "it part of the state"
+            )
+        value = torch.tensor(self.numbers, dtype=t.dtype, device=t.device)
+        Ambient(device, buffers=(t,)).restore((value,))
+
+
+_FEW = 16
+
+
+def _each(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    return tuple({id(t): t for t in tensors}.values())

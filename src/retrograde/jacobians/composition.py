@@ -1,0 +1,291 @@
+"""Layers that are run and looked at: what they were given, what they gave, what Jacobian they have.
+
+A layer is one piece, or layers in turn (``torch.nn.Sequential``), or a sum of paths (a residual
+block). The Jacobian of layers in turn is the product of theirs, that of a sum is the sum.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial, reduce
+from math import prod
+from operator import add, matmul
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+from torch.nn.utils.parametrize import cached
+
+from retrograde.errors import ScanError
+from retrograde.jacobians.csr import CSR
+from retrograde.jacobians.pattern import Pattern
+from retrograde.jacobians.rule_result import Local
+from retrograde.jacobians.rules import Rule, parts_of, rule_of
+
+__all__ = ["Joined", "Maker", "Path", "Piece", "Residual", "observe"]
+
+
+class Residual(nn.Module):
+    """A residual block: layers in turn, and a shortcut past them, added up (He et al., 2016).
+
+    Args:
+        layers: the one path.
+        shortcut: the other; without it, the input itself.
+
+    Example:
+        >>> import torch
+        >>> block = Residual(nn.Conv2d(3, 3, 3, padding=1), nn.ReLU())
+        >>> block(torch.ones(2, 3, 8, 8)).shape
+        torch.Size([2, 3, 8, 8])
+    """
+
+    def __init__(self, *layers: nn.Module, shortcut: nn.Module | None = None) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+        self.shortcut = nn.Identity() if shortcut is None else shortcut
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The sum of both paths.
+
+        Args:
+            input: (samples, …).
+
+        Returns:
+            (samples, …).
+        """
+        given = input.clone() if _overwrites(self.layers) else input  # the shortcut reads it too
+        found: Tensor = self.layers(given) + self.shortcut(input)
+        return found
+
+
+def _overwrites(layer: nn.Module) -> bool:
+    """Whether layers in turn begin with one in place."""
+    while isinstance(layer, nn.Sequential) and len(layer):
+        layer = layer[0]
+    return bool(getattr(layer, "inplace", False))
+
+
+class Path(ABC):
+    """One or more layers from an input to an output.
+
+    A *maker* says what the matrix of a :class:`Piece` is: its Jacobian for some samples, or an
+    outline of it, of which only sizes are known. A path puts these together by ``@`` and ``+``.
+    """
+
+    @property
+    @abstractmethod
+    def inputs(self) -> int:
+        """Numbers of a sample that it takes."""
+
+    @property
+    @abstractmethod
+    def outputs(self) -> int:
+        """Numbers of a sample that it gives."""
+
+    @abstractmethod
+    def pieces(self) -> "list[Piece]":
+        """The single layers."""
+
+    @abstractmethod
+    def matrix(self, make: "Maker") -> Any:
+        """The Jacobian."""
+
+    @abstractmethod
+    def apply(self, make: "Maker", gradient: Any) -> Any:
+        """The Jacobian times a gradient, without the products that the Jacobian would take."""
+
+
+@dataclass(eq=False)
+class Piece(Path):
+    """One layer.
+
+    Attributes:
+        layer: which.
+        local: its Jacobian.
+    """
+
+    layer: nn.Module
+    local: Local
+
+    @property
+    def inputs(self) -> int:
+        return self.local.pattern.shape[0]
+
+    @property
+    def outputs(self) -> int:
+        return self.local.pattern.shape[1]
+
+    @property
+    def changes(self) -> bool:
+        """Whether it does more to a gradient than to reshape it."""
+        return self.local.values is not None
+
+    def pieces(self) -> "list[Piece]":
+        return [self]
+
+    def matrix(self, make: "Maker") -> Any:
+        return make(self)
+
+    def apply(self, make: "Maker", gradient: Any) -> Any:
+        return make(self) @ gradient if self.changes else gradient
+
+
+@dataclass(eq=False)
+class Joined(Path):
+    """Paths in turn, or side by side from the same input and added up.
+
+    Attributes:
+        paths: at least one.
+        added: whether they are side by side.
+    """
+
+    paths: Sequence[Path]
+    added: bool
+
+    @property
+    def inputs(self) -> int:
+        return self.paths[0].inputs
+
+    @property
+    def outputs(self) -> int:
+        return self.paths[-1].outputs
+
+    def pieces(self) -> list[Piece]:
+        return [piece for path in self.paths for piece in path.pieces()]
+
+    def matrix(self, make: "Maker") -> Any:
+        return reduce(add if self.added else matmul, (path.matrix(make) for path in self.paths))
+
+    def apply(self, make: "Maker", gradient: Any) -> Any:
+        if self.added:
+            return reduce(add, (path.apply(make, gradient) for path in self.paths))
+        for path in reversed(self.paths):
+            gradient = path.apply(make, gradient)
+        return gradient
+
+
+Maker = Callable[[Piece], Any]
+
+
+def observe(layer: nn.Module, x: Tensor) -> tuple[Tensor, Path]:
+    """Run a layer, and keep what its Jacobian is made of.
+
+    Args:
+        layer: with a rule, or made of such.
+        x: (samples, …); a gradient must be wanted.
+
+    Returns:
+        The output, which is differentiable with respect to ``x``, and the path.
+
+    Raises:
+        ScanError: the layer has no rule, or couples samples.
+    """
+    parts, own = parts_of(layer), "forward" not in vars(layer)
+    if parts is not None:
+        run = partial(observe, parts)
+    elif isinstance(layer, Residual) and type(layer).forward is Residual.forward and own:
+        run = partial(_observe_sum, layer)
+    elif isinstance(layer, nn.Sequential) and type(layer).forward is nn.Sequential.forward and own:
+        run = partial(_observe_turns, layer)
+    else:
+        run = partial(_observe_piece, layer, rule_of(layer))
+    return _through(layer, x, run)
+
+
+def _observe_sum(block: Residual, x: Tensor) -> tuple[Tensor, Path]:
+    y, one = observe(block.layers, x)
+    z, other = observe(block.shortcut, x)
+    return y + z, Joined([one, other], added=True)
+
+
+def _observe_turns(layers: nn.Sequential, x: Tensor) -> tuple[Tensor, Path]:
+    paths = []
+    for each in layers if len(layers) else [nn.Identity()]:
+        x, path = observe(each, x)
+        paths.append(path)
+    return x, paths[0] if len(paths) == 1 else Joined(paths, added=False)
+
+
+def _observe_piece(layer: nn.Module, rule: Rule, x: Tensor) -> tuple[Tensor, Path]:
+    _check_apart(layer)
+    # What an in-place layer overwrites here is a copy: the input is read again.
+    given = x.clone() if getattr(layer, "inplace", False) else x
+    with cached():  # a weight that is computed may be another one the next time
+        y = type(layer).forward(layer, given)
+        _check_output(layer, x, y)
+        found = rule(layer, x, y)
+    if isinstance(found, CSR):
+        found = Local(found.pattern, found.data.ndim == 1, partial(_given, found.data))
+    _check_pattern(layer, x, y, found.pattern)
+    return y, Piece(layer, found)
+
+
+def _through(
+    layer: nn.Module, x: Tensor, run: Callable[[Tensor], tuple[Tensor, Path]]
+) -> tuple[Tensor, Path]:
+    """Call a layer, so that its hooks are too, and see to it that they change nothing."""
+    hooks = layer._forward_hooks, layer._forward_pre_hooks
+    if not any((*hooks, _global_forward_hooks, _global_forward_pre_hooks)):
+        return run(x)
+    seen: list[tuple[Tensor, Tensor, Path]] = []
+
+    def forward(given: Tensor) -> Tensor:
+        y, path = run(given)
+        seen.append((given, y, path))
+        return y
+
+    layer.forward = forward
+    try:
+        y = layer(x)
+    finally:
+        del layer.forward
+    ((given, made, path),) = seen
+    if given is not x or y is not made:
+        raise ScanError(
+            f"a forward hook of {type(layer).__name__} changed what it was given or what it gave, "
+            "which its Jacobian knows nothing of: expected hooks that only look; make a layer of "
+            "it, or use backward=None"
+        )
+    return y, path
+
+
+def _given(data: Tensor) -> Tensor:
+    return data.detach()
+
+
+def _check_apart(layer: nn.Module) -> None:
+    if not isinstance(layer, _BatchNorm) or not (layer.training or layer.running_var is None):
+        return
+    why = "in training mode" if layer.training else "without running statistics"
+    what = "evaluation mode; call .eval() on it" if layer.training else "track_running_stats=True"
+    raise ScanError(
+        f"{type(layer).__name__} {why} takes its mean and variance from the batch, so a sample's "
+        "output depends on all samples and there is no Jacobian for each: expected "
+        f"{what}, or use backward=None"
+    )
+
+
+def _check_output(layer: nn.Module, x: Tensor, y: Any) -> None:
+    name = type(layer).__name__
+    if not isinstance(y, Tensor):
+        raise ScanError(f"{name} returned a {type(y).__name__}: expected one tensor")
+    if x.ndim < 2 or y.ndim < 2 or len(y) != len(x):
+        raise ScanError(
+            f"{name} took an input of shape {tuple(x.shape)} to {tuple(y.shape)}: expected samples "
+            "first, as many in the output as in the input, and a dimension besides"
+        )
+    if y.dtype != x.dtype:
+        raise ScanError(
+            f"{name} took {x.dtype} to {y.dtype}: expected one type throughout; leave autocast, or "
+            "use backward=None"
+        )
+
+
+def _check_pattern(layer: nn.Module, x: Tensor, y: Tensor, pattern: Pattern) -> None:
+    expected = prod(x.shape[1:]), prod(y.shape[1:])
+    if pattern.shape != expected:
+        raise ScanError(
+            f"the rule for {type(layer).__name__} gave a Jacobian of {pattern}: expected "
+            f"{expected[0]:,}×{expected[1]:,}, the inputs and the outputs of one sample"
+        )

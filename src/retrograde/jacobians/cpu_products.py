@@ -1,0 +1,211 @@
+"""Products with sparse transposed Jacobians on CPUs, by numba.
+
+The references are the functions of :mod:`retrograde.jacobians.arithmetic`. A product is made row
+by row: what a row of the left factor meets is summed up in a row of numbers, one for each column,
+and gathered from there into the entries that are known to be in the product. Samples lie side by
+side, so one look at the indices serves eight of them, by one instruction.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from retrograde.jacobians.pattern import Pattern
+from retrograde.kernels import cpu_sparse_loops as loops
+from retrograde.kernels.lanes import LANES
+from retrograde.kernels.pages import in_large_pages
+from retrograde.kernels.team import Range, share
+
+__all__ = ["apply", "mark", "multiply", "scale", "take"]
+
+_Reals = NDArray[np.floating[Any]]
+_PIECES = 8  # of a thread's share, so that uneven rows do not leave the others waiting
+_LEAST_WORK = 2**24  # multiplications that take longer than to wake another thread, some ms
+_NONE = np.empty(0, np.int32)
+
+
+def multiply(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> Tensor:
+    """As :func:`retrograde.jacobians.arithmetic.multiply_sparse`."""
+    if left.kind == "full":
+        return _full_times_sparse(left, right, a, b)
+    if right.kind == "full":
+        return _sparse_times_full(left, right, a, b)
+    result = left.product(right).result
+    samples, found = _room(result.nnz, a, b)
+    of = (_NONE, _NONE) if result.kind == "full" else (result.indptr, result.indices)
+    ours, theirs, out = _side_by_side(a), _side_by_side(b), _side_by_side(found)
+    columns, ours_wide, theirs_wide = result.shape[1], _wide(a), _wide(b)
+    first_of, then_of = (left.indptr, left.indices), (right.indptr, right.indices)
+
+    def one(first: int, last: int) -> None:
+        sums = np.empty(columns, out.dtype)
+        loops.multiply_one(first, last, *first_of, ours, *then_of, theirs, *of, out, sums)
+
+    def lanes(first: int, last: int) -> None:
+        sums = np.empty(columns * LANES, out.dtype)
+        for at in range(0, samples, LANES):
+            loops.multiply_lanes(
+                first, last, at, samples - at, *first_of, ours, ours_wide,
+                *then_of, theirs, theirs_wide, *of, out, samples, sums,
+            )  # fmt: skip
+
+    work = left.product(right).terms * samples
+    share(one if samples == 1 else lanes, _pieces(left.shape[0], work))
+    return found
+
+
+def scale(pattern: Pattern, values: Tensor, diagonal: Tensor, by_column: bool) -> Tensor:
+    """As :func:`retrograde.jacobians.arithmetic.scale`."""
+    if pattern.kind == "full":
+        whole = values.reshape(*values.shape[:-1], *pattern.shape)
+        return (whole * (diagonal[..., None, :] if by_column else diagonal[..., None])).flatten(-2)
+    if values.ndim == diagonal.ndim == 2 and values.is_contiguous() and diagonal.is_contiguous():
+        return _scale_one_by_one(pattern, values, diagonal, by_column)
+    samples, found = _room(pattern.nnz, values, diagonal)
+    x, d, out = _side_by_side(values), _side_by_side(diagonal), _side_by_side(found)
+    arrays = pattern.indptr, pattern.indices
+    wide = _wide(values), _wide(diagonal)
+
+    def one(first: int, last: int) -> None:
+        loops.scale_one(first, last, *arrays, x, d, by_column, out)
+
+    def lanes(first: int, last: int) -> None:
+        loops.scale_lanes(
+            first, last, *arrays, x, wide[0], d, wide[1], by_column, out, samples
+        )  # fmt: skip
+
+    share(one if samples == 1 else lanes, _pieces(pattern.shape[0], pattern.nnz * samples))
+    return found
+
+
+def _scale_one_by_one(
+    pattern: Pattern, values: Tensor, diagonal: Tensor, by_column: bool
+) -> Tensor:
+    """Where both factors lie sample after sample, so does the product."""
+    samples, found = _room(pattern.nnz, values, diagonal, one_by_one=True)
+    x, d = (each.expand(samples, -1).numpy() for each in (values.detach(), diagonal.detach()))
+    out, rows = found.numpy(), pattern.shape[0]
+
+    def some(first: int, last: int) -> None:
+        for i in range(first, last):
+            loops.scale_one(0, rows, pattern.indptr, pattern.indices, x[i], d[i], by_column, out[i])
+
+    share(some, _pieces(samples, pattern.nnz * samples))
+    return found
+
+
+def apply(pattern: Pattern, values: Tensor, x: Tensor) -> Tensor:
+    """As :func:`retrograde.jacobians.arithmetic.apply_sparse`."""
+    samples, found = _room(pattern.shape[0], values, x)
+    given = x.expand(samples, -1) if samples > 1 else x
+    a, vector, out = _side_by_side(values), _side_by_side(given), _side_by_side(found)
+    arrays, wide = (pattern.indptr, pattern.indices), _wide(values)
+
+    def one(first: int, last: int) -> None:
+        loops.apply_one(first, last, *arrays, a, vector, out)
+
+    def lanes(first: int, last: int) -> None:
+        loops.apply_lanes(first, last, *arrays, a, wide, vector, samples, out)
+
+    share(one if samples == 1 else lanes, _pieces(pattern.shape[0], pattern.nnz * samples))
+    return found
+
+
+def take(weights: Tensor, pattern: Any) -> Tensor:
+    """As :func:`retrograde.jacobians.arithmetic.take`."""
+    found = in_large_pages(weights.new_empty(pattern.nnz))
+    x, out, places = weights.numpy(), found.numpy(), pattern.sources
+    pieces = _pieces(pattern.nnz, pattern.nnz)
+    share(lambda first, last: loops.take(first, last, x, places, out), pieces)
+    return found
+
+
+def mark(pattern: Pattern, x: Tensor, chosen: Tensor) -> Tensor:
+    """As :func:`retrograde.jacobians.arithmetic.mark`."""
+    found = x.new_zeros(len(x), pattern.nnz)
+    inputs, outputs, columns = x[0, 0].numel(), chosen[0, 0].numel(), pattern.shape[1]
+    places, out = chosen.contiguous().view(-1).numpy(), found.view(-1).numpy()
+    arrays = pattern.indptr, pattern.indices, places
+
+    def some(first: int, last: int) -> None:
+        loops.mark(first, last, *arrays, inputs, outputs, columns, out)
+
+    share(some, _pieces(len(places), len(places)))
+    return found
+
+
+def _sparse_times_full(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> Tensor:
+    samples, found = _room(left.shape[0] * right.shape[1], a, b, one_by_one=True)
+    ours, ours_step = _one_by_one(a)
+    theirs, theirs_step = _one_by_one(b)
+    out, _ = _one_by_one(found)
+
+    def some(first: int, last: int) -> None:
+        loops.sparse_times_full(
+            first, last, left.indptr, left.indices, ours, ours_step, theirs, theirs_step,
+            right.shape[1], out,
+        )  # fmt: skip
+
+    work = left.product(right).terms * samples
+    share(some, _pieces(samples * left.shape[0], work))
+    return found
+
+
+def _full_times_sparse(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> Tensor:
+    (rows, inner), columns = left.shape, right.shape[1]
+    samples, found = _room(rows * columns, a, b, one_by_one=True)
+    ours, ours_step = _one_by_one(a)
+    theirs, theirs_step = _one_by_one(b)
+    out, _ = _one_by_one(found)
+
+    def some(first: int, last: int) -> None:
+        room = np.zeros((inner + columns) * LANES, out.dtype)
+        loops.full_times_sparse(
+            first, last, rows, inner, ours, ours_step, right.indptr, right.indices, theirs,
+            theirs_step, columns, out, room,
+        )  # fmt: skip
+
+    work = left.product(right).terms * samples
+    share(some, _pieces(samples * -(-rows // LANES), work))
+    return found
+
+
+def _room(size: int, a: Tensor, b: Tensor, *, one_by_one: bool = False) -> tuple[int, Tensor]:
+    """How many samples there are, and room for a number of each, or of all where they share it."""
+    samples = max((len(x) for x in (a, b) if x.ndim == 2), default=0)
+    if not samples:
+        return 1, in_large_pages(a.new_empty(size))
+    if one_by_one:
+        return samples, in_large_pages(a.new_empty(samples, size))
+    return samples, in_large_pages(a.new_empty(size, samples)).T
+
+
+def _wide(values: Tensor) -> int:
+    """From an entry to the next."""
+    return len(values) if values.ndim == 2 else 1
+
+
+def _side_by_side(values: Tensor) -> _Reals:
+    """All samples' numbers of an entry, and then of the next."""
+    turned = values.detach().T if values.ndim == 2 else values.detach()
+    array: _Reals = turned.contiguous().view(-1).numpy()
+    return array
+
+
+def _one_by_one(values: Tensor) -> tuple[_Reals, int]:
+    """All numbers of a sample, and then of the next; and how many of them there are."""
+    array: _Reals = values.detach().contiguous().view(-1).numpy()
+    return array, values.shape[1] if _wide(values) > 1 else 0
+
+
+def _pieces(rows: int, work: int) -> list[Range]:
+    """Ranges of rows, several for each thread; one where there is too little to do for two."""
+    if work < _LEAST_WORK:
+        return [(0, rows)]
+    count = max(1, min(rows // 4, _PIECES * torch.get_num_threads()))
+    bounds = np.linspace(0, rows, count + 1).astype(int).tolist()
+    return list(pairwise(bounds))

@@ -1,0 +1,167 @@
+"""A transposed Jacobian in compressed sparse rows: an element of a scan."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from retrograde.errors import ScanError
+from retrograde.jacobians.arithmetic import apply, multiply, spread_out
+from retrograde.jacobians.factor import from_pairs, full, identity
+from retrograde.jacobians.pattern import Pattern
+from retrograde.scan.elements import Dense, Diagonal, Vector, check_product
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
+
+__all__ = ["CSR"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CSR:
+    """A transposed Jacobian (∂y/∂x)ᵀ, whose guaranteed zeros are left out.
+
+    The pattern is shared by all samples; values are those of each sample, or shared as well, where
+    they depend on weights only. ``a @ b`` is a product, by the plan for the two patterns
+    (:meth:`~retrograde.jacobians.pattern.Pattern.product`); ``a + b`` is the sum of two paths.
+
+    Args:
+        pattern: (inputs, outputs) of one sample, flattened.
+        data: (nnz,), or (samples, nnz).
+
+    Raises:
+        ScanError: ``data`` has not an entry for each of the pattern's.
+
+    Example:
+        >>> jacobian = CSR.from_dense(torch.tensor([[1.0, 0.0], [2.0, 3.0]]))
+        >>> jacobian.indptr.tolist(), jacobian.indices.tolist(), jacobian.data.tolist()
+        ([0, 1, 3], [0, 0, 1], [1.0, 2.0, 3.0])
+        >>> (jacobian @ Vector(torch.ones(2))).data.tolist()
+        [1.0, 5.0]
+    """
+
+    pattern: Pattern
+    data: Tensor
+
+    def __post_init__(self) -> None:
+        if self.data.ndim not in (1, 2) or self.data.shape[-1] != self.pattern.nnz:
+            raise ScanError(
+                f"values of shape {tuple(self.data.shape)} were given for a pattern of "
+                f"{self.pattern.nnz:,} entries: expected ({self.pattern.nnz},) or (samples, "
+                f"{self.pattern.nnz})"
+            )
+
+    @classmethod
+    def from_dense(cls, matrix: Tensor) -> "CSR":
+        """The entries that are not zero in all samples.
+
+        Args:
+            matrix: (inputs, outputs), or (samples, inputs, outputs).
+
+        Returns:
+            The Jacobian. Its pattern is that of these values: good for a linear layer, and wrong
+            for one whose zeros depend on its input.
+        """
+        present = matrix != 0 if matrix.ndim == 2 else (matrix != 0).any(0)
+        rows, columns = present.nonzero(as_tuple=True)
+        rows, columns = rows.cpu(), columns.cpu()
+        pattern = Pattern(
+            from_pairs(rows.numpy(), columns.numpy(), (present.shape[0], present.shape[1]))
+        )
+        return cls(pattern, matrix[..., present])
+
+    @property
+    def indptr(self) -> Tensor:
+        """Where each row begins among the entries, and where the last one ends: (rows + 1,)."""
+        return self.pattern.tensor("indptr", self.data.device)
+
+    @property
+    def indices(self) -> Tensor:
+        """The column of each entry, ascending in each row: (nnz,)."""
+        return self.pattern.tensor("indices", self.data.device)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(inputs, outputs), or (samples, inputs, outputs)."""
+        return (*self.data.shape[:-1], *self.pattern.shape)
+
+    @property
+    def nnz(self) -> int:
+        """Entries of a sample."""
+        return self.pattern.nnz
+
+    def to_dense(self) -> Tensor:
+        """The matrix with its zeros: a tensor of shape :attr:`shape`."""
+        return spread_out(self.pattern, self.data)
+
+    def to_scipy(self, sample: int = 0) -> "csr_array":
+        """One sample's matrix for scipy.
+
+        Args:
+            sample: which one; any, where all share their values.
+
+        Returns:
+            A ``scipy.sparse.csr_array``.
+
+        Raises:
+            ModuleNotFoundError: scipy is not installed.
+        """
+        from scipy.sparse import csr_array
+
+        values = self.data if self.data.ndim == 1 else self.data[sample]
+        arrays = values.detach().cpu().numpy(), self.pattern.indices, self.pattern.indptr
+        return csr_array(arrays, shape=self.pattern.shape)
+
+    def samples(self, which: slice) -> "CSR":
+        """The Jacobian of some samples; all of it where the samples share it."""
+        return self if self.data.ndim == 1 else CSR(self.pattern, self.data[which])
+
+    def __matmul__(self, other: Any) -> Any:
+        match other:
+            case Vector(data):
+                check_product(self, other)
+                return Vector(apply(self.pattern, self.data, data))
+            case CSR():
+                check_product(self, other)
+                plan = self.pattern.product(other.pattern)
+                values = multiply(self.pattern, other.pattern, self.data, other.data)
+                return CSR(plan.result, values)
+            case Dense() | Diagonal():
+                return self @ _sparse(other)
+        return NotImplemented
+
+    def __rmatmul__(self, other: Any) -> Any:
+        return _sparse(other) @ self if isinstance(other, Dense | Diagonal) else NotImplemented
+
+    def __add__(self, other: "CSR") -> "CSR":
+        both, ours, theirs = self.pattern.union(other.pattern)
+        samples = self.data.shape[:-1] or other.data.shape[:-1]
+        found = self.data.new_zeros(*samples, both.nnz)
+        for places, values in ((ours, self.data), (theirs, other.data)):
+            found[..., torch.from_numpy(places).to(found.device)] += values
+        return CSR(both, found)
+
+    def flops(self, other: Any) -> int | None:
+        """FLOPs of ``self @ other``, all samples."""
+        match other:
+            case Vector():
+                (*batch,) = check_product(self, other)
+                once = 1 if self.pattern.kind == "diagonal" else 2
+                return once * self.nnz * (batch[0] if batch else 1)
+            case CSR():
+                (*batch,) = check_product(self, other)
+                return self.pattern.product(other.pattern).flops * (batch[0] if batch else 1)
+            case Dense() | Diagonal():
+                return self.flops(_sparse(other))
+        return None
+
+    def rflops(self, other: Any) -> int | None:
+        """FLOPs of ``other @ self``, all samples."""
+        return _sparse(other).flops(self) if isinstance(other, Dense | Diagonal) else None
+
+
+def _sparse(element: Dense | Diagonal) -> CSR:
+    if isinstance(element, Diagonal):
+        return CSR(Pattern(identity(element.data.shape[-1])), element.data)
+    return CSR(Pattern(full(*element.data.shape[-2:])), element.data.flatten(-2))

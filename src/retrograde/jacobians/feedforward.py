@@ -1,0 +1,232 @@
+"""Feed-forward layers backwards: which scan, how many levels of it, and the scan itself.
+
+The array is [∇x_n, J_nᵀ, …, J_1ᵀ]; the exclusive scan gives the gradient of every layer's output,
+and from these all parameters' gradients follow independently of one another (W20, eq. 3.1). How
+many levels are swept upward is decided beforehand, by FLOPs that are counted: the products grow
+denser level by level, and where they have become dearer than the vectors' way they are left (W20,
+section 5.3). Counted are the critical path's, as if every product of a level had a processor of its
+own; what fits in memory is counted as well, and samples are taken a few at a time where all at once
+would not.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from retrograde.jacobians.composition import Maker, Path, Piece, observe
+from retrograde.jacobians.csr import CSR
+from retrograde.jacobians.factor import TooManyEntriesError
+from retrograde.jacobians.outline import Gradient, Ledger, ledger_of, outlines
+from retrograde.scan.blelloch import hybrid
+from retrograde.scan.counts import blocks
+from retrograde.scan.elements import IDENTITY, UNREAD, Vector, flops
+from retrograde.scan.work_report import Report
+
+__all__ = ["Algorithm", "Split", "Step", "observe_steps", "scan_gradients", "split_of"]
+
+_LEAST = 8  # samples that one instruction takes
+_AT_ONCE = 2**24  # bytes of a product from which on further samples leave the caches
+
+Algorithm = Literal["auto", "linear", "blelloch", "hybrid"]
+
+
+@dataclass(eq=False)
+class Step:
+    """One layer of a chain, run on a batch.
+
+    Attributes:
+        layer: which.
+        x: what it was given, cut off from what was before.
+        y: what it gave, differentiable with respect to ``x`` and the layer's parameters.
+        path: its Jacobian.
+    """
+
+    layer: nn.Module
+    x: Tensor
+    y: Tensor
+    path: Path
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """A scan with some levels of products, and what it takes.
+
+    Attributes:
+        levels: upward, and as many downward; 0 is the linear scan, all of them Blelloch's.
+        report: what it does level by level, all samples; up to where it gets too large.
+        fixed_bytes: of Jacobians and products, that all samples share.
+        sample_bytes: of the products of one sample.
+        samples: at a time; 0 where not even one fits.
+        problem: why it cannot be done at all, or nothing.
+    """
+
+    levels: int
+    report: Report
+    fixed_bytes: int
+    sample_bytes: int
+    samples: int
+    problem: str = ""
+
+    @property
+    def bytes(self) -> int:
+        """Of Jacobians and products, with as many samples at a time."""
+        return self.fixed_bytes + max(1, self.samples) * self.sample_bytes
+
+
+def observe_steps(layers: Sequence[nn.Module], x: Tensor) -> list[Step]:
+    """Run layers in turn, each cut off from the one before.
+
+    Args:
+        layers: with Jacobians.
+        x: (samples, …).
+
+    Returns:
+        A step for each.
+
+    Raises:
+        ScanError: a layer has no rule, or couples samples.
+    """
+    steps = []
+    for layer in layers:
+        x = x.detach().requires_grad_()
+        y, path = observe(layer, x)
+        steps.append(Step(layer, x, y, path))
+        x = y
+    return steps
+
+
+def split_of(
+    levels: int,
+    paths: Sequence[Path],
+    outputs: int,
+    samples: int,
+    itemsize: int,
+    room: int,
+    cost: Callable[[Any, Any], int] = flops,
+) -> Split:
+    """What a scan with some levels of products takes.
+
+    Args:
+        levels: how many; more than there are means all.
+        paths: of the layers whose Jacobians are multiplied, first to last.
+        outputs: numbers of a sample that the last one gives.
+        samples: in the batch.
+        itemsize: of a number, in bytes.
+        room: bytes for Jacobians and products.
+        cost: FLOPs of a ⊙ b; by default, of what is done.
+
+    Returns:
+        The split.
+    """
+    own, products = ledger_of(paths, itemsize), Ledger(itemsize, max(1, room // 16))
+    make = outlines(samples, products)
+    elements = [Gradient(outputs), *(_element(path, make) for path in reversed(paths))]
+    report, problem = Report(cost), ""
+    levels, _ = blocks(len(elements), levels)
+    try:
+        hybrid([*elements, UNREAD], levels=levels, report=report)
+    except TooManyEntriesError as error:
+        problem = str(error)
+    vectors = itemsize * samples * (outputs + sum(path.inputs for path in paths))
+    fixed = own.bytes_for(samples) + products.shared + vectors
+    each = products.each + products.largest
+    fits = samples if not each else min(samples, max(0, room - fixed) // each)
+    if problem or fixed > room:
+        fits = 0
+    at_once = min(fits, max(_LEAST, _AT_ONCE // max(1, products.largest)))
+    if _LEAST < at_once < samples:
+        at_once -= at_once % _LEAST
+    return Split(levels, report, fixed, each, at_once, problem)
+
+
+def scan_gradients(
+    steps: Sequence[Step], dy: Tensor, levels: int, samples: int, *, whole: bool
+) -> list[Tensor]:
+    """The gradients of what the steps gave.
+
+    Args:
+        steps: of a chain.
+        dy: the gradient of the last one's output.
+        levels: of the scan; 0 is linear.
+        samples: at a time.
+        whole: whether the gradient of the first one's input is wanted too.
+
+    Returns:
+        A gradient for each step's ``y``, and for the first one's ``x`` if that is wanted, in front.
+    """
+    used = steps if whole else steps[1:]
+    pieces = [piece for step in used for piece in step.path.pieces()]
+    values = {piece: piece.local.csr(dy) for piece in pieces}
+    shapes = [step.y.shape for step in steps]
+    if whole:
+        shapes = [steps[0].x.shape, *shapes]
+    flat = dy.flatten(1)
+    parts: list[list[Tensor]] = []
+    for start in range(0, len(dy), samples):
+        which = slice(start, min(start + samples, len(dy)))
+        make = _maker(values, which)
+        elements = [Vector(flat[which]), *(_element(step.path, make) for step in reversed(used))]
+        _, *scanned = hybrid([*elements, UNREAD], levels=levels)
+        parts.append([vector.data for vector in reversed(scanned)])
+    joined = parts[0] if len(parts) == 1 else [torch.cat(part) for part in zip(*parts, strict=True)]
+    return [g.reshape(shape) for g, shape in zip(joined, shapes, strict=True)]
+
+
+def _maker(values: dict[Piece, CSR], which: slice) -> Maker:
+    def make(piece: Piece) -> CSR:
+        return values[piece].samples(which)
+
+    return make
+
+
+def _element(path: Path, make: Maker) -> Any:
+    if isinstance(path, Piece):
+        return make(path) if path.changes else IDENTITY
+    return Route(path, make)
+
+
+class Route:
+    """Several layers as one element: their Jacobian is put together only if a matrix meets it.
+
+    Args:
+        path: through the layers.
+        make: of the single layers' Jacobians.
+    """
+
+    def __init__(self, path: Path, make: Maker) -> None:
+        self._path, self._make = path, make
+        self._matrix: Any = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(inputs, outputs), of one sample."""
+        return self._path.inputs, self._path.outputs
+
+    @property
+    def matrix(self) -> Any:
+        """The Jacobian."""
+        if self._matrix is None:
+            self._matrix = self._path.matrix(self._make)
+        return self._matrix
+
+    def __matmul__(self, other: Any) -> Any:
+        if isinstance(other, Vector | Gradient):
+            return self._path.apply(self._make, other)
+        return self.matrix @ (other.matrix if isinstance(other, Route) else other)
+
+    def __rmatmul__(self, other: Any) -> Any:
+        return other @ self.matrix
+
+    def flops(self, other: Any) -> int:
+        """FLOPs of ``self @ other``; what putting the matrix together takes is counted by none."""
+        if isinstance(other, Vector | Gradient):
+            pieces = filter(lambda piece: piece.changes, self._path.pieces())
+            return sum(flops(other, self._make(piece)) for piece in pieces)
+        return flops(other.matrix if isinstance(other, Route) else other, self.matrix)
+
+    def rflops(self, other: Any) -> int:
+        """FLOPs of ``other @ self``."""
+        return flops(self.matrix, other)

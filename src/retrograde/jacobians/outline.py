@@ -1,0 +1,168 @@
+"""Jacobians of which only sizes are known: what a scan would take, before it is run.
+
+An :class:`Outline` is to a :class:`~retrograde.jacobians.csr.CSR` what a pattern is to a matrix.
+The scan algorithms run over outlines as they do over the matrices themselves, so FLOPs, levels and
+bytes are those of what will be done, not of a model of it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from retrograde.jacobians.composition import Maker, Path, Piece
+from retrograde.jacobians.factor import MOST_ENTRIES
+from retrograde.jacobians.pattern import Pattern
+
+__all__ = ["Gradient", "Ledger", "Outline", "ledger_of", "outlines"]
+
+
+@dataclass
+class Ledger:
+    """What matrices take, in bytes.
+
+    Attributes:
+        itemsize: of a number.
+        most: entries that a written-out product may have.
+        shared: of what all samples have in common, indices included.
+        each: of a sample.
+        largest: of the values of the largest matrix, of a sample: a copy of it may be needed.
+    """
+
+    itemsize: int
+    most: int = MOST_ENTRIES
+    shared: int = 0
+    each: int = 0
+    largest: int = 0
+    _seen: dict[int, Pattern] = field(default_factory=dict)
+
+    def note(self, pattern: Pattern, shared: bool, scratch: int = 0) -> None:
+        """One more matrix.
+
+        Args:
+            pattern: its.
+            shared: whether all samples have the same values.
+            scratch: bytes for each entry, besides.
+        """
+        if id(pattern) not in self._seen:
+            self._seen[id(pattern)] = pattern
+            self.shared += pattern.index_bytes
+        values = pattern.nnz * self.itemsize
+        self.shared += scratch * pattern.nnz + (values if shared else 0)
+        if not shared:
+            self.each += values
+            self.largest = max(self.largest, values)
+
+    def bytes_for(self, samples: int) -> int:
+        """In all.
+
+        Args:
+            samples: at a time.
+
+        Returns:
+            Bytes.
+        """
+        return self.shared + samples * (self.each + self.largest)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gradient:
+    """A gradient, of which only the size is known.
+
+    Args:
+        size: numbers of a sample.
+    """
+
+    size: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(size,)."""
+        return (self.size,)
+
+    def __add__(self, other: "Gradient") -> "Gradient":
+        return self
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outline:
+    """A transposed Jacobian, of which only the pattern is known.
+
+    Args:
+        pattern: its.
+        shared: whether all samples have the same values.
+        samples: how many there are.
+        ledger: where products are noted.
+    """
+
+    pattern: Pattern
+    shared: bool
+    samples: int
+    ledger: Ledger
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(inputs, outputs)."""
+        return self.pattern.shape
+
+    def __matmul__(self, other: Any) -> Any:
+        match other:
+            case Gradient():
+                return Gradient(self.pattern.shape[0])
+            case Outline():
+                plan = self.pattern.product(other.pattern, self.ledger.most)
+                return self._noted(plan.result, other)
+        return NotImplemented
+
+    def __add__(self, other: "Outline") -> "Outline":
+        return self._noted(self.pattern.union(other.pattern)[0], other)
+
+    def flops(self, other: Any) -> int | None:
+        """FLOPs of ``self @ other``, all samples."""
+        match other:
+            case Gradient():
+                once = 1 if self.pattern.kind == "diagonal" else 2
+                return once * self.pattern.nnz * self.samples
+            case Outline():
+                plan = self.pattern.product(other.pattern, self.ledger.most)
+                return plan.flops * (1 if self.shared and other.shared else self.samples)
+        return None
+
+    def _noted(self, pattern: Pattern, other: "Outline") -> "Outline":
+        found = Outline(pattern, self.shared and other.shared, self.samples, self.ledger)
+        self.ledger.note(pattern, found.shared)
+        return found
+
+
+def ledger_of(paths: Sequence[Path], itemsize: int) -> Ledger:
+    """What the Jacobians of single layers take.
+
+    Args:
+        paths: whose.
+        itemsize: of a number.
+
+    Returns:
+        The ledger.
+    """
+    ledger = Ledger(itemsize)
+    for path in paths:
+        for piece in path.pieces():
+            if piece.changes:
+                ledger.note(piece.local.pattern, piece.local.shared, piece.local.scratch)
+    return ledger
+
+
+def outlines(samples: int, ledger: Ledger) -> Maker:
+    """A maker of outlines.
+
+    Args:
+        samples: how many there are.
+        ledger: where products are noted.
+
+    Returns:
+        The maker.
+    """
+
+    def make(piece: Piece) -> Outline:
+        return Outline(piece.local.pattern, piece.local.shared, samples, ledger)
+
+    return make

@@ -1,0 +1,86 @@
+"""The transposed Jacobian of a layer, for whoever asks."""
+
+import os
+from functools import partial
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from retrograde.errors import ScanError
+from retrograde.jacobians.composition import Piece, observe
+from retrograde.jacobians.csr import CSR
+from retrograde.jacobians.outline import ledger_of, outlines
+from retrograde.units import Memory, as_bytes, format_bytes
+
+__all__ = ["room", "transposed_jacobian"]
+
+
+def transposed_jacobian(layer: nn.Module, input: Tensor, *, memory: Memory | None = None) -> CSR:
+    """The transposed Jacobian (∂y/∂x)ᵀ of y = layer(x), analytically (W20, sections 3.3, 3.4).
+
+    The layer is run once, as in training if it is in training mode: a dropout draws a mask. The
+    pattern, the zeros that the layer guarantees, is made once a shape and kept as long as anything
+    refers to it.
+
+    Args:
+        layer: of torch's, a residual block, layers in turn, or one that was registered.
+        input: x, (samples, …); of any strides.
+        memory: bytes that the Jacobian may take, such as ``"2GiB"``; None: half the machine's.
+
+    Returns:
+        A :class:`CSR` of (inputs, outputs) of one sample, flattened; values (nnz,) where they
+        depend on weights only, else (samples, nnz).
+
+    Raises:
+        ScanError: the layer has no rule, couples samples, or its Jacobian takes more bytes.
+
+    Example:
+        >>> layer = nn.Conv2d(3, 64, 3, padding=1)
+        >>> jacobian = transposed_jacobian(layer, torch.ones(1, 3, 32, 32))
+        >>> jacobian.shape, jacobian.nnz, round(jacobian.pattern.sparsity, 5)
+        ((3072, 65536), 1696512, 0.99157)
+    """
+    with torch.enable_grad():
+        y, path = observe(layer, input.detach().requires_grad_())
+        limit = room(memory, input.device)
+        ledger = ledger_of([path], input.dtype.itemsize)
+        path.matrix(outlines(len(input), ledger))
+        wanted = ledger.bytes_for(len(input))
+        if wanted > limit:
+            raise ScanError(
+                f"the transposed Jacobian of {type(layer).__name__}, {prod(input.shape[1:]):,}×"
+                f"{prod(y.shape[1:]):,}, takes {format_bytes(wanted)} for {len(input):,} samples, "
+                f"and {format_bytes(limit)} are given: expected memory for all of it; give fewer "
+                "samples, or more memory"
+            )
+        found: CSR = path.matrix(partial(_csr, input))
+    return CSR(found.pattern, found.data.detach())
+
+
+def room(memory: Memory | None, device: torch.device) -> int:
+    """Bytes that Jacobians and their products may take.
+
+    Args:
+        memory: as a user says it; a fraction is of the device's memory. None: half of that.
+        device: where they are.
+
+    Returns:
+        Bytes.
+
+    Raises:
+        UnitError: the memory cannot be read.
+
+    Example:
+        >>> room("1KiB", torch.device("cpu"))
+        1024
+    """
+    if device.type == "cuda":
+        whole = int(torch.cuda.get_device_properties(device).total_memory)
+    else:
+        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return as_bytes(0.5 if memory is None else memory, whole)
+
+
+def _csr(like: Tensor, piece: Piece) -> CSR:
+    return piece.local.csr(like)

@@ -1,0 +1,129 @@
+"""The compiled forms of a layer's passes, each loaded when it is first used."""
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from retrograde.kernels import cells as recurrent
+from retrograde.kernels import sweep
+from retrograde.kernels.cells import Block, GateSlopes, Kept, Slopes, Weights
+
+__all__ = ["LARGEST_SIZE", "Backward", "Forward", "Kernels", "Run", "kernels"]
+
+#: The most hidden units that the CUDA kernels hold on the chip.
+LARGEST_SIZE = 128
+
+Sweep = Callable[[Slopes, Tensor, Tensor | None, Tensor], Tensor]
+Scan = Callable[[Slopes, Tensor, Tensor | None, Tensor, int], Tensor]
+Products = Callable[[Slopes, Tensor, Tensor | None], Tensor]
+State = tuple[Tensor, ...]
+
+
+class Run(Protocol):
+    """A layer run forward, as :func:`retrograde.kernels.cpu.run`."""
+
+    def __call__(
+        self, weights: Weights, x: Tensor, state: State, kept: Kept | None = None
+    ) -> tuple[Tensor, State]:
+        """The outputs, and the state after the last step."""
+        ...
+
+
+class Forward(Protocol):
+    """Runs a layer, range after range, as :class:`retrograde.kernels.cpu.Forward`."""
+
+    def __init__(self, weights: Weights, samples: int) -> None: ...
+
+    def room(self, steps: int) -> Tensor:
+        """Where the gates of some steps can be."""
+        ...
+
+    def __call__(
+        self, x: Tensor, state: State, outputs: Tensor, gates: Tensor, cells: Tensor | None = None
+    ) -> None:
+        """Run some steps."""
+        ...
+
+
+class Backward(Protocol):
+    """Goes back, block after block, as :class:`retrograde.kernels.cpu.Backward`."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        totals: dict[str, Tensor],
+        samples: int,
+        steps: int,
+        *,
+        at_once: bool = False,
+    ) -> None: ...
+
+    def add(self, block: Block, dy: Tensor | None, g: Tensor, dx: Tensor | None) -> Tensor:
+        """Go through a block, and return the gradient of the state before it."""
+        ...
+
+    def finish(self) -> None:
+        """Add what was summed to the totals."""
+        ...
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """One implementation of the recurrence, by steps and by a scan.
+
+    Attributes:
+        name: "numba", "triton" or "torch".
+        sweep: as :func:`retrograde.kernels.sweep.sweep`.
+        scan: as :func:`retrograde.kernels.sweep.scan`.
+        gates: as :func:`retrograde.kernels.cells.gru_slopes` and ``lstm_slopes``.
+        products: as :func:`retrograde.kernels.sweep.products`.
+        run: the forward pass, where there is one that is faster than torch's own.
+        forward: the same for one range after another, where there is such a thing.
+        backward: slopes, sweep and sums in one, likewise.
+    """
+
+    name: str
+    sweep: Sweep
+    scan: Scan
+    gates: GateSlopes
+    products: Products
+    run: Run | None = None
+    forward: type[Forward] | None = None
+    backward: type[Backward] | None = None
+
+
+@functools.cache
+def kernels(device: str, dtype: torch.dtype, size: int) -> Kernels:
+    """The fastest implementation for a device.
+
+    Args:
+        device: its type, such as "cpu" or "cuda".
+        dtype: of the slopes.
+        size: hidden units.
+
+    Returns:
+        Compiled kernels where there are some, and else the plain ones.
+
+    Example:
+        >>> kernels("cpu", torch.float32, 20).name
+        'numba'
+    """
+    if device == "cpu" and dtype in (torch.float32, torch.float64):
+        from retrograde.kernels import cpu
+
+        slopes = cpu.gru_slopes, cpu.lstm_slopes
+        layer = cpu.run, cpu.Forward, cpu.Backward
+        return Kernels("numba", cpu.sweep, cpu.scan, slopes, cpu.products, *layer)
+    fits = dtype == torch.float32 and size <= LARGEST_SIZE
+    if device == "cuda" and fits and importlib.util.find_spec("triton"):
+        from retrograde.kernels import cuda
+
+        gates = cuda.gru_slopes, cuda.lstm_slopes
+        return Kernels("triton", cuda.sweep, cuda.scan, gates, sweep.products)
+    plain = recurrent.gru_slopes, recurrent.lstm_slopes
+    return Kernels("torch", sweep.sweep, sweep.scan, plain, sweep.products)

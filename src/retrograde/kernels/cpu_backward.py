@@ -1,0 +1,324 @@
+"""The loops of :mod:`retrograde.kernels.cpu` that do a layer's whole backward pass.
+
+A thread takes its samples from the last step to the first, a few steps at a time: slopes, the
+recurrence, and what the gates' gradients are multiplied by, inputs, states and weights. So all that
+passes from one to the next stays in that core's cache; between cores nothing is exchanged but one
+sum of weights' gradients each.
+
+Arrays are those of ``cpu_sweep`` and ``cpu_slopes``; besides, ``x`` (L, B, I) and ``dx``, which may
+have no steps; ``before`` and ``after``, h before and after each step; ``inputs``, the weights
+(K·H, I) in panels. ``g`` goes from the gradient of the state after all steps to that before them.
+``to_inputs`` (K·H, W), ``to_hidden`` (K·H, W') and ``to_biases`` (N,) receive the sums; ``room`` is
+for what is in between (:func:`room_for`).
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrograde.kernels.lanes import (
+    LANES,
+    compiled,
+    like,
+    load,
+    one_above,
+    quotient,
+    sigmoid,
+    store,
+    tanh,
+)
+from retrograde.kernels.tiles import PANEL, add_outer, product, whole_vectors
+
+__all__ = ["backward_gru", "backward_lstm", "backward_rnn", "room_for"]
+
+_Reals = NDArray[np.floating[Any]]
+
+# Rows, that is, steps of samples, whose gates' gradients are held at a time; and of so few samples
+# that what all else takes is less.
+_ROWS = 64
+_ROWS_OF_FEW = 32
+_FEW = 4
+
+
+@compiled  # type: ignore[untyped-decorator]
+def row_length(numbers: int) -> Any:
+    """Numbers from one row to the next: never a power of two, or all would share a cache line."""
+    return whole_vectors(numbers) + LANES
+
+
+@compiled  # type: ignore[untyped-decorator]
+def steps_at_once(samples: int, length: int) -> Any:
+    """Steps whose gates' gradients a thread holds at a time."""
+    rows = _ROWS_OF_FEW if samples <= _FEW else _ROWS
+    return max(1, min(rows // samples, length))
+
+
+def room_for(kind: str, length: int, samples: int, inputs: int, size: int) -> int:
+    """Numbers that a thread needs room for: it is the caller's, who counts every byte.
+
+    Args:
+        kind: which cell.
+        length: steps of the block.
+        samples: the most samples of a thread.
+        inputs: I.
+        size: H.
+
+    Returns:
+        The length of ``room``.
+    """
+    rows = int(steps_at_once(samples, length)) * samples
+    gates = 1 if kind.startswith("RNN") else 4
+    fixed = rows * int(row_length(gates * size)) + samples * int(whole_vectors(size))
+    if kind == "GRU":
+        fixed += 2 * samples * int(whole_vectors(3 * size))
+    return fixed + rows * PANEL * -(-max(inputs, size) // PANEL)  # holds the rows of dx, too
+
+
+@compiled  # type: ignore[untyped-decorator]
+def _divided(room: _Reals, first: int, second: int) -> tuple[_Reals, _Reals, _Reals]:
+    """Two parts of some length, set to zero, and the rest."""
+    room[: first + second] = 0
+    return room[:first], room[first : first + second], room[first + second :]
+
+
+@compiled  # type: ignore[untyped-decorator]
+def backward_rnn(
+    relu: bool,
+    after: _Reals,
+    x: _Reals,
+    before: _Reals,
+    inputs: _Reals,
+    hidden: _Reals,
+    losses: _Reals,
+    g: _Reals,
+    dx: _Reals,
+    to_inputs: _Reals,
+    to_hidden: _Reals,
+    to_biases: _Reals,
+    room: _Reals,
+    first: int,
+    last: int,
+) -> None:
+    """RNN, with tanh or ReLU, samples first … last − 1."""
+    samples, size = g.shape
+    stride, wide = row_length(size), whole_vectors(size)
+    steps = steps_at_once(last - first, before.shape[0])
+    s, into, rest = _divided(room, steps * (last - first) * stride, (last - first) * wide)
+    h, terms, known = after.reshape(-1), losses.reshape(-1), g.reshape(-1)
+    for stop in range(after.shape[0], 0, -steps):
+        start = max(0, stop - steps)
+        for t in range(stop - 1, start - 1, -1):
+            top = (t - start) * (last - first) * stride
+            for b in range(first, last):
+                row, v = (t * samples + b) * size, top + (b - first) * stride
+                for j in range(0, size, LANES):
+                    left = size - j
+                    d = load(known, b * size + j, left)
+                    if losses.shape[0]:
+                        d = d + load(terms, row + j, left)
+                    state = load(h, row + j, left)
+                    slope = one_above(state) if relu else like(state, 1) - state * state
+                    store(s, v + j, d * slope, left)
+            into[:] = 0
+            product(s, top, stride, last - first, hidden, wide, into)
+            for b in range(first, last):
+                g[b] = into[(b - first) * wide : (b - first) * wide + size]
+        rows = (stop - start) * (last - first)
+        _add_bias(s, stride, rows, to_biases)
+        _add_weights(s, 0, stride, before[start:stop], to_hidden, rest, first, last)
+        _add_weights(s, 0, stride, x[start:stop], to_inputs, rest, first, last)
+        if dx.shape[0]:
+            _to_inputs(s, 0, stride, inputs, dx[start:stop], rest, first, last)
+
+
+@compiled  # type: ignore[untyped-decorator]
+def backward_lstm(
+    gates: _Reals,
+    after: _Reals,
+    cells: _Reals,
+    x: _Reals,
+    before: _Reals,
+    inputs: _Reals,
+    hidden: _Reals,
+    losses: _Reals,
+    g: _Reals,
+    dx: _Reals,
+    to_inputs: _Reals,
+    to_hidden: _Reals,
+    to_biases: _Reals,
+    room: _Reals,
+    first: int,
+    last: int,
+) -> None:
+    """LSTM, from its gates i, f, g, o (L, B, 4 H) and c before each step (L, B, H)."""
+    samples, size = g.shape[0], g.shape[1] // 2
+    stride, wide = row_length(4 * size), whole_vectors(size)
+    steps = steps_at_once(last - first, before.shape[0])
+    s, into, rest = _divided(room, steps * (last - first) * stride, (last - first) * wide)
+    given, h, c = gates.reshape(-1), after.reshape(-1), cells.reshape(-1)
+    terms, known = losses.reshape(-1), g.reshape(-1)
+    for stop in range(after.shape[0], 0, -steps):
+        start = max(0, stop - steps)
+        for t in range(stop - 1, start - 1, -1):
+            top = (t - start) * (last - first) * stride
+            for b in range(first, last):
+                row, v, of_h = (t * samples + b) * size, top + (b - first) * stride, 2 * b * size
+                for j in range(0, size, LANES):
+                    left, at, u, w = size - j, row + j, 4 * row + j, v + j
+                    i, f = load(given, u, left), load(given, u + size, left)
+                    n, o = load(given, u + 2 * size, left), load(given, u + 3 * size, left)
+                    dh, one = load(known, of_h + j, left), like(i, 1)
+                    if losses.shape[0]:
+                        dh = dh + load(terms, at, left)
+                    tanh_c = quotient(load(h, at, left), o)  # h = o tanh c; o = 0 makes all 0
+                    dc = load(known, of_h + size + j, left) + dh * o * (one - tanh_c * tanh_c)
+                    store(known, of_h + size + j, dc * f, left)
+                    store(s, w, dc * n * i * (one - i), left)
+                    store(s, w + size, dc * load(c, at, left) * f * (one - f), left)
+                    store(s, w + 2 * size, dc * i * (one - n * n), left)
+                    store(s, w + 3 * size, dh * tanh_c * o * (one - o), left)
+            into[:] = 0
+            product(s, top, stride, last - first, hidden, wide, into)
+            for b in range(first, last):
+                g[b, :size] = into[(b - first) * wide : (b - first) * wide + size]
+        rows = (stop - start) * (last - first)
+        _add_bias(s, stride, rows, to_biases)
+        _add_weights(s, 0, stride, before[start:stop], to_hidden, rest, first, last)
+        _add_weights(s, 0, stride, x[start:stop], to_inputs, rest, first, last)
+        if dx.shape[0]:
+            _to_inputs(s, 0, stride, inputs, dx[start:stop], rest, first, last)
+
+
+@compiled  # type: ignore[untyped-decorator]
+def backward_gru(
+    from_inputs: _Reals,
+    from_states: _Reals,
+    biases: _Reals,
+    x: _Reals,
+    before: _Reals,
+    inputs: _Reals,
+    hidden: _Reals,
+    losses: _Reals,
+    g: _Reals,
+    dx: _Reals,
+    to_inputs: _Reals,
+    to_hidden: _Reals,
+    to_biases: _Reals,
+    room: _Reals,
+    first: int,
+    last: int,
+) -> None:
+    """GRU, its gates recomputed with the transposed weights (I, 3 H) and (H, 3 H), in panels, and
+    the biases (2, 3 H).
+
+    A row has the gradients of four things: of m = U_n h + b_n, which the candidate n reads through
+    r; of r and z; and of n. The hidden weights, their rows in the order n, r, z, see the first
+    three, the input weights the last three. ``to_hidden`` and ``to_biases`` are in these orders.
+    """
+    samples, size = g.shape
+    stride, wide, each = row_length(4 * size), whole_vectors(size), last - first
+    width, three = x.shape[2], whole_vectors(3 * size)
+    steps = steps_at_once(each, before.shape[0])
+    s, into, rest = _divided(room, steps * each * stride, each * wide)
+    driven, recurrent, rest = _divided(rest, each * three, each * three)
+    read, h, terms, known = x.reshape(-1), before.reshape(-1), losses.reshape(-1), g.reshape(-1)
+    for stop in range(before.shape[0], 0, -steps):
+        start = max(0, stop - steps)
+        for t in range(stop - 1, start - 1, -1):
+            at, top = t * samples + first, (t - start) * each * stride
+            for b in range(each):
+                driven[b * three : b * three + 3 * size] = biases[0]
+                recurrent[b * three : b * three + 3 * size] = biases[1]
+            product(read, at * width, width, each, from_inputs, three, driven)
+            product(h, at * size, size, each, from_states, three, recurrent)
+            for b in range(each):
+                row, v, of_b, u = (at + b) * size, top + b * stride, (first + b) * size, b * three
+                for j in range(0, size, LANES):
+                    left, w = size - j, v + j
+                    r = load(driven, u + j, left) + load(recurrent, u + j, left)
+                    z = load(driven, u + size + j, left) + load(recurrent, u + size + j, left)
+                    r, z, m = sigmoid(r), sigmoid(z), load(recurrent, u + 2 * size + j, left)
+                    n = tanh(load(driven, u + 2 * size + j, left) + r * m)
+                    d, one = load(known, of_b + j, left), like(r, 1)
+                    if losses.shape[0]:
+                        d = d + load(terms, row + j, left)
+                    dn, state = d * (one - z) * (one - n * n), load(h, row + j, left)
+                    store(s, w, dn * r, left)
+                    store(s, w + size, dn * m * r * (one - r), left)
+                    store(s, w + 2 * size, d * (state - n) * z * (one - z), left)
+                    store(s, w + 3 * size, dn, left)
+                    store(into, b * wide + j, d * z, LANES)
+            product(s, top, stride, each, hidden, wide, into)
+            for b in range(each):
+                g[first + b] = into[b * wide : b * wide + size]
+        _add_bias(s, stride, (stop - start) * each, to_biases)
+        _add_weights(s, 0, stride, before[start:stop], to_hidden, rest, first, last)
+        _add_weights(s, size, stride, x[start:stop], to_inputs, rest, first, last)
+        if dx.shape[0]:
+            _to_inputs(s, size, stride, inputs, dx[start:stop], rest, first, last)
+
+
+@compiled  # type: ignore[untyped-decorator]
+def _add_bias(s: _Reals, stride: int, rows: int, total: _Reals) -> None:
+    """total += the sum of some rows."""
+    size = total.shape[0]
+    for j in range(0, size, LANES):
+        left = size - j
+        part = load(s, j, left)
+        for row in range(1, rows):
+            part = part + load(s, row * stride + j, left)
+        store(total, j, load(total, j, left) + part, left)
+
+
+@compiled  # type: ignore[untyped-decorator]
+def _add_weights(
+    s: _Reals,
+    column: int,
+    stride: int,
+    by: _Reals,
+    total: _Reals,
+    room: _Reals,
+    first: int,
+    last: int,
+) -> None:
+    """total += sᵀ by, for some samples of ``by`` (L, B, N), and columns of ``s`` from one on."""
+    size, samples, flat = by.shape[2], by.shape[1], by.reshape(-1)
+    count = -(-size // PANEL)
+    rows = by.shape[0] * (last - first)
+    packed = room[: count * rows * PANEL].reshape(count, rows, PANEL)
+    packed[:] = 0
+    for p in range(count):
+        panel = packed[p].reshape(-1)
+        for t in range(by.shape[0]):
+            for b in range(first, last):
+                row = t * (last - first) + b - first
+                for j in range(0, min(PANEL, size - p * PANEL), LANES):
+                    at = (t * samples + b) * size + p * PANEL + j
+                    value = load(flat, at, size - p * PANEL - j)
+                    store(panel, row * PANEL + j, value, LANES)
+    add_outer(s, column, stride, packed, total)
+
+
+@compiled  # type: ignore[untyped-decorator]
+def _to_inputs(
+    s: _Reals,
+    column: int,
+    stride: int,
+    inputs: _Reals,
+    dx: _Reals,
+    room: _Reals,
+    first: int,
+    last: int,
+) -> None:
+    """The samples' rows of dx (L, B, I) ← s W."""
+    size, samples, flat = dx.shape[2], dx.shape[1], dx.reshape(-1)
+    width, each = whole_vectors(size), last - first
+    rows = dx.shape[0] * each
+    found = room[: rows * width]
+    found[:] = 0
+    product(s, column, stride, rows, inputs, width, found)
+    for row in range(rows):
+        at = (row // each * samples + first + row % each) * size
+        for j in range(0, size, LANES):
+            store(flat, at + j, load(found, row * width + j, LANES), size - j)

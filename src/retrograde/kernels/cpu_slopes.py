@@ -1,0 +1,102 @@
+"""The loops of :mod:`retrograde.kernels.cpu` that turn gates into slopes.
+
+Rows are steps of samples; otherwise the names are those of :mod:`retrograde.kernels.cells`.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrograde.kernels.lanes import (
+    LANES,
+    compiled,
+    like,
+    load,
+    quotient,
+    sigmoid,
+    store,
+    tanh,
+)
+
+__all__ = ["gru_slopes", "lstm_gates", "lstm_slopes"]
+
+_Reals = NDArray[np.floating[Any]]
+
+
+@compiled  # type: ignore[untyped-decorator]
+def gru_slopes(
+    inputs: _Reals,
+    hidden: _Reals,
+    before: _Reals,
+    keep: _Reals,
+    inner: _Reals,
+    first: int,
+    last: int,
+) -> None:
+    """What enters the gates of some rows: hidden ← s_r, s_z, s_m; inner ← s_n; keep ← z."""
+    size = before.shape[1]
+    x, u, h = inputs.reshape(-1), hidden.reshape(-1), before.reshape(-1)
+    kept, s_n = keep.reshape(-1), inner.reshape(-1)
+    for row in range(first, last):
+        for j in range(0, size, LANES):
+            left, at, v = size - j, row * size + j, 3 * row * size + j
+            r = sigmoid(load(x, v, left) + load(u, v, left))
+            z = sigmoid(load(x, v + size, left) + load(u, v + size, left))
+            m = load(u, v + 2 * size, left)
+            n = tanh(load(x, v + 2 * size, left) + r * m)
+            one = like(r, 1)
+            slope = (one - z) * (one - n * n)
+            store(u, v, slope * m * r * (one - r), left)
+            store(u, v + size, (load(h, at, left) - n) * z * (one - z), left)
+            store(u, v + 2 * size, slope * r, left)
+            store(s_n, at, slope, left)
+            store(kept, at, z, left)
+
+
+@compiled  # type: ignore[untyped-decorator]
+def lstm_gates(sums: _Reals, first: int, last: int) -> None:
+    """What enters the gates of rows first … last − 1 becomes i, f, g, o."""
+    size, flat = sums.shape[1] // 4, sums.reshape(-1)
+    for row in range(first, last):
+        for j in range(0, size, LANES):
+            left, v = size - j, 4 * row * size + j
+            store(flat, v, sigmoid(load(flat, v, left)), left)
+            store(flat, v + size, sigmoid(load(flat, v + size, left)), left)
+            store(flat, v + 2 * size, tanh(load(flat, v + 2 * size, left)), left)
+            store(flat, v + 3 * size, sigmoid(load(flat, v + 3 * size, left)), left)
+
+
+@compiled  # type: ignore[untyped-decorator]
+def lstm_slopes(
+    gates: _Reals,
+    after: _Reals,
+    c: _Reals,
+    keep: _Reals,
+    inner: _Reals,
+    first: int,
+    last: int,
+) -> None:
+    """Samples first … last − 1: gates i, f, g, o ← s_i, s_f, s_g, s_o; inner ← e; keep ← f.
+
+    ``c`` (B, H) goes from before the first step to after the last.
+    """
+    samples, size = c.shape
+    flat, h, cells = gates.reshape(-1), after.reshape(-1), c.reshape(-1)
+    kept, e = keep.reshape(-1), inner.reshape(-1)
+    for t in range(gates.shape[0]):
+        for b in range(first, last):
+            for j in range(0, size, LANES):
+                left, row = size - j, (t * samples + b) * size
+                at, v, state = row + j, 4 * row + j, b * size + j
+                i, f = load(flat, v, left), load(flat, v + size, left)
+                g, o = load(flat, v + 2 * size, left), load(flat, v + 3 * size, left)
+                cell, one = load(cells, state, left), like(i, 1)
+                tanh_c = quotient(load(h, at, left), o)  # h = o tanh c; o = 0 makes all below 0
+                store(flat, v, g * i * (one - i), left)
+                store(flat, v + size, cell * f * (one - f), left)
+                store(flat, v + 2 * size, i * (one - g * g), left)
+                store(flat, v + 3 * size, tanh_c * o * (one - o), left)
+                store(e, at, o * (one - tanh_c * tanh_c), left)
+                store(kept, at, f, left)
+                store(cells, state, f * cell + i * g, left)

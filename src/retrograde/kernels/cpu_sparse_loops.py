@@ -1,0 +1,318 @@
+"""The loops of :mod:`retrograde.jacobians.cpu_products`, compiled.
+
+Values of a sparse matrix are a flat array in which an entry's numbers for all samples lie side by
+side: (nnz, S), S samples, or (nnz,) where all share them (``wide`` is S then, or 1). A vector of
+eight samples goes through a product at a time, from sample ``at`` on; ``left`` of them exist. With
+one sample there is nothing to lay side by side, and numbers are taken one by one.
+
+The other layout is (S, rows, columns), for dense factors.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrograde.kernels.lanes import LANES, compiled, like, load, spread, store
+
+__all__ = [
+    "apply_lanes",
+    "apply_one",
+    "full_times_sparse",
+    "mark",
+    "multiply_lanes",
+    "multiply_one",
+    "scale_lanes",
+    "scale_one",
+    "sparse_times_full",
+    "take",
+]
+
+_Reals = NDArray[np.floating[Any]]
+_Ints = NDArray[np.int32]
+
+
+@compiled  # type: ignore[untyped-decorator]
+def multiply_lanes(
+    first: int,
+    last: int,
+    at: int,
+    left: int,
+    a_ptr: _Ints,
+    a_of: _Ints,
+    a: _Reals,
+    a_wide: int,
+    b_ptr: _Ints,
+    b_of: _Ints,
+    b: _Reals,
+    b_wide: int,
+    c_ptr: _Ints,
+    c_of: _Ints,
+    c: _Reals,
+    c_wide: int,
+    sums: _Reals,
+) -> None:
+    """Rows of c ← a·b, whose pattern is known; ``sums`` has room for a vector a column.
+
+    Without offsets c is full.
+    """
+    columns = len(sums) // LANES
+    zero = like(load(sums, 0, LANES), 0)
+    whole = len(c_ptr) == 0
+    for i in range(first, last):
+        if a_ptr[i + 1] == a_ptr[i] + 1 and not whole:  # a row of b, scaled
+            p = a_ptr[i]
+            x = load(a, p * a_wide + at, left) if a_wide > 1 else spread(a, p)
+            to = c_ptr[i] - b_ptr[a_of[p]]
+            for q in range(b_ptr[a_of[p]], b_ptr[a_of[p] + 1]):
+                y = load(b, q * b_wide + at, left) if b_wide > 1 else spread(b, q)
+                store(c, (to + q) * c_wide + at, x * y, left)
+            continue
+        begin, end = (0, columns) if whole else (c_ptr[i], c_ptr[i + 1])
+        for q in range(begin, end):
+            store(sums, (q if whole else c_of[q]) * LANES, zero, LANES)
+        for p in range(a_ptr[i], a_ptr[i + 1]):
+            x = load(a, p * a_wide + at, left) if a_wide > 1 else spread(a, p)
+            k = a_of[p]
+            if b_wide > 1:
+                for q in range(b_ptr[k], b_ptr[k + 1]):
+                    j = b_of[q] * LANES
+                    y = load(b, q * b_wide + at, left)
+                    store(sums, j, load(sums, j, LANES) + x * y, LANES)
+            else:
+                for q in range(b_ptr[k], b_ptr[k + 1]):
+                    j = b_of[q] * LANES
+                    store(sums, j, load(sums, j, LANES) + x * spread(b, q), LANES)
+        for q in range(begin, end):
+            found = load(sums, (q if whole else c_of[q]) * LANES, LANES)
+            store(c, (i * columns + q if whole else q) * c_wide + at, found, left)
+
+
+@compiled  # type: ignore[untyped-decorator]
+def multiply_one(
+    first: int,
+    last: int,
+    a_ptr: _Ints,
+    a_of: _Ints,
+    a: _Reals,
+    b_ptr: _Ints,
+    b_of: _Ints,
+    b: _Reals,
+    c_ptr: _Ints,
+    c_of: _Ints,
+    c: _Reals,
+    sums: _Reals,
+) -> None:
+    """The same for one sample; ``sums`` has a number for each column."""
+    columns = len(sums)
+    whole = len(c_ptr) == 0
+    for i in range(first, last):
+        if a_ptr[i + 1] == a_ptr[i] + 1 and not whole:  # a row of b, scaled
+            p = a_ptr[i]
+            to = c_ptr[i] - b_ptr[a_of[p]]
+            for q in range(b_ptr[a_of[p]], b_ptr[a_of[p] + 1]):
+                c[to + q] = a[p] * b[q]
+            continue
+        if whole:
+            sums[:] = 0
+        else:
+            for q in range(c_ptr[i], c_ptr[i + 1]):
+                sums[c_of[q]] = 0
+        for p in range(a_ptr[i], a_ptr[i + 1]):
+            x, k = a[p], a_of[p]
+            for q in range(b_ptr[k], b_ptr[k + 1]):
+                sums[b_of[q]] += x * b[q]
+        if whole:
+            for j in range(columns):
+                c[i * columns + j] = sums[j]
+        else:
+            for q in range(c_ptr[i], c_ptr[i + 1]):
+                c[q] = sums[c_of[q]]
+
+
+@compiled  # type: ignore[untyped-decorator]
+def scale_lanes(
+    first: int,
+    last: int,
+    ptr: _Ints,
+    of: _Ints,
+    x: _Reals,
+    x_wide: int,
+    d: _Reals,
+    d_wide: int,
+    by_column: bool,
+    c: _Reals,
+    samples: int,
+) -> None:
+    """c ← diag(d)·x, or x·diag(d), for entries of some rows."""
+    for i in range(first, last):
+        for p in range(ptr[i], ptr[i + 1]):
+            k = of[p] if by_column else i
+            for at in range(0, samples, LANES):
+                left = samples - at
+                u = load(x, p * samples + at, left) if x_wide > 1 else spread(x, p)
+                v = load(d, k * samples + at, left) if d_wide > 1 else spread(d, k)
+                store(c, p * samples + at, u * v, left)
+
+
+@compiled  # type: ignore[untyped-decorator]
+def scale_one(
+    first: int,
+    last: int,
+    ptr: _Ints,
+    of: _Ints,
+    x: _Reals,
+    d: _Reals,
+    by_column: bool,
+    c: _Reals,
+) -> None:
+    """The same for one sample."""
+    for i in range(first, last):
+        for p in range(ptr[i], ptr[i + 1]):
+            c[p] = x[p] * d[of[p] if by_column else i]
+
+
+@compiled  # type: ignore[untyped-decorator]
+def apply_lanes(
+    first: int,
+    last: int,
+    ptr: _Ints,
+    of: _Ints,
+    a: _Reals,
+    a_wide: int,
+    x: _Reals,
+    samples: int,
+    out: _Reals,
+) -> None:
+    """out ← a·x for x (columns, S), out (rows, S)."""
+    for i in range(first, last):
+        for at in range(0, samples, LANES):
+            left = samples - at
+            total = like(load(out, i * samples + at, left), 0)
+            if a_wide > 1:
+                for p in range(ptr[i], ptr[i + 1]):
+                    y = load(x, of[p] * samples + at, left)
+                    total = total + load(a, p * samples + at, left) * y
+            else:
+                for p in range(ptr[i], ptr[i + 1]):
+                    total = total + spread(a, p) * load(x, of[p] * samples + at, left)
+            store(out, i * samples + at, total, left)
+
+
+@compiled  # type: ignore[untyped-decorator]
+def apply_one(
+    first: int, last: int, ptr: _Ints, of: _Ints, a: _Reals, x: _Reals, out: _Reals
+) -> None:
+    """out ← a·x for one sample."""
+    for i in range(first, last):
+        total = out.dtype.type(0)
+        for p in range(ptr[i], ptr[i + 1]):
+            total += a[p] * x[of[p]]
+        out[i] = total
+
+
+@compiled  # type: ignore[untyped-decorator]
+def sparse_times_full(
+    first: int,
+    last: int,
+    ptr: _Ints,
+    of: _Ints,
+    a: _Reals,
+    a_step: int,
+    b: _Reals,
+    b_step: int,
+    columns: int,
+    out: _Reals,
+) -> None:
+    """Rows of out ← a·b, those of all samples numbered through; a (S, nnz), b (S, inner, columns).
+
+    A step of 0 from a sample to the next is a factor that all share.
+    """
+    rows = len(ptr) - 1
+    for row in range(first, last):
+        sample, i = row // rows, row % rows
+        begin = row * columns
+        for j in range(columns):
+            out[begin + j] = 0
+        for p in range(ptr[i], ptr[i + 1]):
+            x = a_step * sample + p
+            source = b_step * sample + of[p] * columns
+            for j in range(0, columns, LANES):
+                left = columns - j
+                y = spread(a, x) * load(b, source + j, left)
+                store(out, begin + j, load(out, begin + j, left) + y, left)
+
+
+@compiled  # type: ignore[untyped-decorator]
+def full_times_sparse(
+    first: int,
+    last: int,
+    rows: int,
+    inner: int,
+    a: _Reals,
+    a_step: int,
+    ptr: _Ints,
+    of: _Ints,
+    b: _Reals,
+    b_step: int,
+    columns: int,
+    out: _Reals,
+    room: _Reals,
+) -> None:
+    """Blocks of eight rows of out ← a·b, those of all samples numbered through.
+
+    a (S, rows, inner), b (S, nnz); ``room`` for inner + columns vectors: a block's rows lie side by
+    side in it.
+    """
+    blocks = -(-rows // LANES)
+    sums = room[inner * LANES :]
+    for block in range(first, last):
+        sample, top = block // blocks, block % blocks * LANES
+        count = min(LANES, rows - top)
+        for lane in range(count):
+            source = a_step * sample + (top + lane) * inner
+            for k in range(inner):
+                room[k * LANES + lane] = a[source + k]
+        sums[:] = 0
+        for k in range(inner):
+            x = load(room, k * LANES, LANES)
+            for q in range(ptr[k], ptr[k + 1]):
+                j = of[q] * LANES
+                y = x * spread(b, b_step * sample + q)
+                store(sums, j, load(sums, j, LANES) + y, LANES)
+        for lane in range(count):
+            target = (sample * rows + top + lane) * columns
+            for j in range(columns):
+                out[target + j] = sums[j * LANES + lane]
+
+
+@compiled  # type: ignore[untyped-decorator]
+def take(first: int, last: int, x: _Reals, places: _Ints, out: _Reals) -> None:
+    """out ← x at some places."""
+    for p in range(first, last):
+        out[p] = x[places[p]]
+
+
+@compiled  # type: ignore[untyped-decorator]
+def mark(
+    first: int,
+    last: int,
+    ptr: _Ints,
+    of: _Ints,
+    chosen: NDArray[np.int64],
+    inputs: int,
+    outputs: int,
+    columns: int,
+    out: _Reals,
+) -> None:
+    """1 at the entries (chosen input, output) of outputs numbered through all samples.
+
+    A channel has so many ``inputs`` and ``outputs``; a sample has ``columns`` outputs.
+    """
+    for place in range(first, last):
+        sample, column = place // columns, place % columns
+        row = column // outputs * inputs + chosen[place]
+        for p in range(ptr[row], ptr[row + 1]):
+            if of[p] == column:
+                out[sample * len(of) + p] = 1
+                break

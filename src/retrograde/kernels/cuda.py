@@ -1,0 +1,261 @@
+"""The backward recurrence on a GPU, in Triton: a sweep in one launch, a scan in three.
+
+The references are the functions of the same names in :mod:`retrograde.kernels.sweep` and
+:mod:`retrograde.kernels.cells`; :func:`gru_slopes` and :func:`lstm_slopes` are the parts of
+``recurrent.slopes`` that follow the products with the weights. Numbers are float32, and so are sums
+of them; nothing is rounded to TF32. The same call gives the same bits: no sizes are tuned at run
+time and nothing is added atomically.
+
+The scan has the three phases of :mod:`retrograde.kernels.sweep`, but that the first chunk may be
+shorter than the others. Whether the products may be trusted is found by the carry, on its way.
+
+*Sizes* are fixed by P, the power of two from 16 on that holds H. A sweep keeps U in registers (of
+an LSTM wider than 64, reads it at each step); a product has tiles of 32 rows, of which a thread
+has 8 or 16 numbers; most loads run two steps ahead. Warps to a program, for RNN / GRU / LSTM, and
+in brackets an LSTM's registers to a thread and bytes spilt, as ptxas 12.8 has them for sm_90:
+
+    P      products               carry               sweep
+    16     1 / 1 / 1  (80, 0)     1 / 1 / 1 (90, 0)   1 / 1 / 1   (82, 0)
+    32     2 / 2 / 2  (127, 0)    1 / 1 / 1 (106, 0)  1 / 4 / 4   (80, 0)
+    64     4 / 4 / 8  (170, 0)    4 / 4 / 8 (128, 0)  4 / 8 / 8   (127, 0)
+    128    8 / 8 / 16 (128, 236)  8 / 8 / 8 (255, 0)  8 / 16 / 16 (128, 252)
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from retrograde.kernels import LARGEST_SIZE, cuda_states, cuda_sweep
+from retrograde.kernels import sweep as reference
+from retrograde.kernels.cells import Slopes
+
+__all__ = ["gru_slopes", "lstm_slopes", "scan", "supported", "sweep"]
+
+# Steps that a program takes at a time of c, and how many numbers of c it has: 32 bytes, the least
+# that memory delivers.
+_TIME, _LANES = 128, 8
+_BLOCK = 512
+
+
+class _Shape(NamedTuple):
+    """Warps to a program, and stages of its pipeline."""
+
+    warps: int
+    stages: int
+
+
+# By P and by the number of gates; see the module's table.
+_PRODUCTS = {
+    16: dict.fromkeys((1, 3, 4), _Shape(1, 3)),
+    32: dict.fromkeys((1, 3, 4), _Shape(2, 3)),
+    64: {1: _Shape(4, 3), 3: _Shape(4, 3), 4: _Shape(8, 3)},
+    128: {1: _Shape(8, 3), 3: _Shape(8, 2), 4: _Shape(16, 2)},
+}
+_CARRY = {
+    16: dict.fromkeys((1, 3, 4), _Shape(1, 3)),
+    32: dict.fromkeys((1, 3, 4), _Shape(1, 3)),
+    64: {1: _Shape(4, 3), 3: _Shape(4, 3), 4: _Shape(8, 2)},
+    128: {1: _Shape(8, 2), 3: _Shape(8, 2), 4: _Shape(8, 1)},
+}
+_SWEEP = {
+    16: dict.fromkeys((1, 3, 4), _Shape(1, 3)),
+    32: {1: _Shape(1, 3), 3: _Shape(4, 3), 4: _Shape(4, 3)},
+    64: {1: _Shape(4, 3), 3: _Shape(8, 3), 4: _Shape(8, 3)},
+    128: {1: _Shape(8, 3), 3: _Shape(16, 3), 4: _Shape(16, 1)},
+}
+
+
+def supported(dtype: torch.dtype, size: int) -> bool:
+    """Whether there are kernels for slopes of a dtype and a number of hidden units.
+
+    Args:
+        dtype: of the slopes.
+        size: H.
+
+    Returns:
+        Whether the dtype is float32, and H at most 128.
+    """
+    return dtype == torch.float32 and 1 <= size <= LARGEST_SIZE
+
+
+def sweep(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor) -> Tensor:
+    """As :func:`retrograde.kernels.sweep.sweep`, for float32 on a GPU, in one launch."""
+    g, length = g.contiguous(), slopes.gates.shape[0]
+    return _sweep_chunks(slopes, hidden, dy, g, 1, max(1, length))
+
+
+def scan(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor, chunk: int) -> Tensor:
+    """As :func:`retrograde.kernels.sweep.scan`, for float32 on a GPU, in three launches."""
+    length, samples, gates, size = slopes.gates.shape
+    if length // chunk < 2:
+        return sweep(slopes, hidden, dy, g)
+    chunks, padded, n = -(-length // chunk), _padded(size), g.shape[-1]
+    rows = g.new_empty(chunks, samples, n + 1, n)
+    after, sizes = g.new_empty(chunks, samples, n), g.new_empty(2, samples)
+    keep, inner, losses = _arrays(slopes, dy)
+    tile = 16 if n < 16 else 32
+    with _device_of(g):
+        warps, stages = _PRODUCTS[padded][gates]
+        cuda_sweep.products[(chunks * samples, -(-(n + 1) // tile))](
+            slopes.gates,
+            keep,
+            inner,
+            hidden.contiguous(),
+            losses,
+            rows,
+            samples,
+            length,
+            chunks,
+            chunk,
+            K=gates,
+            H=size,
+            P=padded,
+            ROWS=tile,
+            LOSSES=dy is not None,
+            STAGES=stages,
+            num_warps=warps,
+        )
+        warps, stages = _CARRY[padded][gates]
+        cuda_sweep.carry[(samples,)](
+            rows,
+            g.contiguous(),
+            after,
+            sizes,
+            samples,
+            chunks,
+            LSTM=gates == 4,
+            H=size,
+            P=padded,
+            STAGES=stages,
+            num_warps=warps,
+        )
+    if not _trusted(sizes):
+        reference.trusted(rows, after)  # which says so
+        return sweep(slopes, hidden, dy, g)
+    return _sweep_chunks(slopes, hidden, dy, after, chunks, chunk)
+
+
+def gru_slopes(gates: Tensor, hidden: Tensor, before: Tensor) -> Slopes:
+    """A GRU's slopes from what its gates are functions of, in one launch.
+
+    Args:
+        gates: W x + b_ih of r, z and n (L, B, 3 H).
+        hidden: U h + b_hh, likewise; overwritten, and part of what is returned.
+        before: h before each step (L, B, H).
+
+    Returns:
+        As :func:`retrograde.kernels.cells.slopes`.
+    """
+    assert hidden.is_contiguous()
+    size = before.shape[-1]
+    keep, inner = hidden.new_empty(before.shape), hidden.new_empty(before.shape)
+    with _device_of(hidden):
+        cuda_states.gru_slopes[(-(-before.numel() // _BLOCK),)](
+            gates.contiguous(),
+            hidden,
+            before.contiguous(),
+            keep,
+            inner,
+            before.numel(),
+            H=size,
+            BLOCK=_BLOCK,
+            num_warps=4,
+        )
+    return Slopes(hidden.view(*before.shape[:-1], 3, size), keep, inner)
+
+
+def lstm_slopes(gates: Tensor, after: Tensor, c: Tensor, known: bool = False) -> Slopes:
+    """An LSTM's slopes from what its gates are functions of, c included, in one launch.
+
+    Args:
+        gates: W x + b_ih + U h + b_hh of i, f, g and o (L, B, 4 H); overwritten, and part of what
+            is returned.
+        after: h after each step, of no use here.
+        c: before the first of the steps (B, H).
+        known: never; gates are kept where :class:`retrograde.kernels.Kernels` has a ``run``.
+
+    Returns:
+        As :func:`retrograde.kernels.cells.slopes`.
+    """
+    assert gates.is_contiguous()
+    assert not known
+    length, samples, size = *gates.shape[:2], c.shape[-1]
+    keep, inner = (gates.new_empty(length, samples, size) for _ in range(2))
+    with _device_of(gates):
+        cuda_states.lstm_slopes[(-(-c.numel() // _LANES),)](
+            gates,
+            keep,
+            inner,
+            c.contiguous(),
+            length,
+            c.numel(),
+            H=size,
+            TIME=_TIME,
+            LANES=_LANES,
+            num_warps=8,
+        )
+    return Slopes(gates.view(length, samples, 4, size), keep, inner)
+
+
+def _sweep_chunks(
+    slopes: Slopes, hidden: Tensor, dy: Tensor | None, after: Tensor, chunks: int, chunk: int
+) -> Tensor:
+    """Sweep each chunk from the gradient after it; return the gradient before the first."""
+    length, samples, gates, size = slopes.gates.shape
+    padded = _padded(size)
+    keep, inner, losses = _arrays(slopes, dy)
+    before = after.new_empty(samples, after.shape[-1])
+    warps, stages = _SWEEP[padded][gates]
+    with _device_of(after):
+        cuda_sweep.sweep[(chunks * samples,)](
+            slopes.gates,
+            keep,
+            inner,
+            hidden.contiguous(),
+            losses,
+            after,
+            before,
+            samples,
+            length,
+            chunks,
+            chunk,
+            K=gates,
+            S=1 if gates == 1 else 4,
+            H=size,
+            P=padded,
+            LOSSES=dy is not None,
+            HELD=stages > 1,
+            STAGES=stages,
+            num_warps=warps,
+        )
+    return before
+
+
+def _device_of(t: Tensor) -> AbstractContextManager[object]:
+    """Launches go to the current device, so let that be the tensor's; or the interpreter's."""
+    return torch.cuda.device(t.device) if t.is_cuda else nullcontext()
+
+
+def _padded(size: int) -> int:
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def _arrays(slopes: Slopes, dy: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """What is kept, the inner slopes and the losses; in place of those absent, what is at hand."""
+    gates, keep, inner = slopes.gates, slopes.keep, slopes.inner
+    assert supported(gates.dtype, gates.shape[-1])
+    for overwritten in (gates, inner):
+        assert overwritten is None or overwritten.is_contiguous()
+    return (
+        gates if keep is None else keep.contiguous(),
+        gates if inner is None else inner,
+        gates if dy is None else dy.contiguous(),
+    )
+
+
+def _trusted(sizes: Tensor) -> bool:
+    """As ``trusted`` of :mod:`retrograde.kernels.sweep`, of what the carry measured."""
+    terms, largest = sizes.amax(1).tolist()
+    return bool(terms <= min(reference._CANCELLATION * largest, torch.finfo(sizes.dtype).max))

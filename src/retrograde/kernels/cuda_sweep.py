@@ -1,0 +1,265 @@
+"""Device code, in Triton, of the backward recurrence: products, carry, sweeps.
+
+The host's side is :mod:`retrograde.kernels.cuda`, the references are the functions of the same
+names in :mod:`retrograde.kernels.sweep`. Arrays are contiguous, in the order of the references, and
+float32; a state's n numbers are H of h and, for an LSTM, H of c. A chunk c has the steps from
+c·L − pad up to (c + 1)·L − pad, the first those of them that are not negative. Tiles are padded
+to a power of two P ≥ H, and nothing is read or written beyond H.
+
+Every step of a sweep waits for the one before, so what counts is its latency. Hence a sample has a
+program to itself, which holds the weights in registers while they fit (K P² ≤ 16,384 numbers) and
+forms g U as products of elements and one sum; nothing goes through tensor cores, which would round
+to TF32. Products of Jacobians are products of matrices: a program takes a tile of rows through a
+chunk, and forms each step's Jacobian, Σ_k diag(s_k) U_k, on the fly, so that it is never in memory.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# ruff: noqa: N803 (constants of a compilation are in capitals, as everywhere in Triton)
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+__all__ = ["carry", "products", "sweep"]
+
+# Lengths and counts change from call to call: they are numbers to the compiled code, not constants.
+_compiled: Any = triton.jit(do_not_specialize=["samples", "length", "chunks", "chunk"])
+_inlined: Any = triton.jit
+
+
+@_inlined
+def _steps(chunk_index, length, chunks, chunk):
+    """The first step of a chunk, and the first after it."""
+    end = length - (chunks - 1 - chunk_index) * chunk
+    return tl.maximum(end - chunk, 0), end
+
+
+@_inlined
+def _weights(hidden, gate: tl.constexpr, H: tl.constexpr, P: tl.constexpr):
+    """U of one gate, (P, P)."""
+    i = tl.arange(0, P)[:, None]
+    j = tl.arange(0, P)[None, :]
+    return tl.load(hidden + (gate * H + i) * H + j, mask=(i < H) & (j < H), other=0.0)
+
+
+@_inlined
+def _numbers(array, row, H: tl.constexpr, P: tl.constexpr):
+    """One row of H numbers, (P,)."""
+    j = tl.arange(0, P)
+    return tl.load(array + row * H + j, mask=j < H, other=0.0)
+
+
+@_compiled
+def products(
+    gates,
+    keep,
+    inner,
+    hidden,
+    dy,
+    rows,
+    samples,
+    length,
+    chunks,
+    chunk,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    ROWS: tl.constexpr,
+    LOSSES: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Program (c·B + b, r): rows r·ROWS … of the product of chunk c of sample b."""
+    pair = tl.program_id(0).to(tl.int64)
+    first, end = _steps(pair // samples, length, chunks, chunk)
+    b = pair % samples
+    n: tl.constexpr = 2 * H if K == 4 else H
+    i = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
+    j = tl.arange(0, P)[None, :]
+    h = tl.where((i == j) & (j < H), 1.0, 0.0)
+    c = tl.where((i == j + H) & (j < H) & (K == 4), 1.0, 0.0)
+    u0 = _weights(hidden, 0, H, P)
+    u1 = u0
+    u2 = u0
+    u3 = u0
+    if K > 1:
+        u1 = _weights(hidden, 1, H, P)
+        u2 = _weights(hidden, 2, H, P)
+    if K > 3:
+        u3 = _weights(hidden, 3, H, P)
+    for back in tl.range(1, (end - first + 1).to(tl.int32), num_stages=STAGES):
+        at = (end - back) * samples + b
+        if LOSSES:
+            h += tl.where(i == n, _numbers(dy, at, H, P)[None, :], 0.0)
+        jacobian = _numbers(gates, at * K, H, P)[:, None] * u0
+        if K > 1:
+            jacobian += _numbers(gates, at * K + 1, H, P)[:, None] * u1
+            jacobian += _numbers(gates, at * K + 2, H, P)[:, None] * u2
+        if K == 1:
+            h = tl.dot(h, jacobian, input_precision="ieee")
+        elif K == 3:
+            kept = h * _numbers(keep, at, H, P)[None, :]
+            h = tl.dot(h, jacobian, kept, input_precision="ieee")
+        else:
+            d = c + h * _numbers(inner, at, H, P)[None, :]
+            through = _numbers(gates, at * K + 3, H, P)[:, None] * u3
+            h = tl.dot(h, through, input_precision="ieee")
+            h = tl.dot(d, jacobian, h, input_precision="ieee")
+            c = d * _numbers(keep, at, H, P)[None, :]
+    out = rows + (pair * (n + 1) + i) * n + j
+    tl.store(out, h, mask=(i <= n) & (j < H))
+    if K == 4:
+        tl.store(out + H, c, mask=(i <= n) & (j < H))
+
+
+@_inlined
+def _quadrant(
+    rows,
+    pair,
+    top: tl.constexpr,
+    left: tl.constexpr,
+    n: tl.constexpr,
+    H: tl.constexpr,
+    P: tl.constexpr,
+):
+    """H rows and H columns of a product, from a row and a column on, (P, P)."""
+    i = tl.arange(0, P)[:, None]
+    j = tl.arange(0, P)[None, :]
+    at = (pair * (n + 1) + top + i) * n + left + j
+    return tl.load(rows + at, mask=(i < H) & (j < H), other=0.0)
+
+
+@_inlined
+def _part(array, start, H: tl.constexpr, P: tl.constexpr):
+    """H numbers from one on, (P,)."""
+    j = tl.arange(0, P)
+    return tl.load(array + start + j, mask=j < H, other=0.0)
+
+
+@_inlined
+def _worst(worst, terms):
+    """The larger, where a NaN is larger than all."""
+    return tl.maximum(worst, tl.where(terms == terms, terms, float("inf")))
+
+
+@_compiled
+def carry(
+    rows,
+    g,
+    after,
+    sizes,
+    samples,
+    chunks,
+    LSTM: tl.constexpr,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Program b: sample b, from the last chunk to the first.
+
+    Into ``sizes`` (2, B) go the largest sum of the magnitudes of the terms of any number, infinite
+    if a NaN was met, and the largest magnitude of any gradient, as ``sweep.trusted`` has them.
+    """
+    b = tl.program_id(0).to(tl.int64)
+    n: tl.constexpr = 2 * H if LSTM else H
+    j = tl.arange(0, P)
+    h = _part(g, b * n, H, P)
+    c = _part(g, b * n + H, H, P) if LSTM else h
+    terms = tl.zeros((P,), tl.float32)
+    largest = tl.zeros((P,), tl.float32)
+    for back in tl.range(1, chunks + 1, num_stages=STAGES):
+        pair = (chunks - back) * samples + b
+        tl.store(after + pair * n + j, h, mask=j < H)
+        loss = (pair * (n + 1) + n) * n
+        own = _part(rows, loss, H, P)
+        product = h[:, None] * _quadrant(rows, pair, 0, 0, n, H, P)
+        size = tl.sum(tl.abs(product), 0)
+        largest = tl.maximum(largest, tl.maximum(tl.abs(h), tl.abs(own)))
+        if LSTM:
+            tl.store(after + pair * n + H + j, c, mask=j < H)
+            down = c[:, None] * _quadrant(rows, pair, H, 0, n, H, P)
+            terms = _worst(terms, size + tl.sum(tl.abs(down), 0))
+            product += down
+            across = h[:, None] * _quadrant(rows, pair, 0, H, n, H, P)
+            below = c[:, None] * _quadrant(rows, pair, H, H, n, H, P)
+            terms = _worst(terms, tl.sum(tl.abs(across) + tl.abs(below), 0))
+            other = _part(rows, loss + H, H, P)
+            largest = tl.maximum(largest, tl.maximum(tl.abs(c), tl.abs(other)))
+            c = tl.sum(across + below, 0) + other
+        else:
+            terms = _worst(terms, size)
+        h = tl.sum(product, 0) + own
+    terms = _worst(terms, tl.where(h == h, 0.0, float("inf")))
+    if LSTM:
+        terms = _worst(terms, tl.where(c == c, 0.0, float("inf")))
+    tl.store(sizes + b, tl.max(terms, 0))
+    tl.store(sizes + samples + b, tl.max(largest, 0))
+
+
+@_inlined
+def _stacked(hidden, K: tl.constexpr, S: tl.constexpr, H: tl.constexpr, P: tl.constexpr):
+    """U of all gates, one above the other, (S P, P)."""
+    i = tl.arange(0, S * P)[:, None]
+    j = tl.arange(0, P)[None, :]
+    mask = (i // P < K) & (i % P < H) & (j < H)
+    return tl.load(hidden + (i // P * H + i % P) * H + j, mask=mask, other=0.0)
+
+
+@_compiled
+def sweep(
+    gates,
+    keep,
+    inner,
+    hidden,
+    dy,
+    after,
+    before,
+    samples,
+    length,
+    chunks,
+    chunk,
+    K: tl.constexpr,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    LOSSES: tl.constexpr,
+    HELD: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Program c·B + b: chunk c of sample b, its slopes turned into gradients of the gates."""
+    pair = tl.program_id(0).to(tl.int64)
+    first, end = _steps(pair // samples, length, chunks, chunk)
+    b = pair % samples
+    n: tl.constexpr = 2 * H if K == 4 else H
+    j = tl.arange(0, P)
+    fits = j < H
+    k = tl.arange(0, S)[:, None]
+    gate = k * H + j[None, :]
+    real = (k < K) & fits[None, :]
+    h = _part(after, pair * n, H, P)
+    c = _part(after, pair * n + H, H, P) if K == 4 else h
+    u = _stacked(hidden, K, S, H, P)
+    for back in tl.range(1, (end - first + 1).to(tl.int32), num_stages=STAGES):
+        at = (end - back) * samples + b
+        if LOSSES:
+            h += _numbers(dy, at, H, P)
+        slopes = tl.load(gates + at * K * H + gate, mask=real, other=0.0)
+        if K == 4:
+            d = c + h * _numbers(inner, at, H, P)
+            c = d * _numbers(keep, at, H, P)
+            a = tl.where(k == 3, h[None, :], d[None, :]) * slopes
+        else:
+            a = h[None, :] * slopes
+        tl.store(gates + at * K * H + gate, a, mask=real)
+        if not HELD:
+            u = _stacked(hidden, K, S, H, P)
+        new = tl.sum(tl.reshape(a, (S * P,))[:, None] * u, 0)
+        if K == 3:
+            candidate = h * _numbers(inner, at, H, P)
+            tl.store(inner + at * H + j, candidate, mask=fits)
+            new += h * _numbers(keep, at, H, P)
+        h = new
+    if pair < samples:
+        tl.store(before + b * n + j, h, mask=fits)
+        if K == 4:
+            tl.store(before + b * n + H + j, c, mask=fits)

@@ -1,0 +1,220 @@
+"""The backward recurrence over a block of steps, one after another or by a chunked scan.
+
+Both take the slopes of a block (:mod:`retrograde.kernels.cells`), the loss's own gradient of each
+output, and the gradient of the state after the block; they turn the slopes, in place, into the
+gradients of the gates, and return the gradient of the state before the block.
+
+:func:`sweep` goes step by step. :func:`scan` is W20's scan in its three-phase form: the block is
+cut into chunks of L steps, and each phase treats all chunks at once:
+
+1. *products*: the basis of the state space, and a zero, are taken backwards through each chunk.
+   What comes out is the product P of the chunk's Jacobians and its own loss terms' gradient d;
+2. *carry*: g ← g P + d, from the last chunk to the first;
+3. *local sweeps*: with the gradient after each chunk known, every chunk is swept.
+
+So the latency falls from T steps to 2 L + T / L, for n + 1 times the arithmetic. A Jacobian is
+never stored, only the products P, one a chunk.
+
+*Exact or refused.* A product of Jacobians can overflow, or meet a NaN, where the gradient itself,
+a product with one vector, does not; and it can grow so far that its product with the gradient
+cancels. Then the products are thrown away and that call is swept step by step; a warning says so
+once. :func:`safe_chunk` keeps chunks short enough that this is rare.
+
+These are the plain forms, for any device and dtype, and the oracle of those in
+:mod:`retrograde.kernels`.
+"""
+
+import math
+import warnings
+
+import torch
+from torch import Tensor
+
+from retrograde.kernels.cells import Slopes, pull
+
+__all__ = ["at_step", "carry", "in_chunks", "products", "safe_chunk", "scan", "sweep", "trusted"]
+
+# How much larger than any gradient the terms of a product may be: their rounding shows in it.
+_CANCELLATION = 100.0
+
+
+def sweep(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor) -> Tensor:
+    """Backpropagate a block step by step.
+
+    Args:
+        slopes: of L steps of B samples; overwritten by the gradients of the gates.
+        hidden: the hidden weights U (K·H, H).
+        dy: the loss's gradient of each output (L, B, H), or None for zero.
+        g: of the state after the block (B, n), n = H, or 2 H for (h, c).
+
+    Returns:
+        The gradient of the state before the block (B, n).
+    """
+    size = hidden.shape[1]
+    for t in range(slopes.gates.shape[0] - 1, -1, -1):
+        if dy is not None:
+            g = torch.cat([g[..., :size] + dy[t], g[..., size:]], -1)
+        g = _step(slopes.at(t), hidden, g)
+    return g
+
+
+def scan(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor, chunk: int) -> Tensor:
+    """Backpropagate a block by a scan over chunks; arguments and result as :func:`sweep`.
+
+    Args:
+        slopes: as for :func:`sweep`.
+        hidden: likewise.
+        dy: likewise.
+        g: likewise.
+        chunk: L, steps to a chunk; the first steps of the block, if it is no multiple, are swept.
+
+    Returns:
+        The gradient of the state before the block (B, n).
+    """
+    length = slopes.gates.shape[0]
+    rest = length % chunk
+    if length // chunk < 2:
+        return sweep(slopes, hidden, dy, g)
+    whole, losses = in_chunks(slopes.at(slice(rest, None)), dy, rest, chunk)
+    rows = products(whole, hidden, losses)
+    after, before = carry(rows, g)
+    if not trusted(rows, after):
+        return sweep(slopes, hidden, dy, g)
+    for t in range(chunk - 1, -1, -1):
+        if losses is not None:
+            after[..., : hidden.shape[1]] += losses[:, t]
+        after = _step(at_step(whole, t), hidden, after)
+    return sweep(slopes.at(slice(0, rest)), hidden, None if dy is None else dy[:rest], before)
+
+
+def products(chunks: Slopes, hidden: Tensor, losses: Tensor | None) -> Tensor:
+    """The first phase: each chunk's product of Jacobians, and what its own losses contribute.
+
+    Args:
+        chunks: slopes of C chunks of L steps of B samples, (C, L, B, …).
+        hidden: the hidden weights U (K·H, H).
+        losses: the loss's gradient of each output (C, L, B, H), or None.
+
+    Returns:
+        (C, B, n + 1, n): P, and in the last row d, so that a gradient g after a chunk is g P + d
+        before it.
+    """
+    count, length, samples, _, size = chunks.gates.shape
+    n = size * (2 if chunks.gates.shape[-2] == 4 else 1)
+    like = chunks.gates
+    rows = torch.zeros(count, samples, n + 1, n, dtype=like.dtype, device=like.device)
+    rows.diagonal(dim1=-2, dim2=-1).fill_(1)
+    for t in range(length - 1, -1, -1):
+        if losses is not None:
+            rows[..., n, :size] += losses[:, t]
+        rows = pull(at_step(chunks, t), hidden, rows)
+    return rows
+
+
+def trusted(rows: Tensor, after: Tensor) -> bool:
+    """Whether products may be used; if they may not, that is told once.
+
+    They may if |g| |P|, the size of the terms that make up a gradient, is finite and nowhere far
+    larger than the largest gradient: rounding errors are as large as the terms' own.
+
+    Args:
+        rows: as :func:`products` returns them.
+        after: the gradient after each chunk, as :func:`carry` returns it.
+
+    Returns:
+        Whether the gradients after the chunks are exact up to rounding.
+    """
+    terms = (after.abs().unsqueeze(-2) @ rows[..., :-1, :].abs()).amax()
+    largest = torch.maximum(after.abs().amax(), rows[..., -1, :].abs().amax())
+    limit = (_CANCELLATION * largest).clamp_max(torch.finfo(rows.dtype).max)
+    if bool(terms <= limit):  # false for NaN too
+        return True
+    warnings.warn(
+        "products of Jacobians overflowed, cancelled or are not finite, though the gradient itself "
+        "may well be: this call is swept step by step, which is exact but slower; clip the "
+        'weights, or use backward="sequential"',
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return False
+
+
+def carry(rows: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """The second phase: the gradient after each chunk (C, B, n), and that before the first."""
+    after = g.new_empty((rows.shape[0], *g.shape))
+    for c in range(rows.shape[0] - 1, -1, -1):
+        after[c] = g
+        g = (g.unsqueeze(-2) @ rows[c, :, :-1]).squeeze(-2) + rows[c, :, -1]
+    return after, g
+
+
+def safe_chunk(hidden: Tensor, chunk: int) -> int:
+    """The longest chunk, up to the one given, whose products can be trusted not to overflow.
+
+    A step's Jacobian is at most 1 + ‖U‖ in size (slopes and kept parts are at most 1), and
+    ‖U‖₂ ≤ √(‖U‖₁ ‖U‖_∞). Typical products grow far less, so what is allowed is the range of the
+    type rather than the growth at which a product is distrusted.
+
+    Args:
+        hidden: the hidden weights U (K·H, H).
+        chunk: steps wished for.
+
+    Returns:
+        Steps to a chunk, at least 1.
+
+    Example:
+        >>> safe_chunk(torch.zeros(4, 4), 64), safe_chunk(torch.full((4, 4), 10.0), 64)
+        (64, 23)
+    """
+    magnitudes = hidden.abs()
+    norm = math.sqrt(float(magnitudes.sum(0).amax() * magnitudes.sum(1).amax()))
+    if not math.isfinite(norm):
+        return 1
+    if norm <= 1:
+        return chunk
+    limit = math.log(torch.finfo(hidden.dtype).max)
+    return max(1, min(chunk, int(limit / math.log(1 + norm))))
+
+
+def _step(step: Slopes, hidden: Tensor, g: Tensor) -> Tensor:
+    """One step, its slopes turned into gradients of the gates."""
+    size = hidden.shape[1]
+    if step.gates.shape[-2] < 4:
+        step.gates.mul_(g.unsqueeze(-2))
+        before = step.gates.flatten(-2) @ hidden
+        if step.keep is not None:
+            assert step.inner is not None
+            before.addcmul_(step.keep, g)
+            step.inner.mul_(g)
+        return before
+    assert step.keep is not None
+    assert step.inner is not None
+    g_h, g_c = g[..., :size], g[..., size:]
+    d = torch.addcmul(g_c, g_h, step.inner)
+    step.gates[..., :3, :].mul_(d.unsqueeze(-2))
+    step.gates[..., 3, :].mul_(g_h)
+    return torch.cat([step.gates.flatten(-2) @ hidden, d * step.keep], -1)
+
+
+def in_chunks(
+    slopes: Slopes, dy: Tensor | None, rest: int, chunk: int
+) -> tuple[Slopes, Tensor | None]:
+    """Slopes and losses with chunks as a first dimension, as views."""
+    shape = (-1, chunk)
+    keep, inner = slopes.keep, slopes.inner
+    whole = Slopes(
+        slopes.gates.unflatten(0, shape),
+        None if keep is None else keep.unflatten(0, shape),
+        None if inner is None else inner.unflatten(0, shape),
+    )
+    return whole, None if dy is None else dy[rest:].unflatten(0, shape)
+
+
+def at_step(chunks: Slopes, t: int) -> Slopes:
+    """The slopes of step t of every chunk, as views."""
+    keep, inner = chunks.keep, chunks.inner
+    return Slopes(
+        chunks.gates[:, t],
+        None if keep is None else keep[:, t],
+        None if inner is None else inner[:, t],
+    )

@@ -1,0 +1,262 @@
+"""Products of small matrices in numba, their sums held in registers.
+
+A product of a few short rows with a matrix is bound by loads and stores if every partial sum goes
+through memory. Here a tile of sums, four rows by three vectors, stays in registers for the whole
+sum, as BLAS libraries do; that reaches nine tenths of the arithmetic that a machine can do, at
+sizes at which a call of BLAS costs more than it computes. A number's sum is taken in the same order
+in every tile, so a row's result does not depend on the rows beside it.
+"""
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numpy.typing import NDArray
+from torch import Tensor
+
+from retrograde.kernels.lanes import LANES, compiled, intrinsic, vector_of
+
+__all__ = ["PANEL", "add_outer", "panels", "product", "whole_vectors"]
+
+#: Columns to a panel.
+PANEL = 3 * LANES
+
+_Reals = NDArray[np.floating[Any]]
+_INDEX = ir.IntType(64)
+
+
+@compiled  # type: ignore[untyped-decorator]
+def product(
+    a: _Reals, start: int, stride: int, rows: int, u: _Reals, width: int, out: _Reals
+) -> None:
+    """out += a @ u.
+
+    Args:
+        a: flat; its rows begin at ``start`` and every ``stride`` numbers from there on, and have as
+            many numbers as ``u`` has rows.
+        start: see ``a``.
+        stride: see ``a``.
+        rows: how many.
+        u: in :func:`panels`, (P, R, PANEL); or (1, R, W), as it is, W a multiple of :data:`LANES`.
+        width: numbers to a row of ``out``, a multiple of :data:`LANES`.
+        out: flat.
+    """
+    count = -(-width // PANEL)
+    for p in range(count):
+        left = width - p * PANEL
+        for row in range(0, rows - 3, 4):
+            at, to = start + row * stride, row * width + p * PANEL
+            if left >= PANEL:
+                _tile(a, at, stride, 1, u, p, out, to, width, 4, 3)
+            elif left > LANES:
+                _tile(a, at, stride, 1, u, p, out, to, width, 4, 2)
+            else:
+                _tile(a, at, stride, 1, u, p, out, to, width, 4, 1)
+    for row in range(rows - rows % 4, rows):
+        at, p = start + row * stride, 0
+        while width - p * PANEL >= 3 * PANEL:
+            _tile(a, at, stride, 1, u, p, out, row * width + p * PANEL, width, 1, 9)
+            p += 3
+        vectors = (width - p * PANEL) // LANES
+        if vectors == 8:  # few sums would wait for one another
+            _tile(a, at, stride, 1, u, p, out, row * width + p * PANEL, width, 1, 8)
+            p += 3
+        elif vectors >= 6:
+            _tile(a, at, stride, 1, u, p, out, row * width + p * PANEL, width, 1, 6)
+            p += 2
+        while p < count:
+            _one_row(a, at, 1, u, p, out, row * width, width)
+            p += 1
+
+
+@compiled  # type: ignore[untyped-decorator]
+def add_outer(a: _Reals, column: int, stride: int, u: _Reals, out: _Reals) -> None:
+    """out += aᵀ @ u.
+
+    Args:
+        a: flat; it has as many rows as ``u``, each beginning ``stride`` numbers after the last one.
+        column: the first of its columns that is meant; there are as many as ``out`` has rows.
+        stride: see ``a``.
+        u: in :func:`panels`, (P, R, PANEL).
+        out: (N, W), W a multiple of :data:`LANES`.
+    """
+    columns, width = out.shape
+    flat = out.reshape(-1)
+    for p in range(u.shape[0]):
+        left = width - p * PANEL
+        for i in range(0, columns - 3, 4):
+            to = i * width + p * PANEL
+            if left >= PANEL:
+                _tile(a, column + i, 1, stride, u, p, flat, to, width, 4, 3)
+            elif left > LANES:
+                _tile(a, column + i, 1, stride, u, p, flat, to, width, 4, 2)
+            else:
+                _tile(a, column + i, 1, stride, u, p, flat, to, width, 4, 1)
+        for i in range(columns - columns % 4, columns):
+            _one_row(a, column + i, stride, u, p, flat, i * width, width)
+
+
+@compiled  # type: ignore[untyped-decorator]
+def _one_row(
+    a: _Reals, at: int, to_term: int, u: _Reals, p: int, out: _Reals, row: int, width: int
+) -> None:
+    """A panel's part of one row of ``out``, which begins at ``row``."""
+    left, to = width - p * PANEL, row + p * PANEL
+    if left >= PANEL:
+        _tile(a, at, 0, to_term, u, p, out, to, width, 1, 3)
+    elif left > LANES:
+        _tile(a, at, 0, to_term, u, p, out, to, width, 1, 2)
+    else:
+        _tile(a, at, 0, to_term, u, p, out, to, width, 1, 1)
+
+
+def panels(u: Tensor) -> Tensor:
+    """A matrix (R, N) as :func:`product` reads it: in panels of three vectors' columns.
+
+    A panel lies in one piece, so that it stays in the nearest cache while rows pass by.
+
+    Args:
+        u: (R, N).
+
+    Returns:
+        (P, R, PANEL), the last panel filled up with zeros.
+
+    Example:
+        >>> import torch
+        >>> panels(torch.ones(5, 25)).shape
+        torch.Size([2, 5, 24])
+    """
+    found = u.new_empty(-(-u.shape[1] // PANEL), len(u), PANEL)
+    _pack(u.detach().numpy(), found.numpy())
+    return found
+
+
+@compiled  # type: ignore[untyped-decorator]
+def _pack(u: Any, panels: Any) -> None:
+    rows, columns = u.shape
+    for p in range(panels.shape[0]):
+        first, count = p * PANEL, min(PANEL, columns - p * PANEL)
+        if u.strides[0] >= u.strides[1]:
+            for i in range(rows):
+                for j in range(count):
+                    panels[p, i, j] = u[i, first + j]
+        else:
+            for j in range(count):
+                for i in range(rows):
+                    panels[p, i, j] = u[i, first + j]
+        for i in range(rows if count < PANEL else 0):
+            panels[p, i, count:] = 0
+
+
+@compiled  # type: ignore[untyped-decorator]
+def whole_vectors(width: int) -> Any:
+    """The least multiple of :data:`LANES` that holds a number of columns."""
+    return -(-width // LANES) * LANES
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def _tile(
+    _: Any,
+    a: Any,
+    at: Any,
+    to_row: Any,
+    to_term: Any,
+    u: Any,
+    panel: Any,
+    out: Any,
+    to: Any,
+    width: Any,
+    rows: Any,
+    vectors: Any,
+) -> Any:
+    """A tile of ``out`` += ``a @ u``: some rows by some vectors, both literal numbers.
+
+    Its rows of ``a`` begin at ``at`` and lie ``to_row`` numbers apart, their terms ``to_term``; its
+    columns of ``u`` begin with a panel, and itself at ``to``. ``u`` is (panels, terms, PANEL), or
+    (1, terms, W).
+    """
+    n = types.intp
+    signature = types.void(a, n, n, n, u, n, out, n, n, rows, vectors)
+    shape = rows.literal_value, vectors.literal_value
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        arrays = [
+            context.make_array(signature.args[i])(context, builder, args[i]) for i in (0, 4, 6)
+        ]
+        tile = _Tile(builder, [array.data for array in arrays], a.dtype.bitwidth // 8)
+        sizes = [builder.extract_value(arrays[1].shape, i) for i in range(3)]
+        tile.add(shape, args[1:4], args[5], args[7:9], sizes)
+        return context.get_dummy_value()
+
+    return signature, code
+
+
+class _Tile:
+    """Writes the code of a tile: a loop over the terms of the sums, which are all in registers."""
+
+    def __init__(self, builder: Any, pointers: list[Any], item_bytes: int) -> None:
+        self.builder, self.item_bytes = builder, item_bytes
+        self.a, self.u, self.out = pointers
+        self.vector = vector_of(self.a.type.pointee)
+
+    def add(
+        self, shape: tuple[int, int], of_a: Any, panel: Any, of_out: Any, of_u: list[Any]
+    ) -> None:
+        """The tile of ``shape`` (rows, vectors); for the places see :func:`_tile`."""
+        b, (rows, vectors) = self.builder, shape
+        (at, to_row, to_term), (to, width), (count, terms, wide) = of_a, of_out, of_u
+        alone = b.icmp_signed("==", count, _INDEX(1))
+        to_panel = b.select(alone, _INDEX(PANEL), b.mul(terms, _INDEX(PANEL)))
+        pairs = [(i, j) for i in range(rows) for j in range(vectors)]
+        places = {(i, j): self._plus(to, b.mul(width, _INDEX(i)), j * LANES) for i, j in pairs}
+        firsts = [self._plus(at, b.mul(to_row, _INDEX(i))) for i in range(rows)]
+        columns = [self._column(panel, j, to_panel) for j in range(vectors)]
+        before, loop, done = b.block, b.append_basic_block("terms"), b.append_basic_block("done")
+        b.branch(loop)
+        b.position_at_end(loop)
+        term = b.phi(_INDEX)
+        sums = {pair: b.phi(self.vector) for pair in pairs}
+        row = b.mul(term, wide)
+        factors = [self._load(self.u, self._plus(column, row)) for column in columns]
+        step, after = b.mul(term, to_term), {}
+        for i in range(rows):
+            x = self._spread(b.load(b.gep(self.a, [self._plus(firsts[i], step)])))
+            for j in range(vectors):
+                more = b.fmul(x, factors[j], flags=("contract",))
+                after[i, j] = b.fadd(sums[i, j], more, flags=("contract",))
+        following = self._plus(term, 1)
+        zero = ir.Constant(self.vector, [0.0] * LANES)
+        changing = [(term, _INDEX(0), following), *((sums[p], zero, after[p]) for p in pairs)]
+        for value, start, end in changing:
+            value.add_incoming(start, before)
+            value.add_incoming(end, loop)
+        b.cbranch(b.icmp_signed("<", following, terms), loop, done)
+        b.position_at_end(done)
+        for pair, place in places.items():
+            total = b.fadd(self._load(self.out, place), after[pair])
+            b.store(total, self._vector_at(self.out, place), align=self.item_bytes)
+
+    def _column(self, panel: Any, vector: int, to_panel: Any) -> Any:
+        """Where, in ``u``, a vector's column begins, counted from the first one of a panel."""
+        panels, rest = divmod(vector, 3)
+        return self._plus(self.builder.mul(self._plus(panel, panels), to_panel), rest * LANES)
+
+    def _plus(self, *parts: Any) -> Any:
+        total, *rest = (_INDEX(part) if isinstance(part, int) else part for part in parts)
+        for part in rest:
+            total = self.builder.add(total, part)
+        return total
+
+    def _vector_at(self, pointer: Any, place: Any) -> Any:
+        return self.builder.bitcast(self.builder.gep(pointer, [place]), self.vector.as_pointer())
+
+    def _load(self, pointer: Any, place: Any) -> Any:
+        return self.builder.load(self._vector_at(pointer, place), align=self.item_bytes)
+
+    def _spread(self, x: Any) -> Any:
+        """A vector all of whose numbers are x."""
+        undefined, lane = ir.Constant(self.vector, ir.Undefined), ir.IntType(32)
+        first = self.builder.insert_element(undefined, x, lane(0))
+        zeros = ir.Constant(ir.VectorType(lane, LANES), [0] * LANES)
+        return self.builder.shuffle_vector(first, undefined, zeros)

@@ -1,0 +1,1 @@
+"""Every byte that a call takes."""

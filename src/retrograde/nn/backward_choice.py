@@ -1,0 +1,200 @@
+"""Which way a module goes backward, and why: ``backward="auto"`` and :func:`explain`."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast, overload
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from retrograde.errors import CellError
+from retrograde.kernels import LARGEST_SIZE, kernels
+from retrograde.kernels.cells import Kind
+from retrograde.nn.calibration import WAYS, contenders, timings
+from retrograde.nn.layer_stack import WayFor
+from retrograde.nn.ordinary_memory import last_weights
+from retrograde.nn.scan_choice import Outlook
+from retrograde.nn.scheduled import check_measurable
+from retrograde.scan.block_lengths import scan_way, sequential_way
+
+if TYPE_CHECKING:
+    from retrograde.nn.recurrent import Recurrent
+    from retrograde.nn.sequential import Sequential
+
+__all__ = ["Explanation", "check_slopes", "explain", "ways"]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which way a call would go backward, and why.
+
+    Attributes:
+        choice: "torch", "sequential" or "scan".
+        why: in a sentence.
+        seconds: expected of each way, forward and backward together.
+        step_seconds: the latency of a further step of each way.
+        call_seconds: what a call of each way costs besides its steps.
+        kernels: which implementation the sequential sweep and the scan run on: "numba", "triton" or
+            "torch".
+        chunk: steps to a chunk of the scan.
+    """
+
+    choice: str
+    why: str
+    seconds: dict[str, float]
+    step_seconds: dict[str, float]
+    call_seconds: dict[str, float]
+    kernels: str
+    chunk: int
+
+    def __str__(self) -> str:
+        rows = [f"{self.choice}: {self.why}", "way           expected     a step     a call"]
+        rows += [
+            f"{way:<11}{self.seconds[way] * 1e3:8.2f} ms{self.step_seconds[way] * 1e6:8.2f} µs"
+            f"{self.call_seconds[way] * 1e3:8.2f} ms"
+            for way in WAYS
+        ]
+        return "\n".join([*rows, f"kernels: {self.kernels}; the scan's chunks: {self.chunk} steps"])
+
+
+def ways(module: "Recurrent", steps: int, samples: int, like: Tensor) -> WayFor | None:
+    """The way for each layer of a module, or None for torch's own backward pass.
+
+    Args:
+        module: one of ours, with ``backward`` set.
+        steps: T.
+        samples: B.
+        like: a tensor of the inputs' device.
+
+    Returns:
+        A function from the width of a layer's inputs to its way.
+
+    Raises:
+        CellError: the module has no Jacobians here.
+    """
+    check_slopes(module)
+    if torch.is_autocast_enabled(like.device.type):
+        return None  # torch's kernels know which part of a cell to run in which type
+    choice = module.backward
+    if choice == "auto":
+        choice = cast(Any, fastest(module, steps, samples, like.requires_grad))
+    if choice is None or cast(str, choice) == "torch":
+        return None
+    return ways_of(module, choice, steps, samples)
+
+
+def check_slopes(module: "Recurrent") -> None:
+    """Refuse a module that has no Jacobians here.
+
+    Raises:
+        CellError: as said.
+    """
+    if module.proj_size:
+        raise CellError(
+            f"proj_size={module.proj_size} has no Jacobian here: expected an LSTM without "
+            "projections; use backward=None, or a Linear layer after the LSTM"
+        )
+
+
+def ways_of(module: "Recurrent", choice: str, steps: int, samples: int) -> WayFor:
+    """The sizes of blocks and chunks for each layer of a module that goes a given way."""
+    weight = cast(Tensor, module._flat_weights[0])
+    kind, size = cast(Kind, module.mode), module.hidden_size
+    if choice == "scan":
+        return lambda width: scan_way(
+            kind, steps, samples, width, size, weight.dtype, weight.device.type
+        )
+    return lambda width: sequential_way(
+        kind, samples, width, size, weight.dtype, weight.device.type
+    )
+
+
+def fastest(module: "Recurrent", steps: int, samples: int, needs_x: bool) -> str:
+    """The way that is expected to take least time."""
+    found = timings(module, samples, steps, needs_x)
+    return min(contenders(found), key=lambda way: found[way].seconds(steps))
+
+
+@overload
+def explain(module: "Recurrent", input: Tensor | PackedSequence) -> Explanation: ...
+
+
+@overload
+def explain(module: "Sequential", input: Tensor) -> Outlook: ...
+
+
+def explain(
+    module: "Recurrent | Sequential", input: Tensor | PackedSequence
+) -> Explanation | Outlook:
+    """Say which way a module would go backward for an input, why, and what each way would take.
+
+    Args:
+        module: an :class:`retrograde.RNN`, :class:`retrograde.GRU`, :class:`retrograde.LSTM` or
+            :class:`retrograde.Sequential`.
+        input: as for a call; of a recurrent module's, only the shape matters.
+
+    Returns:
+        An :class:`Explanation`, or of a ``Sequential`` an
+        :class:`~retrograde.nn.scan_choice.Outlook`; ``print`` shows either as a table.
+
+    Raises:
+        CellError: the module is none of ours, has no Jacobians, or has nothing to be measured.
+        ScanError: a layer of the ``Sequential`` has no Jacobian, or none that fits.
+
+    Example:
+        >>> import retrograde as rg
+        >>> found = explain(rg.GRU(3, 5, backward="scan"), torch.randn(40, 2, 3))
+        >>> found.choice, found.kernels
+        ('scan', 'numba')
+    """
+    from retrograde.nn.recurrent import Recurrent
+    from retrograde.nn.sequential import Sequential
+
+    if isinstance(module, Sequential) and isinstance(input, Tensor):
+        return module.explain(input)
+    if not isinstance(module, Recurrent):
+        raise CellError(
+            f"got a {type(module).__name__}: expected an rg.RNN, rg.GRU, rg.LSTM or rg.Sequential"
+        )
+    if isinstance(input, PackedSequence):
+        steps, samples, data = len(input.batch_sizes), int(input.batch_sizes[0]), input.data
+    else:
+        steps, samples, data = *_shape(module, input), input
+    check_measurable([data, *last_weights(module)])
+    found = timings(module, samples, steps, data.requires_grad)
+    chosen = ways(module, steps, samples, data) if module.backward else None
+    weight = cast(Tensor, module._flat_weights[0])
+    real = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    use = kernels(weight.device.type, real, module.hidden_size).name
+    choice = "torch" if chosen is None else chosen(module.input_size).name
+    return Explanation(
+        choice=choice,
+        why=_why(module, weight, use, choice),
+        seconds={way: found[way].seconds(steps) for way in WAYS},
+        step_seconds={way: found[way].step_seconds for way in WAYS},
+        call_seconds={way: found[way].call_seconds for way in WAYS},
+        kernels=use,
+        chunk=ways_of(module, "scan", steps, samples)(module.input_size).chunk,
+    )
+
+
+def _shape(module: "Recurrent", input: Tensor) -> tuple[int, int]:
+    x, _ = module._time_major(input, ())
+    return x.shape[0], x.shape[1]
+
+
+def _why(module: "Recurrent", weight: Tensor, use: str, choice: str) -> str:
+    """The reason, and whatever keeps the compiled kernels from being used."""
+    reason = f"backward={module.backward!r} asks for it"
+    if torch.is_autocast_enabled(weight.device.type):
+        reason = "under autocast torch's own pass is used"
+    elif module.backward is None:
+        reason = "backward=None is torch's own pass"
+    elif module.backward == "auto":
+        reason = "it is expected to be the fastest"
+    if use == "torch" and choice != "torch":
+        limit = f"H = {module.hidden_size} > {LARGEST_SIZE} is too large for the compiled kernels"
+        if module.hidden_size <= LARGEST_SIZE:
+            limit = f"there are no compiled kernels for {weight.dtype} on {weight.device.type}"
+        reason += f"; {limit}, so torch's own operations are called step by step"
+    return reason

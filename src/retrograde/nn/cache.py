@@ -1,0 +1,188 @@
+"""What was found for recent calls: a memory of bounded size.
+
+To measure a cell and to fit a schedule takes as long as many steps do, so a fit is kept. But cells
+are often made anew at every call (a closure in ``forward``, a bound method), and sequences are of
+ever new lengths: so a cell is known by what it is made of (:func:`identity`), nothing that it is
+made of is kept alive, and only the most recent fits are kept.
+
+Two cells that are taken for one share a fit, not a gradient: what is computed stays right, for the
+cell itself is examined at every call. Numbers and texts that a cell reads are part of what it is,
+for what a step takes may depend on them.
+"""
+
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Generic, TypeVar, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from retrograde.discover.places import Place
+from retrograde.discover.referents import MODULE_TABLES, Reach
+from retrograde.measure.memory import MEASURING, is_profiled
+
+__all__ = ["Recent", "Same", "identity", "signature"]
+
+T = TypeVar("T")
+
+_MOST = 48
+_PLAIN: tuple[type, ...] = (int, float, complex, str, bytes, type(None), type)
+_PLAIN += (torch.dtype, torch.device, np.generic, Enum)
+
+
+@dataclass(frozen=True)
+class _Known(Generic[T]):
+    result: T
+    of: list[weakref.ref[object]]
+
+    def alive(self) -> bool:
+        return all(reference() is not None for reference in self.of)
+
+
+class Recent(Generic[T]):
+    """The most recent results of something that takes long, by what they were found for.
+
+    Args:
+        most: how many are kept.
+
+    Example:
+        >>> squares = Recent(most=2)
+        >>> [squares.get(n, lambda n=n: n * n) for n in (2, 3, 4)], len(squares)
+        ([4, 9, 16], 2)
+    """
+
+    def __init__(self, most: int = _MOST) -> None:
+        self._most = most
+        self._found: OrderedDict[Hashable, _Known[T]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_most": self._most}  # what was measured here is of no use elsewhere
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["_most"])  # type: ignore[misc]
+
+    def get(self, key: Hashable, find: Callable[[], T], of: Iterable[object] = ()) -> T:
+        """The result for a key, found now if it is not known.
+
+        Args:
+            key: what it is known by.
+            find: called where it is not known.
+            of: objects that the key has the ids of, for that is quicker than :class:`Same`; when
+                one of them is gone, so is the result.
+
+        Returns:
+            The result.
+        """
+        known = self._look_up(key)
+        if known is not None:
+            return known.result
+        with MEASURING:  # another thread may be about to find the same
+            known = self._look_up(key)
+            if known is None:
+                exact = not is_profiled()  # beside another profiler bytes are not quite certain
+                known = _Known(find(), [weakref.ref(value) for value in of])
+                if exact:
+                    self._keep(key, known)
+        return known.result
+
+    def _look_up(self, key: Hashable) -> _Known[T] | None:
+        with self._lock:
+            known = self._found.get(key)
+            if known is None or not known.alive():
+                return None
+            self._found.move_to_end(key)
+            return known
+
+    def _keep(self, key: Hashable, known: _Known[T]) -> None:
+        with self._lock:
+            for old in [old for old, each in self._found.items() if _is_dead(old, each)]:
+                del self._found[old]
+            self._found[key] = known
+            while len(self._found) > self._most:
+                self._found.popitem(last=False)
+
+
+class Same:
+    """A key that is equal for the same object only, and that does not keep it alive."""
+
+    def __init__(self, value: Any) -> None:
+        self.reference = weakref.ref(value)
+        self._id = id(value)
+
+    def __hash__(self) -> int:
+        return self._id
+
+    def __eq__(self, other: object) -> bool:
+        value = self.reference()
+        return isinstance(other, Same) and value is not None and other.reference() is value
+
+
+def _is_dead(key: Any, known: _Known[Any] | None = None) -> bool:
+    if known is not None and not known.alive():
+        return True
+    if isinstance(key, Same):
+        return key.reference() is None
+    return isinstance(key, tuple) and any(map(_is_dead, key))
+
+
+def signature(t: Tensor) -> tuple[Any, ...]:
+    """All that the bytes of a step depend on in one of its tensors."""
+    kind = t.device.type
+    autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    return tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad, autocast
+
+
+def identity(found: Reach, places: Iterable[Place], *, values: bool = True) -> Hashable:
+    """What a cell is made of, as a key: equal for two closures of the same code over the same.
+
+    Args:
+        found: what the cell refers to.
+        places: those of its Python values that it only reads; what a step changes is not part of
+            what the cell is.
+        values: whether numbers and texts are part of it, or their types only.
+
+    Returns:
+        A key that keeps no module and no tensor alive.
+
+    Example:
+        >>> from retrograde.discover.referents import reach
+        >>> def make(n):
+        ...     found = reach([lambda x, h: (x * n, h)])
+        ...     return identity(found, found.places)
+        >>> make(2) == make(2), make(2) == make(3)
+        (True, False)
+    """
+    held = tuple(tuple(_kinds(place, values)) for place in places)
+    modules = tuple(map(Same, found.modules))
+    return modules, tuple(found.codes), tuple(map(signature, found.tensors)), held
+
+
+def _kinds(place: Place, values: bool) -> Iterator[Hashable]:
+    """What is held under each name: a number by its value, anything else by its kind."""
+    for key, value in place.read().items():
+        if key not in place.but and key not in MODULE_TABLES:
+            name = key if isinstance(key, _PLAIN) else type(key)
+            yield name, _kind(value) if values or isinstance(value, Tensor) else type(value)
+
+
+def _kind(value: Any) -> Hashable:
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype, value.device, value.requires_grad
+    if isinstance(value, np.ndarray):
+        return value.shape, str(value.dtype), value.tobytes() if value.nbytes < 64 else b""
+    if isinstance(value, tuple):
+        return tuple(map(_kind, value))
+    if isinstance(value, frozenset) and all(isinstance(item, _PLAIN) for item in value):
+        return value
+    return cast(Hashable, type(value))

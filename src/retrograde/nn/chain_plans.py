@@ -1,0 +1,326 @@
+"""A chain of layers within a byte budget: measured once, planned once, run by its schedule.
+
+At the first call for an input of some kind every layer is tried, measured, and a schedule is found
+for the budget; later calls look it up. What is measured depends on shapes, so it is kept by them; a
+link holds parameters and buffers, so links are kept by these.
+
+Seconds decide which schedule is fastest, and no two measurements agree. So another process may
+follow another schedule; the gradient is the same, bit for bit.
+"""
+
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from retrograde.cores.chain.layer_sizes import measure_chain, prefix_bytes
+from retrograde.cores.chain.links import Links, examine_layers
+from retrograde.cores.chain.nodes import run_chain
+from retrograde.discover.places import Place
+from retrograde.discover.referents import Reach, reach
+from retrograde.discover.trees import Structure, flatten
+from retrograde.errors import BudgetError, CellError
+from retrograde.nn.cache import Recent, identity, signature
+from retrograde.plan.chain.planner import chain_minimum, plan_chain, record_everything
+from retrograde.run.transforms import is_unreal, refuse_transforms
+from retrograde.schedule import Chain, Schedule
+from retrograde.units import Memory, as_bytes, format_bytes
+
+__all__ = ["ChainFit", "Plans", "measured", "named_layers"]
+
+Tensors = list[Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class ChainFit:
+    """What a budget buys for a chain; ``print`` shows it.
+
+    Attributes:
+        chain: the layers, as measured; those without a gradient left out.
+        schedule: what is carried out.
+        budget_bytes: what is allowed.
+        minimum_bytes: the least budget that would do.
+        ordinary_bytes: what ordinary backpropagation holds.
+        peak_bytes: what is held at most, the layers before the first gradient included.
+    """
+
+    chain: Chain
+    schedule: Schedule
+    budget_bytes: int
+    minimum_bytes: int
+    ordinary_bytes: int
+    peak_bytes: int
+
+    @property
+    def ordinary(self) -> bool:
+        """Whether ordinary backpropagation fits the budget, and so is what is done."""
+        return self.budget_bytes >= self.ordinary_bytes
+
+    @property
+    def seconds(self) -> float:
+        """An iteration, as predicted."""
+        return float(self.schedule.seconds or 0.0)
+
+    def __str__(self) -> str:
+        ratio = self.seconds / (self.chain.ordinary_seconds or 1.0)
+        return (
+            f"{format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)} allowed; "
+            f"ordinary backpropagation holds {format_bytes(self.ordinary_bytes)}, and "
+            f"{format_bytes(self.minimum_bytes)} would do\n"
+            f"{self.schedule.cost} layers run forward for {len(self.chain)}: {self.seconds:.3g} s "
+            f"an iteration, {ratio:.2f} times ordinary backpropagation's"
+        )
+
+
+@dataclass
+class Plans:
+    """What was found for recent calls of one module."""
+
+    chains: Recent[tuple[Chain, int]] = field(default_factory=Recent)
+    fits: Recent[ChainFit] = field(default_factory=Recent)
+    links: Recent[Links] = field(default_factory=lambda: Recent(most=_MOST_LINKS))
+    moving: set[tuple[int, Any]] = field(default_factory=set)  # places, names: not what layers are
+
+    def fit(self, net: nn.Sequential, memory: Memory, input: Any) -> ChainFit:
+        """The schedule for a budget and an input of this kind.
+
+        Args:
+            net: the layers.
+            memory: the budget.
+            input: as for a call.
+
+        Returns:
+            A :class:`ChainFit`.
+
+        Raises:
+            BudgetError: the budget is too small; the message names the least.
+            CellError: a layer cannot be run exactly, or there is nothing to backpropagate.
+        """
+        leaves, structure = flatten(input, "input")
+        call = _Call.of(net, leaves, structure)
+        self._links(call)
+        return self._fitted(memory, call)
+
+    def run(self, net: nn.Sequential, memory: Memory, input: Any) -> Any:
+        """Run the layers so that the gradient keeps to a budget.
+
+        Args:
+            net: the layers.
+            memory: the budget.
+            input: a pytree of tensors.
+
+        Returns:
+            What the last layer returns.
+
+        Raises:
+            BudgetError: the budget is too small; the message names the least.
+            CellError: a layer cannot be run exactly.
+        """
+        if not torch.is_grad_enabled():
+            return _TORCHS_OWN.forward(net, input)  # type: ignore[no-untyped-call]
+        leaves, structure = flatten(input, "input")
+        if is_unreal(leaves):
+            return _TORCHS_OWN.forward(net, input)  # type: ignore[no-untyped-call]
+        call = _Call.of(net, leaves, structure)
+        wanted = [*leaves, *call.tensors]
+        if not any(t.requires_grad for t in wanted) or is_unreal(wanted):
+            return _TORCHS_OWN.forward(net, input)  # type: ignore[no-untyped-call]
+        refuse_transforms(wanted)
+        links = self._links(call)
+        if not links.chain:
+            return _TORCHS_OWN.forward(net, input)  # type: ignore[no-untyped-call]
+        found = self._fitted(memory, call)
+        if found.ordinary:
+            return _TORCHS_OWN.forward(net, input)  # type: ignore[no-untyped-call]
+        return links.returned.unflatten(run_chain(links, found.schedule, leaves))
+
+    def _fitted(self, memory: Memory, call: "_Call") -> ChainFit:
+        def find() -> ChainFit:
+            links = self._links(call)
+
+            def sizes() -> tuple[Chain, int]:
+                return _measured(links, call.leaves), prefix_bytes(links, call.leaves)
+
+            return _fit(*self.chains.get(key, sizes, of=call.parts), memory)
+
+        key = call.shapes(self.moving)
+        return self.fits.get((key, memory), find, of=call.parts)
+
+    def _links(self, call: "_Call") -> Links:
+        def find() -> Links:
+            links = examine_layers(_apart(call.net), call.leaves, call.structure)
+            for link in (*links.prefix, *links.chain):
+                self.moving.update(link.ambient.names_changed())
+            return links
+
+        known = len(self.moving)
+        found = self.links.get(call.key(self.moving), find, of=call.tensors)
+        if len(self.moving) > known:  # what a layer itself changes is no part of the key
+            self.links.get(call.key(self.moving), lambda: found, of=call.tensors)
+        return found
+
+
+_MOST_LINKS = 8
+_TORCHS_OWN = nn.Sequential  # whatever that name is made to mean later
+
+
+def measured(net: nn.Sequential, input: Any, repeats: int = 3) -> Chain:
+    """What the layers of a network take.
+
+    Args:
+        net: the layers.
+        input: what it is called with.
+        repeats: how often seconds are taken.
+
+    Returns:
+        The chain; layers before the first gradient are left out.
+
+    Raises:
+        CellError: a layer cannot be run exactly, or there is nothing to backpropagate.
+    """
+    leaves, structure = flatten(input, "input")
+    return _measured(examine_layers(_apart(net), leaves, structure), leaves, repeats)
+
+
+def _measured(links: Links, leaves: Tensors, repeats: int = 3) -> Chain:
+    if not links.chain:
+        raise CellError(
+            "there is nothing to backpropagate: expected a layer with a parameter, or an input, "
+            "that requires a gradient"
+        )
+    with torch.enable_grad():
+        return measure_chain(links, leaves, repeats)
+
+
+def _fit(chain: Chain, before: int, memory: Memory) -> ChainFit:
+    whole = record_everything(chain)
+    ordinary = max(whole.peak, before)
+    room = as_bytes(memory, ordinary)
+    if room < before:
+        raise BudgetError(
+            f"memory is {room} bytes ({format_bytes(room)}): expected at least {before} "
+            f"({format_bytes(before)}), which the layers before the first gradient need, whatever "
+            "is planned behind them; give that much, or a smaller batch",
+            max(before, chain_minimum(chain)[0]),
+        )
+    schedule = whole if room >= ordinary else plan_chain(chain, room)
+    least, peak = max(chain_minimum(chain)[0], before), max(schedule.peak, before)
+    return ChainFit(chain, schedule, room, least, ordinary, peak)
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """A call, and what is looked up for it.
+
+    Attributes:
+        known: all that bytes and seconds depend on, what layers refer to aside.
+        found: what the layers refer to.
+        parts: the layers, and all modules in them.
+        tensors: the parameters and buffers that links hold.
+    """
+
+    net: nn.Sequential
+    leaves: Tensors
+    structure: Structure
+    known: Hashable
+    found: Reach
+    parts: list[nn.Module]
+    tensors: Tensors
+    identities: dict[int, Hashable] = field(default_factory=dict)
+
+    def shapes(self, moving: Collection[tuple[int, Any]]) -> Hashable:
+        """All that bytes and seconds depend on, the layers themselves (their ids) included."""
+        if len(moving) not in self.identities:
+            places = _still(self.found.places, moving)
+            self.identities[len(moving)] = identity(self.found, places)
+        return self.known, self.identities[len(moving)]
+
+    def key(self, moving: Collection[tuple[int, Any]]) -> Hashable:
+        """All that links depend on: besides, the very objects that hold what layers refer to."""
+        holders = tuple(id(place.holder) for place in self.found.places)
+        return self.shapes(moving), tuple(map(id, self.tensors)), holders
+
+    @classmethod
+    def of(cls, net: nn.Sequential, leaves: Tensors, structure: Structure) -> "_Call":
+        found = reach([net])
+        parts = found.parts()
+        named = [
+            named
+            for part in parts
+            for table in (part._parameters, part._buffers)
+            for named in table.items()
+        ]
+        tensors = [t for _, t in named if t is not None]
+        if any(map(is_lazy, tensors)):
+            raise CellError(
+                "the layers have parameters without a shape yet: expected all of them; call the "
+                "lazy model once before, with memory=None"
+            )
+        layers = tuple(map(id, parts))
+        names = tuple(name if t is not None else None for name, t in named)
+        owned = tuple((t.shape, t.dtype, t.device, t.requires_grad) for t in tensors)
+        asked = str(structure), torch.get_num_threads()
+        known = tuple(map(signature, leaves)), asked, layers, names, owned
+        return cls(net, leaves, structure, known, found, parts, tensors)
+
+
+def _still(places: Sequence[Place], moving: Collection[tuple[int, Any]]) -> Iterator[Place]:
+    """The places, without what layers change."""
+    holders = {holder for holder, _ in moving}
+    for place in places:
+        if getattr(place, "registered", None) is not None:
+            continue  # tensors are known by themselves
+        if id(place.holder) not in holders:
+            yield place
+        elif not place.growing:
+            yield place.without({key for holder, key in moving if holder == id(place.holder)})
+
+
+def named_layers(
+    net: nn.Sequential, opens: Callable[[nn.Sequential], bool], prefix: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
+    """The layers, with their names; those of nested ones without hooks in their place.
+
+    Args:
+        net: the layers.
+        opens: whether a nested one is taken apart.
+        prefix: of the names.
+
+    Returns:
+        An iterator over names and layers.
+
+    Example:
+        >>> net = nn.Sequential(nn.ReLU(), nn.Sequential(nn.Tanh(), nn.ReLU()))
+        >>> [name for name, _ in named_layers(net, lambda nested: True)]
+        ['0', '1.0', '1.1']
+    """
+    for name, layer in net._modules.items():  # a layer may come twice
+        if isinstance(layer, nn.Sequential) and opens(layer) and not _hooked(layer):
+            yield from named_layers(layer, opens, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", layer
+
+
+def _hooked(layer: nn.Module) -> bool:
+    return any(
+        (
+            layer._forward_hooks,
+            layer._forward_pre_hooks,
+            layer._backward_hooks,
+            layer._backward_pre_hooks,
+        )
+    )
+
+
+def _apart(net: nn.Sequential) -> list[tuple[str, nn.Module]]:
+    """The layers of a chain: nested ones with a budget or a scan of their own stay whole."""
+    return list(named_layers(net, lambda nested: type(nested) is nn.Sequential or _plain(nested)))
+
+
+def _plain(nested: nn.Sequential) -> bool:
+    """Whether it is one of ours, without a way of its own to go backward."""
+    options = vars(nested)
+    return "backward" in options and options["backward"] is options["memory"] is None

@@ -1,0 +1,130 @@
+"""torch's modules turned into ours, in place: the object stays, its class changes.
+
+So whatever refers to a module goes on referring to it: its parents under all their names, its
+parameters, an optimizer made before, its hooks, its ``state_dict``. What is to be known before
+anything changes is asked of a :func:`twin`.
+"""
+
+from collections import OrderedDict
+from typing import Any, TypeGuard, cast
+
+from torch import nn
+from torch.nn.modules import container
+from torch.nn.utils import parametrize
+
+from retrograde.errors import CellError
+from retrograde.nn.chain_plans import named_layers
+from retrograde.nn.ordinary_memory import TORCHS_OWN
+from retrograde.nn.recurrent import GRU, LSTM, RNN, Recurrent
+from retrograde.nn.sequential import Sequential
+
+__all__ = ["Budgeted", "Swappable", "is_chain", "swap", "twin"]
+
+#: What can be given a budget, and what it becomes.
+Swappable = nn.RNNBase | nn.Sequential
+Budgeted = Recurrent | Sequential
+
+# torch's classes, also where a program has made torch's names mean ours.
+_OURS: dict[type[nn.Module], type[Recurrent]] = dict(zip(TORCHS_OWN, (RNN, GRU, LSTM), strict=True))
+
+
+def is_chain(module: nn.Module) -> TypeGuard[nn.Sequential]:
+    """Whether a module is a ``Sequential`` that a budget does something for.
+
+    Args:
+        module: any.
+
+    Returns:
+        Yes for one of torch's or of this library, with two layers or more, none of them recurrent,
+        and without a scan.
+
+    Example:
+        >>> is_chain(nn.Sequential(nn.Linear(2, 2), nn.ReLU())), is_chain(nn.Sequential(nn.ReLU()))
+        (True, False)
+    """
+    if type(module) not in (container.Sequential, Sequential):
+        return False
+    assert isinstance(module, container.Sequential)
+    scanned = isinstance(module, Sequential) and module.backward is not None
+    recurrent = any(isinstance(part, nn.RNNBase) for part in module.modules())
+    return not scanned and not recurrent and len(list(named_layers(module, lambda _: True))) > 1
+
+
+def twin(module: Swappable) -> Budgeted:
+    """A module of ours over the very parameters of another, which is left as it is.
+
+    Args:
+        module: an RNN, a GRU, an LSTM or a Sequential, of torch's or of this library.
+
+    Returns:
+        A module with its options, parameters and mode, without its hooks, and with no budget; a
+        module of this library keeps its ``backward``.
+
+    Raises:
+        CellError: the module computes something of its own, which would be lost.
+
+    Example:
+        >>> lstm = nn.LSTM(3, 5)
+        >>> other = twin(lstm)
+        >>> type(other).__module__, other.weight_hh_l0 is lstm.weight_hh_l0
+        ('retrograde.nn.recurrent', True)
+    """
+    kind = _class_for(module)
+    other: Any = kind.__new__(kind)
+    base = next((base for base in _OURS.values() if issubclass(kind, base)), None)
+    fresh = (
+        vars(base(1, 1, device="meta"))
+        if base
+        else vars(Sequential())
+        if kind is Sequential
+        else {}
+    )
+    vars(other).update({**fresh, **vars(module), "memory": None})
+    hooks = [name for name in vars(other) if name.endswith("_hooks")]
+    vars(other).update({name: OrderedDict() for name in hooks})
+    if "schedule" in vars(other):
+        other.schedule = cast(Any, None)
+    return cast(Budgeted, other)
+
+
+def swap(module: Swappable, other: Budgeted) -> None:
+    """Turn a module into its twin.
+
+    Args:
+        module: as it was given to :func:`twin`.
+        other: what that returned, its ``memory`` set.
+
+    Example:
+        >>> lstm = nn.LSTM(3, 5)
+        >>> other = twin(lstm)
+        >>> other.memory = "50%"
+        >>> swap(lstm, other)
+        >>> lstm
+        LSTM(3, 5, memory='50%')
+    """
+    asked = ("memory", "schedule")
+    new = [name for name in vars(other) if name in asked or name not in vars(module)]
+    vars(module).update({name: vars(other)[name] for name in new})
+    module.__class__ = type(other)
+
+
+def _class_for(module: Swappable) -> type[Budgeted]:
+    kind = type(module)
+    if issubclass(kind, Recurrent | Sequential):
+        return kind
+    if "forward" in vars(module):
+        raise CellError(
+            f"the forward of this {kind.__name__} was replaced by a function: expected torch's "
+            "own; divide the budget before other tools wrap the model"
+        )
+    if isinstance(module, container.Sequential):
+        return Sequential
+    if kind in _OURS:
+        return _OURS[kind]
+    if parametrize.is_parametrized(module) and kind.__bases__[0] in _OURS:
+        own = {name: v for name, v in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+        return type(kind.__name__, (_OURS[cast(Any, kind.__bases__[0])],), own)
+    raise CellError(
+        f"{kind.__name__} is a class of its own: expected torch.nn's RNN, GRU or LSTM; derive it "
+        f"from rg.{module.mode.split('_')[0]}, and it is given a budget as it is"
+    )

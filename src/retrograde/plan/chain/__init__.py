@@ -1,0 +1,1 @@
+"""Plans for chains of unequal layers, in bytes and seconds."""

@@ -1,0 +1,336 @@
+"""The table of a chain's plans, filled by code that is compiled when this is first imported.
+
+Kept apart so that importing the planner loads no compiler. Level m of the table stands for
+``unit · m + rest`` bytes. What is needed for a while is compared in bytes, and never rounded. What
+is kept leads from one level to between two others: their seconds are then taken in proportion
+(``between``), so that small sizes count too; or those of the higher level, a lower bound. Where
+the lower level is not enough, but the bytes are, it is taken to be twice as slow: were it not, a
+fraction of a level would be free there, and as often as one likes.
+
+*Rows.* Those of the segments that end at one e lie side by side, by their first layer. Not every
+segment needs one: see :mod:`retrograde.plan.chain.cells`.
+
+*Order.* Levels ascend in chunks of :data:`LANES`, which lie side by side and are worked on at once.
+Within a chunk x descends in blocks of :data:`BLOCK`, and e ascends within a block: the right parts
+that end at e, which are many, are read from memory once for all x of a block. Of every
+:data:`RUN` neighbouring j the least of either side is kept too: where the sum of those two is no
+less than what is found already, in all lanes, none of the j is looked at. This loses nothing.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from retrograde.plan.chain.cells import RUN, Cells
+from retrograde.plan.chain.columns import Layers
+
+__all__ = ["LANES", "Grid", "Kinds", "fill"]
+
+LANES = 32
+BLOCK = 8
+
+_SATURATED = 1 + 1e-13  # times the least seconds: nothing is run twice, but for rounding
+
+_Ints = NDArray[np.int64]
+_Reals = NDArray[np.float64]
+_Side = tuple[_Reals, _Reals]
+
+
+class Grid(NamedTuple):
+    """How bytes are counted in levels: see the module's text."""
+
+    unit: int
+    rest: int
+    between: bool
+
+
+class Kinds(NamedTuple):
+    """Which schedules there are to choose from.
+
+    Args:
+        stores: whether hidden states may be stored.
+        records: whether internal states may be kept while later layers are worked on.
+    """
+
+    stores: bool
+    records: bool
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def _lower(
+    out: _Reals, start: int, row: int, paid: int, need: int, seconds: float, grid: Grid,
+    table: _Reals,
+) -> None:  # fmt: skip
+    """A way that keeps ``paid`` bytes, needs ``need``, and leads to a segment.
+
+    Args:
+        out: the least seconds for levels from ``start`` on, shape (LANES,), lowered; beyond them
+            there is room for LANES + 1 more numbers.
+        start: a level.
+        row: the segment's in the table.
+        paid: bytes.
+        need: bytes.
+        seconds: spent before.
+        grid: levels.
+        table: as :func:`fill` has it.
+    """
+    below = start - paid // grid.unit  # the level that the first lane comes to
+    first = max(-below, -((grid.rest - need) // grid.unit) - start, 0)
+    if first >= LANES:
+        return
+    cells = out[LANES:]  # from one level lower on
+    chunk, offset = (below - 1) // LANES, (below - 1) % LANES
+    if chunk >= 0:
+        cells[: LANES - offset] = table[chunk, row, offset:]
+    else:
+        cells[: LANES - offset] = np.inf
+    if chunk + 1 >= 0:
+        cells[LANES - offset :] = table[chunk + 1, row, : offset + 1]
+    part = (paid % grid.unit) / grid.unit if grid.between else 0.0
+    if part == 0:
+        for lane in range(first, LANES):
+            value = seconds + cells[lane + 1]
+            out[lane] = value if value < out[lane] else out[lane]
+        return
+    for lane in range(first, LANES):
+        low, high = cells[lane], cells[lane + 1]
+        value = seconds + high + part * (low - high if low < np.inf else high)
+        out[lane] = value if value < out[lane] else out[lane]
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def _end(out: _Reals, start: int, need: int, seconds: float, grid: Grid) -> None:
+    """A way that leads to no segment: as :func:`_lower`."""
+    first = max(-((grid.rest - need) // grid.unit) - start, 0)
+    for lane in range(first, LANES):
+        out[lane] = min(out[lane], seconds)
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def _from_current(
+    out: _Reals, start: int, x: int, e: int, paid: int, need: int, seconds: float,
+    layers: Layers, kinds: Kinds, grid: Grid, cells: Cells, least: _Ints,
+    table: _Reals,
+) -> None:  # fmt: skip
+    """W: from state x, which is current and which nothing holds; ``paid`` bytes are held beside."""
+    while True:
+        if kinds.stores:
+            kept = paid + layers.state[x]
+            reach = max(need, kept + least[x, e])
+            _lower(out, start, cells.row[e] + x, kept, reach, seconds, grid, table)
+            if layers.keeps_input[x]:
+                return  # recording first holds state x all the same
+        if not kinds.records and e > x + 1:
+            return
+        need = max(need, paid + layers.state[x] + layers.record[x] + layers.gradient[e])
+        if layers.keeps_input[x]:
+            paid += layers.state[x]
+        need = max(need, paid + layers.back[x])
+        paid += layers.tape[x]
+        x += 1
+        seconds += layers.before[x] - layers.before[x - 1]
+        if x == e:
+            _end(out, start, need, seconds, grid)
+            return
+        if layers.keeps_output[x - 1]:
+            kept = paid + layers.state[x]
+            reach = max(need, kept + least[x, e])
+            _lower(out, start, cells.row[e] + x, kept, reach, seconds, grid, table)
+            return
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def _recorded(
+    out: _Reals, start: int, x: int, e: int,
+    layers: Layers, kinds: Kinds, grid: Grid, cells: Cells, least: _Ints,
+    table: _Reals,
+) -> None:  # fmt: skip
+    """Q3: from state x, which is kept by whoever called, record layer x."""
+    if not kinds.records and e > x + 1:
+        return
+    need = max(layers.record[x] + layers.gradient[e], layers.back[x])
+    paid = layers.tape[x]
+    seconds = layers.before[x + 1] - layers.before[x]
+    if e == x + 1:
+        _end(out, start, need, seconds, grid)
+    elif layers.keeps_output[x]:
+        row = cells.row[e] + x + 1
+        paid += layers.state[x + 1]
+        need = max(need, paid + least[x + 1, e])
+        _lower(out, start, row, paid, need, seconds, grid, table)
+    else:
+        _from_current(
+            out, start, x + 1, e, paid, need, seconds, layers, kinds, grid, cells, least, table
+        )
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def _run_lower(out: _Reals, left: _Reals, right: _Reals, first: int, last: int) -> None:
+    """The least of left[j] + right[j] for first ≤ j < last, in every lane."""
+    j = first
+    while j + 4 <= last:
+        a, b, c, d = left[j], left[j + 1], left[j + 2], left[j + 3]
+        e, f, g, h = right[j], right[j + 1], right[j + 2], right[j + 3]
+        for lane in range(LANES):
+            one, two = a[lane] + e[lane], b[lane] + f[lane]
+            three, four = c[lane] + g[lane], d[lane] + h[lane]
+            one = two if two < one else one
+            three = four if four < three else three
+            one = three if three < one else one
+            out[lane] = one if one < out[lane] else out[lane]
+        j += 4
+    while j < last:
+        a, e = left[j], right[j]
+        for lane in range(LANES):
+            one = a[lane] + e[lane]
+            out[lane] = one if one < out[lane] else out[lane]
+        j += 1
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def _may_lower(out: _Reals, left: _Reals, right: _Reals) -> bool:
+    """Whether left + right is below out in any lane."""
+    count = 0
+    for lane in range(LANES):
+        count += left[lane] + right[lane] < out[lane]
+    return count > 0
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def _best_split(out: _Reals, left: _Side, right: _Side, first: int, last: int, guess: int) -> int:
+    """Q1: the least of left[j] + right[j] for first ≤ j < last, in every lane.
+
+    Args:
+        out: lowered, shape (LANES,).
+        left: seconds of the left parts, and the least of each run.
+        right: those of the right parts.
+        first: the first j.
+        last: the last j, excluded.
+        guess: the run to look into first.
+
+    Returns:
+        The run that lowered last.
+    """
+    if last <= first:
+        return guess
+    low, high = first // RUN, (last - 1) // RUN
+    guess = min(max(guess, low), high)
+    begin = guess
+    _run_lower(out, left[0], right[0], max(begin * RUN, first), min(begin * RUN + RUN, last))
+    for run in range(low, high + 1):
+        if run != begin and _may_lower(out, left[1][run], right[1][run]):
+            _run_lower(out, left[0], right[0], max(run * RUN, first), min(run * RUN + RUN, last))
+            guess = run
+    return guess
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def _split(
+    out: _Reals, start: int, x: int, e: int, reach: _Ints, left: _Side, right: _Side, guess: int,
+    layers: Layers, grid: Grid, cells: Cells,
+) -> int:  # fmt: skip
+    """Q1 for all j that can be reached; ``reach`` is what running layers x … j − 1 needs.
+
+    The sides begin at the first x of column e."""
+    gradient, base = layers.gradient[e], cells.first[e]
+    lowest = grid.unit * start + grid.rest - gradient
+    near = min(e, cells.stop[x])
+    last = near
+    while last > x + 1 and reach[last - 1] > lowest:
+        last -= 1
+    guess = _best_split(out, left, right, x + 1 - base, last - base, guess)
+    highest = lowest + grid.unit * (LANES - 1)
+    far = np.searchsorted(cells.ends, near) if near < e else len(cells.ends)
+    while True:  # the j whose need lies within these levels, and those far away
+        if last < near:
+            j = last
+            last += 1
+        elif far < len(cells.ends) and cells.ends[far] < e:
+            j = cells.ends[far]
+            far += 1
+        else:
+            return guess
+        if reach[j] > highest:
+            return guess
+        first = max(-((lowest - reach[j]) // grid.unit), 0)
+        for lane in range(first, LANES):
+            out[lane] = min(out[lane], left[0][j - base, lane] + right[0][j - base, lane])
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def _note(side: _Side, at: int, values: _Reals, more: float) -> None:
+    """Enter one part of a side."""
+    whole, runs = side[0][at], side[1][at // RUN]
+    for lane in range(LANES):
+        value = more + values[lane]
+        whole[lane] = value
+        runs[lane] = value if value < runs[lane] else runs[lane]
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def fill(
+    layers: Layers, kinds: Kinds, grid: Grid, cells: Cells, least: _Ints, table: _Reals
+) -> None:
+    """Fill the table of all segments that it has, for all levels.
+
+    Args:
+        layers: what moves need.
+        kinds: the class of schedules.
+        grid: levels.
+        cells: the rows of the table.
+        least: bytes that a segment needs at least, shape (T, T + 1).
+        table: least forward seconds of segments, ∞ where memory is short, shape (chunks of levels,
+            rows, LANES); written.
+    """
+    size, first = len(layers.tape), cells.first
+    runs = size // RUN + 1
+    lefts, least_lefts = np.empty((BLOCK, size + 1, LANES)), np.empty((BLOCK, runs, LANES))
+    rights, least_rights = np.empty(table.shape[1:]), np.empty((cells.run[size] + runs, LANES))
+    reach, guesses = np.empty((BLOCK, size + 1), np.int64), np.zeros(BLOCK, np.int64)
+    space = np.empty(2 * LANES + 1)
+    out = space[:LANES]
+    for chunk in range(len(table)):
+        start = chunk * LANES
+        highest = grid.unit * (start + LANES - 1) + grid.rest
+        least_rights[:] = np.inf
+        for top in range(size - 1, -1, -BLOCK):
+            bottom = max(top - BLOCK + 1, 0)
+            least_lefts[:] = np.inf
+            for x in range(bottom, top + 1):
+                _reach(x, layers, reach[x - bottom])
+            for e in range(bottom + 1, size + 1):
+                if first[e] > top:
+                    continue
+                base, begin = first[e], first[e] // RUN
+                right = rights[cells.row[e] + base :], least_rights[cells.run[e] + begin :]
+                for x in range(min(top, e - 1), max(bottom, base) - 1, -1):
+                    block = x - bottom
+                    row, seconds = cells.row[e] + x, layers.before[e] - layers.before[x]
+                    if chunk and table[chunk - 1, row, LANES - 1] <= seconds * _SATURATED:
+                        out[:] = table[chunk - 1, row, LANES - 1]
+                    else:
+                        out[:] = np.inf
+                        if least[x, e] <= highest:
+                            _recorded(space, start, x, e, layers, kinds, grid, cells, least, table)
+                            left = lefts[block, base:], least_lefts[block, begin:]
+                            guesses[block] = _split(
+                                out, start, x, e, reach[block], left, right, guesses[block],
+                                layers, grid, cells,
+                            )  # fmt: skip
+                    table[chunk, row] = out
+                    _note((lefts[block], least_lefts[block]), e, out, seconds)
+                    out[:] = np.inf
+                    _from_current(
+                        space, start, x, e, 0, 0, 0.0, layers, kinds, grid, cells, least, table
+                    )
+                    _note(right, x - base, out, 0.0)
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def _reach(x: int, layers: Layers, reach: _Ints) -> None:
+    """What running the layers x … j − 1 needs, for all j."""
+    reach[x + 1] = layers.enter[x]
+    for j in range(x + 2, len(reach)):
+        reach[j] = max(reach[j - 1], layers.through[j - 1])

@@ -1,0 +1,221 @@
+"""The table of one chain and one class of schedules, and the schedules that are read off it.
+
+What is solved, and how, is told in :mod:`retrograde.plan.chain.planner`; this is where the compiled
+parts come together. Nothing is compiled before the first chain is asked for.
+"""
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import gcd
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from retrograde.errors import BudgetError, ScheduleError
+from retrograde.plan.chain.cells import Cells, all_cells, band_of_cells
+from retrograde.plan.chain.columns import Layers, layers_of
+from retrograde.plan.steps.unfold import NOTHING, Parts
+from retrograde.schedule import Action, Advance, Chain, Schedule, Verb, merge, simulate
+from retrograde.units import format_bytes
+
+if TYPE_CHECKING:
+    from retrograde.plan.chain.fill import Grid, Kinds
+
+__all__ = ["LONGEST", "Solver", "seconds_of"]
+
+LONGEST = 600  # layers that have a table of all segments, where it is exact or asked for
+
+_SHORT = 200  # layers that have one in any case
+_BAND = 48  # layers of the segments of others, besides those up to a few ends
+_ENDS = 16
+_MINIMUM = 1200  # layers whose minimum is that of all segments
+_GROUPS = 3000  # layers that are told apart
+_SHIFTS = (0.0, -0.5, 0.5)  # of levels, that walks are tried with
+_MOST_LEVELS = 4000
+_MOST_WORK = 10**10  # additions in filling one table
+_MOST_BYTES = 512 * 2**20
+
+
+@dataclass(frozen=True)
+class Solver:
+    """One chain and one class of schedules; with a table, once it is filled.
+
+    Args:
+        chain: what each layer takes.
+        policy: its name.
+        kinds: what it may keep.
+        places: the states that may be kept.
+        layers: what the moves between them need.
+        cells: the segments that have a row in the table.
+        minimum: bytes that each segment needs at least.
+        grid: how bytes are counted in levels.
+        table: least seconds of each segment, for each level.
+    """
+
+    chain: Chain
+    policy: str
+    kinds: "Kinds"
+    places: list[int]
+    layers: Layers
+    cells: Cells
+    minimum: tuple[Any, Any]
+    grid: "Grid"
+    table: Any
+
+    @classmethod
+    def of(cls, chain: Chain, policy: str) -> "Solver":
+        """No table yet: what is estimated is that everything is run again for every layer."""
+        from retrograde.plan.chain.fill import LANES, Grid, Kinds
+        from retrograde.plan.chain.walk import minima
+
+        kinds = Kinds(stores=policy != "ism", records=policy != "hsm")
+        places = _places(chain)
+        layers = layers_of(chain, places if len(places) <= len(chain) else None)
+        size = len(layers.tape)
+        cells = all_cells(size) if size <= _MINIMUM else _band(layers)
+        table = np.empty((0, cells.rows, LANES))
+        minimum = minima(layers, kinds, cells)
+        return cls(chain, policy, kinds, places, layers, cells, minimum, Grid(1, 0, False), table)
+
+    @property
+    def least(self) -> int:
+        """The smallest budget, in bytes."""
+        return int(self.minimum[0][0, -1]) + self.chain.standing_bytes
+
+    def check(self, room: int) -> None:
+        """Refuse a budget that is too small."""
+        if room < self.least:
+            layer = self.tightest()
+            raise BudgetError(
+                f"memory is {room} bytes ({format_bytes(room)}): expected at least {self.least} "
+                f"({format_bytes(self.least)}), which layer {self.chain.names[layer]!r} needs, "
+                f"for the policy {self.policy!r}; give that much, or a smaller batch",
+                self.least,
+            )
+
+    def tightest(self) -> int:
+        """The layer at which the smallest budget is all held."""
+        actions: list[Action] = []
+        for action in self._walk(self.least):
+            if isinstance(action, Advance):
+                actions += [Advance(k, k + 1) for k in range(action.start, action.stop)]
+            else:
+                actions.append(action)
+        schedule = Schedule.from_actions(actions, length=len(self.chain), units=self.chain)
+        action = actions[int(np.argmax(simulate(schedule).high))]
+        return int(getattr(action, "start", 0))
+
+    def filled(self, room: int, levels: int | None, rounded_down: bool = False) -> "Solver":
+        """With the table for a budget, and for all smaller ones."""
+        from retrograde.plan.chain.fill import LANES, Grid, fill
+
+        layers, size = self.layers, len(self.layers.tape)
+        enough = min(room - self.chain.standing_bytes, _enough(layers))
+        common = gcd(*layers.state.tolist(), *layers.tape.tolist()) or enough + 1
+        cells = all_cells(size)
+        most = _levels(cells) if levels is None else levels
+        is_exact = enough // common < most
+        asked = is_exact or rounded_down or levels is not None or not self.kinds.records
+        if size > LONGEST or not (asked or size <= _SHORT):
+            cells = _band(layers)
+            most = _levels(cells) if levels is None else levels
+            is_exact = enough // common < most
+        unit = common if is_exact else enough // most + 1
+        grid = Grid(unit, enough % unit, not rounded_down and not is_exact)
+        table = np.empty((enough // unit // LANES + 1, cells.rows, LANES))
+        fill(layers, self.kinds, grid, cells, self.minimum[0], table)
+        return replace(self, cells=cells, grid=grid, table=table)
+
+    def bound(self, room: int) -> float | None:
+        """The seconds that no schedule of the class undercuts; None where levels or layers were
+        taken together, or segments left out."""
+        size = len(self.layers.tape)
+        if self.grid.between or size < len(self.chain) or self.cells.rows < size * (size + 1) // 2:
+            return None
+        enough = min(room - self.chain.standing_bytes, _enough(self.layers))
+        level = -((self.grid.rest - enough) // self.grid.unit)
+        chunk, lane = divmod(level, self.table.shape[2])
+        forward = self.table[chunk, self.cells.row[-1], lane]
+        return float(forward) + sum(self.chain.backward_seconds)
+
+    def schedule(self, room: int) -> Schedule:
+        """The schedule for a budget, in the longest ranges; the best of a few."""
+        unit, rest = self.grid.unit, self.grid.rest
+        tried = {rest} if self._is_exact(room) else {int(rest + k * unit) for k in _SHIFTS}
+        shifted = (replace(self, grid=self.grid._replace(rest=rest)) for rest in sorted(tried))
+        found = min((one._walk(room) for one in shifted), key=_forward_seconds)
+        return merge(replace(found, memory=room))
+
+    def _is_exact(self, room: int) -> bool:
+        """Whether all that is left of a budget, wherever it is kept, is a level."""
+        sizes = (*self.layers.state.tolist(), *self.layers.tape.tolist())
+        rest = room - self.chain.standing_bytes - self.grid.rest
+        return all(size % self.grid.unit == 0 for size in (*sizes, rest))
+
+    def _walk(self, room: int) -> Schedule:
+        """What is chosen: see :mod:`retrograde.plan.chain.walk`."""
+        from retrograde.plan.chain.walk import walk
+
+        shared = (self.layers, self.kinds, self.grid, self.cells, self.minimum, self.table)
+        found = walk(room - self.chain.standing_bytes, *shared)
+        parts, at, numbers = Parts(), self.places, {NOTHING: NOTHING}
+        inside_first = np.argsort(found[:, -1], kind="stable").tolist()
+        rows = found.tolist()
+        for number in inside_first:
+            x, j, stop, right, left, _ = rows[number]
+            advance, steps = at[j] - at[x], at[stop] - at[j]
+            inside = numbers[right], numbers[left]
+            numbers[number] = (
+                parts.record(advance, steps, *inside) if steps else parts.store(advance, *inside)
+            )
+        return parts.unfold(
+            numbers[0], length=len(self.chain), policy=self.policy, units=self.chain
+        )
+
+
+def _forward_seconds(schedule: Schedule) -> float:
+    """As a replay finds them, in one go."""
+    chain = schedule.units
+    assert isinstance(chain, Chain)
+    before = np.concatenate(([0.0], np.cumsum(chain.forward_seconds)))
+    runs = (schedule.kind == Verb.ADVANCE) | (schedule.kind == Verb.RECORD)
+    return float((before[schedule.stop[runs]] - before[schedule.start[runs]]).sum())
+
+
+def seconds_of(schedule: Schedule) -> float:
+    """An iteration, of a schedule that is one of a chain."""
+    if schedule.seconds is None:
+        raise ScheduleError("the schedule has no seconds: expected one of a chain")
+    return schedule.seconds
+
+
+def _places(chain: Chain) -> list[int]:
+    """The states that may be kept: all, or the smallest of each few in a very long chain."""
+    length = len(chain)
+    if length <= _GROUPS:
+        return list(range(length + 1))
+    width, sizes = -(-length // _GROUPS), chain.state_bytes
+    windows = (range(k, min(k + width, length)) for k in range(1, length, width))
+    return [0, *(min(window, key=sizes.__getitem__) for window in windows), length]
+
+
+def _enough(layers: Layers) -> int:
+    """Bytes beyond which no schedule goes."""
+    moves = max(int(np.max(column)) for column in layers[4:8])
+    return int(layers.state.sum() + layers.tape.sum() + layers.gradient.max()) + moves
+
+
+def _levels(cells: Cells) -> int:
+    """How many a table may have."""
+    lengths = np.arange(len(cells.first)) - cells.first
+    work = max(1, int((lengths * np.minimum(lengths, np.median(lengths))).sum() // 2))
+    return max(32, min(_MOST_LEVELS, _MOST_WORK // work, _MOST_BYTES // (8 * cells.rows)))
+
+
+def _band(layers: Layers) -> Cells:
+    """The segments of a long chain that are looked at: the ends are at small states."""
+    size = len(layers.tape)
+    borders = np.linspace(0, size, _ENDS + 1).astype(int).tolist()[1:]
+    windows = (range(*pair) for pair in pairwise(borders))
+    ends = [min(window, key=layers.state.__getitem__) for window in windows]
+    return band_of_cells(size, _BAND, [*ends, size])

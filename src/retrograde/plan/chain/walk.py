@@ -1,0 +1,263 @@
+"""What segments need at least, and the best next move from exact bytes; compiled as
+:mod:`retrograde.plan.chain.fill` is.
+
+*The minimum* is the same recurrence with the largest need in the place of the sum of seconds: in
+bytes, without a table of levels.
+
+*The walk.* Before a segment, with so many bytes, it takes the best of all moves that leave every
+segment its minimum: the one whose segments the table says to be fastest with the bytes that are
+really left. So it always ends, never needs more than it was given, and where levels are exact it
+finds what the table promises.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from retrograde.plan.chain.cells import Cells
+from retrograde.plan.chain.columns import Layers
+from retrograde.plan.chain.fill import Grid, Kinds
+
+__all__ = ["minima", "walk"]
+
+_FAR = np.int64(2**62)
+
+_Ints = NDArray[np.int64]
+_Reals = NDArray[np.float64]
+_Part = tuple[Any, ...]  # first state, end, bytes, 1 where that state is kept
+_Known = dict[_Part, int]
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def minima(layers: Layers, kinds: Kinds, cells: Cells) -> tuple[_Ints, _Ints]:
+    """The bytes that each segment needs at least, from a state that is kept, or only current.
+
+    Args:
+        layers: what moves need.
+        kinds: the class of schedules.
+        cells: the segments.
+
+    Returns:
+        Two arrays, shape (T, T + 1): for a first state that is paid for, and for one that is not.
+    """
+    size = len(layers.tape)
+    kept, current = np.full((size, size + 1), _FAR), np.full((size, size + 1), _FAR)
+    reach = np.empty(size + 1, np.int64)
+    for x in range(size - 1, -1, -1):
+        state = layers.state[x]
+        held = state if layers.keeps_input[x] else 0
+        reach[x + 1] = layers.enter[x]
+        for j in range(x + 2, size + 1):
+            reach[j] = max(reach[j - 1], layers.through[j - 1])
+        for e in range(x + 1, size + 1):
+            if x < cells.first[e]:
+                continue
+            best = first = _FAR
+            gradient = layers.gradient[e]
+            if kinds.records or e == x + 1:
+                need = layers.tape[x]
+                if e == x + 1:
+                    need = layers.back[x]
+                elif layers.keeps_output[x]:
+                    need += layers.state[x + 1] + kept[x + 1, e]
+                else:
+                    need += current[x + 1, e]
+                need = max(need, layers.back[x])
+                record = layers.record[x] + gradient
+                best, first = max(need, record), max(held + need, state + record)
+            for j in range(x + 1, min(e, cells.stop[x])):
+                best = min(best, max(reach[j] + gradient, current[j, e], kept[x, j]))
+            if cells.stop[x] < e:
+                for j in cells.ends[np.searchsorted(cells.ends, cells.stop[x]) : -1]:
+                    if j < e:
+                        best = min(best, max(reach[j] + gradient, current[j, e], kept[x, j]))
+            kept[x, e] = best
+            current[x, e] = min(first, state + best) if kinds.stores else first
+    return kept, current
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def _estimate(
+    x: int,
+    e: int,
+    room: int,
+    layers: Layers,
+    grid: Grid,
+    cells: Cells,
+    kept: _Ints,
+    table: _Reals,
+) -> float:
+    """What a segment takes with so many bytes, as the table has it; ∞ where they do not do."""
+    if room < kept[x, e]:
+        return np.inf
+    level = min((room - grid.rest) // grid.unit, len(table) * table.shape[2] - 1)
+    if level >= 0 and x >= cells.first[e]:
+        lanes, row = table.shape[2], cells.row[e] + x
+        value: float = table[level // lanes, row, level % lanes]
+        above = level + 1
+        if grid.between and above < len(table) * lanes:
+            high: float = table[above // lanes, row, above % lanes]
+            part = (room - grid.rest) % grid.unit / grid.unit
+            value = value + part * (high - value) if value < np.inf else high
+        if value < np.inf:
+            return value
+    run: float = layers.before[e] - layers.before[x]
+    return (e - x) * run  # everything again for every layer
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def _after_current(
+    x: int, e: int, room: int, layers: Layers, kinds: Kinds, grid: Grid, cells: Cells,
+    minimum: tuple[_Ints, _Ints], table: _Reals,
+) -> tuple[float, bool]:  # fmt: skip
+    """The best from state x, which is current and which nothing holds.
+
+    Args:
+        x: the state.
+        e: where the segment ends.
+        room: bytes, state x not yet deducted.
+        layers: what moves need.
+        kinds: the class of schedules.
+        grid: levels.
+        cells: the rows of the table.
+        minimum: as :func:`minima` gives them.
+        table: as :func:`~retrograde.plan.chain.fill.fill` leaves it.
+
+    Returns:
+        Seconds, and whether to store the state first rather than to record layer x.
+    """
+    kept, current = minimum
+    best, stores, seconds, begin = np.inf, False, 0.0, x
+    while True:
+        if kinds.stores:
+            value = seconds + _estimate(
+                x, e, room - layers.state[x], layers, grid, cells, kept, table
+            )
+            if value < best:
+                best, stores = value, x == begin
+            if layers.keeps_input[x]:
+                return best, stores
+        need = layers.state[x] + layers.record[x] + layers.gradient[e]
+        if layers.keeps_input[x]:
+            room -= layers.state[x]
+            need -= layers.state[x]
+        if room < max(need, layers.back[x]) or not (kinds.records or e == x + 1):
+            return best, stores
+        room -= layers.tape[x]
+        x += 1
+        seconds += layers.before[x] - layers.before[x - 1]
+        if x == e or layers.keeps_output[x - 1]:
+            if x < e:
+                seconds += _estimate(x, e, room - layers.state[x], layers, grid, cells, kept, table)
+            return (seconds, False) if seconds <= best else (best, stores)
+        if room < current[x, e]:
+            return best, stores
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def _best_move(
+    x: int, e: int, room: int, layers: Layers, kinds: Kinds, grid: Grid, cells: Cells,
+    minimum: tuple[_Ints, _Ints], table: _Reals,
+) -> int:  # fmt: skip
+    """The best from state x, which is kept: as :func:`_after_current`.
+
+    Returns:
+        x to record layer x, or the state j to advance to.
+    """
+    kept, current = minimum
+    best, move = np.inf, x
+    need = max(layers.record[x] + layers.gradient[e], layers.back[x])
+    if room >= need and (kinds.records or e == x + 1):
+        best = layers.before[x + 1] - layers.before[x]
+        rest = room - layers.tape[x]
+        if e > x + 1 and layers.keeps_output[x]:
+            rest -= layers.state[x + 1]
+            best += _estimate(x + 1, e, rest, layers, grid, cells, kept, table)
+        elif e > x + 1:
+            if rest < current[x + 1, e]:
+                best = np.inf
+            else:
+                shared = (layers, kinds, grid, cells, minimum, table)
+                best += _after_current(x + 1, e, rest, *shared)[0]
+    reach = layers.enter[x]
+    for j in range(x + 1, e):
+        if reach + layers.gradient[e] > room:
+            break
+        reach = max(reach, layers.through[j])
+        value = layers.before[j] - layers.before[x]
+        value += _estimate(x, j, room, layers, grid, cells, kept, table)
+        if value < best and room >= current[j, e]:
+            value += _after_current(j, e, room, layers, kinds, grid, cells, minimum, table)[0]
+            if value < best:
+                best, move = value, j
+    return move
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def _number(known: _Known, parts: list[_Part], moves: list[int], part: _Part, move: int) -> int:
+    """The number of a part, which is entered where it is new."""
+    if part not in known:
+        known[part] = len(parts)
+        parts.append(part)
+        moves.append(move)
+    return known[part]
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def walk(
+    room: int, layers: Layers, kinds: Kinds, grid: Grid, cells: Cells,
+    minimum: tuple[_Ints, _Ints], table: _Reals,
+) -> _Ints:  # fmt: skip
+    """All distinct parts of the schedule for so many bytes.
+
+    Args:
+        room: bytes.
+        layers: what moves need.
+        kinds: the class of schedules.
+        grid: levels.
+        cells: the rows of the table.
+        minimum: as :func:`minima` gives them.
+        table: as :func:`~retrograde.plan.chain.fill.fill` leaves it.
+
+    Returns:
+        One row for each part, shape (parts, 6), the whole first: its first state, the state to
+        advance to, the end of what is recorded there (that state itself where it is stored), the
+        numbers of the parts to the right and to the left, −1 where there is none, and a rank that
+        is above those of both.
+    """
+    one: Any = np.int64(1)  # so that all numbers of a part are of one type
+    root = (one - 1, one * len(layers.tape), one * room, one)  # first, end, bytes, is it kept
+    known, parts, moves = {root: 0}, [root], [-1]  # moves: −1 where not looked for yet
+    rows = [(0, 0, 0, 0, 0, 0) for _ in range(0)]
+    while len(rows) < len(parts):
+        x, e, rest, kept = parts[len(rows)]
+        j, left, right, stop = x, -1, -1, -1
+        if kept:
+            j = moves[len(rows)]
+            if j < 0:
+                j = _best_move(x, e, rest, layers, kinds, grid, cells, minimum, table)
+        if j > x:
+            left = _number(known, parts, moves, (x, j, rest, 1), -1)
+        if j > x or not kept:  # state j is held by nobody yet
+            after = rest - layers.state[j]
+            if _after_current(j, e, rest, layers, kinds, grid, cells, minimum, table)[1]:
+                move = _best_move(j, e, after, layers, kinds, grid, cells, minimum, table)
+                if move != j:
+                    stop = j
+                    right = _number(known, parts, moves, (j, e, after, 1), move)
+            rest = after if layers.keeps_input[j] else rest
+        if stop < 0:
+            stop, rest = j + 1, rest - layers.tape[j]
+            if e > stop and layers.keeps_output[j]:
+                part = (stop, e, rest - layers.state[stop], 1)
+                right = _number(known, parts, moves, part, -1)
+            elif e > stop:
+                right = _number(known, parts, moves, (stop, e, rest, 0), -1)
+        rows.append((x, j, stop, right, left, 2 * (e - x) + 1 - kept))
+    found = np.empty((len(rows), 6), np.int64)
+    for k in range(len(rows)):
+        for column in range(6):
+            found[k, column] = rows[k][column]
+    return found

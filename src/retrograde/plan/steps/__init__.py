@@ -1,0 +1,1 @@
+"""Plans for equal steps: HSM, ISM, MSM, their bounds, and what others do."""

@@ -1,0 +1,60 @@
+"""The schedule of HSM: hidden states only, each step recorded when it is backpropagated.
+
+The closed form of :mod:`retrograde.plan.steps.closed_form` says where to split, part after part, so
+no table is filled. Of the optimal splits that one is taken which leads to the fewest actions: a
+part of one step takes a ``Record`` and a ``Backward``, any longer one with k parts inside 4k
+actions, so t steps take 4(t−1) and 2 for every part of one step. How few of those there can be, and
+where to split so that it comes true, is derived at
+:func:`retrograde.plan.steps.closed_form.hsm_split`.
+
+Time and memory: the distinct parts (no more than a few for each slot and repetition), and the
+actions.
+"""
+
+from collections.abc import Callable
+
+from retrograde.plan.steps.closed_form import hsm_cost, repetitions, split_of
+from retrograde.plan.steps.unfold import NOTHING, Parts, check_size, recall
+from retrograde.schedule import Schedule, Units
+
+__all__ = ["hsm_schedule"]
+
+_UNITS = Units(alpha=2, beta=1, core=0, initial=1)
+_Part = tuple[int, int, int]  # steps, slots, the most repetitions of a step after its first run
+
+
+def hsm_schedule(length: int, memory: int) -> Schedule:
+    """The schedule of HSM with the fewest actions, in single recorded steps.
+
+    Args:
+        length: steps.
+        memory: hidden states, the initial one included.
+
+    Returns:
+        A schedule that costs :func:`~retrograde.plan.steps.closed_form.hsm_cost`.
+
+    Raises:
+        ScheduleError: it would be too large.
+
+    Example:
+        >>> print(hsm_schedule(2, 1))
+        store 0, advance 0→1, record 1→2, backward 2→1, load 0, record 0→1, backward 1→0, free 0
+    """
+    check_size(length, 4 * length)
+    parts = Parts()
+
+    def describe(part: _Part, number: Callable[[_Part], int]) -> int:
+        steps, slots, r = part
+        if steps == 1:
+            return parts.record(0, 1)
+        y = split_of(steps, slots, r)
+        left = number((y, slots, r - 1))
+        if steps - y == 1:  # the last step is current, and needs no slot
+            return parts.record(y, 1, NOTHING, left)
+        return parts.store(y, number((steps - y, slots - 1, r)), left)
+
+    root = recall((length, memory, repetitions(length, memory)), describe)
+    return parts.unfold(
+        root, length=length, policy="hsm", memory=memory, units=_UNITS,
+        bound=hsm_cost(length, memory),
+    )  # fmt: skip

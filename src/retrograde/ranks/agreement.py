@@ -1,0 +1,129 @@
+"""What ranks tell one another before they exchange anything else, and when one fails on the way.
+
+Each says what it was called with, or why it cannot run. So one that is called wrongly makes every
+other say so, and none waits for it. One that fails later goes on with ``FAILED`` in place of what
+it should have sent, and says why at the end.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Final, get_args
+
+from retrograde.errors import CellError, RankError
+from retrograde.ranks.scan_over_ranks import RankWay
+from retrograde.ranks.transport import Links
+
+__all__ = ["FAILED", "Guard", "Told", "check_crossing"]
+
+
+class Failed(Enum):
+    """The type of ``FAILED``; an enumeration, so that it stays one object when pickled."""
+
+    FAILED = "failed"
+
+
+FAILED: Final = Failed.FAILED
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one rank tells the others.
+
+    Attributes:
+        trouble: why it cannot run, or nothing.
+        alike: what must be the same on every rank, by what a message calls it.
+        own: what the others need to know besides.
+    """
+
+    trouble: str = ""
+    alike: Mapping[str, Any] = field(default_factory=dict)
+    own: Any = None
+
+
+@dataclass
+class Guard:
+    """Carries this rank through to where all meet again, whatever fails on the way.
+
+    Attributes:
+        cause: what failed first, if anything did.
+
+    Example:
+        >>> guard = Guard()
+        >>> guard(lambda a, b: a / b, 1, 2), guard(lambda a, b: a / b, 1, 0)
+        (0.5, <Failed.FAILED: 'failed'>)
+        >>> guard.cause
+        ZeroDivisionError('division by zero')
+    """
+
+    cause: Exception | None = None
+
+    def __call__(self, work: Callable[..., Any], *given: Any) -> Any:
+        """What some work gives, or ``FAILED``, if it fails, or was given that, or has failed.
+
+        Raises:
+            RankError: a rank does not answer: nobody is to be met any more.
+        """
+        if self.cause is not None or any(each is FAILED for each in given):
+            return FAILED
+        try:
+            return work(*given)
+        except RankError:
+            raise
+        except Exception as error:
+            self.cause = error
+            return FAILED
+
+    def settle(self, links: Links, told: Any = None) -> list[Told]:
+        """Tell the others, and hear them; every rank has to call it.
+
+        Args:
+            links: to the others.
+            told: by this rank, if it can run.
+
+        Returns:
+            What each rank told.
+
+        Raises:
+            RankError: one cannot run, or they do not agree: the same on every rank.
+
+        Example:
+            >>> from retrograde.ranks.transport import simulate
+            >>> found = simulate(2, lambda links: Guard().settle(links, Told(own=links.rank)))
+            >>> [told.own for told in found[0]]
+            [0, 1]
+        """
+        cause = self.cause
+        mine = Told() if told is None else told
+        if cause is not None:
+            mine = Told(str(cause) or type(cause).__name__)
+        heard: list[Told] = links.gather(mine)
+        for rank, other in enumerate(heard):
+            if other.trouble:
+                raise RankError(f"rank {rank} cannot run: {other.trouble}") from cause
+        for rank, other in enumerate(heard[1:], 1):
+            for name, first in heard[0].alike.items():
+                theirs = other.alike.get(name)
+                if first != theirs:
+                    raise RankError(
+                        f"the ranks do not agree: {name} is {theirs} on rank {rank} and {first} on "
+                        "rank 0; expected the same on every rank"
+                    )
+        return heard
+
+
+def check_crossing(way: Any, pieces: Any) -> None:
+    """Refuse options of what crosses ranks that make no sense.
+
+    Args:
+        way: how gradients cross.
+        pieces: of the batch; None for as many as there are ranks.
+
+    Raises:
+        CellError: the way is unknown, or there is no piece.
+    """
+    if way not in get_args(RankWay):
+        names = ", ".join(map(repr, get_args(RankWay)))
+        raise CellError(f"unknown way={way!r} to cross ranks: expected one of {names}")
+    if pieces is not None and (type(pieces) is not int or pieces < 1):
+        raise CellError(f"got pieces={pieces!r}: expected at least 1, or None")

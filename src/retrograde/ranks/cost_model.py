@@ -1,0 +1,399 @@
+"""What a backward pass across ranks would take on more ranks than are at hand.
+
+A :class:`RankModel` holds what can be measured on two: a link's latency and bandwidth, what one
+rank's steps take, what a product takes. From these follow the seconds of each way of
+:mod:`retrograde.ranks.scan_over_ranks` on any number of ranks, each with as many steps of its own.
+Nothing here is measured but by :func:`measure_links`; the rest is computed.
+
+==========  ===========================================================================
+way         seconds on p ranks
+==========  ===========================================================================
+``linear``  p sweeps and p − 1 hops of a vector, one after the other
+``tree``    a Jacobian; ⌈log₂ p⌉ rounds up, each a hop and a product, of matrices but
+            for the last; ⌈log₂ p⌉ − 1 rounds down, each a hop of a vector or a product
+            with one, whichever is longer; a sweep
+``gather``  a Jacobian, p − 1 matrices through the rank's link, p − 2 products, a sweep
+==========  ===========================================================================
+
+The tree's are those of its critical path, to the message, for any p. In every way links take the
+time of their bytes and nothing else is waited for: the batch goes through in one piece, no two
+ranks share a processor, and the sum of the parameters' gradients, the same for all ways, is left
+out; so is the hop by which each rank hears what the next one's sweep found, to compare. A backend
+that gathers in a ring pays the latency p − 1 times.
+
+What Wang has in general terms are :func:`scan_steps` and :func:`scan_work` (W20, eqs. 3.3 and 3.4),
+:func:`scan_space` and :func:`pipeline_space` (section 3.6), here with 1 for every constant.
+
+Reference: Wang, *BPPSA: Scaling Back-propagation by Parallel Scan Algorithm*, 2020, section 3.6.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from retrograde.errors import RankError, ScanError
+
+if TYPE_CHECKING:
+    from retrograde.ranks.transport import Links
+
+__all__ = [
+    "LinkSpeed",
+    "RankModel",
+    "measure_links",
+    "pipeline_space",
+    "scan_space",
+    "scan_steps",
+    "scan_work",
+]
+
+T = TypeVar("T")
+Seconds = NDArray[np.float64]
+Numbers = NDArray[np.int64]
+
+_WARM = 3  # trips that do not count
+_ROUNDING = 1e-9  # a lead that is no lead: on two ranks all ways do the same
+_SEARCHED = 4096  # numbers of ranks at a time
+
+
+@dataclass(frozen=True)
+class LinkSpeed:
+    """What a link takes.
+
+    Attributes:
+        latency_seconds: of a message without content.
+        bytes_per_second: infinite where content takes no time.
+    """
+
+    latency_seconds: float
+    bytes_per_second: float
+
+
+@dataclass(frozen=True)
+class RankModel:
+    """What is measured, and what follows for any number of ranks.
+
+    Attributes:
+        latency_seconds: of a message.
+        bytes_per_second: of a link.
+        sweep_seconds: one rank's backward sweep through its own steps.
+        jacobian_seconds: until a rank has formed what its steps do to any gradient.
+        matrix_bytes: of that.
+        vector_bytes: of a gradient of the state.
+        product_seconds: of two such matrices.
+        apply_seconds: of a matrix and a vector.
+
+    Raises:
+        ScanError: a value is negative or not a number, or a link has no bandwidth.
+
+    Example:
+        >>> model = RankModel(1.0, math.inf, 0.0, 0.0, 0, 0, 0.0, 0.0)  # only latency counts
+        >>> model.seconds("linear", [2, 4, 5, 100]).tolist()
+        [1.0, 3.0, 4.0, 99.0]
+        >>> model.seconds("tree", [2, 4, 5, 100]).tolist()
+        [1.0, 3.0, 3.0, 13.0]
+        >>> model.first_ranks_where("tree", beats="linear")
+        5
+    """
+
+    latency_seconds: float
+    bytes_per_second: float
+    sweep_seconds: float
+    jacobian_seconds: float
+    matrix_bytes: int
+    vector_bytes: int
+    product_seconds: float
+    apply_seconds: float
+
+    def __post_init__(self) -> None:
+        if not all(value >= 0 for value in astuple(self)) or not self.bytes_per_second > 0:
+            raise ScanError(
+                f"got {self}: expected seconds and bytes of at least 0, and more than 0 bytes a "
+                "second"
+            )
+
+    def seconds(self, way: str, ranks: ArrayLike) -> Seconds:
+        """Seconds of a backward pass across ranks, until the last of them is through.
+
+        Args:
+            way: ``"linear"``, ``"tree"`` or ``"gather"``.
+            ranks: how many; any shape.
+
+        Returns:
+            Of the same shape.
+
+        Raises:
+            ScanError: the way is unknown, or there is no rank.
+        """
+        numbers = _positive(ranks, "ranks")
+        found = _known(way, {"linear": self._linear, "tree": self._tree, "gather": self._gather})
+        several = np.maximum(numbers, 2)
+        return np.where(numbers == 1, self.sweep_seconds, found(several))
+
+    def sent_bytes(self, way: str, ranks: ArrayLike) -> Numbers:
+        """The most that any rank sends, as ``messages`` of the scan over ranks lists it.
+
+        Args:
+            way: ``"linear"``, ``"tree"`` or ``"gather"``.
+            ranks: how many; any shape.
+
+        Returns:
+            Bytes, of the same shape.
+
+        Raises:
+            ScanError: the way is unknown, or there is no rank.
+
+        Example:
+            >>> model = RankModel(1.0, math.inf, 0.0, 0.0, 100, 10, 0.0, 0.0)
+            >>> [model.sent_bytes(way, 9).item() for way in ("linear", "tree", "gather")]
+            [10, 110, 800]
+        """
+        numbers = _positive(ranks, "ranks")
+        sent = {"linear": self._sent_on, "tree": self._sent_in_tree, "gather": self._sent_to_all}
+        return np.where(numbers == 1, 0, _known(way, sent)(np.maximum(numbers, 2)))
+
+    def first_ranks_where(self, way: str, *, beats: str, most: int = 10**6) -> int | None:
+        """The least number of ranks at which one way takes less time than another.
+
+        Args:
+            way: that is to be faster.
+            beats: the other.
+            most: ranks that are looked at.
+
+        Returns:
+            How many; None if it is nowhere faster.
+
+        Raises:
+            ScanError: a way is unknown.
+        """
+        for start in range(1, most + 1, _SEARCHED):
+            numbers = np.arange(start, min(start + _SEARCHED, most + 1))
+            faster = self.seconds(way, numbers) < (1 - _ROUNDING) * self.seconds(beats, numbers)
+            if faster.any():
+                return int(numbers[faster.argmax()])
+        return None
+
+    def hop(self, size: float) -> float:
+        """Seconds of a message.
+
+        Args:
+            size: its bytes.
+
+        Returns:
+            Latency and bytes, in seconds.
+        """
+        return self.latency_seconds + size / self.bytes_per_second
+
+    def _linear(self, p: Numbers) -> Seconds:
+        return p * self.sweep_seconds + (p - 1) * self.hop(self.vector_bytes)
+
+    def _gather(self, p: Numbers) -> Seconds:
+        ready = np.where(p > 2, max(self.jacobian_seconds, self.sweep_seconds), self.sweep_seconds)
+        exchange = self.latency_seconds + self._sent_to_all(p) / self.bytes_per_second
+        return ready + exchange + (p - 2) * self.apply_seconds + self.sweep_seconds
+
+    def _tree(self, p: Numbers) -> Seconds:
+        """The longest path through the tree's messages.
+
+        The last element is read by none, so its rank only waits; its block and all whose end it
+        is may be shorter than 2ᵈ⁺¹. All other blocks are whole, and wait alike.
+        """
+        last = p - 1
+        rounds = np.frexp(last)[1]  # bits of it
+        matrices, vectors = self._up(int(rounds.max()))
+        away, apply = self.hop(self.vector_bytes), self.apply_seconds
+        down = max(away, apply)  # a round: on to the left half, or a product in the right one
+        arrived = vectors[rounds - 1] + away
+        for d in range(int(rounds.max()) - 1):
+            sent = ((last >> d) & 1 == 1) & (d < rounds - 1)
+            there = matrices[d] + self.hop(self.matrix_bytes)
+            arrived = np.where(sent, np.maximum(arrived, there), arrived)
+        end = np.where(rounds > 1, vectors[rounds - 1] + (rounds - 2) * down, 0.0)
+        for d in reversed(range(int(rounds.max()) - 1)):
+            sent = ((last >> d) & 1 == 1) & (d < rounds - 1)
+            end = np.where(sent, np.maximum(end, arrived + away + d * down), end)
+            arrived = arrived + sent * apply
+        longest: Seconds = np.maximum(end, arrived)
+        return longest + self.sweep_seconds
+
+    def _up(self, rounds: int) -> tuple[Seconds, Seconds]:
+        """When a block of 2ᵈ has its product: one of matrices, and the first, with a vector."""
+        step = self.hop(self.matrix_bytes) + self.product_seconds
+        matrices: Seconds = self.jacobian_seconds + step * np.arange(rounds, dtype=np.float64)
+        vectors = [self.sweep_seconds]
+        for d in range(rounds - 1):
+            there = max(vectors[-1] + self.hop(self.vector_bytes), float(matrices[d]))
+            vectors.append(there + self.apply_seconds)
+        return matrices, np.array(vectors, dtype=np.float64)
+
+    def _sent_on(self, p: Numbers) -> Numbers:
+        return np.full_like(p, self.vector_bytes)
+
+    def _sent_to_all(self, p: Numbers) -> Numbers:
+        return (p - 1) * np.where(p > 2, self.matrix_bytes, self.vector_bytes)
+
+    def _sent_in_tree(self, p: Numbers) -> Numbers:
+        """A rank whose block is 2ᵈ long sends its product up, and d vectors down."""
+        vectors = np.maximum(np.frexp(p - 1)[1] - 1, 1)  # of the blocks that start at 0
+        below = np.frexp((p - 1) // 3)[1] - 1  # the first other block of 2ᵈ ends at 3·2ᵈ
+        others = np.where(p > 3, self.matrix_bytes + below * self.vector_bytes, 0)
+        ends = _ones(p - 1) - 1  # what the last rank sends
+        most: Numbers = np.maximum(np.maximum(vectors, ends) * self.vector_bytes, others)
+        return most
+
+
+def measure_links(links: "Links", *, rounds: int = 30, size: int = 1 << 24) -> LinkSpeed:
+    """Measure the link between ranks 0 and 1: messages there and back, half of the median.
+
+    Every rank has to call it, and is told the same.
+
+    Args:
+        links: of a process group, or simulated.
+        rounds: trips that count; of large messages, a third.
+        size: bytes of these, from which bandwidth is found.
+
+    Returns:
+        Latency and bandwidth.
+
+    Raises:
+        RankError: there is one rank only, or another one does not answer.
+
+    Example:
+        >>> from retrograde.ranks.transport import simulate
+        >>> speed, same = simulate(2, lambda links: measure_links(links, rounds=3), latency=0.01)
+        >>> 0.01 <= speed.latency_seconds < 0.1, speed == same
+        (True, True)
+    """
+    import torch
+
+    if links.size < 2:
+        raise RankError("one rank has no links to measure: expected at least two")
+    speed = LinkSpeed(0.0, math.inf)
+    if links.rank < 2:
+        small = _trip(links, torch.zeros(1, dtype=torch.uint8), rounds)
+        large = _trip(links, torch.zeros(1 + size, dtype=torch.uint8), -(-rounds // 3))
+        speed = LinkSpeed(small, size / (large - small) if large > small else math.inf)
+    links.flush()
+    told: list[LinkSpeed] = links.gather(speed)
+    return told[0]
+
+
+def _trip(links: "Links", element: Any, rounds: int) -> float:
+    other, taken = 1 - links.rank, []
+    for _ in range(_WARM + rounds):
+        start = time.perf_counter()
+        if links.rank == 0:
+            links.send(element, other)
+            links.receive(other)
+        else:
+            links.send(links.receive(other), other)
+        taken.append(time.perf_counter() - start)
+    return median(taken[_WARM:]) / 2
+
+
+def scan_steps(elements: ArrayLike, ranks: ArrayLike) -> Seconds:
+    """Steps of a scan one after another, W20 eq. 3.3: log₂ n for p > n, else n/p + log₂ p.
+
+    Args:
+        elements: n of them.
+        ranks: p of them.
+
+    Returns:
+        Steps; of a linear scan they are n.
+
+    Raises:
+        ScanError: there is no element, or no rank.
+
+    Example:
+        >>> scan_steps(1024, [1, 32, 1024, 4096]).tolist()
+        [1024.0, 37.0, 11.0, 10.0]
+    """
+    n, p = _positive(elements, "elements"), _positive(ranks, "ranks")
+    return np.where(p > n, np.log2(n), n / p + np.log2(p))
+
+
+def scan_work(elements: ArrayLike) -> Seconds:
+    """Steps of a scan in all, W20 eq. 3.4: n, as in a linear one.
+
+    Args:
+        elements: n of them.
+
+    Returns:
+        Steps.
+
+    Raises:
+        ScanError: there is no element.
+
+    Example:
+        >>> scan_work(1024).item()
+        1024.0
+    """
+    return _positive(elements, "elements").astype(np.float64)
+
+
+def scan_space(elements: ArrayLike, ranks: ArrayLike, matrix_bytes: float) -> Seconds:
+    """Bytes that each rank needs for a scan, W20 section 3.6: max(n/p, 1) Jacobians.
+
+    Args:
+        elements: n of them.
+        ranks: p of them.
+        matrix_bytes: of a Jacobian.
+
+    Returns:
+        Bytes.
+
+    Raises:
+        ScanError: there is no element, or no rank.
+
+    Example:
+        >>> scan_space(1024, [1, 32, 1024, 4096], 10).tolist()
+        [10240.0, 320.0, 10.0, 10.0]
+    """
+    n, p = _positive(elements, "elements"), _positive(ranks, "ranks")
+    return np.maximum(n / p, 1.0) * matrix_bytes
+
+
+def pipeline_space(elements: ArrayLike, ranks: ArrayLike, vector_bytes: float) -> Seconds:
+    """The same for pipeline parallelism: n/p + p activations.
+
+    Args:
+        elements: n of them.
+        ranks: p of them.
+        vector_bytes: of an activation.
+
+    Returns:
+        Bytes.
+
+    Raises:
+        ScanError: there is no element, or no rank.
+
+    Example:
+        >>> pipeline_space(1024, [1, 32, 1024, 4096], 10).tolist()
+        [10250.0, 640.0, 10250.0, 40962.5]
+    """
+    n, p = _positive(elements, "elements"), _positive(ranks, "ranks")
+    return (n / p + p) * vector_bytes
+
+
+def _known(way: str, ways: Mapping[str, Callable[[Numbers], T]]) -> Callable[[Numbers], T]:
+    if way not in ways:
+        names = ", ".join(map(repr, ways))
+        raise ScanError(f"unknown way {way!r} to scan across ranks: expected one of {names}")
+    return ways[way]
+
+
+def _positive(values: ArrayLike, what: str) -> Numbers:
+    numbers = np.asarray(values).astype(np.int64)
+    if (numbers < 1).any():
+        raise ScanError(f"got {numbers.min()} {what}: expected at least one")
+    return numbers
+
+
+def _ones(numbers: Numbers) -> Numbers:
+    """How many bits are 1."""
+    return sum(((numbers >> d) & 1 for d in range(63)), start=np.zeros_like(numbers))

@@ -1,0 +1,206 @@
+"""Links over a ``torch.distributed`` process group: gloo between processes, NCCL between GPUs.
+
+What is not a tensor in an element goes ahead in a short letter; the tensors follow as one block of
+bytes from where they lie. What is sent is not waited for, as long as little is underway.
+
+Where a rank ends or hangs, torch says which connection broke, if that. The ranks that notice find
+out whose fault it was: whoever notices leaves word in the group's store, so the one that has left
+none is the first.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, distributed
+
+from retrograde.errors import RankError
+from retrograde.ranks.transport import Parcel, Traffic
+
+__all__ = ["GroupLinks"]
+
+T = TypeVar("T")
+
+_LETTER = 2048  # bytes, of which the first sixteen say how many follow
+_UNDERWAY = 8  # messages to one rank that need not have been received yet
+_PROBE = 1729  # the tag of a message that nobody waits for
+_A_MOMENT = 1.0  # seconds, within which others find out too
+
+
+class GroupLinks:
+    """The links of a ``torch.distributed`` process group.
+
+    Args:
+        group: a process group; None for all ranks.
+        device: where messages are received: the CPU for gloo, a GPU for NCCL; by default, as the
+            group needs it. From there tensors go to the kind of device that they come from.
+
+    Raises:
+        RankError: there is no process group.
+    """
+
+    def __init__(
+        self, group: distributed.ProcessGroup | None = None, device: torch.device | None = None
+    ) -> None:
+        if not (distributed.is_available() and distributed.is_initialized()):
+            raise RankError(
+                "there is no process group: expected torch.distributed.init_process_group() to "
+                "have been called in each process; start the program with torchrun"
+            )
+        self.group: Any = group if group is not None else distributed.group.WORLD
+        self.rank = distributed.get_rank(self.group)
+        if self.rank < 0:
+            raise RankError("this process is not in the group: expected one of its ranks to call")
+        self.size = distributed.get_world_size(self.group)
+        self.traffic = Traffic()
+        on_gpu = distributed.get_backend(self.group) == "nccl"
+        own = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self.device = device if device is not None else own
+        self._underway: list[tuple[Any, int, Tensor]] = []  # the tensor must not go before
+
+    def send(self, element: Any, to: int) -> None:
+        parcel = Parcel.of(element)
+        self._wait([sent for sent in self._underway if sent[1] == to][:-_UNDERWAY])
+        self._post(_letter(parcel, self.device), to)
+        if len(parcel.letter) > _LETTER - 16:
+            self._post(_bytes(parcel.letter, self.device), to)
+        if parcel.nbytes:
+            self._post(parcel.block().to(self.device), to)
+        self.traffic.messages += 1
+        self.traffic.sent_bytes += parcel.nbytes
+
+    def receive(self, source: int) -> Any:
+        head = self._take(_LETTER, source)
+        length, size = head[:16].cpu().view(torch.int64).tolist()
+        letter = head[16 : 16 + length] if length <= _LETTER - 16 else self._take(length, source)
+        block = self._take(size, source)
+        return Parcel.open(letter.cpu().numpy().tobytes(), block)
+
+    def gather(self, element: Any) -> list[Any]:
+        parcel = Parcel.of(element)
+        mine = torch.tensor([len(parcel.letter), parcel.nbytes], device=self.device)
+        told = [torch.empty_like(mine) for _ in range(self.size)]
+        self._together(lambda: distributed.all_gather(told, mine, group=self.group))
+        sizes = [(int(a), int(b)) for a, b in told]
+        longest = max(a + b for a, b in sizes)
+        whole = torch.empty(longest, dtype=torch.uint8, device=self.device)
+        start = len(parcel.letter)
+        whole[:start] = _bytes(parcel.letter, self.device)
+        whole[start : start + parcel.nbytes] = parcel.block().to(self.device)
+        found = [torch.empty_like(whole) for _ in range(self.size)]
+        self._together(lambda: distributed.all_gather(found, whole, group=self.group))
+        self.traffic.messages += 1
+        self.traffic.sent_bytes += parcel.nbytes
+        return [
+            Parcel.open(each[:a].cpu().numpy().tobytes(), each[a : a + b].clone())
+            for each, (a, b) in zip(found, sizes, strict=True)
+        ]
+
+    def flush(self) -> None:
+        self._wait(self._underway)
+
+    def add_up(self, tensor: Tensor) -> None:
+        there = tensor.to(self.device)
+        self._together(lambda: distributed.all_reduce(there, group=self.group))
+        if there is not tensor:
+            tensor.copy_(there)
+
+    def _post(self, message: Tensor, to: int) -> None:
+        work = self._with(to, lambda: distributed.isend(message, group=self.group, group_dst=to))
+        self._underway.append((work, to, message))
+
+    def _wait(self, sent: list[tuple[Any, int, Tensor]]) -> None:
+        for work, to, _ in sent:
+            self._with(to, work.wait)
+        done = {id(work) for work, _, _ in sent}
+        self._underway = [each for each in self._underway if id(each[0]) not in done]
+
+    def _take(self, size: int, source: int) -> Tensor:
+        message = torch.empty(size, dtype=torch.uint8, device=self.device)
+        if size:
+            self._with(
+                source, lambda: distributed.recv(message, group=self.group, group_src=source)
+            )
+        return message
+
+    def _with(self, other: int, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except RuntimeError as error:
+            raise self._lost(error, other) from error
+
+    def _together(self, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except RuntimeError as error:
+            raise self._lost(error, None) from error
+
+    def _lost(self, error: RuntimeError, other: int | None) -> RankError:
+        """Find out which rank it was that ended, or hangs, and leave word for the others.
+
+        Whoever notices leaves word at once, and then of whom it was. So of the ranks to whom the
+        link is broken it is one that has left no word; or else one that comes too late to.
+        """
+        self._leave_word(self.rank)
+        time.sleep(_A_MOMENT / 4)
+        asked = self._broken() if other is None else [other, *self._broken()]
+        said = {rank: self._word_of(rank) for rank in asked}
+        named = [word for rank, word in said.items() if word is not None and word != rank]
+        silent = [rank for rank, word in said.items() if word is None]
+        if not named and not silent:
+            time.sleep(_A_MOMENT)
+            silent = [r for r in range(self.size) if r != self.rank and self._word_of(r) is None]
+        first = next(iter([*named, *silent]), None)
+        if first is not None:
+            self._leave_word(first)
+        who = "another rank" if first is None else f"rank {first}"
+        return RankError(
+            f"rank {self.rank} cannot go on: {who} has ended, or did not answer within the group's "
+            f"timeout; see why, and start again from what was saved ({_first_line(error)})"
+        )
+
+    def _broken(self) -> list[int]:
+        """The ranks to which nothing can be sent any more."""
+        found = []
+        for rank in range(self.size):
+            try:
+                if rank != self.rank:
+                    distributed.isend(
+                        torch.zeros(1, device=self.device),
+                        group=self.group,
+                        group_dst=rank,
+                        tag=_PROBE,
+                    )
+            except RuntimeError:
+                found.append(rank)
+        return found
+
+    def _word_of(self, rank: int) -> int | None:
+        """Whom a rank has named; itself as long as it does not know, None if it said nothing."""
+        try:
+            store, key = self.group.get_group_store(), f"retrograde/ended/{rank}"
+            return int(store.get(key)) if store.check([key]) else None
+        except (RuntimeError, ValueError):  # the store has ended too
+            return None
+
+    def _leave_word(self, first: int) -> None:
+        with suppress(RuntimeError):
+            self.group.get_group_store().set(f"retrograde/ended/{self.rank}", str(first))
+
+
+def _letter(parcel: Parcel, device: torch.device) -> Tensor:
+    head = torch.zeros(_LETTER, dtype=torch.uint8)
+    head[:16] = torch.tensor([len(parcel.letter), parcel.nbytes]).view(torch.uint8)
+    if len(parcel.letter) <= _LETTER - 16:
+        head[16 : 16 + len(parcel.letter)] = _bytes(parcel.letter, torch.device("cpu"))
+    return head.to(device)
+
+
+def _bytes(data: bytes, device: torch.device) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,74 @@
+"""Which way gradients cross the ranks of a chain fastest: each is tried on the passes asked for.
+
+What a tree costs depends on what Jacobians have in common with their neighbours', so nothing
+foretells it as well as doing it. A line comes first; how long it takes is how much patience there
+is with a Jacobian, or a product of two, that by its operations alone must take longer: then that
+pass, and every later one, goes by a line. Every pass is exact, whichever way it goes.
+"""
+
+from dataclasses import dataclass, field
+
+from retrograde.ranks.scan_over_ranks import RankWay
+
+__all__ = ["Trials"]
+
+
+@dataclass
+class Trials:
+    """The passes of one kind, and what they took; the same on every rank.
+
+    Each way is gone twice, since the first time finds plans that the second has.
+
+    Args:
+        ranks: how many. Up to two, no product is made, and all ways do the same.
+
+    Attributes:
+        seconds: of the passes by each way, the slowest rank's.
+
+    Example:
+        >>> trials = Trials(4)
+        >>> for seconds in (9, 5, 7, 2, 8, 3):
+        ...     trials.done(trials.way, seconds, by=trials.way)
+        >>> trials.over, trials.way
+        (True, 'tree')
+    """
+
+    ranks: int
+    seconds: dict[RankWay, list[float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        ways: list[RankWay] = ["linear", "linear", "tree", "tree", "gather", "gather"]
+        self._next = ways if self.ranks > 2 else []
+
+    @property
+    def over(self) -> bool:
+        """Whether all are made."""
+        return not self._next
+
+    @property
+    def way(self) -> RankWay:
+        """That of the next pass."""
+        if self._next:
+            return self._next[0]
+        return min(self.seconds, key=lambda way: self.seconds[way][-1], default="linear")
+
+    @property
+    def patience(self) -> float | None:
+        """Seconds that a line takes; None while nothing else is tried, and once all has been."""
+        return None if self.over or self.way == "linear" else self.seconds["linear"][-1]
+
+    def done(self, way: RankWay, seconds: float, *, by: str) -> None:
+        """Hear of a pass.
+
+        Args:
+            way: that it was to go.
+            seconds: forward and backward, the slowest rank's.
+            by: the way that it went.
+        """
+        if self.over or way != self._next[0]:
+            return
+        self.seconds.setdefault(way, []).append(seconds)
+        del self._next[0]
+        if by != way:  # a Jacobian could not be formed, or would have taken too long
+            del self.seconds[way]
+            self._next.clear()

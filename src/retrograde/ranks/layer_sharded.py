@@ -1,0 +1,327 @@
+"""A feed-forward chain whose layers lie across ranks.
+
+Each rank holds its own layers and their parameters, and nothing of another's. *Forward*, what the
+layers give is handed along, piece by piece of the batch, so that ranks overlap. *Backward* there
+are two kinds of ways. In a linear scan, which is plain model parallelism, the gradient is handed
+back in the same manner, and each rank waits for the one after it. In a tree or a gather each rank
+has formed the transposed Jacobian of its layers already in the forward pass; the scan across ranks
+(:mod:`retrograde.ranks.scan_over_ranks`; W20, algorithm 1) tells each the gradient that reaches it,
+and all go back through their layers at once.
+
+The first rank's Jacobian is never needed, and the last one's element is its gradient, a vector.
+
+Ranks tell one another what they were called with before anything else is exchanged, and after the
+forward pass whether they came through, so that none waits for one that cannot go on.
+
+Reference: Wang, *BPPSA: Scaling Back-propagation by Parallel Scan Algorithm*, 2020.
+"""
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from retrograde.errors import CellError, RankError
+from retrograde.ranks.agreement import Guard, Told, check_crossing
+from retrograde.ranks.group_transport import GroupLinks
+from retrograde.ranks.layer_back import cross
+from retrograde.ranks.layer_choice import Trials
+from retrograde.ranks.layer_crossing import Crossing, Memo
+from retrograde.ranks.layer_cuts import balanced, layer_seconds, where_to_cut
+from retrograde.ranks.scan_over_ranks import RankReport, RankWay
+from retrograde.ranks.transport import Links
+from retrograde.run.transforms import uncompiled
+
+__all__ = ["LayerSharded"]
+
+
+class LayerSharded(nn.Module):
+    """A chain of layers of which each rank has its own.
+
+    The layers of rank 0 come first. Every rank calls the module, rank 0 with the batch, the others
+    without an argument. The last rank gets the chain's output, and makes a loss of it; the others
+    get a zero. Every rank then calls ``backward``: the last one on its loss, the others on their
+    zero. Each gets the gradients of its own parameters, and rank 0 that of the input if it wants
+    one: the numbers of one process, up to rounding. Each rank has an optimizer for its parameters.
+
+    In a tree or a gather the ranks between the first and the last form transposed Jacobians: their
+    layers must not couple samples, and what they take and give is of one type, float32 or float64.
+    Layers without a rule (:func:`retrograde.scan.register_layer`) take a backward pass for each of
+    their outputs. In ``"linear"`` any layers will do that hand on one tensor from rank to rank.
+    Dropout draws from each rank's own generator, once for each piece of the batch.
+
+    Args:
+        layers: this rank's own, in turn; none, as ``torch.nn.Sequential()``, is allowed. No
+            parameter may be in layers of two ranks. :meth:`cut` takes the share of a whole chain.
+        group: of the ranks; all, by default.
+        way: how gradients cross the ranks: ``"linear"``, ``"tree"`` or ``"gather"``; ``"auto"``
+            tries each in the first passes for a batch, and goes on with the fastest.
+        pieces: of the batch, which are handed along one after the other; as many as there are
+            ranks, by default. Layers that couple samples in training need 1.
+
+    Raises:
+        CellError: an option is unknown, or the layers are no ``torch.nn.Sequential``.
+        RankError: at a call, the ranks do not agree, or one cannot run; the message says which and
+            why. Or one ended.
+
+    Example:
+        >>> from retrograde.ranks.transport import simulate  # in place of processes
+        >>> def rank(links):
+        ...     whole = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+        ...     net = LayerSharded.cut(whole, links, way="tree")
+        ...     found = net(torch.ones(5, 3)) if links.rank == 0 else net()
+        ...     found.sum().backward()
+        ...     return tuple(found.shape), [tuple(p.grad.shape) for p in net.parameters()]
+        >>> simulate(3, rank)
+        [((), [(4, 3), (4,)]), ((), []), ((5, 2), [(2, 4), (2,)])]
+    """
+
+    def __init__(
+        self,
+        layers: nn.Sequential,
+        group: distributed.ProcessGroup | Links | None = None,
+        *,
+        way: RankWay | Literal["auto"] = "linear",
+        pieces: int | None = None,
+    ) -> None:
+        super().__init__()
+        _check_chain(layers)
+        check_crossing("linear" if way == "auto" else way, pieces)
+        self.layers = layers
+        self.links = group if isinstance(group, Links) else GroupLinks(group)
+        self.way = way
+        self.pieces = pieces
+        self._memo = Memo()
+        self._trials: dict[Hashable, Trials] = {}
+
+    @property
+    def report(self) -> RankReport:
+        """What the last backward pass did to cross the ranks."""
+        return self._memo.report
+
+    @classmethod
+    def cut(
+        cls,
+        whole: nn.Sequential,
+        group: distributed.ProcessGroup | Links | None = None,
+        *,
+        way: RankWay | Literal["auto"] = "linear",
+        pieces: int | None = None,
+        cuts: Sequence[int] | None = None,
+        sample: Any = None,
+    ) -> Self:
+        """Keep this rank's share of a chain that every rank has made.
+
+        Layers keep their names, so a share's ``state_dict`` is a part of the whole one's.
+
+        Args:
+            whole: the same chain on every rank.
+            group: of the ranks; all, by default.
+            way: how gradients cross the ranks.
+            pieces: of the batch.
+            cuts: the index of the first layer of each rank but rank 0, ascending; by default, each
+                rank has as many layers as any other, or one less.
+            sample: an input, on every rank: the cuts are those for which the slowest rank is as
+                fast as can be, as rank 0 measures the layers with it.
+
+        Returns:
+            The module, with this rank's layers.
+
+        Raises:
+            CellError: the cuts are none, or a parameter would be on two ranks.
+            RankError: with a sample, the ranks do not agree, or rank 0 cannot run it.
+
+        Example:
+            >>> from retrograde.ranks.transport import simulate
+            >>> chain = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+            >>> shares = simulate(2, lambda links: LayerSharded.cut(chain, links, cuts=[1]))
+            >>> [list(share.state_dict()) for share in shares]
+            [['layers.0.weight', 'layers.0.bias'], ['layers.2.weight', 'layers.2.bias']]
+        """
+        _check_chain(whole)
+        links = group if isinstance(group, Links) else GroupLinks(group)
+        if sample is not None:
+            if cuts is not None:
+                raise CellError("cuts= and sample= are given: expected one of them")
+            cuts = _measured_cuts(whole, links, sample)
+        shares = [whole[a:b] for a, b in pairwise(_edges(len(whole), links.size, cuts))]
+        _check_apart(shares)
+        mine: Any = shares[links.rank]
+        return cls(mine, links, way=way, pieces=pieces)
+
+    @uncompiled
+    def forward(self, input: Tensor | None = None) -> Tensor:
+        """Run this rank's layers.
+
+        Args:
+            input: (samples, …), on rank 0; None on every other.
+
+        Returns:
+            On the last rank the chain's output. On others a zero, whose ``backward`` is the way
+            back through this rank's layers.
+
+        Raises:
+            RankError: the ranks do not agree, one cannot run, or one does not answer.
+        """
+        return cross(self._agreed(input), input)
+
+    def _agreed(self, input: Any) -> Crossing:
+        """Tell the others what this rank was called with, and hear what they were."""
+        guard = Guard()
+        told = guard(self._told, input)
+        heard = [each.own for each in guard.settle(self.links, told)]
+        _check_types([each.dtype for each in heard])
+        samples = heard[0].samples
+        pieces = min(self.pieces or self.links.size, max(samples, 1))
+        for rank, each in enumerate(heard):
+            if each.couples and pieces > 1:
+                raise RankError(
+                    f"rank {rank} cannot run: {each.couples} takes its mean and variance from the "
+                    f"batch, which is handed along in {pieces} pieces: expected pieces=1"
+                )
+        share, more = divmod(samples, pieces)
+        batches = [share + (k < more) for k in range(pieces)]
+        gradient = torch.is_grad_enabled() and any(each.wants for each in heard)
+        if self.way != "auto":
+            return Crossing(self.layers, self.links, self.way, gradient, batches, self._memo)
+        if not gradient or any(each.hooked for each in heard):
+            return Crossing(self.layers, self.links, "linear", gradient, batches, self._memo)
+        key = tuple(batches), heard[0].dtype, self.training
+        trials = self._trials.setdefault(key, Trials(self.links.size))
+        way = trials.way
+        return Crossing(self.layers, self.links, way, gradient, batches, self._memo, trials)
+
+    def _told(self, input: Any) -> Told:
+        links, modules = self.links, list(self.layers.modules())
+        _check_input(input, links.rank)
+        hooked = _hooked(modules) if 0 < links.rank < links.size - 1 else ""
+        if hooked and self.way in ("tree", "gather"):
+            raise CellError(
+                f"{hooked} has a backward hook, which a Jacobian would not pass through: expected "
+                "none; hook its parameters, or use way='linear'"
+            )
+        parameters = list(self.layers.parameters())
+        types = {p.dtype for p in parameters if p.is_floating_point()}
+        dtype = str(types.pop()) if len(types) == 1 else ""
+        if input is not None and input.is_floating_point():
+            dtype = str(input.dtype)
+        given = [] if input is None else [input]
+        coupling = (type(m).__name__ for m in modules if _couples(m))
+        own = _Own(
+            samples=0 if input is None else len(input),
+            dtype="" if torch.is_autocast_enabled("cpu") else dtype,
+            wants=any(t.requires_grad for t in (*given, *parameters)),
+            couples=next(coupling, ""),
+            hooked=bool(hooked),
+        )
+        alike = {
+            "way=": self.way,
+            "pieces=": self.pieces or 0,
+            "whether the module is training": self.training,
+            "whether gradients are recorded": torch.is_grad_enabled(),
+        }
+        return Told(alike=alike, own=own)
+
+    def extra_repr(self) -> str:
+        """What crosses ranks, and how."""
+        return f"rank={self.links.rank}, ranks={self.links.size}, way={self.way!r}"
+
+
+@dataclass(frozen=True)
+class _Own:
+    """What only one rank knows."""
+
+    samples: int
+    dtype: str
+    wants: bool
+    couples: str
+    hooked: bool
+
+
+def _check_chain(layers: Any) -> None:
+    if not isinstance(layers, nn.Sequential):
+        raise CellError(
+            f"got {type(layers).__name__}: expected a torch.nn.Sequential of layers, to be cut "
+            "between them"
+        )
+
+
+def _measured_cuts(whole: nn.Sequential, links: Links, sample: Any) -> list[int]:
+    """What rank 0 finds; every rank has to call it."""
+    guard = Guard()
+
+    def find() -> list[int]:
+        seconds, alone = layer_seconds(whole, sample)
+        return balanced(seconds, links.size, where_to_cut(whole, alone))
+
+    cuts = None if links.rank else guard(find)
+    alike = {"the number of layers to be cut": len(whole)}
+    heard = guard.settle(links, Told(alike=alike, own=cuts))
+    found: list[int] = heard[0].own
+    return found
+
+
+def _edges(count: int, size: int, cuts: Sequence[int] | None) -> list[int]:
+    """Where each rank's layers begin, and where the last one's end."""
+    if cuts is None:
+        return [k * count // size for k in range(size + 1)]
+    edges = [0, *cuts, count]
+    if len(edges) != size + 1 or edges != sorted(edges):
+        raise CellError(
+            f"got cuts={list(cuts)!r} of {count} layers for {size} ranks: expected {size - 1} "
+            f"ascending numbers from 0 to {count}"
+        )
+    return edges
+
+
+def _check_apart(shares: Iterable[nn.Module]) -> None:
+    homes: dict[int, int] = {}
+    for rank, share in enumerate(shares):
+        for name, parameter in share.named_parameters():
+            if homes.setdefault(id(parameter), rank) != rank:
+                raise CellError(
+                    f"the parameter {name} is in layers of rank {homes[id(parameter)]} and of rank "
+                    f"{rank}, which would drift apart: expected each on one rank; choose cuts "
+                    "that leave its layers together"
+                )
+
+
+def _check_input(input: Any, rank: int) -> None:
+    if rank and input is not None:
+        raise CellError("it was given an input: expected one on rank 0 only, and None here")
+    if rank:
+        return
+    if not isinstance(input, Tensor):
+        given = "no input" if input is None else f"a {type(input).__name__}"
+        raise CellError(f"it was given {given}: expected a tensor, (samples, …)")
+    if input.ndim < 2:
+        raise CellError(
+            f"the input has {input.ndim} dimensions: expected samples first, and one besides"
+        )
+
+
+def _hooked(modules: Iterable[nn.Module]) -> str:
+    """Which kind of module has a backward hook, or nothing."""
+    for module in modules:
+        if module._backward_hooks or module._backward_pre_hooks:
+            return type(module).__name__
+    return ""
+
+
+def _couples(module: nn.Module) -> bool:
+    stands = isinstance(module, _BatchNorm)
+    return stands and (module.training or module.running_var is None)
+
+
+def _check_types(types: Sequence[str]) -> None:
+    known = [(rank, each) for rank, each in enumerate(types) if each]
+    for rank, each in known:
+        if each != known[0][1]:
+            raise RankError(
+                f"the ranks do not agree: the type is {each} on rank {rank} and {known[0][1]} on "
+                f"rank {known[0][0]}; expected the same on every rank"
+            )

@@ -1,0 +1,166 @@
+"""What a section of steps does to any gradient that reaches it: the affine map g ↦ b + J·g.
+
+J is the product of the section's transposed Jacobians, b what the section's own loss terms bring.
+Both come of one pass: a zero and the basis of the state space are taken back through the steps, as
+the rows of one matrix. The slopes that a step multiplies by are functions of its states
+(:mod:`retrograde.kernels.cells`), so nothing need have been kept: the section is run once more,
+forward, a block of steps at a time, and the maps of the blocks are put together as they come. What
+is held besides the result is one block's.
+
+*Layers.* Each layer has the rows of its own basis and of those above it. What a step of a layer
+hands to its inputs is added to the rows of the layer below, which goes through the same step next;
+nothing reaches a layer above, so J is block triangular, and the zero blocks are not computed.
+
+*Chunks.* As in :mod:`retrograde.kernels.sweep`, a block is cut into chunks that are gone through
+side by side, as many as make the products large enough to be fast, and one for each thread; then
+the products of chunks are multiplied. With long steps, wide or of many samples, and a single thread
+that is one chunk: a plain sweep of the basis.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import isqrt
+
+import torch
+from torch import Tensor
+
+from retrograde.kernels import kernels
+from retrograde.kernels.cells import Slopes, Weights, pull, pull_to_inputs, slopes
+from retrograde.kernels.sweep import at_step, in_chunks
+from retrograde.scan.elements import Affine, Dense, Vector
+from retrograde.scan.layer import room_for, run
+
+__all__ = ["section"]
+
+State = tuple[Tensor, ...]
+
+_AT_ONCE = 2**19  # numbers of a step, all its chunks together, beyond which more do not pay
+_BLOCK_BYTES = 2**22  # of the slopes of a block
+
+
+@torch.no_grad()
+def section(
+    layers: Sequence[Weights], x: Tensor, state: State, dy: Tensor | None, chunks: int | None = None
+) -> Affine:
+    """The affine map of a section of steps, for each sample.
+
+    Args:
+        layers: their parameters, the lowest first; float32 or float64.
+        x: inputs (T, B, I), at least one step.
+        state: before the section: (h,), or (h, c), each (layers, B, H).
+        dy: the loss's gradient of each output (T, B, H), or None for zero.
+        chunks: side by side; by default as many as are expected to be fastest.
+
+    Returns:
+        J (B, n, n) and b (B, n), n = layers · H, or 2 · layers · H for (h, c): first h of each
+        layer, then c of each.
+
+    Example:
+        >>> net = torch.nn.RNN(3, 4)
+        >>> w = Weights("RNN_TANH", *(p.detach() for p in net.parameters()))
+        >>> x, h = torch.ones(5, 2, 3), torch.zeros(1, 2, 4, requires_grad=True)
+        >>> found = section([w], x, (h.detach(),), torch.ones(5, 2, 4))
+        >>> net(x, h)[0].sum().backward()
+        >>> found.shape, torch.allclose(found.offset.data, h.grad[0], atol=1e-6)
+        ((2, 4, 4), True)
+    """
+    size, parts, samples = layers[0].size, len(state), x.shape[1]
+    n = len(layers) * parts * size
+    if not samples:
+        return Affine(Dense(x.new_zeros(0, n, n)), Vector(x.new_zeros(0, n)))
+    per_step = sum(w.hidden.shape[0] + (parts + 1) * size for w in layers) * samples * x.itemsize
+    whole: Tensor | None = None
+    for block, losses in _blocks(layers, x, state, dy, max(1, _BLOCK_BYTES // per_step)):
+        length = len(block.slopes[0].gates)
+        numbers = (n + 1) * samples * layers[0].hidden.shape[0]
+        count = chunks or max(torch.get_num_threads(), min(_AT_ONCE // numbers, isqrt(2 * length)))
+        for found in _products(layers, block, losses, min(count, length)):
+            whole = found if whole is None else _after(found, whole)
+    assert whole is not None
+    order = torch.arange(n, device=x.device).view(len(layers), parts, size)
+    order = order.transpose(0, 1).flatten()
+    matrix, offset = whole[:, :n][:, order][..., order], whole[:, n][:, order]
+    return Affine(Dense(matrix.mT), Vector(offset))
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Some steps of all layers, the lowest first."""
+
+    slopes: list[Slopes]
+
+    def at(self, steps: slice) -> "_Block":
+        return _Block([each.at(steps) for each in self.slopes])
+
+
+def _blocks(
+    layers: Sequence[Weights], x: Tensor, state: State, dy: Tensor | None, length: int
+) -> Iterator[tuple[_Block, Tensor | None]]:
+    """Run the section again, and give the slopes of each block of steps, and its loss's terms."""
+    before = [tuple(s[k] for s in state) for k in range(len(layers))]
+    use = kernels(x.device.type, x.dtype, layers[0].size)
+    for start in range(0, len(x), length):
+        steps = slice(start, start + length)
+        y, found = x[steps], []
+        for k, weights in enumerate(layers):
+            kept = room_for(weights, y, None)
+            h, c = before[k][0], before[k][1] if len(state) > 1 else None
+            after, before[k] = run(weights, y, before[k], None, kept)
+            states = torch.cat([h.unsqueeze(0), after[:-1]])
+            known = None if kept is None else kept.gates
+            found.append(slopes(weights, y, states, after, c, use.gates, known))
+            y = after
+        yield _Block(found), None if dy is None else dy[steps]
+
+
+def _products(
+    layers: Sequence[Weights], block: _Block, dy: Tensor | None, count: int
+) -> Iterator[Tensor]:
+    """The maps of a block's chunks (B, n + 1, n), in turn: Jᵀ, and under it b."""
+    rest = len(block.slopes[0].gates) % count
+    if rest:
+        part = block.at(slice(0, rest))
+        yield _back(layers, part, None if dy is None else dy[:rest], 1)[0]
+    part = block.at(slice(rest, None))
+    yield from _back(layers, part, None if dy is None else dy[rest:], count)
+
+
+def _back(layers: Sequence[Weights], block: _Block, dy: Tensor | None, count: int) -> Tensor:
+    """The maps of chunks, gone through side by side: (C, B, n + 1, n), the lowest layer first."""
+    length = len(block.slopes[0].gates) // count
+    cut = [in_chunks(each, dy, 0, length) for each in block.slopes]
+    chunks, losses = [each for each, _ in cut], cut[-1][1]
+    size, last = layers[0].size, len(layers) - 1
+    if not last:
+        hidden = layers[0].hidden
+        return kernels(hidden.device.type, hidden.dtype, size).products(chunks[0], hidden, losses)
+    rows = _basis(layers, chunks[0].gates)
+    for t in range(length - 1, -1, -1):
+        if losses is not None:
+            rows[last][..., -1, :size] += losses[:, t]
+        for k in range(last, 0, -1):
+            rows[k], below = pull_to_inputs(at_step(chunks[k], t), layers[k], rows[k])
+            rows[k - 1][..., -below.shape[-2] :, :size] += below
+        rows[0] = pull(at_step(chunks[0], t), layers[0].hidden, rows[0])
+    whole = torch.zeros_like(rows[0]).repeat(*(1,) * (rows[0].ndim - 1), len(rows))
+    for part, columns in zip(rows, whole.chunk(len(rows), -1), strict=True):
+        columns[..., -part.shape[-2] :, :] = part
+    return whole
+
+
+def _basis(layers: Sequence[Weights], like: Tensor) -> list[Tensor]:
+    """For each layer its own basis, zeros for the layers above, and a row for the loss's terms."""
+    n = layers[0].state_size
+    found = []
+    for above in range(len(layers) - 1, -1, -1):
+        rows = like.new_zeros(like.shape[0], like.shape[2], (above + 1) * n + 1, n)
+        rows.diagonal(dim1=-2, dim2=-1).fill_(1)
+        found.append(rows)
+    return found
+
+
+def _after(later: Tensor, earlier: Tensor) -> Tensor:
+    """Two maps as one: g is taken through the later steps, then through the earlier."""
+    whole = later @ earlier[:, :-1]
+    whole[:, -1] += earlier[:, -1]
+    return whole

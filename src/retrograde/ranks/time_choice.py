@@ -1,0 +1,140 @@
+"""Which way gradients cross ranks fastest: measured once, for a batch and a length of steps.
+
+A linear hand-over waits for every rank's sweep, a tree and a gather for one Jacobian. What a sweep,
+a Jacobian, a product and a message take is measured where they run, told to all ranks, and the
+slowest's put into :class:`retrograde.ranks.cost_model.RankModel`; so all choose alike. A Jacobian
+is only formed to be timed where it could pay.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retrograde.jacobians.transposed import room
+from retrograde.machine import now
+from retrograde.ranks.agreement import Guard, Told
+from retrograde.ranks.choice import speed_of
+from retrograde.ranks.cost_model import LinkSpeed, RankModel
+from retrograde.ranks.scan_over_ranks import RankWay
+from retrograde.ranks.time_crossing import Crossing
+from retrograde.ranks.time_piece import Gradient, Piece
+from retrograde.ranks.transport import Links
+from retrograde.scan.elements import IDENTITY, Dense, Vector, combine
+
+__all__ = ["choose"]
+
+Seconds = tuple[float, ...]
+
+# How much less than a product with every step's Jacobian a section's may take; and than a sweep for
+# each column.
+_AT_BEST = 4
+_SIDE_BY_SIDE = 16
+_FEW = 2**22  # numbers in matrices that are multiplied for nothing but the time it takes
+
+
+def choose(call: Crossing, pieces: Sequence[Piece], dy: Gradient) -> RankWay:
+    """The way that the model expects to be fastest; every rank has to call it, and finds the same.
+
+    Args:
+        call: a pass that has been made forward.
+        pieces: as it was run.
+        dy: the gradient of this rank's outputs.
+
+    Returns:
+        ``"linear"``, ``"tree"`` or ``"gather"``.
+
+    Raises:
+        RankError: a rank fails, or does not answer.
+    """
+    links = call.links
+    if links.size < 3 or not sum(call.batches):
+        return "linear"  # no matrix crosses, and all ways do the same
+    speed = speed_of(links)
+    size = sum(s.shape[0] * s.shape[-1] for s in pieces[0].after)
+    like = torch.empty(0, dtype=call.x.dtype, device=call.x.device)
+    model = _model(call, speed, size)
+    told = links.gather((call.steps(call.x), room(None, like.device)))
+    steps, least_room = max(each[0] for each in told), min(each[1] for each in told)
+    if 3 * model.matrix_bytes > least_room:
+        return "linear"  # a product of two would not fit
+    (sweep,) = _slowest(links, lambda: (_time(like.device, lambda: call.rehearse(pieces, dy)),))
+    (product,) = _slowest(links, lambda: (_product(like, sum(call.batches), size),))
+    least = steps * product / _AT_BEST if call.closed else sweep * size / _SIDE_BY_SIDE
+    if _fastest(call, replace(model, sweep_seconds=sweep, jacobian_seconds=least)) == "linear":
+        return "linear"
+    taken, product, apply = _slowest(links, lambda: _products(call, pieces, dy))
+    found = replace(
+        model,
+        sweep_seconds=sweep,
+        jacobian_seconds=taken,
+        product_seconds=product,
+        apply_seconds=apply,
+    )
+    return _fastest(call, found)
+
+
+def _slowest(links: Links, measure: Callable[[], Seconds]) -> Seconds:
+    """What every rank measures, of each number the largest."""
+    guard = Guard()
+    heard = guard.settle(links, Told(own=guard(measure)))
+    return tuple(max(column) for column in zip(*(each.own for each in heard), strict=True))
+
+
+def _product(like: Tensor, samples: int, size: int) -> float:
+    """The seconds of a product of two matrices, for each sample; measured on some."""
+    few = min(samples, 1 + _FEW // size**2)
+    matrices = Dense(like.new_full((few, size, size), 1 / size))
+    return _time(like.device, lambda: combine(matrices, matrices)) * samples / few
+
+
+def _products(call: Crossing, pieces: Sequence[Piece], dy: Gradient) -> Seconds:
+    """The seconds of a Jacobian, of a product of two, and of one with a vector."""
+    made: list[Any] = []
+    device = call.x.device
+    taken = _time(device, lambda: made.append(call.affine(pieces, dy)))
+    element = made[0]
+    if element is IDENTITY:
+        return taken, 0.0, 0.0
+    vector = Vector(element.offset.data)
+    product = _time(device, lambda: combine(element, element))
+    return taken, product, _time(device, lambda: combine(vector, element))
+
+
+def _model(call: Crossing, speed: LinkSpeed, size: int) -> RankModel:
+    """Of the links alone: work takes no time."""
+    vector = sum(call.batches) * size * call.x.itemsize
+    return RankModel(
+        latency_seconds=speed.latency_seconds,
+        bytes_per_second=speed.bytes_per_second,
+        sweep_seconds=0.0,
+        jacobian_seconds=0.0,
+        matrix_bytes=vector * (size + 1),
+        vector_bytes=vector,
+        product_seconds=0.0,
+        apply_seconds=0.0,
+    )
+
+
+def _fastest(call: Crossing, model: RankModel) -> RankWay:
+    """By the model; which knows of no pieces, by which a linear hand-over overlaps."""
+    ranks, pieces = call.links.size, len(call.batches)
+    hop, compared = model.hop(model.vector_bytes / pieces), model.hop(model.vector_bytes)
+    seconds: dict[RankWay, float] = {
+        "linear": model.sweep_seconds * (ranks + pieces - 1) / pieces + (ranks - 1) * hop,
+        "tree": float(model.seconds("tree", ranks)) + compared,
+        "gather": float(model.seconds("gather", ranks)) + compared,
+    }
+    return min(seconds, key=lambda way: seconds[way])
+
+
+def _time(device: torch.device, call: Callable[[], object]) -> float:
+    """Seconds; the first time loads and compiles, so the second may count."""
+    taken = []
+    for _ in range(2):
+        start = now(device)
+        call()
+        taken.append(now(device) - start)
+    return min(taken)

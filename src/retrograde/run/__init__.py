@@ -1,0 +1,1 @@
+"""Carrying a schedule out: what a core is, the executor, the autograd node, streaming."""

@@ -1,0 +1,224 @@
+"""The one ``autograd.Function``: a whole recurrence as a single node of the caller's graph.
+
+Its forward pass performs the first part of a schedule and its backward pass the rest, so nothing
+between the two is held but what the schedule keeps. Inputs and initial state are saved through
+autograd itself, which therefore notices when one of them is written to in the meantime (rule 6);
+of the parameters, those count that a gradient was found for, since a cell may refer to a whole
+model and use a part. A second backward pass (``retain_graph=True``) runs the schedule again from
+its start, and so does one after a pass that raised.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retrograde.discover.surroundings import (
+    autocast_as_now,
+    autocast_of_caller,
+    muted_hooks,
+    version,
+)
+from retrograde.errors import CellError, RetrogradeError
+from retrograde.run.core import Core, Gradients
+from retrograde.run.executor import Run, advance, window
+from retrograde.run.layout import Layout, Straight
+from retrograde.run.transforms import NO_FORWARD_MODE, refuse_batches, uncompiled
+from retrograde.schedule import Schedule
+
+__all__ = ["run_schedule", "run_unrecorded", "run_without_gradient"]
+
+Tensors = list[Tensor]
+
+
+def run_schedule(
+    core: Core,
+    schedule: Schedule,
+    inputs: Tensors,
+    state: Tensors,
+    layout: Layout | None = None,
+) -> tuple[Tensors, Tensors]:
+    """Run a recurrence so that its gradient is computed by ``schedule``.
+
+    Args:
+        core: what a step, or a range of steps, is.
+        schedule: for exactly as many steps as the inputs have.
+        inputs: tensors with time as their first dimension, or as the layout has it.
+        state: the initial state.
+        layout: where the steps lie in inputs and outputs; step t is row t by default.
+
+    Returns:
+        The outputs, with time first, or as the layout has it, and the state after the last step.
+    """
+    layout = layout or Straight(schedule.length, core.fused)
+    results = _Recurrence.apply(  # type: ignore[no-untyped-call]
+        core, schedule, layout, len(inputs), len(state), *inputs, *state, *core.parameters
+    )
+    count = len(results) - len(state)
+    return list(results[:count]), list(results[count:])
+
+
+def run_without_gradient(
+    core: Core, length: int, chunk: int, inputs: Tensors, state: Tensors
+) -> tuple[Tensors, Tensors]:
+    """Run a recurrence and keep nothing for a backward pass.
+
+    Args:
+        core: as for :func:`run_schedule`.
+        length: the number of steps.
+        chunk: the longest range of one call.
+        inputs: tensors with time as their first dimension.
+        state: the initial state.
+
+    Returns:
+        The outputs, with time first, and the state after the last step.
+    """
+    layout = Straight(length, core.fused)
+    outputs, held = _Outputs(core, layout), layout.read(inputs)
+    for start in range(0, length, chunk):
+        state = advance(core, held, start, min(start + chunk, length), state, outputs.emit)
+    return outputs.tensors, state
+
+
+def run_unrecorded(
+    core: Core, length: int, inputs: Tensors, first: Tensors, state: Tensors
+) -> tuple[Tensors, Tensors]:
+    """Run what follows step 0 where autograd is off, and keep nothing but the outputs.
+
+    Args:
+        core: as for :func:`run_schedule`.
+        length: the number of steps, step 0 included.
+        inputs: tensors with time as their first dimension.
+        first: the outputs of step 0.
+        state: the state after it.
+
+    Returns:
+        The outputs of all steps, with time first, and the state after the last one.
+    """
+    layout = Straight(length, core.fused)
+    outputs = _Outputs(core, layout)
+    outputs.emit(0, 1, first)
+    state = advance(core, layout.read(inputs), 1, length, state, outputs.emit)
+    return outputs.tensors, state
+
+
+class _Outputs:
+    """The outputs of all steps, allocated whole when the first of them is known."""
+
+    def __init__(self, core: Core, layout: Layout) -> None:
+        self.core, self.layout = core, layout
+        self.tensors: Tensors = []
+
+    def emit(self, start: int, stop: int, values: Tensors) -> None:
+        if not self.tensors:
+            self.tensors = self.layout.allocate(values)
+        parts = self.layout.parts(self.tensors, window(self.core, start, stop))
+        for part, value in zip(parts, values, strict=True):
+            if part is not None:
+                part.copy_(value.detach())
+
+
+class _Recurrence(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        core: Core,
+        schedule: Schedule,
+        layout: Layout,
+        n_inputs: int,
+        n_state: int,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.n_inputs, ctx.layout = n_inputs, layout
+        inputs, state = list(tensors[:n_inputs]), list(tensors[n_inputs : n_inputs + n_state])
+        versions = [version(t) for t in tensors]
+        device = tensors[0].device
+        ctx.autocast, ctx.autocasts = (
+            autocast_as_now(device),
+            torch.is_autocast_enabled(device.type),
+        )
+        ctx.same = [next(i for i, s in enumerate(state) if s is t) for t in state]
+        ctx.before = core.ambient.capture()
+        ctx.marks = core.ambient.steady.marks()
+        ctx.run = Run(core, tuple(schedule), schedule.length)
+        outputs = _Outputs(core, layout)
+        with ctx.autocast:
+            after = ctx.run.forward(layout.read(inputs), state, outputs.emit)
+        ctx.fresh = True
+        if versions != [version(t) for t in tensors]:
+            raise CellError(
+                "the cell wrote in place to an input, an initial state or a parameter during the "
+                "forward pass: expected them to stay as they are; return new tensors instead"
+            )
+        ctx.moved = core.ambient.steady.changes(ctx.marks)
+        core.ambient.cut()
+        ctx.versions = versions[n_inputs + n_state :]
+        ctx.save_for_backward(*inputs, *state)
+        results = (*outputs.tensors, *(t.detach() for t in after))
+        ctx.mark_non_differentiable(
+            *(t for t in results if not (t.is_floating_point() or t.is_complex()))
+        )
+        return results
+
+    @staticmethod
+    @uncompiled
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        refuse_batches(grads)
+        if torch.is_grad_enabled():
+            raise RetrogradeError(
+                "the gradient of a budgeted recurrence cannot itself be differentiated: expected "
+                "create_graph=False; for second derivatives use memory=None and schedule=None "
+                "(ordinary BPTT)"
+            )
+        saved = ctx.saved_tensors
+        inputs, state = list(saved[: ctx.n_inputs]), list(saved[ctx.n_inputs :])
+        run: Run = ctx.run
+        parameters = run.core.parameters
+        layout: Layout = ctx.layout
+        read = layout.read(inputs)
+        needs = ctx.needs_input_grad[5:]
+        count = len(grads) - len(state)
+        wanted = [x if needed else None for x, needed in zip(inputs, needs, strict=False)]
+        late = not run.core.fused
+        gradients = Gradients(
+            outputs=grads[:count],
+            states=list(grads[count:]),
+            inputs=[None if late or x is None else layout.room(x) for x in wanted],
+            wanted=wanted if late else [],
+            parameters=run.core.totals(),
+            length=run.length,
+            layout=layout,
+            outside=autocast_of_caller(inputs[0].device, replayed=ctx.autocasts),
+        )
+        rerun = run.core.ambient.rerun(ctx.marks, ctx.moved)
+        with rerun, ctx.autocast, muted_hooks(parameters):
+            try:
+                if not ctx.fresh:
+                    run.core.ambient.restore(ctx.before)
+                    run.forward(read, [state[i] for i in ctx.same], None)
+                ctx.fresh = False
+                run.backward(read, gradients)
+            except BaseException:
+                run.clear()
+                raise
+        _check_unchanged(parameters, ctx.versions, gradients.parameters)
+        found = (*gradients.inputs, *gradients.states, *gradients.parameters)
+        return (None,) * 5 + tuple(
+            g if needed else None for g, needed in zip(found, needs, strict=True)
+        )
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise RetrogradeError(NO_FORWARD_MODE)
+
+
+def _check_unchanged(parameters: Tensors, versions: list[int], found: list[Tensor | None]) -> None:
+    """What was recomputed with other parameters is no gradient of what was computed (rule 6)."""
+    for p, before, gradient in zip(parameters, versions, found, strict=True):
+        if gradient is not None and version(p) != before:
+            raise RetrogradeError(
+                f"a parameter of shape {tuple(p.shape)} has been modified by an inplace operation "
+                "between the forward pass and the backward pass, which recomputes with it: "
+                "expected it to stay as it was; call backward() before optimizer.step()"
+            )

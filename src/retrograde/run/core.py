@@ -1,0 +1,191 @@
+"""What the executor runs: a core, that is, a recurrence that can be cut into ranges of steps.
+
+A core is a pure function of its inputs and its state, on flat lists of tensors. Most cores are
+differentiated by autograd, a range at a time (:mod:`retrograde.run.executor`). That costs a graph,
+its leaves, and a share of every gradient that is then copied to where it belongs. A core that knows
+its own derivative does without: it leaves outputs, and the gradients of inputs and parameters,
+where they are wanted, and says itself what its tape is.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from retrograde.discover.surroundings import Ambient, Snapshot
+from retrograde.run.inputs import Inputs
+from retrograde.run.layout import Layout
+
+__all__ = ["Core", "Emit", "Gradients", "RangeCore", "Tape", "as_leaf"]
+
+Tensors = list[Tensor]
+Gradient = Tensor | None
+#: Takes the outputs of a call: ``emit(start, stop, outputs)``.
+Emit = Callable[[int, int, Tensors], None]
+
+
+class Core(Protocol):
+    """A recurrence on flat lists of tensors."""
+
+    @property
+    def fused(self) -> bool:
+        """Whether a range of steps is one call (leaves then keep their time dimension)."""
+        ...
+
+    @property
+    def sums(self) -> bool:
+        """Whether an output is one tensor a call, to be summed over calls, not one part a step."""
+        ...
+
+    @property
+    def parameters(self) -> Tensors:
+        """Every tensor, besides inputs and state, that is to receive a gradient."""
+        ...
+
+    @property
+    def targets(self) -> Tensors:
+        """The parameters, as the graph of a recorded range has them."""
+        ...
+
+    @property
+    def ambient(self) -> Ambient:
+        """The surroundings that a step depends on."""
+        ...
+
+    @property
+    def aliases(self) -> Sequence[int | None]:
+        """For each output leaf, the state leaf that is the very same tensor, or None."""
+        ...
+
+    def recording(self) -> AbstractContextManager[Any]:
+        """The context in which a range is to be recorded."""
+        ...
+
+    def totals(self) -> list[Tensor | None]:
+        """Where the parameters' gradients are collected; None for what the first share begins."""
+        ...
+
+    def __call__(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
+        """Run one step, or a fused range: outputs, and the state after it."""
+        ...
+
+    def carry(self, inputs: Tensors, state: Tensors) -> Tensors:
+        """As a call, but the state only; what only the outputs need may be left out."""
+        ...
+
+
+@dataclass
+class Tape:
+    """What a recorded range holds: the internal states of steps ``start`` … ``stop − 1``.
+
+    Attributes:
+        start: the first step.
+        stop: the one after the last.
+        inputs: the leaves of the call.
+        wanted: whether a leaf's gradient is.
+        passes: whether a part of the state after the range passes a gradient on.
+        state_after: the state after the range.
+        ambient_after: the surroundings after it.
+    """
+
+    start: int
+    stop: int
+    inputs: Tensors
+    wanted: Sequence[bool]
+    passes: Sequence[bool]
+    state_after: Tensors
+    ambient_after: Snapshot
+
+
+@dataclass
+class Gradients:
+    """What a backward pass starts from and collects.
+
+    Attributes:
+        outputs: the gradient of every output, with time first (of one call's, if the core sums).
+        states: the gradient of the state reached so far.
+        inputs: where the gradients of the inputs go, with time first; None where there is none yet.
+        parameters: the gradients of the parameters, as far as they are known.
+        length: the number of steps.
+        layout: where a call's part of all these is.
+        wanted: the inputs that are given room as soon as there is a gradient.
+        outside: autocast as it is where the backward pass was asked for: a recomputation replays
+            the forward pass's (rule 4), but ordinary autograd differentiates under the caller's.
+    """
+
+    outputs: Sequence[Gradient]
+    states: list[Gradient]
+    inputs: list[Gradient]
+    parameters: list[Gradient]
+    length: int
+    layout: Layout
+    outside: AbstractContextManager[Any] = field(default_factory=nullcontext)
+    wanted: Sequence[Tensor | None] = ()
+
+    def of_outputs(self, index: int | slice) -> Sequence[Gradient]:
+        """The gradients of one call's outputs."""
+        return self.layout.parts(self.outputs, index)
+
+    def of_inputs(self, index: int | slice) -> Sequence[Gradient]:
+        """Where the gradients of one call's inputs go, if the layout has them in one piece each."""
+        return self.layout.parts(self.inputs, index)
+
+    def take_inputs(self, index: int | slice, shares: list[Gradient]) -> None:
+        """Keep the input gradients of one call, the latest call's first."""
+        for k, (x, share) in enumerate(zip(self.wanted, shares, strict=False)):
+            if x is not None and share is not None and self.inputs[k] is None:
+                self.inputs[k] = torch.zeros_like(x)
+        self.layout.take(self.inputs, index, shares)
+
+
+class RangeCore(ABC):
+    """A core, in the sense of :class:`retrograde.cores.cell.Core`, that needs no autograd."""
+
+    fused = True
+    sums = False
+    aliases: Sequence[int | None] = (None,)
+    parameters: Tensors
+    ambient: Ambient
+
+    @property
+    def targets(self) -> Tensors:
+        return self.parameters
+
+    def recording(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def __call__(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
+        raise NotImplementedError("a range core is run by advance() and record()")
+
+    def carry(self, inputs: Tensors, state: Tensors) -> Tensors:
+        raise NotImplementedError("a range core is run by advance() and record()")
+
+    @abstractmethod
+    def totals(self) -> list[Gradient]:
+        """Where the parameters' gradients are collected."""
+
+    @abstractmethod
+    def advance(
+        self, inputs: Inputs, start: int, stops: Sequence[int], state: Tensors, emit: Emit | None
+    ) -> list[Tensors]:
+        """Run steps from ``start`` to the last of some stops, and keep the state at each of them
+        and nothing else."""
+
+    @abstractmethod
+    def record(
+        self, inputs: Inputs, start: int, stop: int, state: Tensors, emit: Emit | None
+    ) -> Tape:
+        """Run a range of steps and keep what its backward pass needs; ``state`` may be emptied."""
+
+    @abstractmethod
+    def backpropagate(self, tape: Any, gradients: Gradients) -> None:
+        """Backpropagate the steps of a tape, collect their gradients, and use the tape up."""
+
+
+def as_leaf(t: Tensor) -> Tensor:
+    """A state tensor cut off from its past, gradients being followed from here on."""
+    return t.detach().requires_grad_(t.is_floating_point() or t.is_complex())

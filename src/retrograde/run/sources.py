@@ -1,0 +1,380 @@
+"""Where inputs come from when they are not held: files, functions, iterators, anything indexable.
+
+A schedule runs most steps more than once, so every source is read again, and what it gives must be
+what it gave before. Four kinds:
+
+- arrays and tensors with time first (:class:`Arrays`): a range is a slice; what is not a tensor,
+  such as a memory map or a data set in a file, is copied into one as it is read;
+- a function of the step, or anything that is indexed by it (:class:`Steps`); a range is put
+  together step by step;
+- an iterator, which cannot be read twice: its items go into a temporary file as they first come,
+  and are read from there ever after (:class:`Spool`), so what is on disk is the whole input.
+
+What is read is allocated by torch and so is seen by :mod:`retrograde.measure.memory`; the pages
+of a memory map belong to the operating system and are not.
+"""
+
+import operator
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol, SupportsIndex
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from retrograde.discover.generators import OwnRandom, random_position
+from retrograde.discover.trees import Structure, flatten
+from retrograde.errors import CellError
+from retrograde.run.inputs import check_length
+
+__all__ = ["Arrays", "Source", "Spool", "Steps", "Stream", "open_source"]
+
+Tensors = list[Tensor]
+
+
+class Source(Protocol):
+    """The inputs of all steps, and what they are; what is read twice is twice the same."""
+
+    @property
+    def structure(self) -> Structure:
+        """That of one step's input."""
+        ...
+
+    @property
+    def trained(self) -> "list[Tensor | None]":
+        """For each leaf the caller's tensor of all steps, if it requires a gradient."""
+        ...
+
+    def __len__(self) -> int:
+        """The number of steps."""
+        ...
+
+    def __getitem__(self, index: int | slice) -> Tensors:
+        """The leaves of one step, or of a range, with time first."""
+        ...
+
+
+def open_source(inputs: Any, length: SupportsIndex | None, device: torch.device) -> Source:
+    """Find out what the inputs are, and read the first step.
+
+    Args:
+        inputs: a pytree of tensors or arrays with time first; a function of the step; anything that
+            has a length and is indexed by the step; or an iterator, or what gives one.
+        length: the number of steps; not needed where the inputs tell it.
+        device: where to put what is not a tensor.
+
+    Returns:
+        The source.
+
+    Raises:
+        CellError: the inputs are none of these, or too short, or cannot be read twice alike.
+
+    Example:
+        >>> source = open_source(lambda t: torch.full((2,), float(t)), 5, torch.device("cpu"))
+        >>> len(source), source[3], source[1:3]
+        (5, [tensor([3., 3.])], [tensor([[1., 1.],
+                [2., 2.]])])
+    """
+    steps = None if length is None else _whole(length)
+    leaves = [leaf for leaf in pytree.tree_leaves(inputs) if leaf is not None]
+    if all(map(_is_array, leaves)):
+        return Arrays.of(inputs, steps, device)
+    if hasattr(inputs, "__next__"):
+        return Steps(Spool(inputs, device), _told(steps, inputs), device)
+    if hasattr(inputs, "__getitem__") and not isinstance(inputs, list | tuple | dict):
+        return Steps(inputs.__getitem__, _told(steps, inputs), device)
+    if hasattr(inputs, "__iter__") and not isinstance(inputs, list | tuple | dict):
+        return Steps(Spool(iter(inputs), device), _told(steps, inputs), device)
+    if callable(inputs):
+        return Steps(inputs, _told(steps, inputs), device)
+    raise CellError(
+        f"cannot read inputs from a {type(inputs).__name__}: expected a pytree of tensors or "
+        "arrays with time first, a function of the step, something indexed by it, or an iterator; "
+        "for a list of steps, pass inputs=lambda t: steps[t], length=len(steps)"
+    )
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """Tensors, and whatever else has a shape, a dtype and slices, with time first."""
+
+    leaves: list[Any]
+    structure: Structure
+    length: int
+    device: torch.device
+    trained: list[Tensor | None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        trained = [t if isinstance(t, Tensor) and t.requires_grad else None for t in self.leaves]
+        object.__setattr__(self, "trained", trained)
+
+    @classmethod
+    def of(cls, inputs: Any, length: int | None, device: torch.device) -> "Arrays":
+        """From a pytree, of which the first ``length`` steps are used."""
+        stand_in = torch.empty(0)
+        shape = pytree.tree_map(lambda leaf: None if leaf is None else stand_in, inputs)
+        _, structure = flatten(shape, "inputs")
+        leaves = [leaf for leaf in pytree.tree_leaves(inputs) if leaf is not None]
+        there = check_length(leaves)
+        if length is not None and length > there:
+            raise CellError(f"the inputs have {there} steps: expected {length}, as length= says")
+        return cls(leaves, structure, there if length is None else length, device)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int | slice) -> Tensors:
+        return [
+            t[index] if isinstance(t, Tensor) else _copied(t[index], self.device)
+            for t in self.leaves
+        ]
+
+
+class Steps:
+    """Whatever gives the input of a step, given its number.
+
+    Args:
+        get: called with 0 … length − 1, in any order and more than once.
+        length: the number of steps.
+        device: where to put what is not a tensor.
+    """
+
+    def __init__(self, get: Callable[[int], Any], length: int, device: torch.device) -> None:
+        self.get, self.length, self.device = get, length, device
+        position = random_position(device)
+        with torch.enable_grad():  # so that an input with a past is seen at once
+            leaves, self.structure = self._read(0)
+            self.form = _Form.of(leaves, self.structure)
+        if position != random_position(device):
+            raise CellError(
+                "the inputs draw random numbers, and would be others when they are read again: "
+                "draw them from a generator that is seeded by the step, or pass an iterator"
+            )
+        self.trained: list[Tensor | None] = [None] * len(leaves)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int | slice) -> Tensors:
+        if not isinstance(index, slice):
+            return self._step(index)
+        start, stop, _ = index.indices(self.length)
+        whole = [
+            torch.empty((stop - start, *shape), dtype=dtype, device=device)
+            for shape, dtype, device in self.form.leaves
+        ]
+        for t in range(start, stop):
+            for parts, leaf in zip(whole, self._step(t), strict=True):
+                parts[t - start].copy_(leaf)
+        return whole
+
+    def _step(self, t: int) -> Tensors:
+        leaves, structure = self._read(t)
+        self.form.check(leaves, structure, t)
+        return leaves
+
+    def _read(self, t: int) -> tuple[Tensors, Structure]:
+        return _leaves(self.get(t), t, self.device)
+
+
+class Spool:
+    """The items of an iterator, in a temporary file from the moment they first come.
+
+    Items are pulled as they are needed, once, and in their order. Random numbers that the iterator
+    draws come from a stream of their own, so that those of a cell are the same in every rerun.
+
+    Args:
+        items: pytrees of tensors or arrays, of the same structure, shapes and dtypes.
+        device: where random numbers may be drawn, and where to put what is not a tensor.
+
+    Example:
+        >>> spool = Spool(iter([torch.zeros(2), torch.ones(2)]), torch.device("cpu"))
+        >>> spool(1), spool(0)
+        (tensor([1., 1.]), tensor([0., 0.]))
+    """
+
+    def __init__(self, items: Iterator[Any], device: torch.device) -> None:
+        self.items, self.device = items, device
+        self.file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+        weakref.finalize(self, self.file.close)
+        self.count = 0
+        self.random = OwnRandom(device)
+        self.form: _Form | None = None
+
+    def __call__(self, t: int) -> Any:
+        while self.count <= t:
+            self._write(self._pull())
+        assert self.form is not None
+        leaves = [torch.empty(shape, dtype=dtype) for shape, dtype, _ in self.form.leaves]
+        self.file.seek(t * sum(x.nbytes for x in leaves))
+        for x in leaves:
+            if self.file.readinto(_raw(x)) != x.nbytes:
+                raise CellError(f"the temporary file of the inputs is cut off at step {t}")
+        places = [place for *_, place in self.form.leaves]
+        return self.form.structure.unflatten(list(map(Tensor.to, leaves, places)))
+
+    def _pull(self) -> Any:
+        try:
+            with self.random.drawn():
+                return next(self.items)
+        except StopIteration:
+            raise CellError(
+                f"the inputs ended after {self.count} steps: expected more; give "
+                f"length={self.count}, or an iterator that goes on"
+            ) from None
+
+    def _write(self, item: Any) -> None:
+        leaves, structure = _leaves(item, self.count, self.device)
+        if self.form is None:
+            self.form = _Form.of(leaves, structure)
+        self.form.check(leaves, structure, self.count)
+        self.file.seek(self.count * sum(x.nbytes for x in leaves))
+        for x in leaves:
+            self.file.write(_raw(x.cpu().contiguous()))
+        self.count += 1
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A source whose leaves are followed by one more: the number of each step.
+
+    Args:
+        source: the inputs.
+        wanted: for each leaf of the source, whether it is to receive a gradient.
+        probed: if given, the number that a step is told to be, and the last ones of a range:
+            so that bytes can be measured where a loss is, with the inputs of the first steps.
+    """
+
+    source: Source
+    wanted: tuple[bool, ...]
+    probed: int | None = None
+
+    @classmethod
+    def of(cls, source: Source, all_wanted: bool) -> "Stream":
+        """With gradients for what the caller trains, or for all that can have one."""
+        wanted = tuple(
+            trained is not None or (all_wanted and (x.is_floating_point() or x.is_complex()))
+            for x, trained in zip(source[0], source.trained, strict=True)
+        )
+        return cls(source, wanted)
+
+    @property
+    def differentiable(self) -> tuple[bool, ...]:
+        return (*self.wanted, False)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int | slice) -> Tensors:
+        if not isinstance(index, slice):
+            number = index if self.probed is None else self.probed
+            return [*self.source[index], torch.tensor(number)]
+        start, stop, _ = index.indices(len(self))
+        first = start
+        if self.probed is not None:
+            first = max(0, min(self.probed + 1, len(self)) - (stop - start))
+        return [*self.source[index], torch.arange(first, first + stop - start)]
+
+    def probing(self, number: int) -> "Stream":
+        """The same, steps being told that their number is another."""
+        return replace(self, probed=number)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What the input of every step must be."""
+
+    structure: Structure
+    leaves: tuple[tuple[torch.Size, torch.dtype, torch.device], ...]
+
+    @classmethod
+    def of(cls, leaves: Tensors, structure: Structure) -> "_Form":
+        return cls(structure, tuple((x.shape, x.dtype, x.device) for x in leaves))
+
+    def check(self, leaves: Tensors, structure: Structure, t: int) -> None:
+        given = _Form.of(leaves, structure)
+        if given != self:
+            raise CellError(
+                f"the input of step {t} is {given}: expected {self}, as at step 0; every step must "
+                "have the same structure, shapes and dtypes"
+            )
+
+    def __str__(self) -> str:
+        parts = [f"{tuple(shape)} {dtype} on {device}" for shape, dtype, device in self.leaves]
+        return f"{self.structure} of {', '.join(parts) or 'nothing'}"
+
+
+def _whole(length: SupportsIndex) -> int:
+    try:
+        steps = operator.index(length)
+    except TypeError:
+        raise CellError(f"length is {length!r}: expected a whole number of steps") from None
+    if steps < 1:
+        raise CellError(f"length is {steps}: expected at least one step")
+    return steps
+
+
+def _told(length: int | None, inputs: Any) -> int:
+    """How many steps there are, by what is said and by the inputs themselves."""
+    there = len(inputs) if hasattr(inputs, "__len__") else None
+    if length is None and there is None:
+        raise CellError(
+            f"the inputs are a {type(inputs).__name__}, which does not say how many steps there "
+            "are: give length="
+        )
+    if length is not None and there is not None and length > there:
+        raise CellError(f"the inputs have {there} steps: expected {length}, as length= says")
+    steps = there if length is None else length
+    assert steps is not None
+    if steps < 1:
+        raise CellError("the inputs have 0 steps: expected at least one")
+    return steps
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) or (
+        hasattr(leaf, "shape") and hasattr(leaf, "dtype") and hasattr(leaf, "__getitem__")
+    )
+
+
+def _leaves(tree: Any, t: int, device: torch.device) -> tuple[Tensors, Structure]:
+    """The tensors of one step's input, which are only read."""
+    tree = pytree.tree_map(partial(_as_tensor, device=device), tree)
+    leaves, structure = flatten(tree, f"input of step {t}")
+    if any(x.requires_grad for x in leaves):
+        raise CellError(
+            f"the input of step {t} requires a gradient: expected one that is only read; move what "
+            "computes it (an embedding, say) into the cell, or detach it and ask for "
+            "input_gradient="
+        )
+    return leaves, structure
+
+
+def _as_tensor(leaf: Any, device: torch.device) -> Any:
+    return _copied(leaf, device) if isinstance(leaf, np.ndarray | np.generic) else leaf
+
+
+def _copied(array: Any, device: torch.device) -> Tensor:
+    """An array as a tensor of torch's own."""
+    values = np.asarray(array)
+    native = values.dtype.newbyteorder("=")
+    try:
+        dtype = torch.from_numpy(np.empty(0, native)).dtype
+    except TypeError:
+        raise CellError(
+            f"the inputs hold an array of {values.dtype}, which torch has no type for: convert it, "
+            "for instance by inputs=lambda t: array[t].astype('float32')"
+        ) from None
+    copy = torch.empty(values.shape, dtype=dtype)
+    copy.numpy()[...] = values
+    return copy.to(device)
+
+
+def _raw(t: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in the processor's memory."""
+    return memoryview(t.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]

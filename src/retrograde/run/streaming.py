@@ -1,0 +1,190 @@
+"""A schedule from the first step to the gradients: algorithm 2 of Gruslys et al. (2016), streamed.
+
+Inputs are read and losses computed a step, or a range of steps, at a time; of the outputs nothing
+is kept. There is no graph of the caller's to wait for: the forward pass and the backward pass are
+one call, and what it found is handed over at its very end, all or nothing. So an exception at any
+step leaves every ``.grad`` as it was.
+
+What is handed over goes through one ``autograd.Function``: gradients accumulate, hooks see them
+once and whole, and what lies behind a state, an input or a captured tensor that is no leaf gets its
+share, as in an ordinary backward pass.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retrograde.discover.surroundings import autocast_as_now, muted_hooks, version
+from retrograde.errors import CellError
+from retrograde.run.core import Core, Gradients
+from retrograde.run.executor import Run
+from retrograde.run.layout import Straight
+from retrograde.run.sources import Stream
+from retrograde.schedule import Schedule
+from retrograde.schedule.actions import Verb
+
+__all__ = ["Progress", "TakeInput", "run_stream"]
+
+Tensors = list[Tensor]
+Gradient = Tensor | None
+#: Called with the step, or the range of steps, and the gradient of its input, the last one first.
+TakeInput = Callable[[Any, Any], object]
+#: Called with the steps of work that are done, and those in all.
+Progress = Callable[[int, int], object]
+
+
+def run_stream(
+    core: Core,
+    stream: Stream,
+    schedule: Schedule,
+    state: Tensors,
+    take_input: TakeInput | None = None,
+    progress: Progress | None = None,
+) -> tuple[Tensor, Tensors]:
+    """Run a recurrence with its loss, backpropagate it, and accumulate the gradients.
+
+    Args:
+        core: made by :func:`retrograde.cores.loss.examine_loss`.
+        stream: the inputs.
+        schedule: for exactly as many steps.
+        state: the initial state.
+        take_input: called with the gradient of every step's input, as the source structures it.
+        progress: called after every call of the core.
+
+    Returns:
+        The sum of all losses, in double precision, and the state after the last step.
+
+    Raises:
+        CellError: what was learnt of the core at one step does not hold at another.
+    """
+    device = core.ambient.device
+    inputs = stream if progress is None else _Counted(stream, progress, _work(schedule))
+    gradients = _Streamed(
+        outputs=[torch.ones((), dtype=torch.float64, device=device)],
+        states=[None] * len(state),
+        inputs=[None] * (len(stream.source.trained) + 1),
+        wanted=stream.source.trained,
+        parameters=core.totals(),
+        length=len(stream),
+        layout=Straight(len(stream), core.fused),
+        stream=stream,
+        take=take_input,
+        counted=inputs if isinstance(inputs, _Counted) else None,
+    )
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    mine = [*state, *core.parameters, *(t for t in stream.source.trained if t is not None)]
+    versions, marks = [version(t) for t in mine], core.ambient.steady.marks()
+    run = Run(core, schedule, len(stream))
+    with autocast_as_now(device), muted_hooks(core.parameters):
+        after = run.forward(inputs, state, lambda start, stop, values: _add(total, values))
+        moved = core.ambient.steady.changes(marks)
+        core.ambient.cut()
+        with core.ambient.rerun(marks, moved):
+            run.backward(inputs, gradients)
+    if versions != [version(t) for t in mine]:
+        raise CellError(
+            "a parameter, an initial state or an input was written to in place during the call: "
+            "expected them to stay as they are; return new tensors instead"
+        )
+    _hand_over(core, stream, state, gradients)
+    return total, after
+
+
+def _add(total: Tensor, values: Tensors) -> None:
+    total.add_(values[0].detach())
+
+
+def _work(schedule: Schedule) -> int:
+    """Forward steps and backward steps in all."""
+    runs = (schedule.kind == Verb.ADVANCE) | (schedule.kind == Verb.RECORD)
+    return int((schedule.stop - schedule.start)[runs].sum()) + schedule.length
+
+
+def _hand_over(core: Core, stream: Stream, state: Tensors, gradients: "_Streamed") -> None:
+    """Accumulate the gradients, and let them go on to what lies behind."""
+    found = [*gradients.states, *gradients.parameters, *gradients.inputs[:-1]]
+    if all(g is None for g in found):
+        raise CellError("no step has a loss: expected a scalar tensor for at least one")
+    owners: Sequence[Gradient] = [*state, *core.parameters, *stream.source.trained]
+    wanted = [t is not None and t.requires_grad for t in owners]
+    tensors = [t for t, is_wanted in zip(owners, wanted, strict=True) if is_wanted]
+    grads = [g for g, is_wanted in zip(found, wanted, strict=True) if is_wanted]
+    # Nothing else refers to the gradients from here on, so that they become .grad uncopied.
+    gradients.states, gradients.parameters, gradients.inputs = [], [], []
+    del found
+    if tensors:
+        with torch.enable_grad():
+            _HandOver.apply(grads, *tensors).backward()  # type: ignore[no-untyped-call]
+
+
+class _HandOver(torch.autograd.Function):
+    """A scalar whose gradients are those already found."""
+
+    @staticmethod
+    def forward(ctx: Any, found: list[Gradient], *tensors: Tensor) -> Tensor:
+        ctx.found = found
+        return tensors[0].new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:
+        result = (None, *ctx.found)
+        ctx.found.clear()
+        return result
+
+
+@dataclass
+class _Streamed(Gradients):
+    """Gradients of which those of the inputs are given away, call by call."""
+
+    stream: Stream = field(kw_only=True)
+    take: TakeInput | None = field(kw_only=True)
+    counted: "_Counted | None" = field(kw_only=True)
+    layout: Straight
+
+    def take_inputs(self, index: int | slice, shares: list[Gradient]) -> None:
+        super().take_inputs(index, shares)
+        if self.take is not None:
+            unflatten = self.stream.source.structure.unflatten
+            if not isinstance(index, slice):
+                self.take(index, unflatten(shares[:-1]))
+            elif self.layout.fused:
+                self.take(range(index.start, index.stop), unflatten(shares[:-1]))
+            else:  # steps that were recorded together
+                for k in reversed(range(index.start, index.stop)):
+                    own = [None if s is None else s[k - index.start] for s in shares[:-1]]
+                    self.take(k, unflatten(own))
+        if self.counted is not None:
+            self.counted.tick(index.stop - index.start if isinstance(index, slice) else 1)
+
+
+class _Counted:
+    """Inputs that tell how far the work is: a step that was read is done when the next is read, or
+    when a gradient arrives."""
+
+    def __init__(self, stream: Stream, progress: Progress, work: int) -> None:
+        self.stream, self.progress, self.work = stream, progress, work
+        self.done, self.pending = 0, 0
+
+    @property
+    def differentiable(self) -> Sequence[bool]:
+        return self.stream.differentiable
+
+    def __len__(self) -> int:
+        return len(self.stream)
+
+    def __getitem__(self, index: int | slice) -> Tensors:
+        self.tick(0)
+        leaves = self.stream[index]
+        self.pending = index.stop - index.start if isinstance(index, slice) else 1
+        return leaves
+
+    def tick(self, steps: int) -> None:
+        """So many steps were backpropagated, and those that were read before were run."""
+        steps += self.pending
+        self.pending = 0
+        if steps:
+            self.done += steps
+            self.progress(self.done, self.work)

@@ -1,0 +1,79 @@
+"""How long a block and a chunk should be: sizes that keep a backward pass in cache, and short.
+
+Nominal sizes, read off the shapes alone: no clock is asked, so the same shapes give the same sums.
+"""
+
+import math
+
+import torch
+
+from retrograde.kernels.cells import GATES, Kind
+from retrograde.scan.layer import Way
+
+__all__ = ["scan_way", "sequential_way", "step_numbers"]
+
+# What a block's working arrays may take. On a CPU, a part of the last cache that cores share; on a
+# GPU, launches count and memory is plentiful.
+_BLOCK_BYTES = {"cpu": 4 * 2**20, "cuda": 2**28}
+# The same for the scan, whose products come on top and which wants many chunks at a time.
+_SCAN_BYTES = {"cpu": 24 * 2**20, "cuda": 2**30}
+
+
+def step_numbers(kind: Kind, inputs: int, size: int) -> int:
+    """Numbers that backpropagating a step of a sample works on: slopes, states, inputs."""
+    return (2 * GATES[kind] + 4) * size + 2 * inputs
+
+
+def sequential_way(
+    kind: Kind, samples: int, inputs: int, size: int, dtype: torch.dtype, device: str
+) -> Way:
+    """The sequential sweep, its blocks as long as the cache allows.
+
+    Args:
+        kind: which cell.
+        samples: B.
+        inputs: I, the width of an input.
+        size: H.
+        dtype: of the parameters.
+        device: its type.
+
+    Returns:
+        The way.
+
+    Example:
+        >>> sequential_way("GRU", 16, 24, 20, torch.float32, "cpu").block
+        264
+    """
+    step = step_numbers(kind, inputs, size) * samples * max(4, dtype.itemsize)
+    return Way("sequential", max(1, _BLOCK_BYTES.get(device, _BLOCK_BYTES["cuda"]) // step))
+
+
+def scan_way(
+    kind: Kind, length: int, samples: int, inputs: int, size: int, dtype: torch.dtype, device: str
+) -> Way:
+    """The scan, with the chunk that makes its latency 2 L + T / L least.
+
+    Args:
+        kind: which cell.
+        length: T.
+        samples: B.
+        inputs: I.
+        size: H.
+        dtype: of the parameters.
+        device: its type.
+
+    Returns:
+        The way.
+
+    Example:
+        >>> scan_way("RNN_TANH", 1000, 16, 24, 20, torch.float32, "cpu").chunk
+        22
+    """
+    chunk = max(1, min(round(math.sqrt(length / 2)), length))
+    state = size * (2 if kind == "LSTM" else 1)
+    wide = GATES[kind] * size + 2 * state  # a row, and its products with every gate's slopes
+    per_step = step_numbers(kind, inputs, size) + (state + 1) * wide / chunk
+    bytes_ = per_step * samples * max(4, dtype.itemsize)
+    room = _SCAN_BYTES.get(device, _SCAN_BYTES["cuda"])
+    steps = max(int(room / bytes_), chunk)
+    return Way("scan", steps - steps % chunk, chunk)

@@ -1,0 +1,269 @@
+"""Places of Python values: noted, compared, put back, whatever holds them."""
+
+import io
+import itertools
+from collections import deque
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from retrograde.discover.places import Unreadable
+from retrograde.discover.referents import reach
+
+SCALE = 2.0
+NAMES = ["mask", "scale"]
+
+
+class Holder:
+    kind = "class"
+
+    def __init__(self):
+        self.value = 1
+        self.rows = [1, 2]
+
+    def __call__(self, x, h):
+        return self.helper(x), h
+
+    def helper(self, x):
+        return x * self.value * len(self.rows) * len(self.kind)
+
+
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self):
+        self.value = 1
+
+    def __call__(self, x, h):
+        return x * self.value, h
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Dropout(0.5)
+        self.k = 3
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x, h):
+        return self.inner(x) * self.k * SCALE, h
+
+
+def note(cell):
+    places = reach([cell]).places
+    return places, [place.note() for place in places]
+
+
+def changed(places, before):
+    pairs = zip(places, before, strict=True)
+    return sorted(place.called(key) for place, seen in pairs for key in place.changed(seen))
+
+
+def put_back(places, before):
+    for place, seen in zip(places, before, strict=True):
+        if place.changed(seen):
+            place.give_back(seen)
+
+
+def closure():
+    n, rows, table, seen, things = 1, [1], {"a": 1}, {1}, deque([1])
+
+    def cell(x, h, scale=1, *, more=2):
+        return x * n * scale * more * len(rows) * len(table) * len(seen) * len(things), h
+
+    def change(what):
+        nonlocal n
+        if what == "variable":
+            n = 2
+        elif what == "list":
+            rows.append(2)
+        elif what == "item of a list":
+            rows[0] = 7
+        elif what == "dict":
+            table["b"] = 2
+        elif what == "removed from a dict":
+            del table["a"]
+        elif what == "set":
+            seen.add(2)
+        elif what == "deque":
+            things.appendleft(5)
+        elif what == "default":
+            cell.__defaults__ = (4,)
+        elif what == "keyword default":
+            cell.__kwdefaults__ = {"more": 9}
+
+    return cell, change, lambda: (n, rows, table, seen, list(things), cell(1, 0))
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["variable", "list", "item of a list", "dict", "removed from a dict", "set", "deque",
+     "default", "keyword default"],
+)  # fmt: skip
+def test_what_a_closure_reads(what):
+    cell, change, state = closure()
+    found = repr(state())
+    places, before = note(cell)
+    assert not changed(places, before)
+    change(what)
+    assert len(set(changed(places, before))) == 1
+    put_back(places, before)
+    assert repr(state()) == found
+    assert not changed(places, before)
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "name"),
+    [
+        (Holder, lambda c: setattr(c, "value", 5), "Holder.value"),
+        (Holder, lambda c: setattr(Holder, "kind", "other"), "Holder.kind"),
+        (Slotted, lambda c: setattr(c, "value", 5), "Slotted.value"),
+        (Layer, lambda c: setattr(c, "k", 5), "Layer.k"),
+        (Layer, lambda c: c.inner.eval(), "Dropout.training"),
+        (Layer, lambda c: setattr(c.inner, "p", 0.1), "Dropout.p"),
+        (Layer, lambda c: setattr(c, "count", torch.ones(())), "Layer.count"),
+        (Layer, lambda c: setattr(c, "inner", nn.Identity()), "Layer.inner"),
+        (Layer, lambda c: globals().update(SCALE=9.0), f"'SCALE' of the module {__name__}"),
+        (lambda: Holder().helper, lambda c: setattr(c.__self__, "value", 3), "Holder.value"),
+        (lambda: partial(lambda x, h, k: (x * k, h), k=2),
+         lambda c: c.keywords.update(k=4), "the arguments of the cell['k']"),
+        (lambda: torch.no_grad()(Holder().__call__),
+         lambda c: setattr(c.__wrapped__.__self__, "value", 3), "Holder.value"),
+    ],
+)  # fmt: skip
+def test_what_objects_modules_and_functions_read(make, change, name):
+    cell = make()
+    places, before = note(cell)
+    change(cell)
+    assert changed(places, before) == [name]
+    put_back(places, before)
+    assert not changed(places, before)
+    assert (SCALE, Holder.kind) == (2.0, "class")
+
+
+def iterators():
+    def values():
+        return {
+            "list": iter([1, 2, 3]),
+            "tuple": iter((1, 2, 3)),
+            "range": iter(range(5)),
+            "large range": iter(range(2**70, 2**70 + 9)),
+            "text": iter("abc"),
+            "dict": iter({1: 2, 3: 4}),
+            "set": iter({5, 6}),
+            "items": iter({1: 2, 3: 4}.items()),
+            "reversed": reversed([1, 2, 3]),
+            "count": itertools.count(5),
+            "cycle": itertools.cycle([1, 2]),
+            "chain": itertools.chain([1], [2]),
+            "islice": itertools.islice(itertools.count(), 9),
+            "zip": zip([1, 2, 3], itertools.count(), strict=False),
+            "map": map(abs, iter([-1, -2, -3])),
+            "filter": filter(None, [1, 2, 3]),
+            "enumerate": enumerate([4, 5, 6]),
+            "accumulate": itertools.accumulate([1, 2, 3]),
+            "bytes in memory": io.BytesIO(b"a\nb\nc\n"),
+            "text in memory": io.StringIO("a\nb\nc\n"),
+        }
+
+    return values
+
+
+@pytest.mark.parametrize("kind", iterators()())
+def test_an_iterator_goes_on_where_it_was(kind):
+    it = iterators()()[kind]
+    mine = it
+
+    def cell(x, h):
+        return next(it), h
+
+    places, before = note(cell)
+    assert not changed(places, before)
+    for place, seen in zip(places, before, strict=True):
+        place.put(seen)
+    expected = [cell(0, 0)[0] for _ in range(2)]
+    assert changed(places, before) == ["the variable 'it'"]
+    for place, seen in zip(places, before, strict=True):
+        place.put(seen)
+    assert [cell(0, 0)[0] for _ in range(2)] == expected
+    put_back(places, before)
+    assert it is mine
+    assert [next(mine) for _ in range(2)] == expected
+
+
+def test_a_generator_that_moved_is_noticed_even_if_it_gives_the_same():
+    def values():
+        for _ in range(9):
+            yield 0
+
+    it = values()
+
+    def cell(x, h):
+        return next(it), h
+
+    for _ in range(3):
+        places, before = note(cell)
+        assert not changed(places, before)
+        cell(0, 0)
+        assert changed(places, before) == ["the variable 'it'"]
+
+
+def test_a_long_list_is_noted_by_its_length():
+    rows = list(range(5000))
+
+    def cell(x, h):
+        rows.append(x)
+        return x, h
+
+    places, before = note(cell)
+    cell(1, 0)
+    assert changed(places, before) == ["the variable 'rows'"]
+    put_back(places, before)
+    assert rows == list(range(5000))
+
+
+def test_small_arrays_are_places_and_large_ones_data():
+    small, large = np.zeros(3), np.zeros(10**5)
+
+    def cell(x, h):
+        small[0] += 1
+        return x + large[0], h
+
+    places, before = note(cell)
+    cell(0, 0)
+    large[0] = 1
+    assert changed(places, before) == ["the variable 'small'"]
+    put_back(places, before)
+    assert not small.any()
+    assert large[0] == 1
+
+
+def test_libraries_are_not_looked_into():
+    def cell(x, h):
+        return torch.tanh(np.add(x, h)), io.StringIO
+
+    assert not any("torch" in place.name or "numpy" in place.name for place in reach([cell]).places)
+
+
+def test_names_that_code_does_not_use_concern_nobody():
+    holder = Holder()
+    holder.progress = 0
+    places, before = note(holder)
+    holder.progress, holder.value = 1, 2
+    (place,) = (p for p in places if p.changed(before[places.index(p)]))
+    assert [key for key in ("progress", "value") if place.concerns(key)] == ["value"]
+
+
+def test_what_must_not_be_read_raises_however_it_is_read():
+    gone = Unreadable(KeyError("gone"))
+    reads = [
+        lambda: gone + 1, lambda: 1 - gone, lambda: torch.ones(2) * gone, lambda: gone[0],
+        lambda: gone.sum(), lambda: torch.tanh(gone), lambda: float(gone), lambda: len(gone),
+        lambda: bool(gone), lambda: torch.stack([torch.ones(()), gone]), lambda: gone @ gone,
+    ]  # fmt: skip
+    for read in reads:
+        with pytest.raises(KeyError, match="gone"):
+            read()

@@ -1,0 +1,115 @@
+"""Compile, for sm_90 and with no GPU, what the CUDA kernels' host code launches; report on it.
+
+A program of its own, since triton compiles or interprets, but not both in one process. One line of
+JSON for each launch.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+
+POINTERS = {
+    "torch.float32": "*fp32",
+    "torch.float64": "*fp64",
+    "torch.int32": "*i32",
+    "torch.int64": "*i64",
+}
+
+
+class Compiled:
+    """In place of a kernel: a launch compiles it for its arguments."""
+
+    def __init__(self, kernel, name):
+        self.kernel, self.name = kernel, name
+
+    def __getitem__(self, grid):
+        return self.launch
+
+    def launch(self, *args, num_warps, **constants):
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        names, types, aligned = self.kernel.arg_names, {}, []
+        for parameter, arg in zip(self.kernel.params, args, strict=False):
+            number, name = isinstance(arg, int), parameter.name
+            types[name] = "i32" if number else POINTERS[str(arg.dtype)]
+            special = number and not parameter.do_not_specialize
+            if special and arg == 1:
+                constants[name] = 1
+            elif not number or (special and arg % 16 == 0):
+                aligned.append(name)
+        source = ASTSource(
+            self.kernel,
+            types | dict.fromkeys(constants, "constexpr"),
+            {(names.index(name),): value for name, value in constants.items()},
+            {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+        )
+        built = triton.compile(
+            source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps}
+        )
+        report = {
+            "kernel": self.name,
+            "constants": constants,
+            "warps": num_warps,
+            "shared_bytes": built.metadata.shared,
+            "tensor_cores": "mma" in built.asm["ptx"] or "tf32" in built.asm["ptx"],
+        }
+        print(json.dumps(report | registers(built.asm["ptx"])))
+
+
+def registers(ptx):
+    """Registers to a thread, and bytes read back because they did not suffice."""
+    from triton.knobs import nvidia
+
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return {
+        "registers": int(told.split(" registers")[0].split()[-1]),
+        "spilt_bytes": int(told.split(" bytes spill loads")[0].split()[-1]),
+    }
+
+
+def recurrences(size):
+    import torch
+
+    from retrograde.kernels import cuda, cuda_states, cuda_sweep
+    from retrograde.kernels.cells import Slopes
+
+    for module in (cuda_sweep, cuda_states):
+        for name in module.__all__:
+            setattr(module, name, Compiled(getattr(module, name), name))
+    cuda._trusted = lambda sizes: True
+    steps = torch.zeros(4, 2, size)
+    for gates in (1, 3, 4):
+        state = torch.zeros(2, size * (2 if gates == 4 else 1))
+        gated = None if gates == 1 else steps
+        slopes = Slopes(torch.zeros(4, 2, gates, size), gated, gated)
+        for dy in (steps, None):
+            cuda.scan(slopes, torch.zeros(gates * size, size), dy, state, 2)
+    cuda.gru_slopes(torch.zeros(4, 2, 3 * size), torch.zeros(4, 2, 3 * size), steps)
+    cuda.lstm_slopes(torch.zeros(4, 2, 4 * size), steps, steps[0])
+
+
+def sparse_products():
+    import torch
+
+    from retrograde.jacobians import cuda_products as cuda_sparse
+    from retrograde.jacobians.factor import full, identity
+    from retrograde.jacobians.pattern import Pattern
+
+    cuda_sparse.sums = Compiled(cuda_sparse.sums, "sums")
+    pattern = Pattern(identity(2), full(2, 2))
+    for dtype in (torch.float32, torch.float64):
+        for samples in (1, 2, 9, 32):
+            values = torch.zeros(samples, pattern.nnz, dtype=dtype)
+            cuda_sparse.multiply(pattern, pattern, values[0], values)
+            cuda_sparse.apply(pattern, values, values[:, :4])
+
+
+if __name__ == "__main__":
+    sparse_products() if sys.argv[1] == "sparse" else recurrences(int(sys.argv[1]))
