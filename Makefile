@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test test-all lint format bench gpu clean
+.PHONY: demo test test-every test-all lint format bench gpu clean
 
 $(STAMP): pyproject.toml papers/pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -13,11 +13,14 @@ $(STAMP): pyproject.toml papers/pyproject.toml constraints.txt
 demo: $(STAMP)  ## train a character model on sequences of 1,000 within 5 % of the memory
 	$(BIN)/retrograde train --memory 5% --report report
 
-test: $(STAMP)
+test: $(STAMP)  ## every test, a few cases of each; the code of all documentation
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-test-all: $(STAMP)
-	$(BIN)/python -m pytest -m 'not gpu'
+test-every: $(STAMP)  ## every case but the slow ones
+	$(BIN)/python -m pytest -n 2 --dist worksteal --every
+
+test-all: $(STAMP)  ## everything that needs no GPU
+	$(BIN)/python -m pytest -n 2 --dist worksteal --every -m 'not gpu'
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -44,7 +47,7 @@ bench: $(STAMP)  ## every claim of speed, both sides in one process; three quart
 	$(BIN)/python benchmarks/ranks_memory.py
 
 gpu:  ## marked tests and benchmarks on a CUDA device, with the interpreter at hand
-	PYTHONPATH=src:papers $(PYTHON) -m pytest -m gpu
+	PYTHONPATH=src:papers $(PYTHON) -m pytest --every -m gpu
 	PYTHONPATH=src:papers $(PYTHON) benchmarks/recurrent_budget.py --device cuda
 	PYTHONPATH=src:papers $(PYTHON) benchmarks/figure_2b.py --device cuda
 	PYTHONPATH=src:papers $(PYTHON) benchmarks/scan_backward.py --device cuda
