@@ -31,7 +31,7 @@ import numpy as np
 
 import retrograde as rg
 from retrograde.machine import processor_name
-from retrograde.plan.chain.planner import plan_chain
+from retrograde.plan.chain.search import plan_chain
 
 RESULTS = Path(__file__).parent / "results"
 THREADS = ("OMP", "MKL", "OPENBLAS", "NUMBA")

@@ -9,7 +9,7 @@ from gruslys2016.deep_results import Deep, Held, Side
 from retrograde import figures
 from retrograde.errors import ScheduleError
 from retrograde.plan import plan
-from retrograde.plan.chain.planner import chain_minimum, plan_chain, record_everything
+from retrograde.plan.chain.search import chain_minimum, plan_chain, record_everything
 from retrograde.schedule import Chain
 from retrograde_papers.plates import save_plate
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         UnitError,
     )
     from retrograde.interchange import from_checkpoint_schedules, to_checkpoint_schedules
-    from retrograde.measure.memory import Measurement, measure
+    from retrograde.measure.allocations import Measurement, measure
     from retrograde.nn.backward_choice import Explanation, explain
     from retrograde.nn.bptt import bptt
     from retrograde.nn.budget import Division, Share, budget
@@ -82,7 +82,7 @@ _HOMES = {
         "split",
         "trade_off",
     ),
-    "retrograde.measure.memory": ("Measurement", "measure"),
+    "retrograde.measure.allocations": ("Measurement", "measure"),
     "retrograde.nn.bptt": ("bptt",),
     "retrograde.nn.budget": ("Division", "Share", "budget"),
     "retrograde.nn.unroll": ("unroll",),

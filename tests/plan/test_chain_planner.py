@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from oracles.chains import fastest
 from retrograde import BudgetError, ScheduleError, UnitError
 from retrograde.plan import chain_minimum, chain_trade_off, cost, plan
-from retrograde.plan.chain.cells import all_cells
-from retrograde.plan.chain.planner import plan_chain, record_everything
+from retrograde.plan.chain.search import plan_chain, record_everything
+from retrograde.plan.chain.segments import all_cells
 from retrograde.plan.chain.solver import LONGEST, Solver
 from retrograde.schedule import Chain, Schedule, Verb, simulate
 
@@ -293,7 +293,7 @@ def test_a_band_of_short_segments_is_planned_as_the_whole_table_is(length, seed,
 
 def long_from(patch: pytest.MonkeyPatch, longest: int, groups: int = 3000) -> None:
     """Treat short chains as long ones are."""
-    home, solver = (sys.modules[f"retrograde.plan.{name}"] for name in ("chain", "chain_solver"))
+    home, solver = (sys.modules[f"retrograde.plan.chain.{name}"] for name in ("search", "solver"))
     patch.setattr(home, "LONGEST", longest)
     for name, value in {"LONGEST": longest, "_SHORT": 0, "_BAND": 4, "_ENDS": 3}.items():
         patch.setattr(solver, name, value)

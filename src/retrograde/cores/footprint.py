@@ -1,7 +1,7 @@
 """What steps take, in bytes: what the planner needs, read off the real thing.
 
 The functions that will carry the schedule out are run here on short ranges under
-:func:`retrograde.measure.memory.measure`, on the caller's own tensors, so every temporary of
+:func:`retrograde.measure.allocations.measure`, on the caller's own tensors, so every temporary of
 every kernel is counted. A core that is called step by step is measured on one step. A fused kernel
 is measured on ranges of a few lengths: its bytes are affine in the length, and the larger lengths
 decide the slope.
@@ -18,7 +18,7 @@ from retrograde.cores.cell import StepCore, examine
 from retrograde.cores.fused import HEAP_BYTES
 from retrograde.discover.surroundings import muted_hooks
 from retrograde.errors import BudgetError
-from retrograde.measure.memory import measure, measure_phases
+from retrograde.measure.allocations import measure, measure_phases
 from retrograde.plan.fit import Curve, Fit, Footprint, fit, predict_peak_bytes
 from retrograde.run.core import Core, Emit, Gradients, RangeCore, Tape, as_leaf
 from retrograde.run.executor import (

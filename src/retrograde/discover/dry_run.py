@@ -32,7 +32,7 @@ from retrograde.discover.places import (
 from retrograde.discover.referents import Reach
 from retrograde.discover.surroundings import Ambient, Left, Steady, put_back, version
 from retrograde.errors import CellError
-from retrograde.measure.memory import MEASURING, unpacked
+from retrograde.measure.allocations import MEASURING, unpacked
 
 __all__ = ["Trial", "try_out"]
 

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from retrograde.discover.generators import Source, Watch, is_alone
 from retrograde.discover.places import Place, Seen, Unreadable, has_bookmarks
 from retrograde.errors import CellError, RetrogradeError
-from retrograde.measure.memory import MEASURING, unpacked
+from retrograde.measure.allocations import MEASURING, unpacked
 
 __all__ = [
     "Ambient",

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from retrograde.discover.places import Place
 from retrograde.discover.referents import MODULE_TABLES, Reach
-from retrograde.measure.memory import MEASURING, is_profiled
+from retrograde.measure.allocations import MEASURING, is_profiled
 
 __all__ = ["Recent", "Same", "identity", "signature"]
 

@@ -24,7 +24,7 @@ from retrograde.discover.referents import Reach, reach
 from retrograde.discover.trees import Structure, flatten
 from retrograde.errors import BudgetError, CellError
 from retrograde.nn.cache import Recent, identity, signature
-from retrograde.plan.chain.planner import chain_minimum, plan_chain, record_everything
+from retrograde.plan.chain.search import chain_minimum, plan_chain, record_everything
 from retrograde.run.transforms import is_unreal, refuse_transforms
 from retrograde.schedule import Chain, Schedule
 from retrograde.units import Memory, as_bytes, format_bytes

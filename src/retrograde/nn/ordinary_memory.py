@@ -15,7 +15,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.rnn import PackedSequence
 
 from retrograde.cores.footprint import ordinary_curve
-from retrograde.measure.memory import measure
+from retrograde.measure.allocations import measure
 from retrograde.plan.fit import Curve
 
 __all__ = [

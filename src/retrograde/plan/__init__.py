@@ -4,7 +4,7 @@ Importing it loads neither torch nor numba: what is compiled is compiled on firs
 """
 
 from retrograde.plan.arguments import BASELINES, CHAIN_POLICIES, POLICIES
-from retrograde.plan.chain.planner import chain_minimum, chain_trade_off
+from retrograde.plan.chain.search import chain_minimum, chain_trade_off
 from retrograde.plan.inverse import TradeOff, least_memory, longest, trade_off
 from retrograde.plan.planner import cost, plan, split
 

@@ -4,7 +4,7 @@ One answer for each policy. HSM and ISM are closed forms (:mod:`retrograde.plan.
 and :mod:`~retrograde.plan.steps.hsm` and :mod:`~retrograde.plan.steps.ism` for their schedules),
 MSM is a dynamic program around a convex bound (:mod:`retrograde.plan.steps.msm`), the rest are
 :mod:`retrograde.plan.steps.baselines`. A chain of unequal layers has
-:mod:`retrograde.plan.chain.planner`, and every policy then counts bytes. The questions the other
+:mod:`retrograde.plan.chain.search`, and every policy then counts bytes. The questions the other
 way round are in :mod:`retrograde.plan.inverse`.
 
 ===================  =========================================================  ================
@@ -36,7 +36,7 @@ from retrograde.plan.arguments import (
     integers,
     units_of,
 )
-from retrograde.plan.chain.planner import plan_chain, record_everything
+from retrograde.plan.chain.search import plan_chain, record_everything
 from retrograde.plan.steps import baselines, closed_form
 from retrograde.plan.steps import msm as mixed
 from retrograde.plan.steps.coarse import coarsen
@@ -94,7 +94,7 @@ def plan(
     Returns:
         The cheapest schedule of that policy whose peak is within ``memory``; of those, one with the
         fewest actions. Where it could not be proven the cheapest, its ``bound`` is below its cost.
-        For a chain, the one with the fewest seconds: see :mod:`retrograde.plan.chain.planner`.
+        For a chain, the one with the fewest seconds: see :mod:`retrograde.plan.chain.search`.
 
     Raises:
         ScheduleError: an argument is missing, out of place or out of range; the schedule or what is

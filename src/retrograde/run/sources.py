@@ -10,8 +10,8 @@ what it gave before. Four kinds:
 - an iterator, which cannot be read twice: its items go into a temporary file as they first come,
   and are read from there ever after (:class:`Spool`), so what is on disk is the whole input.
 
-What is read is allocated by torch and so is seen by :mod:`retrograde.measure.memory`; the pages
-of a memory map belong to the operating system and are not.
+What is read is allocated by torch and so is seen by :mod:`retrograde.measure.allocations`; the
+pages of a memory map belong to the operating system and are not.
 """
 
 import operator

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from retrograde.figures.memory import Curve
-from retrograde.measure.memory import Measurement, measure
+from retrograde.measure.allocations import Measurement, measure
 from retrograde.training.model import CharacterModel
 from retrograde.training.options import TrainingError
 from retrograde.units import format_bytes

@@ -18,7 +18,7 @@ from torch import Tensor, UntypedStorage
 from retrograde.cores.chain.chain_core import ChainCore, LinkTape
 from retrograde.cores.chain.links import Link, Links
 from retrograde.machine import now
-from retrograde.measure.memory import measure_phases
+from retrograde.measure.allocations import measure_phases
 from retrograde.run.core import Gradients
 from retrograde.run.inputs import Held
 from retrograde.run.layout import Straight

@@ -4,7 +4,7 @@ When the last layer is backpropagated, some layers K are recorded. Every layer h
 then, and every one outside K has to be run again, from a state that is held. A recorded layer stays
 so until its own turn, so whenever layer k has its turn, at least the tapes of K before it are held,
 and what layer k needs. Least forward seconds, with u, s, p as in
-:mod:`retrograde.plan.chain.planner`:
+:mod:`retrograde.plan.chain.search`:
 
     Σ u + min over K of Σ u_k outside K,   where for every layer k
         Σ p_j of the j < k in K + Σ s_i of the states that they refer to  ≤  m − what k needs

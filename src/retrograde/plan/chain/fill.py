@@ -8,7 +8,7 @@ the lower level is not enough, but the bytes are, it is taken to be twice as slo
 fraction of a level would be free there, and as often as one likes.
 
 *Rows.* Those of the segments that end at one e lie side by side, by their first layer. Not every
-segment needs one: see :mod:`retrograde.plan.chain.cells`.
+segment needs one: see :mod:`retrograde.plan.chain.segments`.
 
 *Order.* Levels ascend in chunks of :data:`LANES`, which lie side by side and are worked on at once.
 Within a chunk x descends in blocks of :data:`BLOCK`, and e ascends within a block: the right parts
@@ -23,8 +23,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from retrograde.plan.chain.cells import RUN, Cells
 from retrograde.plan.chain.columns import Layers
+from retrograde.plan.chain.segments import RUN, Cells
 
 __all__ = ["LANES", "Grid", "Kinds", "fill"]
 

@@ -1,6 +1,6 @@
 """The table of one chain and one class of schedules, and the schedules that are read off it.
 
-What is solved, and how, is told in :mod:`retrograde.plan.chain.planner`; this is where the compiled
+What is solved, and how, is told in :mod:`retrograde.plan.chain.search`; this is where the compiled
 parts come together. Nothing is compiled before the first chain is asked for.
 """
 
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from retrograde.errors import BudgetError, ScheduleError
-from retrograde.plan.chain.cells import Cells, all_cells, band_of_cells
 from retrograde.plan.chain.columns import Layers, layers_of
+from retrograde.plan.chain.segments import Cells, all_cells, band_of_cells
 from retrograde.plan.steps.unfold import NOTHING, Parts
 from retrograde.schedule import Action, Advance, Chain, Schedule, Verb, merge, simulate
 from retrograde.units import format_bytes

@@ -16,9 +16,9 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from retrograde.plan.chain.cells import Cells
 from retrograde.plan.chain.columns import Layers
 from retrograde.plan.chain.fill import Grid, Kinds
+from retrograde.plan.chain.segments import Cells
 
 __all__ = ["minima", "walk"]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from retrograde import measure
-from retrograde.measure.memory import measure_phases
+from retrograde.measure.allocations import measure_phases
 
 
 def test_every_byte_of_a_known_call_is_seen():

@@ -35,7 +35,7 @@ bounds it, in milliseconds, and the same table with sizes rounded down can prove
 
 *Long chains.* Nearly all that is run again is a few layers from one kept state, so chains of more
 than 600 layers, and of more than 200 where bytes are no multiples, have a table with a band of
-short segments and a few ends only (:mod:`retrograde.plan.chain.cells`): O(T) rows, more levels.
+short segments and a few ends only (:mod:`retrograde.plan.chain.segments`): O(T) rows, more levels.
 More than 3000 layers are taken in groups, each recorded whole or not at all, with kept states only
 between them: ``hsm`` then keeps the tapes of one. The minimum is that of all segments up to 1200
 layers.
