@@ -474,7 +474,7 @@ def test_a_plan_onto_a_full_disk_names_the_file_and_keeps_the_old_one(monkeypatc
 def test_nothing_is_written_but_by_what_keeps_the_old_file(part):
     place = Path(cli.__file__).with_name(part)
     for path in [place] if place.is_file() else place.glob("*.py"):
-        if path.name != "files.py":
+        if path.name != "atomic_files.py":
             found = re.findall(r"save_plate\(|\.write_text\(|figures\.save\(", path.read_text())
             assert not found, path
 

@@ -32,9 +32,10 @@ from retrograde.run.inputs import Inputs
 from retrograde.run.layout import Straight
 from retrograde.run.states import laid_bytes, pack, stored_memory
 from retrograde.schedule import Advance, Record
-from retrograde.units import Memory
+from retrograde.units import Memory, as_bytes
 
 __all__ = [
+    "FEW_STEPS",
     "LONGEST_MEASURED",
     "Candidate",
     "fit_fastest",
@@ -46,6 +47,9 @@ __all__ = [
     "ordinary_curve",
     "step_bytes",
 ]
+
+#: How many steps are measured in any case, in whatever memory they take.
+FEW_STEPS = 8
 
 #: How far ordinary backpropagation is followed to learn what a step adds.
 LONGEST_MEASURED = 256
@@ -80,6 +84,7 @@ def footprint(
     state: Tensors,
     *,
     ordinary: Curve | None = None,
+    memory: Memory | None = None,
 ) -> Footprint:
     """Measure what the steps of a core take.
 
@@ -88,6 +93,7 @@ def footprint(
         inputs: the inputs of all steps, time first; only the first few are used.
         state: the initial state.
         ordinary: what ordinary backpropagation takes, if it is known; measured otherwise.
+        memory: the budget, which the measuring keeps to beyond :data:`FEW_STEPS` steps.
 
     Returns:
         The footprint, for :func:`retrograde.plan.fit.fit`.
@@ -102,7 +108,9 @@ def footprint(
             shortest = min(2, length)
             told = measure(lambda: _outputs_tell(core, inputs, state), device=device).value
             ordinary = ordinary_curve(
-                lambda steps: _measure_ordinary(core, inputs, state, steps, whole=not told), length
+                lambda steps: _measure_ordinary(core, inputs, state, steps, whole=not told),
+                length,
+                memory,
             )
             # What comes on top: the last step, where the loss is of the final state as well, and
             # copies of gradients that are expanded scalars.
@@ -223,10 +231,12 @@ class Candidate:
     scheduled: bool = False
     extra_bytes: int = 0
 
-    def footprint(self, inputs: Inputs, state: Tensors, ordinary: Curve | None) -> Footprint:
+    def footprint(
+        self, inputs: Inputs, state: Tensors, ordinary: Curve | None, memory: Memory | None
+    ) -> Footprint:
         """Measure what its steps take; see :func:`footprint`."""
         return replace(
-            footprint(self.core, inputs, state, ordinary=ordinary),
+            footprint(self.core, inputs, state, ordinary=ordinary, memory=memory),
             extra_bytes=self.extra_bytes,
             pace=self.pace,
             call_steps=self.call_steps,
@@ -237,7 +247,11 @@ class Candidate:
 
 
 def footprints(
-    candidates: Sequence[Candidate], inputs: Inputs, state: Tensors, ordinary: Curve | None = None
+    candidates: Sequence[Candidate],
+    inputs: Inputs,
+    state: Tensors,
+    ordinary: Curve | None = None,
+    memory: Memory | None = None,
 ) -> list[Footprint]:
     """Measure what the steps of several cores take that compute the same.
 
@@ -246,6 +260,7 @@ def footprints(
         inputs: the inputs of all steps, time first.
         state: the initial state.
         ordinary: what ordinary backpropagation takes; that of the first by default.
+        memory: as :func:`footprint` takes it.
 
     Returns:
         A footprint for each.
@@ -253,7 +268,7 @@ def footprints(
     found: list[Footprint] = []
     for one in candidates:
         known = found[0].ordinary if found and ordinary is None else ordinary
-        found.append(one.footprint(inputs, state, known))
+        found.append(one.footprint(inputs, state, known, memory))
     return found
 
 
@@ -299,19 +314,29 @@ def fit_fastest(
     return best[0], replace(best[1], minimum_bytes=min(minimum, best[1].minimum_bytes))
 
 
-def ordinary_curve(measured: Callable[[int], int], length: int) -> Curve:
-    """Ordinary backpropagation's working bytes at doubling lengths, until they grow evenly.
+def ordinary_curve(
+    measured: Callable[[int], int], length: int, memory: Memory | None = None
+) -> Curve:
+    """Ordinary backpropagation's working bytes at doubling lengths, until they grow evenly, or
+    would leave the budget.
 
     Args:
         measured: the bytes of so many steps.
         length: the number of steps there are.
+        memory: the budget, which holds beyond :data:`FEW_STEPS` steps; None for none.
 
     Returns:
         Bytes by steps.
     """
     points = [(steps, measured(steps)) for steps in sorted({1, min(2, length)})]
     while points[-1][0] < min(length, LONGEST_MEASURED):
-        steps = min(2 * points[-1][0], length)
+        steps, known = min(2 * points[-1][0], length), Curve(tuple(points))
+        if (
+            memory is not None
+            and steps > FEW_STEPS
+            and known(steps) > as_bytes(memory, known(length))
+        ):
+            break
         points.append((steps, measured(steps)))
         (a, low), (b, middle), (c, high) = ((0, 0), *points)[-3:]
         slopes = (middle - low) / (b - a), (high - middle) / (c - b)
@@ -329,7 +354,12 @@ def _corrected(
     advances = {a.stop - a.start for a in schedule if isinstance(a, Advance)}
     records = {a.stop - a.start for a in schedule if isinstance(a, Record)}
     with core.ambient.measured(), muted_hooks(core.parameters):
-        for steps in sorted(advances - {L for L, _ in sizes.advance.points}):
+        unknown = sorted(advances - {L for L, _ in sizes.advance.points})
+        if unknown and not core.fused:  # a range is its steps: no shorter one takes more
+            size = _advance_bytes(core, inputs, state, unknown[-1])
+            for steps in (unknown[0], unknown[-1]):
+                sizes = replace(sizes, advance=sizes.advance.through(steps, size))
+        for steps in unknown if core.fused else ():
             size = _advance_bytes(core, inputs, state, steps)
             sizes = replace(sizes, advance=sizes.advance.through(steps, size))
         for steps in sorted(records - {L for L, _ in sizes.held.points}):
@@ -392,7 +422,7 @@ def _measure_tape(
 
     def again() -> None:
         # What a cell leaves in an attribute must not be released while the next range is measured.
-        if not core.fused:
+        if core.ambient.left:
             kept.append(record(core, inputs, 0, steps, state, None))
 
     def run() -> None:

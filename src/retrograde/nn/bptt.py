@@ -283,7 +283,7 @@ def _fitted(task: _Task, inputs: Any, memory: Memory) -> tuple[Core, Schedule]:
     step = _STEPS.get((made_of, shapes), lambda: step_bytes(first, task.probed, task.state))
 
     def find() -> tuple[int, Fit]:
-        sizes = footprints(task.cores, task.probed, task.state)
+        sizes = footprints(task.cores, task.probed, task.state, memory=memory)
         return fit_fastest(task.cores, sizes, task.probed, task.state, memory)
 
     number, found = _FITS.get((kinds, step, repr(memory), len(source), shapes), find)

@@ -238,7 +238,7 @@ class Profile:
             True
         """
         steps = self._steps(length)
-        ordinary = self.costs[0].sizes.ordinary(steps)
+        ordinary = self.costs[0].sizes.ordinary_bytes(steps)
         least = min(one.sizes.least_bytes(steps) for one in self.costs)
         allowed = max(4 * steps, min(_MOST_RUNS * steps, _MOST_STEPS))
         states = least_memory(steps, allowed) if steps > 1 else 1

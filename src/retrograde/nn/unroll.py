@@ -13,7 +13,7 @@ from retrograde.discover.surroundings import autocast_as_now
 from retrograde.discover.trees import Structure, flatten
 from retrograde.errors import CellError, ScheduleError
 from retrograde.nn.cache import Recent, identity, signature
-from retrograde.plan.fit import Fit, Footprint
+from retrograde.plan.fit import Fit
 from retrograde.run.autograd import run_schedule, run_unrecorded, run_without_gradient
 from retrograde.run.executor import run_ordinary
 from retrograde.run.inputs import Held, check_length
@@ -33,7 +33,6 @@ Tensors = list[Tensor]
 
 # A cell is measured once for its shapes, and a schedule fitted once for a budget.
 _STEPS: Recent[Hashable] = Recent()
-_SIZES: Recent[Footprint] = Recent()
 _FITS: Recent[Fit] = Recent()
 
 
@@ -236,7 +235,7 @@ def _fitted(core: StepCore, leaves: Tensors, states: Tensors, memory: Memory) ->
     key = kinds, step, shapes
 
     def find() -> Fit:
-        sizes = _SIZES.get(key, lambda: footprint(core, Held(leaves), widest))
+        sizes = footprint(core, Held(leaves), widest, memory=memory)
         return fit_measured(core, Held(leaves), widest, memory, sizes)[0]
 
     return _FITS.get((repr(memory), key), find)

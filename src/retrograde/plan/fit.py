@@ -127,6 +127,10 @@ class Footprint:
     call_bytes: int = 0
     trial_bytes: int = 0
 
+    def ordinary_bytes(self, length: int) -> int:
+        """What a fraction is of: ordinary backpropagation, or the trial of a step if it is more."""
+        return max(self.ordinary(length), self.trial_bytes)
+
     def whole_bytes(self, length: int) -> int:
         """What backpropagating all steps at once takes."""
         if self.scheduled:
@@ -216,7 +220,7 @@ def fit(length: int, memory: Memory | None, footprint: Footprint) -> Fit:
         >>> found.peak_bytes <= found.budget_bytes, found.forward_steps
         (True, 1906)
     """
-    ordinary, whole = footprint.ordinary(length), footprint.whole_bytes(length)
+    ordinary, whole = footprint.ordinary_bytes(length), footprint.whole_bytes(length)
     minimum = footprint.least_bytes(length)
     budget = ordinary if memory is None else as_bytes(memory, ordinary)
     if budget >= whole and (not footprint.scheduled or _fits_heap(length, footprint)):
@@ -422,7 +426,7 @@ def _describe(schedule: Schedule, block: int, budget: int, footprint: Footprint)
         time=footprint.time(schedule.length, forward_steps, *calls),
         budget_bytes=budget,
         peak_bytes=predict_peak_bytes(schedule, footprint),
-        ordinary_bytes=footprint.ordinary(schedule.length),
+        ordinary_bytes=footprint.ordinary_bytes(schedule.length),
         minimum_bytes=footprint.minimum_bytes(),
         ordinary=False,
     )
