@@ -29,6 +29,8 @@ _NOISE = 2048, 512  # images to learn from and held out, where there are no othe
 bench = typer.Typer(
     help="Claims of speed: the same training in several ways, side by side in one run.",
     no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
 
