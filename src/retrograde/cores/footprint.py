@@ -51,6 +51,9 @@ __all__ = [
 #: How many steps are measured in any case, in whatever memory they take.
 FEW_STEPS = 8
 
+# What a measured call holds besides: outputs, their gradients, and what it found.
+_BESIDE = 1.25
+
 #: How far ordinary backpropagation is followed to learn what a step adds.
 LONGEST_MEASURED = 256
 
@@ -331,12 +334,10 @@ def ordinary_curve(
     points = [(steps, measured(steps)) for steps in sorted({1, min(2, length)})]
     while points[-1][0] < min(length, LONGEST_MEASURED):
         steps, known = min(2 * points[-1][0], length), Curve(tuple(points))
-        if (
-            memory is not None
-            and steps > FEW_STEPS
-            and known(steps) > as_bytes(memory, known(length))
-        ):
-            break
+        if memory is not None and steps > FEW_STEPS:
+            budget = as_bytes(memory, known(length))
+            if known(length) > budget and _BESIDE * known(steps) > budget:
+                break
         points.append((steps, measured(steps)))
         (a, low), (b, middle), (c, high) = ((0, 0), *points)[-3:]
         slopes = (middle - low) / (b - a), (high - middle) / (c - b)
