@@ -358,8 +358,8 @@ def _corrected(
         unknown = sorted(advances - {L for L, _ in sizes.advance.points})
         if unknown and not core.fused:  # a range is its steps: no shorter one takes more
             size = _advance_bytes(core, inputs, state, unknown[-1])
-            for steps in (unknown[0], unknown[-1]):
-                sizes = replace(sizes, advance=sizes.advance.through(steps, size))
+            known = {**dict(sizes.advance.points), **dict.fromkeys(unknown, size)}
+            sizes = replace(sizes, advance=Curve(tuple(sorted(known.items()))))
         for steps in unknown if core.fused else ():
             size = _advance_bytes(core, inputs, state, steps)
             sizes = replace(sizes, advance=sizes.advance.through(steps, size))

@@ -1,0 +1,30 @@
+"""What is measured of a core, and what is told of lengths that are not measured."""
+
+from types import SimpleNamespace
+
+import torch
+
+from retrograde.cores import footprint as module
+from retrograde.cores.cell import examine
+from retrograde.discover.trees import flatten
+from retrograde.plan.fit import Curve, Footprint
+from retrograde.run.inputs import Held
+from retrograde.schedule import Advance, Record
+
+
+def test_no_length_of_an_advance_is_told_less_than_the_longest_takes(monkeypatch):
+    """Only the longest is measured, and the peak may come at any of its steps."""
+    x, h = torch.randn(200, 2, 3), torch.zeros(2, 3)
+    spec = flatten(x[0], "inputs")[1]
+    core = examine(lambda a, h: (h, a + h), [x[0]], spec, [h], spec)
+    measured = []
+    monkeypatch.setattr(
+        module, "_advance_bytes", lambda core, x, h, steps: measured.append(steps) or 9 * steps
+    )
+    flat = Curve(((1, 5), (2, 6), (4, 6)))
+    sizes = Footprint(8, flat, flat, flat, flat, flat, 8, None)
+    schedule = [Advance(0, 3), Advance(0, 50), Advance(0, 100), Record(0, 1)]
+    found = module._corrected(sizes, SimpleNamespace(schedule=schedule), core, Held([x]), [h])
+    assert measured == [100]
+    assert [found.advance(steps) for steps in (3, 50, 100)] == [900] * 3
+    assert [found.advance(steps) for steps in (1, 2, 4)] == [5, 6, 6]
