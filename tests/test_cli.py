@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 from matplotlib.figure import Figure
-from typer.testing import CliRunner
 
+from oracles.commands import full_after, refused, run
 from retrograde import __version__, cli, console
 from retrograde.errors import RetrogradeError
 from retrograde.files import write_file
@@ -36,10 +36,6 @@ def _torch_left_as_it_was():
     torch.set_rng_state(state)
 
 
-def run(*arguments):
-    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
-
-
 def start(*arguments):
     """The command as a process of its own."""
     command = [sys.executable, "-m", "retrograde.cli", *map(str, arguments)]
@@ -52,13 +48,6 @@ def wait_for(path, process):
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-def refused(result):
-    """The one message of a command that was refused, on one line."""
-    assert result.exit_code == 2, result.output
-    assert "Traceback" not in result.output
-    return " ".join(result.output.split())
 
 
 def same_run(one, other):
@@ -438,20 +427,6 @@ def test_threads_beyond_reason_are_refused_before_any_starts(
     )
     assert list(tmp_path.iterdir()) == []
     check_parallel("--threads", 12)
-
-
-def full_after(write, *names):
-    """The same write, which a full disk breaks off for some files."""
-
-    def broken(self, *arguments, **options):
-        written = write(self, *arguments, **options)
-        path = self if isinstance(self, Path) else arguments[0]
-        if path.name in names:
-            os.truncate(path, 1)
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return written
-
-    return broken
 
 
 def test_a_plan_onto_a_full_disk_names_the_file_and_keeps_the_old_one(monkeypatch, tmp_path):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from oracles.commands import refused
 from retrograde import cli
 from wang2020 import program
 from wang2020.results import Results
@@ -19,13 +20,6 @@ WAYS = ["--ways", "torch,scan", "--threads", 1]
 
 def run(*arguments):
     return CliRunner().invoke(cli.app, ["bench", *map(str, arguments)])
-
-
-def refused(result):
-    """The one message of a command that was refused, on one line."""
-    assert result.exit_code == 2, result.output
-    assert "Traceback" not in result.output
-    return " ".join(result.output.split())
 
 
 def files(*names):

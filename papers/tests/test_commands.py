@@ -1,6 +1,5 @@
 """The papers' commands within ``retrograde``: what is absurd is refused, old files are kept."""
 
-import errno
 import json
 import os
 import subprocess
@@ -10,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from matplotlib.figure import Figure
-from typer.testing import CliRunner
 
+from oracles.commands import full_after, refused, run
 from retrograde import cli
 from retrograde.machine import check_parallel
 from wang2020 import program, seconds
@@ -23,17 +22,6 @@ EVERY_COMMAND = [
     ["bench", "vgg11"],
     ["bench", "deep"],
 ]
-
-
-def run(*arguments):
-    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
-
-
-def refused(result):
-    """The one message of a command that was refused, on one line."""
-    assert result.exit_code == 2, result.output
-    assert "Traceback" not in result.output
-    return " ".join(result.output.split())
 
 
 def test_without_the_package_one_line_says_how_to_get_it(monkeypatch):
@@ -67,20 +55,6 @@ def test_threads_beyond_reason_are_refused_before_any_starts(
     )
     assert list(tmp_path.iterdir()) == []
     check_parallel("--threads", 12)
-
-
-def full_after(write, *names):
-    """The same write, which a full disk breaks off for some files."""
-
-    def broken(self, *arguments, **options):
-        written = write(self, *arguments, **options)
-        path = self if isinstance(self, Path) else arguments[0]
-        if path.name in names:
-            os.truncate(path, 1)
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return written
-
-    return broken
 
 
 def test_processes_beyond_reason_are_refused_before_any_starts(tmp_path):

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from gruslys2016 import measured
 from gruslys2016.timed import Seconds
+from oracles.commands import refused
 from retrograde import cli, console
 from retrograde_papers.every import PLATES
 
@@ -19,13 +20,6 @@ SMALL = Seconds(
 
 def run(*arguments):
     return CliRunner().invoke(cli.app, ["figures", *map(str, arguments)])
-
-
-def refused(result):
-    """The one message of a command that was refused, on one line."""
-    assert result.exit_code == 2, result.output
-    assert "Traceback" not in result.output
-    return " ".join(result.output.split())
 
 
 def files(*names):
