@@ -14,7 +14,7 @@ PACKAGE = ROOT / "src" / "retrograde"
 
 LEVELS = [
     {"errors"},
-    {"units", "machine", "console", "files"},
+    {"units", "machine", "console", "files", "interrupts"},
     {"schedule"},
     {"plan", "interchange", "measure"},
     {"discover", "kernels"},

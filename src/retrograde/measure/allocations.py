@@ -19,7 +19,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -36,6 +36,7 @@ from torch._C._profiler import (
 from torch.autograd import profiler
 from torch.overrides import _get_current_function_mode_stack
 
+from retrograde.interrupts import interrupts_put_off
 from retrograde.units import format_bytes
 
 __all__ = ["MEASURING", "Measurement", "is_profiled", "measure", "measure_phases", "unpacked"]
@@ -201,18 +202,28 @@ def _observe(
     fn: Callable[[], T], device: torch.device, *, oldest: bool
 ) -> tuple[T, int, int, list[_Event]]:
     """Run a call and tell its value, its start and end in ns, and its memory events."""
-    with MEASURING, _uncollected(), unpacked():
+    with MEASURING, interrupts_put_off() as interruptible, _uncollected(), unpacked():
         _synchronize(device)
-        return _beside(fn, device, oldest) if is_profiled() else _alone(fn, device)
+        if is_profiled():
+            return _beside(fn, device, oldest)
+        return _alone(fn, device, interruptible)
 
 
-def _alone(fn: Callable[[], T], device: torch.device) -> tuple[T, int, int, list[_Event]]:
-    """By torch's profiler, told to look at nothing but memory."""
+def _alone(
+    fn: Callable[[], T],
+    device: torch.device,
+    interruptible: Callable[[], AbstractContextManager[object]],
+) -> tuple[T, int, int, list[_Event]]:
+    """By torch's profiler, told to look at nothing but memory.
+
+    A profiler that an interrupt left running would fail when the process ends.
+    """
     _start_profiler()
     start_ns = time.time_ns()
     try:
-        value = fn()
-        _synchronize(device)
+        with interruptible():
+            value = fn()
+            _synchronize(device)
     finally:
         stop_ns = time.time_ns()
         torch._C._autograd._enable_record_function(True)

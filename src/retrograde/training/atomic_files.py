@@ -6,14 +6,13 @@ POSIX and Windows do in one stroke: whenever the process dies, what stands there
 
 import contextlib
 import os
-import signal
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, TYPE_CHECKING
 
 from retrograde import figures
+from retrograde.interrupts import interrupts_put_off
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -39,7 +38,7 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
         b'hello'
     """
     partial = path.with_name(path.name + ".partial")
-    with _naming(path), _uninterrupted():
+    with _naming(path), interrupts_put_off():  # torch's writer would call Ctrl-C a failure
         try:
             with partial.open("wb") as file:
                 write(file)
@@ -96,22 +95,6 @@ def _naming(*paths: Path) -> Iterator[None]:
         name = Path(str(cause.filename)).name
         path = next((path for path in paths if path.name == name), paths[0])
         raise OSError(cause.errno, cause.strerror or str(cause), str(path)) from error
-
-
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Put Ctrl-C off until the end: torch's writer would report it as a failure of its own."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # signals are the main thread's
-        return
-    pressed: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if pressed:
-        raise KeyboardInterrupt
 
 
 def _settle(folder: Path) -> None:

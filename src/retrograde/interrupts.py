@@ -1,0 +1,62 @@
+"""Ctrl-C put off while something is half done that must not stay so: a file, a running profiler."""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FrameType
+
+__all__ = ["interrupts_put_off"]
+
+
+@contextmanager
+def interrupts_put_off() -> Iterator[Callable[[], AbstractContextManager[object]]]:
+    """Put Ctrl-C off until the end of the block, but for what the block lets it interrupt.
+
+    Signals reach the main thread only: elsewhere, and where the process ignores Ctrl-C or was
+    not started by Python's own handler, nothing changes.
+
+    Yields:
+        A context in which Ctrl-C has its usual effect.
+
+    Example:
+        >>> with interrupts_put_off() as interruptible:
+        ...     begun = True  # what must be undone
+        ...     try:
+        ...         with interruptible():
+        ...             sum(range(1000))  # what may take long
+        ...     finally:
+        ...         begun = False
+        499500
+    """
+    usual = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(usual):
+        yield nullcontext
+        return
+    pressed: list[tuple[int, FrameType | None]] = []
+    open_for_one = False
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal open_for_one
+        if open_for_one:
+            open_for_one = False  # what this one interrupts is then undone undisturbed
+            usual(number, frame)
+        else:
+            pressed.append((number, frame))
+
+    @contextmanager
+    def interruptible() -> Iterator[None]:
+        nonlocal open_for_one
+        open_for_one = True
+        try:
+            yield
+        finally:
+            open_for_one = False
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield interruptible
+    finally:
+        signal.signal(signal.SIGINT, usual)
+        if pressed:
+            usual(*pressed[0])
