@@ -178,6 +178,31 @@ def test_a_fraction_is_of_what_torch_really_takes(dtype):
     assert working_bytes(ours, x, seed) <= ordinary // 10 * 1.01
 
 
+@pytest.mark.parametrize("memory", ["100%", "20%", "4%"])
+@pytest.mark.parametrize(
+    ("kind", "options", "batch"),
+    [
+        ("RNN", {}, 1),  # forward grows faster than backward, which is the higher one at first
+        ("LSTM", {}, 1),
+        ("GRU", {"num_layers": 2, "dropout": 0.3}, 4),
+        ("GRU", {"bidirectional": True}, 16),
+    ],
+)
+def test_a_share_is_of_the_whole_length_though_only_a_part_is_measured(
+    kind, options, batch, memory
+):
+    theirs = getattr(torch.nn, kind)(24, 32, **options)
+    x = torch.randn(400, batch, 24)
+    seed = torch.randn_like(theirs(x)[0])
+    ordinary = working_bytes(theirs, x, seed)
+    ours = getattr(rg, kind)(24, 32, memory=memory, **options)
+    try:
+        found = ours.fit(x).ordinary_bytes
+    except rg.BudgetError:
+        pytest.skip("less than the least")
+    assert found == pytest.approx(ordinary, rel=0.01)
+
+
 def test_the_same_budget_gives_the_same_schedule():
     _, ours = pair(5, 7, memory="20%")
     x = torch.randn(200, 3, 5)

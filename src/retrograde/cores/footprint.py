@@ -19,7 +19,7 @@ from retrograde.cores.fused import HEAP_BYTES
 from retrograde.discover.surroundings import muted_hooks
 from retrograde.errors import BudgetError
 from retrograde.measure.allocations import measure, measure_phases
-from retrograde.plan.fit import Curve, Fit, Footprint, fit, predict_peak_bytes
+from retrograde.plan.fit import Curve, Fit, Footprint, Highest, fit, predict_peak_bytes
 from retrograde.run.core import Core, Emit, Gradients, RangeCore, Tape, as_leaf
 from retrograde.run.executor import (
     advance,
@@ -35,6 +35,7 @@ from retrograde.schedule import Advance, Record
 from retrograde.units import Memory, as_bytes
 
 __all__ = [
+    "FEW_BYTES",
     "FEW_STEPS",
     "LONGEST_MEASURED",
     "Candidate",
@@ -43,6 +44,7 @@ __all__ = [
     "footprint",
     "footprints",
     "gradients_like",
+    "measure_pass",
     "noting",
     "ordinary_curve",
     "step_bytes",
@@ -50,6 +52,10 @@ __all__ = [
 
 #: How many steps are measured in any case, in whatever memory they take.
 FEW_STEPS = 8
+
+#: Bytes that measuring may take in any case: kernels hand out memory by pages, so that what a step
+#: adds is hidden in less.
+FEW_BYTES = 2**20
 
 # What a measured call holds besides: outputs, their gradients, and what it found.
 _BESIDE = 1.25
@@ -80,13 +86,18 @@ class _Bytes:
     record: int
     backward: int
 
+    @property
+    def most(self) -> int:
+        """What the range takes at its peak."""
+        return max(self.advance, self.record, self.held + self.backward)
+
 
 def footprint(
     core: Core,
     inputs: Inputs,
     state: Tensors,
     *,
-    ordinary: Curve | None = None,
+    ordinary: Curve | Highest | None = None,
     memory: Memory | None = None,
 ) -> Footprint:
     """Measure what the steps of a core take.
@@ -96,7 +107,8 @@ def footprint(
         inputs: the inputs of all steps, time first; only the first few are used.
         state: the initial state.
         ordinary: what ordinary backpropagation takes, if it is known; measured otherwise.
-        memory: the budget, which the measuring keeps to beyond :data:`FEW_STEPS` steps.
+        memory: the budget, which the measuring keeps to beyond :data:`FEW_STEPS` steps and
+            :data:`FEW_BYTES`.
 
     Returns:
         The footprint, for :func:`retrograde.plan.fit.fit`.
@@ -104,8 +116,6 @@ def footprint(
     length, device = len(inputs), core.ambient.device
     with core.ambient.measured(), muted_hooks(core.parameters):
         _measure_range(core, inputs, state, 1)  # what a first call allocates for good is not ours
-        lengths = sorted({min(length, L) for L in _lengths(core)})
-        points = {L: _measure_range(core, inputs, state, L) for L in lengths}
         final = 0
         if ordinary is None:
             shortest = min(2, length)
@@ -121,7 +131,14 @@ def footprint(
                 _measure_ordinary(core, inputs, state, shortest, whole=not core.sums, like=like)
                 for like in (torch.ones_like, _expanded)
             ]
-            final = max(0, max(sizes) - ordinary(shortest))
+            final = max(0, max(map(max, sizes)) - ordinary(shortest))
+        budget = None if memory is None else as_bytes(memory, ordinary(length))
+        points: dict[int, _Bytes] = {}
+        for steps in sorted({min(length, L) for L in _lengths(core)}):
+            known = Curve(tuple((L, size.most) for L, size in points.items()))
+            if budget is not None and steps > FEW_STEPS and known(steps) > max(budget, FEW_BYTES):
+                break  # no schedule has room for such a range
+            points[steps] = _measure_range(core, inputs, state, steps)
         # Two steps may take more than one: a state that is a view, what a step leaves behind.
         further = 0 if length < 2 or joins(core) else _advance_bytes(core, inputs, state, 2)
         trial = _trial_bytes(core, inputs, state) if isinstance(core, StepCore) else 0
@@ -235,7 +252,11 @@ class Candidate:
     extra_bytes: int = 0
 
     def footprint(
-        self, inputs: Inputs, state: Tensors, ordinary: Curve | None, memory: Memory | None
+        self,
+        inputs: Inputs,
+        state: Tensors,
+        ordinary: Curve | Highest | None,
+        memory: Memory | None,
     ) -> Footprint:
         """Measure what its steps take; see :func:`footprint`."""
         return replace(
@@ -253,7 +274,7 @@ def footprints(
     candidates: Sequence[Candidate],
     inputs: Inputs,
     state: Tensors,
-    ordinary: Curve | None = None,
+    ordinary: Curve | Highest | None = None,
     memory: Memory | None = None,
 ) -> list[Footprint]:
     """Measure what the steps of several cores take that compute the same.
@@ -318,33 +339,59 @@ def fit_fastest(
 
 
 def ordinary_curve(
-    measured: Callable[[int], int], length: int, memory: Memory | None = None
-) -> Curve:
+    measured: Callable[[int], tuple[int, ...]], length: int, memory: Memory | None = None
+) -> Highest:
     """Ordinary backpropagation's working bytes at doubling lengths, until they grow evenly, or
     would leave the budget.
 
+    Forward and backward grow by different slopes, and which is the higher changes with the length.
+    So each is followed by itself. Within the budget one may still be hidden by a kernel's own room.
+
     Args:
-        measured: the bytes of so many steps.
+        measured: the bytes of so many steps, at the peak of each phase.
         length: the number of steps there are.
-        memory: the budget, which holds beyond :data:`FEW_STEPS` steps; None for none.
+        memory: the budget, which holds beyond :data:`FEW_STEPS` steps and :data:`FEW_BYTES`; None
+            for none.
 
     Returns:
         Bytes by steps.
     """
-    points = [(steps, measured(steps)) for steps in sorted({1, min(2, length)})]
-    while points[-1][0] < min(length, LONGEST_MEASURED):
-        steps, known = min(2 * points[-1][0], length), Curve(tuple(points))
+    points = {steps: measured(steps) for steps in sorted({1, min(2, length)})}
+    while (last := max(points)) < min(length, LONGEST_MEASURED):
+        steps, known = min(2 * last, length), Highest.of(points)
         if memory is not None and steps > FEW_STEPS:
             budget = as_bytes(memory, known(length))
-            if known(length) > budget and _BESIDE * known(steps) > budget:
+            if known(length) > budget and _BESIDE * known(steps) > max(budget, FEW_BYTES):
                 break
-        points.append((steps, measured(steps)))
-        (a, low), (b, middle), (c, high) = ((0, 0), *points)[-3:]
-        slopes = (middle - low) / (b - a), (high - middle) / (c - b)
-        # A kernel's own room may hide the growth at first: then there is none.
-        if steps >= 16 and abs(slopes[1] - slopes[0]) <= 1e-3 * slopes[1] and slopes[1] > 0:
+        points[steps] = measured(steps)
+        if steps >= 16 and all(map(_is_even, Highest.of(points).curves)):
             break
-    return Curve(tuple(points))
+    return Highest.of(points)
+
+
+def _is_even(curve: Curve) -> bool:
+    """Whether the last two slopes are equal; a kernel's own room may hide the growth at first."""
+    (a, low), (b, middle), (c, high) = curve.points[-3:]
+    slopes = (middle - low) / (b - a), (high - middle) / (c - b)
+    return slopes[1] > 0 and abs(slopes[1] - slopes[0]) <= 1e-3 * slopes[1]
+
+
+def measure_pass(
+    forward: Callable[[], None],
+    backward: Callable[[], None],
+    drop: Callable[[], None],
+    device: torch.device,
+) -> tuple[int, int]:
+    """The working bytes of ordinary backpropagation: at the peak of forward, and of backward.
+
+    Args:
+        forward: runs forward.
+        backward: runs backward.
+        drop: lets go of all that a caller would be handed.
+        device: whose allocations count.
+    """
+    one, other, _ = measure_phases([forward, backward, drop], device=device)
+    return one.peak(0, 2), one.growth(0, 2) + other.peak(0, 2)
 
 
 def _corrected(
@@ -441,7 +488,7 @@ def _measure_tape(
     bar = core.ambient.bar
     phases = [bar, sweep, bar, again, bar, run, prepare, back, gradients.clear]
     _, swept, *_, recorded, _, backward, _ = measure_phases(phases, device=core.ambient.device)
-    return _Bytes(swept[0], held=recorded[1], record=recorded[0], backward=backward[0])
+    return _Bytes(swept.peak(), recorded.growth(), recorded.peak(), backward.peak())
 
 
 def _outputs_tell(core: Core, inputs: Inputs, state: Tensors) -> bool:
@@ -470,12 +517,15 @@ def _measure_ordinary(
     *,
     whole: bool,
     like: Callable[[Tensor], Tensor] = torch.ones_like,
-) -> int:
+) -> tuple[int, int]:
     """The working bytes of ordinary backpropagation through the first steps, as one graph; of the
     outputs, or of the whole, the final state included."""
     numbers = inputs[0:steps][-1:] if core.sums else []  # ours, and not the caller's
+    roots: Tensors = []
+    leaves: Tensors = []
+    handed: list[Any] = []
 
-    def call() -> object:
+    def forward() -> None:
         with torch.enable_grad(), core.recording():
             x = [
                 t.detach().requires_grad_(wanted)
@@ -486,13 +536,20 @@ def _measure_ordinary(
             run = run_ordinary if core.fused or not core.sums else _run_summing
             outputs, after = run(core, x, start)
         ends = [*outputs, *after] if whole else outputs
-        roots = list({id(y): y for y in ends if y.requires_grad}.values())
-        leaves = [t for t in (*x, *start, *core.targets) if t.requires_grad]
+        roots.extend({id(y): y for y in ends if y.requires_grad}.values())
+        leaves.extend(t for t in (*x, *start, *core.targets) if t.requires_grad)
+        handed.extend((outputs, after))
+
+    def backward() -> None:
         seeds = [like(y) for y in roots]
         found = torch.autograd.grad(roots, leaves, seeds, allow_unused=True) if roots else ()
-        return outputs, after, seeds, found
+        handed.extend((seeds, found))
 
-    return measure(call, device=core.ambient.device).working_bytes
+    def drop() -> None:
+        for one in (roots, leaves, handed):
+            one.clear()
+
+    return measure_pass(forward, backward, drop, core.ambient.device)
 
 
 def _run_summing(core: Core, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:

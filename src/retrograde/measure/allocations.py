@@ -14,6 +14,7 @@ seen (a test holds the figures against the resident set).
 
 import contextvars
 import gc
+import math
 import os
 import threading
 import time
@@ -39,7 +40,15 @@ from torch.overrides import _get_current_function_mode_stack
 from retrograde.interrupts import interrupts_put_off
 from retrograde.units import format_bytes
 
-__all__ = ["MEASURING", "Measurement", "is_profiled", "measure", "measure_phases", "unpacked"]
+__all__ = [
+    "MEASURING",
+    "Measurement",
+    "Phase",
+    "is_profiled",
+    "measure",
+    "measure_phases",
+    "unpacked",
+]
 
 T = TypeVar("T")
 
@@ -138,44 +147,83 @@ def measure(fn: Callable[[], T], *, device: str | torch.device = "cpu") -> Measu
     )
 
 
+@dataclass(frozen=True)
+class Phase:
+    """What one of several calls in turn allocated and released.
+
+    Attributes:
+        sizes: bytes of each allocation, and negative ones of each release.
+        born: for each, the number of the call that allocated the block; -1 if none of them did.
+        died: the number of the call that released it; that of calls if none of them did.
+    """
+
+    sizes: NDArray[np.int64]
+    born: NDArray[np.int64]
+    died: NDArray[np.int64]
+
+    def peak(self, since: int = -1, before: float = math.inf) -> int:
+        """The peak growth since the call began.
+
+        Args:
+            since: count blocks that this call or a later one allocated, by its number.
+            before: count blocks that a call before this one released.
+
+        Returns:
+            Bytes.
+        """
+        return int(np.cumsum(self._counted(since, before)).max(initial=0))
+
+    def growth(self, since: int = -1, before: float = math.inf) -> int:
+        """The growth that is left at the end of the call; arguments as for :meth:`peak`."""
+        return int(self._counted(since, before).sum())
+
+    def _counted(self, since: int, before: float) -> NDArray[np.int64]:
+        return np.where((self.born >= since) & (self.died < before), self.sizes, 0)
+
+
 def measure_phases(
-    phases: Sequence[Callable[[], object]],
-    *,
-    device: str | torch.device = "cpu",
-    working: bool = False,
-) -> list[tuple[int, int]]:
-    """Run calls one after the other, and tell for each its peak and its growth.
+    phases: Sequence[Callable[[], object]], *, device: str | torch.device = "cpu"
+) -> list[Phase]:
+    """Run calls one after the other, and tell for each what it allocated and released.
 
     Args:
         phases: called in order, without arguments; what they return is dropped at once.
         device: whose allocations count.
-        working: leave out what is still allocated when the last call has returned.
 
     Returns:
-        For each call (peak growth of allocated bytes since its start, growth left at its end).
+        A :class:`Phase` for each call.
 
     Example:
         >>> kept = []
-        >>> measure_phases([lambda: kept.append(torch.zeros(256)), kept.clear])
+        >>> phases = measure_phases([lambda: kept.append(torch.zeros(256)), kept.clear])
+        >>> [(phase.peak(), phase.growth()) for phase in phases]
         [(1024, 1024), (0, -1024)]
     """
     device = torch.device(device)
 
     def call() -> None:
         for phase in phases:
-            torch.empty(_MARK, dtype=torch.uint8)  # seen among the events: here a phase begins
+            torch.empty(_MARK, dtype=torch.uint8, device="cpu")  # seen where a phase begins
             phase()
 
     *_, events = _observe(call, device, oldest=True)
-    counted = _transient(events) if working else np.ones(len(events), np.bool_)
-    sizes: list[list[int]] = []
-    for event, counts in zip(events, counted, strict=True):
+    rows: list[list[int]] = []  # phase, size, born, died
+    live: dict[int, list[int]] = {}
+    number = -1
+    for event in events:
         if abs(event.size) == _MARK:
+            number += event.size > 0
+        elif number >= 0 and _is_on(event, device):
+            row = [number, event.size, number, len(phases)]
             if event.size > 0:
-                sizes.append([])
-        elif sizes and counts and _is_on(event, device):
-            sizes[-1].append(event.size)
-    return [(int(np.cumsum(s).max(initial=0)), sum(s)) for s in sizes]
+                live[event.address] = row
+            else:
+                allocated = live.pop(event.address, row)
+                row[2] = -1 if allocated is row else allocated[2]
+                row[3] = allocated[3] = number
+            rows.append(row)
+    table = np.array(rows, np.int64).reshape(-1, 4)
+    return [Phase(*table[table[:, 0] == k, 1:].T) for k in range(len(phases))]
 
 
 # A number of bytes that no tensor of interest has.

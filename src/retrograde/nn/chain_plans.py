@@ -167,7 +167,7 @@ _MOST_LINKS = 8
 _TORCHS_OWN = nn.Sequential  # whatever that name is made to mean later
 
 
-def measured(net: nn.Sequential, input: Any, repeats: int = 3) -> Chain:
+def measured(net: nn.Sequential, input: Any, repeats: int) -> Chain:
     """What the layers of a network take.
 
     Args:
@@ -185,7 +185,7 @@ def measured(net: nn.Sequential, input: Any, repeats: int = 3) -> Chain:
     return _measured(examine_layers(_apart(net), leaves, structure), leaves, repeats)
 
 
-def _measured(links: Links, leaves: Tensors, repeats: int = 3) -> Chain:
+def _measured(links: Links, leaves: Tensors, repeats: int | None = None) -> Chain:
     if not links.chain:
         raise CellError(
             "there is nothing to backpropagate: expected a layer with a parameter, or an input, "

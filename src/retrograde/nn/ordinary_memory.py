@@ -6,7 +6,7 @@ So it runs on stand-ins, in a shell of the module that looks for its weights now
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.rnn import PackedSequence
 
-from retrograde.cores.footprint import ordinary_curve
-from retrograde.measure.allocations import measure
-from retrograde.plan.fit import Curve
+from retrograde.cores.footprint import measure_pass, ordinary_curve
+from retrograde.plan.fit import Highest
+from retrograde.units import Memory
 
 __all__ = [
     "TORCHS_OWN",
@@ -108,8 +108,8 @@ class Ordinary:
     """
 
     batch: int
-    full: Curve
-    single: Curve | None = None
+    full: Highest
+    single: Highest | None = None
     gradient_copy: int = 0
 
     def __call__(self, steps: int, rows: int) -> int:
@@ -128,6 +128,7 @@ def measure_ordinary(
     length: int,
     packed: bool,
     sorts: bool,
+    memory: Memory | None = None,
 ) -> Ordinary:
     """Measure torch's own module on short sequences.
 
@@ -139,57 +140,70 @@ def measure_ordinary(
         length: T.
         packed: whether the inputs are to be packed.
         sorts: whether a packed batch has to be sorted.
+        memory: the budget, which holds beyond a few steps; None for none.
 
     Returns:
         What it takes.
     """
     shell, devices = over_weights(module, weights), [x.device] if x.is_cuda else []
 
-    def taker(batch: int, expanded: bool = False) -> Callable[[int], int]:
+    def taker(batch: int, expanded: bool = False) -> Callable[[int], tuple[int, int]]:
         kept = None if state is None else tuple(s[:, :batch] for s in state)
 
-        def measured(steps: int) -> int:
+        def measured(steps: int) -> tuple[int, int]:
             given = x[:steps, :batch].detach()
             if packed:
                 given = given.flatten(0, 1)
             given.requires_grad_(x.requires_grad)
             sizes = torch.full((steps,), batch) if packed else None
-            found = measure(
-                lambda: _pass(shell, given, kept, sizes, sorts, expanded), device=x.device
-            )
-            return found.working_bytes
+            passing = _Pass(shell, given, kept, sizes, sorts, expanded)
+            return measure_pass(passing.forward, passing.backward, passing.drop, x.device)
 
         return measured
 
     batch = x.shape[1]
     with torch.enable_grad(), torch.random.fork_rng(devices):
-        full = ordinary_curve(taker(batch), length)
-        single = ordinary_curve(taker(1), length) if packed else None
-        steps, size = full.points[-1]
-        more = max(0, taker(batch, expanded=True)(steps) - size)
+        full = ordinary_curve(taker(batch), length, memory)
+        single = ordinary_curve(taker(1), length, memory) if packed else None
+        steps = full.curves[0].points[-1][0]
+        more = max(0, max(taker(batch, expanded=True)(steps)) - full(steps))
     return Ordinary(batch, full, single, -(-more // steps))
 
 
-def _pass(
-    shell: Any,
-    x: Tensor,
-    state: State | None,
-    sizes: Tensor | None,
-    sorts: bool,
-    expanded: bool,
-) -> object:
-    """Forward and backward; everything that the caller would be handed."""
-    kept = () if state is None else state
-    kept = tuple(s.detach().clone().requires_grad_(s.requires_grad) for s in kept)
-    hx: Any = None if state is None else kept if shell.mode == "LSTM" else kept[0]
-    outputs, final = shell.forward(_given(shell, x, sizes, sorts), hx)
-    y = outputs.data if isinstance(outputs, PackedSequence) else outputs
-    roots = [t for t in (y, *(final if isinstance(final, tuple) else (final,))) if t.requires_grad]
-    seeds = [torch.ones_like(t) for t in roots]
-    if expanded:
-        seeds = [torch.ones((), dtype=t.dtype, device=t.device).expand_as(t) for t in roots]
-    wanted = [t for t in (x, *kept, *shell._flat_weights) if t.requires_grad]
-    return outputs, final, seeds, torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
+@dataclass
+class _Pass:
+    """Ordinary backpropagation; what the caller would be handed is kept until it is dropped."""
+
+    shell: Any
+    x: Tensor
+    state: State | None
+    sizes: Tensor | None
+    sorts: bool
+    expanded: bool
+    handed: list[Any] = field(default_factory=list)
+
+    def forward(self) -> None:
+        state, shell = self.state, self.shell
+        kept = () if state is None else state
+        kept = tuple(s.detach().clone().requires_grad_(s.requires_grad) for s in kept)
+        hx: Any = None if state is None else kept if shell.mode == "LSTM" else kept[0]
+        outputs, final = shell.forward(_given(shell, self.x, self.sizes, self.sorts), hx)
+        self.handed += outputs, final, kept
+
+    def backward(self) -> None:
+        outputs, final, kept = self.handed
+        y = outputs.data if isinstance(outputs, PackedSequence) else outputs
+        ends = (y, *(final if isinstance(final, tuple) else (final,)))
+        roots = [t for t in ends if t.requires_grad]
+        seeds = [torch.ones_like(t) for t in roots]
+        if self.expanded:
+            seeds = [torch.ones((), dtype=t.dtype, device=t.device).expand_as(t) for t in roots]
+        wanted = [t for t in (self.x, *kept, *self.shell._flat_weights) if t.requires_grad]
+        found = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
+        self.handed += seeds, found
+
+    def drop(self) -> None:
+        self.handed.clear()
 
 
 def _given(module: nn.RNNBase, x: Tensor, sizes: Tensor | None, sorts: bool) -> Any:

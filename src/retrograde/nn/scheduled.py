@@ -14,6 +14,7 @@ that the graph of computed ones is left for the gradient.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -32,7 +33,7 @@ from retrograde.run.inputs import Inputs
 from retrograde.run.layout import Rows
 from retrograde.run.transforms import is_unreal
 from retrograde.schedule import Schedule
-from retrograde.units import as_bytes
+from retrograde.units import Memory, as_bytes
 
 if TYPE_CHECKING:
     from retrograde.nn.recurrent import Recurrent
@@ -179,7 +180,9 @@ class Call:
             x = x.new_zeros(steps, self.batch, x.shape[1]).requires_grad_(x.requires_grad)
         state = self.state if self.given else None
         weights = stand_ins(self.weights)
-        return measure_ordinary(self.module, weights, x, state, self.length, packed, self.sorts)
+        return measure_ordinary(
+            self.module, weights, x, state, self.length, packed, self.sorts, self.module.memory
+        )
 
     def _parts(self, x: Tensor, sizes: Tensor | None, ordinary: Ordinary) -> "list[Part]":
         """Every recurrence, and what its ranges take."""
@@ -205,7 +208,7 @@ class Call:
             part = Part(known, read, state, ordinary(self.length, len(self.x)))
             part.gradient_copy = ordinary.gradient_copy
             alike = number > 0, *(w.requires_grad for one in net for w in one.weights)
-            part.sizes = self._known(alike, part.measured)
+            part.sizes = self._known(alike, partial(part.measured, self.module.memory))
             parts.append(part)
         return parts
 
@@ -280,9 +283,9 @@ class Call:
         return backward
 
     def _known(self, what: Any, find: Callable[[], Any]) -> Any:
-        """What was learnt of these shapes, whatever the budget."""
-        steps = min(self.length, LONGEST_MEASURED)
-        return self.module._fits.get((what, steps, self._shapes()), find)
+        """What was learnt of these shapes; no more than the budget has room for."""
+        steps, memory = min(self.length, LONGEST_MEASURED), repr(self.module.memory)
+        return self.module._fits.get((what, memory, steps, self._shapes()), find)
 
     def _shapes(self) -> Any:
         """All that the bytes of a range depend on, but for its length."""
@@ -340,9 +343,9 @@ class Part:
     sizes: list[Footprint] = field(default_factory=list)
     gradient_copy: int = 0
 
-    def measured(self) -> list[Footprint]:
-        """What ranges take, to be kept for other lengths."""
-        return footprints(self.cores, self.inputs, self.state, self._ordinary())
+    def measured(self, memory: Memory | None) -> list[Footprint]:
+        """What ranges take that a budget has room for, to be kept for other lengths."""
+        return footprints(self.cores, self.inputs, self.state, self._ordinary(), memory)
 
     @property
     def minimum_bytes(self) -> int:

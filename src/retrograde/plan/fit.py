@@ -21,7 +21,7 @@ Known limit: with several layers of different size a state is still counted as o
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from retrograde.errors import BudgetError
@@ -42,7 +42,7 @@ from retrograde.schedule import (
 from retrograde.schedule.actions import Code, Verb
 from retrograde.units import Memory, as_bytes, format_bytes
 
-__all__ = ["Curve", "Fit", "Footprint", "fit", "predict_peak_bytes", "refusal"]
+__all__ = ["Curve", "Fit", "Footprint", "Highest", "fit", "predict_peak_bytes", "refusal"]
 
 LEVELS = 1024
 CELLS = 2_000_000
@@ -80,6 +80,22 @@ class Curve:
 
 
 @dataclass(frozen=True)
+class Highest:
+    """The highest of several curves, each of which goes on by itself beyond what was measured."""
+
+    curves: tuple[Curve, ...]
+
+    @classmethod
+    def of(cls, points: Mapping[int, Sequence[int]]) -> "Highest":
+        """Curves through measured values: several for each number of steps."""
+        columns = zip(*points.values(), strict=True)
+        return cls(tuple(Curve(tuple(zip(points, one, strict=True))) for one in columns))
+
+    def __call__(self, steps: int) -> int:
+        return max(curve(steps) for curve in self.curves)
+
+
+@dataclass(frozen=True)
 class Footprint:
     """What the steps of a recurrence take, in bytes; measured, never guessed.
 
@@ -113,7 +129,7 @@ class Footprint:
     held: Curve
     record: Curve
     backward: Curve
-    ordinary: Curve
+    ordinary: Curve | Highest
     gradient_bytes: int
     heap_bytes: int | None
     call_steps: float = 0.0

@@ -3,22 +3,24 @@
 Both are found by the core's own functions, link by link: one that keeps nothing, one that is
 recorded, one that is backpropagated. What a tape refers to is found by letting go of the link's
 input, and of its output, and looking what is released.
+
+No more is held meanwhile than one link takes, its output once more, the gradients of its parameters
+and, for the first link, a copy of its input. A budget that has room for these is kept meanwhile.
 """
 
 import statistics
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import partial
-from itertools import pairwise
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import chain, islice, pairwise
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 
 from retrograde.cores.chain.chain_core import ChainCore, LinkTape
 from retrograde.cores.chain.links import Link, Links
 from retrograde.machine import now
-from retrograde.measure.allocations import measure_phases
+from retrograde.measure.allocations import Phase, measure_phases
 from retrograde.run.core import Gradients
 from retrograde.run.inputs import Held
 from retrograde.run.layout import Straight
@@ -29,16 +31,19 @@ __all__ = ["measure_chain", "prefix_bytes"]
 Tensors = list[Tensor]
 Gradient = Tensor | None
 _NO_INPUTS = Held([])
+Seconds = list[tuple[float, float]]  # of each link: forward, and backward
+_MORE_SECONDS = 0.5  # for timing alone
 _TOKEN_BYTES = 8  # an element for each state of the chain, in the caller's graph
 
 
-def measure_chain(links: Links, state: Tensors, repeats: int = 3) -> Chain:
+def measure_chain(links: Links, state: Tensors, repeats: int | None = None) -> Chain:
     """Measure every link of a chain, and leave no trace of it.
 
     Args:
         links: as examined for an input like this.
         state: the flat input.
-        repeats: how often seconds are taken; medians are told.
+        repeats: how often seconds are taken besides, medians being told; by default up to three
+            times, as far as they take no more than :data:`_MORE_SECONDS`.
 
     Returns:
         The chain, of as many layers as there are links.
@@ -52,10 +57,12 @@ def measure_chain(links: Links, state: Tensors, repeats: int = 3) -> Chain:
             first = [t.detach() for t in state]
             for link in links.prefix:
                 first = link.run(first)
-        sizes: list[_Size] = []
-        for k, before in _states(core, first):
-            sizes.append(_sizes(core, k, before, sizes[-1].gradient if k else 0))
-        seconds = [_seconds(core, first) for _ in range(repeats)]
+        sizes, once = _trials(core, first)
+        seconds = [once]
+        if repeats is None:
+            repeats = min(3, int(_MORE_SECONDS / sum(map(sum, once))))
+        if repeats:  # the others were taken while memory was watched
+            seconds = [_seconds(core, first) for _ in range(repeats)]
     forward, backward = _medians(links.chain, sizes, seconds)
     return Chain(
         forward_seconds=forward,
@@ -100,15 +107,7 @@ def prefix_bytes(links: Links, state: Tensors) -> int:
             for link in links.prefix:
                 inside = link.run(inside)
 
-        return measure_phases([run], device=state[0].device)[0][0]
-
-
-def _states(core: ChainCore, state: Tensors) -> Iterator[tuple[int, Tensors]]:
-    """Link after link, and the state before it; what is done with them are reruns."""
-    for k in range(len(core.links)):
-        (after,) = core.advance(_NO_INPUTS, k, [k + 1], state, None)
-        yield k, state
-        state = after
+        return measure_phases([run], device=state[0].device)[0].peak()
 
 
 @dataclass(frozen=True)
@@ -127,116 +126,155 @@ class _Size:
     keeps_output: bool
 
 
-@dataclass
-class _Held:
-    """What is held while the bytes of a link are measured."""
+class _Trial:
+    """One link, phase by phase: what it does, and what lets go of what it needed.
 
-    state: Tensors = field(default_factory=list)
-    after: Tensors = field(default_factory=list)
-    passed: list[UntypedStorage] = field(default_factory=list)
-    passed_bytes: int = 0
-    tape: list[LinkTape] = field(default_factory=list)
-    seeds: list[Gradient] = field(default_factory=list)
-    gradients: list[Gradient] = field(default_factory=list)
-    for_caller: list[Gradient] = field(default_factory=list)
+    Nobody else holds its input. The link before gives it, and the link behind takes its output.
+    """
+
+    def __init__(self, core: ChainCore, k: int, take: Callable[[], Tensors]) -> None:
+        self.core, self.k, self.take = core, k, take
+        self.last = k == len(core.links) - 1
+        self.state: Tensors = []
+        self.output: Tensors = []  # for the link behind
+        self.after: Tensors = []
+        self.tape: list[LinkTape] = []
+        self.gradients: list[Gradient] = []
+        self.for_caller: list[Gradient] = []
+        self.moments: list[float] = []
+
+    def phases(self) -> list[Callable[[], None]]:
+        return [
+            self.begin, self.advance, self.drop_after, self.record, self.drop_state,
+            self.drop_after, self.seed, self.backpropagate, self.drop_gradients, self.hand_over,
+        ]  # fmt: skip
+
+    def give(self) -> Tensors:
+        state, self.output = self.output, []
+        return state
+
+    def begin(self) -> None:
+        """Run the link the first time; what follows are reruns."""
+        self.state = self.take()
+        (self.output,) = self.core.advance(_NO_INPUTS, self.k, [self.k + 1], self.state, None)
+        memory = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in self.state)}
+        handed_on = {t.untyped_storage().data_ptr() for t in self.output}
+        self.own_bytes = sum(size for at, size in memory.items() if at not in handed_on)
+        self.given_bytes = sum(t.nbytes for t in self.state)
+
+    def advance(self) -> None:
+        with self._timed():
+            (self.after,) = self.core.advance(_NO_INPUTS, self.k, [self.k + 1], self.state, None)
+
+    def record(self) -> None:
+        with self._timed():
+            tape = self.core.record(_NO_INPUTS, self.k, self.k + 1, [*self.state], None)
+        self.after, tape.state_after = tape.state_after, []
+        self.tape = [tape]
+        if self.last:
+            self.for_caller += self.after
+
+    def drop_state(self) -> None:
+        self.state = []
+
+    def drop_after(self) -> None:
+        self.after = []
+
+    def seed(self) -> None:
+        self.gradients = _ones(self.core.links[self.k])
+
+    def backpropagate(self) -> None:
+        with self._timed():
+            gradients, self.gradients = _gradients(self.core, self.gradients), []
+            self.core.backpropagate(self.tape.pop(), gradients)
+        self.gradients = gradients.states
+        self.for_caller += gradients.parameters
+        if self.k == 0:
+            self.for_caller += gradients.states
+
+    def drop_gradients(self) -> None:
+        self.gradients = []
+
+    def hand_over(self) -> None:
+        self.for_caller = []
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        start = now(self.core.ambient.device)
+        yield
+        self.moments.append(now(self.core.ambient.device) - start)
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """Forward; and backward, with what recording takes longer."""
+        forward, record, backward = self.moments
+        return forward, backward + max(0.0, record - forward)
+
+    def size(self, phases: Sequence[Phase], before: int) -> _Size:
+        """What the phases showed; ``before`` is what the gradient of the input is taken to be."""
+        _, advance, _, record, less_input, less_output, _, back, _, _ = phases
+        first = self.k * len(phases) + 1  # what there was before is not the link's
+        last = first + len(phases) - 2  # what is let go of then is the caller's
+        output, recorded = advance.growth(), record.growth(first, last)
+        gradient = min(self.given_bytes, before) if self.k else 0  # else it is the caller's
+        backward = back.peak(first, last)
+        ones = sum(int(t.nbytes) for t in _ones(self.core.links[self.k]) if t is not None)
+        return _Size(
+            output=output,
+            gradient=max(output, ones),
+            internal=recorded + output if self.last else recorded,
+            forward=advance.peak() - output,
+            record=record.peak(first, last) - recorded,
+            backward=max(0, backward - gradient),
+            release=backward - back.peak(before=last) if self.k else 0,
+            keeps_input=self.own_bytes + less_input.growth() > 0,
+            keeps_output=output + less_output.growth() > 0,
+        )
 
 
-def _sizes(core: ChainCore, k: int, state: Tensors, before: int) -> _Size:
-    """Measure link k; ``before`` is what the gradient of its input is taken to be."""
-    phases, held = _phases(core, k, state), _Held()
-    device = core.ambient.device
-    found = measure_phases([partial(phase, held) for phase in phases], device=device, working=True)
-    (_, given), (forward, output), _, (record, recorded), (_, less_input), (_, less_output) = found[
-        :6
-    ]
-    (alone, _), (backward, _) = found[7], found[-2]
-    last = k == len(core.links) - 1
-    tape = recorded if last else recorded - output
-    gradient = min(given, before) if k else 0  # that of the chain's input is the caller's
-    return _Size(
-        output=output,
-        gradient=max(output, sum(int(t.nbytes) for t in _ones(core.links[k]) if t is not None)),
-        internal=tape + output,
-        forward=forward - output,
-        record=record - recorded,
-        backward=max(0, backward - gradient),
-        release=backward - alone if k else 0,
-        keeps_input=given - held.passed_bytes + less_input > 0,
-        keeps_output=output + less_output > 0,
-    )
+def _trials(core: ChainCore, first: Tensors) -> tuple[list[_Size], Seconds]:
+    """Measure link after link: bytes, and seconds that the watching is a part of."""
+    trials: list[_Trial] = []
+    for k in range(len(core.links)):
+        take = trials[-1].give if k else lambda: [t.clone() for t in first]
+        trials.append(_Trial(core, k, take))
+    phases = [trial.phases() for trial in trials]
+    found = iter(measure_phases([*chain(*phases)], device=core.ambient.device))
+    sizes: list[_Size] = []
+    for trial, own in zip(trials, phases, strict=True):
+        before = sizes[-1].gradient if sizes else 0
+        sizes.append(trial.size([*islice(found, len(own))], before))
+    return sizes, [trial.seconds for trial in trials]
 
 
-def _phases(core: ChainCore, k: int, state: Tensors) -> list[Callable[[_Held], None]]:
-    """One after the other: what a link does, and what lets go of what it needed."""
-    link, last = core.links[k], k == len(core.links) - 1
-
-    def give(held: _Held) -> None:
-        held.state = [t.clone() for t in state]
-
-    def advance(held: _Held) -> None:
-        (held.after,) = core.advance(_NO_INPUTS, k, [k + 1], held.state, None)
-        # What the link hands on as it was given it is neither its input nor its output here.
-        given = {t.untyped_storage().data_ptr() for t in held.state}
-        after = {s.data_ptr(): s for s in (t.untyped_storage() for t in held.after)}
-        held.passed = [s for pointer, s in after.items() if pointer in given]
-        held.passed_bytes = sum(s.nbytes() for s in held.passed)
-
-    def record(held: _Held) -> None:
-        tape = core.record(_NO_INPUTS, k, k + 1, [*held.state], None)
-        held.after, tape.state_after = tape.state_after, []
-        held.tape = [tape]
-        if last:
-            held.for_caller += held.after
-
-    def drop_state(held: _Held) -> None:
-        held.state = []
-
-    def drop_after(held: _Held) -> None:
-        held.after = []
-
-    def seed(held: _Held) -> None:
-        held.seeds = _ones(link)
-
-    def backpropagate(held: _Held) -> None:
-        gradients, held.seeds = _gradients(core, held.seeds), []
-        core.backpropagate(held.tape.pop(), gradients)
-        held.gradients = gradients.states
-        held.for_caller += gradients.parameters
-        if k == 0:
-            held.for_caller += gradients.states
-
-    def drop(held: _Held) -> None:
-        held.state, held.seeds, held.gradients, held.passed = [], [], [], []
-
-    # Once with an input that nobody else holds, once with one that is held meanwhile.
-    alone = [give, advance, drop_after, record, drop_state, drop_after, seed, backpropagate, drop]
-    return [*alone, give, record, drop_after, seed, backpropagate, drop]
-
-
-def _seconds(core: ChainCore, state: Tensors) -> list[tuple[float, float]]:
+def _seconds(core: ChainCore, state: Tensors) -> Seconds:
     """Of each link: forward; and backward, with what recording takes longer.
 
     A link is recorded after the next one was run, for else what it needs would still be at hand.
     """
     device, forwards, found = core.ambient.device, [], []
     before: Tensors = []
+    state = [*state]
     for k in range(len(core.links) + 1):
         if k < len(core.links):
             start = now(device)
-            (after,) = core.advance(_NO_INPUTS, k, [k + 1], state, None)
+            core.advance(_NO_INPUTS, k, [k + 1], state, None)
             forwards.append(now(device) - start)
         if k:
             record, backward = _back(core, k - 1, before)
             found.append((forwards[k - 1], backward + max(0.0, record - forwards[k - 1])))
-        before, state = state, after
+        if k < len(core.links):  # once more, for its output was not held meanwhile
+            (after,) = core.advance(_NO_INPUTS, k, [k + 1], state, None)
+            before, state = state, after
     return found
 
 
 def _back(core: ChainCore, k: int, state: Tensors) -> tuple[float, float]:
-    """The seconds to record a link, and to go back through it."""
+    """The seconds to record a link, and to go back through it; its input is let go of."""
     device = core.ambient.device
     moments = [now(device)]
-    tape = core.record(_NO_INPUTS, k, k + 1, [*state], None)
+    tape = core.record(_NO_INPUTS, k, k + 1, state, None)
+    tape.state_after = []
     moments.append(now(device))
     gradients = _gradients(core, _ones(core.links[k]))
     moments.append(now(device))
@@ -260,7 +298,7 @@ def _gradients(core: ChainCore, states: Sequence[Gradient]) -> Gradients:
 
 
 def _medians(
-    links: Sequence[Link], sizes: Sequence[_Size], seconds: Sequence[Sequence[tuple[float, float]]]
+    links: Sequence[Link], sizes: Sequence[_Size], seconds: Sequence[Seconds]
 ) -> tuple[list[float], list[float]]:
     """Forward and backward, over the repeats and over all links of one make and one size.
 
