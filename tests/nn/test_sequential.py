@@ -557,9 +557,9 @@ def test_copies_keep_options_and_give_the_same(copied):
     ours.memory = "1GiB"
     x = draw(2, 2, 4, 5)
     ours(x)
-    assert ours._outlooks
+    assert len(ours._outlooks)
     twin = copied(ours)
-    assert twin._outlooks == {}
+    assert not len(twin._outlooks)
     kept = (twin.backward, twin.algorithm, twin.levels, twin.memory)
     assert kept == ("scan", "blelloch", None, "1GiB")
     assert_close(gradients(twin, x), gradients(theirs, x), 1e-10)

@@ -16,7 +16,7 @@ from typing import Literal, cast
 
 from retrograde.cores.compiled import Compiled, has_slopes, is_fast
 from retrograde.cores.dropout import Dropout
-from retrograde.cores.footprint import Candidate
+from retrograde.cores.fastest import Candidate
 from retrograde.cores.fused import (
     Fused,
     Kernel,

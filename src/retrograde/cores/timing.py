@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from retrograde.cores.footprint import Shapes, gradients_like, noting
+from retrograde.cores.probes import Shapes, gradients_like, noting
 from retrograde.discover.surroundings import muted_hooks
 from retrograde.machine import now
 from retrograde.run.core import Core

@@ -15,7 +15,8 @@ from torch.utils import _pytree as pytree
 
 from retrograde.cores.candidates import candidates
 from retrograde.cores.cell import Cell, StepCore
-from retrograde.cores.footprint import Candidate, fit_fastest, footprints, step_bytes
+from retrograde.cores.fastest import Candidate, fit_fastest, footprints
+from retrograde.cores.footprint import step_bytes
 from retrograde.cores.fused import Fused, Layers, Mode, run_lean
 from retrograde.cores.loss import Loss, RangeLoss, StepLoss, examine_loss
 from retrograde.discover.referents import reach

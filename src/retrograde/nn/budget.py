@@ -14,7 +14,7 @@ sum is an upper bound, for only one module at a time is at its own peak.
 In that run these modules record nothing, so it takes what the rest of the model takes.
 
 What is swapped is known to :mod:`retrograde.nn.replace_modules` alone; here a module has a
-``memory``, and a ``fit`` that tells bytes.
+``memory``, and tells bytes within any.
 
 Known limits: what a model changes in place and is no buffer (a list that it appends to) is not put
 back; a model whose forward pass differentiates through such a module cannot be run so.
@@ -234,14 +234,12 @@ class _Watched:
         if isinstance(self.module, nn.RNNBase):  # a hook may have just computed a weight
             now, names = vars(self.module), self.module._flat_weights_names
             vars(self.twin).update({name: now[name] for name in names if name in now})
-        self.twin.memory = "100%"
-        whole = self.twin.fit(*args, **kwargs)
+        whole = self.twin._fit_within("100%", *args, **kwargs)
         ordinary: int = whole.ordinary_bytes
         if isinstance(whole, ChainFit):
             return min(whole.minimum_bytes, ordinary), ordinary
-        self.twin.memory = 1
         try:
-            least: int = self.twin.fit(*args, **kwargs).minimum_bytes
+            least: int = self.twin._fit_within(1, *args, **kwargs).minimum_bytes
         except BudgetError as refusal:
             least = refusal.minimum_bytes
         return min(least, ordinary), ordinary

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.rnn import PackedSequence
 
-from retrograde.cores.footprint import measure_pass, ordinary_curve
+from retrograde.cores.ordinary import measure_pass, ordinary_curve
 from retrograde.plan.fit import Highest
 from retrograde.units import Memory
 

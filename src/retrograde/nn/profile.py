@@ -369,7 +369,7 @@ def _of_module(
             f"the input of a {type(module).__name__} is a {type(input).__name__}: expected a "
             "tensor (T, B, I); for packed sequences, pad them"
         )
-    call = cast(Recurrent, twin(module))._call_of(input, hx)
+    call = cast(Recurrent, twin(module))._call_of(input, hx, None)
     call.at_once = sums_at_once(length or call.length, call.batch)
     ordinary, (part, *others) = call.measured()
     if others:

@@ -102,7 +102,7 @@ class Recurrent(nn.RNNBase):
         data = input.data if isinstance(input, PackedSequence) else input
         hidden, found = self._parts(hx), None
         if hidden is not None and self._wants([data, *hidden, *weights]):
-            found = self._run(self._read(input, hidden, weights))
+            found = self._run(self._read(input, hidden, self.memory, weights))
         if found is None:
             return super(Recurrent, over_weights(self, weights, type(self))).forward(input, hx)
         return self._laid_out(input, *found)
@@ -140,10 +140,14 @@ class Recurrent(nn.RNNBase):
         """
         if self.memory is None:
             raise CellError("there is no budget to fit: give memory=, such as memory=0.05")
+        return self._fit_within(self.memory, input, hx)
+
+    def _fit_within(self, memory: Memory, input: Any, hx: Any = None) -> Fit | StackFit:
+        """What :meth:`fit` would tell, were the budget another one; nothing is changed."""
         self._check_asked()
         if self.backward is not None:
             choice.check_slopes(self)
-        call = self._call_of(input, hx)
+        call = self._call_of(input, hx, memory)
         check_measurable([call.x, *call.state, *call.weights])
         found = call.plan().fit
         assert found is not None
@@ -241,7 +245,7 @@ class Recurrent(nn.RNNBase):
             return (hx,) if isinstance(hx, Tensor) else None
         return tuple(hx) if isinstance(hx, tuple | list) and len(hx) == 2 else None
 
-    def _call_of(self, input: Any, hx: Any) -> Call:
+    def _call_of(self, input: Any, hx: Any, memory: Memory | None) -> Call:
         """What is asked, on the weights as they were last computed."""
         hidden = self._parts(hx)
         if hidden is None:
@@ -249,21 +253,30 @@ class Recurrent(nn.RNNBase):
                 f"the initial state is a {type(hx).__name__}: expected "
                 + ("the pair (h, c)" if self.mode == "LSTM" else "a tensor")
             )
-        return self._read(input, hidden)
+        return self._read(input, hidden, memory)
 
-    def _read(self, input: Any, hidden: State, weights: list[Tensor] | None = None) -> Call:
-        """What is asked: inputs, time first or packed, and the initial state; and the weights, if
-        not as they were last computed."""
+    def _read(
+        self,
+        input: Any,
+        hidden: State,
+        memory: Memory | None,
+        weights: list[Tensor] | None = None,
+    ) -> Call:
+        """What is asked: inputs, time first or packed, the initial state and the budget; and the
+        weights, if not as they were last computed."""
         given = bool(hidden)
         if not isinstance(input, PackedSequence):
-            return Call(self, *self._time_major(input, hidden), weights=weights, given=given)
+            x, state = self._time_major(input, hidden)
+            return Call(self, x, state, weights=weights, given=given, memory=memory)
         sizes, order = input.batch_sizes, input.sorted_indices
         state = hidden or self._zeros(int(sizes[0]), input.data)
         self._check_arguments(input.data, state, sizes)
         if given:
             state = _ordered(state, order)
         sorts = order is not None
-        return Call(self, input.data, state, sizes, weights=weights, given=given, sorts=sorts)
+        return Call(
+            self, input.data, state, sizes, weights=weights, given=given, sorts=sorts, memory=memory
+        )
 
     def _time_major(self, input: Tensor, hidden: State) -> tuple[Tensor, State]:
         if input.dim() not in (2, 3):

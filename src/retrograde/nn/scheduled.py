@@ -22,9 +22,10 @@ from torch import Tensor
 
 from retrograde.cores.candidates import Runner, candidates, core_of, runner_of
 from retrograde.cores.dropout import Dropout, draw_key
-from retrograde.cores.footprint import LONGEST_MEASURED, Candidate, fit_fastest, footprints
+from retrograde.cores.fastest import Candidate, fit_fastest, footprints
 from retrograde.cores.fused import Layers, Mode, run_torch
 from retrograde.cores.loops import sums_at_once
+from retrograde.cores.ordinary import LONGEST_MEASURED
 from retrograde.errors import CellError
 from retrograde.nn.ordinary_memory import Ordinary, last_weights, measure_ordinary, stand_ins
 from retrograde.plan.fit import Curve, Fit, Footprint, refusal
@@ -97,6 +98,7 @@ class Call:
         weights: of the module, as torch orders them; by default as they were last computed.
         given: whether the initial state was given, and is not just zeros.
         sorts: whether a packed batch had to be sorted.
+        memory: the budget; None for what ordinary backpropagation takes.
     """
 
     def __init__(
@@ -109,8 +111,9 @@ class Call:
         weights: Tensors | None = None,
         given: bool = True,
         sorts: bool = False,
+        memory: Memory | None = None,
     ) -> None:
-        self.module, self.x, self.state, self.sizes = module, x, state, sizes
+        self.module, self.x, self.state, self.sizes, self.memory = module, x, state, sizes, memory
         self.weights = last_weights(module) if weights is None else weights
         self.given, self.sorts = given, sorts
         self.length = len(x) if sizes is None else len(sizes)
@@ -124,12 +127,12 @@ class Call:
         return Plan(((run_torch, schedule),) * len(self._nets(self.weights)))
 
     def plan(self) -> Plan:
-        """The fastest plan that fits the module's budget.
+        """The fastest plan that fits the budget.
 
         Raises:
             BudgetError: the memory is too little for these shapes; the message names the least.
         """
-        key = repr(self.module.memory), self.length, len(self.x), self._shapes()
+        key = repr(self.memory), self.length, len(self.x), self._shapes()
         return cast(Plan, self.module._fits.get(key, self._find))
 
     def run(self, plan: Plan) -> tuple[Tensor, State]:
@@ -151,7 +154,7 @@ class Call:
         known, parts = self.measured()
         if len(parts) > 1:
             return self._divide(parts, known)
-        kernel, found = parts[0].fit(self.module.memory)
+        kernel, found = parts[0].fit(self.memory)
         return Plan(() if found.ordinary else ((kernel, found.schedule),), found)
 
     def measured(self) -> "tuple[Ordinary, list[Part]]":
@@ -181,7 +184,7 @@ class Call:
         state = self.state if self.given else None
         weights = stand_ins(self.weights)
         return measure_ordinary(
-            self.module, weights, x, state, self.length, packed, self.sorts, self.module.memory
+            self.module, weights, x, state, self.length, packed, self.sorts, self.memory
         )
 
     def _parts(self, x: Tensor, sizes: Tensor | None, ordinary: Ordinary) -> "list[Part]":
@@ -208,13 +211,13 @@ class Call:
             part = Part(known, read, state, ordinary(self.length, len(self.x)))
             part.gradient_copy = ordinary.gradient_copy
             alike = number > 0, *(w.requires_grad for one in net for w in one.weights)
-            part.sizes = self._known(alike, partial(part.measured, self.module.memory))
+            part.sizes = self._known(alike, partial(part.measured, self.memory))
             parts.append(part)
         return parts
 
     def _divide(self, parts: "list[Part]", known: Ordinary) -> Plan:
         """Every layer's share of the budget; or torch's own module where that is no slower."""
-        memory, ordinary = self.module.memory, known(self.length, len(self.x))
+        memory, ordinary = self.memory, known(self.length, len(self.x))
         budget = ordinary if memory is None else as_bytes(memory, ordinary)
         held, minima = self._between(), [part.minimum_bytes for part in parts]
         least = held + sum(minima)
@@ -284,7 +287,7 @@ class Call:
 
     def _known(self, what: Any, find: Callable[[], Any]) -> Any:
         """What was learnt of these shapes; no more than the budget has room for."""
-        steps, memory = min(self.length, LONGEST_MEASURED), repr(self.module.memory)
+        steps, memory = min(self.length, LONGEST_MEASURED), repr(self.memory)
         return self.module._fits.get((what, memory, steps, self._shapes()), find)
 
     def _shapes(self) -> Any:

@@ -1,29 +1,26 @@
 """``torch.nn.Sequential`` within a byte budget, or backpropagated by a parallel scan.
 
 With ``memory=`` alone it is a deep chain (:mod:`retrograde.nn.chain_plans`). With
-``backward="scan"`` its backward pass is a scan over sparse transposed Jacobians: forward, every
-layer runs as usual, cut off from the one before; backward, the scan finds the gradient of every
-layer's output; then each layer's parameters get theirs, by the layer's own backward pass, none
-waiting for another (W20, section 3.1).
+``backward="scan"`` its backward pass is a scan over Jacobians (:mod:`retrograde.nn.chain_scan`).
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from retrograde.discover.captured import foreign_tensors
-from retrograde.discover.surroundings import muted_hooks
-from retrograde.errors import CellError, RetrogradeError, ScanError
+from retrograde.errors import CellError, ScanError
 from retrograde.jacobians.composition import Residual
-from retrograde.jacobians.feedforward import Algorithm, Step, observe_steps, scan_gradients
+from retrograde.jacobians.feedforward import Algorithm, Step
 from retrograde.jacobians.rules import register_layer
 from retrograde.jacobians.transposed import room
+from retrograde.nn.cache import Recent
 from retrograde.nn.chain_plans import ChainFit, Plans, named_layers
-from retrograde.nn.scan_choice import Outlook, outlook_of
-from retrograde.run.transforms import refuse_transforms, uncompiled
+from retrograde.nn.chain_scan import OUTLOOKS, ChainScan
+from retrograde.nn.scan_choice import Outlook
+from retrograde.run.transforms import uncompiled
 from retrograde.units import Memory, parse_memory
 
 __all__ = ["Residual", "Sequential"]
@@ -83,7 +80,7 @@ class Sequential(nn.Sequential):
         _check_options(backward, algorithm, levels, memory)
         self.backward, self.algorithm, self.levels = backward, algorithm, levels
         self.memory = memory
-        self._outlooks: dict[Any, Outlook] = {}
+        self._outlooks: Recent[Outlook] = Recent(most=OUTLOOKS)
         self._plans = Plans()
 
     @uncompiled
@@ -102,18 +99,12 @@ class Sequential(nn.Sequential):
             CellError: within a budget, where a layer cannot be run exactly.
             ScanError: under ``backward="scan"``, where a layer has no Jacobian, or none that fits.
         """
+        found = None
         if self.backward is None and self.memory is not None:
             return self._plans.run(self, self.memory, input)
-        if self.backward is None or not torch.is_grad_enabled():
-            return super().forward(input)  # type: ignore[no-untyped-call]
-        layers = _flat(self)
-        used = (p for layer in layers for p in layer.parameters() if p.requires_grad)
-        parameters = list({id(p): p for p in used}.values())
-        if not layers or not (parameters or input.requires_grad):
-            return super().forward(input)  # type: ignore[no-untyped-call]
-        _check_call(layers, input)
-        refuse_transforms([input, *parameters], ["backward"])
-        return _Scan.apply(self, layers, input, *parameters)  # type: ignore[no-untyped-call]
+        if self.backward is not None and torch.is_grad_enabled():
+            found = self._scan().run(_flat(self), input)
+        return super().forward(input) if found is None else found  # type: ignore[no-untyped-call]
 
     def fit(self, input: Any) -> ChainFit:
         """What the budget buys for an input; nothing is trained.
@@ -133,7 +124,11 @@ class Sequential(nn.Sequential):
                 f"memory={self.memory!r} and backward={self.backward!r}: expected a memory and no "
                 "backward; only layers within a budget have a schedule"
             )
-        return self._plans.fit(self, self.memory, input)
+        return self._fit_within(self.memory, input)
+
+    def _fit_within(self, memory: Memory, input: Any) -> ChainFit:
+        """What :meth:`fit` would tell, were the budget another one; nothing is changed."""
+        return self._plans.fit(self, memory, input)
 
     def outlook(self, steps: Sequence[Step], *, whole: bool) -> Outlook:
         """What each scan would take for a batch, and which one is chosen; remembered by shape.
@@ -148,14 +143,7 @@ class Sequential(nn.Sequential):
         Raises:
             ScanError: what was asked for does not fit.
         """
-        x = steps[0].x
-        patterns = tuple(p.local.pattern for step in steps for p in step.path.pieces())
-        key = (len(x), x.dtype, x.device, whole, self.algorithm, self.levels, self.memory, patterns)
-        if key not in self._outlooks:
-            limit = room(self.memory, x.device)
-            found = outlook_of(steps, self.algorithm, self.levels, limit, whole=whole)
-            self._outlooks = {**dict(list(self._outlooks.items())[-_REMEMBERED:]), key: found}
-        return self._outlooks[key]
+        return self._scan().outlook(steps, whole=whole)
 
     def explain(self, input: Tensor) -> Outlook:
         """Which scan a call would be backpropagated by, and why; nothing is trained.
@@ -169,11 +157,10 @@ class Sequential(nn.Sequential):
         Raises:
             ScanError: as for a call.
         """
-        layers = _flat(self)
-        _check_call(layers, input)
-        with torch.enable_grad():
-            steps, whole = _needed(observe_steps(layers, input), input.requires_grad)
-        return self.outlook(steps, whole=whole)
+        return self._scan().explain(_flat(self), input)
+
+    def _scan(self) -> ChainScan:
+        return ChainScan(self.algorithm, self.levels, self.memory, self._outlooks)
 
     def __getitem__(self, index: Any) -> Any:
         if not isinstance(index, slice):
@@ -194,113 +181,18 @@ class Sequential(nn.Sequential):
         return ", ".join(f"{k}={v!r}" for k, v in options.items() if v not in (None, "auto"))
 
     def __getstate__(self) -> dict[str, Any]:
-        fresh = {"_outlooks": {}, "_plans": Plans()}
+        fresh = {"_outlooks": Recent(most=OUTLOOKS), "_plans": Plans()}
         return {**super().__getstate__(), **fresh}  # type: ignore[misc, no-untyped-call]
 
 
 # One that stands inside another layer is part of that one's Jacobian.
 register_layer(Sequential, parts=lambda net: nn.Sequential(*net))
 
-_REMEMBERED = 3  # shapes of batches and masks, besides the newest
-
-
-class _Scan(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, net: Sequential, layers: list[nn.Module], x: Tensor, *parameters: Tensor
-    ) -> Tensor:
-        ctx.set_materialize_grads(False)
-        with torch.enable_grad():
-            steps = observe_steps(layers, x)
-        _check_captured(steps, parameters)
-        ctx.steps, ctx.whole = _needed(steps, ctx.needs_input_grad[2])
-        ctx.outlook = net.outlook(ctx.steps, whole=ctx.whole)
-        ctx.parameters = parameters
-        ctx.versions = [(t, t._version) for layer in layers for t in _tensors(layer)]
-        return steps[-1].y.detach()
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():
-            raise RetrogradeError(
-                "the gradient of a Sequential with backward='scan' cannot itself be "
-                "differentiated: expected create_graph=False; for second derivatives use "
-                "backward=None"
-            )
-        if dy is None:
-            return (None,) * (3 + len(ctx.parameters))
-        if any(t._version != version for t, version in ctx.versions):
-            raise RetrogradeError(
-                "a parameter or buffer of a Sequential with backward='scan' was changed in place "
-                "between the forward pass and the backward pass: expected both passes with the "
-                "same weights; step the optimizer after backward()"
-            )
-        steps = ctx.steps
-        if steps is None:
-            raise RetrogradeError(
-                "a Sequential with backward='scan' was backpropagated a second time, and what it "
-                "held was released after the first: expected one backward pass; give "
-                "retain_graph=True to the first one"
-            )
-        if not _keeps_graph():
-            ctx.steps = None
-        gradients = _gradients(steps, dy, ctx.outlook, whole=ctx.whole)
-        own = gradients[1:] if ctx.whole else gradients
-        found = _of_parameters(steps, own, ctx.parameters)
-        return (None, None, gradients[0] if ctx.whole else None, *found)
-
-
-def _keeps_graph() -> bool:
-    """Whether the backward pass at work is to leave the graph as it was."""
-    asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return asked is None or bool(asked())
-
-
-def _gradients(steps: Sequence[Step], dy: Tensor, outlook: Outlook, *, whole: bool) -> list[Tensor]:
-    if outlook.jacobians:
-        chosen = outlook.chosen
-        return scan_gradients(steps, dy, chosen.levels, chosen.samples, whole=whole)
-    gradients = [dy]
-    for step in reversed(steps if whole else steps[1:]):
-        gradients += torch.autograd.grad(step.y, step.x, gradients[-1], retain_graph=True)
-    return gradients[::-1]
-
-
-def _of_parameters(
-    steps: Sequence[Step], gradients: Sequence[Tensor], parameters: Sequence[Tensor]
-) -> list[Tensor | None]:
-    """Every layer's by its own backward pass, all in one call; those of shared ones add up."""
-    wanted = [p for p in parameters if p.requires_grad]
-    pairs = [
-        (step.y, g)
-        for step, g in zip(steps, gradients, strict=True)
-        if any(p.requires_grad for p in step.layer.parameters())
-    ]
-    if not wanted or not pairs:
-        return [None] * len(parameters)
-    outputs, seeds = zip(*pairs, strict=True)
-    with muted_hooks(wanted):  # they are called with the gradients that are returned
-        found = torch.autograd.grad(outputs, wanted, seeds, retain_graph=True, allow_unused=True)
-    return list(found)
-
-
-def _needed(steps: list[Step], input_wanted: bool) -> tuple[list[Step], bool]:
-    """The steps from the first one on whose output's gradient is wanted."""
-    if input_wanted:
-        return steps, True
-    trained = [any(p.requires_grad for p in step.layer.parameters()) for step in steps]
-    return (steps[trained.index(True) :], False) if any(trained) else (steps, True)
-
 
 def _flat(net: nn.Sequential) -> list[nn.Module]:
     """The layers, those of nested ones in their place."""
     opens = (nn.Sequential, Sequential)
     return [layer for _, layer in named_layers(net, lambda nested: type(nested) in opens)]
-
-
-def _tensors(layer: nn.Module) -> Iterator[Tensor]:
-    yield from layer.parameters()
-    yield from layer.buffers()
 
 
 def _check_options(backward: Any, algorithm: Any, levels: Any, memory: Memory | None) -> None:
@@ -319,34 +211,3 @@ def _check_options(backward: Any, algorithm: Any, levels: Any, memory: Memory | 
         parse_memory(memory)
     elif memory is not None:
         room(memory, torch.device("cpu"))  # refuses what cannot be read
-
-
-def _check_call(layers: Sequence[nn.Module], input: Any) -> None:
-    if not isinstance(input, Tensor) or input.dtype not in (torch.float32, torch.float64):
-        given = input.dtype if isinstance(input, Tensor) else type(input).__name__
-        raise ScanError(
-            f"the input is of {given}: expected a tensor of float32 or float64; cast it, or use "
-            "backward=None"
-        )
-    if not input.ndim or not len(input):
-        raise ScanError("the input has no samples: expected at least one; leave the batch out")
-    for layer in layers:
-        for each in layer.modules():
-            if each._backward_hooks or each._backward_pre_hooks:
-                raise ScanError(
-                    f"{type(each).__name__} has a backward hook, which a scan over Jacobians would "
-                    "not pass through: expected none on the layers; hook the Sequential itself, or "
-                    "its parameters, or use backward=None"
-                )
-
-
-def _check_captured(steps: Sequence[Step], parameters: Sequence[Tensor]) -> None:
-    """Refuse layers that use tensors of which we could not give the gradient (rule 5)."""
-    for step in steps:
-        known = {id(t) for t in (step.x, *parameters)}
-        leaves, _ = foreign_tensors([step.y], 0)
-        if any(id(t) not in known for t in leaves):
-            raise ScanError(
-                f"{type(step.layer).__name__} uses a tensor that wants a gradient and is none of "
-                "its parameters: expected parameters only; register it as one, or use backward=None"
-            )

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from retrograde.cores.cell import Cell, StepCore, as_pair, begin, examine
-from retrograde.cores.footprint import fit_measured, footprint, step_bytes
+from retrograde.cores.fastest import fit_measured
+from retrograde.cores.footprint import footprint, step_bytes
 from retrograde.discover.surroundings import autocast_as_now
 from retrograde.discover.trees import Structure, flatten
 from retrograde.errors import CellError, ScheduleError

@@ -67,8 +67,8 @@ class Crossing:
             return
         before = tuple(s.requires_grad_() for s in self._zeros(part))
         part = part.requires_grad_(self.x.requires_grad)
-        with _Divided(rnn, len(self.batches)):
-            rnn.fit(part, before if rnn.mode == "LSTM" else before[0])
+        piece = _for_a_piece(rnn, len(self.batches))
+        piece.fit(part, before if rnn.mode == "LSTM" else before[0])
 
     def steps(self, x: Tensor) -> int:
         """How many steps an input has."""
@@ -133,8 +133,7 @@ class Crossing:
                 outputs = x.new_empty(*x.shape[:-1], before[0].shape[-1])
                 return Piece(x, before, outputs, before, self.batched)
             hidden = before if rnn.mode == "LSTM" else before[0]
-            with _Divided(rnn, len(self.batches)):
-                outputs, after = rnn(x, hidden)
+            outputs, after = _for_a_piece(rnn, len(self.batches))(x, hidden)
         after = after if isinstance(after, tuple) else (after,)
         return Piece(x, before, outputs, after, self.batched)
 
@@ -167,17 +166,11 @@ class Crossing:
         return by_slopes(self.rnn, x, before, dy)
 
 
-class _Divided:
-    """A budget in bytes is for all pieces of the batch, which are held side by side."""
-
-    def __init__(self, rnn: Recurrent, pieces: int) -> None:
-        self.rnn, self.pieces, self.memory = rnn, pieces, rnn.memory
-
-    def __enter__(self) -> None:
-        if self.memory is not None:
-            asked = parse_memory(self.memory)
-            self.rnn.memory = asked // self.pieces if isinstance(asked, int) else self.memory
-
-    def __exit__(self, *error: object) -> Literal[False]:
-        self.rnn.memory = self.memory
-        return False
+def _for_a_piece(rnn: Recurrent, pieces: int) -> Recurrent:
+    """The module for one piece of the batch: a budget in bytes is for all, held side by side."""
+    asked = None if rnn.memory is None else parse_memory(rnn.memory)
+    if pieces == 1 or not isinstance(asked, int):
+        return rnn
+    piece = type(rnn).__new__(type(rnn))
+    vars(piece).update(vars(rnn), memory=asked // pieces)
+    return piece
