@@ -1,7 +1,5 @@
 """What is measured of a core, and what is told of lengths that are not measured."""
 
-from types import SimpleNamespace
-
 import torch
 
 from retrograde.cores import footprint as module
@@ -24,7 +22,7 @@ def test_no_length_of_an_advance_is_told_less_than_the_longest_takes(monkeypatch
     flat = Curve(((1, 5), (2, 6), (4, 6)))
     sizes = Footprint(8, flat, flat, flat, flat, flat, 8, None)
     schedule = [Advance(0, 3), Advance(0, 50), Advance(0, 100), Record(0, 1)]
-    found = module._corrected(sizes, SimpleNamespace(schedule=schedule), core, Held([x]), [h])
+    found = module.measured_for(schedule, sizes, core, Held([x]), [h])
     assert measured == [100]
     assert [found.advance(steps) for steps in (3, 50, 100)] == [900] * 3
     assert [found.advance(steps) for steps in (1, 2, 4)] == [5, 6, 6]

@@ -273,7 +273,7 @@ def test_the_run_on_the_sample_takes_no_ordinary_backpropagation(monkeypatch):
     ordinary = working_bytes(Pair(), x)
     model, seen = Pair(), []
     model.second.register_forward_pre_hook(lambda _, args: seen.append(args[0].requires_grad))
-    monkeypatch.setattr(rg.LSTM, "fit", lambda *_: Fitted)  # measures nothing
+    monkeypatch.setattr(rg.LSTM, "_fit_within", lambda *_: Fitted)  # measures nothing
     assert rg.measure(lambda: rg.budget(model, 1.0, x)).working_bytes < ordinary / 3
     assert seen == [True]
 
@@ -294,11 +294,11 @@ class Packed(nn.Module):
 def test_packed_sequences_are_asked_for_as_they_are(monkeypatch, given):
     asked = []
 
-    def fit(module, input, hx=None):
-        asked.append((module.memory, input.batch_sizes.tolist(), hx))
+    def fit(module, memory, input, hx=None):
+        asked.append((memory, input.batch_sizes.tolist(), hx))
         return Fitted
 
-    monkeypatch.setattr(rg.LSTM, "fit", fit)
+    monkeypatch.setattr(rg.LSTM, "_fit_within", fit)
     model = Packed()
     division = rg.budget(model, 550, given([torch.randn(5, 6), torch.randn(3, 6)]))
     assert asked == [("100%", [2, 2, 2, 1, 1], None), (1, [2, 2, 2, 1, 1], None)]
@@ -308,7 +308,7 @@ def test_packed_sequences_are_asked_for_as_they_are(monkeypatch, given):
 def test_packed_sequences_of_other_lengths_are_another_kind_of_call(monkeypatch):
     asked = []
 
-    def fit(module, input, hx=None):
+    def fit(module, memory, input, hx=None):
         asked.append(input.batch_sizes.tolist())
         return Fitted
 
@@ -316,7 +316,7 @@ def test_packed_sequences_of_other_lengths_are_another_kind_of_call(monkeypatch)
         def forward(self, first, second):
             return super().forward(first) + super().forward(second) + super().forward(first)
 
-    monkeypatch.setattr(rg.LSTM, "fit", fit)
+    monkeypatch.setattr(rg.LSTM, "_fit_within", fit)
     pairs = [[torch.randn(steps, 6) for steps in lengths] for lengths in ((5, 3, 1), (5, 2, 2))]
     assert rg.budget(Twice(), 1.0, tuple(pairs)).shares["rnn"].calls == 3
     assert asked == [[3, 2, 2, 1, 1]] * 2 + [[3, 3, 1, 1, 1]] * 2
@@ -413,7 +413,7 @@ def test_a_refusal_of_a_module_names_it(monkeypatch):
     def fit(module, *_):
         raise rg.CellError("not like this")
 
-    monkeypatch.setattr(rg.LSTM, "fit", fit)
+    monkeypatch.setattr(rg.LSTM, "_fit_within", fit)
     model = Pair()
     with pytest.raises(rg.CellError, match=r"^first: not like this$"):
         rg.budget(model, "50%", leaf(20, 2, 24))

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations, prune
 
 import retrograde as rg
 from retrograde.errors import CellError, RetrogradeError, ScanError, UnitError
-from retrograde.nn import sequential
+from retrograde.nn import chain_scan
 from retrograde.nn.networks import lenet5, vgg11
 from retrograde.scan import CSR
 from retrograde.scan.counts import most_levels
@@ -485,14 +485,14 @@ def test_a_graph_that_is_retained_serves_again(algorithm):
 
 
 def test_a_second_backward_pass_is_refused_and_nothing_is_held_for_it(monkeypatch):
-    held, observe = [], sequential.observe_steps
+    held, observe = [], chain_scan.observe_steps
 
     def noting(*args):
         steps = observe(*args)
         held.extend(weakref.ref(step) for step in steps)
         return steps
 
-    monkeypatch.setattr(sequential, "observe_steps", noting)
+    monkeypatch.setattr(chain_scan, "observe_steps", noting)
     ours, _ = pair()
     y = ours(draw(2, 2, 4, 5))
     y.backward(torch.ones_like(y), retain_graph=True)

@@ -18,6 +18,7 @@ from retrograde.discover.referents import Reach, reach
 from retrograde.discover.surroundings import Ambient, version
 from retrograde.discover.trees import Structure, flatten
 from retrograde.errors import CellError
+from retrograde.run.autograd_core import AutogradCore
 from retrograde.run.core import as_leaf
 
 __all__ = [
@@ -33,7 +34,7 @@ Tensors = list[Tensor]
 
 
 @dataclass(frozen=True)
-class StepCore:
+class StepCore(AutogradCore):
     """Any cell ``cell(x_t, state) -> (y_t, state)``, one call a step; made by :func:`examine`.
 
     ``quiet`` is the cell without what only its outputs need, where leaving that out is not seen;

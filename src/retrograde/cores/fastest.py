@@ -9,7 +9,6 @@ from retrograde.cores.footprint import footprint, measured_for
 from retrograde.errors import BudgetError
 from retrograde.plan.fit import Curve, Fit, Footprint, Highest, fit, predict_peak_bytes
 from retrograde.run.core import Core
-from retrograde.run.executor import joins
 from retrograde.run.inputs import Inputs
 from retrograde.units import Memory
 
@@ -38,7 +37,7 @@ def fit_measured(
     """
     while True:
         found = fit(len(inputs), memory, sizes)
-        if found.ordinary or not joins(core):
+        if found.ordinary or not core.joins:
             return found, sizes
         sizes = measured_for(found.schedule, sizes, core, inputs, state)
         if predict_peak_bytes(found.schedule, sizes) <= found.budget_bytes:

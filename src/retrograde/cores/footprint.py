@@ -28,8 +28,8 @@ from retrograde.cores.probes import Shapes, gradients_like, noting
 from retrograde.discover.surroundings import muted_hooks
 from retrograde.measure.allocations import measure, measure_phases
 from retrograde.plan.fit import Curve, Footprint, Highest
+from retrograde.run.autograd_core import AutogradCore
 from retrograde.run.core import Core, Gradients, RangeCore, Tape
-from retrograde.run.executor import advance, backpropagate, joins, record
 from retrograde.run.inputs import Inputs
 from retrograde.run.states import laid_bytes, pack, stored_memory
 from retrograde.schedule import Advance, Record, Schedule
@@ -91,6 +91,7 @@ def footprint(
         _measure_range(core, inputs, state, 1)  # what a first call allocates for good is not ours
         final = 0
         if ordinary is None:
+            assert isinstance(core, AutogradCore), "what ordinary autograd takes is to be told"
             shortest = min(2, length)
             told = measure(lambda: outputs_tell(core, inputs, state), device=device).value
             ordinary = ordinary_curve(
@@ -113,10 +114,10 @@ def footprint(
                 break  # no schedule has room for such a range
             points[steps] = _measure_range(core, inputs, state, steps)
         # Two steps may take more than one: a state that is a view, what a step leaves behind.
-        further = 0 if length < 2 or joins(core) else _advance_bytes(core, inputs, state, 2)
+        further = 0 if length < 2 or core.joins else _advance_bytes(core, inputs, state, 2)
         trial = _trial_bytes(core, inputs, state) if isinstance(core, StepCore) else 0
         stored, laid = (0, 0) if core.fused else _stored_bytes(core, inputs, state)
-    if not joins(core):  # any range is single steps: what is held grows, the rest does not
+    if not core.joins:  # any range is single steps: what is held grows, the rest does not
         one = points[1]
         points[2] = replace(one, held=2 * one.held, record=one.record + one.held)
         points[2] = points[3] = replace(points[2], advance=max(one.advance, further))
@@ -141,7 +142,7 @@ def footprint(
         ordinary=ordinary,
         gradient_bytes=gradient,
         heap_bytes=HEAP_BYTES if core.fused and device.type == "cpu" else None,
-        record_steps=_RECORD_STEPS if joins(core) and not core.fused else 0.0,
+        record_steps=_RECORD_STEPS if core.joins and not core.fused else 0.0,
         scheduled=core.sums,
         # The surroundings at the call's beginning, for a second backward pass.
         call_bytes=laid + (0 if core.sums else ambient),
@@ -172,7 +173,7 @@ def _lengths(core: Core) -> tuple[int, ...]:
         return _LENGTHS_OF_RANGES
     if core.fused:
         return _LENGTHS
-    return _LENGTHS_OF_STEPS if joins(core) else (1,)
+    return _LENGTHS_OF_STEPS if core.joins else (1,)
 
 
 def measured_for(
@@ -215,12 +216,12 @@ def measured_for(
 def _advance_bytes(core: Core, inputs: Inputs, state: Tensors, steps: int) -> int:
     device = core.ambient.device
     emit = noting([])  # the first sweep's, which runs all of the core
-    return measure(lambda: advance(core, inputs, 0, steps, state, emit), device=device).peak_bytes
+    return measure(lambda: core.advance(inputs, 0, [steps], state, emit), device=device).peak_bytes
 
 
 def _stored_bytes(core: Core, inputs: Inputs, state: Tensors) -> tuple[int, int]:
     """A state after a step: what it takes as it is stored, and besides while it is current."""
-    after = advance(core, inputs, 0, 1, state, None)
+    (after,) = core.advance(inputs, 0, [1], state, None)
     return sum(map(_rounded, stored_memory(pack(after)))), laid_bytes(after)
 
 
@@ -256,16 +257,16 @@ def _measure_tape(
 
     def sweep() -> None:
         if core.ambient.left:  # what the step before left is still there
-            advance(core, inputs, 0, 1, state, noting(shapes))
-        advance(core, inputs, 0, steps, state, noting(shapes))
+            core.advance(inputs, 0, [1], state, noting(shapes))
+        core.advance(inputs, 0, [steps], state, noting(shapes))
 
     def again() -> None:
         # What a cell leaves in an attribute must not be released while the next range is measured.
         if core.ambient.left:
-            kept.append(record(core, inputs, 0, steps, state, None))
+            kept.append(core.record(inputs, 0, steps, state, None))
 
     def run() -> None:
-        tapes.append(record(core, inputs, 0, steps, state, noting(shapes)))
+        tapes.append(core.record(inputs, 0, steps, state, noting(shapes)))
 
     def prepare() -> None:
         gradients.append(gradients_like(core, tapes[0], shapes, steps))
@@ -273,7 +274,7 @@ def _measure_tape(
             gradients[0].parameters = [None] * len(core.parameters)
 
     def back() -> None:
-        backpropagate(core, tapes.pop(), gradients[0])
+        core.backpropagate(tapes.pop(), gradients[0])
 
     # What was left before is let go of first, or its release would be taken for room.
     bar = core.ambient.bar

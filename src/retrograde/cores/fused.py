@@ -16,6 +16,7 @@ range that it records holds sixteen numbers a unit and step, and copies of the w
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor
 from retrograde.cores.dropout import Dropout
 from retrograde.cores.lean_lstm import lean_lstm
 from retrograde.discover.surroundings import Ambient
+from retrograde.run.autograd_core import AutogradCore
 
 __all__ = [
     "HEAP_BYTES",
@@ -111,7 +113,7 @@ def run_lean_record(
 
 
 @dataclass(frozen=True)
-class Fused:
+class Fused(AutogradCore):
     """Recurrent layers, a range of steps being one call.
 
     Its leaves are those of :class:`retrograde.run.layout.Rows`: for every direction its inputs,
@@ -131,14 +133,15 @@ class Fused:
     fused: bool = True
     sums: bool = False
     aliases: tuple[int | None, ...] = field(init=False)
-    parameters: Tensors = field(init=False)
     ambient: Ambient = field(init=False)
 
     def __post_init__(self) -> None:
-        weights = [w for net in self.nets for w in net.weights]
-        object.__setattr__(self, "parameters", [w for w in weights if w.requires_grad])
-        object.__setattr__(self, "ambient", Ambient(weights[0].device))
+        object.__setattr__(self, "ambient", Ambient(self.nets[0].weights[0].device))
         object.__setattr__(self, "aliases", (None,) * len(self.nets))
+
+    @cached_property
+    def parameters(self) -> Tensors:
+        return [w for net in self.nets for w in net.weights if w.requires_grad]
 
     @property
     def targets(self) -> Tensors:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from retrograde.measure.allocations import measure_phases
 from retrograde.plan.fit import Curve, Highest
-from retrograde.run.core import Core, as_leaf
-from retrograde.run.executor import run_ordinary
+from retrograde.run.autograd_core import AutogradCore, run_ordinary
+from retrograde.run.core import as_leaf
 from retrograde.run.inputs import Inputs
 from retrograde.units import Memory, as_bytes
 
@@ -101,7 +101,7 @@ def measure_pass(
     return one.peak(0, 2), one.growth(0, 2) + other.peak(0, 2)
 
 
-def outputs_tell(core: Core, inputs: Inputs, state: Tensors) -> bool:
+def outputs_tell(core: AutogradCore, inputs: Inputs, state: Tensors) -> bool:
     """Whether the gradient of the outputs goes through all of the state; else a loss may be of the
     final state, as of a rollout that has no outputs."""
     if core.fused or core.sums or len(inputs) < 2:
@@ -120,7 +120,7 @@ def outputs_tell(core: Core, inputs: Inputs, state: Tensors) -> bool:
 
 
 def ordinary_bytes(
-    core: Core,
+    core: AutogradCore,
     inputs: Inputs,
     state: Tensors,
     steps: int,
@@ -162,7 +162,7 @@ def ordinary_bytes(
     return measure_pass(forward, backward, drop, core.ambient.device)
 
 
-def _run_summing(core: Core, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
+def _run_summing(core: AutogradCore, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
     """All steps of a cell with its loss, as a plain loop sums it."""
     total: Tensor | None = None
     for x in zip(*(t.unbind() for t in inputs), strict=True):

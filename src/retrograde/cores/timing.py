@@ -14,7 +14,6 @@ from retrograde.cores.probes import Shapes, gradients_like, noting
 from retrograde.discover.surroundings import muted_hooks
 from retrograde.machine import now
 from retrograde.run.core import Core
-from retrograde.run.executor import advance, backpropagate, record
 from retrograde.run.inputs import Inputs
 
 __all__ = ["Pace", "Paces", "time_steps"]
@@ -85,13 +84,13 @@ def _seconds_of_range(
     shapes: Shapes = []
     device = core.ambient.device
     moments = [now(device)]
-    advance(core, inputs, 0, steps, state, None)
+    core.advance(inputs, 0, [steps], state, None)
     moments.append(now(device))
-    tape = record(core, inputs, 0, steps, state, noting(shapes))
+    tape = core.record(inputs, 0, steps, state, noting(shapes))
     moments.append(now(device))
     gradients = gradients_like(core, tape, shapes, steps)
     moments.append(now(device))
     with muted_hooks(core.parameters):
-        backpropagate(core, tape, gradients)
+        core.backpropagate(tape, gradients)
     end = now(device)
     return moments[1] - moments[0], moments[2] - moments[1], end - moments[3]

@@ -16,7 +16,7 @@ from retrograde.errors import CellError, ScheduleError
 from retrograde.nn.cache import Recent, identity, signature
 from retrograde.plan.fit import Fit
 from retrograde.run.autograd import run_schedule, run_unrecorded, run_without_gradient
-from retrograde.run.executor import run_ordinary
+from retrograde.run.autograd_core import run_ordinary
 from retrograde.run.inputs import Held, check_length
 from retrograde.run.transforms import (
     is_transformed,

@@ -20,8 +20,8 @@ from retrograde.discover.surroundings import (
     version,
 )
 from retrograde.errors import CellError, RetrogradeError
-from retrograde.run.core import Core, Gradients
-from retrograde.run.executor import Run, advance, window
+from retrograde.run.core import Core, Gradients, window
+from retrograde.run.executor import Run
 from retrograde.run.layout import Layout, Straight
 from retrograde.run.transforms import NO_FORWARD_MODE, refuse_batches, uncompiled
 from retrograde.schedule import Schedule
@@ -76,7 +76,8 @@ def run_without_gradient(
     layout = Straight(length, core.fused)
     outputs, held = _Outputs(core, layout), layout.read(inputs)
     for start in range(0, length, chunk):
-        state = advance(core, held, start, min(start + chunk, length), state, outputs.emit)
+        stops = [min(start + chunk, length)]
+        (state,) = core.advance(held, start, stops, state, outputs.emit)
     return outputs.tensors, state
 
 
@@ -98,7 +99,7 @@ def run_unrecorded(
     layout = Straight(length, core.fused)
     outputs = _Outputs(core, layout)
     outputs.emit(0, 1, first)
-    state = advance(core, layout.read(inputs), 1, length, state, outputs.emit)
+    (state,) = core.advance(layout.read(inputs), 1, [length], state, outputs.emit)
     return outputs.tensors, state
 
 

@@ -1,14 +1,13 @@
 """What the executor runs: a core, that is, a recurrence that can be cut into ranges of steps.
 
-A core is a pure function of its inputs and its state, on flat lists of tensors. Most cores are
-differentiated by autograd, a range at a time (:mod:`retrograde.run.executor`). That costs a graph,
-its leaves, and a share of every gradient that is then copied to where it belongs. A core that knows
-its own derivative does without: it leaves outputs, and the gradients of inputs and parameters,
-where they are wanted, and says itself what its tape is.
+A core offers four things: it advances steps and keeps only states, records a range, backpropagates
+what was recorded, and says where parameters' gradients are collected. How it does so is its own:
+by ordinary autograd (:mod:`retrograde.run.autograd_core`), or by its own derivative
+(:class:`RangeCore`).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -19,8 +18,10 @@ from torch import Tensor
 from retrograde.discover.surroundings import Ambient, Snapshot
 from retrograde.run.inputs import Inputs
 from retrograde.run.layout import Layout
+from retrograde.run.states import Packed
+from retrograde.schedule import Action
 
-__all__ = ["Core", "Emit", "Gradients", "RangeCore", "Tape", "as_leaf"]
+__all__ = ["Core", "Emit", "Gradients", "RangeCore", "Tape", "as_leaf", "window"]
 
 Tensors = list[Tensor]
 Gradient = Tensor | None
@@ -29,11 +30,11 @@ Emit = Callable[[int, int, Tensors], None]
 
 
 class Core(Protocol):
-    """A recurrence on flat lists of tensors."""
+    """A recurrence on flat lists of tensors, as the executor runs it."""
 
     @property
     def fused(self) -> bool:
-        """Whether a range of steps is one call (leaves then keep their time dimension)."""
+        """Whether a call has a range of steps, time first, and else one."""
         ...
 
     @property
@@ -42,13 +43,18 @@ class Core(Protocol):
         ...
 
     @property
-    def parameters(self) -> Tensors:
-        """Every tensor, besides inputs and state, that is to receive a gradient."""
+    def strides(self) -> bool:
+        """Whether advances that only a store parts may be one call."""
         ...
 
     @property
-    def targets(self) -> Tensors:
-        """The parameters, as the graph of a recorded range has them."""
+    def joins(self) -> bool:
+        """Whether a tape can be of several steps of a range."""
+        ...
+
+    @property
+    def parameters(self) -> Tensors:
+        """Every tensor, besides inputs and state, that is to receive a gradient."""
         ...
 
     @property
@@ -56,25 +62,33 @@ class Core(Protocol):
         """The surroundings that a step depends on."""
         ...
 
-    @property
-    def aliases(self) -> Sequence[int | None]:
-        """For each output leaf, the state leaf that is the very same tensor, or None."""
-        ...
-
-    def recording(self) -> AbstractContextManager[Any]:
-        """The context in which a range is to be recorded."""
-        ...
-
     def totals(self) -> list[Tensor | None]:
         """Where the parameters' gradients are collected; None for what the first share begins."""
         ...
 
-    def __call__(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
-        """Run one step, or a fused range: outputs, and the state after it."""
+    def cuts(self, actions: Iterable[Action], length: int) -> Sequence[int]:
+        """Where a recording is divided into tapes, ascending."""
         ...
 
-    def carry(self, inputs: Tensors, state: Tensors) -> Tensors:
-        """As a call, but the state only; what only the outputs need may be left out."""
+    def stored(self, state: Tensors) -> Sequence[Tensor | Packed]:
+        """What is stored of a state."""
+        ...
+
+    def advance(
+        self, inputs: Inputs, start: int, stops: Sequence[int], state: Tensors, emit: Emit | None
+    ) -> list[Tensors]:
+        """Run steps from ``start`` to the last of some stops, and keep the state at each of them
+        and nothing else."""
+        ...
+
+    def record(
+        self, inputs: Inputs, start: int, stop: int, state: Tensors, emit: Emit | None
+    ) -> "Tape":
+        """Run a range of steps and keep what its backward pass needs; ``state`` may be emptied."""
+        ...
+
+    def backpropagate(self, tape: Any, gradients: "Gradients") -> None:
+        """Backpropagate the steps of a tape, collect their gradients, and use the tape up."""
         ...
 
 
@@ -143,47 +157,44 @@ class Gradients:
 
 
 class RangeCore(ABC):
-    """A core, in the sense of :class:`retrograde.cores.cell.Core`, that needs no autograd."""
+    """A :class:`Core` that knows its own derivative, and says itself what its tape is."""
 
     fused = True
     sums = False
-    aliases: Sequence[int | None] = (None,)
+    strides = True
     parameters: Tensors
     ambient: Ambient
 
     @property
-    def targets(self) -> Tensors:
-        return self.parameters
+    def joins(self) -> bool:
+        return self.fused
 
-    def recording(self) -> AbstractContextManager[Any]:
-        return nullcontext()
+    def cuts(self, actions: Iterable[Action], length: int) -> Sequence[int]:
+        return () if self.fused else range(length)
 
-    def __call__(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
-        raise NotImplementedError("a range core is run by advance() and record()")
-
-    def carry(self, inputs: Tensors, state: Tensors) -> Tensors:
-        raise NotImplementedError("a range core is run by advance() and record()")
+    def stored(self, state: Tensors) -> Sequence[Tensor | Packed]:
+        return state
 
     @abstractmethod
-    def totals(self) -> list[Gradient]:
-        """Where the parameters' gradients are collected."""
+    def totals(self) -> list[Gradient]: ...
 
     @abstractmethod
     def advance(
         self, inputs: Inputs, start: int, stops: Sequence[int], state: Tensors, emit: Emit | None
-    ) -> list[Tensors]:
-        """Run steps from ``start`` to the last of some stops, and keep the state at each of them
-        and nothing else."""
+    ) -> list[Tensors]: ...
 
     @abstractmethod
     def record(
         self, inputs: Inputs, start: int, stop: int, state: Tensors, emit: Emit | None
-    ) -> Tape:
-        """Run a range of steps and keep what its backward pass needs; ``state`` may be emptied."""
+    ) -> Tape: ...
 
     @abstractmethod
-    def backpropagate(self, tape: Any, gradients: Gradients) -> None:
-        """Backpropagate the steps of a tape, collect their gradients, and use the tape up."""
+    def backpropagate(self, tape: Any, gradients: Gradients) -> None: ...
+
+
+def window(core: Core, start: int, stop: int) -> int | slice:
+    """The index of a call's part in a tensor over all steps."""
+    return slice(start, stop) if core.fused else start
 
 
 def as_leaf(t: Tensor) -> Tensor:

@@ -1,0 +1,314 @@
+"""A core that ordinary autograd differentiates, a range at a time.
+
+The range is recorded from detached leaves, and its graph is consumed by one
+``torch.autograd.grad``. That costs a graph, its leaves, and a share of every gradient that is then
+copied to where it belongs; any function of torch's will do.
+
+Input and state gradients of a core called step by step are bitwise those of ordinary autograd
+(rule 1). For that, contributions to the gradient of a state must be added in the same order: where
+an output *is* the state (``y is h``), ordinary autograd adds the output's gradient first, before
+those from within the next step. So it is handed to the range that consumes the state, as a root on
+that range's own leaf, and not to the range that produced it.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from retrograde.discover.captured import foreign_tensors
+from retrograde.discover.surroundings import Ambient
+from retrograde.errors import CellError
+from retrograde.run.core import Emit, Gradients, Tape, as_leaf, window
+from retrograde.run.inputs import Inputs
+from retrograde.run.states import Packed, apart, each_once, pack
+from retrograde.schedule import Action, Backward, Load
+
+__all__ = ["AutogradCore", "run_ordinary"]
+
+Tensors = list[Tensor]
+Gradient = Tensor | None
+
+
+@dataclass
+class Graph(Tape):
+    """A tape that is an autograd graph, of one call or, of a cell, of several steps.
+
+    Attributes:
+        state: the leaves that the range begins with.
+        last: whether it ends with the last step of all.
+        output_edges: where the outputs are in the graph, those of several steps being stacked.
+        state_edges: where the state after the range is.
+    """
+
+    state: Tensors
+    last: bool
+    output_edges: list[GradientEdge | None]
+    state_edges: list[GradientEdge | None]
+
+
+class AutogradCore(ABC):
+    """A core that is a function of inputs and state: of one step, or of a range if it is fused.
+
+    Attributes:
+        fused: whether a range of steps is one call (leaves then keep their time dimension).
+        sums: whether an output is one tensor a call, to be summed over calls, not one part a step.
+        aliases: for each output leaf, the state leaf that is the very same tensor, or None.
+        ambient: the surroundings that a step depends on.
+    """
+
+    fused: bool
+    sums: bool
+    aliases: tuple[int | None, ...]
+    ambient: Ambient
+    strides = False
+
+    @property
+    @abstractmethod
+    def parameters(self) -> Tensors:
+        """Every tensor, besides inputs and state, that is to receive a gradient."""
+
+    @property
+    @abstractmethod
+    def targets(self) -> Tensors:
+        """The parameters, as the graph of a recorded range has them."""
+
+    @abstractmethod
+    def recording(self) -> AbstractContextManager[Any]:
+        """The context in which a range is to be recorded."""
+
+    @abstractmethod
+    def totals(self) -> list[Gradient]:
+        """Where the parameters' gradients are collected; None for what the first share begins."""
+
+    @abstractmethod
+    def __call__(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
+        """Run one step, or a fused range: outputs, and the state after it."""
+
+    @abstractmethod
+    def carry(self, inputs: Tensors, state: Tensors) -> Tensors:
+        """As a call, but the state only; what only the outputs need may be left out."""
+
+    @property
+    def joins(self) -> bool:
+        """Whether steps can be one graph: not if they change what they depend on."""
+        return self.fused or not self.ambient.moves
+
+    def cuts(self, actions: Iterable[Action], length: int) -> Sequence[int]:
+        """Where a recording is divided into tapes."""
+        if self.fused:
+            return ()
+        if not self.joins:
+            return range(length)
+        loaded = {a.at for a in actions if isinstance(a, Load)}
+        return sorted(loaded | {a.start for a in actions if isinstance(a, Backward)})
+
+    def stored(self, state: Tensors) -> Sequence[Tensor | Packed]:
+        """What is stored of a state."""
+        return pack(state)
+
+    def advance(
+        self, inputs: Inputs, start: int, stops: Sequence[int], state: Tensors, emit: Emit | None
+    ) -> list[Tensors]:
+        """Run steps from ``start`` on, and keep nothing but the state at each of some stops."""
+        found = []
+        for stop in stops:
+            with torch.no_grad():
+                for a in [start] if self.fused else range(start, stop):
+                    b = stop if self.fused else a + 1
+                    index = window(self, a, b)
+                    if emit is None:
+                        state = self.carry(inputs[index], state)
+                    else:
+                        outputs, state = self(inputs[index], state)
+                        emit(a, b, outputs)
+            start, state = stop, each_once(lambda s: apart(s.detach()), state)
+            found.append(state)
+        return found
+
+    def record(
+        self, inputs: Inputs, start: int, stop: int, state: Tensors, emit: Emit | None
+    ) -> Tape:
+        """Run a range of steps and keep their internal states."""
+        self.ambient.bar()
+        mark = torch._C._autograd._get_sequence_nr()
+        joint, last = not self.fused and stop - start > 1, stop == len(inputs)
+        with torch.enable_grad(), self.recording():
+            x = [
+                t.detach().requires_grad_(wanted)
+                for t, wanted in zip(
+                    inputs[slice(start, stop) if joint else window(self, start, stop)],
+                    inputs.differentiable,
+                    strict=True,
+                )
+            ]
+            first = each_once(as_leaf, state)
+            if joint:
+                outputs, after = _record_steps(self, x, first, start, last, emit)
+            else:
+                outputs, after = self(x, first)
+                if emit is not None:
+                    emit(start, stop, outputs)
+            output_edges, state_edges = [_edge(y) for y in outputs], [_edge(t) for t in after]
+            del outputs
+        if not self.fused:
+            roots = [edge for edge in (*output_edges, *state_edges) if edge is not None]
+            _check_leaves(self, roots, mark, {id(t) for t in (*x, *first)}, range(start, stop))
+        return Graph(
+            start=start,
+            stop=stop,
+            inputs=x,
+            wanted=[t.requires_grad for t in x],
+            passes=[edge is not None for edge in state_edges],
+            state=first,
+            last=last,
+            output_edges=output_edges,
+            state_edges=state_edges,
+            state_after=each_once(Tensor.detach, after),
+            ambient_after=self.ambient.capture(),
+        )
+
+    def backpropagate(self, tape: Tape, gradients: Gradients) -> None:
+        """Backpropagate the steps of a tape, collect their gradients, and use the tape up."""
+        assert isinstance(tape, Graph)
+        steps = tape.stop - tape.start
+        joint = not self.fused and steps > 1
+        index = slice(tape.start, tape.stop) if joint else window(self, tape.start, tape.stop)
+        begun = _begun(gradients.parameters, joint)
+        seeded = _seeded(self, tape, gradients, index)
+        seeded += zip(map(_edge, self.targets), begun, strict=True)
+        # What no gradient goes through is let go of before there is any.
+        tape.output_edges, tape.state_edges = [], []
+        given = [(edge, g) for edge, g in seeded if edge is not None and g is not None]
+        del seeded
+        roots, seeds = [edge for edge, _ in given], [g for _, g in given]
+
+        state = {id(s): s for s in tape.state if s.requires_grad}
+        leaves = [*(t for t in tape.inputs if t.requires_grad), *state.values()]
+        found: Sequence[Gradient] = [None] * (len(leaves) + len(self.targets))
+        if roots:
+            with gradients.outside:
+                wanted = [*leaves, *self.targets]
+                found = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
+        shares = iter(found)
+        gradients.take_inputs(
+            index, [next(shares) if x.requires_grad else None for x in tape.inputs]
+        )
+        # Where parts of the state are one tensor, its gradient is the first one's.
+        gradients.states = [
+            next(shares) if state.pop(id(s), None) is not None else None for s in tape.state
+        ]
+        _accumulate(gradients.parameters, begun, list(shares), self.parameters)
+
+
+def _record_steps(
+    core: AutogradCore, leaves: Tensors, state: Tensors, start: int, last: bool, emit: Emit | None
+) -> tuple[Tensors, Tensors]:
+    """Run the steps of a range, one after the other: their outputs, stacked, and the state.
+
+    An output that is the state is left out at the last step, unless that is the last of all.
+    """
+    found = []
+    for k, x in enumerate(zip(*(t.unbind() for t in leaves), strict=True), start):
+        outputs, state = core(list(x), state)
+        if emit is not None:
+            emit(k, k + 1, outputs)
+        found.append(outputs)
+    return [
+        torch.stack(ys if alias is None or last else ys[:-1])
+        for ys, alias in zip(zip(*found, strict=True), core.aliases, strict=True)
+    ], state
+
+
+def _seeded(
+    core: AutogradCore, tape: Graph, gradients: Gradients, index: int | slice
+) -> list[tuple[GradientEdge | None, Gradient]]:
+    """Where the gradients that a range is given enter its graph.
+
+    What several of them bring to one tensor is added as ordinary autograd adds it: a state's first,
+    then the outputs', of which the last one was stacked last.
+    """
+    steps = tape.stop - tape.start
+    joint = not core.fused and steps > 1
+    found = [*zip(tape.state_edges, gradients.states, strict=True)]
+    if tape.start > 0 and any(alias is not None for alias in core.aliases):
+        parts = gradients.of_outputs(tape.start - 1)
+        for alias, part in reversed([*zip(core.aliases, parts, strict=True)]):
+            if alias is not None:
+                found.append((_edge(tape.state[alias]), part))
+    parts = gradients.outputs if core.sums else gradients.of_outputs(index)
+    outputs = [*zip(tape.output_edges, core.aliases, parts, strict=True)]
+    for edge, alias, part in reversed(outputs):
+        if joint and part is not None:
+            whole = part.expand(steps) if core.sums else part
+            found.append((edge, whole if alias is None or tape.last else whole[:-1]))
+        elif alias is None or tape.stop == gradients.length:
+            found.append((edge, part))
+    return found
+
+
+def _begun(totals: list[Gradient], joint: bool) -> list[Gradient]:
+    """What autograd is to add the parameters' gradients of several steps to, one after the other
+    as ordinary autograd would; the share of a single call is added afterwards."""
+    if not joint:
+        return [None] * len(totals)
+    return [t if t is not None and t.layout == torch.strided else None for t in totals]
+
+
+def _accumulate(
+    totals: list[Gradient], begun: list[Gradient], shares: list[Gradient], parameters: Tensors
+) -> None:
+    """Add one tape's parameter gradients, in the order in which ordinary autograd adds them."""
+    old, new = [], []
+    for i, (share, start) in enumerate(zip(shares, begun, strict=True)):
+        total = totals[i]
+        if share is None or share is total:
+            continue
+        if share.layout != torch.strided:  # as torch.nn.Embedding(sparse=True) gives
+            totals[i] = share if total is None else total + share
+        elif total is None:
+            # A copy, since a gradient may share its memory with another tensor.
+            totals[i] = torch.empty_like(parameters[i]).copy_(share)
+        elif start is not None:
+            total.copy_(share)
+        else:
+            old.append(total)
+            new.append(share)
+    if old:
+        torch._foreach_add_(old, new)
+
+
+def _edge(t: Tensor) -> GradientEdge | None:
+    return get_gradient_edge(t) if t.requires_grad else None
+
+
+def _check_leaves(
+    core: AutogradCore, roots: list[GradientEdge], mark: int, ours: set[int], steps: range
+) -> None:
+    """Rule 5: a tensor first used at a later step must not lose its gradient in silence."""
+    edges = {(p.grad_fn, p.output_nr) for p in core.targets if p.grad_fn is not None}
+    leaves, older = foreign_tensors(roots, mark, edges)
+    known = ours | {id(p) for p in core.targets}
+    if any(id(t) not in known for t in leaves) or older - edges:
+        where = f"step {steps.start}" if len(steps) == 1 else f"steps {steps.start} … {steps[-1]}"
+        raise CellError(
+            f"at {where} the cell uses a tensor that requires a gradient and that it did not "
+            "use at step 0: expected the same parameters at every step; pass the cell as an "
+            "nn.Module that owns them, or use them at every step"
+        )
+
+
+def run_ordinary(core: AutogradCore, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
+    """Run all steps as ordinary autograd would record them: the outputs, the state after them."""
+    if core.fused:
+        return core(inputs, state)
+    outputs = []
+    for x in zip(*(t.unbind() for t in inputs), strict=True):
+        y, state = core(list(x), state)
+        outputs.append(y)
+    return [torch.stack(ys) for ys in zip(*outputs, strict=True)], state
