@@ -13,7 +13,7 @@ from typing import SupportsIndex
 
 from retrograde.errors import UnitError
 
-__all__ = ["Memory", "as_bytes", "format_bytes", "parse_memory"]
+__all__ = ["Memory", "as_bytes", "asks_for_all", "format_bytes", "parse_memory"]
 
 Memory = str | float | SupportsIndex
 
@@ -60,6 +60,17 @@ def parse_memory(memory: Memory) -> int | Fraction:
     except TypeError:
         raise UnitError(f"cannot read the memory {memory!r}: {_HINT}") from None
     return _positive(size, memory)
+
+
+def asks_for_all(memory: Memory | None) -> bool:
+    """Whether a budget is all that ordinary backpropagation takes, and so never too small for it.
+
+    Example:
+        >>> asks_for_all("100%"), asks_for_all(1.0), asks_for_all(None), asks_for_all(1)
+        (True, True, True, False)
+    """
+    asked = None if memory is None else parse_memory(memory)
+    return asked is None or (isinstance(asked, Fraction) and asked >= 1)
 
 
 def as_bytes(memory: Memory, ordinary_bytes: int) -> int:

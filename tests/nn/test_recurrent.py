@@ -203,6 +203,23 @@ def test_a_share_is_of_the_whole_length_though_only_a_part_is_measured(
     assert found == pytest.approx(ordinary, rel=0.01)
 
 
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
+def test_all_that_torch_takes_is_never_too_little(kind, bidirectional):
+    """However short: a schedule may need more there than torch's own pass."""
+    theirs = getattr(torch.nn, kind)(24, 40, bidirectional=bidirectional)
+    ours = getattr(rg, kind)(24, 40, bidirectional=bidirectional, memory="100%")
+    ours.load_state_dict(theirs.state_dict())
+    for lengths in ([5, 3, 2], [1], [2, 1]):
+        x = torch.nn.utils.rnn.pack_sequence([torch.randn(n, 24) for n in lengths])
+        found, expected = ours(x)[0].data, theirs(x)[0].data
+        torch.testing.assert_close(found, expected)
+        found.sum().backward()
+        expected.sum().backward()
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+
+
 def test_the_same_budget_gives_the_same_schedule():
     _, ours = pair(5, 7, memory="20%")
     x = torch.randn(200, 3, 5)

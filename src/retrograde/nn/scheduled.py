@@ -34,7 +34,7 @@ from retrograde.run.inputs import Inputs
 from retrograde.run.layout import Rows
 from retrograde.run.transforms import is_unreal
 from retrograde.schedule import Schedule
-from retrograde.units import Memory, as_bytes
+from retrograde.units import Memory, as_bytes, asks_for_all
 
 if TYPE_CHECKING:
     from retrograde.nn.recurrent import Recurrent
@@ -223,6 +223,8 @@ class Call:
         least = held + sum(minima)
         usual = ordinary + known.gradient_copy * self.length + self._extra_bytes(self.state)
         minimum = least if self.drops else min(least, usual)
+        if budget < minimum and not self.drops and asks_for_all(memory):
+            budget = usual
         if budget < minimum:
             raise refusal(self.length, memory, budget, minimum, ordinary)
         whole = Plan((), StackFit((), usual, budget, ordinary, minimum))

@@ -40,7 +40,7 @@ from retrograde.schedule import (
     Units,
 )
 from retrograde.schedule.actions import Code, Verb
-from retrograde.units import Memory, as_bytes, format_bytes
+from retrograde.units import Memory, as_bytes, asks_for_all, format_bytes
 
 __all__ = ["Curve", "Fit", "Footprint", "Highest", "fit", "predict_peak_bytes", "refusal"]
 
@@ -241,6 +241,8 @@ def fit(length: int, memory: Memory | None, footprint: Footprint) -> Fit:
     budget = ordinary if memory is None else as_bytes(memory, ordinary)
     if budget >= whole and (not footprint.scheduled or _fits_heap(length, footprint)):
         return _whole(length, budget, footprint)
+    if budget < minimum and not footprint.scheduled and asks_for_all(memory):
+        return _whole(length, whole, footprint)
     if budget < minimum:
         raise refusal(length, memory, budget, minimum, ordinary)
     best = _fastest(length, _grid(length, budget, footprint), budget, footprint)
