@@ -46,7 +46,7 @@ def test_a_wrong_gradient_would_be_seen(monkeypatch):
 
     right = chain.scan_gradients
     monkeypatch.setattr(
-        "retrograde.nn.sequential.scan_gradients",
+        "retrograde.nn.chain_scan.scan_gradients",
         lambda *args, **options: [1.01 * g for g in right(*args, **options)],
     )
     found = compare(
