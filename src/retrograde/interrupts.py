@@ -13,8 +13,8 @@ __all__ = ["interrupts_put_off"]
 def interrupts_put_off() -> Iterator[Callable[[], AbstractContextManager[object]]]:
     """Put Ctrl-C off until the end of the block, but for what the block lets it interrupt.
 
-    Signals reach the main thread only: elsewhere, and where the process ignores Ctrl-C or was
-    not started by Python's own handler, nothing changes.
+    Signals reach the main thread only. In another thread, and where no Python function handles
+    Ctrl-C, nothing changes.
 
     Yields:
         A context in which Ctrl-C has its usual effect.

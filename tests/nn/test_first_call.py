@@ -12,7 +12,7 @@ from oracles.strangers import watched
 from retrograde.cores.ordinary import FEW_BYTES, FEW_STEPS
 
 DOUBLE = torch.float64
-SMALL = 4096  # numbers that a call holds besides: random states, scalars
+SMALL = 4096  # bytes that a call holds besides: random states, scalars
 
 
 def room(budget, few, whole, outputs, weights):

@@ -172,4 +172,5 @@ def _run_summing(core: AutogradCore, inputs: Tensors, state: Tensors) -> tuple[T
 
 
 def expanded(t: Tensor) -> Tensor:
+    """Ones like a tensor that are one number, as ``sum().backward()`` makes them."""
     return torch.ones((), dtype=t.dtype, device=t.device).expand(t.shape)

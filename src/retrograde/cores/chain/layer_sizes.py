@@ -60,7 +60,7 @@ def measure_chain(links: Links, state: Tensors, repeats: int | None = None) -> C
         sizes, once = _trials(core, first)
         seconds = [once]
         if repeats is None:
-            repeats = min(3, int(_MORE_SECONDS / sum(map(sum, once))))
+            repeats = min(3, int(_MORE_SECONDS / max(sum(map(sum, once)), 1e-9)))
         if repeats:  # the others were taken while memory was watched
             seconds = [_seconds(core, first) for _ in range(repeats)]
     forward, backward = _medians(links.chain, sizes, seconds)
