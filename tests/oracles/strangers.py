@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree
 
 import retrograde as rg
 from oracles.loops import leaves_of, loop
+from retrograde.cores.ordinary import FEW_BYTES, FEW_STEPS
 
 #: Bytes that a call may take besides its budget.
 SLACK_BYTES = 0
@@ -420,6 +421,7 @@ class DrawnCell:
 
     def _trial(self, way: str, plain: Any, call: Any, ordinary: Any) -> "Trial":
         traits = {name: value for name, value in vars(self.f).items() if name[:3] != "of_"}
+        short = SimpleNamespace(**{**vars(self.f), "length": min(self.f.length, FEW_STEPS)})
         return Trial(
             name=f"{self.name}.{way}()",
             traits=", ".join(f"{name}={value}" for name, value in traits.items()),
@@ -429,6 +431,7 @@ class DrawnCell:
             plain=plain,
             ordinary=ordinary,
             call=call,
+            few=lambda: getattr(DrawnCell(self.seed, short), way)().plain(),
         )
 
 
@@ -652,6 +655,7 @@ class Trial:
         call: gives results and gradients within a budget.
         fit: takes the measurements of a first call, where that can be asked for.
         spare: bytes that the documentation allows a call besides its budget.
+        few: is the plain way through as many steps as any first call may measure.
     """
 
     name: str
@@ -664,6 +668,7 @@ class Trial:
     call: Callable[[Any], Results]
     fit: Callable[[Any], None] | None = None
     spare: int = 0
+    few: Callable[[], Results] | None = None
 
 
 @dataclass(frozen=True)
@@ -677,6 +682,7 @@ class Reading:
         first_bytes: the peak of the first call, its measurements included.
         apart_bytes: the peak of the first call's own work.
         later_bytes: the peak of the second call.
+        measuring_bytes: what the documentation allows the first call's measurements.
         wrong: what is not as it should be, in words.
         refused: why the program was refused.
     """
@@ -687,6 +693,7 @@ class Reading:
     first_bytes: int = 0
     apart_bytes: int = 0
     later_bytes: int = 0
+    measuring_bytes: int = 0
     wrong: str = ""
     refused: str = ""
 
@@ -715,6 +722,8 @@ def readings(make: Callable[[], Trial], labels: tuple[str, ...] = LABELS) -> Ite
     one = make()
     expected = outcome(one, one.plain)
     ordinary = max(1, watched(one.ordinary)[1].working_bytes() - one.spare)
+    handing = max(1, peak(one.plain) / ordinary)
+    few = max(FEW_BYTES, 2 * peak(one.few) if one.few else 0)
     try:
         least = minimum(make())
     except rg.CellError as refusal:
@@ -728,7 +737,14 @@ def readings(make: Callable[[], Trial], labels: tuple[str, ...] = LABELS) -> Ite
     }
     for label in labels:
         if label != "50%" or budgets[label] >= least:
-            yield read(make(), Reading(one.name, label, budgets[label]), expected)
+            allowed = int(max(few, handing * budgets[label]))
+            reading = Reading(one.name, label, budgets[label], measuring_bytes=allowed)
+            yield read(make(), reading, expected)
+
+
+def peak(run: Callable[[], Results]) -> int:
+    """What a run takes in all, with its results, which nobody keeps here."""
+    return watched(lambda: run() and None)[1].working_bytes()
 
 
 def minimum(trial: Trial) -> int:
