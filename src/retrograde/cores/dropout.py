@@ -65,6 +65,11 @@ class Dropout:
         Returns:
             A tensor like ``x``.
         """
+        real = x.dtype in (torch.float32, torch.float64) and not x.requires_grad
+        if real and x.device.type == "cpu" and sizes is None and x.is_contiguous() and self.p < 1:
+            from retrograde.kernels.cpu_masks import drop
+
+            return drop(x, self._seed(number), self.p, int(steps[0]))
         if sizes is None:
             step = steps.repeat_interleave(x.shape[1])
             sample = torch.arange(x.shape[1], device=x.device).repeat(len(steps))
@@ -73,9 +78,13 @@ class Dropout:
             step = steps.repeat_interleave(sizes)
             first = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
             sample = torch.arange(len(step), device=x.device) - first
-        seeds = _mixed(self.key + (self.layer + number + 1))
+        seeds: Tensor = _mixed(self.key + (self.layer + number + 1))
         seeds = _mixed(_mixed(seeds + _GAMMA * step) + _GAMMA * sample)
         return _Drop.apply(x, seeds, self.p)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _seed(self, number: int) -> int:
+        """64 bits of the call and the layer."""
+        return int(_mixed(self.key + (self.layer + number + 1)))
 
 
 def _mixed(z: Tensor) -> Tensor:

@@ -10,16 +10,17 @@ import torch
 from torch import Tensor
 
 from retrograde.kernels import cells as recurrent
-from retrograde.kernels import sweep
+from retrograde.kernels import plain, sweep
 from retrograde.kernels.cells import Block, GateSlopes, Kept, Slopes, Weights
 
-__all__ = ["LARGEST_SIZE", "Backward", "Forward", "Kernels", "Run", "kernels"]
+__all__ = ["LARGEST_SIZE", "Backward", "Forward", "Kernels", "Run", "kernels", "plain_kernels"]
 
 #: The most hidden units that the CUDA kernels hold on the chip.
 LARGEST_SIZE = 128
 
 Sweep = Callable[[Slopes, Tensor, Tensor | None, Tensor], Tensor]
 Scan = Callable[[Slopes, Tensor, Tensor | None, Tensor, int], Tensor]
+Recall = Callable[[Weights, Tensor, Tensor, Tensor], Kept]
 Products = Callable[[Slopes, Tensor, Tensor | None], Tensor]
 State = tuple[Tensor, ...]
 
@@ -72,6 +73,10 @@ class Backward(Protocol):
         ...
 
 
+def _as_it_is(hidden: Tensor) -> Tensor:
+    return hidden
+
+
 @dataclass(frozen=True)
 class Kernels:
     """One implementation of the recurrence, by steps and by a scan.
@@ -85,6 +90,8 @@ class Kernels:
         run: the forward pass, where there is one that is faster than torch's own.
         forward: the same for one range after another, where there is such a thing.
         backward: slopes, sweep and sums in one, likewise.
+        recall: an LSTM's gates and cells again, as :func:`retrograde.kernels.cpu.recall`.
+        prepare: the hidden weights as a sweep reads them fastest, many times.
     """
 
     name: str
@@ -95,6 +102,8 @@ class Kernels:
     run: Run | None = None
     forward: type[Forward] | None = None
     backward: type[Backward] | None = None
+    recall: Recall | None = None
+    prepare: Callable[[Tensor], Tensor] = _as_it_is
 
 
 @functools.cache
@@ -117,7 +126,7 @@ def kernels(device: str, dtype: torch.dtype, size: int) -> Kernels:
         from retrograde.kernels import cpu
 
         slopes = cpu.gru_slopes, cpu.lstm_slopes
-        layer = cpu.run, cpu.Forward, cpu.Backward
+        layer = cpu.run, cpu.Forward, cpu.Backward, cpu.recall, cpu.panels
         return Kernels("numba", cpu.sweep, cpu.scan, slopes, cpu.products, *layer)
     fits = dtype == torch.float32 and size <= LARGEST_SIZE
     if device == "cuda" and fits and importlib.util.find_spec("triton"):
@@ -125,5 +134,16 @@ def kernels(device: str, dtype: torch.dtype, size: int) -> Kernels:
 
         gates = cuda.gru_slopes, cuda.lstm_slopes
         return Kernels("triton", cuda.sweep, cuda.scan, gates, sweep.products)
-    plain = recurrent.gru_slopes, recurrent.lstm_slopes
-    return Kernels("torch", sweep.sweep, sweep.scan, plain, sweep.products)
+    slopes = recurrent.gru_slopes, recurrent.lstm_slopes
+    return Kernels("torch", sweep.sweep, sweep.scan, slopes, sweep.products)
+
+
+def plain_kernels() -> Kernels:
+    """torch's operations, step by step: what takes least memory.
+
+    Returns:
+        Plain kernels, with a forward pass.
+    """
+    slopes = recurrent.gru_slopes, recurrent.lstm_slopes
+    passes = {"forward": plain.Forward}
+    return Kernels("torch", sweep.sweep, sweep.scan, slopes, sweep.products, **passes)

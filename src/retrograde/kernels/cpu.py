@@ -27,7 +27,18 @@ from retrograde.kernels.lanes import LANES
 from retrograde.kernels.team import Range, ranges, share
 from retrograde.kernels.tiles import panels, whole_vectors
 
-__all__ = ["Backward", "Forward", "gru_slopes", "lstm_slopes", "products", "run", "scan", "sweep"]
+__all__ = [
+    "Backward",
+    "Forward",
+    "gru_slopes",
+    "lstm_slopes",
+    "panels",
+    "products",
+    "recall",
+    "run",
+    "scan",
+    "sweep",
+]
 
 State = tuple[Tensor, ...]
 
@@ -300,15 +311,39 @@ def _has_whole_vectors(total: Tensor) -> bool:
     return total.is_contiguous() and total.shape[1] % LANES == 0
 
 
+def recall(weights: Weights, x: Tensor, before: Tensor, c: Tensor) -> Kept:
+    """An LSTM's gates and cells, from its states: one matrix product, and no recurrence of h.
+
+    Args:
+        weights: the layer's parameters.
+        x: inputs (L, B, I).
+        before: h before each step (L, B, H).
+        c: before the first step (B, H).
+
+    Returns:
+        The gates i, f, g, o, and c before each step.
+    """
+    gates = before.new_empty(*before.shape[:2], 4 * weights.size)
+    cells, (bias, _) = before.new_empty(before.shape), _biases(weights)
+    _drive(weights.inputs, bias, x, gates)
+    gates.flatten(0, 1).addmm_(before.flatten(0, 1), weights.hidden.t())
+    arrays = [t.numpy() for t in (gates, c.clone(memory_format=torch.contiguous_format), cells)]
+    work = before.numel() * _ELEMENT_WORK
+    _share(functools.partial(cpu_slopes.lstm_cells, *arrays), before.shape[1], work)
+    return Kept(gates, cells)
+
+
 def sweep(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor) -> Tensor:
-    """As :func:`retrograde.kernels.sweep.sweep`, for float32 and float64 on a CPU."""
+    """As :func:`retrograde.kernels.sweep.sweep`, for float32 and float64 on a CPU; the hidden
+    weights may be in panels."""
     samples, size = slopes.gates.shape[1], slopes.gates.shape[3]
     gates = slopes.gates.flatten(-2).numpy()
     absent = np.empty((0, 0, 0), gates.dtype)
     keep, inner, losses = (
         absent if t is None else t.numpy() for t in (slopes.keep, slopes.inner, dy)
     )
-    weights, g = panels(hidden).numpy(), g.clone(memory_format=torch.contiguous_format)
+    weights = (hidden if hidden.dim() == 3 else panels(hidden)).numpy()
+    g = g.clone(memory_format=torch.contiguous_format)
     kernel = cpu_sweep.sweep_lstm if g.shape[-1] == 2 * size else cpu_sweep.sweep_state
     parts = ranges(samples, 1 + slopes.gates.numel() * size // _THREAD_WORK)
     numbers = cpu_sweep.room_to_sweep(max(b - a for a, b in parts), size)

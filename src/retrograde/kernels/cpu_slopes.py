@@ -19,7 +19,7 @@ from retrograde.kernels.lanes import (
     tanh,
 )
 
-__all__ = ["gru_slopes", "lstm_gates", "lstm_slopes"]
+__all__ = ["gru_slopes", "lstm_cells", "lstm_gates", "lstm_slopes"]
 
 _Reals = NDArray[np.floating[Any]]
 
@@ -65,6 +65,28 @@ def lstm_gates(sums: _Reals, first: int, last: int) -> None:
             store(flat, v + size, sigmoid(load(flat, v + size, left)), left)
             store(flat, v + 2 * size, tanh(load(flat, v + 2 * size, left)), left)
             store(flat, v + 3 * size, sigmoid(load(flat, v + 3 * size, left)), left)
+
+
+@compiled  # type: ignore[untyped-decorator]
+def lstm_cells(gates: _Reals, c: _Reals, cells: _Reals, first: int, last: int) -> None:
+    """What enters the gates of samples first … last − 1 becomes i, f, g, o; cells ← c before each
+    step; ``c`` (B, H) goes from before the first step to after the last."""
+    samples, size = c.shape
+    flat, state, before = gates.reshape(-1), c.reshape(-1), cells.reshape(-1)
+    for t in range(gates.shape[0]):
+        for b in range(first, last):
+            for j in range(0, size, LANES):
+                left, row = size - j, (t * samples + b) * size
+                v, at = 4 * row + j, b * size + j
+                i, f = sigmoid(load(flat, v, left)), sigmoid(load(flat, v + size, left))
+                g = tanh(load(flat, v + 2 * size, left))
+                cell = load(state, at, left)
+                store(flat, v, i, left)
+                store(flat, v + size, f, left)
+                store(flat, v + 2 * size, g, left)
+                store(flat, v + 3 * size, sigmoid(load(flat, v + 3 * size, left)), left)
+                store(before, row + j, cell, left)
+                store(state, at, f * cell + i * g, left)
 
 
 @compiled  # type: ignore[untyped-decorator]

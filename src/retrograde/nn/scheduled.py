@@ -24,15 +24,20 @@ from retrograde.cores.candidates import Runner, candidates, core_of, runner_of
 from retrograde.cores.dropout import Dropout, draw_key
 from retrograde.cores.fastest import Candidate, fit_fastest, footprints
 from retrograde.cores.fused import Layers, Mode, run_torch
-from retrograde.cores.loops import sums_at_once
 from retrograde.cores.ordinary import LONGEST_MEASURED
+from retrograde.cores.recurrent.bytes import Shape, sums_at_once
+from retrograde.cores.recurrent.core import HeldLayers
+from retrograde.cores.recurrent.masks import Hashed
+from retrograde.cores.recurrent.plan import HeldPlan, Planner, Sequences
 from retrograde.errors import CellError
 from retrograde.nn.ordinary_memory import Ordinary, last_weights, measure_ordinary, stand_ins
 from retrograde.plan.fit import Curve, Fit, Footprint, refusal
 from retrograde.run.autograd import run_schedule
+from retrograde.run.core import Core
 from retrograde.run.inputs import Inputs
 from retrograde.run.layout import Rows
 from retrograde.run.transforms import is_unreal
+from retrograde.scan.block_lengths import Way, sequential_way
 from retrograde.schedule import Schedule
 from retrograde.units import Memory, as_bytes, asks_for_all
 
@@ -83,7 +88,7 @@ class Plan:
         fit: what was found for the budget; None where the schedule was given.
     """
 
-    parts: tuple[tuple[Runner, Schedule], ...]
+    parts: tuple[tuple[Runner | HeldPlan, Schedule], ...]
     fit: Fit | StackFit | None = None
 
 
@@ -140,10 +145,14 @@ class Call:
         x, finals, nets = self.x, [], self._nets(_apart(self.weights))
         key = draw_key(x.device) if self.drops else None
         states = self._states()
-        for number, (kernel, schedule) in enumerate(plan.parts):
-            dropout = self._dropout(number, key)
-            core = core_of(kernel, nets[number], dropout, self.sizes is not None, self.at_once)
-            layout = Rows(self.length, self.sizes, self.both, dropout is not None)
+        for number, (runner, schedule) in enumerate(plan.parts):
+            dropout, core = self._dropout(number, key), cast(Core, None)
+            if isinstance(runner, HeldPlan):
+                layout = Rows(self.length, self.sizes, self.both)
+                core = self._held(runner, nets[number], layout, dropout)
+            else:
+                layout = Rows(self.length, self.sizes, self.both, dropout is not None)
+                core = core_of(runner, nets[number], dropout, self.sizes is not None)
             (x,), final = run_schedule(core, schedule, [x], states[number], layout)
             finals.append(final)
         if len(finals) == 1:
@@ -151,11 +160,84 @@ class Call:
         return x, tuple(torch.cat(parts) for parts in zip(*finals, strict=True))
 
     def _find(self) -> Plan:
+        if self.holds:
+            check_measurable([self.x, *self.state, *self.weights])
+            return self._fit_held(self._known("ordinary", self._ordinary))
         known, parts = self.measured()
         if len(parts) > 1:
             return self._divide(parts, known)
         kernel, found = parts[0].fit(self.memory)
         return Plan(() if found.ordinary else ((kernel, found.schedule),), found)
+
+    @property
+    def holds(self) -> bool:
+        """Whether held layers can run this, whose bytes are known beforehand."""
+        weight, module = self.weights[1], self.module
+        plain = not module.proj_size and not torch.is_autocast_enabled(weight.device.type)
+        real = weight.dtype in (torch.float32, torch.float64)
+        return plain and real and weight.device.type == "cpu" and module.backward != "scan"
+
+    def _held(
+        self, plan: HeldPlan, net: tuple[Layers, ...], layout: Rows, dropout: Dropout | None
+    ) -> HeldLayers:
+        ways = [Way("sequential", max(1, plan.block // self.batch))] * net[0].count
+        masks = None if dropout is None else Hashed(dropout)
+        return HeldLayers(
+            net,
+            layout,
+            self.batch,
+            ways,
+            kept=plan.kept,
+            masks=masks,
+            means=plan.means,
+            at_once=self.at_once,
+        )
+
+    def _held_planner(self, ordinary: Ordinary) -> Planner:
+        """What plans for held layers."""
+        module, nets = self.module, self._nets(self.weights)
+        first, many = nets[0][0], len(nets) > 1
+        shape = Shape(
+            kind=first.mode,
+            batch=self.batch,
+            width=self.x.shape[-1],
+            size=module.hidden_size,
+            count=first.count,
+            tracks=len(nets[0]),
+            item=self.x.element_size(),
+            threads=torch.get_num_threads(),
+            needs_x=self.x.requires_grad,
+            straight=self.x.is_contiguous(),
+            drops=self.drops and not many,
+            at_once=self.at_once,
+        )
+        upper = replace(shape, width=2 * shape.size, needs_x=True, straight=True, first=self.drops)
+        kind, dtype = shape.kind, self.weights[0].dtype
+        way = sequential_way(kind, self.batch, shape.width, shape.size, dtype, "cpu")
+        return Planner(
+            shapes=(shape, *[upper] * (len(nets) - 1)),
+            most=way.block * self.batch,
+            extra=self._extra_bytes(self.state),
+            gradient_copy=ordinary.gradient_copy,
+            torchs=not self.drops,
+        )
+
+    def _fit_held(self, known: Ordinary) -> Plan:
+        offsets = None if self.sizes is None else [0, *self.sizes.cumsum(0).tolist()]
+        lengths = Sequences(self.length, self.batch, offsets)
+        ordinary = known(self.length, len(self.x))
+        held, found = self._held_planner(known).fit(lengths, self.memory, ordinary)
+        fit = found[0]
+        if len(found) > 1 or (self.both and self.module.num_layers > 1):
+            total = sum(one.peak_bytes for one in found)
+            layers = () if held is None else found
+            fit_of_all = StackFit(
+                layers, total, fit.budget_bytes, fit.ordinary_bytes, fit.minimum_bytes
+            )
+            return Plan(
+                () if held is None else tuple((held, one.schedule) for one in found), fit_of_all
+            )
+        return Plan(() if held is None else ((held, fit.schedule),), fit)
 
     def measured(self) -> "tuple[Ordinary, list[Part]]":
         """What ordinary backpropagation takes; every recurrence, and what its ranges take.

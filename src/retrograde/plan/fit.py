@@ -23,6 +23,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from retrograde.errors import BudgetError
 from retrograde.plan.steps import msm as mixed
@@ -42,7 +43,16 @@ from retrograde.schedule import (
 from retrograde.schedule.actions import Code, Verb
 from retrograde.units import Memory, as_bytes, asks_for_all, format_bytes
 
-__all__ = ["Curve", "Fit", "Footprint", "Highest", "fit", "predict_peak_bytes", "refusal"]
+__all__ = [
+    "Curve",
+    "Fit",
+    "Footprint",
+    "Highest",
+    "fit",
+    "predict_peak_bytes",
+    "refusal",
+    "whole_fit",
+]
 
 LEVELS = 1024
 CELLS = 2_000_000
@@ -454,12 +464,26 @@ def _fits_heap(length: int, footprint: Footprint) -> bool:
     return footprint.heap_bytes is None or footprint.held(length) <= footprint.heap_bytes
 
 
+def whole_fit(length: int, block: int, **found: Any) -> Fit:
+    """A fit that records all steps in one range.
+
+    Args:
+        length: the number of steps.
+        block: steps that are backpropagated at a time.
+        found: the rest of :class:`Fit`.
+    """
+    schedule = _in_one_range(length, Units(alpha=2, beta=1, core=0, initial=1))
+    return Fit(schedule=schedule, block=block, chunk=length, ordinary=False, **found)
+
+
+def _in_one_range(length: int, units: Units) -> Schedule:
+    actions: list[Action] = [Store(0), Record(0, length), Backward(0, length), Free(0)]
+    return Schedule.from_actions(actions, length=length, policy="store-all", units=units)
+
+
 def _whole(length: int, budget: int, footprint: Footprint) -> Fit:
     """Everything in one recorded range; what ordinary backpropagation does, with its own peak."""
-    actions: list[Action] = [Store(0), Record(0, length), Backward(0, length), Free(0)]
-    schedule = Schedule.from_actions(
-        actions, length=length, policy="store-all", units=_units(footprint)
-    )
+    schedule = _in_one_range(length, _units(footprint))
     found = _describe(schedule, length, budget, footprint)
     if footprint.scheduled:
         return found

@@ -144,8 +144,9 @@ class _Recurrence(torch.autograd.Function):
         ctx.marks = core.ambient.steady.marks()
         ctx.run = Run(core, tuple(schedule), schedule.length)
         outputs = _Outputs(core, layout)
+        outputs.tensors = held = core.room(layout.read(inputs))
         with ctx.autocast:
-            after = ctx.run.forward(layout.read(inputs), state, outputs.emit)
+            after = ctx.run.forward(layout.read(inputs, held), state, outputs.emit)
         ctx.fresh = True
         if versions != [version(t) for t in tensors]:
             raise CellError(
@@ -155,7 +156,8 @@ class _Recurrence(torch.autograd.Function):
         ctx.moved = core.ambient.steady.changes(ctx.marks)
         core.ambient.cut()
         ctx.versions = versions[n_inputs + n_state :]
-        ctx.save_for_backward(*inputs, *state)
+        ctx.n_held = len(held)
+        ctx.save_for_backward(*held, *inputs, *state)
         results = (*outputs.tensors, *(t.detach() for t in after))
         ctx.mark_non_differentiable(
             *(t for t in results if not (t.is_floating_point() or t.is_complex()))
@@ -172,12 +174,12 @@ class _Recurrence(torch.autograd.Function):
                 "create_graph=False; for second derivatives use memory=None and schedule=None "
                 "(ordinary BPTT)"
             )
-        saved = ctx.saved_tensors
+        held, saved = ctx.saved_tensors[: ctx.n_held], ctx.saved_tensors[ctx.n_held :]
         inputs, state = list(saved[: ctx.n_inputs]), list(saved[ctx.n_inputs :])
         run: Run = ctx.run
         parameters = run.core.parameters
         layout: Layout = ctx.layout
-        read = layout.read(inputs)
+        read = layout.read(inputs, held)
         needs = ctx.needs_input_grad[5:]
         count = len(grads) - len(state)
         wanted = [x if needed else None for x, needed in zip(inputs, needs, strict=False)]
@@ -190,6 +192,7 @@ class _Recurrence(torch.autograd.Function):
             parameters=run.core.totals(),
             length=run.length,
             layout=layout,
+            read=read,
             outside=autocast_of_caller(inputs[0].device, replayed=ctx.autocasts),
         )
         rerun = run.core.ambient.rerun(ctx.marks, ctx.moved)

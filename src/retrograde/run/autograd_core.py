@@ -68,6 +68,9 @@ class AutogradCore(ABC):
     ambient: Ambient
     strides = False
 
+    def room(self, inputs: Inputs) -> Tensors:
+        return []
+
     @property
     @abstractmethod
     def parameters(self) -> Tensors:

@@ -66,6 +66,11 @@ class Core(Protocol):
         """Where the parameters' gradients are collected; None for what the first share begins."""
         ...
 
+    def room(self, inputs: Inputs) -> Tensors:
+        """Where the outputs of all steps go, if the core writes them itself, and reads them again
+        in the backward pass; none if it emits them."""
+        ...
+
     def cuts(self, actions: Iterable[Action], length: int) -> Sequence[int]:
         """Where a recording is divided into tapes, ascending."""
         ...
@@ -126,6 +131,7 @@ class Gradients:
         parameters: the gradients of the parameters, as far as they are known.
         length: the number of steps.
         layout: where a call's part of all these is.
+        read: the inputs of all steps.
         wanted: the inputs that are given room as soon as there is a gradient.
         outside: autocast as it is where the backward pass was asked for: a recomputation replays
             the forward pass's (rule 4), but ordinary autograd differentiates under the caller's.
@@ -139,6 +145,7 @@ class Gradients:
     layout: Layout
     outside: AbstractContextManager[Any] = field(default_factory=nullcontext)
     wanted: Sequence[Tensor | None] = ()
+    read: Inputs | None = None
 
     def of_outputs(self, index: int | slice) -> Sequence[Gradient]:
         """The gradients of one call's outputs."""
@@ -174,6 +181,9 @@ class RangeCore(ABC):
 
     def stored(self, state: Tensors) -> Sequence[Tensor | Packed]:
         return state
+
+    def room(self, inputs: Inputs) -> Tensors:
+        return []
 
     @abstractmethod
     def totals(self) -> list[Gradient]: ...

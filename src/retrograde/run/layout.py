@@ -16,7 +16,7 @@ from torch import Tensor
 
 from retrograde.run.inputs import Held, Inputs
 
-__all__ = ["Layout", "Rows", "Straight"]
+__all__ = ["Layout", "RowInputs", "Rows", "Straight"]
 
 Tensors = list[Tensor]
 Gradient = Tensor | None
@@ -26,8 +26,9 @@ Index = int | slice
 class Layout(Protocol):
     """Between tensors over all steps and the leaves of one call."""
 
-    def read(self, tensors: Tensors) -> Inputs:
-        """The inputs of all steps, as the executor reads them."""
+    def read(self, tensors: Tensors, outputs: Sequence[Tensor] = ()) -> Inputs:
+        """The inputs of all steps, as the executor reads them; and the outputs, where a core
+        writes these itself, and reads them again."""
         ...
 
     def allocate(self, values: Tensors) -> Tensors:
@@ -59,7 +60,7 @@ class Straight:
     length: int
     fused: bool
 
-    def read(self, tensors: Tensors) -> Inputs:
+    def read(self, tensors: Tensors, outputs: Sequence[Tensor] = ()) -> Inputs:
         return Held(tensors)
 
     def allocate(self, values: Tensors) -> Tensors:
@@ -123,8 +124,8 @@ class Rows:
         at = self.offsets
         return [slice(at[span.start], at[span.stop]) for span in self.spans(index)]
 
-    def read(self, tensors: Tensors) -> Inputs:
-        return _Read(self, tensors[0])
+    def read(self, tensors: Tensors, outputs: Sequence[Tensor] = ()) -> "RowInputs":
+        return RowInputs(self, tensors[0], *outputs)
 
     def allocate(self, values: Tensors) -> Tensors:
         (_, *inner, _), rows = values[0].shape, self.rows(slice(0, self.length))[0].stop
@@ -155,11 +156,18 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class _Read:
-    """The leaves of every call, cut from one tensor over all steps."""
+class RowInputs:
+    """The leaves of every call, cut from one tensor over all steps.
+
+    Attributes:
+        layout: where the steps lie.
+        x: the inputs.
+        outputs: where the outputs of all steps are, if they are there.
+    """
 
     layout: Rows
     x: Tensor
+    outputs: Tensor | None = None
 
     @property
     def differentiable(self) -> Sequence[bool]:

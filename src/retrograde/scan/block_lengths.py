@@ -4,13 +4,30 @@ Nominal sizes, read off the shapes alone: no clock is asked, so the same shapes 
 """
 
 import math
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from retrograde.kernels.cells import GATES, Kind
-from retrograde.scan.layer import Way
 
-__all__ = ["scan_way", "sequential_way", "step_numbers"]
+__all__ = ["Way", "scan_way", "sequential_way", "step_numbers"]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a layer is to be backpropagated.
+
+    Attributes:
+        name: by steps, or by a scan over chunks of them.
+        block: steps whose slopes are held at a time.
+        chunk: steps to a chunk of the scan.
+    """
+
+    name: Literal["sequential", "scan"]
+    block: int
+    chunk: int = 1
+
 
 # What a block's working arrays may take. On a CPU, a part of the last cache that cores share; on a
 # GPU, launches count and memory is plentiful.

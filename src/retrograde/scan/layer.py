@@ -11,7 +11,7 @@ weights.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,25 +20,11 @@ from torch.nn import functional
 from retrograde.kernels import Backward, kernels
 from retrograde.kernels.cells import Block, Kept, Kind, Slopes, Weights, slopes
 from retrograde.kernels.sweep import safe_chunk
+from retrograde.scan.block_lengths import Way
 
 __all__ = ["Gradients", "Tape", "Way", "backpropagate", "room_for", "run", "run_and_keep"]
 
 State = tuple[Tensor, ...]
-
-
-@dataclass(frozen=True)
-class Way:
-    """How a layer is to be backpropagated.
-
-    Attributes:
-        name: by steps, or by a scan over chunks of them.
-        block: steps whose slopes are held at a time.
-        chunk: steps to a chunk of the scan.
-    """
-
-    name: Literal["sequential", "scan"]
-    block: int
-    chunk: int = 1
 
 
 @dataclass

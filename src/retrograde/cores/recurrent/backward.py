@@ -1,0 +1,128 @@
+"""One layer in one direction, backpropagated a piece after another, from the last to the first.
+
+A piece is given its inputs and states. Its gates are recomputed from these by one matrix product,
+where they were not kept; then the recurrence runs over their slopes
+(:mod:`retrograde.kernels.sweep`); what that leaves, the gradients of the gates, is multiplied by
+the inputs, by the states and by the weights. Small layers on a CPU do all this in one loop.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from retrograde.cores.recurrent.bytes import LARGE, Means
+from retrograde.kernels import Backward, kernels, plain_kernels
+from retrograde.kernels.cells import Block, Slopes, Weights, slopes
+from retrograde.kernels.sweep import safe_chunk
+from retrograde.scan.block_lengths import Way
+
+__all__ = ["LayerBackward"]
+
+
+class LayerBackward:
+    """The backward pass of one layer.
+
+    Args:
+        weights: the layer's parameters, in the type that is computed in.
+        totals: by the names of the weights, where their gradients are added.
+        way: by steps, or by a scan over chunks of them.
+        batch: B.
+        rows: the most steps of samples of a piece, where that has several steps.
+        means: what runs it, see :data:`~retrograde.cores.recurrent.bytes.Means`.
+        at_once: whether gradients of weights may be summed in place, which takes less memory and
+            rounds more.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        totals: dict[str, Tensor],
+        way: Way,
+        batch: int,
+        rows: int,
+        *,
+        means: Means = "loops",
+        at_once: bool = False,
+    ) -> None:
+        self.weights, self.totals, self.way = weights, totals, way
+        self.rows, self.at_once = rows, at_once
+        hidden = weights.hidden
+        self.use = kernels(hidden.device.type, hidden.dtype, weights.size)
+        if means == "plain":
+            self.use = plain_kernels()
+        if way.name == "scan":
+            self.way = replace(way, chunk=safe_chunk(hidden, way.chunk))
+        small = batch > 1 and hidden.numel() <= LARGE  # there are samples to share among threads
+        self.in_one_loop = small and means == "loops" and way.name == "sequential"
+        self.in_one_loop = self.in_one_loop and self.use.backward is not None
+        self.loops: Backward | None = None
+        self.samples = -1
+        self.prepared: Tensor | None = None
+
+    def add(self, block: Block, dy: Tensor | None, g: Tensor, dx: Tensor | None) -> Tensor:
+        """Go through a piece.
+
+        Args:
+            block: its inputs and states; an LSTM's with c before its first step, and with its gates
+                and cells if they were kept, which are overwritten.
+            dy: the loss's gradient of each output (L, n, H), or None for zero.
+            g: that of the state after the piece (n, H), or (n, 2 H) for (h, c).
+            dx: takes the gradients of the inputs (L, n, I), if they are wanted.
+
+        Returns:
+            The gradient of the state before the piece.
+        """
+        if self.in_one_loop:
+            return self._in_one_loop(block, dy, g, dx)
+        weights, known = self.weights, None if block.kept is None else block.kept.gates
+        c = block.c if block.kept is None else block.kept.cells[0]
+        steps = slopes(weights, block.x, block.before, block.after, c, self.use.gates, known)
+        if self.way.name == "scan":
+            g = self.use.scan(steps, weights.hidden, dy, g, self.way.chunk)
+        else:
+            if self.prepared is None:
+                self.prepared = self.use.prepare(weights.hidden)
+            g = self.use.sweep(steps, self.prepared, dy, g)
+        self._add_products(steps, block, dx)
+        return g
+
+    def finish(self) -> None:
+        """Add what was summed apart to the totals."""
+        if self.loops is not None:
+            self.loops.finish()
+        self.loops = None
+
+    def _in_one_loop(self, block: Block, dy: Tensor | None, g: Tensor, dx: Tensor | None) -> Tensor:
+        if self.loops is None or self.samples != len(g):
+            self.finish()
+            assert self.use.backward is not None
+            self.samples = len(g)
+            steps = max(1, self.rows // self.samples)
+            self.loops = self.use.backward(
+                self.weights, self.totals, self.samples, steps, at_once=self.at_once
+            )
+        if self.weights.kind == "LSTM" and block.kept is None:
+            assert self.use.recall is not None
+            assert block.c is not None
+            kept = self.use.recall(self.weights, block.x, block.before, block.c)
+            block = replace(block, kept=kept)
+        return self.loops.add(block, dy, g, dx)
+
+    def _add_products(self, steps: Slopes, block: Block, dx: Tensor | None) -> None:
+        gates = steps.gates.flatten(0, 1)
+        flat = gates.flatten(-2)
+        biased = "bias_hidden" in self.totals
+        total = flat.sum(0) if biased else None
+        if total is not None:
+            self.totals["bias_hidden"] += total
+        self.totals["hidden"].addmm_(flat.t(), block.before.flatten(0, 1))
+        if self.weights.kind == "GRU":  # as the input weights see the third gate
+            assert steps.inner is not None
+            gates[:, 2].copy_(steps.inner.flatten(0, 1))
+            total = flat.sum(0) if biased else None
+        if total is not None:
+            self.totals["bias_inputs"] += total
+        self.totals["inputs"].addmm_(flat.t(), block.x.flatten(0, 1))
+        if dx is not None:
+            torch.mm(flat, self.weights.inputs, out=dx.flatten(0, 1))

@@ -1,0 +1,228 @@
+"""What held layers take, in bytes, counted allocation by allocation; nothing is run to learn it.
+
+Everything that :class:`~retrograde.cores.recurrent.core.HeldLayers` allocates is a number of times
+the units, the inputs or the weights, so its peak is a closed form of the shape, of the length of a
+piece and of the steps whose gates are kept (DESIGN §3.8). ``tests/cores/test_held_bytes.py`` holds
+it against what is measured.
+"""
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+from retrograde.kernels import cpu_backward
+from retrograde.kernels.cells import GATES, Kind
+from retrograde.kernels.lanes import LANES
+from retrograde.kernels.tiles import PANEL
+
+__all__ = ["FORWARD_BYTES", "LARGE", "Means", "Shape", "sums_at_once"]
+
+#: What runs the layers: one loop for a whole backward pass; loops for the recurrence, and matrix
+#: products for the rest; or torch's operations step by step, which need no copy of the weights.
+Means = Literal["loops", "sweeps", "plain"]
+
+#: What the inputs bring to the gates, that is held at a time.
+FORWARD_BYTES = 2**20
+
+#: The most numbers in hidden weights whose products our own loops do faster than BLAS.
+LARGE = 2**18
+
+_THREAD_WORK = 2_000_000  # as in kernels/cpu.py
+
+
+# Rows whose gradients may be added to a total without an order: sums of 64 each, one by one.
+_FEW_ROWS = 2**14
+
+
+def sums_at_once(length: int, batch: int) -> bool:
+    """Whether the weights' gradients may be summed in place, or that would round too much.
+
+    Args:
+        length: T.
+        batch: B.
+
+    Returns:
+        Whether there are few enough steps of samples.
+    """
+    return length * batch <= _FEW_ROWS
+
+
+def _whole(width: int, unit: int = LANES) -> int:
+    return -(-width // unit) * unit
+
+
+def _panels(count: int, width: int, samples: int) -> int:
+    """Numbers of a matrix in panels; none where few samples read it as it is."""
+    as_it_is = samples <= 4 and count * width <= 2**15 and width % LANES == 0
+    return 0 if as_it_is else count * _whole(width, PANEL)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The layers of one or two tracks, and a batch.
+
+    Attributes:
+        kind: which cell.
+        batch: B.
+        width: I, of the lowest layer.
+        size: H.
+        count: layers above one another.
+        tracks: directions.
+        item: bytes of a number.
+        threads: how many there are.
+        needs_x: whether gradients of the inputs are wanted.
+        straight: whether inputs are in one piece of memory.
+        drops: whether something is dropped between layers.
+        first: whether the inputs are dropped too.
+        at_once: whether gradients of weights may be summed in place.
+        means: what runs the layers.
+    """
+
+    kind: Kind
+    batch: int
+    width: int
+    size: int
+    count: int = 1
+    tracks: int = 1
+    item: int = 4
+    threads: int = 1
+    needs_x: bool = True
+    straight: bool = True
+    drops: bool = False
+    first: bool = False
+    at_once: bool = False
+    means: Means = "loops"
+
+    @property
+    def state(self) -> int:
+        """Bytes of a state of all layers and tracks."""
+        parts = 2 if self.kind == "LSTM" else 1
+        return parts * self.count * self.tracks * self.batch * self.size * self.item
+
+    def mark(self, pieces: int) -> int:
+        """Bytes of the marks of so many pieces of the whole batch."""
+        lstm = self.kind == "LSTM"
+        return lstm * pieces * self.count * self.tracks * self.batch * self.size * self.item
+
+    def gates(self, rows: int) -> int:
+        """Bytes of kept gates and cells."""
+        lstm = self.kind == "LSTM"
+        return lstm * 5 * rows * self.count * self.tracks * self.size * self.item
+
+    def below(self, rows: int) -> int:
+        """Bytes of the outputs of all layers but the top one."""
+        return (self.count - 1) * rows * self.size * self.item
+
+    def forward(self, rows: int, pass_rows: int) -> int:
+        """The most that a layer's forward pass takes besides, for pieces of some rows."""
+        most = 0
+        for k in range(self.count):
+            width = self._width(k)
+            numbers = self._pass(k, pass_rows)
+            numbers += rows * width * (self._copies_x(k) + (self.tracks > 1 or self.drops))
+            if self.tracks > 1:
+                numbers += 2 * rows * self.size
+            most = max(most, numbers * self.item)
+        return most
+
+    def advance(self, pass_rows: int) -> int:
+        """What running any number of steps takes that keeps nothing."""
+        numbers = 0
+        rows = max(pass_rows, self.batch)
+        for k in range(self.count):
+            numbers += self._pass(k, pass_rows) + rows * (2 * self._width(k) + self.size)
+        return numbers * self.item
+
+    def fixed(self, rows: int) -> int:
+        """What the backward pass holds from its beginning to its end, besides the gradients."""
+        numbers = sum(self._fixed(k, rows) for k in range(self.count))
+        return numbers * self.item + self.state * 3
+
+    def piece(self, rows: int, *, kept: bool) -> int:
+        """The most that going back through a piece of some rows takes."""
+        most = 0
+        size, lstm = self.size, self.kind == "LSTM"
+        for k in range(self.count):
+            width, gates = self._width(k), GATES[self.kind] * size
+            top = k == self.count - 1
+            numbers = rows * size + 3 * self.batch * 2 * size  # before, and what enters
+            if self.tracks > 1 and top:
+                numbers += rows * size  # its states, turned round
+            if top:
+                numbers += rows * size  # a copy of its outputs' gradients, which may be expanded
+            if not top:
+                numbers += rows * size  # what the layer above handed on
+            if self._copies_x(k):
+                numbers += rows * width * (2 if self.tracks > 1 or self.drops else 1)
+            if k or (self.needs_x and (self.tracks > 1 or not self.straight or self.first)):
+                numbers += rows * width * (3 if self.tracks > 1 or self.drops else 1)
+            if self._loops:
+                numbers += 0 if kept or not lstm else 5 * rows * size
+            elif self.means == "plain":
+                numbers += rows * size * (4 if kept else 3 if gates == size else 12)
+                numbers += 4 * self.batch * (gates + 2 * size) + 2 * gates
+            elif lstm:
+                numbers += rows * size * (2 if kept else 6) + 2 * gates
+            elif self.kind == "GRU":
+                numbers += 8 * rows * size + 2 * gates
+            else:
+                numbers += 2 * rows * size + 2 * gates
+            most = max(most, numbers * self.item)
+        return most
+
+    def pass_rows(self, block: int) -> int:
+        """Rows that a forward pass works on at a time, in pieces of some rows."""
+        wide = GATES[self.kind] * self.size * self.item
+        return max(self.batch, min(FORWARD_BYTES // wide, block))
+
+    @property
+    def _loops(self) -> bool:
+        """Whether one loop does the backward pass."""
+        return (
+            self.means == "loops"
+            and self.batch > 1
+            and GATES[self.kind] * self.size * self.size <= LARGE
+        )
+
+    def _width(self, k: int) -> int:
+        return self.size if k else self.width
+
+    def _copies_x(self, k: int) -> bool:
+        dropped = self.first if k == 0 else self.drops
+        return dropped or (k == 0 and (self.tracks > 1 or not self.straight))
+
+    def _pass(self, k: int, rows: int) -> int:
+        """Numbers of a layer's forward pass."""
+        gates = GATES[self.kind] * self.size
+        if self.means == "plain":
+            return (max(rows, self.batch) + 2 * self.batch) * gates
+        numbers = _whole(gates, PANEL) * self.size + self.batch * _whole(gates) + gates
+        if not self.kind.startswith("RNN"):
+            numbers += max(rows, self.batch) * gates
+        return numbers
+
+    def _fixed(self, k: int, rows: int) -> int:
+        """Numbers that a layer's backward pass holds throughout."""
+        size, width, gates = self.size, self._width(k), GATES[self.kind] * self.size
+        if self.means == "plain":
+            return 0
+        if not self._loops:
+            return gates * _whole(size, PANEL) + self.threads * self.batch * _whole(size)
+        steps = max(1, rows // self.batch)
+        parts = min(self.threads, max(1, self.batch // 2))
+        each = ceil(self.batch / parts) + (parts > 1)
+        gru = self.kind == "GRU"
+        hidden = 3 * size if gru else gates
+        numbers = _panels(gates, width, each) + _panels(hidden, size, each)
+        if gru:
+            numbers += (width + size) * _whole(3 * size, PANEL) + 6 * size + hidden * size
+        row = {"RNN_TANH": 1, "RNN_RELU": 1}.get(self.kind, 4) * size
+        sums = gates * _whole(width) + hidden * _whole(size) + row
+        numbers += parts * sums
+        if self.at_once:  # one thread sums where the gradients are
+            numbers -= gates * width * (width % LANES == 0)
+            numbers -= hidden * size * (size % LANES == 0 and not gru)
+        room = cpu_backward.room_for(self.kind, steps, max(1, each), width, size)
+        room = max(room, cpu_backward.room_for(self.kind, steps, max(1, each - 1), width, size))
+        room = max(room, cpu_backward.room_for(self.kind, steps, max(1, each - 2), width, size))
+        return numbers + parts * room

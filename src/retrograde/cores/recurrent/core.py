@@ -1,0 +1,447 @@
+"""Recurrent layers whose outputs the caller holds: states for nothing (DESIGN §3.7).
+
+The outputs of RNN and GRU are their hidden states, and of an LSTM they are the half of them. So a
+range that is recorded holds, of its top layer, only an LSTM's c at the first step of each piece (a
+*mark*); of the layers below, their outputs too. Gates are recomputed from these in the backward
+pass, by one matrix product for a whole piece, or, of as many last steps as memory is left for, kept
+by the forward pass: five numbers a unit and step. What runs is the layers' compiled loops where
+there are some (:mod:`retrograde.kernels`), and else torch's kernels, which record nothing.
+
+Two directions are two tracks: the second is run from the last step to the first. In a packed batch
+its sequences join it one after another, at their ends.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from retrograde.cores.fused import Layers
+from retrograde.cores.recurrent.backward import LayerBackward
+from retrograde.cores.recurrent.bytes import FORWARD_BYTES, Means
+from retrograde.cores.recurrent.masks import Masks
+from retrograde.cores.recurrent.pieces import Piece, cut
+from retrograde.discover.surroundings import Ambient
+from retrograde.kernels import Forward, kernels, plain_kernels
+from retrograde.kernels.cells import Block, Kept, Weights
+from retrograde.run.core import Emit, Gradients, RangeCore, Tape
+from retrograde.run.inputs import Inputs
+from retrograde.run.layout import RowInputs, Rows
+from retrograde.scan.block_lengths import Way
+
+__all__ = ["HeldLayers"]
+
+Tensors = list[Tensor]
+
+_CALLS = {"RNN_TANH": "rnn_tanh", "RNN_RELU": "rnn_relu", "GRU": "gru", "LSTM": "lstm"}
+
+
+@dataclass
+class _Held(Tape):
+    """What a recorded range holds.
+
+    Attributes:
+        first: the state before it.
+        below: h after every step of each layer but the top one, (rows, H).
+        marks: by track, layer and piece, an LSTM's c before the piece (n, H).
+        kept: likewise its gates and cells, where they were kept.
+    """
+
+    first: Tensors
+    below: Tensors
+    marks: dict[tuple[int, int, Piece], Tensor] = field(default_factory=dict)
+    kept: dict[tuple[int, int, Piece], Kept] = field(default_factory=dict)
+
+
+class HeldLayers(RangeCore):
+    """Layers above one another in one direction, or one layer in two.
+
+    Args:
+        tracks: the layers of each direction; without projections.
+        rows: where the steps lie.
+        batch: B.
+        ways: how each layer goes back, the lowest first; ``block`` is the steps of a piece.
+        kept: how many steps of an LSTM have their gates kept, the last ones of each track.
+        masks: what is dropped before a layer.
+        means: what runs them, see :data:`~retrograde.cores.recurrent.bytes.Means`.
+        at_once: whether gradients of weights may be summed in place.
+
+    Example:
+        >>> gru = torch.nn.GRU(3, 5)
+        >>> core = HeldLayers(
+        ...     (Layers("GRU", gru._flat_weights, 1, True),), Rows(7), 2, [Way("sequential", 4)]
+        ... )
+        >>> x, h = torch.randn(7, 2, 3), torch.zeros(1, 2, 5)
+        >>> inputs = Rows(7).read([x])
+        >>> torch.allclose(core.advance(inputs, 0, [7], [h], None)[0][0], gru(x)[1], atol=1e-6)
+        True
+    """
+
+    def __init__(
+        self,
+        tracks: tuple[Layers, ...],
+        rows: Rows,
+        batch: int,
+        ways: Sequence[Way],
+        *,
+        kept: int = 0,
+        masks: Masks | None = None,
+        means: Means = "loops",
+        at_once: bool = False,
+    ) -> None:
+        self.tracks, self.rows, self.batch, self.ways = tracks, rows, batch, ways
+        self.kept, self.block = kept, min(ways[0].block, rows.length) * batch
+        self.masks, self.means, self.at_once = masks, means, at_once
+        self.parameters = [w for track in tracks for w in track.weights if w.requires_grad]
+        weight = tracks[0].weights[1]
+        self.ambient = Ambient(weight.device)
+        self.kind, self.size, self.count = tracks[0].mode, weight.shape[1], tracks[0].count
+        self.real = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        self.layers = [
+            [Weights.of(t.mode, [w.detach() for w in t[k].weights]) for k in range(t.count)]
+            for t in tracks
+        ]
+        self.loops = kernels(weight.device.type, weight.dtype, self.size)
+        if means == "plain":
+            self.loops = plain_kernels()
+
+    @cached_property
+    def sizes(self) -> list[int] | None:
+        """Of a packed batch, how many sequences have each step."""
+        return None if self.rows.sizes is None else self.rows.sizes.tolist()
+
+    def room(self, inputs: Inputs) -> Tensors:
+        """Where the outputs of all steps go, which this core writes itself."""
+        x = cast(RowInputs, inputs).x
+        return [x.new_empty(*x.shape[:-1], self.size * len(self.tracks))]
+
+    def totals(self) -> list[Tensor | None]:
+        return [
+            torch.zeros_like(w, dtype=self.real, memory_format=torch.contiguous_format)
+            for w in self.parameters
+        ]
+
+    @torch.no_grad()
+    def advance(
+        self, inputs: Inputs, start: int, stops: Sequence[int], state: Tensors, emit: Emit | None
+    ) -> list[Tensors]:
+        """Some steps at a time through all layers, in the same room whatever their number."""
+        found, after = [], [_copied(s) for s in state]
+        (track,) = self.layers
+        passes = [_Pass(self, weights) for weights in track]
+        most = min(p.rows for p in passes)
+        for a, b in pairwise([start, *stops]):
+            for piece in cut(a, b, most, self.batch, self.sizes):
+                y = self._x(inputs, 0, piece)
+                for k, run in enumerate(passes):
+                    if k:
+                        y = self._dropped(y, k, piece)
+                    top = k == self.count - 1 and emit is not None
+                    own, given = [s[k, : piece.samples] for s in after], y
+                    y = self._output(inputs, 0, piece) if top else _room(given, self.size)
+                    run(given, own, y)
+            found.append(after if b == stops[-1] else [s.clone() for s in after])
+        return found
+
+    @torch.no_grad()
+    def record(
+        self, inputs: Inputs, start: int, stop: int, state: Tensors, emit: Emit | None
+    ) -> Tape:
+        after = [_copied(s) for s in state]
+        wanted, passes = [*inputs.differentiable], [True] * len(state)
+        tape = _Held(start, stop, [], wanted, passes, after, (), [*state], [])
+        for number, layers in enumerate(self.layers):
+            kept = self._kept(self._pieces(number, start, stop))
+            for k, weights in enumerate(layers):
+                self._record(tape, inputs, number, k, weights, kept, emit is not None)
+        return tape
+
+    @torch.no_grad()
+    def backpropagate(self, tape: Any, gradients: Gradients) -> None:
+        given = [
+            torch.zeros_like(t) if g is None else g
+            for t, g in zip(tape.state_after, gradients.states, strict=True)
+        ]
+        firsts = []
+        for number in range(len(self.tracks)):
+            at = slice(number * self.count, (number + 1) * self.count)
+            g = torch.cat([s[at].to(self.real) for s in given], -1)
+            self._backpropagate(tape, gradients, number, g)
+            firsts.append(g)
+        g = torch.cat(firsts) if len(firsts) > 1 else firsts[0]
+        parts = g.split(self.size, -1)
+        gradients.states = [part.to(tape.first[0].dtype).contiguous() for part in parts]
+
+    def _record(
+        self,
+        tape: _Held,
+        inputs: Inputs,
+        number: int,
+        k: int,
+        weights: Weights,
+        kept: set[Piece],
+        emits: bool,
+    ) -> None:
+        """Run a layer; its state goes from before to after."""
+        top, own = k == self.count - 1, number * self.count + k
+        pieces = self._pieces(number, tape.start, tape.stop)
+        if top and not emits and self.kind != "LSTM":
+            self._skip(tape, inputs, own, number, pieces)
+            return
+        if not top:
+            rows = sum(piece.rows for piece in pieces)
+            tape.below.append(tape.state_after[0].new_empty(rows, self.size))
+        run = _Pass(self, weights)
+        for piece in pieces:
+            state = [s[own, : piece.samples] for s in tape.state_after]
+            room = None
+            if self.kind == "LSTM":
+                if piece in kept:
+                    lead = len(piece), piece.samples
+                    gates = state[0].new_empty(*lead, 4 * self.size)
+                    room = Kept(gates, state[0].new_empty(*lead, self.size))
+                    tape.kept[number, k, piece] = room
+                else:
+                    tape.marks[number, k, piece] = state[1].clone()
+            x = self._given(tape, inputs, number, k, piece)
+            if not top:
+                run(x, state, self._below(tape, k, piece), room)
+            else:
+                self._run_top(run, x, state, inputs, number, piece, room, emits)
+            del x  # before the next one is made
+
+    def _run_top(
+        self,
+        run: "_Pass",
+        x: Tensor,
+        state: Tensors,
+        inputs: Inputs,
+        number: int,
+        piece: Piece,
+        room: Kept | None,
+        emits: bool,
+    ) -> None:
+        """Run the top layer; its outputs go where the caller will have them, but for a second run,
+        in which they are there already."""
+        y = self._output(inputs, number, piece)
+        into = y if emits and y.is_contiguous() and len(self.tracks) == 1 else _room(x, self.size)
+        run(x, state, into, room)
+        if emits and into is not y:
+            y.copy_(into.flip(0) if number else into)
+
+    def _skip(
+        self, tape: _Held, inputs: Inputs, own: int, number: int, pieces: list[Piece]
+    ) -> None:
+        """The state after a top layer whose outputs are there already."""
+        (h,) = tape.state_after
+        for piece in pieces:
+            y = self._output(inputs, number, piece)
+            h[own, : piece.samples].copy_(y[0 if number else -1])
+
+    def _backpropagate(self, tape: _Held, gradients: Gradients, number: int, g: Tensor) -> None:
+        """Go through a track; g (layers, B, n) goes from after the range to before it."""
+        pieces = self._pieces(number, tape.start, tape.stop)
+        rows, totals = self.block, self._totals(number, gradients.parameters)
+        passes = [
+            LayerBackward(
+                w.cast(self.real),
+                total,
+                way,
+                self.batch,
+                rows,
+                means=self.means,
+                at_once=self.at_once,
+            )
+            for w, total, way in zip(self.layers[number], totals, self.ways, strict=True)
+        ]
+        (total_dx,), (seeds,) = gradients.inputs, gradients.outputs
+        while pieces:
+            piece = pieces.pop()
+            dy = None if seeds is None else self._read(self._columns(seeds, number, piece), number)
+            into = None if total_dx is None else self._rows(total_dx, piece)
+            for k in reversed(range(self.count)):
+                block = self._block(tape, gradients, number, k, piece, pieces)
+                dx = self._direct(into) if k == 0 else _room(block.x, block.x.shape[-1])
+                if dx is None and into is not None:
+                    dx = _room(block.x, block.x.shape[-1])
+                at = g[k, : piece.samples]
+                at.copy_(passes[k].add(block, dy, at, dx))
+                del block  # before the next one is made
+                dy = self._dropped(dx, k, piece) if k and dx is not None else dx
+            if into is not None and dx is not None and dx.data_ptr() != into.data_ptr():
+                dx = self._dropped(dx.flip(0) if number else dx, 0, piece)
+                _ = into.add_(dx) if len(self.tracks) > 1 else into.copy_(dx)
+        for one in passes:
+            one.finish()
+        tape.below.clear()
+
+    def _block(
+        self,
+        tape: _Held,
+        gradients: Gradients,
+        number: int,
+        k: int,
+        piece: Piece,
+        earlier: list[Piece],
+    ) -> Block:
+        """A piece, as its backward pass needs it."""
+        read, own = cast(Inputs, gradients.read), number * self.count + k
+        after = self._states(tape, read, number, k, piece)
+        entering = tape.first[0][own, : piece.samples]
+        if earlier:
+            end = earlier[-1].start if number else earlier[-1].stop - 1
+            last = self._states(tape, read, number, k, Piece(end, end + 1, earlier[-1].samples))[0]
+            entering = torch.cat([last[: piece.samples], entering[len(last) :]])
+        before = torch.cat([entering.unsqueeze(0), after[:-1]])
+        c = tape.marks.pop((number, k, piece), None)
+        kept = tape.kept.pop((number, k, piece), None)
+        x = self._given(tape, read, number, k, piece)
+        return Block(x, before, after, c, kept).cast(self.real)
+
+    def _states(self, tape: _Held, inputs: Inputs, number: int, k: int, piece: Piece) -> Tensor:
+        """h after every step of a piece (L, n, H)."""
+        if k < self.count - 1:
+            return self._below(tape, k, piece)
+        return self._read(self._output(inputs, number, piece), number)
+
+    def _pieces(self, number: int, start: int, stop: int) -> list[Piece]:
+        """The pieces of a range, in the order in which a track comes to them."""
+        pieces = cut(start, stop, self.block, self.batch, self.sizes)
+        return pieces[::-1] if number else pieces
+
+    def _kept(self, pieces: list[Piece]) -> set[Piece]:
+        """The pieces whose gates are kept: the last ones, of at most so many steps."""
+        if self.kind != "LSTM" or self.loops.forward is None:
+            return set()
+        found, left = set(), self.kept
+        for piece in reversed(pieces):
+            left -= len(piece)
+            if left < 0:
+                break
+            found.add(piece)
+        return found
+
+    def _rows(self, t: Tensor, piece: Piece) -> Tensor:
+        """The rows of a piece, of a tensor over all steps (L, n, …), in the order of the steps."""
+        if self.sizes is None:
+            return t[piece.start : piece.stop]
+        rows = t[self.rows.offsets[piece.start] : self.rows.offsets[piece.stop]]
+        return rows.view(len(piece), piece.samples, -1)
+
+    def _columns(self, t: Tensor, number: int, piece: Piece) -> Tensor:
+        """The same of what the tracks have side by side, for one of them."""
+        return self._rows(t, piece)[..., number * self.size : (number + 1) * self.size]
+
+    def _read(self, t: Tensor, number: int) -> Tensor:
+        """What is in the order of the steps as a track comes to it, in one piece of memory."""
+        return (t.flip(0) if number else t).to(self.real).contiguous()
+
+    def _direct(self, into: Tensor | None) -> Tensor | None:
+        """Where gradients of inputs go, if they can be written there as they are found."""
+        drops = self.masks is not None and self.masks.first
+        alike = into is not None and into.is_contiguous() and into.dtype == self.real
+        return into if alike and len(self.tracks) == 1 and not drops else None
+
+    def _x(self, inputs: Inputs, number: int, piece: Piece) -> Tensor:
+        """The inputs of a piece (L, n, I), as its track comes to them."""
+        x = self._dropped(self._rows(cast(RowInputs, inputs).x.detach(), piece), 0, piece)
+        return (x.flip(0) if number else x).contiguous()
+
+    def _given(self, tape: _Held, inputs: Inputs, number: int, k: int, piece: Piece) -> Tensor:
+        """What a layer is given of a piece."""
+        if k == 0:
+            return self._x(inputs, number, piece)
+        return self._dropped(self._below(tape, k - 1, piece), k, piece)
+
+    def _below(self, tape: _Held, k: int, piece: Piece) -> Tensor:
+        """The outputs of a layer that is not the top one (L, n, H)."""
+        at = [self._offset(t) - self._offset(tape.start) for t in (piece.start, piece.stop)]
+        return tape.below[k][at[0] : at[1]].view(len(piece), piece.samples, -1)
+
+    def _offset(self, step: int) -> int:
+        """The row at which a step begins."""
+        return step * self.batch if self.sizes is None else self.rows.offsets[step]
+
+    def _output(self, inputs: Inputs, number: int, piece: Piece) -> Tensor:
+        """Where the outputs of a piece are (L, n, H), in the order of the steps."""
+        return self._columns(cast(Tensor, cast(RowInputs, inputs).outputs), number, piece)
+
+    def _dropped(self, x: Tensor, k: int, piece: Piece) -> Tensor:
+        """What comes to a layer, after dropout; a gradient likewise."""
+        return x if self.masks is None else self.masks(x, k, piece, self._offset(piece.start))
+
+    def _totals(self, number: int, parameters: list[Tensor | None]) -> list[dict[str, Tensor]]:
+        """By layer, where the gradients of its weights go, by name; for frozen ones, nowhere."""
+        known = {id(w): t for w, t in zip(self.parameters, parameters, strict=True)}
+        found = []
+        for k, weights in enumerate(self.layers[number]):
+            own = zip(weights.tensors().items(), self.tracks[number][k].weights, strict=True)
+            totals = {}
+            for (name, w), given in own:
+                total = known.get(id(given))
+                totals[name] = torch.zeros_like(w, dtype=self.real) if total is None else total
+            found.append(totals)
+        return found
+
+
+class _Pass:
+    """A layer run forward, a piece after another."""
+
+    def __init__(self, core: HeldLayers, weights: Weights) -> None:
+        self.weights, wide = weights, weights.inputs.shape[0] * weights.inputs.itemsize
+        self.rows = max(1, min(FORWARD_BYTES // wide, core.block))
+        self.make = core.loops.forward
+        self.forward: Forward | None = None
+        self.samples = -1
+
+    def __call__(self, x: Tensor, state: Tensors, y: Tensor, kept: Kept | None = None) -> None:
+        """Run steps.
+
+        Args:
+            x: inputs (L, n, I).
+            state: (h,), or (h, c), each (n, H); goes from before to after.
+            y: takes h after every step (L, n, H).
+            kept: takes an LSTM's gates and cells.
+        """
+        if self.make is None:
+            _run_by_torch(self.weights, x, state, y)
+            return
+        if self.samples != x.shape[1]:
+            self.samples, self.forward = x.shape[1], None  # let go of first
+            self.forward = self.make(self.weights, self.samples)
+        assert self.forward is not None
+        steps = max(1, self.rows // self.samples)
+        at_hand = kept is not None or self.weights.kind.startswith("RNN")
+        room = None if at_hand else self.forward.room(min(steps, len(x)))
+        for a in range(0, len(x), steps):
+            part = slice(a, min(a + steps, len(x)))
+            gates = y[part] if room is None else room[: part.stop - a]
+            cells = None
+            if kept is not None:
+                gates, cells = kept.gates[part], kept.cells[part]
+            self.forward(x[part].contiguous(), tuple(state), y[part], gates, cells)
+
+
+def _run_by_torch(weights: Weights, x: Tensor, state: Tensors, y: Tensor) -> None:
+    """Steps by torch's own kernel, which records nothing."""
+    biases = [b for b in (weights.bias_inputs, weights.bias_hidden) if b is not None]
+    before: Any = tuple(s.unsqueeze(0).contiguous() for s in state)
+    hx = before if weights.kind == "LSTM" else before[0]
+    flat = [weights.inputs, weights.hidden, *biases]
+    call = getattr(torch._VF, _CALLS[weights.kind])  # type: ignore[attr-defined]
+    found, *after = call(x, hx, flat, bool(biases), 1, 0.0, False, False, False)
+    y.copy_(found)
+    for s, new in zip(state, after, strict=True):
+        s.copy_(new.squeeze(0))
+
+
+def _copied(state: Tensor) -> Tensor:
+    return state.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _room(like: Tensor, width: int) -> Tensor:
+    return like.new_empty(*like.shape[:-1], width)

@@ -1,0 +1,86 @@
+"""Dropout before a layer: the mask of a step belongs to it, whatever piece it is run in (rule 2).
+
+Under a budget a mask is a hash (:mod:`retrograde.cores.dropout`), which is made anew instead of
+being kept. Without one it is drawn as torch draws it, so that the same seed drops the same units,
+and kept, one byte a unit and step.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from retrograde.cores.dropout import Dropout
+from retrograde.cores.recurrent.pieces import Piece
+
+__all__ = ["Drawn", "Hashed", "Masks"]
+
+
+class Masks(Protocol):
+    """What is dropped."""
+
+    @property
+    def first(self) -> bool:
+        """Whether the inputs of the lowest layer are dropped too."""
+        ...
+
+    def __call__(self, x: Tensor, number: int, piece: Piece, row: int) -> Tensor:
+        """What comes to a layer (L, n, H), or a gradient that goes back from it, after dropout.
+
+        Args:
+            x: of the piece, in the order of the steps.
+            number: of the layer.
+            piece: which steps of which sequences.
+            row: the row of all steps at which the piece begins.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Hashed:
+    """Masks that are computed from the number of the step."""
+
+    dropout: Dropout
+
+    @property
+    def first(self) -> bool:
+        return self.dropout.first
+
+    def __call__(self, x: Tensor, number: int, piece: Piece, row: int) -> Tensor:
+        if number == 0 and not self.first:
+            return x
+        steps = torch.arange(piece.start, piece.stop, device=x.device)
+        return self.dropout(x.contiguous(), number, steps)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Masks that are kept, by the numbers of the layers that they come before.
+
+    Example:
+        >>> masks = Drawn.like([1], torch.ones(6, 4), 0.5)
+        >>> masks(torch.ones(2, 3, 4), 1, Piece(0, 2, 3), 0).unique().tolist()
+        [0.0, 2.0]
+    """
+
+    masks: dict[int, Tensor]
+    p: float
+
+    @classmethod
+    def like(cls, layers: list[int], x: Tensor, p: float) -> "Drawn":
+        """Masks for tensors like one (rows, H), drawn as torch draws them."""
+        ones = torch.ones_like(x)
+        return cls({k: functional.dropout(ones, p) > 0 for k in layers}, p)
+
+    @property
+    def first(self) -> bool:
+        return 0 in self.masks
+
+    def __call__(self, x: Tensor, number: int, piece: Piece, row: int) -> Tensor:
+        mask = self.masks.get(number)
+        if mask is None:
+            return x
+        kept = mask[row : row + piece.rows].view(x.shape)
+        return x * kept * (1 / (1 - self.p)) if self.p < 1 else torch.zeros_like(x)

@@ -1,0 +1,77 @@
+"""Steps that are run in one go: at most a block of them, all with the same number of sequences.
+
+A packed batch holds its steps one after the other, each with as many rows as there are sequences
+left. Where that number does not change, some steps are a plain tensor (L, n, …). So a packed batch
+is run without padding, in as many more pieces as it has different lengths.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+
+__all__ = ["Piece", "cut", "runs"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Steps ``start`` … ``stop − 1`` of the first ``samples`` sequences."""
+
+    start: int
+    stop: int
+    samples: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def rows(self) -> int:
+        """Steps of samples."""
+        return len(self) * self.samples
+
+
+def cut(
+    start: int, stop: int, block: int, samples: int, sizes: Sequence[int] | None = None
+) -> list[Piece]:
+    """The pieces of a range of steps.
+
+    Args:
+        start: the first step.
+        stop: the one after the last.
+        block: the most rows of a piece, but for a step that has more.
+        samples: B.
+        sizes: of a packed batch, how many sequences have each step, longest first.
+
+    Returns:
+        Pieces, in the order of the steps.
+
+    Example:
+        >>> [(p.start, p.stop, p.samples) for p in cut(0, 5, 6, 3, [3, 3, 3, 1, 1])]
+        [(0, 2, 3), (2, 3, 3), (3, 5, 1)]
+    """
+    bounds = [start, stop]
+    if sizes is not None:
+        changes = (t for t in range(start + 1, stop) if sizes[t] != sizes[t - 1])
+        bounds = [start, *changes, stop]
+    found = []
+    for first, last in pairwise(bounds):
+        count = samples if sizes is None else sizes[first]
+        steps = max(1, block // max(1, count))
+        found += [Piece(a, min(a + steps, last), count) for a in range(first, last, steps)]
+    return found
+
+
+def runs(offsets: Sequence[int]) -> list[tuple[int, int]]:
+    """Of a packed batch, how many steps in a row have the same number of sequences, and which.
+
+    Args:
+        offsets: the first row of every step, and their number.
+
+    Returns:
+        Pairs (steps, sequences).
+
+    Example:
+        >>> runs([0, 3, 6, 7])
+        [(2, 3), (1, 1)]
+    """
+    sizes = (b - a for a, b in pairwise(offsets))
+    return [(len(list(group)), size) for size, group in groupby(sizes)]

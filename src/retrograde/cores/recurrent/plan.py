@@ -1,0 +1,281 @@
+"""Which steps keep their gates, and how long a piece is: the fastest way to run held layers.
+
+Where the caller holds the outputs, and the sequences between layers fit, no step is run forward
+more than twice, and the second time all steps of a piece are one matrix product. So the plan is a
+closed form (DESIGN §3.7): pieces as long as the cache allows and the budget has room for, and the
+rest of the budget for gates, which saves a recomputation each. Where not even the sequences between
+layers, or the marks of an LSTM, fit, ranges of steps are planned as those of any other core
+(:mod:`retrograde.plan.fit`), with the bytes of a range counted as above.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from retrograde.cores.recurrent.bytes import LARGE, Means, Shape
+from retrograde.cores.recurrent.pieces import runs
+from retrograde.plan.fit import Curve, Fit, Footprint, fit, refusal, whole_fit
+from retrograde.units import Memory, as_bytes, asks_for_all
+
+__all__ = ["HeldPlan", "Planner", "Sequences"]
+
+# Nominal costs, in forward steps: a call that advances, and one that records and goes back.
+_CALL_STEPS, _RECORD_STEPS = 5.0, 15.0
+# What a recorded range should hold at most, for speed (:data:`retrograde.cores.fused.HEAP_BYTES`).
+_THREAD_ROWS = 128  # no thread of a backward pass has room for more
+_HEAP_BYTES = 24 * 2**20
+
+
+@dataclass(frozen=True)
+class HeldPlan:
+    """How held layers are run.
+
+    Attributes:
+        block: rows of a piece.
+        kept: how many steps keep their gates, the last ones of each track.
+        means: what runs them.
+    """
+
+    block: int
+    kept: int = 0
+    means: Means = "loops"
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The lengths of a batch.
+
+    Attributes:
+        length: T.
+        batch: B.
+        offsets: of a packed batch, the first row of every step, and their number.
+    """
+
+    length: int
+    batch: int
+    offsets: Sequence[int] | None = None
+
+    @property
+    def rows(self) -> int:
+        """Steps of sequences in all."""
+        return self.length * self.batch if self.offsets is None else self.offsets[-1]
+
+    def pieces(self, block: int) -> int:
+        """The sequences in the pieces of some rows, added up, in units of the batch, rounded up."""
+        if self.offsets is None:
+            return -(-self.length // max(1, block // self.batch))
+        total = sum(
+            samples * -(-steps // max(1, block // samples)) for steps, samples in runs(self.offsets)
+        )
+        return -(-total // self.batch)
+
+    def largest(self, block: int) -> int:
+        """The most rows of a piece."""
+        if self.offsets is None:
+            return min(self.length, max(1, block // self.batch)) * self.batch
+        return max(
+            samples * min(steps, max(1, block // samples)) for steps, samples in runs(self.offsets)
+        )
+
+    def last(self, steps: int, both: bool) -> int:
+        """Rows of the last steps; in two directions, of a direction on average."""
+        if self.offsets is None:
+            return steps * self.batch
+        late = self.offsets[-1] - self.offsets[self.length - steps]
+        return -(-(late + self.offsets[steps]) // 2) if both else late
+
+    def most_kept(self, rows: int, both: bool) -> int:
+        """The most last steps that have at most so many rows."""
+        steps = range(self.length + 1)
+        return bisect_right(steps, rows, key=lambda k: self.last(k, both)) - 1
+
+
+def _blocks(shape: Shape, lengths: Sequences, most: int) -> list[int]:
+    """Lengths of a piece to try, the longest first."""
+    found, block = [], max(min(most, lengths.rows), shape.batch)
+    while block > shape.batch:
+        found.append(block)
+        block = block * 2 // 3
+    return [*found, shape.batch]
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Plans for held layers, for any lengths.
+
+    Attributes:
+        shapes: the layers of one recurrence; with several layers of two directions, one for each.
+        most: the rows of a piece that the cache allows.
+        extra: bytes that may come on top at any moment.
+        gradient_copy: bytes a step that torch's own pass takes on top.
+        torchs: whether torch's own module computes the same.
+    """
+
+    shapes: tuple[Shape, ...]
+    most: int
+    extra: int = 0
+    gradient_copy: int = 0
+    torchs: bool = True
+
+    def least_bytes(self, lengths: Sequences) -> int:
+        """The least budget for held layers."""
+        shape = self.shapes[0]
+        found = [
+            self._peak(lengths, HeldPlan(block, means="plain"))
+            for block in _blocks(shape, lengths, self.most)
+        ]
+        if self._ranges:
+            found.append(self._footprint("plain", shape.batch, lengths, 1).minimum_bytes())
+        return min(found)
+
+    def fit(
+        self, lengths: Sequences, memory: Memory | None, ordinary: int
+    ) -> tuple[HeldPlan | None, tuple[Fit, ...]]:
+        """The fastest plan within a budget.
+
+        Args:
+            lengths: of the batch.
+            memory: the budget; None for what ordinary backpropagation takes.
+            ordinary: what that is.
+
+        Returns:
+            The plan, and what it is for each recurrence; no plan, and one fit, to run torch's own.
+
+        Raises:
+            BudgetError: the memory is too little; the message names the least.
+        """
+        budget = ordinary if memory is None else as_bytes(memory, ordinary)
+        least, length = self.least_bytes(lengths), lengths.length
+        usual = ordinary + self.gradient_copy * length + self.extra
+        minimum = min(least, usual) if self.torchs else least
+        if budget < minimum and self.torchs and asks_for_all(memory):
+            budget = usual
+        if budget < minimum:
+            raise refusal(length, memory, budget, minimum, ordinary)
+        told = {"budget_bytes": budget, "ordinary_bytes": ordinary, "minimum_bytes": minimum}
+        if self.torchs and budget >= usual and (budget < least or self._is_large):
+            peak = {"peak_bytes": usual, "forward_steps": length, "calls": 2, "time": 3.0 * length}
+            return None, (replace(whole_fit(length, length, **peak, **told), ordinary=True),)
+        return self._fastest(lengths, budget, told)
+
+    def _fastest(
+        self, lengths: Sequences, budget: int, told: dict[str, int]
+    ) -> tuple[HeldPlan, tuple[Fit, ...]]:
+        """By the loops if there is room for them, and else with less; in one range if possible."""
+        blocks = _blocks(self.shapes[0], lengths, self.most)
+        for plans in (("loops", "sweeps"), ("plain",)):
+            for means in plans:
+                for block in blocks:
+                    plan = HeldPlan(block, means=means)
+                    if self._peak(lengths, plan) <= budget:
+                        return self._keeping(plan, lengths, budget, told)
+            for means in plans if self._ranges else ():
+                for block in blocks:
+                    sizes = self._footprint(means, block, lengths, told["ordinary_bytes"])
+                    tight = sizes.minimum_bytes() > budget // 2 and (means, block) != (
+                        "plain",
+                        blocks[-1],
+                    )
+                    if not tight:
+                        found = fit(lengths.length, budget, sizes)
+                        found = replace(found, minimum_bytes=told["minimum_bytes"])
+                        return HeldPlan(block, means=means), (found,)
+        raise AssertionError("the budget is at least the least")
+
+    @property
+    def _ranges(self) -> bool:
+        """Whether a part of the steps can be run at a time."""
+        return len(self.shapes) == 1 and self.shapes[0].tracks == 1
+
+    @property
+    def _is_large(self) -> bool:
+        """Whether torch's own pass is the faster one, where there is room for it."""
+        shape = self.shapes[0]
+        return shape.kind == "LSTM" and 4 * shape.size * shape.size > LARGE
+
+    def _keeping(
+        self, plan: HeldPlan, lengths: Sequences, budget: int, told: dict[str, int]
+    ) -> tuple[HeldPlan, tuple[Fit, ...]]:
+        """A plan with as many gates kept as there is room for."""
+        length = lengths.length
+        if self.shapes[0].kind == "LSTM":
+
+            def peak(kept: int) -> int:
+                return self._peak(lengths, replace(plan, kept=kept))
+
+            kept = bisect_right(range(length + 1), budget, key=peak) - 1
+            plan = replace(plan, kept=max(0, kept))
+        again = 0 if self.shapes[0].kind.startswith("RNN") else length - plan.kept
+        fits = []
+        for number in range(len(self.shapes)):
+            peak_bytes = self._peak(lengths, plan) if number == 0 else 0
+            shape, pieces = self.shapes[number], lengths.pieces(plan.block)
+            one = whole_fit(
+                length,
+                max(1, plan.block // shape.batch),
+                forward_steps=length + again,
+                calls=2 * pieces,
+                time=float(3 * length + again),
+                peak_bytes=peak_bytes,
+                **told,
+            )
+            fits.append(one)
+        return plan, tuple(fits)
+
+    def _footprint(self, means: Means, block: int, lengths: Sequences, ordinary: int) -> Footprint:
+        """What ranges of steps take, for any schedule over them."""
+        shape, length = replace(self.shapes[0], means=means), lengths.length
+        step = shape.below(shape.batch)
+
+        def held(steps: int) -> int:
+            pieces = -(-steps * shape.batch // block)
+            return step * steps + shape.mark(pieces) + shape.state
+
+        work = shape.fixed(block) + shape.piece(block, kept=False)
+        forward = shape.forward(block, shape.pass_rows(block))
+        advance = shape.advance(shape.pass_rows(block)) + shape.state
+        points = sorted({1, max(1, block // shape.batch), min(2, length), length})
+        return Footprint(
+            state_bytes=shape.state,
+            advance=Curve(((1, advance),)),
+            held=Curve(tuple((n, held(n)) for n in points)),
+            record=Curve(tuple((n, held(n) + forward) for n in points)),
+            backward=Curve(((1, work),)),
+            ordinary=Curve(((length, ordinary),)),
+            gradient_bytes=2 * shape.state,
+            heap_bytes=_HEAP_BYTES,
+            call_steps=_CALL_STEPS,
+            record_steps=_RECORD_STEPS,
+            scheduled=True,
+            extra_bytes=self.extra,
+        )
+
+    def _between(self, lengths: Sequences) -> int:
+        """The sequences between layers of two directions, and the gradient of one; of two, where
+        the layer that goes back is neither the first nor the last."""
+        shape, many = self.shapes[0], len(self.shapes)
+        if many == 1:
+            return 0
+        sequences = many + (many > 2)
+        return lengths.rows * 2 * shape.size * shape.item * sequences + 2 * many * shape.state
+
+    def _peak(self, lengths: Sequences, plan: HeldPlan) -> int:
+        """The most bytes of a call: while it is run forward, while it goes back through the pieces
+        whose gates are kept, and through the others."""
+        shapes = [replace(shape, means=plan.means) for shape in self.shapes]
+        kept = lengths.last(plan.kept, shapes[0].tracks > 1)
+        rows = threads = lengths.largest(plan.block)
+        held = self._between(lengths) + sum(
+            s.mark(lengths.pieces(plan.block)) + s.below(lengths.rows) + 2 * s.state for s in shapes
+        )
+        if lengths.offsets is not None:  # fewer sequences may have more rows at a time in a thread
+            threads = max(rows, min(plan.block, _THREAD_ROWS))
+            held += held // 64 + _THREAD_ROWS * shapes[0].item
+        gates = sum(s.gates(kept) for s in shapes)
+        forward = max(s.forward(rows, s.pass_rows(rows)) for s in shapes)
+        first = max(s.fixed(threads) + s.piece(rows, kept=True) for s in shapes)
+        later = max(s.fixed(threads) + s.piece(rows, kept=False) for s in shapes)
+        if plan.kept >= lengths.length:
+            later = first
+        below = sum(s.gates(kept) for s in shapes[:-1])  # waits while the top one goes back
+        return held + max(gates + forward, gates + first, below + later) + self.extra

@@ -1,0 +1,82 @@
+"""Dropout by a hash, compiled: the loop of :class:`retrograde.cores.dropout.Dropout` on a CPU."""
+
+import functools
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+from torch import Tensor
+
+from retrograde.kernels.team import ranges, share
+
+__all__ = ["drop"]
+
+_GAMMA, _MIX_1, _MIX_2 = (
+    np.uint64(value) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
+_SPREAD, _SHORT_1, _SHORT_2 = (np.uint32(v) for v in (0x9E3779B9, 0x7FEB352D, 0x846CA68B))
+_ROW_WORK = 2**16  # numbers that are worth a thread of their own
+
+
+def drop(x: Tensor, seed: int, p: float, start: int) -> Tensor:
+    """What is left of some steps.
+
+    Args:
+        x: (L, B, W), float32 or float64, contiguous.
+        seed: of the call and the layer.
+        p: the probability.
+        start: the number of the first step.
+
+    Returns:
+        A tensor like ``x``.
+    """
+    out = x.new_empty(x.shape)
+    samples, width = x.shape[1:]
+    rows = len(x) * samples
+    limit = np.uint32(min(round(p * 2**32), 2**32 - 1))
+    flat = x.view(rows, width).numpy(), out.view(rows, width).numpy()
+    keep = flat[0].dtype.type(1 - p)
+    loop = functools.partial(
+        _drop, *flat, np.uint64(seed % 2**64), keep, limit, np.uint64(start), np.uint64(samples)
+    )
+    share(loop, ranges(rows, 1 + x.numel() // _ROW_WORK))
+    return out
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _mixed(z: Any) -> Any:
+    """64 bits, each of which depends on all that went in (splitmix64)."""
+    z = (z ^ (z >> np.uint64(30))) * _MIX_1
+    z = (z ^ (z >> np.uint64(27))) * _MIX_2
+    return z ^ (z >> np.uint64(31))
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _drop(
+    x: NDArray[Any],
+    out: NDArray[Any],
+    seed: Any,
+    keep: Any,
+    limit: Any,
+    start: Any,
+    samples: Any,
+    first: int,
+    last: int,
+) -> None:
+    zero = x.dtype.type(0)
+    for row in range(first, last):
+        number = np.uint64(row)
+        step, sample = start + number // samples, number % samples
+        z = _mixed(_mixed(seed + _GAMMA * step) + _GAMMA * sample)
+        low, high = np.uint32(z & np.uint64(0xFFFFFFFF)), np.uint32(z >> np.uint64(32))
+        given, left = x[row], out[row]
+        for j in range(x.shape[1]):
+            v = np.uint32(low + np.uint32(np.uint32(j) * _SPREAD))
+            v = np.uint32(v ^ (v >> np.uint32(16)))
+            v = np.uint32(np.uint32(v * _SHORT_1) + high)
+            v = np.uint32(v ^ (v >> np.uint32(15)))
+            v = np.uint32(v * _SHORT_2)
+            v = np.uint32(v ^ (v >> np.uint32(16)))
+            # The sign bit is turned, for the limit is one of signed numbers.
+            left[j] = given[j] / keep if (v ^ np.uint32(0x80000000)) >= limit else zero
