@@ -143,6 +143,12 @@ class Block:
     kept: Kept | None = None
     valid: Tensor | None = None
 
+    def at(self, steps: slice) -> "Block":
+        """Some steps, as views; c is what it was before all of them."""
+        kept = None if self.kept is None else self.kept.at(steps)
+        parts = {name: getattr(self, name)[steps] for name in ("x", "before", "after")}
+        return replace(self, **parts, kept=kept)
+
     def cast(self, dtype: torch.dtype) -> "Block":
         """The same in another dtype."""
         parts: Any = {name: getattr(self, name).to(dtype) for name in ("x", "before", "after")}

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from retrograde.cores.recurrent.bytes import LARGE, Means
+from retrograde.cores.recurrent.bytes import LAID_ROWS, LARGE, Means
 from retrograde.kernels import Backward, kernels, plain_kernels
 from retrograde.kernels.cells import Block, Slopes, Weights, slopes
 from retrograde.kernels.sweep import safe_chunk
@@ -66,7 +66,7 @@ class LayerBackward:
         Args:
             block: its inputs and states; an LSTM's with c before its first step, and with its gates
                 and cells if they were kept, which are overwritten.
-            dy: the loss's gradient of each output (L, n, H), or None for zero.
+            dy: the loss's gradient of each output (L, n, H), laid out in any way, or None for zero.
             g: that of the state after the piece (n, H), or (n, 2 H) for (h, c).
             dx: takes the gradients of the inputs (L, n, I), if they are wanted.
 
@@ -79,11 +79,14 @@ class LayerBackward:
         c = block.c if block.kept is None else block.kept.cells[0]
         steps = slopes(weights, block.x, block.before, block.after, c, self.use.gates, known)
         if self.way.name == "scan":
-            g = self.use.scan(steps, weights.hidden, dy, g, self.way.chunk)
+            losses = None if dy is None else _laid(dy, g)
+            g = self.use.scan(steps, weights.hidden, losses, g, self.way.chunk)
         else:
             if self.prepared is None:
                 self.prepared = self.use.prepare(weights.hidden)
-            g = self.use.sweep(steps, self.prepared, dy, g)
+            for part in self._parts(dy, samples=len(g)):
+                losses = None if dy is None else _laid(dy[part], g)
+                g = self.use.sweep(steps.at(part), self.prepared, losses, g)
         self._add_products(steps, block, dx)
         return g
 
@@ -107,7 +110,19 @@ class LayerBackward:
             assert block.c is not None
             kept = self.use.recall(self.weights, block.x, block.before, block.c)
             block = replace(block, kept=kept)
-        return self.loops.add(block, dy, g, dx)
+        for part in self._parts(dy, samples=len(g)):
+            losses = None if dy is None else _laid(dy[part], g)
+            into = None if dx is None else dx[part]
+            g = self.loops.add(block.at(part), losses, g, into)
+        return g
+
+    def _parts(self, dy: Tensor | None, samples: int) -> list[slice]:
+        """Steps to go through at a time, from the last to the first: few, where the gradient of the
+        outputs has to be laid out for them, which takes memory."""
+        if dy is None or (dy.is_contiguous() and dy.dtype == self.weights.hidden.dtype):
+            return [slice(None)]
+        steps = max(1, LAID_ROWS // samples)
+        return [slice(a, a + steps) for a in range(0, len(dy), steps)][::-1]
 
     def _add_products(self, steps: Slopes, block: Block, dx: Tensor | None) -> None:
         gates = steps.gates.flatten(0, 1)
@@ -126,3 +141,8 @@ class LayerBackward:
         self.totals["inputs"].addmm_(flat.t(), block.x.flatten(0, 1))
         if dx is not None:
             torch.mm(flat, self.weights.inputs, out=dx.flatten(0, 1))
+
+
+def _laid(dy: Tensor, like: Tensor) -> Tensor:
+    """A gradient in one piece of memory, in the type that is computed in."""
+    return dy.to(like.dtype).contiguous()

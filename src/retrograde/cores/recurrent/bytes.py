@@ -15,7 +15,7 @@ from retrograde.kernels.cells import GATES, Kind
 from retrograde.kernels.lanes import LANES
 from retrograde.kernels.tiles import PANEL
 
-__all__ = ["FORWARD_BYTES", "LARGE", "Means", "Shape", "sums_at_once"]
+__all__ = ["FORWARD_BYTES", "LAID_ROWS", "LARGE", "Means", "Shape", "sums_at_once"]
 
 #: What runs the layers: one loop for a whole backward pass; loops for the recurrence, and matrix
 #: products for the rest; or torch's operations step by step, which need no copy of the weights.
@@ -26,6 +26,9 @@ FORWARD_BYTES = 2**20
 
 #: The most numbers in hidden weights whose products our own loops do faster than BLAS.
 LARGE = 2**18
+
+#: Rows of the outputs' gradient that are laid out at a time, where they have to be.
+LAID_ROWS = 256
 
 _THREAD_WORK = 2_000_000  # as in kernels/cpu.py
 
@@ -147,9 +150,9 @@ class Shape:
             top = k == self.count - 1
             numbers = rows * size + 3 * self.batch * 2 * size  # before, and what enters
             if self.tracks > 1 and top:
-                numbers += rows * size  # its states, turned round
+                numbers += 2 * rows * size  # its states and their gradients, turned round
             if top:
-                numbers += rows * size  # a copy of its outputs' gradients, which may be expanded
+                numbers += max(min(rows, LAID_ROWS), self.batch) * size
             if not top:
                 numbers += rows * size  # what the layer above handed on
             if self._copies_x(k):

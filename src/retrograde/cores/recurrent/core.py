@@ -155,9 +155,8 @@ class HeldLayers(RangeCore):
         wanted, passes = [*inputs.differentiable], [True] * len(state)
         tape = _Held(start, stop, [], wanted, passes, after, (), [*state], [])
         for number, layers in enumerate(self.layers):
-            kept = self._kept(self._pieces(number, start, stop))
             for k, weights in enumerate(layers):
-                self._record(tape, inputs, number, k, weights, kept, emit is not None)
+                self._record(tape, inputs, number, k, weights, emit is not None)
         return tape
 
     @torch.no_grad()
@@ -183,7 +182,6 @@ class HeldLayers(RangeCore):
         number: int,
         k: int,
         weights: Weights,
-        kept: set[Piece],
         emits: bool,
     ) -> None:
         """Run a layer; its state goes from before to after."""
@@ -200,7 +198,7 @@ class HeldLayers(RangeCore):
             state = [s[own, : piece.samples] for s in tape.state_after]
             room = None
             if self.kind == "LSTM":
-                if piece in kept:
+                if self._keeps(number, piece):
                     lead = len(piece), piece.samples
                     gates = state[0].new_empty(*lead, 4 * self.size)
                     room = Kept(gates, state[0].new_empty(*lead, self.size))
@@ -261,7 +259,9 @@ class HeldLayers(RangeCore):
         (total_dx,), (seeds,) = gradients.inputs, gradients.outputs
         while pieces:
             piece = pieces.pop()
-            dy = None if seeds is None else self._read(self._columns(seeds, number, piece), number)
+            dy = None if seeds is None else self._columns(seeds, number, piece)
+            if dy is not None and number:
+                dy = dy.flip(0)
             into = None if total_dx is None else self._rows(total_dx, piece)
             for k in reversed(range(self.count)):
                 block = self._block(tape, gradients, number, k, piece, pieces)
@@ -309,21 +309,22 @@ class HeldLayers(RangeCore):
         return self._read(self._output(inputs, number, piece), number)
 
     def _pieces(self, number: int, start: int, stop: int) -> list[Piece]:
-        """The pieces of a range, in the order in which a track comes to them."""
-        pieces = cut(start, stop, self.block, self.batch, self.sizes)
+        """The pieces of a range, in the order in which a track comes to them; where the gates begin
+        to be kept, a piece begins."""
+        edge = self.kept if number else self.rows.length - self.kept
+        bounds = [start, *([edge] if start < edge < stop else []), stop]
+        pieces = [
+            piece
+            for a, b in pairwise(bounds)
+            for piece in cut(a, b, self.block, self.batch, self.sizes)
+        ]
         return pieces[::-1] if number else pieces
 
-    def _kept(self, pieces: list[Piece]) -> set[Piece]:
-        """The pieces whose gates are kept: the last ones, of at most so many steps."""
+    def _keeps(self, number: int, piece: Piece) -> bool:
+        """Whether the gates of a piece are kept."""
         if self.kind != "LSTM" or self.loops.forward is None:
-            return set()
-        found, left = set(), self.kept
-        for piece in reversed(pieces):
-            left -= len(piece)
-            if left < 0:
-                break
-            found.add(piece)
-        return found
+            return False
+        return piece.stop <= self.kept if number else piece.start >= self.rows.length - self.kept
 
     def _rows(self, t: Tensor, piece: Piece) -> Tensor:
         """The rows of a piece, of a tensor over all steps (L, n, …), in the order of the steps."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from retrograde.cores.recurrent.bytes import LARGE, Means, Shape
 from retrograde.cores.recurrent.pieces import runs
+from retrograde.kernels.cells import GATES
 from retrograde.plan.fit import Curve, Fit, Footprint, fit, refusal, whole_fit
 from retrograde.units import Memory, as_bytes, asks_for_all
 
@@ -22,6 +23,8 @@ __all__ = ["HeldPlan", "Planner", "Sequences"]
 # Nominal costs, in forward steps: a call that advances, and one that records and goes back.
 _CALL_STEPS, _RECORD_STEPS = 5.0, 15.0
 # What a recorded range should hold at most, for speed (:data:`retrograde.cores.fused.HEAP_BYTES`).
+# Nominal: operations to a microsecond, and the microseconds of a piece besides its arithmetic.
+_RATE, _PIECE = 1.35e5, 150.0
 _THREAD_ROWS = 128  # no thread of a backward pass has room for more
 _HEAP_BYTES = 24 * 2**20
 
@@ -92,10 +95,10 @@ class Sequences:
 
 def _blocks(shape: Shape, lengths: Sequences, most: int) -> list[int]:
     """Lengths of a piece to try, the longest first."""
-    found, block = [], max(min(most, lengths.rows), shape.batch)
-    while block > shape.batch:
-        found.append(block)
-        block = block * 2 // 3
+    found, steps = [], max(1, min(most // shape.batch, lengths.length))
+    while steps > 1:
+        found.append(steps * shape.batch)
+        steps = steps * 2 // 3
     return [*found, shape.batch]
 
 
@@ -158,30 +161,6 @@ class Planner:
             return None, (replace(whole_fit(length, length, **peak, **told), ordinary=True),)
         return self._fastest(lengths, budget, told)
 
-    def _fastest(
-        self, lengths: Sequences, budget: int, told: dict[str, int]
-    ) -> tuple[HeldPlan, tuple[Fit, ...]]:
-        """By the loops if there is room for them, and else with less; in one range if possible."""
-        blocks = _blocks(self.shapes[0], lengths, self.most)
-        for plans in (("loops", "sweeps"), ("plain",)):
-            for means in plans:
-                for block in blocks:
-                    plan = HeldPlan(block, means=means)
-                    if self._peak(lengths, plan) <= budget:
-                        return self._keeping(plan, lengths, budget, told)
-            for means in plans if self._ranges else ():
-                for block in blocks:
-                    sizes = self._footprint(means, block, lengths, told["ordinary_bytes"])
-                    tight = sizes.minimum_bytes() > budget // 2 and (means, block) != (
-                        "plain",
-                        blocks[-1],
-                    )
-                    if not tight:
-                        found = fit(lengths.length, budget, sizes)
-                        found = replace(found, minimum_bytes=told["minimum_bytes"])
-                        return HeldPlan(block, means=means), (found,)
-        raise AssertionError("the budget is at least the least")
-
     @property
     def _ranges(self) -> bool:
         """Whether a part of the steps can be run at a time."""
@@ -193,34 +172,70 @@ class Planner:
         shape = self.shapes[0]
         return shape.kind == "LSTM" and 4 * shape.size * shape.size > LARGE
 
-    def _keeping(
-        self, plan: HeldPlan, lengths: Sequences, budget: int, told: dict[str, int]
+    def _fastest(
+        self, lengths: Sequences, budget: int, told: dict[str, int]
     ) -> tuple[HeldPlan, tuple[Fit, ...]]:
-        """A plan with as many gates kept as there is room for."""
-        length = lengths.length
-        if self.shapes[0].kind == "LSTM":
+        """By the loops if there is room for them, and else with less; in one range if possible."""
+        blocks = _blocks(self.shapes[0], lengths, self.most)
+        for several in (("loops", "sweeps"), ("plain",)):
+            for means in several:
+                plans = [self._keeping(lengths, block, means, budget) for block in blocks]
+                found = [plan for plan in plans if plan is not None]
+                if found:
+                    best = min(found, key=lambda plan: self._time(lengths, plan))
+                    return best, self._told(lengths, best, told)
+            for means in several if self._ranges else ():
+                for block in blocks:
+                    sizes = self._footprint(means, block, lengths, told["ordinary_bytes"])
+                    least = (means, block) == ("plain", blocks[-1])
+                    if least or sizes.minimum_bytes() <= budget // 2:
+                        fits = fit(lengths.length, budget, sizes)
+                        fits = replace(fits, minimum_bytes=told["minimum_bytes"])
+                        return HeldPlan(block, means=means), (fits,)
+        raise AssertionError("the budget is at least the least")
 
-            def peak(kept: int) -> int:
-                return self._peak(lengths, replace(plan, kept=kept))
+    def _keeping(
+        self, lengths: Sequences, block: int, means: Means, budget: int
+    ) -> HeldPlan | None:
+        """The plan with as many gates kept as there is room for; None where none fits."""
+        plan = HeldPlan(block, means=means)
+        held, first, later = self._sizes(lengths, plan)
+        room = budget - held
+        if max(first, later) > room:
+            return None
+        whole = sum(shape.gates(1) for shape in self.shapes)
+        if whole == 0:
+            return plan
+        rows, lower = (room - first) // whole, whole - self.shapes[-1].gates(1)
+        if lower:
+            rows = min(rows, (room - later) // lower)
+        kept = lengths.most_kept(rows, self.shapes[0].tracks > 1)
+        return replace(plan, kept=max(0, kept))
 
-            kept = bisect_right(range(length + 1), budget, key=peak) - 1
-            plan = replace(plan, kept=max(0, kept))
-        again = 0 if self.shapes[0].kind.startswith("RNN") else length - plan.kept
-        fits = []
-        for number in range(len(self.shapes)):
-            peak_bytes = self._peak(lengths, plan) if number == 0 else 0
-            shape, pieces = self.shapes[number], lengths.pieces(plan.block)
-            one = whole_fit(
-                length,
-                max(1, plan.block // shape.batch),
-                forward_steps=length + again,
-                calls=2 * pieces,
-                time=float(3 * length + again),
-                peak_bytes=peak_bytes,
-                **told,
-            )
-            fits.append(one)
-        return plan, tuple(fits)
+    def _again(self, lengths: Sequences, plan: HeldPlan) -> int:
+        """Steps whose gates are computed a second time."""
+        return 0 if self.shapes[0].kind.startswith("RNN") else lengths.length - plan.kept
+
+    def _time(self, lengths: Sequences, plan: HeldPlan) -> float:
+        """Microseconds, nominally, of what depends on the plan."""
+        shape = self.shapes[0]
+        flops = 2 * GATES[shape.kind] * shape.size * (shape.size + shape.width) * shape.count
+        step = flops * lengths.rows / lengths.length / _RATE
+        return self._again(lengths, plan) * step + lengths.pieces(plan.block) * _PIECE * shape.count
+
+    def _told(self, lengths: Sequences, plan: HeldPlan, told: dict[str, int]) -> tuple[Fit, ...]:
+        """A plan for each recurrence, as any other is told; the first one has all the bytes."""
+        length, again = lengths.length, self._again(lengths, plan)
+        one = whole_fit(
+            length,
+            max(1, plan.block // self.shapes[0].batch),
+            forward_steps=length + again,
+            calls=2 * lengths.pieces(plan.block),
+            time=float(3 * length + again),
+            peak_bytes=self._peak(lengths, plan),
+            **told,
+        )
+        return (one, *[replace(one, peak_bytes=0)] * (len(self.shapes) - 1))
 
     def _footprint(self, means: Means, block: int, lengths: Sequences, ordinary: int) -> Footprint:
         """What ranges of steps take, for any schedule over them."""
@@ -228,7 +243,7 @@ class Planner:
         step = shape.below(shape.batch)
 
         def held(steps: int) -> int:
-            pieces = -(-steps * shape.batch // block)
+            pieces = -(-steps // (block // shape.batch))
             return step * steps + shape.mark(pieces) + shape.state
 
         work = shape.fixed(block) + shape.piece(block, kept=False)
@@ -260,22 +275,26 @@ class Planner:
         return lengths.rows * 2 * shape.size * shape.item * sequences + 2 * many * shape.state
 
     def _peak(self, lengths: Sequences, plan: HeldPlan) -> int:
-        """The most bytes of a call: while it is run forward, while it goes back through the pieces
-        whose gates are kept, and through the others."""
+        """The most bytes of a call."""
+        held, first, later = self._sizes(lengths, plan)
+        rows = lengths.last(plan.kept, self.shapes[0].tracks > 1)
+        gates = [shape.gates(rows) for shape in self.shapes]
+        if plan.kept >= lengths.length:
+            later = first
+        return held + max(sum(gates) + first, sum(gates[:-1]) + later)
+
+    def _sizes(self, lengths: Sequences, plan: HeldPlan) -> tuple[int, int, int]:
+        """Bytes besides kept gates: what is held throughout; what running forward takes, or going
+        back through pieces whose gates are kept; and what going back through the others takes."""
         shapes = [replace(shape, means=plan.means) for shape in self.shapes]
-        kept = lengths.last(plan.kept, shapes[0].tracks > 1)
         rows = threads = lengths.largest(plan.block)
-        held = self._between(lengths) + sum(
-            s.mark(lengths.pieces(plan.block)) + s.below(lengths.rows) + 2 * s.state for s in shapes
-        )
+        pieces = lengths.pieces(plan.block) + 1  # one more where the gates begin to be kept
+        held = sum(s.mark(pieces) + s.below(lengths.rows) + 2 * s.state for s in shapes)
+        held += self._between(lengths) + self.extra
         if lengths.offsets is not None:  # fewer sequences may have more rows at a time in a thread
             threads = max(rows, min(plan.block, _THREAD_ROWS))
             held += held // 64 + _THREAD_ROWS * shapes[0].item
-        gates = sum(s.gates(kept) for s in shapes)
         forward = max(s.forward(rows, s.pass_rows(rows)) for s in shapes)
         first = max(s.fixed(threads) + s.piece(rows, kept=True) for s in shapes)
         later = max(s.fixed(threads) + s.piece(rows, kept=False) for s in shapes)
-        if plan.kept >= lengths.length:
-            later = first
-        below = sum(s.gates(kept) for s in shapes[:-1])  # waits while the top one goes back
-        return held + max(gates + forward, gates + first, below + later) + self.extra
+        return held, max(forward, first), later

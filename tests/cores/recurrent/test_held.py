@@ -1,0 +1,224 @@
+"""Held layers against torch's own modules, in whatever pieces, and their bytes as counted."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+
+import retrograde as rg
+from oracles.networks import relative_error
+from oracles.strangers import watched
+from retrograde.cores.fused import Layers
+from retrograde.cores.recurrent.bytes import Shape, sums_at_once
+from retrograde.cores.recurrent.core import HeldLayers
+from retrograde.cores.recurrent.masks import Drawn
+from retrograde.cores.recurrent.plan import HeldPlan, Planner, Sequences
+from retrograde.plan.fit import whole_fit
+from retrograde.run.autograd import run_schedule
+from retrograde.run.layout import Rows
+from retrograde.scan.block_lengths import Way
+
+DOUBLE = torch.float64
+KINDS = [nn.RNN, nn.GRU, nn.LSTM]
+EVERY_KIND = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+WHOLE = {"forward_steps": 0, "calls": 0, "time": 0.0, "budget_bytes": 0, "peak_bytes": 0}
+SCHEDULES = {
+    "in one range": lambda n: whole_fit(n, n, **WHOLE, ordinary_bytes=0, minimum_bytes=0).schedule,
+    "tight": lambda n: rg.plan(n, 3),
+}
+
+
+class Case:
+    """A module of torch's, held layers over its weights, and what both are called with."""
+
+    def __init__(self, kind, sizes, layers=1, both=False, lengths=None, dtype=DOUBLE, **options):
+        torch.manual_seed(3)
+        self.length, self.batch, width, size = sizes
+        self.both, self.tracks = both, 2 if both else 1
+        self.net = kind(width, size, layers, bidirectional=both, dtype=dtype, **options)
+        x, self.sizes = torch.randn(self.length, self.batch, width, dtype=dtype), None
+        if lengths is not None:
+            packed = pack_padded_sequence(x, torch.tensor(lengths))
+            x, self.sizes = packed.data, packed.batch_sizes
+        self.x = x.detach().requires_grad_()
+        shape = layers * self.tracks, self.batch, size
+        self.state = [
+            torch.randn(shape, dtype=dtype, requires_grad=True)
+            for _ in range(2 if kind is nn.LSTM else 1)
+        ]
+        lead = self.x.shape[:-1]
+        self.seeds = [torch.randn(*lead, size * self.tracks, dtype=dtype)]
+        self.seeds += [torch.randn(shape, dtype=dtype) for _ in self.state]
+
+    def core(self, way, **options):
+        weights, net = self.net._flat_weights, self.net
+        each = len(weights) // self.tracks
+        parts = [weights[k * each : (k + 1) * each] for k in range(self.tracks)]
+        tracks = tuple(Layers(net.mode, part, net.num_layers, net.bias) for part in parts)
+        rows = Rows(self.length, self.sizes, self.both)
+        return HeldLayers(tracks, rows, self.batch, [way] * net.num_layers, **options)
+
+    def ours(self, schedule, way, x=None, **options):
+        x, rows = self.x if x is None else x, Rows(self.length, self.sizes, self.both)
+        (y,), after = run_schedule(self.core(way, **options), schedule, [x], self.state, rows)
+        return [y, *after]
+
+    def theirs(self, x=None):
+        x = self.x if x is None else x
+        given = x if self.sizes is None else nn.utils.rnn.PackedSequence(x, self.sizes)
+        hx = tuple(self.state) if len(self.state) == 2 else self.state[0]
+        y, after = self.net(given, hx)
+        y = y if self.sizes is None else y.data
+        return [y, *(after if isinstance(after, tuple) else [after])]
+
+    def assert_same(self, ours, x=None, seeds=None, wanted=None):
+        seeds = self.seeds if seeds is None else seeds
+        wanted = wanted or [self.x if x is None else x, *self.state, *self.net.parameters()]
+        results = []
+        for values in (ours, self.theirs(x)):
+            roots = [v for v, g in zip(values, seeds, strict=True) if g is not None]
+            given = [g for g in seeds if g is not None]
+            results.append([*values, *torch.autograd.grad(roots, wanted, given, retain_graph=True)])
+        for a, b in zip(*results, strict=True):
+            assert a.shape == b.shape
+            assert relative_error(a.detach(), b.detach()) <= 1e-12
+
+
+LAYERS = {"one": {}, "three": {"layers": 3}, "two ways": {"both": True}, "bare": {"bias": False}}
+LENGTHS = {"padded": None, "packed": [17, 12, 12, 5, 1]}
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", ["sequential", "scan"])
+@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("size", [7, 24])
+@pytest.mark.parametrize("means", ["loops", "sweeps", "plain"])
+def test_outputs_and_gradients_are_torchs(kind, schedule, name, layers, lengths, size, means):
+    case = Case(kind, (17, 5, 4, size), lengths=LENGTHS[lengths], **LAYERS[layers])
+    if schedule == "tight" and case.both:
+        pytest.skip("two directions are one range")
+    for block, kept in [(1, 0), (5, 6), (100, 17), (4, 1)]:
+        way = Way(name, block, 3)
+        ours = case.ours(SCHEDULES[schedule](17), way, kept=kept, means=means)
+        case.assert_same(ours)
+        case.assert_same(ours)  # and a second time through the same graph
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("layers", LAYERS)
+def test_what_is_laid_out_otherwise(kind, layers):
+    case = Case(kind, (40, 3, 8, 16), **LAYERS[layers])
+    x = case.x.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+    y, *states = case.seeds
+    for seed in (
+        y.transpose(0, 1).contiguous().transpose(0, 1),
+        torch.ones((), dtype=DOUBLE).expand(y.shape),
+        y[:1].expand(y.shape),
+        None,
+    ):
+        for kept in (0, 9):
+            ours = case.ours(SCHEDULES["in one range"](40), Way("sequential", 7), x, kept=kept)
+            case.assert_same(ours, x, [seed, *states], [x, *case.net.parameters()])
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("given", range(2))
+def test_gradients_that_arrive_at_one_end_only(kind, given):
+    case = Case(kind, (23, 2, 8, 8))
+    seeds = [g if number == given else None for number, g in enumerate(case.seeds)]
+    case.assert_same(case.ours(rg.plan(23, 3), Way("sequential", 4)), seeds=seeds)
+
+
+@EVERY_KIND
+def test_frozen_weights_and_inputs(kind):
+    case = Case(kind, (31, 2, 8, 8), layers=2)
+    case.net.weight_hh_l0.requires_grad_(False)
+    case.net.bias_ih_l1.requires_grad_(False)
+    wanted = [*case.state, *(p for p in case.net.parameters() if p.requires_grad)]
+    x = case.x.detach()
+    ours = case.ours(SCHEDULES["in one range"](31), Way("sequential", 4), x)
+    case.assert_same(ours, x, wanted=wanted)
+
+
+@pytest.mark.parametrize("kind", [rg.GRU, rg.LSTM])
+def test_outputs_that_are_written_to_are_noticed(kind):
+    net, x = kind(5, 7, memory="50%"), torch.randn(30, 3, 5)
+    y = net(x)[0]
+    y.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_drawn_masks_are_torchs():
+    torch.manual_seed(5)
+    expected = nn.functional.dropout(torch.ones(6, 4), 0.3)
+    torch.manual_seed(5)
+    drawn = Drawn.like([1], torch.ones(6, 4), 0.3)
+    assert torch.equal(drawn.masks[1], expected > 0)
+
+
+def drawn_shape(dice):
+    """A case, and how it is run, with the bytes that are counted for it."""
+    one = dice.choice
+    kind, both = one(KINDS), dice.random() < 0.3
+    layers = 1 if both else one([1, 1, 2, 3])
+    length, batch = one([1, 2, 30, 100]), one([1, 2, 3, 8, 16, 33])
+    width, size, dtype = (
+        one([1, 8, 40]),
+        one([1, 7, 16, 32, 63, 128, 300]),
+        one([DOUBLE, torch.float]),
+    )
+    lengths = sorted([length, *dice.choices(range(1, length + 1), k=batch - 1)], reverse=True)
+    lengths = lengths if dice.random() < 0.3 else None
+    case = Case(kind, (length, batch, width, size), layers, both, lengths, dtype)
+    needs, straight = dice.random() < 0.6, lengths is not None or dice.random() < 0.7
+    x = case.x.detach()
+    if not straight:
+        x = x.transpose(0, 1).contiguous().transpose(0, 1)
+    straight = x.is_contiguous()
+    steps = min(one([1, 3, 10, 50]), length)
+    plan = HeldPlan(
+        steps * batch, one([0, 0, length // 2, length]), one(["loops", "sweeps", "plain"])
+    )
+    shape = Shape(
+        case.net.mode, batch, width, size, layers, case.tracks, dtype.itemsize,
+        torch.get_num_threads(), needs, straight, at_once=sums_at_once(length, batch),
+        means=plan.means,
+    )  # fmt: skip
+    offsets = None if lengths is None else [0, *case.sizes.cumsum(0).tolist()]
+    kept = plan.kept if kind is nn.LSTM else 0
+    peak = Planner((shape,), plan.block)._peak(
+        Sequences(length, batch, offsets), replace(plan, kept=kept)
+    )
+    return case, x.requires_grad_(needs), replace(plan, kept=kept), shape, peak
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_what_is_counted_is_no_less_than_what_is_taken(seed):
+    found = []
+    for number in range(4):
+        case, x, plan, shape, peak = drawn_shape(random.Random(f"{seed} {number}"))
+        dy = case.seeds[0]
+        if seed % 2:
+            dy = torch.ones((), dtype=dy.dtype).expand(dy.shape)
+        wanted = [t for t in (x, *case.net.parameters()) if t.requires_grad]
+
+        def call(case=case, x=x, plan=plan, shape=shape, dy=dy, wanted=wanted):
+            case.state = [torch.zeros_like(s) for s in case.state]
+            way = Way("sequential", max(1, plan.block // case.batch))
+            options = {"kept": plan.kept, "means": plan.means, "at_once": shape.at_once}
+            schedule = SCHEDULES["in one range"](case.length)
+            y, *after = case.ours(schedule, way, x, **options)
+            after = [t.detach() for t in after]
+            return y.detach(), after, torch.autograd.grad(y, wanted, dy)
+
+        call()
+        taken = watched(call)[1].working_bytes()
+        assert taken <= peak, (taken, peak, shape, plan, case.sizes)
+        found.append((taken, peak))
+    assert max(taken / peak for taken, peak in found) >= 0.5  # counted, and not just enough
