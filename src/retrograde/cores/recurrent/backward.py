@@ -87,6 +87,7 @@ class LayerBackward:
             for part in self._parts(dy, samples=len(g)):
                 losses = None if dy is None else _laid(dy[part], g)
                 g = self.use.sweep(steps.at(part), self.prepared, losses, g)
+                del losses  # before the next one is laid out
         self._add_products(steps, block, dx)
         return g
 
@@ -114,6 +115,7 @@ class LayerBackward:
             losses = None if dy is None else _laid(dy[part], g)
             into = None if dx is None else dx[part]
             g = self.loops.add(block.at(part), losses, g, into)
+            del losses
         return g
 
     def _parts(self, dy: Tensor | None, samples: int) -> list[slice]:

@@ -28,7 +28,7 @@ FORWARD_BYTES = 2**20
 LARGE = 2**18
 
 #: Rows of the outputs' gradient that are laid out at a time, where they have to be.
-LAID_ROWS = 256
+LAID_ROWS = 128
 
 _THREAD_WORK = 2_000_000  # as in kernels/cpu.py
 
@@ -117,7 +117,8 @@ class Shape:
         return (self.count - 1) * rows * self.size * self.item
 
     def forward(self, rows: int, pass_rows: int) -> int:
-        """The most that a layer's forward pass takes besides, for pieces of some rows."""
+        """The most that a layer's forward pass takes besides, for pieces of some rows, with room
+        for the gates of some."""
         most = 0
         for k in range(self.count):
             width = self._width(k)
@@ -198,10 +199,10 @@ class Shape:
         """Numbers of a layer's forward pass."""
         gates = GATES[self.kind] * self.size
         if self.means == "plain":
-            return (max(rows, self.batch) + 2 * self.batch) * gates
+            return (rows + 2 * self.batch) * gates
         numbers = _whole(gates, PANEL) * self.size + self.batch * _whole(gates) + gates
         if not self.kind.startswith("RNN"):
-            numbers += max(rows, self.batch) * gates
+            numbers += rows * gates
         return numbers
 
     def _fixed(self, k: int, rows: int) -> int:

@@ -11,6 +11,7 @@ layers, or the marks of an LSTM, fit, ranges of steps are planned as those of an
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 
 from retrograde.cores.recurrent.bytes import LARGE, Means, Shape
 from retrograde.cores.recurrent.pieces import runs
@@ -206,9 +207,9 @@ class Planner:
         whole = sum(shape.gates(1) for shape in self.shapes)
         if whole == 0:
             return plan
-        rows, lower = (room - first) // whole, whole - self.shapes[-1].gates(1)
-        if lower:
-            rows = min(rows, (room - later) // lower)
+        rows = (room - first) // whole
+        if waiting := self._waiting(1):
+            rows = min(rows, int((room - later) / waiting))
         kept = lengths.most_kept(rows, self.shapes[0].tracks > 1)
         return replace(plan, kept=max(0, kept))
 
@@ -278,10 +279,15 @@ class Planner:
         """The most bytes of a call."""
         held, first, later = self._sizes(lengths, plan)
         rows = lengths.last(plan.kept, self.shapes[0].tracks > 1)
-        gates = [shape.gates(rows) for shape in self.shapes]
+        gates = sum(shape.gates(rows) for shape in self.shapes)
         if plan.kept >= lengths.length:
             later = first
-        return held + max(sum(gates) + first, sum(gates[:-1]) + later)
+        return held + max(gates + first, ceil(self._waiting(rows)) + later)
+
+    def _waiting(self, rows: int) -> float:
+        """Bytes of gates that wait while another track, or a layer above, goes back."""
+        *lower, top = (shape.gates(rows) for shape in self.shapes)
+        return sum(lower) + (top / 2 if self.shapes[0].tracks > 1 else 0)
 
     def _sizes(self, lengths: Sequences, plan: HeldPlan) -> tuple[int, int, int]:
         """Bytes besides kept gates: what is held throughout; what running forward takes, or going
@@ -295,6 +301,9 @@ class Planner:
             threads = max(rows, min(plan.block, _THREAD_ROWS))
             held += held // 64 + _THREAD_ROWS * shapes[0].item
         forward = max(s.forward(rows, s.pass_rows(rows)) for s in shapes)
+        keeping = forward
+        if self._ranges and shapes[0].count == 1:  # nothing runs forward beside kept gates
+            keeping = shapes[0].forward(rows, 0)
         first = max(s.fixed(threads) + s.piece(rows, kept=True) for s in shapes)
         later = max(s.fixed(threads) + s.piece(rows, kept=False) for s in shapes)
-        return held, max(forward, first), later
+        return held, max(keeping, first), max(forward, later)
