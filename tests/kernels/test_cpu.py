@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from oracles.networks import relative_error
+from retrograde.cores.recurrent.forward import run, run_by_torch
 from retrograde.kernels import cpu, cpu_backward, cpu_slopes, cpu_states, cpu_sweep
 from retrograde.kernels import sweep as plain
 from retrograde.kernels.cells import GATES, Block, Kept, Weights, slopes
-from retrograde.scan.layer import _run_by_torch
 
 EVERY_CELL = pytest.mark.parametrize("kind", GATES)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -49,7 +49,7 @@ class Layer:
         return {name: torch.zeros_like(w) for name, w in self.weights.tensors().items()}
 
     def block(self):
-        outputs, after = cpu.run(self.weights, self.x, self.state, self.kept)
+        outputs, after = run(self.weights, self.x, self.state, self.kept)
         before = torch.cat([self.state[0].unsqueeze(0), outputs[:-1]])
         c = self.state[1] if self.kept else None
         return outputs, after, Block(self.x, before, outputs, c, self.kept)
@@ -70,11 +70,12 @@ def test_the_forward_pass_is_torchs(kind, dtype, sizes, bias):
     layer = Layer(kind, sizes, dtype, bias)
     given = [s.clone() for s in layer.state]
     outputs, after, _ = layer.block()
-    expected, last = _run_by_torch(layer.weights, layer.x, layer.state, None)
+    expected, last = torch.empty_like(outputs), [s.clone() for s in layer.state]
+    run_by_torch(layer.weights, layer.x, last, expected)
     for a, b in zip((outputs, *after), (expected, *last), strict=True):
         assert relative_error(a, b) <= 50 * torch.finfo(dtype).eps
     assert all(torch.equal(a, b) for a, b in zip(given, layer.state, strict=True))
-    again, _ = cpu.run(layer.weights, layer.x, layer.state)
+    again, _ = run(layer.weights, layer.x, layer.state)
     assert torch.equal(again, outputs)  # whether or not gates are kept
 
 
@@ -82,10 +83,10 @@ def test_the_forward_pass_is_torchs(kind, dtype, sizes, bias):
 def test_a_sample_does_not_depend_on_the_batch(kind):
     """Its states are the same alone as among others, bit for bit."""
     layer = Layer(kind, (90, 7, 5, 33), torch.float32)
-    whole, _ = cpu.run(layer.weights, layer.x, layer.state)
+    whole, _ = run(layer.weights, layer.x, layer.state)
     for b in (0, 3, 6):
         one = slice(b, b + 1)
-        alone, _ = cpu.run(layer.weights, layer.x[:, one], tuple(s[one] for s in layer.state))
+        alone, _ = run(layer.weights, layer.x[:, one], tuple(s[one] for s in layer.state))
         assert torch.equal(alone, whole[:, one])
 
 

@@ -285,7 +285,7 @@ def test_double_backward_is_refused(cell, way):
 @pytest.mark.parametrize("way", ["sequential", "scan", "auto"])
 def test_without_gradients_it_is_torchs_own(cell, way, monkeypatch, cache):
     theirs, ours = pair(cell, 5, 7, backward=way)
-    monkeypatch.setattr("retrograde.nn.recurrent.run_stack", None)
+    monkeypatch.setattr("retrograde.nn.scheduled.Call.run_back", None)
     x = inputs(20, 3, 5, dtype=torch.float32)
     with torch.no_grad():
         found, expected = call(ours, x), call(theirs, x)
@@ -414,7 +414,9 @@ def test_products_that_overflow_where_the_gradient_does_not(gain, guarded, monke
             warnings.simplefilter("error")
             found = gradients(ours, x, None, seeds)
     else:
-        monkeypatch.setattr("retrograde.scan.layer.safe_chunk", lambda hidden, chunk: chunk)
+        monkeypatch.setattr(
+            "retrograde.cores.recurrent.backward.safe_chunk", lambda hidden, chunk: chunk
+        )
         with pytest.warns(RuntimeWarning, match="swept step by step") as told:
             found = gradients(ours, x, None, seeds)
         assert len(told) == 1

@@ -13,6 +13,7 @@ from oracles.networks import CELLS, assert_close, gradients, pair
 from retrograde.nn import backward_choice as choice
 from retrograde.nn import calibration
 from retrograde.nn.calibration import WAYS, Timing, cache_file, timings
+from retrograde.nn.scheduled import Call
 
 EVERY_CELL = pytest.mark.parametrize("cell", CELLS)
 
@@ -73,13 +74,13 @@ def test_auto_takes_the_way_of_least_time(fixed, steps, expected, monkeypatch):
     x = torch.randn(steps, 2, 3)
     assert choice.fastest(ours, steps, 2, False) == expected
     assert rg.explain(ours, x).choice == expected
-    taken, run_stack = [], rg.nn.recurrent.run_stack
+    taken, run_back = [], Call.run_back
 
-    def spy(module, way, *rest):
-        taken.append(way(3).name)
-        return run_stack(module, way, *rest)
+    def spy(call, way):
+        taken.append(way)
+        return run_back(call, way)
 
-    monkeypatch.setattr("retrograde.nn.recurrent.run_stack", spy)
+    monkeypatch.setattr(Call, "run_back", spy)
     ours(x)
     assert taken == ([] if expected == "torch" else [expected])
 

@@ -34,8 +34,8 @@ from oracles.networks import (
     seeds_for,
     state_of,
 )
+from retrograde.cores.recurrent.forward import room_for, run
 from retrograde.kernels.cells import Weights
-from retrograde.scan.layer import room_for, run
 
 SIZES, LENGTHS, BATCHES = (1, 7, 20, 33, 64, 128), (1, 2, 3, 63, 64, 65, 1000, 5000), (1, 3, 16)
 GAINS, WAYS = (0.1, 0.9, 1.5, 2.2), ("sequential", "scan")
@@ -74,9 +74,9 @@ def trajectory(net, x, state):
     """Our states after each step: h, and an LSTM's c."""
     weights = Weights(net.mode, *(p.detach() for p in net.parameters()))
     before = tuple(s[0].detach() for s in state)
-    kept = room_for(weights, x, None)
+    kept = room_for(weights, x)
     with torch.no_grad():
-        h, after = run(weights, x.detach(), before, None, kept)
+        h, after = run(weights, x.detach(), before, kept)
     return (h,) if kept is None else (h, torch.cat([kept.cells[1:], after[1].unsqueeze(0)]))
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import retrograde as rg
-from retrograde.cores.timing import Pace, Paces, _pace
+from retrograde.cores.timing import Pace, Paces, pace
 from retrograde.nn.replace_modules import twin
 from retrograde.plan.fit import fit
 
@@ -140,10 +140,10 @@ def test_measured_seconds_are_of_this_machine():
 
 
 def test_a_call_is_told_from_its_steps():
-    assert _pace(10.0, 10.0 + 63 * 2.0, 64) == Pace(8.0, 2.0)
-    assert _pace(3.0, 3.0, 1) == Pace(0.0, 3.0)
-    assert _pace(3.0, 1.0, 64) == Pace(3.0, 0.0)  # clocks are not exact, times not negative
-    assert _pace(1.0, 640.0, 64) == Pace(0.0, 10.0)
+    assert pace(10.0, 10.0 + 63 * 2.0, 64) == Pace(8.0, 2.0)
+    assert pace(3.0, 3.0, 1) == Pace(0.0, 3.0)
+    assert pace(3.0, 1.0, 64) == Pace(3.0, 0.0)  # clocks are not exact, times not negative
+    assert pace(1.0, 640.0, 64) == Pace(0.0, 10.0)
     assert Pace(8.0, 2.0)(calls=3, steps=10) == 44.0
 
 

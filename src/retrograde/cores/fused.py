@@ -8,9 +8,7 @@ that starts at both ends: its state is that of both, and while the one has steps
 other, run on the reversed part, has those as far from the other end.
 
 A kernel is a function of layers, inputs, state, and the sizes of a packed batch. torch's own
-(:func:`run_torch`) knows every kind and option. On a CPU its LSTM is oneDNN's, which is fast, but a
-range that it records holds sixteen numbers a unit and step, and copies of the weights;
-:mod:`retrograde.cores.lean_lstm` holds six.
+(:func:`run_torch`) knows every kind and option; :mod:`retrograde.cores.recurrent.ranges` has ours.
 """
 
 from collections.abc import Callable
@@ -23,7 +21,6 @@ import torch
 from torch import Tensor
 
 from retrograde.cores.dropout import Dropout
-from retrograde.cores.lean_lstm import lean_lstm
 from retrograde.discover.surroundings import Ambient
 from retrograde.run.autograd_core import AutogradCore
 
@@ -33,8 +30,6 @@ __all__ = [
     "Kernel",
     "Layers",
     "Mode",
-    "run_lean",
-    "run_lean_record",
     "run_torch",
 ]
 
@@ -59,21 +54,18 @@ class Layers:
             bias_ih, bias_hh; with projections, weight_hr.
         count: how many layers.
         bias: whether there are biases.
-        totals: by the weights' ids, where a kernel may add their gradients by itself, rather than
-            hand over a share for every range.
     """
 
     mode: Mode
     weights: Tensors
     count: int
     bias: bool
-    totals: dict[int, Tensor] = field(default_factory=dict)
 
     def __getitem__(self, number: int) -> "Layers":
         """One of them."""
         each = len(self.weights) // self.count
         weights = self.weights[number * each : (number + 1) * each]
-        return Layers(self.mode, weights, 1, self.bias, self.totals)
+        return Layers(self.mode, weights, 1, self.bias)
 
 
 #: ``kernel(layers, x, state, sizes) -> (outputs, state after)``: x is (L, B, I), or packed (rows,
@@ -94,22 +86,6 @@ def run_torch(
     else:
         y, *after = call(x, sizes, hx, *options)
     return y, after
-
-
-def run_lean(
-    net: Layers, x: Tensor, state: Tensors, sizes: Tensor | None
-) -> tuple[Tensor, Tensors]:
-    """An LSTM's layers by the lean kernel."""
-    h, c = state
-    y, *after = lean_lstm(x, (h, c), net.weights, net.count, net.bias)
-    return y, after
-
-
-def run_lean_record(
-    net: Layers, x: Tensor, state: Tensors, sizes: Tensor | None
-) -> tuple[Tensor, Tensors]:
-    """An LSTM's layers by the lean kernel where they are recorded, and else by torch's."""
-    return (run_lean if torch.is_grad_enabled() else run_torch)(net, x, state, sizes)
 
 
 @dataclass(frozen=True)
@@ -151,14 +127,7 @@ class Fused(AutogradCore):
         return nullcontext()
 
     def totals(self) -> list[Tensor | None]:
-        if not getattr(self.kernel, "accumulates", False):
-            return [None] * len(self.parameters)
-        found = [torch.zeros_like(w) for w in self.parameters]
-        for net in self.nets:
-            net.totals.update(
-                (id(w), total) for w, total in zip(self.parameters, found, strict=True)
-            )
-        return list(found)
+        return [None] * len(self.parameters)
 
     def __call__(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
         nothing: list[Tensor | None] = [None] * len(self.nets)

@@ -6,8 +6,11 @@ step. A fused kernel is timed on ranges of two lengths, whose difference is what
 """
 
 import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+import torch
 from torch import Tensor
 
 from retrograde.cores.probes import Shapes, gradients_like, noting
@@ -16,7 +19,7 @@ from retrograde.machine import now
 from retrograde.run.core import Core
 from retrograde.run.inputs import Inputs
 
-__all__ = ["Pace", "Paces", "time_steps"]
+__all__ = ["Pace", "Paces", "pace", "time_calls", "time_steps"]
 
 _LONG = 64  # steps of the longer range: about as many as schedules record at a time
 
@@ -69,10 +72,39 @@ def time_steps(core: Core, inputs: Inputs, state: Tensors, repeats: int) -> Pace
             found = [_seconds_of_range(core, inputs, state, steps) for _ in range(repeats)]
             medians.append([statistics.median(times) for times in zip(*found, strict=True)])
     short, long = medians[0], medians[-1]
-    return Paces(*(_pace(a, b, lengths[-1]) for a, b in zip(short, long, strict=True)))
+    return Paces(*(pace(a, b, lengths[-1]) for a, b in zip(short, long, strict=True)))
 
 
-def _pace(short: float, long: float, steps: int) -> Pace:
+def time_calls(
+    calls: Sequence[Callable[[int], object]], steps: int, repeats: int, device: torch.device
+) -> Paces:
+    """Time calls that run forward, record, and go back, one after the other.
+
+    Args:
+        calls: functions of the number of steps.
+        steps: of the longer range.
+        repeats: how often each is timed; medians are told.
+        device: where they run.
+
+    Returns:
+        :class:`Paces`.
+    """
+    medians = []
+    for length in sorted({1, min(steps, _LONG)}):
+        found = []
+        for _ in range(repeats + 1):
+            moments = [now(device)]
+            for call in calls:
+                call(length)
+                moments.append(now(device))
+            found.append([b - a for a, b in pairwise(moments)])
+        # A first call may allocate or compile.
+        medians.append([statistics.median(times) for times in zip(*found[1:], strict=True)])
+    pairs = zip(medians[0], medians[-1], strict=True)
+    return Paces(*(pace(a, b, min(steps, _LONG)) for a, b in pairs))
+
+
+def pace(short: float, long: float, steps: int) -> Pace:
     """From the seconds of one step, and of a range."""
     step = short if steps == 1 else min(max(0.0, (long - short) / (steps - 1)), long / steps)
     return Pace(max(0.0, short - step), step)

@@ -13,7 +13,7 @@ from retrograde.kernels import cells as recurrent
 from retrograde.kernels import plain, sweep
 from retrograde.kernels.cells import Block, GateSlopes, Kept, Slopes, Weights
 
-__all__ = ["LARGEST_SIZE", "Backward", "Forward", "Kernels", "Run", "kernels", "plain_kernels"]
+__all__ = ["LARGEST_SIZE", "Backward", "Forward", "Kernels", "kernels", "plain_kernels"]
 
 #: The most hidden units that the CUDA kernels hold on the chip.
 LARGEST_SIZE = 128
@@ -23,16 +23,6 @@ Scan = Callable[[Slopes, Tensor, Tensor | None, Tensor, int], Tensor]
 Recall = Callable[[Weights, Tensor, Tensor, Tensor], Kept]
 Products = Callable[[Slopes, Tensor, Tensor | None], Tensor]
 State = tuple[Tensor, ...]
-
-
-class Run(Protocol):
-    """A layer run forward, as :func:`retrograde.kernels.cpu.run`."""
-
-    def __call__(
-        self, weights: Weights, x: Tensor, state: State, kept: Kept | None = None
-    ) -> tuple[Tensor, State]:
-        """The outputs, and the state after the last step."""
-        ...
 
 
 class Forward(Protocol):
@@ -87,8 +77,7 @@ class Kernels:
         scan: as :func:`retrograde.kernels.sweep.scan`.
         gates: as :func:`retrograde.kernels.cells.gru_slopes` and ``lstm_slopes``.
         products: as :func:`retrograde.kernels.sweep.products`.
-        run: the forward pass, where there is one that is faster than torch's own.
-        forward: the same for one range after another, where there is such a thing.
+        forward: the forward pass, where there is one that is faster than torch's own.
         backward: slopes, sweep and sums in one, likewise.
         recall: an LSTM's gates and cells again, as :func:`retrograde.kernels.cpu.recall`.
         prepare: the hidden weights as a sweep reads them fastest, many times.
@@ -99,7 +88,6 @@ class Kernels:
     scan: Scan
     gates: GateSlopes
     products: Products
-    run: Run | None = None
     forward: type[Forward] | None = None
     backward: type[Backward] | None = None
     recall: Recall | None = None
@@ -126,7 +114,7 @@ def kernels(device: str, dtype: torch.dtype, size: int) -> Kernels:
         from retrograde.kernels import cpu
 
         slopes = cpu.gru_slopes, cpu.lstm_slopes
-        layer = cpu.run, cpu.Forward, cpu.Backward, cpu.recall, cpu.panels
+        layer = cpu.Forward, cpu.Backward, cpu.recall, cpu.panels
         return Kernels("numba", cpu.sweep, cpu.scan, slopes, cpu.products, *layer)
     fits = dtype == torch.float32 and size <= LARGEST_SIZE
     if device == "cuda" and fits and importlib.util.find_spec("triton"):
@@ -145,5 +133,4 @@ def plain_kernels() -> Kernels:
         Plain kernels, with a forward pass.
     """
     slopes = recurrent.gru_slopes, recurrent.lstm_slopes
-    passes = {"forward": plain.Forward}
-    return Kernels("torch", sweep.sweep, sweep.scan, slopes, sweep.products, **passes)
+    return Kernels("torch", sweep.sweep, sweep.scan, slopes, sweep.products, plain.Forward)

@@ -7,9 +7,9 @@ steps. What does not follow the recurrence, the inputs' part of the gates, is a 
 whole block of steps.
 
 The references of the backward pass are the functions of the same names in
-:mod:`retrograde.kernels.sweep` and :mod:`retrograde.kernels.cells`, that of :func:`run` is
-:func:`retrograde.scan.layer.run`. The loops are in ``cpu_states``, ``cpu_backward``, ``cpu_slopes``
-and ``cpu_sweep``, what they are made of in ``lanes`` and ``tiles``.
+:mod:`retrograde.kernels.sweep` and :mod:`retrograde.kernels.cells`, that of :class:`Forward` is
+:class:`retrograde.kernels.plain.Forward`. The loops are in ``cpu_states``, ``cpu_backward``,
+``cpu_slopes`` and ``cpu_sweep``, what they are made of in ``lanes`` and ``tiles``.
 """
 
 import functools
@@ -35,7 +35,6 @@ __all__ = [
     "panels",
     "products",
     "recall",
-    "run",
     "scan",
     "sweep",
 ]
@@ -45,7 +44,6 @@ State = tuple[Tensor, ...]
 # Multiplications that are worth a thread of their own: about a tenth of a millisecond.
 _THREAD_WORK = 2_000_000
 _ELEMENT_WORK = 40  # of a row of slopes, in the same unit
-_BLOCK_BYTES = 2**20  # of what the inputs bring to the gates, for one block of steps
 
 
 class Forward:
@@ -103,34 +101,6 @@ class Forward:
             arrays.append(kind == "RNN_RELU")
         arrays.append(self.sums.numpy())
         _share(functools.partial(_RUN[kind], *arrays), x.shape[1], len(x) * self.work)
-
-
-def run(
-    weights: Weights, x: Tensor, state: State, kept: Kept | None = None
-) -> tuple[Tensor, State]:
-    """Run a layer forward, as :func:`retrograde.scan.layer.run`.
-
-    Args:
-        weights: the layer's parameters.
-        x: inputs (L, B, I).
-        state: before the first step: (h,), or (h, c), each (B, H).
-        kept: where an LSTM is to leave its gates and cells, if anywhere.
-
-    Returns:
-        The outputs (L, B, H), and the state after the last step.
-    """
-    samples, rows = x.shape[1], weights.inputs.shape[0]
-    outputs = x.new_empty(len(x), samples, weights.size)
-    after = tuple(s.clone(memory_format=torch.contiguous_format) for s in state)
-    forward = Forward(weights, samples)
-    block = max(1, _BLOCK_BYTES // (samples * rows * x.itemsize))
-    room = forward.room(min(block, len(x))) if kept is None else kept.gates
-    for start in range(0, len(x), block):
-        steps = slice(start, min(start + block, len(x)))
-        gates = room[: steps.stop - start] if kept is None else room[steps]
-        cells = None if kept is None else kept.cells[steps]
-        forward(x[steps], after, outputs[steps], gates, cells)
-    return outputs, after
 
 
 _RUN = {

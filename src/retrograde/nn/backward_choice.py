@@ -1,7 +1,7 @@
 """Which way a module goes backward, and why: ``backward="auto"`` and :func:`explain`."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
@@ -11,17 +11,16 @@ from retrograde.errors import CellError
 from retrograde.kernels import LARGEST_SIZE, kernels
 from retrograde.kernels.cells import Kind
 from retrograde.nn.calibration import WAYS, contenders, timings
-from retrograde.nn.layer_stack import WayFor
 from retrograde.nn.ordinary_memory import last_weights
 from retrograde.nn.scan_choice import Outlook
 from retrograde.nn.scheduled import check_measurable
-from retrograde.scan.block_lengths import scan_way, sequential_way
+from retrograde.scan.block_lengths import scan_way
 
 if TYPE_CHECKING:
     from retrograde.nn.recurrent import Recurrent
     from retrograde.nn.sequential import Sequential
 
-__all__ = ["Explanation", "check_slopes", "explain", "ways"]
+__all__ = ["Explanation", "check_slopes", "explain", "way"]
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,10 @@ class Explanation:
         return "\n".join([*rows, f"kernels: {self.kernels}; the scan's chunks: {self.chunk} steps"])
 
 
-def ways(module: "Recurrent", steps: int, samples: int, like: Tensor) -> WayFor | None:
-    """The way for each layer of a module, or None for torch's own backward pass.
+def way(
+    module: "Recurrent", steps: int, samples: int, like: Tensor
+) -> Literal["sequential", "scan"] | None:
+    """The way that a module goes backward, or None for torch's own backward pass.
 
     Args:
         module: one of ours, with ``backward`` set.
@@ -66,21 +67,16 @@ def ways(module: "Recurrent", steps: int, samples: int, like: Tensor) -> WayFor 
         samples: B.
         like: a tensor of the inputs' device.
 
-    Returns:
-        A function from the width of a layer's inputs to its way.
-
     Raises:
         CellError: the module has no Jacobians here.
     """
     check_slopes(module)
     if torch.is_autocast_enabled(like.device.type):
         return None  # torch's kernels know which part of a cell to run in which type
-    choice = module.backward
+    choice: Any = module.backward
     if choice == "auto":
-        choice = cast(Any, fastest(module, steps, samples, like.requires_grad))
-    if choice is None or cast(str, choice) == "torch":
-        return None
-    return ways_of(module, choice, steps, samples)
+        choice = fastest(module, steps, samples, like.requires_grad)
+    return choice if choice in ("sequential", "scan") else None
 
 
 def check_slopes(module: "Recurrent") -> None:
@@ -94,19 +90,6 @@ def check_slopes(module: "Recurrent") -> None:
             f"proj_size={module.proj_size} has no Jacobian here: expected an LSTM without "
             "projections; use backward=None, or a Linear layer after the LSTM"
         )
-
-
-def ways_of(module: "Recurrent", choice: str, steps: int, samples: int) -> WayFor:
-    """The sizes of blocks and chunks for each layer of a module that goes a given way."""
-    weight = cast(Tensor, module._flat_weights[0])
-    kind, size = cast(Kind, module.mode), module.hidden_size
-    if choice == "scan":
-        return lambda width: scan_way(
-            kind, steps, samples, width, size, weight.dtype, weight.device.type
-        )
-    return lambda width: sequential_way(
-        kind, samples, width, size, weight.dtype, weight.device.type
-    )
 
 
 def fastest(module: "Recurrent", steps: int, samples: int, needs_x: bool) -> str:
@@ -162,11 +145,13 @@ def explain(
         steps, samples, data = *_shape(module, input), input
     check_measurable([data, *last_weights(module)])
     found = timings(module, samples, steps, data.requires_grad)
-    chosen = ways(module, steps, samples, data) if module.backward else None
+    chosen = way(module, steps, samples, data) if module.backward else None
     weight = cast(Tensor, module._flat_weights[0])
     real = torch.float64 if weight.dtype == torch.float64 else torch.float32
     use = kernels(weight.device.type, real, module.hidden_size).name
-    choice = "torch" if chosen is None else chosen(module.input_size).name
+    choice = chosen or "torch"
+    kind, size = cast(Kind, module.mode), module.hidden_size
+    shape: Any = (samples, module.input_size, size, weight.dtype, weight.device.type)
     return Explanation(
         choice=choice,
         why=_why(module, weight, use, choice),
@@ -174,7 +159,7 @@ def explain(
         step_seconds={way: found[way].step_seconds for way in WAYS},
         call_seconds={way: found[way].call_seconds for way in WAYS},
         kernels=use,
-        chunk=ways_of(module, "scan", steps, samples)(module.input_size).chunk,
+        chunk=scan_way(kind, steps, *shape).chunk,
     )
 
 

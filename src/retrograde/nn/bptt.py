@@ -17,7 +17,7 @@ from retrograde.cores.candidates import candidates
 from retrograde.cores.cell import Cell, StepCore
 from retrograde.cores.fastest import Candidate, fit_fastest, footprints
 from retrograde.cores.footprint import step_bytes
-from retrograde.cores.fused import Fused, Layers, Mode, run_lean
+from retrograde.cores.fused import Fused, Layers, Mode
 from retrograde.cores.loss import Loss, RangeLoss, StepLoss, examine_loss
 from retrograde.discover.referents import reach
 from retrograde.discover.surroundings import autocast_as_now
@@ -203,15 +203,10 @@ def _module(
         states, state_spec = _module_state(module, stream, state)
         list_spec = flatten(states, "state")[1]
         kernels = candidates((net,), states[0].shape[1])
-        part = RangeLoss(_least([cast(Fused, one.core) for one in kernels]), loss, device)
+        part = RangeLoss(cast(Fused, kernels[0].core), loss, device)
         core, probed = examine_loss(part, stream, states, list_spec)
     cores = [replace(one, core=_with_kernel(core, cast(Fused, one.core))) for one in kernels]
     return _Task(cores, stream, probed, states, state_spec)
-
-
-def _least(cores: list[Fused]) -> Fused:
-    """The core for a trial step, which must not take more than the least budget."""
-    return next((core for core in cores if core.kernel is run_lean), cores[0])
 
 
 def _with_kernel(core: StepCore, kernel: Fused) -> StepCore:

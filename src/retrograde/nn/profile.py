@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from retrograde.cores.cell import Cell, examine
 from retrograde.cores.footprint import footprint
-from retrograde.cores.loops import sums_at_once
 from retrograde.cores.timing import Paces, time_steps
 from retrograde.discover.surroundings import autocast_as_now
 from retrograde.discover.trees import flatten
@@ -31,6 +30,7 @@ from retrograde.errors import BudgetError, CellError
 from retrograde.nn.chain_plans import measured
 from retrograde.nn.recurrent import Recurrent
 from retrograde.nn.replace_modules import twin
+from retrograde.nn.scheduled import Call
 from retrograde.plan import least_memory
 from retrograde.plan.arguments import integer
 from retrograde.plan.fit import Fit, Footprint, fit
@@ -123,12 +123,44 @@ class Costs:
     sizes: Footprint
     paces: Paces
 
+    def fit(self, steps: int, memory: Memory) -> Fit:
+        """What a budget buys for so many steps."""
+        return fit(steps, memory, self.sizes)
+
+    def ordinary_bytes(self, steps: int) -> int:
+        """What ordinary backpropagation takes."""
+        return self.sizes.ordinary_bytes(steps)
+
+    def least_bytes(self, steps: int) -> int:
+        """The least budget."""
+        return self.sizes.least_bytes(steps)
+
     def seconds(self, found: Fit) -> float:
         """The predicted time of an iteration."""
         length, records = found.schedule.length, int(np.sum(found.schedule.kind == Verb.RECORD))
         again, calls = found.forward_steps - length, found.calls - 2 * records
         forward = self.paces.forward(calls, again)
         return forward + self.paces.record(records, length) + self.paces.backward(records, length)
+
+
+@dataclass(frozen=True)
+class HeldCosts(Costs):
+    """What the steps of a module cost whose outputs are its states.
+
+    Attributes:
+        call: with any number of steps.
+    """
+
+    call: Call
+
+    def fit(self, steps: int, memory: Memory) -> Fit:
+        return cast(Fit, self.call.of_length(steps, memory).fit_held().fit)
+
+    def ordinary_bytes(self, steps: int) -> int:
+        return self.call.of_length(steps, None).ordinary_bytes()
+
+    def least_bytes(self, steps: int) -> int:
+        return self.fit(steps, 1.0).minimum_bytes
 
 
 @dataclass(frozen=True)
@@ -199,7 +231,7 @@ class Profile:
         refusals: list[BudgetError] = []
         for one in self.costs:
             try:
-                found.append((one, fit(steps, memory, one.sizes)))
+                found.append((one, one.fit(steps, memory)))
             except BudgetError as refusal:
                 refusals.append(refusal)
         if not found:
@@ -238,8 +270,8 @@ class Profile:
             True
         """
         steps = self._steps(length)
-        ordinary = self.costs[0].sizes.ordinary_bytes(steps)
-        least = min(one.sizes.least_bytes(steps) for one in self.costs)
+        ordinary = self.costs[0].ordinary_bytes(steps)
+        least = min(one.least_bytes(steps) for one in self.costs)
         allowed = max(4 * steps, min(_MOST_RUNS * steps, _MOST_STEPS))
         states = least_memory(steps, allowed) if steps > 1 else 1
         first = min(ordinary, least + (states - 1) * self.state_bytes)
@@ -370,7 +402,6 @@ def _of_module(
             "tensor (T, B, I); for packed sequences, pad them"
         )
     call = cast(Recurrent, twin(module))._call_of(input, hx, None)
-    call.at_once = sums_at_once(length or call.length, call.batch)
     ordinary, (part, *others) = call.measured()
     if others:
         raise CellError(
@@ -385,6 +416,8 @@ def _of_module(
         )
         for one, size in zip(part.cores, part.sizes, strict=True)
     ]
+    if call.holds:
+        costs = [HeldCosts(costs[0].sizes, call.paces(repeats), call)]
     *_, (a, low), (b, high) = ((0, 0), *costs[0].sizes.held.points)
     wanted = sum(p.requires_grad for p in module.parameters())
     return _described(costs, -(-(high - low) // (b - a)), wanted, False, length or call.length)

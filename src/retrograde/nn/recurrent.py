@@ -22,7 +22,6 @@ from torch.nn.utils.rnn import PackedSequence
 from retrograde.errors import CellError, InputError, RetrogradeError, ScheduleError
 from retrograde.nn import backward_choice as choice
 from retrograde.nn.cache import Recent
-from retrograde.nn.layer_stack import Batch, run_stack
 from retrograde.nn.ordinary_memory import over_weights
 from retrograde.nn.scheduled import Call, StackFit, check_measurable
 from retrograde.nn.unroll import check_schedule
@@ -30,7 +29,6 @@ from retrograde.plan.fit import Fit
 from retrograde.run.transforms import (
     is_exporting,
     is_unreal,
-    refuse_batches,
     refuse_transforms,
     uncompiled,
 )
@@ -221,15 +219,8 @@ class Recurrent(nn.RNNBase):
         return call.run(plan) if plan.parts else None
 
     def _run_backward(self, call: Call) -> tuple[Tensor, State] | None:
-        way = choice.ways(self, call.length, call.batch, call.x)
-        if way is None:
-            return None
-        batch = Batch(call.x) if call.sizes is None else Batch.padded(call.x, call.sizes)
-        batch, final = run_stack(self, way, batch, call.state)
-        for t in (batch.x, *final):
-            if t.grad_fn is not None:
-                t.grad_fn.register_prehook(refuse_batches)
-        return batch.packed(), final
+        way = choice.way(self, call.length, call.batch, call.x)
+        return None if way is None else call.run_back(way)
 
     def _zeros(self, samples: int, like: Tensor) -> State:
         layers = self.num_layers * (2 if self.bidirectional else 1)

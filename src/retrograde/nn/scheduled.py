@@ -12,6 +12,7 @@ step, which is the most that any range can have. It is measured on stand-ins of 
 that the graph of computed ones is left for the gradient.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,15 +21,17 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor
 
-from retrograde.cores.candidates import Runner, candidates, core_of, runner_of
+from retrograde.cores.candidates import candidates
 from retrograde.cores.dropout import Dropout, draw_key
 from retrograde.cores.fastest import Candidate, fit_fastest, footprints
-from retrograde.cores.fused import Layers, Mode, run_torch
+from retrograde.cores.fused import Fused, Kernel, Layers, Mode, run_torch
 from retrograde.cores.ordinary import LONGEST_MEASURED
 from retrograde.cores.recurrent.bytes import Shape, sums_at_once
 from retrograde.cores.recurrent.core import HeldLayers
-from retrograde.cores.recurrent.masks import Hashed
+from retrograde.cores.recurrent.masks import Drawn, Hashed
 from retrograde.cores.recurrent.plan import HeldPlan, Planner, Sequences
+from retrograde.cores.recurrent.ranges import run_held, ways_of
+from retrograde.cores.timing import Paces, time_calls
 from retrograde.errors import CellError
 from retrograde.nn.ordinary_memory import Ordinary, last_weights, measure_ordinary, stand_ins
 from retrograde.plan.fit import Curve, Fit, Footprint, refusal
@@ -88,7 +91,7 @@ class Plan:
         fit: what was found for the budget; None where the schedule was given.
     """
 
-    parts: tuple[tuple[Runner | HeldPlan, Schedule], ...]
+    parts: tuple[tuple[Kernel | HeldPlan, Schedule], ...]
     fit: Fit | StackFit | None = None
 
 
@@ -121,7 +124,7 @@ class Call:
         self.module, self.x, self.state, self.sizes, self.memory = module, x, state, sizes, memory
         self.weights = last_weights(module) if weights is None else weights
         self.given, self.sorts = given, sorts
-        self.length = len(x) if sizes is None else len(sizes)
+        self.length = self.given_length = len(x) if sizes is None else len(sizes)
         self.batch = state[0].shape[1]
         self.both = bool(module.bidirectional)
         self.at_once = sums_at_once(self.length, self.batch)
@@ -152,17 +155,78 @@ class Call:
                 core = self._held(runner, nets[number], layout, dropout)
             else:
                 layout = Rows(self.length, self.sizes, self.both, dropout is not None)
-                core = core_of(runner, nets[number], dropout, self.sizes is not None)
+                core = Fused(nets[number], runner, dropout, self.sizes is not None)
             (x,), final = run_schedule(core, schedule, [x], states[number], layout)
             finals.append(final)
         if len(finals) == 1:
             return x, tuple(finals[0])
         return x, tuple(torch.cat(parts) for parts in zip(*finals, strict=True))
 
+    def run_back(self, way: Literal["sequential", "scan"]) -> tuple[Tensor, State]:
+        """The same with no budget: all that can be kept is, and gradients are found in a given way.
+
+        What is dropped is drawn as torch draws it.
+        """
+        x, finals, nets = self.x, [], self._nets(_apart(self.weights))
+        for number, (net, state) in enumerate(zip(nets, self._states(), strict=True)):
+            layout = Rows(self.length, self.sizes, self.both)
+            ways = ways_of(way, net[0], self.length, self.batch)
+            x, final = run_held(net, layout, x, state, ways, self._drawn(number, net[0].count))
+            finals.append(final)
+        if len(finals) == 1:
+            return x, tuple(finals[0])
+        return x, tuple(torch.cat(parts) for parts in zip(*finals, strict=True))
+
+    def _drawn(self, number: int, count: int) -> Drawn | None:
+        """What is dropped before the layers of a recurrence, drawn as torch draws it."""
+        if not self.drops or (self.both and number == 0):
+            return None
+        layers = [0] if self.both else [*range(1, count)]
+        width = self.state[0].shape[-1] * (2 if self.both else 1)
+        like = self.x.new_empty(*self.x.shape[:-1], width)
+        return Drawn.like(layers, like, float(self.module.dropout))
+
+    def of_length(self, length: int, memory: Memory | None) -> "Call":
+        """A call of another length, in another budget, to be planned and not to be run."""
+        other = copy.copy(self)
+        other.length, other.memory = length, memory
+        other.at_once = sums_at_once(length, self.batch)
+        return other
+
+    def paces(self, repeats: int) -> Paces:
+        """How long held layers take to run forward, to record, and to go back."""
+        nets, (state,) = self._nets(stand_ins(self.weights)), self._states()
+        state = [s.detach() for s in state]
+        found: Tensors = []
+
+        def run(steps: int) -> None:
+            x = self.x[:steps].detach().requires_grad_(self.x.requires_grad)
+            rows, ways = (
+                Rows(steps, None, self.both),
+                ways_of("sequential", nets[0][0], steps, self.batch),
+            )
+            found[:] = [run_held(nets[0], rows, x, state, ways)[0]]
+
+        def forward(steps: int) -> None:
+            with torch.no_grad():
+                run(steps)
+
+        def back(steps: int) -> None:
+            y = found.pop()
+            leaves = [w for net in nets[0] for w in net.weights if w.requires_grad]
+            torch.autograd.grad(y, leaves, torch.ones_like(y))
+
+        return time_calls((forward, run, back), self.length, repeats, self.x.device)
+
+    def ordinary_bytes(self) -> int:
+        """What ordinary backpropagation of so many steps takes."""
+        known: Ordinary = self._known("ordinary", self._ordinary)
+        rows = self.length if self.sizes is None else len(self.x)
+        return known(self.length, rows)
+
     def _find(self) -> Plan:
         if self.holds:
-            check_measurable([self.x, *self.state, *self.weights])
-            return self._fit_held(self._known("ordinary", self._ordinary))
+            return self.fit_held()
         known, parts = self.measured()
         if len(parts) > 1:
             return self._divide(parts, known)
@@ -222,10 +286,17 @@ class Call:
             torchs=not self.drops,
         )
 
-    def _fit_held(self, known: Ordinary) -> Plan:
+    def fit_held(self) -> Plan:
+        """The plan for held layers.
+
+        Raises:
+            BudgetError: the memory is too little for these shapes; the message names the least.
+        """
+        check_measurable([self.x, *self.state, *self.weights])
+        known: Ordinary = self._known("ordinary", self._ordinary)
         offsets = None if self.sizes is None else [0, *self.sizes.cumsum(0).tolist()]
         lengths = Sequences(self.length, self.batch, offsets)
-        ordinary = known(self.length, len(self.x))
+        ordinary = self.ordinary_bytes()
         held, found = self._held_planner(known).fit(lengths, self.memory, ordinary)
         fit = found[0]
         if len(found) > 1 or (self.both and self.module.num_layers > 1):
@@ -261,12 +332,12 @@ class Call:
     def _ordinary(self) -> Ordinary:
         x, packed = self.x, self.sizes is not None
         if packed:
-            steps = min(self.length, LONGEST_MEASURED)
+            steps = min(self.given_length, LONGEST_MEASURED)
             x = x.new_zeros(steps, self.batch, x.shape[1]).requires_grad_(x.requires_grad)
         state = self.state if self.given else None
         weights = stand_ins(self.weights)
         return measure_ordinary(
-            self.module, weights, x, state, self.length, packed, self.sorts, self.memory
+            self.module, weights, x, state, self.given_length, packed, self.sorts, self.memory
         )
 
     def _parts(self, x: Tensor, sizes: Tensor | None, ordinary: Ordinary) -> "list[Part]":
@@ -284,7 +355,6 @@ class Call:
                 extra_bytes=self._extra_bytes(states[number]),
                 way=self._way(),
                 dropout=dropout,
-                at_once=self.at_once,
                 packed=sizes is not None,
                 whole=not self.drops and len(nets) == 1,
             )
@@ -371,7 +441,7 @@ class Call:
 
     def _known(self, what: Any, find: Callable[[], Any]) -> Any:
         """What was learnt of these shapes; no more than the budget has room for."""
-        steps, memory = min(self.length, LONGEST_MEASURED), repr(self.memory)
+        steps, memory = min(self.given_length, LONGEST_MEASURED), repr(self.memory)
         return self.module._fits.get((what, memory, steps, self._shapes()), find)
 
     def _shapes(self) -> Any:
@@ -443,12 +513,12 @@ class Part:
         """What torch's kernel would use."""
         return max(self.minimum_bytes, self._sizes()[0].overhead_bytes(len(self.inputs)))
 
-    def fit(self, memory: Any) -> tuple[Runner, Fit]:
+    def fit(self, memory: Any) -> tuple[Kernel, Fit]:
         """The fastest kernel and its schedule within a budget."""
         sizes = self._sizes()
         number, found = fit_fastest(self.cores, sizes, self.inputs, self.state, memory)
         self.sizes[:] = sizes  # with the lengths that were measured
-        return runner_of(self.cores[number].core), found
+        return cast(Fused, self.cores[number].core).kernel, found
 
     def _sizes(self) -> list[Footprint]:
         more = {"ordinary": self._ordinary(), "gradient_copy": self.gradient_copy}

@@ -49,6 +49,7 @@ __all__ = [
     "Footprint",
     "Highest",
     "fit",
+    "in_one_range",
     "predict_peak_bytes",
     "refusal",
     "whole_fit",
@@ -472,18 +473,20 @@ def whole_fit(length: int, block: int, **found: Any) -> Fit:
         block: steps that are backpropagated at a time.
         found: the rest of :class:`Fit`.
     """
-    schedule = _in_one_range(length, Units(alpha=2, beta=1, core=0, initial=1))
+    schedule = in_one_range(length)
     return Fit(schedule=schedule, block=block, chunk=length, ordinary=False, **found)
 
 
-def _in_one_range(length: int, units: Units) -> Schedule:
+def in_one_range(length: int, units: Units | None = None) -> Schedule:
+    """The schedule that records all steps in one range."""
+    units = units or Units(alpha=2, beta=1, core=0, initial=1)
     actions: list[Action] = [Store(0), Record(0, length), Backward(0, length), Free(0)]
     return Schedule.from_actions(actions, length=length, policy="store-all", units=units)
 
 
 def _whole(length: int, budget: int, footprint: Footprint) -> Fit:
     """Everything in one recorded range; what ordinary backpropagation does, with its own peak."""
-    schedule = _in_one_range(length, _units(footprint))
+    schedule = in_one_range(length, _units(footprint))
     found = _describe(schedule, length, budget, footprint)
     if footprint.scheduled:
         return found

@@ -24,11 +24,11 @@ from math import isqrt
 import torch
 from torch import Tensor
 
+from retrograde.cores.recurrent.forward import room_for, run
 from retrograde.kernels import kernels
 from retrograde.kernels.cells import Slopes, Weights, pull, pull_to_inputs, slopes
 from retrograde.kernels.sweep import at_step, in_chunks
 from retrograde.scan.elements import Affine, Dense, Vector
-from retrograde.scan.layer import room_for, run
 
 __all__ = ["section"]
 
@@ -103,9 +103,9 @@ def _blocks(
         steps = slice(start, start + length)
         y, found = x[steps], []
         for k, weights in enumerate(layers):
-            kept = room_for(weights, y, None)
+            kept = room_for(weights, y)
             h, c = before[k][0], before[k][1] if len(state) > 1 else None
-            after, before[k] = run(weights, y, before[k], None, kept)
+            after, before[k] = run(weights, y, before[k], kept)
             states = torch.cat([h.unsqueeze(0), after[:-1]])
             known = None if kept is None else kept.gates
             found.append(slopes(weights, y, states, after, c, use.gates, known))

@@ -171,8 +171,8 @@ class _Recurrence(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RetrogradeError(
                 "the gradient of a budgeted recurrence cannot itself be differentiated: expected "
-                "create_graph=False; for second derivatives use memory=None and schedule=None "
-                "(ordinary BPTT)"
+                "create_graph=False; for second derivatives use backward=None, memory=None and "
+                "schedule=None (ordinary BPTT)"
             )
         held, saved = ctx.saved_tensors[: ctx.n_held], ctx.saved_tensors[ctx.n_held :]
         inputs, state = list(saved[: ctx.n_inputs]), list(saved[ctx.n_inputs :])

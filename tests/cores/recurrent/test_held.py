@@ -162,6 +162,44 @@ def test_drawn_masks_are_torchs():
     assert torch.equal(drawn.masks[1], expected > 0)
 
 
+@EVERY_KIND
+@pytest.mark.parametrize("name", ["sequential", "scan"])
+def test_half_precision_is_summed_in_single(kind, name):
+    case = Case(kind, (33, 3, 4, 7), dtype=torch.bfloat16)
+    wanted = [case.x, *case.state, *case.net.parameters()]
+    ours = case.ours(SCHEDULES["in one range"](33), Way(name, 7, 3))
+    found = torch.autograd.grad(ours, wanted, case.seeds)
+    assert {t.dtype for t in found} == {torch.bfloat16}
+    single = Case(kind, (33, 3, 4, 7), dtype=torch.float)
+    for p, q in zip(single.net.parameters(), case.net.parameters(), strict=True):
+        p.data.copy_(q.data)
+    x, *state = (t.detach().float().requires_grad_() for t in (case.x, *case.state))
+    single.x, single.state = x, state
+    expected = torch.autograd.grad(
+        single.theirs(), [x, *state, *single.net.parameters()], [s.float() for s in case.seeds]
+    )
+    for a, b in zip(found, expected, strict=True):
+        assert relative_error(a.float(), b) <= 0.05
+
+
+@EVERY_KIND
+def test_a_range_holds_marks_gates_and_what_lies_below(kind):
+    case = Case(kind, (20, 3, 4, 7), layers=2)
+    core, rows = case.core(Way("sequential", 5), kept=7), Rows(20)
+    x = case.x.detach()
+    inputs = rows.read([x], core.room(rows.read([x])))
+    tape = core.record(inputs, 0, 20, [s.detach() for s in case.state], lambda *_: None)
+    assert [t.shape for t in tape.below] == [(60, 7)]
+    steps = {k: [(p.start, p.stop) for _, j, p in part if j == k] for k in (0, 1)
+             for part in [tape.marks]}  # fmt: skip
+    if kind is nn.LSTM:
+        assert steps[0] == steps[1] == [(0, 5), (5, 10), (10, 13)]
+        assert sorted({(p.start, p.stop) for *_, p in tape.kept}) == [(13, 18), (18, 20)]
+    else:
+        assert not tape.marks
+        assert not tape.kept
+
+
 def drawn_shape(dice):
     """A case, and how it is run, with the bytes that are counted for it."""
     one = dice.choice

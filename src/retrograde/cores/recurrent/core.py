@@ -22,11 +22,12 @@ from torch import Tensor
 
 from retrograde.cores.fused import Layers
 from retrograde.cores.recurrent.backward import LayerBackward
-from retrograde.cores.recurrent.bytes import FORWARD_BYTES, Means
+from retrograde.cores.recurrent.bytes import Means
+from retrograde.cores.recurrent.forward import LayerForward
 from retrograde.cores.recurrent.masks import Masks
 from retrograde.cores.recurrent.pieces import Piece, cut
 from retrograde.discover.surroundings import Ambient
-from retrograde.kernels import Forward, kernels, plain_kernels
+from retrograde.kernels import kernels, plain_kernels
 from retrograde.kernels.cells import Block, Kept, Weights
 from retrograde.run.core import Emit, Gradients, RangeCore, Tape
 from retrograde.run.inputs import Inputs
@@ -36,8 +37,6 @@ from retrograde.scan.block_lengths import Way
 __all__ = ["HeldLayers"]
 
 Tensors = list[Tensor]
-
-_CALLS = {"RNN_TANH": "rnn_tanh", "RNN_RELU": "rnn_relu", "GRU": "gru", "LSTM": "lstm"}
 
 
 @dataclass
@@ -132,7 +131,7 @@ class HeldLayers(RangeCore):
         """Some steps at a time through all layers, in the same room whatever their number."""
         found, after = [], [_copied(s) for s in state]
         (track,) = self.layers
-        passes = [_Pass(self, weights) for weights in track]
+        passes = [LayerForward(self.loops.forward, weights, self.block) for weights in track]
         most = min(p.rows for p in passes)
         for a, b in pairwise([start, *stops]):
             for piece in cut(a, b, most, self.batch, self.sizes):
@@ -193,7 +192,7 @@ class HeldLayers(RangeCore):
         if not top:
             rows = sum(piece.rows for piece in pieces)
             tape.below.append(tape.state_after[0].new_empty(rows, self.size))
-        run = _Pass(self, weights)
+        run = LayerForward(self.loops.forward, weights, self.block)
         for piece in pieces:
             state = [s[own, : piece.samples] for s in tape.state_after]
             room = None
@@ -214,7 +213,7 @@ class HeldLayers(RangeCore):
 
     def _run_top(
         self,
-        run: "_Pass",
+        run: LayerForward,
         x: Tensor,
         state: Tensors,
         inputs: Inputs,
@@ -387,57 +386,6 @@ class HeldLayers(RangeCore):
                 totals[name] = torch.zeros_like(w, dtype=self.real) if total is None else total
             found.append(totals)
         return found
-
-
-class _Pass:
-    """A layer run forward, a piece after another."""
-
-    def __init__(self, core: HeldLayers, weights: Weights) -> None:
-        self.weights, wide = weights, weights.inputs.shape[0] * weights.inputs.itemsize
-        self.rows = max(1, min(FORWARD_BYTES // wide, core.block))
-        self.make = core.loops.forward
-        self.forward: Forward | None = None
-        self.samples = -1
-
-    def __call__(self, x: Tensor, state: Tensors, y: Tensor, kept: Kept | None = None) -> None:
-        """Run steps.
-
-        Args:
-            x: inputs (L, n, I).
-            state: (h,), or (h, c), each (n, H); goes from before to after.
-            y: takes h after every step (L, n, H).
-            kept: takes an LSTM's gates and cells.
-        """
-        if self.make is None:
-            _run_by_torch(self.weights, x, state, y)
-            return
-        if self.samples != x.shape[1]:
-            self.samples, self.forward = x.shape[1], None  # let go of first
-            self.forward = self.make(self.weights, self.samples)
-        assert self.forward is not None
-        steps = max(1, self.rows // self.samples)
-        at_hand = kept is not None or self.weights.kind.startswith("RNN")
-        room = None if at_hand else self.forward.room(min(steps, len(x)))
-        for a in range(0, len(x), steps):
-            part = slice(a, min(a + steps, len(x)))
-            gates = y[part] if room is None else room[: part.stop - a]
-            cells = None
-            if kept is not None:
-                gates, cells = kept.gates[part], kept.cells[part]
-            self.forward(x[part].contiguous(), tuple(state), y[part], gates, cells)
-
-
-def _run_by_torch(weights: Weights, x: Tensor, state: Tensors, y: Tensor) -> None:
-    """Steps by torch's own kernel, which records nothing."""
-    biases = [b for b in (weights.bias_inputs, weights.bias_hidden) if b is not None]
-    before: Any = tuple(s.unsqueeze(0).contiguous() for s in state)
-    hx = before if weights.kind == "LSTM" else before[0]
-    flat = [weights.inputs, weights.hidden, *biases]
-    call = getattr(torch._VF, _CALLS[weights.kind])  # type: ignore[attr-defined]
-    found, *after = call(x, hx, flat, bool(biases), 1, 0.0, False, False, False)
-    y.copy_(found)
-    for s, new in zip(state, after, strict=True):
-        s.copy_(new.squeeze(0))
 
 
 def _copied(state: Tensor) -> Tensor:

@@ -152,8 +152,8 @@ class Planner:
         least, length = self.least_bytes(lengths), lengths.length
         usual = ordinary + self.gradient_copy * length + self.extra
         minimum = min(least, usual) if self.torchs else least
-        if budget < minimum and self.torchs and asks_for_all(memory):
-            budget = usual
+        if self.torchs and asks_for_all(memory):
+            budget = max(budget, usual)  # whatever torch's own pass takes
         if budget < minimum:
             raise refusal(length, memory, budget, minimum, ordinary)
         told = {"budget_bytes": budget, "ordinary_bytes": ordinary, "minimum_bytes": minimum}
@@ -178,7 +178,8 @@ class Planner:
     ) -> tuple[HeldPlan, tuple[Fit, ...]]:
         """By the loops if there is room for them, and else with less; in one range if possible."""
         blocks = _blocks(self.shapes[0], lengths, self.most)
-        for several in (("loops", "sweeps"), ("plain",)):
+        tiers: tuple[tuple[Means, ...], ...] = (("loops", "sweeps"), ("plain",))
+        for several in tiers:
             for means in several:
                 plans = [self._keeping(lengths, block, means, budget) for block in blocks]
                 found = [plan for plan in plans if plan is not None]
@@ -231,7 +232,7 @@ class Planner:
             length,
             max(1, plan.block // self.shapes[0].batch),
             forward_steps=length + again,
-            calls=2 * lengths.pieces(plan.block),
+            calls=2,
             time=float(3 * length + again),
             peak_bytes=self._peak(lengths, plan),
             **told,

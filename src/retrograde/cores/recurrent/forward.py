@@ -1,0 +1,104 @@
+"""One layer in one direction, run forward, recording nothing but an LSTM's gates where asked."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retrograde.cores.recurrent.bytes import FORWARD_BYTES
+from retrograde.kernels import Forward, kernels
+from retrograde.kernels.cells import Kept, Weights
+
+__all__ = ["LayerForward", "room_for", "run", "run_by_torch"]
+
+Tensors = list[Tensor]
+
+_CALLS = {"RNN_TANH": "rnn_tanh", "RNN_RELU": "rnn_relu", "GRU": "gru", "LSTM": "lstm"}
+
+
+def room_for(weights: Weights, x: Tensor) -> Kept | None:
+    """Where an LSTM's forward pass can leave its gates and cells; None where it cannot."""
+    make = kernels(x.device.type, x.dtype, weights.size).forward
+    if weights.kind != "LSTM" or make is None:
+        return None
+    gates, cells = (x.new_empty(*x.shape[:2], k * weights.size) for k in (4, 1))
+    return Kept(gates, cells)
+
+
+@torch.no_grad()
+def run(
+    weights: Weights, x: Tensor, state: tuple[Tensor, ...], kept: Kept | None = None
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Run a range of steps by the fastest kernel.
+
+    Args:
+        weights: the layer's parameters.
+        x: inputs (L, B, I).
+        state: before the range: (h,), or (h, c), each (B, H).
+        kept: where an LSTM's gates and cells are to be left; :func:`room_for` says if they can be.
+
+    Returns:
+        The outputs (L, B, H), and the state after the range.
+    """
+    make = kernels(x.device.type, x.dtype, weights.size).forward
+    after = [s.clone(memory_format=torch.contiguous_format) for s in state]
+    y = x.new_empty(*x.shape[:2], weights.size)
+    LayerForward(make, weights, len(x) * x.shape[1])(x, after, y, kept)
+    return y, tuple(after)
+
+
+class LayerForward:
+    """A layer run forward, a piece after another.
+
+    Args:
+        make: a loop of ours; None for torch's own kernel.
+        weights: the layer's parameters.
+        block: the most rows of a piece.
+    """
+
+    def __init__(self, make: type[Forward] | None, weights: Weights, block: int) -> None:
+        self.weights, wide = weights, weights.inputs.shape[0] * weights.inputs.itemsize
+        self.rows = max(1, min(FORWARD_BYTES // wide, block))
+        self.make = make
+        self.forward: Forward | None = None
+        self.samples = -1
+
+    def __call__(self, x: Tensor, state: Tensors, y: Tensor, kept: Kept | None = None) -> None:
+        """Run steps.
+
+        Args:
+            x: inputs (L, n, I).
+            state: (h,), or (h, c), each (n, H); goes from before to after.
+            y: takes h after every step (L, n, H).
+            kept: takes an LSTM's gates and cells.
+        """
+        if self.make is None:
+            run_by_torch(self.weights, x, state, y)
+            return
+        if self.samples != x.shape[1]:
+            self.samples, self.forward = x.shape[1], None  # let go of first
+            self.forward = self.make(self.weights, self.samples)
+        assert self.forward is not None
+        steps = max(1, self.rows // self.samples)
+        at_hand = kept is not None or self.weights.kind.startswith("RNN")
+        room = None if at_hand else self.forward.room(min(steps, len(x)))
+        for a in range(0, len(x), steps):
+            part = slice(a, min(a + steps, len(x)))
+            gates = y[part] if room is None else room[: part.stop - a]
+            cells = None
+            if kept is not None:
+                gates, cells = kept.gates[part], kept.cells[part]
+            self.forward(x[part].contiguous(), tuple(state), y[part], gates, cells)
+
+
+def run_by_torch(weights: Weights, x: Tensor, state: Tensors, y: Tensor) -> None:
+    """Steps by torch's own kernel, which records nothing."""
+    biases = [b for b in (weights.bias_inputs, weights.bias_hidden) if b is not None]
+    before: Any = tuple(s.unsqueeze(0).contiguous() for s in state)
+    hx = before if weights.kind == "LSTM" else before[0]
+    flat = [weights.inputs, weights.hidden, *biases]
+    call = getattr(torch._VF, _CALLS[weights.kind])  # type: ignore[attr-defined]
+    found, *after = call(x, hx, flat, bool(biases), 1, 0.0, False, False, False)
+    y.copy_(found)
+    for s, new in zip(state, after, strict=True):
+        s.copy_(new.squeeze(0))

@@ -1,0 +1,94 @@
+"""Held layers as a function of a range that autograd differentiates, for cores that need one."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from retrograde.cores.fused import Layers
+from retrograde.cores.recurrent.core import HeldLayers
+from retrograde.cores.recurrent.masks import Masks
+from retrograde.plan.fit import in_one_range
+from retrograde.run.autograd import run_schedule
+from retrograde.run.layout import Rows
+from retrograde.scan.block_lengths import Way, scan_way, sequential_way
+
+__all__ = ["RunHeld", "has_slopes", "run_held", "ways_of"]
+
+Tensors = list[Tensor]
+
+
+def has_slopes(net: Layers) -> bool:
+    """Whether held layers can run these: without projections, and not under autocast."""
+    plain = len(net.weights) == net.count * (4 if net.bias else 2)
+    return plain and not torch.is_autocast_enabled(net.weights[0].device.type)
+
+
+def ways_of(
+    name: Literal["sequential", "scan"], net: Layers, steps: int, samples: int
+) -> list[Way]:
+    """How each layer goes back, by the sizes that suit the machine."""
+    found = []
+    for k in range(net.count):
+        w, u = net[k].weights[:2]
+        shape: Any = (samples, w.shape[1], u.shape[1], w.dtype, w.device.type)
+        scans = name == "scan"
+        found.append(
+            scan_way(net.mode, steps, *shape) if scans else sequential_way(net.mode, *shape)
+        )
+    return found
+
+
+def run_held(
+    nets: tuple[Layers, ...],
+    rows: Rows,
+    x: Tensor,
+    state: Tensors,
+    ways: list[Way],
+    masks: Masks | None = None,
+) -> tuple[Tensor, Tensors]:
+    """Run all steps, and keep all gates that can be.
+
+    Args:
+        nets: the layers of each direction.
+        rows: where the steps lie.
+        x: inputs, as ``rows`` has them.
+        state: the initial state, a part (layers, B, H).
+        ways: how each layer goes back.
+        masks: what is dropped before a layer.
+
+    Returns:
+        The outputs, and the state after all steps.
+    """
+    core = HeldLayers(nets, rows, state[0].shape[1], ways, kept=rows.length, masks=masks)
+    if not torch.is_grad_enabled() and len(nets) == 1:
+        inputs = rows.read([x], core.room(rows.read([x])))
+        (after,) = core.advance(inputs, 0, [rows.length], state, lambda *_: None)
+        assert inputs.outputs is not None  # type: ignore[attr-defined]
+        return inputs.outputs, after  # type: ignore[attr-defined]
+    (y,), after = run_schedule(core, in_one_range(rows.length), [x], state, rows)
+    return y, after
+
+
+@dataclass(frozen=True)
+class RunHeld:
+    """A kernel: runs layers over a range, and goes backward in a given way.
+
+    Example:
+        >>> gru = torch.nn.GRU(3, 5)
+        >>> net = Layers("GRU", gru._flat_weights, 1, True)
+        >>> x, h = torch.randn(7, 2, 3), torch.zeros(1, 2, 5)
+        >>> torch.allclose(RunHeld()(net, x, [h], None)[0], gru(x)[0], atol=1e-6)
+        True
+    """
+
+    way: Literal["sequential", "scan"] = "sequential"
+
+    def __call__(
+        self, net: Layers, x: Tensor, state: Tensors, sizes: Tensor | None
+    ) -> tuple[Tensor, Tensors]:
+        """As :func:`retrograde.cores.fused.run_torch`."""
+        rows = Rows(len(x) if sizes is None else len(sizes), sizes)
+        ways = ways_of(self.way, net, rows.length, state[0].shape[1])
+        return run_held((net,), rows, x, state, ways)
