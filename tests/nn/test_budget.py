@@ -228,7 +228,8 @@ class Everything(nn.Module):
         self.steps += 1
         self.last = y.detach()
         self.called += 1
-        y[:, 0] = 0.0  # to what a module returned one may write
+        y = y.clone()  # the outputs are what gradients are found from
+        y[:, 0] = 0.0
         return nn.functional.relu(y, inplace=True).sum()
 
 

@@ -10,7 +10,6 @@ from torch import nn
 import retrograde as rg
 from retrograde.cores.timing import Pace, Paces, pace
 from retrograde.nn.replace_modules import twin
-from retrograde.plan.fit import fit
 
 
 def make_cell(size=12, batch=4):
@@ -100,7 +99,7 @@ def test_seconds_are_those_of_the_steps_and_of_the_calls():
     steps = paced(profile, Pace(0.0, 3.0), Pace(0.0, 5.0), Pace(0.0, 7.0))
     calls = paced(profile, Pace(3.0, 0.0), Pace(5.0, 0.0), Pace(7.0, 0.0))
     for memory in ("10%", "20%", "60%", 1.0):
-        found = fit(120, memory, profile.costs[0].sizes)
+        found = profile.costs[0].fit(120, memory)
         advances = sum(isinstance(action, rg.Advance) for action in found.schedule)
         records = sum(isinstance(action, rg.Record) for action in found.schedule)
         again = found.forward_steps - 120
@@ -134,9 +133,8 @@ def test_measured_seconds_are_of_this_machine():
     assert least.seconds > most.seconds > 0
     lstm, x = lstm_and_input()
     of_module = rg.profile(lstm, x)
-    assert of_module.call_seconds == of_module.costs[0].paces.forward.call_seconds
-    assert len(of_module.costs) == 4  # kernels to choose from, each with a pace of its own
-    assert len({one.paces for one in of_module.costs}) == 4
+    paces = of_module.costs[0].paces  # what runs it, of which torch's kernel is not a part
+    assert min(paces.forward.step_seconds, paces.backward.step_seconds) > 0
 
 
 def test_a_call_is_told_from_its_steps():

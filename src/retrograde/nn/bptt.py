@@ -203,7 +203,9 @@ def _module(
         states, state_spec = _module_state(module, stream, state)
         list_spec = flatten(states, "state")[1]
         kernels = candidates((net,), states[0].shape[1])
-        part = RangeLoss(cast(Fused, kernels[0].core), loss, device)
+        # A trial step must not take more than the least budget; oneDNN's LSTM copies its weights.
+        lightest = kernels[-1 if module.mode == "LSTM" else 0]
+        part = RangeLoss(cast(Fused, lightest.core), loss, device)
         core, probed = examine_loss(part, stream, states, list_spec)
     cores = [replace(one, core=_with_kernel(core, cast(Fused, one.core))) for one in kernels]
     return _Task(cores, stream, probed, states, state_spec)

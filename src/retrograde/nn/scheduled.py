@@ -197,10 +197,11 @@ class Call:
         """How long held layers take to run forward, to record, and to go back."""
         nets, (state,) = self._nets(stand_ins(self.weights)), self._states()
         state = [s.detach() for s in state]
+        given: Tensors = []
         found: Tensors = []
 
         def run(steps: int) -> None:
-            x = self.x[:steps].detach().requires_grad_(self.x.requires_grad)
+            given[:] = [x := self.x[:steps].detach().requires_grad_(self.x.requires_grad)]
             rows, ways = (
                 Rows(steps, None, self.both),
                 ways_of("sequential", nets[0][0], steps, self.batch),
@@ -214,6 +215,7 @@ class Call:
         def back(steps: int) -> None:
             y = found.pop()
             leaves = [w for net in nets[0] for w in net.weights if w.requires_grad]
+            leaves += given if self.x.requires_grad else []
             torch.autograd.grad(y, leaves, torch.ones_like(y))
 
         return time_calls((forward, run, back), self.length, repeats, self.x.device)

@@ -174,7 +174,8 @@ class _Recurrence(torch.autograd.Function):
                 "create_graph=False; for second derivatives use backward=None, memory=None and "
                 "schedule=None (ordinary BPTT)"
             )
-        held, saved = ctx.saved_tensors[: ctx.n_held], ctx.saved_tensors[ctx.n_held :]
+        saved = ctx.saved_tensors  # once: whoever recomputes them does so once
+        held, saved = saved[: ctx.n_held], saved[ctx.n_held :]
         inputs, state = list(saved[: ctx.n_inputs]), list(saved[ctx.n_inputs :])
         run: Run = ctx.run
         parameters = run.core.parameters

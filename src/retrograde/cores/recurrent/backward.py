@@ -19,6 +19,9 @@ from retrograde.scan.block_lengths import Way
 
 __all__ = ["LayerBackward"]
 
+# Rows to a product of sums over steps and samples: one sum over all would round more.
+_ROWS = 4096
+
 
 class LayerBackward:
     """The backward pass of one layer.
@@ -133,16 +136,24 @@ class LayerBackward:
         total = flat.sum(0) if biased else None
         if total is not None:
             self.totals["bias_hidden"] += total
-        self.totals["hidden"].addmm_(flat.t(), block.before.flatten(0, 1))
+        self._add("hidden", flat, block.before.flatten(0, 1))
         if self.weights.kind == "GRU":  # as the input weights see the third gate
             assert steps.inner is not None
             gates[:, 2].copy_(steps.inner.flatten(0, 1))
             total = flat.sum(0) if biased else None
         if total is not None:
             self.totals["bias_inputs"] += total
-        self.totals["inputs"].addmm_(flat.t(), block.x.flatten(0, 1))
+        self._add("inputs", flat, block.x.flatten(0, 1))
         if dx is not None:
             torch.mm(flat, self.weights.inputs, out=dx.flatten(0, 1))
+
+    def _add(self, name: str, gates: Tensor, by: Tensor) -> None:
+        """total += gatesᵀ by; of many rows in all, in parts, which are not added one by one."""
+        if self.at_once:
+            self.totals[name].addmm_(gates.t(), by)
+            return
+        for part, other in zip(gates.split(_ROWS), by.split(_ROWS), strict=True):
+            self.totals[name] += part.t() @ other
 
 
 def _laid(dy: Tensor, like: Tensor) -> Tensor:

@@ -171,6 +171,8 @@ class Shape:
                 numbers += 8 * rows * size + 2 * gates
             else:
                 numbers += 2 * rows * size + 2 * gates
+            if not (self._loops or self.at_once):
+                numbers += gates * max(width, size)  # a product, before it is added
             most = max(most, numbers * self.item)
         return most
 
