@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from retrograde.kernels import cells as recurrent
-from retrograde.kernels import plain, sweep
+from retrograde.kernels import sweep
 from retrograde.kernels.cells import Block, GateSlopes, Kept, Slopes, Weights
 
-__all__ = ["LARGEST_SIZE", "Backward", "Forward", "Kernels", "kernels", "plain_kernels"]
+__all__ = ["LARGEST_SIZE", "Backward", "Forward", "Kernels", "kernels", "lean_kernels"]
 
 #: The most hidden units that the CUDA kernels hold on the chip.
 LARGEST_SIZE = 128
@@ -126,11 +126,13 @@ def kernels(device: str, dtype: torch.dtype, size: int) -> Kernels:
     return Kernels("torch", sweep.sweep, sweep.scan, slopes, sweep.products)
 
 
-def plain_kernels() -> Kernels:
-    """torch's operations, step by step: what takes least memory.
+def lean_kernels() -> Kernels:
+    """What takes least memory on a CPU: no copy of the weights.
 
     Returns:
-        Plain kernels, with a forward pass.
+        Kernels with a forward pass.
     """
-    slopes = recurrent.gru_slopes, recurrent.lstm_slopes
-    return Kernels("torch", sweep.sweep, sweep.scan, slopes, sweep.products, plain.Forward)
+    from retrograde.kernels import cpu, cpu_lean
+
+    slopes = cpu.gru_slopes, cpu.lstm_slopes
+    return Kernels("numba", cpu_lean.sweep, cpu.scan, slopes, cpu.products, cpu_lean.Forward)

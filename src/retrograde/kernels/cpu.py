@@ -8,7 +8,7 @@ whole block of steps.
 
 The references of the backward pass are the functions of the same names in
 :mod:`retrograde.kernels.sweep` and :mod:`retrograde.kernels.cells`, that of :class:`Forward` is
-:class:`retrograde.kernels.plain.Forward`. The loops are in ``cpu_states``, ``cpu_backward``,
+torch's own kernel. The loops are in ``cpu_states``, ``cpu_backward``,
 ``cpu_slopes`` and ``cpu_sweep``, what they are made of in ``lanes`` and ``tiles``.
 """
 

@@ -97,7 +97,7 @@ LENGTHS = {"padded": None, "packed": [17, 12, 12, 5, 1]}
 @pytest.mark.parametrize("layers", LAYERS)
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("size", [7, 24])
-@pytest.mark.parametrize("means", ["loops", "sweeps", "plain"])
+@pytest.mark.parametrize("means", ["loops", "sweeps", "lean"])
 def test_outputs_and_gradients_are_torchs(kind, schedule, name, layers, lengths, size, means):
     case = Case(kind, (17, 5, 4, size), lengths=LENGTHS[lengths], **LAYERS[layers])
     if schedule == "tight" and case.both:
@@ -221,7 +221,7 @@ def drawn_shape(dice):
     straight = x.is_contiguous()
     steps = min(one([1, 3, 10, 50]), length)
     plan = HeldPlan(
-        steps * batch, one([0, 0, length // 2, length]), one(["loops", "sweeps", "plain"])
+        steps * batch, one([0, 0, length // 2, length]), one(["loops", "sweeps", "lean"])
     )
     shape = Shape(
         case.net.mode, batch, width, size, layers, case.tracks, dtype.itemsize,

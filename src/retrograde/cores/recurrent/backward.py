@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from retrograde.cores.recurrent.bytes import LAID_ROWS, LARGE, Means
-from retrograde.kernels import Backward, kernels, plain_kernels
+from retrograde.kernels import Backward, kernels, lean_kernels
 from retrograde.kernels.cells import Block, Slopes, Weights, slopes
 from retrograde.kernels.sweep import safe_chunk
 from retrograde.scan.block_lengths import Way
@@ -52,8 +52,8 @@ class LayerBackward:
         self.rows, self.at_once = rows, at_once
         hidden = weights.hidden
         self.use = kernels(hidden.device.type, hidden.dtype, weights.size)
-        if means == "plain":
-            self.use = plain_kernels()
+        if means == "lean":
+            self.use = lean_kernels()
         if way.name == "scan":
             self.way = replace(way, chunk=safe_chunk(hidden, way.chunk))
         small = batch > 1 and hidden.numel() <= LARGE  # there are samples to share among threads

@@ -18,8 +18,8 @@ from retrograde.kernels.tiles import PANEL
 __all__ = ["FORWARD_BYTES", "LAID_ROWS", "LARGE", "Means", "Shape", "sums_at_once"]
 
 #: What runs the layers: one loop for a whole backward pass; loops for the recurrence, and matrix
-#: products for the rest; or torch's operations step by step, which need no copy of the weights.
-Means = Literal["loops", "sweeps", "plain"]
+#: products for the rest; or a product a step, which needs no copy of the weights.
+Means = Literal["loops", "sweeps", "lean"]
 
 #: What the inputs bring to the gates, that is held at a time.
 FORWARD_BYTES = 2**20
@@ -162,9 +162,6 @@ class Shape:
                 numbers += rows * width * (3 if self.tracks > 1 or self.drops else 1)
             if self._loops:
                 numbers += 0 if kept or not lstm else 5 * rows * size
-            elif self.means == "plain":
-                numbers += rows * size * (4 if kept else 3 if gates == size else 12)
-                numbers += 4 * self.batch * (gates + 2 * size) + 2 * gates
             elif lstm:
                 numbers += rows * size * (2 if kept else 6) + 2 * gates
             elif self.kind == "GRU":
@@ -200,8 +197,8 @@ class Shape:
     def _pass(self, k: int, rows: int) -> int:
         """Numbers of a layer's forward pass."""
         gates = GATES[self.kind] * self.size
-        if self.means == "plain":
-            return (rows + 2 * self.batch) * gates
+        if self.means == "lean":
+            return (rows * (gates > self.size) + self.batch) * gates + gates
         numbers = _whole(gates, PANEL) * self.size + self.batch * _whole(gates) + gates
         if not self.kind.startswith("RNN"):
             numbers += rows * gates
@@ -210,8 +207,8 @@ class Shape:
     def _fixed(self, k: int, rows: int) -> int:
         """Numbers that a layer's backward pass holds throughout."""
         size, width, gates = self.size, self._width(k), GATES[self.kind] * self.size
-        if self.means == "plain":
-            return 0
+        if self.means == "lean":
+            return self.batch * size
         if not self._loops:
             return gates * _whole(size, PANEL) + self.threads * self.batch * _whole(size)
         steps = max(1, rows // self.batch)

@@ -27,7 +27,7 @@ from retrograde.cores.recurrent.forward import LayerForward
 from retrograde.cores.recurrent.masks import Masks
 from retrograde.cores.recurrent.pieces import Piece, cut
 from retrograde.discover.surroundings import Ambient
-from retrograde.kernels import kernels, plain_kernels
+from retrograde.kernels import kernels, lean_kernels
 from retrograde.kernels.cells import Block, Kept, Weights
 from retrograde.run.core import Emit, Gradients, RangeCore, Tape
 from retrograde.run.inputs import Inputs
@@ -105,8 +105,8 @@ class HeldLayers(RangeCore):
             for t in tracks
         ]
         self.loops = kernels(weight.device.type, weight.dtype, self.size)
-        if means == "plain":
-            self.loops = plain_kernels()
+        if means == "lean":
+            self.loops = lean_kernels()
 
     @cached_property
     def sizes(self) -> list[int] | None:
