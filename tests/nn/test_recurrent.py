@@ -151,7 +151,8 @@ def test_the_peak_is_within_the_budget_and_uses_it(dtype, size):
         taken = working_bytes(ours, x, seed)
         assert taken <= budget
         recomputes = ours.fit(x).forward_steps > 300  # if not, more would not be faster
-        assert taken >= 0.85 * budget or not recomputes
+        share = 0.75 if budget < 3 * least else 0.85  # ranges of steps, and room for one more
+        assert taken >= share * budget or not recomputes
 
 
 @pytest.mark.parametrize("size", [1, 7, 16, 33])

@@ -124,7 +124,9 @@ class Call:
         self.module, self.x, self.state, self.sizes, self.memory = module, x, state, sizes, memory
         self.weights = last_weights(module) if weights is None else weights
         self.given, self.sorts = given, sorts
-        self.length = self.given_length = len(x) if sizes is None else len(sizes)
+        self.length = len(x) if sizes is None else len(sizes)
+        # Lengths of one power of two are measured once; from 256 on all.
+        self.measured_length = 1 << min(self.length, LONGEST_MEASURED).bit_length() - 1
         self.batch = state[0].shape[1]
         self.both = bool(module.bidirectional)
         self.at_once = sums_at_once(self.length, self.batch)
@@ -334,12 +336,13 @@ class Call:
     def _ordinary(self) -> Ordinary:
         x, packed = self.x, self.sizes is not None
         if packed:
-            steps = min(self.given_length, LONGEST_MEASURED)
-            x = x.new_zeros(steps, self.batch, x.shape[1]).requires_grad_(x.requires_grad)
+            x = x.new_zeros(self.measured_length, self.batch, x.shape[1]).requires_grad_(
+                x.requires_grad
+            )
         state = self.state if self.given else None
         weights = stand_ins(self.weights)
         return measure_ordinary(
-            self.module, weights, x, state, self.given_length, packed, self.sorts, self.memory
+            self.module, weights, x, state, self.measured_length, packed, self.sorts, self.memory
         )
 
     def _parts(self, x: Tensor, sizes: Tensor | None, ordinary: Ordinary) -> "list[Part]":
@@ -443,8 +446,8 @@ class Call:
 
     def _known(self, what: Any, find: Callable[[], Any]) -> Any:
         """What was learnt of these shapes; no more than the budget has room for."""
-        steps, memory = min(self.given_length, LONGEST_MEASURED), repr(self.memory)
-        return self.module._fits.get((what, memory, steps, self._shapes()), find)
+        key = what, repr(self.memory), self.measured_length, self._shapes()
+        return self.module._fits.get(key, find)
 
     def _shapes(self) -> Any:
         """All that the bytes of a range depend on, but for its length."""

@@ -32,6 +32,9 @@ class Way:
 # What a block's working arrays may take. On a CPU, a part of the last cache that cores share; on a
 # GPU, launches count and memory is plentiful.
 _BLOCK_BYTES = {"cpu": 4 * 2**20, "cuda": 2**28}
+# Where weights are too many for the caches, the gradients that a block adds to are read and written
+# once a block: rows that are worth it.
+_MANY_WEIGHTS, _ROWS = 2**18, 1024
 # The same for the scan, whose products come on top and which wants many chunks at a time.
 _SCAN_BYTES = {"cpu": 24 * 2**20, "cuda": 2**30}
 
@@ -62,7 +65,10 @@ def sequential_way(
         264
     """
     step = step_numbers(kind, inputs, size) * samples * max(4, dtype.itemsize)
-    return Way("sequential", max(1, _BLOCK_BYTES.get(device, _BLOCK_BYTES["cuda"]) // step))
+    block = max(1, _BLOCK_BYTES.get(device, _BLOCK_BYTES["cuda"]) // step)
+    if GATES[kind] * size * size > _MANY_WEIGHTS:
+        block = max(block, _ROWS // max(1, samples))
+    return Way("sequential", block)
 
 
 def scan_way(

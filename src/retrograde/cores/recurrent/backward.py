@@ -61,6 +61,7 @@ class LayerBackward:
         self.in_one_loop = self.in_one_loop and self.use.backward is not None
         self.loops: Backward | None = None
         self.samples = -1
+        self.laid_rows = 0 if means == "lean" else LAID_ROWS
         self.prepared: Tensor | None = None
 
     def add(self, block: Block, dy: Tensor | None, g: Tensor, dx: Tensor | None) -> Tensor:
@@ -126,7 +127,7 @@ class LayerBackward:
         outputs has to be laid out for them, which takes memory."""
         if dy is None or (dy.is_contiguous() and dy.dtype == self.weights.hidden.dtype):
             return [slice(None)]
-        steps = max(1, LAID_ROWS // samples)
+        steps = max(1, self.laid_rows // samples)
         return [slice(a, a + steps) for a in range(0, len(dy), steps)][::-1]
 
     def _add_products(self, steps: Slopes, block: Block, dx: Tensor | None) -> None:

@@ -27,7 +27,7 @@ FORWARD_BYTES = 2**20
 #: The most numbers in hidden weights whose products our own loops do faster than BLAS.
 LARGE = 2**18
 
-#: Rows of the outputs' gradient that are laid out at a time, where they have to be.
+#: Rows of the outputs' gradient that are laid out at a time, where they have to be; a step if lean.
 LAID_ROWS = 128
 
 _THREAD_WORK = 2_000_000  # as in kernels/cpu.py
@@ -153,7 +153,8 @@ class Shape:
             if self.tracks > 1 and top:
                 numbers += 2 * rows * size  # its states and their gradients, turned round
             if top:
-                numbers += max(min(rows, LAID_ROWS), self.batch) * size
+                laid = 0 if self.means == "lean" else min(rows, LAID_ROWS)
+                numbers += max(laid, self.batch) * size
             if not top:
                 numbers += rows * size  # what the layer above handed on
             if self._copies_x(k):

@@ -11,9 +11,10 @@ layers, or the marks of an LSTM, fit, ranges of steps are planned as those of an
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import ceil
 
-from retrograde.cores.recurrent.bytes import LARGE, Means, Shape
+from retrograde.cores.recurrent.bytes import Means, Shape
 from retrograde.cores.recurrent.pieces import runs
 from retrograde.kernels.cells import GATES
 from retrograde.plan.fit import Curve, Fit, Footprint, fit, refusal, whole_fit
@@ -24,8 +25,10 @@ __all__ = ["HeldPlan", "Planner", "Sequences"]
 # Nominal costs, in forward steps: a call that advances, and one that records and goes back.
 _CALL_STEPS, _RECORD_STEPS = 5.0, 15.0
 # What a recorded range should hold at most, for speed (:data:`retrograde.cores.fused.HEAP_BYTES`).
-# Nominal: operations to a microsecond, and the microseconds of a piece besides its arithmetic.
+# Nominal: operations to a microsecond; the microseconds of a piece besides its arithmetic.
 _RATE, _PIECE = 1.35e5, 150.0
+_PIECE_WEIGHT = 8e-4  # and for every weight, whose gradient it reads and writes
+_TORCHS = 3e6  # operations of a step from which on oneDNN's LSTM is as fast as ours
 _THREAD_ROWS = 128  # no thread of a backward pass has room for more
 _HEAP_BYTES = 24 * 2**20
 
@@ -59,6 +62,11 @@ class Sequences:
     batch: int
     offsets: Sequence[int] | None = None
 
+    @cached_property
+    def runs(self) -> list[tuple[int, int]]:
+        """How many steps in a row have the same number of sequences, and which."""
+        return [(self.length, self.batch)] if self.offsets is None else runs(self.offsets)
+
     @property
     def rows(self) -> int:
         """Steps of sequences in all."""
@@ -66,20 +74,12 @@ class Sequences:
 
     def pieces(self, block: int) -> int:
         """The sequences in the pieces of some rows, added up, in units of the batch, rounded up."""
-        if self.offsets is None:
-            return -(-self.length // max(1, block // self.batch))
-        total = sum(
-            samples * -(-steps // max(1, block // samples)) for steps, samples in runs(self.offsets)
-        )
+        total = sum(n * -(-steps // max(1, block // n)) for steps, n in self.runs)
         return -(-total // self.batch)
 
     def largest(self, block: int) -> int:
         """The most rows of a piece."""
-        if self.offsets is None:
-            return min(self.length, max(1, block // self.batch)) * self.batch
-        return max(
-            samples * min(steps, max(1, block // samples)) for steps, samples in runs(self.offsets)
-        )
+        return max(n * min(steps, max(1, block // n)) for steps, n in self.runs)
 
     def last(self, steps: int, both: bool) -> int:
         """Rows of the last steps; in two directions, of a direction on average."""
@@ -171,7 +171,8 @@ class Planner:
     def _is_large(self) -> bool:
         """Whether torch's own pass is the faster one, where there is room for it."""
         shape = self.shapes[0]
-        return shape.kind == "LSTM" and 4 * shape.size * shape.size > LARGE
+        work = 2 * 4 * shape.batch * shape.size * (shape.size + shape.width)
+        return shape.kind == "LSTM" and work > _TORCHS
 
     def _fastest(
         self, lengths: Sequences, budget: int, told: dict[str, int]
@@ -215,15 +216,16 @@ class Planner:
         return replace(plan, kept=max(0, kept))
 
     def _again(self, lengths: Sequences, plan: HeldPlan) -> int:
-        """Steps whose gates are computed a second time."""
-        return 0 if self.shapes[0].kind.startswith("RNN") else lengths.length - plan.kept
+        """Steps whose gates are computed a second time, which memory would spare: an LSTM's."""
+        return lengths.length - plan.kept if self.shapes[0].kind == "LSTM" else 0
 
     def _time(self, lengths: Sequences, plan: HeldPlan) -> float:
         """Microseconds, nominally, of what depends on the plan."""
         shape = self.shapes[0]
-        flops = 2 * GATES[shape.kind] * shape.size * (shape.size + shape.width) * shape.count
-        step = flops * lengths.rows / lengths.length / _RATE
-        return self._again(lengths, plan) * step + lengths.pieces(plan.block) * _PIECE * shape.count
+        weights = shape.count * GATES[shape.kind] * shape.size * (shape.size + shape.width)
+        step = 2 * weights * lengths.rows / lengths.length / _RATE
+        piece = _PIECE * shape.count + _PIECE_WEIGHT * weights
+        return self._again(lengths, plan) * step + lengths.pieces(plan.block) * piece
 
     def _told(self, lengths: Sequences, plan: HeldPlan, told: dict[str, int]) -> tuple[Fit, ...]:
         """A plan for each recurrence, as any other is told; the first one has all the bytes."""
