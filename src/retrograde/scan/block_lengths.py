@@ -32,9 +32,8 @@ class Way:
 # What a block's working arrays may take. On a CPU, a part of the last cache that cores share; on a
 # GPU, launches count and memory is plentiful.
 _BLOCK_BYTES = {"cpu": 4 * 2**20, "cuda": 2**28}
-# Where weights are too many for the caches, the gradients that a block adds to are read and written
-# once a block: rows that are worth it.
-_MANY_WEIGHTS, _ROWS = 2**18, 1024
+# Gradients of weights are read and written once a block: rows that are worth it.
+_ROWS = 1024
 # The same for the scan, whose products come on top and which wants many chunks at a time.
 _SCAN_BYTES = {"cpu": 24 * 2**20, "cuda": 2**30}
 
@@ -66,9 +65,7 @@ def sequential_way(
     """
     step = step_numbers(kind, inputs, size) * samples * max(4, dtype.itemsize)
     block = max(1, _BLOCK_BYTES.get(device, _BLOCK_BYTES["cuda"]) // step)
-    if GATES[kind] * size * size > _MANY_WEIGHTS:
-        block = max(block, _ROWS // max(1, samples))
-    return Way("sequential", block)
+    return Way("sequential", max(block, _ROWS // max(1, samples)))
 
 
 def scan_way(
