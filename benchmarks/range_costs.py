@@ -1,4 +1,4 @@
-"""What a call and a step of every kernel take: the figures behind ``retrograde/nn/cores.py``.
+"""What a call and a step of every kernel take: the figures in ``retrograde/cores/candidates.py``.
 
 Ranges of 1 and of 64 steps are run forward, keeping nothing, and recorded and backpropagated, by
 the executor itself; a step is what a further step takes, a call what is left: medians, in
@@ -10,11 +10,12 @@ microseconds.
 import json
 import statistics
 from pathlib import Path
+from typing import cast
 
 import torch
 
-from retrograde.cores.candidates import candidates, runner_of
-from retrograde.cores.fused import Layers
+from retrograde.cores.candidates import candidates
+from retrograde.cores.fused import Fused, Layers
 from retrograde.cores.timing import time_steps
 from retrograde.machine import machine_of
 from retrograde.run.core import Core
@@ -28,7 +29,7 @@ LENGTH = 64
 
 def name_of(core: Core) -> str:
     """What runs a core, by name."""
-    return getattr(runner_of(core), "__name__", "compiled").lower()
+    return getattr(cast(Fused, core).kernel, "__name__", "held layers")
 
 
 def rows_of(kind: str, size: int, batch: int) -> list[dict]:
@@ -39,7 +40,7 @@ def rows_of(kind: str, size: int, batch: int) -> list[dict]:
     x = torch.randn(LENGTH, batch, size, requires_grad=True)
     state = [torch.zeros(1, batch, size) for _ in range(2 if kind == "LSTM" else 1)]
     rows = []
-    for one in [*candidates((layers,), batch), candidates((layers,), batch, at_once=True)[-1]]:
+    for one in candidates((layers,), batch):
         paces = [time_steps(one.core, Held([x]), state, repeats=9) for _ in range(3)]
 
         def least(part: str, what: str, paces: list = paces) -> float:

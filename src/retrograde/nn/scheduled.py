@@ -1,15 +1,15 @@
-"""A recurrent module within a byte budget, by schedules of recomputation.
+"""A recurrent module within a byte budget.
 
-Layers of one direction are one recurrence, whose state is that of all of them, so nothing is kept
-between them. A layer with two directions needs the whole of the layer below it, so there every
-layer is a recurrence of its own, and the sequences between them are held: these, and the gradient
-of one, come off the budget first, each layer then gets its least budget, and what is left is
-divided by what each could still use.
+On a CPU the layers are *held* ones (:mod:`retrograde.cores.recurrent`): the outputs that the caller
+has are their states. Their bytes are counted, and the plan is a closed form. Only what ordinary
+backpropagation takes, which a share is of, is measured. All else, such as projections, autocast and
+GPUs, runs torch's kernels in ranges by a schedule; what a range takes is measured once for the
+shapes, whatever the length, and kept.
 
-What a range takes is measured once for the shapes, whatever the length, and kept; a schedule is
-fitted for a length and a budget. For a packed batch it is measured with all sequences at every
-step, which is the most that any range can have. It is measured on stand-ins of the weights, so
-that the graph of computed ones is left for the gradient.
+Layers of one direction are one recurrence. A layer with two directions needs the whole of the layer
+below it, so there every layer is a recurrence of its own, and the sequences between them are held.
+These, and their gradients, come off the budget first. Weights are measured on stand-ins, so that
+the graph of computed ones is left for the gradient.
 """
 
 import copy
@@ -58,7 +58,8 @@ class StackFit:
     """What a budget buys for layers with two directions, each a recurrence of its own.
 
     Attributes:
-        layers: what each layer's share buys; empty where torch's own module is run.
+        layers: how each layer is run; its bytes are its share's, or on a CPU those of all layers.
+            Empty where torch's own module is run.
         peak_bytes: what is predicted, at most the budget.
         budget_bytes: the budget.
         ordinary_bytes: what ordinary backpropagation takes.
@@ -304,10 +305,9 @@ class Call:
         held, found = self._held_planner(known).fit(lengths, self.memory, ordinary)
         fit = found[0]
         if len(found) > 1 or (self.both and self.module.num_layers > 1):
-            total = sum(one.peak_bytes for one in found)
             layers = () if held is None else found
             fit_of_all = StackFit(
-                layers, total, fit.budget_bytes, fit.ordinary_bytes, fit.minimum_bytes
+                layers, fit.peak_bytes, fit.budget_bytes, fit.ordinary_bytes, fit.minimum_bytes
             )
             return Plan(
                 () if held is None else tuple((held, one.schedule) for one in found), fit_of_all

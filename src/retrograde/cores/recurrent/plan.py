@@ -228,7 +228,7 @@ class Planner:
         return self._again(lengths, plan) * step + lengths.pieces(plan.block) * piece
 
     def _told(self, lengths: Sequences, plan: HeldPlan, told: dict[str, int]) -> tuple[Fit, ...]:
-        """A plan for each recurrence, as any other is told; the first one has all the bytes."""
+        """A plan for each recurrence, as any other is told; bytes are those of all of them."""
         length, again = lengths.length, self._again(lengths, plan)
         one = whole_fit(
             length,
@@ -239,7 +239,7 @@ class Planner:
             peak_bytes=self._peak(lengths, plan),
             **told,
         )
-        return (one, *[replace(one, peak_bytes=0)] * (len(self.shapes) - 1))
+        return (one,) * len(self.shapes)
 
     def _footprint(self, means: Means, block: int, lengths: Sequences, ordinary: int) -> Footprint:
         """What ranges of steps take, for any schedule over them."""
