@@ -31,8 +31,9 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(STAMP)  ## every claim of speed, both sides in one process; three quarters of an hour
+bench: $(STAMP)  ## every claim of speed, both sides in one process; an hour
 	$(BIN)/python benchmarks/recurrent_budget.py
+	$(BIN)/python benchmarks/recurrent_grid.py
 	$(BIN)/python benchmarks/planner.py
 	$(BIN)/python benchmarks/ties.py
 	$(BIN)/python benchmarks/figure_2b.py
