@@ -36,6 +36,7 @@ from oracles.networks import (
 )
 from retrograde.cores.recurrent.forward import room_for, run
 from retrograde.kernels.cells import Weights
+from retrograde.scan.block_lengths import scan_way, sequential_way
 
 SIZES, LENGTHS, BATCHES = (1, 7, 20, 33, 64, 128), (1, 2, 3, 63, 64, 65, 1000, 5000), (1, 3, 16)
 GAINS, WAYS = (0.1, 0.9, 1.5, 2.2), ("sequential", "scan")
@@ -70,14 +71,21 @@ def in_double(net, x, state, seeds):
     return gradients(copy.deepcopy(net).double(), x, state, [s.double() for s in seeds])
 
 
-def trajectory(net, x, state):
-    """Our states after each step: h, and an LSTM's c."""
+def trajectory(net, x, state, way):
+    """Our states after each step: h, and an LSTM's c; in the pieces that a call runs, for where
+    trajectories part a rounding is enough."""
     weights = Weights(net.mode, *(p.detach() for p in net.parameters()))
-    before = tuple(s[0].detach() for s in state)
-    kept = room_for(weights, x)
-    with torch.no_grad():
-        h, after = run(weights, x.detach(), before, kept)
-    return (h,) if kept is None else (h, torch.cat([kept.cells[1:], after[1].unsqueeze(0)]))
+    now, found = tuple(s[0].detach() for s in state), []
+    shape = x.shape[1], x.shape[2], weights.size, x.dtype, "cpu"
+    sizes = sequential_way(net.mode, *shape)
+    if way == "scan":
+        sizes = scan_way(net.mode, len(x), *shape)
+    for part in x.detach().split(sizes.block):
+        kept = room_for(weights, part)
+        h, now = run(weights, part, now, kept)
+        cells = [] if kept is None else [torch.cat([kept.cells[1:], now[1].unsqueeze(0)])]
+        found.append([h, *cells])
+    return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
 
 
 def along(net, x, state, seeds, states, dtype):
@@ -164,17 +172,17 @@ def check(cell, dtype, size, length, batch, gain):
     with torch.no_grad():
         outputs = call(theirs, x, state)
     seeds = seeds_for(outputs)
-    expected = gradients(theirs, x, state, seeds)
     steady = gain < (2 if cell in ("GRU", "LSTM") else 1)
-    reference = expected
-    states = trajectory(theirs, x, state)
-    if not steady and all(s.isfinite().all() for s in states):
-        reference = along(theirs, x, state, seeds, states, torch.float64)
-        expected = along(theirs, x, state, seeds, states, dtype)
-    elif dtype == torch.float32:
-        reference = in_double(theirs, x, state, seeds)
-    healthy = all(is_finite(expected).values())
+    plain = gradients(theirs, x, state, seeds)
     for way in WAYS:
+        reference = expected = plain
+        states = trajectory(theirs, x, state, way)
+        if not steady and all(s.isfinite().all() for s in states):
+            reference = along(theirs, x, state, seeds, states, torch.float64)
+            expected = along(theirs, x, state, seeds, states, dtype)
+        elif dtype == torch.float32:
+            reference = in_double(theirs, x, state, seeds)
+        healthy = all(is_finite(expected).values())
         _, ours = pair(cell, 5, size, gain=gain, dtype=dtype, backward=way)
         with warnings.catch_warnings():
             if gain < 1:
