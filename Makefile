@@ -1,4 +1,5 @@
-# Everything runs in .venv, made on first use from the pinned versions in constraints.txt.
+# Everything runs in .venv, made on first use from the pinned versions in constraints.txt;
+# that compiles the kernels too (two minutes).
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -8,12 +9,13 @@ STAMP := .venv/.installed
 $(STAMP): pyproject.toml papers/pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,cli,dev]' -e papers
+	$(BIN)/python -m retrograde.precompile
 	@touch $@
 
 demo: $(STAMP)  ## train a character model on sequences of 1,000 within 5 % of the memory
 	$(BIN)/retrograde train --memory 5% --report report
 
-test: $(STAMP)  ## every test, a few cases of each; the code of all documentation
+test: $(STAMP)  ## every promise, a few cases of each test; the code of all documentation
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-every: $(STAMP)  ## every case but the slow ones

@@ -1,24 +1,34 @@
-"""Two tiers of tests: a few cases of each, or with ``--every`` all of them."""
+"""Two tiers of tests: ``make test`` runs a few cases of each, ``--every`` runs all of them.
+
+A test says by ``@pytest.mark.quick(n)`` how many of its cases ``make test`` runs; 0 leaves it to
+``--every``, where a smaller test proves the same promise.
+"""
 
 from itertools import groupby
 
-FEW = 4  # cases of a test that is run with many
+QUICK = 3  # cases of a test that says nothing
 
 
 def pytest_addoption(parser):
     parser.addoption("--every", action="store_true", help="every case of every test, not a few")
 
 
+def chosen(count, most):
+    """Indices of so many cases: the first, the last, and some evenly between."""
+    if most == 1:
+        return {0}
+    return {round(i * (count - 1) / (most - 1)) for i in range(most)} if most else set()
+
+
 def pytest_collection_modifyitems(config, items):
-    """Of a test with many cases keep the first, the last, and some evenly between."""
     if config.getoption("every"):
         return
     kept, left = [], []
     for _, group in groupby(items, key=lambda item: item.nodeid.partition("[")[0]):
         cases = [*group]
-        last = len(cases) - 1
-        chosen = {round(i * last / (FEW - 1)) for i in range(FEW)}
-        for number, case in enumerate(cases):
-            (kept if number in chosen else left).append(case)
+        mark = cases[0].get_closest_marker("quick")
+        indices = chosen(len(cases), mark.args[0] if mark else QUICK)
+        for index, case in enumerate(cases):
+            (kept if index in indices else left).append(case)
     items[:] = kept
     config.hook.pytest_deselected(items=left)

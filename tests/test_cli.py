@@ -132,6 +132,7 @@ def test_resuming_is_bit_for_bit(tmp_path):
     assert same_run(straight, parts)
 
 
+@pytest.mark.quick(0)
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path):
     killed, straight = tmp_path / "killed", tmp_path / "straight"
     process = start("train", *SMALL, "--iterations", 100_000, "--report", killed)
@@ -156,6 +157,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path):
     assert load_checkpoint(tmp_path / "checkpoint.pt")["run"]["losses"]
 
 
+@pytest.mark.quick(0)
 def test_starting_anew_keeps_the_old_checkpoint(tmp_path):
     run("train", *SMALL, "--iterations", 1, "--report", tmp_path)
     before = (tmp_path / "checkpoint.pt").read_bytes()
@@ -198,6 +200,7 @@ def test_resuming_from_a_checkpoint_of_other_shapes_is_refused(tmp_path):
     assert "or start anew without --resume" in message
 
 
+@pytest.mark.quick(0)
 def test_a_second_run_in_a_folder_is_refused_until_the_first_has_ended(tmp_path):
     process = start("train", *SMALL, "--iterations", 100_000, "--report", tmp_path)
     wait_for(tmp_path / "checkpoint.pt", process)

@@ -90,6 +90,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.quick(1)
 @pytest.mark.usefixtures("sequences")
 @pytest.mark.parametrize("name", SEQUENCES)
 def test_long_sequences_train_within_5_percent_as_they_do_ordinarily(
@@ -109,6 +110,7 @@ def test_long_sequences_train_within_5_percent_as_they_do_ordinarily(
     assert (tmp_path / f"{name}.svg").exists()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", SEQUENCES)
 def test_some_of_the_ways_and_a_budget_in_bytes(name, sequences, folder, capsys):
     given = ["--data", str(folder), "--steps", "1", "--way", "truncated", "budgeted"]
@@ -219,6 +221,7 @@ def test_what_is_told_of_the_examples_is_so(name):
     assert max(found["differences"]["budgeted"][:20]) < 1e-4
 
 
+@pytest.mark.quick(0)
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 @pytest.mark.usefixtures("sequences")
 def test_ecg_across_ranks_trains_as_one_process_and_goes_on_from_another_number(folder, tmp_path):

@@ -72,6 +72,7 @@ def test_instruments_write_numbers_and_figures(sounds, tmp_path):
     )
 
 
+@pytest.mark.quick(0)
 def test_a_part_may_be_measured_anew_and_the_other_is_kept(tmp_path):
     file = tmp_path / "deep" / "numbers.json"
     common = ["bitstream", *BITS, *WAYS, "--results", file, "--report", tmp_path]

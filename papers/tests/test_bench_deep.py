@@ -33,6 +33,7 @@ def dropping(classes=10, width=4):
     return [nn.Conv2d(3, width, 3), *blocks, nn.Flatten(), nn.Linear(900 * width, classes)]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("source", ["noise", "cifar"])
 def test_losses_and_weights_are_the_ordinary_ones_to_the_bit(source, request):
     folder = request.getfixturevalue("cifar") if source == "cifar" else None
@@ -93,6 +94,7 @@ def test_residual_networks_have_the_layers_of_the_paper():
     assert small(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
 
 
+@pytest.mark.quick(0)
 def test_the_command_writes_numbers_and_figures(tmp_path):
     arguments = [
         "bench", "deep", "--network", "resnet18", "--width", 4, "--batch", 4, "--iterations", 2,

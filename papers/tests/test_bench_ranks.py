@@ -14,6 +14,7 @@ from wang2020.ranks_results import Ranks
 WITH_GLOO = torch.distributed.is_available() and torch.distributed.is_gloo_available()
 
 
+@pytest.mark.quick(0)
 @pytest.mark.skipif(not WITH_GLOO, reason="needs gloo")
 def test_the_command_writes_numbers_and_figures(tmp_path):
     arguments = [

@@ -45,6 +45,7 @@ def at(name, start, length):
     return column(name, start)[list(plate(name).table["length"]).index(length)]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", CURVES)
 def test_every_curve_is_what_cost_says(name):
     lengths = np.array(plate(name).table["length"])
@@ -310,6 +311,7 @@ def test_the_colours_are_those_of_the_captions():
     ]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["figure_2a", "figure_3", "figure_8"])
 def test_plates_are_written_with_their_numbers_and_always_the_same(name, tmp_path):
     first = save_plate(GRUSLYS[name](), tmp_path / "first")

@@ -25,6 +25,7 @@ def ignore(*_):
     pass
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("source", ["noise", "cifar"])
 def test_lenet_learns_the_same_by_the_scan(source, request):
     folder = request.getfixturevalue("cifar") if source == "cifar" else None
@@ -138,6 +139,7 @@ def test_flops_of_scans_are_counted_from_masks():
     assert [each.levels for each in pruned] == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.quick(0)
 def test_lenet_by_the_command(tmp_path):
     report = tmp_path / "report"
     result = run.invoke(
@@ -150,6 +152,7 @@ def test_lenet_by_the_command(tmp_path):
     assert (report / "figure_3_4.svg").exists()
 
 
+@pytest.mark.quick(0)
 def test_vgg11_by_the_command(tmp_path):
     report = tmp_path / "report"
     options = ["--width", "4", "--batch", "512", "--report", str(report)]

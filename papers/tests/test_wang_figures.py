@@ -136,6 +136,7 @@ def test_only_what_was_measured_is_drawn():
     ]
 
 
+@pytest.mark.quick(0)
 def test_plates_are_always_the_same(tmp_path):
     for results in (BITS, SOUNDS):
         for one, other in zip(plates_of(results), plates_of(results), strict=True):

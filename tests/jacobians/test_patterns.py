@@ -265,6 +265,7 @@ def test_a_product_is_found_once():
     assert left.product(right) is not left.product(other)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("diagonal", [None, 0, 1])
 def test_what_is_remembered_goes_with_either_pattern(which, diagonal):

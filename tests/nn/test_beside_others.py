@@ -61,6 +61,7 @@ def drawing():
         thread.join()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("memory", ["30%", "100%"])
 def test_another_thread_may_draw_random_numbers(memory):
     x, h = data()
@@ -209,6 +210,7 @@ def gradient(call, x):
     return found
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("what", CALLS)
 def test_a_first_call_may_be_checkpointed(what):
     call, x = CALLS[what](), torch.randn(STEPS, SAMPLES, SIZE, requires_grad=True)
@@ -218,6 +220,7 @@ def test_a_first_call_may_be_checkpointed(what):
         torch.testing.assert_close(x.grad, torch.autograd.grad(call(x).tanh().sum(), x)[0])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("what", CALLS)
 def test_a_first_call_may_be_under_a_profiler(what):
     x = torch.randn(STEPS, SAMPLES, SIZE, requires_grad=True)

@@ -77,6 +77,7 @@ def assert_equal(ours, theirs):
         assert not a.requires_grad
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", ["gru", "lstm"])
 @pytest.mark.parametrize("length", [1, 2, 63, 200])
 def test_gradients_are_bitwise_those_of_the_loop_at_every_budget(kind, length):
@@ -480,6 +481,7 @@ def test_autocast_is_replayed():
     assert_equal((state.grad, task.cell.weight_hh.grad), expected)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("has_loss", [{0}, {12}, {7, 8}, {3, 9}])
 @pytest.mark.parametrize("make", [Task, lambda length: ModuleTask(nn.GRU, length)])
 def test_a_step_may_have_no_loss(has_loss, make):

@@ -144,6 +144,7 @@ def deep():
     return [nn.Conv2d(3, 8, 3, padding=1), *blocks, nn.MaxPool2d(4), nn.Flatten(), nn.Linear(32, 4)]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("make", [convolutional, deep])
 def test_what_is_held_is_what_was_foreseen_to_the_byte(make):
     torch.manual_seed(0)
@@ -239,6 +240,7 @@ def drawn(seed):
     return layers
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("seed", range(6))
 def test_drawn_chains_keep_drawn_budgets_and_torchs_numbers(seed):
     torch.manual_seed(seed)

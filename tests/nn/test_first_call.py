@@ -25,6 +25,7 @@ def working(call):
     return watched(call)[1].working_bytes()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("memory", ["5%", "20%", "least"])
 @pytest.mark.parametrize("way", ["unroll", "bptt"])
 def test_a_cell_is_measured_within_the_budget_beyond_a_few_steps(memory, way):

@@ -46,6 +46,7 @@ def working_bytes(call):
     return rg.measure(run).working_bytes
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("wanted", [True, False])
 def test_a_cells_offers_are_what_unroll_holds(wanted):
     cell, x, h = make_cell()
@@ -68,6 +69,7 @@ def test_a_cells_offers_are_what_unroll_holds(wanted):
         net.zero_grad(set_to_none=True)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("kind", "layers"),
     [(rg.RNN, 1), pytest.param(rg.GRU, 2, marks=pytest.mark.slow), (rg.LSTM, 1)],

@@ -86,6 +86,7 @@ def test_a_state_that_changes_its_precision_without_autocast_is_refused():
         rg.unroll(lambda x, h: (h, (x + h).bfloat16()), inputs(4, 2), torch.zeros(2).double())
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_network_under_autocast(way):
     x = inputs(200, 3, 5, dtype=torch.float32).requires_grad_()
@@ -121,6 +122,7 @@ def model(way):
 COMPILED = [("unroll", "eager"), ("LSTM", "eager")]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize(("way", "backend"), COMPILED)
 def test_what_is_compiled_around_it_breaks_its_graph_and_is_right(way, backend):
@@ -147,6 +149,7 @@ def test_a_backward_pass_within_compiled_code():
     assert_near([p.grad for p in ours.parameters()], [p.grad for p in theirs.parameters()])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_cell_that_is_compiled(backend):
@@ -162,6 +165,7 @@ def test_a_cell_that_is_compiled(backend):
     assert_bitwise(*found)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 def test_streaming_within_compiled_code():
     torch.compiler.reset()
@@ -235,6 +239,7 @@ def train_on_a_half(rank, folder):
     os._exit(0)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 def test_two_processes_find_the_gradient_of_one(tmp_path):

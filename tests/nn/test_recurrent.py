@@ -134,6 +134,7 @@ def working_bytes(net, x, seed):
     return rg.measure(call).working_bytes
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 64), (torch.float64, 48)])
 def test_the_peak_is_within_the_budget_and_uses_it(dtype, size):
     theirs, ours = pair(size, size, dtype=dtype)
@@ -252,6 +253,7 @@ def test_a_fit_is_for_so_many_threads():
         torch.set_num_threads(threads)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("backward", ["sequential", "scan"])
 def test_half_precision_loses_nothing_by_a_budget(backward):
     torch.manual_seed(0)

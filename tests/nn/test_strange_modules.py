@@ -154,6 +154,7 @@ def test_computed_weights_get_torchs_gradient_and_are_computed_as_often(computed
     assert_bitwise(state, their_state)
 
 
+@pytest.mark.quick(2)
 @EVERY_WEIGHT
 def test_what_is_only_measured_leaves_no_trace(computed):
     def measure(rnn):
@@ -260,6 +261,7 @@ def gru(**options):
     return rg.GRU(5, 7, dtype=DOUBLE, **options)
 
 
+@pytest.mark.quick(1)
 @EVERY_OPTION
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
@@ -281,6 +283,7 @@ def test_fake_tensors_run_torchs_own_and_nothing_of_it_is_kept(way):
     assert_nothing_was_kept(ours, inputs())
 
 
+@pytest.mark.quick(1)
 @EVERY_OPTION
 def test_what_is_traced_or_functional_is_torchs_own(way):
     ours, theirs = gru(**way), nn.GRU(5, 7, dtype=DOUBLE)
@@ -468,6 +471,7 @@ def test_transforms_name_the_option_that_was_given(way):
         torch.func.grad(lambda x: ours(x)[0].sum())(inputs())
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_torchs_names_may_be_made_ours(kind, monkeypatch):
     torchs, ours = getattr(nn, kind), getattr(rg, kind)

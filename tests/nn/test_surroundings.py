@@ -637,6 +637,7 @@ def of_the_input(a, h, net):
     return a * 2, net(a, h)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("output", [final_only, detached, of_the_input])
 def test_outputs_need_not_depend_on_the_state(output):
     net, x, h = nn.GRUCell(32, 32), torch.randn(100, 8, 32), torch.zeros(8, 32)
@@ -674,6 +675,7 @@ def through_a_chunk(path):
     return torch.cat([path[-1], path[-1], path[-1]], -1).chunk(3, -1)[1]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("view", [through_a_stack, through_a_chunk])
 @pytest.mark.parametrize("memory", ["10%", "30%"])
 def test_a_stored_state_that_is_a_view_holds_no_more_than_itself(view, memory):
@@ -727,6 +729,7 @@ class Inner(nn.Module):
         return h if given is None else (h, h)
 
 
+@pytest.mark.quick(0)
 def test_an_attribute_that_changes_what_is_computed_is_measured_anew():
     x, h, budget = torch.randn(100, 8, 32), torch.zeros(8, 32), 80_000
     cell = Inner(1)

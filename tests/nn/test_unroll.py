@@ -87,6 +87,7 @@ def test_gradients_are_bitwise_those_of_autograd_whatever_the_policy(make, dtype
         assert_bitwise(gradients(ours, after, wanted), expected)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)]
 )

@@ -176,6 +176,7 @@ def test_an_input_that_no_gradient_reaches_takes_no_room():
     kept(cell, x, (h, h), lambda outputs, last: [last[1]])
 
 
+@pytest.mark.quick(0)
 def test_steps_that_no_gradient_goes_through_are_let_go_of():
     def cell(a, h):
         for _ in range(5):

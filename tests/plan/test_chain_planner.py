@@ -77,6 +77,7 @@ def test_as_fast_as_the_best_of_all_schedules_of_more_layers(seed, policy):
     agrees_with_the_search(random_chain(5 + seed % 2, seed), policy)
 
 
+@pytest.mark.quick(0)
 def test_schedules_that_drop_states_early_win_seldom():
     """What being persistent costs, bounded: see :mod:`oracles.chains`."""
     slower = []
@@ -90,6 +91,7 @@ def test_schedules_that_drop_states_early_win_seldom():
     assert sum(slower) <= 0.1 * len(slower)
 
 
+@pytest.mark.quick(0)
 @settings(deadline=None, max_examples=60)
 @given(st.integers(1, 60), st.integers(0, 10**6), st.sampled_from(POLICIES))
 def test_kept_promises_of_longer_chains(length, seed, policy):
@@ -272,6 +274,7 @@ def test_long_chains_of_every_policy(policy):
     assert plan(chain, "40%", policy).gap < 0.02
 
 
+@pytest.mark.quick(0)
 @settings(deadline=None, max_examples=60)
 @given(st.integers(2, 90), st.integers(0, 10**6), st.sampled_from(POLICIES), st.floats(0, 1))
 def test_a_band_of_short_segments_is_planned_as_the_whole_table_is(length, seed, policy, share):
@@ -399,6 +402,7 @@ def test_what_is_let_go_of_early_does_not_spoil_the_bound():
     assert least_seconds(chain, ordinary.peak, Kinds(True, True)) <= ordinary.seconds
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
 def test_a_thousand_layers_within_a_hundredth(share):
     """With fewer levels than by default, for time; sizes without a common divisor."""

@@ -43,6 +43,7 @@ def test_every_policy_costs_what_brute_force_finds_up_to_400_steps(alpha, beta):
 STATES = [(3, 7, 5), (2, 3, 3), (4, 4, 2), (5, 9, 4), (2, 6, 4), (3, 3, 3), (16, 105, 89)]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("state", "alpha", "beta"), STATES)
 def test_hidden_states_may_be_of_any_size(state, alpha, beta):
     for length, memory in ((30, 40), (200, 260)):

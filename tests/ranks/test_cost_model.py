@@ -200,6 +200,7 @@ def test_links_are_measured():
     assert found[0].bytes_per_second == pytest.approx(1e8, rel=0.35)
 
 
+@pytest.mark.quick(0)
 def test_a_network_across_slow_links_takes_what_the_model_says():
     """Its own work is short beside the latency; its sum of gradients is one more of that, and so is
     hearing what the next rank's sweep found."""

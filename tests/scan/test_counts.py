@@ -62,6 +62,7 @@ def test_hybrid_counts():
                 assert report.steps(p) == hybrid_steps(n, k, p)
 
 
+@pytest.mark.quick(0)
 def test_chunked_counts():
     for n in EVERY_N:
         for size in CHUNKS:

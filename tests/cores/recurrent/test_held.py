@@ -162,6 +162,7 @@ def test_drawn_masks_are_torchs():
     assert torch.equal(drawn.masks[1], expected > 0)
 
 
+@pytest.mark.quick(1)
 @EVERY_KIND
 @pytest.mark.parametrize("name", ["sequential", "scan"])
 def test_half_precision_is_summed_in_single(kind, name):
@@ -236,6 +237,7 @@ def drawn_shape(dice):
     return case, x.requires_grad_(needs), replace(plan, kept=kept), shape, peak
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("seed", range(24))
 def test_what_is_counted_is_no_less_than_what_is_taken(seed):
     found = []

@@ -1,0 +1,81 @@
+"""Compile every CPU kernel and solver now, so that no later first call waits for it.
+
+``python -m retrograde.precompile`` runs each once, at a tiny size, through the public interface;
+numba keeps what it compiled beside the source. An image or a cluster's shared installation does
+this once, after ``pip install``.
+"""
+
+import itertools
+import time
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import prune
+from torch.nn.utils.rnn import pack_sequence
+
+import retrograde as rg
+
+__all__ = ["precompile"]
+
+_KINDS: tuple[tuple[Any, dict[str, Any]], ...] = (
+    (rg.RNN, {}),
+    (rg.RNN, {"nonlinearity": "relu"}),
+    (rg.GRU, {}),
+    (rg.LSTM, {}),
+)
+_OPTIONS: tuple[dict[str, Any], ...] = (
+    {"memory": "100%"},
+    {"memory": "40%"},
+    {"memory": "70%", "bidirectional": True, "num_layers": 2, "dropout": 0.1},
+    {"backward": "sequential"},
+    {"backward": "scan"},
+)
+
+
+def precompile() -> None:
+    """Run each kernel and each solver once, at a tiny size."""
+    _plan()
+    for dtype in (torch.float32, torch.float64):
+        for (kind, way), options in itertools.product(_KINDS, _OPTIONS):
+            _run_layers(kind(3, 5, dtype=dtype, **way, **options), dtype)
+        for algorithm in ("linear", "blelloch"):
+            _scan_chain(algorithm, dtype)
+
+
+def _plan() -> None:
+    for length, memory in ((2000, 20), (30_000, 300)):
+        for policy in ("hsm", "ism"):
+            rg.plan(length, memory, policy=policy).codes()
+        for beta in (1, 4):
+            rg.plan(length, memory, policy="msm", alpha=beta + 1, beta=beta).codes()
+            rg.cost(range(length - 200, length), memory, policy="msm", alpha=beta + 1, beta=beta)
+    sizes = [1_000_003 + 70_001 * (7 * i % 5) for i in range(12)]
+    chain = rg.Chain([1.0, 2.0, 1.5] * 4, [2.0] * 12, sizes, [3 * size for size in sizes])
+    rg.plan(chain, 12_345_678)
+
+
+def _run_layers(module: Any, dtype: torch.dtype) -> None:
+    x = torch.randn(64, 3, 3, dtype=dtype)
+    packed = pack_sequence([x[:steps, 0] for steps in (64, 50, 40)])
+    for inputs in (x.requires_grad_(), packed):
+        outputs, _ = module(inputs)
+        (outputs if inputs is x else outputs.data).sum().backward()
+    if module.memory is not None:  # the kernels for next to no memory
+        module.memory = module.fit(x).minimum_bytes
+        module(x)[0].sum().backward()
+
+
+def _scan_chain(algorithm: Any, dtype: torch.dtype) -> None:
+    first, second, third = (nn.Conv2d(n, 2, 3, padding=1) for n in (1, 2, 2))
+    prune.random_unstructured(third, "weight", 0.8)
+    layers = first, nn.ReLU(), second, nn.Tanh(), nn.MaxPool2d(2), third, nn.ReLU(), nn.Flatten()
+    net = rg.Sequential(*layers, nn.Linear(32, 4), backward="scan", algorithm=algorithm)
+    for samples in (1, 9):
+        net.to(dtype)(torch.randn(samples, 1, 8, 8, dtype=dtype)).sum().backward()
+
+
+if __name__ == "__main__":
+    started = time.perf_counter()
+    precompile()
+    print(f"compiled in {time.perf_counter() - started:.0f} s")
