@@ -4,7 +4,8 @@ Each workload of a grid is run forward and backward by torch's own module, by ou
 its memory, and, where there is one direction and nothing is dropped, by ``torch.utils.checkpoint``
 over segments: its outputs are backpropagated segment by segment, without a copy of the sequence.
 Ours is then given the bytes of each number of segments too. All alternate in one process; medians
-of rounds are told, and of every column the worst row and the geometric mean.
+of rounds are told, and of every column the worst row and the geometric mean. Packed batches are
+also run padded, by torch and by ours.
 
 Bytes are working bytes: what is released again within the call. The least time that one forward
 pass more can take is told beside: (3 + 1) / 3, all at the rate of torch's own pass.
@@ -100,6 +101,7 @@ class Contest:
         self.work = work
         self.theirs = getattr(torch.nn, work.kind)(work.inputs, work.hidden, **work.options)
         x: Any = torch.randn(work.length, work.batch, work.inputs)
+        self.padded: Any = x.clone().requires_grad_() if work.packed else None
         if work.packed:
             lengths = torch.linspace(work.length, work.length / 4, work.batch).long()
             x = pack_padded_sequence(x, lengths)
@@ -110,10 +112,14 @@ class Contest:
         self.leaf: Tensor = x.data if work.packed else x
         y = self.theirs(x)[0]
         self.seed = torch.randn_like(y.data if work.packed else y)
+        if work.packed:
+            self.padded_seed = torch.randn_like(self.theirs(self.padded)[0])
         self.runs: dict[str, Callable[[], object]] = {"torch": lambda: self._call(self.theirs)}
         self.fits: dict[str, Any] = {}
         self.nets = [self.theirs]
         self.least = self._budgeted(1)
+        if work.packed:
+            self.runs["padded torch"] = lambda: self._call_padded(self.theirs)
         for share in SHARES:
             self._enter(share, share)
 
@@ -138,10 +144,17 @@ class Contest:
             return
         self.nets.append(net)
         self.runs[name] = lambda: self._call(net)
+        if work.packed:  # the same sequences, padded, in the same share of what that takes
+            self.runs[f"padded {name}"] = lambda: self._call_padded(net)
 
     def _call(self, net: torch.nn.Module) -> object:
         y, state = net(self.x)
         (y.data if self.work.packed else y).backward(self.seed)
+        return y, state
+
+    def _call_padded(self, net: torch.nn.Module) -> object:
+        y, state = net(self.padded)
+        y.backward(self.padded_seed)
         return y, state
 
     def add_segments(self) -> None:
@@ -165,6 +178,8 @@ class Contest:
     def forget(self) -> None:
         """Let go of gradients."""
         self.leaf.grad = None
+        if self.work.packed:
+            self.padded.grad = None
         for net in self.nets:
             net.zero_grad(set_to_none=True)
 
@@ -211,6 +226,12 @@ def measured(work: Work, rounds: int) -> dict[str, Any]:
         if row["ratios"].get(f"as checkpoint {count}", 0)
         > row["ratios"].get(f"checkpoint {count}", 9)
     ]
+    if work.packed:
+        row["behind_padded"] = [
+            share
+            for share in SHARES
+            if row["ratios"].get(share, 0) > row["ratios"].get(f"padded {share}", 9)
+        ]
     return row
 
 
@@ -224,6 +245,9 @@ def show(row: dict[str, Any]) -> None:
         if f"checkpoint {count}" in ratios
     ]
     told = "  ".join(f"{count}: {theirs:.2f}/{ours:.2f}" for count, theirs, ours in pairs)
+    if "padded torch" in ratios:
+        padded = "  ".join(f"{ratios.get(f'padded {s}', 0.0):.2f}" for s in ("torch", *SHARES))
+        told += f"padded: {padded}"
     over = f"  OVER {row['over']}" if row["over"] else ""
     print(
         f"{row['work']:<58}{row['torch_ms']:8.1f} ms  {shares}  "
