@@ -220,7 +220,7 @@ def test_a_folder_that_cannot_be_locked_is_told(tmp_path, monkeypatch):
     def none(handle):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr("retrograde.training.lock._lock", none)
+    monkeypatch.setattr("retrograde.training.folder._lock", none)
     result = run("train", *SMALL, "--iterations", 1, "--report", tmp_path)
     assert result.exit_code == 0
     assert f"{tmp_path} is on a file system without locks" in " ".join(result.output.split())
@@ -452,7 +452,7 @@ def test_a_plan_onto_a_full_disk_names_the_file_and_keeps_the_old_one(monkeypatc
 def test_nothing_is_written_but_by_what_keeps_the_old_file(part):
     place = Path(cli.__file__).with_name(part)
     for path in [place] if place.is_file() else place.glob("*.py"):
-        if path.name != "atomic_files.py":
+        if path.name != "folder.py":
             found = re.findall(r"save_plate\(|\.write_text\(|figures\.save\(", path.read_text())
             assert not found, path
 

@@ -6,7 +6,8 @@ for a faster backward pass, by a parallel scan over the steps' Jacobians (Wang, 
 :mod:`retrograde.scan`).
 
 Names are loaded when they are first used: planning needs no torch, and importing this package
-loads neither torch nor numba.
+loads neither torch nor numba. Type checkers and editors read the imports below and the literals of
+``__all__``; neither imports anything when the package runs.
 """
 
 import sys
@@ -51,97 +52,74 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "retrograde.errors": (
-        "BudgetError",
-        "CellError",
-        "RankError",
-        "RetrogradeError",
-        "ScanError",
-        "ScheduleError",
-        "UnitError",
-    ),
-    "retrograde.schedule": (
-        "Advance",
-        "Backward",
-        "Chain",
-        "Free",
-        "Load",
-        "Record",
-        "Schedule",
-        "Store",
-        "simulate",
-    ),
-    "retrograde.interchange": ("from_checkpoint_schedules", "to_checkpoint_schedules"),
-    "retrograde.plan": (
-        "TradeOff",
-        "cost",
-        "least_memory",
-        "longest",
-        "plan",
-        "split",
-        "trade_off",
-    ),
-    "retrograde.measure.allocations": ("Measurement", "measure"),
-    "retrograde.nn.bptt": ("bptt",),
-    "retrograde.nn.budget": ("Division", "Share", "budget"),
-    "retrograde.nn.unroll": ("unroll",),
-    "retrograde.nn.backward_choice": ("Explanation", "explain"),
-    "retrograde.ranks.layer_sharded": ("LayerSharded",),
-    "retrograde.nn.profile": ("Offer", "Offers", "Profile", "profile"),
-    "retrograde.nn.recurrent": ("GRU", "LSTM", "RNN"),
-    "retrograde.nn.sequential": ("Residual", "Sequential"),
-    "retrograde.ranks.time_sharded": ("TimeSharded",),
-}
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+__all__: list[str] = []
+_HOME_OF: dict[str, str] = {}  # of each public name, the module that has it
 
-__all__ = [
-    "GRU",
-    "LSTM",
-    "RNN",
-    "Advance",
-    "Backward",
+
+def _come_from(home: str) -> None:
+    """Note where the names come from that ``__all__`` has gained since the last call."""
+    _HOME_OF.update(dict.fromkeys(__all__[len(_HOME_OF) :], home))
+
+
+__all__ += [
     "BudgetError",
     "CellError",
-    "Chain",
-    "Division",
-    "Explanation",
-    "Free",
-    "LayerSharded",
-    "Load",
-    "Measurement",
-    "Offer",
-    "Offers",
-    "Profile",
     "RankError",
-    "Record",
-    "Residual",
     "RetrogradeError",
     "ScanError",
-    "Schedule",
     "ScheduleError",
-    "Sequential",
-    "Share",
-    "Store",
-    "TimeSharded",
-    "TradeOff",
     "UnitError",
-    "bptt",
-    "budget",
-    "cost",
-    "explain",
-    "from_checkpoint_schedules",
-    "least_memory",
-    "longest",
-    "measure",
-    "plan",
-    "profile",
-    "simulate",
-    "split",
-    "to_checkpoint_schedules",
-    "trade_off",
-    "unroll",
 ]
+_come_from("retrograde.errors")
+
+__all__ += ["from_checkpoint_schedules", "to_checkpoint_schedules"]
+_come_from("retrograde.interchange")
+
+__all__ += ["Measurement", "measure"]
+_come_from("retrograde.measure.allocations")
+
+__all__ += ["Explanation", "explain"]
+_come_from("retrograde.nn.backward_choice")
+
+__all__ += ["bptt"]
+_come_from("retrograde.nn.bptt")
+
+__all__ += ["Division", "Share", "budget"]
+_come_from("retrograde.nn.budget")
+
+__all__ += ["Offer", "Offers", "Profile", "profile"]
+_come_from("retrograde.nn.profile")
+
+__all__ += ["GRU", "LSTM", "RNN"]
+_come_from("retrograde.nn.recurrent")
+
+__all__ += ["Residual", "Sequential"]
+_come_from("retrograde.nn.sequential")
+
+__all__ += ["unroll"]
+_come_from("retrograde.nn.unroll")
+
+__all__ += ["TradeOff", "cost", "least_memory", "longest", "plan", "split", "trade_off"]
+_come_from("retrograde.plan")
+
+__all__ += ["LayerSharded"]
+_come_from("retrograde.ranks.layer_sharded")
+
+__all__ += ["TimeSharded"]
+_come_from("retrograde.ranks.time_sharded")
+
+__all__ += [
+    "Advance",
+    "Backward",
+    "Chain",
+    "Free",
+    "Load",
+    "Record",
+    "Schedule",
+    "Store",
+    "simulate",
+]
+_come_from("retrograde.schedule")
 
 
 def __getattr__(name: str) -> Any:

@@ -18,7 +18,7 @@ try:
     from rich.console import Console
     from rich.table import Table
 
-    from retrograde.console import INTERRUPTED, clean_errors, require
+    from retrograde.console import INTERRUPTED, Threads, clean_errors, new_table, require
     from retrograde.files import write_file, write_text
     from retrograde.machine import check_parallel
     from retrograde.profile_command import profile
@@ -47,11 +47,7 @@ app.command("profile")(profile)
 
 
 def main() -> None:
-    """Run the command with the arguments of the process.
-
-    Raises:
-        SystemExit: always; 0 when all went well, 2 for what the user can put right.
-    """
+    """Run the command, and leave with code 0, or 2 for what the user can put right."""
     app()
 
 
@@ -93,9 +89,7 @@ def train(
         typer.Option(help="A file in UTF-8 to learn from; without it, Python's documentation."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the first weights.")] = 1,
-    threads: Annotated[
-        int | None, typer.Option(help="To compute with; without it, as torch chooses.")
-    ] = None,
+    threads: Threads = None,
     report: Annotated[Path, typer.Option(help="Folder for everything written.")] = Path("report"),
     resume: Annotated[
         bool,
@@ -111,12 +105,11 @@ def train(
     Needs no data and no GPU. Writes a checkpoint after every iteration, and at the end pictures,
     metrics and weights to the report folder.
     """
-    values = {
-        "memory": memory, "length": length, "batch": batch, "hidden": hidden,
-        "iterations": iterations, "learning_rate": learning_rate, "seed": seed,
-        "threads": threads, "text": None if text is None else str(text),
-    }  # fmt: skip
-    given = {name: value for name, value in values.items() if _is_named(context, name)}
+    given = {
+        name: value
+        for name, value in context.params.items()
+        if name not in ("report", "resume") and _is_named(context, name)
+    }
     with clean_errors():
         require("torch", "torch")
         require("matplotlib", "cli")
@@ -134,39 +127,15 @@ def _is_named(context: typer.Context, option: str) -> bool:
 def _train(folder: Path, given: dict[str, Any], resume: bool) -> None:
     console = Console(highlight=False)
     try:
-        _run(folder, given, resume, console)
+        from retrograde.training import run_program
+
+        run_program(folder, given, resume, console)
     except KeyboardInterrupt:
         saved = (folder / "checkpoint.pt").exists()
         again = f"go on with: retrograde train --resume --report {shlex.quote(str(folder))}"
         remedy = again if saved else "nothing was finished yet, so start anew"
         console.print(f"\nstopped; {remedy}", markup=False, soft_wrap=True)
         raise typer.Exit(INTERRUPTED) from None
-
-
-def _run(folder: Path, given: dict[str, Any], resume: bool, console: Console) -> None:
-    import torch
-
-    from retrograde import training
-
-    report = training.Report(folder)
-    try:
-        with training.hold(folder) as alone:
-            if not alone:
-                told = f"{folder} is on a file system without locks: let no other run write there"
-                console.print(told, markup=False, soft_wrap=True)
-            if resume:
-                run, comparison = training.resume(report, given, console)
-            else:
-                threads = {"threads": torch.get_num_threads()}
-                run, comparison = training.start(report, threads | given, console)
-            training.train(report, run, comparison, console)
-    except (RuntimeError, MemoryError) as error:
-        if not training.is_out_of_memory(error):
-            raise
-        raise training.TrainingError(
-            "the machine has too little memory for this model: only the LSTM's working memory is "
-            "bounded by --memory; name a smaller --batch, --hidden or --length"
-        ) from error
 
 
 @app.command()
@@ -307,11 +276,8 @@ def _trade_off(length: int, memories: list[int], kind: dict[str, Any], bold: int
 
     from retrograde.plan import cost
 
-    table = Table(
-        title=f"What memory buys: {kind['policy']}, {length:,} steps", title_justify="left"
-    )
-    for name in ("memory", "forward steps", "for each step", "× ordinary BPTT"):
-        table.add_column(name, justify="right")
+    columns = ("memory", "forward steps", "for each step", "× ordinary BPTT")
+    table = new_table(f"What memory buys: {kind['policy']}, {length:,} steps", columns)
     sizes = {name: kind[name] for name in ("policy", "alpha", "beta")}
     costs: list[int] = np.asarray(cost(length, memories, **sizes)).tolist()
     for slots, steps in zip(memories, costs, strict=True):

@@ -1,37 +1,31 @@
-"""How the command refuses: one message and exit code 2, never a traceback.
+"""What all commands share: refusals, tables, and some options.
 
-Shared by the command and its sub-commands. Needs typer and rich, and nothing heavy.
+A refusal is one message and exit code 2, never a traceback. Needs typer and rich, nothing heavy.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from retrograde.errors import RetrogradeError
 
-__all__ = ["INTERRUPTED", "clean_errors", "require"]
+__all__ = ["INTERRUPTED", "Device", "Threads", "clean_errors", "new_table", "require"]
 
 INTERRUPTED = 130  # what a shell reports for Ctrl-C
+
+Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+Threads = Annotated[int | None, typer.Option(help="To compute with; without it, as torch chooses.")]
 
 
 @contextmanager
 def clean_errors() -> Iterator[None]:
-    """Turn what the user can put right into a message on the error stream.
-
-    Yields:
-        Nothing.
-
-    Raises:
-        Exit: with code 2, after a :class:`RetrogradeError` or an ``OSError``.
-
-    Example:
-        >>> with clean_errors():
-        ...     pass
-    """
+    """Turn a RetrogradeError or an OSError into a message on the error stream and exit code 2."""
     try:
         yield
     except RetrogradeError as error:
@@ -48,17 +42,30 @@ def clean_errors() -> Iterator[None]:
 
 
 def require(module: str, extra: str) -> None:
-    """See to it that a package is there, before any work is done.
-
-    Args:
-        module: that is needed.
-        extra: of retrograde, that brings it.
-
-    Raises:
-        RetrogradeError: it is missing; the message says how to install it.
-
-    Example:
-        >>> require("json", "none")
-    """
+    """Refuse to work without a package, and name the extra of retrograde that brings it."""
     if find_spec(module) is None:
         raise RetrogradeError(f"this needs {module}: pip install 'retrograde[{extra}]'")
+
+
+def new_table(
+    title: str, columns: Collection[str], left: Collection[str] = (), **options: Any
+) -> Table:
+    """A table without rows, its columns aligned right but for those named in ``left``.
+
+    Args:
+        title: above it.
+        columns: their headings.
+        left: headings of columns that are aligned left.
+        options: of :class:`rich.table.Table`.
+
+    Returns:
+        The table, to add rows to.
+
+    Example:
+        >>> [column.justify for column in new_table("Seconds", ("way", "all"), ("way",)).columns]
+        ['left', 'right']
+    """
+    table = Table(title=title, title_justify="left", **options)
+    for name in columns:
+        table.add_column(name, justify="left" if name in left else "right")
+    return table

@@ -6,36 +6,39 @@ ones, each in one stroke. Importing this loads neither torch nor matplotlib.
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryDirectory
 
 from retrograde.errors import RetrogradeError
 
-__all__ = ["aside", "check_folder", "write_file", "write_text"]
+__all__ = [
+    "aside",
+    "check_folder",
+    "disk_error",
+    "replacing",
+    "settle",
+    "try_folder",
+    "write_file",
+    "write_text",
+]
 
 _ASIDE = ".partial-"
 _PROBE_BYTES = 4096  # a full disk may take an empty file
 
 
+def try_folder(folder: Path) -> None:
+    """Make a folder and write a file there, which is then removed; an OSError if that fails."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with NamedTemporaryFile(prefix=_ASIDE, dir=folder) as probe:
+        probe.write(bytes(_PROBE_BYTES))
+        probe.flush()
+
+
 def check_folder(folder: Path) -> None:
-    """Make a folder, and see to it that files can be written there, before any work is done.
-
-    Args:
-        folder: made if it is not there.
-
-    Raises:
-        RetrogradeError: it cannot be made or written.
-
-    Example:
-        >>> import tempfile
-        >>> check_folder(Path(tempfile.mkdtemp()) / "report")
-    """
+    """Do as :func:`try_folder` before any work is done; RetrogradeError if that fails."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile(prefix=_ASIDE, dir=folder) as probe:
-            probe.write(bytes(_PROBE_BYTES))
-            probe.flush()
+        try_folder(folder)
     except OSError as error:
         raise RetrogradeError(
             f"cannot write into the folder {folder}: {error.strerror or error}; make room there, "
@@ -72,30 +75,32 @@ def write_file(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file by a text in UTF-8, or leave it as it was.
-
-    Args:
-        path: the file; its folder must be there.
-        text: the whole of it.
-
-    Raises:
-        RetrogradeError: the disk is full, or the folder cannot be written.
-    """
+    """Replace a file by a text in UTF-8, as :func:`write_file` does."""
     write_file(path, lambda place: place.write_text(text, encoding="utf-8"))
 
 
 @contextmanager
 def aside(*paths: Path) -> Iterator[Path]:
-    """A folder for files of one folder, which take their places together when all are whole.
+    """As :func:`replacing`, but with a RetrogradeError that says what to do about a full disk."""
+    try:
+        with replacing(*paths) as folder:
+            yield folder
+    except OSError as error:
+        raise _refusal(error.filename, error) from error
+
+
+@contextmanager
+def replacing(*paths: Path) -> Iterator[Path]:
+    """A folder for new versions of files, which replace the old ones together once all are whole.
 
     Args:
-        paths: their places.
+        paths: the files to replace, all in one folder.
 
     Yields:
         The folder to write them to, by the same names.
 
     Raises:
-        RetrogradeError: the disk is full, or the folder cannot be written.
+        OSError: the disk is full, or the folder cannot be written; it names the file.
     """
     at = paths[0]
     try:
@@ -111,16 +116,36 @@ def aside(*paths: Path) -> Iterator[Path]:
                     os.fsync(file.fileno())
             for at in paths:
                 os.replace(folder / at.name, at)
+            settle(at.parent)
     except (OSError, RuntimeError) as error:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, OSError):
-            cause = cause.__context__  # torch's writer makes another error of a full disk
-        if cause is None:
+        named = disk_error(error, at)
+        if named is None:
             raise
-        raise _refusal(at, cause) from error
+        raise named from error
 
 
-def _refusal(path: Path, error: OSError) -> RetrogradeError:
+def disk_error(error: BaseException, path: Path) -> OSError | None:
+    """The disk's error behind another, with ``path`` as its file; None if there is none.
+
+    A write that fails names no file, and torch's writer raises a RuntimeError in its place.
+    """
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__context__
+    return cause and OSError(cause.errno, cause.strerror or str(cause), str(path))
+
+
+def settle(folder: Path) -> None:
+    """Force renamings in a folder to the disk, where the system lets a folder be opened."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _refusal(path: Path | str, error: OSError) -> RetrogradeError:
     return RetrogradeError(
         f"cannot write {path}: {error.strerror or error}; what was there before is kept: make room "
         "there, or name a place that can be written"

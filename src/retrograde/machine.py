@@ -27,15 +27,7 @@ _PER_PROCESSOR = 4  # threads or processes; with very many more, torch crashes
 
 
 def processor_name() -> str:
-    """The processor's name as Linux gives it, or what Python knows.
-
-    Returns:
-        Such as ``"AMD EPYC"``; never empty.
-
-    Example:
-        >>> processor_name() != ""
-        True
-    """
+    """The processor's name as Linux gives it, or what Python knows; never empty."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -45,13 +37,7 @@ def processor_name() -> str:
 
 
 def machine_of(device: "str | torch.device") -> dict[str, str | int]:
-    """What is named beside every measured figure.
-
-    Args:
-        device: that was measured on.
-
-    Returns:
-        The device's name, torch's version, and on a processor its threads.
+    """What is named beside every measured figure: device, torch's version, and a CPU's threads.
 
     Example:
         >>> sorted(machine_of("cpu"))
@@ -66,19 +52,7 @@ def machine_of(device: "str | torch.device") -> dict[str, str | int]:
 
 
 def now(device: "torch.device") -> float:
-    """Seconds on a clock, read when the device has done what it was given.
-
-    Args:
-        device: to wait for.
-
-    Returns:
-        Seconds; only differences have a meaning.
-
-    Example:
-        >>> import torch
-        >>> now(torch.device("cpu")) <= now(torch.device("cpu"))
-        True
-    """
+    """Seconds on a clock, read when the device has done what it was given; differences count."""
     if device.type == "cuda":
         import torch
 
@@ -87,13 +61,7 @@ def now(device: "torch.device") -> float:
 
 
 def check_device(device: str) -> None:
-    """See to it that torch can compute on a device.
-
-    Args:
-        device: ``"cpu"``, ``"cuda"`` or ``"cuda:1"``.
-
-    Raises:
-        RetrogradeError: it is neither, or is not there.
+    """Raise RetrogradeError unless torch can compute on ``"cpu"``, ``"cuda"`` or ``"cuda:1"``.
 
     Example:
         >>> check_device("cpu")
@@ -114,17 +82,7 @@ def check_device(device: str) -> None:
 
 
 def use_threads(threads: int | None) -> None:
-    """Let torch compute with some threads.
-
-    Args:
-        threads: how many; None leaves it to torch.
-
-    Raises:
-        RetrogradeError: there would be none, or far more than processors.
-
-    Example:
-        >>> use_threads(None)
-    """
+    """Let torch compute with some threads, or as many as it likes; see :func:`check_parallel`."""
     import torch
 
     if threads is not None:
@@ -141,9 +99,6 @@ def check_parallel(option: str, number: int) -> None:
 
     Raises:
         RetrogradeError: there would be none, or more than four for each processor.
-
-    Example:
-        >>> check_parallel("--threads", 1)
     """
     found = _processors()
     most = _PER_PROCESSOR * found

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from retrograde.console import clean_errors, require
+from retrograde.console import Device, Threads, clean_errors, require
 from retrograde.errors import RetrogradeError
 
 if TYPE_CHECKING:
@@ -32,10 +32,8 @@ def profile(
         ),
     ] = None,
     points: Annotated[int, typer.Option(min=2, help="Budgets in the table.")] = 12,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    threads: Annotated[
-        int | None, typer.Option(help="To compute with; without it, as torch chooses.")
-    ] = None,
+    device: Device = "cpu",
+    threads: Threads = None,
 ) -> None:
     """What one step of a recurrent network costs on this machine, and what each budget would buy.
 

@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 
 from retrograde.training import Comparison, Run, compare, comparison
-from retrograde.training.display import conclude
+from retrograde.training.program import conclude
 
 
 @pytest.fixture

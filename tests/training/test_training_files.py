@@ -8,6 +8,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
+from retrograde import files
 from retrograde.figures.memory import Curve
 from retrograde.training import (
     Comparison,
@@ -18,8 +19,7 @@ from retrograde.training import (
     load_checkpoint,
     write_whole,
 )
-from retrograde.training import report as report_module
-from retrograde.training.atomic_files import write_figure
+from retrograde.training.folder import write_figure
 
 FULL = Path("/dev/full")
 needs_full = pytest.mark.skipif(not FULL.exists(), reason="the system has no /dev/full")
@@ -158,7 +158,7 @@ def test_a_picture_of_the_report_on_a_full_disk_is_told_with_the_path(
 
 @needs_full
 def test_a_full_disk_is_found_before_any_work(tmp_path, monkeypatch):
-    monkeypatch.setattr(report_module, "NamedTemporaryFile", lambda **_: FULL.open("wb"))
+    monkeypatch.setattr(files, "NamedTemporaryFile", lambda **_: FULL.open("wb"))
     with pytest.raises(TrainingError) as error:
         Report(tmp_path)
     assert str(error.value) == (

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from retrograde.training import TrainingError, hold, lock
+from retrograde.training import TrainingError, folder, hold
 
 HOLDER = """
 import sys, time
@@ -64,7 +64,7 @@ def test_a_file_that_its_holder_removes_meanwhile_is_not_what_is_held(tmp_path, 
             (tmp_path / ".lock").unlink()
         locked.append(handle)
 
-    monkeypatch.setattr(lock, "_lock", slow)
+    monkeypatch.setattr(folder, "_lock", slow)
     with hold(tmp_path) as alone:
         assert alone
         assert (tmp_path / ".lock").read_text().startswith(f"{os.getpid()} on ")
@@ -75,7 +75,7 @@ def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch):
     def none(handle):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(lock, "_lock", none)
+    monkeypatch.setattr(folder, "_lock", none)
     with hold(tmp_path) as alone:
         assert not alone
 
@@ -84,6 +84,6 @@ def test_another_error_of_locking_is_not_hidden(tmp_path, monkeypatch):
     def broken(handle):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(lock, "_lock", broken)
+    monkeypatch.setattr(folder, "_lock", broken)
     with pytest.raises(OSError, match="Input/output error"), hold(tmp_path):
         pass

@@ -5,16 +5,14 @@ detached, from one iteration to the next. Only the LSTM has a memory budget. A r
 can be written down after any iteration and taken up again, bit for bit.
 """
 
-from retrograde.training.atomic_files import write_whole
 from retrograde.training.checkpoint import load_checkpoint, save_checkpoint
-from retrograde.training.comparison import Comparison, Side, compare, is_out_of_memory
-from retrograde.training.corpus import Text, embedded_text, read_text
-from retrograde.training.lock import hold
-from retrograde.training.model import CharacterModel
+from retrograde.training.comparison import Comparison, Side, compare
+from retrograde.training.folder import hold, write_whole
 from retrograde.training.options import TrainingError, TrainingOptions
-from retrograde.training.program import resume, start, train
+from retrograde.training.program import resume, run_program
 from retrograde.training.report import Report
 from retrograde.training.run import Run
+from retrograde.training.task import CharacterModel, Text, embedded_text, read_text
 
 __all__ = [
     "CharacterModel",
@@ -28,12 +26,10 @@ __all__ = [
     "compare",
     "embedded_text",
     "hold",
-    "is_out_of_memory",
     "load_checkpoint",
     "read_text",
     "resume",
+    "run_program",
     "save_checkpoint",
-    "start",
-    "train",
     "write_whole",
 ]

@@ -18,13 +18,14 @@ from torch.nn import functional
 
 from retrograde.figures.memory import Curve
 from retrograde.measure.allocations import Measurement, measure
-from retrograde.training.model import CharacterModel
 from retrograde.training.options import TrainingError
+from retrograde.training.task import CharacterModel
 from retrograde.units import format_bytes
 
 __all__ = ["Comparison", "Side", "compare", "is_out_of_memory"]
 
 _POINTS = 4000
+_SIDES = ("budgeted", "ordinary")
 Tensors = tuple[Tensor, ...]
 Call = Callable[[], Tensors]
 
@@ -64,33 +65,14 @@ class Comparison:
     failure: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as plain containers, for a checkpoint.
-
-        Returns:
-            What :meth:`from_dict` reads.
-        """
+        """Everything as plain containers, for a checkpoint."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Any) -> "Comparison":
-        """The comparison that :meth:`as_dict` wrote.
-
-        Args:
-            values: by name.
-
-        Returns:
-            The comparison.
-
-        Raises:
-            TrainingError: these are no values of a comparison.
-        """
+        """The comparison that :meth:`as_dict` wrote; TrainingError if it is not whole."""
         try:
-            ordinary = values["ordinary"]
-            sides = {
-                "budgeted": _side_from(values["budgeted"]),
-                "ordinary": None if ordinary is None else _side_from(ordinary),
-            }
-            return cls(**values | sides)
+            return cls(**values | {name: _side_from(values[name]) for name in _SIDES})
         except (KeyError, TypeError, AttributeError) as error:
             expected = ", ".join(field.name for field in fields(cls))
             raise TrainingError(
@@ -100,16 +82,9 @@ class Comparison:
 
 
 def compare(model: CharacterModel, codes: Tensor, targets: Tensor, repeats: int = 3) -> Comparison:
-    """Run the model's LSTM, within its budget and without one, on one batch.
+    """Run the model's LSTM on one batch, within its budget and without one.
 
-    Args:
-        model: whose LSTM; its weights and gradients are left alone.
-        codes: shape ``(length, batch)``.
-        targets: likewise; they give the gradient of the outputs.
-        repeats: timed calls of each side, beside the measured one.
-
-    Returns:
-        The comparison.
+    Weights and gradients are left alone. Each side is measured once and timed ``repeats`` times.
 
     Raises:
         BudgetError: the budget is too small for the LSTM.
@@ -140,13 +115,7 @@ def compare(model: CharacterModel, codes: Tensor, targets: Tensor, repeats: int 
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch failed because the machine has too little memory.
-
-    Args:
-        error: that torch raised.
-
-    Returns:
-        True for what the allocators of CPU and CUDA raise.
+    """Whether an allocator of torch, on CPU or CUDA, has found too little memory.
 
     Example:
         >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("size mismatch"))
@@ -158,8 +127,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and ("allocate memory" in text or "alloc_cpu" in text)
 
 
-def _side_from(values: dict[str, Any]) -> Side:
-    return Side(**values | {"curve": Curve(**values["curve"])})
+def _side_from(values: dict[str, Any] | None) -> Side | None:
+    return None if values is None else Side(**values | {"curve": Curve(**values["curve"])})
 
 
 def _side(measurement: Measurement[Tensors], seconds: float) -> Side:
@@ -185,7 +154,7 @@ def _output_gradient(model: CharacterModel, inputs: Tensor, targets: Tensor) -> 
 
 
 def _call(lstm: nn.LSTM, inputs: Tensor, gradient: Tensor) -> Call:
-    """Forward and backward; what a caller is handed is returned: gradients, then outputs."""
+    """Forward and backward, which return what a caller is handed: gradients, then outputs."""
     sources = (inputs, *lstm.parameters())
 
     def call() -> Tensors:
@@ -196,10 +165,10 @@ def _call(lstm: nn.LSTM, inputs: Tensor, gradient: Tensor) -> Call:
 
 
 def _obstacle(call: Call, expected_bytes: int) -> str:
-    """Try a call, and say in words what keeps it from running for lack of memory, if anything.
+    """Why a call lacks memory, in words; empty if it ran.
 
-    Where memory is overcommitted, a process that takes too much is killed and can say nothing, so
-    what is free is looked at first.
+    The free memory is read first: where memory is overcommitted, a process that takes too much is
+    killed instead of getting an error.
     """
     free = _free_bytes()
     if free is not None and expected_bytes > free:
@@ -214,7 +183,7 @@ def _obstacle(call: Call, expected_bytes: int) -> str:
 
 
 def _free_bytes() -> int | None:
-    """Memory that the system could still give, in bytes; None where it does not tell."""
+    """Bytes that the system could still give; None where it does not tell."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -235,7 +204,7 @@ def _take_turns(calls: list[Call], repeats: int) -> list[float]:
 
 
 def _largest_difference(ours: Tensors, theirs: Tensors) -> float:
-    """Over all but the last, the outputs, which are no gradients."""
+    """Over all gradients; the last tensors are the outputs."""
     return max(
         ((a - b).abs().max() / b.abs().max().clamp(min=torch.finfo(b.dtype).tiny)).item()
         for a, b in zip(ours[:-1], theirs[:-1], strict=True)

@@ -75,28 +75,14 @@ class TrainingOptions:
             )
 
     def as_dict(self) -> dict[str, Any]:
-        """Every option by its name, plain values only.
-
-        Returns:
-            What :meth:`from_dict` reads.
-        """
+        """Every option by its name, in plain values."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "TrainingOptions":
-        """The options that :meth:`as_dict` wrote.
-
-        Args:
-            values: by name; a name too many or too few is an error.
-
-        Returns:
-            The options.
-
-        Raises:
-            TrainingError: these are the options of another version.
-        """
+        """The options that :meth:`as_dict` wrote; TrainingError if another version wrote them."""
         expected = get_type_hints(cls)
-        if set(values) != set(expected):
+        if values.keys() != expected.keys():
             raise TrainingError(
                 f"the options are {sorted(map(str, values))}: expected {sorted(expected)}; another "
                 "version of retrograde wrote them, so take that one, or start anew"
@@ -111,32 +97,18 @@ class TrainingOptions:
 
 
 def is_of_kind(value: object, kind: type | UnionType) -> bool:
-    """Whether a value is of a kind, a whole number being a number too.
-
-    Args:
-        value: any.
-        kind: wanted.
-
-    Returns:
-        True if so.
+    """Whether a value is of a kind; a whole number is a number too, and a bool is neither.
 
     Example:
         >>> is_of_kind(1, float), is_of_kind(True, int), is_of_kind(None, str | None)
         (True, False, True)
     """
-    if isinstance(value, bool):
-        return False  # which Python counts among the whole numbers
-    return isinstance(value, int | float if kind is float else kind)
+    wanted = int | float if kind is float else kind
+    return isinstance(value, wanted) and not isinstance(value, bool)
 
 
 def kind_name(kind: type | UnionType) -> str:
-    """A kind in words.
-
-    Args:
-        kind: a type, or several.
-
-    Returns:
-        Its name.
+    """A type, or several, in words.
 
     Example:
         >>> kind_name(int), kind_name(str | None)

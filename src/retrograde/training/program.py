@@ -1,65 +1,75 @@
-"""The whole of ``retrograde train``, from its options to its report."""
+"""The whole of ``retrograde train``: from its options to its report, and what it shows meanwhile.
+
+On a terminal a live bar is shown; anywhere else (a file, a pipe) a plain line comes now and then.
+"""
 
 import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
+from retrograde.console import new_table
 from retrograde.errors import UnitError
 from retrograde.plan.fit import Fit
-from retrograde.training.comparison import Comparison, compare
-from retrograde.training.corpus import embedded_text, read_text
-from retrograde.training.display import conclude, introduce, progress
+from retrograde.training.comparison import Comparison, compare, is_out_of_memory
+from retrograde.training.folder import hold
 from retrograde.training.options import TrainingError, TrainingOptions
 from retrograde.training.report import Report
 from retrograde.training.run import Run
+from retrograde.training.task import embedded_text, read_text
+from retrograde.units import format_bytes
 
-__all__ = ["resume", "start", "train"]
+__all__ = ["conclude", "resume", "run_program"]
+
+_LINES = 20
+_PATIENCE_SECONDS = 15.0
 
 
-def start(report: Report, given: dict[str, Any], console: Console) -> tuple[Run, Comparison]:
-    """Begin a run, and measure its LSTM against ordinary BPTT.
+def run_program(folder: Path, given: dict[str, Any], goes_on: bool, console: Console) -> None:
+    """Train, and write everything to a report folder.
 
     Args:
-        report: a checkpoint that is there already is kept under another name.
-        given: options by name, as in :class:`TrainingOptions`; those left out have its defaults.
+        folder: that of the run to go on with, or of a new one.
+        given: the options that were named; others are as in :class:`TrainingOptions`.
+        goes_on: whether the folder's run goes on; otherwise one starts.
         console: to write to.
 
-    Returns:
-        The run, and the comparison.
-
     Raises:
-        RetrogradeError: the options make no sense, or cannot be met.
+        RetrogradeError: the options cannot be met, or training cannot go on.
     """
-    path = given.get("text")
-    text = embedded_text() if path is None else read_text(path)
-    place = None if path is None else os.path.abspath(path)
-    run = Run(TrainingOptions(**given | {"text": place}), text)
-    introduce(console, run, _fit(run))
-    with console.status("measuring one iteration of the LSTM, within the budget and without"):
-        comparison = compare(run.model, *run.sequences())
-    aside = report.set_aside()
-    if aside is not None:
-        console.print(
-            f"the checkpoint of an earlier run is kept as {aside}", markup=False, soft_wrap=True
-        )
-    return run, comparison
+    report = Report(folder)
+    try:
+        with hold(folder) as alone:
+            if not alone:
+                _tell(
+                    console,
+                    f"{folder} is on a file system without locks: let no other run write there",
+                )
+            run, comparison = (resume if goes_on else _start)(report, given, console)
+            _train(report, run, comparison, console)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise TrainingError(
+            "the machine has too little memory for this model: only the LSTM's working memory is "
+            "bounded by --memory; name a smaller --batch, --hidden or --length"
+        ) from error
 
 
 def resume(report: Report, given: dict[str, Any], console: Console) -> tuple[Run, Comparison]:
-    """Take up a run from its checkpoint.
-
-    Args:
-        report: the folder of the run.
-        given: options that were named anew; all but ``iterations`` and ``text`` must be as before.
-        console: to write to.
-
-    Returns:
-        The run, and the comparison that was made at its start.
+    """The run of a checkpoint, and the comparison that was made at its start.
 
     Raises:
-        TrainingError: there is no whole checkpoint that fits together, or the options or the text
-            are not those of the run.
+        TrainingError: the checkpoint is not whole, or the text or an option other than
+            ``iterations`` is not the run's.
     """
     snapshot, comparison = report.load()
     before = snapshot["options"]
@@ -75,7 +85,7 @@ def resume(report: Report, given: dict[str, Any], console: Console) -> tuple[Run
         run = Run.resumed(snapshot, given.get("iterations"), given.get("text"))
     except (TrainingError, UnitError) as error:
         raise TrainingError(f"cannot go on from {report.checkpoint}: {error}") from error
-    introduce(console, run, _fit(run))
+    _introduce(console, run)
     total = run.options.iterations
     if run.done >= total:
         console.print(f"all {run.done} iterations are done; name more --iterations to go on")
@@ -84,27 +94,33 @@ def resume(report: Report, given: dict[str, Any], console: Console) -> tuple[Run
     return run, comparison
 
 
-def train(report: Report, run: Run, comparison: Comparison, console: Console) -> None:
-    """Train to the end, with a checkpoint after every iteration, and write the report.
+def _start(report: Report, given: dict[str, Any], console: Console) -> tuple[Run, Comparison]:
+    """A new run, and its LSTM beside ordinary BPTT; an earlier checkpoint is renamed."""
+    path = given.get("text")
+    text = embedded_text() if path is None else read_text(path)
+    place = None if path is None else os.path.abspath(path)
+    threads = {"threads": torch.get_num_threads()}
+    run = Run(TrainingOptions(**threads | given | {"text": place}), text)
+    _introduce(console, run)
+    with console.status("measuring one iteration of the LSTM, within the budget and without"):
+        comparison = compare(run.model, *run.sequences())
+    aside = report.set_aside()
+    if aside is not None:
+        _tell(console, f"the checkpoint of an earlier run is kept as {aside}")
+    return run, comparison
 
-    Args:
-        report: where everything is written.
-        run: just begun or taken up again.
-        comparison: shown at the end.
-        console: to write to.
 
-    Raises:
-        RetrogradeError: training cannot go on; the last checkpoint stands.
-    """
+def _train(report: Report, run: Run, comparison: Comparison, console: Console) -> None:
+    """Train to the end, with a checkpoint after every iteration, and write the report."""
     report.draw_plan(_fit(run).schedule, comparison)
-    with progress(console, run, comparison) as show:
+    with _progress(console, run, comparison) as show:
         while run.done < run.options.iterations:
             run.step()
             report.save(run, comparison)
             show()
     report.finish(run, comparison)
     conclude(console, run, comparison)
-    console.print(f"report in {report.folder}", markup=False, soft_wrap=True)
+    _tell(console, f"report in {report.folder}")
 
 
 def _fit(run: Run) -> Fit:
@@ -113,3 +129,116 @@ def _fit(run: Run) -> Fit:
     found = run.model.lstm.fit(run.model.embedding(codes).detach().requires_grad_())
     assert isinstance(found, Fit)
     return found
+
+
+def _tell(console: Console, text: str) -> None:
+    """Print a sentence that names a file: as it is, and on one line."""
+    console.print(text, markup=False, soft_wrap=True)
+
+
+def _introduce(console: Console, run: Run) -> None:
+    """Say what is about to be trained, and within what."""
+    options, text, fit = run.options, run.text, _fit(run)
+    length, steps = options.length, fit.forward_steps
+    share = fit.budget_bytes / fit.ordinary_bytes
+    console.print(
+        f"[bold]text[/]    {escape(text.source)}: {len(text.characters):,} characters, "
+        f"{len(text.vocabulary)} different ones",
+        soft_wrap=True,
+    )
+    console.print(
+        f"[bold]model[/]   embedding {options.hidden} → LSTM {options.hidden} → linear "
+        f"{len(text.vocabulary)}; sequences of {length:,}, batch {options.batch}",
+        soft_wrap=True,
+    )
+    console.print(
+        f"[bold]budget[/]  {format_bytes(fit.budget_bytes)} for the LSTM, {share:.1%} of the "
+        f"{format_bytes(fit.ordinary_bytes)} that ordinary BPTT holds; "
+        f"{steps / length:.2f} forward steps for each step",
+        soft_wrap=True,
+    )
+
+
+@contextmanager
+def _progress(console: Console, run: Run, comparison: Comparison) -> Iterator[Callable[[], object]]:
+    """Show a run as it goes; the yielded function is to be called after each iteration."""
+    memory = (
+        f"LSTM {format_bytes(comparison.budgeted.working_bytes)} "
+        f"of {format_bytes(comparison.budget_bytes)}"
+    )
+    if not console.is_terminal:
+        yield _lines(console, run, memory)
+        return
+    columns = (
+        MofNCompleteColumn(),
+        BarColumn(bar_width=16),
+        TextColumn("[bold]{task.description}[/]"),
+        TextColumn(f"[dim]{memory}[/]"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as bars:
+        task = bars.add_task("", total=run.options.iterations, completed=run.done)
+
+        def show() -> None:
+            bars.update(task, completed=run.done, description=_state(run))
+
+        if run.done:
+            show()
+        yield show
+
+
+def conclude(console: Console, run: Run, comparison: Comparison) -> None:
+    """Print what came of a finished run: ordinary BPTT beside it, and the loss."""
+    console.print(_table(comparison))
+    console.print(
+        "[dim]The LSTM alone, forward and backward, same weights and batch, measured in one "
+        "process. The budget bounds its working memory; inputs, outputs and their gradients, the "
+        "embedding and the linear layer are beside it. The difference is relative to the "
+        "gradient's largest element.[/]"
+    )
+    console.print(f"{run.losses[-1]:.3f} bits per character after {run.done} iterations")
+
+
+def _table(comparison: Comparison) -> Table:
+    ours, theirs = comparison.budgeted, comparison.ordinary
+    columns = ("", "ordinary BPTT", "within the budget", "ratio")
+    table = new_table("One iteration of the LSTM", columns, left=("",))
+    budget, peak = format_bytes(comparison.budget_bytes), format_bytes(ours.working_bytes)
+    if theirs is None:
+        table.add_row("peak working memory", comparison.failure, peak, "—")
+        table.add_row("budget", "—", budget, "—")
+        table.add_row("seconds per iteration", "—", f"{ours.seconds:.3g}", "—")
+        return table
+    whole = theirs.working_bytes
+    share = f"{ours.working_bytes / whole:.1%}"
+    table.add_row("peak working memory", format_bytes(whole), peak, share)
+    table.add_row("budget", "—", budget, f"{comparison.budget_bytes / whole:.1%}")
+    table.add_row(
+        "seconds per iteration",
+        f"{theirs.seconds:.3g}",
+        f"{ours.seconds:.3g}",
+        f"{ours.seconds / theirs.seconds:.2f}×",
+    )
+    difference = f"{comparison.gradient_difference:.1e}"
+    table.add_row("largest gradient difference", "—", difference, "—")
+    return table
+
+
+def _state(run: Run) -> str:
+    return f"{run.losses[-1]:.3f} bits/char  {run.seconds[-1]:.2f} s/it"
+
+
+def _lines(console: Console, run: Run, memory: str) -> Callable[[], object]:
+    """A printer that keeps quiet most of the time."""
+    total = run.options.iterations
+    every = -(-total // _LINES)
+    said = time.monotonic()
+
+    def show() -> None:
+        nonlocal said
+        late = time.monotonic() - said > _PATIENCE_SECONDS
+        if run.done in (1, total) or run.done % every == 0 or late:
+            said = time.monotonic()
+            console.print(f"{run.done}/{total}  {_state(run)}  {memory}", soft_wrap=True)
+
+    return show

@@ -10,45 +10,34 @@ import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
 
 from retrograde import figures
 from retrograde.errors import UnitError
+from retrograde.files import try_folder
 from retrograde.machine import processor_name
 from retrograde.schedule import Schedule
-from retrograde.training.atomic_files import write_figure, write_whole
-from retrograde.training.checkpoint import load_checkpoint, save_checkpoint
+from retrograde.training.checkpoint import check_snapshot, load_checkpoint, save_checkpoint
 from retrograde.training.comparison import Comparison, Side
+from retrograde.training.folder import write_figure, write_whole
 from retrograde.training.options import TrainingError
 from retrograde.training.run import Run
-from retrograde.training.snapshot import check_snapshot
 
 __all__ = ["Report"]
-
-_PROBE_BYTES = 4096  # a full disk may take an empty file
 
 
 class Report:
     """A folder that can be written, which is tried before any work is done.
 
-    Args:
-        folder: made if it is not there.
-
     Attributes:
-        folder: where everything is written.
+        folder: where everything is written; made if it is not there.
         checkpoint: path of the checkpoint.
-        previous: where that of an earlier run is kept.
+        previous: path of an earlier run's checkpoint.
 
     Raises:
-        TrainingError: the folder cannot be made or written.
-
-    Example:
-        >>> import tempfile
-        >>> Report(tempfile.mkdtemp()).checkpoint.name
-        'checkpoint.pt'
+        TrainingError: the folder or a file cannot be written, here and in every method that writes.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -56,10 +45,7 @@ class Report:
         self.checkpoint = self.folder / "checkpoint.pt"
         self.previous = self.folder / "checkpoint.previous.pt"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with NamedTemporaryFile(prefix=".probe-", dir=self.folder) as probe:
-                probe.write(bytes(_PROBE_BYTES))
-                probe.flush()
+            try_folder(self.folder)
         except OSError as error:
             raise TrainingError(
                 f"cannot write the report folder {self.folder}: {error.strerror or error}; make "
@@ -67,39 +53,20 @@ class Report:
             ) from error
 
     def set_aside(self) -> Path | None:
-        """Keep the checkpoint of an earlier run under another name.
-
-        Returns:
-            Its new path, or None where there was none.
-        """
+        """Rename an earlier run's checkpoint; its new path, or None where there was none."""
         if not self.checkpoint.exists():
             return None
         os.replace(self.checkpoint, self.previous)
         return self.previous
 
     def save(self, run: Run, comparison: Comparison) -> None:
-        """Write the checkpoint, whole or not at all.
-
-        Args:
-            run: its state is written.
-            comparison: kept beside it, so that a run taken up again need not repeat it.
-
-        Raises:
-            TrainingError: the disk is full, or the folder has gone.
-        """
+        """Write the checkpoint of a run, with its comparison, which a resumed run reads."""
         state = {"run": run.snapshot(), "comparison": comparison.as_dict()}
         with self._writing():
             save_checkpoint(self.checkpoint, state)
 
     def load(self) -> tuple[dict[str, Any], Comparison]:
-        """Read the checkpoint.
-
-        Returns:
-            A run's snapshot, and its comparison.
-
-        Raises:
-            TrainingError: there is none, or it is damaged, or does not fit together.
-        """
+        """A run's snapshot and comparison; TrainingError if the checkpoint is not whole."""
         state = load_checkpoint(self.checkpoint)
         try:
             check_snapshot(state.get("run"))
@@ -108,15 +75,7 @@ class Report:
             raise TrainingError(f"cannot go on from {self.checkpoint}: {error}") from error
 
     def draw_plan(self, schedule: Schedule, comparison: Comparison) -> None:
-        """Write the pictures that are known before training.
-
-        Args:
-            schedule: of the LSTM.
-            comparison: gives the memory over time.
-
-        Raises:
-            TrainingError: the disk is full, or the folder has gone.
-        """
+        """Write the pictures known before training: the schedule, and memory over time."""
         ordinary = comparison.ordinary
         figure = figures.draw_memory(
             comparison.budgeted.curve,
@@ -128,15 +87,7 @@ class Report:
             write_figure(figure, self.folder, "memory")
 
     def finish(self, run: Run, comparison: Comparison) -> None:
-        """Write the loss curve, the metrics and the weights of the run as it is now.
-
-        Args:
-            run: finished or not.
-            comparison: goes into the metrics.
-
-        Raises:
-            TrainingError: the disk is full, or the folder has gone.
-        """
+        """Write the loss curve, the metrics and the weights of the run as it is now."""
         figure = figures.draw_losses(run.losses, run.text.entropy_bits)
         metrics = json.dumps(_metrics(run, comparison), indent=1).encode()
         weights = {

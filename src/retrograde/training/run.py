@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from retrograde.training.corpus import Text, embedded_text, read_text
-from retrograde.training.model import CharacterModel
+from retrograde.training.checkpoint import check_snapshot
 from retrograde.training.options import TrainingError, TrainingOptions
-from retrograde.training.snapshot import check_snapshot
+from retrograde.training.task import CharacterModel, Text, embedded_text, read_text
 
 __all__ = ["Run"]
 
@@ -75,10 +74,7 @@ class Run:
         return self.text.sequences(self.position, self.options.length, self.options.batch)
 
     def step(self) -> float:
-        """One iteration.
-
-        Returns:
-            Its loss, in bits per character.
+        """One iteration; its loss, in bits per character.
 
         Raises:
             TrainingError: the loss is not finite; the weights are left as they were before.
@@ -105,11 +101,7 @@ class Run:
         return bits
 
     def snapshot(self) -> dict[str, Any]:
-        """All that decides the rest of the run: tensors, numbers, strings and plain containers.
-
-        Returns:
-            What :meth:`resumed` takes up.
-        """
+        """All that decides the rest of the run, in tensors and plain containers."""
         live = {
             "options": self.options.as_dict(),
             "text": {"source": self.text.source, "sha256": self.text.digest},
@@ -128,19 +120,15 @@ class Run:
     def resumed(
         cls, snapshot: dict[str, Any], iterations: int | None = None, text: str | None = None
     ) -> "Run":
-        """A run taken up where a snapshot was made.
+        """The run of a snapshot, at the iteration where it was made.
 
         Args:
             snapshot: what :meth:`snapshot` returned.
             iterations: how many in all, if other than asked for at first.
             text: where the text is now, if it has moved.
 
-        Returns:
-            The run.
-
         Raises:
-            TrainingError: the text is not the one that the run began with, or the snapshot is not
-                a whole one of this version.
+            TrainingError: the text is another one, or the snapshot is not whole or of this version.
         """
         options = check_snapshot(snapshot)
         snapshot = deepcopy(snapshot)

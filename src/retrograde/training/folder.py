@@ -1,22 +1,29 @@
-"""One run at a time in a report folder.
+"""The report folder of a run: one run at a time in it, and its files whole or as they were.
 
-The lock is the operating system's, on a file in the folder: it goes with the process that holds
-it, however that ends, so a file that a killed process left is no obstacle.
+The lock is the operating system's, on a file in the folder. It ends with the process that holds it,
+so a file that a killed process left is no obstacle.
 """
 
 import contextlib
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from errno import EACCES, EAGAIN, EDEADLK, ENOLCK, ENOSYS, ENOTSUP, EOPNOTSUPP
 from pathlib import Path
+from typing import IO, TYPE_CHECKING
 
+from retrograde import figures
+from retrograde.files import disk_error, replacing, settle
+from retrograde.interrupts import interrupts_put_off
 from retrograde.training.options import TrainingError
 
-__all__ = ["hold"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-_NAME = ".lock"
+__all__ = ["hold", "write_figure", "write_whole"]
+
+_LOCK = ".lock"
 _TAKEN = (EACCES, EAGAIN, EDEADLK)
 _NO_LOCKS = (ENOLCK, ENOSYS, ENOTSUP, EOPNOTSUPP)  # of a file system that keeps none
 
@@ -36,12 +43,44 @@ else:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Replace a file by what ``write`` puts into the open file that it is given.
+
+    The content goes to ``path.partial`` first, which is then renamed. A process that is killed
+    meanwhile leaves one such file, and the next write replaces it.
+
+    Raises:
+        OSError: the disk is full, or the folder cannot be written; it names ``path``.
+    """
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with interrupts_put_off():  # torch's writer would call Ctrl-C a failure
+            try:
+                with partial.open("wb") as file:
+                    write(file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(partial, path)
+            except BaseException:
+                partial.unlink(missing_ok=True)
+                raise
+            settle(path.parent)
+    except (OSError, RuntimeError) as error:
+        named = disk_error(error, path)
+        if named is None:
+            raise
+        raise named from error
+
+
+def write_figure(figure: "Figure", folder: Path, name: str) -> None:
+    """Write ``name.svg`` and ``name.png``, whole or as they were; an OSError names the file."""
+    with replacing(folder / f"{name}.svg", folder / f"{name}.png") as aside:
+        figures.save(figure, aside, name)
+
+
 @contextlib.contextmanager
 def hold(folder: Path) -> Iterator[bool]:
     """Keep other runs out of a folder for as long as this one is at work in it.
-
-    Args:
-        folder: that is there.
 
     Yields:
         True; False where the file system keeps no locks, so that others cannot be kept out.
@@ -49,14 +88,8 @@ def hold(folder: Path) -> Iterator[bool]:
     Raises:
         TrainingError: another run is at work there; the message names its process.
         OSError: the folder cannot be written.
-
-    Example:
-        >>> import tempfile
-        >>> with hold(Path(tempfile.mkdtemp())) as alone:
-        ...     print(alone)
-        True
     """
-    path = folder / _NAME
+    path = folder / _LOCK
     handle, locked = _take(path)
     try:
         with contextlib.suppress(OSError):  # on a full disk the lock holds without a name

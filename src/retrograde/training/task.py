@@ -1,7 +1,7 @@
-"""The text that a character model learns: a ring of characters, read by many streams at once.
+"""The task of a training run: a text, and the character model that learns it.
 
-A batch of B streams starts at B equal distances around the ring, and every stream reads on, one
-sequence after another, for as long as training lasts. So any text longer than one sequence will do.
+The text is a ring. A batch of B streams starts at B equal distances around it, and every stream
+reads on, one sequence after another. So any text longer than one sequence will do.
 """
 
 import hashlib
@@ -13,11 +13,13 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from retrograde.nn import LSTM
 from retrograde.training.options import TrainingError
+from retrograde.units import Memory
 
-__all__ = ["Text", "embedded_text", "read_text"]
+__all__ = ["CharacterModel", "Text", "embedded_text", "read_text"]
 
 _EMBEDDED = "Python's own documentation"
 
@@ -58,14 +60,7 @@ class Text:
         return -sum(share * math.log2(share) for share in shares)
 
     def check_length(self, length: int) -> None:
-        """See to it that one sequence fits, its last character having one that follows.
-
-        Args:
-            length: characters in a sequence.
-
-        Raises:
-            TrainingError: the text is shorter than ``length + 1``.
-        """
+        """Raise TrainingError if the text is shorter than a sequence and one character more."""
         size = len(self.characters)
         if size > length:
             return
@@ -99,35 +94,12 @@ class Text:
 
 
 def embedded_text() -> Text:
-    """The text at hand on every machine: the English of Python's own documentation.
-
-    Returns:
-        About 465,000 characters, depending on the version of Python.
-
-    Example:
-        >>> len(embedded_text().characters) > 100_000
-        True
-    """
+    """Python's own documentation: about 465,000 characters, depending on Python's version."""
     return Text("\n".join(topics[name] for name in sorted(topics)), _EMBEDDED)
 
 
 def read_text(path: str | Path) -> Text:
-    """A text from a file.
-
-    Args:
-        path: of a file in UTF-8.
-
-    Returns:
-        Its text.
-
-    Raises:
-        TrainingError: the file cannot be read, or is not UTF-8.
-
-    Example:
-        >>> read_text("missing.txt")
-        Traceback (most recent call last):
-        retrograde.training.options.TrainingError: cannot read the text missing.txt: ...
-    """
+    """The text of a file in UTF-8; TrainingError if it cannot be read or is something else."""
     try:
         return Text(Path(path).read_text(encoding="utf-8"), str(path))
     except OSError as error:
@@ -140,3 +112,39 @@ def read_text(path: str | Path) -> Text:
             f"the text {path} is not UTF-8: byte {error.start:,} is "
             f"{error.object[error.start]:#04x}; convert it to UTF-8, with iconv for instance"
         ) from error
+
+
+class CharacterModel(nn.Module):
+    """Embedding, LSTM and linear layer: predicts each next character from all before it.
+
+    Only the LSTM has a budget: embedding, logits and their gradients are outside it.
+
+    Args:
+        characters: size of the vocabulary.
+        hidden: width of embedding and LSTM.
+        memory: the LSTM's budget; None is ordinary BPTT.
+
+    Example:
+        >>> import torch
+        >>> model = CharacterModel(5, hidden=8, memory=None)
+        >>> logits, (h, c) = model(torch.zeros(3, 2, dtype=torch.long))
+        >>> logits.shape
+        torch.Size([3, 2, 5])
+    """
+
+    def __init__(self, characters: int, hidden: int, memory: Memory | None) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(characters, hidden)
+        self.lstm = LSTM(hidden, hidden, memory=memory)
+        self.linear = nn.Linear(hidden, characters)
+
+    def forward(
+        self, codes: Tensor, state: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Logits ``(length, batch, characters)`` for the characters that follow ``codes``.
+
+        ``codes`` are ``(length, batch)``. The state before the first step is zero if None; that
+        after the last step is returned too: ``(h, c)``, each ``(1, batch, hidden)``.
+        """
+        outputs, after = self.lstm(self.embedding(codes), state)
+        return self.linear(outputs), after
