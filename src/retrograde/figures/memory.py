@@ -15,15 +15,7 @@ from numpy.typing import NDArray
 
 from retrograde.errors import ScheduleError
 from retrograde.figures.style import BLUE, GREEN, INK, ORANGE, figure_of, new_axes, tidy
-from retrograde.schedule import (
-    Action,
-    Advance,
-    Backward,
-    Chain,
-    Record,
-    Schedule,
-    simulate,
-)
+from retrograde.schedule import Action, Advance, Backward, Chain, Record, Schedule, simulate
 from retrograde.units import format_bytes
 
 __all__ = ["Curve", "draw_memory", "draw_planned", "planned_memory"]
@@ -49,14 +41,7 @@ class Curve:
     held_bytes: Sequence[int]
 
     def thinned(self, points: int) -> "Curve":
-        """The same outline in about ``points`` points: of each stretch, its lowest and highest.
-
-        Args:
-            points: how many are enough; no peak is lost.
-
-        Returns:
-            A curve; this one's values where it is short enough already.
-        """
+        """The same outline in about ``points`` points: of each stretch, its lowest and highest."""
         size = len(self.seconds)
         if size <= points:
             return self
@@ -72,10 +57,7 @@ class Curve:
 
 
 def draw_memory(
-    budgeted: Curve,
-    budget_bytes: int,
-    ordinary: Curve | None = None,
-    ax: Axes | None = None,
+    budgeted: Curve, budget_bytes: int, ordinary: Curve | None = None, ax: Axes | None = None
 ) -> Figure:
     """Draw the working memory of one iteration against its budget.
 
@@ -92,22 +74,20 @@ def draw_memory(
         >>> curve = Curve((0.0, 0.1, 0.2), (2**20, 3 * 2**20, 0))
         >>> figure = draw_memory(curve, 4 * 2**20)
     """
-    if ax is not None or ordinary is None:
-        ax = new_axes(6.4, 3.6) if ax is None else ax
-        _draw_alone(ax, budgeted, budget_bytes)
-        return figure_of(ax)
-    figure = Figure(figsize=(10, 3.8), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    _draw_both(left, budgeted, budget_bytes, ordinary)
-    _draw_alone(right, budgeted, budget_bytes)
-    return figure
+    labels = "ordinary BPTT", "this run"
+    if ax is None and ordinary is None:
+        ax = new_axes(6.4, 3.6)
+    elif ax is None:
+        figure = Figure(figsize=(10, 3.8), layout="constrained")
+        left, ax = figure.subplots(1, 2)
+        title = "Beside ordinary BPTT"
+        _draw(left, budgeted, budget_bytes, ordinary, labels, title, named=False)
+    _draw(ax, budgeted, budget_bytes, None, labels, "Within the budget")
+    return figure_of(ax)
 
 
 def draw_planned(
-    planned: Curve,
-    measured: Curve,
-    budget_bytes: int,
-    ordinary: tuple[Curve, Curve] | None = None,
+    planned: Curve, measured: Curve, budget_bytes: int, ordinary: tuple[Curve, Curve] | None = None
 ) -> Figure:
     """Draw the memory of one iteration of a chain as planned, and as measured.
 
@@ -140,9 +120,6 @@ def draw_planned(
 
 def planned_memory(schedule: Schedule) -> Curve:
     """What carrying out the schedule of a chain is to hold, layer by layer.
-
-    Args:
-        schedule: of a chain.
 
     Returns:
         The most that each layer's work holds while it is at work, and what is left after it.
@@ -181,23 +158,15 @@ def _single(schedule: Schedule) -> Iterator[Action]:
                 yield action
 
 
-def _draw_both(ax: Axes, budgeted: Curve, budget_bytes: int, ordinary: Curve) -> None:
-    labels = "ordinary BPTT", "this run"
-    _draw(ax, budgeted, budget_bytes, ordinary, labels, "Beside ordinary BPTT", named=False)
-
-
-def _draw_alone(ax: Axes, budgeted: Curve, budget_bytes: int) -> None:
-    _draw(ax, budgeted, budget_bytes, None, ("", "this run"), "Within the budget")
-
-
 def _draw(
     ax: Axes, budgeted: Curve, budget_bytes: int, ordinary: Curve | None,
     labels: tuple[str, str], title: str, highest: int = 0, *, named: bool = True,
 ) -> None:  # fmt: skip
-    """One panel; the budget is named in its legend or not."""
+    """One panel: ordinary backpropagation where it is given, the run within the budget over it."""
     sides = ((ordinary, ORANGE, labels[0]), (budgeted, BLUE, labels[1]))
     highest = max(highest, budget_bytes, *(_peak(curve) for curve, _, _ in sides if curve))
-    unit, factor = _unit(highest)
+    power = min(max(highest.bit_length() - 1, 0) // 10, 4)
+    unit, factor = ("B", "KiB", "MiB", "GiB", "TiB")[power], 1024**power
     for curve, colour, label in sides:
         if curve is not None:
             _fill(ax, curve, factor, colour, f"{label}, peak {format_bytes(_peak(curve))}")
@@ -229,8 +198,3 @@ def _finish(ax: Axes, title: str, unit: str, highest: float) -> None:
     ax.legend(loc="upper left", frameon=False, fontsize=9, ncols=columns, borderaxespad=0.2)
     ax.grid(axis="y", color=INK, alpha=0.12, linewidth=0.8)
     tidy(ax, title=title, x="time since the start of forward (s)", y=f"working memory ({unit})")
-
-
-def _unit(size: int) -> tuple[str, int]:
-    power = min(max(size.bit_length() - 1, 0) // 10, 4)
-    return ("B", "KiB", "MiB", "GiB", "TiB")[power], 1024**power

@@ -188,14 +188,12 @@ def _draw_marks(ax: Axes, layout: _Layout, width: float) -> None:
             ax.scatter(
                 stops, heights, s=size, c=colour, marker=MarkerStyle(marker), linewidths=0, zorder=4
             )
-    dots = [(at, first + _FORWARD) for at, first, _ in layout.kept]
-    ax.scatter(*_columns(dots), s=0.8 * size, c=INK, linewidths=0, zorder=5)
-    rings = [(at, row + _FORWARD) for row, at in layout.loads]
-    ax.scatter(*_columns(rings), s=0.8 * size, c="white", edgecolors=INK, linewidths=1.1, zorder=5)
-
-
-def _columns(points: list[tuple[int, float]]) -> tuple[list[int], list[float]]:
-    return [x for x, _ in points], [y for _, y in points]
+    stored = [at for at, _, _ in layout.kept]
+    heights = [first + _FORWARD for _, first, _ in layout.kept]
+    ax.scatter(stored, heights, s=0.8 * size, c=INK, linewidths=0, zorder=5)
+    loaded = [at for _, at in layout.loads]
+    heights = [row + _FORWARD for row, _ in layout.loads]
+    ax.scatter(loaded, heights, s=0.8 * size, c="white", edgecolors=INK, linewidths=1.1, zorder=5)
 
 
 def _finish(ax: Axes, schedule: Schedule, layout: _Layout) -> None:

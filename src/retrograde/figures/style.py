@@ -22,47 +22,19 @@ _SAVED: Any = {"svg.hashsalt": "retrograde"}  # the same picture twice is the sa
 
 
 def new_axes(width: float, height: float) -> Axes:
-    """Axes on a fresh figure that keeps its labels inside its edges.
-
-    Args:
-        width: of the figure, in inches.
-        height: likewise.
-
-    Returns:
-        The axes; their figure is :func:`figure_of` them.
-
-    Example:
-        >>> axes = new_axes(4, 3)
-    """
+    """Axes on a fresh figure of some inches, whose labels stay inside its edges."""
     return Figure(figsize=(width, height), layout="constrained").add_subplot()
 
 
 def figure_of(axes: Axes) -> Figure:
-    """The whole figure that the axes belong to, however deep they are nested in it.
-
-    Args:
-        axes: any.
-
-    Returns:
-        The figure that can be saved.
-
-    Example:
-        >>> len(figure_of(new_axes(4, 3)).axes)
-        1
-    """
+    """The whole figure that axes belong to, however deep they are nested in it."""
     figure = axes.get_figure(root=True)
     assert isinstance(figure, Figure)
     return figure
 
 
 def tidy(axes: Axes, *, title: str, x: str, y: str) -> None:
-    """Title, labels with units, and no more frame than is needed.
-
-    Args:
-        axes: to change.
-        title: what the picture shows.
-        x: label of the horizontal axis, with its unit.
-        y: label of the vertical axis, with its unit.
+    """Set title and labels (with units), and no more frame than is needed.
 
     Example:
         >>> tidy(new_axes(4, 3), title="Loss", x="iteration", y="bits per character")
@@ -91,12 +63,6 @@ def save(figure: Figure, folder: str | Path, name: str) -> tuple[Path, Path]:
 
     Raises:
         OSError: the folder cannot be written.
-
-    Example:
-        >>> import tempfile
-        >>> svg, png = save(figure_of(new_axes(4, 3)), tempfile.mkdtemp(), "empty")
-        >>> svg.name, png.name
-        ('empty.svg', 'empty.png')
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
