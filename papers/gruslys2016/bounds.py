@@ -20,10 +20,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 from numpy.typing import NDArray
 
-from retrograde.figures.style import INK, tidy
+from retrograde.figures.style import tidy
 from retrograde.plan import cost, longest
 from retrograde_papers.curves import BLUE, GREEN, RED, VIOLET, draw_level
-from retrograde_papers.plates import Column, Plate, add_caption
+from retrograde_papers.plates import Column, Plate, captioned
 
 __all__ = ["bounds_linear", "bounds_power", "sweep_linear", "sweep_power"]
 
@@ -35,19 +35,7 @@ Table = dict[str, list[int] | list[float]]
 
 
 def bounds_power(length: int = _LENGTH, memories: Sequence[int] = _MEMORIES) -> Plate:
-    """The bounds of the form t^(1+1/m), and how much room each leaves.
-
-    Args:
-        length: the longest sequence, in steps.
-        memories: hidden states, in increasing order.
-
-    Returns:
-        The plate; its table is that of :func:`sweep_power`.
-
-    Example:
-        >>> bounds_power(length=1000, memories=[1, 10, 100]).name
-        'bounds_power'
-    """
+    """The bounds of the form t^(1+1/m), and how much room each leaves."""
     table = sweep_power(length, memories)
     figure = Figure(figsize=(9.4, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -61,19 +49,13 @@ def bounds_power(length: int = _LENGTH, memories: Sequence[int] = _MEMORIES) -> 
         "C: forward steps in all; C − t: without the first sweep. The largest ratio over every "
         f"length t up to {length:,} steps, for each memory m of hidden states."
     )
-    add_caption(figure, note)
-    return Plate("bounds_power", "HSM's cost against t^(1+1/m), cell by cell", table, figure, note)
+    return captioned(
+        "bounds_power", "HSM's cost against t^(1+1/m), cell by cell", table, figure, note
+    )
 
 
 def bounds_linear(length: int = _LENGTH, memories: Sequence[int] = _MEMORIES) -> Plate:
     """The bounds that are multiples of the length, and how much room each leaves.
-
-    Args:
-        length: the longest sequence, in steps.
-        memories: hidden states for HSM, internal states for ISM, in increasing order.
-
-    Returns:
-        The plate; its table is that of :func:`sweep_linear`, with T(a, m) over its lower bound.
 
     Example:
         >>> bounds_linear(length=1000, memories=[1, 10, 100]).table["T(2,m) / m"]
@@ -106,20 +88,14 @@ def bounds_linear(length: int = _LENGTH, memories: Sequence[int] = _MEMORIES) ->
         "such an a, at each memory m; with a = 1, where memory is plentiful, ISM is at its bound. "
         "Right: the exact T(a,m), the longest sequence of a cost per step of at most a."
     )
-    add_caption(figure, note)
-    return Plate("bounds_linear", "costs as multiples of the length", table, figure, note)
+    return captioned("bounds_linear", "costs as multiples of the length", table, figure, note)
 
 
 def sweep_power(length: int, memories: Sequence[int]) -> Table:
     """Hold HSM's cost against t^(1+1/m) in every cell, and keep the extremes of each memory.
 
-    Args:
-        length: the longest sequence, in steps.
-        memories: hidden states.
-
-    Returns:
-        Columns, one row a memory: the largest ratios, the lengths where they are reached, and how
-        many lengths break the claim that C − t stays below three times the power.
+    A memory's row has the largest ratios, the lengths where they are reached, and how many lengths
+    break the claim that C − t stays below three times the power.
 
     Example:
         >>> table = sweep_power(1000, [29])
@@ -140,13 +116,7 @@ def sweep_power(length: int, memories: Sequence[int]) -> Table:
 def sweep_linear(length: int, memories: Sequence[int]) -> Table:
     """Hold the costs of HSM and ISM against multiples of the length, as :func:`sweep_power` does.
 
-    Args:
-        length: the longest sequence, in steps.
-        memories: hidden states for HSM, internal states for ISM.
-
-    Returns:
-        Columns, one row a memory. Where a bound speaks of no length, its extreme is NaN and stands
-        at length 0.
+    Where a bound speaks of no length, its extreme is NaN and stands at length 0.
 
     Example:
         >>> table = sweep_linear(1000, [10])
@@ -225,5 +195,4 @@ def _draw(axes: Axes, table: Table, curves: Mapping[str, tuple[str, Column]]) ->
 def _finish(axes: Axes, title: str, y: str) -> None:
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axes.grid(axis="y", color=INK, alpha=0.12, linewidth=0.8)
-    tidy(axes, title=title, x="memory m (slots)", y=y)
+    tidy(axes, grid="y", title=title, x="memory m (slots)", y=y)

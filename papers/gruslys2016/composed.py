@@ -21,7 +21,7 @@ from retrograde.figures.schedules import draw_schedule
 from retrograde.figures.style import INK
 from retrograde.plan import longest, plan
 from retrograde.schedule import Action, Advance, Backward, Load, Record, Schedule, Store, merge
-from retrograde_papers.plates import Column, Plate, add_caption
+from retrograde_papers.plates import Column, Plate, captioned
 
 __all__ = ["compose", "figure_3", "figure_8"]
 
@@ -32,9 +32,6 @@ _MEMORIES = range(1, 21)
 
 def figure_3() -> Plate:
     """Figure 3: the schedule of HSM with four hidden states, for 4 and for 10 steps.
-
-    Returns:
-        The plate; its table lists the actions of both.
 
     Example:
         >>> plate = figure_3()
@@ -57,15 +54,13 @@ def figure_3() -> Plate:
         "The sequence runs from left to right, execution from top to bottom. The initial state is "
         "one of the four hidden states; the step being backpropagated is beside them."
     )
-    add_caption(figure, note)
-    return Plate("figure_3", "schedules of HSM, four hidden states", table, figure, note)
+    return captioned("figure_3", "schedules of HSM, four hidden states", table, figure, note)
 
 
 def figure_8() -> Plate:
     """Figure 8: a strategy of cost per step 3, composed of strategies of cost per step 2.
 
-    Returns:
-        The plate; its table has T(a, m) and the lower bound of proposition 2.
+    The table has T(a, m) and the lower bound of proposition 2.
 
     Example:
         >>> plate = figure_8()
@@ -91,18 +86,15 @@ def figure_8() -> Plate:
         f"{schedules['b'].cost} for 10 steps. The optimum for 10 steps is "
         f"{plan(10, _MEMORY).cost} (figure 3), and T(2,m) is m + 2."
     )
-    add_caption(figure, note)
-    return Plate("figure_8", "T(a,m): dear strategies composed of cheap ones", table, figure, note)
+    return captioned(
+        "figure_8", "T(a,m): dear strategies composed of cheap ones", table, figure, note
+    )
 
 
 def compose(memory: int) -> Schedule:
     """The strategy of figure 8(b): m, m−1, …, 1 steps, each part with every state of it stored.
 
-    Args:
-        memory: hidden states, the initial one included: m.
-
-    Returns:
-        A schedule for m(m+1)/2 steps at a cost per step below 3.
+    It takes m(m+1)/2 steps at a cost per step below 3.
 
     Example:
         >>> schedule = compose(4)

@@ -6,7 +6,7 @@ be compared bit by bit. What a pass holds is measured of the network alone, as a
 
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -28,8 +28,14 @@ from retrograde.nn.sequential import Sequential
 from retrograde.plan.chain.search import chain_minimum, chain_trade_off, record_everything
 from retrograde.schedule import Chain
 from retrograde.units import format_bytes, parse_memory
-from retrograde_papers.images import Images, train_step
-from retrograde_papers.options import ExperimentError, check_batch, check_positive, check_seed
+from retrograde_papers.images import Images, train_in_turns
+from retrograde_papers.options import (
+    ExperimentError,
+    check_batch,
+    check_duration,
+    check_positive,
+    check_seed,
+)
 
 __all__ = ["NETWORKS", "Options", "run_ways"]
 
@@ -101,40 +107,21 @@ class Options:
         if self.network not in NETWORKS:
             known = ", ".join(NETWORKS)
             raise ExperimentError(f"--network is {self.network!r}: expected one of {known}")
-        if (self.iterations is None) == (self.epochs is None):
-            given = "neither" if self.iterations is None else "both"
-            raise ExperimentError(f"--iterations and --epochs: {given} given; name one of them")
+        check_duration(self.iterations, self.epochs)
         if not self.memories:
             raise ExperimentError("there is no --memory: expected one at least, such as 50%")
         for memory in self.memories:
             parse_memory(memory)
 
     def iterations_of(self, samples: int) -> int:
-        """Iterations in all.
-
-        Args:
-            samples: to learn from.
-
-        Returns:
-            ``iterations``, or that many epochs of whole batches.
-
-        Example:
-            >>> Options("vgg11", ("50%",), iterations=None, epochs=2, batch=100).iterations_of(1050)
-            20
-        """
+        """``iterations``, or so many epochs of whole batches."""
         return self.iterations or (self.epochs or 0) * (samples // self.batch)
 
 
 def run_ways(images: Images, how: Options, show: Show) -> Deep:
     """Measure and train one network, ordinarily and within each budget.
 
-    Args:
-        images: to learn from.
-        how: the training.
-        show: told, after each iteration, how many are done, and a word on them.
-
-    Returns:
-        Losses, memory, and what other budgets would buy.
+    ``show`` is told, after each iteration, how many are done, and a word on them.
 
     Raises:
         BudgetError: every budget is too small; the message names the least.
@@ -151,7 +138,13 @@ def run_ways(images: Images, how: Options, show: Show) -> Deep:
     least, ordinary = chain_minimum(chain)[0], record_everything(chain)
     sides, held = _measured(probe, ways, fits, how, x, show)
     total = how.iterations_of(len(images.training))
-    losses, seconds = _train(ways, images, how, total, show)
+    losses, seconds = train_in_turns(
+        ways,
+        partial(torch.optim.SGD, lr=how.learning_rate, momentum=how.momentum),
+        images.batches_of(how.batch, total, how.seed),
+        how.seed,
+        lambda done, losses: show(done, f"loss {losses[_ORDINARY][-1]:.3f}"),
+    )
     return Deep(
         machine=machine_of("cpu"),
         settings={
@@ -280,39 +273,6 @@ def _curves(chain: Chain) -> dict[str, list[tuple[int, float]]]:
         # One table rounds for all of them; and what fits less memory fits more.
         curves[policy] = list(zip(rooms, accumulate(seconds, min), strict=True))
     return curves
-
-
-Numbers = dict[str, list[float]]
-
-
-def _train(
-    ways: Ways, images: Images, how: Options, total: int, show: Show
-) -> tuple[Numbers, Numbers]:
-    """Losses and seconds of every iteration."""
-    optimizers = {
-        way: torch.optim.SGD(net.parameters(), lr=how.learning_rate, momentum=how.momentum)
-        for way, net in ways.items()
-    }
-    losses: Numbers = {way: [] for way in ways}
-    seconds: Numbers = {way: [] for way in ways}
-    for done, (x, y) in enumerate(_batches(images, how, total), start=1):
-        for way, net in ways.items():
-            torch.manual_seed(how.seed + done)  # each way draws the same
-            start = time.perf_counter()
-            losses[way].append(train_step(net, optimizers[way], x, y))
-            seconds[way].append(time.perf_counter() - start)
-        show(done, f"loss {losses[_ORDINARY][-1]:.3f}")
-    return losses, seconds
-
-
-def _batches(images: Images, how: Options, total: int) -> Iterator[tuple[Tensor, Tensor]]:
-    random, left = np.random.default_rng(how.seed), total
-    while left:
-        for batch in images.batches(how.batch, random):
-            yield batch
-            left -= 1
-            if not left:
-                return
 
 
 def _distance(losses: list[float], others: list[float]) -> float:

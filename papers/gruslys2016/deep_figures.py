@@ -6,7 +6,6 @@ One network trained ordinarily and within each budget, on the same batches. The 
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from importlib import resources
 from types import MappingProxyType
 
 from matplotlib.axes import Axes
@@ -20,7 +19,8 @@ from retrograde.figures.style import BLUE, GREEN, GREY, INK, ORANGE, figure_of, 
 from retrograde.plan.chain.search import plan_chain
 from retrograde.schedule import Chain, simulate
 from retrograde.units import format_bytes
-from retrograde_papers.plates import Column, Plate, add_caption, describe_machine
+from retrograde_papers.numbers import read_shipped
+from retrograde_papers.plates import Column, Plate, captioned, describe_machine
 
 __all__ = [
     "DEEP",
@@ -39,14 +39,7 @@ _POLICIES = {"msm": (BLUE, 2.4, "-"), "hsm": (_PURPLE, 1.6, "--"), "ism": (INK, 
 
 
 def deep_losses(found: Deep) -> Plate:
-    """Draw the losses of all ways, and beside them what each held.
-
-    Args:
-        found: what to draw.
-
-    Returns:
-        The plate; its table has the loss of every iteration.
-    """
+    """The losses of all ways, and what each held; the table has the loss of every iteration."""
     figure = Figure(figsize=(10, 4.4), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     iterations = list(range(1, len(found.losses[_ORDINARY]) + 1))
@@ -63,9 +56,8 @@ def deep_losses(found: Deep) -> Plate:
         f"ordinary one {distance:g}, of any weight in the end {apart:g}. Held: by forward and "
         f"backward pass of the network, counted at every allocation. {_refusals(found)}"
     )
-    add_caption(figure, note.strip(), _PER_INCH)
     title = f"{_title(found)} trained ordinarily and within budgets"
-    return Plate(f"{found.name}_losses", title, table, figure, note.strip())
+    return captioned(f"{found.name}_losses", title, table, figure, note.strip(), _PER_INCH)
 
 
 def _draw_losses(ax: Axes, iterations: list[int], found: Deep) -> None:
@@ -80,8 +72,7 @@ def _draw_losses(ax: Axes, iterations: list[int], found: Deep) -> None:
         )  # fmt: skip
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.legend(loc="upper right", frameon=False, fontsize=9)
-    ax.grid(axis="y", color=INK, alpha=0.12, linewidth=0.8)
-    tidy(ax, title="(a) training loss", x="iteration", y="cross entropy (nats)")
+    tidy(ax, grid="y", title="(a) training loss", x="iteration", y="cross entropy (nats)")
 
 
 def _draw_bars(ax: Axes, found: Deep) -> None:
@@ -106,14 +97,7 @@ def _draw_bars(ax: Axes, found: Deep) -> None:
 
 
 def deep_memory(found: Deep) -> Plate:
-    """Draw memory over time of one iteration within the smallest budget, planned and measured.
-
-    Args:
-        found: what to draw.
-
-    Returns:
-        The plate; its table has the outlines that are drawn.
-    """
+    """Memory over time within the smallest budget, planned and measured."""
     name = min(found.held, key=lambda name: found.side(name).budget_bytes)
     held, budget = found.held[name], found.side(name).budget_bytes
     ordinary = held.ordinary_planned, held.ordinary_measured
@@ -133,21 +117,13 @@ def deep_memory(found: Deep) -> Plate:
         "memory. Planned: bytes and seconds of single layers, added up along the schedule. "
         "Measured: every allocation and release of an iteration."
     )
-    add_caption(figure, note, _PER_INCH)
     title = f"memory of one iteration of {_title(found)}, planned and measured"
     table: dict[str, Column] = {"curve": names, "seconds": seconds, "bytes": sizes}
-    return Plate(f"{found.name}_memory", title, table, figure, note)
+    return captioned(f"{found.name}_memory", title, table, figure, note, _PER_INCH)
 
 
 def deep_schedule(found: Deep) -> Plate:
-    """Draw the schedule of the smallest budget: which layers are run again, and what is kept.
-
-    Args:
-        found: what to draw.
-
-    Returns:
-        The plate; its table has the actions, and what each holds.
-    """
+    """The schedule of the smallest budget: which layers are run again, and what is kept."""
     name = min(found.held, key=lambda name: found.side(name).budget_bytes)
     schedule = plan_chain(Chain.from_json(found.chain), found.side(name).budget_bytes)
     replay, figure = simulate(schedule), draw_schedule(schedule)
@@ -155,7 +131,6 @@ def deep_schedule(found: Deep) -> Plate:
         f"{_described(found)}; within {_share(name)} of ordinary backpropagation's memory. "
         f"{schedule.cost} layers are run forward for {schedule.length}."
     )
-    add_caption(figure, note, _PER_INCH)
     table: dict[str, Column] = {
         "action": list(map(str, schedule)),
         "most held (bytes)": replay.high.tolist(),
@@ -163,18 +138,11 @@ def deep_schedule(found: Deep) -> Plate:
         "seconds": replay.clock.tolist(),
     }
     title = f"the schedule of {_title(found)} within {_share(name)}"
-    return Plate(f"{found.name}_schedule", title, table, figure, note)
+    return captioned(f"{found.name}_schedule", title, table, figure, note, _PER_INCH)
 
 
 def deep_trade_off(found: Deep) -> Plate:
-    """Draw the seconds of an iteration over its memory, predicted and measured.
-
-    Args:
-        found: what to draw.
-
-    Returns:
-        The plate; its table has the curves' points and what was measured.
-    """
+    """The seconds of an iteration over its memory, predicted and measured."""
     ax = new_axes(8.0, 5.0)
     rows: list[tuple[str, int, float]] = []
     for policy, points in found.curves.items():
@@ -201,14 +169,13 @@ def deep_trade_off(found: Deep) -> Plate:
         "memory. Points: one iteration, bytes counted at every allocation, seconds the least of "
         f"{found.settings['rounds']}."
     )
-    add_caption(figure_of(ax), note, _PER_INCH)
     table: dict[str, Column] = {
         "way": [way for way, _, _ in rows],
         "bytes": [size for _, size, _ in rows],
         "seconds (ordinary = 1)": [ratio for _, _, ratio in rows],
     }
     title = f"what memory buys for {_title(found)}"
-    return Plate(f"{found.name}_trade_off", title, table, figure_of(ax), note)
+    return captioned(f"{found.name}_trade_off", title, table, figure_of(ax), note, _PER_INCH)
 
 
 def _draw_points(
@@ -241,9 +208,9 @@ def _finish_trade_off(ax: Axes, found: Deep) -> None:
     ax.set_xlim(0, 1.05 * ax.get_xlim()[1])
     ax.set_ylim(min(0.9, ax.get_ylim()[0]), 1 + 1.45 * (highest - 1))
     ax.legend(loc="upper right", frameon=False, fontsize=9)
-    ax.grid(color=INK, alpha=0.12, linewidth=0.8)
     tidy(
         ax,
+        grid="both",
         title=f"What memory buys for {_title(found)}",
         x="working memory of an iteration (MiB)",
         y="seconds of an iteration, ordinary = 1",
@@ -276,9 +243,8 @@ def _refusals(found: Deep) -> str:
 
 
 def _bundled(network: str, draw: Callable[[Deep], Plate]) -> Plate:
-    """A plate of the numbers that come with the library."""
-    file = resources.files("gruslys2016") / "data" / f"deep_{network}.json"
-    return draw(Deep.from_json(file.read_text(encoding="utf-8")))
+    """A plate of the numbers that come with this package."""
+    return draw(Deep.from_json(read_shipped("gruslys2016", f"deep_{network}")))
 
 
 DEEP: Mapping[str, Callable[[], Plate]] = MappingProxyType(

@@ -88,22 +88,11 @@ class Deep:
         return f"deep_{self.settings['network']}"
 
     def side(self, name: str) -> Side:
-        """What was measured of one way.
-
-        Args:
-            name: of it.
-
-        Returns:
-            The side.
-        """
+        """What was measured of one way."""
         return next(side for side in self.sides if side.name == name)
 
     def to_json(self) -> str:
-        """The numbers as JSON.
-
-        Returns:
-            A text that :meth:`from_json` reads.
-        """
+        """The numbers as JSON, which :meth:`from_json` reads."""
         lines = [
             f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}"
             for key, value in asdict(self).items()
@@ -112,14 +101,7 @@ class Deep:
 
     @classmethod
     def from_json(cls, text: str) -> "Deep":
-        """Read what :meth:`to_json` wrote.
-
-        Args:
-            text: the JSON.
-
-        Returns:
-            The numbers.
-        """
+        """The numbers that :meth:`to_json` wrote."""
         values: dict[str, Any] = json.loads(text)
         values["sides"] = tuple(Side(**side) for side in values["sides"])
         values["curves"] = {

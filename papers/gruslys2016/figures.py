@@ -32,7 +32,7 @@ from retrograde_papers.curves import (
     draw_level,
     length_grid,
 )
-from retrograde_papers.plates import Column, Plate, add_caption
+from retrograde_papers.plates import Column, Plate, captioned
 
 __all__ = ["GRUSLYS", "figure_2a", "figure_5", "figure_6", "figure_7"]
 
@@ -50,12 +50,6 @@ _COST = "cost (forward steps per step)"
 def figure_2a(longest: int = _LONGEST) -> Plate:
     """Figure 2(a): what a step costs when hidden states are kept.
 
-    Args:
-        longest: the longest sequence, in steps.
-
-    Returns:
-        The plate; its table has forward steps in all.
-
     Example:
         >>> plate = figure_2a(longest=1000)
         >>> list(plate.table)[:2], plate.table["HSM, 50 hidden states (forward steps)"][-1]
@@ -71,21 +65,14 @@ def figure_2a(longest: int = _LONGEST) -> Plate:
         "Forward steps run in all, the first sweep included, divided by the length. The initial "
         "state counts as one of the hidden states in memory; the working core is beside them."
     )
-    add_caption(figure, note)
     table = {"length": lengths} | {
         f"HSM, {m} hidden states (forward steps)": column for m, column in costs.items()
     }
-    return Plate("figure_2a", "cost of HSM against the length", _listed(table), figure, note)
+    return captioned("figure_2a", "cost of HSM against the length", _listed(table), figure, note)
 
 
 def figure_5(longest: int = _LONGEST) -> Plate:
     """Figure 5: ISM beside MSM in the same memory, an internal state being five hidden ones.
-
-    Args:
-        longest: the longest sequence, in steps.
-
-    Returns:
-        The plate; its table has forward steps in all.
 
     Example:
         >>> plate = figure_5(longest=100)
@@ -106,21 +93,14 @@ def figure_5(longest: int = _LONGEST) -> Plate:
         "input is in memory. On the left, m internal states, the working core being one of them; "
         "on the right, 5·m units of a hidden state each, the initial state being one of them."
     )
-    add_caption(figure, note)
     table = {"length": lengths}
     table |= {f"ISM, {m} internal states (forward steps)": c for m, c in internal.items()}
     table |= {f"MSM, {_ALPHA * m} units (forward steps)": c for m, c in mixed.items()}
-    return Plate("figure_5", "cost of ISM, and of MSM likewise", _listed(table), figure, note)
+    return captioned("figure_5", "cost of ISM, and of MSM likewise", _listed(table), figure, note)
 
 
 def figure_6(longest: int = _LONGEST) -> Plate:
     """Figure 6: the three policies in the same memory.
-
-    Args:
-        longest: the longest sequence, in steps.
-
-    Returns:
-        The plate; its table has forward steps in all.
 
     Example:
         >>> plate = figure_6(longest=500)
@@ -139,18 +119,13 @@ def figure_6(longest: int = _LONGEST) -> Plate:
         "α = 5, β = 4: an internal state takes the room of five hidden states, or of four where "
         "its input is in memory. HSM and MSM count the initial state, ISM the working core."
     )
-    add_caption(figure, note)
-    return Plate("figure_6", "HSM, ISM and MSM in the same memory", _listed(table), figure, note)
+    return captioned(
+        "figure_6", "HSM, ISM and MSM in the same memory", _listed(table), figure, note
+    )
 
 
 def figure_7(longest: int = _LONGEST) -> Plate:
     """Figure 7: MSM against Chen's √t algorithm, at its cost and in its memory.
-
-    Args:
-        longest: the longest sequence, in steps.
-
-    Returns:
-        The plate; its table has memory in hidden states, and forward steps in all.
 
     Example:
         >>> plate = figure_7(longest=100)
@@ -180,8 +155,7 @@ def figure_7(longest: int = _LONGEST) -> Plate:
         "β: size of an internal state in hidden states where its input is in memory; α = β + 1 "
         "where it is not. Memory counts the initial state; the working core is beside it."
     )
-    add_caption(figure, note)
-    return Plate("figure_7", "MSM against Chen's √t algorithm", _listed(table), figure, note)
+    return captioned("figure_7", "MSM against Chen's √t algorithm", _listed(table), figure, note)
 
 
 GRUSLYS: Mapping[str, Callable[[], Plate]] = MappingProxyType(

@@ -39,18 +39,10 @@ def measure_seconds(
     size: int = 256,
     batch: int = 64,
 ) -> Seconds:
-    """Measure forward and backward of an LSTM at every length and memory, and without a limit.
+    """Medians of forward and backward of an LSTM at every length and memory, and without a limit.
 
-    Args:
-        lengths: steps of the sequences.
-        memories: hidden states, the initial one included.
-        rounds: times that each is measured, after one time that is not.
-        device: such as ``"cpu"`` or ``"cuda"``.
-        size: of the inputs and of the hidden state.
-        batch: sequences side by side.
-
-    Returns:
-        Medians.
+    Memories are hidden states, the initial one included. Each is measured ``rounds`` times, after
+    one time that does not count.
 
     Example:
         >>> seconds = measure_seconds([3], [2, 10], rounds=1, size=4, batch=2)
@@ -85,18 +77,7 @@ def expected_seconds(
     size: int = 256,
     batch: int = 64,
 ) -> float:
-    """How long :func:`measure_seconds` will take, judged by a short sequence.
-
-    Args:
-        lengths: as for :func:`measure_seconds`.
-        memories: likewise.
-        rounds: likewise.
-        device: likewise.
-        size: likewise.
-        batch: likewise.
-
-    Returns:
-        Seconds, roughly.
+    """Seconds that :func:`measure_seconds` will take, roughly, judged by a short sequence.
 
     Example:
         >>> expected_seconds([3], [2], rounds=1, size=4, batch=2) > 0

@@ -10,14 +10,14 @@ with as many hidden states as in figure 2(a). The numbers drawn are those of the
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib import resources
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from retrograde.figures.style import GREY, tidy
 from retrograde_papers.curves import BLUE, CYAN, GREEN, RED, VIOLET, draw_curves
-from retrograde_papers.plates import Column, Plate, add_caption, describe_machine
+from retrograde_papers.numbers import read_shipped
+from retrograde_papers.plates import Column, Plate, captioned, describe_machine
 
 __all__ = ["Seconds", "figure_2b"]
 
@@ -55,16 +55,9 @@ class Seconds:
 
     @staticmethod
     def least(measured: "Sequence[Seconds]") -> "Seconds":
-        """What several processes measured, as the least of their medians.
+        """The least of the medians that several processes measured.
 
-        On a machine where memory lies well in one process and badly in another, and stays so, more
-        rounds do not help, and other processes do.
-
-        Args:
-            measured: of the same lengths and memories, at least one.
-
-        Returns:
-            The least of each.
+        Where memory lies badly in one process and stays so, only another process helps.
 
         Example:
             >>> one = Seconds({}, 2, 2, 1, 1, (5,), (0.5,), {10: (0.9,)})
@@ -83,11 +76,7 @@ class Seconds:
         )
 
     def to_json(self) -> str:
-        """The numbers as JSON, the seconds to six digits.
-
-        Returns:
-            A text that :meth:`from_json` reads.
-        """
+        """The numbers as JSON, the seconds to six digits."""
         document = asdict(self)
         document["ordinary"] = _rounded(self.ordinary)
         document["budgeted"] = {str(m): _rounded(column) for m, column in self.budgeted.items()}
@@ -95,14 +84,7 @@ class Seconds:
 
     @classmethod
     def from_json(cls, text: str) -> "Seconds":
-        """Read what :meth:`to_json` wrote.
-
-        Args:
-            text: the JSON.
-
-        Returns:
-            The numbers.
-        """
+        """The numbers that :meth:`to_json` wrote."""
         document = json.loads(text)
         for name in ("lengths", "ordinary"):
             document[name] = tuple(document[name])
@@ -113,17 +95,11 @@ class Seconds:
 def figure_2b(seconds: Seconds | None = None) -> Plate:
     """Figure 2(b): the measured time of a step, forward and backward, under HSM.
 
-    Args:
-        seconds: what to draw; by default the numbers that come with the library.
-
-    Returns:
-        The plate; its table has seconds of a whole gradient step.
-
     Example:
         >>> figure_2b().name
         'figure_2b'
     """
-    found = _shipped() if seconds is None else seconds
+    found = seconds or Seconds.from_json(read_shipped("gruslys2016", "figure_2b"))
     lengths = np.array(found.lengths)
     figure = Figure(figsize=(7.2, 4.8), layout="constrained")
     axes = figure.add_subplot()
@@ -150,15 +126,9 @@ def figure_2b(seconds: Seconds | None = None) -> Plate:
         f"Forward and backward, divided by the length. Medians of {found.rounds} rounds, in turn "
         f"in one process{_of_several(found.processes)}, on {describe_machine(found.machine)}."
     )
-    add_caption(figure, note)
     table: dict[str, Column] = {"length": found.lengths, "torch.nn.LSTM (s)": found.ordinary}
     table |= {f"HSM, {m} hidden states (s)": column for m, column in found.budgeted.items()}
-    return Plate("figure_2b", "seconds of a gradient step, measured", table, figure, note)
-
-
-def _shipped() -> Seconds:
-    folder = resources.files("gruslys2016") / "data"
-    return Seconds.from_json((folder / "figure_2b.json").read_text(encoding="utf-8"))
+    return captioned("figure_2b", "seconds of a gradient step, measured", table, figure, note)
 
 
 def _of_several(processes: int) -> str:

@@ -1,13 +1,15 @@
 """The command ``retrograde bench``: claims of speed, both sides in one run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from retrograde.console import INTERRUPTED, clean_errors, require
+from retrograde.console import INTERRUPTED, Device, Threads, clean_errors, require
 from retrograde_papers.options import (
     SETS,
     WAYS,
@@ -16,6 +18,9 @@ from retrograde_papers.options import (
     parse_choices,
     parse_numbers,
 )
+
+if TYPE_CHECKING:
+    from retrograde_papers.images import Images
 
 __all__ = ["bench"]
 
@@ -48,8 +53,6 @@ Ways = Annotated[
 ]
 Batches = Annotated[str, typer.Option(help="Batch sizes at which seconds are measured.")]
 Rounds = Annotated[int, typer.Option(help="Times that seconds are measured, at least.")]
-Device = Annotated[str, typer.Option(help="cpu or cuda.")]
-Threads = Annotated[int | None, typer.Option(help="To compute with; without it, as torch chooses.")]
 Only = Annotated[
     str | None, typer.Option(help="Measure only the curves, or only the seconds; by default both.")
 ]
@@ -57,7 +60,11 @@ ResultsFile = Annotated[
     Path | None,
     typer.Option(help="File for the numbers, as JSON; by default in the report folder."),
 ]
-Images = Annotated[Path | None, typer.Option(help="Folder of cifar10.npz.")]
+ImageFolder = Annotated[Path | None, typer.Option(help="Folder of cifar10.npz.")]
+ImageBatch = Annotated[int, typer.Option(help="Images side by side.")]
+OfSGD = Annotated[float, typer.Option(help="Of SGD.")]
+Width = Annotated[int, typer.Option(help="Channels of the first convolution.")]
+Note = Annotated[str, typer.Option(help="Of the machine, for the captions.")]
 ReportFolder = Annotated[Path, typer.Option(help="Folder for the figures.")]
 
 
@@ -86,8 +93,9 @@ def bitstream(
     The task of Wang, *BPPSA* (2020), 4.1, with its hyperparameters, for 500 iterations; the paper's
     50 epochs (of 2,000 iterations) are had by --epochs 50. Needs no data.
     """
-    with clean_errors():
-        _require_all()
+    with _at_work() as console:
+        from wang2020.program import Output, run_bitstream
+
         if iterations is None and epochs is None:
             iterations = _ITERATIONS
         options = Options(
@@ -104,7 +112,8 @@ def bitstream(
             rounds=rounds,
             device=device,
         )
-        _run(options, only, results, report, threads)
+        output = Output(report, results, only)
+        _run(partial(run_bitstream, options, output, console), threads)
 
 
 @bench.command("instruments")
@@ -138,8 +147,9 @@ def instruments(
     The task of Wang, *BPPSA* (2020), 4.2: MFCCs of recordings of 3 s. Adam at 3e-3 for 20 epochs,
     where the paper has 3e-5 for 400: --learning-rate 3e-5 --epochs 400.
     """
-    with clean_errors():
-        _require_all()
+    with _at_work() as console:
+        from wang2020.program import Output, Source, run_instruments
+
         if iterations is None and epochs is None:
             epochs = _EPOCHS
         options = Options(
@@ -155,16 +165,18 @@ def instruments(
             device=device,
         )
         names = parse_choices("--set", sets, SETS)
-        _run(options, only, results, report, threads, names, (data, irmas))
+        output = Output(report, results, only)
+        source = Source(names, data, irmas)
+        _run(partial(run_instruments, source, options, output, console), threads)
 
 
 @bench.command("lenet")
 def lenet(
-    data: Images = None,
+    data: ImageFolder = None,
     epochs: Annotated[int, typer.Option(help="Passes over the images.")] = 1,
-    batch: Annotated[int, typer.Option(help="Images side by side.")] = 256,
-    learning_rate: Annotated[float, typer.Option(help="Of SGD.")] = 0.001,
-    momentum: Annotated[float, typer.Option(help="Of SGD.")] = 0.9,
+    batch: ImageBatch = 256,
+    learning_rate: OfSGD = 0.001,
+    momentum: OfSGD = 0.9,
     algorithm: Annotated[
         str, typer.Option(help="Of the scan: linear, blelloch or auto.")
     ] = "blelloch",
@@ -177,29 +189,23 @@ def lenet(
     The task of Wang, *BPPSA* (2020), 3.5, with its hyperparameters. Without --data the images are
     noise, brighter in one colour by class.
     """
-    with clean_errors():
-        _require_all()
+    with _at_work() as console:
         from wang2020 import networks
         from wang2020.convergence import Comparison
 
-        if algorithm not in ("linear", "blelloch", "auto"):
-            raise ExperimentError(
-                f"--algorithm is {algorithm!r}: expected linear, blelloch or auto"
-            )
         how = Comparison(epochs, batch, learning_rate, momentum, algorithm, seed)
-        console = Console(highlight=False)
         images = _images(data, seed, threads)
-        _interruptible(lambda: networks.run_lenet(images, how, report, console), console)
+        networks.run_lenet(images, how, report, console)
 
 
 @bench.command("vgg11")
 def vgg11(
-    data: Images = None,
+    data: ImageFolder = None,
     epochs: Annotated[int, typer.Option(help="Of training, and of retraining.")] = 1,
-    batch: Annotated[int, typer.Option(help="Images side by side.")] = 128,
+    batch: ImageBatch = 128,
     learning_rate: Annotated[float, typer.Option(help="The highest, of SGD.")] = 0.05,
     share: Annotated[float, typer.Option(help="Of every layer's weights that are pruned.")] = 0.97,
-    width: Annotated[int, typer.Option(help="Channels of the first convolution.")] = 64,
+    width: Width = 64,
     seed: Seed = 0,
     threads: Threads = None,
     report: ReportFolder = Path("report"),
@@ -209,20 +215,18 @@ def vgg11(
     The task of Wang, *BPPSA* (2020), 4.3 and 5.3. Without --data the images are noise, brighter in
     one colour by class.
     """
-    with clean_errors():
-        _require_all()
+    with _at_work() as console:
         from wang2020 import networks
         from wang2020.pruning import Training
 
         how = Training(epochs, batch, learning_rate, share, width, seed)
-        console = Console(highlight=False)
         images = _images(data, seed, threads)
-        _interruptible(lambda: networks.run_vgg11(images, how, report, console), console)
+        networks.run_vgg11(images, how, report, console)
 
 
 @bench.command("deep")
 def deep(
-    data: Images = None,
+    data: ImageFolder = None,
     network: Annotated[str, typer.Option(help="vgg11, resnet18 or resnet34.")] = "vgg11",
     memory: Annotated[
         list[str] | None,
@@ -233,10 +237,10 @@ def deep(
     ] = None,
     iterations: Iterations = None,
     epochs: Epochs = None,
-    batch: Annotated[int, typer.Option(help="Images side by side.")] = 16,
-    learning_rate: Annotated[float, typer.Option(help="Of SGD.")] = 0.01,
-    momentum: Annotated[float, typer.Option(help="Of SGD.")] = 0.9,
-    width: Annotated[int, typer.Option(help="Channels of the first convolution.")] = 64,
+    batch: ImageBatch = 16,
+    learning_rate: OfSGD = 0.01,
+    momentum: OfSGD = 0.9,
+    width: Width = 64,
     points: Annotated[
         int, typer.Option(help="Budgets from the least on that are measured besides.")
     ] = 3,
@@ -249,7 +253,7 @@ def deep(
     rounds: Rounds = 3,
     seed: Seed = 0,
     threads: Threads = None,
-    note: Annotated[str, typer.Option(help="Of the machine, for the captions.")] = "",
+    note: Note = "",
     report: ReportFolder = Path("report"),
 ) -> None:
     """Train a deep network ordinarily and within budgets, on the same batches, side by side.
@@ -258,8 +262,7 @@ def deep(
     budget that is too small is refused, and the least is named. Without --data the images are
     noise, brighter in one colour by class.
     """
-    with clean_errors():
-        _require_all()
+    with _at_work() as console:
         from gruslys2016.deep import Options as DeepOptions
         from wang2020 import networks
 
@@ -281,9 +284,8 @@ def deep(
             images="noise" if data is None else "CIFAR-10",
             note=note,
         )
-        console = Console(highlight=False)
         images = _images(data, seed, threads)
-        _interruptible(lambda: networks.run_deep(images, how, report, console), console)
+        networks.run_deep(images, how, report, console)
 
 
 @bench.command("ranks")
@@ -294,7 +296,7 @@ def ranks(
     batch: Annotated[int, typer.Option(help="Sequences side by side.")] = 16,
     rounds: Rounds = 5,
     seed: Seed = 0,
-    note: Annotated[str, typer.Option(help="Of the machine, for the captions.")] = "",
+    note: Note = "",
     report: ReportFolder = Path("report"),
 ) -> None:
     """Run one sequence across processes, and compute what 2 to 10⁶ ranks would take.
@@ -302,17 +304,29 @@ def ranks(
     Latency, bandwidth and a rank's own work are measured; a GRU goes back across the ranks in a
     line, a tree and a gather, beside what the model says; the figures are of the model.
     """
-    with clean_errors():
-        _require_all()
+    with _at_work() as console:
         from wang2020.ranks import Options as RankOptions
         from wang2020.ranks import run_ranks
 
         how = RankOptions(ranks, hidden, steps, batch, rounds, seed, note)
-        console = Console(highlight=False)
-        _interruptible(lambda: run_ranks(how, report, console), console)
+        run_ranks(how, report, console)
 
 
-def _images(data: Path | None, seed: int, threads: int | None) -> Any:
+@contextmanager
+def _at_work() -> Iterator[Console]:
+    """Errors that the user can put right, and Ctrl-C, end the command with a message."""
+    console = Console(highlight=False)
+    with clean_errors():
+        require("torch", "torch")
+        require("matplotlib", "cli")
+        try:
+            yield console
+        except KeyboardInterrupt:
+            console.print("\nstopped; nothing was written")
+            raise typer.Exit(INTERRUPTED) from None
+
+
+def _images(data: Path | None, seed: int, threads: int | None) -> "Images":
     from retrograde.machine import use_threads
     from retrograde_papers.images import load_images, noise_images
 
@@ -320,44 +334,15 @@ def _images(data: Path | None, seed: int, threads: int | None) -> Any:
     return noise_images(*_NOISE, seed) if data is None else load_images(data)
 
 
-def _interruptible(run: Callable[[], object], console: Console) -> None:
-    try:
-        run()
-    except KeyboardInterrupt:
-        console.print("\nstopped; nothing was written")
-        raise typer.Exit(INTERRUPTED) from None
-
-
-def _require_all() -> None:
-    require("torch", "torch")
-    require("matplotlib", "cli")
-
-
-def _run(
-    options: Options,
-    only: str | None,
-    results: Path | None,
-    report: Path,
-    threads: int | None,
-    sets: tuple[str, ...] = (),
-    folders: tuple[Path | None, Path | None] = (None, None),
-) -> None:
+def _run(experiment: Callable[[], object], threads: int | None) -> None:
+    """Run an experiment on sequences; a lack of memory is an error that says what to do."""
     import torch
 
     from retrograde.machine import use_threads
-    from wang2020 import program
 
-    console = Console(highlight=False)
-    output = program.Output(report, results, only)
-    source = program.Source(sets, *folders) if sets else None
     use_threads(threads)
     try:
-        if source is None:
-            _interruptible(lambda: program.run_bitstream(options, output, console), console)
-        else:
-            _interruptible(
-                lambda: program.run_instruments(source, options, output, console), console
-            )
+        experiment()
     except (RuntimeError, MemoryError) as error:
         known = isinstance(error, MemoryError | torch.OutOfMemoryError)
         if not (known or "allocate memory" in str(error)):

@@ -25,14 +25,7 @@ _SPREAD = 500  # lengths on a grid, about
 
 
 def length_grid(longest: int, always: Collection[int] = ()) -> NDArray[np.int64]:
-    """Sequence lengths, evenly spread on a logarithmic axis.
-
-    Args:
-        longest: the last of them; the first is 1.
-        always: lengths to be among them, where they are no longer than ``longest``.
-
-    Returns:
-        Integers in increasing order: every one of the first few dozen, then some 500 more.
+    """Lengths from 1 on, evenly spread on a logarithmic axis; those of ``always`` are among them.
 
     Example:
         >>> length_grid(10_000, always=[1000])[[0, 1, 2, -1]].tolist()
@@ -45,18 +38,7 @@ def length_grid(longest: int, always: Collection[int] = ()) -> NDArray[np.int64]
 def draw_curves(
     axes: Axes, lengths: ArrayLike, curves: Mapping[str, tuple[str, ArrayLike]], legend: str
 ) -> None:
-    """Draw one curve a name over a logarithmic axis of lengths, with a legend above the data.
-
-    Args:
-        axes: where.
-        lengths: the common horizontal positions.
-        curves: name to (colour, heights).
-        legend: the legend's title.
-
-    Example:
-        >>> from retrograde.figures.style import new_axes
-        >>> draw_curves(new_axes(4, 3), [1, 10, 100], {"m = 1": (RED, [1, 5, 50])}, "memory")
-    """
+    """Draw curves, name to (colour, heights), over a logarithmic axis, with a titled legend."""
     for name, (colour, heights) in curves.items():
         axes.plot(lengths, heights, color=colour, linewidth=1.8, label=name)
     axes.set_xscale("log")
@@ -69,19 +51,7 @@ def draw_curves(
 def draw_level(
     axes: Axes, height: float, text: str, *, left: bool = False, below: bool = False
 ) -> None:
-    """Draw what the curves are to be compared with: a grey line across, named at one end.
-
-    Args:
-        axes: where.
-        height: of the line.
-        text: what it is.
-        left: name it at the left end; otherwise at the right.
-        below: name it below the line; otherwise above.
-
-    Example:
-        >>> from retrograde.figures.style import new_axes
-        >>> draw_level(new_axes(4, 3), 1, "ordinary BPTT")
-    """
+    """Draw a grey line across, named at its left or right end, above or below."""
     axes.axhline(height, color=GREY, linewidth=1.8, zorder=1)
     axes.annotate(
         text, (0 if left else 1, height), xycoords=("axes fraction", "data"),

@@ -1,8 +1,10 @@
 """Small colour images and their classes, CIFAR-10's or any that are stored like them."""
 
+import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,9 @@ from torch.nn import functional
 
 from retrograde_papers.options import ExperimentError
 
-__all__ = ["Images", "load_images", "noise_images", "train_step"]
+__all__ = ["Images", "Losses", "load_images", "noise_images", "train_in_turns"]
 
+Losses = dict[str, list[float]]
 Bytes = NDArray[np.uint8]
 Integers = NDArray[np.integer[Any]]
 
@@ -50,13 +53,7 @@ class Images:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """One epoch: batches in a new order; a last, smaller one is left out.
 
-        Args:
-            batch: images in each.
-            random: of the order, and of the augmentation.
-            augment: mirror every other image, and move each by up to four pixels, zeros coming in.
-
-        Yields:
-            Images and classes.
+        With ``augment``, every image may be mirrored and is moved by up to four pixels over zeros.
 
         Example:
             >>> images = noise_images(training=6, testing=2)
@@ -68,25 +65,21 @@ class Images:
             chosen = self.training[places]
             yield _moved(chosen, random) if augment else chosen, self.training_classes[places]
 
+    def batches_of(self, batch: int, total: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """So many batches in all, epoch after epoch, in an order that the seed decides."""
+        random = np.random.default_rng(seed)
+        epochs = (self.batches(batch, random) for _ in count())
+        return islice(chain.from_iterable(epochs), total)
+
 
 def load_images(folder: str | Path) -> Images:
-    """Read CIFAR-10 as an npz file of differences.
+    """Read CIFAR-10 from ``cifar10.npz``, an npz file of differences.
 
-    Args:
-        folder: that has ``cifar10.npz``, with ``train_d``, ``train_y``, ``test_d`` and ``test_y``:
-            of the pixels, red and blue less green, and then the differences along rows and along
-            columns, all modulo 256.
-
-    Returns:
-        The images.
+    It has ``train_d``, ``train_y``, ``test_d`` and ``test_y``. Its pixels are red and blue less
+    green, and then the differences along rows and along columns, all modulo 256.
 
     Raises:
         ExperimentError: the file is not there, or is not such a file.
-
-    Example:
-        >>> load_images("nowhere")
-        Traceback (most recent call last):
-        retrograde_papers.options.ExperimentError: there is no nowhere/cifar10.npz: ...
     """
     path = Path(folder) / _FILE
     try:
@@ -108,20 +101,7 @@ def load_images(folder: str | Path) -> Images:
 
 
 def noise_images(training: int, testing: int, seed: int = 0) -> Images:
-    """Images to try things on where no data are at hand: noise, brighter in one colour by class.
-
-    Args:
-        training: how many to learn from.
-        testing: how many held out.
-        seed: of the noise.
-
-    Returns:
-        The images, of 32×32.
-
-    Example:
-        >>> noise_images(training=6, testing=2).training.dtype
-        torch.float32
-    """
+    """Images of 32×32 where no data are at hand: noise, brighter in one colour by class."""
     random = np.random.default_rng(seed)
     classes = random.integers(0, 10, training + testing)
     images = random.integers(0, 128, (len(classes), 3, 32, 32), dtype=np.uint8)
@@ -160,18 +140,39 @@ def _moved(images: Tensor, random: np.random.Generator) -> Tensor:
     return padded[samples, channels, rows, columns]
 
 
-def train_step(net: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> float:
-    """One iteration.
+def train_in_turns(
+    nets: Mapping[str, nn.Module],
+    optimizer: Callable[..., torch.optim.Optimizer],
+    batches: Iterable[tuple[Tensor, Tensor]],
+    seed: int,
+    show: Callable[[int, Losses], object],
+) -> tuple[Losses, Losses]:
+    """Train networks on the same batches, iteration by iteration in turn.
 
     Args:
-        net: that learns.
-        optimizer: of its parameters.
-        x: images.
-        y: their classes.
+        nets: by name.
+        optimizer: makes one of a network's parameters.
+        batches: images and classes.
+        seed: of the random numbers that a network draws, the same for each.
+        show: told, after each iteration, how many are done, and all losses.
 
     Returns:
-        The loss before it.
+        By name, the loss before each iteration, and its seconds.
     """
+    optimizers = {name: optimizer(net.parameters()) for name, net in nets.items()}
+    losses: Losses = {name: [] for name in nets}
+    seconds: Losses = {name: [] for name in nets}
+    for done, (x, y) in enumerate(batches, start=1):
+        for name, net in nets.items():
+            torch.manual_seed(seed + done)
+            start = time.perf_counter()
+            losses[name].append(_step(net, optimizers[name], x, y))
+            seconds[name].append(time.perf_counter() - start)
+        show(done, losses)
+    return losses, seconds
+
+
+def _step(net: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> float:
     loss = functional.cross_entropy(net(x), y)
     torch.autograd.backward(loss)
     optimizer.step()

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from retrograde.errors import RetrogradeError
 
@@ -13,6 +13,7 @@ __all__ = [
     "ExperimentError",
     "Options",
     "check_batch",
+    "check_duration",
     "check_positive",
     "check_seed",
     "parse_choices",
@@ -69,24 +70,16 @@ class Options:
     length: int = 1000
     rounds: int = 5
     device: str = "cpu"
-    hidden: int = field(default=20)
+    hidden: int = 20
 
     def __post_init__(self) -> None:
         check_positive(self, "batch", "learning_rate", "iterations", "epochs", "length", "rounds")
-        if (self.iterations is None) == (self.epochs is None):
-            given = "neither" if self.iterations is None else "both"
-            raise ExperimentError(f"--iterations and --epochs: {given} given; name one of them")
+        check_duration(self.iterations, self.epochs)
         check_seed(self.seed)
         _check_ways(self.ways)
 
     def iterations_of(self, samples: int) -> int:
-        """Iterations in all.
-
-        Args:
-            samples: in the training data.
-
-        Returns:
-            ``iterations``, or that many epochs of whole batches.
+        """``iterations``, or so many epochs of whole batches.
 
         Raises:
             ExperimentError: a batch is larger than the training data.
@@ -108,15 +101,7 @@ class Options:
 
 
 def check_positive(options: object, *names: str) -> None:
-    """Refuse numbers that are not above zero, before any work.
-
-    Args:
-        options: that has them.
-        names: of its attributes; None is let through.
-
-    Raises:
-        ExperimentError: one is not positive and finite.
-    """
+    """Refuse attributes that are neither None nor positive and finite."""
     for name in names:
         value = getattr(options, name)
         if value is not None and not (math.isfinite(value) and value > 0):
@@ -124,18 +109,15 @@ def check_positive(options: object, *names: str) -> None:
             raise ExperimentError(f"{option} is {value}: expected a number above 0")
 
 
+def check_duration(iterations: int | None, epochs: int | None) -> None:
+    """Refuse a training whose length is not given in one of the two, or in both."""
+    if (iterations is None) == (epochs is None):
+        given = "neither" if iterations is None else "both"
+        raise ExperimentError(f"--iterations and --epochs: {given} given; name one of them")
+
+
 def check_seed(seed: int) -> None:
-    """Refuse a seed that not every generator of random numbers takes, before any work.
-
-    Args:
-        seed: asked for.
-
-    Raises:
-        ExperimentError: it is negative, or too large.
-
-    Example:
-        >>> check_seed(0)
-    """
+    """Refuse a seed that not every generator of random numbers takes."""
     if not 0 <= seed <= _LARGEST_SEED:
         raise ExperimentError(
             f"--seed is {seed}: expected 0 or more, at most {_LARGEST_SEED:,}; name a seed in that "
@@ -144,15 +126,7 @@ def check_seed(seed: int) -> None:
 
 
 def check_batch(batch: int, samples: int) -> None:
-    """Refuse a batch that is larger than the training data.
-
-    Args:
-        batch: asked for.
-        samples: to learn from.
-
-    Raises:
-        ExperimentError: it is larger.
-    """
+    """Refuse a batch that is larger than the training data."""
     if batch > samples:
         raise ExperimentError(
             f"a batch of {batch:,}: there are {samples:,} training images; name a smaller --batch"
@@ -160,17 +134,7 @@ def check_batch(batch: int, samples: int) -> None:
 
 
 def parse_numbers(option: str, text: str) -> tuple[int, ...]:
-    """Whole numbers from a list with commas.
-
-    Args:
-        option: that the list was given to, for the message.
-        text: such as ``"10,30,100"``.
-
-    Returns:
-        The numbers, in order, each once.
-
-    Raises:
-        ExperimentError: one is not a whole number above 0, or there are none.
+    """Whole numbers above 0 from a list with commas, in order, each once.
 
     Example:
         >>> parse_numbers("--lengths", "30, 10")
@@ -187,18 +151,7 @@ def parse_numbers(option: str, text: str) -> tuple[int, ...]:
 
 
 def parse_choices(option: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
-    """Names from a list with commas.
-
-    Args:
-        option: that the list was given to, for the message.
-        text: such as ``"torch,scan"``; ``"all"`` is every one.
-        known: the names that there are.
-
-    Returns:
-        The names, in the order of ``known``, each once.
-
-    Raises:
-        ExperimentError: a name is unknown, or there are none.
+    """Some of the known names, or ``all``, from a list with commas, in the order of ``known``.
 
     Example:
         >>> parse_choices("--ways", "scan,torch", WAYS)

@@ -10,12 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from retrograde.figures.style import INK, save
 from retrograde.files import aside
 
-__all__ = ["Column", "Plate", "add_caption", "describe_machine", "save_plate", "write_plate"]
+__all__ = [
+    "Column",
+    "Plate",
+    "captioned",
+    "describe_machine",
+    "name_curves",
+    "save_plate",
+    "write_plate",
+]
 
 Column = Sequence[int] | Sequence[float] | Sequence[str]
 
@@ -46,17 +55,7 @@ class Plate:
 
 
 def save_plate(plate: Plate, folder: str | Path) -> tuple[Path, Path, Path]:
-    """Write a plate as SVG, PNG and CSV.
-
-    Args:
-        plate: to write.
-        folder: where; made if it is not there.
-
-    Returns:
-        The three paths, in that order.
-
-    Raises:
-        OSError: the folder cannot be written.
+    """Write a plate as SVG, PNG and CSV, and return the three paths in that order.
 
     Example:
         >>> import tempfile
@@ -77,42 +76,41 @@ def save_plate(plate: Plate, folder: str | Path) -> tuple[Path, Path, Path]:
 
 
 def write_plate(plate: Plate, folder: Path) -> None:
-    """Write a plate as :func:`save_plate` does, all three files whole or all as they were.
-
-    Args:
-        plate: to write.
-        folder: that is there.
-
-    Raises:
-        RetrogradeError: the disk is full, or the folder cannot be written.
-    """
+    """Write a plate as :func:`save_plate` does, all three files whole or all as they were."""
     with aside(*(folder / f"{plate.name}.{end}" for end in ("svg", "png", "csv"))) as place:
         save_plate(plate, place)
 
 
-def add_caption(figure: Figure, text: str, per_inch: float = _CHARACTERS_PER_INCH) -> None:
-    """Set a caption under a picture, broken into lines that fit its width.
-
-    Args:
-        figure: with a layout that keeps room for it.
-        text: the caption.
-        per_inch: characters; fewer for a text of wide ones.
+def captioned(
+    name: str,
+    title: str,
+    table: Mapping[str, Column],
+    figure: Figure,
+    note: str,
+    per_inch: float = _CHARACTERS_PER_INCH,
+) -> Plate:
+    """A plate whose note stands under its picture, in lines of so many characters an inch.
 
     Example:
-        >>> add_caption(Figure(figsize=(4, 3), layout="constrained"), "What is compared.")
+        >>> figure = Figure(figsize=(4, 3), layout="constrained")
+        >>> captioned("empty", "Nothing", {}, figure, "What is compared.").note
+        'What is compared.'
     """
     width = int(per_inch * figure.get_figwidth())
-    figure.supxlabel(fill(text, width), x=0.01, ha="left", fontsize=8.5, color=INK)
+    figure.supxlabel(fill(note, width), x=0.01, ha="left", fontsize=8.5, color=INK)
+    return Plate(name, title, table, figure, note)
+
+
+def name_curves(figure: Figure, axes: Axes, columns: int) -> None:
+    """One legend for all axes of a figure, above them, where no curve is."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(
+        handles, labels, loc="outside upper left", ncols=columns, frameon=False, fontsize=9
+    )
 
 
 def describe_machine(machine: Mapping[str, str | int]) -> str:
     """What something was measured on, in words for a caption.
-
-    Args:
-        machine: ``"device"`` names it; ``"threads"`` and ``"torch"`` may be there.
-
-    Returns:
-        The words.
 
     Example:
         >>> describe_machine({"device": "AMD EPYC", "threads": 2, "torch": "2.13"})

@@ -45,13 +45,7 @@ class Bitstreams:
     classes: ClassVar[int] = 10
 
     def bits(self, sample: int) -> NDArray[np.float32]:
-        """One bitstream.
-
-        Args:
-            sample: its number, 0 or more.
-
-        Returns:
-            Zeros and ones, shape ``(length,)``.
+        """The zeros and ones of one sample, shape ``(length,)``.
 
         Example:
             >>> Bitstreams(8).bits(9)
@@ -62,11 +56,11 @@ class Bitstreams:
         return (random.random(self.length, np.float32) < share).astype(np.float32)
 
     def training_samples(self, places: Integers) -> tuple[Tensor, Tensor]:
-        """Some of the streams to learn from, as :class:`~wang2020.task.Task` says."""
+        """Some of the streams to learn from."""
         return self._samples(places)
 
     def test_samples(self, places: Integers) -> tuple[Tensor, Tensor]:
-        """Some of the streams held out, as :class:`~wang2020.task.Task` says."""
+        """Some of the streams held out."""
         return self._samples(places + self.training)
 
     def _samples(self, places: Integers) -> tuple[Tensor, Tensor]:

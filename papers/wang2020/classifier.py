@@ -32,14 +32,7 @@ class Classifier(nn.Module):
         self.linear = nn.Linear(hidden, classes)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Scores of each class.
-
-        Args:
-            inputs: shape ``(T, B, features)``.
-
-        Returns:
-            Logits ``(B, classes)``.
-        """
+        """Logits ``(B, classes)`` of inputs ``(T, B, features)``."""
         _, state = self.core(inputs)
         scores: Tensor = self.linear(state[-1])
         return scores
@@ -50,16 +43,7 @@ def classifiers(
 ) -> list[Classifier]:
     """One classifier a way, all of the same weights.
 
-    Args:
-        cell: ``"rnn"`` or ``"gru"``.
-        ways: ``"torch"`` is torch's own module, any other the ``backward=`` of retrograde's.
-        features: numbers at each step.
-        hidden: size of the hidden state.
-        classes: how many there are.
-        seed: of the weights.
-
-    Returns:
-        The classifiers, in the order of the ways.
+    Way ``"torch"`` is torch's own module, any other the ``backward=`` of retrograde's.
 
     Example:
         >>> one, two = classifiers("rnn", ("torch", "torch"), 1, 20, 10, seed=0)
@@ -76,21 +60,7 @@ def classifiers(
 
 
 def core_of(cell: str, way: str, features: int, hidden: int) -> nn.RNNBase:
-    """The recurrent core for a way of computing its gradient.
-
-    Args:
-        cell: ``"rnn"`` or ``"gru"``.
-        way: ``"torch"``, or what ``backward=`` takes.
-        features: numbers at each step.
-        hidden: size of the hidden state.
-
-    Returns:
-        The module.
-
-    Example:
-        >>> core_of("gru", "torch", 3, 8)
-        GRU(3, 8)
-    """
+    """The recurrent core, ``"rnn"`` or ``"gru"``, for a way of computing its gradient."""
     if way == "torch":
         plain: nn.RNNBase = {"rnn": nn.RNN, "gru": nn.GRU}[cell](features, hidden)
         return plain

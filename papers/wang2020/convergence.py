@@ -1,13 +1,12 @@
 """LeNet-5 trained by the scan, beside torch: Wang, *BPPSA* (2020), section 3.5, figure 3.4."""
 
 import copy
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean, median
 from typing import cast
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -16,7 +15,7 @@ from retrograde.jacobians.feedforward import Algorithm
 from retrograde.machine import machine_of
 from retrograde.nn.networks import lenet5
 from retrograde.nn.sequential import Sequential
-from retrograde_papers.images import Images, train_step
+from retrograde_papers.images import Images, Losses, train_in_turns
 from retrograde_papers.options import ExperimentError, check_batch, check_positive, check_seed
 from wang2020.pruning import accuracy_of
 from wang2020.training_figures import Convergence
@@ -62,20 +61,14 @@ class Comparison:
         check_seed(self.seed)
         if self.algorithm not in _ALGORITHMS:
             raise ExperimentError(
-                f"--algorithm is {self.algorithm!r}: expected one of {', '.join(_ALGORITHMS)}"
+                f"--algorithm is {self.algorithm!r}: expected linear, blelloch or auto"
             )
 
 
 def compare(images: Images, how: Comparison, show: Show) -> Convergence:
-    """Train both, iteration by iteration in turn, on the same batches.
+    """Train both on the same batches, iteration by iteration in turn.
 
-    Args:
-        images: to learn from.
-        how: the training.
-        show: told, after each iteration, how many are done and torch's loss.
-
-    Returns:
-        The losses.
+    ``show`` is told, after each iteration, how many are done and torch's loss.
 
     Raises:
         ExperimentError: a batch is larger than the training data.
@@ -87,7 +80,21 @@ def compare(images: Images, how: Comparison, show: Show) -> Convergence:
     nets = {"torch": plain, "scan": Sequential(*layers, backward="scan", algorithm=algorithm)}
     total = len(images.training) // how.batch * how.epochs
     every = -(-total // _POINTS)
-    losses, seconds, testing = _train(nets, images, how, every, show)
+    testing: Losses = {way: [] for way in nets}
+
+    def test_and_show(done: int, losses: Losses) -> None:
+        if done % every == 0:
+            for way, net in nets.items():
+                testing[way].append(_test_loss(net, images))
+        show(done, losses["torch"][-1])
+
+    losses, seconds = train_in_turns(
+        nets,
+        partial(torch.optim.SGD, lr=how.learning_rate, momentum=how.momentum),
+        images.batches_of(how.batch, total, how.seed),
+        how.seed,
+        test_and_show,
+    )
     means = {
         way: [
             fmean(each[start : start + every]) for start in range(0, total - total % every, every)
@@ -110,36 +117,6 @@ def compare(images: Images, how: Comparison, show: Show) -> Convergence:
         accuracy={way: accuracy_of(net, images) for way, net in nets.items()},
         seconds={way: median(each) for way, each in seconds.items()},
     )  # fmt: skip
-
-
-Losses = dict[str, list[float]]
-
-
-def _train(
-    nets: dict[str, nn.Sequential], images: Images, how: Comparison, every: int, show: Show
-) -> tuple[Losses, Losses, Losses]:
-    """Losses and seconds of every iteration, and test losses of every point."""
-    optimizers = {
-        way: torch.optim.SGD(net.parameters(), lr=how.learning_rate, momentum=how.momentum)
-        for way, net in nets.items()
-    }
-    losses: Losses = {way: [] for way in nets}
-    seconds: Losses = {way: [] for way in nets}
-    testing: Losses = {way: [] for way in nets}
-    random = np.random.default_rng(how.seed)
-    done = 0
-    for _ in range(how.epochs):
-        for x, y in images.batches(how.batch, random):
-            for way, net in nets.items():
-                start = time.perf_counter()
-                losses[way].append(train_step(net, optimizers[way], x, y))
-                seconds[way].append(time.perf_counter() - start)
-            done += 1
-            if done % every == 0:
-                for way, net in nets.items():
-                    testing[way].append(_test_loss(net, images))
-            show(done, losses["torch"][-1])
-    return losses, seconds, testing
 
 
 def _test_loss(net: nn.Module, images: Images) -> float:

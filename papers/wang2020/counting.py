@@ -25,32 +25,13 @@ _ROOM = 2**34  # bytes, which bound only what is written out
 
 
 def run_layers(layers: Sequence[nn.Module], image: Tensor) -> list[Step]:
-    """The layers on one image.
-
-    Args:
-        layers: in turn.
-        image: (1, …).
-
-    Returns:
-        Their steps.
-
-    Example:
-        >>> len(run_layers([nn.ReLU()], torch.ones(1, 3)))
-        1
-    """
+    """The steps of layers on one image ``(1, …)``."""
     with torch.enable_grad():
         return observe_steps(layers, image)
 
 
 def count_scans(steps: Sequence[Step], most: int | None = None) -> list[Split]:
-    """A scan with each number of levels, the input's own gradient left out.
-
-    Args:
-        steps: of one image.
-        most: levels to go to; None: all.
-
-    Returns:
-        What they take.
+    """Scans with 0, 1, … levels, all or ``most``, the input's own gradient left out.
 
     Example:
         >>> steps = run_layers([nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)], torch.ones(1, 3))
@@ -74,14 +55,7 @@ def _sparse_flops(a: Any, b: Any) -> int:
 
 
 def counted(split: Split) -> Counted:
-    """A scan's figures.
-
-    Args:
-        split: the scan.
-
-    Returns:
-        The same as plain numbers.
-    """
+    """A scan's figures as plain numbers."""
     report = split.report
     return Counted(
         split.levels,
@@ -93,14 +67,7 @@ def counted(split: Split) -> Counted:
 
 
 def points_of(split: Split) -> list[Point]:
-    """The products of a scan, as figure 5.5 shows them.
-
-    Args:
-        split: the scan.
-
-    Returns:
-        A point for each.
-    """
+    """The products of a scan, as figure 5.5 shows them."""
     return [
         _point(product, number, product.flops == level.critical_flops)
         for number, level in enumerate(split.report.levels)
@@ -109,13 +76,7 @@ def points_of(split: Split) -> list[Point]:
 
 
 def ordinary_points(steps: Sequence[Step]) -> list[Point]:
-    """The layers' gradients with respect to their inputs, as torch computes them.
-
-    Args:
-        steps: of one image, of a network that is not pruned: torch multiplies by zeros.
-
-    Returns:
-        A point for each layer but the first.
+    """Of each layer but the first, its input's gradient as torch computes it: zeros are multiplied.
 
     Example:
         >>> steps = run_layers([nn.ReLU(), nn.Linear(3, 2)], torch.ones(1, 3))

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from retrograde.console import new_table
 from wang2020.results import Curves, Timings
 
 __all__ = ["breakdown_table", "conclude", "progress", "speedup_table"]
@@ -22,16 +23,7 @@ Update = Callable[[int, str], object]
 
 @contextmanager
 def progress(console: Console, name: str, total: int) -> Iterator[Update]:
-    """Show work as it goes.
-
-    Args:
-        console: to write to; a live bar if it is a terminal.
-        name: of the work.
-        total: pieces of it.
-
-    Yields:
-        A function to call with the pieces done, and a word on them.
-    """
+    """Show work as it goes; the yielded function takes the pieces done, and a word on them."""
     if not console.is_terminal:
         yield _lines(console, name, total)
         return
@@ -48,16 +40,10 @@ def progress(console: Console, name: str, total: int) -> Iterator[Update]:
 
 
 def conclude(console: Console, curves: Curves) -> None:
-    """Say what a race has come to.
-
-    Args:
-        console: to write to.
-        curves: of it.
-    """
-    table = Table(title=f"{_title(curves)}; milliseconds an iteration", title_justify="left")
-    table.add_column("way", no_wrap=True)
-    for name in ("loss", "right", "forward", "backward", "all", "speed-up", "first"):
-        table.add_column(name, justify="right")
+    """Print what a race has come to."""
+    columns = ("way", "loss", "right", "forward", "backward", "all", "speed-up", "first")
+    title = f"{_title(curves)}; milliseconds an iteration"
+    table = new_table(title, columns, left=("way",), unbroken=("way",))
     whole = {way: _whole(curves, way) for way in curves.ways}
     for way in curves.ways:
         table.add_row(
@@ -83,17 +69,9 @@ def conclude(console: Console, curves: Curves) -> None:
 
 
 def speedup_table(timings: Timings) -> Table:
-    """How much faster the ways are than torch, over lengths and batch sizes.
-
-    Args:
-        timings: measured.
-
-    Returns:
-        The table of figure 5.2.
-    """
-    table = Table(title="Speed-up: backward pass / whole iteration", title_justify="left")
-    for name in ("T", "B", "torch", *timings.ways[1:]):
-        table.add_column(name, justify="right")
+    """How much faster the ways are than torch, as in figure 5.2."""
+    columns = ("T", "B", "torch", *timings.ways[1:])
+    table = new_table("Speed-up: backward pass / whole iteration", columns)
     for point in timings.points:
         whole, backward = point.whole("torch"), point.backward["torch"]
         table.add_row(
@@ -109,17 +87,9 @@ def speedup_table(timings: Timings) -> Table:
 
 
 def breakdown_table(timings: Timings) -> Table:
-    """Where the time of an iteration goes, torch's forward and backward being 1.
-
-    Args:
-        timings: measured.
-
-    Returns:
-        The table of figure 5.4.
-    """
-    table = Table(title="Shares of torch's forward and backward", title_justify="left")
-    for name in ("set", "T", "B", "way", "forward", "overhead", "backward", "in all"):
-        table.add_column(name, justify="left" if name in ("set", "way") else "right")
+    """Where the time of an iteration goes, as in figure 5.4, torch's passes being 1."""
+    columns = ("set", "T", "B", "way", "forward", "overhead", "backward", "in all")
+    table = new_table("Shares of torch's forward and backward", columns, left=("set", "way"))
     for point in timings.points:
         unit = point.forward["torch"] + point.backward["torch"]
         for way in timings.ways:

@@ -45,12 +45,6 @@ WANG: Mapping[str, Callable[[], Plate]] = MappingProxyType(
 def plates_of(results: Results) -> list[Plate]:
     """The figures for which an experiment has the numbers.
 
-    Args:
-        results: of ``retrograde bench bitstream`` or ``retrograde bench instruments``.
-
-    Returns:
-        The curves of figure 5.1 or 5.3, and the seconds of 5.2 or 5.4, where there are any.
-
     Example:
         >>> plates_of(Results("bitstream"))
         []

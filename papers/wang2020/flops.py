@@ -2,13 +2,13 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from importlib import resources
+from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 
 from retrograde.figures.style import BLUE, GREEN, INK, ORANGE, tidy
-from retrograde_papers.plates import Plate, add_caption
+from retrograde_papers.numbers import read_shipped, to_json
+from retrograde_papers.plates import Plate, captioned
 
 __all__ = ["Counted", "Point", "Pruning", "figure_5_5"]
 
@@ -95,23 +95,12 @@ class Pruning:
     ordinary_flops: int
 
     def to_json(self) -> str:
-        """The numbers as JSON.
-
-        Returns:
-            A text that :meth:`from_json` reads.
-        """
-        return json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n"
+        """The numbers as JSON, which :meth:`from_json` reads."""
+        return to_json(self)
 
     @classmethod
     def from_json(cls, text: str) -> "Pruning":
-        """Read what :meth:`to_json` wrote.
-
-        Args:
-            text: the JSON.
-
-        Returns:
-            The numbers.
-        """
+        """The numbers that :meth:`to_json` wrote."""
         document = json.loads(text)
         document["losses"] = tuple(document["losses"])
         document["points"] = tuple(Point(**point) for point in document["points"])
@@ -121,27 +110,17 @@ class Pruning:
 
     @classmethod
     def shipped(cls) -> "Pruning":
-        """The numbers that come with the library.
-
-        Returns:
-            The numbers.
+        """The numbers that come with this package.
 
         Example:
             >>> Pruning.shipped().levels
             3
         """
-        folder = resources.files("wang2020") / "data"
-        return cls.from_json((folder / "vgg11.json").read_text(encoding="utf-8"))
+        return cls.from_json(read_shipped("wang2020", "vgg11"))
 
 
 def figure_5_5(found: Pruning | None = None) -> Plate:
     """Figure 5.5: FLOPs of each step over what they would be if nothing were sparse.
-
-    Args:
-        found: what to draw; by default the numbers that come with the library.
-
-    Returns:
-        The plate; its table has all points.
 
     Example:
         >>> figure_5_5().name
@@ -174,9 +153,8 @@ def figure_5_5(found: Pruning | None = None) -> Plate:
         y="FLOPs",
     )
     note = _described(found)
-    add_caption(figure, note)
     title = "FLOPs of each step for a pruned VGG-11"
-    return Plate("figure_5_5", title, _table(found.points), figure, note)
+    return captioned("figure_5_5", title, _table(found.points), figure, note)
 
 
 def _described(found: Pruning) -> str:

@@ -39,13 +39,7 @@ class Features:
     hop: int
 
     def frames(self, samples: int) -> int:
-        """Frames of a recording.
-
-        Args:
-            samples: of it.
-
-        Returns:
-            Steps of the sequence.
+        """Steps of the sequence that so many samples make.
 
         Example:
             >>> [FEATURES[name].frames(132_300) for name in "sml"]
@@ -106,11 +100,11 @@ class Instruments:
         return len(self.labels) - self.training
 
     def training_samples(self, places: Integers) -> tuple[Tensor, Tensor]:
-        """Some of the samples to learn from, as :class:`~wang2020.task.Task` says."""
+        """Some of the samples to learn from."""
         return self._samples(places)
 
     def test_samples(self, places: Integers) -> tuple[Tensor, Tensor]:
-        """Some of the samples held out, as :class:`~wang2020.task.Task` says."""
+        """Some of the samples held out."""
         return self._samples(places + self.training)
 
     def _samples(self, places: Integers) -> tuple[Tensor, Tensor]:
@@ -119,22 +113,10 @@ class Instruments:
 
 
 def load_instruments(folder: str | Path, name: str) -> Instruments:
-    """Read a set of ready-made sequences.
-
-    Args:
-        folder: that has ``instruments_{name}.npz``.
-        name: of the set: ``"s"``, ``"m"`` or ``"l"``.
-
-    Returns:
-        The task.
+    """Read ``instruments_{name}.npz``, whose name is ``"s"``, ``"m"`` or ``"l"``.
 
     Raises:
         ExperimentError: the file is not there, or is not such a file.
-
-    Example:
-        >>> load_instruments("nowhere", "s")
-        Traceback (most recent call last):
-        retrograde_papers.options.ExperimentError: there is no nowhere/instruments_s.npz: ...
     """
     path = Path(folder) / f"instruments_{name}.npz"
     try:
@@ -154,14 +136,10 @@ def load_instruments(folder: str | Path, name: str) -> Instruments:
 
 
 def features_of(sound: NDArray[np.floating]) -> NDArray[np.float32]:
-    """What is fed to the network, of one channel's coefficients.
+    """The network's inputs ``(frames, coefficients - 1)``, of one channel's coefficients.
 
-    Args:
-        sound: shape ``(coefficients, frames)``, as librosa gives them.
-
-    Returns:
-        Shape ``(frames, coefficients - 1)``: the first dropped, each of the others of zero mean and
-        unit variance; one that never changes is zero.
+    The first coefficient is dropped. Each of the others has zero mean and unit variance, or is zero
+    where it never changes.
 
     Example:
         >>> features_of(np.array([[9.0, 9.0], [1.0, 3.0], [5.0, 5.0]])).tolist()

@@ -36,16 +36,9 @@ def load_irmas(
     seed: int = 0,
     show: Callable[[int], object] = lambda done: None,
 ) -> dict[str, Instruments]:
-    """Compute the sequences of some sets, reading each file once.
+    """A task for each set, of the same files in the same order, each read once.
 
-    Args:
-        folder: with a folder of WAV files for each instrument.
-        names: of the sets, of ``"s"``, ``"m"`` and ``"l"``.
-        seed: of the split.
-        show: told how many files are done.
-
-    Returns:
-        A task for each set, the same files in the same order.
+    ``show`` is told how many files are done.
 
     Raises:
         ExperimentError: librosa is missing, there are no such files, or one cannot be read.
@@ -68,21 +61,10 @@ def load_irmas(
 
 
 def find_recordings(folder: str | Path) -> dict[str, list[Recording]]:
-    """The WAV files of a folder, by instrument, those of one recording together.
-
-    Args:
-        folder: with a folder for each instrument.
-
-    Returns:
-        Instruments in order of the alphabet, each with its recordings likewise.
+    """The WAV files of each instrument's folder, those of one recording together, in order.
 
     Raises:
         ExperimentError: there are fewer than two instruments, or one has a single recording.
-
-    Example:
-        >>> find_recordings("nowhere")
-        Traceback (most recent call last):
-        retrograde_papers.options.ExperimentError: --irmas nowhere: ...
     """
     found: dict[str, dict[str, Recording]] = {}
     for path in sorted(Path(folder).glob("*/*.wav")):
@@ -101,11 +83,7 @@ def find_recordings(folder: str | Path) -> dict[str, list[Recording]]:
 
 
 def require_librosa() -> None:
-    """See to it that librosa is there.
-
-    Raises:
-        ExperimentError: it is not; the message says how to install it.
-    """
+    """Raise ExperimentError if there is no librosa."""
     if find_spec("librosa") is None:
         raise ExperimentError("--irmas needs librosa: pip install 'retrograde-papers[irmas]'")
 

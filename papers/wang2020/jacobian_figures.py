@@ -1,7 +1,6 @@
 """Figures 3.1 and 3.3 and table 3.1 of Wang, *BPPSA* (2020): VGG-11's scan, and its Jacobians."""
 
 import json
-from importlib import resources
 from typing import Any
 
 import torch
@@ -15,7 +14,8 @@ from retrograde.jacobians.transposed import transposed_jacobian
 from retrograde.nn.networks import vgg11
 from retrograde.scan.blelloch import pairs
 from retrograde.scan.counts import most_levels
-from retrograde_papers.plates import Column, Plate, add_caption, describe_machine
+from retrograde_papers.numbers import read_shipped
+from retrograde_papers.plates import Column, Plate, captioned, describe_machine
 
 __all__ = ["figure_3_1", "figure_3_3", "table_3_1"]
 
@@ -29,9 +29,6 @@ _SHOWN = {
 
 def figure_3_1() -> Plate:
     """Figure 3.1: the levels of Blelloch's scan over the convolutional part of VGG-11.
-
-    Returns:
-        The plate; its table has the products and moves of each level.
 
     Example:
         >>> plate = figure_3_1()
@@ -56,7 +53,6 @@ def figure_3_1() -> Plate:
         "vector (orange); dashed: moves. Each row is the array after a level, from the top: "
         f"{upward} levels up, then {downward} down. Only upward are matrices multiplied."
     )
-    add_caption(figure, note)
     counts = [[link[2] for link in level] for level in links]
     table: dict[str, Column] = {
         "level": list(range(len(links))),
@@ -64,7 +60,7 @@ def figure_3_1() -> Plate:
         "vector products": [each.count("vector") for each in counts],
         "moves": [each.count("move") for each in counts],
     }
-    return Plate("figure_3_1", "the scan's levels on VGG-11", table, figure, note)
+    return captioned("figure_3_1", "the scan's levels on VGG-11", table, figure, note)
 
 
 Link = tuple[int, int, str]
@@ -122,9 +118,6 @@ def _draw_levels(
 def figure_3_3() -> Plate:
     """Figure 3.3: where the transposed Jacobians of three operators may be non-zero.
 
-    Returns:
-        The plate; its table has every entry's row and column.
-
     Example:
         >>> figure_3_3().name
         'figure_3_3'
@@ -149,8 +142,7 @@ def figure_3_3() -> Plate:
         "Each of an input of two channels, 6×6; rows are inputs, columns outputs, channels one "
         "after another. Dots are what the layer does not guarantee to be zero."
     )
-    add_caption(figure, note)
-    return Plate("figure_3_3", "patterns of three transposed Jacobians", table, figure, note)
+    return captioned("figure_3_3", "patterns of three transposed Jacobians", table, figure, note)
 
 
 def _draw_pattern(axes: Axes, title: str, jacobian: CSR) -> None:
@@ -170,16 +162,13 @@ def _draw_pattern(axes: Axes, title: str, jacobian: CSR) -> None:
 def table_3_1() -> Plate:
     """Table 3.1: sparsity of VGG-11's first operators, and how fast their Jacobians are made.
 
-    Returns:
-        The plate. Sparsities and bytes are computed as it is drawn, seconds are those that come
-        with the library.
+    Sparsities and bytes are computed as it is drawn; seconds are those that come with this package.
 
     Example:
         >>> [round(share, 5) for share in table_3_1().table["guaranteed zeros"]]
         [0.99157, 0.99998, 0.99994]
     """
-    folder = resources.files("wang2020") / "data"
-    measured = json.loads((folder / "jacobians.json").read_text(encoding="utf-8"))
+    measured = json.loads(read_shipped("wang2020", "jacobians"))
     operators = {
         "convolution": (nn.Conv2d(3, 64, 3, padding=1), torch.zeros(1, 3, 32, 32)),
         "ReLU": (nn.ReLU(), torch.zeros(1, 64, 32, 32)),
@@ -221,6 +210,5 @@ def table_3_1() -> Plate:
         "being known. By autograd 4,096 columns are timed, and scaled up to all. Medians, on "
         f"{describe_machine(measured['machine'])}."
     )
-    add_caption(figure, note)
     title = "sparsity of transposed Jacobians, and the speed of making them"
-    return Plate("table_3_1", title, table, figure, note)
+    return captioned("table_3_1", title, table, figure, note)

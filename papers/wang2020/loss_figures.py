@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from retrograde.figures.style import INK, tidy
-from retrograde_papers.plates import Column, Plate, add_caption, describe_machine
+from retrograde.figures.style import tidy
+from retrograde_papers.plates import Column, Plate, captioned, describe_machine, name_curves
 from wang2020.results import Curves, Results, shipped
 from wang2020.style import colour_of, label_of
 
@@ -24,12 +24,6 @@ _THIN, _STEP = 1.3, 1.7  # line widths, so that each of the curves on one anothe
 def figure_5_1(results: Results | None = None) -> Plate:
     """Figure 5.1: losses of an RNN that learns to classify bitstreams.
 
-    Args:
-        results: what to draw; by default the numbers that come with the library.
-
-    Returns:
-        The plate; its table has seconds and losses of each point.
-
     Example:
         >>> figure_5_1().name
         'figure_5_1'
@@ -41,20 +35,13 @@ def figure_5_1(results: Results | None = None) -> Plate:
     _draw_seconds(left, curves, f"(a) {what}, over time")
     _draw_iterations(right, curves, "(b) the same, over iterations")
     note = f"{_described([curves])} {_outcome(curves)}"
-    _name_ways(figure, left)
-    add_caption(figure, note)
+    name_curves(figure, left, len(curves.ways))
     title = "loss of an RNN on bitstreams, over time"
-    return Plate("figure_5_1", title, _table([curves]), figure, note)
+    return captioned("figure_5_1", title, _table([curves]), figure, note)
 
 
 def figure_5_3(results: Results | None = None) -> Plate:
     """Figure 5.3: losses of a GRU that learns to tell instruments apart.
-
-    Args:
-        results: what to draw; by default the numbers that come with the library.
-
-    Returns:
-        The plate; its table has seconds and losses of each point of each set.
 
     Example:
         >>> figure_5_3().name
@@ -72,10 +59,9 @@ def figure_5_3(results: Results | None = None) -> Plate:
                 axes[row, column].set_ylabel("")
     outcomes = " ".join(f"{each.settings['data']}: {_outcome(each)}" for each in sets)
     note = f"{_described(sets)} {outcomes}"
-    _name_ways(figure, axes[0, 0])
-    add_caption(figure, note)
+    name_curves(figure, axes[0, 0], len(sets[0].ways))
     title = "loss of a GRU on recordings of instruments, over time"
-    return Plate("figure_5_3", title, _table(sets), figure, note)
+    return captioned("figure_5_3", title, _table(sets), figure, note)
 
 
 def _draw_seconds(axes: Axes, curves: Curves, title: str) -> None:
@@ -99,17 +85,8 @@ def _draw_iterations(axes: Axes, curves: Curves, title: str) -> None:
     _finish(axes, title, "iteration")
 
 
-def _name_ways(figure: Figure, axes: Axes) -> None:
-    """One legend for all axes, above them, where no curve is."""
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(
-        handles, labels, loc="outside upper left", ncols=len(labels), frameon=False, fontsize=9
-    )
-
-
 def _finish(axes: Axes, title: str, x: str) -> None:
-    axes.grid(axis="y", color=INK, alpha=0.12, linewidth=0.8)
-    tidy(axes, title=title, x=x, y=_LOSS)
+    tidy(axes, grid="y", title=title, x=x, y=_LOSS)
 
 
 def _iterations(curves: Curves) -> list[int]:

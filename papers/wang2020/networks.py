@@ -10,6 +10,7 @@ from torch import nn
 from gruslys2016.deep import Options, run_ways
 from gruslys2016.deep_figures import deep_losses, deep_memory, deep_schedule, deep_trade_off
 from gruslys2016.deep_results import Deep
+from retrograde.console import new_table
 from retrograde.files import check_folder, write_file, write_text
 from retrograde.machine import machine_of
 from retrograde.nn.networks import vgg11
@@ -17,13 +18,7 @@ from retrograde.units import format_bytes
 from retrograde_papers.images import Images
 from retrograde_papers.plates import write_plate
 from wang2020.convergence import Comparison, compare
-from wang2020.counting import (
-    count_scans,
-    counted,
-    ordinary_points,
-    points_of,
-    run_layers,
-)
+from wang2020.counting import count_scans, counted, ordinary_points, points_of, run_layers
 from wang2020.display import progress
 from wang2020.flops import Pruning, figure_5_5
 from wang2020.pruning import Pruned, Training, train_and_prune
@@ -36,21 +31,7 @@ _UNPRUNED_LEVELS = 2  # beyond, the unpruned products are dense all over
 
 
 def run_lenet(images: Images, how: Comparison, report: Path, console: Console) -> Convergence:
-    """Section 3.5: LeNet-5 trained by torch and by the scan; figure 3.4.
-
-    Args:
-        images: to learn from.
-        how: the training.
-        report: folder for the figure and the numbers.
-        console: to write to.
-
-    Returns:
-        The losses, which are written too.
-
-    Raises:
-        ExperimentError: the options cannot be met.
-        RetrogradeError: the folder cannot be written.
-    """
+    """Section 3.5: LeNet-5 trained by torch and by the scan; figure 3.4."""
     check_folder(report)
     total = len(images.training) // how.batch * how.epochs
     with progress(console, "training", total) as update:
@@ -67,21 +48,7 @@ def run_lenet(images: Images, how: Comparison, report: Path, console: Console) -
 
 
 def run_vgg11(images: Images, training: Training, report: Path, console: Console) -> Pruning:
-    """Sections 4.3 and 5.3: VGG-11 trained, pruned, trained again, and counted; figure 5.5.
-
-    Args:
-        images: to learn from.
-        training: how.
-        report: folder for the figure, the numbers, and the network's weights.
-        console: to write to.
-
-    Returns:
-        The counts, which are written too.
-
-    Raises:
-        ExperimentError: the options cannot be met.
-        RetrogradeError: the folder cannot be written.
-    """
+    """Sections 4.3 and 5.3: VGG-11 trained, pruned, trained again, and counted; figure 5.5."""
     check_folder(report)
     total = 2 * (len(images.training) // training.batch) * training.epochs
     with progress(console, "training", total) as update:
@@ -101,21 +68,10 @@ def run_vgg11(images: Images, training: Training, report: Path, console: Console
 
 
 def run_deep(images: Images, how: Options, report: Path, console: Console) -> Deep:
-    """A deep network trained ordinarily and within budgets, and what other budgets would buy.
-
-    Args:
-        images: to learn from.
-        how: the training.
-        report: folder for the figures and the numbers.
-        console: to write to.
-
-    Returns:
-        What was found, which is written too.
+    """Train a deep network ordinarily and within budgets; write its figures and numbers.
 
     Raises:
         BudgetError: every budget is too small; the message names the least.
-        ExperimentError: the options cannot be met.
-        RetrogradeError: the folder cannot be written.
     """
     check_folder(report)
     total = how.iterations_of(len(images.training))
@@ -138,13 +94,14 @@ def _save_weights(model: nn.Module, path: Path) -> None:
 
 def _sides(found: Deep) -> Table:
     """What each way held and took, and how far its losses are from the ordinary ones."""
-    table = Table(
-        title=f"{found.settings['title']}, batch {found.settings['batch']}: one iteration; losses "
-        f"of {found.settings['iterations']:,}",
-        title_justify="left",
+    columns = ("way", "budget", "held", "share", "seconds", "loss", "distance")
+    table = new_table(
+        f"{found.settings['title']}, batch {found.settings['batch']}: one iteration; losses of "
+        f"{found.settings['iterations']:,}",
+        columns,
+        left=("way",),
+        unbroken=columns,
     )
-    for name in ("way", "budget", "held", "share", "seconds", "loss", "distance"):
-        table.add_column(name, justify="left" if name == "way" else "right", no_wrap=True)
     whole = found.side("ordinary").peak_bytes
     for side in found.sides:
         losses = found.losses.get(side.name)
@@ -162,16 +119,7 @@ def _sides(found: Deep) -> Table:
 
 
 def describe_pruned(pruned: Pruned, training: Training, images: Images) -> Pruning:
-    """Count what scans over the convolutional part take.
-
-    Args:
-        pruned: the network.
-        training: how it came to be.
-        images: that it was trained on.
-
-    Returns:
-        The counts.
-    """
+    """Count what scans over the convolutional part take."""
     image = images.training[:1]
     whole = run_layers(vgg11(width=training.width)[:-2], image)
     steps = run_layers(list(pruned.model)[:-2], image)
@@ -211,13 +159,11 @@ def _kept(model: nn.Sequential) -> dict[str, float]:
 
 def _table(found: Pruning) -> Table:
     accuracy = ", ".join(f"{name} {share:.1%}" for name, share in found.accuracy.items())
-    table = Table(
-        title=f"accuracy: {accuracy}\nFLOPs of one sample's backward pass; ordinary "
+    table = new_table(
+        f"accuracy: {accuracy}\nFLOPs of one sample's backward pass; ordinary "
         f"{found.ordinary_flops:,}",
-        title_justify="left",
+        ("levels", "steps", "critical path", "all", "largest step", "unpruned critical"),
     )
-    for name in ("levels", "steps", "critical path", "all", "largest step", "unpruned critical"):
-        table.add_column(name, justify="right")
     for each in found.scans:
         whole = [other for other in found.unpruned if other.levels == each.levels]
         table.add_row(

@@ -55,35 +55,15 @@ class Output:
             raise ExperimentError(f"--only is {self.only!r}: expected {' or '.join(_PARTS)}")
 
     def wants(self, part: str) -> bool:
-        """Whether a part is to be measured.
-
-        Args:
-            part: ``"curves"`` or ``"seconds"``.
-
-        Returns:
-            True if so.
-        """
+        """Whether a part is to be measured."""
         return self.only in (None, part)
 
     def path(self, experiment: str) -> Path:
-        """The file for the numbers.
-
-        Args:
-            experiment: whose.
-
-        Returns:
-            Its path.
-        """
+        """The file for the numbers of an experiment."""
         return self.report / f"{experiment}.json" if self.results is None else self.results
 
     def earlier(self, experiment: str) -> Results:
-        """What the file has already; and see, before any work is done, that it can be written.
-
-        Args:
-            experiment: whose.
-
-        Returns:
-            The results; empty ones if there is no file, or all of it will be replaced.
+        """What the file has already, empty if there is none; looked at before any work.
 
         Raises:
             ExperimentError: the file is something else.
@@ -106,15 +86,7 @@ class Output:
         return found
 
     def write(self, results: Results, console: Console) -> None:
-        """Write the numbers, and the figures that are drawn from them.
-
-        Args:
-            results: measured; what the file has of the other part by now is kept.
-            console: to write to.
-
-        Raises:
-            RetrogradeError: the disk is full, or a folder cannot be written.
-        """
+        """Write the numbers over those of the file, and the figures drawn from them."""
         path = self.path(results.experiment)
         results = results.over(self.earlier(results.experiment))
         write_text(path, results.to_json())
@@ -150,18 +122,7 @@ class Source:
             )
 
     def load(self, seed: int, console: Console) -> dict[str, Instruments]:
-        """Read the sets.
-
-        Args:
-            seed: of the split of the original.
-            console: to show how far it is.
-
-        Returns:
-            The tasks by name.
-
-        Raises:
-            ExperimentError: the data are not there.
-        """
+        """Read the sets, a task of each name; ExperimentError if the data are not there."""
         if self.irmas is None:
             assert self.data is not None
             return {name: load_instruments(self.data, name) for name in self.names}
@@ -172,19 +133,7 @@ class Source:
 
 
 def run_bitstream(options: Options, output: Output, console: Console) -> Results:
-    """Sections 4.1 and 5.1: curves of figure 5.1, seconds of figure 5.2.
-
-    Args:
-        options: of the experiment.
-        output: where to write.
-        console: to write to.
-
-    Returns:
-        The results, which are written too.
-
-    Raises:
-        ExperimentError: the options cannot be met.
-    """
+    """Sections 4.1 and 5.1: curves of figure 5.1, seconds of figure 5.2."""
     check_device(options.device)
     output.earlier(options.experiment)  # refuses before any work
     task = Bitstreams(options.length, options.seed)
@@ -198,20 +147,7 @@ def run_bitstream(options: Options, output: Output, console: Console) -> Results
 
 
 def run_instruments(source: Source, options: Options, output: Output, console: Console) -> Results:
-    """Sections 4.2 and 5.2: curves of figure 5.3, seconds of figure 5.4.
-
-    Args:
-        source: of the recordings.
-        options: of the experiment.
-        output: where to write.
-        console: to write to.
-
-    Returns:
-        The results, which are written too.
-
-    Raises:
-        ExperimentError: the options cannot be met, or the data are not there.
-    """
+    """Sections 4.2 and 5.2: curves of figure 5.3, seconds of figure 5.4."""
     check_device(options.device)
     output.earlier(options.experiment)  # refuses before any work
     loaded = source.load(options.seed, console)

@@ -88,14 +88,8 @@ class Pruned:
 def train_and_prune(images: Images, training: Training, show: Show) -> Pruned:
     """The whole of section 4.3's preparation.
 
-    Args:
-        images: to learn from.
-        training: how.
-        show: told, after each batch, what is being done, how many batches of all are done, and
-            the loss.
-
-    Returns:
-        The network, whose weights are under masks of :mod:`torch.nn.utils.prune`.
+    ``show`` is told, after each batch, what is done, how many batches of all are, and the loss. The
+    weights of the network that is returned are under masks of :mod:`torch.nn.utils.prune`.
 
     Raises:
         ExperimentError: a batch is larger than the training data, or the loss is not finite.
@@ -127,13 +121,9 @@ def _risen(progress: float) -> float:
 
 
 def prune_weights(model: nn.Module, share: float) -> None:
-    """Set the smallest weights of each convolution and linear layer to zero, and hold them there.
+    """Set that share of the weights of each convolution and linear layer to zero, the smallest.
 
-    What is pruned already is among the smallest, and stays so while the share does not fall.
-
-    Args:
-        model: to change in place.
-        share: of the weights of every layer, rounded to whole weights.
+    They are held there. What is pruned already stays so while the share does not fall.
 
     Example:
         >>> layer = nn.Linear(10, 10)
@@ -149,20 +139,7 @@ def prune_weights(model: nn.Module, share: float) -> None:
 
 
 def accuracy_of(model: nn.Module, images: Images) -> float:
-    """How many of the held-out images a network classifies rightly.
-
-    Args:
-        model: which.
-        images: whose.
-
-    Returns:
-        Their share.
-
-    Example:
-        >>> from retrograde_papers.images import noise_images
-        >>> 0 <= accuracy_of(nn.Sequential(*vgg11(width=4)), noise_images(1, 20)) <= 1
-        True
-    """
+    """The share of held-out images that a network classifies rightly."""
     parts = zip(
         images.testing.split(_TEST_BATCH), images.testing_classes.split(_TEST_BATCH), strict=True
     )

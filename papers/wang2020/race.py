@@ -75,30 +75,14 @@ class Runner:
         return self.model.linear.weight.device
 
     def warm_up(self, inputs: Tensor, targets: Tensor) -> None:
-        """Forward and backward without an update, for what happens only once.
-
-        Args:
-            inputs: shape ``(T, B, features)``.
-            targets: shape ``(B,)``.
-        """
+        """Forward and backward without an update, for what happens only once."""
         start = now(self.device)
         torch.autograd.backward(functional.cross_entropy(self.model(inputs), targets))
         self.first = now(self.device) - start
         self.optimizer.zero_grad()
 
     def step(self, inputs: Tensor, targets: Tensor) -> Lap:
-        """One iteration.
-
-        Args:
-            inputs: shape ``(T, B, features)``.
-            targets: shape ``(B,)``.
-
-        Returns:
-            What it took, and its loss.
-
-        Raises:
-            ExperimentError: the loss is not finite.
-        """
+        """One iteration; ExperimentError if its loss is not finite."""
         start = now(self.device)
         loss = functional.cross_entropy(self.model(inputs), targets)
         middle = now(self.device)
@@ -117,14 +101,7 @@ class Runner:
         return self.laps[-1]
 
     def accuracy(self, task: Task) -> float:
-        """How many held-out sequences the network classifies rightly.
-
-        Args:
-            task: whose sequences.
-
-        Returns:
-            Their share.
-        """
+        """The share of held-out sequences that the network classifies rightly."""
         right = 0
         with torch.no_grad():
             for start in range(0, task.testing, _TEST_BATCH):
@@ -136,15 +113,7 @@ class Runner:
 
 
 def runners_for(task: Task, options: Options) -> list[Runner]:
-    """One runner a way, all of the same weights.
-
-    Args:
-        task: to learn.
-        options: of the experiment.
-
-    Returns:
-        The runners, in the order of ``options.ways``.
-    """
+    """One runner a way, all of the same weights."""
     made = classifiers(
         CELLS[options.experiment], options.ways, task.features, options.hidden, task.classes,
         options.seed,
@@ -158,17 +127,7 @@ def runners_for(task: Task, options: Options) -> list[Runner]:
 
 
 def race(runners: Sequence[Runner], task: Task, options: Options, show: Show) -> None:
-    """Train all runners on the same batches.
-
-    Args:
-        runners: of the same weights, at their start.
-        task: to learn.
-        options: of the experiment.
-        show: told the runners after each iteration.
-
-    Raises:
-        ExperimentError: a loss is not finite.
-    """
+    """Train all runners on the same batches, and show them after each iteration."""
     total = options.iterations_of(task.training)
     batches = training_batches(task, options.batch, total, options.seed)
     for iteration, batch in enumerate(batches):
@@ -183,17 +142,7 @@ def race(runners: Sequence[Runner], task: Task, options: Options, show: Show) ->
 
 
 def curves_of(runners: Sequence[Runner], task: Task, options: Options, name: str = "") -> Curves:
-    """What a race has come to.
-
-    Args:
-        runners: trained, torch's first.
-        task: that they have learnt.
-        options: of the experiment.
-        name: of the data set.
-
-    Returns:
-        The curves.
-    """
+    """What a race has come to, torch's runner being the first."""
     laps = {runner.way: runner.laps for runner in runners}
     base = runners[0].laps
     every = -(-len(base) // _POINTS)

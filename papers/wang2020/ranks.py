@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, distributed, multiprocessing
 
+from retrograde.console import new_table
 from retrograde.files import check_folder, write_text
 from retrograde.machine import check_parallel, machine_of
 from retrograde.nn.recurrent import GRU
@@ -30,11 +31,7 @@ from retrograde.ranks.time_sharded import TimeSharded
 from retrograde.ranks.transport import Links, Parcel, Simulated
 from retrograde.scan.elements import combine
 from retrograde.units import format_bytes
-from retrograde_papers.options import (
-    ExperimentError,
-    check_positive,
-    check_seed,
-)
+from retrograde_papers.options import ExperimentError, check_positive, check_seed
 from retrograde_papers.plates import write_plate
 from wang2020.ranks_figures import format_seconds, ranks_memory, ranks_seconds
 from wang2020.ranks_results import Crossing, Ranks
@@ -84,14 +81,6 @@ class Options:
 def run_ranks(how: Options, report: Path, console: Console) -> Ranks:
     """Measure, and write numbers and figures.
 
-    Args:
-        how: what is run.
-        report: folder to write to.
-        console: to tell what came of it.
-
-    Returns:
-        What was measured.
-
     Raises:
         ExperimentError: torch cannot run processes here.
         RetrogradeError: the folder cannot be written.
@@ -108,17 +97,7 @@ def run_ranks(how: Options, report: Path, console: Console) -> Ranks:
 
 
 def measure_ranks(how: Options) -> Ranks:
-    """Start the processes, and gather what they measure.
-
-    Args:
-        how: what is run.
-
-    Returns:
-        What was measured.
-
-    Raises:
-        ExperimentError: torch cannot run processes here.
-    """
+    """Start the processes, and gather what they measure."""
     if not (distributed.is_available() and distributed.is_gloo_available()):
         raise ExperimentError("this torch has no gloo: install one with torch.distributed")
     with TemporaryDirectory() as folder:
@@ -235,15 +214,16 @@ def _table(found: Ranks) -> Table:
     """What was measured, beside what the model says."""
     settings, model = found.settings, found.model
     ranks = int(settings["ranks"])
-    table = Table(
-        title=f"A backward pass across {ranks} ranks: GRU of {settings['hidden']} units, batch "
+    columns = ("way", "seconds", "computed", "messages", "bytes", "computed")
+    table = new_table(
+        f"A backward pass across {ranks} ranks: GRU of {settings['hidden']} units, batch "
         f"{settings['batch']}, {settings['steps']:,} steps a rank",
-        title_justify="left",
+        columns,
+        left=("way",),
+        unbroken=columns,
         caption="bytes of the busiest rank; links count what is told to all once" * (ranks > 2),
         caption_justify="left",
     )
-    for name in ("way", "seconds", "computed", "messages", "bytes", "computed"):
-        table.add_column(name, justify="left" if name == "way" else "right", no_wrap=True)
     for each in found.crossings:
         table.add_row(
             each.way,

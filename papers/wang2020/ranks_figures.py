@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from retrograde.figures.style import BLUE, GREEN, INK, ORANGE, figure_of, new_axes, tidy
 from retrograde.ranks.cost_model import pipeline_space, scan_space, scan_steps, scan_work
 from retrograde.units import format_bytes
-from retrograde_papers.plates import Column, Plate, add_caption, describe_machine
+from retrograde_papers.plates import Column, Plate, captioned, describe_machine
 from wang2020.ranks_results import Ranks
 
 __all__ = ["RANKS", "format_seconds", "ranks_memory", "ranks_seconds"]
@@ -33,13 +33,7 @@ _WAYS = {
 
 
 def ranks_seconds(found: Ranks | None = None) -> Plate:
-    """Draw seconds against ranks, and beside them the steps of W20, eqs. 3.3 and 3.4.
-
-    Args:
-        found: what was measured; by default the numbers that come with the library.
-
-    Returns:
-        The plate; its table has both panels' curves.
+    """Seconds against ranks, and beside them the steps of W20, eqs. 3.3 and 3.4.
 
     Example:
         >>> ranks_seconds().name
@@ -59,23 +53,16 @@ def ranks_seconds(found: Ranks | None = None) -> Plate:
         f"less those of adding up the parameters' gradients. {_measured(found)} Right: W20, eqs. "
         "3.3 and 3.4, with 1 for every constant."
     )
-    add_caption(figure, note, _PER_INCH)
     table: dict[str, Column] = {"ranks": ranks.tolist()}
     table |= {f"{way}, computed (s)": each.tolist() for way, each in seconds.items()}
     table |= {"W20 eq. 3.3, scan (steps)": steps.tolist()}
     table |= {"linear scan; W20 eq. 3.4, work of either (steps)": [work] * len(ranks)}
     title = "a backward pass on 2 to 10⁶ ranks, computed"
-    return Plate("ranks_seconds", title, table, figure, note)
+    return captioned("ranks_seconds", title, table, figure, note, _PER_INCH)
 
 
 def ranks_memory(found: Ranks | None = None) -> Plate:
-    """Draw the space of a rank against ranks: W20, section 3.6, against pipeline parallelism.
-
-    Args:
-        found: what was measured, for the sizes; by default those that come with the library.
-
-    Returns:
-        The plate; its table has the curves.
+    """Space of a rank against ranks: W20, section 3.6, against pipeline parallelism.
 
     Example:
         >>> ranks_memory().name
@@ -111,14 +98,13 @@ def ranks_memory(found: Ranks | None = None) -> Plate:
         f"batch {found.settings['batch']}. In rg.TimeSharded's tree a rank keeps up to ⌈log₂ p⌉ "
         "products besides, so that none is sent twice."
     )
-    add_caption(figure_of(ax), note, _PER_INCH)
     table: dict[str, Column] = {
         "ranks": ranks.tolist(),
         "BPPSA (bytes)": curves["scan"].tolist(),
         "pipeline parallelism (bytes)": curves["pipeline"].tolist(),
     }
     title = "space of a rank on 2 to 10⁶ of them, computed"
-    return Plate("ranks_memory", title, table, figure_of(ax), note)
+    return captioned("ranks_memory", title, table, figure_of(ax), note, _PER_INCH)
 
 
 def _grid() -> NDArray[np.int64]:

@@ -2,10 +2,10 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from importlib import resources
+from dataclasses import dataclass
 
 from retrograde.ranks.cost_model import RankModel
+from retrograde_papers.numbers import read_shipped, to_json
 
 __all__ = ["Crossing", "Ranks"]
 
@@ -51,35 +51,17 @@ class Ranks:
     crossings: tuple[Crossing, ...]
 
     def expected_seconds(self, way: str) -> float:
-        """What the model says of the ranks that were at hand, the sum of gradients included.
-
-        Args:
-            way: ``"linear"``, ``"tree"`` or ``"gather"``.
-
-        Returns:
-            Seconds.
-        """
+        """What the model says of the ranks at hand, the sum of gradients included."""
         ranks = int(self.settings["ranks"])
         return float(self.model.seconds(way, ranks)) + self.sum_seconds
 
     def to_json(self) -> str:
-        """The numbers as JSON.
-
-        Returns:
-            A text that :meth:`from_json` reads.
-        """
-        return json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n"
+        """The numbers as JSON, which :meth:`from_json` reads."""
+        return to_json(self)
 
     @classmethod
     def from_json(cls, text: str) -> "Ranks":
-        """Read what :meth:`to_json` wrote.
-
-        Args:
-            text: the JSON.
-
-        Returns:
-            The numbers.
-        """
+        """The numbers that :meth:`to_json` wrote."""
         document = json.loads(text)
         document["model"] = RankModel(**document["model"])
         document["crossings"] = tuple(Crossing(**each) for each in document["crossings"])
@@ -87,14 +69,10 @@ class Ranks:
 
     @classmethod
     def shipped(cls) -> "Ranks":
-        """The numbers that come with the library.
-
-        Returns:
-            The numbers.
+        """The numbers that come with this package.
 
         Example:
             >>> [each.way for each in Ranks.shipped().crossings]
             ['linear', 'tree', 'gather']
         """
-        folder = resources.files("wang2020") / "data"
-        return cls.from_json((folder / "ranks.json").read_text(encoding="utf-8"))
+        return cls.from_json(read_shipped("wang2020", "ranks"))

@@ -8,10 +8,10 @@ to 5.4 are drawn from the two under ``data/`` unless others are given. Everythin
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from importlib import resources
 from typing import Any
 
 from retrograde.errors import RetrogradeError
+from retrograde_papers.numbers import read_shipped
 
 __all__ = ["Curves", "Machine", "Results", "ResultsError", "Timing", "Timings", "shipped"]
 
@@ -63,14 +63,7 @@ class Curves:
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> "Curves":
-        """The curves from plain containers.
-
-        Args:
-            document: as :meth:`Results.to_json` wrote it.
-
-        Returns:
-            The curves.
-        """
+        """The curves from plain containers."""
         for name in ("seconds", "losses"):
             document[name] = {way: tuple(values) for way, values in document[name].items()}
         return cls(**document)
@@ -97,34 +90,11 @@ class Timing:
     update: Seconds
 
     def whole(self, way: str) -> float:
-        """Seconds of an iteration.
-
-        Args:
-            way: which.
-
-        Returns:
-            Forward, backward and update.
-
-        Example:
-            >>> timing = Timing("", 10, 2, {"scan": 1.0}, {"scan": 2.0}, {"scan": 0.5})
-            >>> timing.whole("scan")
-            3.5
-        """
+        """Seconds of an iteration: forward, backward and update."""
         return self.forward[way] + self.backward[way] + self.update[way]
 
     def overhead(self, way: str) -> float:
-        """How much longer a forward pass takes than torch's: FO of figure 5.4.
-
-        Args:
-            way: which.
-
-        Returns:
-            Seconds; below zero where it is shorter.
-
-        Example:
-            >>> Timing("", 10, 2, {"torch": 1.0, "scan": 1.5}, {}, {}).overhead("scan")
-            0.5
-        """
+        """Seconds by which a forward pass is longer than torch's: FO of figure 5.4."""
         return self.forward[way] - self.forward["torch"]
 
 
@@ -151,14 +121,7 @@ class Timings:
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> "Timings":
-        """The timings from plain containers.
-
-        Args:
-            document: as :meth:`Results.to_json` wrote it.
-
-        Returns:
-            The timings.
-        """
+        """The timings from plain containers."""
         points = tuple(Timing(**point) for point in document["points"])
         return cls(**document | {"points": points})
 
@@ -183,18 +146,7 @@ class Results:
     timings: Timings | None = None
 
     def over(self, earlier: "Results") -> "Results":
-        """These, and what only earlier ones have.
-
-        Args:
-            earlier: of the same experiment.
-
-        Returns:
-            Curves and timings, each of these if there are any.
-
-        Example:
-            >>> Results("bitstream").over(Results("bitstream")).curves
-            ()
-        """
+        """These, and of curves and timings what only earlier results have."""
         return replace(
             self,
             curves=self.curves or earlier.curves,
@@ -202,31 +154,12 @@ class Results:
         )
 
     def to_json(self) -> str:
-        """The numbers as JSON, to six digits.
-
-        Returns:
-            A text that :meth:`from_json` reads.
-        """
+        """The numbers as JSON, to six digits, which :meth:`from_json` reads."""
         return json.dumps(_rounded(asdict(self)), indent=1, ensure_ascii=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> "Results":
-        """Read what :meth:`to_json` wrote.
-
-        Args:
-            text: the JSON.
-
-        Returns:
-            The numbers.
-
-        Raises:
-            ResultsError: it is something else.
-
-        Example:
-            >>> Results.from_json("[]")
-            Traceback (most recent call last):
-            wang2020.results.ResultsError: these are not results of ...
-        """
+        """The numbers that :meth:`to_json` wrote; ResultsError for anything else."""
         try:
             document = json.loads(text)
             curves = tuple(Curves.from_dict(each) for each in document["curves"])
@@ -244,20 +177,13 @@ class Results:
 
 
 def shipped(experiment: str) -> Results:
-    """The results that come with the library.
-
-    Args:
-        experiment: ``"bitstream"`` or ``"instruments"``.
-
-    Returns:
-        The results.
+    """The results that come with this package, of ``"bitstream"`` or ``"instruments"``.
 
     Example:
         >>> shipped("bitstream").curves[0].ways[0]
         'torch'
     """
-    folder = resources.files("wang2020") / "data"
-    return Results.from_json((folder / f"{experiment}.json").read_text(encoding="utf-8"))
+    return Results.from_json(read_shipped("wang2020", experiment))
 
 
 def _rounded(value: Any) -> Any:

@@ -26,15 +26,10 @@ TaskOf = Callable[[str, int], Task]
 
 
 def grid_of(options: Options, names: Sequence[tuple[str, int]]) -> list[Point]:
-    """Where seconds are measured.
+    """Names, lengths and batch sizes at which seconds are measured.
 
-    Args:
-        options: of the experiment.
-        names: data sets and their lengths; none for bitstreams.
-
-    Returns:
-        Name, length and batch size: every data set with every batch size; or, for bitstreams, every
-        length at the batch size of training, and every batch size at the length of training.
+    Data sets are measured at every batch size. Bitstreams, for which there are no ``names``, are
+    measured at every length with training's batch size, and at every batch size with its length.
 
     Example:
         >>> options = Options("bitstream", iterations=1, lengths=(10, 30), batches=(2,))
@@ -51,17 +46,7 @@ def grid_of(options: Options, names: Sequence[tuple[str, int]]) -> list[Point]:
 def measure_seconds(
     grid: Sequence[Point], task_of: TaskOf, options: Options, show: Callable[[Timing], object]
 ) -> Timings:
-    """Measure every point of a grid.
-
-    Args:
-        grid: names, lengths and batch sizes.
-        task_of: gives the task for a name and a length.
-        options: of the experiment.
-        show: told each point when it is measured.
-
-    Returns:
-        The medians.
-    """
+    """Measure every point of a grid; ``show`` is told each one."""
     points = []
     for name, length, batch in grid:
         points.append(measure_task(task_of(name, length), name, batch, options))
@@ -81,17 +66,7 @@ def measure_seconds(
 
 
 def measure_task(task: Task, name: str, batch: int, options: Options) -> Timing:
-    """Measure all ways on one batch of a task.
-
-    Args:
-        task: to take the batch from.
-        name: of the data set.
-        batch: sequences in it.
-        options: of the experiment.
-
-    Returns:
-        The medians.
-    """
+    """Measure all ways on one batch of a task."""
     runners = runners_for(task, options)
     samples = task.training_samples(np.arange(batch))
     inputs, targets = (tensor.to(options.device) for tensor in samples)

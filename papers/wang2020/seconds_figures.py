@@ -13,7 +13,7 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from retrograde.figures.style import BLUE, GREEN, GREY, INK, ORANGE, tidy
 from retrograde_papers.curves import draw_level
-from retrograde_papers.plates import Column, Plate, add_caption, describe_machine
+from retrograde_papers.plates import Column, Plate, captioned, describe_machine, name_curves
 from wang2020.results import Results, Timing, Timings, shipped
 from wang2020.style import colour_of, label_of
 
@@ -32,12 +32,6 @@ Ratio = Callable[[Timing, str], float]
 
 def figure_5_2(results: Results | None = None) -> Plate:
     """Figure 5.2: speed-up over torch's module, over the length and over the batch size.
-
-    Args:
-        results: what to draw; by default the numbers that come with the library.
-
-    Returns:
-        The plate; its table has seconds.
 
     Example:
         >>> figure_5_2().name
@@ -60,26 +54,18 @@ def figure_5_2(results: Results | None = None) -> Plate:
                 y=f"speed-up of the {what}" * (column == 0),
             )
         _mark_ratios(axes[row, 0])  # and of the other, which shares its axis
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper left", ncols=4, frameon=False, fontsize=9)
+    name_curves(figure, axes[0, 0], 4)
     note = (
         f"Seconds of {label_of('torch', timings.settings['cell'])} divided by those of the same "
         f"network otherwise trained: {str(timings.settings['cell']).upper()} of "
         f"{timings.settings['hidden']} units on bitstreams. {_measured(timings)}"
     )
-    add_caption(figure, note)
     title = "speed-up over length and batch size, RNN"
-    return Plate("figure_5_2", title, _table(timings), figure, note)
+    return captioned("figure_5_2", title, _table(timings), figure, note)
 
 
 def figure_5_4(results: Results | None = None) -> Plate:
     """Figure 5.4: forward pass, overhead and backward pass, torch's forward and backward being 1.
-
-    Args:
-        results: what to draw; by default the numbers that come with the library.
-
-    Returns:
-        The plate; its table has seconds.
 
     Example:
         >>> figure_5_4().name
@@ -96,17 +82,15 @@ def figure_5_4(results: Results | None = None) -> Plate:
         _draw_breakdown(each, points, timings.ways)
         tidy(each, title=f"set {name}: T = {points[0].length:,}", x="time / (FP + BP)", y="")
     axes[0].invert_yaxis()
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper left", ncols=4, frameon=False, fontsize=9)
+    name_curves(figure, axes[0], 4)
     shorter = any(point.overhead(way) < 0 for point in timings.points for way in timings.ways)
     note = (
         f"GRU of {timings.settings['hidden']} units; torch.nn.GRU takes FP + BP. "
         f"{'Where a forward pass is shorter than FP, FP is drawn as short. ' * shorter}"
         f"{_measured(timings)}"
     )
-    add_caption(figure, note)
     title = "forward, overhead and backward of a GRU on recordings of instruments"
-    return Plate("figure_5_4", title, _table(timings), figure, note)
+    return captioned("figure_5_4", title, _table(timings), figure, note)
 
 
 def _timings(results: Results | None, experiment: str) -> Timings:

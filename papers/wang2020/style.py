@@ -11,30 +11,12 @@ _COLOURS = {"torch": RED, "sequential": GREEN, "scan": BLUE, "auto": VIOLET}
 
 
 def colour_of(way: str) -> str:
-    """The colour of a way, the same in every figure.
-
-    Args:
-        way: ``"torch"``, or what ``backward=`` takes.
-
-    Returns:
-        The colour.
-
-    Example:
-        >>> colour_of("scan")
-        '#2456A6'
-    """
+    """The colour of a way, the same in every figure."""
     return _COLOURS[way]
 
 
 def label_of(way: str, cell: object) -> str:
     """What a legend calls a way.
-
-    Args:
-        way: ``"torch"``, or what ``backward=`` takes.
-        cell: ``"rnn"`` or ``"gru"``.
-
-    Returns:
-        The label.
 
     Example:
         >>> label_of("torch", "gru"), label_of("scan", "gru")

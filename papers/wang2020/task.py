@@ -35,40 +35,16 @@ class Task(Protocol):
     def testing(self) -> int: ...
 
     def training_samples(self, places: Integers) -> tuple[Tensor, Tensor]:
-        """Some of the samples to learn from.
-
-        Args:
-            places: of the samples, each below ``training``.
-
-        Returns:
-            Inputs ``(length, samples, features)``, and classes ``(samples,)``.
-        """
+        """Inputs ``(length, samples, features)`` and classes ``(samples,)`` to learn from."""
 
     def test_samples(self, places: Integers) -> tuple[Tensor, Tensor]:
-        """Some of the samples that are held out.
-
-        Args:
-            places: of the samples, each below ``testing``.
-
-        Returns:
-            Inputs ``(length, samples, features)``, and classes ``(samples,)``.
-        """
+        """The same of samples that are held out."""
 
 
 def training_batches(
     task: Task, batch: int, iterations: int, seed: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches in an order that is shuffled anew in each epoch; a last, smaller one is left out.
-
-    Args:
-        task: to read.
-        batch: samples in each.
-        iterations: how many batches.
-        seed: of the order.
-
-    Yields:
-        Inputs and classes, as :meth:`Task.training_samples` returns them.
-    """
+    """Batches in an order that is shuffled anew in each epoch; a last, smaller one is left out."""
     random = np.random.default_rng(seed)
     whole = task.training // batch
     order = np.empty(0, np.int64)

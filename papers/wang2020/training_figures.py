@@ -2,15 +2,15 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from importlib import resources
+from dataclasses import dataclass
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from retrograde.figures.style import INK, tidy
+from retrograde.figures.style import tidy
 from retrograde_papers.curves import BLUE, RED
-from retrograde_papers.plates import Column, Plate, add_caption, describe_machine
+from retrograde_papers.numbers import read_shipped, to_json
+from retrograde_papers.plates import Column, Plate, captioned, describe_machine, name_curves
 
 __all__ = ["Convergence", "figure_3_4"]
 
@@ -51,42 +51,24 @@ class Convergence:
     seconds: Mapping[str, float]
 
     def to_json(self) -> str:
-        """The numbers as JSON.
-
-        Returns:
-            A text that :meth:`from_json` reads.
-        """
-        return json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n"
+        """The numbers as JSON, which :meth:`from_json` reads."""
+        return to_json(self)
 
     @classmethod
     def from_json(cls, text: str) -> "Convergence":
-        """Read what :meth:`to_json` wrote.
-
-        Args:
-            text: the JSON.
-
-        Returns:
-            The numbers.
-        """
+        """The numbers that :meth:`to_json` wrote."""
         return cls(**json.loads(text))
 
 
 def figure_3_4(found: Convergence | None = None) -> Plate:
     """Figure 3.4: training and test loss of LeNet-5 on CIFAR-10.
 
-    Args:
-        found: what to draw; by default the numbers that come with the library.
-
-    Returns:
-        The plate; its table has the losses of each point.
-
     Example:
         >>> figure_3_4().name
         'figure_3_4'
     """
     if found is None:
-        folder = resources.files("wang2020") / "data"
-        found = Convergence.from_json((folder / "lenet.json").read_text(encoding="utf-8"))
+        found = Convergence.from_json(read_shipped("wang2020", "lenet"))
     figure = Figure(figsize=(9.4, 4.4), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     points = len(found.training["torch"])
@@ -96,12 +78,10 @@ def figure_3_4(found: Convergence | None = None) -> Plate:
     for place, (name, axes, losses) in enumerate(sides):
         _draw(axes, iterations, losses, f"({'ab'[place]}) {name} loss")
         table |= {f"{way}, {name} (nats)": values for way, values in losses.items()}
-    handles, labels = left.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper left", ncols=2, frameon=False, fontsize=9)
+    name_curves(figure, left, 2)
     note = _described(found)
-    add_caption(figure, note)
     title = "loss of LeNet-5 on CIFAR-10, trained by torch and by the scan"
-    return Plate("figure_3_4", title, table, figure, note)
+    return captioned("figure_3_4", title, table, figure, note)
 
 
 def _draw(axes: Axes, iterations: list[int], losses: Mapping[str, list[float]], title: str) -> None:
@@ -112,8 +92,7 @@ def _draw(axes: Axes, iterations: list[int], losses: Mapping[str, list[float]], 
             iterations, values, color=_COLOURS[way], linewidth=width, linestyle=style,
             label=_LABELS[way],
         )  # fmt: skip
-    axes.grid(axis="y", color=INK, alpha=0.12, linewidth=0.8)
-    tidy(axes, title=title, x="iteration", y="cross entropy (nats)")
+    tidy(axes, grid="y", title=title, x="iteration", y="cross entropy (nats)")
 
 
 def _described(found: Convergence) -> str:

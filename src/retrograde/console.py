@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.markup import escape
 from rich.table import Table
 
@@ -48,7 +48,11 @@ def require(module: str, extra: str) -> None:
 
 
 def new_table(
-    title: str, columns: Collection[str], left: Collection[str] = (), **options: Any
+    title: str,
+    columns: Collection[str],
+    left: Collection[str] = (),
+    unbroken: Collection[str] = (),
+    **options: Any,
 ) -> Table:
     """A table without rows, its columns aligned right but for those named in ``left``.
 
@@ -56,6 +60,7 @@ def new_table(
         title: above it.
         columns: their headings.
         left: headings of columns that are aligned left.
+        unbroken: headings of columns that are cut on a narrow terminal rather than wrapped.
         options: of :class:`rich.table.Table`.
 
     Returns:
@@ -67,5 +72,6 @@ def new_table(
     """
     table = Table(title=title, title_justify="left", **options)
     for name in columns:
-        table.add_column(name, justify="left" if name in left else "right")
+        justify: JustifyMethod = "left" if name in left else "right"
+        table.add_column(name, justify=justify, no_wrap=name in unbroken)
     return table

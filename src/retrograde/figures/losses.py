@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from retrograde.figures.style import BLUE, GREEN, INK, figure_of, new_axes, tidy
+from retrograde.figures.style import BLUE, GREEN, figure_of, new_axes, tidy
 
 __all__ = ["draw_losses"]
 
@@ -52,6 +52,5 @@ def draw_losses(
         ax.set_xlim(1 - 0.03 * len(losses), 1.09 * len(losses))
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.set_ylim(bottom=0)
-    ax.grid(axis="y", color=INK, alpha=0.12, linewidth=0.8)
-    tidy(ax, title="Training loss", x="iteration", y="bits per character")
+    tidy(ax, grid="y", title="Training loss", x="iteration", y="bits per character")
     return figure_of(ax)

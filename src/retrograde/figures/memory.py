@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from retrograde.errors import ScheduleError
-from retrograde.figures.style import BLUE, GREEN, INK, ORANGE, figure_of, new_axes, tidy
+from retrograde.figures.style import BLUE, GREEN, ORANGE, figure_of, new_axes, tidy
 from retrograde.schedule import Action, Advance, Backward, Chain, Record, Schedule, simulate
 from retrograde.units import format_bytes
 
@@ -196,5 +196,5 @@ def _finish(ax: Axes, title: str, unit: str, highest: float) -> None:
     ax.set_ylim(0, (1.3 if entries < _LONG else 1.42) * highest)
     ax.set_xlim(left=0)
     ax.legend(loc="upper left", frameon=False, fontsize=9, ncols=columns, borderaxespad=0.2)
-    ax.grid(axis="y", color=INK, alpha=0.12, linewidth=0.8)
-    tidy(ax, title=title, x="time since the start of forward (s)", y=f"working memory ({unit})")
+    x, y = "time since the start of forward (s)", f"working memory ({unit})"
+    tidy(ax, title=title, x=x, y=y, grid="y")

@@ -4,7 +4,7 @@ The colours are those of Okabe and Ito, *Color Universal Design*, 2008.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -33,12 +33,16 @@ def figure_of(axes: Axes) -> Figure:
     return figure
 
 
-def tidy(axes: Axes, *, title: str, x: str, y: str) -> None:
-    """Set title and labels (with units), and no more frame than is needed.
+def tidy(
+    axes: Axes, *, title: str, x: str, y: str, grid: Literal["x", "y", "both"] | None = None
+) -> None:
+    """Set title, labels (with units) and grid lines, and no more frame than is needed.
 
     Example:
         >>> tidy(new_axes(4, 3), title="Loss", x="iteration", y="bits per character")
     """
+    if grid is not None:
+        axes.grid(axis=grid, color=INK, alpha=0.12, linewidth=0.8)
     axes.set_title(title, loc="left", fontsize=11, color=INK)
     axes.set_xlabel(x, color=INK)
     axes.set_ylabel(y, color=INK)

@@ -48,9 +48,9 @@ def draw_trade_off(curve: TradeOff, ax: Axes | None = None) -> Figure:
     else:
         ax.set_ylim(0.6, 2 * float(per_step[0]))
     _name_ends(ax, curve)
-    ax.grid(color=INK, alpha=0.12, linewidth=0.8)
     tidy(
         ax,
+        grid="both",
         title=f"{curve.policy.upper()}, {curve.length:,} steps: {len(curve):,} memories at which "
         "the cost drops",
         x=_UNITS[curve.policy].format(alpha=curve.alpha, beta=curve.beta),
