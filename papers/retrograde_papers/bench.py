@@ -336,16 +336,13 @@ def _images(data: Path | None, seed: int, threads: int | None) -> "Images":
 
 def _run(experiment: Callable[[], object], threads: int | None) -> None:
     """Run an experiment on sequences; a lack of memory is an error that says what to do."""
-    import torch
-
-    from retrograde.machine import use_threads
+    from retrograde.machine import is_out_of_memory, use_threads
 
     use_threads(threads)
     try:
         experiment()
     except (RuntimeError, MemoryError) as error:
-        known = isinstance(error, MemoryError | torch.OutOfMemoryError)
-        if not (known or "allocate memory" in str(error)):
+        if not is_out_of_memory(error):
             raise
         raise ExperimentError(
             "the machine has too little memory for this: name smaller --lengths, --batches or "

@@ -44,7 +44,7 @@ def conclude(console: Console, curves: Curves) -> None:
     columns = ("way", "loss", "right", "forward", "backward", "all", "speed-up", "first")
     title = f"{_title(curves)}; milliseconds an iteration"
     table = new_table(title, columns, left=("way",), unbroken=("way",))
-    whole = {way: _whole(curves, way) for way in curves.ways}
+    whole = {way: curves.whole(way) for way in curves.ways}
     for way in curves.ways:
         table.add_row(
             way,
@@ -112,10 +112,6 @@ def _title(curves: Curves) -> str:
         f"{str(curves.settings['cell']).upper()}, {name}T = {curves.settings['length']:,}, "
         f"B = {curves.settings['batch']}"
     )
-
-
-def _whole(curves: Curves, way: str) -> float:
-    return curves.forward[way] + curves.backward[way] + curves.update[way]
 
 
 def _milliseconds(seconds: float) -> str:

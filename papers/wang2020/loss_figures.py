@@ -71,7 +71,7 @@ def _draw_seconds(axes: Axes, curves: Curves, title: str) -> None:
             label=label_of(way, curves.settings["cell"]),
         )  # fmt: skip
     axes.set_xlim(left=0)
-    _finish(axes, title, "wall-clock time of its own iterations (s)")
+    tidy(axes, title=title, x="wall-clock time of its own iterations (s)", y=_LOSS, grid="y")
 
 
 def _draw_iterations(axes: Axes, curves: Curves, title: str) -> None:
@@ -82,11 +82,7 @@ def _draw_iterations(axes: Axes, curves: Curves, title: str) -> None:
         axes.plot(ends, curves.losses[way], color=colour_of(way), linewidth=width)
     axes.set_xlim(left=0)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-    _finish(axes, title, "iteration")
-
-
-def _finish(axes: Axes, title: str, x: str) -> None:
-    tidy(axes, grid="y", title=title, x=x, y=_LOSS)
+    tidy(axes, title=title, x="iteration", y=_LOSS, grid="y")
 
 
 def _iterations(curves: Curves) -> list[int]:
@@ -113,9 +109,9 @@ def _outcome(curves: Curves) -> str:
     """Difference, speed-ups and accuracies, in the order in which the caption announces them."""
     others = curves.ways[1:]
     difference = max(curves.difference[way] for way in others)
-    torch, backward = _median(curves, "torch"), curves.backward["torch"]
+    torch, backward = curves.whole("torch"), curves.backward["torch"]
     speed = ", ".join(
-        f"{way} {torch / _median(curves, way):.2f}× ({backward / curves.backward[way]:.2f}×)"
+        f"{way} {torch / curves.whole(way):.2f}× ({backward / curves.backward[way]:.2f}×)"
         for way in others
     )
     shares = list(dict.fromkeys(f"{100 * curves.accuracy[way]:.1f}" for way in curves.ways))
@@ -125,11 +121,6 @@ def _outcome(curves: Curves) -> str:
         else ", ".join(f"{way} {100 * curves.accuracy[way]:.1f} %" for way in curves.ways)
     )
     return f"{difference:.1g}; {speed}; {accuracy}."
-
-
-def _median(curves: Curves, way: str) -> float:
-    """Seconds of an iteration."""
-    return curves.forward[way] + curves.backward[way] + curves.update[way]
 
 
 def _table(sets: Sequence[Curves]) -> dict[str, Column]:

@@ -61,6 +61,10 @@ class Curves:
         """The ways, torch first."""
         return tuple(self.losses)
 
+    def whole(self, way: str) -> float:
+        """Median seconds of an iteration: forward, backward and update."""
+        return self.forward[way] + self.backward[way] + self.update[way]
+
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> "Curves":
         """The curves from plain containers."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "check_device",
     "check_parallel",
+    "is_out_of_memory",
     "machine_of",
     "now",
     "processor_name",
@@ -79,6 +80,21 @@ def check_device(device: str) -> None:
             f"--device is {device!r}, and torch finds {torch.cuda.device_count()} CUDA devices: "
             "use --device cpu"
         )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocator of torch, on CPU or CUDA, has found too little memory.
+
+    Example:
+        >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("size mismatch"))
+        (True, False)
+    """
+    import torch
+
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("allocate memory" in text or "alloc_cpu" in text)
 
 
 def use_threads(threads: int | None) -> None:

@@ -42,42 +42,29 @@ def profile(
     """
     with clean_errors():
         require("torch", "torch")
-        _profile(cell, (inputs, hidden, layers), batch, length, memory, points, device, threads)
+        import torch
 
+        from retrograde.machine import check_device, machine_of, use_threads
+        from retrograde.nn.profile import profile
+        from retrograde.units import parse_memory
 
-def _profile(
-    cell: str,
-    sizes: tuple[int, int, int],
-    batch: int,
-    length: int,
-    memory: str | None,
-    points: int,
-    device: str,
-    threads: int | None,
-) -> None:
-    import torch
-
-    from retrograde.machine import check_device, machine_of, use_threads
-    from retrograde.nn.profile import profile
-    from retrograde.units import parse_memory
-
-    if cell not in _CELLS:
-        raise RetrogradeError(f"--cell is {cell!r}: expected lstm, gru or rnn")
-    check_device(device)
-    if memory is not None:
-        parse_memory(memory)
-    use_threads(threads)
-    module = getattr(torch.nn, _CELLS[cell])(*sizes, device=device)
-    # What is measured is at most 256 steps long; from there on bytes grow evenly.
-    x = torch.randn(min(length, 256), batch, sizes[0], device=device)
-    console = Console(highlight=False, soft_wrap=True)
-    with console.status("measuring"):
-        found = profile(module, x)
-        offers = found.trade_off(length, points)
-        asked = None if memory is None else found.buys(memory, length)
-    console.print(f"{replace(found, length=None)}\n", markup=False)
-    _show(offers, asked, console)
-    console.print(", ".join(f"{name} {value}" for name, value in machine_of(device).items()))
+        if cell not in _CELLS:
+            raise RetrogradeError(f"--cell is {cell!r}: expected lstm, gru or rnn")
+        check_device(device)
+        if memory is not None:
+            parse_memory(memory)
+        use_threads(threads)
+        module = getattr(torch.nn, _CELLS[cell])(inputs, hidden, layers, device=device)
+        # What is measured is at most 256 steps long; from there on bytes grow evenly.
+        x = torch.randn(min(length, 256), batch, inputs, device=device)
+        console = Console(highlight=False, soft_wrap=True)
+        with console.status("measuring"):
+            found = profile(module, x)
+            offers = found.trade_off(length, points)
+            asked = None if memory is None else found.buys(memory, length)
+        console.print(f"{replace(found, length=None)}\n", markup=False)
+        _show(offers, asked, console)
+        console.print(", ".join(f"{name} {value}" for name, value in machine_of(device).items()))
 
 
 def _show(offers: "Offers", asked: "Offer | None", console: Console) -> None:

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from retrograde.figures.memory import Curve
+from retrograde.machine import is_out_of_memory
 from retrograde.measure.allocations import Measurement, measure
 from retrograde.training.options import TrainingError
 from retrograde.training.task import CharacterModel
 from retrograde.units import format_bytes
 
-__all__ = ["Comparison", "Side", "compare", "is_out_of_memory"]
+__all__ = ["Comparison", "Side", "compare"]
 
 _POINTS = 4000
 _SIDES = ("budgeted", "ordinary")
@@ -112,19 +113,6 @@ def compare(model: CharacterModel, codes: Tensor, targets: Tensor, repeats: int 
         _side(ordinary, theirs),
         _largest_difference(budgeted.value, ordinary.value),
     )
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator of torch, on CPU or CUDA, has found too little memory.
-
-    Example:
-        >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("size mismatch"))
-        (True, False)
-    """
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and ("allocate memory" in text or "alloc_cpu" in text)
 
 
 def _side_from(values: dict[str, Any] | None) -> Side | None:

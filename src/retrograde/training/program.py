@@ -18,8 +18,9 @@ from rich.table import Table
 
 from retrograde.console import new_table
 from retrograde.errors import UnitError
+from retrograde.machine import is_out_of_memory
 from retrograde.plan.fit import Fit
-from retrograde.training.comparison import Comparison, compare, is_out_of_memory
+from retrograde.training.comparison import Comparison, compare
 from retrograde.training.folder import hold
 from retrograde.training.options import TrainingError, TrainingOptions
 from retrograde.training.report import Report
@@ -49,10 +50,8 @@ def run_program(folder: Path, given: dict[str, Any], goes_on: bool, console: Con
     try:
         with hold(folder) as alone:
             if not alone:
-                _tell(
-                    console,
-                    f"{folder} is on a file system without locks: let no other run write there",
-                )
+                told = f"{folder} is on a file system without locks: let no other run write there"
+                _tell(console, told)
             run, comparison = (resume if goes_on else _start)(report, given, console)
             _train(report, run, comparison, console)
     except (RuntimeError, MemoryError) as error:
@@ -97,7 +96,7 @@ def resume(report: Report, given: dict[str, Any], console: Console) -> tuple[Run
 def _start(report: Report, given: dict[str, Any], console: Console) -> tuple[Run, Comparison]:
     """A new run, and its LSTM beside ordinary BPTT; an earlier checkpoint is renamed."""
     path = given.get("text")
-    text = embedded_text() if path is None else read_text(path)
+    text = embedded_text() if path is None else read_text(Path(path))
     place = None if path is None else os.path.abspath(path)
     threads = {"threads": torch.get_num_threads()}
     run = Run(TrainingOptions(**threads | given | {"text": place}), text)
