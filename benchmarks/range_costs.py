@@ -1,4 +1,4 @@
-"""What a call and a step of every kernel take: the figures in ``retrograde/cores/candidates.py``.
+"""What a call and a step of every kernel take: the figures in ``retrograde/cores/fastest.py``.
 
 Ranges of 1 and of 64 steps are run forward, keeping nothing, and recorded and backpropagated, by
 the executor itself; a step is what a further step takes, a call what is left: medians, in
@@ -14,7 +14,7 @@ from typing import cast
 
 import torch
 
-from retrograde.cores.candidates import candidates
+from retrograde.cores.fastest import candidates
 from retrograde.cores.fused import Fused, Layers
 from retrograde.cores.timing import time_steps
 from retrograde.machine import machine_of

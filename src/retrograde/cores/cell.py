@@ -1,12 +1,12 @@
 """Any cell as a core, called once a step; what the executor must know of it is learnt by one trial.
 
-Everything that the user wrote as pytrees, closures or modules is settled here, before any work
-starts: a core is a pure function of its inputs and its state, on flat lists of tensors.
+What the user wrote as pytrees, closures or modules becomes a pure function of the inputs and the
+state, on flat lists of tensors, before any work starts.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,16 +21,12 @@ from retrograde.errors import CellError
 from retrograde.run.autograd_core import AutogradCore
 from retrograde.run.core import as_leaf
 
-__all__ = [
-    "Cell",
-    "StepCore",
-    "as_pair",
-    "begin",
-    "examine",
-]
+__all__ = ["Cell", "Like", "StepCore", "as_pair", "begin", "device_of", "examine", "like_of"]
 
 Cell = Callable[[Any, Any], tuple[Any, Any]]
 Tensors = list[Tensor]
+Like = tuple[torch.Size, torch.dtype, torch.device]
+Result = tuple[Tensors, Tensors, Structure, Structure]  # outputs, state, and their structures
 
 
 @dataclass(frozen=True)
@@ -45,8 +41,8 @@ class StepCore(AutogradCore):
     input_spec: Structure
     state_spec: Structure
     output_spec: Structure
-    state_like: tuple[tuple[torch.Size, torch.dtype, torch.device], ...]
-    output_like: tuple[tuple[torch.Size, torch.dtype, torch.device], ...]
+    state_like: tuple[Like, ...]
+    output_like: tuple[Like, ...]
     outside: Outside
     ambient: Ambient
     aliases: tuple[int | None, ...]
@@ -98,44 +94,27 @@ def examine(
     state_spec: Structure,
     made_of: Sequence[Any] | None = None,
 ) -> StepCore:
-    """Run one step of a cell, leave no trace of it, and learn what the executor must know.
+    """Run one step of a cell on its flat input and state, leave no trace of it, and make its core.
 
-    That is: the structure of its output; that its state keeps structure, shapes and dtypes; every
-    tensor that it uses besides its arguments and that requires a gradient (rule 5); whether it
-    draws random numbers or changes buffers (rules 2 and 3); that it writes to none of its
-    arguments (rule 6).
-
-    Args:
-        cell: ``cell(x_t, state) -> (y_t, state)``.
-        inputs: the flat input of one step.
-        input_spec: its structure.
-        state: the flat initial state.
-        state_spec: its structure.
-        made_of: where to look for modules and captured tensors; in the cell itself by default.
-
-    Returns:
-        A core that runs the cell.
+    This finds out the structure of its output; every tensor that it uses besides its arguments and
+    that requires a gradient (rule 5); and whether it draws random numbers or changes buffers (rules
+    2 and 3). Modules and captured tensors are looked for in ``made_of``, by default in the cell.
 
     Raises:
-        CellError: the cell cannot be run exactly; the message says why and what to do.
+        CellError: the cell cannot be run exactly: its state changes structure, shape or dtype, or
+            it writes to an argument (rule 6); the message says why and what to do.
     """
-    device = next((t.device for t in (*state, *inputs)), torch.device("cpu"))
+    device = device_of(*state, *inputs)
     _check_trackable([*inputs, *state])
     x = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
     s = [as_leaf(t) for t in state]
     found = reach([cell] if made_of is None else made_of)
     step = _Trying(cell, x, input_spec, s, state_spec, (False,) * len(s))
     trial = try_out(step, found, device, lambda result: [*result[0], *result[1]])
-    outputs, states, output_spec, after_spec = trial.value
-    like = _settled(states, state, device)
-    _check_like("state", states, after_spec, like, state_spec)
-    return StepCore(
-        cell=cell,
-        input_spec=input_spec,
-        state_spec=state_spec,
-        output_spec=output_spec,
-        state_like=like,
-        output_like=tuple(_like(t) for t in outputs),
+    core = _core_like(trial.value, cell, input_spec, state, state_spec, device)
+    outputs, states, *_ = trial.value
+    return replace(
+        core,
         outside=find_outside(trial.found, [*outputs, *states], trial.mark, [*x, *s]),
         ambient=trial.ambient,
         aliases=tuple(next((j for j, t in enumerate(states) if t is y), None) for y in outputs),
@@ -147,49 +126,48 @@ def examine(
 def begin(
     cell: Cell, inputs: Tensors, input_spec: Structure, state: Tensors, state_spec: Structure
 ) -> tuple[StepCore, Tensors, Tensors]:
-    """Run step 0 where nothing will be differentiated, and learn what the other steps must be like.
-
-    Args:
-        cell: ``cell(x_t, state) -> (y_t, state)``.
-        inputs: the flat input of step 0.
-        input_spec: its structure.
-        state: the flat initial state.
-        state_spec: its structure.
-
-    Returns:
-        A core that runs the cell, the outputs of step 0, and the state after it.
+    """Run step 0 where nothing will be differentiated: a core, the outputs, and the state after.
 
     Raises:
         CellError: the step changed the structure, a shape or a dtype of its state.
     """
-    device = next((t.device for t in (*state, *inputs)), torch.device("cpu"))
-    outputs, states, output_spec, after_spec = _call(
-        cell, input_spec.unflatten(inputs), state_spec.unflatten(state)
-    )
+    result = _call(cell, input_spec.unflatten(inputs), state_spec.unflatten(state))
+    device = device_of(*state, *inputs)
+    core = _core_like(result, cell, input_spec, state, state_spec, device)
+    return core, *result[:2]
+
+
+def _core_like(
+    result: Result,
+    cell: Cell,
+    input_spec: Structure,
+    state: Tensors,
+    state_spec: Structure,
+    device: torch.device,
+) -> StepCore:
+    """A core whose steps return what step 0 did; without parameters, and with no surroundings."""
+    outputs, states, output_spec, after_spec = result
     like = _settled(states, state, device)
     _check_like("state", states, after_spec, like, state_spec)
-    core = StepCore(
+    return StepCore(
         cell=cell,
         input_spec=input_spec,
         state_spec=state_spec,
         output_spec=output_spec,
         state_like=like,
-        output_like=tuple(_like(t) for t in outputs),
+        output_like=tuple(map(like_of, outputs)),
         outside=Outside([], []),
         ambient=Ambient(device),
         aliases=(None,) * len(outputs),
     )
-    return core, outputs, states
 
 
-def _settled(
-    states: Tensors, given: Tensors, device: torch.device
-) -> tuple[tuple[torch.Size, torch.dtype, torch.device], ...]:
+def _settled(states: Tensors, given: Tensors, device: torch.device) -> tuple[Like, ...]:
     """What a state looks like after a step: as before it, but for its precision under autocast.
 
     There a state that is given in float32 is often computed in half precision from step 0 on.
     """
-    like = [_like(t) for t in given]
+    like = [like_of(t) for t in given]
     if torch.is_autocast_enabled(device.type) and len(states) == len(given):
         for i, (t, (shape, dtype, place)) in enumerate(zip(states, like, strict=True)):
             if t.is_floating_point() and dtype.is_floating_point:
@@ -211,7 +189,7 @@ class _Trying:
     state_spec: Structure
     copied: tuple[bool, ...]
 
-    def __call__(self) -> tuple[Tensors, Tensors, Structure, Structure]:
+    def __call__(self) -> Result:
         x, s = self.inputs, _copied(self.state, self.copied)
         versions = [version(t) for t in x], [version(t) for t in s]
         try:
@@ -248,14 +226,12 @@ def _copied(state: Tensors, copied: Sequence[bool]) -> Tensors:
     return [t.clone() if copy else t for t, copy in zip(state, copied, strict=True)]
 
 
-def _check_apart(
-    result: tuple[Tensors, Tensors, Structure, Structure], written: Sequence[bool]
-) -> None:
+def _check_apart(result: Result, written: Sequence[bool]) -> None:
     """Refuse a state that the next step would write to where it is an output too, or twice one."""
     outputs, states, *_ = result
     for i, (state, writes) in enumerate(zip(states, written, strict=False)):
         others = [*outputs, *states[:i], *states[i + 1 :]]
-        if writes and any(shares_memory(state, t) for t in others):
+        if writes and any(_share_memory(state, t) for t in others):
             raise CellError(
                 f"the cell writes in place to tensor {i} of its state, which shares its memory "
                 "with an output or with another part of the state: expected it to leave its state "
@@ -263,8 +239,7 @@ def _check_apart(
             )
 
 
-def shares_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors lie in one allocation."""
+def _share_memory(a: Tensor, b: Tensor) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() != 0
 
 
@@ -277,11 +252,7 @@ def _check_trackable(tensors: Tensors) -> None:
 
 
 def as_pair(result: Any) -> tuple[Any, Any]:
-    """What a cell returned, if it is an output and a state.
-
-    Raises:
-        CellError: it is not.
-    """
+    """What a cell returned; a :class:`CellError` unless it is an output and a state."""
     if not isinstance(result, tuple) or len(result) != 2:
         given = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
         raise CellError(
@@ -291,14 +262,16 @@ def as_pair(result: Any) -> tuple[Any, Any]:
     return result
 
 
-def _call(cell: Cell, x: Any, state: Any) -> tuple[Tensors, Tensors, Structure, Structure]:
+def _call(cell: Cell, x: Any, state: Any) -> Result:
     y, after = as_pair(cell(x, state))
     outputs, output_structure = flatten(y, "output of the cell")
     states, state_structure = flatten(after, "state that the cell returned")
     return outputs, states, output_structure, state_structure
 
 
-def _check_like(name: str, leaves: Tensors, spec: Any, like: Sequence[Any], like_spec: Any) -> None:
+def _check_like(
+    name: str, leaves: Tensors, spec: Structure, like: Sequence[Like], like_spec: Structure
+) -> None:
     if spec != like_spec:
         raise CellError(
             f"the cell changed the structure of its {name}: expected {like_spec}, "
@@ -323,5 +296,11 @@ def _check_aliases(outputs: Tensors, states: Tensors, aliases: Sequence[int | No
             )
 
 
-def _like(t: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+def like_of(t: Tensor) -> Like:
+    """What another tensor must have to be like this one."""
     return t.shape, t.dtype, t.device
+
+
+def device_of(*tensors: Tensor) -> torch.device:
+    """The device of the first of some tensors; the CPU if there are none."""
+    return tensors[0].device if tensors else torch.device("cpu")

@@ -1,20 +1,150 @@
-"""The fastest core and schedule within a budget, of several cores that compute the same."""
+"""The fastest core and schedule within a budget, of several cores that compute the same.
+
+A plan of few, long ranges wins where calls are dear, one of little recomputation where steps are;
+and which kernel is the fastest depends on both. The costs are nominal: what
+``benchmarks/range_costs.py`` measured once, and not the user's machine, so that a budget gives the
+same schedule, and the same sums, on every run. In microseconds, for layers of W weights:
+
+    forward step  = step + flops / rate
+    advancing     = call + weight · W        a call, besides its steps
+    recording     = record + weighed · W     a call, and one backward, besides their steps
+    backward step = backward · forward step  beyond running it forward
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
+from retrograde.cores.dropout import Dropout
 from retrograde.cores.footprint import footprint, measured_for
+from retrograde.cores.fused import Fused, Kernel, Layers, run_torch
+from retrograde.cores.recurrent.ranges import RunHeld, has_slopes
 from retrograde.errors import BudgetError
+from retrograde.kernels import kernels
 from retrograde.plan.fit import Curve, Fit, Footprint, Highest, fit, predict_peak_bytes
 from retrograde.run.core import Core
 from retrograde.run.inputs import Inputs
 from retrograde.units import Memory
 
-__all__ = ["Candidate", "fit_fastest", "fit_measured", "footprints"]
+__all__ = ["Candidate", "candidates", "fit_fastest", "fit_measured", "footprints"]
 
 Tensors = list[Tensor]
+
+
+class _Costs(NamedTuple):
+    """What a kernel takes, by the letters above; rates in operations a microsecond."""
+
+    step: float
+    rate: float
+    backward: float
+    call: float
+    record: float
+    weight: float = 0.0
+    weighed: float = 0.0
+
+
+# With what the executor adds to a call, some 40 µs to advance and 130 to record and go back.
+_CPU = {
+    "LSTM": _Costs(step=1.2, rate=1.6e5, backward=2.2, call=130, record=500),
+    "GRU": _Costs(step=14, rate=1.1e5, backward=3.0, call=70, record=300),
+    "RNN": _Costs(step=5, rate=1.1e5, backward=3.0, call=70, record=260),
+    "compiled": _Costs(
+        step=0.2, rate=1.35e5, backward=2.0, call=130, record=600, weight=9e-4, weighed=5e-3
+    ),
+}
+# Not measured: launches count, arithmetic hardly does.
+_CUDA = _Costs(step=5, rate=2e7, backward=2.0, call=100, record=400)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A core as the executor would run it; the other fields are those of :class:`Footprint`."""
+
+    core: Core
+    pace: float = 1.0
+    call_steps: float = 0.0
+    record_steps: float = 0.0
+    backward_steps: float = 2.0
+    scheduled: bool = False
+    extra_bytes: int = 0
+
+
+def candidates(
+    nets: tuple[Layers, ...],
+    batch: int,
+    *,
+    way: Literal["sequential", "scan"] | None = None,
+    dropout: Dropout | None = None,
+    packed: bool = False,
+    whole: bool = True,
+    extra_bytes: int = 0,
+) -> list[Candidate]:
+    """The cores that can run layers, one for each kernel.
+
+    Args:
+        nets: the layers of one direction, or one layer for each of two.
+        batch: how many sequences.
+        way: how to go backward, if that was asked.
+        dropout: what is dropped between the layers.
+        packed: whether the sequences are packed.
+        whole: whether torch's own module can run these layers too; with enough memory it will.
+        extra_bytes: as :class:`Footprint` has it.
+    """
+    on_cpu = nets[0].weights[0].device.type == "cpu"
+    usual = _CPU[nets[0].mode.split("_")[0]] if on_cpu else _CUDA
+    compiled = _CPU["compiled"] if on_cpu else _CUDA
+    known: list[tuple[Kernel, _Costs]] = [(run_torch, usual)]
+    weight = nets[0].weights[1]
+    if way is not None and has_slopes(nets[0]):
+        known = [(RunHeld(way), compiled)]
+    elif has_slopes(nets[0]) and not packed and len(nets) == 1:
+        fast = kernels(weight.device.type, weight.dtype, weight.shape[1]).backward is not None
+        known += [(RunHeld(), compiled)] if fast else []
+    weights = sum(w.numel() for net in nets for w in net.weights if w.dim() == 2)
+    found = []
+    for kernel, costs in known:
+        step = costs.step + 2.0 * batch * weights / costs.rate
+        candidate = Candidate(
+            Fused(nets, kernel, dropout, packed),
+            pace=step,
+            call_steps=(costs.call + costs.weight * weights) / step,
+            record_steps=(costs.record + costs.weighed * weights) / step,
+            backward_steps=costs.backward,
+            scheduled=not (whole and kernel is run_torch),
+            extra_bytes=extra_bytes,
+        )
+        found.append(candidate)
+    return found
+
+
+def footprints(
+    several: Sequence[Candidate],
+    inputs: Inputs,
+    state: Tensors,
+    ordinary: Curve | Highest | None = None,
+    memory: Memory | None = None,
+) -> list[Footprint]:
+    """Measure what the steps of each candidate take; arguments as :func:`footprint` has them.
+
+    What ordinary backpropagation takes, if it is not given, is measured of the first one.
+    """
+    found: list[Footprint] = []
+    for one in several:
+        sizes = footprint(one.core, inputs, state, ordinary=ordinary, memory=memory)
+        ordinary = sizes.ordinary
+        sizes = replace(
+            sizes,
+            extra_bytes=one.extra_bytes,
+            pace=one.pace,
+            call_steps=one.call_steps,
+            record_steps=one.record_steps,
+            backward_steps=one.backward_steps,
+            scheduled=one.scheduled or one.core.sums,
+        )
+        found.append(sizes)
+    return found
 
 
 def fit_measured(
@@ -44,91 +174,17 @@ def fit_measured(
             return found, sizes
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A core to choose, and what its steps cost.
-
-    Attributes:
-        core: as the executor would run it.
-        pace: as :class:`Footprint` has it.
-        call_steps: as :class:`Footprint` has it.
-        record_steps: as :class:`Footprint` has it.
-        backward_steps: as :class:`Footprint` has it.
-        scheduled: as :class:`Footprint` has it.
-        extra_bytes: as :class:`Footprint` has it.
-    """
-
-    core: Core
-    pace: float = 1.0
-    call_steps: float = 0.0
-    record_steps: float = 0.0
-    backward_steps: float = 2.0
-    scheduled: bool = False
-    extra_bytes: int = 0
-
-    def footprint(
-        self,
-        inputs: Inputs,
-        state: Tensors,
-        ordinary: Curve | Highest | None,
-        memory: Memory | None,
-    ) -> Footprint:
-        """Measure what its steps take; see :func:`footprint`."""
-        return replace(
-            footprint(self.core, inputs, state, ordinary=ordinary, memory=memory),
-            extra_bytes=self.extra_bytes,
-            pace=self.pace,
-            call_steps=self.call_steps,
-            record_steps=self.record_steps,
-            backward_steps=self.backward_steps,
-            scheduled=self.scheduled or self.core.sums,
-        )
-
-
-def footprints(
-    candidates: Sequence[Candidate],
-    inputs: Inputs,
-    state: Tensors,
-    ordinary: Curve | Highest | None = None,
-    memory: Memory | None = None,
-) -> list[Footprint]:
-    """Measure what the steps of several cores take that compute the same.
-
-    Args:
-        candidates: the cores.
-        inputs: the inputs of all steps, time first.
-        state: the initial state.
-        ordinary: what ordinary backpropagation takes; that of the first by default.
-        memory: as :func:`footprint` takes it.
-
-    Returns:
-        A footprint for each.
-    """
-    found: list[Footprint] = []
-    for one in candidates:
-        known = found[0].ordinary if found and ordinary is None else ordinary
-        found.append(one.footprint(inputs, state, known, memory))
-    return found
-
-
 def fit_fastest(
-    candidates: Sequence[Candidate],
+    several: Sequence[Candidate],
     sizes: list[Footprint],
     inputs: Inputs,
     state: Tensors,
     memory: Memory | None,
 ) -> tuple[int, Fit]:
-    """The fastest of several cores that compute the same, with its schedule, within a budget.
+    """The number of the fastest candidate within a budget, and the fit for it.
 
-    Args:
-        candidates: the cores.
-        sizes: their footprints, which learn what is measured here.
-        inputs: the inputs of all steps, time first.
-        state: the initial state.
-        memory: as :func:`retrograde.plan.fit.fit` takes it.
-
-    Returns:
-        The number of the core to use, and the fit for it.
+    The candidates' footprints, ``sizes``, learn what is measured here. Other arguments are as for
+    :func:`fit_measured`.
 
     Raises:
         BudgetError: the budget is too small for every core.
@@ -140,7 +196,7 @@ def fit_fastest(
     for number in sorted(range(len(sizes)), key=lambda n: sizes[n].least_time(length)):
         if best is not None and sizes[number].least_time(length) >= best[1].time:
             break
-        core = candidates[number].core
+        core = several[number].core
         try:
             found, sizes[number] = fit_measured(core, inputs, state, memory, sizes[number])
         except BudgetError as refusal:

@@ -1,13 +1,12 @@
-"""What steps take, in bytes: what the planner needs, read off the real thing.
+"""The bytes that the steps of a core take, which the planner needs; measured on short ranges.
 
-The functions that will carry the schedule out are run here on short ranges under
-:func:`retrograde.measure.allocations.measure`, on the caller's own tensors, so every temporary of
-every kernel is counted. A core that is called step by step is measured on one step. A fused kernel
-is measured on ranges of a few lengths: its bytes are affine in the length, and the larger lengths
-decide the slope.
+The executor's own functions are run on the caller's own tensors, so every temporary of every kernel
+is counted. A core that is called step by step is measured on one step. A fused kernel is measured
+on ranges of a few lengths: its bytes are affine in the length, and the larger lengths decide the
+slope.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,30 +23,25 @@ from retrograde.cores.ordinary import (
     ordinary_curve,
     outputs_tell,
 )
-from retrograde.cores.probes import Shapes, gradients_like, noting
 from retrograde.discover.surroundings import muted_hooks
 from retrograde.measure.allocations import measure, measure_phases
 from retrograde.plan.fit import Curve, Footprint, Highest
 from retrograde.run.autograd_core import AutogradCore
-from retrograde.run.core import Core, Gradients, RangeCore, Tape
+from retrograde.run.core import Core, Emit, Gradients, Tape
 from retrograde.run.inputs import Inputs
+from retrograde.run.layout import Straight
 from retrograde.run.states import laid_bytes, pack, stored_memory
 from retrograde.schedule import Advance, Record, Schedule
 from retrograde.units import Memory, as_bytes
 
-__all__ = ["footprint", "measured_for", "step_bytes"]
-
-# The lengths of the ranges that a fused core is measured on: a kernel's own room grows with a range
-# up to some length, and then no more. Our own loops do that at several lengths.
-_LENGTHS = (1, 2, 4, 16, 64)
-_LENGTHS_OF_RANGES = (1, 2, 4, 8, 16, 32, 64)
-_LENGTHS_OF_STEPS = (1, 2, 4)
+__all__ = ["Shapes", "footprint", "gradients_like", "measured_for", "noting", "step_bytes"]
 
 # What recording a range of a cell's steps as one graph costs besides the steps, in forward steps: a
 # call of autograd. Nominal, for a cell of a dozen small operations.
 _RECORD_STEPS = 0.6
 
 Tensors = list[Tensor]
+Shapes = list[tuple[torch.Size, torch.dtype]]
 
 
 @dataclass(frozen=True)
@@ -73,18 +67,11 @@ def footprint(
     ordinary: Curve | Highest | None = None,
     memory: Memory | None = None,
 ) -> Footprint:
-    """Measure what the steps of a core take.
+    """Measure what the first few steps of a core take, for :func:`retrograde.plan.fit.fit`.
 
-    Args:
-        core: as the executor will run it.
-        inputs: the inputs of all steps, time first; only the first few are used.
-        state: the initial state.
-        ordinary: what ordinary backpropagation takes, if it is known; measured otherwise.
-        memory: the budget, which the measuring keeps to beyond :data:`FEW_STEPS` steps and
-            :data:`FEW_BYTES`.
-
-    Returns:
-        The footprint, for :func:`retrograde.plan.fit.fit`.
+    What ordinary backpropagation takes is measured too, if it is not given. Beyond
+    :data:`FEW_STEPS` steps and :data:`FEW_BYTES` the measuring itself keeps to the budget,
+    ``memory``.
     """
     length, device = len(inputs), core.ambient.device
     with core.ambient.measured(), muted_hooks(core.parameters):
@@ -122,10 +109,10 @@ def footprint(
         points[2] = replace(one, held=2 * one.held, record=one.record + one.held)
         points[2] = points[3] = replace(points[2], advance=max(one.advance, further))
         points[3] = replace(points[3], held=3 * one.held, record=one.record + 2 * one.held)
-    advance, held, record, backward = (
-        Curve(tuple((L, getattr(size, name)) for L, size in points.items()))
-        for name in ("advance", "held", "record", "backward")
-    )
+
+    def curve(kind: str) -> Curve:
+        return Curve(tuple((L, getattr(size, kind)) for L, size in points.items()))
+
     gradient = sum(_rounded(t) for t in state if t.is_floating_point() or t.is_complex())
     gradient *= 2 if core.fused else 1  # a kernel may need zeros for a state without a gradient
     ambient = sum(map(_rounded, core.ambient.capture())) + core.ambient.place_bytes
@@ -135,10 +122,10 @@ def footprint(
     return Footprint(
         # A cell without a state is planned like one of a single byte.
         state_bytes=(max(stored, sum(map(_rounded, state))) + ambient) or 1,
-        advance=advance,
-        held=held,
-        record=record,
-        backward=backward,
+        advance=curve("advance"),
+        held=curve("held"),
+        record=curve("record"),
+        backward=curve("backward"),
         ordinary=ordinary,
         gradient_bytes=gradient,
         heap_bytes=HEAP_BYTES if core.fused and device.type == "cpu" else None,
@@ -152,45 +139,23 @@ def footprint(
 
 
 def step_bytes(core: Core, inputs: Inputs, state: Tensors) -> Hashable:
-    """What one step takes: quickly measured, to tell whether a footprint known before still holds.
-
-    Args:
-        core: as the executor will run it.
-        inputs: the inputs of all steps, time first.
-        state: the initial state.
-
-    Returns:
-        Bytes of each kind, to be compared.
-    """
+    """What one step takes: quickly measured, to tell whether a known footprint still holds."""
     with core.ambient.measured(), muted_hooks(core.parameters):
         _measure_range(core, inputs, state, 1)  # what a first call allocates for good is not ours
         return _measure_range(core, inputs, state, 1)
 
 
 def _lengths(core: Core) -> tuple[int, ...]:
-    """The lengths of the ranges that a core is measured on."""
-    if isinstance(core, RangeCore):
-        return _LENGTHS_OF_RANGES
+    """The lengths of ranges to measure: a kernel's own room grows with them only up to some."""
     if core.fused:
-        return _LENGTHS
-    return _LENGTHS_OF_STEPS if core.joins else (1,)
+        return 1, 2, 4, 16, 64
+    return (1, 2, 4) if core.joins else (1,)
 
 
 def measured_for(
     schedule: Schedule, sizes: Footprint, core: Core, inputs: Inputs, state: Tensors
 ) -> Footprint:
-    """Measure the very lengths that a schedule is going to use.
-
-    Args:
-        schedule: as it was planned by the footprint.
-        sizes: the footprint.
-        core: as the executor will run it.
-        inputs: the inputs of all steps, time first.
-        state: the initial state.
-
-    Returns:
-        The footprint, with these lengths.
-    """
+    """Correct a footprint by measuring the very lengths that a schedule is going to use."""
     advances = {a.stop - a.start for a in schedule if isinstance(a, Advance)}
     records = {a.stop - a.start for a in schedule if isinstance(a, Record)}
     with core.ambient.measured(), muted_hooks(core.parameters):
@@ -287,3 +252,58 @@ def _rounded(t: Any) -> int:
     """The bytes of a tensor (or state) as an allocator counts them: CUDA's rounds up to 512."""
     size = t.nbytes() if isinstance(t, torch.UntypedStorage) else int(t.nbytes)
     return -(-size // 512) * 512 if t.is_cuda else size
+
+
+def noting(shapes: Shapes) -> Emit:
+    """An emitter that keeps no output, only the shapes and dtypes."""
+
+    def emit(start: int, stop: int, values: Tensors) -> None:
+        shapes[:] = [(y.shape, y.dtype) for y in values]
+
+    return emit
+
+
+def gradients_like(core: Core, tape: Tape, shapes: Shapes, steps: int) -> Gradients:
+    """Gradients of the layout that costs most: expanded scalars, which kernels must copy."""
+    device = core.ambient.device
+    return _Probe(
+        outputs=[
+            torch.ones((), dtype=dtype, device=device).expand(shape) for shape, dtype in shapes
+        ],
+        states=[
+            torch.ones_like(t) if passes else None
+            for t, passes in zip(tape.state_after, tape.passes, strict=True)
+        ],
+        inputs=[
+            torch.empty_like(x) if wanted else None
+            for x, wanted in zip(tape.inputs, tape.wanted, strict=True)
+        ],
+        parameters=[
+            torch.zeros_like(p) if total is None else total
+            for p, total in zip(core.parameters, core.totals(), strict=True)
+        ],
+        length=tape.stop,
+        layout=Straight(steps, core.fused),
+        outside=torch.autocast(device.type, enabled=False),
+    )
+
+
+@dataclass
+class _Probe(Gradients):
+    """Gradients of one call, wherever its steps are."""
+
+    layout: Straight
+
+    def of_outputs(self, index: int | slice) -> Sequence[Tensor | None]:
+        if not isinstance(index, slice) or self.layout.fused:
+            return self.outputs
+        steps = index.stop - index.start  # of a cell, recorded together
+        return [None if t is None else t.expand(steps, *t.shape) for t in self.outputs]
+
+    def of_inputs(self, index: int | slice) -> Sequence[Tensor | None]:
+        return self.inputs
+
+    def take_inputs(self, index: int | slice, shares: list[Tensor | None]) -> None:
+        for total, share in zip(self.inputs, shares, strict=True):
+            if total is not None and share is not None:
+                total.copy_(share)

@@ -18,22 +18,14 @@ from retrograde.run.inputs import Inputs
 from retrograde.units import Memory, as_bytes
 
 __all__ = [
-    "FEW_BYTES",
-    "FEW_STEPS",
-    "LONGEST_MEASURED",
-    "expanded",
-    "measure_pass",
-    "ordinary_bytes",
-    "ordinary_curve",
-    "outputs_tell",
-]
-
+    "FEW_BYTES", "FEW_STEPS", "LONGEST_MEASURED",
+    "expanded", "measure_pass", "ordinary_bytes", "ordinary_curve", "outputs_tell",
+]  # fmt: skip
 
 #: How many steps are measured in any case, in whatever memory they take.
 FEW_STEPS = 8
 
-#: Bytes that measuring may take in any case: kernels hand out memory by pages, so that what a step
-#: adds is hidden in less.
+#: Bytes that measuring may take in any case: kernels hand out memory by pages, which hide less.
 FEW_BYTES = 2**20
 
 # What a measured call holds besides: outputs, their gradients, and what it found.
@@ -48,20 +40,16 @@ Tensors = list[Tensor]
 def ordinary_curve(
     measured: Callable[[int], tuple[int, ...]], length: int, memory: Memory | None = None
 ) -> Highest:
-    """Ordinary backpropagation's working bytes at doubling lengths, until they grow evenly, or
-    would leave the budget.
+    """Measure at doubling lengths, until the bytes grow evenly, or would leave the budget.
 
     Forward and backward grow by different slopes, and which is the higher changes with the length.
-    So each is followed by itself. Within the budget one may still be hidden by a kernel's own room.
+    So each is followed by itself. The budget holds beyond :data:`FEW_STEPS` steps and
+    :data:`FEW_BYTES`.
 
     Args:
         measured: the bytes of so many steps, at the peak of each phase.
         length: the number of steps there are.
-        memory: the budget, which holds beyond :data:`FEW_STEPS` steps and :data:`FEW_BYTES`; None
-            for none.
-
-    Returns:
-        Bytes by steps.
+        memory: the budget, or None.
     """
     points = {steps: measured(steps) for steps in sorted({1, min(2, length)})}
     while (last := max(points)) < min(length, LONGEST_MEASURED):
@@ -89,21 +77,16 @@ def measure_pass(
     drop: Callable[[], None],
     device: torch.device,
 ) -> tuple[int, int]:
-    """The working bytes of ordinary backpropagation: at the peak of forward, and of backward.
+    """The working bytes at the peak of forward, and of backward.
 
-    Args:
-        forward: runs forward.
-        backward: runs backward.
-        drop: lets go of all that a caller would be handed.
-        device: whose allocations count.
+    What ``drop`` releases would be the caller's, and does not count.
     """
     one, other, _ = measure_phases([forward, backward, drop], device=device)
     return one.peak(0, 2), one.growth(0, 2) + other.peak(0, 2)
 
 
 def outputs_tell(core: AutogradCore, inputs: Inputs, state: Tensors) -> bool:
-    """Whether the gradient of the outputs goes through all of the state; else a loss may be of the
-    final state, as of a rollout that has no outputs."""
+    """Whether the outputs' gradient goes through all of the state; else a loss may be of that."""
     if core.fused or core.sums or len(inputs) < 2:
         return core.fused or core.sums
     with torch.enable_grad(), core.recording():
@@ -128,8 +111,10 @@ def ordinary_bytes(
     whole: bool,
     like: Callable[[Tensor], Tensor] = torch.ones_like,
 ) -> tuple[int, int]:
-    """The working bytes of ordinary backpropagation through the first steps, as one graph; of the
-    outputs, or of the whole, the final state included."""
+    """The working bytes of ordinary backpropagation through the first steps, as one graph.
+
+    The gradient starts at the outputs, and at the final state too if ``whole``; ``like`` makes it.
+    """
     numbers = inputs[0:steps][-1:] if core.sums else []  # ours, and not the caller's
     roots: Tensors = []
     leaves: Tensors = []

@@ -1,25 +1,24 @@
-"""What the steps of a core take in seconds: a call of each kind, and each further step of it.
+"""The seconds that the steps of a core take: for each kind of call, the call and each step of it.
 
-The executor's own functions are timed on the caller's tensors: a range that keeps nothing, one that
-is recorded, and one that is backpropagated. A core that is called step by step is timed on one
-step. A fused kernel is timed on ranges of two lengths, whose difference is what steps cost.
+A core that is called step by step is timed on one step. A fused kernel is timed on ranges of two
+lengths, whose difference is what steps cost.
 """
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from retrograde.cores.probes import Shapes, gradients_like, noting
+from retrograde.cores.footprint import Shapes, gradients_like, noting
 from retrograde.discover.surroundings import muted_hooks
 from retrograde.machine import now
 from retrograde.run.core import Core
 from retrograde.run.inputs import Inputs
 
-__all__ = ["Pace", "Paces", "pace", "time_calls", "time_steps"]
+__all__ = ["Pace", "Paces", "Stopwatch", "pace", "time_calls", "time_steps"]
 
 _LONG = 64  # steps of the longer range: about as many as schedules record at a time
 
@@ -52,77 +51,73 @@ class Paces:
     backward: Pace
 
 
+class Stopwatch:
+    """Collects the seconds of laps; a device finishes its work within a lap."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.seconds: list[float] = []
+
+    @contextmanager
+    def lap(self) -> Iterator[None]:
+        start = now(self.device)
+        yield
+        self.seconds.append(now(self.device) - start)
+
+
 def time_steps(core: Core, inputs: Inputs, state: Tensors, repeats: int) -> Paces:
-    """Time short ranges of a core, and leave no trace of it.
+    """Time short ranges by the executor's own functions, and leave no trace of it.
 
-    Args:
-        core: as the executor will run it.
-        inputs: the inputs of all steps, time first; only the first few are used.
-        state: the initial state.
-        repeats: how often each range is timed; medians are told.
-
-    Returns:
-        :class:`Paces`.
+    The ranges begin at the first step; each is timed ``repeats`` times, and medians are returned.
     """
-    lengths = sorted({1, min(len(inputs), _LONG)}) if core.fused else [1]
-    medians = []
+
+    def trial(watch: Stopwatch, steps: int) -> None:
+        shapes: Shapes = []
+        with watch.lap():
+            core.advance(inputs, 0, [steps], state, None)
+        with watch.lap():
+            tape = core.record(inputs, 0, steps, state, noting(shapes))
+        gradients = gradients_like(core, tape, shapes, steps)
+        with watch.lap(), muted_hooks(core.parameters):
+            core.backpropagate(tape, gradients)
+
     with core.ambient.measured():
-        for steps in lengths:
-            _seconds_of_range(core, inputs, state, steps)  # a first call may allocate or compile
-            found = [_seconds_of_range(core, inputs, state, steps) for _ in range(repeats)]
-            medians.append([statistics.median(times) for times in zip(*found, strict=True)])
-    short, long = medians[0], medians[-1]
-    return Paces(*(pace(a, b, lengths[-1]) for a, b in zip(short, long, strict=True)))
+        return _paces(trial, len(inputs) if core.fused else 1, repeats, core.ambient.device)
 
 
 def time_calls(
     calls: Sequence[Callable[[int], object]], steps: int, repeats: int, device: torch.device
 ) -> Paces:
-    """Time calls that run forward, record, and go back, one after the other.
+    """Time three calls in turn, which run so many steps forward, record them, and go back.
 
-    Args:
-        calls: functions of the number of steps.
-        steps: of the longer range.
-        repeats: how often each is timed; medians are told.
-        device: where they run.
-
-    Returns:
-        :class:`Paces`.
+    Each is timed ``repeats`` times, and medians are returned.
     """
-    medians = []
-    for length in sorted({1, min(steps, _LONG)}):
-        found = []
-        for _ in range(repeats + 1):
-            moments = [now(device)]
-            for call in calls:
+
+    def trial(watch: Stopwatch, length: int) -> None:
+        for call in calls:
+            with watch.lap():
                 call(length)
-                moments.append(now(device))
-            found.append([b - a for a, b in pairwise(moments)])
-        # A first call may allocate or compile.
-        medians.append([statistics.median(times) for times in zip(*found[1:], strict=True)])
+
+    return _paces(trial, steps, repeats, device)
+
+
+def _paces(
+    trial: Callable[[Stopwatch, int], None], steps: int, repeats: int, device: torch.device
+) -> Paces:
+    medians = []
+    longest = min(steps, _LONG)
+    for length in sorted({1, longest}):
+        trial(Stopwatch(device), length)  # a first call may allocate or compile
+        watches = [Stopwatch(device) for _ in range(repeats)]
+        for watch in watches:
+            trial(watch, length)
+        laps = zip(*(watch.seconds for watch in watches), strict=True)
+        medians.append([statistics.median(times) for times in laps])
     pairs = zip(medians[0], medians[-1], strict=True)
-    return Paces(*(pace(a, b, min(steps, _LONG)) for a, b in pairs))
+    return Paces(*(pace(short, long, longest) for short, long in pairs))
 
 
 def pace(short: float, long: float, steps: int) -> Pace:
     """From the seconds of one step, and of a range."""
     step = short if steps == 1 else min(max(0.0, (long - short) / (steps - 1)), long / steps)
     return Pace(max(0.0, short - step), step)
-
-
-def _seconds_of_range(
-    core: Core, inputs: Inputs, state: Tensors, steps: int
-) -> tuple[float, float, float]:
-    shapes: Shapes = []
-    device = core.ambient.device
-    moments = [now(device)]
-    core.advance(inputs, 0, [steps], state, None)
-    moments.append(now(device))
-    tape = core.record(inputs, 0, steps, state, noting(shapes))
-    moments.append(now(device))
-    gradients = gradients_like(core, tape, shapes, steps)
-    moments.append(now(device))
-    with muted_hooks(core.parameters):
-        core.backpropagate(tape, gradients)
-    end = now(device)
-    return moments[1] - moments[0], moments[2] - moments[1], end - moments[3]

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from retrograde.cores.candidates import candidates
 from retrograde.cores.cell import Cell, StepCore
-from retrograde.cores.fastest import Candidate, fit_fastest, footprints
+from retrograde.cores.fastest import Candidate, candidates, fit_fastest, footprints
 from retrograde.cores.footprint import step_bytes
 from retrograde.cores.fused import Fused, Layers, Mode
 from retrograde.cores.loss import Loss, RangeLoss, StepLoss, examine_loss

@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor
 
-from retrograde.cores.candidates import candidates
 from retrograde.cores.dropout import Dropout, draw_key
-from retrograde.cores.fastest import Candidate, fit_fastest, footprints
+from retrograde.cores.fastest import Candidate, candidates, fit_fastest, footprints
 from retrograde.cores.fused import Fused, Kernel, Layers, Mode, run_torch
 from retrograde.cores.ordinary import LONGEST_MEASURED
 from retrograde.cores.recurrent.bytes import Shape, sums_at_once

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from retrograde.cores.cell import Like, device_of, like_of
 from retrograde.discover.captured import foreign_tensors
 from retrograde.discover.dry_run import try_out
 from retrograde.discover.referents import reach
@@ -26,7 +27,6 @@ from retrograde.errors import CellError
 __all__ = ["Link", "Links", "check_leaves", "enter", "examine_layers"]
 
 Tensors = list[Tensor]
-Like = tuple[torch.Size, torch.dtype, torch.device]
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +75,7 @@ class Link:
         outputs, returned = _run(self.layers, self.given, state, self.name)
         if versions != [version(t) for t in state]:
             raise CellError(_WRITES.format(self.name, "its input"))
-        found = tuple(map(_like, outputs))
+        found = tuple(map(like_of, outputs))
         if returned != self.returned or found != self.like:
             raise CellError(
                 f"layer {self.name} returned another structure, shape or dtype than for an input "
@@ -120,14 +120,9 @@ class _Enter(torch.autograd.Function):
 
 
 def enter(state: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensor]:
-    """A state that a link can be recorded from.
+    """A state that a link can be recorded from, and the leaf that it comes from in the graph.
 
-    Args:
-        state: its tensors.
-        wanted: which of them a gradient is wanted for.
-
-    Returns:
-        The tensors, and the leaf that they come from as far as autograd knows.
+    Gradients can be asked for where they are ``wanted``.
     """
     anchor = torch.empty(0, requires_grad=True)
     x = [t.detach() for t in state]
@@ -141,15 +136,12 @@ def enter(state: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensor]:
 def examine_layers(
     layers: Sequence[tuple[str, nn.Module]], state: Tensors, structure: Structure
 ) -> Links:
-    """Run every layer once, leave no trace of it, and learn what the executor must know.
+    """Run every layer once on a flat input, leave no trace of it, and learn what links there are.
 
     Args:
         layers: in turn, with their names; at least one.
         state: the flat input of the first.
         structure: the input's.
-
-    Returns:
-        The links.
 
     Raises:
         CellError: a layer cannot be run exactly; the message names it.
@@ -166,13 +158,13 @@ def examine_layers(
     given_by = made_by  # likewise of the last link's input
     for name, layer in layers:
         tried = _try(name, (layer,), structure, after, wanted)
-        apart = tried.made and not (len(links) == 1 and not links[0].output_bytes)
+        apart = tried.link.output_bytes and not (len(links) == 1 and not links[0].output_bytes)
         if tried.wrote or (links and not apart):
             if not links:
                 raise CellError(_WRITES.format(name, "the chain's input"))
             last = links.pop()
-            parts = (*last.layers, layer)
-            tried = _try(f"{last.name}-{name}", parts, last.given, before, last.wanted)
+            together = (*last.layers, layer)
+            tried = _try(f"{last.name}-{name}", together, last.given, before, last.wanted)
             if tried.wrote:
                 whose = f"what layer {last.name} was given" if links else "the chain's input"
                 raise CellError(_WRITES.format(name, whose))
@@ -180,8 +172,8 @@ def examine_layers(
             before, given_by = after, made_by
         handed = {key: given_by[key] for key in tried.shared if key in given_by}
         made_by = {**handed, **dict.fromkeys(tried.made, len(links))}
-        links.append(tried.link(tuple(sorted({*handed.values()}))))
-        after, structure, wanted = tried.outputs, tried.returned, links[-1].passes
+        links.append(replace(tried.link, hands_on=tuple(sorted({*handed.values()}))))
+        after, structure, wanted = tried.outputs, links[-1].returned, links[-1].passes
     start = 1 + max((k for k, link in enumerate(links) if not any(link.passes)), default=-1)
     return _parted(links[:start], links[start:])
 
@@ -209,46 +201,18 @@ class _Tried:
     """What a trial call of some layers showed.
 
     Attributes:
+        link: the layers, as far as they are known by themselves.
+        outputs: of the call.
         wrote: whether they wrote to their input.
-        made: the bytes of each memory that their output has and their input has not.
-        shared: of each that both have.
+        made: the addresses of the memories that their output has and their input has not.
+        shared: of those that both have.
     """
 
-    name: str
-    layers: tuple[nn.Module, ...]
-    parts: tuple[nn.Module, ...]
-    own: Tensors
-    captured: Tensors
-    given: Structure
-    wanted: tuple[bool, ...]
+    link: Link
     outputs: Tensors
-    returned: Structure
-    passes: tuple[bool, ...]
-    ambient: Ambient
     wrote: bool
-    made: dict[int, int]
-    shared: dict[int, int]
-
-    def link(self, hands_on: tuple[int, ...]) -> Link:
-        changing = {id(b) for b in self.ambient.buffers}
-        tables = (table for part in self.parts for table in (part._parameters, part._buffers))
-        owned = (t for table in tables for t in table.values() if t is not None)
-        return Link(
-            name=self.name,
-            layers=self.layers,
-            parts=self.parts,
-            given=self.given,
-            returned=self.returned,
-            like=tuple(map(_like, self.outputs)),
-            wanted=self.wanted,
-            passes=self.passes,
-            ambient=self.ambient,
-            own=self.own,
-            leaves=[get_gradient_edge(p).node for p in self.own],
-            reads=[t for t in (*owned, *self.captured) if id(t) not in changing],
-            output_bytes=sum(self.made.values()),
-            hands_on=hands_on,
-        )
+    made: list[int]
+    shared: list[int]
 
 
 def _try(
@@ -258,7 +222,6 @@ def _try(
     state: Tensors,
     wanted: tuple[bool, ...],
 ) -> _Tried:
-    device = next((t.device for t in state), torch.device("cpu"))
     parts = tuple({id(part): part for layer in layers for part in layer.modules()}.values())
     own = _parameters_of(name, parts)
     versions = [version(t) for t in state]
@@ -271,33 +234,36 @@ def _try(
         return outputs, returned
 
     found = reach(layers)
-    trial = try_out(call, found, device, lambda result: result[0])
+    trial = try_out(call, found, device_of(*state), lambda result: result[0])
     outputs, returned = trial.value
     inside, outside = _storages(state), _storages(outputs)
-    return _Tried(
-        name,
-        layers,
-        parts,
-        own,
-        found.tensors,
-        given,
-        wanted,
-        [t.detach() for t in outputs],
-        returned,
-        tuple(t.requires_grad for t in outputs),
-        trial.ambient,
-        versions != [version(t) for t in state],
-        {key: size for key, size in outside.items() if key not in inside},
-        {key: size for key, size in outside.items() if key in inside},
+    made = {key: size for key, size in outside.items() if key not in inside}
+    changing = {id(b) for b in trial.ambient.buffers}
+    tables = (table for part in parts for table in (part._parameters, part._buffers))
+    owned = (t for table in tables for t in table.values() if t is not None)
+    link = Link(
+        name=name,
+        layers=layers,
+        parts=parts,
+        given=given,
+        returned=returned,
+        like=tuple(map(like_of, outputs)),
+        wanted=wanted,
+        passes=tuple(t.requires_grad for t in outputs),
+        ambient=trial.ambient,
+        own=own,
+        leaves=[get_gradient_edge(p).node for p in own],
+        reads=[t for t in (*owned, *found.tensors) if id(t) not in changing],
+        output_bytes=sum(made.values()),
+        hands_on=(),
     )
+    wrote = versions != [version(t) for t in state]
+    shared = [key for key in outside if key in inside]
+    return _Tried(link, [t.detach() for t in outputs], wrote, [*made], shared)
 
 
 def _parameters_of(name: str, parts: Sequence[nn.Module]) -> Tensors:
-    """The parameters of a link that a gradient is wanted for, each once.
-
-    Raises:
-        CellError: one was computed from others.
-    """
+    """The parameters of a link that a gradient is wanted for, each once."""
     found = (p for part in parts for p in part._parameters.values() if p is not None)
     every = {id(p): p for p in found}.values()
     if any(p.grad_fn is not None for p in every):
@@ -313,15 +279,8 @@ def check_leaves(
 ) -> None:
     """Refuse a link that uses a tensor of which the gradient would be lost (rule 5).
 
-    Args:
-        name: the link's.
-        outputs: as recorded.
-        mark: autograd's sequence number when the recording began.
-        known: the leaves that it may use.
-        nodes: what they are in a graph, as far as that is known; it saves time.
-
-    Raises:
-        CellError: as said.
+    It may use the ``known`` leaves, whose ``nodes`` in the graph save time where they are given.
+    ``mark`` is autograd's sequence number when the recording began.
     """
     leaves, older = foreign_tensors(outputs, mark, expected=nodes)
     if older or (leaves and not {id(t) for t in leaves} <= {id(t) for t in known}):
@@ -351,7 +310,3 @@ def _storages(tensors: Tensors) -> dict[int, int]:
         )
     found = (t.untyped_storage() for t in tensors)
     return {memory.data_ptr(): memory.nbytes() for memory in found if memory.nbytes()}
-
-
-def _like(t: Tensor) -> Like:
-    return t.shape, t.dtype, t.device
