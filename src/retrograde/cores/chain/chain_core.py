@@ -10,7 +10,7 @@ depends on no other's. What it refers to, it holds: a tape is a graph, and no te
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +23,13 @@ from retrograde.discover.generators import Source
 from retrograde.discover.surroundings import Ambient, Marks, Snapshot, Trail, muted_hooks, version
 from retrograde.errors import RetrogradeError
 from retrograde.run.core import Emit, Gradients, RangeCore, Tape
-from retrograde.run.inputs import Inputs
+from retrograde.run.inputs import Held, Inputs
+from retrograde.run.layout import Straight
 
-__all__ = ["ChainCore", "LinkTape"]
+__all__ = ["NO_INPUTS", "ChainCore", "LinkTape"]
+
+#: A link has no input but the state.
+NO_INPUTS = Held([])
 
 Tensors = list[Tensor]
 Gradient = Tensor | None
@@ -91,6 +95,16 @@ class ChainCore(RangeCore):
 
     def totals(self) -> list[Gradient]:
         return []
+
+    def gradients(
+        self,
+        states: Sequence[Gradient] = (),
+        outside: AbstractContextManager[Any] | None = None,
+    ) -> Gradients:
+        """What a backward pass starts from: the gradient of a state, and nothing collected yet."""
+        length = len(self.links)
+        layout = Straight(length, False)
+        return Gradients([], [*states], [], [], length, layout, outside or nullcontext())
 
     def own(self, start: int, stop: int) -> Tensors:
         """The parameters of some links that a gradient is wanted for."""

@@ -1,6 +1,6 @@
 """What the links of a chain take: bytes as they are allocated, seconds as they pass.
 
-Both are found by the core's own functions, link by link: one that keeps nothing, one that is
+Both are measured link by link with the core's own functions: one that keeps nothing, one that is
 recorded, one that is backpropagated. What a tape refers to is found by letting go of the link's
 input, and of its output, and looking what is released.
 
@@ -9,44 +9,35 @@ and, for the first link, a copy of its input. A budget that has room for these i
 """
 
 import statistics
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from itertools import chain, islice, pairwise
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import ExitStack
+from itertools import chain, islice
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from retrograde.cores.chain.chain_core import ChainCore, LinkTape
+from retrograde.cores.chain.chain_core import NO_INPUTS, ChainCore, LinkTape
 from retrograde.cores.chain.links import Link, Links
-from retrograde.machine import now
+from retrograde.cores.timing import Stopwatch
 from retrograde.measure.allocations import Phase, measure_phases
-from retrograde.run.core import Gradients
-from retrograde.run.inputs import Held
-from retrograde.run.layout import Straight
 from retrograde.schedule import Chain
 
 __all__ = ["measure_chain", "prefix_bytes"]
 
 Tensors = list[Tensor]
 Gradient = Tensor | None
-_NO_INPUTS = Held([])
 Seconds = list[tuple[float, float]]  # of each link: forward, and backward
 _MORE_SECONDS = 0.5  # for timing alone
 _TOKEN_BYTES = 8  # an element for each state of the chain, in the caller's graph
 
 
 def measure_chain(links: Links, state: Tensors, repeats: int | None = None) -> Chain:
-    """Measure every link of a chain, and leave no trace of it.
+    """Measure every link for a flat input, and leave no trace of it.
 
-    Args:
-        links: as examined for an input like this.
-        state: the flat input.
-        repeats: how often seconds are taken besides, medians being told; by default up to three
-            times, as far as they take no more than :data:`_MORE_SECONDS`.
-
-    Returns:
-        The chain, of as many layers as there are links.
+    Seconds are medians of ``repeats`` further passes: by default of up to three, as many as take
+    no more than :data:`_MORE_SECONDS`. Without one they are those of the pass that counts bytes.
     """
     device = state[0].device
     core = ChainCore(links.chain, device)
@@ -54,9 +45,7 @@ def measure_chain(links: Links, state: Tensors, repeats: int | None = None) -> C
         for link in (*links.prefix, *links.chain):
             stack.enter_context(link.ambient.measured())
         with torch.no_grad():
-            first = [t.detach() for t in state]
-            for link in links.prefix:
-                first = link.run(first)
+            first = _run_prefix(links, state)
         sizes, once = _trials(core, first)
         seconds = [once]
         if repeats is None:
@@ -64,23 +53,25 @@ def measure_chain(links: Links, state: Tensors, repeats: int | None = None) -> C
         if repeats:  # the others were taken while memory was watched
             seconds = [_seconds(core, first) for _ in range(repeats)]
     forward, backward = _medians(links.chain, sizes, seconds)
+    columns: dict[str, Any] = {
+        name: [getattr(size, name) for size in sizes] for name in _Size._fields
+    }
     return Chain(
         forward_seconds=forward,
         backward_seconds=backward,
-        output_bytes=[size.output for size in sizes],
-        output_gradient_bytes=[size.gradient for size in sizes],
-        internal_bytes=[size.internal for size in sizes],
-        forward_transient_bytes=[size.forward for size in sizes],
-        backward_transient_bytes=[size.backward for size in sizes],
-        record_transient_bytes=[size.record for size in sizes],
-        release_bytes=[max(0, size.release) for size in sizes],
-        keeps_input=[size.keeps_input for size in sizes],
-        keeps_output=[size.keeps_output for size in sizes],
+        **columns,
         names=[link.name for link in links.chain],
         input_bytes=sum(t.nbytes for t in state),
-        overhead_bytes=_overhead(links, core, device),
+        overhead_bytes=_overhead(links, device),
         hands_on=[_states_of(link, len(links.prefix)) for link in links.chain],
     )
+
+
+def _run_prefix(links: Links, state: Tensors) -> Tensors:
+    state = [t.detach() for t in state]
+    for link in links.prefix:
+        state = link.run(state)
+    return state
 
 
 def _states_of(link: Link, prefix: int) -> list[int]:
@@ -89,39 +80,24 @@ def _states_of(link: Link, prefix: int) -> list[int]:
 
 
 def prefix_bytes(links: Links, state: Tensors) -> int:
-    """What the links before the first gradient take at their peak, before the others begin.
-
-    Args:
-        links: as examined for an input like this.
-        state: the flat input.
-
-    Returns:
-        Bytes.
-    """
+    """The peak of the links before the first gradient, which run before the others."""
     with ExitStack() as stack, torch.no_grad():
         for link in links.prefix:
             stack.enter_context(link.ambient.measured())
-
-        def run() -> None:
-            inside = [t.detach() for t in state]
-            for link in links.prefix:
-                inside = link.run(inside)
-
-        return measure_phases([run], device=state[0].device)[0].peak()
+        run = measure_phases([lambda: _run_prefix(links, state)], device=state[0].device)
+        return run[0].peak()
 
 
-@dataclass(frozen=True)
-class _Size:
-    """Bytes of one link, as :class:`retrograde.schedule.Chain` has them; the transient ones by
-    what is going on."""
+class _Size(NamedTuple):
+    """Bytes of one link, as :class:`retrograde.schedule.Chain` has them."""
 
-    output: int
-    gradient: int
-    internal: int
-    forward: int
-    record: int
-    backward: int
-    release: int
+    output_bytes: int
+    output_gradient_bytes: int
+    internal_bytes: int
+    forward_transient_bytes: int
+    record_transient_bytes: int
+    backward_transient_bytes: int
+    release_bytes: int
     keeps_input: bool
     keeps_output: bool
 
@@ -129,7 +105,8 @@ class _Size:
 class _Trial:
     """One link, phase by phase: what it does, and what lets go of what it needed.
 
-    Nobody else holds its input. The link before gives it, and the link behind takes its output.
+    Nobody else holds its input: ``take`` gets it from the link before, and the link behind takes
+    its output.
     """
 
     def __init__(self, core: ChainCore, k: int, take: Callable[[], Tensors]) -> None:
@@ -141,74 +118,58 @@ class _Trial:
         self.tape: list[LinkTape] = []
         self.gradients: list[Gradient] = []
         self.for_caller: list[Gradient] = []
-        self.moments: list[float] = []
+        self.watch = Stopwatch(core.ambient.device)
 
     def phases(self) -> list[Callable[[], None]]:
         return [
-            self.begin, self.advance, self.drop_after, self.record, self.drop_state,
-            self.drop_after, self.seed, self.backpropagate, self.drop_gradients, self.hand_over,
+            self.begin, self.advance, self.after.clear, self.record, self.state.clear,
+            self.after.clear, self.seed, self.backpropagate, self.gradients.clear,
+            self.for_caller.clear,
         ]  # fmt: skip
 
     def give(self) -> Tensors:
-        state, self.output = self.output, []
+        state = [*self.output]
+        self.output.clear()
         return state
 
     def begin(self) -> None:
         """Run the link the first time; what follows are reruns."""
-        self.state = self.take()
-        (self.output,) = self.core.advance(_NO_INPUTS, self.k, [self.k + 1], self.state, None)
+        self.state += self.take()
+        self.output += self._run()
         memory = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in self.state)}
         handed_on = {t.untyped_storage().data_ptr() for t in self.output}
         self.own_bytes = sum(size for at, size in memory.items() if at not in handed_on)
         self.given_bytes = sum(t.nbytes for t in self.state)
 
+    def _run(self) -> Tensors:
+        (after,) = self.core.advance(NO_INPUTS, self.k, [self.k + 1], self.state, None)
+        return after
+
     def advance(self) -> None:
-        with self._timed():
-            (self.after,) = self.core.advance(_NO_INPUTS, self.k, [self.k + 1], self.state, None)
+        with self.watch.lap():
+            self.after += self._run()
 
     def record(self) -> None:
-        with self._timed():
-            tape = self.core.record(_NO_INPUTS, self.k, self.k + 1, [*self.state], None)
-        self.after, tape.state_after = tape.state_after, []
-        self.tape = [tape]
+        with self.watch.lap():
+            tape = self.core.record(NO_INPUTS, self.k, self.k + 1, [*self.state], None)
+        self.after += tape.state_after
+        tape.state_after = []
+        self.tape.append(tape)
         if self.last:
             self.for_caller += self.after
 
-    def drop_state(self) -> None:
-        self.state = []
-
-    def drop_after(self) -> None:
-        self.after = []
-
     def seed(self) -> None:
-        self.gradients = _ones(self.core.links[self.k])
+        self.gradients += _ones(self.core.links[self.k])
 
     def backpropagate(self) -> None:
-        with self._timed():
-            gradients, self.gradients = _gradients(self.core, self.gradients), []
+        with self.watch.lap():
+            gradients = self.core.gradients(self.gradients)
+            self.gradients.clear()
             self.core.backpropagate(self.tape.pop(), gradients)
-        self.gradients = gradients.states
+        self.gradients += gradients.states
         self.for_caller += gradients.parameters
         if self.k == 0:
             self.for_caller += gradients.states
-
-    def drop_gradients(self) -> None:
-        self.gradients = []
-
-    def hand_over(self) -> None:
-        self.for_caller = []
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        start = now(self.core.ambient.device)
-        yield
-        self.moments.append(now(self.core.ambient.device) - start)
-
-    @property
-    def seconds(self) -> tuple[float, float]:
-        """Forward; and backward, with what recording takes longer."""
-        forward, record, backward = self.moments
-        return forward, backward + max(0.0, record - forward)
 
     def size(self, phases: Sequence[Phase], before: int) -> _Size:
         """What the phases showed; ``before`` is what the gradient of the input is taken to be."""
@@ -220,13 +181,13 @@ class _Trial:
         backward = back.peak(first, last)
         ones = sum(int(t.nbytes) for t in _ones(self.core.links[self.k]) if t is not None)
         return _Size(
-            output=output,
-            gradient=max(output, ones),
-            internal=recorded + output if self.last else recorded,
-            forward=advance.peak() - output,
-            record=record.peak(first, last) - recorded,
-            backward=max(0, backward - gradient),
-            release=backward - back.peak(before=last) if self.k else 0,
+            output_bytes=output,
+            output_gradient_bytes=max(output, ones),
+            internal_bytes=recorded + output if self.last else recorded,
+            forward_transient_bytes=advance.peak() - output,
+            record_transient_bytes=record.peak(first, last) - recorded,
+            backward_transient_bytes=max(0, backward - gradient),
+            release_bytes=max(0, backward - back.peak(before=last)) if self.k else 0,
             keeps_input=self.own_bytes + less_input.growth() > 0,
             keeps_output=output + less_output.growth() > 0,
         )
@@ -242,46 +203,45 @@ def _trials(core: ChainCore, first: Tensors) -> tuple[list[_Size], Seconds]:
     found = iter(measure_phases([*chain(*phases)], device=core.ambient.device))
     sizes: list[_Size] = []
     for trial, own in zip(trials, phases, strict=True):
-        before = sizes[-1].gradient if sizes else 0
+        before = sizes[-1].output_gradient_bytes if sizes else 0
         sizes.append(trial.size([*islice(found, len(own))], before))
-    return sizes, [trial.seconds for trial in trials]
+    return sizes, _both_ways(trial.watch for trial in trials)
 
 
 def _seconds(core: ChainCore, state: Tensors) -> Seconds:
-    """Of each link: forward; and backward, with what recording takes longer.
+    """The seconds of each link, with nothing watched.
 
     A link is recorded after the next one was run, for else what it needs would still be at hand.
     """
-    device, forwards, found = core.ambient.device, [], []
+    watches = [Stopwatch(core.ambient.device) for _ in core.links]
     before: Tensors = []
     state = [*state]
-    for k in range(len(core.links) + 1):
-        if k < len(core.links):
-            start = now(device)
-            core.advance(_NO_INPUTS, k, [k + 1], state, None)
-            forwards.append(now(device) - start)
+    for k, watch in enumerate(watches):
+        with watch.lap():
+            core.advance(NO_INPUTS, k, [k + 1], state, None)
         if k:
-            record, backward = _back(core, k - 1, before)
-            found.append((forwards[k - 1], backward + max(0.0, record - forwards[k - 1])))
-        if k < len(core.links):  # once more, for its output was not held meanwhile
-            (after,) = core.advance(_NO_INPUTS, k, [k + 1], state, None)
-            before, state = state, after
-    return found
+            _back(core, k - 1, before, watches[k - 1])
+        # Once more, for its output was not held meanwhile.
+        (after,) = core.advance(NO_INPUTS, k, [k + 1], state, None)
+        before, state = state, after
+    _back(core, len(watches) - 1, before, watches[-1])
+    return _both_ways(watches)
 
 
-def _back(core: ChainCore, k: int, state: Tensors) -> tuple[float, float]:
-    """The seconds to record a link, and to go back through it; its input is let go of."""
-    device = core.ambient.device
-    moments = [now(device)]
-    tape = core.record(_NO_INPUTS, k, k + 1, state, None)
-    tape.state_after = []
-    moments.append(now(device))
-    gradients = _gradients(core, _ones(core.links[k]))
-    moments.append(now(device))
-    core.backpropagate(tape, gradients)
-    moments.append(now(device))
-    record, _, backward = (b - a for a, b in pairwise(moments))
-    return record, backward
+def _back(core: ChainCore, k: int, state: Tensors, watch: Stopwatch) -> None:
+    """Time recording a link, and going back through it; its input is let go of."""
+    with watch.lap():
+        tape = core.record(NO_INPUTS, k, k + 1, state, None)
+        tape.state_after = []
+    gradients = core.gradients(_ones(core.links[k]))
+    with watch.lap():
+        core.backpropagate(tape, gradients)
+
+
+def _both_ways(watches: Iterable[Stopwatch]) -> Seconds:
+    """Forward; and backward, with what recording takes longer."""
+    laps = (watch.seconds for watch in watches)
+    return [(forward, backward + max(0.0, record - forward)) for forward, record, backward in laps]
 
 
 def _ones(link: Link) -> list[Gradient]:
@@ -290,11 +250,6 @@ def _ones(link: Link) -> list[Gradient]:
         torch.ones(shape, dtype=dtype, device=device) if passes else None
         for (shape, dtype, device), passes in zip(link.like, link.passes, strict=True)
     ]
-
-
-def _gradients(core: ChainCore, states: Sequence[Gradient]) -> Gradients:
-    length = len(core.links)
-    return Gradients([], list(states), [], [], length, Straight(length, False))
 
 
 def _medians(
@@ -308,19 +263,18 @@ def _medians(
         (str(link.layers), tuple(p.shape for p in link.own), link.like, size)
         for link, size in zip(links, sizes, strict=True)
     ]
-    times: dict[Hashable, list[tuple[float, float]]] = {}
+    times: dict[Hashable, Seconds] = defaultdict(list)
     for each in seconds:
         for make, pair in zip(makes, each, strict=True):
-            times.setdefault(make, []).append(pair)
-    found = {
-        make: [statistics.median(column) for column in zip(*pairs, strict=True)]
-        for make, pairs in times.items()
-    }
-    forward, backward = zip(*(found[make] for make in makes), strict=True)
-    return list(forward), list(backward)
+            times[make].append(pair)
+    forward, backward = (
+        {make: statistics.median(pair[way] for pair in pairs) for make, pairs in times.items()}
+        for way in (0, 1)
+    )
+    return [forward[make] for make in makes], [backward[make] for make in makes]
 
 
-def _overhead(links: Links, core: ChainCore, device: torch.device) -> int:
+def _overhead(links: Links, device: torch.device) -> int:
     """What is held from first to last: what the prefix made, what first runs began with, tokens."""
     snapshots = [link.ambient.capture() for link in links.chain]
     ours = (t for snapshot in snapshots for t in snapshot if t.is_cuda == (device.type == "cuda"))

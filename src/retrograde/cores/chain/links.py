@@ -36,7 +36,6 @@ class Link:
     Attributes:
         name: of its layers.
         layers: run one after the other.
-        parts: these, and all modules in them.
         given: the structure of its input.
         returned: the structure of its output.
         like: shape, dtype and device of each tensor of its output.
@@ -52,7 +51,6 @@ class Link:
 
     name: str
     layers: tuple[nn.Module, ...]
-    parts: tuple[nn.Module, ...]
     given: Structure
     returned: Structure
     like: tuple[Like, ...]
@@ -244,7 +242,6 @@ def _try(
     link = Link(
         name=name,
         layers=layers,
-        parts=parts,
         given=given,
         returned=returned,
         like=tuple(map(like_of, outputs)),

@@ -18,22 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retrograde.cores.chain.chain_core import ChainCore
+from retrograde.cores.chain.chain_core import NO_INPUTS, ChainCore
 from retrograde.cores.chain.links import Link, Links
 from retrograde.cores.chain.split_schedule import course_of, loads_of
 from retrograde.discover.surroundings import autocast_as_now, autocast_of_caller, version
 from retrograde.errors import RetrogradeError
 from retrograde.run.core import Gradients
 from retrograde.run.executor import Run
-from retrograde.run.inputs import Held
-from retrograde.run.layout import Straight
 from retrograde.run.transforms import NO_FORWARD_MODE, refuse_batches, uncompiled
-from retrograde.schedule import (
-    Advance,
-    Record,
-    Schedule,
-    Store,
-)
+from retrograde.schedule import Advance, Record, Schedule, Store
 
 __all__ = ["run_chain"]
 
@@ -42,15 +35,9 @@ Gradient = Tensor | None
 
 
 def run_chain(links: Links, schedule: Schedule, state: Tensors) -> Tensors:
-    """Run a chain so that its gradient is computed by ``schedule``.
+    """Run a chain on a flat input so that its gradient is computed by ``schedule``.
 
-    Args:
-        links: as examined for an input like this.
-        schedule: of as many steps as the links of ``links.chain``.
-        state: the flat input.
-
-    Returns:
-        The flat output.
+    The schedule has as many steps as ``links.chain`` has links.
     """
     device = state[0].device
     with autocast_as_now(device), torch.no_grad():
@@ -107,7 +94,7 @@ class _Call:
                             state = links[k].run(state)
                 case Advance(start, stop):
                     inside = [t.detach() for t in state]
-                    (self.outputs,) = self.core.advance(_NO_INPUTS, start, [stop], inside, None)
+                    (self.outputs,) = self.core.advance(NO_INPUTS, start, [stop], inside, None)
                     for a, b in self.course.nodes(start, stop):
                         own = self.core.own(a, b)
                         state = list(_Node.apply(self, a, b, len(state), *state, *own))  # type: ignore[no-untyped-call]
@@ -126,9 +113,9 @@ class _Call:
         else:
             if self.walk is not None:
                 with self.autocast:
-                    self.run.forward(_NO_INPUTS, self.state, None)
+                    self.run.forward(NO_INPUTS, self.state, None)
             self.gradients = self._no_gradients()
-            self.walk = self.run.retreat(_NO_INPUTS, self.gradients)
+            self.walk = self.run.retreat(NO_INPUTS, self.gradients)
         self.gradients.states = list(gradients)
         self.reached = stop
         return _tokens(gradients)
@@ -157,11 +144,7 @@ class _Call:
         return _tokens(ours.states), parameters
 
     def check_input(self, when: str) -> None:
-        """Refuse an input that was written to, for it is used again.
-
-        Raises:
-            RetrogradeError: as said.
-        """
+        """Refuse an input that was written to, for it is used again."""
         if self.versions != [version(t) for t in self.state]:
             raise RetrogradeError(
                 f"the input of the chain was written to in place {when}: expected it to stay as it "
@@ -176,12 +159,8 @@ class _Call:
             )
 
     def _no_gradients(self) -> Gradients:
-        length = len(self.core.links)
         outside = autocast_of_caller(self.device, replayed=self.replayed)
-        return Gradients([], [], [], [], length, Straight(length, False), outside)
-
-
-_NO_INPUTS = Held([])
+        return self.core.gradients(outside=outside)
 
 
 def _tokens(gradients: Sequence[Gradient]) -> list[Gradient]:
