@@ -1,14 +1,12 @@
-"""Recurrent layers as a core: a range of steps is one call.
+"""Recurrent layers as a core: a range of steps is one call of a kernel, which autograd records.
 
-A call over a range from a given state computes what a step at a time would, up to the order of
-additions, at the speed of whichever kernel runs it. Several layers of one direction are run in one
-call, or, with dropout between them, one after the other, the mask being that of the step and not of
-the range (:mod:`retrograde.cores.dropout`). Two directions of one layer are one recurrence too,
-that starts at both ends: its state is that of both, and while the one has steps a … b − 1, the
-other, run on the reversed part, has those as far from the other end.
+Several layers of one direction are one call. With dropout between them they are run one after the
+other, for a mask belongs to its step (:mod:`retrograde.cores.dropout`). Two directions of one layer
+are one recurrence that starts at both ends: while the first runs steps a … b − 1, the second runs
+the steps as far from the other end, reversed; the state is that of both.
 
-A kernel is a function of layers, inputs, state, and the sizes of a packed batch. torch's own
-(:func:`run_torch`) knows every kind and option; :mod:`retrograde.cores.recurrent.ranges` has ours.
+torch's kernel (:func:`run_torch`) knows every kind and option;
+:mod:`retrograde.cores.recurrent.ranges` has ours.
 """
 
 from collections.abc import Callable
@@ -24,14 +22,7 @@ from retrograde.cores.dropout import Dropout
 from retrograde.discover.surroundings import Ambient
 from retrograde.run.autograd_core import AutogradCore
 
-__all__ = [
-    "HEAP_BYTES",
-    "Fused",
-    "Kernel",
-    "Layers",
-    "Mode",
-    "run_torch",
-]
+__all__ = ["HEAP_BYTES", "Fused", "Kernel", "Layers", "Mode", "run_torch"]
 
 Tensors = list[Tensor]
 
@@ -74,12 +65,12 @@ Kernel = Callable[[Layers, Tensor, Tensors, Tensor | None], tuple[Tensor, Tensor
 
 
 def run_torch(
-    net: Layers, x: Tensor, state: Tensors, sizes: Tensor | None
+    net: Layers, x: Tensor, state: Tensors, sizes: Tensor | None, train: bool = True
 ) -> tuple[Tensor, Tensors]:
     """By torch's kernels: the vendor's (oneDNN, cuDNN), or its own for what those lack."""
     call = getattr(torch._VF, net.mode.lower())
     hx: Any = tuple(state) if net.mode == "LSTM" else state[0]
-    dropout, train, bidirectional, batch_first = 0.0, True, False, False
+    dropout, bidirectional, batch_first = 0.0, False, False
     options = (net.weights, net.bias, net.count, dropout, train, bidirectional)
     if sizes is None:
         y, *after = call(x, hx, *options, batch_first)
@@ -92,8 +83,8 @@ def run_torch(
 class Fused(AutogradCore):
     """Recurrent layers, a range of steps being one call.
 
-    Its leaves are those of :class:`retrograde.run.layout.Rows`: for every direction its inputs,
-    then the numbers of the steps if there is dropout, then the sizes if it is packed.
+    A call's leaves are those of :class:`retrograde.run.layout.Rows`: for every direction its
+    inputs, then the numbers of the steps if there is dropout, then the sizes if it is packed.
 
     Args:
         nets: the layers of the one direction; or one layer for each of the two directions.

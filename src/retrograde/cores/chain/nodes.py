@@ -1,14 +1,12 @@
 """A chain in the caller's graph.
 
-A recurrence is one node (:mod:`retrograde.run.autograd`), for all its steps share their
-parameters. The links of a chain have their own, and most run once only: what the first sweep of a
-schedule records is ordinary layers of the caller's graph, and only a link that is run again is a
-node of its own. So the gradients of parameters are handed over when they are known, as ordinary
-autograd does, and what nobody asks for is not computed.
+Links that run once stay ordinary layers of the caller's graph; only links that are run again become
+nodes. So the gradients of parameters are handed over when they are known, as ordinary autograd
+does, and what nobody asks for is not computed.
 
-Between two nodes stands a token of the state's shape, which holds nothing: the gradient is handed
-on here, and let go of when the link behind it is done. The first sweep follows the schedule up to
-its first ``Backward``; later each node performs it up to the ``Backward`` of its own link.
+The first sweep follows the schedule up to its first ``Backward``; later each node performs it up to
+the ``Backward`` of its own link. Between two nodes stands a token of the state's shape, without its
+memory: the gradient itself is handed on here, and released when the link behind it is done.
 """
 
 from collections.abc import Iterator, Sequence
@@ -172,17 +170,24 @@ def _token(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tenso
     return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
+def _returned(ctx: Any, results: Tensors, link: Link) -> tuple[Tensor, ...]:
+    """What a function returns for the output of a link; some of it may pass no gradient on."""
+    ctx.set_materialize_grads(False)
+    passes = zip(results, link.passes, strict=True)
+    ctx.mark_non_differentiable(*(t for t, differentiable in passes if not differentiable))
+    return tuple(results)
+
+
 class _Node(torch.autograd.Function):
+    """Links that are run again: returns a token, and goes back by the schedule."""
+
     @staticmethod
     def forward(
         ctx: Any, call: _Call, start: int, stop: int, count: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
         ctx.call, ctx.start, ctx.stop, ctx.count = call, start, stop, count
         link = call.core.links[stop - 1]
-        results, passes = [_token(*like) for like in link.like], link.passes
-        ctx.mark_non_differentiable(*(t for t, p in zip(results, passes, strict=True) if not p))
-        return tuple(results)
+        return _returned(ctx, [_token(*like) for like in link.like], link)
 
     @staticmethod
     @uncompiled
@@ -201,12 +206,9 @@ class _Handover(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Call, stop: int, *tokens: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
         ctx.call, ctx.stop = call, stop
         results, call.outputs = call.outputs, []
-        passes = call.core.links[stop - 1].passes
-        ctx.mark_non_differentiable(*(t for t, p in zip(results, passes, strict=True) if not p))
-        return tuple(results)
+        return _returned(ctx, results, call.core.links[stop - 1])
 
     @staticmethod
     @uncompiled

@@ -1,8 +1,8 @@
 """What a call does to follow a schedule of a chain.
 
-The first sweep is made in the caller's graph: what it records are ordinary layers there, and only
-links that are run again, nodes. So its recordings are not to be asked for states; what is left of
-the schedule is what the nodes do.
+The first sweep is made in the caller's graph, where what is recorded are ordinary layers and links
+that are run again are nodes. So no state can be loaded from the sweep's recordings; one that will
+be loaded is stored. What is left of the schedule is what the nodes do.
 """
 
 from bisect import bisect_left, bisect_right
@@ -61,15 +61,7 @@ class Course:
 
 
 def course_of(schedule: Schedule, links: Sequence[Link]) -> Course:
-    """How a call follows a schedule.
-
-    Args:
-        schedule: of a chain; up to its first ``Backward`` it goes straight.
-        links: the chain's.
-
-    Returns:
-        A :class:`Course`.
-    """
+    """How a call follows a schedule that goes straight up to its first ``Backward``."""
     every = _held_in_sweep(tuple(schedule))
     first = next(i for i, action in enumerate(every) if isinstance(action, Backward))
     sweep, rest = every[:first], every[first:]
@@ -129,13 +121,18 @@ def _held_in_sweep(actions: tuple[Action, ...]) -> list[Action]:
     holds what it needs.
     """
     first = next(i for i, action in enumerate(actions) if isinstance(action, Backward))
-    last_load, freed = _uses(actions, first)
+    origins = _origins(actions)
+    last_load = {
+        action.at: i
+        for i, action in enumerate(actions)
+        if isinstance(action, Load) and origins[i] < first
+    }
     found: list[Action] = []
     for i, action in enumerate(actions):
         match action:
             case Store() if i < first:
                 pass
-            case Free() if i in freed:
+            case Free() if origins[i] < first:
                 pass
             case Record(start, stop) | Advance(start, stop) if i < first:
                 inside = (at for at in range(start + 1, stop) if at in last_load)
@@ -149,47 +146,33 @@ def _held_in_sweep(actions: tuple[Action, ...]) -> list[Action]:
     return found
 
 
-def _uses(actions: tuple[Action, ...], first: int) -> tuple[dict[int, int], set[int]]:
-    """Of the states of the first sweep: which is loaded last where, and where they are freed."""
-    last_load: dict[int, int] = {}
-    freed: set[int] = set()
-    stored: dict[int, int] = {}
+def loads_of(actions: Sequence[Action]) -> frozenset[tuple[int, int]]:
+    """The outputs of recorded layers that are loaded, not having been stored.
+
+    They are pairs of the recording's number among the actions, for a layer may be recorded again
+    and again, and of the state's.
+    """
+    origins = _origins(actions)
+    return frozenset(
+        (origins[i], action.at)
+        for i, action in enumerate(actions)
+        if isinstance(action, Load) and isinstance(actions[origins[i]], Record)
+    )
+
+
+def _origins(actions: Sequence[Action]) -> dict[int, int]:
+    """For each load and release of a state, the number of the action that stored or recorded it."""
     recorded: dict[int, int] = {}
+    stored: dict[int, int] = {}
+    found: dict[int, int] = {}
     for i, action in enumerate(actions):
         match action:
             case Record(start, stop):
                 recorded.update(dict.fromkeys(range(start + 1, stop + 1), i))
             case Store(at):
                 stored[at] = i
-            case Load(at) if stored.get(at, recorded.get(at, first)) < first:
-                last_load[at] = i
+            case Load(at):
+                found[i] = stored[at] if at in stored else recorded[at]
             case Free(at):
-                if stored.pop(at) < first:
-                    freed.add(i)
-    return last_load, freed
-
-
-def loads_of(actions: Sequence[Action]) -> frozenset[tuple[int, int]]:
-    """The outputs of recorded layers that are loaded, not having been stored.
-
-    Args:
-        actions: that a :class:`Course` leaves to its nodes.
-
-    Returns:
-        Pairs of the recording's number among the actions, for a layer may be recorded again and
-        again, and of the state's.
-    """
-    recorded: dict[int, int] = {}
-    stored: set[int] = set()
-    found: set[tuple[int, int]] = set()
-    for index, action in enumerate(actions):
-        match action:
-            case Record(start, stop):
-                recorded.update(dict.fromkeys(range(start + 1, stop + 1), index))
-            case Store(at):
-                stored.add(at)
-            case Free(at):
-                stored.discard(at)
-            case Load(at) if at not in stored:
-                found.add((recorded[at], at))
-    return frozenset(found)
+                found[i] = stored.pop(at)
+    return found

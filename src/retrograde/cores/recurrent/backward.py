@@ -1,9 +1,8 @@
 """One layer in one direction, backpropagated a piece after another, from the last to the first.
 
-A piece is given its inputs and states. Its gates are recomputed from these by one matrix product,
-where they were not kept; then the recurrence runs over their slopes
-(:mod:`retrograde.kernels.sweep`); what that leaves, the gradients of the gates, is multiplied by
-the inputs, by the states and by the weights. Small layers on a CPU do all this in one loop.
+The gates of a piece are recomputed from its inputs and states, where they were not kept. Then the
+recurrence runs over their slopes (:mod:`retrograde.kernels.sweep`), and the gradients of the gates
+are multiplied by the inputs, the states and the weights. Small layers on a CPU do all in one loop.
 """
 
 from dataclasses import replace
@@ -57,8 +56,8 @@ class LayerBackward:
         if way.name == "scan":
             self.way = replace(way, chunk=safe_chunk(hidden, way.chunk))
         small = batch > 1 and hidden.numel() <= LARGE  # there are samples to share among threads
-        self.in_one_loop = small and means == "loops" and way.name == "sequential"
-        self.in_one_loop = self.in_one_loop and self.use.backward is not None
+        loops = means == "loops" and way.name == "sequential" and self.use.backward is not None
+        self.in_one_loop = small and loops
         self.loops: Backward | None = None
         self.samples = -1
         self.laid_rows = 0 if means == "lean" else LAID_ROWS
@@ -123,8 +122,8 @@ class LayerBackward:
         return g
 
     def _parts(self, dy: Tensor | None, samples: int) -> list[slice]:
-        """Steps to go through at a time, from the last to the first: few, where the gradient of the
-        outputs has to be laid out for them, which takes memory."""
+        """Steps to go through at a time, from the last to the first: few, where the outputs'
+        gradient has to be laid out for them."""
         if dy is None or (dy.is_contiguous() and dy.dtype == self.weights.hidden.dtype):
             return [slice(None)]
         steps = max(1, self.laid_rows // samples)

@@ -1,9 +1,9 @@
-"""What held layers take, in bytes, counted allocation by allocation; nothing is run to learn it.
+"""The bytes that held layers take, counted allocation by allocation without running anything.
 
 Everything that :class:`~retrograde.cores.recurrent.core.HeldLayers` allocates is a number of times
-the units, the inputs or the weights, so its peak is a closed form of the shape, of the length of a
-piece and of the steps whose gates are kept (DESIGN §3.8). ``tests/cores/test_held_bytes.py`` holds
-it against what is measured.
+the units, the inputs or the weights. So its peak is a closed form of the shape, of the length of a
+piece and of the steps whose gates are kept. ``tests/cores/recurrent/test_held.py`` compares it with
+what is measured.
 """
 
 from dataclasses import dataclass
@@ -30,22 +30,14 @@ LARGE = 2**18
 #: Rows of the outputs' gradient that are laid out at a time, where they have to be; a step if lean.
 LAID_ROWS = 128
 
-_THREAD_WORK = 2_000_000  # as in kernels/cpu.py
-
-
 # Rows whose gradients may be added to a total without an order: sums of 64 each, one by one.
 _FEW_ROWS = 2**14
 
 
 def sums_at_once(length: int, batch: int) -> bool:
-    """Whether the weights' gradients may be summed in place, or that would round too much.
+    """Whether T steps of B samples are so few that weights' gradients may be summed in place.
 
-    Args:
-        length: T.
-        batch: B.
-
-    Returns:
-        Whether there are few enough steps of samples.
+    With more, that would round too much.
     """
     return length * batch <= _FEW_ROWS
 
@@ -99,18 +91,23 @@ class Shape:
     @property
     def state(self) -> int:
         """Bytes of a state of all layers and tracks."""
-        parts = 2 if self.kind == "LSTM" else 1
-        return parts * self.count * self.tracks * self.batch * self.size * self.item
+        return self._units((1 + self._lstm) * self.batch)
 
     def mark(self, pieces: int) -> int:
         """Bytes of the marks of so many pieces of the whole batch."""
-        lstm = self.kind == "LSTM"
-        return lstm * pieces * self.count * self.tracks * self.batch * self.size * self.item
+        return self._units(self._lstm * pieces * self.batch)
 
     def gates(self, rows: int) -> int:
         """Bytes of kept gates and cells."""
-        lstm = self.kind == "LSTM"
-        return lstm * 5 * rows * self.count * self.tracks * self.size * self.item
+        return self._units(self._lstm * 5 * rows)
+
+    @property
+    def _lstm(self) -> bool:
+        return self.kind == "LSTM"
+
+    def _units(self, numbers: int) -> int:
+        """Bytes of some numbers for each unit of all layers and tracks."""
+        return numbers * self.count * self.tracks * self.size * self.item
 
     def below(self, rows: int) -> int:
         """Bytes of the outputs of all layers but the top one."""
@@ -145,7 +142,7 @@ class Shape:
     def piece(self, rows: int, *, kept: bool) -> int:
         """The most that going back through a piece of some rows takes."""
         most = 0
-        size, lstm = self.size, self.kind == "LSTM"
+        size, lstm = self.size, self._lstm
         for k in range(self.count):
             width, gates = self._width(k), GATES[self.kind] * size
             top = k == self.count - 1
@@ -220,13 +217,14 @@ class Shape:
         numbers = _panels(gates, width, each) + _panels(hidden, size, each)
         if gru:
             numbers += (width + size) * _whole(3 * size, PANEL) + 6 * size + hidden * size
-        row = {"RNN_TANH": 1, "RNN_RELU": 1}.get(self.kind, 4) * size
+        row = (1 if self.kind.startswith("RNN") else 4) * size
         sums = gates * _whole(width) + hidden * _whole(size) + row
         numbers += parts * sums
         if self.at_once:  # one thread sums where the gradients are
             numbers -= gates * width * (width % LANES == 0)
             numbers -= hidden * size * (size % LANES == 0 and not gru)
-        room = cpu_backward.room_for(self.kind, steps, max(1, each), width, size)
-        room = max(room, cpu_backward.room_for(self.kind, steps, max(1, each - 1), width, size))
-        room = max(room, cpu_backward.room_for(self.kind, steps, max(1, each - 2), width, size))
+        room = max(
+            cpu_backward.room_for(self.kind, steps, max(1, samples), width, size)
+            for samples in (each, each - 1, each - 2)
+        )
         return numbers + parts * room

@@ -1,11 +1,10 @@
-"""Recurrent layers whose outputs the caller holds: states for nothing (DESIGN §3.7).
+"""Recurrent layers whose outputs the caller holds anyway, so that few states need to be kept.
 
-The outputs of RNN and GRU are their hidden states, and of an LSTM they are the half of them. So a
-range that is recorded holds, of its top layer, only an LSTM's c at the first step of each piece (a
-*mark*); of the layers below, their outputs too. Gates are recomputed from these in the backward
-pass, by one matrix product for a whole piece, or, of as many last steps as memory is left for, kept
-by the forward pass: five numbers a unit and step. What runs is the layers' compiled loops where
-there are some (:mod:`retrograde.kernels`), and else torch's kernels, which record nothing.
+The outputs of RNN and GRU are their hidden states; those of an LSTM are half of them. So a recorded
+range holds, of its top layer, only an LSTM's c at the first step of each piece (a *mark*), and of
+the layers below their outputs too. The backward pass recomputes the gates of a piece from these, by
+one matrix product. As many last steps as there is memory for keep their gates instead: five numbers
+a unit and step.
 
 Two directions are two tracks: the second is run from the last step to the first. In a packed batch
 its sequences join it one after another, at their ends.
@@ -175,13 +174,7 @@ class HeldLayers(RangeCore):
         gradients.states = [part.to(tape.first[0].dtype).contiguous() for part in parts]
 
     def _record(
-        self,
-        tape: _Held,
-        inputs: Inputs,
-        number: int,
-        k: int,
-        weights: Weights,
-        emits: bool,
+        self, tape: _Held, inputs: Inputs, number: int, k: int, weights: Weights, emits: bool
     ) -> None:
         """Run a layer; its state goes from before to after."""
         top, own = k == self.count - 1, number * self.count + k
@@ -205,30 +198,14 @@ class HeldLayers(RangeCore):
                 else:
                     tape.marks[number, k, piece] = state[1].clone()
             x = self._given(tape, inputs, number, k, piece)
-            if not top:
-                run(x, state, self._below(tape, k, piece), room)
-            else:
-                self._run_top(run, x, state, inputs, number, piece, room, emits)
-            del x  # before the next one is made
-
-    def _run_top(
-        self,
-        run: LayerForward,
-        x: Tensor,
-        state: Tensors,
-        inputs: Inputs,
-        number: int,
-        piece: Piece,
-        room: Kept | None,
-        emits: bool,
-    ) -> None:
-        """Run the top layer; its outputs go where the caller will have them, but for a second run,
-        in which they are there already."""
-        y = self._output(inputs, number, piece)
-        into = y if emits and y.is_contiguous() and len(self.tracks) == 1 else _room(x, self.size)
-        run(x, state, into, room)
-        if emits and into is not y:
-            y.copy_(into.flip(0) if number else into)
+            y = self._output(inputs, number, piece) if top else self._below(tape, k, piece)
+            # The caller's outputs are there already if this is a second run.
+            direct = not top or (emits and y.is_contiguous() and len(self.tracks) == 1)
+            into = y if direct else _room(x, self.size)
+            run(x, state, into, room)
+            if emits and not direct:
+                y.copy_(into.flip(0) if number else into)
+            del x, into  # before the next ones are made
 
     def _skip(
         self, tape: _Held, inputs: Inputs, own: int, number: int, pieces: list[Piece]
@@ -243,19 +220,13 @@ class HeldLayers(RangeCore):
         """Go through a track; g (layers, B, n) goes from after the range to before it."""
         pieces = self._pieces(number, tape.start, tape.stop)
         rows, totals = self.block, self._totals(number, gradients.parameters)
+        options: Any = {"means": self.means, "at_once": self.at_once}
         passes = [
-            LayerBackward(
-                w.cast(self.real),
-                total,
-                way,
-                self.batch,
-                rows,
-                means=self.means,
-                at_once=self.at_once,
-            )
+            LayerBackward(w.cast(self.real), total, way, self.batch, rows, **options)
             for w, total, way in zip(self.layers[number], totals, self.ways, strict=True)
         ]
         (total_dx,), (seeds,) = gradients.inputs, gradients.outputs
+        read = cast(Inputs, gradients.read)
         while pieces:
             piece = pieces.pop()
             dy = None if seeds is None else self._columns(seeds, number, piece)
@@ -263,7 +234,7 @@ class HeldLayers(RangeCore):
                 dy = dy.flip(0)
             into = None if total_dx is None else self._rows(total_dx, piece)
             for k in reversed(range(self.count)):
-                block = self._block(tape, gradients, number, k, piece, pieces)
+                block = self._block(tape, read, number, k, piece, pieces)
                 dx = self._direct(into) if k == 0 else _room(block.x, block.x.shape[-1])
                 if dx is None and into is not None:
                     dx = _room(block.x, block.x.shape[-1])
@@ -279,16 +250,10 @@ class HeldLayers(RangeCore):
         tape.below.clear()
 
     def _block(
-        self,
-        tape: _Held,
-        gradients: Gradients,
-        number: int,
-        k: int,
-        piece: Piece,
-        earlier: list[Piece],
+        self, tape: _Held, read: Inputs, number: int, k: int, piece: Piece, earlier: list[Piece]
     ) -> Block:
         """A piece, as its backward pass needs it."""
-        read, own = cast(Inputs, gradients.read), number * self.count + k
+        own = number * self.count + k
         after = self._states(tape, read, number, k, piece)
         entering = tape.first[0][own, : piece.samples]
         if earlier:

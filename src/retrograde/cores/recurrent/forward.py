@@ -1,10 +1,9 @@
 """One layer in one direction, run forward, recording nothing but an LSTM's gates where asked."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from retrograde.cores.fused import Layers, run_torch
 from retrograde.cores.recurrent.bytes import FORWARD_BYTES
 from retrograde.kernels import Forward, kernels
 from retrograde.kernels.cells import Kept, Weights
@@ -12,8 +11,6 @@ from retrograde.kernels.cells import Kept, Weights
 __all__ = ["LayerForward", "room_for", "run", "run_by_torch"]
 
 Tensors = list[Tensor]
-
-_CALLS = {"RNN_TANH": "rnn_tanh", "RNN_RELU": "rnn_relu", "GRU": "gru", "LSTM": "lstm"}
 
 
 def room_for(weights: Weights, x: Tensor) -> Kept | None:
@@ -29,16 +26,13 @@ def room_for(weights: Weights, x: Tensor) -> Kept | None:
 def run(
     weights: Weights, x: Tensor, state: tuple[Tensor, ...], kept: Kept | None = None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Run a range of steps by the fastest kernel.
+    """Run a range of steps by the fastest kernel: the outputs (L, B, H), and the state after it.
 
     Args:
         weights: the layer's parameters.
         x: inputs (L, B, I).
         state: before the range: (h,), or (h, c), each (B, H).
         kept: where an LSTM's gates and cells are to be left; :func:`room_for` says if they can be.
-
-    Returns:
-        The outputs (L, B, H), and the state after the range.
     """
     make = kernels(x.device.type, x.dtype, weights.size).forward
     after = [s.clone(memory_format=torch.contiguous_format) for s in state]
@@ -94,11 +88,9 @@ class LayerForward:
 def run_by_torch(weights: Weights, x: Tensor, state: Tensors, y: Tensor) -> None:
     """Steps by torch's own kernel, which records nothing."""
     biases = [b for b in (weights.bias_inputs, weights.bias_hidden) if b is not None]
-    before: Any = tuple(s.unsqueeze(0).contiguous() for s in state)
-    hx = before if weights.kind == "LSTM" else before[0]
-    flat = [weights.inputs, weights.hidden, *biases]
-    call = getattr(torch._VF, _CALLS[weights.kind])  # type: ignore[attr-defined]
-    found, *after = call(x, hx, flat, bool(biases), 1, 0.0, False, False, False)
+    net = Layers(weights.kind, [weights.inputs, weights.hidden, *biases], 1, bool(biases))
+    before = [s.unsqueeze(0).contiguous() for s in state]
+    found, after = run_torch(net, x, before, None, train=False)
     y.copy_(found)
     for s, new in zip(state, after, strict=True):
         s.copy_(new.squeeze(0))

@@ -6,7 +6,6 @@ and kept, one byte a unit and step.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,26 +17,6 @@ from retrograde.cores.recurrent.pieces import Piece
 __all__ = ["Drawn", "Hashed", "Masks"]
 
 
-class Masks(Protocol):
-    """What is dropped."""
-
-    @property
-    def first(self) -> bool:
-        """Whether the inputs of the lowest layer are dropped too."""
-        ...
-
-    def __call__(self, x: Tensor, number: int, piece: Piece, row: int) -> Tensor:
-        """What comes to a layer (L, n, H), or a gradient that goes back from it, after dropout.
-
-        Args:
-            x: of the piece, in the order of the steps.
-            number: of the layer.
-            piece: which steps of which sequences.
-            row: the row of all steps at which the piece begins.
-        """
-        ...
-
-
 @dataclass(frozen=True)
 class Hashed:
     """Masks that are computed from the number of the step."""
@@ -46,9 +25,14 @@ class Hashed:
 
     @property
     def first(self) -> bool:
+        """Whether the inputs of the lowest layer are dropped too."""
         return self.dropout.first
 
     def __call__(self, x: Tensor, number: int, piece: Piece, row: int) -> Tensor:
+        """What comes to a layer (L, n, H), or a gradient that goes back from it, after dropout.
+
+        It is that of a piece, in the order of the steps, which begins at a row of all steps.
+        """
         if number == 0 and not self.first:
             return x
         steps = torch.arange(piece.start, piece.stop, device=x.device)
@@ -84,3 +68,6 @@ class Drawn:
             return x
         kept = mask[row : row + piece.rows].view(x.shape)
         return x * kept * (1 / (1 - self.p)) if self.p < 1 else torch.zeros_like(x)
+
+
+Masks = Hashed | Drawn

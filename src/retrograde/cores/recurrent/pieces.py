@@ -1,8 +1,7 @@
 """Steps that are run in one go: at most a block of them, all with the same number of sequences.
 
-A packed batch holds its steps one after the other, each with as many rows as there are sequences
-left. Where that number does not change, some steps are a plain tensor (L, n, …). So a packed batch
-is run without padding, in as many more pieces as it has different lengths.
+A packed batch holds its steps one after the other, each with as many rows as sequences are left.
+Where that number does not change, steps are a plain tensor (L, n, …), so nothing is padded.
 """
 
 from collections.abc import Sequence
@@ -32,7 +31,7 @@ class Piece:
 def cut(
     start: int, stop: int, block: int, samples: int, sizes: Sequence[int] | None = None
 ) -> list[Piece]:
-    """The pieces of a range of steps.
+    """The pieces of steps ``start`` … ``stop − 1``, in order.
 
     Args:
         start: the first step.
@@ -40,9 +39,6 @@ def cut(
         block: the most rows of a piece, but for a step that has more.
         samples: B.
         sizes: of a packed batch, how many sequences have each step, longest first.
-
-    Returns:
-        Pieces, in the order of the steps.
 
     Example:
         >>> [(p.start, p.stop, p.samples) for p in cut(0, 5, 6, 3, [3, 3, 3, 1, 1])]
@@ -61,13 +57,9 @@ def cut(
 
 
 def runs(offsets: Sequence[int]) -> list[tuple[int, int]]:
-    """Of a packed batch, how many steps in a row have the same number of sequences, and which.
+    """Of a packed batch: how many steps in a row have the same number of sequences, and which.
 
-    Args:
-        offsets: the first row of every step, and their number.
-
-    Returns:
-        Pairs (steps, sequences).
+    ``offsets`` are the first row of every step, and the number of all rows.
 
     Example:
         >>> runs([0, 3, 6, 7])

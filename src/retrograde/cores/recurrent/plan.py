@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 
+from retrograde.cores.fused import HEAP_BYTES
 from retrograde.cores.recurrent.bytes import Means, Shape
 from retrograde.cores.recurrent.pieces import runs
 from retrograde.kernels.cells import GATES
@@ -24,13 +25,11 @@ __all__ = ["HeldPlan", "Planner", "Sequences"]
 
 # Nominal costs, in forward steps: a call that advances, and one that records and goes back.
 _CALL_STEPS, _RECORD_STEPS = 5.0, 15.0
-# What a recorded range should hold at most, for speed (:data:`retrograde.cores.fused.HEAP_BYTES`).
 # Nominal: operations to a microsecond; the microseconds of a piece besides its arithmetic.
 _RATE, _PIECE = 1.35e5, 150.0
 _PIECE_WEIGHT = 8e-4  # and for every weight, whose gradient it reads and writes
 _TORCHS = 3e6  # operations of a step from which on oneDNN's LSTM is as fast as ours
 _THREAD_ROWS = 128  # no thread of a backward pass has room for more
-_HEAP_BYTES = 24 * 2**20
 
 
 @dataclass(frozen=True)
@@ -135,15 +134,10 @@ class Planner:
     def fit(
         self, lengths: Sequences, memory: Memory | None, ordinary: int
     ) -> tuple[HeldPlan | None, tuple[Fit, ...]]:
-        """The fastest plan within a budget.
+        """The fastest plan within a budget, and what it is for each recurrence.
 
-        Args:
-            lengths: of the batch.
-            memory: the budget; None for what ordinary backpropagation takes.
-            ordinary: what that is.
-
-        Returns:
-            The plan, and what it is for each recurrence; no plan, and one fit, to run torch's own.
+        The budget is what ordinary backpropagation takes, ``ordinary``, if ``memory`` is None.
+        There is no plan, and one fit, where torch's own module is to run.
 
         Raises:
             BudgetError: the memory is too little; the message names the least.
@@ -228,7 +222,7 @@ class Planner:
         return self._again(lengths, plan) * step + lengths.pieces(plan.block) * piece
 
     def _told(self, lengths: Sequences, plan: HeldPlan, told: dict[str, int]) -> tuple[Fit, ...]:
-        """A plan for each recurrence, as any other is told; bytes are those of all of them."""
+        """The fit of each recurrence; bytes are those of all of them."""
         length, again = lengths.length, self._again(lengths, plan)
         one = whole_fit(
             length,
@@ -262,7 +256,7 @@ class Planner:
             backward=Curve(((1, work),)),
             ordinary=Curve(((length, ordinary),)),
             gradient_bytes=2 * shape.state,
-            heap_bytes=_HEAP_BYTES,
+            heap_bytes=HEAP_BYTES,
             call_steps=_CALL_STEPS,
             record_steps=_RECORD_STEPS,
             scheduled=True,

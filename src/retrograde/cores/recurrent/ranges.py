@@ -34,9 +34,8 @@ def ways_of(
         w, u = net[k].weights[:2]
         shape: Any = (samples, w.shape[1], u.shape[1], w.dtype, w.device.type)
         scans = name == "scan"
-        found.append(
-            scan_way(net.mode, steps, *shape) if scans else sequential_way(net.mode, *shape)
-        )
+        way = scan_way(net.mode, steps, *shape) if scans else sequential_way(net.mode, *shape)
+        found.append(way)
     return found
 
 
@@ -48,7 +47,7 @@ def run_held(
     ways: list[Way],
     masks: Masks | None = None,
 ) -> tuple[Tensor, Tensors]:
-    """Run all steps, and keep all gates that can be.
+    """Run all steps, and keep all gates that can be: the outputs, and the state after them.
 
     Args:
         nets: the layers of each direction.
@@ -57,9 +56,6 @@ def run_held(
         state: the initial state, a part (layers, B, H).
         ways: how each layer goes back.
         masks: what is dropped before a layer.
-
-    Returns:
-        The outputs, and the state after all steps.
     """
     core = HeldLayers(nets, rows, state[0].shape[1], ways, kept=rows.length, masks=masks)
     if not torch.is_grad_enabled() and len(nets) == 1:
