@@ -1,9 +1,8 @@
 """Dropout between layers whose mask belongs to the step, whatever range that is run in (rule 2).
 
 Nothing is drawn but one number, the key of a call. Whether element k of sample b is dropped at step
-t before layer l is a function of (key, l, t, b, k): two rounds of a multiplicative hash, counted
-up instead of drawn. So a range can be run again in another one, and a backward pass makes its mask
-anew instead of keeping it.
+t before layer l is a hash of (key, l, t, b, k). So a step can be run again in another range, and a
+backward pass computes its mask instead of keeping it.
 """
 
 from dataclasses import dataclass
@@ -61,15 +60,12 @@ class Dropout:
             number: of the layer in the core.
             steps: the numbers of the steps (L,).
             sizes: if packed, how many sequences have each step (L,).
-
-        Returns:
-            A tensor like ``x``.
         """
         real = x.dtype in (torch.float32, torch.float64) and not x.requires_grad
         if real and x.device.type == "cpu" and sizes is None and x.is_contiguous() and self.p < 1:
             from retrograde.kernels.cpu_masks import drop
 
-            return drop(x, self._seed(number), self.p, int(steps[0]))
+            return drop(x, int(self._seed(number)), self.p, int(steps[0]))
         if sizes is None:
             step = steps.repeat_interleave(x.shape[1])
             sample = torch.arange(x.shape[1], device=x.device).repeat(len(steps))
@@ -78,13 +74,12 @@ class Dropout:
             step = steps.repeat_interleave(sizes)
             first = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
             sample = torch.arange(len(step), device=x.device) - first
-        seeds: Tensor = _mixed(self.key + (self.layer + number + 1))
-        seeds = _mixed(_mixed(seeds + _GAMMA * step) + _GAMMA * sample)
+        seeds = _mixed(_mixed(self._seed(number) + _GAMMA * step) + _GAMMA * sample)
         return _Drop.apply(x, seeds, self.p)  # type: ignore[no-any-return, no-untyped-call]
 
-    def _seed(self, number: int) -> int:
+    def _seed(self, number: int) -> Tensor:
         """64 bits of the call and the layer."""
-        return int(_mixed(self.key + (self.layer + number + 1)))
+        return _mixed(self.key + (self.layer + number + 1))
 
 
 def _mixed(z: Tensor) -> Tensor:

@@ -1,13 +1,12 @@
 """A recurrence and its loss as one core: its only output is the loss of a step, or of a range.
 
-So outputs are dropped as soon as their loss is known, and the gradient that a schedule starts from
-is one: losses are summed over calls (``Core.sums``). The loss is inside of what is examined and
-measured, so its parameters get their gradients and its bytes count. Where only the state is needed,
-as in every run of a step but the first and the last, the loss is left out, if that is not seen: if
-neither it nor the cell draws random numbers or changes buffers.
+So outputs are dropped as soon as their loss is known, and losses are summed over calls
+(``Core.sums``). The loss is examined and measured with the cell, so its parameters get gradients
+and its bytes count. A run that needs only the state leaves the loss out, unless it or the cell
+draws random numbers or changes buffers.
 
-A step's loss may be None. What is learnt of a cell is learnt at a step that has one, if one of the
-first :data:`PROBED` steps or the last one has.
+A step's loss may be None. A cell is examined at a step that has one, if one of the first
+:data:`PROBED` steps or the last one has.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -133,15 +132,9 @@ class RangeLoss:
 
 
 def as_summand(value: Any, where: str, device: torch.device) -> Tensor:
-    """A loss as it is summed: in double precision, since there may be millions of them.
+    """What the loss of some steps returned, as it is summed: a new scalar, zero for None.
 
-    Args:
-        value: what the loss returned.
-        where: the steps it is of, for the message.
-        device: where to put it.
-
-    Returns:
-        A scalar that is no other tensor; zero for None.
+    It is of double precision, since there may be millions of them.
 
     Raises:
         CellError: it is no real scalar tensor, or has no gradient where it should.
@@ -184,16 +177,10 @@ class _Probing:
 def examine_loss(
     part: StepLoss | RangeLoss, stream: Stream, state: Tensors, state_spec: Structure
 ) -> tuple[StepCore, Stream]:
-    """Learn what the executor must know of a cell or a kernel with its loss.
-
-    Args:
-        part: the cell or kernel with its loss.
-        stream: the inputs.
-        state: the flat initial state.
-        state_spec: its structure; a list, for a kernel.
+    """Make the core of a cell or a kernel with its loss.
 
     Returns:
-        The core; and the inputs to measure it by, which say that they are those of a step with a
+        The core; and the inputs to measure it by, which are numbered as those of a step that has a
         loss.
 
     Raises:
@@ -201,12 +188,8 @@ def examine_loss(
             random numbers, changes buffers, or is not the sum of the losses of its steps.
     """
     fused = isinstance(part, RangeLoss)
-    inputs = [
-        x.detach().requires_grad_(wanted)
-        for x, wanted in zip(
-            stream[0:1] if fused else stream[0], stream.differentiable, strict=True
-        )
-    ]
+    pairs = zip(stream[0:1] if fused else stream[0], stream.differentiable, strict=True)
+    inputs = [x.detach().requires_grad_(wanted) for x, wanted in pairs]
     tree = (stream.source.structure.unflatten(inputs[:-1]), inputs[-1])
     _, input_spec = flatten(tree, "inputs")
     last = len(stream) - 1

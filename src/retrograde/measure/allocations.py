@@ -1,15 +1,14 @@
 """Measuring what a call takes: seconds, and every byte that torch's allocators hand out.
 
-The bytes come from the memory events of torch's own profiler, which sees each allocation and each
-release of the CPU and CUDA allocators, those inside kernels included, and nothing else: not
-Python objects, not what an allocator keeps cached. Nothing is sampled, so a peak is the peak.
+The bytes come from the memory events of torch's own profiler: every allocation and release of the
+CPU and CUDA allocators, those inside kernels included. Nothing is sampled, so a peak is the peak.
 
 Only the calling thread is seen. The process has one such profiler, so threads take turns. Where the
 user runs it already, torch's older one serves, on a thread of its own, for the two do not nest. It
-tells sizes without addresses, so which block a release is of is settled by size (:func:`_paired`).
+tells sizes without addresses, so releases are matched to blocks by size (:func:`_paired`).
 
-Known limits: memory that a library takes from the operating system behind torch's back is not
-seen (a test holds the figures against the resident set).
+Known limits: Python objects, what an allocator keeps cached, and memory that a library takes from
+the operating system itself are not seen (a test holds the figures against the resident set).
 """
 
 import contextvars
@@ -41,14 +40,8 @@ from retrograde.interrupts import interrupts_put_off
 from retrograde.units import format_bytes
 
 __all__ = [
-    "MEASURING",
-    "Measurement",
-    "Phase",
-    "is_profiled",
-    "measure",
-    "measure_phases",
-    "unpacked",
-]
+    "MEASURING", "Measurement", "Phase", "is_profiled", "measure", "measure_phases", "unpacked",
+]  # fmt: skip
 
 T = TypeVar("T")
 
@@ -134,7 +127,9 @@ def measure(fn: Callable[[], T], *, device: str | torch.device = "cpu") -> Measu
     events = [event for event in events if _is_on(event, device)]
     sizes = np.array([event.size for event in events], np.int64)
     moments = np.array([event.nanoseconds for event in events], np.int64)
-    held, working = np.cumsum(sizes), np.cumsum(np.where(_transient(events), sizes, 0))
+    born, died = _blocks(events)
+    transient = (born >= 0) & (died < len(events))
+    held, working = np.cumsum(sizes), np.cumsum(np.where(transient, sizes, 0))
     return Measurement(
         value=value,
         seconds=(stop_ns - start_ns) / 1e9,
@@ -207,23 +202,21 @@ def measure_phases(
             phase()
 
     *_, events = _observe(call, device, oldest=True)
-    rows: list[list[int]] = []  # phase, size, born, died
-    live: dict[int, list[int]] = {}
+    ours: list[_Event] = []
+    numbers: list[int] = []
     number = -1
     for event in events:
         if abs(event.size) == _MARK:
             number += event.size > 0
         elif number >= 0 and _is_on(event, device):
-            row = [number, event.size, number, len(phases)]
-            if event.size > 0:
-                live[event.address] = row
-            else:
-                allocated = live.pop(event.address, row)
-                row[2] = -1 if allocated is row else allocated[2]
-                row[3] = allocated[3] = number
-            rows.append(row)
-    table = np.array(rows, np.int64).reshape(-1, 4)
-    return [Phase(*table[table[:, 0] == k, 1:].T) for k in range(len(phases))]
+            ours.append(event)
+            numbers.append(number)
+    sizes = np.array([event.size for event in ours], np.int64)
+    born, died = _blocks(ours)
+    # By the number of an event; the last two are for len(ours), and for −1.
+    phase_of = np.array([*numbers, len(phases), -1], np.int64)
+    table = np.stack([sizes, phase_of[born], phase_of[died]])
+    return [Phase(*table[:, phase_of[:-2] == k]) for k in range(len(phases))]
 
 
 # A number of bytes that no tensor of interest has.
@@ -264,7 +257,7 @@ def _alone(
 ) -> tuple[T, int, int, list[_Event]]:
     """By torch's profiler, told to look at nothing but memory.
 
-    A profiler that an interrupt left running would fail when the process ends.
+    It is always stopped: one that an interrupt left running would fail when the process ends.
     """
     _start_profiler()
     start_ns = time.time_ns()
@@ -405,16 +398,21 @@ def _is_on(event: _Event, device: torch.device) -> bool:
     return event.place == device.type and device.index in (None, event.number)
 
 
-def _transient(events: Sequence[_Event]) -> NDArray[np.bool_]:
-    """For each event, whether its block was both allocated and released among them."""
-    transient = np.zeros(len(events), np.bool_)
+def _blocks(events: Sequence[_Event]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """For each event, the numbers of those that allocated and released its block.
+
+    They are −1 and the number of events where none did.
+    """
+    born, died = [-1] * len(events), [len(events)] * len(events)
     live: dict[int, int] = {}
     for index, event in enumerate(events):
         if event.size > 0:
-            live[event.address] = index
-        elif (born := live.pop(event.address, None)) is not None:
-            transient[[born, index]] = True
-    return transient
+            live[event.address] = born[index] = index
+        else:
+            died[index] = index
+            if (allocated := live.pop(event.address, None)) is not None:
+                born[index], died[allocated] = allocated, index
+    return np.array(born, np.int64), np.array(died, np.int64)
 
 
 def _allocations(result: Any) -> Iterator[_Event]:
