@@ -33,8 +33,8 @@ Result = tuple[Tensors, Tensors, Structure, Structure]  # outputs, state, and th
 class StepCore(AutogradCore):
     """Any cell ``cell(x_t, state) -> (y_t, state)``, one call a step; made by :func:`examine`.
 
-    ``quiet`` is the cell without what only its outputs need, where leaving that out is not seen;
-    ``copied`` tells which parts of the state it is given a copy of, for it writes to them.
+    ``quiet`` is the cell without what only its outputs need, if leaving that out has no other
+    effect; ``copied`` tells which parts of the state it writes to, and so is given a copy of.
     """
 
     cell: Cell
@@ -179,7 +179,7 @@ def _settled(states: Tensors, given: Tensors, device: torch.device) -> tuple[Lik
 class _Trying:
     """A cell on the leaves of step 0, to see what it writes to in place.
 
-    A part of the state that it writes to is given as a copy from then on; an input is refused.
+    It is given copies of the parts of the state that it writes to; a write to an input is refused.
     """
 
     cell: Cell

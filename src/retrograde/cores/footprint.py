@@ -8,7 +8,7 @@ slope.
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -79,20 +79,7 @@ def footprint(
         final = 0
         if ordinary is None:
             assert isinstance(core, AutogradCore), "what ordinary autograd takes is to be told"
-            shortest = min(2, length)
-            told = measure(lambda: outputs_tell(core, inputs, state), device=device).value
-            ordinary = ordinary_curve(
-                lambda steps: ordinary_bytes(core, inputs, state, steps, whole=not told),
-                length,
-                memory,
-            )
-            # What comes on top: the last step, where the loss is of the final state as well, and
-            # copies of gradients that are expanded scalars.
-            sizes = [
-                ordinary_bytes(core, inputs, state, shortest, whole=not core.sums, like=like)
-                for like in (torch.ones_like, expanded)
-            ]
-            final = max(0, max(map(max, sizes)) - ordinary(shortest))
+            ordinary, final = _ordinary(core, inputs, state, memory)
         budget = None if memory is None else as_bytes(memory, ordinary(length))
         points: dict[int, _Bytes] = {}
         for steps in sorted({min(length, L) for L in _lengths(core)}):
@@ -102,13 +89,13 @@ def footprint(
             points[steps] = _measure_range(core, inputs, state, steps)
         # Two steps may take more than one: a state that is a view, what a step leaves behind.
         further = 0 if length < 2 or core.joins else _advance_bytes(core, inputs, state, 2)
-        trial = _trial_bytes(core, inputs, state) if isinstance(core, StepCore) else 0
+        tries = isinstance(core, StepCore) and not core.fused
+        trial = _trial_bytes(cast(StepCore, core), inputs, state) if tries else 0
         stored, laid = (0, 0) if core.fused else _stored_bytes(core, inputs, state)
     if not core.joins:  # any range is single steps: what is held grows, the rest does not
-        one = points[1]
-        points[2] = replace(one, held=2 * one.held, record=one.record + one.held)
-        points[2] = points[3] = replace(points[2], advance=max(one.advance, further))
-        points[3] = replace(points[3], held=3 * one.held, record=one.record + 2 * one.held)
+        one = replace(points[1], advance=max(points[1].advance, further))
+        for n in (2, 3):
+            points[n] = replace(one, held=n * one.held, record=one.record + (n - 1) * one.held)
 
     def curve(kind: str) -> Curve:
         return Curve(tuple((L, getattr(size, kind)) for L, size in points.items()))
@@ -138,6 +125,28 @@ def footprint(
     )
 
 
+def _ordinary(
+    core: AutogradCore, inputs: Inputs, state: Tensors, memory: Memory | None
+) -> tuple[Highest, int]:
+    """What ordinary backpropagation takes by the number of steps, and what may come on top.
+
+    That is the last step, where the loss is of the final state as well, and copies of gradients
+    that are expanded scalars.
+    """
+    told = measure(lambda: outputs_tell(core, inputs, state), device=core.ambient.device).value
+
+    def measured(steps: int) -> tuple[int, int]:
+        return ordinary_bytes(core, inputs, state, steps, whole=not told)
+
+    curve = ordinary_curve(measured, len(inputs), memory)
+    shortest = min(2, len(inputs))
+    sizes = [
+        ordinary_bytes(core, inputs, state, shortest, whole=not core.sums, like=like)
+        for like in (torch.ones_like, expanded)
+    ]
+    return curve, max(0, max(map(max, sizes)) - curve(shortest))
+
+
 def step_bytes(core: Core, inputs: Inputs, state: Tensors) -> Hashable:
     """What one step takes: quickly measured, to tell whether a known footprint still holds."""
     with core.ambient.measured(), muted_hooks(core.parameters):
@@ -160,12 +169,11 @@ def measured_for(
     records = {a.stop - a.start for a in schedule if isinstance(a, Record)}
     with core.ambient.measured(), muted_hooks(core.parameters):
         unknown = sorted(advances - {L for L, _ in sizes.advance.points})
-        if unknown and not core.fused:  # a range is its steps: no shorter one takes more
-            size = _advance_bytes(core, inputs, state, unknown[-1])
-            known = {**dict(sizes.advance.points), **dict.fromkeys(unknown, size)}
-            sizes = replace(sizes, advance=Curve(tuple(sorted(known.items()))))
-        for steps in unknown if core.fused else ():
-            size = _advance_bytes(core, inputs, state, steps)
+        # A cell's range is its steps: no shorter one takes more than the longest.
+        lengths = unknown if core.fused else unknown[-1:]
+        known = {steps: _advance_bytes(core, inputs, state, steps) for steps in lengths}
+        for steps in unknown:
+            size = known.get(steps, known[unknown[-1]])
             sizes = replace(sizes, advance=sizes.advance.through(steps, size))
         for steps in sorted(records - {L for L, _ in sizes.held.points}):
             range_ = _measure_range(core, inputs, state, steps)
@@ -192,8 +200,6 @@ def _stored_bytes(core: Core, inputs: Inputs, state: Tensors) -> tuple[int, int]
 
 def _trial_bytes(core: StepCore, inputs: Inputs, state: Tensors) -> int:
     """The peak of the trial step that precedes every call of a cell."""
-    if core.fused:
-        return 0
 
     def call() -> object:
         pairs = zip(inputs[0], inputs.differentiable, strict=True)
@@ -241,7 +247,7 @@ def _measure_tape(
     def back() -> None:
         core.backpropagate(tapes.pop(), gradients[0])
 
-    # What was left before is let go of first, or its release would be taken for room.
+    # What was left before is released first, or its release would be taken for room.
     bar = core.ambient.bar
     phases = [bar, sweep, bar, again, bar, run, prepare, back, gradients.clear]
     _, swept, *_, recorded, _, backward, _ = measure_phases(phases, device=core.ambient.device)
@@ -299,9 +305,6 @@ class _Probe(Gradients):
             return self.outputs
         steps = index.stop - index.start  # of a cell, recorded together
         return [None if t is None else t.expand(steps, *t.shape) for t in self.outputs]
-
-    def of_inputs(self, index: int | slice) -> Sequence[Tensor | None]:
-        return self.inputs
 
     def take_inputs(self, index: int | slice, shares: list[Tensor | None]) -> None:
         for total, share in zip(self.inputs, shares, strict=True):

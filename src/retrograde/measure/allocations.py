@@ -19,6 +19,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -157,14 +158,10 @@ class Phase:
     died: NDArray[np.int64]
 
     def peak(self, since: int = -1, before: float = math.inf) -> int:
-        """The peak growth since the call began.
+        """The peak growth of bytes since the call began.
 
-        Args:
-            since: count blocks that this call or a later one allocated, by its number.
-            before: count blocks that a call before this one released.
-
-        Returns:
-            Bytes.
+        It counts blocks that were allocated by call number ``since`` or a later one, and released
+        by a call earlier than number ``before``.
         """
         return int(np.cumsum(self._counted(since, before)).max(initial=0))
 
@@ -181,12 +178,7 @@ def measure_phases(
 ) -> list[Phase]:
     """Run calls one after the other, and tell for each what it allocated and released.
 
-    Args:
-        phases: called in order, without arguments; what they return is dropped at once.
-        device: whose allocations count.
-
-    Returns:
-        A :class:`Phase` for each call.
+    What a call returns is dropped at once. Allocations on the device count.
 
     Example:
         >>> kept = []
@@ -317,15 +309,13 @@ def _paired(events: Sequence[Any], start_ns: int, oldest: bool) -> Iterator[_Eve
 
 def _on_a_fresh_thread(call: Callable[[], T], device: torch.device) -> T:
     """Run a call on a thread of its own, under this thread's modes."""
-    found: list[T] = []
-    failed: list[BaseException] = []
     context, modes = contextvars.copy_context(), _get_current_function_mode_stack()
     grad, kinds = torch.is_grad_enabled(), {"cpu", device.type}
     casts = [
         (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds
     ]
 
-    def run() -> None:
+    def run() -> T:
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(grad))
             for kind, dtype, enabled in casts:
@@ -336,17 +326,10 @@ def _on_a_fresh_thread(call: Callable[[], T], device: torch.device) -> T:
                 stack.enter_context(torch.cuda.device(device))
             for mode in modes:
                 stack.enter_context(mode)
-            try:
-                found.append(context.run(call))
-            except BaseException as error:  # handed on to the thread that waits
-                failed.append(error)
+            return context.run(call)
 
-    thread = threading.Thread(target=run, name="retrograde-measure")
-    thread.start()
-    thread.join()
-    if failed:
-        raise failed[0]
-    return found[0]
+    with ThreadPoolExecutor(1, "retrograde-measure") as thread:
+        return thread.submit(run).result()
 
 
 @contextmanager

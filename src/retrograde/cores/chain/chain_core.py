@@ -1,12 +1,8 @@
-"""A chain as a core: what the executor calls for a range of its links.
+"""A chain as a core: each step is a link, a function of its own whose only input is the state.
 
-The executor knows steps and states; which layer a step is, what that layer depends on and how it is
-differentiated, is known here. A step of a recurrence is one function of many inputs; a link is one
-of many functions, and its only input is the state.
-
-A link that is run again finds the random numbers and the buffers of its first run, and leaves
-nothing behind (rules 2 and 3); these few bytes are kept with the link, not with a state, for a link
-depends on no other's. What it refers to, it holds: a tape is a graph, and no tensor besides.
+A link that is run again finds the random numbers and the buffers of its first run, and leaves no
+trace (rules 2 and 3). These few bytes are kept with the link, not with a state. A tape holds a
+graph and no tensor besides, so a state that no layer refers to is released.
 """
 
 from collections.abc import Iterator, Sequence
@@ -53,8 +49,7 @@ class LinkTape(Tape):
 class _Leave(torch.autograd.Function):
     """The end of a link: its backward pass hands on gradients that nobody else then holds.
 
-    Whoever calls autograd holds what he gives it until it returns; the gradient of a link's output
-    would be held while all of the link is backpropagated.
+    A gradient that is given to ``torch.autograd.grad`` would be held until that returns.
     """
 
     @staticmethod
@@ -77,8 +72,8 @@ class ChainCore(RangeCore):
         device: of the input.
 
     Attributes:
-        needed: for which of a tape's parameters a gradient is asked for, by the tape's first link;
-            all, where it is not told.
+        needed: for which of a tape's parameters a gradient is wanted, by the tape's first link;
+            for all by default.
     """
 
     fused = False
@@ -153,7 +148,7 @@ class ChainCore(RangeCore):
         )
 
     def backpropagate(self, tape: LinkTape, gradients: Gradients) -> None:
-        """Backpropagate the links of a tape; ``gradients.parameters`` are then their own ones'."""
+        """Backpropagate the links of a tape; ``gradients.parameters`` become those of its own."""
         own = self.own(tape.start, tape.stop)
         needed = self.needed.get(tape.start, [True] * len(own))
         tape.seeds += (g for g, p in zip(gradients.states, tape.passes, strict=True) if p)

@@ -39,7 +39,7 @@ def measure_chain(links: Links, state: Tensors, repeats: int | None = None) -> C
     Seconds are medians of ``repeats`` further passes: by default of up to three, as many as take
     no more than :data:`_MORE_SECONDS`. Without one they are those of the pass that counts bytes.
     """
-    device = state[0].device
+    device, before = state[0].device, len(links.prefix)
     core = ChainCore(links.chain, device)
     with ExitStack() as stack:
         for link in (*links.prefix, *links.chain):
@@ -63,7 +63,9 @@ def measure_chain(links: Links, state: Tensors, repeats: int | None = None) -> C
         names=[link.name for link in links.chain],
         input_bytes=sum(t.nbytes for t in state),
         overhead_bytes=_overhead(links, device),
-        hands_on=[_states_of(link, len(links.prefix)) for link in links.chain],
+        hands_on=[  # what the prefix made is held anyhow
+            [at - before + 1 for at in link.hands_on if at >= before] for link in links.chain
+        ],
     )
 
 
@@ -74,18 +76,13 @@ def _run_prefix(links: Links, state: Tensors) -> Tensors:
     return state
 
 
-def _states_of(link: Link, prefix: int) -> list[int]:
-    """The states of the chain that a link hands on; what the prefix made is held anyhow."""
-    return [at - prefix + 1 for at in link.hands_on if at >= prefix]
-
-
 def prefix_bytes(links: Links, state: Tensors) -> int:
     """The peak of the links before the first gradient, which run before the others."""
     with ExitStack() as stack, torch.no_grad():
         for link in links.prefix:
             stack.enter_context(link.ambient.measured())
-        run = measure_phases([lambda: _run_prefix(links, state)], device=state[0].device)
-        return run[0].peak()
+        (phase,) = measure_phases([lambda: _run_prefix(links, state)], device=state[0].device)
+        return phase.peak()
 
 
 class _Size(NamedTuple):

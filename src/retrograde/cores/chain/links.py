@@ -1,11 +1,8 @@
 """The links of a deep chain: its layers, as far as each can be run apart from the others.
 
-A layer that writes to what it is given (an in-place ReLU), or that only gives it another shape
-(``Flatten``), shares the memory of its input with its output. Such a layer cannot be apart from the
-one before it, and is joined with it to one link; so a state that is kept is never written to.
-
-What a link depends on besides its input is learnt, as a cell's is, from one trial call of which no
-trace is left (:mod:`retrograde.discover.dry_run`).
+A layer that writes to its input (an in-place ReLU), or that only reshapes it (``Flatten``), shares
+memory with the layer before it. Both become one link, so a state that is kept is never written to.
+What a link depends on besides its input is learnt from one trial call, of which no trace is left.
 """
 
 from collections.abc import Collection, Sequence
@@ -43,10 +40,10 @@ class Link:
         passes: which tensors of its output pass a gradient on.
         ambient: its surroundings.
         own: its parameters that a gradient is wanted for, each once.
-        leaves: what they are in a graph.
+        leaves: their nodes in a graph.
         reads: its parameters, and the buffers and captured tensors that it does not itself change.
-        output_bytes: what its output takes that its input does not hold already.
-        hands_on: the links before it that made what it hands on as it was given it, by number.
+        output_bytes: what its output takes beyond the memory of its input.
+        hands_on: the numbers of the earlier links whose output it hands on unchanged.
     """
 
     name: str
@@ -64,11 +61,8 @@ class Link:
     hands_on: tuple[int, ...]
 
     def run(self, state: Tensors) -> Tensors:
-        """Run the layers on a state: the next one.
-
-        Raises:
-            CellError: it is of another form than at the trial, or the state was written to.
-        """
+        """The next state; refused if it differs in form from the trial's, or if its input was
+        written to."""
         versions = [version(t) for t in state]
         outputs, returned = _run(self.layers, self.given, state, self.name)
         if versions != [version(t) for t in state]:
@@ -103,10 +97,8 @@ class Links:
 
 
 class _Enter(torch.autograd.Function):
-    """A state as the layer before would have returned it: no leaf, and held by nobody.
-
-    A leaf would be held by autograd as long as the graph is, also where no layer refers to it.
-    """
+    """A state as the layer before would have returned it: autograd would hold a leaf, even one
+    that no layer refers to, as long as the graph."""
 
     @staticmethod
     def forward(ctx: object, anchor: Tensor, *state: Tensor) -> tuple[Tensor, ...]:

@@ -35,10 +35,10 @@ class Course:
 
     Attributes:
         sweep: up to the first ``Backward``, in the caller's graph.
-        actions: what is left, after as much of the sweep, with nothing recorded, as another
-            backward pass has to repeat.
+        actions: as much of the sweep, with nothing recorded, as a second backward pass has to
+            repeat; then all that follows the sweep.
         begin: where in them a backward pass begins.
-        repeated: how many links another one repeats, at most.
+        repeated: how many links a second backward pass repeats, at most.
         starts: where each range of links that are run again starts.
         cuts: where it is divided, and where it ends.
     """

@@ -2,10 +2,9 @@
 
 Where the caller holds the outputs, and the sequences between layers fit, no step is run forward
 more than twice, and the second time all steps of a piece are one matrix product. So the plan is a
-closed form (DESIGN §3.7): pieces as long as the cache allows and the budget has room for, and the
-rest of the budget for gates, which saves a recomputation each. Where not even the sequences between
-layers, or the marks of an LSTM, fit, ranges of steps are planned as those of any other core
-(:mod:`retrograde.plan.fit`), with the bytes of a range counted as above.
+closed form: pieces as long as the cache allows and the budget has room for, and the rest of the
+budget for gates, which saves a recomputation each. Where the sequences between layers, or the marks
+of an LSTM, do not fit, ranges of steps are planned as for any other core.
 """
 
 from bisect import bisect_right
@@ -287,8 +286,10 @@ class Planner:
         return sum(lower) + (top / 2 if self.shapes[0].tracks > 1 else 0)
 
     def _sizes(self, lengths: Sequences, plan: HeldPlan) -> tuple[int, int, int]:
-        """Bytes besides kept gates: what is held throughout; what running forward takes, or going
-        back through pieces whose gates are kept; and what going back through the others takes."""
+        """Bytes besides kept gates: held throughout; at the peak while gates are kept; later.
+
+        Gates are kept from the forward pass until the backward pass is through their pieces.
+        """
         shapes = [replace(shape, means=plan.means) for shape in self.shapes]
         rows = threads = lengths.largest(plan.block)
         pieces = lengths.pieces(plan.block) + 1  # one more where the gates begin to be kept
