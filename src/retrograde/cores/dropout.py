@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Dropout", "draw_key"]
+__all__ = ["Dropout", "draw_key", "samples_of"]
 
 # Odd constants with their bits well spread: splitmix64's, and those of a 32-bit hash of low bias.
 _GAMMA, _MIX_1, _MIX_2 = (
@@ -25,6 +25,12 @@ _ELEMENTS = {"cpu": 2**15, "cuda": 2**22}
 def draw_key(device: torch.device) -> Tensor:
     """The key of a call, drawn from the device's default generator."""
     return torch.randint(2**62, (), device=device)
+
+
+def samples_of(sizes: Tensor) -> Tensor:
+    """The sequence that every row of a packed batch belongs to, by the sizes of its steps."""
+    first = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+    return torch.arange(len(first), device=sizes.device) - first
 
 
 @dataclass(frozen=True)
@@ -71,9 +77,7 @@ class Dropout:
             sample = torch.arange(x.shape[1], device=x.device).repeat(len(steps))
         else:
             sizes = sizes.to(x.device)
-            step = steps.repeat_interleave(sizes)
-            first = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
-            sample = torch.arange(len(step), device=x.device) - first
+            step, sample = steps.repeat_interleave(sizes), samples_of(sizes)
         seeds = _mixed(_mixed(self._seed(number) + _GAMMA * step) + _GAMMA * sample)
         return _Drop.apply(x, seeds, self.p)  # type: ignore[no-any-return, no-untyped-call]
 

@@ -171,10 +171,10 @@ def measured_for(
         unknown = sorted(advances - {L for L, _ in sizes.advance.points})
         # A cell's range is its steps: no shorter one takes more than the longest.
         lengths = unknown if core.fused else unknown[-1:]
-        known = {steps: _advance_bytes(core, inputs, state, steps) for steps in lengths}
-        for steps in unknown:
-            size = known.get(steps, known[unknown[-1]])
-            sizes = replace(sizes, advance=sizes.advance.through(steps, size))
+        taken = {steps: _advance_bytes(core, inputs, state, steps) for steps in lengths}
+        points = dict(sizes.advance.points)
+        points |= {steps: taken.get(steps, taken[unknown[-1]]) for steps in unknown}
+        sizes = replace(sizes, advance=Curve(tuple(sorted(points.items()))))
         for steps in sorted(records - {L for L, _ in sizes.held.points}):
             range_ = _measure_range(core, inputs, state, steps)
             sizes = replace(

@@ -11,14 +11,14 @@ torch's kernel (:func:`run_torch`) knows every kind and option;
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from retrograde.cores.dropout import Dropout
+from retrograde.cores.dropout import Dropout, samples_of
 from retrograde.discover.surroundings import Ambient
 from retrograde.run.autograd_core import AutogradCore
 
@@ -79,7 +79,6 @@ def run_torch(
     return y, after
 
 
-@dataclass(frozen=True)
 class Fused(AutogradCore):
     """Recurrent layers, a range of steps being one call.
 
@@ -93,18 +92,18 @@ class Fused(AutogradCore):
         packed: whether the inputs are.
     """
 
-    nets: tuple[Layers, ...]
-    kernel: Kernel = run_torch
-    dropout: Dropout | None = None
-    packed: bool = False
-    fused: bool = True
-    sums: bool = False
-    aliases: tuple[int | None, ...] = field(init=False)
-    ambient: Ambient = field(init=False)
+    fused, sums = True, False
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ambient", Ambient(self.nets[0].weights[0].device))
-        object.__setattr__(self, "aliases", (None,) * len(self.nets))
+    def __init__(
+        self,
+        nets: tuple[Layers, ...],
+        kernel: Kernel = run_torch,
+        dropout: Dropout | None = None,
+        packed: bool = False,
+    ) -> None:
+        self.nets, self.kernel, self.dropout, self.packed = nets, kernel, dropout, packed
+        self.ambient = Ambient(nets[0].weights[0].device)
+        self.aliases = (None,) * len(nets)
 
     @cached_property
     def parameters(self) -> Tensors:
@@ -182,7 +181,6 @@ def _backwards(x: Tensor, sizes: Tensor | None) -> Tensor:
     if sizes is None:
         return torch.arange(len(x) - 1, -1, -1, device=x.device)
     first = sizes.cumsum(0) - sizes
-    step = torch.arange(len(sizes)).repeat_interleave(sizes)
-    sample = torch.arange(len(x)) - first[step]
+    step, sample = torch.arange(len(sizes)).repeat_interleave(sizes), samples_of(sizes)
     lengths = (sizes.unsqueeze(1) > torch.arange(int(sizes[0]))).sum(0)
     return (first[lengths[sample] - 1 - step] + sample).to(x.device)
