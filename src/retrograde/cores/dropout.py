@@ -59,13 +59,9 @@ class Dropout:
     def __call__(
         self, x: Tensor, number: int, steps: Tensor, sizes: Tensor | None = None
     ) -> Tensor:
-        """Drop what comes to one of the core's layers.
+        """Drop what comes to layer ``number`` of the core at some steps (L,).
 
-        Args:
-            x: (L, B, H), or packed (rows, H).
-            number: of the layer in the core.
-            steps: the numbers of the steps (L,).
-            sizes: if packed, how many sequences have each step (L,).
+        It is (L, B, H), or packed (rows, H); then ``sizes`` (L,) are the sequences of each step.
         """
         real = x.dtype in (torch.float32, torch.float64) and not x.requires_grad
         if real and x.device.type == "cpu" and sizes is None and x.is_contiguous() and self.p < 1:

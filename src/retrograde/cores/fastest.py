@@ -150,17 +150,9 @@ def footprints(
 def fit_measured(
     core: Core, inputs: Inputs, state: Tensors, memory: Memory | None, sizes: Footprint
 ) -> tuple[Fit, Footprint]:
-    """The fastest schedule for a core within a budget, every length that it uses being measured.
+    """The fastest schedule for a core within a budget, and its footprint, which learns from it.
 
-    Args:
-        core: as the executor will run it.
-        inputs: the inputs of all steps, time first.
-        state: the initial state.
-        memory: as :func:`retrograde.plan.fit.fit` takes it.
-        sizes: the core's footprint.
-
-    Returns:
-        A fit whose predicted peak is within the budget, and the footprint with what was measured.
+    Every length that the schedule uses is measured, until the predicted peak is within the budget.
 
     Raises:
         BudgetError: even the least schedule does not fit.
@@ -183,8 +175,7 @@ def fit_fastest(
 ) -> tuple[int, Fit]:
     """The number of the fastest candidate within a budget, and the fit for it.
 
-    The candidates' footprints, ``sizes``, learn what is measured here. Other arguments are as for
-    :func:`fit_measured`.
+    The candidates' footprints, ``sizes``, learn what is measured here.
 
     Raises:
         BudgetError: the budget is too small for every core.

@@ -64,7 +64,7 @@ class LayerBackward:
         self.prepared: Tensor | None = None
 
     def add(self, block: Block, dy: Tensor | None, g: Tensor, dx: Tensor | None) -> Tensor:
-        """Go through a piece.
+        """Go through a piece, and return the gradient of the state before it.
 
         Args:
             block: its inputs and states; an LSTM's with c before its first step, and with its gates
@@ -72,9 +72,6 @@ class LayerBackward:
             dy: the loss's gradient of each output (L, n, H), laid out in any way, or None for zero.
             g: that of the state after the piece (n, H), or (n, 2 H) for (h, c).
             dx: takes the gradients of the inputs (L, n, I), if they are wanted.
-
-        Returns:
-            The gradient of the state before the piece.
         """
         if self.in_one_loop:
             return self._in_one_loop(block, dy, g, dx)

@@ -26,13 +26,10 @@ def room_for(weights: Weights, x: Tensor) -> Kept | None:
 def run(
     weights: Weights, x: Tensor, state: tuple[Tensor, ...], kept: Kept | None = None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Run a range of steps by the fastest kernel: the outputs (L, B, H), and the state after it.
+    """Run inputs x (L, B, I) by the fastest kernel: the outputs (L, B, H), and the state after.
 
-    Args:
-        weights: the layer's parameters.
-        x: inputs (L, B, I).
-        state: before the range: (h,), or (h, c), each (B, H).
-        kept: where an LSTM's gates and cells are to be left; :func:`room_for` says if they can be.
+    A state is (h,), or (h, c), each (B, H). An LSTM's gates and cells are left in ``kept``, which
+    :func:`room_for` makes.
     """
     make = kernels(x.device.type, x.dtype, weights.size).forward
     after = [s.clone(memory_format=torch.contiguous_format) for s in state]
