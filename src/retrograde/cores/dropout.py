@@ -104,7 +104,7 @@ class _Drop(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         (seeds,) = ctx.saved_tensors
-        return _dropped(dy, seeds, ctx.p), None, None
+        return _Drop.apply(dy, seeds, ctx.p), None, None  # type: ignore[no-untyped-call]
 
 
 def _dropped(x: Tensor, seeds: Tensor, p: float) -> Tensor:

@@ -11,7 +11,7 @@ torch's kernel (:func:`run_torch`) knows every kind and option;
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -21,6 +21,8 @@ from torch import Tensor
 from retrograde.cores.dropout import Dropout, samples_of
 from retrograde.discover.surroundings import Ambient
 from retrograde.run.autograd_core import AutogradCore
+from retrograde.run.core import Gate
+from retrograde.run.layout import Layout
 
 __all__ = ["HEAP_BYTES", "Fused", "Kernel", "Layers", "Mode", "run_torch"]
 
@@ -138,6 +140,14 @@ class Fused(AutogradCore):
 
     def carry(self, inputs: Tensors, state: Tensors) -> Tensors:
         return self(inputs, state)[1]
+
+    def ordinary(
+        self, layout: Layout, inputs: Tensors, state: Tensors, gate: Gate
+    ) -> tuple[Tensors, Tensors, Tensors]:
+        nets = tuple(replace(net, weights=gate(net.weights)) for net in self.nets)
+        core = Fused(nets, dropout=self.dropout, packed=self.packed)
+        read = layout.read(inputs)
+        return *core(read[slice(0, len(read))], state), core.parameters
 
     def _run(
         self, number: int, x: Tensor, steps: Tensor | None, sizes: Tensor | None, state: Tensors

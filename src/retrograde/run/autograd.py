@@ -23,6 +23,7 @@ from retrograde.errors import CellError, RetrogradeError
 from retrograde.run.core import Core, Gradients, window
 from retrograde.run.executor import Run
 from retrograde.run.layout import Layout, Straight
+from retrograde.run.second_order import differentiable_gradients
 from retrograde.run.transforms import NO_FORWARD_MODE, refuse_batches, uncompiled
 from retrograde.schedule import Schedule
 
@@ -37,6 +38,8 @@ def run_schedule(
     inputs: Tensors,
     state: Tensors,
     layout: Layout | None = None,
+    *,
+    budgeted: bool = True,
 ) -> tuple[Tensors, Tensors]:
     """Run a recurrence so that its gradient is computed by ``schedule``.
 
@@ -46,14 +49,16 @@ def run_schedule(
         inputs: tensors with time as their first dimension, or as the layout has it.
         state: the initial state.
         layout: where the steps lie in inputs and outputs; step t is row t by default.
+        budgeted: whether there is a budget, which second derivatives go beyond.
 
     Returns:
         The outputs, with time first, or as the layout has it, and the state after the last step.
     """
     layout = layout or Straight(schedule.length, core.fused)
     results = _Recurrence.apply(  # type: ignore[no-untyped-call]
-        core, schedule, layout, len(inputs), len(state), *inputs, *state, *core.parameters
-    )
+        core, schedule, layout, budgeted, len(inputs), len(state),
+        *inputs, *state, *core.parameters,
+    )  # fmt: skip
     count = len(results) - len(state)
     return list(results[:count]), list(results[count:])
 
@@ -126,12 +131,13 @@ class _Recurrence(torch.autograd.Function):
         core: Core,
         schedule: Schedule,
         layout: Layout,
+        budgeted: bool,
         n_inputs: int,
         n_state: int,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.n_inputs, ctx.layout = n_inputs, layout
+        ctx.n_inputs, ctx.layout, ctx.budgeted = n_inputs, layout, budgeted
         inputs, state = list(tensors[:n_inputs]), list(tensors[n_inputs : n_inputs + n_state])
         versions = [version(t) for t in tensors]
         device = tensors[0].device
@@ -168,20 +174,24 @@ class _Recurrence(torch.autograd.Function):
     @uncompiled
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         refuse_batches(grads)
-        if torch.is_grad_enabled():
-            raise RetrogradeError(
-                "the gradient of a budgeted recurrence cannot itself be differentiated: expected "
-                "create_graph=False; for second derivatives use backward=None, memory=None and "
-                "schedule=None (ordinary BPTT)"
-            )
         saved = ctx.saved_tensors  # once: whoever recomputes them does so once
         held, saved = saved[: ctx.n_held], saved[ctx.n_held :]
         inputs, state = list(saved[: ctx.n_inputs]), list(saved[ctx.n_inputs :])
         run: Run = ctx.run
         parameters = run.core.parameters
         layout: Layout = ctx.layout
+        rerun = run.core.ambient.rerun(ctx.marks, ctx.moved)
+        needs = ctx.needs_input_grad[6:]
+        if torch.is_grad_enabled():
+            with rerun, ctx.autocast, muted_hooks(parameters):
+                run.core.ambient.restore(ctx.before)
+                found = differentiable_gradients(
+                    run.core, layout, inputs, [state[i] for i in ctx.same], grads,
+                    budgeted=ctx.budgeted,
+                )  # fmt: skip
+            _check_unchanged(parameters, ctx.versions, found[len(inputs) + len(state) :])
+            return _returned(found, needs)
         read = layout.read(inputs, held)
-        needs = ctx.needs_input_grad[5:]
         count = len(grads) - len(state)
         wanted = [x if needed else None for x, needed in zip(inputs, needs, strict=False)]
         late = not run.core.fused
@@ -196,7 +206,6 @@ class _Recurrence(torch.autograd.Function):
             read=read,
             outside=autocast_of_caller(inputs[0].device, replayed=ctx.autocasts),
         )
-        rerun = run.core.ambient.rerun(ctx.marks, ctx.moved)
         with rerun, ctx.autocast, muted_hooks(parameters):
             try:
                 if not ctx.fresh:
@@ -208,14 +217,17 @@ class _Recurrence(torch.autograd.Function):
                 run.clear()
                 raise
         _check_unchanged(parameters, ctx.versions, gradients.parameters)
-        found = (*gradients.inputs, *gradients.states, *gradients.parameters)
-        return (None,) * 5 + tuple(
-            g if needed else None for g, needed in zip(found, needs, strict=True)
-        )
+        return _returned([*gradients.inputs, *gradients.states, *gradients.parameters], needs)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         raise RetrogradeError(NO_FORWARD_MODE)
+
+
+def _returned(found: list[Tensor | None], needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
+    """Gradients of all arguments, in their order; the first six are no tensors."""
+    pairs = zip(found, needs, strict=True)
+    return (None,) * 6 + tuple(g if needed else None for g, needed in pairs)
 
 
 def _check_unchanged(parameters: Tensors, versions: list[int], found: list[Tensor | None]) -> None:

@@ -23,9 +23,18 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from retrograde.discover.captured import foreign_tensors
 from retrograde.discover.surroundings import Ambient
-from retrograde.errors import CellError
-from retrograde.run.core import Emit, Gradients, Tape, as_leaf, window
+from retrograde.errors import CellError, RetrogradeError
+from retrograde.run.core import (
+    NO_SECOND_ORDER,
+    Emit,
+    Gate,
+    Gradients,
+    Tape,
+    as_leaf,
+    window,
+)
 from retrograde.run.inputs import Inputs
+from retrograde.run.layout import Layout
 from retrograde.run.states import Packed, apart, each_once, pack
 from retrograde.schedule import Action, Backward, Load
 
@@ -207,6 +216,16 @@ class AutogradCore(ABC):
             next(shares) if state.pop(id(s), None) is not None else None for s in tape.state
         ]
         _accumulate(gradients.parameters, begun, list(shares), self.parameters)
+
+
+    def ordinary(
+        self, layout: Layout, inputs: Tensors, state: Tensors, gate: Gate
+    ) -> tuple[Tensors, Tensors, Tensors]:
+        """All steps as ordinary autograd records them, and the parameters as it has them."""
+        if any(p is not t for p, t in zip(self.parameters, self.targets, strict=True)):
+            raise RetrogradeError(NO_SECOND_ORDER)  # one parameter was computed from another
+        read = layout.read(inputs)
+        return *run_ordinary(self, read[slice(0, len(read))], state), self.parameters
 
 
 def _record_steps(

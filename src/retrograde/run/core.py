@@ -16,17 +16,26 @@ import torch
 from torch import Tensor
 
 from retrograde.discover.surroundings import Ambient, Snapshot
+from retrograde.errors import RetrogradeError
 from retrograde.run.inputs import Inputs
 from retrograde.run.layout import Layout
 from retrograde.run.states import Packed
 from retrograde.schedule import Action
 
-__all__ = ["Core", "Emit", "Gradients", "RangeCore", "Tape", "as_leaf", "window"]
+__all__ = ["NO_SECOND_ORDER", "Core", "Emit", "Gate", "Gradients", "RangeCore", "Tape", "as_leaf", "window"]
 
 Tensors = list[Tensor]
 Gradient = Tensor | None
 #: Takes the outputs of a call: ``emit(start, stop, outputs)``.
 Emit = Callable[[int, int, Tensors], None]
+#: Lets tensors into a graph of all steps, see :mod:`retrograde.run.second_order`.
+Gate = Callable[[Tensors], Tensors]
+
+NO_SECOND_ORDER = (
+    "the gradient of this budgeted recurrence cannot itself be differentiated: expected "
+    "create_graph=False; for second derivatives use backward=None, memory=None and "
+    "schedule=None (ordinary BPTT)"
+)
 
 
 class Core(Protocol):
@@ -94,6 +103,16 @@ class Core(Protocol):
 
     def backpropagate(self, tape: Any, gradients: "Gradients") -> None:
         """Backpropagate the steps of a tape, collect their gradients, and use the tape up."""
+        ...
+
+    def ordinary(
+        self, layout: Layout, inputs: Tensors, state: Tensors, gate: Gate
+    ) -> tuple[Tensors, Tensors, Tensors]:
+        """All steps as autograd records them: outputs, state after, and the graph's parameters.
+
+        Raises:
+            RetrogradeError: second derivatives are not to be had.
+        """
         ...
 
 
@@ -200,6 +219,11 @@ class RangeCore(ABC):
 
     @abstractmethod
     def backpropagate(self, tape: Any, gradients: Gradients) -> None: ...
+
+    def ordinary(
+        self, layout: Layout, inputs: Tensors, state: Tensors, gate: Gate
+    ) -> tuple[Tensors, Tensors, Tensors]:
+        raise RetrogradeError(NO_SECOND_ORDER)
 
 
 def window(core: Core, start: int, stop: int) -> int | slice:

@@ -35,6 +35,10 @@ class Layout(Protocol):
         """Room for the outputs of all steps, those of one call being known."""
         ...
 
+    def joined(self, outputs: Tensors) -> Tensors:
+        """The outputs of a call of all steps, as the caller has them."""
+        ...
+
     def parts(self, tensors: Sequence[Gradient], index: Index) -> list[Gradient]:
         """For each output of a call, its part of the outputs, or of their gradients."""
         ...
@@ -66,6 +70,9 @@ class Straight:
     def allocate(self, values: Tensors) -> Tensors:
         shapes = [y.shape[1:] if self.fused else y.shape for y in values]
         return [y.new_empty((self.length, *shape)) for y, shape in zip(values, shapes, strict=True)]
+
+    def joined(self, outputs: Tensors) -> Tensors:
+        return outputs
 
     def parts(self, tensors: Sequence[Gradient], index: Index) -> list[Gradient]:
         return [None if t is None else t[index] for t in tensors]
@@ -131,6 +138,9 @@ class Rows:
         (_, *inner, _), rows = values[0].shape, self.rows(slice(0, self.length))[0].stop
         lead = (rows, *inner)
         return [values[0].new_empty(*lead, sum(y.shape[-1] for y in values))]
+
+    def joined(self, outputs: Tensors) -> Tensors:
+        return [torch.cat(outputs, -1)]
 
     def parts(self, tensors: Sequence[Gradient], index: Index) -> list[Gradient]:
         assert isinstance(index, slice)

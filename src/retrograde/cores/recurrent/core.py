@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from retrograde.cores.fused import Layers
+from retrograde.cores.fused import Fused, Layers
 from retrograde.cores.recurrent.backward import LayerBackward
 from retrograde.cores.recurrent.bytes import Means
 from retrograde.cores.recurrent.forward import LayerForward
@@ -30,7 +30,7 @@ from retrograde.kernels import kernels, lean_kernels
 from retrograde.kernels.cells import Block, Kept, Weights
 from retrograde.run.core import Emit, Gradients, RangeCore, Tape
 from retrograde.run.inputs import Inputs
-from retrograde.run.layout import RowInputs, Rows
+from retrograde.run.layout import Layout, RowInputs, Rows
 from retrograde.scan.block_lengths import Way
 
 __all__ = ["HeldLayers"]
@@ -122,6 +122,14 @@ class HeldLayers(RangeCore):
             torch.zeros_like(w, dtype=self.real, memory_format=torch.contiguous_format)
             for w in self.parameters
         ]
+
+    def ordinary(
+        self, layout: Layout, inputs: Tensors, state: Tensors, gate: Gate
+    ) -> tuple[Tensors, Tensors, Tensors]:
+        dropout = None if self.masks is None else self.masks.of_all_steps()
+        core = Fused(self.tracks, dropout=dropout, packed=self.rows.sizes is not None)
+        rows = replace(self.rows, numbered=dropout is not None)
+        return core.ordinary(rows, inputs, state, gate)
 
     @torch.no_grad()
     def advance(

@@ -38,6 +38,10 @@ class Hashed:
         steps = torch.arange(piece.start, piece.stop, device=x.device)
         return self.dropout(x.contiguous(), number, steps)
 
+    def of_all_steps(self) -> Dropout:
+        """The same, for a call that autograd records."""
+        return self.dropout
+
 
 @dataclass(frozen=True)
 class Drawn:
@@ -66,8 +70,32 @@ class Drawn:
         mask = self.masks.get(number)
         if mask is None:
             return x
-        kept = mask[row : row + piece.rows].view(x.shape)
-        return x * kept * (1 / (1 - self.p)) if self.p < 1 else torch.zeros_like(x)
+        return self._apply(x, mask[row : row + piece.rows])
+
+    def of_all_steps(self) -> "_DrawnOfAll":
+        """The same, for a call that autograd records."""
+        return _DrawnOfAll(self)
+
+    def _apply(self, x: Tensor, mask: Tensor) -> Tensor:
+        scale = 1 / (1 - self.p) if self.p < 1 else 0.0
+        return x * mask.view(x.shape) * scale
+
+
+@dataclass(frozen=True)
+class _DrawnOfAll:
+    """Masks of all steps, called as :class:`~retrograde.cores.dropout.Dropout` is."""
+
+    drawn: Drawn
+
+    @property
+    def first(self) -> bool:
+        return self.drawn.first
+
+    def __call__(
+        self, x: Tensor, number: int, steps: Tensor, sizes: Tensor | None = None
+    ) -> Tensor:
+        mask = self.drawn.masks.get(number)
+        return x if mask is None else self.drawn._apply(x, mask)
 
 
 Masks = Hashed | Drawn

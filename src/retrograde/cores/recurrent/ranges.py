@@ -63,7 +63,8 @@ def run_held(
         (after,) = core.advance(inputs, 0, [rows.length], state, lambda *_: None)
         assert inputs.outputs is not None  # type: ignore[attr-defined]
         return inputs.outputs, after  # type: ignore[attr-defined]
-    (y,), after = run_schedule(core, in_one_range(rows.length), [x], state, rows)
+    schedule = in_one_range(rows.length)
+    (y,), after = run_schedule(core, schedule, [x], state, rows, budgeted=False)
     return y, after
 
 

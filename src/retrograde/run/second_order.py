@@ -1,0 +1,93 @@
+"""Second derivatives: all steps once more, in one graph, as ordinary autograd records them.
+
+Under ``create_graph=True`` the gradients that a node returns must be functions that autograd knows.
+So the steps are run again from what the node saved, and differentiated by autograd itself. That
+holds what ordinary backpropagation holds, whatever the budget, and says so once.
+
+The graph begins at gates. They let nothing through while the first gradients are found: an input
+may depend on a parameter, whose gradient here is only what comes through the steps. Afterwards they
+are open, for second derivatives go on into whatever the inputs were computed from.
+"""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retrograde.run.core import Core
+from retrograde.run.layout import Layout
+
+__all__ = ["Gate", "differentiable_gradients"]
+
+Tensors = list[Tensor]
+
+_BEYOND = (
+    "create_graph=True: all steps are run again and held as ordinary backpropagation holds them, "
+    "for second derivatives; the budget does not cover these"
+)
+
+
+class Gate:
+    """Lets tensors into a graph, and gradients out of it only once it is open."""
+
+    def __init__(self) -> None:
+        self.open = False
+
+    def __call__(self, tensors: Tensors) -> Tensors:
+        """The same values, from which no gradient flows on as long as the gate is closed."""
+        return [
+            _Pass.apply(self, t) if t.requires_grad else t  # type: ignore[no-untyped-call]
+            for t in tensors
+        ]
+
+
+class _Pass(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Gate, t: Tensor) -> Tensor:
+        ctx.gate = gate
+        return t.view_as(t)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor | None]:
+        return None, g if ctx.gate.open else None
+
+
+def differentiable_gradients(
+    core: Core,
+    layout: Layout,
+    inputs: Tensors,
+    state: Tensors,
+    given: tuple[Tensor | None, ...],
+    *,
+    budgeted: bool,
+) -> list[Tensor | None]:
+    """Gradients of inputs, state and parameters, as functions that can be differentiated again.
+
+    Args:
+        core: of the recurrence.
+        layout: where its steps lie.
+        inputs: with time first, as the caller gave them.
+        state: likewise.
+        given: gradients of the outputs and of the state after all steps.
+        budgeted: whether there is a budget that this goes beyond.
+    """
+    if budgeted:
+        warnings.warn(_BEYOND, stacklevel=2)
+    gate = Gate()
+    x, first = gate(inputs), gate(state)
+    outputs, after, parameters = core.ordinary(layout, x, first, gate)
+    pairs = [
+        (y, g)
+        for y, g in zip((*layout.joined(outputs), *after), given, strict=True)
+        if g is not None and y.requires_grad
+    ]
+    everything = [*x, *first, *parameters]
+    wanted = [t for t in everything if t.requires_grad]
+    if not pairs or not wanted:
+        return [None] * len(everything)
+    roots, seeds = zip(*pairs, strict=True)
+    found = torch.autograd.grad(roots, wanted, seeds, create_graph=True, allow_unused=True)
+    gate.open = True
+    shares = iter(found)
+    return [next(shares) if t.requires_grad else None for t in everything]
