@@ -14,11 +14,9 @@ for what is in between (:func:`room_for`).
 
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from retrograde.kernels.lanes import (
     LANES,
+    Reals,
     compiled,
     like,
     load,
@@ -32,7 +30,6 @@ from retrograde.kernels.tiles import PANEL, add_outer, product, whole_vectors
 
 __all__ = ["backward_gru", "backward_lstm", "backward_rnn", "room_for"]
 
-_Reals = NDArray[np.floating[Any]]
 
 # Rows, that is, steps of samples, whose gates' gradients are held at a time; and of so few samples
 # that what all else takes is less.
@@ -76,7 +73,7 @@ def room_for(kind: str, length: int, samples: int, inputs: int, size: int) -> in
 
 
 @compiled  # type: ignore[untyped-decorator]
-def _divided(room: _Reals, first: int, second: int) -> tuple[_Reals, _Reals, _Reals]:
+def _divided(room: Reals, first: int, second: int) -> tuple[Reals, Reals, Reals]:
     """Two parts of some length, set to zero, and the rest."""
     room[: first + second] = 0
     return room[:first], room[first : first + second], room[first + second :]
@@ -85,18 +82,18 @@ def _divided(room: _Reals, first: int, second: int) -> tuple[_Reals, _Reals, _Re
 @compiled  # type: ignore[untyped-decorator]
 def backward_rnn(
     relu: bool,
-    after: _Reals,
-    x: _Reals,
-    before: _Reals,
-    inputs: _Reals,
-    hidden: _Reals,
-    losses: _Reals,
-    g: _Reals,
-    dx: _Reals,
-    to_inputs: _Reals,
-    to_hidden: _Reals,
-    to_biases: _Reals,
-    room: _Reals,
+    after: Reals,
+    x: Reals,
+    before: Reals,
+    inputs: Reals,
+    hidden: Reals,
+    losses: Reals,
+    g: Reals,
+    dx: Reals,
+    to_inputs: Reals,
+    to_hidden: Reals,
+    to_biases: Reals,
+    room: Reals,
     first: int,
     last: int,
 ) -> None:
@@ -134,20 +131,20 @@ def backward_rnn(
 
 @compiled  # type: ignore[untyped-decorator]
 def backward_lstm(
-    gates: _Reals,
-    after: _Reals,
-    cells: _Reals,
-    x: _Reals,
-    before: _Reals,
-    inputs: _Reals,
-    hidden: _Reals,
-    losses: _Reals,
-    g: _Reals,
-    dx: _Reals,
-    to_inputs: _Reals,
-    to_hidden: _Reals,
-    to_biases: _Reals,
-    room: _Reals,
+    gates: Reals,
+    after: Reals,
+    cells: Reals,
+    x: Reals,
+    before: Reals,
+    inputs: Reals,
+    hidden: Reals,
+    losses: Reals,
+    g: Reals,
+    dx: Reals,
+    to_inputs: Reals,
+    to_hidden: Reals,
+    to_biases: Reals,
+    room: Reals,
     first: int,
     last: int,
 ) -> None:
@@ -192,20 +189,20 @@ def backward_lstm(
 
 @compiled  # type: ignore[untyped-decorator]
 def backward_gru(
-    from_inputs: _Reals,
-    from_states: _Reals,
-    biases: _Reals,
-    x: _Reals,
-    before: _Reals,
-    inputs: _Reals,
-    hidden: _Reals,
-    losses: _Reals,
-    g: _Reals,
-    dx: _Reals,
-    to_inputs: _Reals,
-    to_hidden: _Reals,
-    to_biases: _Reals,
-    room: _Reals,
+    from_inputs: Reals,
+    from_states: Reals,
+    biases: Reals,
+    x: Reals,
+    before: Reals,
+    inputs: Reals,
+    hidden: Reals,
+    losses: Reals,
+    g: Reals,
+    dx: Reals,
+    to_inputs: Reals,
+    to_hidden: Reals,
+    to_biases: Reals,
+    room: Reals,
     first: int,
     last: int,
 ) -> None:
@@ -260,7 +257,7 @@ def backward_gru(
 
 
 @compiled  # type: ignore[untyped-decorator]
-def _add_bias(s: _Reals, stride: int, rows: int, total: _Reals) -> None:
+def _add_bias(s: Reals, stride: int, rows: int, total: Reals) -> None:
     """total += the sum of some rows."""
     size = total.shape[0]
     for j in range(0, size, LANES):
@@ -273,12 +270,12 @@ def _add_bias(s: _Reals, stride: int, rows: int, total: _Reals) -> None:
 
 @compiled  # type: ignore[untyped-decorator]
 def _add_weights(
-    s: _Reals,
+    s: Reals,
     column: int,
     stride: int,
-    by: _Reals,
-    total: _Reals,
-    room: _Reals,
+    by: Reals,
+    total: Reals,
+    room: Reals,
     first: int,
     last: int,
 ) -> None:
@@ -302,12 +299,12 @@ def _add_weights(
 
 @compiled  # type: ignore[untyped-decorator]
 def _to_inputs(
-    s: _Reals,
+    s: Reals,
     column: int,
     stride: int,
-    inputs: _Reals,
-    dx: _Reals,
-    room: _Reals,
+    inputs: Reals,
+    dx: Reals,
+    room: Reals,
     first: int,
     last: int,
 ) -> None:

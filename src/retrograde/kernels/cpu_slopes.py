@@ -3,13 +3,9 @@
 Rows are steps of samples; otherwise the names are those of :mod:`retrograde.kernels.cells`.
 """
 
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
-
 from retrograde.kernels.lanes import (
     LANES,
+    Reals,
     compiled,
     like,
     load,
@@ -21,16 +17,14 @@ from retrograde.kernels.lanes import (
 
 __all__ = ["gru_slopes", "lstm_cells", "lstm_gates", "lstm_slopes"]
 
-_Reals = NDArray[np.floating[Any]]
-
 
 @compiled  # type: ignore[untyped-decorator]
 def gru_slopes(
-    inputs: _Reals,
-    hidden: _Reals,
-    before: _Reals,
-    keep: _Reals,
-    inner: _Reals,
+    inputs: Reals,
+    hidden: Reals,
+    before: Reals,
+    keep: Reals,
+    inner: Reals,
     first: int,
     last: int,
 ) -> None:
@@ -55,7 +49,7 @@ def gru_slopes(
 
 
 @compiled  # type: ignore[untyped-decorator]
-def lstm_gates(sums: _Reals, first: int, last: int) -> None:
+def lstm_gates(sums: Reals, first: int, last: int) -> None:
     """What enters the gates of rows first … last − 1 becomes i, f, g, o."""
     size, flat = sums.shape[1] // 4, sums.reshape(-1)
     for row in range(first, last):
@@ -68,7 +62,7 @@ def lstm_gates(sums: _Reals, first: int, last: int) -> None:
 
 
 @compiled  # type: ignore[untyped-decorator]
-def lstm_cells(gates: _Reals, c: _Reals, cells: _Reals, first: int, last: int) -> None:
+def lstm_cells(gates: Reals, c: Reals, cells: Reals, first: int, last: int) -> None:
     """What enters the gates of samples first … last − 1 becomes i, f, g, o; cells ← c before each
     step; ``c`` (B, H) goes from before the first step to after the last."""
     samples, size = c.shape
@@ -91,11 +85,11 @@ def lstm_cells(gates: _Reals, c: _Reals, cells: _Reals, first: int, last: int) -
 
 @compiled  # type: ignore[untyped-decorator]
 def lstm_slopes(
-    gates: _Reals,
-    after: _Reals,
-    c: _Reals,
-    keep: _Reals,
-    inner: _Reals,
+    gates: Reals,
+    after: Reals,
+    c: Reals,
+    keep: Reals,
+    inner: Reals,
     first: int,
     last: int,
 ) -> None:

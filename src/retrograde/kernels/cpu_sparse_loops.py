@@ -8,12 +8,10 @@ one sample there is nothing to lay side by side, and numbers are taken one by on
 The other layout is (S, rows, columns), for dense factors.
 """
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
-from retrograde.kernels.lanes import LANES, compiled, like, load, spread, store
+from retrograde.kernels.lanes import LANES, Reals, compiled, like, load, spread, store
 
 __all__ = [
     "apply_lanes",
@@ -28,7 +26,6 @@ __all__ = [
     "take",
 ]
 
-_Reals = NDArray[np.floating[Any]]
 _Ints = NDArray[np.int32]
 
 
@@ -40,17 +37,17 @@ def multiply_lanes(
     left: int,
     a_ptr: _Ints,
     a_of: _Ints,
-    a: _Reals,
+    a: Reals,
     a_wide: int,
     b_ptr: _Ints,
     b_of: _Ints,
-    b: _Reals,
+    b: Reals,
     b_wide: int,
     c_ptr: _Ints,
     c_of: _Ints,
-    c: _Reals,
+    c: Reals,
     c_wide: int,
-    sums: _Reals,
+    sums: Reals,
 ) -> None:
     """Rows of c ← a·b, whose pattern is known; ``sums`` has room for a vector a column.
 
@@ -94,14 +91,14 @@ def multiply_one(
     last: int,
     a_ptr: _Ints,
     a_of: _Ints,
-    a: _Reals,
+    a: Reals,
     b_ptr: _Ints,
     b_of: _Ints,
-    b: _Reals,
+    b: Reals,
     c_ptr: _Ints,
     c_of: _Ints,
-    c: _Reals,
-    sums: _Reals,
+    c: Reals,
+    sums: Reals,
 ) -> None:
     """The same for one sample; ``sums`` has a number for each column."""
     columns = len(sums)
@@ -136,12 +133,12 @@ def scale_lanes(
     last: int,
     ptr: _Ints,
     of: _Ints,
-    x: _Reals,
+    x: Reals,
     x_wide: int,
-    d: _Reals,
+    d: Reals,
     d_wide: int,
     by_column: bool,
-    c: _Reals,
+    c: Reals,
     samples: int,
 ) -> None:
     """c ← diag(d)·x, or x·diag(d), for entries of some rows."""
@@ -161,10 +158,10 @@ def scale_one(
     last: int,
     ptr: _Ints,
     of: _Ints,
-    x: _Reals,
-    d: _Reals,
+    x: Reals,
+    d: Reals,
     by_column: bool,
-    c: _Reals,
+    c: Reals,
 ) -> None:
     """The same for one sample."""
     for i in range(first, last):
@@ -178,11 +175,11 @@ def apply_lanes(
     last: int,
     ptr: _Ints,
     of: _Ints,
-    a: _Reals,
+    a: Reals,
     a_wide: int,
-    x: _Reals,
+    x: Reals,
     samples: int,
-    out: _Reals,
+    out: Reals,
 ) -> None:
     """out ← a·x for x (columns, S), out (rows, S)."""
     for i in range(first, last):
@@ -200,9 +197,7 @@ def apply_lanes(
 
 
 @compiled  # type: ignore[untyped-decorator]
-def apply_one(
-    first: int, last: int, ptr: _Ints, of: _Ints, a: _Reals, x: _Reals, out: _Reals
-) -> None:
+def apply_one(first: int, last: int, ptr: _Ints, of: _Ints, a: Reals, x: Reals, out: Reals) -> None:
     """out ← a·x for one sample."""
     for i in range(first, last):
         total = out.dtype.type(0)
@@ -217,12 +212,12 @@ def sparse_times_full(
     last: int,
     ptr: _Ints,
     of: _Ints,
-    a: _Reals,
+    a: Reals,
     a_step: int,
-    b: _Reals,
+    b: Reals,
     b_step: int,
     columns: int,
-    out: _Reals,
+    out: Reals,
 ) -> None:
     """Rows of out ← a·b, those of all samples numbered through; a (S, nnz), b (S, inner, columns).
 
@@ -249,15 +244,15 @@ def full_times_sparse(
     last: int,
     rows: int,
     inner: int,
-    a: _Reals,
+    a: Reals,
     a_step: int,
     ptr: _Ints,
     of: _Ints,
-    b: _Reals,
+    b: Reals,
     b_step: int,
     columns: int,
-    out: _Reals,
-    room: _Reals,
+    out: Reals,
+    room: Reals,
 ) -> None:
     """Blocks of eight rows of out ← a·b, those of all samples numbered through.
 
@@ -287,7 +282,7 @@ def full_times_sparse(
 
 
 @compiled  # type: ignore[untyped-decorator]
-def take(first: int, last: int, x: _Reals, places: _Ints, out: _Reals) -> None:
+def take(first: int, last: int, x: Reals, places: _Ints, out: Reals) -> None:
     """out ← x at some places."""
     for p in range(first, last):
         out[p] = x[places[p]]
@@ -303,7 +298,7 @@ def mark(
     inputs: int,
     outputs: int,
     columns: int,
-    out: _Reals,
+    out: Reals,
 ) -> None:
     """1 at the entries (chosen input, output) of outputs numbered through all samples.
 

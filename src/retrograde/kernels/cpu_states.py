@@ -6,27 +6,20 @@ first step to that after the last, ``outputs`` (L, B, H) takes h after each step
 first … last − 1 are run; ``sums`` has room for a row of whole vectors of every sample.
 """
 
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
-
-from retrograde.kernels.lanes import LANES, compiled, load, positive, sigmoid, store, tanh
+from retrograde.kernels.lanes import LANES, Reals, compiled, load, positive, sigmoid, store, tanh
 from retrograde.kernels.tiles import product, whole_vectors
 
 __all__ = ["run_gru", "run_lstm", "run_rnn"]
 
-_Reals = NDArray[np.floating[Any]]
-
 
 @compiled  # type: ignore[untyped-decorator]
 def run_rnn(
-    driven: _Reals,
-    hidden: _Reals,
-    h: _Reals,
-    outputs: _Reals,
+    driven: Reals,
+    hidden: Reals,
+    h: Reals,
+    outputs: Reals,
     relu: bool,
-    sums: _Reals,
+    sums: Reals,
     first: int,
     last: int,
 ) -> None:
@@ -50,12 +43,12 @@ def run_rnn(
 
 @compiled  # type: ignore[untyped-decorator]
 def run_gru(
-    driven: _Reals,
-    bias: _Reals,
-    hidden: _Reals,
-    h: _Reals,
-    outputs: _Reals,
-    sums: _Reals,
+    driven: Reals,
+    bias: Reals,
+    hidden: Reals,
+    h: Reals,
+    outputs: Reals,
+    sums: Reals,
     first: int,
     last: int,
 ) -> None:
@@ -83,13 +76,13 @@ def run_gru(
 
 @compiled  # type: ignore[untyped-decorator]
 def run_lstm(
-    driven: _Reals,
-    hidden: _Reals,
-    h: _Reals,
-    c: _Reals,
-    outputs: _Reals,
-    before: _Reals,
-    sums: _Reals,
+    driven: Reals,
+    hidden: Reals,
+    h: Reals,
+    c: Reals,
+    outputs: Reals,
+    before: Reals,
+    sums: Reals,
     first: int,
     last: int,
 ) -> None:

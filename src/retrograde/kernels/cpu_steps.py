@@ -3,20 +3,13 @@
 Names are those of ``cpu_states`` and ``cpu_sweep``; every array is of one step.
 """
 
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
-
-from retrograde.kernels.lanes import LANES, compiled, load, positive, sigmoid, store, tanh
+from retrograde.kernels.lanes import LANES, Reals, compiled, load, positive, sigmoid, store, tanh
 
 __all__ = ["back_lstm", "back_state", "step_gru", "step_lstm", "step_rnn"]
 
-_Reals = NDArray[np.floating[Any]]
-
 
 @compiled  # type: ignore[untyped-decorator]
-def step_rnn(sums: _Reals, h: _Reals, outputs: _Reals, relu: bool, first: int, last: int) -> None:
+def step_rnn(sums: Reals, h: Reals, outputs: Reals, relu: bool, first: int, last: int) -> None:
     """RNN: ``sums`` (B, H) is all that enters, and may be the outputs."""
     size = h.shape[1]
     z, states, y = sums.reshape(-1), h.reshape(-1), outputs.reshape(-1)
@@ -31,7 +24,7 @@ def step_rnn(sums: _Reals, h: _Reals, outputs: _Reals, relu: bool, first: int, l
 
 @compiled  # type: ignore[untyped-decorator]
 def step_gru(
-    driven: _Reals, sums: _Reals, bias: _Reals, h: _Reals, outputs: _Reals, first: int, last: int
+    driven: Reals, sums: Reals, bias: Reals, h: Reals, outputs: Reals, first: int, last: int
 ) -> None:
     """GRU: from what the inputs bring, and ``sums`` (B, 3 H), U h without its bias."""
     size = h.shape[1]
@@ -51,11 +44,11 @@ def step_gru(
 
 @compiled  # type: ignore[untyped-decorator]
 def step_lstm(
-    gates: _Reals,
-    h: _Reals,
-    c: _Reals,
-    outputs: _Reals,
-    before: _Reals,
+    gates: Reals,
+    h: Reals,
+    c: Reals,
+    outputs: Reals,
+    before: Reals,
     first: int,
     last: int,
 ) -> None:
@@ -84,12 +77,12 @@ def step_lstm(
 
 @compiled  # type: ignore[untyped-decorator]
 def back_state(
-    gates: _Reals,
-    keep: _Reals,
-    inner: _Reals,
-    losses: _Reals,
-    g: _Reals,
-    before: _Reals,
+    gates: Reals,
+    keep: Reals,
+    inner: Reals,
+    losses: Reals,
+    g: Reals,
+    before: Reals,
     first: int,
     last: int,
 ) -> None:
@@ -114,11 +107,11 @@ def back_state(
 
 @compiled  # type: ignore[untyped-decorator]
 def back_lstm(
-    gates: _Reals,
-    keep: _Reals,
-    inner: _Reals,
-    losses: _Reals,
-    g: _Reals,
+    gates: Reals,
+    keep: Reals,
+    inner: Reals,
+    losses: Reals,
+    g: Reals,
     first: int,
     last: int,
 ) -> None:

@@ -6,12 +6,7 @@ Arrays in place of tensors, and otherwise the names of :mod:`retrograde.kernels.
 between (:func:`room_to_sweep`, :func:`room_for_products`).
 """
 
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
-
-from retrograde.kernels.lanes import LANES, compiled, load, store
+from retrograde.kernels.lanes import LANES, Reals, compiled, load, store
 from retrograde.kernels.tiles import PANEL, product, whole_vectors
 
 __all__ = [
@@ -23,8 +18,6 @@ __all__ = [
     "sweep_lstm",
     "sweep_state",
 ]
-
-_Reals = NDArray[np.floating[Any]]
 
 
 def room_to_sweep(samples: int, size: int) -> int:
@@ -41,13 +34,13 @@ def room_for_products(size: int, parts: int) -> int:
 
 @compiled  # type: ignore[untyped-decorator]
 def sweep_state(
-    gates: _Reals,
-    keep: _Reals,
-    inner: _Reals,
-    hidden: _Reals,
-    losses: _Reals,
-    g: _Reals,
-    room: _Reals,
+    gates: Reals,
+    keep: Reals,
+    inner: Reals,
+    hidden: Reals,
+    losses: Reals,
+    g: Reals,
+    room: Reals,
     first: int,
     last: int,
 ) -> None:
@@ -78,13 +71,13 @@ def sweep_state(
 
 @compiled  # type: ignore[untyped-decorator]
 def sweep_lstm(
-    gates: _Reals,
-    keep: _Reals,
-    inner: _Reals,
-    hidden: _Reals,
-    losses: _Reals,
-    g: _Reals,
-    room: _Reals,
+    gates: Reals,
+    keep: Reals,
+    inner: Reals,
+    hidden: Reals,
+    losses: Reals,
+    g: Reals,
+    room: Reals,
     first: int,
     last: int,
 ) -> None:
@@ -117,13 +110,13 @@ def sweep_lstm(
 
 @compiled  # type: ignore[untyped-decorator]
 def local(
-    gates: _Reals,
-    keep: _Reals,
-    inner: _Reals,
-    hidden: _Reals,
-    losses: _Reals,
-    after: _Reals,
-    room: _Reals,
+    gates: Reals,
+    keep: Reals,
+    inner: Reals,
+    hidden: Reals,
+    losses: Reals,
+    after: Reals,
+    room: Reals,
     first: int,
     last: int,
 ) -> None:
@@ -139,13 +132,13 @@ def local(
 
 @compiled  # type: ignore[untyped-decorator]
 def products_state(
-    gates: _Reals,
-    keep: _Reals,
-    inner: _Reals,
-    hidden: _Reals,
-    losses: _Reals,
-    rows: _Reals,
-    room: _Reals,
+    gates: Reals,
+    keep: Reals,
+    inner: Reals,
+    hidden: Reals,
+    losses: Reals,
+    rows: Reals,
+    room: Reals,
     first: int,
     last: int,
 ) -> None:
@@ -174,13 +167,13 @@ def products_state(
 
 @compiled  # type: ignore[untyped-decorator]
 def products_lstm(
-    gates: _Reals,
-    keep: _Reals,
-    inner: _Reals,
-    hidden: _Reals,
-    losses: _Reals,
-    rows: _Reals,
-    room: _Reals,
+    gates: Reals,
+    keep: Reals,
+    inner: Reals,
+    hidden: Reals,
+    losses: Reals,
+    rows: Reals,
+    room: Reals,
     first: int,
     last: int,
 ) -> None:
@@ -219,14 +212,14 @@ def products_lstm(
 
 
 @compiled  # type: ignore[untyped-decorator]
-def _identity(row: _Reals) -> None:
+def _identity(row: Reals) -> None:
     row[:] = 0
     for j in range(row.shape[1]):
         row[j, j] = 1
 
 
 @compiled  # type: ignore[untyped-decorator]
-def _sum_scaled(gates: _Reals, hidden: _Reals, first: int, last: int, out: _Reals) -> None:
+def _sum_scaled(gates: Reals, hidden: Reals, first: int, last: int, out: Reals) -> None:
     """out ← Σ_k diag(gates_k) U_k over some gates k, for gates (K·H,), all matrices in panels."""
     size = out.shape[1]
     out[:] = 0

@@ -1,30 +1,35 @@
 """Vectors of eight numbers in numba: loads, stores, arithmetic, sigmoid and tanh.
 
-Left to itself, the compiler vectorises a loop over a layer's units only after having checked that
-no two of its arrays overlap, and does the last few units one by one; with a handful of arrays, and
-with 20 units, little is left of the gain. So the loops here say themselves what is a vector:
+Left to itself, the compiler vectorises a loop over a layer's units only after checking that no two
+of its arrays overlap, and runs the last few units one by one. With a handful of arrays and 20 units
+little is left of the gain. So the loops here say what is a vector:
 
     for j in range(0, size, LANES):
         left = size - j  # lanes that exist: the others are zero when loaded, and never stored
         x = load(array, start + j, left)
         store(array, start + j, sigmoid(x) * x, left)
 
-LLVM turns such a vector into whatever the machine has. numba calls the C library's exp, one number
-at a time; here e^x is a power of two times a short series, exact to a unit or two in the last
+LLVM turns such a vector into whatever the machine has. numba would call the C library's exp for one
+number at a time; here e^x is a power of two times a short series, exact to two units in the last
 place.
 """
 
 import math
 import operator
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import extending, njit, types
 from numba.extending import models, overload, register_model
+from numpy.typing import NDArray
 
 __all__ = [
     "LANES",
     "Lanes",
+    "Reals",
+    "broadcast",
     "compiled",
     "intrinsic",
     "like",
@@ -47,6 +52,9 @@ _MATH = {"contract", "reassoc", "nsz", "arcp"}
 
 #: The decorator of all loops: compiled once, kept on disk, run without a lock.
 compiled: Any = njit(cache=True, nogil=True, fastmath=_MATH, error_model="numpy")
+
+#: An array as the loops take it.
+Reals = NDArray[np.floating[Any]]
 
 #: numba's decorator of functions that write LLVM's code themselves.
 intrinsic: Any = extending.intrinsic
@@ -74,8 +82,16 @@ def vector_of(element: Any) -> Any:
     return ir.VectorType(element, LANES)
 
 
-def _spread(builder: Any, kind: Any, value: Any) -> Any:
+def _constant(kind: Any, value: float) -> Any:
     return ir.Constant(kind, [value] * LANES)
+
+
+def broadcast(builder: Any, number: Any) -> Any:
+    """Write the code of a vector that has a number in every lane."""
+    place = ir.IntType(32)
+    undefined = ir.Constant(vector_of(number.type), ir.Undefined)
+    first = builder.insert_element(undefined, number, place(0))
+    return builder.shuffle_vector(first, first, _constant(vector_of(place), 0))
 
 
 def _at(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> tuple[Any, int]:
@@ -87,11 +103,8 @@ def _at(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> 
 
 def _mask(builder: Any, left: Any) -> Any:
     """Which lanes exist, of which there are ``left``."""
-    number = ir.VectorType(left.type, LANES)
-    first = builder.insert_element(ir.Constant(number, ir.Undefined), left, ir.IntType(32)(0))
-    zeros = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
-    all_left = builder.shuffle_vector(first, first, zeros)
-    return builder.icmp_signed("<", ir.Constant(number, list(range(LANES))), all_left)
+    numbers = ir.Constant(vector_of(left.type), list(range(LANES)))
+    return builder.icmp_signed("<", numbers, broadcast(builder, left))
 
 
 def _masked(builder: Any, name: str, kind: Any, result: Any, arguments: list[Any]) -> Any:
@@ -117,7 +130,7 @@ def load(_: Any, array: Any, index: Any, left: Any) -> Any:
                 plain = builder.load(pointer, align=align)
                 from_plain = builder.block
             with otherwise:
-                zero = _spread(builder, vector, 0.0)
+                zero = _constant(vector, 0.0)
                 rest = [pointer, ir.IntType(32)(align), _mask(builder, args[2]), zero]
                 masked = _masked(builder, "load", vector, vector, rest)
                 from_masked = builder.block
@@ -154,11 +167,7 @@ def spread(_: Any, array: Any, index: Any) -> Any:
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        number = builder.load(builder.gep(data, [args[1]]))
-        vector, place = vector_of(number.type), ir.IntType(32)
-        first = builder.insert_element(ir.Constant(vector, ir.Undefined), number, place(0))
-        zeros = ir.Constant(ir.VectorType(place, LANES), [0] * LANES)
-        return builder.shuffle_vector(first, first, zeros)
+        return broadcast(builder, builder.load(builder.gep(data, [args[1]])))
 
     return kind(array, types.intp), code
 
@@ -169,7 +178,7 @@ def like(_: Any, x: Any, value: Any) -> Any:
     number = float(value.literal_value)
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _spread(builder, args[0].type, number)
+        return _constant(args[0].type, number)
 
     return x(x, value), code
 
@@ -200,61 +209,55 @@ def quotient(_: Any, a: Any, b: Any) -> Any:
     """a / b, and 0 where b is 0."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        zero = _spread(builder, args[0].type, 0.0)
+        zero = _constant(args[0].type, 0.0)
         found = builder.fdiv(*args)
         return builder.select(builder.fcmp_ordered("==", args[1], zero), zero, found)
 
     return a(a, b), code
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def positive(_: Any, x: Any) -> Any:
+def _of_a_vector(write: Callable[[Any, Any, Any, Any], Any]) -> Any:
+    """The function of a vector x whose code ``write(builder, x, zero, one)`` writes."""
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def operation(_: Any, x: Any) -> Any:
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            kind = args[0].type
+            return write(builder, args[0], _constant(kind, 0.0), _constant(kind, 1.0))
+
+        return x(x), code
+
+    return operation
+
+
+@_of_a_vector
+def positive(builder: Any, x: Any, zero: Any, one: Any) -> Any:
     """x, and 0 where x is not above it; a NaN stays one."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        zero = _spread(builder, args[0].type, 0.0)
-        return builder.select(builder.fcmp_ordered("<=", args[0], zero), zero, args[0])
-
-    return x(x), code
+    return builder.select(builder.fcmp_ordered("<=", x, zero), zero, x)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def one_above(_: Any, x: Any) -> Any:
+@_of_a_vector
+def one_above(builder: Any, x: Any, zero: Any, one: Any) -> Any:
     """1 where x is above 0 or no number, 0 elsewhere: the slope of :func:`positive`."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        one, zero = (_spread(builder, args[0].type, value) for value in (1.0, 0.0))
-        return builder.select(builder.fcmp_ordered("<=", args[0], zero), zero, one)
-
-    return x(x), code
+    return builder.select(builder.fcmp_ordered("<=", x, zero), zero, one)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def sigmoid(_: Any, x: Any) -> Any:
+@_of_a_vector
+def sigmoid(builder: Any, x: Any, zero: Any, one: Any) -> Any:
     """1 / (1 + e^{−x}), as 1 or e^{−|x|} over their sum."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        one, zero = (_spread(builder, args[0].type, value) for value in (1.0, 0.0))
-        less = builder.fcmp_ordered("<", args[0], zero)
-        _, e = _exponential(builder, builder.select(less, args[0], builder.fneg(args[0])))
-        return builder.fdiv(builder.select(less, e, one), builder.fadd(one, e))
-
-    return x(x), code
+    less = builder.fcmp_ordered("<", x, zero)
+    _, e = _exponential(builder, builder.select(less, x, builder.fneg(x)))
+    return builder.fdiv(builder.select(less, e, one), builder.fadd(one, e))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def tanh(_: Any, x: Any) -> Any:
+@_of_a_vector
+def tanh(builder: Any, x: Any, zero: Any, one: Any) -> Any:
     """(1 − e^{−2|x|}) / (1 + e^{−2|x|}), with the sign of x."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        one, zero = (_spread(builder, args[0].type, value) for value in (1.0, 0.0))
-        less = builder.fcmp_ordered("<", args[0], zero)
-        twice = builder.fadd(args[0], args[0])
-        less_one, e = _exponential(builder, builder.select(less, twice, builder.fneg(twice)))
-        found = builder.fdiv(less_one, builder.fadd(one, e))  # that of −|x|
-        return builder.select(less, found, builder.fneg(found))
-
-    return x(x), code
+    less = builder.fcmp_ordered("<", x, zero)
+    twice = builder.fadd(x, x)
+    less_one, e = _exponential(builder, builder.select(less, twice, builder.fneg(twice)))
+    found = builder.fdiv(less_one, builder.fadd(one, e))  # that of −|x|
+    return builder.select(less, found, builder.fneg(found))
 
 
 def _exponential(builder: Any, x: Any) -> tuple[Any, Any]:
@@ -270,7 +273,7 @@ def _exponential(builder: Any, x: Any) -> tuple[Any, Any]:
     size, mantissa, bias = (32, 23, 127) if single else (64, 52, 1023)
 
     def number(value: float) -> Any:
-        return _spread(builder, x.type, value)
+        return _constant(x.type, value)
 
     def add_product(a: Any, b: Any, c: Any) -> Any:
         return builder.fadd(builder.fmul(a, b, flags=_CONTRACT), c, flags=_CONTRACT)
@@ -286,8 +289,8 @@ def _exponential(builder: Any, x: Any) -> tuple[Any, Any]:
     for n in range(terms - 1, 0, -1):
         series = add_product(series, r, number(1 / math.factorial(n)))
     series = builder.fmul(series, r)
-    bits = ir.VectorType(ir.IntType(size), LANES)
-    exponent = builder.add(builder.fptosi(k, bits), _spread(builder, bits, bias))
-    power = builder.bitcast(builder.shl(exponent, _spread(builder, bits, mantissa)), x.type)
+    bits = vector_of(ir.IntType(size))
+    exponent = builder.add(builder.fptosi(k, bits), _constant(bits, bias))
+    power = builder.bitcast(builder.shl(exponent, _constant(bits, mantissa)), x.type)
     less_one = add_product(power, series, builder.fsub(power, number(1.0)))
     return less_one, add_product(power, series, power)

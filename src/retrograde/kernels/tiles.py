@@ -9,27 +9,22 @@ in every tile, so a row's result does not depend on the rows beside it.
 
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
 from numba import types
-from numpy.typing import NDArray
 from torch import Tensor
 
-from retrograde.kernels.lanes import LANES, compiled, intrinsic, vector_of
+from retrograde.kernels.lanes import LANES, Reals, broadcast, compiled, intrinsic, vector_of
 
 __all__ = ["PANEL", "add_outer", "panels", "product", "whole_vectors"]
 
 #: Columns to a panel.
 PANEL = 3 * LANES
 
-_Reals = NDArray[np.floating[Any]]
 _INDEX = ir.IntType(64)
 
 
 @compiled  # type: ignore[untyped-decorator]
-def product(
-    a: _Reals, start: int, stride: int, rows: int, u: _Reals, width: int, out: _Reals
-) -> None:
+def product(a: Reals, start: int, stride: int, rows: int, u: Reals, width: int, out: Reals) -> None:
     """out += a @ u.
 
     Args:
@@ -71,7 +66,7 @@ def product(
 
 
 @compiled  # type: ignore[untyped-decorator]
-def add_outer(a: _Reals, column: int, stride: int, u: _Reals, out: _Reals) -> None:
+def add_outer(a: Reals, column: int, stride: int, u: Reals, out: Reals) -> None:
     """out += aᵀ @ u.
 
     Args:
@@ -99,7 +94,7 @@ def add_outer(a: _Reals, column: int, stride: int, u: _Reals, out: _Reals) -> No
 
 @compiled  # type: ignore[untyped-decorator]
 def _one_row(
-    a: _Reals, at: int, to_term: int, u: _Reals, p: int, out: _Reals, row: int, width: int
+    a: Reals, at: int, to_term: int, u: Reals, p: int, out: Reals, row: int, width: int
 ) -> None:
     """A panel's part of one row of ``out``, which begins at ``row``."""
     left, to = width - p * PANEL, row + p * PANEL
@@ -221,7 +216,7 @@ class _Tile:
         factors = [self._load(self.u, self._plus(column, row)) for column in columns]
         step, after = b.mul(term, to_term), {}
         for i in range(rows):
-            x = self._spread(b.load(b.gep(self.a, [self._plus(firsts[i], step)])))
+            x = broadcast(b, b.load(b.gep(self.a, [self._plus(firsts[i], step)])))
             for j in range(vectors):
                 more = b.fmul(x, factors[j], flags=("contract",))
                 after[i, j] = b.fadd(sums[i, j], more, flags=("contract",))
@@ -253,10 +248,3 @@ class _Tile:
 
     def _load(self, pointer: Any, place: Any) -> Any:
         return self.builder.load(self._vector_at(pointer, place), align=self.item_bytes)
-
-    def _spread(self, x: Any) -> Any:
-        """A vector all of whose numbers are x."""
-        undefined, lane = ir.Constant(self.vector, ir.Undefined), ir.IntType(32)
-        first = self.builder.insert_element(undefined, x, lane(0))
-        zeros = ir.Constant(ir.VectorType(lane, LANES), [0] * LANES)
-        return self.builder.shuffle_vector(first, undefined, zeros)
