@@ -139,7 +139,7 @@ def test_the_backward_pass_is_that_of_plain_slopes_and_sweep(kind, dtype, sizes,
 @pytest.mark.parametrize("threads", [2, 3])
 @pytest.mark.parametrize("at_once", [True, False])
 def test_threads_share_the_samples(kind, threads, at_once, monkeypatch):
-    monkeypatch.setattr(cpu, "_THREAD_WORK", 1)
+    monkeypatch.setattr(cpu, "THREAD_WORK", 1)
     layer = Layer(kind, (40, 7, 8, 16) if at_once else (40, 7, 5, 9), torch.float64)
     _, _, block = layer.block()
     taken = []

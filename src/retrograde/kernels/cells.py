@@ -13,13 +13,11 @@ the hidden weights U, that do not; and, in GRU and LSTM, a path that keeps a par
                s_g = i (1 − g²);  s_o = tanh(c) o (1 − o)
 
 The LSTM's is the product of two sparse factors, [[I, e], [0, I]] and [[s_o U_o, 0], [a, f]], with
-a = s_i U_i + s_f U_f + s_g U_g; nothing here ever forms the dense matrix but :func:`jacobians`, for
-those who want to see it.
+a = s_i U_i + s_f U_f + s_g U_g. Only :func:`jacobians` forms the dense matrix, to be looked at.
 
-Slopes are functions of the states, so they are computed for many steps at once, by one matrix
-product: the hidden states are all that a backward pass has to keep (and c, for an LSTM, at the
-ends of blocks of steps). Once the gradient g of every state is known, ``g ∘ s`` is the gradient of
-the gates; from it come those of inputs and weights, again by one product for many steps.
+Slopes are functions of the states, so one matrix product computes them for many steps at once: a
+backward pass keeps the hidden states alone (and an LSTM's c between blocks of steps). ``g ∘ s`` is
+the gradient of the gates; one product for many steps gives those of inputs and of weights.
 """
 
 from collections.abc import Callable, Sequence
@@ -87,13 +85,7 @@ class Weights:
 
     def tensors(self) -> dict[str, Tensor]:
         """The parameters by name, those that are absent left out."""
-        named = {
-            "inputs": self.inputs,
-            "hidden": self.hidden,
-            "bias_inputs": self.bias_inputs,
-            "bias_hidden": self.bias_hidden,
-        }
-        return {name: t for name, t in named.items() if t is not None}
+        return {name: t for name, t in vars(self).items() if isinstance(t, Tensor)}
 
     def cast(self, dtype: torch.dtype) -> "Weights":
         """The same in another dtype."""
@@ -170,14 +162,14 @@ class Slopes:
     keep: Tensor | None
     inner: Tensor | None
 
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Slopes":
+        """The same, each tensor changed."""
+        keep, inner = (None if t is None else change(t) for t in (self.keep, self.inner))
+        return Slopes(change(self.gates), keep, inner)
+
     def at(self, index: int | slice) -> "Slopes":
         """Those of some steps, as views."""
-        keep, inner = self.keep, self.inner
-        return Slopes(
-            self.gates[index],
-            None if keep is None else keep[index],
-            None if inner is None else inner[index],
-        )
+        return self.map(lambda t: t[index])
 
 
 def slopes(

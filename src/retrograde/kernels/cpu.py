@@ -1,15 +1,14 @@
 """A recurrent layer on a CPU, compiled: samples, or chunks of steps, shared among threads.
 
-A step is a few products of elements and one product of a short vector with the hidden weights,
-forward as well as backward. torch spends microseconds on calling each; here a step of a sample is
-a loop. Samples do not depend on one another, so each thread takes some of them through all the
-steps. What does not follow the recurrence, the inputs' part of the gates, is a matrix product for a
-whole block of steps.
+A step is a few products of elements and one product of a short vector with the hidden weights.
+torch spends microseconds on calling each; here a step of a sample is a loop, and each thread takes
+some samples through all the steps. The inputs' part of the gates is one matrix product for a whole
+block of steps.
 
 The references of the backward pass are the functions of the same names in
-:mod:`retrograde.kernels.sweep` and :mod:`retrograde.kernels.cells`, that of :class:`Forward` is
-torch's own kernel. The loops are in ``cpu_states``, ``cpu_backward``,
-``cpu_slopes`` and ``cpu_sweep``, what they are made of in ``lanes`` and ``tiles``.
+:mod:`retrograde.kernels.sweep` and :mod:`retrograde.kernels.cells`; that of :class:`Forward` is
+torch's own kernel. The loops are in ``cpu_states``, ``cpu_backward``, ``cpu_slopes`` and
+``cpu_sweep``, their vectors and products in ``lanes`` and ``tiles``.
 """
 
 import functools
@@ -28,6 +27,7 @@ from retrograde.kernels.team import Range, ranges, share
 from retrograde.kernels.tiles import panels, whole_vectors
 
 __all__ = [
+    "THREAD_WORK",
     "Backward",
     "Forward",
     "gru_slopes",
@@ -41,8 +41,8 @@ __all__ = [
 
 State = tuple[Tensor, ...]
 
-# Multiplications that are worth a thread of their own: about a tenth of a millisecond.
-_THREAD_WORK = 2_000_000
+#: Multiplications that are worth a thread of their own: about a tenth of a millisecond.
+THREAD_WORK = _THREAD_WORK = 2_000_000
 _ELEMENT_WORK = 40  # of a row of slopes, in the same unit
 
 
@@ -76,12 +76,7 @@ class Forward:
         return self.sums.new_empty(steps, samples, self.rows)
 
     def __call__(
-        self,
-        x: Tensor,
-        state: State,
-        outputs: Tensor,
-        gates: Tensor,
-        cells: Tensor | None = None,
+        self, x: Tensor, state: State, outputs: Tensor, gates: Tensor, cells: Tensor | None = None
     ) -> None:
         """Run some steps.
 
@@ -132,16 +127,15 @@ def _drive(inputs: Tensor, bias: Tensor | None, x: Tensor, out: Tensor) -> None:
 class Backward:
     """A layer's backward pass, a block of steps after another, from the last to the first.
 
-    What is summed for the weights is added to their gradients by :meth:`finish`, and not before: a
-    sum of many small numbers rounds less than adding each to a large total.
+    The sums for the weights are added to their gradients by :meth:`finish`, and not before: a sum
+    of many small numbers rounds less than adding each to a large total.
 
     Args:
         weights: the layer's parameters.
         totals: the gradients of the weights, by name, to which those of the blocks are added.
         samples: B.
         steps: the most steps of a block.
-        at_once: add what is summed over some dozens of steps to the totals, where they have whole
-            vectors; that takes less memory.
+        at_once: add every few dozen steps to totals of whole vectors, which takes less memory.
     """
 
     def __init__(
@@ -158,7 +152,7 @@ class Backward:
         self.kernel, self.constants, hidden = _loop(weights)
         rows, numbers = hidden.shape[0], _ROW[weights.kind] * size
         work = steps * samples * rows * (2 * size + width)
-        self.parts = ranges(samples, 1 + work // _THREAD_WORK)
+        self.parts = ranges(samples, 1 + work // THREAD_WORK)
         each = max(last - first for first, last in self.parts)
         self.read = [_readable(w, each).numpy() for w in (weights.inputs, hidden)]
         self.direct = {
@@ -271,7 +265,7 @@ _COMPACT = 2**15
 
 
 def _readable(w: Tensor, rows: int) -> Tensor:
-    """A matrix for products with some rows: as it is, where each number would be read but once."""
+    """A matrix for products with some rows: as it is if each number is read once, or in panels."""
     read_once = rows <= _TILE_ROWS and w.numel() <= _COMPACT
     in_place = read_once and w.is_contiguous() and w.shape[1] % LANES == 0
     return w.detach().unsqueeze(0) if in_place else panels(w)
@@ -307,18 +301,11 @@ def sweep(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor) -> Tenso
     """As :func:`retrograde.kernels.sweep.sweep`, for float32 and float64 on a CPU; the hidden
     weights may be in panels."""
     samples, size = slopes.gates.shape[1], slopes.gates.shape[3]
-    gates = slopes.gates.flatten(-2).numpy()
-    absent = np.empty((0, 0, 0), gates.dtype)
-    keep, inner, losses = (
-        absent if t is None else t.numpy() for t in (slopes.keep, slopes.inner, dy)
-    )
-    weights = (hidden if hidden.dim() == 3 else panels(hidden)).numpy()
     g = g.clone(memory_format=torch.contiguous_format)
     kernel = cpu_sweep.sweep_lstm if g.shape[-1] == 2 * size else cpu_sweep.sweep_state
-    parts = ranges(samples, 1 + slopes.gates.numel() * size // _THREAD_WORK)
+    parts = ranges(samples, 1 + slopes.gates.numel() * size // THREAD_WORK)
     numbers = cpu_sweep.room_to_sweep(max(b - a for a, b in parts), size)
-    arrays = gates, keep, inner, weights, losses, g.numpy()
-    _share_with_room(kernel, arrays, parts, numbers, g)
+    _share_with_room(kernel, (*_arrays(slopes, hidden, dy), g.numpy()), parts, numbers, g)
     return g
 
 
@@ -334,7 +321,7 @@ def scan(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor, chunk: in
     if not reference.trusted(rows, after):
         return sweep(slopes, hidden, dy, g)
     arrays, count = _arrays(chunks, hidden, losses), len(chunks.gates)
-    parts = ranges(count, 1 + chunks.gates.numel() * size // _THREAD_WORK)
+    parts = ranges(count, 1 + chunks.gates.numel() * size // THREAD_WORK)
     numbers = cpu_sweep.room_to_sweep(samples, size)
     _share_with_room(cpu_sweep.local, (*arrays, after.numpy()), parts, numbers, g)
     return sweep(slopes.at(slice(0, rest)), hidden, None if dy is None else dy[:rest], before)
@@ -347,20 +334,22 @@ def products(chunks: Slopes, hidden: Tensor, losses: Tensor | None) -> Tensor:
     n = size * (2 if lstm else 1)
     rows = hidden.new_empty(count, samples, n + 1, n)
     kernel = cpu_sweep.products_lstm if lstm else cpu_sweep.products_state
-    parts = ranges(count, 1 + chunks.gates.numel() * size * n // _THREAD_WORK)
+    parts = ranges(count, 1 + chunks.gates.numel() * size * n // THREAD_WORK)
     numbers = cpu_sweep.room_for_products(size, n // size)
     arrays = (*_arrays(chunks, hidden, losses), rows.numpy())
     _share_with_room(kernel, arrays, parts, numbers, hidden)
     return rows
 
 
-def _arrays(chunks: Slopes, hidden: Tensor, losses: Tensor | None) -> tuple[Any, ...]:
-    """Chunks as the loops have them."""
-    absent = np.empty((len(chunks.gates), 0, 0, 0), hidden.numpy().dtype)
+def _arrays(slopes: Slopes, hidden: Tensor, losses: Tensor | None) -> tuple[Any, ...]:
+    """Steps, or chunks of them, as the loops have them."""
+    gates = slopes.gates.flatten(-2).numpy()
+    absent = np.empty((*gates.shape[:-3], 0, 0, 0), gates.dtype)
     keep, inner, terms = (
-        absent if t is None else t.numpy() for t in (chunks.keep, chunks.inner, losses)
+        absent if t is None else t.numpy() for t in (slopes.keep, slopes.inner, losses)
     )
-    return chunks.gates.flatten(-2).numpy(), keep, inner, panels(hidden).numpy(), terms
+    weights = hidden if hidden.dim() == 3 else panels(hidden)
+    return gates, keep, inner, weights.numpy(), terms
 
 
 def gru_slopes(inputs: Tensor, hidden: Tensor, before: Tensor) -> Slopes:
@@ -389,7 +378,7 @@ def lstm_slopes(gates: Tensor, after: Tensor, c: Tensor, known: bool = False) ->
 
 def _share(kernel: Callable[[int, int], None], count: int, work: int) -> None:
     """Call a kernel on ranges of samples, or of chunks, on as many threads as the work pays."""
-    share(kernel, ranges(count, 1 + work // _THREAD_WORK))
+    share(kernel, ranges(count, 1 + work // THREAD_WORK))
 
 
 def _share_with_room(

@@ -1,13 +1,12 @@
 """A recurrent layer on a CPU in hardly any memory: a matrix product a step, by BLAS.
 
-The loops of :mod:`retrograde.kernels.cpu` have the weights once more, in panels. Here BLAS reads
-them where they are, and only a step's elements are a loop of ours. For layers of many units that is
-nearly as fast; for small ones a call a step costs more than it computes.
+:mod:`retrograde.kernels.cpu` copies the weights into panels. Here BLAS reads them where they are,
+and only a step's elements are a compiled loop: nearly as fast for layers of many units, slower for
+small ones.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
@@ -51,12 +50,7 @@ class Forward:
         return self.sums.new_empty(steps, *self.sums.shape)
 
     def __call__(
-        self,
-        x: Tensor,
-        state: State,
-        outputs: Tensor,
-        gates: Tensor,
-        cells: Tensor | None = None,
+        self, x: Tensor, state: State, outputs: Tensor, gates: Tensor, cells: Tensor | None = None
     ) -> None:
         """Run some steps; as :meth:`retrograde.kernels.cpu.Forward.__call__`."""
         weights, hidden = self.weights, self.weights.hidden.t()
@@ -71,12 +65,10 @@ class Forward:
         added = (h.new_zeros(hidden.shape[1]) if own is None else own).numpy() if gru else none
         before = none if cells is None else cells.numpy()
         for t in range(len(x)):
-            loop: Callable[[int, int], None]
             if gru:
                 torch.mm(h, hidden, out=self.sums)
-                loop = functools.partial(
-                    cpu_steps.step_gru, given[t], self.sums.numpy(), added, *states, y[t]
-                )
+                arrays = given[t], self.sums.numpy(), added, *states, y[t]
+                loop = functools.partial(cpu_steps.step_gru, *arrays)
             else:
                 gates[t].addmm_(h, hidden)
                 if weights.kind == "LSTM":
@@ -84,7 +76,7 @@ class Forward:
                     loop = functools.partial(cpu_steps.step_lstm, given[t], *states, y[t], kept)
                 else:
                     relu = weights.kind == "RNN_RELU"
-                    loop = _with(cpu_steps.step_rnn, given[t], *states, y[t], relu)
+                    loop = functools.partial(cpu_steps.step_rnn, given[t], *states, y[t], relu)
             _share(loop, h)
 
 
@@ -98,20 +90,15 @@ def sweep(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor) -> Tenso
     parts = [None if t is None else t.numpy() for t in (slopes.keep, slopes.inner, dy)]
     for t in range(length - 1, -1, -1):
         keep, inner, losses = (none if part is None else part[t] for part in parts)
+        arrays = gates[t], keep, inner, losses, known
         if lstm:
-            loop = _with(cpu_steps.back_lstm, gates[t], keep, inner, losses, known)
-            _share(loop, past)
+            _share(functools.partial(cpu_steps.back_lstm, *arrays), past)
             torch.mm(flat[t], hidden, out=past)
             g[:, :size] = past
         else:
-            loop = _with(cpu_steps.back_state, gates[t], keep, inner, losses, known, past.numpy())
-            _share(loop, past)
+            _share(functools.partial(cpu_steps.back_state, *arrays, past.numpy()), past)
             torch.addmm(past, flat[t], hidden, out=g)
     return g
-
-
-def _with(kernel: Any, *arrays: Any) -> Callable[[int, int], None]:
-    return functools.partial(kernel, *arrays)
 
 
 def _share(loop: Callable[[int, int], None], like: Tensor) -> None:

@@ -20,13 +20,7 @@ __all__ = ["gru_slopes", "lstm_cells", "lstm_gates", "lstm_slopes"]
 
 @compiled  # type: ignore[untyped-decorator]
 def gru_slopes(
-    inputs: Reals,
-    hidden: Reals,
-    before: Reals,
-    keep: Reals,
-    inner: Reals,
-    first: int,
-    last: int,
+    inputs: Reals, hidden: Reals, before: Reals, keep: Reals, inner: Reals, first: int, last: int
 ) -> None:
     """What enters the gates of some rows: hidden ← s_r, s_z, s_m; inner ← s_n; keep ← z."""
     size = before.shape[1]
@@ -85,13 +79,7 @@ def lstm_cells(gates: Reals, c: Reals, cells: Reals, first: int, last: int) -> N
 
 @compiled  # type: ignore[untyped-decorator]
 def lstm_slopes(
-    gates: Reals,
-    after: Reals,
-    c: Reals,
-    keep: Reals,
-    inner: Reals,
-    first: int,
-    last: int,
+    gates: Reals, after: Reals, c: Reals, keep: Reals, inner: Reals, first: int, last: int
 ) -> None:
     """Samples first … last − 1: gates i, f, g, o ← s_i, s_f, s_g, s_o; inner ← e; keep ← f.
 

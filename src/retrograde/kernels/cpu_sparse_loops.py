@@ -154,14 +154,7 @@ def scale_lanes(
 
 @compiled  # type: ignore[untyped-decorator]
 def scale_one(
-    first: int,
-    last: int,
-    ptr: _Ints,
-    of: _Ints,
-    x: Reals,
-    d: Reals,
-    by_column: bool,
-    c: Reals,
+    first: int, last: int, ptr: _Ints, of: _Ints, x: Reals, d: Reals, by_column: bool, c: Reals
 ) -> None:
     """The same for one sample."""
     for i in range(first, last):

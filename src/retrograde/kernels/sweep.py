@@ -1,27 +1,24 @@
 """The backward recurrence over a block of steps, one after another or by a chunked scan.
 
-Both take the slopes of a block (:mod:`retrograde.kernels.cells`), the loss's own gradient of each
-output, and the gradient of the state after the block; they turn the slopes, in place, into the
-gradients of the gates, and return the gradient of the state before the block.
+Both turn the slopes of a block (:mod:`retrograde.kernels.cells`), in place, into the gradients of
+the gates, and return the gradient of the state before the block.
 
 :func:`sweep` goes step by step. :func:`scan` is W20's scan in its three-phase form: the block is
 cut into chunks of L steps, and each phase treats all chunks at once:
 
 1. *products*: the basis of the state space, and a zero, are taken backwards through each chunk.
-   What comes out is the product P of the chunk's Jacobians and its own loss terms' gradient d;
+   That gives the product P of the chunk's Jacobians, and its own loss terms' gradient d;
 2. *carry*: g ← g P + d, from the last chunk to the first;
 3. *local sweeps*: with the gradient after each chunk known, every chunk is swept.
 
 So the latency falls from T steps to 2 L + T / L, for n + 1 times the arithmetic. A Jacobian is
 never stored, only the products P, one a chunk.
 
-*Exact or refused.* A product of Jacobians can overflow, or meet a NaN, where the gradient itself,
-a product with one vector, does not; and it can grow so far that its product with the gradient
-cancels. Then the products are thrown away and that call is swept step by step; a warning says so
-once. :func:`safe_chunk` keeps chunks short enough that this is rare.
+*Exact or refused.* A product of Jacobians can overflow, cancel or meet a NaN where the gradient
+itself, a product with one vector, does not. Then that call is swept step by step, with a warning.
+:func:`safe_chunk` keeps chunks short enough that this is rare.
 
-These are the plain forms, for any device and dtype, and the oracle of those in
-:mod:`retrograde.kernels`.
+These are the plain forms, for any device and dtype, and the oracle of the compiled ones.
 """
 
 import math
@@ -59,18 +56,7 @@ def sweep(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor) -> Tenso
 
 
 def scan(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor, chunk: int) -> Tensor:
-    """Backpropagate a block by a scan over chunks; arguments and result as :func:`sweep`.
-
-    Args:
-        slopes: as for :func:`sweep`.
-        hidden: likewise.
-        dy: likewise.
-        g: likewise.
-        chunk: L, steps to a chunk; the first steps of the block, if it is no multiple, are swept.
-
-    Returns:
-        The gradient of the state before the block (B, n).
-    """
+    """As :func:`sweep`, by a scan over chunks of so many steps; the steps before them are swept."""
     length = slopes.gates.shape[0]
     rest = length % chunk
     if length // chunk < 2:
@@ -112,17 +98,11 @@ def products(chunks: Slopes, hidden: Tensor, losses: Tensor | None) -> Tensor:
 
 
 def trusted(rows: Tensor, after: Tensor) -> bool:
-    """Whether products may be used; if they may not, that is told once.
+    """Whether gradients from :func:`products` and :func:`carry` are exact up to rounding, or a
+    warning.
 
-    They may if |g| |P|, the size of the terms that make up a gradient, is finite and nowhere far
+    They are if |g| |P|, the size of the terms that make up a gradient, is finite and nowhere far
     larger than the largest gradient: rounding errors are as large as the terms' own.
-
-    Args:
-        rows: as :func:`products` returns them.
-        after: the gradient after each chunk, as :func:`carry` returns it.
-
-    Returns:
-        Whether the gradients after the chunks are exact up to rounding.
     """
     terms = (after.abs().unsqueeze(-2) @ rows[..., :-1, :].abs()).amax()
     largest = torch.maximum(after.abs().amax(), rows[..., -1, :].abs().amax())
@@ -152,15 +132,8 @@ def safe_chunk(hidden: Tensor, chunk: int) -> int:
     """The longest chunk, up to the one given, whose products can be trusted not to overflow.
 
     A step's Jacobian is at most 1 + ‖U‖ in size (slopes and kept parts are at most 1), and
-    ‖U‖₂ ≤ √(‖U‖₁ ‖U‖_∞). Typical products grow far less, so what is allowed is the range of the
-    type rather than the growth at which a product is distrusted.
-
-    Args:
-        hidden: the hidden weights U (K·H, H).
-        chunk: steps wished for.
-
-    Returns:
-        Steps to a chunk, at least 1.
+    ‖U‖₂ ≤ √(‖U‖₁ ‖U‖_∞). Typical products grow far less, so the limit is the range of the type,
+    not the growth at which a product is distrusted. The result is at least 1.
 
     Example:
         >>> safe_chunk(torch.zeros(4, 4), 64), safe_chunk(torch.full((4, 4), 10.0), 64)
@@ -199,22 +172,16 @@ def _step(step: Slopes, hidden: Tensor, g: Tensor) -> Tensor:
 def in_chunks(
     slopes: Slopes, dy: Tensor | None, rest: int, chunk: int
 ) -> tuple[Slopes, Tensor | None]:
-    """Slopes and losses with chunks as a first dimension, as views."""
-    shape = (-1, chunk)
-    keep, inner = slopes.keep, slopes.inner
-    whole = Slopes(
-        slopes.gates.unflatten(0, shape),
-        None if keep is None else keep.unflatten(0, shape),
-        None if inner is None else inner.unflatten(0, shape),
-    )
-    return whole, None if dy is None else dy[rest:].unflatten(0, shape)
+    """Slopes and losses with chunks as a first dimension, as views; ``dy`` has ``rest`` steps more
+    at its beginning."""
+
+    def cut(t: Tensor) -> Tensor:
+        found: Tensor = t.unflatten(0, (-1, chunk))
+        return found
+
+    return slopes.map(cut), None if dy is None else cut(dy[rest:])
 
 
 def at_step(chunks: Slopes, t: int) -> Slopes:
     """The slopes of step t of every chunk, as views."""
-    keep, inner = chunks.keep, chunks.inner
-    return Slopes(
-        chunks.gates[:, t],
-        None if keep is None else keep[:, t],
-        None if inner is None else inner[:, t],
-    )
+    return chunks.map(lambda part: part[:, t])
