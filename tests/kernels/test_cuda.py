@@ -12,7 +12,7 @@ import torch
 
 from oracles.cuda_kernels import COMPILED, DEVICE, load
 from retrograde.kernels import cells as recurrent
-from retrograde.kernels import cpu, sweep
+from retrograde.kernels import cpu, kernels, sweep
 from retrograde.kernels.cells import Slopes, Weights
 
 GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
@@ -223,10 +223,10 @@ def test_lstm_slopes(fences, monkeypatch, length, samples, size, scale):
 
 
 def test_what_is_supported():
-    assert cuda.supported(torch.float32, 1)
-    assert cuda.supported(torch.float32, 128)
-    assert not cuda.supported(torch.float32, 129)
-    assert not cuda.supported(torch.float64, 20)
+    assert kernels("cuda", torch.float32, 1).name == "triton"
+    assert kernels("cuda", torch.float32, 128).name == "triton"
+    assert kernels("cuda", torch.float32, 129).name == "torch"
+    assert kernels("cuda", torch.float64, 20).name == "torch"
 
 
 @pytest.mark.slow

@@ -26,23 +26,19 @@ State = tuple[Tensor, ...]
 
 
 class Forward(Protocol):
-    """Runs a layer, range after range, as :class:`retrograde.kernels.cpu.Forward`."""
+    """As :class:`retrograde.kernels.cpu.Forward`."""
 
     def __init__(self, weights: Weights, samples: int) -> None: ...
 
-    def room(self, steps: int) -> Tensor:
-        """Where the gates of some steps can be."""
-        ...
+    def room(self, steps: int) -> Tensor: ...
 
     def __call__(
         self, x: Tensor, state: State, outputs: Tensor, gates: Tensor, cells: Tensor | None = None
-    ) -> None:
-        """Run some steps."""
-        ...
+    ) -> None: ...
 
 
 class Backward(Protocol):
-    """Goes back, block after block, as :class:`retrograde.kernels.cpu.Backward`."""
+    """As :class:`retrograde.kernels.cpu.Backward`."""
 
     def __init__(
         self,
@@ -54,13 +50,9 @@ class Backward(Protocol):
         at_once: bool = False,
     ) -> None: ...
 
-    def add(self, block: Block, dy: Tensor | None, g: Tensor, dx: Tensor | None) -> Tensor:
-        """Go through a block, and return the gradient of the state before it."""
-        ...
+    def add(self, block: Block, dy: Tensor | None, g: Tensor, dx: Tensor | None) -> Tensor: ...
 
-    def finish(self) -> None:
-        """Add what was summed to the totals."""
-        ...
+    def finish(self) -> None: ...
 
 
 def _as_it_is(hidden: Tensor) -> Tensor:
@@ -77,10 +69,10 @@ class Kernels:
         scan: as :func:`retrograde.kernels.sweep.scan`.
         gates: as :func:`retrograde.kernels.cells.gru_slopes` and ``lstm_slopes``.
         products: as :func:`retrograde.kernels.sweep.products`.
-        forward: the forward pass, where there is one that is faster than torch's own.
+        forward: the forward pass, where there is one faster than torch's own.
         backward: slopes, sweep and sums in one, likewise.
-        recall: an LSTM's gates and cells again, as :func:`retrograde.kernels.cpu.recall`.
-        prepare: the hidden weights as a sweep reads them fastest, many times.
+        recall: as :func:`retrograde.kernels.cpu.recall`.
+        prepare: turns the hidden weights into the form that many sweeps read fastest.
     """
 
     name: str
@@ -96,12 +88,7 @@ class Kernels:
 
 @functools.cache
 def kernels(device: str, dtype: torch.dtype, size: int) -> Kernels:
-    """The fastest implementation for a device.
-
-    Args:
-        device: its type, such as "cpu" or "cuda".
-        dtype: of the slopes.
-        size: hidden units.
+    """The fastest implementation for a device's type, a dtype and a number of hidden units.
 
     Returns:
         Compiled kernels where there are some, and else the plain ones.
@@ -127,11 +114,7 @@ def kernels(device: str, dtype: torch.dtype, size: int) -> Kernels:
 
 
 def lean_kernels() -> Kernels:
-    """What takes least memory on a CPU: no copy of the weights.
-
-    Returns:
-        Kernels with a forward pass.
-    """
+    """What takes least memory on a CPU: a sweep and a forward pass with no copy of the weights."""
     from retrograde.kernels import cpu, cpu_lean
 
     slopes = cpu.gru_slopes, cpu.lstm_slopes

@@ -236,9 +236,6 @@ def gru_slopes(inputs: Tensor, hidden: Tensor, before: Tensor) -> Slopes:
         inputs: what the inputs contribute, biases included (L, B, 3 H); may be overwritten.
         hidden: what the states contribute (L, B, 3 H); overwritten: the result is in its place.
         before: h before each step (L, B, H).
-
-    Returns:
-        The slopes.
     """
     size = before.shape[-1]
     rz, n, m = inputs[..., : 2 * size], inputs[..., 2 * size :], hidden[..., 2 * size :]
@@ -262,9 +259,6 @@ def lstm_slopes(gates: Tensor, after: Tensor, c: Tensor, known: bool = False) ->
         after: h after each step (L, B, H), from which tanh c = h / o may be had.
         c: before the first step (B, H).
         known: whether ``gates`` are i, f, g, o themselves.
-
-    Returns:
-        The slopes.
     """
     size = c.shape[-1]
     i, f, g, o = gates.chunk(4, -1)
@@ -299,26 +293,14 @@ def pull(step: Slopes, hidden: Tensor, rows: Tensor) -> Tensor:
     Args:
         step: slopes of one step of each sample, (B, K, H) and (B, H), B being any batch shape.
         hidden: the hidden weights U (K·H, H).
-        rows: gradients (B, R, n), R to a sample, n = H, or 2 H for (h, c).
-
-    Returns:
-        Gradients (B, R, n).
+        rows: gradients (B, R, n), R to a sample, n = H, or 2 H for (h, c); as the result.
     """
     gates, kept = _gates(step, rows)
     return _joined(gates.flatten(-2) @ hidden, kept, rows)
 
 
 def pull_to_inputs(step: Slopes, weights: Weights, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """As :func:`pull`, and what the step hands to its inputs.
-
-    Args:
-        step: as for :func:`pull`.
-        weights: the layer's parameters.
-        rows: gradients (B, R, n).
-
-    Returns:
-        Gradients of the state before the step (B, R, n), and of the step's inputs (B, R, I).
-    """
+    """As :func:`pull`, and the gradients of the step's inputs (B, R, I)."""
     gates, kept = _gates(step, rows)
     before = _joined(gates.flatten(-2) @ weights.hidden, kept, rows)
     if weights.kind == "GRU":  # as the input weights see the third gate

@@ -20,16 +20,9 @@ _ROW_WORK = 2**16  # numbers that are worth a thread of their own
 
 
 def drop(x: Tensor, seed: int, p: float, start: int) -> Tensor:
-    """What is left of some steps.
+    """Drop numbers of x (L, B, W), contiguous and float32 or float64, with probability p.
 
-    Args:
-        x: (L, B, W), float32 or float64, contiguous.
-        seed: of the call and the layer.
-        p: the probability.
-        start: the number of the first step.
-
-    Returns:
-        A tensor like ``x``.
+    ``seed`` is that of the call and the layer; ``start`` is the number of the first step.
     """
     out = x.new_empty(x.shape)
     samples, width = x.shape[1:]

@@ -1,13 +1,11 @@
 """The backward recurrence on a GPU, in Triton: a sweep in one launch, a scan in three.
 
 The references are the functions of the same names in :mod:`retrograde.kernels.sweep` and
-:mod:`retrograde.kernels.cells`; :func:`gru_slopes` and :func:`lstm_slopes` are the parts of
-``recurrent.slopes`` that follow the products with the weights. Numbers are float32, and so are sums
-of them; nothing is rounded to TF32. The same call gives the same bits: no sizes are tuned at run
-time and nothing is added atomically.
+:mod:`retrograde.kernels.cells`. Numbers and sums are float32, never rounded to TF32. The same call
+gives the same bits: no sizes are tuned at run time and nothing is added atomically.
 
-The scan has the three phases of :mod:`retrograde.kernels.sweep`, but that the first chunk may be
-shorter than the others. Whether the products may be trusted is found by the carry, on its way.
+The scan has the three phases of :mod:`retrograde.kernels.sweep`, except that the first chunk may be
+shorter than the others. The carry measures whether the products may be trusted.
 
 *Sizes* are fixed by P, the power of two from 16 on that holds H. A sweep keeps U in registers (of
 an LSTM wider than 64, reads it at each step); a product has tiles of 32 rows, of which a thread
@@ -31,7 +29,7 @@ from retrograde.kernels import LARGEST_SIZE, cuda_states, cuda_sweep
 from retrograde.kernels import sweep as reference
 from retrograde.kernels.cells import Slopes
 
-__all__ = ["gru_slopes", "lstm_slopes", "scan", "supported", "sweep"]
+__all__ = ["gru_slopes", "lstm_slopes", "scan", "sweep"]
 
 # Steps that a program takes at a time of c, and how many numbers of c it has: 32 bytes, the least
 # that memory delivers.
@@ -65,19 +63,6 @@ _SWEEP = {
     64: {1: _Shape(4, 3), 3: _Shape(8, 3), 4: _Shape(8, 3)},
     128: {1: _Shape(8, 3), 3: _Shape(16, 3), 4: _Shape(16, 1)},
 }
-
-
-def supported(dtype: torch.dtype, size: int) -> bool:
-    """Whether there are kernels for slopes of a dtype and a number of hidden units.
-
-    Args:
-        dtype: of the slopes.
-        size: H.
-
-    Returns:
-        Whether the dtype is float32, and H at most 128.
-    """
-    return dtype == torch.float32 and 1 <= size <= LARGEST_SIZE
 
 
 def sweep(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor) -> Tensor:
@@ -137,23 +122,14 @@ def scan(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor, chunk: in
     return _sweep_chunks(slopes, hidden, dy, after, chunks, chunk)
 
 
-def gru_slopes(gates: Tensor, hidden: Tensor, before: Tensor) -> Slopes:
-    """A GRU's slopes from what its gates are functions of, in one launch.
-
-    Args:
-        gates: W x + b_ih of r, z and n (L, B, 3 H).
-        hidden: U h + b_hh, likewise; overwritten, and part of what is returned.
-        before: h before each step (L, B, H).
-
-    Returns:
-        As :func:`retrograde.kernels.cells.slopes`.
-    """
+def gru_slopes(inputs: Tensor, hidden: Tensor, before: Tensor) -> Slopes:
+    """As :func:`retrograde.kernels.cells.gru_slopes`, for float32 on a GPU, in one launch."""
     assert hidden.is_contiguous()
     size = before.shape[-1]
     keep, inner = hidden.new_empty(before.shape), hidden.new_empty(before.shape)
     with _device_of(hidden):
         cuda_states.gru_slopes[(-(-before.numel() // _BLOCK),)](
-            gates.contiguous(),
+            inputs.contiguous(),
             hidden,
             before.contiguous(),
             keep,
@@ -167,17 +143,9 @@ def gru_slopes(gates: Tensor, hidden: Tensor, before: Tensor) -> Slopes:
 
 
 def lstm_slopes(gates: Tensor, after: Tensor, c: Tensor, known: bool = False) -> Slopes:
-    """An LSTM's slopes from what its gates are functions of, c included, in one launch.
+    """As :func:`retrograde.kernels.cells.lstm_slopes`, for float32 on a GPU, in one launch.
 
-    Args:
-        gates: W x + b_ih + U h + b_hh of i, f, g and o (L, B, 4 H); overwritten, and part of what
-            is returned.
-        after: h after each step, of no use here.
-        c: before the first of the steps (B, H).
-        known: never; gates are kept where :class:`retrograde.kernels.Kernels` has a ``run``.
-
-    Returns:
-        As :func:`retrograde.kernels.cells.slopes`.
+    ``after`` is not used, and ``known`` is never true: on a GPU no forward pass keeps the gates.
     """
     assert gates.is_contiguous()
     assert not known
@@ -243,9 +211,10 @@ def _padded(size: int) -> int:
 
 
 def _arrays(slopes: Slopes, dy: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """What is kept, the inner slopes and the losses; in place of those absent, what is at hand."""
+    """What is kept, the inner slopes and the losses; the gates in place of those absent."""
     gates, keep, inner = slopes.gates, slopes.keep, slopes.inner
-    assert supported(gates.dtype, gates.shape[-1])
+    assert gates.dtype == torch.float32
+    assert gates.shape[-1] <= LARGEST_SIZE
     for overwritten in (gates, inner):
         assert overwritten is None or overwritten.is_contiguous()
     return (
@@ -256,6 +225,6 @@ def _arrays(slopes: Slopes, dy: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _trusted(sizes: Tensor) -> bool:
-    """As ``trusted`` of :mod:`retrograde.kernels.sweep`, of what the carry measured."""
+    """As :func:`retrograde.kernels.sweep.trusted`, from what the carry measured."""
     terms, largest = sizes.amax(1).tolist()
     return bool(terms <= min(reference._CANCELLATION * largest, torch.finfo(sizes.dtype).max))

@@ -1,8 +1,8 @@
 """Device code, in Triton, of what precedes the backward recurrence: an LSTM's c, and the slopes.
 
-The host's side is :mod:`retrograde.kernels.cuda`, the references are the functions of the same
-names in :mod:`retrograde.kernels.cells`. Arrays are contiguous and float32. What torch does in a
-dozen launches is one here; at a thousand steps of a small layer, launches are most of the time.
+:mod:`retrograde.kernels.cuda` launches them; the references are the functions of the same names in
+:mod:`retrograde.kernels.cells`. Arrays are contiguous and float32. One launch does what torch does
+in a dozen, which take most of the time at a thousand steps of a small layer.
 
 c_t = f_t c_{t−1} + i_t g_t is itself a scan, of numbers: a program has a few of the B·H sequences
 of c, takes TIME steps of them at a time, and carries c from one such block to the next.

@@ -1,16 +1,16 @@
 """Device code, in Triton, of the backward recurrence: products, carry, sweeps.
 
-The host's side is :mod:`retrograde.kernels.cuda`, the references are the functions of the same
-names in :mod:`retrograde.kernels.sweep`. Arrays are contiguous, in the order of the references, and
-float32; a state's n numbers are H of h and, for an LSTM, H of c. A chunk c has the steps from
-c·L − pad up to (c + 1)·L − pad, the first those of them that are not negative. Tiles are padded
-to a power of two P ≥ H, and nothing is read or written beyond H.
+:mod:`retrograde.kernels.cuda` launches them; the references are the functions of the same names in
+:mod:`retrograde.kernels.sweep`. Arrays are contiguous, in the order of the references, and float32;
+a state's n numbers are H of h and, for an LSTM, H of c. A chunk c has the steps from c·L − pad up
+to (c + 1)·L − pad, the first those of them that are not negative. Tiles are padded to a power of
+two P ≥ H, and nothing is read or written beyond H.
 
-Every step of a sweep waits for the one before, so what counts is its latency. Hence a sample has a
-program to itself, which holds the weights in registers while they fit (K P² ≤ 16,384 numbers) and
-forms g U as products of elements and one sum; nothing goes through tensor cores, which would round
-to TF32. Products of Jacobians are products of matrices: a program takes a tile of rows through a
-chunk, and forms each step's Jacobian, Σ_k diag(s_k) U_k, on the fly, so that it is never in memory.
+A step of a sweep waits for the one before, so latency counts. Hence each sample has its own
+program, which holds the weights in registers while they fit (K P² ≤ 16,384 numbers) and forms g U
+as products of elements and one sum; tensor cores would round to TF32. Products of Jacobians are
+products of matrices: a program takes a tile of rows through a chunk, and forms each step's
+Jacobian, Σ_k diag(s_k) U_k, on the fly.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -44,10 +44,10 @@ def _weights(hidden, gate: tl.constexpr, H: tl.constexpr, P: tl.constexpr):
 
 
 @_inlined
-def _numbers(array, row, H: tl.constexpr, P: tl.constexpr):
-    """One row of H numbers, (P,)."""
+def _numbers(array, start, H: tl.constexpr, P: tl.constexpr):
+    """H numbers from one on, (P,)."""
     j = tl.arange(0, P)
-    return tl.load(array + row * H + j, mask=j < H, other=0.0)
+    return tl.load(array + start + j, mask=j < H, other=0.0)
 
 
 @_compiled
@@ -90,22 +90,22 @@ def products(
     for back in tl.range(1, (end - first + 1).to(tl.int32), num_stages=STAGES):
         at = (end - back) * samples + b
         if LOSSES:
-            h += tl.where(i == n, _numbers(dy, at, H, P)[None, :], 0.0)
-        jacobian = _numbers(gates, at * K, H, P)[:, None] * u0
+            h += tl.where(i == n, _numbers(dy, at * H, H, P)[None, :], 0.0)
+        jacobian = _numbers(gates, at * K * H, H, P)[:, None] * u0
         if K > 1:
-            jacobian += _numbers(gates, at * K + 1, H, P)[:, None] * u1
-            jacobian += _numbers(gates, at * K + 2, H, P)[:, None] * u2
+            jacobian += _numbers(gates, (at * K + 1) * H, H, P)[:, None] * u1
+            jacobian += _numbers(gates, (at * K + 2) * H, H, P)[:, None] * u2
         if K == 1:
             h = tl.dot(h, jacobian, input_precision="ieee")
         elif K == 3:
-            kept = h * _numbers(keep, at, H, P)[None, :]
+            kept = h * _numbers(keep, at * H, H, P)[None, :]
             h = tl.dot(h, jacobian, kept, input_precision="ieee")
         else:
-            d = c + h * _numbers(inner, at, H, P)[None, :]
-            through = _numbers(gates, at * K + 3, H, P)[:, None] * u3
+            d = c + h * _numbers(inner, at * H, H, P)[None, :]
+            through = _numbers(gates, (at * K + 3) * H, H, P)[:, None] * u3
             h = tl.dot(h, through, input_precision="ieee")
             h = tl.dot(d, jacobian, h, input_precision="ieee")
-            c = d * _numbers(keep, at, H, P)[None, :]
+            c = d * _numbers(keep, at * H, H, P)[None, :]
     out = rows + (pair * (n + 1) + i) * n + j
     tl.store(out, h, mask=(i <= n) & (j < H))
     if K == 4:
@@ -127,13 +127,6 @@ def _quadrant(
     j = tl.arange(0, P)[None, :]
     at = (pair * (n + 1) + top + i) * n + left + j
     return tl.load(rows + at, mask=(i < H) & (j < H), other=0.0)
-
-
-@_inlined
-def _part(array, start, H: tl.constexpr, P: tl.constexpr):
-    """H numbers from one on, (P,)."""
-    j = tl.arange(0, P)
-    return tl.load(array + start + j, mask=j < H, other=0.0)
 
 
 @_inlined
@@ -163,15 +156,15 @@ def carry(
     b = tl.program_id(0).to(tl.int64)
     n: tl.constexpr = 2 * H if LSTM else H
     j = tl.arange(0, P)
-    h = _part(g, b * n, H, P)
-    c = _part(g, b * n + H, H, P) if LSTM else h
+    h = _numbers(g, b * n, H, P)
+    c = _numbers(g, b * n + H, H, P) if LSTM else h
     terms = tl.zeros((P,), tl.float32)
     largest = tl.zeros((P,), tl.float32)
     for back in tl.range(1, chunks + 1, num_stages=STAGES):
         pair = (chunks - back) * samples + b
         tl.store(after + pair * n + j, h, mask=j < H)
         loss = (pair * (n + 1) + n) * n
-        own = _part(rows, loss, H, P)
+        own = _numbers(rows, loss, H, P)
         product = h[:, None] * _quadrant(rows, pair, 0, 0, n, H, P)
         size = tl.sum(tl.abs(product), 0)
         largest = tl.maximum(largest, tl.maximum(tl.abs(h), tl.abs(own)))
@@ -183,7 +176,7 @@ def carry(
             across = h[:, None] * _quadrant(rows, pair, 0, H, n, H, P)
             below = c[:, None] * _quadrant(rows, pair, H, H, n, H, P)
             terms = _worst(terms, tl.sum(tl.abs(across) + tl.abs(below), 0))
-            other = _part(rows, loss + H, H, P)
+            other = _numbers(rows, loss + H, H, P)
             largest = tl.maximum(largest, tl.maximum(tl.abs(c), tl.abs(other)))
             c = tl.sum(across + below, 0) + other
         else:
@@ -236,17 +229,17 @@ def sweep(
     k = tl.arange(0, S)[:, None]
     gate = k * H + j[None, :]
     real = (k < K) & fits[None, :]
-    h = _part(after, pair * n, H, P)
-    c = _part(after, pair * n + H, H, P) if K == 4 else h
+    h = _numbers(after, pair * n, H, P)
+    c = _numbers(after, pair * n + H, H, P) if K == 4 else h
     u = _stacked(hidden, K, S, H, P)
     for back in tl.range(1, (end - first + 1).to(tl.int32), num_stages=STAGES):
         at = (end - back) * samples + b
         if LOSSES:
-            h += _numbers(dy, at, H, P)
+            h += _numbers(dy, at * H, H, P)
         slopes = tl.load(gates + at * K * H + gate, mask=real, other=0.0)
         if K == 4:
-            d = c + h * _numbers(inner, at, H, P)
-            c = d * _numbers(keep, at, H, P)
+            d = c + h * _numbers(inner, at * H, H, P)
+            c = d * _numbers(keep, at * H, H, P)
             a = tl.where(k == 3, h[None, :], d[None, :]) * slopes
         else:
             a = h[None, :] * slopes
@@ -255,9 +248,9 @@ def sweep(
             u = _stacked(hidden, K, S, H, P)
         new = tl.sum(tl.reshape(a, (S * P,))[:, None] * u, 0)
         if K == 3:
-            candidate = h * _numbers(inner, at, H, P)
+            candidate = h * _numbers(inner, at * H, H, P)
             tl.store(inner + at * H + j, candidate, mask=fits)
-            new += h * _numbers(keep, at, H, P)
+            new += h * _numbers(keep, at * H, H, P)
         h = new
     if pair < samples:
         tl.store(before + b * n + j, h, mask=fits)

@@ -1,7 +1,7 @@
 """Large pages for large results.
 
-A product is written once, soon read, and let go. In pages of 4 KiB, to be handed the memory takes
-longer than to fill it; numpy asks for large pages by itself, torch's CPU allocator does not.
+A product is written once, soon read and freed. In pages of 4 KiB, getting the memory takes longer
+than filling it; numpy asks for large pages by itself, torch's CPU allocator does not.
 """
 
 import ctypes
@@ -18,13 +18,10 @@ _PAGE = mmap.PAGESIZE
 
 
 def in_large_pages(fresh: Tensor) -> Tensor:
-    """Ask for large pages behind a tensor that has not been written yet.
-
-    Args:
-        fresh: contiguous, on the CPU.
+    """Ask for large pages, where there are any, behind a contiguous tensor not yet written.
 
     Returns:
-        The same tensor. Where the system has no large pages, nothing happens.
+        The same tensor.
 
     Example:
         >>> import torch

@@ -1,10 +1,9 @@
 """A loop shared among torch's own threads.
 
-Between two of torch's parallel operations its OpenMP threads spin, for milliseconds, so that the
-next one finds them ready. Threads of any other kind would wait for a processor meanwhile, longer
-than the loops here take. So the loops run on the same team: OpenMP's entry point for compilers,
-``GOMP_parallel``, which libgomp, libiomp5 and, on Linux, libomp have, is called in the very library
-that torch loaded. Where it is not found, one thread does all the work.
+Between two parallel operations torch's OpenMP threads spin for milliseconds, and threads of any
+other kind would wait for a processor longer than the loops here take. So the loops run on the same
+team: ``GOMP_parallel``, OpenMP's entry point for compilers in libgomp, libiomp5 and, on Linux,
+libomp, is called in the library that torch loaded. Where it is not found, one thread does all.
 """
 
 import ctypes
@@ -20,7 +19,6 @@ __all__ = ["Range", "ranges", "share"]
 
 _Part = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
-
 Range = tuple[int, int]
 
 
@@ -29,10 +27,10 @@ def ranges(count: int, threads: int) -> list[Range]:
 
     Args:
         count: items in all.
-        threads: how many at most; there are no more than torch would use, nor than pairs of items.
+        threads: how many at most; never more than torch would use, nor than pairs of items.
 
     Returns:
-        Pairs (first, last), ``last`` excluded, whose lengths are even but for the last one's.
+        Pairs (first, last), ``last`` excluded; all lengths but the last one are even.
 
     Example:
         >>> ranges(5, 1)
@@ -49,11 +47,9 @@ def share(loop: Callable[[int, int], None], parts: list[Range]) -> None:
     """Call a loop on ranges, each on a thread of its own.
 
     Args:
-        loop: ``loop(first, last)``, which holds no lock (numba's ``nogil``).
-        parts: what it is to be called with, as from :func:`ranges`.
-
-    Raises:
-        BaseException: whatever the loop raised on one of the threads.
+        loop: ``loop(first, last)``, which holds no lock (numba's ``nogil``); what it raises on one
+            of the threads is raised here.
+        parts: its arguments, as from :func:`ranges`.
 
     Example:
         >>> seen = []

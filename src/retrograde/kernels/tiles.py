@@ -1,10 +1,9 @@
 """Products of small matrices in numba, their sums held in registers.
 
-A product of a few short rows with a matrix is bound by loads and stores if every partial sum goes
-through memory. Here a tile of sums, four rows by three vectors, stays in registers for the whole
-sum, as BLAS libraries do; that reaches nine tenths of the arithmetic that a machine can do, at
-sizes at which a call of BLAS costs more than it computes. A number's sum is taken in the same order
-in every tile, so a row's result does not depend on the rows beside it.
+A tile of sums, four rows by three vectors, stays in registers for the whole sum, as in BLAS
+libraries. That reaches nine tenths of a machine's arithmetic, at sizes at which a call of BLAS
+costs more than it computes. A number's sum is taken in the same order in every tile, so a row's
+result does not depend on the rows beside it.
 """
 
 from typing import Any
@@ -28,11 +27,7 @@ def product(a: Reals, start: int, stride: int, rows: int, u: Reals, width: int, 
     """out += a @ u.
 
     Args:
-        a: flat; its rows begin at ``start`` and every ``stride`` numbers from there on, and have as
-            many numbers as ``u`` has rows.
-        start: see ``a``.
-        stride: see ``a``.
-        rows: how many.
+        a: flat; its ``rows`` begin at ``start``, lie ``stride`` apart, and have R numbers.
         u: in :func:`panels`, (P, R, PANEL); or (1, R, W), as it is, W a multiple of :data:`LANES`.
         width: numbers to a row of ``out``, a multiple of :data:`LANES`.
         out: flat.
@@ -70,9 +65,7 @@ def add_outer(a: Reals, column: int, stride: int, u: Reals, out: Reals) -> None:
     """out += aᵀ @ u.
 
     Args:
-        a: flat; it has as many rows as ``u``, each beginning ``stride`` numbers after the last one.
-        column: the first of its columns that is meant; there are as many as ``out`` has rows.
-        stride: see ``a``.
+        a: flat; R rows, ``stride`` numbers apart, of which the N columns from ``column`` on count.
         u: in :func:`panels`, (P, R, PANEL).
         out: (N, W), W a multiple of :data:`LANES`.
     """
@@ -110,9 +103,6 @@ def panels(u: Tensor) -> Tensor:
     """A matrix (R, N) as :func:`product` reads it: in panels of three vectors' columns.
 
     A panel lies in one piece, so that it stays in the nearest cache while rows pass by.
-
-    Args:
-        u: (R, N).
 
     Returns:
         (P, R, PANEL), the last panel filled up with zeros.
@@ -167,9 +157,9 @@ def _tile(
 ) -> Any:
     """A tile of ``out`` += ``a @ u``: some rows by some vectors, both literal numbers.
 
-    Its rows of ``a`` begin at ``at`` and lie ``to_row`` numbers apart, their terms ``to_term``; its
-    columns of ``u`` begin with a panel, and itself at ``to``. ``u`` is (panels, terms, PANEL), or
-    (1, terms, W).
+    Its rows of ``a`` begin at ``at`` and lie ``to_row`` numbers apart, their terms ``to_term``. Its
+    columns begin with a panel of ``u``, which is (panels, terms, PANEL) or (1, terms, W), and its
+    place in ``out`` is ``to``.
     """
     n = types.intp
     signature = types.void(a, n, n, n, u, n, out, n, n, rows, vectors)
