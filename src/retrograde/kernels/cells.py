@@ -125,7 +125,6 @@ class Block:
         after: h after each step.
         c: an LSTM's c before the first step (B, H).
         kept: what an LSTM's forward pass left.
-        valid: which sequences have which steps (L, B, 1), or None where all have all.
     """
 
     x: Tensor
@@ -133,7 +132,6 @@ class Block:
     after: Tensor
     c: Tensor | None = None
     kept: Kept | None = None
-    valid: Tensor | None = None
 
     def at(self, steps: slice) -> "Block":
         """Some steps, as views; c is what it was before all of them."""

@@ -9,18 +9,17 @@ shorter than the others. The carry measures whether the products may be trusted.
 
 *Sizes* are fixed by P, the power of two from 16 on that holds H. A sweep keeps U in registers (of
 an LSTM wider than 64, reads it at each step); a product has tiles of 32 rows, of which a thread
-has 8 or 16 numbers; most loads run two steps ahead. Warps to a program, for RNN / GRU / LSTM, and
-in brackets an LSTM's registers to a thread and bytes spilt, as ptxas 12.8 has them for sm_90:
+has 8 or 16 numbers; most loads run two steps ahead. An LSTM's registers to a thread, and bytes
+spilt, as ptxas 12.8 has them for sm_90:
 
-    P      products               carry               sweep
-    16     1 / 1 / 1  (80, 0)     1 / 1 / 1 (90, 0)   1 / 1 / 1   (82, 0)
-    32     2 / 2 / 2  (127, 0)    1 / 1 / 1 (106, 0)  1 / 4 / 4   (80, 0)
-    64     4 / 4 / 8  (170, 0)    4 / 4 / 8 (128, 0)  4 / 8 / 8   (127, 0)
-    128    8 / 8 / 16 (128, 236)  8 / 8 / 8 (255, 0)  8 / 16 / 16 (128, 252)
+    P      products  carry   sweep
+    16     80, 0     90, 0   82, 0
+    32     127, 0    106, 0  80, 0
+    64     170, 0    128, 0  127, 0
+    128    128, 236  255, 0  128, 252
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,31 +36,24 @@ _TIME, _LANES = 128, 8
 _BLOCK = 512
 
 
-class _Shape(NamedTuple):
-    """Warps to a program, and stages of its pipeline."""
-
-    warps: int
-    stages: int
-
-
-# By P and by the number of gates; see the module's table.
+# Warps to a program, and stages of its pipeline, by P and by the number of gates.
 _PRODUCTS = {
-    16: dict.fromkeys((1, 3, 4), _Shape(1, 3)),
-    32: dict.fromkeys((1, 3, 4), _Shape(2, 3)),
-    64: {1: _Shape(4, 3), 3: _Shape(4, 3), 4: _Shape(8, 3)},
-    128: {1: _Shape(8, 3), 3: _Shape(8, 2), 4: _Shape(16, 2)},
+    16: {1: (1, 3), 3: (1, 3), 4: (1, 3)},
+    32: {1: (2, 3), 3: (2, 3), 4: (2, 3)},
+    64: {1: (4, 3), 3: (4, 3), 4: (8, 3)},
+    128: {1: (8, 3), 3: (8, 2), 4: (16, 2)},
 }
 _CARRY = {
-    16: dict.fromkeys((1, 3, 4), _Shape(1, 3)),
-    32: dict.fromkeys((1, 3, 4), _Shape(1, 3)),
-    64: {1: _Shape(4, 3), 3: _Shape(4, 3), 4: _Shape(8, 2)},
-    128: {1: _Shape(8, 2), 3: _Shape(8, 2), 4: _Shape(8, 1)},
+    16: {1: (1, 3), 3: (1, 3), 4: (1, 3)},
+    32: {1: (1, 3), 3: (1, 3), 4: (1, 3)},
+    64: {1: (4, 3), 3: (4, 3), 4: (8, 2)},
+    128: {1: (8, 2), 3: (8, 2), 4: (8, 1)},
 }
 _SWEEP = {
-    16: dict.fromkeys((1, 3, 4), _Shape(1, 3)),
-    32: {1: _Shape(1, 3), 3: _Shape(4, 3), 4: _Shape(4, 3)},
-    64: {1: _Shape(4, 3), 3: _Shape(8, 3), 4: _Shape(8, 3)},
-    128: {1: _Shape(8, 3), 3: _Shape(16, 3), 4: _Shape(16, 1)},
+    16: {1: (1, 3), 3: (1, 3), 4: (1, 3)},
+    32: {1: (1, 3), 3: (4, 3), 4: (4, 3)},
+    64: {1: (4, 3), 3: (8, 3), 4: (8, 3)},
+    128: {1: (8, 3), 3: (16, 3), 4: (16, 1)},
 }
 
 

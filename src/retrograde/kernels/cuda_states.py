@@ -53,15 +53,7 @@ def _last(c, row, TIME: tl.constexpr):
 
 @_compiled
 def lstm_slopes(
-    gates,
-    keep,
-    inner,
-    c,
-    steps,
-    width,
-    H: tl.constexpr,
-    TIME: tl.constexpr,
-    LANES: tl.constexpr,
+    gates, keep, inner, c, steps, width, H: tl.constexpr, TIME: tl.constexpr, LANES: tl.constexpr
 ):
     """Program p: numbers p·LANES … of the B·H = width that c has, all the steps.
 
@@ -99,16 +91,7 @@ def lstm_slopes(
 
 
 @_compiled
-def gru_slopes(
-    gates,
-    hidden,
-    before,
-    keep,
-    inner,
-    numbers,
-    H: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def gru_slopes(gates, hidden, before, keep, inner, numbers, H: tl.constexpr, BLOCK: tl.constexpr):
     """Program p: numbers p·BLOCK … of the L·B·H; hidden (L, B, 3 H), from sums to slopes."""
     e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     real = e < numbers
