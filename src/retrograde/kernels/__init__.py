@@ -9,8 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from retrograde.kernels import cells as recurrent
-from retrograde.kernels import sweep
+from retrograde.kernels import cells, sweep
 from retrograde.kernels.cells import Block, GateSlopes, Kept, Slopes, Weights
 
 __all__ = ["LARGEST_SIZE", "Backward", "Forward", "Kernels", "kernels", "lean_kernels"]
@@ -109,7 +108,7 @@ def kernels(device: str, dtype: torch.dtype, size: int) -> Kernels:
 
         gates = cuda.gru_slopes, cuda.lstm_slopes
         return Kernels("triton", cuda.sweep, cuda.scan, gates, sweep.products)
-    slopes = recurrent.gru_slopes, recurrent.lstm_slopes
+    slopes = cells.gru_slopes, cells.lstm_slopes
     return Kernels("torch", sweep.sweep, sweep.scan, slopes, sweep.products)
 
 

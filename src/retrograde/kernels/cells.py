@@ -176,7 +176,7 @@ def slopes(
     before: Tensor,
     after: Tensor,
     c: Tensor | None = None,
-    gates: "GateSlopes | None" = None,
+    gates: GateSlopes | None = None,
     known: Tensor | None = None,
 ) -> Slopes:
     """The slopes of L steps, recomputed from their states, all steps at once.
@@ -209,7 +209,7 @@ def slopes(
                 one = torch.ones((), dtype=after.dtype, device=after.device)
                 return Slopes(torch.addcmul(one, after, after, value=-1).unsqueeze(2), None, None)
             case "RNN_RELU":
-                # As torch has it: a state that is no number passes the gradient on.
+                # As in torch, a state that is NaN passes the gradient on.
                 return Slopes((~(after <= 0)).to(after.dtype).unsqueeze(2), None, None)
             case "GRU":
                 inputs = functional.linear(x, weights.inputs, weights.bias_inputs)

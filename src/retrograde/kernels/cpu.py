@@ -71,7 +71,7 @@ class Forward:
         self.work = samples * self.rows * (weights.size + _ELEMENT_WORK // 4)
 
     def room(self, steps: int) -> Tensor:
-        """Where the gates of some steps can be (L, B, K·H)."""
+        """Room for the gates of some steps (L, B, K·H)."""
         samples = len(self.sums) // int(whole_vectors(self.rows))
         return self.sums.new_empty(steps, samples, self.rows)
 
@@ -107,7 +107,7 @@ _RUN = {
 
 
 def _biases(weights: Weights) -> tuple[Tensor | None, list[Tensor]]:
-    """The bias of what the inputs bring; and, for a GRU, that of what the state brings."""
+    """The bias of the inputs' part of the gates; and, for a GRU, that of the state's part."""
     inputs, hidden = weights.bias_inputs, weights.bias_hidden
     if weights.kind == "GRU":
         rows = weights.hidden.shape[0]
@@ -228,7 +228,7 @@ class Backward:
                 part.zero_()
 
 
-# Kinds of gates whose gradients a row has; a GRU's third has two, as inputs and as states see it.
+# Gradients of gates in a row; a GRU's third gate has two, as inputs and as states see it.
 _ROW = {"RNN_TANH": 1, "RNN_RELU": 1, "GRU": 4, "LSTM": 4}
 
 
@@ -258,8 +258,8 @@ def _given(kind: Kind, block: Block) -> list[Tensor]:
     return inputs if kind == "GRU" else [block.after, *inputs]
 
 
-# Rows that are multiplied by a matrix in one go; the most numbers of one that stays in the caches
-# although its rows lie apart.
+# Rows of a tile of a product; the most numbers in a matrix that stays in the caches although its
+# rows lie apart.
 _TILE_ROWS = 4
 _COMPACT = 2**15
 
@@ -267,12 +267,11 @@ _COMPACT = 2**15
 def _readable(w: Tensor, rows: int) -> Tensor:
     """A matrix for products with some rows: as it is if each number is read once, or in panels."""
     read_once = rows <= _TILE_ROWS and w.numel() <= _COMPACT
-    in_place = read_once and w.is_contiguous() and w.shape[1] % LANES == 0
-    return w.detach().unsqueeze(0) if in_place else panels(w)
+    return w.detach().unsqueeze(0) if read_once and _has_whole_vectors(w) else panels(w)
 
 
-def _has_whole_vectors(total: Tensor) -> bool:
-    return total.is_contiguous() and total.shape[1] % LANES == 0
+def _has_whole_vectors(matrix: Tensor) -> bool:
+    return matrix.is_contiguous() and matrix.shape[1] % LANES == 0
 
 
 def recall(weights: Weights, x: Tensor, before: Tensor, c: Tensor) -> Kept:

@@ -2,7 +2,9 @@
 
 :mod:`retrograde.kernels.cpu` copies the weights into panels. Here BLAS reads them where they are,
 and only a step's elements are a compiled loop: nearly as fast for layers of many units, slower for
-small ones.
+small ones. Arrays of these loops are named as in ``cpu_states`` and ``cpu_sweep``, and are of one
+step. Those files have the same elements inside their loops over steps, where a call a step would
+take a tenth to three quarters more time.
 """
 
 import functools
@@ -12,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retrograde.kernels import cpu_steps
 from retrograde.kernels.cells import Slopes, Weights
+from retrograde.kernels.lanes import LANES, Reals, compiled, load, positive, sigmoid, store, tanh
 from retrograde.kernels.team import ranges, share
 
 __all__ = ["Forward", "sweep"]
@@ -25,11 +27,7 @@ _THREAD_ELEMENTS = 2**13
 
 
 class Forward:
-    """A layer's forward pass, a range of steps after another.
-
-    Args:
-        weights: the layer's parameters.
-        samples: B.
+    """As :class:`retrograde.kernels.cpu.Forward`.
 
     Example:
         >>> net = torch.nn.GRU(3, 5)
@@ -42,11 +40,11 @@ class Forward:
     """
 
     def __init__(self, weights: Weights, samples: int) -> None:
-        self.weights, self.samples = weights, samples
+        self.weights = weights
         self.sums = weights.hidden.new_empty(samples, weights.hidden.shape[0])
 
     def room(self, steps: int) -> Tensor:
-        """Where the gates of some steps can be (L, B, K·H)."""
+        """Room for the gates of some steps (L, B, K·H)."""
         return self.sums.new_empty(steps, *self.sums.shape)
 
     def __call__(
@@ -67,16 +65,16 @@ class Forward:
         for t in range(len(x)):
             if gru:
                 torch.mm(h, hidden, out=self.sums)
-                arrays = given[t], self.sums.numpy(), added, *states, y[t]
-                loop = functools.partial(cpu_steps.step_gru, *arrays)
+                sums = self.sums.numpy()
+                loop = functools.partial(_step_gru, given[t], sums, added, *states, y[t])
             else:
                 gates[t].addmm_(h, hidden)
                 if weights.kind == "LSTM":
                     kept = before[t] if len(before) else none
-                    loop = functools.partial(cpu_steps.step_lstm, given[t], *states, y[t], kept)
+                    loop = functools.partial(_step_lstm, given[t], *states, y[t], kept)
                 else:
                     relu = weights.kind == "RNN_RELU"
-                    loop = functools.partial(cpu_steps.step_rnn, given[t], *states, y[t], relu)
+                    loop = functools.partial(_step_rnn, given[t], *states, y[t], relu)
             _share(loop, h)
 
 
@@ -92,11 +90,11 @@ def sweep(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor) -> Tenso
         keep, inner, losses = (none if part is None else part[t] for part in parts)
         arrays = gates[t], keep, inner, losses, known
         if lstm:
-            _share(functools.partial(cpu_steps.back_lstm, *arrays), past)
+            _share(functools.partial(_back_lstm, *arrays), past)
             torch.mm(flat[t], hidden, out=past)
             g[:, :size] = past
         else:
-            _share(functools.partial(cpu_steps.back_state, *arrays, past.numpy()), past)
+            _share(functools.partial(_back_state, *arrays, past.numpy()), past)
             torch.addmm(past, flat[t], hidden, out=g)
     return g
 
@@ -104,3 +102,117 @@ def sweep(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor) -> Tenso
 def _share(loop: Callable[[int, int], None], like: Tensor) -> None:
     """Call a loop on ranges of samples, on as many threads as the elements pay."""
     share(loop, ranges(len(like), 1 + like.numel() // _THREAD_ELEMENTS))
+
+
+@compiled  # type: ignore[untyped-decorator]
+def _step_rnn(sums: Reals, h: Reals, outputs: Reals, relu: bool, first: int, last: int) -> None:
+    """RNN: ``sums`` (B, H) is all that enters, and may be the outputs."""
+    size = h.shape[1]
+    z, states, y = sums.reshape(-1), h.reshape(-1), outputs.reshape(-1)
+    for b in range(first, last):
+        for j in range(0, size, LANES):
+            left, at = size - j, b * size + j
+            total = load(z, at, left)
+            state = positive(total) if relu else tanh(total)
+            store(states, at, state, left)
+            store(y, at, state, left)
+
+
+@compiled  # type: ignore[untyped-decorator]
+def _step_gru(
+    driven: Reals, sums: Reals, bias: Reals, h: Reals, outputs: Reals, first: int, last: int
+) -> None:
+    """GRU: from what the inputs bring, and ``sums`` (B, 3 H), U h without its bias."""
+    size = h.shape[1]
+    x, u, states, y = driven.reshape(-1), sums.reshape(-1), h.reshape(-1), outputs.reshape(-1)
+    for b in range(first, last):
+        for j in range(0, size, LANES):
+            left, at, v = size - j, b * size + j, 3 * b * size + j
+            r = load(x, v, left) + load(u, v, left) + load(bias, j, left)
+            z = load(x, v + size, left) + load(u, v + size, left) + load(bias, size + j, left)
+            r, z = sigmoid(r), sigmoid(z)
+            m = load(u, v + 2 * size, left) + load(bias, 2 * size + j, left)
+            n = tanh(load(x, v + 2 * size, left) + r * m)
+            state = n + z * (load(states, at, left) - n)
+            store(states, at, state, left)
+            store(y, at, state, left)
+
+
+@compiled  # type: ignore[untyped-decorator]
+def _step_lstm(
+    gates: Reals, h: Reals, c: Reals, outputs: Reals, before: Reals, first: int, last: int
+) -> None:
+    """LSTM: ``gates`` (B, 4 H), all that enters, become i, f, g, o; ``before``, if any, takes c."""
+    size = h.shape[1]
+    z, states, y = gates.reshape(-1), h.reshape(-1), outputs.reshape(-1)
+    cells, cells_before = c.reshape(-1), before.reshape(-1)
+    for b in range(first, last):
+        for j in range(0, size, LANES):
+            left, at, v = size - j, b * size + j, 4 * b * size + j
+            i, f = sigmoid(load(z, v, left)), sigmoid(load(z, v + size, left))
+            g, o = tanh(load(z, v + 2 * size, left)), sigmoid(load(z, v + 3 * size, left))
+            cell = load(cells, at, left)
+            if before.shape[0]:
+                store(cells_before, at, cell, left)
+            cell = f * cell + i * g
+            state = o * tanh(cell)
+            store(z, v, i, left)
+            store(z, v + size, f, left)
+            store(z, v + 2 * size, g, left)
+            store(z, v + 3 * size, o, left)
+            store(cells, at, cell, left)
+            store(states, at, state, left)
+            store(y, at, state, left)
+
+
+@compiled  # type: ignore[untyped-decorator]
+def _back_state(
+    gates: Reals,
+    keep: Reals,
+    inner: Reals,
+    losses: Reals,
+    g: Reals,
+    before: Reals,
+    first: int,
+    last: int,
+) -> None:
+    """RNN and GRU: gates (B, K·H) and inner become gradients, before what passes them by."""
+    size, width = g.shape[1], gates.shape[1]
+    s, kept, s_n = gates.reshape(-1), keep.reshape(-1), inner.reshape(-1)
+    known, terms, past = g.reshape(-1), losses.reshape(-1), before.reshape(-1)
+    for b in range(first, last):
+        for j in range(0, size, LANES):
+            left, at = size - j, b * size + j
+            x = load(known, at, left)
+            if losses.shape[0]:
+                x = x + load(terms, at, left)
+            for k in range(b * width + j, (b + 1) * width, size):
+                store(s, k, x * load(s, k, left), left)
+            if keep.shape[0]:
+                store(past, at, x * load(kept, at, left), left)
+                store(s_n, at, x * load(s_n, at, left), left)
+            else:
+                store(past, at, x - x, left)
+
+
+@compiled  # type: ignore[untyped-decorator]
+def _back_lstm(
+    gates: Reals, keep: Reals, inner: Reals, losses: Reals, g: Reals, first: int, last: int
+) -> None:
+    """LSTM: gates (B, 4 H) become gradients; of g (B, 2 H), that of c goes to before the step."""
+    size = g.shape[1] // 2
+    s, f, e = gates.reshape(-1), keep.reshape(-1), inner.reshape(-1)
+    known, terms = g.reshape(-1), losses.reshape(-1)
+    for b in range(first, last):
+        for j in range(0, size, LANES):
+            left, at, v = size - j, b * size + j, 4 * b * size + j
+            of_h = 2 * b * size + j
+            x = load(known, of_h, left)
+            if losses.shape[0]:
+                x = x + load(terms, at, left)
+            d = load(known, of_h + size, left) + x * load(e, at, left)
+            store(known, of_h + size, d * load(f, at, left), left)
+            store(s, v, d * load(s, v, left), left)
+            store(s, v + size, d * load(s, v + size, left), left)
+            store(s, v + 2 * size, d * load(s, v + 2 * size, left), left)
+            store(s, v + 3 * size, x * load(s, v + 3 * size, left), left)

@@ -68,46 +68,21 @@ def scan(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor, chunk: in
     length, samples, gates, size = slopes.gates.shape
     if length // chunk < 2:
         return sweep(slopes, hidden, dy, g)
-    chunks, padded, n = -(-length // chunk), _padded(size), g.shape[-1]
+    chunks, n = -(-length // chunk), g.shape[-1]
     rows = g.new_empty(chunks, samples, n + 1, n)
     after, sizes = g.new_empty(chunks, samples, n), g.new_empty(2, samples)
-    keep, inner, losses = _arrays(slopes, dy)
+    given = *_arrays(slopes, hidden, dy), rows, samples, length, chunks, chunk
+    carried = rows, g.contiguous(), after, sizes, samples, chunks
     tile = 16 if n < 16 else 32
     with _device_of(g):
-        warps, stages = _PRODUCTS[padded][gates]
         cuda_sweep.products[(chunks * samples, -(-(n + 1) // tile))](
-            slopes.gates,
-            keep,
-            inner,
-            hidden.contiguous(),
-            losses,
-            rows,
-            samples,
-            length,
-            chunks,
-            chunk,
+            *given,
             K=gates,
-            H=size,
-            P=padded,
             ROWS=tile,
             LOSSES=dy is not None,
-            STAGES=stages,
-            num_warps=warps,
+            **_constants(_PRODUCTS, gates, size),
         )
-        warps, stages = _CARRY[padded][gates]
-        cuda_sweep.carry[(samples,)](
-            rows,
-            g.contiguous(),
-            after,
-            sizes,
-            samples,
-            chunks,
-            LSTM=gates == 4,
-            H=size,
-            P=padded,
-            STAGES=stages,
-            num_warps=warps,
-        )
+        cuda_sweep.carry[(samples,)](*carried, LSTM=gates == 4, **_constants(_CARRY, gates, size))
     if not _trusted(sizes):
         reference.trusted(rows, after)  # which says so
         return sweep(slopes, hidden, dy, g)
@@ -117,19 +92,12 @@ def scan(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor, chunk: in
 def gru_slopes(inputs: Tensor, hidden: Tensor, before: Tensor) -> Slopes:
     """As :func:`retrograde.kernels.cells.gru_slopes`, for float32 on a GPU, in one launch."""
     assert hidden.is_contiguous()
-    size = before.shape[-1]
+    size, numbers = before.shape[-1], before.numel()
     keep, inner = hidden.new_empty(before.shape), hidden.new_empty(before.shape)
+    arrays = inputs.contiguous(), hidden, before.contiguous(), keep, inner
     with _device_of(hidden):
-        cuda_states.gru_slopes[(-(-before.numel() // _BLOCK),)](
-            inputs.contiguous(),
-            hidden,
-            before.contiguous(),
-            keep,
-            inner,
-            before.numel(),
-            H=size,
-            BLOCK=_BLOCK,
-            num_warps=4,
+        cuda_states.gru_slopes[(-(-numbers // _BLOCK),)](
+            *arrays, numbers, H=size, BLOCK=_BLOCK, num_warps=4
         )
     return Slopes(hidden.view(*before.shape[:-1], 3, size), keep, inner)
 
@@ -143,18 +111,10 @@ def lstm_slopes(gates: Tensor, after: Tensor, c: Tensor, known: bool = False) ->
     assert not known
     length, samples, size = *gates.shape[:2], c.shape[-1]
     keep, inner = (gates.new_empty(length, samples, size) for _ in range(2))
+    given = gates, keep, inner, c.contiguous(), length, c.numel()
     with _device_of(gates):
         cuda_states.lstm_slopes[(-(-c.numel() // _LANES),)](
-            gates,
-            keep,
-            inner,
-            c.contiguous(),
-            length,
-            c.numel(),
-            H=size,
-            TIME=_TIME,
-            LANES=_LANES,
-            num_warps=8,
+            *given, H=size, TIME=_TIME, LANES=_LANES, num_warps=8
         )
     return Slopes(gates.view(length, samples, 4, size), keep, inner)
 
@@ -164,31 +124,16 @@ def _sweep_chunks(
 ) -> Tensor:
     """Sweep each chunk from the gradient after it; return the gradient before the first."""
     length, samples, gates, size = slopes.gates.shape
-    padded = _padded(size)
-    keep, inner, losses = _arrays(slopes, dy)
-    before = after.new_empty(samples, after.shape[-1])
-    warps, stages = _SWEEP[padded][gates]
+    before, constants = after.new_empty(samples, after.shape[-1]), _constants(_SWEEP, gates, size)
+    given = *_arrays(slopes, hidden, dy), after, before, samples, length, chunks, chunk
     with _device_of(after):
         cuda_sweep.sweep[(chunks * samples,)](
-            slopes.gates,
-            keep,
-            inner,
-            hidden.contiguous(),
-            losses,
-            after,
-            before,
-            samples,
-            length,
-            chunks,
-            chunk,
+            *given,
             K=gates,
             S=1 if gates == 1 else 4,
-            H=size,
-            P=padded,
             LOSSES=dy is not None,
-            HELD=stages > 1,
-            STAGES=stages,
-            num_warps=warps,
+            HELD=constants["STAGES"] > 1,
+            **constants,
         )
     return before
 
@@ -198,20 +143,26 @@ def _device_of(t: Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(t.device) if t.is_cuda else nullcontext()
 
 
-def _padded(size: int) -> int:
-    return max(16, 1 << (size - 1).bit_length())
+def _constants(
+    table: dict[int, dict[int, tuple[int, int]]], gates: int, size: int
+) -> dict[str, int]:
+    padded = max(16, 1 << (size - 1).bit_length())
+    warps, stages = table[padded][gates]
+    return {"H": size, "P": padded, "STAGES": stages, "num_warps": warps}
 
 
-def _arrays(slopes: Slopes, dy: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """What is kept, the inner slopes and the losses; the gates in place of those absent."""
+def _arrays(slopes: Slopes, hidden: Tensor, dy: Tensor | None) -> tuple[Tensor, ...]:
+    """Gates, what is kept, inner slopes, weights, losses; the gates in place of those absent."""
     gates, keep, inner = slopes.gates, slopes.keep, slopes.inner
     assert gates.dtype == torch.float32
     assert gates.shape[-1] <= LARGEST_SIZE
     for overwritten in (gates, inner):
         assert overwritten is None or overwritten.is_contiguous()
     return (
+        gates,
         gates if keep is None else keep.contiguous(),
         gates if inner is None else inner,
+        hidden.contiguous(),
         gates if dy is None else dy.contiguous(),
     )
 

@@ -238,7 +238,7 @@ def positive(builder: Any, x: Any, zero: Any, one: Any) -> Any:
 
 @_of_a_vector
 def one_above(builder: Any, x: Any, zero: Any, one: Any) -> Any:
-    """1 where x is above 0 or no number, 0 elsewhere: the slope of :func:`positive`."""
+    """1 where x is above 0 or NaN, 0 elsewhere: the slope of :func:`positive`."""
     return builder.select(builder.fcmp_ordered("<=", x, zero), zero, one)
 
 
