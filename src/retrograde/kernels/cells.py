@@ -162,7 +162,8 @@ class Slopes:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Slopes":
         """The same, each tensor changed."""
-        keep, inner = (None if t is None else change(t) for t in (self.keep, self.inner))
+        keep = None if self.keep is None else change(self.keep)
+        inner = None if self.inner is None else change(self.inner)
         return Slopes(change(self.gates), keep, inner)
 
     def at(self, index: int | slice) -> "Slopes":
