@@ -300,11 +300,18 @@ def sweep(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor) -> Tenso
     """As :func:`retrograde.kernels.sweep.sweep`, for float32 and float64 on a CPU; the hidden
     weights may be in panels."""
     samples, size = slopes.gates.shape[1], slopes.gates.shape[3]
+    gates = slopes.gates.flatten(-2).numpy()
+    absent = np.empty((0, 0, 0), gates.dtype)
+    keep, inner, losses = (
+        absent if t is None else t.numpy() for t in (slopes.keep, slopes.inner, dy)
+    )
+    weights = (hidden if hidden.dim() == 3 else panels(hidden)).numpy()
     g = g.clone(memory_format=torch.contiguous_format)
     kernel = cpu_sweep.sweep_lstm if g.shape[-1] == 2 * size else cpu_sweep.sweep_state
     parts = ranges(samples, 1 + slopes.gates.numel() * size // THREAD_WORK)
     numbers = cpu_sweep.room_to_sweep(max(b - a for a, b in parts), size)
-    _share_with_room(kernel, (*_arrays(slopes, hidden, dy), g.numpy()), parts, numbers, g)
+    arrays = gates, keep, inner, weights, losses, g.numpy()
+    _share_with_room(kernel, arrays, parts, numbers, g)
     return g
 
 
@@ -340,15 +347,13 @@ def products(chunks: Slopes, hidden: Tensor, losses: Tensor | None) -> Tensor:
     return rows
 
 
-def _arrays(slopes: Slopes, hidden: Tensor, losses: Tensor | None) -> tuple[Any, ...]:
-    """Steps, or chunks of them, as the loops have them."""
-    gates = slopes.gates.flatten(-2).numpy()
-    absent = np.empty((*gates.shape[:-3], 0, 0, 0), gates.dtype)
+def _arrays(chunks: Slopes, hidden: Tensor, losses: Tensor | None) -> tuple[Any, ...]:
+    """Chunks as the loops have them."""
+    absent = np.empty((len(chunks.gates), 0, 0, 0), hidden.numpy().dtype)
     keep, inner, terms = (
-        absent if t is None else t.numpy() for t in (slopes.keep, slopes.inner, losses)
+        absent if t is None else t.numpy() for t in (chunks.keep, chunks.inner, losses)
     )
-    weights = hidden if hidden.dim() == 3 else panels(hidden)
-    return gates, keep, inner, weights.numpy(), terms
+    return chunks.gates.flatten(-2).numpy(), keep, inner, panels(hidden).numpy(), terms
 
 
 def gru_slopes(inputs: Tensor, hidden: Tensor, before: Tensor) -> Slopes:
