@@ -9,9 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrograde.errors import ScanError
-from retrograde.scan.blelloch import blelloch, chunked, gradients, hybrid, linear, pairs
+from retrograde.scan.blelloch import (
+    blelloch,
+    chunked,
+    gradients,
+    hybrid,
+    linear,
+    pairs,
+    reference,
+)
 from retrograde.scan.elements import IDENTITY, UNREAD, Affine, Dense, Diagonal, Vector
-from retrograde.scan.reference import reference
 from retrograde.scan.work_report import Report
 
 ALPHABET = [chr(ord("A") + i) for i in range(71)]

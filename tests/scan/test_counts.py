@@ -5,9 +5,7 @@ import pytest
 from retrograde.errors import ScanError
 from retrograde.scan.blelloch import blelloch, chunked, hybrid, linear
 from retrograde.scan.counts import (
-    blelloch_levels,
     blelloch_steps,
-    blelloch_unread,
     blelloch_work,
     chunked_steps,
     chunked_work,
@@ -42,7 +40,7 @@ def test_linear_counts():
 def test_blelloch_counts():
     for n in EVERY_N:
         report = counted(blelloch, n)
-        assert len(report.levels) == blelloch_levels(n)
+        assert len(report.levels) == (2 * most_levels(n) + 1 if n else 0)
         assert report.work == report.flops == blelloch_work(n)
         assert report.critical_flops == report.steps() == blelloch_steps(n)
         for p in WORKERS:
@@ -75,6 +73,14 @@ def test_chunked_counts():
                 assert report.steps() == size - 1 + chunks - 2 + min(size, n + 1 - size) - 1
 
 
+def unread(n):
+    """Products of the up-sweep into position n, which the down-sweep overwrites unread.
+
+    Level d has one if binary digit d of n is set; the topmost digit's level is not swept upward.
+    """
+    return max(0, n.bit_count() - 1)
+
+
 def test_products_that_nobody_reads():
     """A product is a pair of what it was made of: those that no result leads back to are unread."""
 
@@ -90,14 +96,14 @@ def test_products_that_nobody_reads():
             [1] * (n + 1), lambda a, b, made=made: made.append((a, b)) or made[-1]
         ):
             made_of(result, seen)
-        assert len(made) - len(seen) == blelloch_unread(n)
+        assert len(made) - len(seen) == unread(n)
 
 
 def test_the_last_element_as_the_identity_saves_the_product_with_it():
     for n in EVERY_N:
         report = Report()
         blelloch([*[1] * n, IDENTITY], lambda a, b: a + b, report=report)
-        assert blelloch_work(n) - report.work == min(1, blelloch_unread(n))
+        assert blelloch_work(n) - report.work == min(1, unread(n))
 
 
 def test_equation_3_3_with_unbounded_workers():
@@ -138,7 +144,6 @@ def test_growth_far_beyond_what_is_run():
     [
         (lambda: blelloch_steps(-1), "the last position is -1: expected 0 or more, for n"),
         (lambda: blelloch_work(-1), "the last position is -1"),
-        (lambda: blelloch_unread(-1), "the last position is -1"),
         (lambda: hybrid_work(5, -1), "-1 levels were given: expected 0"),
         (lambda: chunked_work(5, 0), "a chunk of 0 elements was given: expected at least 1"),
         (lambda: chunked_steps(5, 2, 0), "0 workers were given: expected at least 1, or None"),

@@ -2,18 +2,16 @@
 
 The scan itself, over any associative element: :func:`linear`, :func:`blelloch`, :func:`hybrid` and
 :func:`chunked`, with :func:`reference` as their oracle and a :class:`Report` of what they did;
-:func:`gradients` where every step has a loss of its own. Nothing here loads torch: the modules that
-run recurrent networks this way (:mod:`retrograde.scan.layer`) are loaded when they are needed, and
-so are sparse Jacobians (:class:`CSR`, :func:`transposed_jacobian`, :func:`register_layer`) and the
-scan across processes (:func:`scan_ranks`).
+:func:`gradients` where every step has a loss of its own. Nothing here loads torch: sparse Jacobians
+(:class:`CSR`, :func:`transposed_jacobian`, :func:`register_layer`) and the scan across processes
+(:func:`scan_ranks`) are loaded when they are asked for.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from retrograde.scan.blelloch import blelloch, chunked, gradients, hybrid, linear
+from retrograde.scan.blelloch import blelloch, chunked, gradients, hybrid, linear, reference
 from retrograde.scan.elements import IDENTITY, UNREAD, Affine, Dense, Diagonal, Vector, combine
-from retrograde.scan.reference import reference
 from retrograde.scan.work_report import Report
 
 if TYPE_CHECKING:

@@ -1,19 +1,17 @@
 """Any cell by a scan: its transposed Jacobians by batched vector-Jacobian products.
 
-A cell of which nothing is known is run forward step by step. Backward, its states being known, it
-is called once for all steps of a block, time and batch being one dimension: one graph, from which a
-vector-Jacobian product for every unit vector of the state gives all Jacobians of all steps and
-samples. Then g_t = d_t + J_{t+1}ᵀ g_{t+1} is scanned in chunks, as in
-:mod:`retrograde.kernels.sweep`, and one more product, with every g at once, gives the gradients of
-inputs and parameters.
+Forward, the cell is run step by step. Backward, it is called once for all steps of a block, time
+and batch being one dimension: a vector-Jacobian product for every unit vector of the state gives
+the Jacobians of all steps and samples. Then g_t = d_t + J_{t+1}ᵀ g_{t+1} is scanned in chunks, as
+in :mod:`retrograde.kernels.sweep`, and one more product, with every g at once, gives the gradients
+of inputs and parameters.
 
-This is the slow, general way: n + 2 products for a state of n numbers, and T·B·n² numbers for the
-Jacobians of a block. It asks two things of a cell, which are checked: that it treats the samples
-independently, the batch being the first dimension of each tensor, and that it draws no random
-numbers; then the call for all steps returns the states that the single steps returned.
+This takes n + 2 products for a state of n numbers, and T·B·n² numbers for the Jacobians of a block.
+The cell must treat the samples (the first dimension) independently and draw no random numbers; both
+are checked, since the call for all steps must return the states of the single steps.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +19,7 @@ from torch import Tensor
 
 from retrograde.errors import CellError, RetrogradeError
 
-__all__ = ["run_cell"]
+__all__ = ["run_cell", "unit_vectors"]
 
 Tensors = list[Tensor]
 #: Flat inputs and state of one step to its flat outputs and state.
@@ -123,7 +121,7 @@ class _Backward:
         """The gradients of inputs, initial state and parameters."""
         last = [s[-1] for s in self.states]
         seeds = [torch.zeros_like(s) if g is None else g for s, g in zip(last, after, strict=True)]
-        g = self._flat(seeds, self.samples)
+        g = _flat(seeds, self.samples)
         length = len(self.inputs[0])
         numbers = self.samples * sum(self.widths) ** 2 * g.element_size()
         block = max(self.chunk, _BLOCK_BYTES // numbers)
@@ -141,14 +139,14 @@ class _Backward:
         s = [_leaf(t[start:stop].flatten(0, 1)) for t in self.states]
         with torch.enable_grad():
             outputs, after = self.step(x, s)
-        self._check(after, start, stop)
+        _check_equal(after, [kept[start + 1 : stop + 1].flatten(0, 1) for kept in self.states])
         seeds = [
             (y, dy[start:stop].reshape(y.shape))
             for y, dy in zip(outputs, dys, strict=True)
             if dy is not None and y.requires_grad
         ]
         direct = _products(seeds, s)
-        losses = self._flat(direct, samples).unflatten(0, (steps, self.samples))
+        losses = _flat(direct, samples).unflatten(0, (steps, self.samples))
         jacobians = self._jacobians(after, s, steps)
         gs = _scan(jacobians, losses, g, self.chunk)
         own = [
@@ -166,23 +164,29 @@ class _Backward:
 
     def _jacobians(self, after: Tensors, s: Tensors, steps: int) -> Tensor:
         """Row i of each: the gradient of the state before a step, of number i after it."""
-        rows = []
-        for t in after:
-            for i in range(t[0].numel()):
-                unit = torch.zeros_like(t)
-                unit.flatten(1)[:, i] = 1
-                seeds = [(t, unit)] if t.requires_grad else []
-                rows.append(self._flat(_products(seeds, s), len(t)))
+        rows = [
+            _flat(_products([(t, unit)] if t.requires_grad else [], s), len(t))
+            for t in after
+            for unit in unit_vectors(t)
+        ]
         found: Tensor = torch.stack(rows, 1).unflatten(0, (steps, self.samples))
         return found
 
-    def _check(self, after: Tensors, start: int, stop: int) -> None:
-        """Whether all steps at once did what each of them did alone."""
-        expected = [kept[start + 1 : stop + 1].flatten(0, 1) for kept in self.states]
-        _check_equal(after, expected)
 
-    def _flat(self, parts: Sequence[Tensor], samples: int) -> Tensor:
-        return torch.cat([p.reshape(samples, -1) for p in parts], -1)
+def unit_vectors(t: Tensor) -> Iterator[Tensor]:
+    """For each number of a sample of t, (samples, …): 1 there in every sample, and 0 elsewhere.
+
+    Example:
+        >>> [unit.tolist() for unit in unit_vectors(torch.zeros(2, 2))]
+        [[[1.0, 0.0], [1.0, 0.0]], [[0.0, 1.0], [0.0, 1.0]]]
+    """
+    size = t[0].numel()
+    for row in torch.eye(size, dtype=t.dtype, device=t.device):
+        yield row.expand(len(t), size).view(t.shape)
+
+
+def _flat(parts: Sequence[Tensor], samples: int) -> Tensor:
+    return torch.cat([p.reshape(samples, -1) for p in parts], -1)
 
 
 def _check_independent(step: Step, x: Tensors, state: Tensors) -> None:

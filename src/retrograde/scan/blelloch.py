@@ -42,7 +42,16 @@ from retrograde.scan.work_report import Report
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Algorithm", "blelloch", "chunked", "gradients", "hybrid", "linear", "pairs"]
+__all__ = [
+    "Algorithm",
+    "blelloch",
+    "chunked",
+    "gradients",
+    "hybrid",
+    "linear",
+    "pairs",
+    "reference",
+]
 
 E = TypeVar("E")
 
@@ -60,6 +69,20 @@ class Algorithm(Protocol):
         """[I, a_0, a_0 ⊙ a_1, …], of the length of ``elements``."""
 
 
+def reference(elements: Sequence[E], combine: Callable[[E, E], E]) -> list[E | Identity]:
+    """The oracle of all the others: [I, a_0, a_0 ⊙ a_1, …] by a plain loop (W20, eq. 3.1).
+
+    Example:
+        >>> reference("abcd", lambda a, b: a + b)
+        [IDENTITY, 'a', 'ab', 'abc']
+    """
+    scanned: list[E | Identity] = [IDENTITY]
+    for element in elements[:-1]:
+        before = scanned[-1]
+        scanned.append(element if before is IDENTITY else combine(before, element))
+    return scanned
+
+
 def linear(
     elements: Sequence[E],
     combine: Callable[[E, E], E] = combine,
@@ -69,7 +92,7 @@ def linear(
     """Scan one after another: n − 1 products, each waiting for the last.
 
     Args:
-        elements: [a_0, …, a_n], at least one.
+        elements: [a_0, …, a_n], at least one; a_n is in no result.
         combine: ⊙, associative.
         report: filled with what was done.
 
@@ -95,16 +118,7 @@ def blelloch(
 ) -> list[E | Identity]:
     """Scan as W20 algorithm 1 does: ⌈log₂(n+1)⌉ − 1 levels up, ⌈log₂(n+1)⌉ down, any length.
 
-    Args:
-        elements: [a_0, …, a_n], at least one; a_n is in no result.
-        combine: ⊙, associative.
-        report: filled with what was done.
-
-    Returns:
-        [I, a_0, a_0 ⊙ a_1, …], of the same length.
-
-    Raises:
-        ScanError: there are no elements.
+    Arguments, result and errors are those of :func:`linear`.
 
     Example:
         >>> blelloch("abcd", lambda a, b: a + b)
@@ -134,16 +148,11 @@ def hybrid(
     5.3). No level is ``linear``; all of them do what ``blelloch`` does.
 
     Args:
-        elements: [a_0, …, a_n], at least one; a_n is in no result.
-        combine: ⊙, associative.
+        elements, combine, report: as for :func:`linear`, and so is the result.
         levels: k, at least 0; more than there are means all.
-        report: filled with what was done.
-
-    Returns:
-        [I, a_0, a_0 ⊙ a_1, …], of the same length.
 
     Raises:
-        ScanError: there are no elements, or fewer than no levels.
+        ScanError: there are no elements, or k is negative.
 
     Example:
         >>> hybrid("abcdefg", lambda a, b: a + b, levels=1)
@@ -174,21 +183,16 @@ def chunked(
 ) -> list[E | Identity]:
     """Scan in three phases: products inside chunks, a scan of those, a sweep inside each chunk.
 
-    All chunks go side by side. What the first one multiplies is already what its sweep would give,
-    so it is not swept; the last one's product nobody needs.
+    All chunks go side by side. The first chunk's products are already its scan, so it is not swept;
+    the last chunk's product is not needed.
 
     Args:
-        elements: [a_0, …, a_n], at least one; a_n is not multiplied.
-        combine: ⊙, associative.
+        elements, combine, report: as for :func:`linear`, and so is the result.
         chunk: L, elements a chunk, at least 1; the last may be shorter.
         algorithm: what scans the products of the chunks.
-        report: filled with what was done.
-
-    Returns:
-        [I, a_0, a_0 ⊙ a_1, …], of the same length.
 
     Raises:
-        ScanError: there are no elements, or none in a chunk.
+        ScanError: there are no elements, or a chunk is empty.
 
     Example:
         >>> chunked("abcdefg", lambda a, b: a + b, chunk=3)
@@ -271,12 +275,8 @@ def gradients(
 def pairs(last: int, level: int) -> Iterator[tuple[int, int]]:
     """The positions (l, r) that algorithm 1 joins on a level, upward and downward (lines 3, 10).
 
-    Args:
-        last: n, the last position of the array.
-        level: d, from 0.
-
-    Yields:
-        The ends of two adjacent blocks; no position twice. The last block may be short.
+    They are the ends of adjacent blocks, no position twice; ``last`` is n, and the last block may
+    be short.
 
     Example:
         >>> list(pairs(6, 0)), list(pairs(6, 1)), list(pairs(6, 2))

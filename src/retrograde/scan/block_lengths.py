@@ -46,18 +46,7 @@ def step_numbers(kind: Kind, inputs: int, size: int) -> int:
 def sequential_way(
     kind: Kind, samples: int, inputs: int, size: int, dtype: torch.dtype, device: str
 ) -> Way:
-    """The sequential sweep, its blocks as long as the cache allows.
-
-    Args:
-        kind: which cell.
-        samples: B.
-        inputs: I, the width of an input.
-        size: H.
-        dtype: of the parameters.
-        device: its type.
-
-    Returns:
-        The way.
+    """The sequential sweep of B samples, inputs I and states H wide, in blocks that fit the cache.
 
     Example:
         >>> sequential_way("GRU", 16, 24, 20, torch.float32, "cpu").block
@@ -71,19 +60,7 @@ def sequential_way(
 def scan_way(
     kind: Kind, length: int, samples: int, inputs: int, size: int, dtype: torch.dtype, device: str
 ) -> Way:
-    """The scan, with the chunk that makes its latency 2 L + T / L least.
-
-    Args:
-        kind: which cell.
-        length: T.
-        samples: B.
-        inputs: I.
-        size: H.
-        dtype: of the parameters.
-        device: its type.
-
-    Returns:
-        The way.
+    """The scan over T steps, with the chunk L that makes its latency 2 L + T / L least.
 
     Example:
         >>> scan_way("RNN_TANH", 1000, 16, 24, 20, torch.float32, "cpu").chunk

@@ -1,8 +1,8 @@
 """Steps and work of the scans, in closed form (W20, section 3.6, eqs. 3.3, 3.4).
 
-The array has n + 1 elements. A *step* is a level with at least one product, or ⌈N/p⌉ of them with p
-workers and N products on the level; *work* is the number of products. Moves of the symbolic
-identity are neither.
+The array has n + 1 elements (``last`` is n, at least 0). A *step* is a level with at least one
+product; p workers need ⌈N/p⌉ steps for a level of N products, and ``workers=None`` is any number.
+*Work* is the number of products. Moves of the symbolic identity are neither.
 
 Legend: m = ⌈log₂(n+1)⌉, the binary digits of n; N_d = ⌊(n + 2ᵈ)/2ᵈ⁺¹⌋, the pairs that algorithm 1
 joins on level d, since its i takes the values 0, 2ᵈ⁺¹, … ≤ n − 2ᵈ; q = ⌊n/2ᵏ⌋. As
@@ -18,15 +18,15 @@ block is the identity.
                 for C = ⌈(n+1)/L⌉ ≥ 2 chunks of L, products of chunks scanned linearly
 
 So W ≤ 2n and S ≤ 2m for Blelloch, and with p workers S ≤ 4n/p + 2·log₂(p) + 2: Θ(log n) for p > n,
-else Θ(n/p + log p).
+else Θ(n/p + log p). The linear scan is the hybrid one without levels, Blelloch's has all of them.
+
+Every function raises ``ScanError`` where n or k is negative, a chunk is empty, or p is 0 or less.
 """
 
 from retrograde.errors import ScanError
 
 __all__ = [
-    "blelloch_levels",
     "blelloch_steps",
-    "blelloch_unread",
     "blelloch_work",
     "blocks",
     "check_workers",
@@ -45,15 +45,6 @@ __all__ = [
 def most_levels(last: int) -> int:
     """The levels of algorithm 1's up-sweep, ⌈log₂(n+1)⌉ − 1; for one element none.
 
-    Args:
-        last: n, the last position of the array, at least 0.
-
-    Returns:
-        The most levels that ``hybrid`` can have.
-
-    Raises:
-        ScanError: n is negative.
-
     Example:
         >>> [most_levels(n) for n in (0, 1, 2, 3, 4, 1000)]
         [0, 0, 1, 1, 2, 9]
@@ -63,30 +54,8 @@ def most_levels(last: int) -> int:
     return max(0, last.bit_length() - 1)
 
 
-def blelloch_levels(last: int) -> int:
-    """The levels of algorithm 1, m − 1 up and m down, those that only move included.
-
-    Args:
-        last: n, at least 0.
-
-    Returns:
-        Levels.
-
-    Example:
-        >>> blelloch_levels(1000)
-        19
-    """
-    return 2 * most_levels(last) + 1 if last else 0
-
-
 def linear_steps(last: int) -> int:
     """Steps of the linear scan, n − 1, with any number of workers.
-
-    Args:
-        last: n, at least 0.
-
-    Returns:
-        Steps.
 
     Example:
         >>> linear_steps(1000)
@@ -96,13 +65,7 @@ def linear_steps(last: int) -> int:
 
 
 def linear_work(last: int) -> int:
-    """Products of the linear scan, n − 1.
-
-    Args:
-        last: n, at least 0.
-
-    Returns:
-        Products; a_0 is only moved, and a_n is in no result.
+    """Products of the linear scan, n − 1: a_0 is only moved, and a_n is in no result.
 
     Example:
         >>> linear_work(1000)
@@ -112,22 +75,9 @@ def linear_work(last: int) -> int:
 
 
 def blelloch_steps(last: int, workers: int | None = None) -> int:
-    """Steps of the Blelloch scan (W20, eq. 3.3).
+    """Steps of the Blelloch scan (W20, eq. 3.3): 2m − 3, and one more if 2n ≥ 3·2^(m−1).
 
-    Upward there are m − 1 levels, none empty. Downward the topmost only moves, and of the m − 1
-    others level d has a product if N_d ≥ 2, that is n ≥ 3·2ᵈ: always for d ≤ m − 3, since
-    n ≥ 2^(m−1), and for d = m − 2 if the second binary digit of n is set.
-
-    Args:
-        last: n, at least 0.
-        workers: p; None: unbounded.
-
-    Returns:
-        Steps: 2m − 3, and one more if 2n ≥ 3·2^(m−1). With p workers ⌈N_d/p⌉ + ⌈(N_d − 1)/p⌉ over
-        the m − 1 levels.
-
-    Raises:
-        ScanError: n is negative, or there are no workers.
+    With p workers they are ⌈N_d/p⌉ + ⌈(N_d − 1)/p⌉ over the m − 1 levels.
 
     Example:
         >>> blelloch_steps(1000), blelloch_steps(1000, workers=10)
@@ -137,16 +87,10 @@ def blelloch_steps(last: int, workers: int | None = None) -> int:
 
 
 def blelloch_work(last: int) -> int:
-    """Products of the Blelloch scan (W20, eq. 3.4).
+    """Products of the Blelloch scan (W20, eq. 3.4): n − 1 upward and n − m downward.
 
-    Upward n − 1: the pairs of all levels are n, and the topmost level, one pair, is left out.
-    Downward n − m: all n pairs, less one on each of m levels.
-
-    Args:
-        last: n, at least 0.
-
-    Returns:
-        Products: 2n − 1 − m.
+    The pairs of all levels are n. Upward the topmost, one pair, is left out; downward each of the m
+    levels has one move.
 
     Example:
         >>> blelloch_work(1000)
@@ -155,42 +99,11 @@ def blelloch_work(last: int) -> int:
     return hybrid_work(last, most_levels(last))
 
 
-def blelloch_unread(last: int) -> int:
-    """The products of algorithm 1's up-sweep that line 7 overwrites before anyone reads them.
-
-    They are those into position n. Level d has one if n − i is 2ᵈ to 2ᵈ⁺¹ − 1 for a multiple i of
-    2ᵈ⁺¹, that is if binary digit d of n is set; the topmost digit's level is not swept upward. With
-    ``IDENTITY`` for a_n the first of them is a move.
-
-    Args:
-        last: n, at least 0.
-
-    Returns:
-        Products: the binary digits of n that are set, less one.
-
-    Example:
-        >>> blelloch_unread(1000)
-        5
-    """
-    most_levels(last)
-    return max(0, last.bit_count() - 1)
-
-
 def hybrid_steps(last: int, levels: int, workers: int | None = None) -> int:
     """Steps of the hybrid scan: k up, q − 1 between the q + 1 blocks, k down.
 
-    Downward level d is empty if N_d < 2, that is n < 3·2ᵈ. With n ≥ 2ᵏ only d = k − 1 can be.
-
-    Args:
-        last: n, at least 0.
-        levels: k, at least 0; more than there are means all.
-        workers: p; None: unbounded.
-
-    Returns:
-        Steps: 2k + q − 1, less one if k ≥ 1 and 2n < 3·2ᵏ.
-
-    Raises:
-        ScanError: n or k is negative, or there are no workers.
+    Downward, level d has no product if N_d < 2, that is n < 3·2ᵈ. As n ≥ 2ᵏ, only d = k − 1 can be
+    such. More levels than there are mean all.
 
     Example:
         >>> hybrid_steps(1000, 3), hybrid_steps(1000, 3, workers=10)
@@ -209,16 +122,6 @@ def hybrid_steps(last: int, levels: int, workers: int | None = None) -> int:
 def hybrid_work(last: int, levels: int) -> int:
     """Products of the hybrid scan: n − q up, q − 1 between the blocks, n − q − k down.
 
-    Args:
-        last: n, at least 0.
-        levels: k, at least 0; more than there are means all.
-
-    Returns:
-        Products: 2n − 1 − k − q.
-
-    Raises:
-        ScanError: n or k is negative.
-
     Example:
         >>> hybrid_work(1000, 3)
         1871
@@ -228,21 +131,10 @@ def hybrid_work(last: int, levels: int) -> int:
 
 
 def chunked_steps(last: int, chunk: int, workers: int | None = None) -> int:
-    """Steps of the chunked scan, its C products of chunks scanned linearly.
+    """Steps of the chunked scan with chunks of L elements; n − 1 for one chunk.
 
-    L − 1 inside the C − 1 chunks whose product is needed, C − 2 between them, and one less than
-    their length inside the C − 1 chunks after the first, of which the last may be the only one.
-
-    Args:
-        last: n, at least 0.
-        chunk: L, at least 1.
-        workers: p; None: unbounded.
-
-    Returns:
-        Steps: L − 1 + (C − 2) + min(L, n + 1 − L) − 1, and n − 1 for one chunk.
-
-    Raises:
-        ScanError: n is negative, the chunk is empty, or there are no workers.
+    They are L − 1 inside the C − 1 chunks whose product is needed and C − 2 between them. The sweeps
+    inside the C − 1 chunks after the first take one less than the length of the longest.
 
     Example:
         >>> chunked_steps(1000, 22), chunked_steps(1000, 22, workers=10)
@@ -258,20 +150,10 @@ def chunked_steps(last: int, chunk: int, workers: int | None = None) -> int:
 
 
 def chunked_work(last: int, chunk: int) -> int:
-    """Products of the chunked scan, its C products of chunks scanned linearly.
+    """Products of the chunked scan with chunks of L elements; n − 1 for one chunk.
 
-    (C − 1)·(L − 1) inside chunks, C − 2 between them, and n + 1 − L − (C − 1) in the sweeps: one
-    less than its length for each chunk but the first.
-
-    Args:
-        last: n, at least 0.
-        chunk: L, at least 1.
-
-    Returns:
-        Products: (C − 1)·(L − 1) + n − L, and n − 1 for one chunk.
-
-    Raises:
-        ScanError: n is negative, or the chunk is empty.
+    They are (C − 1)·(L − 1) inside chunks, C − 2 between them, and in the sweeps one less than its
+    length for each chunk but the first.
 
     Example:
         >>> chunked_work(1000, 22)
@@ -282,17 +164,7 @@ def chunked_work(last: int, chunk: int) -> int:
 
 
 def blocks(last: int, levels: int) -> tuple[int, int]:
-    """What is left in the middle of a hybrid scan.
-
-    Args:
-        last: n, at least 0.
-        levels: k, at least 0.
-
-    Returns:
-        k, cut to the levels that there are, and q: q + 1 blocks are left.
-
-    Raises:
-        ScanError: n or k is negative.
+    """k, cut to the levels that there are, and q: a hybrid scan leaves q + 1 blocks.
 
     Example:
         >>> blocks(1000, 3), blocks(1000, 99)
@@ -305,17 +177,7 @@ def blocks(last: int, levels: int) -> tuple[int, int]:
 
 
 def chunks_of(last: int, chunk: int) -> tuple[int, int]:
-    """How many chunks there are, and the length of the last.
-
-    Args:
-        last: n, at least 0.
-        chunk: L, at least 1.
-
-    Returns:
-        C, and 1 to L.
-
-    Raises:
-        ScanError: n is negative, or the chunk is empty.
+    """C, the number of chunks, and the length of the last one.
 
     Example:
         >>> chunks_of(1000, 22)
@@ -329,36 +191,11 @@ def chunks_of(last: int, chunk: int) -> tuple[int, int]:
 
 
 def check_workers(workers: int | None) -> None:
-    """Refuse less than one worker.
-
-    Args:
-        workers: p; None: unbounded.
-
-    Raises:
-        ScanError: there are none.
-
-    Example:
-        >>> check_workers(0)
-        Traceback (most recent call last):
-        ...
-        retrograde.errors.ScanError: 0 workers were given: expected at least 1, or None for any
-    """
+    """Refuse less than one worker."""
     if workers is not None and workers < 1:
         raise ScanError(f"{workers} workers were given: expected at least 1, or None for any")
 
 
 def rounds(products: int, workers: int | None) -> int:
-    """The steps that products need which do not wait for one another.
-
-    Args:
-        products: how many, at least 0.
-        workers: p, each with one product at a time; None: unbounded.
-
-    Returns:
-        ⌈products/p⌉.
-
-    Example:
-        >>> rounds(7, 3), rounds(7, None), rounds(0, None)
-        (3, 1, 0)
-    """
+    """The steps, ⌈products/p⌉, of products that do not wait for one another."""
     return min(1, products) if workers is None else -(-products // workers)

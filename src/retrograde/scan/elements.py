@@ -18,8 +18,8 @@ Affine(J, d)        Vector      Affine      Affine      Affine
 
 *A further kind of element* is any class with ``__matmul__`` (it on the left) and ``__rmatmul__``
 (it on the right). The kinds here return ``NotImplemented`` for what they do not know, so the new
-one alone says how it meets them. ``shape`` and ``flops`` (``rflops`` on the right) tell a report
-what a product is.
+one alone says how it meets them. A report asks for ``shape``, (…, rows, columns), and for
+``flops(other)`` of ``self @ other``; where that is None, the other's ``rflops(self)`` tells.
 
 FLOPs are counted as a multiplication and an addition for each term of a dense product (2·m·k·n),
 and one for each entry that a diagonal scales. Leading dimensions are a batch, and broadcast.
@@ -32,7 +32,7 @@ Reference: Wang, *BPPSA: Scaling Back-propagation by Parallel Scan Algorithm*, 2
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 
@@ -47,9 +47,7 @@ __all__ = [
     "Affine",
     "Dense",
     "Diagonal",
-    "Element",
     "Identity",
-    "Unread",
     "Vector",
     "check_product",
     "combine",
@@ -59,42 +57,19 @@ __all__ = [
 Shape = tuple[int, ...]
 
 
-class Identity(Enum):
-    """The type of ``IDENTITY``; an enumeration, so that it stays one object when pickled."""
+class _Symbol(Enum):
+    """What stands in an array and is never multiplied; one object each, pickled or not."""
 
     IDENTITY = "I"
-
-    def __repr__(self) -> str:
-        return "IDENTITY"
-
-
-IDENTITY: Final = Identity.IDENTITY
-
-
-class Unread(Enum):
-    """The type of ``UNREAD``; an enumeration, so that it stays one object when pickled."""
-
     UNREAD = "·"
 
     def __repr__(self) -> str:
-        return "UNREAD"
+        return self.name
 
 
-UNREAD: Final = Unread.UNREAD
-
-
-class Element(Protocol):
-    """What ``combine`` and a report ask of an element; ``shape`` and ``flops`` only reports ask."""
-
-    @property
-    def shape(self) -> Shape:
-        """(…, rows, columns), or (…, n) of a vector."""
-
-    def __matmul__(self, other: Any) -> Any:
-        """``self`` applied after ``other``, or NotImplemented."""
-
-    def flops(self, other: Any) -> int | None:
-        """FLOPs of ``self @ other``; None where only ``other.rflops(self)`` can tell."""
+IDENTITY: Final = _Symbol.IDENTITY
+UNREAD: Final = _Symbol.UNREAD
+Identity = Literal[_Symbol.IDENTITY]
 
 
 def combine(a: Any, b: Any) -> Any:
@@ -125,14 +100,7 @@ def combine(a: Any, b: Any) -> Any:
 
 
 def flops(a: Any, b: Any) -> int:
-    """The floating-point operations of a ⊙ b = b·a.
-
-    Args:
-        a: the earlier element of the array.
-        b: the later one.
-
-    Returns:
-        FLOPs, all of the batch; 0 with ``IDENTITY``, and where neither element can tell.
+    """The FLOPs of a ⊙ b = b·a, all of the batch; 0 with ``IDENTITY``, or where neither can tell.
 
     Example:
         >>> import torch
@@ -148,14 +116,7 @@ def flops(a: Any, b: Any) -> int:
 
 
 def check_product(left: Any, right: Any) -> Shape:
-    """The batch of left·right, for elements that have a shape.
-
-    Args:
-        left: a linear operator, shape (…, m, k).
-        right: a ``Vector`` (…, k), or a linear operator (…, k, n).
-
-    Returns:
-        The leading dimensions of the product.
+    """The batch of left·right, where left is (…, m, k) and right is (…, k, n), or a vector (…, k).
 
     Raises:
         ScanError: the inner sizes differ, or the batches do not broadcast.
@@ -245,29 +206,21 @@ class Dense:
         return tuple(self.data.shape)
 
     def __matmul__(self, other: Any) -> Any:
-        match other:
-            case Vector(data):
-                check_product(self, other)
-                return Vector((self.data @ data[..., None])[..., 0])
-            case Dense(data):
-                check_product(self, other)
-                return Dense(self.data @ data)
-            case Diagonal(data):
-                check_product(self, other)
-                return Dense(self.data * data[..., None, :])
-        return NotImplemented
+        if not isinstance(other, _TENSORS):
+            return NotImplemented
+        check_product(self, other)
+        if isinstance(other, Vector):
+            return Vector((self.data @ other.data[..., None])[..., 0])
+        if isinstance(other, Dense):
+            return Dense(self.data @ other.data)
+        return Dense(self.data * other.data[..., None, :])
 
     def flops(self, other: Any) -> int | None:
         """FLOPs of ``self @ other``."""
-        entries = prod(self.shape[-2:])
-        match other:
-            case Vector():
-                return 2 * entries * prod(check_product(self, other))
-            case Dense():
-                return 2 * entries * other.shape[-1] * prod(check_product(self, other))
-            case Diagonal():
-                return entries * prod(check_product(self, other))
-        return None
+        if not isinstance(other, _TENSORS):
+            return None
+        once = 1 if isinstance(other, Diagonal) else 2 * _columns(other)
+        return once * prod(self.shape[-2:]) * prod(check_product(self, other))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -297,27 +250,26 @@ class Diagonal:
         return (*self.data.shape, self.data.shape[-1])
 
     def __matmul__(self, other: Any) -> Any:
-        match other:
-            case Vector(data):
-                check_product(self, other)
-                return Vector(self.data * data)
-            case Dense(data):
-                check_product(self, other)
-                return Dense(self.data[..., None] * data)
-            case Diagonal(data):
-                check_product(self, other)
-                return Diagonal(self.data * data)
-        return NotImplemented
+        if not isinstance(other, _TENSORS):
+            return NotImplemented
+        check_product(self, other)
+        if isinstance(other, Dense):
+            return Dense(self.data[..., None] * other.data)
+        return type(other)(self.data * other.data)
 
     def flops(self, other: Any) -> int | None:
         """FLOPs of ``self @ other``."""
-        size = self.shape[-1]
-        match other:
-            case Vector() | Diagonal():
-                return size * prod(check_product(self, other))
-            case Dense():
-                return size * other.shape[-1] * prod(check_product(self, other))
-        return None
+        if not isinstance(other, _TENSORS):
+            return None
+        return _columns(other) * self.shape[-1] * prod(check_product(self, other))
+
+
+_TENSORS = Vector, Dense, Diagonal
+
+
+def _columns(element: Vector | Dense | Diagonal) -> int:
+    """Numbers in a row of the element; what scales a diagonal counts as one."""
+    return element.shape[-1] if isinstance(element, Dense) else 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)

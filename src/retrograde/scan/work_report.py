@@ -1,10 +1,9 @@
 """What a scan did, level by level: products, shapes, FLOPs, the critical path.
 
-A *level* is a set of products that do not wait for one another. A *step* is a level with at least
-one product: with unbounded workers all its products take as long as the longest of them, so the
-critical path is the sum of those. With p workers a level of N products takes ⌈N/p⌉ steps. *Work* is
-the number of all products (W20, section 3.6). What meets ``IDENTITY`` is moved, not multiplied: it
-is no product, and is counted as a move; what meets ``UNREAD`` is neither.
+A *level* is a set of products that do not wait for one another; with unbounded workers it takes as
+long as its longest product, so the critical path is the sum of those. Steps and work are those of
+:mod:`retrograde.scan.counts` (W20, section 3.6). What meets ``IDENTITY`` is moved, not multiplied:
+it is counted as a move; what meets ``UNREAD`` is neither.
 """
 
 from collections import Counter
@@ -21,11 +20,7 @@ __all__ = ["Level", "Operand", "Product", "Report"]
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """What an element was.
-
-    Args:
-        kind: the name of its type.
-        shape: (…, rows, columns), or (…, n) of a vector; empty where it has none.
+    """The type's name and the shape of an element; the shape is empty where it has none.
 
     Example:
         >>> print(Operand("Dense", (3, 5)))
@@ -41,12 +36,7 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One use of the operator: a ⊙ b = b·a.
-
-    Args:
-        a: the earlier operand.
-        b: the later one.
-        flops: its floating-point operations.
+    """One use of the operator, a ⊙ b = b·a, and its floating-point operations.
 
     Example:
         >>> print(Product(Operand("Vector", (5,)), Operand("Dense", (3, 5)), 30))
@@ -69,10 +59,6 @@ class Level:
         phase: what the algorithm was about, such as ``"up-sweep"``.
         products: what was multiplied.
         moves: how many operands met ``IDENTITY`` and were only moved.
-
-    Example:
-        >>> Level("down-sweep", (), moves=1).critical_flops
-        0
     """
 
     phase: str
@@ -90,7 +76,7 @@ class Level:
         return max((product.flops for product in self.products), default=0)
 
     def steps(self, workers: int | None = None) -> int:
-        """Rounds that this many workers need, each with one product at a time; None: unbounded."""
+        """Rounds that p workers need, each with one product at a time; None: unbounded."""
         return rounds(len(self.products), workers)
 
 
@@ -119,12 +105,7 @@ class Report:
         self._cost = cost
 
     def add(self, phase: str, pairs: Sequence[tuple[Any, Any]]) -> None:
-        """Note one level.
-
-        Args:
-            phase: what the algorithm is about.
-            pairs: the operands (a, b) of every a ⊙ b, before they are combined.
-        """
+        """Note one level: the operands (a, b) of every a ⊙ b, before they are combined."""
         read = [(a, b) for a, b in pairs if b is not UNREAD]
         real = [(a, b) for a, b in read if a is not IDENTITY and b is not IDENTITY]
         products = tuple(Product(_operand(a), _operand(b), self._cost(a, b)) for a, b in real)
@@ -135,12 +116,7 @@ class Report:
         return Report(self._cost)
 
     def include(self, part: "Report", phase: str) -> None:
-        """Append the levels of a scan inside this one.
-
-        Args:
-            part: its report.
-            phase: what to call it; its own phases are named after it.
-        """
+        """Append the levels of a scan inside this one; their phases are named after ``phase``."""
         for level in part.levels:
             self.levels.append(replace(level, phase=f"{phase}, {level.phase}"))
 
@@ -166,9 +142,6 @@ class Report:
             workers: p; each does one product at a time, and all finish a level before the next.
                 None: unbounded.
 
-        Returns:
-            Steps.
-
         Raises:
             ScanError: there are no workers.
         """
@@ -181,7 +154,7 @@ class Report:
             ("phase", "levels", "products", "moves", "FLOPs", "critical", "what")
         ]
         for level, same in groupby(self.levels):
-            rows.append(_row(level.phase, [level] * len(list(same)), _summary(level)))
+            rows.append(_row(level.phase, list(same), _summary(level)))
         rows.append(_row("all", self.levels, ""))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join(_line(row, widths) for row in rows)
