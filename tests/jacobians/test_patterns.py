@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from oracles.sparse import dense, drawn_factors, factor_of, factors, kron, matching
 from retrograde.errors import ScanError
-from retrograde.jacobians import product as products
+from retrograde.jacobians import pattern as products
 from retrograde.jacobians.factor import (
     TooManyEntriesError,
     combined,
@@ -18,8 +18,7 @@ from retrograde.jacobians.factor import (
     merged,
     multiplied,
 )
-from retrograde.jacobians.pattern import Pattern
-from retrograde.jacobians.product import Product, aligned
+from retrograde.jacobians.pattern import Pattern, Product, aligned
 
 SIZE = st.integers(1, 7)
 some = settings(deadline=None, derandomize=True, max_examples=80)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from oracles.sparse import dense, factor_of, matching
 from retrograde.jacobians import arithmetic
 from retrograde.jacobians import cpu_products as cpu_sparse
-from retrograde.jacobians import product as products
+from retrograde.jacobians import pattern as products
 from retrograde.jacobians.arithmetic import apply, multiply, plain, spread_out
 from retrograde.jacobians.csr import CSR
 from retrograde.jacobians.factor import full, identity

@@ -13,8 +13,7 @@ import retrograde as rg
 from oracles.processes import spawn
 from retrograde.errors import CellError, RankError
 from retrograde.jacobians.factor import from_pairs, full, identity
-from retrograde.jacobians.pattern import Pattern
-from retrograde.jacobians.product import Product
+from retrograde.jacobians.pattern import Pattern, Product
 from retrograde.nn.networks import lenet5
 from retrograde.ranks.group_transport import GroupLinks
 from retrograde.ranks.transport import Parcel, Simulated, simulate

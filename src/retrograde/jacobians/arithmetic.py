@@ -1,45 +1,36 @@
 """Products with sparse transposed Jacobians, in plain torch, and which kernels do them faster.
 
-Values are (nnz,) where all samples share them, or (samples, nnz). What lands where is known
-(:class:`~retrograde.jacobians.product.Product`), so a product is gather, multiply, segmented sum:
-no search, no merging of indices, which is most of what a general sparse product does (W20, sections
-3.3 and 4.3).
+Values are (nnz,) where all samples share them, or (samples, nnz); a gradient is (columns,) or
+(samples, columns). What lands where is known (:class:`~retrograde.jacobians.pattern.Product`), so a
+product is gather, multiply, segmented sum: no search and no merging of indices, which is most of
+what a general sparse product does (W20, sections 3.3 and 4.3).
+
+Where all channels meet, as in an unpruned convolution, a whole matrix stands between an input
+place and an output place. A product of two such Jacobians sums products of these matrices, by BLAS.
 """
 
 import importlib.util
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from retrograde.jacobians.blocks import multiply_blocks
-from retrograde.jacobians.pattern import Pattern
+from retrograde.jacobians.pattern import Pattern, Product
 
-__all__ = [
-    "SparseKernels",
-    "apply",
-    "multiply",
-    "plain",
-    "sparse_kernels",
-    "spread_out",
-]
+__all__ = ["SparseKernels", "apply", "multiply", "plain", "sparse_kernels", "spread_out"]
 
 
 @dataclass(frozen=True)
 class SparseKernels:
-    """One implementation of what is done with sparse values.
+    """One implementation, "numba", "triton" or "torch", of what is done with sparse values.
 
-    Attributes:
-        name: "numba", "triton" or "torch".
-        scale: as :func:`scale`.
-        multiply: as :func:`multiply_sparse`.
-        apply: as :func:`apply_sparse`.
-        take: as :func:`take`.
-        mark: as :func:`mark`.
+    The fields are as :func:`scale`, :func:`multiply_sparse`, :func:`apply_sparse`, :func:`take` and
+    :func:`mark`.
     """
 
     name: str
@@ -51,16 +42,7 @@ class SparseKernels:
 
 
 def multiply(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> Tensor:
-    """The values of a product.
-
-    Args:
-        left: of the earlier layer.
-        right: of the later one.
-        a: the values of ``left``, (nnz,) or (samples, nnz).
-        b: those of ``right``.
-
-    Returns:
-        The values of ``left.product(right).result``; (nnz,) where both are shared.
+    """The values of ``left.product(right).result``; (nnz,) where both factors' are shared.
 
     Example:
         >>> from retrograde.jacobians.factor import full, identity
@@ -73,28 +55,18 @@ def multiply(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> Tensor:
     if plan.way == "sparse":
         return kernels.multiply(left, right, a, b)
     if plan.way == "blocks":
-        return multiply_blocks(plan, a, b)
+        return _multiply_by_blocks(plan, a, b)
     if plan.way == "dense":
         return (spread_out(left, a) @ spread_out(right, b)).flatten(-2)
     if left.kind == right.kind == "diagonal":
         return a * b
-    return (
-        kernels.scale(right, b, a, False)
-        if left.kind == "diagonal"
-        else kernels.scale(left, a, b, True)
-    )
+    if left.kind == "diagonal":
+        return kernels.scale(right, b, a, False)
+    return kernels.scale(left, a, b, True)
 
 
 def apply(pattern: Pattern, values: Tensor, x: Tensor) -> Tensor:
-    """A transposed Jacobian times a gradient.
-
-    Args:
-        pattern: of the Jacobian.
-        values: (nnz,) or (samples, nnz).
-        x: (columns,) or (samples, columns).
-
-    Returns:
-        (rows,) or (samples, rows).
+    """A transposed Jacobian times a gradient: (rows,) or (samples, rows).
 
     Example:
         >>> from retrograde.jacobians.factor import full
@@ -104,26 +76,13 @@ def apply(pattern: Pattern, values: Tensor, x: Tensor) -> Tensor:
     if pattern.kind == "diagonal":
         return values * x
     if pattern.kind == "full":
-        matrix = values.reshape(*values.shape[:-1], *pattern.shape)
+        matrix = spread_out(pattern, values)
         return x @ matrix.T if values.ndim == 1 else (matrix @ x[..., None])[..., 0]
     return sparse_kernels(x.device.type, x.dtype).apply(pattern, values, x)
 
 
 def spread_out(pattern: Pattern, values: Tensor) -> Tensor:
-    """The matrix with its zeros.
-
-    Args:
-        pattern: of the matrix.
-        values: (nnz,) or (samples, nnz).
-
-    Returns:
-        (rows, columns) or (samples, rows, columns).
-
-    Example:
-        >>> from retrograde.jacobians.factor import identity
-        >>> spread_out(Pattern(identity(2)), torch.tensor([2.0, 3.0])).tolist()
-        [[2.0, 0.0], [0.0, 3.0]]
-    """
+    """The matrix with its zeros: (rows, columns) or (samples, rows, columns)."""
     if pattern.kind == "full":
         return values.reshape(*values.shape[:-1], *pattern.shape)
     rows, columns = pattern.shape
@@ -134,33 +93,13 @@ def spread_out(pattern: Pattern, values: Tensor) -> Tensor:
 
 
 def scale(pattern: Pattern, values: Tensor, diagonal: Tensor, by_column: bool) -> Tensor:
-    """diag(d)·X, or X·diag(d).
-
-    Args:
-        pattern: of X.
-        values: of X.
-        diagonal: d.
-        by_column: whether d stands on the right.
-
-    Returns:
-        The values of the product.
-    """
+    """The values of X·diag(d) if ``by_column``, else of diag(d)·X; pattern and values are X's."""
     places = pattern.tensor("indices" if by_column else "row_of", values.device)
     return values * diagonal.index_select(-1, places)
 
 
 def multiply_sparse(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> Tensor:
-    """A product of two, neither of which is diagonal: gather, multiply, segmented sum.
-
-    Args:
-        left: of the earlier layer.
-        right: of the later one.
-        a: the values of ``left``.
-        b: those of ``right``.
-
-    Returns:
-        The values of the product.
-    """
+    """The values of a product, neither factor diagonal: gather, multiply, segmented sum."""
     plan = left.product(right)
     names = "ends", "lefts", "rights"
     ends, lefts, rights = (plan.landing.tensor(name, a.device) for name in names)
@@ -170,44 +109,21 @@ def multiply_sparse(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> Tens
 
 
 def apply_sparse(pattern: Pattern, values: Tensor, x: Tensor) -> Tensor:
-    """A transposed Jacobian, neither diagonal nor full, times a gradient.
-
-    Args:
-        pattern: of the Jacobian.
-        values: its values.
-        x: (columns,) or (samples, columns).
-
-    Returns:
-        (rows,) or (samples, rows).
-    """
+    """A transposed Jacobian, neither diagonal nor full, times a gradient."""
     terms = values * x.index_select(-1, pattern.tensor("indices", x.device))
     rows = pattern.tensor("row_of", x.device)
     return x.new_zeros(*terms.shape[:-1], pattern.shape[0]).index_add_(-1, rows, terms)
 
 
 def take(weights: Tensor, pattern: Any) -> Tensor:
-    """The values of a pattern whose entries are weights.
-
-    Args:
-        weights: flat.
-        pattern: its ``sources`` say which weight an entry is.
-
-    Returns:
-        (nnz,).
-    """
+    """The values of a pattern whose entries are the flat weights that its ``sources`` name."""
     return weights.index_select(0, pattern.tensor("sources", weights.device))
 
 
 def mark(pattern: Pattern, x: Tensor, chosen: Tensor) -> Tensor:
     """The values of a max-pooling: 1 where the input of an entry is its output's maximum.
 
-    Args:
-        pattern: of the pooling.
-        x: its input, (samples, channels, …).
-        chosen: by output, the place of the maximum in its channel, (samples, channels, …).
-
-    Returns:
-        (samples, nnz).
+    x is the input, (samples, channels, …); ``chosen`` is each maximum's place in its channel.
     """
     within = pattern.tensor("row_of", x.device) % prod(x.shape[2:])
     columns = pattern.tensor("indices", x.device)
@@ -219,14 +135,7 @@ plain = SparseKernels("torch", scale, multiply_sparse, apply_sparse, take, mark)
 
 @cache
 def sparse_kernels(device: str, dtype: torch.dtype) -> SparseKernels:
-    """The fastest implementation for a device.
-
-    Args:
-        device: its type, such as "cpu" or "cuda".
-        dtype: of the values.
-
-    Returns:
-        Compiled kernels where there are some, and else the plain ones.
+    """The fastest implementation for a type of device, such as "cpu" or "cuda".
 
     Example:
         >>> sparse_kernels("cpu", torch.float32).name
@@ -234,15 +143,72 @@ def sparse_kernels(device: str, dtype: torch.dtype) -> SparseKernels:
     """
     real = dtype in (torch.float32, torch.float64)
     if device == "cpu" and real:
-        from retrograde.jacobians import cpu_products as cpu_sparse
+        from retrograde.jacobians import cpu_products as cpu
 
-        return SparseKernels(
-            "numba", cpu_sparse.scale, cpu_sparse.multiply, cpu_sparse.apply, cpu_sparse.take,
-            cpu_sparse.mark,
-        )  # fmt: skip
+        return SparseKernels("numba", cpu.scale, cpu.multiply, cpu.apply, cpu.take, cpu.mark)
     if device == "cuda" and real and importlib.util.find_spec("triton"):
-        from retrograde.jacobians import cuda_products as cuda_sparse
+        from retrograde.jacobians import cuda_products as cuda
 
-        compiled = cuda_sparse.multiply, cuda_sparse.apply
-        return SparseKernels("triton", scale, *compiled, take, mark)
+        return replace(plain, name="triton", multiply=cuda.multiply, apply=cuda.apply)
     return plain
+
+
+def _multiply_by_blocks(plan: Product, a: Tensor, b: Tensor) -> Tensor:
+    places = plan.places
+    before, between, after = places.channels
+    lefts = [_blocks(x, places.left, before, between) for x in (a[None] if a.ndim == 1 else a)]
+    rights = [_blocks(x, places.right, between, after) for x in (b[None] if b.ndim == 1 else b)]
+    samples = max(len(lefts), len(rights))
+    found = a.new_zeros(samples, plan.result.nnz)
+    for i in range(samples):
+        blocks = _multiply_blocks(plan, lefts[i % len(lefts)], rights[i % len(rights)])
+        _put_blocks(plan, blocks, found[i])
+    return found[0] if a.ndim == b.ndim == 1 else found
+
+
+def _block_rows(
+    values: Tensor, places: Pattern, rows: int, columns: int
+) -> Iterator[tuple[slice, Tensor]]:
+    """For each row of the places: its entries, and their values (rows, columns, entries).
+
+    In compressed rows a Jacobian full(C, D) ⊗ P is C times the rows of P, with D times the entries
+    of a row side by side.
+    """
+    by_row = values.view(rows, columns * places.nnz)
+    for start, end in pairwise(places.indptr.tolist()):
+        part = by_row[:, columns * start : columns * end]
+        yield slice(start, end), part.view(rows, columns, end - start)
+
+
+def _blocks(values: Tensor, places: Pattern, rows: int, columns: int) -> Tensor:
+    """One sample's values as (entries of the places, rows, columns)."""
+    found = values.new_empty(places.nnz, rows, columns)
+    for entries, part in _block_rows(values, places, rows, columns):
+        found[entries] = part.permute(2, 0, 1)
+    return found
+
+
+def _multiply_blocks(plan: Product, lefts: Tensor, rights: Tensor) -> Tensor:
+    """(entries of the product's places, rows, columns): for each the sum of its terms."""
+    landing = plan.places.product.landing
+    bounds = landing.ends.tolist()
+    found = lefts.new_empty(len(bounds) - 1, lefts.shape[1], rights.shape[2])
+    ours, theirs = (landing.tensor(name, lefts.device) for name in ("lefts", "rights"))
+    for entry, (start, end) in enumerate(pairwise(bounds)):
+        # Side by side and below one another, the terms' factors are those of one product.
+        x = lefts[ours[start:end]].permute(1, 0, 2).reshape(lefts.shape[1], -1)
+        torch.mm(x, rights[theirs[start:end]].flatten(0, 1), out=found[entry])
+    return found
+
+
+def _put_blocks(plan: Product, blocks: Tensor, out: Tensor) -> None:
+    """Blocks (entries of the places, rows, columns) to where they stand among all values."""
+    places = plan.places.product.result
+    _, rows, columns = blocks.shape
+    if plan.result.kind == "full":
+        whole = out.view(rows, places.shape[0], columns, places.shape[1])
+        i, j = (places.tensor(name, out.device).long() for name in ("row_of", "indices"))
+        whole[:, i, :, j] = blocks
+        return
+    for entries, part in _block_rows(out, places, rows, columns):
+        part.copy_(blocks[entries].permute(1, 2, 0))

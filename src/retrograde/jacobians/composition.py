@@ -18,9 +18,8 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from torch.nn.utils.parametrize import cached
 
 from retrograde.errors import ScanError
-from retrograde.jacobians.csr import CSR
+from retrograde.jacobians.csr import CSR, Local
 from retrograde.jacobians.pattern import Pattern
-from retrograde.jacobians.rule_result import Local
 from retrograde.jacobians.rules import Rule, parts_of, rule_of
 
 __all__ = ["Joined", "Maker", "Path", "Piece", "Residual", "observe"]
@@ -46,14 +45,7 @@ class Residual(nn.Module):
         self.shortcut = nn.Identity() if shortcut is None else shortcut
 
     def forward(self, input: Tensor) -> Tensor:
-        """The sum of both paths.
-
-        Args:
-            input: (samples, …).
-
-        Returns:
-            (samples, …).
-        """
+        """The sum of both paths, (samples, …)."""
         given = input.clone() if _overwrites(self.layers) else input  # the shortcut reads it too
         found: Tensor = self.layers(given) + self.shortcut(input)
         return found
@@ -69,8 +61,8 @@ def _overwrites(layer: nn.Module) -> bool:
 class Path(ABC):
     """One or more layers from an input to an output.
 
-    A *maker* says what the matrix of a :class:`Piece` is: its Jacobian for some samples, or an
-    outline of it, of which only sizes are known. A path puts these together by ``@`` and ``+``.
+    A *maker* gives the matrix of a :class:`Piece`: its Jacobian for some samples, or its outline,
+    of which only sizes are known. A path puts these together by ``@`` and ``+``.
     """
 
     @property
@@ -98,12 +90,7 @@ class Path(ABC):
 
 @dataclass(eq=False)
 class Piece(Path):
-    """One layer.
-
-    Attributes:
-        layer: which.
-        local: its Jacobian.
-    """
+    """One layer, and its Jacobian."""
 
     layer: nn.Module
     local: Local
@@ -133,12 +120,7 @@ class Piece(Path):
 
 @dataclass(eq=False)
 class Joined(Path):
-    """Paths in turn, or side by side from the same input and added up.
-
-    Attributes:
-        paths: at least one.
-        added: whether they are side by side.
-    """
+    """Paths, at least one, in turn; or side by side from the same input and added up."""
 
     paths: Sequence[Path]
     added: bool
@@ -169,17 +151,12 @@ Maker = Callable[[Piece], Any]
 
 
 def observe(layer: nn.Module, x: Tensor) -> tuple[Tensor, Path]:
-    """Run a layer, and keep what its Jacobian is made of.
+    """Run a layer on x, (samples, …), and keep what its Jacobian is made of.
 
-    Args:
-        layer: with a rule, or made of such.
-        x: (samples, …); a gradient must be wanted.
-
-    Returns:
-        The output, which is differentiable with respect to ``x``, and the path.
+    The output is differentiable with respect to x, which must want a gradient.
 
     Raises:
-        ScanError: the layer has no rule, or couples samples.
+        ScanError: a layer has no rule, or couples samples.
     """
     parts, own = parts_of(layer), "forward" not in vars(layer)
     if parts is not None:
@@ -216,7 +193,7 @@ def _observe_piece(layer: nn.Module, rule: Rule, x: Tensor) -> tuple[Tensor, Pat
         _check_output(layer, x, y)
         found = rule(layer, x, y)
     if isinstance(found, CSR):
-        found = Local(found.pattern, found.data.ndim == 1, partial(_given, found.data))
+        found = Local(found.pattern, found.data.ndim == 1, found.data.detach)
     _check_pattern(layer, x, y, found.pattern)
     return y, Piece(layer, found)
 
@@ -248,10 +225,6 @@ def _through(
             "it, or use backward=None"
         )
     return y, path
-
-
-def _given(data: Tensor) -> Tensor:
-    return data.detach()
 
 
 def _check_apart(layer: nn.Module) -> None:

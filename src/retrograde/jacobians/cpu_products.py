@@ -30,10 +30,8 @@ _NONE = np.empty(0, np.int32)
 
 def multiply(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> Tensor:
     """As :func:`retrograde.jacobians.arithmetic.multiply_sparse`."""
-    if left.kind == "full":
-        return _full_times_sparse(left, right, a, b)
-    if right.kind == "full":
-        return _sparse_times_full(left, right, a, b)
+    if "full" in (left.kind, right.kind):
+        return _multiply_full(left, right, a, b)
     result = left.product(right).result
     samples, found = _room(result.nnz, a, b)
     of = (_NONE, _NONE) if result.kind == "full" else (result.indptr, result.indices)
@@ -138,39 +136,30 @@ def mark(pattern: Pattern, x: Tensor, chosen: Tensor) -> Tensor:
     return found
 
 
-def _sparse_times_full(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> Tensor:
-    samples, found = _room(left.shape[0] * right.shape[1], a, b, one_by_one=True)
-    ours, ours_step = _one_by_one(a)
-    theirs, theirs_step = _one_by_one(b)
-    out, _ = _one_by_one(found)
-
-    def some(first: int, last: int) -> None:
-        loops.sparse_times_full(
-            first, last, left.indptr, left.indices, ours, ours_step, theirs, theirs_step,
-            right.shape[1], out,
-        )  # fmt: skip
-
-    work = left.product(right).terms * samples
-    share(some, _pieces(samples * left.shape[0], work))
-    return found
-
-
-def _full_times_sparse(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> Tensor:
+def _multiply_full(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> Tensor:
+    """A product one of whose factors is full, sample after sample."""
     (rows, inner), columns = left.shape, right.shape[1]
     samples, found = _room(rows * columns, a, b, one_by_one=True)
-    ours, ours_step = _one_by_one(a)
-    theirs, theirs_step = _one_by_one(b)
+    ours, theirs = _one_by_one(a), _one_by_one(b)
     out, _ = _one_by_one(found)
 
-    def some(first: int, last: int) -> None:
+    def sparse_times_full(first: int, last: int) -> None:
+        loops.sparse_times_full(
+            first, last, left.indptr, left.indices, *ours, *theirs, columns, out
+        )  # fmt: skip
+
+    def full_times_sparse(first: int, last: int) -> None:
         room = np.zeros((inner + columns) * LANES, out.dtype)
         loops.full_times_sparse(
-            first, last, rows, inner, ours, ours_step, right.indptr, right.indices, theirs,
-            theirs_step, columns, out, room,
+            first, last, rows, inner, *ours, right.indptr, right.indices, *theirs, columns, out,
+            room,
         )  # fmt: skip
 
     work = left.product(right).terms * samples
-    share(some, _pieces(samples * -(-rows // LANES), work))
+    if left.kind == "full":
+        share(full_times_sparse, _pieces(samples * -(-rows // LANES), work))
+    else:
+        share(sparse_times_full, _pieces(samples * rows, work))
     return found
 
 

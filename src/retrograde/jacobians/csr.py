@@ -1,6 +1,8 @@
-"""A transposed Jacobian in compressed sparse rows: an element of a scan."""
+"""Transposed Jacobians in compressed sparse rows, as elements of a scan."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +17,7 @@ from retrograde.scan.elements import Dense, Diagonal, Vector, check_product
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
 
-__all__ = ["CSR"]
+__all__ = ["CSR", "Local"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,21 +56,15 @@ class CSR:
 
     @classmethod
     def from_dense(cls, matrix: Tensor) -> "CSR":
-        """The entries that are not zero in all samples.
+        """The entries of (inputs, outputs), or (samples, inputs, outputs), not zero in all samples.
 
-        Args:
-            matrix: (inputs, outputs), or (samples, inputs, outputs).
-
-        Returns:
-            The Jacobian. Its pattern is that of these values: good for a linear layer, and wrong
-            for one whose zeros depend on its input.
+        The pattern is that of these values: good for a linear layer, and wrong for one whose zeros
+        depend on its input.
         """
         present = matrix != 0 if matrix.ndim == 2 else (matrix != 0).any(0)
         rows, columns = present.nonzero(as_tuple=True)
-        rows, columns = rows.cpu(), columns.cpu()
-        pattern = Pattern(
-            from_pairs(rows.numpy(), columns.numpy(), (present.shape[0], present.shape[1]))
-        )
+        shape = present.shape[0], present.shape[1]
+        pattern = Pattern(from_pairs(rows.cpu().numpy(), columns.cpu().numpy(), shape))
         return cls(pattern, matrix[..., present])
 
     @property
@@ -96,17 +92,7 @@ class CSR:
         return spread_out(self.pattern, self.data)
 
     def to_scipy(self, sample: int = 0) -> "csr_array":
-        """One sample's matrix for scipy.
-
-        Args:
-            sample: which one; any, where all share their values.
-
-        Returns:
-            A ``scipy.sparse.csr_array``.
-
-        Raises:
-            ModuleNotFoundError: scipy is not installed.
-        """
+        """One sample's matrix as a ``scipy.sparse.csr_array``; needs scipy."""
         from scipy.sparse import csr_array
 
         values = self.data if self.data.ndim == 1 else self.data[sample]
@@ -146,12 +132,10 @@ class CSR:
         """FLOPs of ``self @ other``, all samples."""
         match other:
             case Vector():
-                (*batch,) = check_product(self, other)
-                once = 1 if self.pattern.kind == "diagonal" else 2
-                return once * self.nnz * (batch[0] if batch else 1)
+                return self.pattern.flops * prod(check_product(self, other))
             case CSR():
-                (*batch,) = check_product(self, other)
-                return self.pattern.product(other.pattern).flops * (batch[0] if batch else 1)
+                samples = prod(check_product(self, other))
+                return self.pattern.product(other.pattern).flops * samples
             case Dense() | Diagonal():
                 return self.flops(_sparse(other))
         return None
@@ -165,3 +149,27 @@ def _sparse(element: Dense | Diagonal) -> CSR:
     if isinstance(element, Diagonal):
         return CSR(Pattern(identity(element.data.shape[-1])), element.data)
     return CSR(Pattern(full(*element.data.shape[-2:])), element.data.flatten(-2))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Local:
+    """The transposed Jacobian of one layer at one input, its values not computed yet.
+
+    Args:
+        pattern: of its guaranteed zeros.
+        shared: whether all samples have the same values.
+        values: computes them, (nnz,) where shared, else (samples, nnz); None of a layer that
+            changes nothing but shapes.
+        scratch: bytes for each entry that computing them takes besides.
+    """
+
+    pattern: Pattern
+    shared: bool
+    values: Callable[[], Tensor] | None
+    scratch: int = 0
+
+    def csr(self, like: Tensor) -> CSR:
+        """With its values, of the type and on the device of ``like``."""
+        if self.values is None:
+            return CSR(self.pattern, like.new_ones(self.pattern.nnz))
+        return CSR(self.pattern, self.values())

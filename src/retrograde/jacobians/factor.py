@@ -1,12 +1,12 @@
 """Small patterns of zeros and ones, of which large ones are Kronecker products.
 
 A factor says how the inputs and outputs of a layer meet along one of their dimensions: each with
-itself (``identity``), all with all (``full``), or some with some (a band, as a convolution has it).
-Only the last kind needs arrays at all; those of the others are made when they are asked for.
+itself (``identity``), all with all (``full``), or some with some, as the windows of a convolution,
+a pooling or a padding. Only the last kind needs arrays; those of the others are made on demand.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any, Literal
 
 import numpy as np
@@ -20,6 +20,8 @@ __all__ = [
     "Integers",
     "Ints",
     "TooManyEntriesError",
+    "adaptive",
+    "band",
     "combined",
     "from_arrays",
     "from_pairs",
@@ -27,6 +29,7 @@ __all__ = [
     "identity",
     "merged",
     "multiplied",
+    "padding",
 ]
 
 Ints = NDArray[np.int32]
@@ -43,11 +46,7 @@ class TooManyEntriesError(ScanError):
 class Factor:
     """A matrix of zeros and ones, in compressed rows.
 
-    Args:
-        rows: how many.
-        columns: how many.
-        kind: ``"identity"``, ``"full"`` or ``"sparse"``.
-        arrays: of a sparse one: offsets of the rows, and columns, ascending in each row.
+    ``arrays`` of a sparse one are offsets of the rows, and columns, ascending in each row.
 
     Example:
         >>> identity(3).indices.tolist(), full(2, 2).indices.tolist()
@@ -96,19 +95,9 @@ class Factor:
         return np.bincount(self.arrays[1], minlength=self.columns)
 
     def split(self, size: int, *, at: Literal["rows", "columns"]) -> "tuple[Factor, Factor] | None":
-        """Two factors, whose Kronecker product this is.
+        """Two factors whose Kronecker product this is, the first with ``size`` rows, or columns.
 
-        Args:
-            size: rows, or columns, of the first.
-            at: which of them.
-
-        Returns:
-            The factors, or None where there are none.
-
-        Example:
-            >>> first, second = full(2, 6).split(3, at="columns")
-            >>> (first.rows, first.columns), (second.rows, second.columns)
-            ((2, 3), (1, 2))
+        None where there are none.
         """
         rest, left = divmod(getattr(self, at), size)
         if self.kind == "sparse" or left:
@@ -121,40 +110,19 @@ class Factor:
 
 
 def identity(size: int) -> Factor:
-    """Each with itself.
-
-    Args:
-        size: rows and columns.
-
-    Returns:
-        The factor.
-    """
+    """Each with itself."""
     return Factor(size, size, "identity")
 
 
 def full(rows: int, columns: int) -> Factor:
-    """All with all.
-
-    Args:
-        rows: how many.
-        columns: how many.
-
-    Returns:
-        The factor.
-    """
+    """All with all."""
     return Factor(rows, columns, "full")
 
 
 def from_pairs(rows: Integers, columns: Integers, shape: tuple[int, int]) -> Factor:
-    """Some with some.
+    """Some with some: entries in the order of rows and then of columns, no pair twice.
 
-    Args:
-        rows: of each entry, in the order of rows and then of columns, no pair twice.
-        columns: of each entry.
-        shape: rows and columns in all.
-
-    Returns:
-        The factor; where it is an identity, or full, it says so.
+    An identity or a full factor is recognized.
 
     Example:
         >>> from_pairs(np.array([0, 1]), np.array([0, 1]), (2, 2)).kind
@@ -166,16 +134,7 @@ def from_pairs(rows: Integers, columns: Integers, shape: tuple[int, int]) -> Fac
 
 
 def from_arrays(indptr: Integers, indices: Integers, shape: tuple[int, int]) -> Factor:
-    """The same from compressed rows.
-
-    Args:
-        indptr: where each row begins, and the last one ends.
-        indices: the columns, ascending in each row.
-        shape: rows and columns in all.
-
-    Returns:
-        The factor; where it is an identity, or full, it says so.
-    """
+    """The same from compressed rows, columns ascending in each."""
     rows, columns = shape
     if len(indices) == rows * columns:
         return full(rows, columns)
@@ -185,14 +144,58 @@ def from_arrays(indptr: Integers, indices: Integers, shape: tuple[int, int]) -> 
     return Factor(rows, columns, "sparse", (indptr.astype(np.int32), indices.astype(np.int32)))
 
 
+def band(
+    size: int, outputs: int, kernel: int, stride: int, before: int, dilation: int
+) -> tuple[Factor, Ints]:
+    """Windows that move: output o reads the inputs o·stride − before + k·dilation, 0 ≤ k < kernel.
+
+    Returns the factor, inputs × outputs, and the position k of each entry. Padding, of which there
+    is ``before`` in front of the first input, is no entry.
+
+    Example:
+        >>> factor, k = band(size=4, outputs=4, kernel=3, stride=1, before=1, dilation=1)
+        >>> factor.nnz, k.tolist()
+        (10, [1, 0, 2, 1, 0, 2, 1, 0, 2, 1])
+    """
+    o, k = np.meshgrid(np.arange(outputs), np.arange(kernel), indexing="ij")
+    read = o * stride - before + k * dilation
+    inside = (read >= 0) & (read < size)
+    return _sorted(read[inside], o[inside], k[inside], (size, outputs))
+
+
+def adaptive(size: int, outputs: int) -> Factor:
+    """Windows as adaptive pooling has them: from ⌊o·size/outputs⌋ to ⌈(o+1)·size/outputs⌉.
+
+    Example:
+        >>> adaptive(5, 2).column_counts.tolist()
+        [3, 3]
+    """
+    o, i = np.meshgrid(np.arange(outputs), np.arange(size), indexing="ij")
+    inside = (i >= o * size // outputs) & (i < -(-(o + 1) * size // outputs))
+    return _sorted(i[inside], o[inside], o[inside], (size, outputs))[0]
+
+
+def padding(reads: Integers, size: int) -> Factor:
+    """Padding: output o is the input ``reads[o]``, or a constant where that is negative.
+
+    Example:
+        >>> padding(np.array([-1, 0, 1, -1]), 2).indices.tolist()
+        [1, 2]
+    """
+    o = np.arange(len(reads))
+    inside = reads >= 0
+    return _sorted(reads[inside], o[inside], o[inside], (size, len(reads)))[0]
+
+
+def _sorted(
+    rows: Integers, columns: Integers, places: Integers, shape: tuple[int, int]
+) -> tuple[Factor, Ints]:
+    order = np.lexsort((columns, rows))
+    return from_pairs(rows[order], columns[order], shape), places[order].astype(np.int32)
+
+
 def merged(factors: "tuple[Factor, ...]") -> Factor:
-    """The Kronecker product of factors, written out.
-
-    Args:
-        factors: at least one.
-
-    Returns:
-        One factor.
+    """The Kronecker product of factors, written out as one.
 
     Raises:
         TooManyEntriesError: it has too many.
@@ -201,29 +204,41 @@ def merged(factors: "tuple[Factor, ...]") -> Factor:
         >>> merged((identity(2), full(1, 2))).indices.tolist()
         [0, 1, 2, 3]
     """
-    first, *others = factors
-    for other in others:
-        first = _kron(first, other)
-    return first
+    return reduce(_kron, factors)
+
+
+def _kron(left: Factor, right: Factor) -> Factor:
+    shape = left.rows * right.rows, left.columns * right.columns
+    if left.kind == right.kind == "identity":
+        return identity(shape[0])
+    if left.kind == right.kind == "full":
+        return full(*shape)
+    _check_entries(left.nnz * right.nnz, shape)
+    counts = np.outer(left.row_counts, right.row_counts).ravel()
+    indptr = np.concatenate([[0], np.cumsum(counts)])
+    indices = combined((left.indptr, left.indices), (right.indptr, right.indices), right.columns)
+    return Factor(*shape, "sparse", (indptr.astype(np.int32), indices))
+
+
+def combined(left: tuple[Ints, Ints], right: tuple[Ints, Ints], scale: int) -> Ints:
+    """left·scale + right for each entry of a Kronecker product, in the order of its rows.
+
+    Each side is the offsets of its rows, and a number for each entry.
+    """
+    from retrograde.kernels.cpu_patterns import kron
+    from retrograde.kernels.team import ranges, share
+
+    rows = len(left[0]) - 1
+    out = np.empty(len(left[1]) * len(right[1]), np.int32)
+    share(lambda a, b: kron(a, b, *left, *right, scale, out), ranges(rows, rows))
+    return out
 
 
 def multiplied(left: Factor, right: Factor, most: int = MOST_ENTRIES) -> Factor:
     """Where left·right may be non-zero, for non-zeros that do not cancel.
 
-    Args:
-        left: of as many columns as ``right`` has rows.
-        right: see there.
-        most: entries that are written out at most.
-
-    Returns:
-        The pattern of the product.
-
     Raises:
-        TooManyEntriesError: there are more; they are counted first.
-
-    Example:
-        >>> multiplied(full(2, 3), identity(3)).kind
-        'full'
+        TooManyEntriesError: there are more than ``most``; they are counted before they are made.
     """
     if left.kind == "identity":
         return right
@@ -249,42 +264,9 @@ def multiplied(left: Factor, right: Factor, most: int = MOST_ENTRIES) -> Factor:
     return from_arrays(indptr, indices, (left.rows, right.columns))
 
 
-def combined(left: "tuple[Ints, Ints]", right: "tuple[Ints, Ints]", scale: int) -> Ints:
-    """left·scale + right, for each pair of entries that a Kronecker product makes one of.
-
-    Args:
-        left: offsets of the rows, and a number for each entry.
-        right: likewise.
-        scale: see above.
-
-    Returns:
-        A number for each entry of the Kronecker product, in the order of its rows.
-    """
-    from retrograde.kernels.cpu_patterns import kron
-    from retrograde.kernels.team import ranges, share
-
-    rows = len(left[0]) - 1
-    out = np.empty(len(left[1]) * len(right[1]), np.int32)
-    share(lambda a, b: kron(a, b, *left, *right, scale, out), ranges(rows, rows))
-    return out
-
-
 def _check_entries(entries: int, shape: tuple[int, int], most: int = MOST_ENTRIES) -> None:
     if entries > most:
         raise TooManyEntriesError(
             f"a pattern of {shape[0]:,}×{shape[1]:,} has {entries:,} entries: expected at most "
             f"{most:,}; use the linear scan, which needs no products, or give more memory"
         )
-
-
-def _kron(left: Factor, right: Factor) -> Factor:
-    shape = left.rows * right.rows, left.columns * right.columns
-    if left.kind == right.kind == "identity":
-        return identity(shape[0])
-    if left.kind == right.kind == "full":
-        return full(*shape)
-    _check_entries(left.nnz * right.nnz, shape)
-    counts = np.outer(left.row_counts, right.row_counts).ravel()
-    indptr = np.concatenate([[0], np.cumsum(counts)])
-    indices = combined((left.indptr, left.indices), (right.indptr, right.indices), right.columns)
-    return Factor(*shape, "sparse", (indptr.astype(np.int32), indices))

@@ -1,12 +1,10 @@
 """Feed-forward layers backwards: which scan, how many levels of it, and the scan itself.
 
 The array is [∇x_n, J_nᵀ, …, J_1ᵀ]; the exclusive scan gives the gradient of every layer's output,
-and from these all parameters' gradients follow independently of one another (W20, eq. 3.1). How
-many levels are swept upward is decided beforehand, by FLOPs that are counted: the products grow
-denser level by level, and where they have become dearer than the vectors' way they are left (W20,
-section 5.3). Counted are the critical path's, as if every product of a level had a processor of its
-own; what fits in memory is counted as well, and samples are taken a few at a time where all at once
-would not.
+and from these all parameters' gradients follow independently of one another (W20, eq. 3.1).
+Products grow denser level by level, so FLOPs and bytes are counted beforehand, for any number of
+levels upward (W20, section 5.3). Where the products of all samples do not fit in memory, the
+samples are taken a few at a time.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,11 +35,7 @@ Algorithm = Literal["auto", "linear", "blelloch", "hybrid"]
 class Step:
     """One layer of a chain, run on a batch.
 
-    Attributes:
-        layer: which.
-        x: what it was given, cut off from what was before.
-        y: what it gave, differentiable with respect to ``x`` and the layer's parameters.
-        path: its Jacobian.
+    x is cut off from the layers before; y is differentiable with respect to x and the parameters.
     """
 
     layer: nn.Module
@@ -77,14 +71,7 @@ class Split:
 
 
 def observe_steps(layers: Sequence[nn.Module], x: Tensor) -> list[Step]:
-    """Run layers in turn, each cut off from the one before.
-
-    Args:
-        layers: with Jacobians.
-        x: (samples, …).
-
-    Returns:
-        A step for each.
+    """Run layers in turn on x, (samples, …), each cut off from the one before.
 
     Raises:
         ScanError: a layer has no rule, or couples samples.
@@ -117,9 +104,6 @@ def split_of(
         itemsize: of a number, in bytes.
         room: bytes for Jacobians and products.
         cost: FLOPs of a ⊙ b; by default, of what is done.
-
-    Returns:
-        The split.
     """
     own, products = ledger_of(paths, itemsize), Ledger(itemsize, max(1, room // 16))
     make = outlines(samples, products)
@@ -145,7 +129,7 @@ def split_of(
 def scan_gradients(
     steps: Sequence[Step], dy: Tensor, levels: int, samples: int, *, whole: bool
 ) -> list[Tensor]:
-    """The gradients of what the steps gave.
+    """The gradient of each step's ``y``, after that of the first one's ``x`` if ``whole``.
 
     Args:
         steps: of a chain.
@@ -153,9 +137,6 @@ def scan_gradients(
         levels: of the scan; 0 is linear.
         samples: at a time.
         whole: whether the gradient of the first one's input is wanted too.
-
-    Returns:
-        A gradient for each step's ``y``, and for the first one's ``x`` if that is wanted, in front.
     """
     used = steps if whole else steps[1:]
     pieces = [piece for step in used for piece in step.path.pieces()]
@@ -189,12 +170,7 @@ def _element(path: Path, make: Maker) -> Any:
 
 
 class Route:
-    """Several layers as one element: their Jacobian is put together only if a matrix meets it.
-
-    Args:
-        path: through the layers.
-        make: of the single layers' Jacobians.
-    """
+    """Several layers as one element: their Jacobian is put together only if a matrix meets it."""
 
     def __init__(self, path: Path, make: Maker) -> None:
         self._path, self._make = path, make

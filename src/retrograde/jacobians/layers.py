@@ -30,12 +30,11 @@ from torch.nn import functional
 
 from retrograde.errors import RetrogradeError, ScanError
 from retrograde.jacobians.arithmetic import sparse_kernels
-from retrograde.jacobians.factor import Factor, Ints, from_pairs, full, identity
+from retrograde.jacobians.csr import Local
+from retrograde.jacobians.factor import adaptive, band, identity, padding
 from retrograde.jacobians.pattern import Pattern
-from retrograde.jacobians.rule_result import Local
 from retrograde.jacobians.rules import register_layer
-from retrograde.jacobians.weights import Weighted, known, weighted
-from retrograde.jacobians.windows import adaptive, band, padding
+from retrograde.jacobians.weights import Sizes, convolution, known, linear
 
 __all__: list[str] = []
 
@@ -45,8 +44,6 @@ _ELEMENTWISE = (
     nn.Sigmoid, nn.Softplus, nn.Softshrink, nn.Softsign, nn.Tanh, nn.Tanhshrink, nn.Threshold,
     nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
 )  # fmt: skip
-
-Sizes = tuple[int, ...]
 
 
 def _elementwise(layer: nn.Module, x: Tensor, y: Tensor) -> Local:
@@ -72,28 +69,15 @@ def _unchanged(layer: nn.Module, x: Tensor, y: Tensor) -> Local:
     return Local(_diagonal(x), True, None)
 
 
-def _linear(layer: nn.Linear, x: Tensor, y: Tensor) -> Local:
-    prefix, inputs, outputs = prod(x.shape[1:-1]), layer.in_features, layer.out_features
-
-    def make() -> Pattern:
-        i, o = np.divmod(np.arange(inputs * outputs, dtype=np.int32), np.int32(outputs))
-        places = np.zeros(prefix, np.int32), o * np.int32(inputs) + i
-        return Weighted((identity(prefix), full(inputs, outputs)), places, (1, inputs * outputs))
-
-    pattern = known(("linear", prefix, inputs, outputs), make)
-    assert isinstance(pattern, Weighted)
-    return weighted(pattern, layer.weight)
-
-
 def _convolution(count: int, layer: Any, x: Tensor, y: Tensor) -> Local:
     _check_samples(layer, x, 2 + count)
     before = _before(layer)
     sizes = tuple(x.shape[2:])
     if layer.padding_mode == "zeros":
-        return _unpadded_convolution(layer, sizes, tuple(y.shape[2:]), before)
+        return convolution(layer, sizes, tuple(y.shape[2:]), before)
     widths = layer._reversed_padding_repeated_twice
     padded = functional.pad(x.detach(), widths, mode=layer.padding_mode)
-    inner = _unpadded_convolution(layer, tuple(padded.shape[2:]), tuple(y.shape[2:]), (0,) * count)
+    inner = convolution(layer, tuple(padded.shape[2:]), tuple(y.shape[2:]), (0,) * count)
     outer = _padding_of(x, widths, layer.padding_mode)
     product = outer.pattern.product(inner.pattern)
     found = product.exact
@@ -104,53 +88,9 @@ def _convolution(count: int, layer: Any, x: Tensor, y: Tensor) -> Local:
         data: Tensor = (outer.csr(x) @ inner.csr(x)).data
         if found is product.result:
             return data
-        places = found.row_of * np.int64(found.shape[1]) + found.indices
-        return data.index_select(0, torch.from_numpy(places).to(data.device))
+        return data.index_select(0, torch.from_numpy(found.positions).to(data.device))
 
     return Local(found, True, values)
-
-
-def _unpadded_convolution(layer: Any, sizes: Sizes, outputs: Sizes, before: Sizes) -> Local:
-    groups, wide = layer.groups, layer.in_channels // layer.groups
-    how = layer.kernel_size, layer.stride, layer.dilation
-    key = (
-        "convolution",
-        sizes,
-        outputs,
-        before,
-        *how,
-        layer.in_channels,
-        layer.out_channels,
-        groups,
-    )
-
-    def make() -> Pattern:
-        channels, places = _channels(layer.in_channels, layer.out_channels, groups)
-        bands = [
-            band(size, out, kernel, stride, pad, dilation)
-            for size, out, kernel, stride, pad, dilation in zip(
-                sizes, outputs, *how[:2], before, how[2], strict=True
-            )
-        ]
-        return Weighted(
-            (channels, *(factor for factor, _ in bands)),
-            (places, *(place for _, place in bands)),
-            (layer.out_channels * wide, *layer.kernel_size),
-        )
-
-    pattern = known(key, make)
-    assert isinstance(pattern, Weighted)
-    return weighted(pattern, layer.weight)
-
-
-def _channels(inputs: int, outputs: int, groups: int) -> tuple[Factor, Ints]:
-    """Which channels meet, and which matrix of the weights is between them."""
-    wide = inputs // groups
-    of = outputs // groups
-    rows, columns = np.repeat(np.arange(inputs), of), np.arange(inputs * of) % of
-    columns = columns + rows // wide * of
-    places = (columns * wide + rows % wide).astype(np.int32)
-    return from_pairs(rows, columns, (inputs, outputs)), places
 
 
 def _before(layer: Any) -> Sizes:
@@ -352,7 +292,7 @@ def _check_samples(layer: nn.Module, x: Tensor, dimensions: int) -> None:
 register_layer(*_ELEMENTWISE, jacobian=_elementwise)
 register_layer(nn.ReLU, jacobian=_relu)
 register_layer(nn.Identity, nn.Flatten, nn.Unflatten, jacobian=_unchanged)
-register_layer(nn.Linear, jacobian=_linear)
+register_layer(nn.Linear, jacobian=linear)
 register_layer(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, jacobian=_batch_norm)
 for _count in (1, 2, 3):
     for _name, _rule in (

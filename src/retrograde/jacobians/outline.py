@@ -25,7 +25,7 @@ class Ledger:
         most: entries that a written-out product may have.
         shared: of what all samples have in common, indices included.
         each: of a sample.
-        largest: of the values of the largest matrix, of a sample: a copy of it may be needed.
+        largest: of a sample of the largest matrix, since a copy of it may be needed.
     """
 
     itemsize: int
@@ -36,13 +36,7 @@ class Ledger:
     _seen: dict[int, Pattern] = field(default_factory=dict)
 
     def note(self, pattern: Pattern, shared: bool, scratch: int = 0) -> None:
-        """One more matrix.
-
-        Args:
-            pattern: its.
-            shared: whether all samples have the same values.
-            scratch: bytes for each entry, besides.
-        """
+        """One more matrix; ``scratch`` bytes for each entry are needed besides."""
         if id(pattern) not in self._seen:
             self._seen[id(pattern)] = pattern
             self.shared += pattern.index_bytes
@@ -53,24 +47,13 @@ class Ledger:
             self.largest = max(self.largest, values)
 
     def bytes_for(self, samples: int) -> int:
-        """In all.
-
-        Args:
-            samples: at a time.
-
-        Returns:
-            Bytes.
-        """
+        """Bytes in all, for some samples at a time."""
         return self.shared + samples * (self.each + self.largest)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gradient:
-    """A gradient, of which only the size is known.
-
-    Args:
-        size: numbers of a sample.
-    """
+    """A gradient, of which only the size is known, in numbers of a sample."""
 
     size: int
 
@@ -85,13 +68,9 @@ class Gradient:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outline:
-    """A transposed Jacobian, of which only the pattern is known.
+    """A transposed Jacobian, of which only the pattern is known; a ledger notes its products.
 
-    Args:
-        pattern: its.
-        shared: whether all samples have the same values.
-        samples: how many there are.
-        ledger: where products are noted.
+    ``shared`` is whether all ``samples`` have the same values.
     """
 
     pattern: Pattern
@@ -120,8 +99,7 @@ class Outline:
         """FLOPs of ``self @ other``, all samples."""
         match other:
             case Gradient():
-                once = 1 if self.pattern.kind == "diagonal" else 2
-                return once * self.pattern.nnz * self.samples
+                return self.pattern.flops * self.samples
             case Outline():
                 plan = self.pattern.product(other.pattern, self.ledger.most)
                 return plan.flops * (1 if self.shared and other.shared else self.samples)
@@ -134,15 +112,7 @@ class Outline:
 
 
 def ledger_of(paths: Sequence[Path], itemsize: int) -> Ledger:
-    """What the Jacobians of single layers take.
-
-    Args:
-        paths: whose.
-        itemsize: of a number.
-
-    Returns:
-        The ledger.
-    """
+    """What the Jacobians of the single layers of paths take, in numbers of some bytes."""
     ledger = Ledger(itemsize)
     for path in paths:
         for piece in path.pieces():
@@ -152,15 +122,7 @@ def ledger_of(paths: Sequence[Path], itemsize: int) -> Ledger:
 
 
 def outlines(samples: int, ledger: Ledger) -> Maker:
-    """A maker of outlines.
-
-    Args:
-        samples: how many there are.
-        ledger: where products are noted.
-
-    Returns:
-        The maker.
-    """
+    """A maker of outlines, whose products the ledger notes."""
 
     def make(piece: Piece) -> Outline:
         return Outline(piece.local.pattern, piece.local.shared, samples, ledger)

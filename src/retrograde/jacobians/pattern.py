@@ -1,4 +1,4 @@
-"""Where transposed Jacobians may be non-zero, known before any number is.
+"""Where transposed Jacobians and their products may be non-zero, known before any number is.
 
 The zeros that a layer guarantees follow from its shape alone (W20, section 3.3). Along each
 dimension of an image, inputs and outputs meet in a small pattern of their own; the layer's is the
@@ -9,25 +9,34 @@ Kronecker product of those:
     linear           identity of leading dimensions ⊗ all with all
     elementwise      identity
 
-and since (A ⊗ B)·(C ⊗ D) = (A·C) ⊗ (B·D), so are products. So the entries of a product, and the
-multiplications it takes, are counted from factors with a few dozen entries, however large it is;
-arrays are made only of what is multiplied. A pruned layer's pattern is no Kronecker product: it is
-written out, as one factor.
+Since (A ⊗ B)·(C ⊗ D) = (A·C) ⊗ (B·D), so are products: their entries and multiplications are
+counted from factors with a few dozen entries, and arrays are made only of what is multiplied. A
+pruned layer's pattern is no Kronecker product: it is written out, as one factor.
+
+A product is planned once for a pair of patterns, and its numbers are found in one of four ways:
+
+``diagonal``  one factor is: entries are scaled, the pattern stays
+``dense``     both factors are full, or nearly so: a matrix product
+``blocks``    all channels meet on both sides: a matrix product for each pair of places
+``sparse``    anything else, such as a pruned layer: gather, multiply, segmented sum
+
+A product is kept whole if half or more of it is no guaranteed zero, or if a factor is full.
 
 Reference: Wang, *BPPSA: Scaling Back-propagation by Parallel Scan Algorithm*, 2020, sections 3.3,
-3.4; algorithms 2 and 3 are the case of a 3×3 convolution, with positions that wrap around the edges
-of the image in algorithm 3, which are none of its Jacobian's.
+3.4; algorithms 2 and 3 are a 3×3 convolution. Algorithm 3 also has positions that wrap around the
+edges of the image, which are no entries of the Jacobian.
 """
 
 from functools import cached_property
 from hashlib import blake2b
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from retrograde.errors import ScanError
 from retrograde.jacobians.factor import (
@@ -36,30 +45,48 @@ from retrograde.jacobians.factor import (
     Integers,
     Ints,
     from_arrays,
+    full,
+    identity,
     merged,
+    multiplied,
 )
-from retrograde.jacobians.tensors import OnDevices
 
-if TYPE_CHECKING:
-    from retrograde.jacobians.product import Product
+__all__ = ["Kind", "Landing", "Pattern", "Places", "Product", "Union", "aligned"]
 
-__all__ = ["Kind", "Pattern", "Union"]
+_DENSE = 0.5  # share of entries from which on a product is kept whole
+_GEMM = 0.125  # share from which on a sparse factor of a dense product is spread out
+_BLOCK = 2**17  # multiplications from which on a block is worth a call
 
 Kind = Literal["diagonal", "full", "sparse"]
 Union = tuple["Pattern", Integers, Integers]
 
 
+class OnDevices:
+    """Gives its integer arrays as tensors, copied to each device once and kept there.
+
+    A scan uses them in every iteration, and copying takes longer than computing with them.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: dict[tuple[str, torch.device], Tensor] = {}
+
+    def tensor(self, name: str, device: torch.device) -> Tensor:
+        """An array attribute as a tensor, not to be changed; on the CPU it shares the memory."""
+        found = self._tensors.get((name, device))
+        if found is None:
+            # A tensor made in inference mode would be of no use to a later training.
+            with torch.inference_mode(False):
+                found = torch.from_numpy(getattr(self, name)).to(device)
+            self._tensors[name, device] = found
+        return found
+
+
 class Pattern(OnDevices):
-    """Which entries of a transposed Jacobian are no guaranteed zeros.
+    """Which entries of a transposed Jacobian are no guaranteed zeros: a Kronecker product.
 
-    Args:
-        factors: whose Kronecker product it is.
-
-    Attributes:
-        keeps: patterns that are to live as long as this one.
+    ``keeps`` are patterns that are to live as long as this one.
 
     Example:
-        >>> from retrograde.jacobians.factor import identity
         >>> relu = Pattern(identity(65_536))
         >>> relu.shape, relu.nnz, round(relu.sparsity, 5)
         ((65536, 65536), 65536, 0.99998)
@@ -101,6 +128,11 @@ class Pattern(OnDevices):
             return "diagonal"
         return "full" if self.nnz == prod(self.shape) else "sparse"
 
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of a product with a vector, for one sample."""
+        return self.nnz if self.kind == "diagonal" else 2 * self.nnz
+
     @cached_property
     def _whole(self) -> Factor:
         return merged(self.factors)
@@ -122,42 +154,29 @@ class Pattern(OnDevices):
         return np.repeat(rows, np.diff(self.indptr))
 
     @property
+    def positions(self) -> NDArray[np.int64]:
+        """The position of each entry in the matrix with its zeros, row after row: (nnz,)."""
+        return self.row_of * np.int64(self.shape[1]) + self.indices
+
+    @property
     def index_bytes(self) -> int:
         """What the arrays of the pattern take, once they are written out."""
         return 0 if self.kind != "sparse" else 4 * (self.nnz + self.shape[0] + 1)
 
     def restricted(self, keep: NDArray[np.bool_]) -> "Pattern":
-        """The pattern with some entries only.
-
-        Args:
-            keep: (nnz,), which of them.
-
-        Returns:
-            A pattern, written out.
-
-        Example:
-            >>> from retrograde.jacobians.factor import full
-            >>> Pattern(full(2, 2)).restricted(np.array([True, False, True, True])).nnz
-            3
-        """
+        """The pattern with some of its nnz entries only, written out."""
         sums = np.concatenate([[0], np.cumsum(keep)])
         return Pattern(from_arrays(sums[self.indptr], self.indices[keep], self.shape))
 
     def product(self, right: "Pattern", most: int = MOST_ENTRIES) -> "Product":
-        """What ``self``·``right`` is, found once and remembered as long as both exist.
+        """The plan of ``self``·``right``, found once and remembered as long as both exist.
 
-        Args:
-            right: of as many rows as this has columns.
-            most: entries that a product which is no Kronecker product may have.
-
-        Returns:
-            The plan.
+        ``most`` is the entries that a product which is no Kronecker product may have.
 
         Raises:
             ScanError: the shapes do not fit, or there are more entries.
 
         Example:
-            >>> from retrograde.jacobians.factor import full, identity
             >>> plan = Pattern(full(2, 3)).product(Pattern(identity(3)))
             >>> plan.terms, plan.flops, plan.result.kind
             (6, 6, 'full')
@@ -172,30 +191,18 @@ class Pattern(OnDevices):
         known, other = (right._scaled, self) if scales else (self._products, right)
         found = known.get(other)
         if found is None:
-            from retrograde.jacobians.product import Product
-
             found = known[other] = Product(self, right, most)
         return found
 
-    def forget(self) -> None:
-        """Let go of what is remembered; it is found anew where it is wanted."""
-        for known in (self._products, self._scaled, self._unions):
-            known.clear()  # type: ignore[attr-defined]
-
     def union(self, other: "Pattern") -> "Union":
-        """Where either has an entry, found once and remembered as long as both exist.
+        """Where either has an entry, and the places in it of the entries of each.
 
-        Args:
-            other: of the same shape.
-
-        Returns:
-            The pattern, and the places in it of the entries of each.
+        It is found once and remembered as long as both exist.
 
         Raises:
             ScanError: the shapes differ.
 
         Example:
-            >>> from retrograde.jacobians.factor import full, identity
             >>> both, ours, theirs = Pattern(identity(2)).union(Pattern(full(2, 2)))
             >>> both.nnz, ours.tolist(), theirs.tolist()
             (4, [0, 3], [0, 1, 2, 3])
@@ -210,16 +217,20 @@ class Pattern(OnDevices):
         return self._unions[other]
 
     def _union(self, other: "Pattern") -> "Union":
-        keys = [p.row_of * np.int64(p.shape[1]) + p.indices for p in (self, other)]
-        both = np.union1d(*keys)
+        ours, theirs = self.positions, other.positions
+        both = np.union1d(ours, theirs)
         rows, columns = np.divmod(both, self.shape[1])
         indptr = np.searchsorted(rows, np.arange(self.shape[0] + 1))
         found = Pattern(from_arrays(indptr, columns, self.shape))
-        ours, theirs = (np.searchsorted(both, each) for each in keys)
-        return found, ours, theirs
+        return found, np.searchsorted(both, ours), np.searchsorted(both, theirs)
+
+    def forget(self) -> None:
+        """Let go of remembered products and unions; they are found anew where they are wanted."""
+        for known in (self._products, self._scaled, self._unions):
+            known.clear()  # type: ignore[attr-defined]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # As factors, which are small where it is a Kronecker product; what it remembers stays.
+        # Factors are small where it is a Kronecker product; what is remembered is not sent.
         arrays = (f.arrays and tuple(map(torch.from_numpy, f.arrays)) for f in self.factors)
         told = ((f.rows, f.columns, f.kind, a) for f, a in zip(self.factors, arrays, strict=True))
         return _received, tuple(told)
@@ -248,3 +259,151 @@ def _received(*factors: tuple[Any, ...]) -> Pattern:
         digest.update(array.tobytes())
     key = (*((f.rows, f.columns, f.kind, f.nnz) for f in made), digest.digest())
     return _RECEIVED.setdefault(key, Pattern(*made))
+
+
+class Landing(OnDevices):
+    """The terms of a product, in the order of the entries that they land in.
+
+    Args:
+        ends: (nnz + 1,), where the terms of each entry begin, and the last ones end.
+        lefts: (terms,), the left factor's entry of each.
+        rights: (terms,), the right factor's.
+    """
+
+    def __init__(self, ends: Integers, lefts: Ints, rights: Ints) -> None:
+        super().__init__()
+        self.ends, self.lefts, self.rights = ends, lefts, rights
+
+
+class Places(NamedTuple):
+    """A product in which all channels meet: the channels before, between and after; the places."""
+
+    channels: tuple[int, int, int]
+    left: Pattern
+    right: Pattern
+    product: "Product"
+
+
+class Product:
+    """The plan of a product of two patterns.
+
+    Attributes:
+        result: the pattern of the product.
+        terms: multiplications, those with guaranteed zeros left out.
+        way: how the numbers are found.
+    """
+
+    def __init__(self, left: Pattern, right: Pattern, most: int = MOST_ENTRIES) -> None:
+        kinds = {left.kind, right.kind}
+        self._factors = left.factors, right.factors
+        self._multiplied = left.shape[0] * left.shape[1] * right.shape[1]
+        self.way: Literal["diagonal", "dense", "blocks", "sparse"] = "sparse"
+        if "diagonal" in kinds:
+            self.way = "diagonal"
+            self.result = right if left.kind == "diagonal" else left
+            self.terms = self.result.nnz
+            return
+        pairs = aligned(*self._factors)
+        first, then = pairs[0]
+        block = first.rows * first.columns * then.columns
+        if "full" in kinds and min(left.density, right.density) >= _GEMM:
+            self.way = "dense"
+        elif first.kind == then.kind == "full" and block >= _BLOCK:
+            self.way = "blocks"
+        self.terms = prod(
+            int(np.dot(a.column_counts.astype(np.int64), b.row_counts)) for a, b in pairs
+        )
+        whole = full(left.shape[0], right.shape[1])
+        factors = (whole,) if "full" in kinds else tuple(multiplied(a, b, most) for a, b in pairs)
+        self.result = Pattern(*factors)
+        if self.result.kind == "sparse" and self.result.density >= _DENSE:
+            self.result = Pattern(whole)
+
+    @cached_property
+    def exact(self) -> Pattern:
+        """The pattern of the product, its zeros left out even where it is kept whole."""
+        if self.way == "diagonal":
+            return self.result
+        found = Pattern(*(multiplied(a, b) for a, b in aligned(*self._factors)))
+        return self.result if found.nnz == self.result.nnz else found
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations for one sample: one a term where a diagonal scales, else two.
+
+        Of a dense product all terms are counted, those with guaranteed zeros too.
+        """
+        if self.way == "diagonal":
+            return self.terms
+        return 2 * (self._multiplied if self.way == "dense" else self.terms)
+
+    @cached_property
+    def landing(self) -> Landing:
+        """Which entries are multiplied, and where each product lands: written out."""
+        from retrograde.kernels.cpu_patterns import land
+
+        a, b = map(merged, self._factors)
+        lefts, rights = np.empty((2, self.terms), np.int32)
+        ends = np.zeros(self.result.nnz + 1, np.int64)
+        place = np.zeros(self.result.shape[1], np.int32)
+        arrays = a.indptr, a.indices, b.indptr, b.indices
+        land(*arrays, self.result.indptr, self.result.indices, place, ends, lefts, rights)
+        return Landing(ends, lefts, rights)
+
+    @cached_property
+    def places(self) -> Places:
+        """Channels and places of a product by ``blocks``."""
+        (first, then), *rest = aligned(*self._factors)
+        left = Pattern(merged((identity(1), *(a for a, _ in rest))))
+        right = Pattern(merged((identity(1), *(b for _, b in rest))))
+        channels = first.rows, first.columns, then.columns
+        return Places(channels, left, right, left.product(right))
+
+
+def aligned(left: tuple[Factor, ...], right: tuple[Factor, ...]) -> list[tuple[Factor, Factor]]:
+    """The factors of two patterns in pairs (a, b), a with as many columns as b has rows.
+
+    An identity, or a full one, is split where the other side's dimensions need it; what cannot be
+    split makes the other side's factors one.
+
+    Example:
+        >>> pairs = aligned((full(5, 6),), (identity(2), full(3, 4)))
+        >>> [(a.columns, b.rows) for a, b in pairs]
+        [(2, 2), (3, 3)]
+    """
+    pairs: list[tuple[Factor, Factor]] = []
+    ours, theirs = list(left), list(right)
+    while ours or theirs:
+        a = ours.pop(0) if ours else identity(1)
+        b = theirs.pop(0) if theirs else identity(1)
+        if a.columns == b.rows:
+            pairs.append((a, b))
+        elif a.columns == 1:
+            pairs.append((a, identity(1)))
+            theirs.insert(0, b)
+        elif b.rows == 1:
+            pairs.append((identity(1), b))
+            ours.insert(0, a)
+        elif a.columns > b.rows:
+            _split(a, b.rows, "columns", ours, theirs, b)
+        else:
+            _split(b, a.columns, "rows", theirs, ours, a)
+    return pairs
+
+
+def _split(
+    large: Factor,
+    size: int,
+    at: Literal["rows", "columns"],
+    same: list[Factor],
+    other: list[Factor],
+    small: Factor,
+) -> None:
+    """Put back the larger factor in two parts, or else the smaller one together with its next."""
+    parts = large.split(size, at=at)
+    if parts is None:
+        same.insert(0, large)
+        other.insert(0, merged((small, other.pop(0))))
+    else:
+        same[:0] = parts
+        other.insert(0, small)

@@ -6,8 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from retrograde.errors import ScanError
-from retrograde.jacobians.csr import CSR
-from retrograde.jacobians.rule_result import Local
+from retrograde.jacobians.csr import CSR, Local
 
 __all__ = ["Parts", "Rule", "parts_of", "register_layer", "rule_of"]
 
@@ -30,10 +29,10 @@ def register_layer(
         jacobian: ``jacobian(layer, x, y)`` gives the transposed Jacobian of ``y = layer(x)``, as a
             :class:`~retrograde.jacobians.csr.CSR` of shape (inputs, outputs) of one sample,
             flattened. x and y are (samples, …), and y is differentiable with respect to x. The
-            pattern must be the same at every call with the same shapes: where it can be, zeros that
-            depend on the input are entries.
-        parts: ``parts(layer)`` gives, in place of that, a module with the same outputs, made of
-            modules that are known, such as a ``torch.nn.Sequential`` of the layer's own.
+            pattern must be the same at every call with the same shapes, so a zero that depends on
+            the input is an entry.
+        parts: in place of that, ``parts(layer)`` gives a module with the same outputs, made of
+            known modules, such as a ``torch.nn.Sequential`` of the layer's own.
 
     Raises:
         ScanError: neither is given, or both.
@@ -63,17 +62,7 @@ def register_layer(
 
 
 def rule_of(layer: nn.Module) -> Rule:
-    """The rule for a layer.
-
-    Args:
-        layer: any.
-
-    Returns:
-        The rule.
-
-    Raises:
-        ScanError: there is none.
-    """
+    """The rule for a layer; raises ``ScanError`` where there is none."""
     found: Rule | None = _look_up(_RULES, layer)
     if found is None:
         name = type(layer).__name__
@@ -86,14 +75,7 @@ def rule_of(layer: nn.Module) -> Rule:
 
 
 def parts_of(layer: nn.Module) -> nn.Module | None:
-    """What a layer is made of.
-
-    Args:
-        layer: any.
-
-    Returns:
-        A module with the same outputs, or None where the layer is one piece.
-    """
+    """A module of known layers with the same outputs, or None where the layer is one piece."""
     found = _look_up(_PARTS, layer)
     return None if found is None else found(layer)
 

@@ -61,12 +61,7 @@ def transposed_jacobian(layer: nn.Module, input: Tensor, *, memory: Memory | Non
 def room(memory: Memory | None, device: torch.device) -> int:
     """Bytes that Jacobians and their products may take.
 
-    Args:
-        memory: as a user says it; a fraction is of the device's memory. None: half of that.
-        device: where they are.
-
-    Returns:
-        Bytes.
+    A fraction is of the device's memory, and None is half of it.
 
     Raises:
         UnitError: the memory cannot be read.

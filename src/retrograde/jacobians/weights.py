@@ -1,41 +1,80 @@
-"""Patterns whose entries are weights: which weight stands where, and what pruning leaves of them.
+"""Layers whose Jacobian's entries are weights: linear layers and convolutions, pruned or not.
 
-Patterns are kept as long as anything refers to them: two layers of the same shape share one, and
-so do all iterations of a training.
+Patterns are kept as long as anything refers to them: layers of the same shape share one, and so do
+all iterations of a training.
 """
 
 from collections.abc import Callable, Hashable
 from functools import cached_property
+from math import prod
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from retrograde.jacobians.arithmetic import sparse_kernels
-from retrograde.jacobians.factor import Factor, Ints, combined
+from retrograde.jacobians.csr import Local
+from retrograde.jacobians.factor import Factor, Ints, band, combined, from_pairs, full, identity
 from retrograde.jacobians.pattern import Pattern
-from retrograde.jacobians.rule_result import Local
 
-__all__ = ["Weighted", "known", "weighted"]
+__all__ = ["Sizes", "convolution", "known", "linear"]
 
-_PATTERNS: WeakValueDictionary[Hashable, Pattern] = WeakValueDictionary()
+P = TypeVar("P", bound=Pattern)
+Sizes = tuple[int, ...]
+
+_PATTERNS: WeakValueDictionary[Hashable, Any] = WeakValueDictionary()
 
 
-def known(key: Hashable, make: Callable[[], Pattern]) -> Pattern:
-    """A pattern that depends on nothing but a key.
-
-    Args:
-        key: all that decides it.
-        make: how it is made.
-
-    Returns:
-        The one that there is already, or a new one.
-    """
-    found = _PATTERNS.get(key)
+def known(key: Hashable, make: Callable[[], P]) -> P:
+    """The pattern that a key decides, made unless it exists."""
+    found: P | None = _PATTERNS.get(key)
     if found is None:
         found = _PATTERNS[key] = make()
     return found
+
+
+def linear(layer: nn.Linear, x: Tensor, y: Tensor) -> Local:
+    """The rule of a linear layer, with any leading dimensions."""
+    prefix, inputs, outputs = prod(x.shape[1:-1]), layer.in_features, layer.out_features
+
+    def make() -> Weighted:
+        i, o = np.divmod(np.arange(inputs * outputs, dtype=np.int32), np.int32(outputs))
+        places = np.zeros(prefix, np.int32), o * np.int32(inputs) + i
+        return Weighted((identity(prefix), full(inputs, outputs)), places, (1, inputs * outputs))
+
+    return _of_weights(known(("linear", prefix, inputs, outputs), make), layer.weight)
+
+
+def convolution(layer: Any, sizes: Sizes, outputs: Sizes, before: Sizes) -> Local:
+    """The Jacobian of a convolution of images of some sizes, with zeros before the first inputs."""
+    wide = layer.in_channels // layer.groups
+    channels = layer.in_channels, layer.out_channels, layer.groups
+    windows = layer.kernel_size, layer.stride, before, layer.dilation
+
+    def make() -> Weighted:
+        met, places = _channels(*channels)
+        bands = [band(*span) for span in zip(sizes, outputs, *windows, strict=True)]
+        return Weighted(
+            (met, *(factor for factor, _ in bands)),
+            (places, *(place for _, place in bands)),
+            (layer.out_channels * wide, *layer.kernel_size),
+        )
+
+    return _of_weights(
+        known(("convolution", sizes, outputs, *windows, *channels), make), layer.weight
+    )
+
+
+def _channels(inputs: int, outputs: int, groups: int) -> tuple[Factor, Ints]:
+    """Which channels meet, and which matrix of the weights is between them."""
+    wide = inputs // groups
+    of = outputs // groups
+    rows, columns = np.repeat(np.arange(inputs), of), np.arange(inputs * of) % of
+    columns = columns + rows // wide * of
+    places = (columns * wide + rows % wide).astype(np.int32)
+    return from_pairs(rows, columns, (inputs, outputs)), places
 
 
 class Weighted(Pattern):
@@ -67,14 +106,7 @@ class Weighted(Pattern):
         return found
 
     def pruned(self, present: np.ndarray) -> "Pruned":
-        """What is left where some weights are zero.
-
-        Args:
-            present: which weights are not, flat.
-
-        Returns:
-            The pattern.
-        """
+        """What is left if only the ``present`` weights, flat, are not zero."""
         key = np.packbits(present).tobytes()
         found = self._pruned.get(key)
         if found is None:
@@ -83,12 +115,7 @@ class Weighted(Pattern):
 
 
 class Pruned(Pattern):
-    """A pattern without the entries whose weights are zero.
-
-    Args:
-        whole: with them.
-        present: which weights are not zero.
-    """
+    """A pattern without the entries whose weights are zero."""
 
     def __init__(self, whole: Weighted, present: np.ndarray) -> None:
         keep = present[whole.sources]
@@ -97,16 +124,8 @@ class Pruned(Pattern):
         self.sources = whole.sources[keep]
 
 
-def weighted(pattern: Weighted, weight: Tensor) -> Local:
-    """The Jacobian whose entries are weights; without those that are zero.
-
-    Args:
-        pattern: of the layer's shape.
-        weight: its weights, flattened to what ``sources`` refer to.
-
-    Returns:
-        The Jacobian, shared by all samples.
-    """
+def _of_weights(pattern: Weighted, weight: Tensor) -> Local:
+    """The Jacobian, shared by all samples, whose entries are the weights that are not zero."""
     flat = weight.detach().reshape(-1)
     found: Weighted | Pruned = pattern
     if int(torch.count_nonzero(flat)) < len(flat):

@@ -133,8 +133,8 @@ def hybrid_work(last: int, levels: int) -> int:
 def chunked_steps(last: int, chunk: int, workers: int | None = None) -> int:
     """Steps of the chunked scan with chunks of L elements; n − 1 for one chunk.
 
-    They are L − 1 inside the C − 1 chunks whose product is needed and C − 2 between them. The sweeps
-    inside the C − 1 chunks after the first take one less than the length of the longest.
+    They are L − 1 inside the C − 1 chunks whose product is needed, and C − 2 between them. The
+    sweeps of the C − 1 chunks after the first take one less than the length of the longest.
 
     Example:
         >>> chunked_steps(1000, 22), chunked_steps(1000, 22, workers=10)
