@@ -33,7 +33,7 @@ from retrograde.jacobians.arithmetic import sparse_kernels
 from retrograde.jacobians.csr import Local
 from retrograde.jacobians.factor import adaptive, band, identity, padding
 from retrograde.jacobians.pattern import Pattern
-from retrograde.jacobians.rules import register_layer
+from retrograde.jacobians.rules import Rule, register_layer
 from retrograde.jacobians.weights import Sizes, convolution, known, linear
 
 __all__: list[str] = []
@@ -69,15 +69,13 @@ def _unchanged(layer: nn.Module, x: Tensor, y: Tensor) -> Local:
     return Local(_diagonal(x), True, None)
 
 
-def _convolution(count: int, layer: Any, x: Tensor, y: Tensor) -> Local:
-    _check_samples(layer, x, 2 + count)
-    before = _before(layer)
-    sizes = tuple(x.shape[2:])
+def _convolution(layer: Any, x: Tensor, y: Tensor) -> Local:
+    outputs = tuple(y.shape[2:])
     if layer.padding_mode == "zeros":
-        return convolution(layer, sizes, tuple(y.shape[2:]), before)
+        return convolution(layer, tuple(x.shape[2:]), outputs, _before(layer))
     widths = layer._reversed_padding_repeated_twice
     padded = functional.pad(x.detach(), widths, mode=layer.padding_mode)
-    inner = convolution(layer, tuple(padded.shape[2:]), tuple(y.shape[2:]), (0,) * count)
+    inner = convolution(layer, tuple(padded.shape[2:]), outputs, (0,) * len(outputs))
     outer = _padding_of(x, widths, layer.padding_mode)
     product = outer.pattern.product(inner.pattern)
     found = product.exact
@@ -101,39 +99,31 @@ def _before(layer: Any) -> Sizes:
     return (0,) * len(layer.kernel_size) if layer.padding == "valid" else tuple(layer.padding)
 
 
-def _max_pool(count: int, layer: Any, x: Tensor, y: Tensor) -> Local:
-    _check_samples(layer, x, 2 + count)
-    kernel, stride, pad, dilation = (
-        _each(value, count)
-        for value in (layer.kernel_size, layer.stride, layer.padding, layer.dilation)
-    )
-    how = kernel, stride, pad, dilation
-    pool = (functional.max_pool1d, functional.max_pool2d, functional.max_pool3d)[count - 1]
-    pattern = _windows("max", x, y, how)
-    choose = partial(
-        pool, kernel_size=kernel, stride=stride, padding=pad, dilation=dilation,
-        ceil_mode=layer.ceil_mode, return_indices=True,
-    )  # fmt: skip
+def _max_pool(layer: Any, x: Tensor, y: Tensor) -> Local:
+    count = x.ndim - 2
+    sizes = layer.kernel_size, layer.stride, layer.padding, layer.dilation
+    how = [_each(size, count) for size in sizes]
+    pool = getattr(functional, f"max_pool{count}d")
+
+    def choose(given: Tensor) -> Any:
+        return pool(given, *how, ceil_mode=layer.ceil_mode, return_indices=True)
+
+    pattern = _windows(x, y, *how)
     if count != 2:
         return _maxima(pattern, x, y, choose)
 
     def back(one: Tensor, chosen: Tensor) -> Tensor:
-        sizes = (*map(list, how), layer.ceil_mode)
-        found: Tensor = torch.ops.aten.max_pool2d_with_indices_backward(one, x, *sizes, chosen)
+        given = (*map(list, how), layer.ceil_mode)
+        found: Tensor = torch.ops.aten.max_pool2d_with_indices_backward(one, x, *given, chosen)
         return found
 
     return _maxima(pattern, x, y, choose, back)
 
 
-def _adaptive_max_pool(count: int, layer: Any, x: Tensor, y: Tensor) -> Local:
-    _check_samples(layer, x, 2 + count)
-    pools = (
-        functional.adaptive_max_pool1d, functional.adaptive_max_pool2d,
-        functional.adaptive_max_pool3d,
-    )  # fmt: skip
-    pattern = _adaptive_windows(x, y)
-    choose = partial(pools[count - 1], output_size=tuple(y.shape[2:]), return_indices=True)
-    return _maxima(pattern, x, y, choose)
+def _adaptive_max_pool(layer: Any, x: Tensor, y: Tensor) -> Local:
+    pool = getattr(functional, f"adaptive_max_pool{x.ndim - 2}d")
+    choose = partial(pool, output_size=tuple(y.shape[2:]), return_indices=True)
+    return _maxima(_windows(x, y), x, y, choose)
 
 
 def _maxima(
@@ -169,12 +159,12 @@ def _maxima(
     return Local(pattern, False, values, scratch=24)
 
 
-def _average_pool(count: int, layer: Any, x: Tensor, y: Tensor) -> Local:
-    _check_samples(layer, x, 2 + count)
+def _average_pool(layer: Any, x: Tensor, y: Tensor) -> Local:
+    count = x.ndim - 2
     kernel, stride, pad = (
         _each(value, count) for value in (layer.kernel_size, layer.stride, layer.padding)
     )
-    pattern = _windows("average", x, y, (kernel, stride, pad, (1,) * count))
+    pattern = _windows(x, y, kernel, stride, pad, (1,) * count)
     divisor = getattr(layer, "divisor_override", None)
     spans = zip(x.shape[2:], y.shape[2:], kernel, stride, pad, strict=True)
     sizes = [_window_sizes(*span, layer.count_include_pad) for span in spans]
@@ -190,9 +180,8 @@ def _window_sizes(
     return end - start if with_padding else np.minimum(end, size) - np.maximum(start, 0)
 
 
-def _adaptive_average_pool(count: int, layer: Any, x: Tensor, y: Tensor) -> Local:
-    _check_samples(layer, x, 2 + count)
-    pattern = _adaptive_windows(x, y)
+def _adaptive_average_pool(layer: Any, x: Tensor, y: Tensor) -> Local:
+    pattern = _windows(x, y)
     sizes = [factor.column_counts for factor in pattern.factors[1:]]
     return _averages(pattern, x, y, sizes, None)
 
@@ -211,23 +200,17 @@ def _averages(
     return Local(pattern, True, values, scratch=8)
 
 
-def _windows(name: str, x: Tensor, y: Tensor, how: Sequence[Sizes]) -> Pattern:
+def _windows(x: Tensor, y: Tensor, *how: Sizes) -> Pattern:
+    """Windows of some kernel, stride, padding and dilation; of adaptive pooling without these."""
     sizes, outputs, channels = tuple(x.shape[2:]), tuple(y.shape[2:]), x.shape[1]
 
     def make() -> Pattern:
+        if not how:
+            return Pattern(identity(channels), *map(adaptive, sizes, outputs))
         spans = zip(sizes, outputs, *how, strict=True)
         return Pattern(identity(channels), *(band(*span)[0] for span in spans))
 
     return known(("windows", channels, sizes, outputs, *how), make)
-
-
-def _adaptive_windows(x: Tensor, y: Tensor) -> Pattern:
-    sizes, outputs, channels = tuple(x.shape[2:]), tuple(y.shape[2:]), x.shape[1]
-
-    def make() -> Pattern:
-        return Pattern(identity(channels), *map(adaptive, sizes, outputs))
-
-    return known(("adaptive", channels, sizes, outputs), make)
 
 
 def _batch_norm(layer: Any, x: Tensor, y: Tensor) -> Local:
@@ -240,8 +223,7 @@ def _batch_norm(layer: Any, x: Tensor, y: Tensor) -> Local:
     return Local(_diagonal(x), True, scales)
 
 
-def _pad(count: int, layer: Any, x: Tensor, y: Tensor, mode: str) -> Local:
-    _check_samples(layer, x, 2 + count)
+def _pad(layer: Any, x: Tensor, y: Tensor, mode: str) -> Local:
     return _padding_of(x, layer.padding, mode)
 
 
@@ -253,13 +235,9 @@ def _padding_of(x: Tensor, widths: Sequence[int], mode: str) -> Local:
 
     def make() -> Pattern:
         pairs = [widths[2 * i : 2 * i + 2] for i in reversed(range(count))]
-        return Pattern(
-            identity(channels),
-            *(
-                padding(_reads(size, pair, mode), size)
-                for size, pair in zip(sizes, pairs, strict=True)
-            ),
-        )
+        spans = zip(sizes, pairs, strict=True)
+        reads = [padding(_reads(size, pair, mode), size) for size, pair in spans]
+        return Pattern(identity(channels), *reads)
 
     pattern = known(("padding", channels, sizes, tuple(widths), mode), make)
     return Local(pattern, True, lambda: x.new_ones(pattern.nnz))
@@ -281,12 +259,14 @@ def _each(value: Any, count: int) -> Sizes:
     return (value,) * count if isinstance(value, int) else tuple(value)
 
 
-def _check_samples(layer: nn.Module, x: Tensor, dimensions: int) -> None:
+def _of_images(rule: Rule, dimensions: int, layer: nn.Module, x: Tensor, y: Tensor) -> Any:
+    """What a rule gives, if the input has the samples' dimension too."""
     if x.ndim != dimensions:
         raise ScanError(
             f"{type(layer).__name__} was given an input of shape {tuple(x.shape)}: expected "
             f"{dimensions} dimensions, the samples first; add one by input[None]"
         )
+    return rule(layer, x, y)
 
 
 register_layer(*_ELEMENTWISE, jacobian=_elementwise)
@@ -307,4 +287,6 @@ for _count in (1, 2, 3):
         ("ReplicationPad", partial(_pad, mode="replicate")),
         ("CircularPad", partial(_pad, mode="circular")),
     ):
-        register_layer(getattr(nn, f"{_name}{_count}d"), jacobian=partial(_rule, _count))
+        register_layer(
+            getattr(nn, f"{_name}{_count}d"), jacobian=partial(_of_images, _rule, 2 + _count)
+        )

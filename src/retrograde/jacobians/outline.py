@@ -33,12 +33,12 @@ class Ledger:
     shared: int = 0
     each: int = 0
     largest: int = 0
-    _seen: dict[int, Pattern] = field(default_factory=dict)
+    _seen: set[Pattern] = field(default_factory=set)
 
     def note(self, pattern: Pattern, shared: bool, scratch: int = 0) -> None:
         """One more matrix; ``scratch`` bytes for each entry are needed besides."""
-        if id(pattern) not in self._seen:
-            self._seen[id(pattern)] = pattern
+        if pattern not in self._seen:
+            self._seen.add(pattern)
             self.shared += pattern.index_bytes
         values = pattern.nnz * self.itemsize
         self.shared += scratch * pattern.nnz + (values if shared else 0)
