@@ -1,4 +1,4 @@
-"""Layers that are run and looked at: what they were given, what they gave, what Jacobian they have.
+"""Running a layer and finding its Jacobian, also of layers that are made of others.
 
 A layer is one piece, or layers in turn (``torch.nn.Sequential``), or a sum of paths (a residual
 block). The Jacobian of layers in turn is the product of theirs, that of a sum is the sum.
@@ -186,9 +186,9 @@ def _observe_turns(layers: nn.Sequential, x: Tensor) -> tuple[Tensor, Path]:
 
 def _observe_piece(layer: nn.Module, rule: Rule, x: Tensor) -> tuple[Tensor, Path]:
     _check_apart(layer)
-    # What an in-place layer overwrites here is a copy: the input is read again.
+    # An in-place layer overwrites a copy here, since the input is read again.
     given = x.clone() if getattr(layer, "inplace", False) else x
-    with cached():  # a weight that is computed may be another one the next time
+    with cached():  # a parametrized weight may differ each time it is computed
         y = type(layer).forward(layer, given)
         _check_output(layer, x, y)
         found = rule(layer, x, y)
@@ -201,7 +201,7 @@ def _observe_piece(layer: nn.Module, rule: Rule, x: Tensor) -> tuple[Tensor, Pat
 def _through(
     layer: nn.Module, x: Tensor, run: Callable[[Tensor], tuple[Tensor, Path]]
 ) -> tuple[Tensor, Path]:
-    """Call a layer, so that its hooks are too, and see to it that they change nothing."""
+    """Call a layer with its hooks; refuse hooks that change its input or its output."""
     hooks = layer._forward_hooks, layer._forward_pre_hooks
     if not any((*hooks, _global_forward_hooks, _global_forward_pre_hooks)):
         return run(x)

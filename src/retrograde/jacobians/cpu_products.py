@@ -1,9 +1,8 @@
 """Products with sparse transposed Jacobians on CPUs, by numba.
 
-The references are the functions of :mod:`retrograde.jacobians.arithmetic`. A product is made row
-by row: what a row of the left factor meets is summed up in a row of numbers, one for each column,
-and gathered from there into the entries that are known to be in the product. Samples lie side by
-side, so one look at the indices serves eight of them, by one instruction.
+The references are the functions of :mod:`retrograde.jacobians.arithmetic`. A row of a product is
+summed in a dense buffer, one number a column, and its known entries are gathered from there.
+Samples lie side by side, so one look at the indices serves eight of them, by one instruction.
 """
 
 from itertools import pairwise
@@ -35,8 +34,8 @@ def multiply(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> Tensor:
     result = left.product(right).result
     samples, found = _room(result.nnz, a, b)
     of = (_NONE, _NONE) if result.kind == "full" else (result.indptr, result.indices)
-    ours, theirs, out = _side_by_side(a), _side_by_side(b), _side_by_side(found)
-    columns, ours_wide, theirs_wide = result.shape[1], _wide(a), _wide(b)
+    (ours, ours_wide), (theirs, theirs_wide) = _side_by_side(a), _side_by_side(b)
+    (out, _), columns = _side_by_side(found), result.shape[1]
     first_of, then_of = (left.indptr, left.indices), (right.indptr, right.indices)
 
     def one(first: int, last: int) -> None:
@@ -64,17 +63,14 @@ def scale(pattern: Pattern, values: Tensor, diagonal: Tensor, by_column: bool) -
     if values.ndim == diagonal.ndim == 2 and values.is_contiguous() and diagonal.is_contiguous():
         return _scale_one_by_one(pattern, values, diagonal, by_column)
     samples, found = _room(pattern.nnz, values, diagonal)
-    x, d, out = _side_by_side(values), _side_by_side(diagonal), _side_by_side(found)
+    x, d, (out, _) = _side_by_side(values), _side_by_side(diagonal), _side_by_side(found)
     arrays = pattern.indptr, pattern.indices
-    wide = _wide(values), _wide(diagonal)
 
     def one(first: int, last: int) -> None:
-        loops.scale_one(first, last, *arrays, x, d, by_column, out)
+        loops.scale_one(first, last, *arrays, x[0], d[0], by_column, out)
 
     def lanes(first: int, last: int) -> None:
-        loops.scale_lanes(
-            first, last, *arrays, x, wide[0], d, wide[1], by_column, out, samples
-        )  # fmt: skip
+        loops.scale_lanes(first, last, *arrays, *x, *d, by_column, out, samples)
 
     share(one if samples == 1 else lanes, _pieces(pattern.shape[0], pattern.nnz * samples))
     return found
@@ -100,8 +96,8 @@ def apply(pattern: Pattern, values: Tensor, x: Tensor) -> Tensor:
     """As :func:`retrograde.jacobians.arithmetic.apply_sparse`."""
     samples, found = _room(pattern.shape[0], values, x)
     given = x.expand(samples, -1) if samples > 1 else x
-    a, vector, out = _side_by_side(values), _side_by_side(given), _side_by_side(found)
-    arrays, wide = (pattern.indptr, pattern.indices), _wide(values)
+    (a, wide), (vector, _), (out, _) = map(_side_by_side, (values, given, found))
+    arrays = pattern.indptr, pattern.indices
 
     def one(first: int, last: int) -> None:
         loops.apply_one(first, last, *arrays, a, vector, out)
@@ -173,22 +169,17 @@ def _room(size: int, a: Tensor, b: Tensor, *, one_by_one: bool = False) -> tuple
     return samples, in_large_pages(a.new_empty(size, samples)).T
 
 
-def _wide(values: Tensor) -> int:
-    """From an entry to the next."""
-    return len(values) if values.ndim == 2 else 1
-
-
-def _side_by_side(values: Tensor) -> _Reals:
-    """All samples' numbers of an entry, and then of the next."""
+def _side_by_side(values: Tensor) -> tuple[_Reals, int]:
+    """All samples' numbers of an entry, and then of the next; and the distance of entries."""
     turned = values.detach().T if values.ndim == 2 else values.detach()
     array: _Reals = turned.contiguous().view(-1).numpy()
-    return array
+    return array, len(values) if values.ndim == 2 else 1
 
 
 def _one_by_one(values: Tensor) -> tuple[_Reals, int]:
-    """All numbers of a sample, and then of the next; and how many of them there are."""
+    """All numbers of a sample, and then of the next; and the distance of samples, 0 if shared."""
     array: _Reals = values.detach().contiguous().view(-1).numpy()
-    return array, values.shape[1] if _wide(values) > 1 else 0
+    return array, values.shape[1] if values.ndim == 2 and len(values) > 1 else 0
 
 
 def _pieces(rows: int, work: int) -> list[Range]:

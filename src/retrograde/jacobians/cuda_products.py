@@ -1,15 +1,14 @@
 """Products with sparse transposed Jacobians on a GPU, in Triton.
 
-The references are the functions of :mod:`retrograde.jacobians.arithmetic`. Both products are the
-same sums: entry e of what is made is, for each sample,
+The references are the functions of :mod:`retrograde.jacobians.arithmetic`. Matrix products and
+products with a gradient are the same sums: for each sample, entry e of the result is
 
-    Σ a[lefts[t]] · b[rights[t]],    ends[e] ≤ t < ends[e + 1],
+    Σ a[lefts[t]] · b[rights[t]],    ends[e] ≤ t < ends[e + 1].
 
-and only what stands behind the indices differs. A program has a tile of entries × samples, whose
-sums stay in registers; all samples' numbers of an entry lie side by side, so that they share one
-look at the indices and are read as one piece of memory. Sums are in the type of the values, and
-nothing is added atomically: the same call gives the same bits. A tile takes as long as its longest
-entry, and an entry is summed up by itself, however many terms it has.
+A program has a tile of entries × samples, whose sums stay in registers. All samples' numbers of an
+entry lie side by side, so they share one look at the indices and are read as one piece of memory.
+Sums are in the type of the values and without atomics, so the same call gives the same bits. A tile
+takes as long as its longest entry.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators

@@ -50,8 +50,8 @@ class Split:
 
     Attributes:
         levels: upward, and as many downward; 0 is the linear scan, all of them Blelloch's.
-        report: what it does level by level, all samples; up to where it gets too large.
-        fixed_bytes: of Jacobians and products, that all samples share.
+        report: what it does level by level, all samples; it ends where a product is too large.
+        fixed_bytes: of vectors and Jacobians, and of what the products of all samples share.
         sample_bytes: of the products of one sample.
         samples: at a time; 0 where not even one fits.
         problem: why it cannot be done at all, or nothing.
@@ -66,7 +66,7 @@ class Split:
 
     @property
     def bytes(self) -> int:
-        """Of Jacobians and products, with as many samples at a time."""
+        """Of vectors, Jacobians and products, with that many samples at a time."""
         return self.fixed_bytes + max(1, self.samples) * self.sample_bytes
 
 
@@ -197,7 +197,7 @@ class Route:
         return other @ self.matrix
 
     def flops(self, other: Any) -> int:
-        """FLOPs of ``self @ other``; what putting the matrix together takes is counted by none."""
+        """FLOPs of ``self @ other``; those of making the matrix are not counted anywhere."""
         if isinstance(other, Vector | Gradient):
             pieces = filter(lambda piece: piece.changes, self._path.pieces())
             return sum(flops(other, self._make(piece)) for piece in pieces)

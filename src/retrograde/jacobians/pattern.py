@@ -230,7 +230,7 @@ class Pattern(OnDevices):
             known.clear()  # type: ignore[attr-defined]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Factors are small where it is a Kronecker product; what is remembered is not sent.
+        # A Kronecker product's factors are small; what is remembered is not sent.
         arrays = (f.arrays and tuple(map(torch.from_numpy, f.arrays)) for f in self.factors)
         told = ((f.rows, f.columns, f.kind, a) for f, a in zip(self.factors, arrays, strict=True))
         return _received, tuple(told)

@@ -15,8 +15,8 @@ padding                          identity ⊗ one input for each output         
 flattening                       identity                                       none
 ===============================  =============================================  ================
 
-The slopes of an elementwise layer are what its own backward pass makes of ones, so a dropout's mask
-is that of the very call. Reference: W20, sections 3.3, 3.4 (algorithms 2 to 4 are a convolution of
+The slopes of an elementwise layer are its own backward pass of ones, so a dropout's mask is that of
+the call. Reference: W20, sections 3.3, 3.4 (algorithms 2 to 4 are a convolution of
 3×3, stride 1, padding 1).
 """
 
@@ -135,7 +135,7 @@ def _elementwise(layer: nn.Module, x: Tensor, y: Tensor) -> Local:
 
 
 def _relu(layer: nn.Module, x: Tensor, y: Tensor) -> Local:
-    """As any elementwise layer's, but by the one kernel that its backward pass has."""
+    """As any elementwise layer's, by calling the kernel of its backward pass directly."""
     one = torch.ones((), dtype=y.dtype, device=y.device)
 
     def slopes() -> Tensor:
@@ -215,14 +215,14 @@ def _maxima(
 ) -> Local:
     """1 where the input of an entry is its output's maximum.
 
-    Where every input stands in one window, that is its gradient if all outputs' are 1.
+    If every input is in one window, these are the input's gradient for an output's gradient of 1.
     """
     version = x._version
     one_each = all(np.all(factor.row_counts == 1) for factor in pattern.factors)
     one = torch.ones((), dtype=x.dtype, device=x.device)
 
     def values() -> Tensor:
-        # The forward pass has found the places already; where it has not left them, once more.
+        # The forward pass left the places of the maxima, or else they are found once more.
         chosen = getattr(y.grad_fn, "_saved_result1", None)
         if chosen is None or chosen.shape != y.shape:
             if x._version != version:
