@@ -371,39 +371,22 @@ def aligned(left: tuple[Factor, ...], right: tuple[Factor, ...]) -> list[tuple[F
         >>> [(a.columns, b.rows) for a, b in pairs]
         [(2, 2), (3, 3)]
     """
-    pairs: list[tuple[Factor, Factor]] = []
-    ours, theirs = list(left), list(right)
-    while ours or theirs:
-        a = ours.pop(0) if ours else identity(1)
-        b = theirs.pop(0) if theirs else identity(1)
-        if a.columns == b.rows:
-            pairs.append((a, b))
-        elif a.columns == 1:
-            pairs.append((a, identity(1)))
-            theirs.insert(0, b)
-        elif b.rows == 1:
-            pairs.append((identity(1), b))
-            ours.insert(0, a)
-        elif a.columns > b.rows:
-            _split(a, b.rows, "columns", ours, theirs, b)
-        else:
-            _split(b, a.columns, "rows", theirs, ours, a)
-    return pairs
-
-
-def _split(
-    large: Factor,
-    size: int,
-    at: Literal["rows", "columns"],
-    same: list[Factor],
-    other: list[Factor],
-    small: Factor,
-) -> None:
-    """Put back the larger factor in two parts, or else the smaller one together with its next."""
-    parts = large.split(size, at=at)
-    if parts is None:
-        same.insert(0, large)
-        other.insert(0, merged((small, other.pop(0))))
-    else:
-        same[:0] = parts
-        other.insert(0, small)
+    if not left and not right:
+        return []
+    a, *ours = left or (identity(1),)
+    b, *theirs = right or (identity(1),)
+    if a.columns == b.rows:
+        return [(a, b), *aligned((*ours,), (*theirs,))]
+    if a.columns == 1:
+        return [(a, identity(1)), *aligned((*ours,), right)]
+    if b.rows == 1:
+        return [(identity(1), b), *aligned(left, (*theirs,))]
+    if a.columns > b.rows:
+        parts = a.split(b.rows, at="columns")
+        if parts:
+            return aligned((*parts, *ours), right)
+        return aligned(left, (merged((b, theirs[0])), *theirs[1:]))
+    parts = b.split(a.columns, at="rows")
+    if parts:
+        return aligned(left, (*parts, *theirs))
+    return aligned((merged((a, ours[0])), *ours[1:]), right)

@@ -182,7 +182,7 @@ def unit_vectors(t: Tensor) -> Iterator[Tensor]:
     """
     size = t[0].numel()
     for row in torch.eye(size, dtype=t.dtype, device=t.device):
-        yield row.expand(len(t), size).view(t.shape)
+        yield row.expand(len(t), size).reshape(t.shape).contiguous()
 
 
 def _flat(parts: Sequence[Tensor], samples: int) -> Tensor:

@@ -21,8 +21,9 @@ Affine(J, d)        Vector      Affine      Affine      Affine
 one alone says how it meets them. A report asks for ``shape``, (…, rows, columns), and for
 ``flops(other)`` of ``self @ other``; where that is None, the other's ``rflops(self)`` tells.
 
-FLOPs are counted as a multiplication and an addition for each term of a dense product (2·m·k·n),
-and one for each entry that a diagonal scales. Leading dimensions are a batch, and broadcast.
+Shapes that do not fit, and data of too few dimensions, raise ``ScanError``. Leading dimensions are
+a batch, and broadcast. FLOPs are counted as a multiplication and an addition for each term of a
+dense product (2·m·k·n), and one for each entry that a diagonal scales.
 
 Nothing here loads torch: the tensors bring it along.
 
@@ -75,16 +76,8 @@ Identity = Literal[_Symbol.IDENTITY]
 def combine(a: Any, b: Any) -> Any:
     """The operator of the scan, a ⊙ b = b·a (W20, section 3.1): associative, not commutative.
 
-    Args:
-        a: the earlier element of the array.
-        b: the later one; what has ``@`` will do.
-
-    Returns:
-        The product; the other operand itself where one is ``IDENTITY``, and ``UNREAD`` where the
-        later one is.
-
-    Raises:
-        ScanError: the shapes do not fit.
+    a is the earlier element of the array; any b with ``@`` will do. ``IDENTITY`` gives the other
+    operand itself, and a later ``UNREAD`` gives ``UNREAD``.
 
     Example:
         >>> import torch
@@ -139,13 +132,7 @@ def check_product(left: Any, right: Any) -> Shape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Vector:
-    """A gradient. It stands first in the array.
-
-    Args:
-        data: (…, n).
-
-    Raises:
-        ScanError: ``data`` has no dimension.
+    """A gradient, of data (…, n). It stands first in the array.
 
     Example:
         >>> import torch
@@ -181,13 +168,7 @@ class Vector:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dense:
-    """A transposed Jacobian with all its entries.
-
-    Args:
-        data: (…, m, k), which takes gradients of size k to gradients of size m.
-
-    Raises:
-        ScanError: ``data`` has fewer than two dimensions.
+    """A transposed Jacobian, of data (…, m, k), from gradients of size k to gradients of size m.
 
     Example:
         >>> import torch
@@ -225,13 +206,7 @@ class Dense:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Diagonal:
-    """The transposed Jacobian of an elementwise step: its diagonal.
-
-    Args:
-        data: (…, n).
-
-    Raises:
-        ScanError: ``data`` has no dimension.
+    """The transposed Jacobian of an elementwise step: its diagonal, of data (…, n).
 
     Example:
         >>> import torch
@@ -268,7 +243,7 @@ _TENSORS = Vector, Dense, Diagonal
 
 
 def _columns(element: Vector | Dense | Diagonal) -> int:
-    """Numbers in a row of the element; what scales a diagonal counts as one."""
+    """Columns of a dense element; 1 for a vector, and for a diagonal, which only scales."""
     return element.shape[-1] if isinstance(element, Dense) else 1
 
 
