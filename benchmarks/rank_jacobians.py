@@ -19,8 +19,8 @@ import torch
 
 import retrograde as rg
 from retrograde.machine import machine_of, now
-from retrograde.ranks.time_jacobian import by_slopes, by_sweeps
-from retrograde.ranks.time_piece import Piece
+from retrograde.ranks.time.piece import Piece, by_sweeps
+from retrograde.ranks.time.range_map import by_slopes
 
 RESULTS = Path(__file__).parent / "results"
 # Cell, layers, units, batch, steps.

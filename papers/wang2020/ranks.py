@@ -26,8 +26,8 @@ from retrograde.nn.recurrent import GRU
 from retrograde.ranks.cost_model import LinkSpeed, RankModel, measure_links
 from retrograde.ranks.group_transport import GroupLinks
 from retrograde.ranks.scan_over_ranks import RankWay
-from retrograde.ranks.time_piece import Piece
-from retrograde.ranks.time_sharded import TimeSharded
+from retrograde.ranks.time.piece import Piece
+from retrograde.ranks.time.sharded import TimeSharded
 from retrograde.ranks.transport import Links, Parcel, Simulated
 from retrograde.scan.elements import combine
 from retrograde.units import format_bytes

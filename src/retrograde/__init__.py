@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from retrograde.nn.sequential import Residual, Sequential
     from retrograde.nn.unroll import unroll
     from retrograde.plan import TradeOff, cost, least_memory, longest, plan, split, trade_off
-    from retrograde.ranks.layer_sharded import LayerSharded
-    from retrograde.ranks.time_sharded import TimeSharded
+    from retrograde.ranks.layers.sharded import LayerSharded
+    from retrograde.ranks.time.sharded import TimeSharded
     from retrograde.schedule import (
         Advance,
         Backward,
@@ -103,10 +103,10 @@ __all__ += ["TradeOff", "cost", "least_memory", "longest", "plan", "split", "tra
 _come_from("retrograde.plan")
 
 __all__ += ["LayerSharded"]
-_come_from("retrograde.ranks.layer_sharded")
+_come_from("retrograde.ranks.layers.sharded")
 
 __all__ += ["TimeSharded"]
-_come_from("retrograde.ranks.time_sharded")
+_come_from("retrograde.ranks.time.sharded")
 
 __all__ += [
     "Advance",

@@ -4,7 +4,7 @@ import multiprocessing
 
 import torch
 
-_LOADED = ["torch", "torch._dynamo", "retrograde.ranks.time_sharded"]
+_LOADED = ["torch", "torch._dynamo", "retrograde.ranks.time.sharded"]
 
 
 def context():

@@ -22,7 +22,7 @@ from retrograde.ranks.cost_model import (
     scan_work,
 )
 from retrograde.ranks.scan_over_ranks import messages, scan_ranks
-from retrograde.ranks.time_sharded import TimeSharded
+from retrograde.ranks.time.sharded import TimeSharded
 from retrograde.ranks.transport import simulate
 
 WAYS = ["linear", "tree", "gather"]

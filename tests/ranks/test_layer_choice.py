@@ -10,9 +10,9 @@ from torch import nn
 
 import retrograde as rg
 from retrograde.errors import CellError, RankError
-from retrograde.ranks import layer_back, layer_cuts, layer_jacobian
-from retrograde.ranks.layer_choice import Trials
-from retrograde.ranks.layer_cuts import balanced, where_to_cut
+from retrograde.ranks.layers import crossing, jacobian
+from retrograde.ranks.layers.cuts import balanced, layer_seconds, where_to_cut
+from retrograde.ranks.layers.trials import Trials
 from retrograde.ranks.transport import simulate
 
 DOUBLE = torch.float64
@@ -131,7 +131,7 @@ def test_what_has_no_jacobian_goes_by_a_line():
         check(found, net, x)
 
 
-@pytest.mark.parametrize("where", [layer_back, layer_jacobian])
+@pytest.mark.parametrize("where", [crossing, jacobian])
 def test_what_would_take_too_long_goes_by_a_line(where, monkeypatch):
     """A Jacobian, or a product of two of them."""
     net, x = chain(8), batch()
@@ -143,14 +143,14 @@ def test_what_would_take_too_long_goes_by_a_line(where, monkeypatch):
 
 @pytest.mark.parametrize("way", ["tree", "gather"])
 def test_a_jacobian_that_is_wrong_is_noticed(way, monkeypatch):
-    net, x, exact = chain(8), batch(), layer_back.joined
+    net, x, exact = chain(8), batch(), crossing.joined
 
     def joined(*given):
         found = exact(*given)
         found.data[0] += 1e-6
         return found
 
-    monkeypatch.setattr(layer_back, "joined", joined)
+    monkeypatch.setattr(crossing, "joined", joined)
     with pytest.warns(RuntimeWarning, match="overflowed, cancelled"):
         found = simulate(4, lambda links: passes(links, net, x, 1, way=way))
     assert {way for rank in found for way, _ in rank} == {"linear"}
@@ -211,7 +211,7 @@ def test_cuts_keep_tied_layers_and_pairs_together():
     tied[4].weight = tied[2].weight
     assert where_to_cut(tied, [True] * 8) == [False, True, True, False, False, True, True, True]
     net = nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2), First(), nn.Linear(2, 2))
-    _, alone = layer_cuts.layer_seconds(net, torch.ones(3, 1, 2))
+    _, alone = layer_seconds(net, torch.ones(3, 1, 2))
     assert alone == [True, True, False, True]
 
 

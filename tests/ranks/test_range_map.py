@@ -6,8 +6,8 @@ import torch
 from retrograde.kernels import kernels
 from retrograde.kernels.cells import Weights
 from retrograde.kernels.sweep import products
-from retrograde.ranks import range_map as module
-from retrograde.ranks.range_map import section
+from retrograde.ranks.time import range_map as module
+from retrograde.ranks.time.range_map import range_map
 
 KINDS = {"RNN_TANH": torch.nn.RNN, "RNN_RELU": torch.nn.RNN, "GRU": torch.nn.GRU}
 KINDS["LSTM"] = torch.nn.LSTM
@@ -76,7 +76,7 @@ def test_every_column_is_autograds(kind, layers, chunks):
     for length in (1, 2, 7, 29):
         x, state, dy = given(net, length)
         for losses in (dy, None):
-            found = section(weights, x, state, losses, chunks)
+            found = range_map(weights, x, state, losses, chunks)
             check(found, by_columns(net, x, state, losses))
 
 
@@ -89,14 +89,14 @@ def test_blocks_of_any_length(kind, layers, monkeypatch):
     for size in (1, 3000, 9000):  # one step, and some
         monkeypatch.setattr(module, "_BLOCK_BYTES", size)
         for chunks in (None, 1, 2):
-            check(section(weights, x, state, dy, chunks), expected)
+            check(range_map(weights, x, state, dy, chunks), expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_single_precision(kind):
     net, weights = make(kind, 2, dtype=torch.float32)
     x, state, dy = given(net, 12)
-    check(section(weights, x, state, dy), by_columns(net, x, state, dy), 2e-5)
+    check(range_map(weights, x, state, dy), by_columns(net, x, state, dy), 2e-5)
 
 
 @pytest.mark.parametrize("size", [1, 4, 9, 33])

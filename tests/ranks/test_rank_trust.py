@@ -8,8 +8,10 @@ import torch
 
 import retrograde as rg
 from retrograde.errors import RankError
-from retrograde.ranks import time_crossing, time_jacobian, time_sharded, way_back
-from retrograde.ranks.time_piece import Piece
+from retrograde.ranks import way_back
+from retrograde.ranks.time import crossing, range_map
+from retrograde.ranks.time import sharded as time_sharded
+from retrograde.ranks.time.piece import Piece, by_sweeps
 from retrograde.ranks.transport import simulate
 
 DOUBLE = torch.float64
@@ -49,7 +51,7 @@ def check(found, expected, tolerance):
 
 @pytest.mark.parametrize("more", [{"proj_size": 2}, {"num_layers": 2, "proj_size": 2}])
 def test_projections_are_swept(more, monkeypatch):
-    monkeypatch.setattr(time_jacobian, "section", None)  # not to be called
+    monkeypatch.setattr(range_map, "range_map", None)  # not to be called
     torch.manual_seed(0)
     net, x = rg.LSTM(3, 4, dtype=DOUBLE, **more), torch.randn(13, 2, 3, dtype=DOUBLE)
     check(simulate(4, lambda links: run(net, links, x, way="tree")), alone(net, x), 1e-10)
@@ -68,12 +70,12 @@ def test_sweeps_and_slopes_find_the_same(cell):
         dy = torch.randn(9, 2, 4, dtype=DOUBLE)
         piece = Piece(x, before, outputs, after)
         swept = [
-            time_jacobian.by_sweeps([piece], [dy], apart=apart)
+            by_sweeps([piece], [dy], apart=apart)
             for apart in ([True] if net.mode == "LSTM" or dropout else [True, False])
         ]
-        assert time_jacobian.has_closed_form(net, x) == (not dropout)
+        assert range_map.has_closed_form(net, x) == (not dropout)
         if not dropout:
-            swept.append(time_jacobian.by_slopes(net, x, before, dy))
+            swept.append(range_map.by_slopes(net, x, before, dy))
         for other in swept[1:]:
             for name in ("jacobian", "offset"):
                 a, b = getattr(swept[0], name).data, getattr(other, name).data
@@ -103,14 +105,14 @@ def test_products_that_overflow_are_not_used(way):
 def test_a_jacobian_that_is_wrong_is_noticed(way, wrong, monkeypatch):
     """As one would be whose digits had cancelled."""
     net, x = rg.GRU(3, 4), torch.randn(12, 2, 3)
-    expected, exact = alone(net, x), time_crossing.by_slopes
+    expected, exact = alone(net, x), crossing.by_slopes
 
     def by_slopes(*given):
         found = exact(*given)
         found.jacobian.data[1, 2, 0] += wrong
         return found
 
-    monkeypatch.setattr(time_crossing, "by_slopes", by_slopes)
+    monkeypatch.setattr(crossing, "by_slopes", by_slopes)
     with pytest.warns(RuntimeWarning, match="overflowed, cancelled"):
         found = simulate(4, lambda links: run(net, links, x, way=way))
     for *_, report in found:  # is that of the line
@@ -123,11 +125,11 @@ def test_what_failed_once_is_not_chosen_again(monkeypatch):
     monkeypatch.setattr(time_sharded, "choose", lambda *_: "tree")
 
     def by_slopes(net, x, *given):
-        found = time_jacobian.by_slopes(net, x, *given)
+        found = range_map.by_slopes(net, x, *given)
         found.jacobian.data[:] = torch.nan
         return found
 
-    monkeypatch.setattr(time_crossing, "by_slopes", by_slopes)
+    monkeypatch.setattr(crossing, "by_slopes", by_slopes)
 
     def rank(links):
         sharded, ways = rg.TimeSharded(copy.deepcopy(net), links), []

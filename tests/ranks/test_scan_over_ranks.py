@@ -8,9 +8,8 @@ import torch
 
 from oracles.processes import spawn
 from retrograde.errors import RankError, ScanError
-from retrograde.ranks.choice import cheapest_way
 from retrograde.ranks.group_transport import GroupLinks
-from retrograde.ranks.scan_over_ranks import RankReport, messages, rounds, scan_ranks
+from retrograde.ranks.scan_over_ranks import RankReport, cheapest_way, messages, rounds, scan_ranks
 from retrograde.ranks.transport import Parcel, simulate
 from retrograde.scan import IDENTITY, UNREAD, Affine, Dense, Vector, combine, reference
 

@@ -1,20 +1,18 @@
-"""What ranks tell one another before they exchange anything else, and when one fails on the way.
+"""How ranks agree before a pass, and how all hear of one that fails on the way.
 
-Each says what it was called with, or why it cannot run. So one that is called wrongly makes every
-other say so, and none waits for it. One that fails later goes on with ``FAILED`` in place of what
-it should have sent, and says why at the end.
+Each rank tells the others what it was called with, or why it cannot run. A rank that fails later
+sends ``FAILED`` in place of its results, and says why at the end. So no rank waits for another.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Final, get_args
+from typing import Any, Final
 
-from retrograde.errors import CellError, RankError
-from retrograde.ranks.scan_over_ranks import RankWay
+from retrograde.errors import RankError
 from retrograde.ranks.transport import Links
 
-__all__ = ["FAILED", "Guard", "Told", "check_crossing"]
+__all__ = ["FAILED", "Guard", "Told"]
 
 
 class Failed(Enum):
@@ -59,10 +57,10 @@ class Guard:
     cause: Exception | None = None
 
     def __call__(self, work: Callable[..., Any], *given: Any) -> Any:
-        """What some work gives, or ``FAILED``, if it fails, or was given that, or has failed.
+        """The result of some work; ``FAILED`` once any work failed, or if that was given.
 
         Raises:
-            RankError: a rank does not answer: nobody is to be met any more.
+            RankError: a rank does not answer, so there is no later meeting.
         """
         if self.cause is not None or any(each is FAILED for each in given):
             return FAILED
@@ -75,14 +73,7 @@ class Guard:
             return FAILED
 
     def settle(self, links: Links, told: Any = None) -> list[Told]:
-        """Tell the others, and hear them; every rank has to call it.
-
-        Args:
-            links: to the others.
-            told: by this rank, if it can run.
-
-        Returns:
-            What each rank told.
+        """What each rank tells; every rank has to call it.
 
         Raises:
             RankError: one cannot run, or they do not agree: the same on every rank.
@@ -110,20 +101,3 @@ class Guard:
                         "rank 0; expected the same on every rank"
                     )
         return heard
-
-
-def check_crossing(way: Any, pieces: Any) -> None:
-    """Refuse options of what crosses ranks that make no sense.
-
-    Args:
-        way: how gradients cross.
-        pieces: of the batch; None for as many as there are ranks.
-
-    Raises:
-        CellError: the way is unknown, or there is no piece.
-    """
-    if way not in get_args(RankWay):
-        names = ", ".join(map(repr, get_args(RankWay)))
-        raise CellError(f"unknown way={way!r} to cross ranks: expected one of {names}")
-    if pieces is not None and (type(pieces) is not int or pieces < 1):
-        raise CellError(f"got pieces={pieces!r}: expected at least 1, or None")

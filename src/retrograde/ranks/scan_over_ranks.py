@@ -28,16 +28,28 @@ Reference: Wang, *BPPSA: Scaling Back-propagation by Parallel Scan Algorithm*, 2
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
+from weakref import WeakKeyDictionary
 
 from retrograde.errors import ScanError
-from retrograde.ranks.choice import cheapest_way
-from retrograde.ranks.transport import Links
+from retrograde.ranks.cost_model import LinkSpeed, RankModel, measure_links
+from retrograde.ranks.transport import Links, Parcel
 from retrograde.scan.elements import IDENTITY, combine
 
-__all__ = ["Message", "RankReport", "RankWay", "messages", "rounds", "scan_ranks"]
+__all__ = [
+    "Message",
+    "RankReport",
+    "RankWay",
+    "cheapest_way",
+    "messages",
+    "model_of_links",
+    "rounds",
+    "scan_ranks",
+]
 
 RankWay = Literal["linear", "tree", "gather"]
 Phase = Literal["up", "down", "on", "all"]
+
+_SPEEDS: WeakKeyDictionary[Links, LinkSpeed] = WeakKeyDictionary()
 
 
 @dataclass
@@ -259,6 +271,45 @@ def _tree(element: Any, place: _Place) -> Any:
                 prefix = place.receive(stop - 1)
         place.report.down += 1
     return prefix
+
+
+def cheapest_way(element: Any, links: Links, *, backward: bool = False) -> RankWay:
+    """The way of a scan by which the last rank is through first; every rank has to call it.
+
+    Messages and their bytes count, of the largest element and of the first one. Products do not:
+    the tree makes ⌈log₂ p⌉ of them one after another, a gather and a line p − 2.
+
+    Example:
+        >>> from retrograde.ranks.transport import simulate
+        >>> simulate(3, lambda links: cheapest_way("ab", links, backward=True), latency=0.01)
+        ['gather', 'gather', 'gather']
+    """
+    if links.size < 3:
+        return "linear"  # no product is made, and all ways do the same
+    told = links.gather(Parcel.of(element).nbytes)
+    model = model_of_links(links, matrix_bytes=max(told), vector_bytes=told[-1 if backward else 0])
+    ways: tuple[RankWay, ...] = ("gather", "linear", "tree")
+    return min(ways, key=lambda way: float(model.seconds(way, links.size)))
+
+
+def model_of_links(links: Links, matrix_bytes: int, vector_bytes: int) -> RankModel:
+    """A model in which work takes no time; every rank has to call it, and finds the same.
+
+    The links are measured at the first call.
+    """
+    if links not in _SPEEDS:
+        _SPEEDS[links] = measure_links(links, rounds=6, size=1 << 20)
+    speed = _SPEEDS[links]
+    return RankModel(
+        latency_seconds=speed.latency_seconds,
+        bytes_per_second=speed.bytes_per_second,
+        sweep_seconds=0.0,
+        jacobian_seconds=0.0,
+        matrix_bytes=matrix_bytes,
+        vector_bytes=vector_bytes,
+        product_seconds=0.0,
+        apply_seconds=0.0,
+    )
 
 
 def _check(size: int, way: str) -> None:

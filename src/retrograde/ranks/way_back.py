@@ -1,12 +1,12 @@
 """The way back across ranks: by a line, or by a scan that is compared with what it led to.
 
 *Exact, or by a line.* A product of many Jacobians can overflow, or cancel, where the gradient that
-is handed from rank to rank does not. So after a tree or a gather each rank tells the one before it
-the gradient that its own sweep found there, and that one compares it with what the scan had told
-it. If they differ by more than rounding, all go back once more, by a line.
+is handed from rank to rank does not. So after a tree or a gather each rank sends the gradient that
+its own sweep found to the rank before, which compares it with the result of the scan. If they
+differ by more than rounding, all go back once more, by a line.
 
-*A rank that fails* goes on with ``FAILED`` in place of what it should send, to where all meet;
-there every rank hears of it, and why.
+*A rank that fails* sends ``FAILED`` in place of its results until all ranks meet. There every rank
+hears which one failed, and why.
 """
 
 import math
@@ -19,11 +19,13 @@ import torch
 from torch import Tensor
 
 from retrograde.ranks.agreement import FAILED, Guard
+from retrograde.ranks.base import Crossing
 from retrograde.ranks.scan_over_ranks import RankReport, RankWay, scan_ranks
-from retrograde.ranks.transport import Links
 from retrograde.scan.elements import UNREAD, Vector, combine, flops
 
-__all__ = ["WayBack", "add_shares", "agree"]
+__all__ = ["Gradient", "WayBack", "agree"]
+
+Gradient = Tensor | None
 
 # How far two gradients may lie apart, in units of rounding of a sample's largest.
 _ROUNDINGS = 100.0
@@ -33,22 +35,28 @@ class WayBack(ABC):
     """The way back of one rank through pieces of the batch.
 
     Args:
-        links: to the other ranks.
+        crossing: the forward pass.
         report: filled with what is done.
-        pieces: how many.
+        pieces: as they were run; their graphs are kept until the last use of them.
+        own: parameters whose gradients are wanted.
         most_flops: of a product of Jacobians; where one takes more, all go by a line.
+
+    Attributes:
+        totals: the gradients of the parameters; None for what has none.
+        inputs: those of each piece's inputs, where they are wanted.
     """
 
     def __init__(
-        self, links: Links, report: RankReport, pieces: int, most_flops: float = math.inf
+        self,
+        crossing: Crossing,
+        report: RankReport,
+        pieces: list[Any],
+        own: list[Tensor],
+        most_flops: float = math.inf,
     ) -> None:
-        self.links, self.report, self.count, self.most_flops = links, report, pieces, most_flops
+        self.links, self.last, self.batches = crossing.links, crossing.last, crossing.batches
+        self.report, self.pieces, self.own, self.most_flops = report, pieces, own, most_flops
         self.guard = Guard()
-
-    @property
-    def last(self) -> bool:
-        """Whether this is the last rank."""
-        return self.links.rank == self.links.size - 1
 
     @abstractmethod
     def ends(self, j: int) -> Any:
@@ -71,16 +79,28 @@ class WayBack(ABC):
         """What arrives for each piece, from a row for each sample."""
 
     @abstractmethod
-    def forget(self) -> None:
-        """Begin anew: nothing has been found."""
-
-    @abstractmethod
     def meet(self, alike: bool) -> bool:
         """Meet the others: whether all ranks' sweeps were alike.
 
         Raises:
             RankError: a rank has failed; the same on every rank.
         """
+
+    def forget(self) -> None:
+        """Begin anew: nothing has been found."""
+        self.totals: list[Gradient] = [None] * len(self.own)
+        self.inputs: list[Gradient] = []
+
+    def add(self, shares: Sequence[Gradient]) -> None:
+        """Add a piece's gradients of the parameters to the totals, where it has any."""
+        for i, share in enumerate(shares):
+            if share is not None:
+                so_far = self.totals[i]
+                self.totals[i] = share if so_far is None else so_far + share
+
+    def multiply(self, a: Any, b: Any) -> Any:
+        """a ⊙ b."""
+        return combine(a, b)
 
     def go(self, way: RankWay) -> None:
         """Go back.
@@ -107,7 +127,7 @@ class WayBack(ABC):
         report.way = "linear"
         sent = links.traffic.messages, links.traffic.sent_bytes
         self.forget()
-        for j in range(self.count):
+        for j in range(len(self.pieces)):
             ends = self.ends(j) if self.last else links.receive(links.rank + 1)
             before = self.guard(self.through, j, ends, False)
             if links.rank:
@@ -123,7 +143,7 @@ class WayBack(ABC):
         links, guard = self.links, self.guard
         self.forget()
         if self.last:
-            swept = guard(self._sweep, [self.ends(j) for j in range(self.count)])
+            swept = guard(self._sweep, [self.ends(j) for j in range(len(self.pieces))])
             arrived = self._scan(guard(Vector, swept) if links.rank else UNREAD, way)
         else:
             arrived = self._scan(guard(self.element) if links.rank else UNREAD, way)
@@ -140,11 +160,7 @@ class WayBack(ABC):
 
         return scan_ranks(element, self.links, operator, way=way, backward=True, report=self.report)
 
-    def multiply(self, a: Any, b: Any) -> Any:
-        """a ⊙ b."""
-        return combine(a, b)
-
-    def _sweep(self, ends: list[Any]) -> Tensor | None:
+    def _sweep(self, ends: list[Any]) -> Gradient:
         """Go back through all pieces; what the rank before is to be told."""
         keep = self.links.size > 2  # for another time, by a line
         begun = [self.through(j, each, keep) for j, each in enumerate(ends)]
@@ -163,14 +179,9 @@ class WayBack(ABC):
 
 
 def agree(scanned: Tensor, swept: Tensor) -> bool:
-    """Whether two gradients are the same up to rounding, as seen from each sample's largest.
+    """Whether two gradients (samples, n) are the same up to rounding of each sample's largest.
 
-    Args:
-        scanned: what a scan told (samples, n).
-        swept: what a sweep found; where it is no number, the other may be none either.
-
-    Returns:
-        Whether the scan can be trusted.
+    Where the sweep found no number, the scan may have found none either.
 
     Example:
         >>> g = torch.tensor([[1.0, 2.0]])
@@ -183,16 +194,3 @@ def agree(scanned: Tensor, swept: Tensor) -> bool:
     near = (scanned - swept).abs() <= _ROUNDINGS * torch.finfo(swept.dtype).eps * largest
     same = (scanned == swept) | (scanned.isnan() & swept.isnan())
     return bool((near & largest.isfinite() | same).all())
-
-
-def add_shares(totals: list[Tensor | None], shares: Sequence[Tensor | None]) -> None:
-    """Add a piece's gradients to the totals, where it has any.
-
-    Args:
-        totals: changed in place; None for what has none yet.
-        shares: as many.
-    """
-    for i, share in enumerate(shares):
-        if share is not None:
-            so_far = totals[i]
-            totals[i] = share if so_far is None else so_far + share

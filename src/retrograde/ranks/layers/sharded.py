@@ -1,17 +1,12 @@
 """A feed-forward chain whose layers lie across ranks.
 
-Each rank holds its own layers and their parameters, and nothing of another's. *Forward*, what the
-layers give is handed along, piece by piece of the batch, so that ranks overlap. *Backward* there
-are two kinds of ways. In a linear scan, which is plain model parallelism, the gradient is handed
-back in the same manner, and each rank waits for the one after it. In a tree or a gather each rank
-has formed the transposed Jacobian of its layers already in the forward pass; the scan across ranks
-(:mod:`retrograde.ranks.scan_over_ranks`; W20, algorithm 1) tells each the gradient that reaches it,
-and all go back through their layers at once.
+*Forward*, outputs are handed along, piece by piece of the batch, so that ranks overlap. *Backward*
+in a linear scan, which is plain model parallelism, the gradient is handed back in the same manner.
+In a tree or a gather each rank has formed the transposed Jacobian of its layers already in the
+forward pass. The scan across ranks (:mod:`retrograde.ranks.scan_over_ranks`; W20, algorithm 1)
+tells each the gradient that reaches it, and all go back through their layers at once.
 
 The first rank's Jacobian is never needed, and the last one's element is its gradient, a vector.
-
-Ranks tell one another what they were called with before anything else is exchanged, and after the
-forward pass whether they came through, so that none waits for one that cannot go on.
 
 Reference: Wang, *BPPSA: Scaling Back-propagation by Parallel Scan Algorithm*, 2020.
 """
@@ -26,12 +21,11 @@ from torch import Tensor, distributed, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from retrograde.errors import CellError, RankError
-from retrograde.ranks.agreement import Guard, Told, check_crossing
-from retrograde.ranks.group_transport import GroupLinks
-from retrograde.ranks.layer_back import cross
-from retrograde.ranks.layer_choice import Trials
-from retrograde.ranks.layer_crossing import Crossing, Memo
-from retrograde.ranks.layer_cuts import balanced, layer_seconds, where_to_cut
+from retrograde.ranks.agreement import Guard, Told
+from retrograde.ranks.base import Sharded, links_of
+from retrograde.ranks.layers.crossing import Crossing, Memo, cross
+from retrograde.ranks.layers.cuts import balanced, layer_seconds, where_to_cut
+from retrograde.ranks.layers.trials import Trials
 from retrograde.ranks.scan_over_ranks import RankReport, RankWay
 from retrograde.ranks.transport import Links
 from retrograde.run.transforms import uncompiled
@@ -39,7 +33,7 @@ from retrograde.run.transforms import uncompiled
 __all__ = ["LayerSharded"]
 
 
-class LayerSharded(nn.Module):
+class LayerSharded(Sharded):
     """A chain of layers of which each rank has its own.
 
     The layers of rank 0 come first. Every rank calls the module, rank 0 with the batch, the others
@@ -88,13 +82,9 @@ class LayerSharded(nn.Module):
         way: RankWay | Literal["auto"] = "linear",
         pieces: int | None = None,
     ) -> None:
-        super().__init__()
         _check_chain(layers)
-        check_crossing("linear" if way == "auto" else way, pieces)
+        super().__init__(group, way, pieces)
         self.layers = layers
-        self.links = group if isinstance(group, Links) else GroupLinks(group)
-        self.way = way
-        self.pieces = pieces
         self._memo = Memo()
         self._trials: dict[Hashable, Trials] = {}
 
@@ -143,7 +133,7 @@ class LayerSharded(nn.Module):
             [['layers.0.weight', 'layers.0.bias'], ['layers.2.weight', 'layers.2.bias']]
         """
         _check_chain(whole)
-        links = group if isinstance(group, Links) else GroupLinks(group)
+        links = links_of(group)
         if sample is not None:
             if cuts is not None:
                 raise CellError("cuts= and sample= are given: expected one of them")
@@ -175,25 +165,22 @@ class LayerSharded(nn.Module):
         told = guard(self._told, input)
         heard = [each.own for each in guard.settle(self.links, told)]
         _check_types([each.dtype for each in heard])
-        samples = heard[0].samples
-        pieces = min(self.pieces or self.links.size, max(samples, 1))
+        batches = self.batches(heard[0].samples)
         for rank, each in enumerate(heard):
-            if each.couples and pieces > 1:
+            if each.couples and len(batches) > 1:
                 raise RankError(
                     f"rank {rank} cannot run: {each.couples} takes its mean and variance from the "
-                    f"batch, which is handed along in {pieces} pieces: expected pieces=1"
+                    f"batch, which is handed along in {len(batches)} pieces: expected pieces=1"
                 )
-        share, more = divmod(samples, pieces)
-        batches = [share + (k < more) for k in range(pieces)]
         gradient = torch.is_grad_enabled() and any(each.wants for each in heard)
-        if self.way != "auto":
-            return Crossing(self.layers, self.links, self.way, gradient, batches, self._memo)
-        if not gradient or any(each.hooked for each in heard):
-            return Crossing(self.layers, self.links, "linear", gradient, batches, self._memo)
-        key = tuple(batches), heard[0].dtype, self.training
-        trials = self._trials.setdefault(key, Trials(self.links.size))
-        way = trials.way
-        return Crossing(self.layers, self.links, way, gradient, batches, self._memo, trials)
+        way, trials = self.way, None
+        if way == "auto" and (not gradient or any(each.hooked for each in heard)):
+            way = "linear"
+        elif way == "auto":
+            key = tuple(batches), heard[0].dtype, self.training
+            trials = self._trials.setdefault(key, Trials(self.links.size))
+            way = trials.way
+        return Crossing(self.links, gradient, batches, self.layers, way, self._memo, trials)
 
     def _told(self, input: Any) -> Told:
         links, modules = self.links, list(self.layers.modules())
@@ -225,10 +212,6 @@ class LayerSharded(nn.Module):
             "whether gradients are recorded": torch.is_grad_enabled(),
         }
         return Told(alike=alike, own=own)
-
-    def extra_repr(self) -> str:
-        """What crosses ranks, and how."""
-        return f"rank={self.links.rank}, ranks={self.links.size}, way={self.way!r}"
 
 
 @dataclass(frozen=True)

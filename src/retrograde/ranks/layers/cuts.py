@@ -55,14 +55,7 @@ def balanced(seconds: Sequence[float], ranks: int, places: Sequence[bool] = ()) 
 
 
 def where_to_cut(whole: nn.Sequential, alone: Sequence[bool]) -> list[bool]:
-    """Whether a cut can be before each layer.
-
-    Args:
-        whole: the chain.
-        alone: whether each layer is given one tensor.
-
-    Returns:
-        Of each layer; before the first there is none.
+    """Whether a cut can be before each layer; ``alone`` tells whether each is given one tensor.
 
     Example:
         >>> layer = nn.Linear(2, 2)
@@ -79,14 +72,9 @@ def where_to_cut(whole: nn.Sequential, alone: Sequence[bool]) -> list[bool]:
 
 
 def layer_seconds(whole: nn.Sequential, sample: Any) -> tuple[list[float], list[bool]]:
-    """Measure copies of the layers, and leave no trace of it.
+    """The seconds of each layer, forward and backward; and whether each is given one tensor.
 
-    Args:
-        whole: the chain.
-        sample: what it is called with.
-
-    Returns:
-        The seconds of each layer, forward and backward; and whether each is given one tensor.
+    Copies are measured, so nothing of the chain or of the random state changes.
 
     Example:
         >>> whole = nn.Sequential(nn.Linear(2, 2), nn.ReLU())

@@ -1,17 +1,14 @@
 """A recurrent module whose sequence lies across ranks, cut along time.
 
 *Forward*, the state is handed along, piece by piece of the batch, so that ranks overlap. *Backward*
-there are two kinds of ways. In a linear scan the gradient of the state is handed back in the same
-manner. In a tree or a gather no rank waits for its neighbour: each forms what its steps do to any
-gradient, the affine map g ↦ b + J·g of its own losses and steps; the scan across ranks
-(:mod:`retrograde.ranks.scan_over_ranks`; W20, algorithm 1) tells each the gradient that reaches it,
-and all go through their steps at once. Then the parameters' gradients are added up over the ranks.
+in a linear scan, the gradient of the state is handed back in the same manner. In a tree or a gather
+no rank waits for its neighbour. Each forms the affine map g ↦ b + J·g of its own losses and steps;
+the scan across ranks (:mod:`retrograde.ranks.scan_over_ranks`; W20, algorithm 1) tells each the
+gradient that reaches it, and all go through their steps at once. Then the parameters' gradients are
+added up over the ranks.
 
 What is exchanged is a state a sample each way, and in a tree the matrices J, of its size squared.
 No rank holds anything of another's steps.
-
-Before anything else is exchanged, ranks tell one another what they were called with, so that one
-that is called wrongly makes every other say so, and none waits.
 """
 
 from collections.abc import Hashable
@@ -23,20 +20,18 @@ from torch.nn.utils.rnn import PackedSequence
 
 from retrograde.errors import CellError
 from retrograde.nn.recurrent import Recurrent
-from retrograde.ranks.agreement import Guard, Told, check_crossing
-from retrograde.ranks.group_transport import GroupLinks
+from retrograde.ranks.agreement import Guard, Told
+from retrograde.ranks.base import Sharded
 from retrograde.ranks.scan_over_ranks import RankReport, RankWay
-from retrograde.ranks.time_back import added_up, cross
-from retrograde.ranks.time_choice import choose
-from retrograde.ranks.time_crossing import Crossing
-from retrograde.ranks.time_piece import Gradient, Piece
+from retrograde.ranks.time.choice import choose
+from retrograde.ranks.time.crossing import Crossing, added_up, cross
 from retrograde.ranks.transport import Links
 from retrograde.run.transforms import uncompiled
 
 __all__ = ["TimeSharded"]
 
 
-class TimeSharded(nn.Module):
+class TimeSharded(Sharded):
     """A recurrent module run over a sequence of which each rank has its own steps.
 
     The steps of rank 0 come first. Every rank calls the module with its own, of any number, none
@@ -84,18 +79,14 @@ class TimeSharded(nn.Module):
         way: RankWay | Literal["auto"] = "auto",
         pieces: int | None = None,
     ) -> None:
-        super().__init__()
         if not isinstance(rnn, Recurrent) or rnn.bidirectional:
             what = "two directions" if isinstance(rnn, Recurrent) else type(rnn).__name__
             raise CellError(
                 f"got {what}: expected an rg.RNN, rg.GRU or rg.LSTM in one direction, to be run "
                 "along time"
             )
-        check_crossing("linear" if way == "auto" else way, pieces)
+        super().__init__(group, way, pieces)
         self.rnn = rnn
-        self.links = group if isinstance(group, Links) else GroupLinks(group)
-        self.way = way
-        self.pieces = pieces
         self.report = RankReport()
         self._compared = False
         self._chosen: dict[Hashable, RankWay] = {}
@@ -132,64 +123,56 @@ class TimeSharded(nn.Module):
 
     def _read(self, input: Any, hx: Any) -> Crossing:
         """What is asked of this rank."""
-        rnn, links = self.rnn, self.links
+        rnn, rank = self.rnn, self.links.rank
         if isinstance(input, PackedSequence):
             raise CellError("the input is packed: expected a tensor; give padded sequences")
         if input.dim() not in (2, 3):
             raise CellError(f"the input has {input.dim()} dimensions: expected 2 or 3")
-        if hx is not None and links.rank:
+        if hx is not None and rank:
             raise CellError(
-                f"rank {links.rank} was given an initial state: expected it on rank 0 only, where "
+                f"rank {rank} was given an initial state: expected it on rank 0 only, where "
                 "the sequence begins"
             )
         batched = input.dim() == 3
         samples = input.shape[0 if rnn.batch_first else 1] if batched else 1
         if input.shape[-1] != rnn.input_size:
             raise CellError(f"the input has {input.shape[-1]} features: expected {rnn.input_size}")
-        state = None
+        state: tuple[Tensor, ...] = ()
         if hx is not None:
             state = hx if isinstance(hx, tuple) else (hx,)
-        like = rnn._zeros(samples, input) if batched else None
-        if state is not None and like is not None:
-            for given, zero in zip(state, like, strict=True):
+        if hx is not None and batched:
+            for given, zero in zip(state, rnn._zeros(samples, input), strict=True):
                 if given.shape != zero.shape:
                     raise CellError(
                         f"the initial state is {tuple(given.shape)}: expected {tuple(zero.shape)}"
                     )
-        wants = [input, *(state or ()), *rnn.parameters()]
+        wants = [input, *state, *rnn.parameters()]
         gradient = torch.is_grad_enabled() and any(t.requires_grad for t in rnn.parameters())
         if torch.is_grad_enabled() and not gradient and any(t.requires_grad for t in wants):
             raise CellError("no parameter wants a gradient, and an input does: expected both")
-        pieces = min(self.pieces or links.size, max(samples, 1))
-        share, more = divmod(samples, pieces)
-        batches = [share + (k < more) for k in range(pieces)]
-        self.report = report = RankReport(self.way)
-        asked = self._choose, self._learn
+        self.report = RankReport(self.way)
         call = Crossing(
-            rnn, links, self.way, report, input, state, batched, gradient, batches, *asked
+            links=self.links,
+            gradient=gradient,
+            batches=self.batches(samples),
+            rnn=rnn,
+            way=self.way,
+            report=self.report,
+            x=input,
+            state=state,
+            batched=batched,
+            choose=choose,
+            chosen=self._chosen,
         )
         call.check_budget()
         return call
-
-    def _choose(self, call: Crossing, pieces: list[Piece], dy: Gradient) -> RankWay:
-        """The way that is expected to be fastest; measured for every batch, and power of two of
-        the longest part."""
-        key = _kind(call)
-        if key not in self._chosen:
-            self._chosen[key] = choose(call, pieces, dy)
-        return self._chosen[key]
-
-    def _learn(self, call: Crossing, way: RankWay) -> None:
-        """Products of Jacobians could not be used: they are not tried again for calls like this."""
-        self._chosen[_kind(call)] = way
 
     def _described(self, call: Crossing) -> dict[str, Any]:
         """What must be the same on every rank; the parameters too, at the first call."""
         rnn = self.rnn
         with torch.no_grad():
             parameters = () if self._compared else rnn.parameters()
-            sums = (float(p.double().sum()) for p in parameters)
-            checksums = tuple(sums)
+            checksums = tuple(float(p.double().sum()) for p in parameters)
         return {
             "the module": f"{type(rnn).__name__}({nn.RNNBase.extra_repr(rnn)})",
             "way=": self.way,
@@ -211,12 +194,3 @@ class TimeSharded(nn.Module):
         parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in own]
         for p, total in zip(own, added_up(self.links, parts), strict=True):
             p.grad = total
-
-    def extra_repr(self) -> str:
-        """What crosses ranks, and how."""
-        return f"rank={self.links.rank}, ranks={self.links.size}, way={self.way!r}"
-
-
-def _kind(call: Crossing) -> Hashable:
-    """Calls of one kind take alike."""
-    return tuple(call.batches), call.longest.bit_length(), call.x.dtype

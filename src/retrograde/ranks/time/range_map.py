@@ -1,53 +1,80 @@
-"""What a section of steps does to any gradient that reaches it: the affine map g ↦ b + J·g.
+"""What a range of steps does to any gradient that reaches it, in closed form: g ↦ b + J·g.
 
-J is the product of the section's transposed Jacobians, b what the section's own loss terms bring.
-Both come of one pass: a zero and the basis of the state space are taken back through the steps, as
-the rows of one matrix. The slopes that a step multiplies by are functions of its states
-(:mod:`retrograde.kernels.cells`), so nothing need have been kept: the section is run once more,
-forward, a block of steps at a time, and the maps of the blocks are put together as they come. What
-is held besides the result is one block's.
+J is the product of the range's transposed Jacobians, b what the range's own loss terms bring. Both
+come of one pass: a zero and the basis of the state space are taken back through the steps, as the
+rows of one matrix. A step's slopes are functions of its states (:mod:`retrograde.kernels.cells`).
+So the range is run again, a block of steps at a time; only one block's slopes are held.
 
-*Layers.* Each layer has the rows of its own basis and of those above it. What a step of a layer
-hands to its inputs is added to the rows of the layer below, which goes through the same step next;
-nothing reaches a layer above, so J is block triangular, and the zero blocks are not computed.
+*Layers.* Each layer has the rows of its own basis and of those above it. The gradient of a step's
+inputs is added to the rows of the layer below, which goes through the same step next. Nothing
+reaches a layer above, so J is block triangular, and the zero blocks are not computed.
 
-*Chunks.* As in :mod:`retrograde.kernels.sweep`, a block is cut into chunks that are gone through
-side by side, as many as make the products large enough to be fast, and one for each thread; then
-the products of chunks are multiplied. With long steps, wide or of many samples, and a single thread
-that is one chunk: a plain sweep of the basis.
+*Chunks.* As in :mod:`retrograde.kernels.sweep`, a block is cut into chunks that run side by side,
+one for each thread or more, until products are large enough to be fast. Then the chunks' products
+are multiplied. One chunk is a plain sweep of the basis.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import isqrt
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from retrograde.cores.recurrent.forward import room_for, run
 from retrograde.kernels import kernels
-from retrograde.kernels.cells import Slopes, Weights, pull, pull_to_inputs, slopes
+from retrograde.kernels.cells import Kind, Slopes, Weights, pull, pull_to_inputs, slopes
 from retrograde.kernels.sweep import at_step, in_chunks
-from retrograde.scan.elements import Affine, Dense, Vector
+from retrograde.nn.recurrent import Recurrent
+from retrograde.ranks.time.piece import State
+from retrograde.ranks.way_back import Gradient
+from retrograde.scan.elements import IDENTITY, Affine, Dense, Vector
 
-__all__ = ["section"]
-
-State = tuple[Tensor, ...]
+__all__ = ["by_slopes", "has_closed_form", "range_map"]
 
 _AT_ONCE = 2**19  # numbers of a step, all its chunks together, beyond which more do not pay
 _BLOCK_BYTES = 2**22  # of the slopes of a block
 
 
+def has_closed_form(rnn: Recurrent, x: Tensor) -> bool:
+    """Whether :func:`by_slopes` can be used for a module and an input, as it is called now.
+
+    Dropout, a projection and autocast have no closed form.
+
+    Example:
+        >>> import retrograde as rg
+        >>> x = torch.ones(2, 1, 3)
+        >>> [has_closed_form(rg.LSTM(3, 4, 2, **more), x) for more in ({}, {"proj_size": 2})]
+        [True, False]
+    """
+    drops = rnn.dropout > 0 and rnn.training and rnn.num_layers > 1
+    plain = not (drops or rnn.proj_size or torch.is_autocast_enabled(x.device.type))
+    return plain and x.dtype in (torch.float32, torch.float64)
+
+
+def by_slopes(rnn: Recurrent, x: Tensor, before: State, dy: Gradient) -> Any:
+    """The map of a module's steps, as :func:`range_map`; ``IDENTITY`` where there is no step."""
+    if not len(x):
+        return IDENTITY
+    weights = [w.detach().contiguous() for w in cast(list[Tensor], rnn._flat_weights)]
+    each = len(weights) // rnn.num_layers
+    kind = cast(Kind, rnn.mode)
+    layers = [Weights.of(kind, weights[k : k + each]) for k in range(0, len(weights), each)]
+    state = tuple(s.detach().contiguous() for s in before)
+    return range_map(layers, x.detach(), state, dy)
+
+
 @torch.no_grad()
-def section(
-    layers: Sequence[Weights], x: Tensor, state: State, dy: Tensor | None, chunks: int | None = None
+def range_map(
+    layers: Sequence[Weights], x: Tensor, state: State, dy: Gradient, chunks: int | None = None
 ) -> Affine:
-    """The affine map of a section of steps, for each sample.
+    """The affine map of a range of steps, for each sample.
 
     Args:
         layers: their parameters, the lowest first; float32 or float64.
         x: inputs (T, B, I), at least one step.
-        state: before the section: (h,), or (h, c), each (layers, B, H).
+        state: before the range: (h,), or (h, c), each (layers, B, H).
         dy: the loss's gradient of each output (T, B, H), or None for zero.
         chunks: side by side; by default as many as are expected to be fastest.
 
@@ -59,7 +86,7 @@ def section(
         >>> net = torch.nn.RNN(3, 4)
         >>> w = Weights("RNN_TANH", *(p.detach() for p in net.parameters()))
         >>> x, h = torch.ones(5, 2, 3), torch.zeros(1, 2, 4, requires_grad=True)
-        >>> found = section([w], x, (h.detach(),), torch.ones(5, 2, 4))
+        >>> found = range_map([w], x, (h.detach(),), torch.ones(5, 2, 4))
         >>> net(x, h)[0].sum().backward()
         >>> found.shape, torch.allclose(found.offset.data, h.grad[0], atol=1e-6)
         ((2, 4, 4), True)
@@ -94,9 +121,9 @@ class _Block:
 
 
 def _blocks(
-    layers: Sequence[Weights], x: Tensor, state: State, dy: Tensor | None, length: int
-) -> Iterator[tuple[_Block, Tensor | None]]:
-    """Run the section again, and give the slopes of each block of steps, and its loss's terms."""
+    layers: Sequence[Weights], x: Tensor, state: State, dy: Gradient, length: int
+) -> Iterator[tuple[_Block, Gradient]]:
+    """Run the range again, and give the slopes of each block of steps, and its loss's terms."""
     before = [tuple(s[k] for s in state) for k in range(len(layers))]
     use = kernels(x.device.type, x.dtype, layers[0].size)
     for start in range(0, len(x), length):
@@ -114,7 +141,7 @@ def _blocks(
 
 
 def _products(
-    layers: Sequence[Weights], block: _Block, dy: Tensor | None, count: int
+    layers: Sequence[Weights], block: _Block, dy: Gradient, count: int
 ) -> Iterator[Tensor]:
     """The maps of a block's chunks (B, n + 1, n), in turn: Jᵀ, and under it b."""
     rest = len(block.slopes[0].gates) % count
@@ -125,7 +152,7 @@ def _products(
     yield from _back(layers, part, None if dy is None else dy[rest:], count)
 
 
-def _back(layers: Sequence[Weights], block: _Block, dy: Tensor | None, count: int) -> Tensor:
+def _back(layers: Sequence[Weights], block: _Block, dy: Gradient, count: int) -> Tensor:
     """The maps of chunks, gone through side by side: (C, B, n + 1, n), the lowest layer first."""
     length = len(block.slopes[0].gates) // count
     cut = [in_chunks(each, dy, 0, length) for each in block.slopes]

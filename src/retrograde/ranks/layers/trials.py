@@ -1,9 +1,9 @@
 """Which way gradients cross the ranks of a chain fastest: each is tried on the passes asked for.
 
-What a tree costs depends on what Jacobians have in common with their neighbours', so nothing
-foretells it as well as doing it. A line comes first; how long it takes is how much patience there
-is with a Jacobian, or a product of two, that by its operations alone must take longer: then that
-pass, and every later one, goes by a line. Every pass is exact, whichever way it goes.
+What a tree costs depends on what Jacobians have in common with their neighbours', so ways are
+measured, not predicted. A line comes first, and its seconds are the patience for a Jacobian, or a
+product of two. If its operations alone must take longer, that pass, and every later one, goes by a
+line. Every pass is exact, whichever way it goes.
 """
 
 from dataclasses import dataclass, field
@@ -58,13 +58,7 @@ class Trials:
         return None if self.over or self.way == "linear" else self.seconds["linear"][-1]
 
     def done(self, way: RankWay, seconds: float, *, by: str) -> None:
-        """Hear of a pass.
-
-        Args:
-            way: that it was to go.
-            seconds: forward and backward, the slowest rank's.
-            by: the way that it went.
-        """
+        """Note the slowest rank's seconds of a pass; ``by`` is the way that it went in the end."""
         if self.over or way != self._next[0]:
             return
         self.seconds.setdefault(way, []).append(seconds)

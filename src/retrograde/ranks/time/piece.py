@@ -9,11 +9,14 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from retrograde.discover.surroundings import muted_hooks
+from retrograde.ranks.way_back import Gradient
+from retrograde.scan.elements import IDENTITY, Affine, Dense, Vector
 
-__all__ = ["Gradient", "Piece", "State"]
+__all__ = ["Piece", "State", "by_sweeps"]
 
 State = tuple[Tensor, ...]
-Gradient = Tensor | None
+
+_SIDE_BY_SIDE = 64  # gradients that go back at once
 
 
 @dataclass
@@ -50,16 +53,13 @@ class Piece:
     def back(
         self, seed: Gradient, ends: State, own: Sequence[Tensor] = (), *, keep: bool = False
     ) -> tuple[Gradient, State, Sequence[Gradient]]:
-        """Go back through the steps.
+        """The gradients of the inputs, of the state before, and of some parameters.
 
         Args:
             seed: the gradient of the outputs, or None for zero.
             ends: those of the state after the steps.
             own: parameters whose gradients are wanted.
             keep: whether to leave the graph for another time.
-
-        Returns:
-            The gradients of the inputs, if they want one; of the state before; of the parameters.
         """
         wanted = [self.x] if self.x.requires_grad and own else []
         if self.empty:
@@ -86,3 +86,44 @@ class Piece:
         parts = zip(flat.split(sizes, 1), self.before, strict=True)
         states = (p.unflatten(1, (s.shape[0], s.shape[-1])).transpose(0, 1) for p, s in parts)
         return tuple(s.contiguous() if self.batched else s[:, 0] for s in states)
+
+
+def by_sweeps(pieces: Sequence[Piece], seeds: Sequence[Gradient], *, apart: bool) -> Any:
+    """g ↦ b + J·g, by sweeps through what was recorded: one for b, and one for each column of J.
+
+    Args:
+        pieces: of the batch; their graphs are kept.
+        seeds: the gradients of each one's outputs.
+        apart: whether autograd takes one gradient at a time, as through kernels of whole layers.
+
+    Returns:
+        ``IDENTITY`` where there is no step, and else an ``Affine``.
+    """
+    if pieces[0].empty:
+        return IDENTITY
+    columns, offsets = [], []
+    for piece, seed in zip(pieces, seeds, strict=True):
+        zero = tuple(torch.zeros_like(s) for s in piece.after)
+        offset = piece.flat(piece.back(seed, zero, keep=True)[1])
+        samples, size = offset.shape
+        basis = torch.eye(size, dtype=offset.dtype, device=offset.device)
+        ends = [piece.unflat(row.expand(samples, size)) for row in basis]
+        if apart:
+            found = [piece.flat(piece.back(None, end, keep=True)[1]) for end in ends]
+        else:
+            found = _side_by_side(piece, ends)
+        columns.append(torch.stack(found, -1))
+        offsets.append(offset)
+    return Affine(Dense(torch.cat(columns)), Vector(torch.cat(offsets)))
+
+
+def _side_by_side(piece: Piece, ends: list[State]) -> list[Tensor]:
+    found = []
+    for start in range(0, len(ends), _SIDE_BY_SIDE):
+        rows = ends[start : start + _SIDE_BY_SIDE]
+        some = [torch.stack(parts) for parts in zip(*rows, strict=True)]
+        before = torch.autograd.grad(
+            piece.after, piece.before, some, retain_graph=True, is_grads_batched=True
+        )
+        found += [piece.flat(state) for state in zip(*before, strict=True)]
+    return found

@@ -1,9 +1,9 @@
 """Which way gradients cross ranks fastest: measured once, for a batch and a length of steps.
 
-A linear hand-over waits for every rank's sweep, a tree and a gather for one Jacobian. What a sweep,
-a Jacobian, a product and a message take is measured where they run, told to all ranks, and the
-slowest's put into :class:`retrograde.ranks.cost_model.RankModel`; so all choose alike. A Jacobian
-is only formed to be timed where it could pay.
+A linear hand-over waits for every rank's sweep, a tree and a gather for one Jacobian. Each rank
+measures a sweep, a Jacobian and a product, and the slowest's go into
+:class:`retrograde.ranks.cost_model.RankModel`, so all ranks choose alike. A Jacobian is only formed
+to be timed where it could pay.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,12 +16,12 @@ from torch import Tensor
 from retrograde.jacobians.transposed import room
 from retrograde.machine import now
 from retrograde.ranks.agreement import Guard, Told
-from retrograde.ranks.choice import speed_of
-from retrograde.ranks.cost_model import LinkSpeed, RankModel
-from retrograde.ranks.scan_over_ranks import RankWay
-from retrograde.ranks.time_crossing import Crossing
-from retrograde.ranks.time_piece import Gradient, Piece
+from retrograde.ranks.cost_model import RankModel
+from retrograde.ranks.scan_over_ranks import RankWay, model_of_links
+from retrograde.ranks.time.crossing import Crossing
+from retrograde.ranks.time.piece import Piece
 from retrograde.ranks.transport import Links
+from retrograde.ranks.way_back import Gradient
 from retrograde.scan.elements import IDENTITY, Dense, Vector, combine
 
 __all__ = ["choose"]
@@ -38,24 +38,16 @@ _FEW = 2**22  # numbers in matrices that are multiplied for nothing but the time
 def choose(call: Crossing, pieces: Sequence[Piece], dy: Gradient) -> RankWay:
     """The way that the model expects to be fastest; every rank has to call it, and finds the same.
 
-    Args:
-        call: a pass that has been made forward.
-        pieces: as it was run.
-        dy: the gradient of this rank's outputs.
-
-    Returns:
-        ``"linear"``, ``"tree"`` or ``"gather"``.
-
     Raises:
         RankError: a rank fails, or does not answer.
     """
     links = call.links
     if links.size < 3 or not sum(call.batches):
         return "linear"  # no matrix crosses, and all ways do the same
-    speed = speed_of(links)
     size = sum(s.shape[0] * s.shape[-1] for s in pieces[0].after)
     like = torch.empty(0, dtype=call.x.dtype, device=call.x.device)
-    model = _model(call, speed, size)
+    vector = sum(call.batches) * size * call.x.itemsize
+    model = model_of_links(links, matrix_bytes=vector * (size + 1), vector_bytes=vector)
     told = links.gather((call.steps(call.x), room(None, like.device)))
     steps, least_room = max(each[0] for each in told), min(each[1] for each in told)
     if 3 * model.matrix_bytes > least_room:
@@ -101,21 +93,6 @@ def _products(call: Crossing, pieces: Sequence[Piece], dy: Gradient) -> Seconds:
     vector = Vector(element.offset.data)
     product = _time(device, lambda: combine(element, element))
     return taken, product, _time(device, lambda: combine(vector, element))
-
-
-def _model(call: Crossing, speed: LinkSpeed, size: int) -> RankModel:
-    """Of the links alone: work takes no time."""
-    vector = sum(call.batches) * size * call.x.itemsize
-    return RankModel(
-        latency_seconds=speed.latency_seconds,
-        bytes_per_second=speed.bytes_per_second,
-        sweep_seconds=0.0,
-        jacobian_seconds=0.0,
-        matrix_bytes=vector * (size + 1),
-        vector_bytes=vector,
-        product_seconds=0.0,
-        apply_seconds=0.0,
-    )
 
 
 def _fastest(call: Crossing, model: RankModel) -> RankWay:

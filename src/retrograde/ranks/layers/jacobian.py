@@ -29,14 +29,7 @@ __all__ = ["has_rules", "joined", "operations_a_second", "run", "run_with_jacobi
 
 
 def run(layers: nn.Module, x: Tensor) -> Any:
-    """Run layers, and leave what they are given as it is, even where they overwrite it.
-
-    Args:
-        layers: in turn.
-        x: another rank's, or a leaf.
-
-    Returns:
-        What they give.
+    """What layers give; their input stays as it is, even where they overwrite it.
 
     Example:
         >>> x = torch.full((2, 1), -1.0, requires_grad=True)
@@ -49,12 +42,6 @@ def run(layers: nn.Module, x: Tensor) -> Any:
 
 def has_rules(layer: nn.Module) -> bool:
     """Whether a layer, and all that it is made of, has a sparse Jacobian.
-
-    Args:
-        layer: any.
-
-    Returns:
-        See above.
 
     Example:
         >>> has_rules(nn.Sequential(nn.Linear(2, 2), nn.ReLU())), has_rules(nn.Bilinear(1, 1, 1))
@@ -120,14 +107,7 @@ def run_with_jacobian(
 
 
 def joined(elements: Sequence[Any], batches: Sequence[int]) -> Any:
-    """The Jacobian of a batch, from those of its pieces.
-
-    Args:
-        elements: of the pieces.
-        batches: samples of each.
-
-    Returns:
-        One element.
+    """The Jacobian of a batch, from those of its pieces, with the samples of each.
 
     Example:
         >>> joined([Dense(torch.ones(2, 3, 4)), Dense(torch.ones(1, 3, 4))], [2, 1]).shape
@@ -198,18 +178,7 @@ def _check_apart(x: Tensor, y: Tensor) -> None:
 
 
 def operations_a_second(device: torch.device) -> float:
-    """More than a device of this kind does of what is done here, so that bounds hold.
-
-    Args:
-        device: its kind counts.
-
-    Returns:
-        Multiplications and additions a second.
-
-    Example:
-        >>> operations_a_second(torch.device("cpu"))
-        100000000000.0
-    """
+    """An upper bound of the multiplications and additions a second of a device of this kind."""
     return 1e11 if device.type == "cpu" else 5e13
 
 

@@ -1,0 +1,103 @@
+"""What both modules across ranks have in common: their options, and one forward pass of a rank."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from torch import distributed, nn
+
+from retrograde.errors import CellError, RankError
+from retrograde.ranks.agreement import Guard
+from retrograde.ranks.group_transport import GroupLinks
+from retrograde.ranks.scan_over_ranks import RankWay
+from retrograde.ranks.transport import Links
+
+__all__ = ["Crossing", "Sharded", "links_of", "pieces_of"]
+
+
+class Sharded(nn.Module):
+    """A module of which each rank runs its own part."""
+
+    def __init__(
+        self,
+        group: distributed.ProcessGroup | Links | None,
+        way: RankWay | Literal["auto"],
+        pieces: int | None,
+    ) -> None:
+        super().__init__()
+        ways = get_args(RankWay)
+        if way not in (*ways, "auto"):
+            names = ", ".join(map(repr, ways))
+            raise CellError(f"unknown way={way!r} to cross ranks: expected one of {names}")
+        if pieces is not None and (type(pieces) is not int or pieces < 1):
+            raise CellError(f"got pieces={pieces!r}: expected at least 1, or None")
+        self.links = links_of(group)
+        self.way = way
+        self.pieces = pieces
+
+    def batches(self, samples: int) -> list[int]:
+        """The samples of each piece of a batch."""
+        pieces = min(self.pieces or self.links.size, max(samples, 1))
+        share, more = divmod(samples, pieces)
+        return [share + (k < more) for k in range(pieces)]
+
+    def extra_repr(self) -> str:
+        """What crosses ranks, and how."""
+        return f"rank={self.links.rank}, ranks={self.links.size}, way={self.way!r}"
+
+
+def links_of(group: distributed.ProcessGroup | Links | None) -> Links:
+    """The links to the other ranks of a process group; None for all ranks."""
+    return group if isinstance(group, Links) else GroupLinks(group)
+
+
+@dataclass
+class Crossing:
+    """One forward pass of one rank, and the backward pass through it.
+
+    Attributes:
+        links: to the other ranks.
+        gradient: whether one is wanted.
+        batches: samples of each piece.
+    """
+
+    links: Links
+    gradient: bool
+    batches: list[int]
+
+    @property
+    def last(self) -> bool:
+        """Whether this is the last rank."""
+        return self.links.rank == self.links.size - 1
+
+    def hand_along(
+        self,
+        guard: Guard,
+        given: Iterable[tuple[Any, ...]],
+        run: Callable[..., Any],
+        end_of: Callable[[Any], Any],
+    ) -> list[Any]:
+        """Run each piece, and send its end to the next rank; the caller has to settle."""
+        pieces = []
+        for each in given:
+            piece = guard(run, *each)
+            if not self.last:
+                self.links.send(guard(end_of, piece), self.links.rank + 1)
+            pieces.append(piece)
+        self.links.flush()
+        return pieces
+
+
+def pieces_of(ctx: Any) -> list[Any]:
+    """The pieces of an autograd node, which gives them up.
+
+    Raises:
+        RankError: they have been asked for before.
+    """
+    if ctx.pieces is None:
+        raise RankError(
+            "a backward pass across ranks has been made already: expected one for each call"
+        )
+    pieces: list[Any] = ctx.pieces
+    ctx.pieces = None
+    return pieces
