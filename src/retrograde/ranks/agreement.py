@@ -77,12 +77,6 @@ class Guard:
 
         Raises:
             RankError: one cannot run, or they do not agree: the same on every rank.
-
-        Example:
-            >>> from retrograde.ranks.transport import simulate
-            >>> found = simulate(2, lambda links: Guard().settle(links, Told(own=links.rank)))
-            >>> [told.own for told in found[0]]
-            [0, 1]
         """
         cause = self.cause
         mine = Told() if told is None else told

@@ -3,7 +3,6 @@
 A :class:`RankModel` holds what can be measured on two: a link's latency and bandwidth, what one
 rank's steps take, what a product takes. From these follow the seconds of each way of
 :mod:`retrograde.ranks.scan_over_ranks` on any number of ranks, each with as many steps of its own.
-Nothing here is measured but by :func:`measure_links`; the rest is computed.
 
 ==========  ===========================================================================
 way         seconds on p ranks
@@ -15,16 +14,12 @@ way         seconds on p ranks
 ``gather``  a Jacobian, p − 1 matrices through the rank's link, p − 2 products, a sweep
 ==========  ===========================================================================
 
-The tree's are those of its critical path, to the message, for any p. In every way links take the
-time of their bytes and nothing else is waited for: the batch goes through in one piece, no two
-ranks share a processor, and the sum of the parameters' gradients, the same for all ways, is left
-out; so is the hop by which each rank hears what the next one's sweep found, to compare. A backend
-that gathers in a ring pays the latency p − 1 times.
+The tree's are those of its critical path, to the message, for any p. Not counted are shared
+processors, pieces of a batch, the sum of the parameters' gradients, and the hop by which ranks
+compare their sweeps. A backend that gathers in a ring pays the latency p − 1 times.
 
-What Wang has in general terms are :func:`scan_steps` and :func:`scan_work` (W20, eqs. 3.3 and 3.4),
-:func:`scan_space` and :func:`pipeline_space` (section 3.6), here with 1 for every constant.
-
-Reference: Wang, *BPPSA: Scaling Back-propagation by Parallel Scan Algorithm*, 2020, section 3.6.
+Reference: Wang, *BPPSA: Scaling Back-propagation by Parallel Scan Algorithm*, 2020: eqs. 3.3 and
+3.4 and section 3.6, here with 1 for every constant.
 """
 
 import math
@@ -118,14 +113,7 @@ class RankModel:
             )
 
     def seconds(self, way: str, ranks: ArrayLike) -> Seconds:
-        """Seconds of a backward pass across ranks, until the last of them is through.
-
-        Args:
-            way: ``"linear"``, ``"tree"`` or ``"gather"``.
-            ranks: how many; any shape.
-
-        Returns:
-            Of the same shape.
+        """Seconds of a backward pass until the last rank is through; of the shape of ``ranks``.
 
         Raises:
             ScanError: the way is unknown, or there is no rank.
@@ -136,14 +124,7 @@ class RankModel:
         return np.where(numbers == 1, self.sweep_seconds, found(several))
 
     def sent_bytes(self, way: str, ranks: ArrayLike) -> Numbers:
-        """The most that any rank sends, as ``messages`` of the scan over ranks lists it.
-
-        Args:
-            way: ``"linear"``, ``"tree"`` or ``"gather"``.
-            ranks: how many; any shape.
-
-        Returns:
-            Bytes, of the same shape.
+        """The most bytes that any rank sends in a scan; of the shape of ``ranks``.
 
         Raises:
             ScanError: the way is unknown, or there is no rank.
@@ -158,15 +139,7 @@ class RankModel:
         return np.where(numbers == 1, 0, _known(way, sent)(np.maximum(numbers, 2)))
 
     def first_ranks_where(self, way: str, *, beats: str, most: int = 10**6) -> int | None:
-        """The least number of ranks at which one way takes less time than another.
-
-        Args:
-            way: that is to be faster.
-            beats: the other.
-            most: ranks that are looked at.
-
-        Returns:
-            How many; None if it is nowhere faster.
+        """The least number of ranks, up to ``most``, at which a way is faster; None if nowhere.
 
         Raises:
             ScanError: a way is unknown.
@@ -179,14 +152,7 @@ class RankModel:
         return None
 
     def hop(self, size: float) -> float:
-        """Seconds of a message.
-
-        Args:
-            size: its bytes.
-
-        Returns:
-            Latency and bytes, in seconds.
-        """
+        """Seconds of a message of some bytes."""
         return self.latency_seconds + size / self.bytes_per_second
 
     def _linear(self, p: Numbers) -> Seconds:
@@ -200,8 +166,8 @@ class RankModel:
     def _tree(self, p: Numbers) -> Seconds:
         """The longest path through the tree's messages.
 
-        The last element is read by none, so its rank only waits; its block and all whose end it
-        is may be shorter than 2ᵈ⁺¹. All other blocks are whole, and wait alike.
+        The last rank only waits, since no rank reads its element. Only the blocks that it ends may
+        be shorter than 2ᵈ⁺¹; all others wait alike.
         """
         last = p - 1
         rounds = np.frexp(last)[1]  # bits of it
@@ -248,17 +214,10 @@ class RankModel:
 
 
 def measure_links(links: "Links", *, rounds: int = 30, size: int = 1 << 24) -> LinkSpeed:
-    """Measure the link between ranks 0 and 1: messages there and back, half of the median.
+    """Latency and bandwidth between ranks 0 and 1: messages there and back, half of the median.
 
-    Every rank has to call it, and is told the same.
-
-    Args:
-        links: of a process group, or simulated.
-        rounds: trips that count; of large messages, a third.
-        size: bytes of these, from which bandwidth is found.
-
-    Returns:
-        Latency and bandwidth.
+    Every rank has to call it, and is told the same. Large messages, of ``size`` bytes, make a third
+    of the ``rounds``.
 
     Raises:
         RankError: there is one rank only, or another one does not answer.
@@ -299,13 +258,6 @@ def _trip(links: "Links", element: Any, rounds: int) -> float:
 def scan_steps(elements: ArrayLike, ranks: ArrayLike) -> Seconds:
     """Steps of a scan one after another, W20 eq. 3.3: log₂ n for p > n, else n/p + log₂ p.
 
-    Args:
-        elements: n of them.
-        ranks: p of them.
-
-    Returns:
-        Steps; of a linear scan they are n.
-
     Raises:
         ScanError: there is no element, or no rank.
 
@@ -320,12 +272,6 @@ def scan_steps(elements: ArrayLike, ranks: ArrayLike) -> Seconds:
 def scan_work(elements: ArrayLike) -> Seconds:
     """Steps of a scan in all, W20 eq. 3.4: n, as in a linear one.
 
-    Args:
-        elements: n of them.
-
-    Returns:
-        Steps.
-
     Raises:
         ScanError: there is no element.
 
@@ -339,14 +285,6 @@ def scan_work(elements: ArrayLike) -> Seconds:
 def scan_space(elements: ArrayLike, ranks: ArrayLike, matrix_bytes: float) -> Seconds:
     """Bytes that each rank needs for a scan, W20 section 3.6: max(n/p, 1) Jacobians.
 
-    Args:
-        elements: n of them.
-        ranks: p of them.
-        matrix_bytes: of a Jacobian.
-
-    Returns:
-        Bytes.
-
     Raises:
         ScanError: there is no element, or no rank.
 
@@ -359,15 +297,7 @@ def scan_space(elements: ArrayLike, ranks: ArrayLike, matrix_bytes: float) -> Se
 
 
 def pipeline_space(elements: ArrayLike, ranks: ArrayLike, vector_bytes: float) -> Seconds:
-    """The same for pipeline parallelism: n/p + p activations.
-
-    Args:
-        elements: n of them.
-        ranks: p of them.
-        vector_bytes: of an activation.
-
-    Returns:
-        Bytes.
+    """Bytes that each rank needs in pipeline parallelism: n/p + p activations.
 
     Raises:
         ScanError: there is no element, or no rank.

@@ -1,11 +1,10 @@
 """Links over a ``torch.distributed`` process group: gloo between processes, NCCL between GPUs.
 
-What is not a tensor in an element goes ahead in a short letter; the tensors follow as one block of
-bytes from where they lie. What is sent is not waited for, as long as little is underway.
+An element goes as a short letter, which holds all but its tensors, and one block of their bytes.
+Sending does not wait, as long as few messages are underway.
 
-Where a rank ends or hangs, torch says which connection broke, if that. The ranks that notice find
-out whose fault it was: whoever notices leaves word in the group's store, so the one that has left
-none is the first.
+torch may only say that a connection broke. So each rank that sees a failure records it in the
+group's store; the rank without a record failed first.
 """
 
 import time
@@ -82,7 +81,7 @@ class GroupLinks:
         parcel = Parcel.of(element)
         mine = torch.tensor([len(parcel.letter), parcel.nbytes], device=self.device)
         told = [torch.empty_like(mine) for _ in range(self.size)]
-        self._together(lambda: distributed.all_gather(told, mine, group=self.group))
+        self._with(None, lambda: distributed.all_gather(told, mine, group=self.group))
         sizes = [(int(a), int(b)) for a, b in told]
         longest = max(a + b for a, b in sizes)
         whole = torch.empty(longest, dtype=torch.uint8, device=self.device)
@@ -90,7 +89,7 @@ class GroupLinks:
         whole[:start] = _bytes(parcel.letter, self.device)
         whole[start : start + parcel.nbytes] = parcel.block().to(self.device)
         found = [torch.empty_like(whole) for _ in range(self.size)]
-        self._together(lambda: distributed.all_gather(found, whole, group=self.group))
+        self._with(None, lambda: distributed.all_gather(found, whole, group=self.group))
         self.traffic.messages += 1
         self.traffic.sent_bytes += parcel.nbytes
         return [
@@ -103,7 +102,7 @@ class GroupLinks:
 
     def add_up(self, tensor: Tensor) -> None:
         there = tensor.to(self.device)
-        self._together(lambda: distributed.all_reduce(there, group=self.group))
+        self._with(None, lambda: distributed.all_reduce(there, group=self.group))
         if there is not tensor:
             tensor.copy_(there)
 
@@ -125,23 +124,18 @@ class GroupLinks:
             )
         return message
 
-    def _with(self, other: int, call: Callable[[], T]) -> T:
+    def _with(self, other: int | None, call: Callable[[], T]) -> T:
+        """What a call of torch's gives that involves another rank, or all of them (None)."""
         try:
             return call()
         except RuntimeError as error:
             raise self._lost(error, other) from error
 
-    def _together(self, call: Callable[[], T]) -> T:
-        try:
-            return call()
-        except RuntimeError as error:
-            raise self._lost(error, None) from error
-
     def _lost(self, error: RuntimeError, other: int | None) -> RankError:
-        """Find out which rank it was that ended, or hangs, and leave word for the others.
+        """An error that names the rank that ended, or hangs.
 
-        Whoever notices leaves word at once, and then of whom it was. So of the ranks to whom the
-        link is broken it is one that has left no word; or else one that comes too late to.
+        A rank that notices a failure leaves word at once, and again when it knows whose it was. So
+        of the ranks to which the link is broken, the one that failed has left no word in time.
         """
         self._leave_word(self.rank)
         time.sleep(_A_MOMENT / 4)

@@ -1,9 +1,8 @@
 """How ranks talk: one element at a time, from one to another, or from each to all.
 
 :class:`Links` says what ranks can do, :class:`Parcel` takes any element apart to be sent, and
-:func:`simulate` has links between threads of one process, with the latency and bandwidth that it is
-told: for tests, and to see what is not at hand. Those of a ``torch.distributed`` process group are
-in :mod:`retrograde.ranks.group_transport`. Every link counts what it sends.
+:func:`simulate` links threads of one process, with a latency and a bandwidth, for tests. The links
+of processes are in :mod:`retrograde.ranks.group_transport`. Every link counts what it sends.
 """
 
 import pickle

@@ -5,7 +5,7 @@ into the caller's graph as one node, whose backward pass joins the graphs of the
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -229,12 +229,12 @@ class _Back(WayBack):
         super().__init__(crossing, self.memo.report, pieces, own, most_flops)
         self.seeds = self._seeds(dy)
 
-    def _seeds(self, dy: Gradient) -> Sequence[Gradient]:
+    def _seeds(self, dy: Gradient) -> list[Gradient]:
         if dy is None or not self.last:  # what comes to others is the gradient of their zero
             return [None] * len(self.pieces)
         if len(self.pieces) == 1:
             return [dy]
-        return dy.split([len(piece.y) for piece in self.pieces])
+        return list(dy.split([len(piece.y) for piece in self.pieces]))
 
     def forget(self) -> None:
         super().forget()

@@ -96,12 +96,11 @@ def layer_seconds(whole: nn.Sequential, sample: Any) -> tuple[list[float], list[
 
 def _time(layer: nn.Module, given: Any) -> tuple[float, Any]:
     """The seconds of a layer, forward and backward; and what it gives."""
-    leaves, structure = _pytree.tree_flatten(given)
-    fresh = [_leaf(t) if isinstance(t, Tensor) else t for t in leaves]
-    device = next((t.device for t in fresh if isinstance(t, Tensor)), torch.device("cpu"))
-    passed = [t * 1 if isinstance(t, Tensor) and t.requires_grad else t for t in fresh]
+    tensors = [t for t in _pytree.tree_leaves(given) if isinstance(t, Tensor)]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    passed = _pytree.tree_map_only(Tensor, _fresh, given)
     start = now(device)
-    y = layer(_pytree.tree_unflatten(passed, structure))
+    y = layer(passed)
     forward = now(device) - start
     roots = [t for t in _pytree.tree_leaves(y) if isinstance(t, Tensor) and t.requires_grad]
     seeds = [torch.ones_like(t) for t in roots]
@@ -109,12 +108,10 @@ def _time(layer: nn.Module, given: Any) -> tuple[float, Any]:
     if roots:
         torch.autograd.backward(roots, seeds)
     backward = now(device) - start
-    return forward + backward, _pytree.tree_map(_detached, y)
+    return forward + backward, _pytree.tree_map_only(Tensor, Tensor.detach, y)
 
 
-def _leaf(t: Tensor) -> Tensor:
-    return t.detach().requires_grad_(t.is_floating_point())
-
-
-def _detached(t: Any) -> Any:
-    return t.detach() if isinstance(t, Tensor) else t
+def _fresh(t: Tensor) -> Tensor:
+    """A copy that a layer may overwrite; its gradient is part of the backward pass."""
+    leaf = t.detach().requires_grad_(t.is_floating_point())
+    return leaf * 1 if leaf.requires_grad else leaf
