@@ -106,7 +106,7 @@ def test_compiled_products_are_the_plain_ones(kind, size):
     net, (weights,) = make(kind, size=size)
     x, state, dy = given(net, 12, 3)
     block, losses = next(module._blocks([weights], x, state, dy, 12))
-    chunks, losses = module.in_chunks(block.slopes[0], losses, 0, 4)
+    chunks, losses = module.in_chunks(block[0], losses, 0, 4)
     compiled = kernels("cpu", torch.float64, size).products
     assert compiled is not products
     for terms in (losses, None):

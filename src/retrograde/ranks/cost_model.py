@@ -172,18 +172,18 @@ class RankModel:
         last = p - 1
         rounds = np.frexp(last)[1]  # bits of it
         matrices, vectors = self._up(int(rounds.max()))
+        levels = range(int(rounds.max()) - 1)
+        sent = [((last >> d) & 1 == 1) & (d < rounds - 1) for d in levels]  # by the last rank
         away, apply = self.hop(self.vector_bytes), self.apply_seconds
         down = max(away, apply)  # a round: on to the left half, or a product in the right one
         arrived = vectors[rounds - 1] + away
-        for d in range(int(rounds.max()) - 1):
-            sent = ((last >> d) & 1 == 1) & (d < rounds - 1)
+        for d in levels:
             there = matrices[d] + self.hop(self.matrix_bytes)
-            arrived = np.where(sent, np.maximum(arrived, there), arrived)
+            arrived = np.where(sent[d], np.maximum(arrived, there), arrived)
         end = np.where(rounds > 1, vectors[rounds - 1] + (rounds - 2) * down, 0.0)
-        for d in reversed(range(int(rounds.max()) - 1)):
-            sent = ((last >> d) & 1 == 1) & (d < rounds - 1)
-            end = np.where(sent, np.maximum(end, arrived + away + d * down), end)
-            arrived = arrived + sent * apply
+        for d in reversed(levels):
+            end = np.where(sent[d], np.maximum(end, arrived + away + d * down), end)
+            arrived = arrived + sent[d] * apply
         longest: Seconds = np.maximum(end, arrived)
         return longest + self.sweep_seconds
 

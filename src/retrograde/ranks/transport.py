@@ -152,14 +152,9 @@ class Parcel:
 
 @dataclass(eq=False)
 class Simulated:
-    """Links between threads.
+    """Links between threads, as :func:`simulate` makes them.
 
-    Args:
-        rank: of this one.
-        boxes: by sender and receiver; shared by all.
-        latency: of a message, in seconds.
-        bandwidth: bytes a second; None where they take no time.
-        timeout: seconds until a rank that does not answer is given up.
+    All ranks share the boxes: one queue for each sender and receiver.
     """
 
     rank: int

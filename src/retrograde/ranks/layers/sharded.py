@@ -196,12 +196,11 @@ class LayerSharded(Sharded):
         dtype = str(types.pop()) if len(types) == 1 else ""
         if input is not None and input.is_floating_point():
             dtype = str(input.dtype)
-        given = [] if input is None else [input]
         coupling = (type(m).__name__ for m in modules if _couples(m))
         own = _Own(
             samples=0 if input is None else len(input),
             dtype="" if torch.is_autocast_enabled("cpu") else dtype,
-            wants=any(t.requires_grad for t in (*given, *parameters)),
+            wants=any(t.requires_grad for t in (input, *parameters) if t is not None),
             couples=next(coupling, ""),
             hooked=bool(hooked),
         )
@@ -296,8 +295,8 @@ def _hooked(modules: Iterable[nn.Module]) -> str:
 
 
 def _couples(module: nn.Module) -> bool:
-    stands = isinstance(module, _BatchNorm)
-    return stands and (module.training or module.running_var is None)
+    """Whether a layer couples samples: a batch norm that goes by the batch's own statistics."""
+    return isinstance(module, _BatchNorm) and (module.training or module.running_var is None)
 
 
 def _check_types(types: Sequence[str]) -> None:

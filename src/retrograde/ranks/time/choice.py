@@ -28,8 +28,7 @@ __all__ = ["choose"]
 
 Seconds = tuple[float, ...]
 
-# How much less than a product with every step's Jacobian a section's may take; and than a sweep for
-# each column.
+# At best a Jacobian takes this part of a product for every step, or of a sweep for every column.
 _AT_BEST = 4
 _SIDE_BY_SIDE = 16
 _FEW = 2**22  # numbers in matrices that are multiplied for nothing but the time it takes

@@ -103,12 +103,12 @@ class Crossing(base.Crossing):
 
     def _parts(self, x: Tensor, given: State) -> Iterator[tuple[Tensor, Any]]:
         """The inputs of each piece, and the state before it; on later ranks it has to arrive."""
-        parts = self.cut(x, self.dim)
-        for j, part in enumerate(parts):
+        states = [self.cut(s, 1) for s in given]
+        for j, part in enumerate(self.cut(x, self.dim)):
             if self.links.rank:
                 yield part, self.links.receive(self.links.rank - 1)
-            elif given:
-                yield part, tuple(self.cut(s, 1)[j].detach() for s in given)
+            elif states:
+                yield part, tuple(s[j].detach() for s in states)
             else:
                 yield part, self._zeros(part)
 

@@ -15,7 +15,6 @@ are multiplied. One chunk is a plain sweep of the basis.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import isqrt
 from typing import Any, cast
 
@@ -98,7 +97,7 @@ def range_map(
     per_step = sum(w.hidden.shape[0] + (parts + 1) * size for w in layers) * samples * x.itemsize
     whole: Tensor | None = None
     for block, losses in _blocks(layers, x, state, dy, max(1, _BLOCK_BYTES // per_step)):
-        length = len(block.slopes[0].gates)
+        length = len(block[0].gates)
         numbers = (n + 1) * samples * layers[0].hidden.shape[0]
         count = chunks or max(torch.get_num_threads(), min(_AT_ONCE // numbers, isqrt(2 * length)))
         for found in _products(layers, block, losses, min(count, length)):
@@ -110,20 +109,10 @@ def range_map(
     return Affine(Dense(matrix.mT), Vector(offset))
 
 
-@dataclass(frozen=True)
-class _Block:
-    """Some steps of all layers, the lowest first."""
-
-    slopes: list[Slopes]
-
-    def at(self, steps: slice) -> "_Block":
-        return _Block([each.at(steps) for each in self.slopes])
-
-
 def _blocks(
     layers: Sequence[Weights], x: Tensor, state: State, dy: Gradient, length: int
-) -> Iterator[tuple[_Block, Gradient]]:
-    """Run the range again, and give the slopes of each block of steps, and its loss's terms."""
+) -> Iterator[tuple[list[Slopes], Gradient]]:
+    """Run the range again: for each block of steps each layer's slopes, and the loss's terms."""
     before = [tuple(s[k] for s in state) for k in range(len(layers))]
     use = kernels(x.device.type, x.dtype, layers[0].size)
     for start in range(0, len(x), length):
@@ -137,25 +126,25 @@ def _blocks(
             known = None if kept is None else kept.gates
             found.append(slopes(weights, y, states, after, c, use.gates, known))
             y = after
-        yield _Block(found), None if dy is None else dy[steps]
+        yield found, None if dy is None else dy[steps]
 
 
 def _products(
-    layers: Sequence[Weights], block: _Block, dy: Gradient, count: int
+    layers: Sequence[Weights], block: list[Slopes], dy: Gradient, count: int
 ) -> Iterator[Tensor]:
     """The maps of a block's chunks (B, n + 1, n), in turn: Jᵀ, and under it b."""
-    rest = len(block.slopes[0].gates) % count
+    rest = len(block[0].gates) % count
     if rest:
-        part = block.at(slice(0, rest))
+        part = [each.at(slice(0, rest)) for each in block]
         yield _back(layers, part, None if dy is None else dy[:rest], 1)[0]
-    part = block.at(slice(rest, None))
+    part = [each.at(slice(rest, None)) for each in block]
     yield from _back(layers, part, None if dy is None else dy[rest:], count)
 
 
-def _back(layers: Sequence[Weights], block: _Block, dy: Gradient, count: int) -> Tensor:
+def _back(layers: Sequence[Weights], block: list[Slopes], dy: Gradient, count: int) -> Tensor:
     """The maps of chunks, gone through side by side: (C, B, n + 1, n), the lowest layer first."""
-    length = len(block.slopes[0].gates) // count
-    cut = [in_chunks(each, dy, 0, length) for each in block.slopes]
+    length = len(block[0].gates) // count
+    cut = [in_chunks(each, dy, 0, length) for each in block]
     chunks, losses = [each for each, _ in cut], cut[-1][1]
     size, last = layers[0].size, len(layers) - 1
     if not last:
