@@ -285,7 +285,7 @@ def test_double_backward_is_refused(cell, way):
 @pytest.mark.parametrize("way", ["sequential", "scan", "auto"])
 def test_without_gradients_it_is_torchs_own(cell, way, monkeypatch, cache):
     theirs, ours = pair(cell, 5, 7, backward=way)
-    monkeypatch.setattr("retrograde.nn.scheduled.Call.run_back", None)
+    monkeypatch.setattr("retrograde.nn.call.Call.run_back", None)
     x = inputs(20, 3, 5, dtype=torch.float32)
     with torch.no_grad():
         found, expected = call(ours, x), call(theirs, x)

@@ -13,7 +13,7 @@ from oracles.networks import CELLS, assert_close, gradients, pair
 from retrograde.nn import backward_choice as choice
 from retrograde.nn import calibration
 from retrograde.nn.calibration import WAYS, Timing, cache_file, timings
-from retrograde.nn.scheduled import Call
+from retrograde.nn.call import Call
 
 EVERY_CELL = pytest.mark.parametrize("cell", CELLS)
 

@@ -17,7 +17,7 @@ from retrograde.discover.referents import reach
 from retrograde.kernels import cpu
 from retrograde.nn import bptt as streamed
 from retrograde.nn import unroll as unrolling
-from retrograde.nn.cache import Recent, identity
+from retrograde.nn.cache import CellFits, Recent, identity
 from retrograde.run.core import Tape
 from retrograde.run.executor import Run
 
@@ -70,7 +70,7 @@ def test_a_thousand_iterations_of_changing_lengths_hold_no_more_than_the_first(w
 
 
 def test_fits_are_kept_for_the_most_recent_shapes_only(monkeypatch):
-    monkeypatch.setattr(unrolling, "_FITS", Recent(most=3))
+    monkeypatch.setattr(unrolling, "_FITS", CellFits(most=3))
     _, cell = both("unroll")
     _, net = both("LSTM")
     h = torch.zeros(3, 7, dtype=DOUBLE)
@@ -83,7 +83,7 @@ def test_fits_are_kept_for_the_most_recent_shapes_only(monkeypatch):
 
 
 def test_streaming_too_keeps_the_most_recent_fits_only(monkeypatch):
-    monkeypatch.setattr(streamed, "_FITS", Recent(most=2))
+    monkeypatch.setattr(streamed, "_FITS", CellFits(most=2))
     _, cell = both("unroll")
     h = torch.zeros(3, 7, dtype=DOUBLE)
 

@@ -6,12 +6,12 @@ backward pass computes its mask instead of keeping it.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["Dropout", "draw_key", "samples_of"]
+__all__ = ["Dropout", "Drops", "draw_key", "samples_of"]
 
 # Odd constants with their bits well spread: splitmix64's, and those of a 32-bit hash of low bias.
 _GAMMA, _MIX_1, _MIX_2 = (
@@ -31,6 +31,17 @@ def samples_of(sizes: Tensor) -> Tensor:
     """The sequence that every row of a packed batch belongs to, by the sizes of its steps."""
     first = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
     return torch.arange(len(first), device=sizes.device) - first
+
+
+class Drops(Protocol):
+    """Drops what comes to a layer in some steps, as :class:`Dropout` does."""
+
+    @property
+    def first(self) -> bool: ...
+
+    def __call__(
+        self, x: Tensor, number: int, steps: Tensor, sizes: Tensor | None = None
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True)

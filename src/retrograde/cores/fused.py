@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from retrograde.cores.dropout import Dropout, samples_of
+from retrograde.cores.dropout import Drops, samples_of
 from retrograde.discover.surroundings import Ambient
 from retrograde.run.autograd_core import AutogradCore
 from retrograde.run.core import Gate
@@ -100,7 +100,7 @@ class Fused(AutogradCore):
         self,
         nets: tuple[Layers, ...],
         kernel: Kernel = run_torch,
-        dropout: Dropout | None = None,
+        dropout: Drops | None = None,
         packed: bool = False,
     ) -> None:
         self.nets, self.kernel, self.dropout, self.packed = nets, kernel, dropout, packed

@@ -11,9 +11,9 @@ from retrograde.errors import CellError
 from retrograde.kernels import LARGEST_SIZE, kernels
 from retrograde.kernels.cells import Kind
 from retrograde.nn.calibration import WAYS, contenders, timings
-from retrograde.nn.ordinary_memory import last_weights
-from retrograde.nn.scan_choice import Outlook
-from retrograde.nn.scheduled import check_measurable
+from retrograde.nn.call import check_measurable
+from retrograde.nn.chain_scan import Outlook
+from retrograde.nn.weights import last_weights
 from retrograde.scan.block_lengths import scan_way
 
 if TYPE_CHECKING:
@@ -59,13 +59,13 @@ class Explanation:
 def way(
     module: "Recurrent", steps: int, samples: int, like: Tensor
 ) -> Literal["sequential", "scan"] | None:
-    """The way that a module goes backward, or None for torch's own backward pass.
+    """The way that a module with ``backward`` set goes backward; None for torch's own pass.
 
     Args:
-        module: one of ours, with ``backward`` set.
+        module: one of ours.
         steps: T.
         samples: B.
-        like: a tensor of the inputs' device.
+        like: the inputs, of which the device matters, and whether they require a gradient.
 
     Raises:
         CellError: the module has no Jacobians here.
@@ -80,11 +80,7 @@ def way(
 
 
 def check_slopes(module: "Recurrent") -> None:
-    """Refuse a module that has no Jacobians here.
-
-    Raises:
-        CellError: as said.
-    """
+    """Refuse a module that has no Jacobians here, by a CellError."""
     if module.proj_size:
         raise CellError(
             f"proj_size={module.proj_size} has no Jacobian here: expected an LSTM without "
@@ -118,7 +114,7 @@ def explain(
 
     Returns:
         An :class:`Explanation`, or of a ``Sequential`` an
-        :class:`~retrograde.nn.scan_choice.Outlook`; ``print`` shows either as a table.
+        :class:`~retrograde.nn.chain_scan.Outlook`; ``print`` shows either as a table.
 
     Raises:
         CellError: the module is none of ours, has no Jacobians, or has nothing to be measured.
@@ -142,7 +138,8 @@ def explain(
     if isinstance(input, PackedSequence):
         steps, samples, data = len(input.batch_sizes), int(input.batch_sizes[0]), input.data
     else:
-        steps, samples, data = *_shape(module, input), input
+        steps, samples = module._time_major(input, ())[0].shape[:2]
+        data = input
     check_measurable([data, *last_weights(module)])
     found = timings(module, samples, steps, data.requires_grad)
     chosen = way(module, steps, samples, data) if module.backward else None
@@ -161,11 +158,6 @@ def explain(
         kernels=use,
         chunk=scan_way(kind, steps, *shape).chunk,
     )
-
-
-def _shape(module: "Recurrent", input: Tensor) -> tuple[int, int]:
-    x, _ = module._time_major(input, ())
-    return x.shape[0], x.shape[1]
 
 
 def _why(module: "Recurrent", weight: Tensor, use: str, choice: str) -> str:

@@ -21,10 +21,10 @@ from retrograde.cores.loss import Loss, RangeLoss, StepLoss, examine_loss
 from retrograde.discover.referents import reach
 from retrograde.discover.surroundings import autocast_as_now
 from retrograde.discover.trees import Structure, flatten
-from retrograde.errors import CellError, RetrogradeError, ScheduleError
-from retrograde.nn.cache import Recent, identity, signature
+from retrograde.errors import CellError, RetrogradeError
+from retrograde.nn.cache import CellFits, signature
 from retrograde.nn.recurrent import Recurrent
-from retrograde.nn.unroll import check_schedule
+from retrograde.nn.unroll import check_schedule, refuse_both
 from retrograde.plan import plan
 from retrograde.plan.fit import Fit
 from retrograde.run.core import Core
@@ -38,9 +38,8 @@ __all__ = ["bptt"]
 
 Tensors = list[Tensor]
 
-# A cell with its loss is measured once for its shapes and a budget.
-_STEPS: Recent[Hashable] = Recent()
-_FITS: Recent[tuple[int, Fit]] = Recent()
+# A cell with its loss is measured once for its shapes and a budget: which core, and its fit.
+_FITS: CellFits[tuple[int, Fit]] = CellFits()
 
 _RANGES = {nn.LSTM.forward, nn.GRU.forward, nn.RNN.forward, Recurrent.forward}
 
@@ -152,8 +151,7 @@ class _Task:
 def _check_asked(loss: Any, memory: Memory | None, schedule: Schedule | None) -> None:
     if memory is not None:
         parse_memory(memory)
-        if schedule is not None:
-            raise ScheduleError("given both memory and schedule: expected one; leave one out")
+    refuse_both(memory, schedule)
     if not callable(loss):
         raise CellError(
             f"loss is a {type(loss).__name__}: expected a function of the step and its output"
@@ -270,18 +268,17 @@ def _fitted(task: _Task, inputs: Any, memory: Memory) -> tuple[Core, Schedule]:
     if isinstance(source, Arrays):
         read += tuple(isinstance(t, Tensor) for t in source.leaves)
     elif not (isinstance(source, Steps) and isinstance(source.get, Spool)):
-        reading = reach([inputs])  # what a function takes to give an input is its own affair
+        reading = reach([inputs])  # the bytes that reading takes depend on it
         parts.append((reading, tuple(reading.places)))
-    made_of, kinds = (
-        tuple(identity(*part, values=values) for part in parts) for values in (True, False)
-    )
     tensors = map(signature, (*source[0], *task.state, *first.parameters))
     shapes = torch.get_num_threads(), task.stream.wanted, read, *tensors
-    step = _STEPS.get((made_of, shapes), lambda: step_bytes(first, task.probed, task.state))
+
+    def step() -> Hashable:
+        return step_bytes(first, task.probed, task.state)
 
     def find() -> tuple[int, Fit]:
         sizes = footprints(task.cores, task.probed, task.state, memory=memory)
         return fit_fastest(task.cores, sizes, task.probed, task.state, memory)
 
-    number, found = _FITS.get((kinds, step, repr(memory), len(source), shapes), find)
+    number, found = _FITS.fit(parts, shapes, (repr(memory), len(source)), step, find)
     return task.cores[number].core, found.schedule

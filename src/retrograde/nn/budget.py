@@ -13,8 +13,7 @@ sum is an upper bound, for only one module at a time is at its own peak.
 
 In that run these modules record nothing, so it takes what the rest of the model takes.
 
-What is swapped is known to :mod:`retrograde.nn.replace_modules` alone; here a module has a
-``memory``, and tells bytes within any.
+Modules are replaced by :mod:`retrograde.nn.replace_modules`; here they are asked and given bytes.
 
 Known limits: what a model changes in place and is no buffer (a list that it appends to) is not put
 back; a model whose forward pass differentiates through such a module cannot be run so.
@@ -38,10 +37,9 @@ from retrograde.discover.surroundings import Ambient
 from retrograde.errors import BudgetError, CellError
 from retrograde.nn.cache import signature
 from retrograde.nn.chain_plans import ChainFit
-from retrograde.nn.ordinary_memory import last_weights
 from retrograde.nn.replace_modules import Budgeted, Swappable, is_chain, swap, twin
-from retrograde.nn.unroll import needs_gradient
-from retrograde.run.transforms import is_unreal, uncompiled
+from retrograde.nn.weights import last_weights
+from retrograde.run.transforms import is_unreal, refuse_transforms, uncompiled
 from retrograde.units import Memory, as_bytes, format_bytes, parse_memory
 
 __all__ = ["Division", "Share", "budget"]
@@ -206,8 +204,9 @@ class _Watched:
         def forward(*args: Any, **kwargs: Any) -> Any:
             given = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
             used = [*given, *self._trained()]
-            if not needs_gradient(used):
+            if not (torch.is_grad_enabled() and any(t.requires_grad for t in used)):
                 return run(*args, **kwargs)
+            refuse_transforms(used)
             if is_unreal(used):
                 raise CellError(
                     f"{self.title}: it is on the meta device, or was given fake tensors: expected "
@@ -327,7 +326,7 @@ def _sizes(args: tuple[Any, ...]) -> list[Hashable]:
 
 
 def _as_if_recorded(outputs: Any, given: Sequence[Tensor]) -> Any:
-    """Outputs that require a gradient as recorded ones do, also where they are written to."""
+    """Outputs that require a gradient as recorded ones do; they may be written to."""
     if isinstance(outputs, PackedSequence):
         return outputs._replace(data=_as_if_recorded(outputs.data, given))
     if not isinstance(outputs, Tensor):

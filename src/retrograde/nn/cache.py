@@ -13,7 +13,7 @@ for what a step takes may depend on them.
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, TypeVar, cast
@@ -26,7 +26,7 @@ from retrograde.discover.places import Place
 from retrograde.discover.referents import MODULE_TABLES, Reach
 from retrograde.measure.allocations import MEASURING, is_profiled
 
-__all__ = ["Recent", "Same", "identity", "signature"]
+__all__ = ["CellFits", "Recent", "Same", "identity", "signature"]
 
 T = TypeVar("T")
 
@@ -64,11 +64,8 @@ class Recent(Generic[T]):
     def __len__(self) -> int:
         return len(self._found)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_most": self._most}  # what was measured here is of no use elsewhere
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["_most"])  # type: ignore[misc]
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._most,)  # what was measured here is of no use elsewhere
 
     def get(self, key: Hashable, find: Callable[[], T], of: Iterable[object] = ()) -> T:
         """The result for a key, found now if it is not known.
@@ -78,9 +75,6 @@ class Recent(Generic[T]):
             find: called where it is not known.
             of: objects that the key has the ids of, for that is quicker than :class:`Same`; when
                 one of them is gone, so is the result.
-
-        Returns:
-            The result.
         """
         known = self._look_up(key)
         if known is not None:
@@ -134,6 +128,41 @@ def _is_dead(key: Any, known: _Known[Any] | None = None) -> bool:
     return isinstance(key, tuple) and any(map(_is_dead, key))
 
 
+class CellFits(Recent[T]):
+    """What budgets buy for cells: a step is measured for each cell, a fit found for each kind.
+
+    Two cells are of one kind if only numbers or texts differ, such as one that is annealed. They
+    share a fit if their steps take the same bytes.
+    """
+
+    def __init__(self, most: int = _MOST) -> None:
+        super().__init__(most)
+        self._steps: Recent[Hashable] = Recent(most)
+
+    def fit(
+        self,
+        parts: Sequence[tuple[Reach, Sequence[Place]]],
+        shapes: Hashable,
+        budget: Hashable,
+        step: Callable[[], Hashable],
+        find: Callable[[], T],
+    ) -> T:
+        """The fit for a cell, found now if it is not known.
+
+        Args:
+            parts: what the cell is made of, as :func:`identity` takes it.
+            shapes: all else that the bytes of a step depend on.
+            budget: all else that the fit depends on.
+            step: measures the bytes of a step.
+            find: finds the fit.
+        """
+        made_of, kinds = (
+            tuple(identity(*part, values=values) for part in parts) for values in (True, False)
+        )
+        step_bytes = self._steps.get((made_of, shapes), step)
+        return self.get((kinds, step_bytes, shapes, budget), find)
+
+
 def signature(t: Tensor) -> tuple[Any, ...]:
     """All that the bytes of a step depend on in one of its tensors."""
     kind = t.device.type
@@ -144,14 +173,13 @@ def signature(t: Tensor) -> tuple[Any, ...]:
 def identity(found: Reach, places: Iterable[Place], *, values: bool = True) -> Hashable:
     """What a cell is made of, as a key: equal for two closures of the same code over the same.
 
+    The key keeps no module and no tensor alive.
+
     Args:
         found: what the cell refers to.
         places: those of its Python values that it only reads; what a step changes is not part of
             what the cell is.
         values: whether numbers and texts are part of it, or their types only.
-
-    Returns:
-        A key that keeps no module and no tensor alive.
 
     Example:
         >>> from retrograde.discover.referents import reach

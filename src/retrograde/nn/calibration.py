@@ -22,7 +22,7 @@ from torch import nn
 
 from retrograde import scan
 from retrograde.machine import machine_of, now
-from retrograde.nn.ordinary_memory import last_weights, over_weights, stand_ins
+from retrograde.nn.weights import last_weights, over_weights, stand_ins
 
 __all__ = ["WAYS", "Timing", "cache_file", "contenders", "timings"]
 
@@ -30,8 +30,8 @@ __all__ = ["WAYS", "Timing", "cache_file", "contenders", "timings"]
 WAYS = ("torch", "sequential", "scan")
 
 _FIRST_STEPS = 32
-# Longer sequences than take the fastest way so long would tell nothing new where it is far ahead;
-# where it is not, only those that leave every cache behind tell which way wins in the long run.
+# Lengths are doubled until the fastest way takes so long, or longer where the second is close: then
+# only sequences that outgrow every cache tell which way wins in the long run.
 _LONG_ENOUGH_SECONDS = 0.01
 _CLOSE = 1.5
 _LONG_ENOUGH_WHERE_CLOSE = 0.1
@@ -64,13 +64,7 @@ class Timing:
         return max((high - low) / (b - a), 0.0)
 
     def seconds(self, steps: int) -> float:
-        """The time expected for a sequence.
-
-        Args:
-            steps: its length.
-
-        Returns:
-            Seconds.
+        """The seconds expected for a sequence of so many steps.
 
         Example:
             >>> Timing(((32, 1.0), (64, 1.5))).seconds(128)
@@ -97,16 +91,13 @@ _KNOWN: dict[str, dict[str, Timing]] = {}
 
 
 def timings(module: nn.RNNBase, samples: int, steps: int, needs_x: bool) -> dict[str, Timing]:
-    """The timing of every way, measured now if it was never measured on this machine.
+    """The timing of every one of :data:`WAYS`, measured now if it never was on this machine.
 
     Args:
         module: one of ours; what is run is another over the same weights.
         samples: the batch.
         steps: the length of the sequences that are to be run.
         needs_x: whether the inputs receive a gradient.
-
-    Returns:
-        By the names in :data:`WAYS`.
     """
     key = _key(module, samples, needs_x)
     found = _KNOWN.get(key) or _read().get(key)
@@ -131,13 +122,7 @@ def _tells(seconds: list[float]) -> bool:
 
 
 def contenders(found: dict[str, Timing]) -> list[str]:
-    """The ways that were followed to the end: the others were hopeless, and not looked at since.
-
-    Args:
-        found: as :func:`timings` returns it.
-
-    Returns:
-        Their names, at least one.
+    """The ways that :func:`timings` followed to the greatest length; the others were hopeless.
 
     Example:
         >>> slow, quick = Timing(((32, 9.0),)), Timing(((32, 1.0), (64, 2.0)))

@@ -10,6 +10,7 @@ follow another schedule; the gradient is the same, bit for bit.
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,9 +30,12 @@ from retrograde.run.transforms import is_unreal, refuse_transforms
 from retrograde.schedule import Chain, Schedule
 from retrograde.units import Memory, as_bytes, format_bytes
 
-__all__ = ["ChainFit", "Plans", "measured", "named_layers"]
+__all__ = ["ChainFit", "Plans", "measure_network", "named_layers"]
 
 Tensors = list[Tensor]
+
+_MOST_LINKS = 8
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,19 +85,13 @@ class Plans:
 
     chains: Recent[tuple[Chain, int]] = field(default_factory=Recent)
     fits: Recent[ChainFit] = field(default_factory=Recent)
-    links: Recent[Links] = field(default_factory=lambda: Recent(most=_MOST_LINKS))
-    moving: set[tuple[int, Any]] = field(default_factory=set)  # places, names: not what layers are
+    links: Recent[Links] = field(default_factory=partial(Recent, most=_MOST_LINKS))
+    moving: set[tuple[int, Any]] = field(
+        default_factory=set
+    )  # what layers change: (id of its holder, name)
 
     def fit(self, net: nn.Sequential, memory: Memory, input: Any) -> ChainFit:
-        """The schedule for a budget and an input of this kind.
-
-        Args:
-            net: the layers.
-            memory: the budget.
-            input: as for a call.
-
-        Returns:
-            A :class:`ChainFit`.
+        """The schedule of the layers for a budget and an input of this kind.
 
         Raises:
             BudgetError: the budget is too small; the message names the least.
@@ -105,36 +103,26 @@ class Plans:
         return self._fitted(memory, call)
 
     def run(self, net: nn.Sequential, memory: Memory, input: Any) -> Any:
-        """Run the layers so that the gradient keeps to a budget.
-
-        Args:
-            net: the layers.
-            memory: the budget.
-            input: a pytree of tensors.
-
-        Returns:
-            What the last layer returns.
+        """What the last layer returns, its gradient kept to a budget; None to run torch's own.
 
         Raises:
             BudgetError: the budget is too small; the message names the least.
             CellError: a layer cannot be run exactly.
         """
         if not torch.is_grad_enabled():
-            return _TORCHS_OWN.forward(net, input)  # type: ignore[no-untyped-call]
+            return None
         leaves, structure = flatten(input, "input")
         if is_unreal(leaves):
-            return _TORCHS_OWN.forward(net, input)  # type: ignore[no-untyped-call]
+            return None
         call = _Call.of(net, leaves, structure)
         wanted = [*leaves, *call.tensors]
         if not any(t.requires_grad for t in wanted) or is_unreal(wanted):
-            return _TORCHS_OWN.forward(net, input)  # type: ignore[no-untyped-call]
+            return None
         refuse_transforms(wanted)
         links = self._links(call)
-        if not links.chain:
-            return _TORCHS_OWN.forward(net, input)  # type: ignore[no-untyped-call]
-        found = self._fitted(memory, call)
-        if found.ordinary:
-            return _TORCHS_OWN.forward(net, input)  # type: ignore[no-untyped-call]
+        found = self._fitted(memory, call) if links.chain else None
+        if found is None or found.ordinary:
+            return None
         return links.returned.unflatten(run_chain(links, found.schedule, leaves))
 
     def _fitted(self, memory: Memory, call: "_Call") -> ChainFit:
@@ -142,7 +130,7 @@ class Plans:
             links = self._links(call)
 
             def sizes() -> tuple[Chain, int]:
-                return _measured(links, call.leaves), prefix_bytes(links, call.leaves)
+                return _measure(links, call.leaves), prefix_bytes(links, call.leaves)
 
             return _fit(*self.chains.get(key, sizes, of=call.parts), memory)
 
@@ -163,29 +151,22 @@ class Plans:
         return found
 
 
-_MOST_LINKS = 8
-_TORCHS_OWN = nn.Sequential  # whatever that name is made to mean later
-
-
-def measured(net: nn.Sequential, input: Any, repeats: int) -> Chain:
-    """What the layers of a network take.
+def measure_network(net: nn.Sequential, input: Any, repeats: int) -> Chain:
+    """What the layers of a network take, those before the first gradient left out.
 
     Args:
         net: the layers.
         input: what it is called with.
         repeats: how often seconds are taken.
 
-    Returns:
-        The chain; layers before the first gradient are left out.
-
     Raises:
         CellError: a layer cannot be run exactly, or there is nothing to backpropagate.
     """
     leaves, structure = flatten(input, "input")
-    return _measured(examine_layers(_apart(net), leaves, structure), leaves, repeats)
+    return _measure(examine_layers(_apart(net), leaves, structure), leaves, repeats)
 
 
-def _measured(links: Links, leaves: Tensors, repeats: int | None = None) -> Chain:
+def _measure(links: Links, leaves: Tensors, repeats: int | None = None) -> Chain:
     if not links.chain:
         raise CellError(
             "there is nothing to backpropagate: expected a layer with a parameter, or an input, "
@@ -268,7 +249,7 @@ class _Call:
 
 
 def _still(places: Sequence[Place], moving: Collection[tuple[int, Any]]) -> Iterator[Place]:
-    """The places, without what layers change."""
+    """The places, without those that layers change."""
     holders = {holder for holder, _ in moving}
     for place in places:
         if getattr(place, "registered", None) is not None:
@@ -289,38 +270,28 @@ def named_layers(
         opens: whether a nested one is taken apart.
         prefix: of the names.
 
-    Returns:
-        An iterator over names and layers.
-
     Example:
         >>> net = nn.Sequential(nn.ReLU(), nn.Sequential(nn.Tanh(), nn.ReLU()))
         >>> [name for name, _ in named_layers(net, lambda nested: True)]
         ['0', '1.0', '1.1']
     """
     for name, layer in net._modules.items():  # a layer may come twice
-        if isinstance(layer, nn.Sequential) and opens(layer) and not _hooked(layer):
+        if (
+            isinstance(layer, nn.Sequential)
+            and opens(layer)
+            and not any(getattr(layer, hooks) for hooks in _HOOKS)
+        ):
             yield from named_layers(layer, opens, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", layer
 
 
-def _hooked(layer: nn.Module) -> bool:
-    return any(
-        (
-            layer._forward_hooks,
-            layer._forward_pre_hooks,
-            layer._backward_hooks,
-            layer._backward_pre_hooks,
-        )
-    )
-
-
 def _apart(net: nn.Sequential) -> list[tuple[str, nn.Module]]:
     """The layers of a chain: nested ones with a budget or a scan of their own stay whole."""
-    return list(named_layers(net, lambda nested: type(nested) is nn.Sequential or _plain(nested)))
 
+    def opens(nested: nn.Sequential) -> bool:
+        options = vars(nested)
+        plain = "backward" in options and options["backward"] is options["memory"] is None
+        return type(nested) is nn.Sequential or plain
 
-def _plain(nested: nn.Sequential) -> bool:
-    """Whether it is one of ours, without a way of its own to go backward."""
-    options = vars(nested)
-    return "backward" in options and options["backward"] is options["memory"] is None
+    return list(named_layers(net, opens))

@@ -5,8 +5,9 @@ gradient of every layer's output; then each layer's parameters get theirs, by th
 backward pass, none waiting for another.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -15,26 +16,72 @@ from torch import Tensor, nn
 from retrograde.discover.captured import foreign_tensors
 from retrograde.discover.surroundings import muted_hooks
 from retrograde.errors import RetrogradeError, ScanError
-from retrograde.jacobians.feedforward import Algorithm, Step, observe_steps, scan_gradients
+from retrograde.jacobians.feedforward import (
+    Algorithm,
+    Split,
+    Step,
+    observe_steps,
+    scan_gradients,
+    split_of,
+)
 from retrograde.jacobians.transposed import room
 from retrograde.nn.cache import Recent
-from retrograde.nn.scan_choice import Outlook, outlook_of
 from retrograde.run.transforms import refuse_transforms
-from retrograde.units import Memory
+from retrograde.scan.counts import most_levels
+from retrograde.units import Memory, format_bytes
 
-__all__ = ["OUTLOOKS", "ChainScan"]
+__all__ = ["OUTLOOKS", "ChainScan", "Outlook"]
 
 #: How many outlooks are remembered: one for each shape of a batch, and of masks.
 OUTLOOKS = 4
 
 
-@dataclass
-class ChainScan:
-    """How the layers of one module are scanned.
+@dataclass(frozen=True, eq=False)
+class Outlook:
+    """Every scan that there is for a chain, what each takes, and which one is chosen.
 
     Attributes:
-        algorithm: as for :class:`retrograde.Sequential`.
-        levels: as there.
+        chosen: the one that is.
+        why: in a sentence.
+        splits: all, from no levels on.
+        jacobians: whether Jacobians are made; if not, the gradient goes back through the layers.
+        room: bytes that Jacobians and products may take.
+    """
+
+    chosen: Split
+    why: str
+    splits: tuple[Split, ...]
+    jacobians: bool
+    room: int
+
+    def __str__(self) -> str:
+        rows = [("levels", "steps", "FLOPs", "critical path", "memory", "samples at a time")]
+        for split in self.splits:
+            rows.append(
+                (
+                    ("* " if split is self.chosen else "  ") + str(split.levels),
+                    str(split.report.steps()),
+                    f"{split.report.flops:.3g}",
+                    f"{split.report.critical_flops:.3g}",
+                    format_bytes(split.bytes),
+                    str(split.samples) if split.samples else "does not fit",
+                )
+            )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
+        return "\n".join([self.why, *lines])
+
+
+@dataclass
+class ChainScan:
+    """How the layers of one module are scanned; options as of :class:`retrograde.Sequential`.
+
+    Attributes:
+        algorithm: which scan.
+        levels: of the hybrid one.
         memory: what Jacobians and their products may take; None for half the machine's.
         outlooks: what was found for recent batches.
     """
@@ -45,15 +92,13 @@ class ChainScan:
     outlooks: Recent[Outlook]
 
     def run(self, layers: Sequence[nn.Module], x: Any) -> Any:
-        """The output of the layers; None where nothing wants a gradient.
-
-        Args:
-            layers: in turn, none nested.
-            x: (samples, …).
+        """The output of the layers, none nested; None where nothing wants a gradient.
 
         Raises:
             ScanError: a layer has no Jacobian, or none that fits.
         """
+        if not torch.is_grad_enabled():
+            return None
         used = (p for layer in layers for p in layer.parameters() if p.requires_grad)
         parameters = list({id(p): p for p in used}.values())
         if not layers or not (parameters or x.requires_grad):
@@ -63,22 +108,14 @@ class ChainScan:
         return _Scan.apply(self, layers, x, *parameters)  # type: ignore[no-untyped-call]
 
     def outlook(self, steps: Sequence[Step], *, whole: bool) -> Outlook:
-        """What each scan would take for a batch, and which one is chosen; remembered by shape.
-
-        Args:
-            steps: the layers, run on the batch.
-            whole: whether the gradient of the first one's input is wanted too.
-
-        Raises:
-            ScanError: what was asked for does not fit.
-        """
+        """See :meth:`retrograde.Sequential.outlook`."""
         x = steps[0].x
         patterns = tuple(p.local.pattern for step in steps for p in step.path.pieces())
         asked = self.algorithm, self.levels, self.memory
 
         def find() -> Outlook:
             limit = room(self.memory, x.device)
-            return outlook_of(steps, self.algorithm, self.levels, limit, whole=whole)
+            return _outlook_of(steps, self.algorithm, self.levels, limit, whole=whole)
 
         return self.outlooks.get((len(x), x.dtype, x.device, whole, asked, patterns), find)
 
@@ -88,6 +125,50 @@ class ChainScan:
         with torch.enable_grad():
             steps, whole = _needed(observe_steps(layers, x), x.requires_grad)
         return self.outlook(steps, whole=whole)
+
+
+def _outlook_of(
+    steps: Sequence[Step],
+    algorithm: Algorithm,
+    levels: int | None,
+    limit: int,
+    *,
+    whole: bool,
+) -> Outlook:
+    """Count what every scan takes within some bytes, and choose.
+
+    Raises:
+        ScanError: what was asked for does not fit.
+    """
+    x, y = steps[0].x, steps[-1].y
+    paths = [step.path for step in (steps if whole else steps[1:])]
+    size = prod(y.shape[1:]), len(x), x.dtype.itemsize, limit
+    most = most_levels(len(paths) + 1)
+    asked = {"auto": range(most + 1), "linear": [0], "blelloch": [0, most]}.get(algorithm)
+    found = [split_of(k, paths, *size) for k in asked or sorted({0, min(levels or 0, most)})]
+    for path in paths:  # most of the products that were looked at will never be wanted
+        for piece in path.pieces():
+            piece.local.pattern.forget()
+    linear, fitting = found[0], [split for split in found if split.samples]
+    if algorithm == "auto":
+        best = min(fitting, key=lambda s: s.report.critical_flops, default=linear)
+        return Outlook(best, _why(best, len(fitting)), tuple(found), best.levels > 0, limit)
+    chosen = found[-1]
+    if not chosen.samples:
+        needed = chosen.fixed_bytes + chosen.sample_bytes
+        size_of = chosen.problem or f"for one sample it takes {format_bytes(needed)}"
+        raise ScanError(
+            f"algorithm={algorithm!r} does not fit into {format_bytes(limit)}: {size_of}; give "
+            "more memory, fewer levels, or algorithm='auto'"
+        )
+    return Outlook(chosen, f"algorithm={algorithm!r} asks for it", tuple(found), True, limit)
+
+
+def _why(best: Split, fitting: int) -> str:
+    if best.levels:
+        return f"{best.levels} levels: the shortest critical path of those that fit, in FLOPs"
+    reason = "no products shorten the critical path" if fitting > 1 else "no products fit"
+    return f"linear, through the layers themselves, without Jacobians: {reason}"
 
 
 class _Scan(torch.autograd.Function):
@@ -102,7 +183,8 @@ class _Scan(torch.autograd.Function):
         ctx.steps, ctx.whole = _needed(steps, ctx.needs_input_grad[2])
         ctx.outlook = scan.outlook(ctx.steps, whole=ctx.whole)
         ctx.parameters = parameters
-        ctx.versions = [(t, t._version) for layer in layers for t in _tensors(layer)]
+        held = [t for layer in layers for t in (*layer.parameters(), *layer.buffers())]
+        ctx.versions = [(t, t._version) for t in held]
         return steps[-1].y.detach()
 
     @staticmethod
@@ -176,11 +258,6 @@ def _needed(steps: list[Step], input_wanted: bool) -> tuple[list[Step], bool]:
         return steps, True
     trained = [any(p.requires_grad for p in step.layer.parameters()) for step in steps]
     return (steps[trained.index(True) :], False) if any(trained) else (steps, True)
-
-
-def _tensors(layer: nn.Module) -> Iterator[Tensor]:
-    yield from layer.parameters()
-    yield from layer.buffers()
 
 
 def _check_call(layers: Sequence[nn.Module], input: Any) -> None:

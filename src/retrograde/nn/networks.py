@@ -16,13 +16,7 @@ _VGG11: tuple[int | None, ...] = (
 
 
 def lenet5(classes: int = 10) -> list[nn.Module]:
-    """LeNet-5 (LeCun et al., 1998) with ReLUs and max-pooling, as is usual on CIFAR-10.
-
-    Args:
-        classes: outputs.
-
-    Returns:
-        Twelve layers.
+    """LeNet-5 (LeCun et al., 1998) with ReLUs and max-pooling, in twelve layers.
 
     Example:
         >>> import torch
@@ -48,15 +42,12 @@ def lenet5(classes: int = 10) -> list[nn.Module]:
 def vgg11(classes: int = 10, width: int = 64) -> list[nn.Module]:
     """VGG-11 (Simonyan and Zisserman, 2015) for images of 32×32, with one linear layer.
 
-    Weights are drawn as He et al. (2015) do; without batch normalisation it would not learn
-    otherwise.
+    Eight times convolution and ReLU, five poolings, flattening, a linear layer. Weights are drawn
+    as He et al. (2015) do; without batch normalisation it would not learn otherwise.
 
     Args:
         classes: outputs.
         width: channels of the first convolution, 64 in the paper; the others keep their ratio.
-
-    Returns:
-        The layers: eight times convolution and ReLU, five poolings, flattening, a linear layer.
 
     Example:
         >>> import torch
@@ -80,14 +71,12 @@ def vgg11(classes: int = 10, width: int = 64) -> list[nn.Module]:
 def resnet18(classes: int = 10, width: int = 64) -> list[nn.Module]:
     """ResNet-18 (He et al., 2016) for images of 32×32: a 3×3 stem without pooling.
 
-    A block is one layer, and the ReLU after its sum the next.
+    A block is one layer, and the ReLU after its sum the next. That makes 22 layers: three of the
+    stem, eight times block and ReLU, average, flattening, a linear one.
 
     Args:
         classes: outputs.
         width: channels of the first stage, 64 in the paper; each stage has twice the one before.
-
-    Returns:
-        22 layers: three of the stem, eight times block and ReLU, average, flattening, a linear one.
 
     Example:
         >>> import torch
@@ -98,14 +87,7 @@ def resnet18(classes: int = 10, width: int = 64) -> list[nn.Module]:
 
 
 def resnet34(classes: int = 10, width: int = 64) -> list[nn.Module]:
-    """ResNet-34, likewise: twice the blocks of :func:`resnet18`.
-
-    Args:
-        classes: outputs.
-        width: channels of the first stage.
-
-    Returns:
-        38 layers.
+    """ResNet-34, as :func:`resnet18` but with twice its blocks: 38 layers.
 
     Example:
         >>> len(resnet34(width=4))

@@ -18,37 +18,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, SupportsIndex, cast, overload
 
-import numpy as np
 from torch import Tensor, nn
 
 from retrograde.cores.cell import Cell, examine
 from retrograde.cores.footprint import footprint
-from retrograde.cores.timing import Paces, time_steps
+from retrograde.cores.timing import time_steps
 from retrograde.discover.surroundings import autocast_as_now
 from retrograde.discover.trees import flatten
 from retrograde.errors import BudgetError, CellError
-from retrograde.nn.chain_plans import measured
+from retrograde.nn.chain_plans import measure_network
 from retrograde.nn.recurrent import Recurrent
 from retrograde.nn.replace_modules import twin
-from retrograde.nn.scheduled import Call
+from retrograde.nn.scheduled import measure_parts
+from retrograde.nn.step_costs import Costs, HeldCosts, time_held
 from retrograde.plan import least_memory
 from retrograde.plan.arguments import integer
-from retrograde.plan.fit import Fit, Footprint, fit
+from retrograde.plan.fit import Fit
 from retrograde.run.inputs import Held, check_length
 from retrograde.schedule import Chain
-from retrograde.schedule.actions import Verb
 from retrograde.units import Memory, format_bytes
 
 __all__ = ["Offer", "Offers", "Profile", "profile"]
 
-# A cell is measured on a sequence of its one input, so long as ordinary backpropagation is followed
-# at most.
+# A cell is measured on its one input repeated, over as many steps as ordinary backpropagation is.
 _LENGTH = 256
-# Budgets with which a step is run more often are not listed, nor those that take long to plan.
+# Budgets that run a step more often are not listed, nor those that take long to plan.
 _MOST_RUNS = 64
 _MOST_STEPS = 100_000
-
-Tensors = list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -109,58 +105,6 @@ class Offers:
         if self.minimum_bytes < self.offers[0].budget_bytes:
             rows.append(f"the least budget of all is {format_bytes(self.minimum_bytes)}")
         return "\n".join(rows)
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What the steps of one core cost.
-
-    Attributes:
-        sizes: in bytes.
-        paces: in seconds.
-    """
-
-    sizes: Footprint
-    paces: Paces
-
-    def fit(self, steps: int, memory: Memory) -> Fit:
-        """What a budget buys for so many steps."""
-        return fit(steps, memory, self.sizes)
-
-    def ordinary_bytes(self, steps: int) -> int:
-        """What ordinary backpropagation takes."""
-        return self.sizes.ordinary_bytes(steps)
-
-    def least_bytes(self, steps: int) -> int:
-        """The least budget."""
-        return self.sizes.least_bytes(steps)
-
-    def seconds(self, found: Fit) -> float:
-        """The predicted time of an iteration."""
-        length, records = found.schedule.length, int(np.sum(found.schedule.kind == Verb.RECORD))
-        again, calls = found.forward_steps - length, found.calls - 2 * records
-        forward = self.paces.forward(calls, again)
-        return forward + self.paces.record(records, length) + self.paces.backward(records, length)
-
-
-@dataclass(frozen=True)
-class HeldCosts(Costs):
-    """What the steps of a module cost whose outputs are its states.
-
-    Attributes:
-        call: with any number of steps.
-    """
-
-    call: Call
-
-    def fit(self, steps: int, memory: Memory) -> Fit:
-        return cast(Fit, self.call.of_length(steps, memory).fit_held().fit)
-
-    def ordinary_bytes(self, steps: int) -> int:
-        return self.call.of_length(steps, None).ordinary_bytes()
-
-    def least_bytes(self, steps: int) -> int:
-        return self.fit(steps, 1.0).minimum_bytes
 
 
 @dataclass(frozen=True)
@@ -377,7 +321,7 @@ def profile(
             raise CellError(
                 "a Sequential has neither a state nor steps: expected profile(net, sample)"
             )
-        return measured(cell, x, repeats)
+        return measure_network(cell, x, repeats)
     one_step: Any = cell
     steps = None if length is None else integer("length", length)
     if isinstance(cell, nn.RNNBase):
@@ -401,8 +345,8 @@ def _of_module(
             f"the input of a {type(module).__name__} is a {type(input).__name__}: expected a "
             "tensor (T, B, I); for packed sequences, pad them"
         )
-    call = cast(Recurrent, twin(module))._call_of(input, hx, None)
-    ordinary, (part, *others) = call.measured()
+    call = cast(Recurrent, twin(module))._call_of(input, hx)
+    ordinary, (part, *others) = measure_parts(call, None)
     if others:
         raise CellError(
             f"profile does not run a {type(module).__name__} with bidirectional=True and "
@@ -416,8 +360,8 @@ def _of_module(
         )
         for one, size in zip(part.cores, part.sizes, strict=True)
     ]
-    if call.holds:
-        costs = [HeldCosts(costs[0].sizes, call.paces(repeats), call)]
+    if call.runs_held:
+        costs = [HeldCosts(costs[0].sizes, time_held(call, repeats), call)]
     *_, (a, low), (b, high) = ((0, 0), *costs[0].sizes.held.points)
     wanted = sum(p.requires_grad for p in module.parameters())
     return _described(costs, -(-(high - low) // (b - a)), wanted, False, length or call.length)

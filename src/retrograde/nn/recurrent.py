@@ -19,12 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from retrograde.errors import CellError, InputError, RetrogradeError, ScheduleError
+from retrograde.errors import CellError, InputError, RetrogradeError
 from retrograde.nn import backward_choice as choice
 from retrograde.nn.cache import Recent
-from retrograde.nn.ordinary_memory import over_weights
-from retrograde.nn.scheduled import Call, StackFit, check_measurable
-from retrograde.nn.unroll import check_schedule
+from retrograde.nn.call import Call, StackFit
+from retrograde.nn.scheduled import find_plan
+from retrograde.nn.unroll import check_schedule, refuse_both
+from retrograde.nn.weights import over_weights
 from retrograde.plan.fit import Fit
 from retrograde.run.transforms import (
     is_exporting,
@@ -100,7 +101,7 @@ class Recurrent(nn.RNNBase):
         data = input.data if isinstance(input, PackedSequence) else input
         hidden, found = self._parts(hx), None
         if hidden is not None and self._wants([data, *hidden, *weights]):
-            found = self._run(self._read(input, hidden, self.memory, weights))
+            found = self._run(self._read(input, hidden, weights))
         if found is None:
             return super(Recurrent, over_weights(self, weights, type(self))).forward(input, hx)
         return self._laid_out(input, *found)
@@ -145,9 +146,9 @@ class Recurrent(nn.RNNBase):
         self._check_asked()
         if self.backward is not None:
             choice.check_slopes(self)
-        call = self._call_of(input, hx, memory)
-        check_measurable([call.x, *call.state, *call.weights])
-        found = call.plan().fit
+        call = self._call_of(input, hx)
+        call.check_measurable()
+        found = find_plan(call, memory).fit
         assert found is not None
         return found
 
@@ -201,26 +202,23 @@ class Recurrent(nn.RNNBase):
                 f"got a schedule and backward={self.backward!r}: a schedule says itself how to go "
                 "backward; leave one out"
             )
-        if self.memory is not None and self.schedule is not None:
-            raise ScheduleError("given both memory and schedule: expected one; leave one out")
+        refuse_both(self.memory, self.schedule)
 
     def _run(self, call: Call) -> tuple[Tensor, State] | None:
         """Outputs and final state, laid out as the call's inputs; or None to run torch's own."""
         if not call.batch:
             return None  # without a sample nothing is held, and nothing takes time
         if self.memory is None and self.schedule is None:
-            return self._run_backward(call)
+            way = choice.way(self, call.length, call.batch, call.x)
+            return None if way is None else call.run_back(way)
         if self.backward is not None:
             choice.check_slopes(self)
         if self.schedule is not None:
             check_schedule(self.schedule, call.length)
-            return call.run(call.follow(self.schedule))
-        plan = call.plan()
+            return call.follow(self.schedule)
+        assert self.memory is not None
+        plan = find_plan(call, self.memory)
         return call.run(plan) if plan.parts else None
-
-    def _run_backward(self, call: Call) -> tuple[Tensor, State] | None:
-        way = choice.way(self, call.length, call.batch, call.x)
-        return None if way is None else call.run_back(way)
 
     def _zeros(self, samples: int, like: Tensor) -> State:
         layers = self.num_layers * (2 if self.bidirectional else 1)
@@ -236,38 +234,29 @@ class Recurrent(nn.RNNBase):
             return (hx,) if isinstance(hx, Tensor) else None
         return tuple(hx) if isinstance(hx, tuple | list) and len(hx) == 2 else None
 
-    def _call_of(self, input: Any, hx: Any, memory: Memory | None) -> Call:
-        """What is asked, on the weights as they were last computed."""
+    def _call_of(self, input: Any, hx: Any) -> Call:
+        """The call with these arguments, on the weights as they were last computed."""
         hidden = self._parts(hx)
         if hidden is None:
             raise InputError(
                 f"the initial state is a {type(hx).__name__}: expected "
                 + ("the pair (h, c)" if self.mode == "LSTM" else "a tensor")
             )
-        return self._read(input, hidden, memory)
+        return self._read(input, hidden)
 
-    def _read(
-        self,
-        input: Any,
-        hidden: State,
-        memory: Memory | None,
-        weights: list[Tensor] | None = None,
-    ) -> Call:
-        """What is asked: inputs, time first or packed, the initial state and the budget; and the
-        weights, if not as they were last computed."""
+    def _read(self, input: Any, hidden: State, weights: list[Tensor] | None = None) -> Call:
+        """The call with these arguments: inputs time first or packed, and the initial state."""
         given = bool(hidden)
         if not isinstance(input, PackedSequence):
             x, state = self._time_major(input, hidden)
-            return Call(self, x, state, weights=weights, given=given, memory=memory)
+            return Call(self, x, state, weights=weights, given=given)
         sizes, order = input.batch_sizes, input.sorted_indices
         state = hidden or self._zeros(int(sizes[0]), input.data)
         self._check_arguments(input.data, state, sizes)
         if given:
             state = _ordered(state, order)
         sorts = order is not None
-        return Call(
-            self, input.data, state, sizes, weights=weights, given=given, sorts=sorts, memory=memory
-        )
+        return Call(self, input.data, state, sizes, weights=weights, given=given, sorts=sorts)
 
     def _time_major(self, input: Tensor, hidden: State) -> tuple[Tensor, State]:
         if input.dim() not in (2, 3):
@@ -350,7 +339,7 @@ class RNN(Recurrent, nn.RNN):
             :func:`retrograde.explain` for what ``"auto"`` chooses.
         schedule: a schedule to follow in place of a budget, for sequences of its length only.
 
-    All three may be changed at any time, as attributes.
+    The last three may be changed at any time, as attributes.
 
     Raises:
         UnitError: the memory cannot be read.
@@ -402,37 +391,8 @@ class RNN(Recurrent, nn.RNN):
         )
 
 
-class GRU(Recurrent, nn.GRU):
-    """``torch.nn.GRU`` whose gradient is computed as asked: in parallel, or within a budget.
-
-    Args:
-        input_size: numbers in the input of a step, I.
-        hidden_size: units, H.
-        num_layers: layers, each on the outputs of the one before.
-        bias: whether there are biases.
-        batch_first: whether inputs and outputs are (B, T, …), not (T, B, …).
-        dropout: the share of outputs that is dropped between layers.
-        bidirectional: whether each layer goes through the sequence in both directions.
-        proj_size: refused but for 0, as torch refuses it.
-        device: of the parameters.
-        dtype: of the parameters.
-        memory: as for :class:`RNN`.
-        backward: as for :class:`RNN`.
-        schedule: as for :class:`RNN`.
-
-    Raises:
-        UnitError: as :class:`RNN`.
-        CellError: as :class:`RNN`.
-        ScheduleError: as :class:`RNN`.
-        BudgetError: as :class:`RNN`.
-
-    Example:
-        >>> gru = GRU(4, 8, num_layers=2, bidirectional=True, memory="50%")
-        >>> outputs, last = gru(torch.randn(200, 2, 4))
-        >>> outputs.sum().backward()
-        >>> len(gru.fit(torch.randn(200, 2, 4)).layers)
-        2
-    """
+class _Gated(Recurrent):
+    """The constructor of :class:`GRU` and :class:`LSTM`."""
 
     def __init__(
         self,
@@ -468,29 +428,25 @@ class GRU(Recurrent, nn.GRU):
         )
 
 
-class LSTM(Recurrent, nn.LSTM):
+class GRU(_Gated, nn.GRU):
+    """``torch.nn.GRU`` whose gradient is computed as asked: in parallel, or within a budget.
+
+    Arguments and errors are those of :class:`RNN`, without ``nonlinearity``.
+
+    Example:
+        >>> gru = GRU(4, 8, num_layers=2, bidirectional=True, memory="50%")
+        >>> outputs, last = gru(torch.randn(200, 2, 4))
+        >>> outputs.sum().backward()
+        >>> len(gru.fit(torch.randn(200, 2, 4)).layers)
+        2
+    """
+
+
+class LSTM(_Gated, nn.LSTM):
     """``torch.nn.LSTM`` whose gradient is computed as asked: in parallel, or within a budget.
 
-    Args:
-        input_size: numbers in the input of a step, I.
-        hidden_size: units, H.
-        num_layers: layers, each on the outputs of the one before.
-        bias: whether there are biases.
-        batch_first: whether inputs and outputs are (B, T, …), not (T, B, …).
-        dropout: the share of outputs that is dropped between layers.
-        bidirectional: whether each layer goes through the sequence in both directions.
-        proj_size: the size that outputs are projected to; 0 for none.
-        device: of the parameters.
-        dtype: of the parameters.
-        memory: as for :class:`RNN`.
-        backward: as for :class:`RNN`.
-        schedule: as for :class:`RNN`.
-
-    Raises:
-        UnitError: as :class:`RNN`.
-        CellError: as :class:`RNN`.
-        ScheduleError: as :class:`RNN`.
-        BudgetError: as :class:`RNN`.
+    Arguments and errors are those of :class:`RNN`, without ``nonlinearity``; ``proj_size`` is the
+    size that outputs are projected to, 0 for none.
 
     Example:
         >>> lstm = LSTM(32, 32, memory="10%")
@@ -499,36 +455,3 @@ class LSTM(Recurrent, nn.LSTM):
         >>> lstm.fit(torch.randn(200, 8, 32)).schedule.length
         200
     """
-
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        num_layers: int = 1,
-        bias: bool = True,
-        batch_first: bool = False,
-        dropout: float = 0.0,
-        bidirectional: bool = False,
-        proj_size: int = 0,
-        device: Any = None,
-        dtype: Any = None,
-        *,
-        memory: Memory | None = None,
-        backward: Backward | None = None,
-        schedule: Schedule | None = None,
-    ) -> None:
-        super().__init__(
-            input_size,
-            hidden_size,
-            num_layers,
-            bias,
-            batch_first,
-            dropout,
-            bidirectional,
-            proj_size=proj_size,
-            device=device,
-            dtype=dtype,
-            memory=memory,
-            backward=backward,
-            schedule=schedule,
-        )

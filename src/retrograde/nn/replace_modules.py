@@ -1,8 +1,8 @@
 """torch's modules turned into ours, in place: the object stays, its class changes.
 
 So whatever refers to a module goes on referring to it: its parents under all their names, its
-parameters, an optimizer made before, its hooks, its ``state_dict``. What is to be known before
-anything changes is asked of a :func:`twin`.
+parameters, an optimizer made before, its hooks, its ``state_dict``. Questions are put to a
+:func:`twin`, before anything changes.
 """
 
 from collections import OrderedDict
@@ -14,9 +14,9 @@ from torch.nn.utils import parametrize
 
 from retrograde.errors import CellError
 from retrograde.nn.chain_plans import named_layers
-from retrograde.nn.ordinary_memory import TORCHS_OWN
 from retrograde.nn.recurrent import GRU, LSTM, RNN, Recurrent
 from retrograde.nn.sequential import Sequential
+from retrograde.nn.weights import TORCHS_OWN
 
 __all__ = ["Budgeted", "Swappable", "is_chain", "swap", "twin"]
 
@@ -31,12 +31,8 @@ _OURS: dict[type[nn.Module], type[Recurrent]] = dict(zip(TORCHS_OWN, (RNN, GRU, 
 def is_chain(module: nn.Module) -> TypeGuard[nn.Sequential]:
     """Whether a module is a ``Sequential`` that a budget does something for.
 
-    Args:
-        module: any.
-
-    Returns:
-        Yes for one of torch's or of this library, with two layers or more, none of them recurrent,
-        and without a scan.
+    That is one of torch's or of this library, with two layers or more, none of them recurrent, and
+    without a scan.
 
     Example:
         >>> is_chain(nn.Sequential(nn.Linear(2, 2), nn.ReLU())), is_chain(nn.Sequential(nn.ReLU()))
@@ -53,12 +49,8 @@ def is_chain(module: nn.Module) -> TypeGuard[nn.Sequential]:
 def twin(module: Swappable) -> Budgeted:
     """A module of ours over the very parameters of another, which is left as it is.
 
-    Args:
-        module: an RNN, a GRU, an LSTM or a Sequential, of torch's or of this library.
-
-    Returns:
-        A module with its options, parameters and mode, without its hooks, and with no budget; a
-        module of this library keeps its ``backward``.
+    It has the other's options, parameters and mode, but neither hooks nor a budget; a module of
+    this library keeps its ``backward``.
 
     Raises:
         CellError: the module computes something of its own, which would be lost.
@@ -71,28 +63,20 @@ def twin(module: Swappable) -> Budgeted:
     """
     kind = _class_for(module)
     other: Any = kind.__new__(kind)
-    base = next((base for base in _OURS.values() if issubclass(kind, base)), None)
-    fresh = (
-        vars(base(1, 1, device="meta"))
-        if base
-        else vars(Sequential())
-        if kind is Sequential
-        else {}
-    )
+    fresh: dict[str, Any] = vars(Sequential()) if kind is Sequential else {}
+    for base in _OURS.values():
+        if issubclass(kind, base):
+            fresh = vars(base(1, 1, device="meta"))
     vars(other).update({**fresh, **vars(module), "memory": None})
     hooks = [name for name in vars(other) if name.endswith("_hooks")]
     vars(other).update({name: OrderedDict() for name in hooks})
     if "schedule" in vars(other):
-        other.schedule = cast(Any, None)
+        other.schedule = None
     return cast(Budgeted, other)
 
 
 def swap(module: Swappable, other: Budgeted) -> None:
-    """Turn a module into its twin.
-
-    Args:
-        module: as it was given to :func:`twin`.
-        other: what that returned, its ``memory`` set.
+    """Turn a module into its :func:`twin`, once the twin's ``memory`` is set.
 
     Example:
         >>> lstm = nn.LSTM(3, 5)

@@ -1,7 +1,8 @@
 """``torch.nn.Sequential`` within a byte budget, or backpropagated by a parallel scan.
 
-With ``memory=`` alone it is a deep chain (:mod:`retrograde.nn.chain_plans`). With
-``backward="scan"`` its backward pass is a scan over Jacobians (:mod:`retrograde.nn.chain_scan`).
+Two ways, one constructor. With ``memory=`` alone it is a deep chain, run by a schedule
+(:mod:`retrograde.nn.chain_plans`). With ``backward="scan"`` its backward pass is a scan over
+Jacobians (:mod:`retrograde.nn.chain_scan`), and ``memory`` bounds what these take.
 """
 
 from collections import OrderedDict
@@ -18,8 +19,7 @@ from retrograde.jacobians.rules import register_layer
 from retrograde.jacobians.transposed import room
 from retrograde.nn.cache import Recent
 from retrograde.nn.chain_plans import ChainFit, Plans, named_layers
-from retrograde.nn.chain_scan import OUTLOOKS, ChainScan
-from retrograde.nn.scan_choice import Outlook
+from retrograde.nn.chain_scan import OUTLOOKS, ChainScan, Outlook
 from retrograde.run.transforms import uncompiled
 from retrograde.units import Memory, parse_memory
 
@@ -100,10 +100,10 @@ class Sequential(nn.Sequential):
             ScanError: under ``backward="scan"``, where a layer has no Jacobian, or none that fits.
         """
         found = None
-        if self.backward is None and self.memory is not None:
-            return self._plans.run(self, self.memory, input)
-        if self.backward is not None and torch.is_grad_enabled():
+        if self.backward is not None:
             found = self._scan().run(_flat(self), input)
+        elif self.memory is not None:
+            found = self._plans.run(self, self.memory, input)
         return super().forward(input) if found is None else found  # type: ignore[no-untyped-call]
 
     def fit(self, input: Any) -> ChainFit:

@@ -13,7 +13,7 @@ from retrograde.cores.footprint import footprint, step_bytes
 from retrograde.discover.surroundings import autocast_as_now
 from retrograde.discover.trees import Structure, flatten
 from retrograde.errors import CellError, ScheduleError
-from retrograde.nn.cache import Recent, identity, signature
+from retrograde.nn.cache import CellFits, signature
 from retrograde.plan.fit import Fit
 from retrograde.run.autograd import run_schedule, run_unrecorded, run_without_gradient
 from retrograde.run.autograd_core import run_ordinary
@@ -28,13 +28,12 @@ from retrograde.scan.any_cell import run_cell
 from retrograde.schedule import Schedule
 from retrograde.units import Memory, parse_memory
 
-__all__ = ["check_schedule", "needs_gradient", "unroll"]
+__all__ = ["check_schedule", "refuse_both", "unroll"]
 
 Tensors = list[Tensor]
 
 # A cell is measured once for its shapes, and a schedule fitted once for a budget.
-_STEPS: Recent[Hashable] = Recent()
-_FITS: Recent[Fit] = Recent()
+_FITS: CellFits[Fit] = CellFits()
 
 
 @uncompiled
@@ -90,8 +89,7 @@ def unroll(
     """
     if memory is not None:
         parse_memory(memory)
-        if schedule is not None:
-            raise ScheduleError("given both memory and schedule: expected one; leave one out")
+    refuse_both(memory, schedule)
     if backward is not None:
         _check_scan(backward, memory, schedule)
     leaves, input_spec = flatten(inputs, "inputs")
@@ -192,24 +190,14 @@ def _scanned(core: StepCore, leaves: Tensors, states: Tensors) -> tuple[Tensors,
     return run_cell(step, core.parameters, leaves, states, chunk)
 
 
-def needs_gradient(tensors: Tensors) -> bool:
-    """Whether anything that is to be run within a budget will be backpropagated.
-
-    Raises:
-        RetrogradeError: it would be, but in a way in which it cannot be.
-    """
-    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    if wanted:
-        refuse_transforms(tensors)
-    return wanted
+def refuse_both(memory: Memory | None, schedule: Schedule | None) -> None:
+    """Refuse a budget beside a schedule, by a ScheduleError."""
+    if memory is not None and schedule is not None:
+        raise ScheduleError("given both memory and schedule: expected one; leave one out")
 
 
 def check_schedule(schedule: Schedule, length: int) -> None:
-    """Refuse a schedule for another length, and one that is not legal.
-
-    Raises:
-        ScheduleError: as said.
-    """
+    """Refuse a schedule for another length, and one that is not legal, by a ScheduleError."""
     if schedule.length != length:
         raise ScheduleError(
             f"the schedule is for {schedule.length} steps, but the inputs have {length}: "
@@ -228,15 +216,13 @@ def _fitted(core: StepCore, leaves: Tensors, states: Tensors, memory: Memory) ->
         for s, (_, dtype, _) in zip(states, core.state_like, strict=True)
     ]
     shapes = changing, torch.get_num_threads(), *tensors
-    made_of, kinds = (
-        identity(core.found, ambient.steady.places, values=values) for values in (True, False)
-    )
-    # Where only a number is another, as one that is annealed, a step tells whether bytes are too.
-    step = _STEPS.get((made_of, shapes), lambda: step_bytes(core, Held(leaves), widest))
-    key = kinds, step, shapes
+
+    def step() -> Hashable:
+        return step_bytes(core, Held(leaves), widest)
 
     def find() -> Fit:
         sizes = footprint(core, Held(leaves), widest, memory=memory)
         return fit_measured(core, Held(leaves), widest, memory, sizes)[0]
 
-    return _FITS.get((repr(memory), key), find)
+    parts = [(core.found, ambient.steady.places)]
+    return _FITS.fit(parts, shapes, repr(memory), step, find)

@@ -217,7 +217,6 @@ class AutogradCore(ABC):
         ]
         _accumulate(gradients.parameters, begun, list(shares), self.parameters)
 
-
     def ordinary(
         self, layout: Layout, inputs: Tensors, state: Tensors, gate: Gate
     ) -> tuple[Tensors, Tensors, Tensors]:

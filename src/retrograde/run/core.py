@@ -22,7 +22,17 @@ from retrograde.run.layout import Layout
 from retrograde.run.states import Packed
 from retrograde.schedule import Action
 
-__all__ = ["NO_SECOND_ORDER", "Core", "Emit", "Gate", "Gradients", "RangeCore", "Tape", "as_leaf", "window"]
+__all__ = [
+    "NO_SECOND_ORDER",
+    "Core",
+    "Emit",
+    "Gate",
+    "Gradients",
+    "RangeCore",
+    "Tape",
+    "as_leaf",
+    "window",
+]
 
 Tensors = list[Tensor]
 Gradient = Tensor | None

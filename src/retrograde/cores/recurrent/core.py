@@ -11,7 +11,7 @@ its sequences join it one after another, at their ends.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, cast
@@ -28,7 +28,7 @@ from retrograde.cores.recurrent.pieces import Piece, cut
 from retrograde.discover.surroundings import Ambient
 from retrograde.kernels import kernels, lean_kernels
 from retrograde.kernels.cells import Block, Kept, Weights
-from retrograde.run.core import Emit, Gradients, RangeCore, Tape
+from retrograde.run.core import Emit, Gate, Gradients, RangeCore, Tape
 from retrograde.run.inputs import Inputs
 from retrograde.run.layout import Layout, RowInputs, Rows
 from retrograde.scan.block_lengths import Way

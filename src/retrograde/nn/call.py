@@ -1,0 +1,281 @@
+"""One call of a recurrent module: its recurrences, and how a plan of them is run.
+
+Layers of one direction are one recurrence. A layer with two directions needs the whole of the layer
+below it, so there every layer is a recurrence of its own, and the sequences between them are held.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from retrograde.cores.dropout import Dropout, draw_key
+from retrograde.cores.fused import Fused, Kernel, Layers, Mode, run_torch
+from retrograde.cores.ordinary import LONGEST_MEASURED
+from retrograde.cores.recurrent.bytes import sums_at_once
+from retrograde.cores.recurrent.core import HeldLayers
+from retrograde.cores.recurrent.masks import Drawn, Hashed
+from retrograde.cores.recurrent.plan import HeldPlan
+from retrograde.cores.recurrent.ranges import run_held, ways_of
+from retrograde.errors import CellError
+from retrograde.nn.weights import last_weights
+from retrograde.plan.fit import Fit
+from retrograde.run.autograd import run_schedule
+from retrograde.run.core import Core
+from retrograde.run.layout import Rows
+from retrograde.run.transforms import is_unreal
+from retrograde.scan.block_lengths import Way
+from retrograde.schedule import Schedule
+
+if TYPE_CHECKING:
+    from retrograde.nn.recurrent import Recurrent
+
+__all__ = ["Call", "Plan", "StackFit", "check_measurable"]
+
+Tensors = list[Tensor]
+State = tuple[Tensor, ...]
+# Runs one recurrence, by its number, layers, inputs and state: outputs, and the last state.
+RunOne = Callable[[int, tuple[Layers, ...], Tensor, Tensors], tuple[Tensor, Tensors]]
+
+
+@dataclass(frozen=True)
+class StackFit:
+    """What a budget buys for layers with two directions, each a recurrence of its own.
+
+    Attributes:
+        layers: how each layer is run; its bytes are its share's, or on a CPU those of all layers.
+            Empty where torch's own module is run.
+        peak_bytes: what is predicted, at most the budget.
+        budget_bytes: the budget.
+        ordinary_bytes: what ordinary backpropagation takes.
+        minimum_bytes: the least budget.
+    """
+
+    layers: tuple[Fit, ...]
+    peak_bytes: int
+    budget_bytes: int
+    ordinary_bytes: int
+    minimum_bytes: int
+
+    @property
+    def ordinary(self) -> bool:
+        """Whether torch's own module is run."""
+        return not self.layers
+
+    @property
+    def forward_steps(self) -> int:
+        """Forward steps of all layers, the first sweeps included."""
+        return sum(fit.forward_steps for fit in self.layers)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a module is to be run.
+
+    Attributes:
+        parts: for each recurrence what runs it, and its schedule; none to run torch's own module.
+        fit: what was found for the budget; None where the schedule was given.
+    """
+
+    parts: tuple[tuple[Kernel | HeldPlan, Schedule], ...]
+    fit: Fit | StackFit | None = None
+
+
+class Call:
+    """One call of a module.
+
+    Args:
+        module: one of ours.
+        x: inputs (T, B, I), or packed (rows, I).
+        state: the initial state: (h,), or (h, c), each (layers · directions, B, H).
+        sizes: of a packed batch: how many sequences have each step.
+        weights: of the module, as torch orders them; by default as they were last computed.
+        given: whether the initial state was given, and is not just zeros.
+        sorts: whether a packed batch had to be sorted.
+    """
+
+    def __init__(
+        self,
+        module: "Recurrent",
+        x: Tensor,
+        state: State,
+        sizes: Tensor | None = None,
+        *,
+        weights: Tensors | None = None,
+        given: bool = True,
+        sorts: bool = False,
+    ) -> None:
+        self.module, self.x, self.state, self.sizes = module, x, state, sizes
+        self.weights = last_weights(module) if weights is None else weights
+        self.given, self.sorts = given, sorts
+        self.length = len(x) if sizes is None else len(sizes)
+        # Lengths of one power of two are measured once; from 256 on all.
+        self.measured_length = 1 << min(self.length, LONGEST_MEASURED).bit_length() - 1
+        self.batch = state[0].shape[1]
+        self.bidirectional = bool(module.bidirectional)
+        self.at_once = sums_at_once(self.length, self.batch)
+        self.has_dropout = bool(module.dropout and module.training and module.num_layers > 1)
+
+    def of_length(self, length: int) -> "Call":
+        """A call of another length, to be planned and not to be run."""
+        other = copy.copy(self)
+        other.length = length
+        other.at_once = sums_at_once(length, self.batch)
+        return other
+
+    @property
+    def runs_held(self) -> bool:
+        """Whether held layers can run this, whose bytes are known beforehand."""
+        weight, module = self.weights[1], self.module
+        plain = not module.proj_size and not torch.is_autocast_enabled(weight.device.type)
+        real = weight.dtype in (torch.float32, torch.float64)
+        return plain and real and weight.device.type == "cpu" and module.backward != "scan"
+
+    def nets(self, weights: Tensors) -> list[tuple[Layers, ...]]:
+        """The layers of every recurrence, over given weights."""
+        module = self.module
+        count = module.num_layers * (2 if self.bidirectional else 1)
+        stack = Layers(cast(Mode, module.mode), weights, count, module.bias)
+        if not self.bidirectional:
+            return [(stack,)]
+        return [(stack[2 * k], stack[2 * k + 1]) for k in range(module.num_layers)]
+
+    def states(self) -> list[Tensors]:
+        """The initial state of every recurrence."""
+        if not self.bidirectional or self.module.num_layers == 1:
+            return [list(self.state)]
+        return [list(parts) for parts in zip(*(s.split(2) for s in self.state), strict=True)]
+
+    def dropout(self, number: int, key: Tensor | None) -> Dropout | None:
+        """The dropout before the layers of a recurrence, by its number."""
+        if key is None or (self.bidirectional and number == 0):
+            return None
+        return Dropout(float(self.module.dropout), key, number, first=self.bidirectional)
+
+    def follow(self, schedule: Schedule) -> tuple[Tensor, State]:
+        """Run every recurrence on torch's kernels by a given schedule."""
+        return self.run(Plan(((run_torch, schedule),) * len(self.nets(self.weights))))
+
+    def run(self, plan: Plan) -> tuple[Tensor, State]:
+        """The outputs, laid out as the inputs are, and the final state."""
+        key = draw_key(self.x.device) if self.has_dropout else None
+
+        def run(
+            number: int, net: tuple[Layers, ...], x: Tensor, state: Tensors
+        ) -> tuple[Tensor, Tensors]:
+            runner, schedule = plan.parts[number]
+            dropout, core = self.dropout(number, key), cast(Core, None)
+            if isinstance(runner, HeldPlan):
+                layout = Rows(self.length, self.sizes, self.bidirectional)
+                core = self._held(runner, net, layout, dropout)
+            else:
+                layout = Rows(self.length, self.sizes, self.bidirectional, dropout is not None)
+                core = Fused(net, runner, dropout, self.sizes is not None)
+            (y,), final = run_schedule(core, schedule, [x], state, layout)
+            return y, final
+
+        return self._in_turn(run)
+
+    def run_back(self, way: Literal["sequential", "scan"]) -> tuple[Tensor, State]:
+        """The same without a budget: gates are kept, and gradients are found in a given way.
+
+        Dropout masks are drawn as torch draws them.
+        """
+
+        def run(
+            number: int, net: tuple[Layers, ...], x: Tensor, state: Tensors
+        ) -> tuple[Tensor, Tensors]:
+            layout = Rows(self.length, self.sizes, self.bidirectional)
+            ways = ways_of(way, net[0], self.length, self.batch)
+            return run_held(net, layout, x, state, ways, self._drawn(number, net[0].count))
+
+        return self._in_turn(run)
+
+    def _in_turn(self, run: RunOne) -> tuple[Tensor, State]:
+        """Run each recurrence on the outputs of the one before."""
+        x, finals = self.x, []
+        nets = self.nets(_apart(self.weights))
+        for number, (net, state) in enumerate(zip(nets, self.states(), strict=True)):
+            x, final = run(number, net, x, state)
+            finals.append(final)
+        if len(finals) == 1:
+            return x, tuple(finals[0])
+        return x, tuple(torch.cat(parts) for parts in zip(*finals, strict=True))
+
+    def _held(
+        self, plan: HeldPlan, net: tuple[Layers, ...], layout: Rows, dropout: Dropout | None
+    ) -> HeldLayers:
+        ways = [Way("sequential", max(1, plan.block // self.batch))] * net[0].count
+        masks = None if dropout is None else Hashed(dropout)
+        return HeldLayers(
+            net,
+            layout,
+            self.batch,
+            ways,
+            kept=plan.kept,
+            masks=masks,
+            means=plan.means,
+            at_once=self.at_once,
+        )
+
+    def _drawn(self, number: int, count: int) -> Drawn | None:
+        """What is dropped before the layers of a recurrence, drawn as torch draws it."""
+        if not self.has_dropout or (self.bidirectional and number == 0):
+            return None
+        layers = [0] if self.bidirectional else [*range(1, count)]
+        width = self.state[0].shape[-1] * (2 if self.bidirectional else 1)
+        like = self.x.new_empty(*self.x.shape[:-1], width)
+        return Drawn.like(layers, like, float(self.module.dropout))
+
+    def shapes(self) -> Any:
+        """All that the bytes of a range depend on, but for its length."""
+        module, x, kind = self.module, self.x, self.x.device.type
+        return (
+            (module.backward, self.has_dropout and module.dropout, x.shape[1:]),
+            (self.sizes is None, self.given, self.sorts, self.at_once),
+            *(tuple(s.shape) for s in self.state),
+            *((t.is_contiguous(), t.stride(-1), 0 in t.stride()) for t in (x, *self.state)),
+            *((t.dtype, t.requires_grad) for t in (x, *self.state)),
+            *((w.dtype, w.requires_grad, w.is_contiguous()) for w in self.weights),
+            (x.device, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
+            torch.get_num_threads(),  # each has room of its own
+        )
+
+    def check_measurable(self) -> None:
+        """Refuse to measure what has no bytes, or takes none; see :func:`check_measurable`."""
+        check_measurable([self.x, *self.state, *self.weights])
+
+
+def check_measurable(tensors: Tensors) -> None:
+    """Refuse to measure what has no bytes, or takes none.
+
+    Args:
+        tensors: inputs, state and weights.
+
+    Raises:
+        CellError: they are not real, or none requires a gradient.
+    """
+    if is_unreal(tensors):
+        places = ", ".join(sorted({str(t.device) for t in tensors}))
+        raise CellError(
+            f"the input or a weight is fake or on the meta device ({places}): expected real "
+            "tensors, for what they take is measured; call the module with real ones, and ask again"
+        )
+    if not any(t.requires_grad for t in tensors):
+        raise CellError(
+            "there is nothing to backpropagate: expected a weight or an input that requires a "
+            "gradient; give the input as training will, with requires_grad_()"
+        )
+
+
+def _apart(weights: Tensors) -> Tensors:
+    """Weights as tensors of their own, where one is used twice or computed from another.
+
+    Autograd then gives each of them its own share of the gradient.
+    """
+    if all(w.is_leaf for w in weights) and len({id(w) for w in weights}) == len(weights):
+        return weights
+    return [w.view_as(w) for w in weights]

@@ -1,0 +1,100 @@
+"""What the steps of a core cost, in bytes and seconds, for sequences of any length."""
+
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from retrograde.cores.recurrent.ranges import run_held, ways_of
+from retrograde.cores.timing import Paces, time_calls
+from retrograde.nn.call import Call
+from retrograde.nn.scheduled import fit_held, ordinary_bytes
+from retrograde.nn.weights import stand_ins
+from retrograde.plan.fit import Fit, Footprint, fit
+from retrograde.run.layout import Rows
+from retrograde.schedule.actions import Verb
+from retrograde.units import Memory
+
+__all__ = ["Costs", "HeldCosts", "time_held"]
+
+Tensors = list[Tensor]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the steps of one core cost.
+
+    Attributes:
+        sizes: in bytes.
+        paces: in seconds.
+    """
+
+    sizes: Footprint
+    paces: Paces
+
+    def fit(self, steps: int, memory: Memory) -> Fit:
+        """What a budget buys for so many steps."""
+        return fit(steps, memory, self.sizes)
+
+    def ordinary_bytes(self, steps: int) -> int:
+        """What ordinary backpropagation takes."""
+        return self.sizes.ordinary_bytes(steps)
+
+    def least_bytes(self, steps: int) -> int:
+        """The least budget."""
+        return self.sizes.least_bytes(steps)
+
+    def seconds(self, found: Fit) -> float:
+        """The predicted time of an iteration."""
+        length, records = found.schedule.length, int(np.sum(found.schedule.kind == Verb.RECORD))
+        again, calls = found.forward_steps - length, found.calls - 2 * records
+        forward = self.paces.forward(calls, again)
+        return forward + self.paces.record(records, length) + self.paces.backward(records, length)
+
+
+@dataclass(frozen=True)
+class HeldCosts(Costs):
+    """What the steps of a module cost whose outputs are its states.
+
+    Attributes:
+        call: with any number of steps.
+    """
+
+    call: Call
+
+    def fit(self, steps: int, memory: Memory) -> Fit:
+        return cast(Fit, fit_held(self.call.of_length(steps), memory).fit)
+
+    def ordinary_bytes(self, steps: int) -> int:
+        return ordinary_bytes(self.call.of_length(steps), None)
+
+    def least_bytes(self, steps: int) -> int:
+        return self.fit(steps, 1.0).minimum_bytes
+
+
+def time_held(call: Call, repeats: int) -> Paces:
+    """How long the held layers of one recurrence take: forward, recording, and going back."""
+    (net,), (state,) = call.nets(stand_ins(call.weights)), call.states()
+    state = [s.detach() for s in state]
+    inputs: Tensors = []
+    outputs: Tensors = []
+
+    def record(steps: int) -> None:
+        inputs[:] = [x := call.x[:steps].detach().requires_grad_(call.x.requires_grad)]
+        rows = Rows(steps, None, call.bidirectional)
+        ways = ways_of("sequential", net[0], steps, call.batch)
+        outputs[:] = [run_held(net, rows, x, state, ways)[0]]
+
+    def forward(steps: int) -> None:
+        with torch.no_grad():
+            record(steps)
+
+    def back(steps: int) -> None:
+        y = outputs.pop()
+        leaves = [w for one in net for w in one.weights if w.requires_grad]
+        leaves += inputs if call.x.requires_grad else []
+        torch.autograd.grad(y, leaves, torch.ones_like(y))
+
+    return time_calls((forward, record, back), call.length, repeats, call.x.device)

@@ -1,0 +1,69 @@
+"""The weights of recurrent modules, and torch's own modules over given ones.
+
+The weights of a module may be computed: by a parametrization, by a hook, by a module around it.
+What is measured must neither use up their graph nor compute them anew, which may change buffers.
+So it runs on stand-ins, in a shell of the module that looks for its weights nowhere else.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+__all__ = ["TORCHS_OWN", "last_weights", "over_weights", "stand_ins"]
+
+#: torch's classes, whatever ``torch.nn.GRU`` and the others are made to mean later.
+TORCHS_OWN: tuple[type[nn.RNNBase], ...] = (nn.RNN, nn.GRU, nn.LSTM)
+
+
+def over_weights(
+    module: nn.RNNBase, weights: Sequence[Tensor], kind: type[nn.RNNBase] | None = None
+) -> Any:
+    """A shell of a module over given weights, which computes none; only to be run forward.
+
+    Its ``forward`` is to be called, since a call would run the module's hooks.
+
+    Args:
+        module: whose options and mode it has.
+        weights: as torch orders them; they are not looked for anywhere else.
+        kind: the shell's class; torch's own by default.
+
+    Example:
+        >>> import torch
+        >>> lstm = nn.LSTM(3, 5)
+        >>> shell, x = over_weights(lstm, lstm._flat_weights), torch.randn(4, 2, 3)
+        >>> torch.equal(shell.forward(x)[0], lstm(x)[0])
+        True
+    """
+    kind = kind or next(c for c in type(module).__mro__ if c in TORCHS_OWN)
+    shell: Any = kind.__new__(kind)
+    vars(shell).update(vars(module))
+    vars(shell).update(_flat_weights=[*weights], _flat_weights_names=[], _flat_weight_refs=[])
+    vars(shell).pop("forward", None)
+    return shell
+
+
+def stand_ins(weights: Sequence[Tensor]) -> list[Tensor]:
+    """Leaves that share the memory of weights, without a graph and without hooks."""
+    return [w.detach().requires_grad_(w.requires_grad) for w in weights]
+
+
+def last_weights(module: nn.RNNBase) -> list[Tensor]:
+    """A module's weights as they were last computed, as torch orders them.
+
+    One that a parametrization or a hook of torch's computes requires a gradient where what it is
+    computed from does.
+    """
+    found: list[Tensor] = []
+    names: list[str] = module._flat_weights_names
+    for name, last in zip(names, module._flat_weights, strict=True):
+        own: Any = module._parameters.get(name, vars(module).get(name, last))
+        origin = module._parameters.get(f"{name}_orig")  # spectral_norm's, and that of pruning
+        origins: list[Tensor] = [] if origin is None else [origin]
+        if is_parametrized(module, name):
+            origins = [*module.parametrizations[name].parameters()]  # type: ignore[index,union-attr]
+        if origins:
+            own = own.detach().requires_grad_(any(p.requires_grad for p in origins))
+        found.append(own)
+    return found
