@@ -337,17 +337,6 @@ def test_an_input_changed_before_the_backward_pass_is_noticed():
         y.sum().backward()
 
 
-def test_double_backward_is_refused():
-    cell, state, _ = gru_cell(torch.float64)
-    x = torch.randn(9, 4, 3, dtype=torch.float64, requires_grad=True)
-    y, _ = rg.unroll(cell, x, state, schedule=rg.plan(9, 2))
-    with pytest.raises(rg.RetrogradeError, match=r"cannot itself be differentiated.*memory=None"):
-        torch.autograd.grad(y.sum(), x, create_graph=True)
-    y, _ = rg.unroll(cell, x, state)  # ordinary backpropagation can
-    (g,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    g.sum().backward()
-
-
 def test_without_gradients_nothing_is_planned_or_held():
     cell = Gru(16).requires_grad_(False)
     x, h = torch.randn(500, 8, 16), torch.zeros(8, 16)
