@@ -7,6 +7,7 @@ levels upward (W20, section 5.3). Where the products of all samples do not fit i
 samples are taken a few at a time.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -27,6 +28,11 @@ __all__ = ["Algorithm", "Split", "Step", "observe_steps", "scan_gradients", "spl
 
 _LEAST = 8  # samples that one instruction takes
 _AT_ONCE = 2**24  # bytes of a product from which on further samples leave the caches
+
+_NOT_FINITE = (
+    "gradients by products of Jacobians are not finite, though they may be without: this call is "
+    'scanned linearly, without products; clip the weights, or use algorithm="linear"'
+)
 
 Algorithm = Literal["auto", "linear", "blelloch", "hybrid"]
 
@@ -153,6 +159,9 @@ def scan_gradients(
         _, *scanned = hybrid([*elements, UNREAD], levels=levels)
         parts.append([vector.data for vector in reversed(scanned)])
     joined = parts[0] if len(parts) == 1 else [torch.cat(part) for part in zip(*parts, strict=True)]
+    if levels and not all(bool(g.isfinite().all()) for g in joined):
+        warnings.warn(_NOT_FINITE, RuntimeWarning, stacklevel=2)
+        return scan_gradients(steps, dy, 0, samples, whole=whole)
     return [g.reshape(shape) for g, shape in zip(joined, shapes, strict=True)]
 
 

@@ -112,7 +112,7 @@ def trusted(rows: Tensor, after: Tensor) -> bool:
     warnings.warn(
         "products of Jacobians overflowed, cancelled or are not finite, though the gradient itself "
         "may well be: this call is swept step by step, which is exact but slower; clip the "
-        'weights, or use backward="sequential"',
+        'weights, or use backward="sequential" (for rg.unroll, backward=None)',
         RuntimeWarning,
         stacklevel=2,
     )

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from retrograde.errors import CellError, RetrogradeError
+from retrograde.kernels.sweep import carry, trusted
 
 __all__ = ["run_cell", "unit_vectors"]
 
@@ -242,12 +243,16 @@ def _scan(jacobians: Tensor, losses: Tensor, g: Tensor, chunk: int) -> Tensor:
         for t in range(chunk - 2, -1, -1):
             offset = own[:, t] + _apply(offset, chunks[:, t])
             product = product @ chunks[:, t]
-        for c in range(len(chunks) - 1, -1, -1):
-            gs[rest + c * chunk] = offset[c] + _apply(gs[rest + (c + 1) * chunk], product[c])
-        local = gs[rest + chunk :: chunk].clone()
-        for t in range(chunk - 1, 0, -1):
-            local = own[:, t] + _apply(local, chunks[:, t])
-            gs[rest + t : length : chunk] = local
+        rows = torch.cat([product, offset.unsqueeze(-2)], -2)
+        local, before = carry(rows, g)
+        if trusted(rows, local):
+            gs[rest] = before
+            gs[rest + chunk :: chunk] = local
+            for t in range(chunk - 1, 0, -1):
+                local = own[:, t] + _apply(local, chunks[:, t])
+                gs[rest + t : length : chunk] = local
+        else:
+            rest = length
     for t in range(rest - 1, -1, -1):
         gs[t] = losses[t] + _apply(gs[t + 1], jacobians[t])
     return gs
