@@ -12,6 +12,7 @@ are checked, since the call for all steps must return the states of the single s
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -181,7 +182,7 @@ def unit_vectors(t: Tensor) -> Iterator[Tensor]:
         >>> [unit.tolist() for unit in unit_vectors(torch.zeros(2, 2))]
         [[[1.0, 0.0], [1.0, 0.0]], [[0.0, 1.0], [0.0, 1.0]]]
     """
-    size = t[0].numel()
+    size = prod(t.shape[1:])
     for row in torch.eye(size, dtype=t.dtype, device=t.device):
         yield row.expand(len(t), size).reshape(t.shape).contiguous()
 
