@@ -40,17 +40,9 @@ Tensors = list[Tensor]
 def ordinary_curve(
     measured: Callable[[int], tuple[int, ...]], length: int, memory: Memory | None = None
 ) -> Highest:
-    """Measure at doubling lengths, until the bytes grow evenly, or would leave the budget.
-
-    Forward and backward grow by different slopes, and which is the higher changes with the length.
-    So each is followed by itself. The budget holds beyond :data:`FEW_STEPS` steps and
-    :data:`FEW_BYTES`.
-
-    Args:
-        measured: the bytes of so many steps, at the peak of each phase.
-        length: the number of steps there are.
-        memory: the budget, or None.
-    """
+    """Measure at doubling lengths, until the bytes grow evenly or would leave the budget
+    ``memory``. ``measured`` gives the bytes at each phase's peak; phases are followed apart, since
+    their slopes differ. The budget holds beyond :data:`FEW_STEPS` steps and :data:`FEW_BYTES`."""
     points = {steps: measured(steps) for steps in sorted({1, min(2, length)})}
     while (last := max(points)) < min(length, LONGEST_MEASURED):
         steps, known = min(2 * last, length), Highest.of(points)
@@ -77,10 +69,8 @@ def measure_pass(
     drop: Callable[[], None],
     device: torch.device,
 ) -> tuple[int, int]:
-    """The working bytes at the peak of forward, and of backward.
-
-    What ``drop`` releases would be the caller's, and does not count.
-    """
+    """The working bytes at the peak of forward, and of backward. What ``drop`` releases would be
+    the caller's, and does not count."""
     one, other, _ = measure_phases([forward, backward, drop], device=device)
     return one.peak(0, 2), one.growth(0, 2) + other.peak(0, 2)
 
@@ -111,9 +101,8 @@ def ordinary_bytes(
     whole: bool,
     like: Callable[[Tensor], Tensor] = torch.ones_like,
 ) -> tuple[int, int]:
-    """The working bytes of ordinary backpropagation through the first steps, as one graph.
-
-    The gradient starts at the outputs, and at the final state too if ``whole``; ``like`` makes it.
+    """The working bytes, forward and backward, of ordinary backpropagation through the first steps.
+    The gradient, made by ``like``, starts at the outputs, and if ``whole`` at the final state too.
     """
     numbers = inputs[0:steps][-1:] if core.sums else []  # ours, and not the caller's
     roots: Tensors = []

@@ -24,10 +24,10 @@ class Ordinary:
     """The working bytes of ordinary backpropagation, for any length.
 
     Attributes:
-        batch: how many sequences there are.
+        batch: the number of sequences.
         full: bytes by steps, if all sequences have all of them.
-        single: of a packed batch, bytes by steps if but one sequence has them.
-        gradient_copy: bytes a step on top, where a kernel must copy the outputs' gradient.
+        single: of a packed batch, bytes by steps if only one sequence has them.
+        gradient_copy: further bytes a step, where a kernel must copy the outputs' gradient.
     """
 
     batch: int
@@ -44,10 +44,8 @@ class Ordinary:
 
 
 def measure_ordinary(call: Call, memory: Memory | None) -> Ordinary:
-    """Measure torch's own module on short sequences, a packed batch on those of one length.
-
-    Beyond a few steps the measurement keeps to the budget, too.
-    """
+    """Measure torch's own module on short sequences, a packed batch on sequences of one length.
+    Measurements of more than a few steps keep to the budget, too."""
     x, packed, length = call.x, call.sizes is not None, call.measured_length
     if packed:
         x = x.new_zeros(length, call.batch, x.shape[1]).requires_grad_(x.requires_grad)
