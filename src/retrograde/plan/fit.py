@@ -264,18 +264,7 @@ def fit(length: int, memory: Memory | None, footprint: Footprint) -> Fit:
 def refusal(
     length: int, memory: Memory | None, budget: int, minimum: int, ordinary: int
 ) -> BudgetError:
-    """The error that says how little a budget is.
-
-    Args:
-        length: the number of steps.
-        memory: as it was given.
-        budget: that in bytes.
-        minimum: the least budget that would do.
-        ordinary: what ordinary backpropagation takes.
-
-    Returns:
-        What is to be raised.
-    """
+    """The error for a ``budget`` below ``minimum`` (bytes), which ``memory`` asked for."""
     given = f"{memory} of {format_bytes(ordinary)}" if _is_share(memory) else f"{memory!r}"
     return BudgetError(
         f"the memory {given} is {budget} bytes ({format_bytes(budget)}), but {length} steps "
@@ -287,8 +276,8 @@ def refusal(
 
 
 def _fastest(length: int, blocks: Sequence[int], budget: int, footprint: Footprint) -> Fit:
-    """The plan of least time, and of those the one in the shortest blocks; the most promising
-    lengths are planned first, and those not at all that cannot be better."""
+    """The plan of least time, in the shortest blocks of those; block lengths are planned in the
+    order of their bounds, until the next bound is above the best time."""
     least = {block: _least_time(length, block, budget, footprint) for block in blocks}
     best: Fit | None = None
     for block in sorted(blocks, key=lambda block: (least[block], block)):
@@ -302,15 +291,8 @@ def _fastest(length: int, blocks: Sequence[int], budget: int, footprint: Footpri
 
 
 def predict_peak_bytes(schedule: Schedule, footprint: Footprint) -> int:
-    """Replay a schedule in bytes: the most that it will hold at any moment.
-
-    Args:
-        schedule: every ``Record`` is one call.
-        footprint: what the steps take.
-
-    Returns:
-        Bytes.
-    """
+    """The most that a schedule, each of whose ``Record`` actions is one call, holds at any
+    moment."""
     state, gradient = footprint.state_bytes, 0
     stored: set[int] = set()
     tapes: dict[int, tuple[int, int]] = {}  # by their end: what they hold, their steps
@@ -382,8 +364,9 @@ def _plan_blocks(length: int, block: int, budget: int, footprint: Footprint) -> 
 
 
 def _least_time(length: int, block: int, budget: int, footprint: Footprint) -> float:
-    """What no plan in blocks of this length undercuts: the bound for all but the first block, which
-    is the shorter one; and for each a call to record it, and one to backpropagate it."""
+    """What no plan in blocks of this length undercuts. It bounds the repeated runs of all blocks
+    but the first, which is shorter, and counts a call to record and one to backpropagate each
+    block."""
     blocks = -(-length // block)
     levels, held, states = _room(block, budget, footprint)
     if blocks == 1:
@@ -399,7 +382,7 @@ def _least_time(length: int, block: int, budget: int, footprint: Footprint) -> f
 
 
 def _room(block: int, budget: int, footprint: Footprint) -> tuple[int, int, int]:
-    """What a budget leaves beside the working core for a block: in units for MSM, with a recorded
+    """What a budget leaves beside the working core: in units for MSM, the bytes of a recorded
     block in the same units, and in hidden states for HSM."""
     memory = budget - footprint.overhead_bytes(block)
     unit = max(1, footprint.state_bytes, -(-memory // LEVELS))
@@ -466,13 +449,7 @@ def _fits_heap(length: int, footprint: Footprint) -> bool:
 
 
 def whole_fit(length: int, block: int, **found: Any) -> Fit:
-    """A fit that records all steps in one range.
-
-    Args:
-        length: the number of steps.
-        block: steps that are backpropagated at a time.
-        found: the rest of :class:`Fit`.
-    """
+    """A fit that records all steps in one range; ``found`` is the rest of :class:`Fit`."""
     schedule = in_one_range(length)
     return Fit(schedule=schedule, block=block, chunk=length, ordinary=False, **found)
 

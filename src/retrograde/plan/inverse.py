@@ -54,16 +54,7 @@ class TradeOff:
         return len(self.memory)
 
     def at(self, memory: int) -> int:
-        """The cost with a memory that need not be one of the points.
-
-        Args:
-            memory: slots, at least 1.
-
-        Returns:
-            Forward steps.
-
-        Raises:
-            ScheduleError: memory is no positive integer.
+        """The cost with ``memory`` slots, which need not be one of the points; at least 1.
 
         Example:
             >>> trade_off(4, "ism").at(100)

@@ -56,16 +56,8 @@ class Verb(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """Run steps ``start`` … ``stop − 1`` and keep nothing.
-
-    Args:
-        start: the current hidden state.
-        stop: the hidden state that is current afterwards.
-
-    Example:
-        >>> print(Advance(0, 5))
-        advance 0→5
-    """
+    """Run steps ``start`` … ``stop − 1`` from the current state ``start``, and keep nothing;
+    state ``stop`` is current afterwards."""
 
     start: int
     stop: int
@@ -76,15 +68,7 @@ class Advance:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Keep the current hidden state.
-
-    Args:
-        at: the current hidden state.
-
-    Example:
-        >>> print(Store(5))
-        store 5
-    """
+    """Keep the current hidden state ``at``."""
 
     at: int
 
@@ -94,16 +78,8 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Run steps ``start`` … ``stop − 1`` and keep the internal state of each.
-
-    Args:
-        start: the current hidden state.
-        stop: the hidden state that is current afterwards.
-
-    Example:
-        >>> print(Record(5, 7))
-        record 5→7
-    """
+    """Run steps ``start`` … ``stop − 1`` from the current state ``start``, and keep the internal
+    state of each; state ``stop`` is current afterwards."""
 
     start: int
     stop: int
@@ -114,15 +90,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Make a kept hidden state current: a stored one, or the output of a recorded step.
-
-    Args:
-        at: the hidden state.
-
-    Example:
-        >>> print(Load(0))
-        load 0
-    """
+    """Make the kept hidden state ``at`` current: a stored one, or the output of a recorded step."""
 
     at: int
 
@@ -132,15 +100,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Drop a stored hidden state.
-
-    Args:
-        at: the hidden state.
-
-    Example:
-        >>> print(Free(5))
-        free 5
-    """
+    """Drop the stored hidden state ``at``."""
 
     at: int
 
@@ -150,16 +110,7 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """Backpropagate steps ``stop − 1`` … ``start``, and drop their internal states.
-
-    Args:
-        start: the last step to be backpropagated, the earliest in time.
-        stop: one past the first step to be backpropagated.
-
-    Example:
-        >>> print(Backward(5, 7))
-        backward 7→5
-    """
+    """Backpropagate steps ``stop − 1`` … ``start``, and drop their internal states."""
 
     start: int
     stop: int
@@ -172,20 +123,10 @@ Action: TypeAlias = Advance | Store | Record | Load | Free | Backward
 
 
 def encode(action: Action) -> Code:
-    """The code of an action.
+    """The code (verb, start, stop) of an action; TypeError for anything else.
 
-    Args:
-        action: any of the six.
-
-    Returns:
-        Verb, start and stop.
-
-    Raises:
-        TypeError: ``action`` is none of the six.
-
-    Example:
-        >>> encode(Record(5, 7))
-        (2, 5, 7)
+    >>> encode(Record(5, 7))
+    (2, 5, 7)
     """
     match action:
         case Advance(start, stop):
@@ -208,23 +149,8 @@ def encode(action: Action) -> Code:
 
 
 def decode(verb: int, start: int, stop: int) -> Action:
-    """The action that a code stands for.
-
-    Args:
-        verb: as in :class:`Verb`.
-        start: the first position.
-        stop: the second; not looked at where the verb has one only.
-
-    Returns:
-        The action.
-
-    Raises:
-        ValueError: no verb has that number.
-
-    Example:
-        >>> decode(2, 5, 7)
-        Record(start=5, stop=7)
-    """
+    """The action that a code stands for; ``stop`` is not looked at where the verb has one
+    position."""
     if verb in _OF_RANGE:
         return _OF_RANGE[verb](start, stop)
     if verb in _OF_PLACE:

@@ -16,19 +16,12 @@ __all__ = ["merge"]
 
 
 def merge(schedule: Schedule) -> Schedule:
-    """Join adjacent ranges of one verb.
+    """Join adjacent ranges of one verb: as few actions as that allows, and the same cost and peak.
 
-    Args:
-        schedule: any.
-
-    Returns:
-        A schedule with the same cost and peak, and as few actions as joining allows.
-
-    Example:
-        >>> from retrograde.schedule import Advance, Store
-        >>> steps = Schedule.from_actions([Store(0), Advance(0, 1), Advance(1, 3)], length=3)
-        >>> print(merge(steps))
-        store 0, advance 0→3
+    >>> from retrograde.schedule import Advance, Store
+    >>> steps = Schedule.from_actions([Store(0), Advance(0, 1), Advance(1, 3)], length=3)
+    >>> print(merge(steps))
+    store 0, advance 0→3
     """
     kind, start, stop = schedule.kind, schedule.start, schedule.stop
     if not len(kind):

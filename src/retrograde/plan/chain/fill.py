@@ -47,12 +47,8 @@ class Grid(NamedTuple):
 
 
 class Kinds(NamedTuple):
-    """Which schedules there are to choose from.
-
-    Args:
-        stores: whether hidden states may be stored.
-        records: whether internal states may be kept while later layers are worked on.
-    """
+    """Which schedules there are to choose from: whether hidden states may be stored, and whether
+    internal states may be kept while later layers are worked on."""
 
     stores: bool
     records: bool
@@ -200,19 +196,8 @@ def _may_lower(out: _Reals, left: _Reals, right: _Reals) -> bool:
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _best_split(out: _Reals, left: _Side, right: _Side, first: int, last: int, guess: int) -> int:
-    """Q1: the least of left[j] + right[j] for first ≤ j < last, in every lane.
-
-    Args:
-        out: lowered, shape (LANES,).
-        left: seconds of the left parts, and the least of each run.
-        right: those of the right parts.
-        first: the first j.
-        last: the last j, excluded.
-        guess: the run to look into first.
-
-    Returns:
-        The run that lowered last.
-    """
+    """Q1: the least of left[j] + right[j] for first ≤ j < last, in every lane; looks into the
+    run ``guess`` first and returns the run that lowered ``out`` last."""
     if last <= first:
         return guess
     low, high = first // RUN, (last - 1) // RUN

@@ -58,19 +58,7 @@ _CLOSE = 1.01  # times its bound: near enough to leave it at that
 
 
 def record_everything(chain: Chain) -> Schedule:
-    """Ordinary backpropagation: every layer recorded once.
-
-    Args:
-        chain: what each layer takes.
-
-    Returns:
-        The schedule of the baseline ``store-all``.
-
-    Example:
-        >>> schedule = record_everything(Chain([1, 2], [1, 2], [10, 20]))
-        >>> schedule.seconds, schedule.peak
-        (6.0, 40)
-    """
+    """Ordinary backpropagation, every layer recorded once: the baseline ``store-all``."""
     return replace(merge(store_all(len(chain))), units=chain)
 
 

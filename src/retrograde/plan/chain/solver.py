@@ -41,14 +41,9 @@ class Solver:
     """One chain and one class of schedules; with a table, once it is filled.
 
     Args:
-        chain: what each layer takes.
-        policy: its name.
-        kinds: what it may keep.
         places: the states that may be kept.
         layers: what the moves between them need.
-        cells: the segments that have a row in the table.
-        minimum: bytes that each segment needs at least.
-        grid: how bytes are counted in levels.
+        minimum: bytes that each segment needs at least, from a state kept and from one current.
         table: least seconds of each segment, for each level.
     """
 

@@ -32,16 +32,8 @@ _Known = dict[_Part, int]
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def minima(layers: Layers, kinds: Kinds, cells: Cells) -> tuple[_Ints, _Ints]:
-    """The bytes that each segment needs at least, from a state that is kept, or only current.
-
-    Args:
-        layers: what moves need.
-        kinds: the class of schedules.
-        cells: the segments.
-
-    Returns:
-        Two arrays, shape (T, T + 1): for a first state that is paid for, and for one that is not.
-    """
+    """The bytes that each segment needs at least, shape (T, T + 1): from a first state that is
+    kept and paid for, and from one that is only current."""
     size = len(layers.tape)
     kept, current = np.full((size, size + 1), _FAR), np.full((size, size + 1), _FAR)
     reach = np.empty(size + 1, np.int64)

@@ -26,19 +26,8 @@ _Part = tuple[int, int, int]  # steps, slots, the most repetitions of a step aft
 def hsm_schedule(length: int, memory: int) -> Schedule:
     """The schedule of HSM with the fewest actions, in single recorded steps.
 
-    Args:
-        length: steps.
-        memory: hidden states, the initial one included.
-
-    Returns:
-        A schedule that costs :func:`~retrograde.plan.steps.closed_form.hsm_cost`.
-
-    Raises:
-        ScheduleError: it would be too large.
-
-    Example:
-        >>> print(hsm_schedule(2, 1))
-        store 0, advance 0→1, record 1→2, backward 2→1, load 0, record 0→1, backward 1→0, free 0
+    >>> print(hsm_schedule(2, 1))
+    store 0, advance 0→1, record 1→2, backward 2→1, load 0, record 0→1, backward 1→0, free 0
     """
     check_size(length, 4 * length)
     parts = Parts()

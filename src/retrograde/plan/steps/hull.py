@@ -73,13 +73,8 @@ class Sizes:
 class Problem:
     """The recurrence in its smallest units, with the convex bound of every level.
 
-    Args:
-        length: the largest number of steps.
-        sizes: s, α, β.
-        rows: memory to row.
-        links: for each row those with less memory, shape (rows, 3).
-        offsets: where each row's vertices begin, shape (rows + 1,).
-        hull: steps and costs of all vertices.
+    ``rows`` maps a memory to its row, ``links`` has for each row those with less memory, shape
+    (rows, 3), and ``offsets`` says where each row's vertices begin in ``hull`` (steps, costs).
     """
 
     length: int
@@ -125,22 +120,12 @@ class Problem:
 def pose(
     length: int, memories: Sequence[int], *, state: int, alpha: int, beta: int
 ) -> tuple[Problem, list[int]]:
-    """The problem in its smallest units, and the memories in those.
+    """The problem in its smallest units, up to ``length`` steps, and each memory as a key of
+    ``rows``.
 
-    Args:
-        length: the largest number of steps.
-        memories: rooms, in any unit.
-        state: the size of a hidden state, in the same unit.
-        alpha: that of an internal state whose input is not in memory.
-        beta: that of one whose input is.
+    ``state``, ``alpha`` (input not in memory) and ``beta`` (input in memory) are sizes in the
+    memories' unit. Raises ScheduleError if a size makes no sense or there are too many levels.
 
-    Returns:
-        The problem with its bounds, and each memory as a key of ``rows``.
-
-    Raises:
-        ScheduleError: a size makes no sense, or there are too many levels.
-
-    Example:
         >>> problem, levels = pose(1000, [300], state=1, alpha=5, beta=4)
         >>> problem.bound(problem.rows[levels[0]], 1000)
         1928

@@ -35,17 +35,11 @@ def _follow(
     chain: _Ints, ends: _Ints, steepest: int, length: int, hull: tuple[_Ints, _Ints],
     points: tuple[_Ints, _Ints], size: int,
 ) -> tuple[tuple[_Ints, _Ints], int]:  # fmt: skip
-    """Go along one branch's sum of two hulls, up to a slope, and add its vertices to ``points``.
+    """Add the vertices of one branch's sum of two hulls to ``points``, up to a slope.
 
-    Args:
-        chain: steps and cost where it stands, its next edge of the row's own hull (each of its
-            slopes one more) and of another row's; updated.
-        ends: where those two hulls end.
-        steepest: the slope to stop at.
-        length: no more steps than this are of interest.
-        hull: steps and costs of all vertices.
-        points: where to write.
-        size: how many there are already.
+    ``chain`` is where the branch stands: steps, cost, its next edge of the row's own hull (each
+    of its slopes one more) and of another row's; it is updated. ``ends`` is where those two
+    hulls end.
     """
     steps, costs = hull
     while True:
@@ -119,17 +113,11 @@ def _clip(hull: tuple[_Ints, _Ints], first: int, size: int, length: int) -> int:
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def hulls(length: int, links: _Ints, wide: bool, most: int) -> tuple[_Ints, _Ints, _Ints]:
-    """A convex lower bound of C(·, m) for every row, as vertices.
+    """A convex lower bound of C(·, m) for every row, rows in the order of their memory.
 
-    Args:
-        length: the largest number of steps.
-        links: as in the module's text, rows in the order of their memory.
-        wide: whether internal states after the first step are recorded too (eq. 10 at y > 1).
-        most: vertices at most; no more rows are begun beyond.
-
-    Returns:
-        Offsets (rows + 1), steps and costs of the vertices. Where there are more than ``most``, the
-        last offset is −1.
+    ``wide`` says whether internal states after the first step are recorded too (eq. 10, y > 1).
+    Returns offsets (rows + 1), steps and costs of the vertices; no row is begun beyond
+    ``most`` vertices, and the last offset then is −1.
     """
     rows = links.shape[0]
     offsets = np.zeros(rows + 1, np.int64)
@@ -182,16 +170,8 @@ def hulls(length: int, links: _Ints, wide: bool, most: int) -> tuple[_Ints, _Int
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _draw(steps: _Ints, costs: _Ints, t: np.int64, ceiling: _Ints, real: _Reals, size: int) -> None:
-    """Write the values of one edge after ``t``, rounded up and not, below ``size``.
-
-    Args:
-        steps: its two ends.
-        costs: its two ends.
-        t: where it begins in the arrays; its steps follow.
-        ceiling: written.
-        real: written.
-        size: of the arrays that is of interest.
-    """
+    """Write the values of one edge after ``t``, rounded up and not, below ``size``; ``steps``
+    and ``costs`` have its two ends."""
     run, rise = steps[1] - steps[0], costs[1] - costs[0]
     whole, part = rise // run, rise % run
     value, over = costs[0], np.int64(0)  # over: of 1/run, how much the rounded value is too much
@@ -335,19 +315,10 @@ def _best_split(
 def nearest(
     links: _Ints, wide: bool, offsets: _Ints, hull: tuple[_Ints, _Ints], row: int, t: int
 ) -> tuple[int, int]:
-    """The branch, and its split, whose parts have the least rounded-up bounds.
+    """The branch, and its split y, whose parts have the least rounded-up bounds; t is at least 2.
 
-    Args:
-        links: as in the module's text.
-        wide: as in :func:`hulls`.
-        offsets: of the hulls.
-        hull: their vertices.
-        row: of the part.
-        t: its steps, at least 2.
-
-    Returns:
-        0 for the last step in the working core, 1 for the first step recorded, 2 for a hidden state
-        stored, 3 for a later step recorded; and y.
+    The branches: 0 for the last step in the working core, 1 for the first step recorded, 2 for
+    a hidden state stored, 3 for a later step recorded.
     """
     state, beta, alpha = links[row]
     goal = _at_least(offsets, hull, row, t)

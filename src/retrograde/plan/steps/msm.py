@@ -87,23 +87,13 @@ class _Table:
 
 
 def plan_blocks(length: int, memory: int, *, state: int = 1, alpha: int, beta: int) -> Schedule:
-    """The cheapest mixed schedule, in the longest ranges.
+    """The cheapest mixed schedule of steps, or of blocks of steps, in the longest ranges.
 
-    Args:
-        length: steps, or blocks of steps.
-        memory: room, the initial state included and the working core not, in any unit.
-        state: the size of a stored hidden state, the initial one too, in the same unit.
-        alpha: that of an internal state whose input is not in memory.
-        beta: that of one whose input is.
+    ``memory`` counts the initial state and not the working core; ``state``, ``alpha`` and
+    ``beta`` are sizes in its unit. The schedule's ``bound`` is proven: where that is its cost,
+    none is cheaper. Raises ScheduleError if memory is below ``state``, a size makes no sense or
+    a table is too large.
 
-    Returns:
-        A schedule whose units are those sizes. Its ``bound`` is proven; where that is its cost,
-        there is none cheaper.
-
-    Raises:
-        ScheduleError: memory is below ``state``; a size makes no sense; the tables are too large.
-
-    Example:
         >>> schedule = plan_blocks(1000, 300, alpha=5, beta=4)
         >>> schedule.cost, schedule.bound, schedule.peak <= 300
         (1928, 1928, True)
@@ -126,23 +116,11 @@ def plan_blocks(length: int, memory: int, *, state: int = 1, alpha: int, beta: i
 def mixed_costs(
     length: ArrayLike, memory: ArrayLike, *, state: int = 1, alpha: int, beta: int
 ) -> _Ints:
-    """The fewest forward steps of MSM, for many lengths and memories at once.
+    """The fewest forward steps C(t, m), for lengths (0 or more) and memories that broadcast.
 
-    Args:
-        length: steps, 0 or more, any shape.
-        memory: rooms, each at least ``state``, any shape that broadcasts with it.
-        state: as in :func:`plan_blocks`.
-        alpha: likewise.
-        beta: likewise.
+    Sizes are those of :func:`plan_blocks`. Raises ScheduleError as it does, and if a minimum
+    could not be proven within the largest table.
 
-    Returns:
-        C(t, m), of the broadcast shape.
-
-    Raises:
-        ScheduleError: as :func:`plan_blocks`; or the minimum could not be proven within the largest
-            table.
-
-    Example:
         >>> mixed_costs([0, 1, 2, 3, 4, 5], [[1], [5]], alpha=2, beta=1).tolist()
         [[0, 1, 3, 6, 10, 15], [0, 1, 2, 3, 4, 5]]
     """
@@ -166,25 +144,8 @@ def mixed_costs(
 def mixed_bounds(
     length: ArrayLike, memory: ArrayLike, *, state: int = 1, alpha: int, beta: int
 ) -> _Ints:
-    """What no mixed schedule undercuts, without proof that one attains it.
-
-    Args:
-        length: as :func:`mixed_costs` has it.
-        memory: likewise.
-        state: likewise.
-        alpha: likewise.
-        beta: likewise.
-
-    Returns:
-        ⌈H(t, m)⌉, in forward steps, of the broadcast shape.
-
-    Raises:
-        ScheduleError: as :func:`plan_blocks`.
-
-    Example:
-        >>> int(mixed_bounds(1000, 300, alpha=5, beta=4))
-        1928
-    """
+    """⌈H(t, m)⌉, which no mixed schedule undercuts, for arguments as :func:`mixed_costs` has
+    them; one that attains it is not proven to exist."""
     asked = _ask(length, memory, state=state, alpha=alpha, beta=beta)
     if asked is None:
         return np.zeros(np.broadcast_shapes(np.shape(length), np.shape(memory)), np.int64)
