@@ -37,10 +37,7 @@ def check_policy(
     if policy not in POLICIES:
         raise ScheduleError(f"unknown policy {policy!r}: use one of {', '.join(POLICIES)}")
     if has_memory and policy in BASELINES:
-        raise ScheduleError(
-            f"the policy {policy!r} takes no memory: it holds what it holds; leave memory out, or "
-            "use 'hsm', 'ism' or 'msm'"
-        )
+        raise _takes_no_memory(policy)
     if not has_memory and policy not in BASELINES:
         raise ScheduleError(f"the policy {policy!r} needs a memory: give its slots, 1 or more")
     if policy == "msm" and alpha is None:
@@ -78,15 +75,19 @@ def check_chain_policy(policy: str, *, has_memory: bool = True, **foreign: objec
                 f"{name} out"
             )
     if has_memory and policy == "store-all":
-        raise ScheduleError(
-            "the policy 'store-all' takes no memory: it holds what it holds; leave memory out, or "
-            "use 'hsm', 'ism' or 'msm'"
-        )
+        raise _takes_no_memory(policy)
     if not has_memory and policy != "store-all":
         raise ScheduleError(
             f"the policy {policy!r} needs a memory: give bytes, such as '2GiB', or a share of what "
             "store-all holds, such as '50%'"
         )
+
+
+def _takes_no_memory(policy: str) -> ScheduleError:
+    return ScheduleError(
+        f"the policy {policy!r} takes no memory: it holds what it holds; leave memory out, or "
+        "use 'hsm', 'ism' or 'msm'"
+    )
 
 
 def units_of(alpha: int | None, beta: int | None, state: int | None = None) -> Units:

@@ -8,6 +8,7 @@ begins at 0 (:mod:`retrograde.plan.steps.hull`): once that is above a·t + 1, no
 do.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -102,13 +103,7 @@ def least_memory(
     low, high = 0, 1  # too little, and perhaps enough: tables grow with memory, so from below
     while high < enough and _cost(steps, high, policy, alpha, beta) > allowed:
         low, high = high, min(2 * high, enough)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if _cost(steps, middle, policy, alpha, beta) <= allowed:
-            high = middle
-        else:
-            low = middle
-    return high
+    return _bisect(low, high, lambda m: _cost(steps, m, policy, alpha, beta) <= allowed)
 
 
 def longest(
@@ -151,16 +146,14 @@ def longest(
         )
     if policy == "msm":
         return _longest_mixed(allowed, slots, alpha, beta)
-    low, high = 1, 2
-    while _cost(high, slots, policy, alpha, beta) <= allowed * high:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if _cost(middle, slots, policy, alpha, beta) <= allowed * middle:
-            low = middle
-        else:
-            high = middle
-    return low
+
+    def is_too_long(steps: int) -> bool:
+        return _cost(steps, slots, policy, alpha, beta) > allowed * steps
+
+    high = 2
+    while not is_too_long(high):
+        high *= 2
+    return _bisect(high // 2, high, is_too_long) - 1
 
 
 def trade_off(
@@ -203,6 +196,21 @@ def trade_off(
         steps, policy, memories[drops], costs[drops],
         units.alpha if units else None, units.beta if units else None,
     )  # fmt: skip
+
+
+def _bisect(low: int, high: int, holds: Callable[[int], bool]) -> int:
+    """The least number above ``low`` and up to ``high`` for which a condition holds.
+
+    It holds at ``high`` and for all numbers above the least. Integers are of any size, which
+    :mod:`bisect` does not allow.
+    """
+    while high - low > 1:
+        middle = (low + high) // 2
+        if holds(middle):
+            high = middle
+        else:
+            low = middle
+    return high
 
 
 def _ask(length: int, policy: str, alpha: int | None, beta: int | None) -> int:

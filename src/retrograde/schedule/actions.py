@@ -55,65 +55,84 @@ class Verb(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Advance:
-    """Run steps ``start`` … ``stop − 1`` from the current state ``start``, and keep nothing;
-    state ``stop`` is current afterwards."""
+class _OfRange:
+    """A verb of the steps ``start`` … ``stop − 1``."""
 
     start: int
     stop: int
 
     def __str__(self) -> str:
-        return f"advance {self.start}→{self.stop}"
+        return f"{type(self).__name__.lower()} {self.start}→{self.stop}"
 
 
 @dataclass(frozen=True, slots=True)
-class Store:
-    """Keep the current hidden state ``at``."""
+class _OfState:
+    """A verb of the hidden state ``at``."""
 
     at: int
 
     def __str__(self) -> str:
-        return f"store {self.at}"
+        return f"{type(self).__name__.lower()} {self.at}"
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
-    """Run steps ``start`` … ``stop − 1`` from the current state ``start``, and keep the internal
-    state of each; state ``stop`` is current afterwards."""
+class Advance(_OfRange):
+    """From the current state ``start``, run steps ``start`` … ``stop − 1`` and keep nothing.
 
-    start: int
-    stop: int
-
-    def __str__(self) -> str:
-        return f"record {self.start}→{self.stop}"
+    Example:
+        >>> print(Advance(0, 5))
+        advance 0→5
+    """
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """Make the kept hidden state ``at`` current: a stored one, or the output of a recorded step."""
+class Store(_OfState):
+    """Keep the current hidden state ``at``.
 
-    at: int
-
-    def __str__(self) -> str:
-        return f"load {self.at}"
-
-
-@dataclass(frozen=True, slots=True)
-class Free:
-    """Drop the stored hidden state ``at``."""
-
-    at: int
-
-    def __str__(self) -> str:
-        return f"free {self.at}"
+    Example:
+        >>> print(Store(5))
+        store 5
+    """
 
 
 @dataclass(frozen=True, slots=True)
-class Backward:
-    """Backpropagate steps ``stop − 1`` … ``start``, and drop their internal states."""
+class Record(_OfRange):
+    """Run steps ``start`` … ``stop − 1`` as :class:`Advance`, and keep each internal state.
 
-    start: int
-    stop: int
+    Example:
+        >>> print(Record(5, 7))
+        record 5→7
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Load(_OfState):
+    """Make the kept hidden state ``at`` current: a stored one, or a recorded step's output.
+
+    Example:
+        >>> print(Load(0))
+        load 0
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Free(_OfState):
+    """Drop the stored hidden state ``at``.
+
+    Example:
+        >>> print(Free(5))
+        free 5
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Backward(_OfRange):
+    """Backpropagate steps ``stop − 1`` … ``start``, and drop their internal states.
+
+    Example:
+        >>> print(Backward(5, 7))
+        backward 7→5
+    """
 
     def __str__(self) -> str:
         return f"backward {self.stop}→{self.start}"
@@ -128,24 +147,14 @@ def encode(action: Action) -> Code:
     >>> encode(Record(5, 7))
     (2, 5, 7)
     """
-    match action:
-        case Advance(start, stop):
-            return Verb.ADVANCE.value, start, stop
-        case Store(at):
-            return Verb.STORE.value, at, at
-        case Record(start, stop):
-            return Verb.RECORD.value, start, stop
-        case Load(at):
-            return Verb.LOAD.value, at, at
-        case Free(at):
-            return Verb.FREE.value, at, at
-        case Backward(start, stop):
-            return Verb.BACKWARD.value, start, stop
-        case _:
-            raise TypeError(
-                f"{action!r} is not an action: expected Advance, Store, Record, Load, Free or "
-                "Backward"
-            )
+    verb = _VERBS.get(type(action))
+    if verb is None:
+        raise TypeError(
+            f"{action!r} is not an action: expected Advance, Store, Record, Load, Free or Backward"
+        )
+    if isinstance(action, _OfState):
+        return verb, action.at, action.at
+    return verb, action.start, action.stop
 
 
 def decode(verb: int, start: int, stop: int) -> Action:
@@ -169,3 +178,4 @@ _OF_PLACE: dict[int, Callable[[int], Action]] = {
     Verb.LOAD.value: Load,
     Verb.FREE.value: Free,
 }
+_VERBS: dict[object, int] = {action: verb for verb, action in (_OF_RANGE | _OF_PLACE).items()}

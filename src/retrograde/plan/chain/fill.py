@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from retrograde.plan.chain.columns import Layers
 from retrograde.plan.chain.segments import RUN, Cells
 
-__all__ = ["LANES", "Grid", "Kinds", "fill"]
+__all__ = ["LANES", "Grid", "Kinds", "Table", "fill"]
 
 LANES = 32
 BLOCK = 8
@@ -54,23 +54,40 @@ class Kinds(NamedTuple):
     records: bool
 
 
+class Table(NamedTuple):
+    """The least forward seconds of segments, and what they follow from.
+
+    The inner loops of :func:`fill` take its parts one by one: handed over whole, its arrays are
+    counted as references at every call, which makes filling nearly twice as slow.
+
+    Args:
+        layers: what moves need.
+        kinds: the class of schedules.
+        grid: levels.
+        cells: the rows of ``seconds``.
+        kept: bytes that a segment needs at least, shape (T, T + 1).
+        current: the same where its first state is only current.
+        seconds: for all levels, ∞ where memory is short, shape (chunks of levels, rows, LANES).
+    """
+
+    layers: Layers
+    kinds: Kinds
+    grid: Grid
+    cells: Cells
+    kept: _Ints
+    current: _Ints
+    seconds: _Reals
+
+
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _lower(
     out: _Reals, start: int, row: int, paid: int, need: int, seconds: float, grid: Grid,
     table: _Reals,
 ) -> None:  # fmt: skip
-    """A way that keeps ``paid`` bytes, needs ``need``, and leads to a segment.
+    """A way that keeps ``paid`` bytes, needs ``need``, and leads to the segment of a row.
 
-    Args:
-        out: the least seconds for levels from ``start`` on, shape (LANES,), lowered; beyond them
-            there is room for LANES + 1 more numbers.
-        start: a level.
-        row: the segment's in the table.
-        paid: bytes.
-        need: bytes.
-        seconds: spent before.
-        grid: levels.
-        table: as :func:`fill` has it.
+    ``out``, lowered, has the least seconds for LANES levels from ``start`` on; beyond them there is
+    room for LANES + 1 more numbers.
     """
     below = start - paid // grid.unit  # the level that the first lane comes to
     first = max(-below, -((grid.rest - need) // grid.unit) - start, 0)
@@ -255,20 +272,9 @@ def _note(side: _Side, at: int, values: _Reals, more: float) -> None:
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
-def fill(
-    layers: Layers, kinds: Kinds, grid: Grid, cells: Cells, least: _Ints, table: _Reals
-) -> None:
-    """Fill the table of all segments that it has, for all levels.
-
-    Args:
-        layers: what moves need.
-        kinds: the class of schedules.
-        grid: levels.
-        cells: the rows of the table.
-        least: bytes that a segment needs at least, shape (T, T + 1).
-        table: least forward seconds of segments, ∞ where memory is short, shape (chunks of levels,
-            rows, LANES); written.
-    """
+def fill(filled: Table) -> None:
+    """Fill ``filled.seconds`` for all segments that it has, for all levels."""
+    layers, kinds, grid, cells, least, _, table = filled
     size, first = len(layers.tape), cells.first
     runs = size // RUN + 1
     lefts, least_lefts = np.empty((BLOCK, size + 1, LANES)), np.empty((BLOCK, runs, LANES))

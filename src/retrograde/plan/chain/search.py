@@ -98,7 +98,7 @@ def plan_chain(
     ordinary = record_everything(chain)
     room = as_bytes(memory, ordinary.peak)
     solver = Solver.of(chain, policy)
-    if solver.kinds.records and room >= ordinary.peak:
+    if solver.table.kinds.records and room >= ordinary.peak:
         return replace(ordinary, policy=policy, memory=room, bound=ordinary.seconds)
     solver.check(room)
     filled = solver.filled(room, levels)
@@ -108,7 +108,7 @@ def plan_chain(
     if bound is None:
         from retrograde.plan.chain.bound import least_seconds
 
-        bound = least_seconds(chain, room, solver.kinds)
+        bound = least_seconds(chain, room, solver.table.kinds)
         if certify and seconds_of(schedule) > _CLOSE * bound and len(chain) <= LONGEST:
             down = solver.filled(room, levels, rounded_down=True)
             bound = max(bound, down.bound(room) or 0.0)
@@ -132,7 +132,9 @@ def chain_minimum(chain: Chain, policy: str = "msm") -> tuple[int, int]:
     """
     solver = Solver.of(chain, policy)
     least = (
-        min(solver.least, record_everything(chain).peak) if solver.kinds.records else solver.least
+        min(solver.least, record_everything(chain).peak)
+        if solver.table.kinds.records
+        else solver.least
     )
     return least, solver.tightest()
 
@@ -170,7 +172,7 @@ def chain_trade_off(
     filled = solver.filled(max(rooms), levels)
     return [
         replace(ordinary, policy=policy, memory=room)
-        if solver.kinds.records and room >= ordinary.peak
+        if solver.table.kinds.records and room >= ordinary.peak
         else filled.schedule(room)
         for room in rooms
     ]
