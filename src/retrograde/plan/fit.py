@@ -456,7 +456,6 @@ def whole_fit(length: int, block: int, **found: Any) -> Fit:
 
 def in_one_range(length: int, units: Units | None = None) -> Schedule:
     """The schedule that records all steps in one range."""
-    units = units or Units(alpha=2, beta=1, core=0, initial=1)
     actions: list[Action] = [Store(0), Record(0, length), Backward(0, length), Free(0)]
     return Schedule.from_actions(actions, length=length, policy="store-all", units=units)
 

@@ -78,9 +78,8 @@ def least_memory(
     Args:
         length: steps, at least 1.
         cost: forward steps allowed in all, the first sweep included.
-        policy: ``"hsm"``, ``"ism"`` or ``"msm"``.
-        alpha: as :func:`~retrograde.plan.plan` has it.
-        beta: likewise.
+        policy, alpha, beta: ``"hsm"``, ``"ism"`` or ``"msm"``, and its sizes as
+            :func:`~retrograde.plan.plan` has them.
 
     Returns:
         Slots, in the policy's units.
@@ -119,9 +118,8 @@ def longest(
     Args:
         cost_per_step: forward steps allowed for each step, at least 1; taken exactly as given.
         memory: slots, in the policy's units.
-        policy: ``"hsm"``, ``"ism"`` or ``"msm"``.
-        alpha: as :func:`~retrograde.plan.plan` has it.
-        beta: likewise.
+        policy, alpha, beta: ``"hsm"``, ``"ism"`` or ``"msm"``, and its sizes as
+            :func:`~retrograde.plan.plan` has them.
 
     Returns:
         Steps; of any size for ``"hsm"`` and ``"ism"``.
@@ -163,9 +161,8 @@ def trade_off(
 
     Args:
         length: steps, at least 1.
-        policy: ``"hsm"``, ``"ism"`` or ``"msm"``.
-        alpha: as :func:`~retrograde.plan.plan` has it.
-        beta: likewise.
+        policy, alpha, beta: ``"hsm"``, ``"ism"`` or ``"msm"``, and its sizes as
+            :func:`~retrograde.plan.plan` has them.
 
     Returns:
         Memories and costs; the last cost is the least of all.

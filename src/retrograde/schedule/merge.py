@@ -7,6 +7,8 @@ what is held at the end of each range stays as it was: cost and peak do not chan
 Linear in the number of actions, vectorised.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
 from retrograde.schedule.actions import Verb
@@ -33,13 +35,9 @@ def merge(schedule: Schedule) -> Schedule:
     last = np.concatenate((first[1:] - 1, [len(kind) - 1]))
     kind = kind[first]
     down = kind == Verb.BACKWARD
-    return Schedule(
-        schedule.length,
-        schedule.policy,
-        schedule.memory,
-        schedule.units,
-        kind,
-        np.where(down, start[last], start[first]),
-        np.where(down, stop[first], stop[last]),
-        schedule.bound,
+    return replace(
+        schedule,
+        kind=kind,
+        start=np.where(down, start[last], start[first]),
+        stop=np.where(down, stop[first], stop[last]),
     )

@@ -119,12 +119,7 @@ def plan_chain(
 def chain_minimum(chain: Chain, policy: str = "msm") -> tuple[int, int]:
     """The smallest budget that a policy can keep, exactly.
 
-    Args:
-        chain: what each layer takes.
-        policy: ``"msm"``, ``"hsm"`` or ``"ism"``.
-
-    Returns:
-        Bytes, and the layer that needs them.
+    Returns bytes, and the layer that needs them.
 
     Example:
         >>> chain_minimum(Chain([1] * 3, [2] * 3, output_bytes=[1, 1, 50]))
@@ -142,20 +137,10 @@ def chain_minimum(chain: Chain, policy: str = "msm") -> tuple[int, int]:
 def chain_trade_off(
     chain: Chain, memories: Iterable[Memory], policy: str = "msm", *, levels: int | None = None
 ) -> list[Schedule]:
-    """Schedules of one chain for many budgets, read off one table.
+    """Schedules of one chain for many budgets, in their order, read off one table.
 
-    Args:
-        chain: what each layer takes.
-        memories: as :func:`plan_chain` has each.
-        policy: likewise.
-        levels: of the largest; as :func:`plan_chain` has it.
-
-    Returns:
-        A schedule for each, in order, without bounds.
-
-    Raises:
-        BudgetError: as :func:`plan_chain`.
-        UnitError: likewise.
+    They have no bounds. Arguments and errors are those of :func:`plan_chain`; ``levels`` is that of
+    the largest budget.
 
     Example:
         >>> chain = Chain([1] * 5, [2] * 5, output_bytes=[1] * 5, internal_bytes=[3] * 5)

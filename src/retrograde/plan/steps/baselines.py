@@ -30,7 +30,7 @@ from retrograde.schedule.actions import Code
 __all__ = ["chen_recursive", "chen_sqrt", "recompute_all", "store_all", "store_hidden"]
 
 _ADVANCE, _STORE, _RECORD, _LOAD, _FREE, _BACKWARD = (verb.value for verb in Verb)
-_UNITS = Units(alpha=2, beta=1, core=0, initial=1)
+_UNITS = Units()
 
 
 def store_all(length: int, units: Units = _UNITS) -> Schedule:

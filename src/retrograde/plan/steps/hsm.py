@@ -15,11 +15,10 @@ from collections.abc import Callable
 
 from retrograde.plan.steps.closed_form import hsm_cost, repetitions, split_of
 from retrograde.plan.steps.unfold import NOTHING, Parts, check_size, recall
-from retrograde.schedule import Schedule, Units
+from retrograde.schedule import Schedule
 
 __all__ = ["hsm_schedule"]
 
-_UNITS = Units(alpha=2, beta=1, core=0, initial=1)
 _Part = tuple[int, int, int]  # steps, slots, the most repetitions of a step after its first run
 
 
@@ -43,7 +42,5 @@ def hsm_schedule(length: int, memory: int) -> Schedule:
         return parts.store(y, number((steps - y, slots - 1, r)), left)
 
     root = recall((length, memory, repetitions(length, memory)), describe)
-    return parts.unfold(
-        root, length=length, policy="hsm", memory=memory, units=_UNITS,
-        bound=hsm_cost(length, memory),
-    )  # fmt: skip
+    bound = hsm_cost(length, memory)
+    return parts.unfold(root, length=length, policy="hsm", memory=memory, bound=bound)
