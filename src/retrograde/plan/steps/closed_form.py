@@ -34,7 +34,6 @@ __all__ = [
     "hsm_cost",
     "hsm_costs",
     "hsm_linear_bound",
-    "hsm_power_bound",
     "hsm_split",
     "ism_cost",
     "ism_costs",
@@ -99,11 +98,6 @@ def hsm_split(length: int, memory: int) -> int:
 def ism_split(length: int, memory: int) -> int:
     """An optimal position D(t, m) = y (G16 eq. 5), 1 to length: step y − 1 is the one to record."""
     return hsm_split(length + 1, memory)
-
-
-def hsm_power_bound(length: int, memory: int) -> float:
-    """An upper bound of HSM's cost: m·t^(1 + 1/m) (G16, proposition 1)."""
-    return float(memory * length ** (1 + 1 / memory))
 
 
 def hsm_linear_bound(length: int, memory: int) -> int | None:
