@@ -291,8 +291,7 @@ def _fastest(length: int, blocks: Sequence[int], budget: int, footprint: Footpri
 
 
 def predict_peak_bytes(schedule: Schedule, footprint: Footprint) -> int:
-    """The most that a schedule, each of whose ``Record`` actions is one call, holds at any
-    moment."""
+    """The most that a schedule holds at any moment, if every ``Record`` is one call."""
     state, gradient = footprint.state_bytes, 0
     stored: set[int] = set()
     tapes: dict[int, tuple[int, int]] = {}  # by their end: what they hold, their steps
@@ -364,9 +363,8 @@ def _plan_blocks(length: int, block: int, budget: int, footprint: Footprint) -> 
 
 
 def _least_time(length: int, block: int, budget: int, footprint: Footprint) -> float:
-    """What no plan in blocks of this length undercuts. It bounds the repeated runs of all blocks
-    but the first, which is shorter, and counts a call to record and one to backpropagate each
-    block."""
+    """What no plan in blocks of this length undercuts: repeated runs of all blocks but the first,
+    which is shorter, and for each block a call to record it and one to backpropagate it."""
     blocks = -(-length // block)
     levels, held, states = _room(block, budget, footprint)
     if blocks == 1:

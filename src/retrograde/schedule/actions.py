@@ -158,8 +158,7 @@ def encode(action: Action) -> Code:
 
 
 def decode(verb: int, start: int, stop: int) -> Action:
-    """The action that a code stands for; ``stop`` is not looked at where the verb has one
-    position."""
+    """The action that a code stands for; ``stop`` is ignored where the verb has one position."""
     if verb in _OF_RANGE:
         return _OF_RANGE[verb](start, stop)
     if verb in _OF_PLACE:

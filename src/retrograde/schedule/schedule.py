@@ -160,8 +160,7 @@ class Schedule:
         memory: int | None = None,
         units: Units | Chain | None = None,
     ) -> "Schedule":
-        """Make a schedule of codes (verb, start, stop): as :meth:`from_actions`, for long
-        schedules."""
+        """As :meth:`from_actions`, from codes (verb, start, stop), for long schedules."""
         try:
             table = np.array(codes, dtype=np.int64).reshape(-1, 3)
         except OverflowError:

@@ -62,8 +62,7 @@ def ism_cost(length: int, memory: int) -> int:
 
 
 def hsm_costs(length: ArrayLike, memory: ArrayLike) -> NDArray[np.int64]:
-    """As :func:`hsm_cost`, for arrays that broadcast; ScheduleError if a cost does not fit 64
-    bits."""
+    """As :func:`hsm_cost`, for arrays that broadcast; ScheduleError beyond 64 bits."""
     lengths, memories = np.broadcast_arrays(np.asarray(length), np.asarray(memory))
     if lengths.size and int(lengths.max()) > _LONGEST_AT_ONCE:
         return _costs_one_by_one(lengths, memories)
@@ -75,8 +74,7 @@ def hsm_costs(length: ArrayLike, memory: ArrayLike) -> NDArray[np.int64]:
 
 
 def ism_costs(length: ArrayLike, memory: ArrayLike) -> NDArray[np.int64]:
-    """As :func:`ism_cost`, for arrays that broadcast; ScheduleError if a cost does not fit 64
-    bits."""
+    """As :func:`ism_cost`, for arrays that broadcast; ScheduleError beyond 64 bits."""
     longer = np.asarray(length, dtype=np.int64) + 1
     costs: NDArray[np.int64] = hsm_costs(longer, memory) - longer
     return costs
@@ -119,8 +117,7 @@ def ism_linear_bound(length: int, memory: int) -> int | None:
 
 
 def repetitions(length: int, memory: int) -> int:
-    """How often a step is run again at most: the least r with length ≤ binom(memory + r,
-    memory)."""
+    """How often a step is run again at most: the least r with t ≤ binom(m + r, m)."""
     high = 1
     while comb(memory + high, memory) < length:
         high *= 2

@@ -68,8 +68,7 @@ class Parts:
         self._actions: list[int] = []
 
     def store(self, advance: int, right: int, left: int = NOTHING) -> int:
-        """Add a part that keeps the hidden state after ``advance`` ≥ 0 steps; returns its
-        number."""
+        """Add a part that keeps the hidden state after ``advance`` steps; returns its number."""
         return self._add(advance, 0, right, left)
 
     def record(self, advance: int, steps: int, right: int = NOTHING, left: int = NOTHING) -> int:
