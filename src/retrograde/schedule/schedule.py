@@ -198,7 +198,12 @@ class Schedule:
         return spent / self.bound - 1 if self.bound else 0.0
 
     def codes(self) -> Iterator[Code]:
-        """The codes (verb, start, stop) of all actions, as Python integers."""
+        """The codes (verb, start, stop) of all actions, as Python integers.
+
+        Example:
+            >>> list(Schedule.from_codes([(1, 0, 0)], length=1).codes())
+            [(1, 0, 0)]
+        """
         return zip(self.kind.tolist(), self.start.tolist(), self.stop.tolist(), strict=True)
 
     def to_json(self) -> str:
