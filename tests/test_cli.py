@@ -146,6 +146,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path):
     assert same_run(killed, straight)
 
 
+@pytest.mark.quick(0)
 def test_ctrl_c_says_how_to_go_on(tmp_path):
     process = start("train", *SMALL, "--iterations", 100_000, "--report", tmp_path)
     wait_for(tmp_path / "checkpoint.pt", process)
@@ -166,6 +167,7 @@ def test_starting_anew_keeps_the_old_checkpoint(tmp_path):
     assert (tmp_path / "checkpoint.previous.pt").read_bytes() == before
 
 
+@pytest.mark.quick(0)
 def test_a_finished_run_has_nothing_to_resume_but_says_so(tmp_path):
     run("train", *SMALL, "--iterations", 2, "--report", tmp_path)
     result = run("train", "--resume", "--report", tmp_path)

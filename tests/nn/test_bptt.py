@@ -122,6 +122,7 @@ def measured(task, **options):
     return rg.measure(lambda: task.run(**options)).working_bytes
 
 
+@pytest.mark.quick(0)
 def test_the_peak_is_within_the_budget_whatever_the_source():
     task = Task(21, "lstm")
     array = task.x.numpy()
