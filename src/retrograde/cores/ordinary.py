@@ -19,7 +19,7 @@ from retrograde.units import Memory, as_bytes
 
 __all__ = [
     "FEW_BYTES", "FEW_STEPS", "LONGEST_MEASURED",
-    "expanded", "measure_pass", "ordinary_bytes", "ordinary_curve", "outputs_tell",
+    "even_from", "expanded", "measure_pass", "ordinary_bytes", "ordinary_curve", "outputs_tell",
 ]  # fmt: skip
 
 #: How many steps are measured in any case, in whatever memory they take.
@@ -51,9 +51,16 @@ def ordinary_curve(
             if known(length) > budget and _BESIDE * known(steps) > max(budget, FEW_BYTES):
                 break
         points[steps] = measured(steps)
-        if steps >= 16 and all(map(_is_even, Highest.of(points).curves)):
+        if even_from(Highest.of(points)) is not None:
             break
     return Highest.of(points)
+
+
+def even_from(found: Highest) -> int | None:
+    """The steps from which on bytes grow evenly, so that no longer call needs to be measured; None
+    if that has not been seen."""
+    last = found.curves[0].points[-1][0]
+    return last if last >= 16 and all(map(_is_even, found.curves)) else None
 
 
 def _is_even(curve: Curve) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from retrograde.cores.ordinary import measure_pass, ordinary_curve
+from retrograde.cores.ordinary import even_from, measure_pass, ordinary_curve
 from retrograde.nn.call import Call
 from retrograde.nn.weights import over_weights, stand_ins
 from retrograde.plan.fit import Highest
@@ -34,6 +34,11 @@ class Ordinary:
     full: Highest
     single: Highest | None = None
     gradient_copy: int = 0
+
+    def serves(self, steps: int) -> bool:
+        """Whether measuring as many steps would tell the same."""
+        ends = [even_from(curves) for curves in (self.full, self.single) if curves is not None]
+        return all(end is not None and end <= steps for end in ends)
 
     def __call__(self, steps: int, rows: int) -> int:
         """The bytes for so many steps, and so many steps of sequences in all if packed."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from retrograde.cores.fastest import Candidate, candidates, fit_fastest, footprints
 from retrograde.cores.fused import Fused, Kernel
+from retrograde.cores.ordinary import LONGEST_MEASURED
 from retrograde.cores.recurrent.bytes import Shape
 from retrograde.cores.recurrent.plan import Planner, Sequences
 from retrograde.nn.call import Call, Plan, StackFit
@@ -236,7 +237,13 @@ def _extra_bytes(call: Call, state: Sequence[Tensor]) -> int:
 
 
 def _ordinary(call: Call, memory: Memory | None) -> Ordinary:
-    """What ordinary backpropagation takes, by length."""
+    """What ordinary backpropagation takes, by length; measured at another length if that serves."""
+    shapes, steps = call.shapes(), 1
+    while steps <= LONGEST_MEASURED:
+        found = call.module._fits.known(("ordinary", repr(memory), steps, shapes))
+        if isinstance(found, Ordinary) and found.serves(call.measured_length):
+            return found
+        steps *= 2
     return _known(call, memory, "ordinary", partial(measure_ordinary, call, memory))
 
 
