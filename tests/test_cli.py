@@ -175,6 +175,7 @@ def test_a_finished_run_has_nothing_to_resume_but_says_so(tmp_path):
     assert "all 2 iterations are done; name more --iterations to go on" in result.output
 
 
+@pytest.mark.quick(0)
 def test_resuming_with_other_options_is_refused(tmp_path):
     run("train", *SMALL, "--iterations", 1, "--report", tmp_path)
     message = refused(run("train", "--resume", "--hidden", 32, "--report", tmp_path))
@@ -228,6 +229,7 @@ def test_a_folder_that_cannot_be_locked_is_told(tmp_path, monkeypatch):
     assert f"{tmp_path} is on a file system without locks" in " ".join(result.output.split())
 
 
+@pytest.mark.quick(0)
 @needs_full
 def test_training_onto_a_full_disk_names_the_file(tmp_path):
     run("train", *SMALL, "--iterations", 1, "--report", tmp_path)

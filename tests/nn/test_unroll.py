@@ -155,6 +155,7 @@ class Gru(nn.Module):
         return h, h
 
 
+@pytest.mark.quick(0)
 def test_the_peak_is_within_the_budget_and_uses_it():
     torch.manual_seed(0)
     cell, length = Gru(32), 200

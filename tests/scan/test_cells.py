@@ -65,6 +65,7 @@ def test_it_is_the_recurrent_modules_gradient_too():
         assert (a.grad - b.grad).norm() <= 1e-12 * b.grad.norm()
 
 
+@pytest.mark.quick(0)
 def test_gradcheck_passes():
     step, parameters = lstm_with_heads()
     x = torch.randn(6, 2, 3, **REAL, requires_grad=True)

@@ -238,19 +238,13 @@ class HeldLayers(RangeCore):
     ) -> Block:
         """A piece, as its backward pass needs it."""
         own = number * self.count + k
-        if earlier and self.sizes is None:  # the states before the steps lie beside those after
-            start, stop = piece.start - (not number), piece.stop + number
-            states = self._states(tape, read, number, k, Piece(start, stop, piece.samples))
-            before, after = states[:-1], states[1:]
-        else:
-            after = self._states(tape, read, number, k, piece)
-            entering = tape.first[0][own, : piece.samples]
-            if earlier:
-                end = earlier[-1].start if number else earlier[-1].stop - 1
-                last = Piece(end, end + 1, earlier[-1].samples)
-                h = self._states(tape, read, number, k, last)[0]
-                entering = torch.cat([h[: piece.samples], entering[len(h) :]])
-            before = torch.cat([entering.unsqueeze(0), after[:-1]])
+        after = self._states(tape, read, number, k, piece)
+        entering = tape.first[0][own, : piece.samples]
+        if earlier:
+            end = earlier[-1].start if number else earlier[-1].stop - 1
+            last = self._states(tape, read, number, k, Piece(end, end + 1, earlier[-1].samples))[0]
+            entering = torch.cat([last[: piece.samples], entering[len(last) :]])
+        before = torch.cat([entering.unsqueeze(0), after[:-1]])
         c = tape.marks.pop((number, k, piece), None)
         kept = tape.kept.pop((number, k, piece), None)
         x = self._given(tape, read, number, k, piece)
