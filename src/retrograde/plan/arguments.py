@@ -91,13 +91,8 @@ def _takes_no_memory(policy: str) -> ScheduleError:
 
 
 def units_of(alpha: int | None, beta: int | None, state: int | None = None) -> Units:
-    """The sizes that ``alpha``, ``beta`` and ``state`` give, in one unit, the working core free.
-
-    By default ``state`` is 1, and ``beta`` is ``alpha`` less a hidden state, at least 1.
-
-        >>> units_of(5, None).beta, units_of(5000, None, 1024).beta
-        (4, 3976)
-    """
+    """The sizes ``alpha``, ``beta`` and ``state`` in one unit, with the working core free. By
+    default ``state`` is 1, and ``beta`` is ``alpha`` less a hidden state, at least 1."""
     hidden = 1 if state is None else integer("state", state)
     if state is None and isinstance(alpha, float | np.floating) and alpha > 1:
         raise ScheduleError(

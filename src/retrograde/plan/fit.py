@@ -63,12 +63,9 @@ _KEPT = 16
 
 @dataclass(frozen=True)
 class Curve:
-    """Bytes as a function of the steps in a range: linear between the points that were measured.
-
-    Attributes:
-        points: pairs (steps, bytes), steps increasing; before the first the curve is flat, beyond
-            the last it goes on as between the last two.
-    """
+    """Bytes as a function of the steps in a range, linear between measured ``points`` (steps,
+    bytes) of increasing steps. Before the first it is flat; beyond the last it goes on as between
+    the last two."""
 
     points: tuple[tuple[int, int], ...]
 
@@ -108,31 +105,29 @@ class Highest:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What the steps of a recurrence take, in bytes; measured, never guessed.
+    """What the steps of a recurrence take, in bytes and forward steps; measured, or told by shapes.
 
     Attributes:
         state_bytes: one stored hidden state, with all that a rerun from it needs.
-        advance: the peak of a call that keeps nothing.
+        advance, record: peaks of a call that keeps nothing, and of one that records a range.
         held: what a recorded range holds on to, its final state included.
-        record: the peak of recording a range.
-        backward: the peak of backpropagating a range, beyond what it holds.
-        ordinary: the working memory of ordinary backpropagation, as one graph.
-        gradient_copy: what it takes on top, of bytes a step, where the outputs' gradient is laid
-            out so that a kernel must copy it.
-        final_bytes: what it takes on top where the loss is of the final state as well.
-        call_bytes: what a schedule holds from the beginning of a call to its end.
-        trial_bytes: what trying one step takes, before the call.
+        backward: peak of backpropagating a range, beyond what it holds.
+        ordinary: working memory of ordinary backpropagation, as one graph.
+        gradient_copy: added to ``ordinary`` for each step, where a kernel must copy the
+            outputs' gradient.
+        final_bytes: added to ``ordinary`` where the loss is of the final state as well.
         gradient_bytes: the gradient of one hidden state, carried between ranges.
-        heap_bytes: the most that one recorded call should hold, for speed; None where it is one.
-        call_steps: what an advancing call costs besides its steps, in forward steps.
-        record_steps: what recording a range and backpropagating it costs besides its steps, in
-            forward steps.
-        backward_steps: what recording and backpropagating a step costs more than running it
-            forward, in forward steps; it matters between cores only.
-        pace: the time of a forward step, in whatever unit several cores are compared by.
-        scheduled: whether a schedule runs everything: then there is no one graph of the caller's
-            to fall back upon, and ``ordinary`` only says what a fraction is of.
+        call_bytes: held from the beginning of a schedule's call to its end.
+        trial_bytes: what trying one step takes, before the call.
         extra_bytes: what may come on top of all this, at any moment.
+        heap_bytes: the most that one recorded call should hold, for speed; None for no limit.
+        call_steps: cost of an advancing call besides its steps.
+        record_steps: cost of recording a range and backpropagating it, besides its steps.
+        backward_steps: cost of recording and backpropagating a step beyond running it
+            forward; it matters between cores only.
+        pace: time of a forward step, in whatever unit several cores are compared by.
+        scheduled: whether a schedule runs everything; ``ordinary`` then only says what a
+            fraction is of, since the caller has no graph to fall back upon.
     """
 
     state_bytes: int
@@ -198,17 +193,13 @@ class Fit:
     """A schedule for a budget, and what it was chosen for.
 
     Attributes:
-        schedule: the actions.
         block: the steps of one recorded range.
         chunk: the most steps of one advancing range.
         forward_steps: forward steps in all, the first sweep included.
-        calls: calls of a kernel in all.
-        time: the predicted time of an iteration, in forward steps, or in the footprint's unit.
-        budget_bytes: what was allowed.
-        peak_bytes: what the schedule will hold at most.
-        ordinary_bytes: what ordinary backpropagation would hold.
-        minimum_bytes: the least budget that would have done.
-        ordinary: whether the budget is enough for ordinary backpropagation, which then is used.
+        calls: calls of a kernel in all; a recorded range takes two.
+        time: the predicted time of an iteration, in the unit of the footprint's ``pace``.
+        minimum_bytes: the least that a schedule of single steps takes.
+        ordinary: whether it is ordinary backpropagation, as one graph.
     """
 
     schedule: Schedule
@@ -225,28 +216,9 @@ class Fit:
 
 
 def fit(length: int, memory: Memory | None, footprint: Footprint) -> Fit:
-    """The fastest schedule for a recurrence of ``length`` steps within a budget.
-
-    Args:
-        length: steps, at least 1.
-        memory: bytes, a text such as ``"64MiB"``, or a fraction of ordinary backpropagation's;
-            None allows what ordinary backpropagation takes.
-        footprint: what the steps take.
-
-    Returns:
-        A :class:`Fit`.
-
-    Raises:
-        BudgetError: even the least schedule does not fit; the message names the least budget.
-        UnitError: the memory cannot be read.
-
-    Example:
-        >>> constant, per_step = Curve.affine(900, 0), Curve.affine(0, 400)
-        >>> f = Footprint(100, constant, per_step, per_step, constant, per_step, 100, None, 0.0)
-        >>> found = fit(1000, "10%", f)
-        >>> found.peak_bytes <= found.budget_bytes, found.forward_steps
-        (True, 1906)
-    """
+    """The fastest schedule for a recurrence of ``length`` steps within a budget; None allows what
+    ordinary backpropagation takes, and fractions are of that. Raises BudgetError, which names the
+    least budget, if even the least schedule does not fit."""
     ordinary, whole = footprint.ordinary_bytes(length), footprint.whole_bytes(length)
     minimum = footprint.least_bytes(length)
     budget = ordinary if memory is None else as_bytes(memory, ordinary)

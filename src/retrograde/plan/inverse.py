@@ -196,11 +196,8 @@ def trade_off(
 
 
 def _bisect(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """The least number above ``low`` and up to ``high`` for which a condition holds.
-
-    It holds at ``high`` and for all numbers above the least. Integers are of any size, which
-    :mod:`bisect` does not allow.
-    """
+    """The least number above ``low`` and up to ``high`` for which a condition holds, as it must for
+    all greater ones. Unlike with :mod:`bisect`, integers may be of any size."""
     while high - low > 1:
         middle = (low + high) // 2
         if holds(middle):

@@ -142,11 +142,7 @@ Action: TypeAlias = Advance | Store | Record | Load | Free | Backward
 
 
 def encode(action: Action) -> Code:
-    """The code (verb, start, stop) of an action; TypeError for anything else.
-
-    >>> encode(Record(5, 7))
-    (2, 5, 7)
-    """
+    """The code (verb, start, stop) of an action; TypeError for anything else."""
     verb = _VERBS.get(type(action))
     if verb is None:
         raise TypeError(

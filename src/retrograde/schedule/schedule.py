@@ -34,22 +34,15 @@ _SHOWN = 60  # actions that str() shows of a long schedule, at each end
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """What the peak of a schedule is counted in.
+    """What the peak of a schedule is counted in; raises ScheduleError if beta exceeds alpha.
 
     Args:
         alpha: an internal state whose input hidden state is not in memory (α).
         beta: an internal state whose input hidden state is in memory already (β).
-        core: the working core, that is the internal state of the step being backpropagated:
-            0 where it is not counted (HSM, MSM), 1 where it takes a slot (ISM).
-        initial: the stored initial state: 1 for HSM and MSM, 0 for ISM.
+        core: the working core, the internal state of the step being backpropagated: 0 where
+            it is not counted (HSM, MSM), 1 where it takes a slot (ISM).
+        initial: the stored initial state: as ``state`` for HSM and MSM, 0 for ISM.
         state: every other stored hidden state.
-
-    Raises:
-        ScheduleError: one of them is negative or no integer, or beta exceeds alpha.
-
-    Example:
-        >>> Units(alpha=5, beta=4).core
-        0
     """
 
     alpha: int = 2

@@ -44,12 +44,9 @@ _Flags = NDArray[np.bool_]
 
 
 class _Columns(NamedTuple):
-    """What the relaxation reads of a chain of T layers.
-
-    ``limit`` has the bytes left for what is held before a layer when it is backpropagated,
-    shape (T,); ``seconds``, ``state`` and ``tape`` are u, s and p, and ``state`` has shape (T +
-    1,).
-    """
+    """What the relaxation reads of a chain of T layers: u (T,), s (T + 1,) and p (T,) of the
+    module's text. ``limit`` (T,) has the bytes left for what is held before a layer when it is
+    backpropagated."""
 
     seconds: _Reals
     state: _Reals
@@ -62,13 +59,7 @@ class _Columns(NamedTuple):
 
 
 def least_seconds(chain: Chain, room: int, kinds: "Kinds") -> float:
-    """Seconds of an iteration that no schedule undercuts within ``room`` bytes.
-
-    >>> from retrograde.plan.chain.fill import Kinds
-    >>> chain = Chain([1] * 5, [2] * 5, output_bytes=[1] * 5, internal_bytes=[3] * 5)
-    >>> [round(least_seconds(chain, room, Kinds(True, True)), 1) for room in (6, 8, 16)]
-    [18.7, 17.9, 15.0]
-    """
+    """Seconds of an iteration that no schedule undercuts within ``room`` bytes."""
     state, gradient = np.array(chain.state_bytes), np.array(chain.gradient_bytes)
     inputs, outputs = np.array(chain.keeps_input), np.array(chain.keeps_output)
     tape = np.array(chain.tape_bytes)

@@ -27,16 +27,14 @@ _Ints = NDArray[np.int64]
 
 
 class Layers(NamedTuple):
-    """The columns that the compiled planner reads, of T layers; ``record`` is for a kept input.
+    """Columns that the compiled planner reads; ``enter`` to ``back`` are in the module's table.
 
     Args:
         before: seconds of all layers before a state, shape (T + 1,).
         state: bytes of each state, shape (T + 1,).
-        gradient: bytes of a gradient held while the layers before a state are run, shape (T + 1,);
-            0 at the end, where it does not exist yet.
-        tape: bytes of each internal state, its input and output aside, shape (T,).
-        enter, through, record, back: as in the module's table, shape (T,).
-        keeps_input, keeps_output: whether the internal state refers to them, shape (T,).
+        gradient: bytes of each state's gradient, shape (T + 1,); 0 at the end, where none
+            exists yet.
+        tape: bytes of each internal state without its input and output, shape (T,).
     """
 
     before: NDArray[np.float64]
@@ -52,12 +50,8 @@ class Layers(NamedTuple):
 
 
 def layers_of(chain: Chain, places: list[int] | None = None) -> Layers:
-    """The columns of a chain; layers between two neighbouring ``places`` are taken as one.
-
-    >>> chain = Chain([1, 2], [1, 2], output_bytes=[10, 20], internal_bytes=[14, 20])
-    >>> layers_of(chain).back.tolist(), layers_of(chain, [0, 2]).back.tolist()
-    ([24, 30], [44])
-    """
+    """The columns of a chain; layers between two neighbouring ``places`` are taken as one, None for
+    each layer alone."""
     state, gradient = np.array(chain.state_bytes), np.array(chain.gradient_bytes)
     tape = np.array(chain.tape_bytes)
     inputs, outputs = np.array(chain.keeps_input), np.array(chain.keeps_output)

@@ -55,20 +55,10 @@ class Kinds(NamedTuple):
 
 
 class Table(NamedTuple):
-    """The least forward seconds of segments, and what they follow from.
-
-    The inner loops of :func:`fill` take its parts one by one: handed over whole, its arrays are
-    counted as references at every call, which makes filling nearly twice as slow.
-
-    Args:
-        layers: what moves need.
-        kinds: the class of schedules.
-        grid: levels.
-        cells: the rows of ``seconds``.
-        kept: bytes that a segment needs at least, shape (T, T + 1).
-        current: the same where its first state is only current.
-        seconds: for all levels, ∞ where memory is short, shape (chunks of levels, rows, LANES).
-    """
+    """The least forward ``seconds`` of segments, shape (chunks of levels, rows, LANES), ∞ where
+    memory is short. ``kept`` and ``current`` (T, T + 1) are the bytes that a segment needs at
+    least, from a kept and from a current first state. The inner loops of :func:`fill` take the
+    parts one by one, since passing the whole counts references and is nearly twice as slow."""
 
     layers: Layers
     kinds: Kinds
@@ -84,11 +74,9 @@ def _lower(
     out: _Reals, start: int, row: int, paid: int, need: int, seconds: float, grid: Grid,
     table: _Reals,
 ) -> None:  # fmt: skip
-    """A way that keeps ``paid`` bytes, needs ``need``, and leads to the segment of a row.
-
-    ``out``, lowered, has the least seconds for LANES levels from ``start`` on; beyond them there is
-    room for LANES + 1 more numbers.
-    """
+    """Lower ``out`` by a way that keeps ``paid`` bytes, needs ``need``, and leads to the segment of
+    a row. ``out`` has the least seconds of LANES levels from ``start`` on, and behind them scratch
+    room for LANES + 1 numbers."""
     below = start - paid // grid.unit  # the level that the first lane comes to
     first = max(-below, -((grid.rest - need) // grid.unit) - start, 0)
     if first >= LANES:

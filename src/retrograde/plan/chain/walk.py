@@ -93,10 +93,7 @@ def _estimate(x: int, e: int, room: int, table: Table) -> float:
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _after_current(x: int, e: int, room: int, table: Table) -> tuple[float, bool]:
     """The best from state x, which is current, which nothing holds and which ``room`` includes.
-
-    Returns:
-        Seconds, and whether to store the state first rather than to record layer x.
-    """
+    Returns seconds, and whether to store the state first rather than to record layer x."""
     layers, kinds = table.layers, table.kinds
     best, stores, seconds, begin = np.inf, False, 0.0, x
     while True:
@@ -166,14 +163,10 @@ def _number(known: _Known, parts: list[_Part], moves: list[int], part: _Part, mo
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def walk(room: int, table: Table) -> _Ints:
-    """All distinct parts of the schedule for so many bytes.
-
-    Returns:
-        One row for each part, shape (parts, 6), the whole first: its first state, the state to
-        advance to, the end of what is recorded there (that state itself where it is stored), the
-        numbers of the parts to the right and to the left, −1 where there is none, and a rank that
-        is above those of both.
-    """
+    """All distinct parts of the schedule for ``room`` bytes, one row each, shape (parts, 6), the
+    whole first. A row has the first state, the state to advance to, the end of what is recorded
+    there, the right and the left part, and a rank. The end is that state itself where it is stored;
+    parts are numbers, −1 for none; the rank is above those of both parts."""
     layers = table.layers
     one: Any = np.int64(1)  # so that all numbers of a part are of one type
     root = (one - 1, one * len(layers.tape), one * room, one)  # first, end, bytes, is it kept

@@ -55,11 +55,8 @@ def chen_sqrt(length: int, units: Units = _UNITS) -> Schedule:
 
 
 def chen_recursive(length: int, units: Units = _UNITS, *, segments: int = 2) -> Schedule:
-    """Divide into ``segments`` parts, 2 or more, and these again, down to parts shorter than that.
-
-    >>> chen_recursive(8).cost
-    20
-    """
+    """Divide into ``segments`` parts, at least 2, and these again, until parts are shorter than
+    that."""
     whole = segments - 1
     codes = (
         _recorded(0, length)
@@ -94,11 +91,9 @@ def _recomputed(length: int) -> Iterator[Code]:
 
 
 def _divided(base: int, bounds: "list[int] | range", whole: int, parts: int = 0) -> Iterator[Code]:
-    """Parts from the last to the first, each begun from its stored start.
-
-    ``base`` is the current, stored state that ``bounds`` are relative to. Up to ``whole`` steps
-    are recorded as a whole; longer parts are divided into ``parts`` again.
-    """
+    """Parts from the last to the first, each begun from its stored start; ``bounds`` are relative
+    to ``base``, a current, stored state. Parts of up to ``whole`` steps are recorded as a whole;
+    longer ones are divided into ``parts`` again."""
     last = len(bounds) - 2
     for i in range(last):
         start, stop = base + bounds[i], base + bounds[i + 1]

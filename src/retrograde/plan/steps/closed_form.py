@@ -47,11 +47,7 @@ _LONGEST_AT_ONCE = 2**31 - 1
 
 
 def hsm_cost(length: int, memory: int) -> int:
-    """The fewest forward steps with ``memory`` hidden states, the initial one included.
-
-    >>> hsm_cost(1000, 50), hsm_cost(10**5, 1000)
-    (2948, 298998)
-    """
+    """The fewest forward steps with ``memory`` hidden states, the initial one included."""
     r = repetitions(length, memory)
     return length + r * length - comb(memory + r, memory + 1)
 
@@ -81,14 +77,12 @@ def ism_costs(length: ArrayLike, memory: ArrayLike) -> NDArray[np.int64]:
 
 
 def hsm_split(length: int, memory: int) -> int:
-    """The position D(t, m) of the next stored state (G16 eq. 3), 1 to length − 1, without a table.
+    """The largest D(t, m), position of the next stored state (G16 eq. 3), with the fewest actions.
 
-    Of the optimal positions those lead to the fewest actions that leave the fewest parts of one
-    step. With r as above, the least number of such parts is binom(m+r−2, r−1) up to z =
-    binom(m+r−2, r−1) steps beyond binom(m+r−1, m), and one more for each step beyond that: a
-    part may take a second step for nothing, and every later one is a part of its own. So both
-    parts fill what is free first; z is the sum of theirs, by Pascal's rule. Of those positions,
-    the largest is taken.
+    Fewest actions means fewest parts of one step. With r of the module's text, their number is
+    z = binom(m+r−2, r−1) up to t = binom(m+r−1, m) + z, and one more for each step beyond that:
+    a part may take a second step for nothing, and every later step is a part of its own. By
+    Pascal's rule z is the sum of both parts' z, so both fill what is free first.
     """
     return split_of(length, memory, repetitions(length, memory))
 
@@ -132,11 +126,9 @@ def repetitions(length: int, memory: int) -> int:
 
 
 def split_of(length: int, memory: int, r: int) -> int:
-    """The :func:`hsm_split` of a part whose steps are run again r ≥ 1 times at most.
-
-    The length is binom(memory + r − 1, memory) to binom(memory + r, memory), at least 2. The
-    left part has r − 1 repetitions, the right one a slot less.
-    """
+    """The :func:`hsm_split` of a part whose steps are run again r ≥ 1 times at most. It has
+    binom(memory + r − 1, memory) to binom(memory + r, memory) steps, at least 2. The left part has
+    r − 1 repetitions, the right one a slot less."""
     if r == 1:
         return 1
     least = _within(memory, r - 2)

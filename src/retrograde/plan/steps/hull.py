@@ -60,10 +60,8 @@ class Sizes:
         return self.alpha < self.beta + self.state
 
     def links(self, m: int) -> tuple[int, int, int]:
-        """What is left of ``m`` after a hidden state, and an internal one at y = 1 and later.
-
-        Memory that is enough for all stays enough for what is left, and only records.
-        """
+        """What is left of ``m`` after a hidden state, and after an internal one at y = 1 and later.
+        Memory that is enough for all stays enough, and only records."""
         if m >= self.enough:
             return -1, m, -1
         return m - self.state, m - self.beta, m - self.alpha if self.wide else -1
@@ -71,11 +69,9 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """The recurrence in its smallest units, with the convex bound of every level.
-
-    ``rows`` maps a memory to its row, ``links`` has for each row those with less memory, shape
-    (rows, 3), and ``offsets`` says where each row's vertices begin in ``hull`` (steps, costs).
-    """
+    """The recurrence in its smallest units, with the convex bound of every level. ``rows`` maps a
+    memory to its row; ``links``, ``offsets`` and ``hull`` are those of
+    :mod:`retrograde.plan.steps.hull_kernel`."""
 
     length: int
     sizes: Sizes
@@ -121,15 +117,8 @@ def pose(
     length: int, memories: Sequence[int], *, state: int, alpha: int, beta: int
 ) -> tuple[Problem, list[int]]:
     """The problem in its smallest units, up to ``length`` steps, and each memory as a key of
-    ``rows``.
-
-    ``state``, ``alpha`` (input not in memory) and ``beta`` (input in memory) are sizes in the
-    memories' unit. Raises ScheduleError if a size makes no sense or there are too many levels.
-
-        >>> problem, levels = pose(1000, [300], state=1, alpha=5, beta=4)
-        >>> problem.bound(problem.rows[levels[0]], 1000)
-        1928
-    """
+    ``rows``. Sizes are in the unit of ``memories``. Raises ScheduleError if one makes no sense, or
+    if a limit of the module's text is exceeded."""
     _check(length, memories, state, alpha, beta)
     from retrograde.plan.steps.hull_kernel import hulls
 

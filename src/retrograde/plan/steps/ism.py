@@ -35,11 +35,7 @@ _FIRST, _OTHER = 4, 5  # actions that a gap adds
 
 
 def ism_schedule(length: int, memory: int) -> Schedule:
-    """The schedule of ISM with the fewest actions, in the longest recorded ranges.
-
-    >>> print(ism_schedule(2, 1))
-    store 0, advance 0→1, record 1→2, backward 2→1, load 0, record 0→1, backward 1→0, free 0
-    """
+    """The schedule of ISM with the fewest actions, in the longest recorded ranges."""
     builder = _Builder(length, memory)
     return builder.parts.unfold(
         builder.root(), length=length, policy="ism", memory=memory, units=_UNITS,

@@ -59,14 +59,10 @@ _Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """The cells that a schedule within reach of the bound is made of.
-
-    Args:
-        scale: what one forward step counts; one action counts 1.
-        marks: 1 where there is a cell, shape (rows, length + 1).
-        places: the cell of t steps in a row is at ``places[row] + t``.
-        cells: twice the packed cost, and 1 more where no best schedule begins with a ``Record``.
-    """
+    """The cells of a schedule within reach of the bound; a forward step counts ``scale`` and an
+    action 1. ``marks`` (rows, length + 1) is 1 where there is a cell, and that of t steps is at
+    ``places[row] + t``. A cell is twice the packed cost, and 1 more where no best schedule begins
+    with a ``Record``."""
 
     scale: int
     marks: NDArray[np.uint8]
@@ -88,16 +84,9 @@ class _Table:
 
 def plan_blocks(length: int, memory: int, *, state: int = 1, alpha: int, beta: int) -> Schedule:
     """The cheapest mixed schedule of steps, or of blocks of steps, in the longest ranges.
-
-    ``memory`` counts the initial state and not the working core; ``state``, ``alpha`` and
-    ``beta`` are sizes in its unit. The schedule's ``bound`` is proven: where that is its cost,
-    none is cheaper. Raises ScheduleError if memory is below ``state``, a size makes no sense or
-    a table is too large.
-
-        >>> schedule = plan_blocks(1000, 300, alpha=5, beta=4)
-        >>> schedule.cost, schedule.bound, schedule.peak <= 300
-        (1928, 1928, True)
-    """
+    ``memory`` counts the initial state but not the working core, in the unit of the sizes. No
+    schedule costs less than its ``bound``; raises ScheduleError if an argument makes no sense or
+    the problem is too large."""
     problem, ample = pose(length, [memory], state=state, alpha=alpha, beta=beta)
     row = problem.rows[ample[0]]
     parts = Parts()
@@ -116,14 +105,9 @@ def plan_blocks(length: int, memory: int, *, state: int = 1, alpha: int, beta: i
 def mixed_costs(
     length: ArrayLike, memory: ArrayLike, *, state: int = 1, alpha: int, beta: int
 ) -> _Ints:
-    """The fewest forward steps C(t, m), for lengths (0 or more) and memories that broadcast.
-
-    Sizes are those of :func:`plan_blocks`. Raises ScheduleError as it does, and if a minimum
-    could not be proven within the largest table.
-
-        >>> mixed_costs([0, 1, 2, 3, 4, 5], [[1], [5]], alpha=2, beta=1).tolist()
-        [[0, 1, 3, 6, 10, 15], [0, 1, 2, 3, 4, 5]]
-    """
+    """The fewest forward steps C(t, m), for lengths (0 or more) and memories that broadcast. Sizes
+    and errors are those of :func:`plan_blocks`; ScheduleError also where a minimum could not be
+    proven within the largest table."""
     sizes = {"state": state, "alpha": alpha, "beta": beta}
     asked = _ask(length, memory, **sizes)
     if asked is None:

@@ -26,10 +26,8 @@ def _window(
     t: int, last: int, left: _Reals, right: _Reals, limit: float, state: _Ints
 ) -> tuple[int, int]:
     """The splits y ≤ last with left[y] + right[t−y] ≤ limit, both convex; (1, 0) if none.
-
-    From call to call t falls. ``state`` says where to look next, and is updated: the least y of
-    the last call where the sum was smallest, and its two answers.
-    """
+    ``state``, updated, tells the next call, with a smaller t, where to look: the least y of the
+    smallest sum, and the two answers."""
     if last < 1:
         return 1, 0
     best, low, high = min(state[0], last), state[1], state[2]
@@ -59,12 +57,9 @@ def _bounds_of_row(
     row: int, size: int, links: _Ints, wide: bool, offsets: _Ints, hull: tuple[_Ints, _Ints],
     ceilings: _Ints, reals: _Reals,
 ) -> None:  # fmt: skip
-    """What a row and those it leads to cost at least, for 0 … size − 1 steps.
-
-    The rows of ``ceilings`` (4, ≥ size) and ``reals`` (6, ≥ size), both written, are: own,
-    state, β and α less. The last two of ``reals`` are y steps and then a left part of y, or of
-    y − 1, steps.
-    """
+    """What a row and those it leads to cost at least, for 0 … size − 1 steps. The rows of
+    ``ceilings`` (4, ≥ size) and ``reals`` (6, ≥ size), both written, are: own, state, β and α less.
+    The last two of ``reals`` are y steps and then a left part of y, or of y − 1, steps."""
     state, beta, alpha = links[row]
     others = np.array([row, state, beta, alpha if wide else -1])
     for i in range(4):
@@ -79,13 +74,10 @@ def _bounds_of_row(
 def reach(
     links: _Ints, wide: bool, offsets: _Ints, hull: tuple[_Ints, _Ints], excess: int, marks: _Marks
 ) -> tuple[_Ints, _Ints, int]:
-    """Mark every part that may belong to a schedule in which each part costs at most ``excess``
-    more than its bound.
-
-    ``marks``, shape (rows, length + 1), is 1 where asked for, and updated. Returns the least
-    and the greatest number of marked steps of each row (1 and 0 for none), and how many splits
-    there are to look at.
-    """
+    """Mark in ``marks`` (rows, length + 1) every part that may belong to a schedule of a marked
+    part whose parts cost at most ``excess`` more than their bounds. Returns the least and the
+    greatest number of marked steps of each row (1 and 0 for none), and how many splits there are to
+    look at."""
     rows, size = marks.shape
     ceilings, reals = np.empty((4, size), np.int64), np.empty((6, size))
     own = np.zeros(size + 1, np.int64)
@@ -162,11 +154,9 @@ def _windows_of_row(
     span: tuple[int, int], marks: _Marks, excess: int, ceilings: _Ints, reals: _Reals,
     may_store: bool, may_record: bool, windows: _Ints,
 ) -> None:  # fmt: skip
-    """The windows of all marked parts of one row.
-
-    ``span`` is the least and the greatest number of marked steps. ``windows``, shape (4, size),
-    is written: first and last split that stores, and first and last that records.
-    """
+    """Write the ``windows`` (4, size) of all marked parts of one row: first and last split that
+    stores, first and last that records. ``span`` is the least and the greatest number of marked
+    steps."""
     low, high = span
     store, later = np.full(3, high), np.full(3, high)
     for t in range(high, low - 1, -1):
@@ -187,13 +177,9 @@ def fill(
     links: _Ints, wide: bool, offsets: _Ints, hull: tuple[_Ints, _Ints], excess: int,
     marks: _Marks, low: _Ints, high: _Ints, places: _Ints, scale: int, table: _Ints,
 ) -> None:  # fmt: skip
-    """Fill the marked parts by the recurrence, each over its windows only.
-
-    ``excess``, ``marks``, ``low`` and ``high`` are those of :func:`reach`. A forward step
-    counts ``scale`` and an action 1. The cell of t steps in a row is at ``places[row] + t`` of
-    ``table``, which is written: twice the packed cost, and 1 more where no cheapest schedule
-    begins with a ``Record``.
-    """
+    """Fill the marked parts by the recurrence, each over its windows only. ``excess`` to ``high``
+    are those of :func:`reach`. ``places``, ``scale`` and the cells of ``table``, which are written,
+    are those of :class:`retrograde.plan.steps.msm._Table`."""
     rows, size = marks.shape
     ceilings, reals = np.empty((4, size), np.int64), np.empty((6, size))
     left = np.empty(size, np.int64)  # y steps, Advance and Load, then the left part

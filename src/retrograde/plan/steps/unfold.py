@@ -73,10 +73,8 @@ class Parts:
 
     def record(self, advance: int, steps: int, right: int = NOTHING, left: int = NOTHING) -> int:
         """Add a part that keeps the internal states of ``steps`` ≥ 1 steps; returns its number.
-
         ``right`` is the part from the last recorded step on, ``left`` that of the ``advance``
-        steps.
-        """
+        steps."""
         return self._add(advance, steps, right, left)
 
     def _add(self, advance: int, steps: int, right: int, left: int) -> int:
@@ -111,13 +109,13 @@ class Parts:
 
 
 def recall(root: _Key, describe: Callable[[_Key, Callable[[_Key], int]], int]) -> int:
-    """Describe a part and all that it is made of, each distinct one once, to any depth.
+    """Describe a part and all that it is made of, each distinct one once; returns its number.
 
-    ``describe`` adds one part, given its name and a function that knows the number of each part
-    inside; it is called again once a missing one is known. Returns the number of the whole.
+    ``describe`` adds the part of a name; it may ask for the numbers of the parts inside, and is
+    called again once a missing one is known.
 
-        >>> recall(5, lambda n, number: number(n - 1) + n if n else 0)
-        15
+    >>> recall(5, lambda n, number: number(n - 1) + n if n else 0)
+    15
     """
     known: dict[_Key, int] = {}
     waiting = [root]
