@@ -185,6 +185,16 @@ def random_position(device: torch.device) -> tuple[int, ...]:
     return tuple(_Torch(generator).position() for generator in ours)
 
 
+def _defaults() -> list[torch.Generator]:
+    """The generators that an operation draws from which is given none."""
+    return [torch.default_generator, *torch.cuda.default_generators]
+
+
+def _identity(generator: torch.Generator) -> int:
+    """The same for all Python objects of one generator: each operation is given a new one."""
+    return int(generator._cdata)  # type: ignore[attr-defined]
+
+
 def is_alone() -> bool:
     """Whether there is no other thread that could draw random numbers."""
     return threading.active_count() == 1
@@ -246,9 +256,12 @@ class Watch(TorchDispatchMode):
                     self.seen(value)
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **(kwargs or {}))
-        before = [source.position() for source in self.ours]
+        given = [v for v in (*args, *(kwargs or {}).values()) if isinstance(v, torch.Generator)]
+        which = set(map(_identity, given or _defaults()))
+        ours = [s for s in self.ours if _identity(s.generator) in which]
+        before = [source.position() for source in ours]  # others may be moved by another thread
         result = func(*args, **(kwargs or {}))
-        for source, position in zip(self.ours, before, strict=True):
+        for source, position in zip(ours, before, strict=True):
             if source.position() != position:
                 self._tell(source)
         return result
