@@ -244,14 +244,27 @@ class Watch(TorchDispatchMode):
             for value in pytree.tree_leaves((args, kwargs)):
                 if id(value) in self.tensors:
                     self.seen(value)
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **(kwargs or {}))
-        before = [source.position() for source in self.ours]
+        watched = self._may_move(func, args, kwargs or {})
+        before = [source.position() for source in watched]
         result = func(*args, **(kwargs or {}))
-        for source, position in zip(self.ours, before, strict=True):
+        for source, position in zip(watched, before, strict=True):
             if source.position() != position:
                 self._tell(source)
         return result
+
+    def _may_move(self, func: Any, args: Any, kwargs: dict[str, Any]) -> "list[_Torch]":
+        """The generators that an operation may draw from: any other was moved by another thread."""
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return []
+        parameters = func._schema.arguments
+        given = {p.name: p.default_value for p in parameters}
+        given |= {p.name: value for p, value in zip(parameters, args, strict=False)} | kwargs
+        for value in given.values():
+            if isinstance(value, torch.Generator):
+                return [s for s in self.ours if _address(s.generator) == _address(value)]
+        off = 0 in (given.get("dropout_p"), given.get("dropout"))
+        off = off or given.get("train") is False or given.get("training") is False
+        return [] if off else self.ours
 
     def _called(self, frame: Any, event: str, function: Any) -> None:
         if event == "c_call":
@@ -262,6 +275,11 @@ class Watch(TorchDispatchMode):
     def _tell(self, source: Source) -> None:
         self.drawn.add(source)
         self.seen(source)
+
+
+def _address(generator: torch.Generator) -> int:
+    """What tells generators apart in a dispatch, where torch wraps them anew at every call."""
+    return generator._cdata  # type: ignore[attr-defined, no-any-return]
 
 
 class OwnRandom:
