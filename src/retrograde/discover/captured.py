@@ -32,12 +32,7 @@ _LEAF = 2**64 - 1
 
 @dataclass(frozen=True)
 class Outside:
-    """What a step uses from outside.
-
-    Attributes:
-        parameters: every tensor that is to receive a gradient.
-        targets: the same tensors, as the graph of a recorded step has them.
-    """
+    """The tensors that are to receive a gradient, and the same as a recorded graph has them."""
 
     parameters: Tensors
     targets: Tensors
@@ -53,16 +48,8 @@ class Outside:
 def find_outside(found: Reach, results: Tensors, mark: int, own: Tensors) -> Outside:
     """Find every tensor besides its arguments that a step may use and that wants a gradient.
 
-    The parameters of its modules that step 0 did not use are among them, for a later step may.
-
-    Args:
-        found: what the cell refers to.
-        results: the outputs and the state of step 0, recorded by autograd.
-        mark: autograd's sequence number when the recording began.
-        own: the arguments of step 0.
-
-    Returns:
-        An :class:`Outside`.
+    Module parameters that step 0 did not use are among them, for a later step may. ``results`` are
+    those of step 0, ``own`` its arguments, ``mark`` autograd's sequence number before it.
 
     Raises:
         CellError: a captured tensor was used that cannot be found from the cell.
@@ -101,15 +88,9 @@ def foreign_tensors(
 ) -> tuple[Tensors, set[Edge]]:
     """The leaves that a graph ends in, and the edges in it to what was there before ``mark``.
 
-    Args:
-        outputs: where the graph begins: tensors, or edges.
-        mark: autograd's sequence number when the recording of the graph began.
-        known: edges at which to stop in any case. (Each thread counts on its own, so a backward
-            pass on another one cannot tell by the number what was there before.)
-        expected: nodes that need not be told of, if they are met.
-
-    Returns:
-        The leaf tensors, and the older edges (captured tensors that are not leaves end there).
+    The walk stops at ``known`` edges in any case: each thread counts sequence numbers on its own,
+    so a backward pass on another one cannot tell by the number what was there before.
+    ``expected`` nodes are passed over.
     """
     leaves: Tensors = []
     older: set[Edge] = set()

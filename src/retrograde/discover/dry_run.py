@@ -41,19 +41,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Trial(Generic[T]):
-    """What a trial call returned and did.
-
-    Attributes:
-        value: what it returned.
-        ambient: the surroundings that it depends on.
-        mark: autograd's sequence number when it began.
-        found: what it refers to, without what only earlier calls left there.
-    """
+    """What a trial call returned, and the surroundings that it depends on."""
 
     value: T
     ambient: Ambient
-    mark: int
-    found: Reach
+    mark: int  # autograd's sequence number when it began
+    found: Reach  # what it refers to, without what only earlier calls left there
 
 
 def try_out(
@@ -63,15 +56,6 @@ def try_out(
     results: Callable[[T], Sequence[Tensor]],
 ) -> Trial[T]:
     """Run a call with autograd recording, and put back what it drew and changed.
-
-    Args:
-        call: one step of a cell.
-        found: what the cell refers to.
-        device: where it runs.
-        results: the tensors in what the call returns.
-
-    Returns:
-        A :class:`Trial`.
 
     Raises:
         CellError: the call replaced a buffer by another tensor, or leaves behind what cannot be

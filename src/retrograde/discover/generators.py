@@ -115,16 +115,7 @@ def is_generator(value: Any) -> bool:
 
 
 def sources(device: torch.device, generators: Iterable[Any] = ()) -> tuple[Source, ...]:
-    """All that a step on ``device`` may draw from.
-
-    Args:
-        device: where the step runs.
-        generators: those that the step refers to.
-
-    Returns:
-        torch's default generators for the CPU and the device, Python's and NumPy's global ones,
-        and the given ones, each once.
-    """
+    """All that a step on ``device`` may draw from: the global generators and the given ones."""
     ours: list[torch.Generator] = [torch.default_generator]
     if device.type == "cuda":
         ours.append(torch.cuda.default_generators[device.index or 0])
@@ -171,14 +162,7 @@ def _numpy(generator: Any) -> _Other:
 
 
 def random_position(device: torch.device) -> tuple[int, ...]:
-    """Where torch's default generators stand, as numbers that change when one is drawn from.
-
-    Args:
-        device: whose generator counts, beside the CPU's.
-
-    Returns:
-        A number for each; it takes no memory of torch's to speak of.
-    """
+    """Where torch's default generators stand, as numbers that change when one is drawn from."""
     ours = [torch.default_generator]
     if device.type == "cuda":
         ours.append(torch.cuda.default_generators[device.index or 0])
@@ -195,12 +179,7 @@ class Watch(TorchDispatchMode):
 
     torch's operations are looked at one by one. Calls of Python's generators are seen by the
     interpreter's profiling hook. NumPy's are locked for the block, so that whatever moves them is
-    the block's own.
-
-    Args:
-        sources: the generators to watch.
-        tensors: the tensors to watch.
-        seen: called with a source that is drawn from, or a tensor that is read.
+    the block's own. ``seen`` is called with each source drawn from, and each given tensor read.
     """
 
     def __init__(

@@ -150,12 +150,7 @@ _MARKS: dict[type, Callable[[Any], Bookmark]] = {
 
 
 class Place(ABC):
-    """Somewhere that values are held.
-
-    Args:
-        holder: what holds them; referred to, so that its id stays its own.
-        name: what it is called in a message.
-    """
+    """Somewhere that values are held; it refers to the holder, whose id so stays its own."""
 
     growing = False
 

@@ -54,12 +54,8 @@ _DYNAMIC = {"getattr", "vars", "__dict__", "__getattribute__"}
 class Reach:
     """What a cell refers to.
 
-    Attributes:
-        modules: those that were found, not their submodules.
-        tensors: what it captured, and what its modules hold that is not registered with torch.
-        generators: of random numbers.
-        places: where Python values are held that it may read.
-        codes: of the functions that were found.
+    ``modules`` leaves out submodules. ``tensors`` are those captured, and those that modules hold
+    without registering them.
     """
 
     modules: list[nn.Module] = field(default_factory=list)
@@ -75,13 +71,7 @@ class Reach:
 
 
 def reach(parts: Sequence[Any]) -> Reach:
-    """Look for all that some parts of a cell refer to.
-
-    Args:
-        parts: the cell, or the functions and objects that it was made from.
-
-    Returns:
-        A :class:`Reach`.
+    """Look for all that the functions and objects that a cell is made from refer to.
 
     Example:
         >>> import torch

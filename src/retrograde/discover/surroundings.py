@@ -51,13 +51,7 @@ def version(t: Tensor) -> int:
 
 @dataclass(frozen=True)
 class Marks:
-    """What steady surroundings were when a call began.
-
-    Attributes:
-        positions: where the generators stood.
-        versions: of the tensors.
-        seen: what the places held.
-    """
+    """The generators' positions, tensors' versions and places' values when a call began."""
 
     positions: list[Any]
     versions: list[int]
@@ -66,16 +60,10 @@ class Marks:
 
 @dataclass(frozen=True)
 class Steady:
-    """What the first step left as it was, and so every other step must.
-
-    Attributes:
-        sources: of random numbers.
-        tensors: buffers, captured tensors, parameters without a gradient.
-        places: of Python values.
-    """
+    """What the first step left as it was, and so every other step must."""
 
     sources: tuple[Source, ...] = ()
-    tensors: tuple[Tensor, ...] = ()
+    tensors: tuple[Tensor, ...] = ()  # buffers, captured tensors, parameters without a gradient
     places: tuple[Place, ...] = ()
 
     def marks(self) -> Marks:
@@ -89,15 +77,8 @@ class Steady:
     def changes(self, before: Marks, layer: str | None = None) -> tuple[Source, ...]:
         """Refuse what was changed since, for it was not kept for a rerun (rule 6).
 
-        Args:
-            before: what they were.
-            layer: what ran since, if it was a layer and not a cell.
-
-        Returns:
-            The generators that moved, perhaps since another thread drew from them.
-
-        Raises:
-            CellError: as said.
+        Returns the generators that moved: another thread may have drawn from them. ``layer`` names
+        what ran since, if it was a layer and not a cell.
         """
         for place, seen in zip(self.places, before.seen, strict=True):
             for key in filter(place.concerns, place.changed(seen)):
@@ -142,9 +123,6 @@ class Trail:
     """Where generators stood at each state, to see that no other thread draws in between.
 
     If one does while a cell draws as well, a rerun cannot draw what the first run drew.
-
-    Args:
-        ambient: the surroundings of the cell.
     """
 
     def __init__(self, ambient: "Ambient") -> None:
@@ -179,10 +157,6 @@ class Left:
 
     A later step must not read it, for it would not be the same tensor in a rerun. So before a
     rerun, or a recording, a stand-in is put there that raises when it is used.
-
-    Attributes:
-        place: of these names.
-        keys: where the tensors are.
     """
 
     place: Place
@@ -243,15 +217,9 @@ class _Noted:
 class Ambient:
     """The surroundings that matter to one cell.
 
-    Attributes:
-        device: where the cell runs.
-        sources: the generators that its steps draw from.
-        buffers: the tensors that its steps write to: buffers, small captured ones.
-        places: where its steps change Python values.
-        left: where its steps leave tensors with a history.
-        steady: what they must leave alone.
-        modules: whose hooks are not called while it is measured.
-        place_bytes: of the tensors that the places hold after a step.
+    Its steps draw from ``sources``, write to ``buffers`` (small captured tensors among them),
+    change ``places``, and leave tensors with a history in ``left``. Hooks of ``modules`` are not
+    called while it is measured; ``place_bytes`` is what tensors in the places take after a step.
     """
 
     device: torch.device
@@ -345,13 +313,9 @@ class Ambient:
     def rerun(self, then: Marks, watched: Sequence[Source] = ()) -> Iterator[None]:
         """Run steps again as they ran when some marks were taken, and leave no trace.
 
-        Args:
-            then: the marks.
-            watched: the generators that must not be drawn from, but that moved while they ran.
-
         Raises:
-            RetrogradeError: a step reads a tensor that was written to since, or draws from such a
-                generator.
+            RetrogradeError: a step reads a tensor that was written to since, or draws from one of
+                the ``watched`` generators, which moved while the steps first ran.
         """
         steady = self.steady
         pairs = zip(steady.places, then.seen, strict=True)
@@ -396,11 +360,7 @@ def _refuse(seen: Any) -> None:
 
 @contextmanager
 def put_back(places: Sequence[Place]) -> Iterator[None]:
-    """Let places hold, after a block, what they held before it; in the block, copies of iterators.
-
-    Args:
-        places: of a cell.
-    """
+    """Restore what places held when a block ends; within the block, iterators are copies."""
     before = [(place, place.take()) for place in places]
     moving = [has_bookmarks(seen) for _, seen in before]
     for (place, seen), moves in zip(before, moving, strict=True):

@@ -14,15 +14,10 @@ __all__ = ["Structure", "flatten"]
 
 @dataclass(frozen=True)
 class Structure:
-    """What a flat list of tensors once was.
+    """What a flat list of tensors once was."""
 
-    Attributes:
-        spec: torch's description of the tree, in which a ``None`` is a leaf.
-        absent: which of its leaves are ``None``.
-    """
-
-    spec: pytree.TreeSpec
-    absent: tuple[bool, ...]
+    spec: pytree.TreeSpec  # a None is a leaf in it
+    absent: tuple[bool, ...]  # which leaves are None
 
     def unflatten(self, tensors: Sequence[Tensor | None]) -> Any:
         """The tree again, with these tensors as its leaves."""
@@ -41,13 +36,6 @@ class Structure:
 
 def flatten(tree: Any, name: str) -> tuple[list[Tensor], Structure]:
     """The tensors of a tree, in order, and its structure.
-
-    Args:
-        tree: a pytree of tensors and ``None``.
-        name: what to call it in an error.
-
-    Returns:
-        The tensors, and what puts them back.
 
     Raises:
         CellError: a leaf is neither a tensor nor ``None``.

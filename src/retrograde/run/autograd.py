@@ -43,16 +43,8 @@ def run_schedule(
 ) -> tuple[Tensors, Tensors]:
     """Run a recurrence so that its gradient is computed by ``schedule``.
 
-    Args:
-        core: what a step, or a range of steps, is.
-        schedule: for exactly as many steps as the inputs have.
-        inputs: tensors with time as their first dimension, or as the layout has it.
-        state: the initial state.
-        layout: where the steps lie in inputs and outputs; step t is row t by default.
-        budgeted: whether there is a budget, which second derivatives go beyond.
-
-    Returns:
-        The outputs, with time first, or as the layout has it, and the state after the last step.
+    ``budgeted`` tells whether there is a budget, which second derivatives go beyond. Returns the
+    outputs and the state after the last step.
     """
     layout = layout or Straight(schedule.length, core.fused)
     results = _Recurrence.apply(  # type: ignore[no-untyped-call]
@@ -66,18 +58,7 @@ def run_schedule(
 def run_without_gradient(
     core: Core, length: int, chunk: int, inputs: Tensors, state: Tensors
 ) -> tuple[Tensors, Tensors]:
-    """Run a recurrence and keep nothing for a backward pass.
-
-    Args:
-        core: as for :func:`run_schedule`.
-        length: the number of steps.
-        chunk: the longest range of one call.
-        inputs: tensors with time as their first dimension.
-        state: the initial state.
-
-    Returns:
-        The outputs, with time first, and the state after the last step.
-    """
+    """Run a recurrence, at most ``chunk`` steps a call, and keep nothing for a backward pass."""
     layout = Straight(length, core.fused)
     outputs, held = _Outputs(core, layout), layout.read(inputs)
     for start in range(0, length, chunk):
@@ -89,17 +70,9 @@ def run_without_gradient(
 def run_unrecorded(
     core: Core, length: int, inputs: Tensors, first: Tensors, state: Tensors
 ) -> tuple[Tensors, Tensors]:
-    """Run what follows step 0 where autograd is off, and keep nothing but the outputs.
+    """Run what follows step 0 where autograd is off; ``first`` and ``state`` are step 0's results.
 
-    Args:
-        core: as for :func:`run_schedule`.
-        length: the number of steps, step 0 included.
-        inputs: tensors with time as their first dimension.
-        first: the outputs of step 0.
-        state: the state after it.
-
-    Returns:
-        The outputs of all steps, with time first, and the state after the last one.
+    Returns the outputs of all steps, step 0 included, and the state after the last one.
     """
     layout = Straight(length, core.fused)
     outputs = _Outputs(core, layout)

@@ -46,29 +46,18 @@ Gradient = Tensor | None
 
 @dataclass
 class Graph(Tape):
-    """A tape that is an autograd graph, of one call or, of a cell, of several steps.
+    """A tape that is an autograd graph, of one call or, of a cell, of several steps."""
 
-    Attributes:
-        state: the leaves that the range begins with.
-        last: whether it ends with the last step of all.
-        output_edges: where the outputs are in the graph, those of several steps being stacked.
-        state_edges: where the state after the range is.
-    """
-
-    state: Tensors
-    last: bool
-    output_edges: list[GradientEdge | None]
+    state: Tensors  # the leaves that the range begins with
+    last: bool  # whether it ends with the last step of all
+    output_edges: list[GradientEdge | None]  # outputs of several steps are stacked
     state_edges: list[GradientEdge | None]
 
 
 class AutogradCore(ABC):
     """A core that is a function of inputs and state: of one step, or of a range if it is fused.
 
-    Attributes:
-        fused: whether a range of steps is one call (leaves then keep their time dimension).
-        sums: whether an output is one tensor a call, to be summed over calls, not one part a step.
-        aliases: for each output leaf, the state leaf that is the very same tensor, or None.
-        ambient: the surroundings that a step depends on.
+    ``aliases`` names, for each output leaf, the state leaf that is the very same tensor, or None.
     """
 
     fused: bool

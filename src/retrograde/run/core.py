@@ -128,46 +128,28 @@ class Core(Protocol):
 
 @dataclass
 class Tape:
-    """What a recorded range holds: the internal states of steps ``start`` … ``stop − 1``.
-
-    Attributes:
-        start: the first step.
-        stop: the one after the last.
-        inputs: the leaves of the call.
-        wanted: whether a leaf's gradient is.
-        passes: whether a part of the state after the range passes a gradient on.
-        state_after: the state after the range.
-        ambient_after: the surroundings after it.
-    """
+    """What a recorded range holds: the internal states of steps ``start`` … ``stop − 1``."""
 
     start: int
     stop: int
-    inputs: Tensors
-    wanted: Sequence[bool]
-    passes: Sequence[bool]
+    inputs: Tensors  # the leaves of the call
+    wanted: Sequence[bool]  # of each leaf, whether it receives a gradient
+    passes: Sequence[bool]  # of each part of the state after, whether a gradient goes through it
     state_after: Tensors
     ambient_after: Snapshot
 
 
 @dataclass
 class Gradients:
-    """What a backward pass starts from and collects.
+    """What a backward pass starts from and collects; outputs and inputs have time first.
 
-    Attributes:
-        outputs: the gradient of every output, with time first (of one call's, if the core sums).
-        states: the gradient of the state reached so far.
-        inputs: where the gradients of the inputs go, with time first; None where there is none yet.
-        parameters: the gradients of the parameters, as far as they are known.
-        length: the number of steps.
-        layout: where a call's part of all these is.
-        read: the inputs of all steps.
-        wanted: the inputs that are given room as soon as there is a gradient.
-        outside: autocast as it is where the backward pass was asked for: a recomputation replays
-            the forward pass's (rule 4), but ordinary autograd differentiates under the caller's.
+    ``outside`` is autocast where the backward pass was asked for: a recomputation replays the
+    forward pass's (rule 4), but ordinary autograd differentiates under the caller's. Inputs that
+    are ``wanted`` are given room as soon as there is a gradient.
     """
 
-    outputs: Sequence[Gradient]
-    states: list[Gradient]
+    outputs: Sequence[Gradient]  # of one call's outputs, if the core sums
+    states: list[Gradient]  # of the state reached so far
     inputs: list[Gradient]
     parameters: list[Gradient]
     length: int
@@ -179,10 +161,6 @@ class Gradients:
     def of_outputs(self, index: int | slice) -> Sequence[Gradient]:
         """The gradients of one call's outputs."""
         return self.layout.parts(self.outputs, index)
-
-    def of_inputs(self, index: int | slice) -> Sequence[Gradient]:
-        """Where the gradients of one call's inputs go, if the layout has them in one piece each."""
-        return self.layout.parts(self.inputs, index)
 
     def take_inputs(self, index: int | slice, shares: list[Gradient]) -> None:
         """Keep the input gradients of one call, the latest call's first."""

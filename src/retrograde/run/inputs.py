@@ -38,9 +38,6 @@ class Inputs(Protocol):
 class Held:
     """Tensors that are there already, each with time as its first dimension.
 
-    Args:
-        tensors: of one length, at least one.
-
     Example:
         >>> import torch
         >>> inputs = Held([torch.zeros(5, 2), torch.ones(5, 3)])

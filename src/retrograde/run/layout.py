@@ -54,12 +54,7 @@ class Layout(Protocol):
 
 @dataclass(frozen=True)
 class Straight:
-    """Step t of every tensor is its row t.
-
-    Args:
-        length: the number of steps.
-        fused: whether a call has a range of steps, and else one.
-    """
+    """Step t of every tensor is its row t."""
 
     length: int
     fused: bool
@@ -90,17 +85,11 @@ class Straight:
 class Rows:
     """A batch of sequences, packed or not, run from one end or from both at once.
 
-    The leaves of a call are its rows of the inputs, then, if asked, the numbers of its steps, then,
-    if packed, how many sequences have each step: each once for every direction. Its outputs are one
-    for every direction, which lie side by side.
-
-    Args:
-        length: the number of steps T.
-        sizes: how many sequences have step t, longest first (T,), for inputs (rows, …); None for
-            inputs (T, B, …).
-        both: whether there is a second direction: with steps a … b − 1 of the first go T − b …
-            T − a − 1 of the second.
-        numbered: whether a call is told the numbers of its steps.
+    Inputs are (T, B, …), or (rows, …) if ``sizes`` (T,) says how many sequences have each step,
+    longest first. The leaves of a call are its rows of the inputs, the numbers of its steps if
+    ``numbered``, and its sizes if packed: each once for every direction. Its outputs are one for
+    every direction, side by side. With steps a … b − 1 of the first direction go T − b … T − a − 1
+    of the second.
 
     Example:
         >>> layout = Rows(4, sizes=torch.tensor([3, 2, 2, 1]), both=True)
@@ -167,13 +156,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class RowInputs:
-    """The leaves of every call, cut from one tensor over all steps.
-
-    Attributes:
-        layout: where the steps lie.
-        x: the inputs.
-        outputs: where the outputs of all steps are, if they are there.
-    """
+    """The leaves of every call, cut from one tensor over all steps."""
 
     layout: Rows
     x: Tensor

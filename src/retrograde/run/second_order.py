@@ -64,13 +64,7 @@ def differentiable_gradients(
 ) -> list[Tensor | None]:
     """Gradients of inputs, state and parameters, as functions that can be differentiated again.
 
-    Args:
-        core: of the recurrence.
-        layout: where its steps lie.
-        inputs: with time first, as the caller gave them.
-        state: likewise.
-        given: gradients of the outputs and of the state after all steps.
-        budgeted: whether there is a budget that this goes beyond.
+    ``given`` are the gradients of the outputs and of the state after all steps.
     """
     if budgeted:
         warnings.warn(_BEYOND, stacklevel=2)

@@ -60,16 +60,9 @@ class Source(Protocol):
 
 
 def open_source(inputs: Any, length: SupportsIndex | None, device: torch.device) -> Source:
-    """Find out what the inputs are, and read the first step.
+    """Find out which kind of source the inputs are, and read the first step.
 
-    Args:
-        inputs: a pytree of tensors or arrays with time first; a function of the step; anything that
-            has a length and is indexed by the step; or an iterator, or what gives one.
-        length: the number of steps; not needed where the inputs tell it.
-        device: where to put what is not a tensor.
-
-    Returns:
-        The source.
+    What is not a tensor is put on ``device``.
 
     Raises:
         CellError: the inputs are none of these, or too short, or cannot be read twice alike.
@@ -136,13 +129,7 @@ class Arrays:
 
 
 class Steps:
-    """Whatever gives the input of a step, given its number.
-
-    Args:
-        get: called with 0 … length − 1, in any order and more than once.
-        length: the number of steps.
-        device: where to put what is not a tensor.
-    """
+    """Whatever gives the input of a step, given its number: in any order and more than once."""
 
     def __init__(self, get: Callable[[int], Any], length: int, device: torch.device) -> None:
         self.get, self.length, self.device = get, length, device
@@ -187,10 +174,6 @@ class Spool:
 
     Items are pulled as they are needed, once, and in their order. Random numbers that the iterator
     draws come from a stream of their own, so that those of a cell are the same in every rerun.
-
-    Args:
-        items: pytrees of tensors or arrays, of the same structure, shapes and dtypes.
-        device: where random numbers may be drawn, and where to put what is not a tensor.
 
     Example:
         >>> spool = Spool(iter([torch.zeros(2), torch.ones(2)]), torch.device("cpu"))
@@ -243,11 +226,9 @@ class Spool:
 class Stream:
     """A source whose leaves are followed by one more: the number of each step.
 
-    Args:
-        source: the inputs.
-        wanted: for each leaf of the source, whether it is to receive a gradient.
-        probed: if given, the number that a step is told to be, and the last ones of a range:
-            so that bytes can be measured where a loss is, with the inputs of the first steps.
+    ``wanted`` tells which leaves receive a gradient. ``probed``, if given, is the number that a
+    step, or the last of a range, is told to be: so bytes can be measured where a loss is, with the
+    inputs of the first steps.
     """
 
     source: Source

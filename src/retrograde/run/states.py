@@ -29,17 +29,11 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Packed:
-    """A tensor with gaps between its numbers, stored without them.
-
-    Attributes:
-        values: the numbers.
-        stride: of the tensor.
-        shift: the numbers of the allocation that lie before it.
-    """
+    """A tensor with gaps between its numbers, stored without them."""
 
     values: Tensor
     stride: tuple[int, ...]
-    shift: int
+    shift: int  # how many numbers of the allocation lie before the tensor
 
     def laid(self) -> Tensor:
         """The tensor as it was."""
@@ -48,15 +42,7 @@ class Packed:
 
 
 def each_once(function: Callable[[T], S], values: Iterable[T]) -> list[S]:
-    """Apply a function to every value; what is the same object gives the same result.
-
-    Args:
-        function: of one value.
-        values: its arguments.
-
-    Returns:
-        The results.
-    """
+    """Apply a function to every value; what is the same object gives the same result."""
     found: dict[int, S] = {}
     values = list(values)
     return [
@@ -65,14 +51,7 @@ def each_once(function: Callable[[T], S], values: Iterable[T]) -> list[S]:
 
 
 def apart(t: Tensor) -> Tensor:
-    """A tensor in memory of its own, with the strides and the alignment that it has.
-
-    Args:
-        t: any tensor.
-
-    Returns:
-        The tensor itself, where its memory holds no more than it needs; else a copy.
-    """
+    """A copy in memory of its own, strides and alignment kept; itself if that saves nothing."""
     if t.layout is not torch.strided:
         return t
     span, shift = _span(t.shape, t.stride()), _shift(t)
@@ -84,51 +63,23 @@ def apart(t: Tensor) -> Tensor:
 
 
 def pack(state: Sequence[Tensor]) -> list[Tensor | Packed]:
-    """A state as it is to be stored.
-
-    Args:
-        state: as :func:`apart` gives its tensors.
-
-    Returns:
-        Tensors without gaps as they are; of the others, packed copies.
-    """
+    """A state, as :func:`apart` gives its tensors, in the form that is stored."""
     return each_once(_packed, state)
 
 
 def unpack(stored: Sequence[Tensor | Packed]) -> Tensors:
-    """A stored state, as it was.
-
-    Args:
-        stored: by :func:`pack`.
-
-    Returns:
-        The tensors, laid out as they were.
-    """
+    """A stored state, as it was."""
     return each_once(lambda t: t.laid() if isinstance(t, Packed) else t, stored)
 
 
 def stored_memory(stored: Sequence[Tensor | Packed]) -> list[torch.UntypedStorage]:
-    """The memory that a stored state lies in, each once.
-
-    Args:
-        stored: by :func:`pack`.
-
-    Returns:
-        Storages.
-    """
+    """The memory that a stored state lies in, each once."""
     found = (t.values if isinstance(t, Packed) else t for t in stored)
     return list({s.data_ptr(): s for s in map(Tensor.untyped_storage, found)}.values())
 
 
 def laid_bytes(state: Sequence[Tensor]) -> int:
-    """What a state takes besides its stored form, where the two are not the same memory.
-
-    Args:
-        state: as :func:`apart` gives its tensors.
-
-    Returns:
-        Bytes.
-    """
+    """What a state takes besides its stored form, where the two are not the same memory."""
     each = {id(t): t for t in state if _has_gaps(t)}.values()
     return sum(t.untyped_storage().nbytes() for t in each)
 

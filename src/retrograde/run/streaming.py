@@ -46,16 +46,7 @@ def run_stream(
 ) -> tuple[Tensor, Tensors]:
     """Run a recurrence with its loss, backpropagate it, and accumulate the gradients.
 
-    Args:
-        core: made by :func:`retrograde.cores.loss.examine_loss`.
-        stream: the inputs.
-        schedule: for exactly as many steps.
-        state: the initial state.
-        take_input: called with the gradient of every step's input, as the source structures it.
-        progress: called after every call of the core.
-
-    Returns:
-        The sum of all losses, in double precision, and the state after the last step.
+    Returns the sum of all losses in double precision, and the state after the last step.
 
     Raises:
         CellError: what was learnt of the core at one step does not hold at another.

@@ -60,12 +60,6 @@ NO_FORWARD_MODE = _no_forward_mode(["memory"])
 def uncompiled(fn: F) -> F:
     """Keep ``torch.compile`` out of a function and of all that it calls.
 
-    Args:
-        fn: any function.
-
-    Returns:
-        The same function; what is compiled around it breaks its graph there.
-
     Example:
         >>> uncompiled(len)([1, 2])
         2
@@ -88,12 +82,6 @@ def is_unreal(tensors: Iterable[Tensor]) -> bool:
 
     Nothing may be measured then, nor kept: such tensors have no bytes. What is run should be
     torch's own operations, as where no gradient is wanted. It takes a few µs.
-
-    Args:
-        tensors: all that the call is given.
-
-    Returns:
-        Whether one of them, or a mode of torch's that is at work, makes it so.
 
     Example:
         >>> is_unreal([torch.ones(2)]), is_unreal([torch.ones(2, device="meta")])
@@ -118,10 +106,6 @@ def is_transformed(tensors: Iterable[Tensor]) -> bool:
 def refuse_transforms(tensors: Iterable[Tensor], options: Sequence[str] = ("memory",)) -> None:
     """Say so before any work where a gradient is wanted that cannot be had (rule 6).
 
-    Args:
-        tensors: all that the call is given.
-        options: the names of the arguments that ask for what is refused.
-
     Raises:
         RetrogradeError: :func:`is_transformed`, or ``torch.jit.trace`` is at work.
     """
@@ -137,9 +121,6 @@ def refuse_transforms(tensors: Iterable[Tensor], options: Sequence[str] = ("memo
 
 def refuse_batches(gradients: Iterable[Tensor | None]) -> None:
     """Say so where a backward pass is asked for a batch of gradients at once (rule 6).
-
-    Args:
-        gradients: those that the backward pass is given.
 
     Raises:
         RetrogradeError: they are batched, as ``is_grads_batched=True`` and ``torch.func.vmap`` do.
