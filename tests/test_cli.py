@@ -146,6 +146,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path):
     assert same_run(killed, straight)
 
 
+@pytest.mark.quick(0)
 def test_ctrl_c_says_how_to_go_on(tmp_path):
     process = start("train", *SMALL, "--iterations", 100_000, "--report", tmp_path)
     wait_for(tmp_path / "checkpoint.pt", process)
@@ -166,6 +167,7 @@ def test_starting_anew_keeps_the_old_checkpoint(tmp_path):
     assert (tmp_path / "checkpoint.previous.pt").read_bytes() == before
 
 
+@pytest.mark.quick(0)
 def test_a_finished_run_has_nothing_to_resume_but_says_so(tmp_path):
     run("train", *SMALL, "--iterations", 2, "--report", tmp_path)
     result = run("train", "--resume", "--report", tmp_path)
@@ -173,6 +175,7 @@ def test_a_finished_run_has_nothing_to_resume_but_says_so(tmp_path):
     assert "all 2 iterations are done; name more --iterations to go on" in result.output
 
 
+@pytest.mark.quick(0)
 def test_resuming_with_other_options_is_refused(tmp_path):
     run("train", *SMALL, "--iterations", 1, "--report", tmp_path)
     message = refused(run("train", "--resume", "--hidden", 32, "--report", tmp_path))
@@ -226,6 +229,7 @@ def test_a_folder_that_cannot_be_locked_is_told(tmp_path, monkeypatch):
     assert f"{tmp_path} is on a file system without locks" in " ".join(result.output.split())
 
 
+@pytest.mark.quick(0)
 @needs_full
 def test_training_onto_a_full_disk_names_the_file(tmp_path):
     run("train", *SMALL, "--iterations", 1, "--report", tmp_path)

@@ -24,7 +24,7 @@ LEVELS = [
     {"nn"},
     {"ranks", "figures"},
     {"training", "profile_command"},
-    {"cli"},
+    {"cli", "precompile"},
 ]
 LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names}
 

@@ -16,9 +16,16 @@ def described():
             yield name
             continue
         yield f"{name}{parameters(value)}"
-        for method, function in sorted(vars(value).items() if inspect.isclass(value) else ()):
+        for method, function in sorted(methods(value).items()):
             if not method.startswith("_") and inspect.isfunction(function):
                 yield f"    {method}{parameters(function)}"
+
+
+def methods(value):
+    """Of a class, all that it and those of its bases that are ours define."""
+    bases = reversed(value.__mro__) if inspect.isclass(value) else ()
+    ours = [vars(base) for base in bases if base.__module__.startswith("retrograde")]
+    return {name: method for known in ours for name, method in known.items()}
 
 
 def parameters(function):

@@ -57,6 +57,7 @@ def test_bitstreams_write_numbers_and_figures(tmp_path):
     assert results.curves[0].machine["threads"] == 1
 
 
+@pytest.mark.quick(0)
 def test_instruments_write_numbers_and_figures(sounds, tmp_path):
     result = run(
         "instruments", "--data", sounds, "--set", "s,m", *SOUNDS, *WAYS, "--report", tmp_path

@@ -33,7 +33,7 @@ def dropping(classes=10, width=4):
     return [nn.Conv2d(3, width, 3), *blocks, nn.Flatten(), nn.Linear(900 * width, classes)]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("source", ["noise", "cifar"])
 def test_losses_and_weights_are_the_ordinary_ones_to_the_bit(source, request):
     folder = request.getfixturevalue("cifar") if source == "cifar" else None

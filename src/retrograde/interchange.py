@@ -124,9 +124,9 @@ def from_checkpoint_schedules(stream: Iterable[Any], length: int | None = None) 
 
     Example:
         >>> from checkpoint_schedules import Revolve
-        >>> schedule = from_checkpoint_schedules(Revolve(1000, 50))
+        >>> schedule = from_checkpoint_schedules(Revolve(100, 10))
         >>> schedule.cost, schedule.peak
-        (2948, 50)
+        (322, 10)
     """
     _require()
     if length is not None and (type(length) is not int or length < 1):

@@ -31,19 +31,11 @@ _HINT = "expected bytes (67108864), a size ('64MiB', '1.5GB') or a fraction (0.0
 
 
 def parse_memory(memory: Memory) -> int | Fraction:
-    """Read a budget: an ``int`` is bytes, a ``Fraction`` a share of ordinary BPTT's.
+    """Read a budget: bytes as an ``int`` of 1 or more, or a share of ordinary BPTT's in (0, 1].
 
-    Args:
-        memory: ``67108864``, ``"64MiB"``, ``"1.5 GB"``, ``0.05`` or ``"5%"``.
+    Raises UnitError if a text cannot be read, or a number is not positive, finite and, for a
+    share, at most 1.
 
-    Returns:
-        Bytes (int, at least 1), or the exact fraction in (0, 1].
-
-    Raises:
-        UnitError: the text cannot be read, or the number is not positive, finite and, for a
-            fraction, at most 1.
-
-    Example:
         >>> parse_memory("64MiB"), parse_memory("5%")
         (67108864, Fraction(1, 20))
     """
@@ -74,38 +66,20 @@ def asks_for_all(memory: Memory | None) -> bool:
 
 
 def as_bytes(memory: Memory, ordinary_bytes: int) -> int:
-    """The budget in bytes, a fraction being taken of ``ordinary_bytes`` and rounded down.
+    """The budget in bytes; a fraction is taken of ``ordinary_bytes`` and rounded down.
 
-    Args:
-        memory: as :func:`parse_memory` reads it.
-        ordinary_bytes: what ordinary backpropagation holds, in bytes.
-
-    Returns:
-        Bytes.
-
-    Raises:
-        UnitError: as :func:`parse_memory`.
-
-    Example:
-        >>> as_bytes("5%", 1000), as_bytes("1KiB", 1000)
-        (50, 1024)
+    >>> as_bytes("5%", 1000), as_bytes("1KiB", 1000)
+    (50, 1024)
     """
     size = parse_memory(memory)
     return size if isinstance(size, int) else math.floor(size * ordinary_bytes)
 
 
 def format_bytes(size: float) -> str:
-    """A size for people, in binary units.
+    """A size in bytes for people, in binary units.
 
-    Args:
-        size: bytes.
-
-    Returns:
-        Such as ``"64 MiB"`` or ``"1.46 GiB"``.
-
-    Example:
-        >>> format_bytes(67108864), format_bytes(1000), format_bytes(0)
-        ('64 MiB', '1000 B', '0 B')
+    >>> format_bytes(67108864), format_bytes(1000), format_bytes(0)
+    ('64 MiB', '1000 B', '0 B')
     """
     units = ["TiB", "GiB", "MiB", "KiB", "B"]
     while abs(size) >= 1024 and len(units) > 1:

@@ -148,7 +148,7 @@ print(json.dumps([peak, status("VmHWM") - before]))
 """
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(0)
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize(
     ("case", "least"),

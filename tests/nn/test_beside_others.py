@@ -253,6 +253,7 @@ def test_hooks_on_saved_tensors_see_nothing_of_a_trial():
     assert len(seen[0]) == len(seen[1])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
     "made",
@@ -313,6 +314,7 @@ def test_a_scripted_layer_is_run_again_in_the_mode_that_it_was_in():
     torch.testing.assert_close(found[1], found[0])
 
 
+@pytest.mark.quick(0)
 def test_nothing_is_kept_from_fake_tensors():
     from torch._subclasses.fake_tensor import FakeTensorMode
 

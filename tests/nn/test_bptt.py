@@ -77,7 +77,7 @@ def assert_equal(ours, theirs):
         assert not a.requires_grad
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["gru", "lstm"])
 @pytest.mark.parametrize("length", [1, 2, 63, 200])
 def test_gradients_are_bitwise_those_of_the_loop_at_every_budget(kind, length):
@@ -122,6 +122,7 @@ def measured(task, **options):
     return rg.measure(lambda: task.run(**options)).working_bytes
 
 
+@pytest.mark.quick(0)
 def test_the_peak_is_within_the_budget_whatever_the_source():
     task = Task(21, "lstm")
     array = task.x.numpy()
@@ -191,6 +192,7 @@ class ModuleTask:
         return total, state, [t.grad for t in self.trained]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("module", "options"), MODULES)
 @pytest.mark.parametrize("length", [1, 2, 15])
 def test_modules_run_in_ranges_and_give_torchs_gradients(module, options, length):
@@ -228,6 +230,7 @@ class Indexed:
         return self.x[t].numpy()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("make", [Task, lambda length: ModuleTask(nn.LSTM, length)])
 def test_inputs_come_from_anywhere(make, tmp_path):
     task = make(21)

@@ -26,7 +26,7 @@ def check(make, labels=LABELS):
         assert reading.kept, str(reading)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("seed", range(24))
 def test_a_strange_cell(seed):
     for way, label in zip(WAYS, ("least", "50%") if seed % 2 else ("50%", "least"), strict=True):

@@ -202,6 +202,7 @@ def check(cell, dtype, size, length, batch, gain):
             check_single(found, expected, reference, size, long or not steady)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("point", POINTS, ids=str)

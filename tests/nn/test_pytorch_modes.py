@@ -122,7 +122,7 @@ def model(way):
 COMPILED = [("unroll", "eager"), ("LSTM", "eager")]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(0)
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize(("way", "backend"), COMPILED)
 def test_what_is_compiled_around_it_breaks_its_graph_and_is_right(way, backend):

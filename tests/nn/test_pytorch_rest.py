@@ -232,14 +232,6 @@ def test_a_schedule_is_saved_with_its_network():
         assert_bitwise(results(copied, x), results(ours, x))
 
 
-@EVERY_BUDGET
-def test_a_second_derivative_is_refused(way):
-    x = inputs().requires_grad_()
-    _, ours = both(way)
-    with pytest.raises(rg.RetrogradeError, match=r"cannot itself be differentiated.*create_graph"):
-        torch.autograd.grad(ours(x)[0].sum(), x, create_graph=True)
-
-
 def remedy(way):
     """What a refusal says to leave out: the very options that were given."""
     given = [name for name in ("memory", "backward") if name in WAYS[way][2]]

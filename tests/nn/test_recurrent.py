@@ -38,6 +38,7 @@ def assert_equal_to(ours, theirs, tolerance):
         assert (a - b).norm() <= tolerance * b.norm().clamp_min(1e-30)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("length", [1, 2, 63, 1000])
 def test_gradients_from_the_least_budget_to_more_than_enough(dtype, length):

@@ -170,6 +170,23 @@ def test_lenet_in_single_precision():
     check("LeNet-5", 3, torch.float32, algorithm="hybrid", levels=1)
 
 
+@pytest.mark.parametrize("algorithm", ["blelloch", "linear"])
+def test_products_that_overflow_leave_the_exact_gradient(algorithm, recwarn):
+    """Layers that stretch half of their units, where the gradient meets only zeros."""
+    layers = [nn.Linear(4, 4, bias=False) for _ in range(8)]
+    for layer in layers:
+        layer.weight.data = torch.diag(torch.tensor([1.5, -0.5, 1e25, 1e25]))
+    x = torch.randn(3, 4) * torch.tensor([1.0, 1.0, 0.0, 0.0])
+    seed = torch.tensor([[1.0, 2.0, 0.0, 0.0]]).expand(3, 4)
+    net = rg.Sequential(*layers, backward="scan", algorithm=algorithm)
+    found = torch.autograd.grad(net(x), list(net.parameters()), seed)
+    expected = torch.autograd.grad(nn.Sequential(*layers)(x), list(net.parameters()), seed)
+    assert all(g.isfinite().all() for g in expected)
+    torch.testing.assert_close(found, expected)
+    told = [str(w.message) for w in recwarn if "not finite" in str(w.message)]
+    assert len(told) == (algorithm == "blelloch")
+
+
 def test_vgg():
     check("VGG-11", 1, algorithm="linear")
     check("VGG-11", 2, algorithm="hybrid", levels=1)

@@ -154,7 +154,7 @@ def test_computed_weights_get_torchs_gradient_and_are_computed_as_often(computed
     assert_bitwise(state, their_state)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @EVERY_WEIGHT
 def test_what_is_only_measured_leaves_no_trace(computed):
     def measure(rnn):

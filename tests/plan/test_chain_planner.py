@@ -179,7 +179,7 @@ def equal_chain(length: int, size: int) -> Chain:
 def forward_steps(chain: Chain, kept: int, policy: str) -> float:
     """The table's, where only what is kept counts and nothing is needed for a while."""
     from retrograde.plan.chain.columns import layers_of
-    from retrograde.plan.chain.fill import LANES, Grid, Kinds, fill
+    from retrograde.plan.chain.fill import LANES, Grid, Kinds, Table, fill
 
     layers = layers_of(chain)
     size = len(chain)
@@ -192,7 +192,7 @@ def forward_steps(chain: Chain, kept: int, policy: str) -> float:
     table = np.empty((kept // LANES + 1, all_cells(size).rows, LANES))
     kinds = Kinds(stores=policy != "ism", records=policy != "hsm")
     cells, least = all_cells(size), np.zeros((size, size + 1), np.int64)
-    fill(free, kinds, Grid(1, 0, False), cells, least, table)
+    fill(Table(free, kinds, Grid(1, 0, False), cells, least, least, table))
     return table[kept // LANES, cells.row[size], kept % LANES]
 
 

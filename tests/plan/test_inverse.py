@@ -20,6 +20,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("policy", "sizes"), KINDS)
 @pytest.mark.parametrize("length", [1, 2, 3, 17, 63])
 def test_the_curve_has_every_drop_and_nothing_else(policy, sizes, length):

@@ -408,6 +408,7 @@ def in_a_process(rank, size, folder):
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.quick(0)
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 @pytest.mark.parametrize(

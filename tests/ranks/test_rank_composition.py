@@ -64,6 +64,7 @@ def a_rank(rank, folder):
     distributed.destroy_process_group()
 
 
+@pytest.mark.quick(0)
 def test_data_times_time_and_a_state_that_another_number_of_ranks_goes_on_from(tmp_path):
     spawn(a_rank, (str(tmp_path),), nprocs=SIZE)
     alone = make()

@@ -111,6 +111,7 @@ CASES = [
 ]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("place", "how", "way"), CASES)
 def test_the_others_name_the_rank_that_is_lost(tmp_path, place, how, way):
     for rank, seconds, said in survivors(tmp_path, place, how, way):

@@ -120,6 +120,7 @@ def test_a_jacobian_that_is_wrong_is_noticed(way, wrong, monkeypatch):
     check(found, expected, 2e-6)
 
 
+@pytest.mark.quick(0)
 def test_what_failed_once_is_not_chosen_again(monkeypatch):
     net = rg.GRU(3, 4)
     monkeypatch.setattr(time_sharded, "choose", lambda *_: "tree")
@@ -143,6 +144,7 @@ def test_what_failed_once_is_not_chosen_again(monkeypatch):
     assert len(told) == 8  # each rank's, of the first call and of the first that is longer
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("length", [400, 3000])
 def test_rounding_alone_sets_off_no_alarm(length):
     """Gradients that neither grow nor fall, in single precision, over many steps."""

@@ -77,6 +77,7 @@ def test_integer_matrices(algorithm):
     assert algorithm(matrices, multiply) == reference(matrices, multiply)
 
 
+@pytest.mark.quick(0)
 @given(
     st.lists(st.text(max_size=3) | st.just(IDENTITY), min_size=1, max_size=200),
     st.integers(0, 9),

@@ -65,6 +65,7 @@ def test_it_is_the_recurrent_modules_gradient_too():
         assert (a.grad - b.grad).norm() <= 1e-12 * b.grad.norm()
 
 
+@pytest.mark.quick(0)
 def test_gradcheck_passes():
     step, parameters = lstm_with_heads()
     x = torch.randn(6, 2, 3, **REAL, requires_grad=True)
@@ -130,3 +131,24 @@ def test_bad_input():
     y, _ = rg.unroll(step, x.requires_grad_(), state, backward="scan")
     with pytest.raises(rg.RetrogradeError, match="cannot itself be differentiated"):
         torch.autograd.grad(y["late"].sum(), x, create_graph=True)
+
+
+def test_products_that_overflow_leave_the_exact_gradient():
+    """A state half of which grows fiftyfold a step; the gradient meets only zeros there."""
+    turn = torch.block_diag(torch.tensor([[0.6, -0.8], [0.8, 0.6]]), 50 * torch.eye(2))
+    turn.requires_grad_()
+    x = torch.randn(2000, 1, 4) * torch.tensor([1.0, 1.0, 0.0, 0.0])
+
+    def step(x, h):
+        h = x + h @ turn
+        return h[:, :2], h
+
+    def gradient(**options):
+        y, _ = rg.unroll(step, x, torch.zeros(1, 4), **options)
+        return torch.autograd.grad(y.sum(), turn)[0]
+
+    expected = gradient()
+    assert expected.isfinite().all()
+    with pytest.warns(RuntimeWarning, match="not finite"):
+        found = gradient(backward="scan")
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)

@@ -51,6 +51,7 @@ def test_blelloch_counts():
             assert report.steps() == 2 * m - 3 + (2 * n >= 3 * 2 ** (m - 1))
 
 
+@pytest.mark.quick(0)
 def test_hybrid_counts():
     for n in EVERY_N:
         for k in range(most_levels(n) + 2):

@@ -31,11 +31,9 @@ Result = tuple[Tensors, Tensors, Structure, Structure]  # outputs, state, and th
 
 @dataclass(frozen=True)
 class StepCore(AutogradCore):
-    """Any cell ``cell(x_t, state) -> (y_t, state)``, one call a step; made by :func:`examine`.
-
-    ``quiet`` is the cell without what only its outputs need, if leaving that out has no other
-    effect; ``copied`` tells which parts of the state it writes to, and so is given a copy of.
-    """
+    """Any cell ``cell(x_t, state) -> (y_t, state)``, called once a step; made by :func:`examine`.
+    ``quiet`` is the cell without the work that only outputs need; None to run all of it. ``copied``
+    marks the parts of the state that the cell writes to, and gets clones of."""
 
     cell: Cell
     input_spec: Structure
@@ -94,16 +92,10 @@ def examine(
     state_spec: Structure,
     made_of: Sequence[Any] | None = None,
 ) -> StepCore:
-    """Run one step of a cell on its flat input and state, leave no trace of it, and make its core.
-
-    This finds out the structure of its output; every tensor that it uses besides its arguments and
-    that requires a gradient (rule 5); and whether it draws random numbers or changes buffers (rules
-    2 and 3). Modules and captured tensors are looked for in ``made_of``, by default in the cell.
-
-    Raises:
-        CellError: the cell cannot be run exactly: its state changes structure, shape or dtype, or
-            it writes to an argument (rule 6); the message says why and what to do.
-    """
+    """Make a cell's core from one trial step on its flat input and state, which leaves no trace.
+    Captured tensors that require a gradient (rule 5), generators and buffers (rules 2 and 3) are
+    looked for in ``made_of``, by default in the cell. Raises CellError if the cell cannot be run
+    exactly (rule 6)."""
     device = device_of(*state, *inputs)
     _check_trackable([*inputs, *state])
     x = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
@@ -126,11 +118,9 @@ def examine(
 def begin(
     cell: Cell, inputs: Tensors, input_spec: Structure, state: Tensors, state_spec: Structure
 ) -> tuple[StepCore, Tensors, Tensors]:
-    """Run step 0 where nothing will be differentiated: a core, the outputs, and the state after.
-
-    Raises:
-        CellError: the step changed the structure, a shape or a dtype of its state.
-    """
+    """Run step 0 where nothing will be differentiated: a core without parameters, the outputs, and
+    the state after. Raises CellError if the step changed the structure, a shape or a dtype of its
+    state."""
     result = _call(cell, input_spec.unflatten(inputs), state_spec.unflatten(state))
     device = device_of(*state, *inputs)
     core = _core_like(result, cell, input_spec, state, state_spec, device)
@@ -163,10 +153,8 @@ def _core_like(
 
 
 def _settled(states: Tensors, given: Tensors, device: torch.device) -> tuple[Like, ...]:
-    """What a state looks like after a step: as before it, but for its precision under autocast.
-
-    There a state that is given in float32 is often computed in half precision from step 0 on.
-    """
+    """The form of a state after a step. It is that before the step, but under autocast a float32
+    state often becomes half precision from step 0 on."""
     like = [like_of(t) for t in given]
     if torch.is_autocast_enabled(device.type) and len(states) == len(given):
         for i, (t, (shape, dtype, place)) in enumerate(zip(states, like, strict=True)):
@@ -177,10 +165,8 @@ def _settled(states: Tensors, given: Tensors, device: torch.device) -> tuple[Lik
 
 @dataclass
 class _Trying:
-    """A cell on the leaves of step 0, to see what it writes to in place.
-
-    It is given copies of the parts of the state that it writes to; a write to an input is refused.
-    """
+    """A trial of a cell, to find which parts of the state it writes to; those are cloned for it.
+    Raises CellError if it writes to an input."""
 
     cell: Cell
     inputs: Tensors

@@ -46,21 +46,9 @@ class Drops(Protocol):
 
 @dataclass(frozen=True)
 class Dropout:
-    """Elements become zero with probability p, the others are divided by 1 − p.
-
-    Args:
-        p: the probability.
-        key: what :func:`draw_key` drew.
-        layer: the number of the core's first layer in the whole module.
-        first: whether the core's inputs are dropped too, being another layer's outputs.
-
-    Example:
-        >>> dropout = Dropout(0.5, torch.tensor(7), layer=0, first=False)
-        >>> x, steps = torch.ones(3, 2, 4), torch.arange(3)
-        >>> y = dropout(x, 1, steps)
-        >>> torch.equal(y[1:2], dropout(x[1:2], 1, steps[1:2])), sorted(set(y.flatten().tolist()))
-        (True, [0.0, 2.0])
-    """
+    """Elements become zero with probability p, the others are divided by 1 − p. ``key`` is from
+    :func:`draw_key`, and ``layer`` is the number of the core's first layer in the module. ``first``
+    tells whether the core's inputs are dropped too."""
 
     p: float
     key: Tensor
@@ -70,10 +58,8 @@ class Dropout:
     def __call__(
         self, x: Tensor, number: int, steps: Tensor, sizes: Tensor | None = None
     ) -> Tensor:
-        """Drop what comes to layer ``number`` of the core at some steps (L,).
-
-        It is (L, B, H), or packed (rows, H); then ``sizes`` (L,) are the sequences of each step.
-        """
+        """Drop what layer ``number`` of the core receives at consecutive ``steps`` (L,). x is (L,
+        B, H), or packed (rows, H) with ``sizes`` (L,), the sequences of each step."""
         real = x.dtype in (torch.float32, torch.float64) and not x.requires_grad
         if real and x.device.type == "cpu" and sizes is None and x.is_contiguous() and self.p < 1:
             from retrograde.kernels.cpu_masks import drop

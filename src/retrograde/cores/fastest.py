@@ -81,17 +81,9 @@ def candidates(
     whole: bool = True,
     extra_bytes: int = 0,
 ) -> list[Candidate]:
-    """The cores that can run layers, one for each kernel.
-
-    Args:
-        nets: the layers of one direction, or one layer for each of two.
-        batch: how many sequences.
-        way: how to go backward, if that was asked.
-        dropout: what is dropped between the layers.
-        packed: whether the sequences are packed.
-        whole: whether torch's own module can run these layers too; with enough memory it will.
-        extra_bytes: as :class:`Footprint` has it.
-    """
+    """The cores that can run ``nets``, the layers of one direction or a layer for each of two.
+    ``way`` is None if no way back was asked for. ``whole`` tells whether torch's own module can run
+    them too; with enough memory it does."""
     on_cpu = nets[0].weights[0].device.type == "cpu"
     usual = _CPU[nets[0].mode.split("_")[0]] if on_cpu else _CUDA
     compiled = _CPU["compiled"] if on_cpu else _CUDA
@@ -126,10 +118,8 @@ def footprints(
     ordinary: Curve | Highest | None = None,
     memory: Memory | None = None,
 ) -> list[Footprint]:
-    """Measure what the steps of each candidate take; arguments as :func:`footprint` has them.
-
-    What ordinary backpropagation takes, if it is not given, is measured of the first one.
-    """
+    """Measure each candidate as :func:`footprint` does; what ``ordinary`` backpropagation takes, if
+    None, on the first."""
     found: list[Footprint] = []
     for one in several:
         sizes = footprint(one.core, inputs, state, ordinary=ordinary, memory=memory)
@@ -150,13 +140,9 @@ def footprints(
 def fit_measured(
     core: Core, inputs: Inputs, state: Tensors, memory: Memory | None, sizes: Footprint
 ) -> tuple[Fit, Footprint]:
-    """The fastest schedule for a core within a budget, and its footprint, which learns from it.
-
-    Every length that the schedule uses is measured, until the predicted peak is within the budget.
-
-    Raises:
-        BudgetError: even the least schedule does not fit.
-    """
+    """The fastest schedule for a core within a budget, and its footprint. Each length that the
+    schedule uses is measured, until the predicted peak is within the budget. Raises BudgetError if
+    the least schedule does not fit."""
     while True:
         found = fit(len(inputs), memory, sizes)
         if found.ordinary or not core.joins:
@@ -173,13 +159,8 @@ def fit_fastest(
     state: Tensors,
     memory: Memory | None,
 ) -> tuple[int, Fit]:
-    """The number of the fastest candidate within a budget, and the fit for it.
-
-    The candidates' footprints, ``sizes``, learn what is measured here.
-
-    Raises:
-        BudgetError: the budget is too small for every core.
-    """
+    """The number of the fastest candidate within a budget, and its fit; ``sizes`` are updated in
+    place. Raises BudgetError if the budget is too small for every core."""
     length = len(inputs)
     minimum = min(size.least_bytes(length) for size in sizes)
     best: tuple[int, Fit] | None = None

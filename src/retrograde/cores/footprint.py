@@ -67,12 +67,9 @@ def footprint(
     ordinary: Curve | Highest | None = None,
     memory: Memory | None = None,
 ) -> Footprint:
-    """Measure what the first few steps of a core take, for :func:`retrograde.plan.fit.fit`.
-
-    What ordinary backpropagation takes is measured too, if it is not given. Beyond
-    :data:`FEW_STEPS` steps and :data:`FEW_BYTES` the measuring itself keeps to the budget,
-    ``memory``.
-    """
+    """Measure what the first few steps of a core take, and ``ordinary`` backpropagation if that is
+    None. Beyond :data:`FEW_STEPS` steps and :data:`FEW_BYTES` the measuring itself keeps to the
+    budget, ``memory``."""
     length, device = len(inputs), core.ambient.device
     with core.ambient.measured(), muted_hooks(core.parameters):
         _measure_range(core, inputs, state, 1)  # what a first call allocates for good is not ours
@@ -128,11 +125,8 @@ def footprint(
 def _ordinary(
     core: AutogradCore, inputs: Inputs, state: Tensors, memory: Memory | None
 ) -> tuple[Highest, int]:
-    """What ordinary backpropagation takes by the number of steps, and what may come on top.
-
-    That is the last step, where the loss is of the final state as well, and copies of gradients
-    that are expanded scalars.
-    """
+    """What ordinary backpropagation takes by the number of steps, and what may come on top. That is
+    a loss of the final state, and copies of gradients that are expanded scalars."""
     told = measure(lambda: outputs_tell(core, inputs, state), device=core.ambient.device).value
 
     def measured(steps: int) -> tuple[int, int]:

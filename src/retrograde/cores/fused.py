@@ -39,15 +39,8 @@ HEAP_BYTES = 24 * 2**20
 
 @dataclass(frozen=True)
 class Layers:
-    """Layers above one another, in one direction.
-
-    Attributes:
-        mode: which kind.
-        weights: as torch orders them, layer by layer: weight_ih, weight_hh, and, with biases,
-            bias_ih, bias_hh; with projections, weight_hr.
-        count: how many layers.
-        bias: whether there are biases.
-    """
+    """Layers above one another, in one direction. ``weights`` are in torch's order, layer by layer:
+    weight_ih, weight_hh, with biases bias_ih and bias_hh, with projections weight_hr."""
 
     mode: Mode
     weights: Tensors
@@ -82,17 +75,9 @@ def run_torch(
 
 
 class Fused(AutogradCore):
-    """Recurrent layers, a range of steps being one call.
-
-    A call's leaves are those of :class:`retrograde.run.layout.Rows`: for every direction its
-    inputs, then the numbers of the steps if there is dropout, then the sizes if it is packed.
-
-    Args:
-        nets: the layers of the one direction; or one layer for each of the two directions.
-        kernel: what runs them.
-        dropout: what is dropped before a layer.
-        packed: whether the inputs are.
-    """
+    """Recurrent layers, a range of steps being one call; ``nets`` are the layers of one direction,
+    or one layer for each of two. A call's leaves are those of :class:`retrograde.run.layout.Rows`:
+    for every direction its inputs, then step numbers if there is dropout, then sizes if packed."""
 
     fused, sums = True, False
 

@@ -34,13 +34,8 @@ Loss = Callable[[Any, Any], Tensor | None]
 
 @dataclass(frozen=True)
 class StepLoss:
-    """A cell and its loss, as a cell whose input is the pair of its own input and the step.
-
-    Args:
-        cell: ``cell(x_t, state) -> (y_t, state)``.
-        loss: ``loss(t, y_t)``, a scalar or None.
-        device: where losses are summed.
-    """
+    """A cell and its ``loss(t, y_t)``, a scalar or None, as a cell with the input (x_t, t). Losses
+    are summed on ``device``."""
 
     cell: Cell
     loss: Loss
@@ -72,15 +67,8 @@ class StepLoss:
 
 @dataclass(frozen=True)
 class RangeLoss:
-    """A fused kernel and the loss of a range of steps; the state is the kernel's, a list.
-
-    Args:
-        kernel: what runs a range.
-        loss: ``loss(range, y)``, with y (L, B, H); the sum of the losses of its steps, or None.
-        device: where losses are summed.
-        parameters: what else than kernel and arguments may require a gradient; None if not known
-            yet.
-    """
+    """A fused kernel and ``loss(range, y)``, y (L, B, H): the sum of the steps' losses, or None.
+    ``parameters`` are what the loss may use that requires a gradient; None if not known yet."""
 
     kernel: Fused
     loss: Loss
@@ -132,13 +120,8 @@ class RangeLoss:
 
 
 def as_summand(value: Any, where: str, device: torch.device) -> Tensor:
-    """What the loss of some steps returned, as it is summed: a new scalar, zero for None.
-
-    It is of double precision, since there may be millions of them.
-
-    Raises:
-        CellError: it is no real scalar tensor, or has no gradient where it should.
-    """
+    """A loss as a new scalar, zero for None; in double precision, since there may be millions.
+    Raises CellError if it is no real scalar tensor, or has no gradient where it should."""
     if value is None:
         return torch.zeros((), dtype=torch.float64, device=device)
     remedy = "return a scalar tensor, or None where there is no loss"
@@ -177,16 +160,9 @@ class _Probing:
 def examine_loss(
     part: StepLoss | RangeLoss, stream: Stream, state: Tensors, state_spec: Structure
 ) -> tuple[StepCore, Stream]:
-    """Make the core of a cell or a kernel with its loss.
-
-    Returns:
-        The core; and the inputs to measure it by, which are numbered as those of a step that has a
-        loss.
-
-    Raises:
-        CellError: as :func:`retrograde.cores.cell.examine`; also for a kernel's loss that draws
-            random numbers, changes buffers, or is not the sum of the losses of its steps.
-    """
+    """The core of a cell or kernel with its loss, and inputs to measure it by, of a step with a
+    loss. Raises CellError also if a kernel's loss draws random numbers, changes buffers or is no
+    sum over steps."""
     fused = isinstance(part, RangeLoss)
     pairs = zip(stream[0:1] if fused else stream[0], stream.differentiable, strict=True)
     inputs = [x.detach().requires_grad_(wanted) for x, wanted in pairs]

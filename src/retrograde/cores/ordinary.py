@@ -19,7 +19,7 @@ from retrograde.units import Memory, as_bytes
 
 __all__ = [
     "FEW_BYTES", "FEW_STEPS", "LONGEST_MEASURED",
-    "expanded", "measure_pass", "ordinary_bytes", "ordinary_curve", "outputs_tell",
+    "even_from", "expanded", "measure_pass", "ordinary_bytes", "ordinary_curve", "outputs_tell",
 ]  # fmt: skip
 
 #: How many steps are measured in any case, in whatever memory they take.
@@ -40,17 +40,9 @@ Tensors = list[Tensor]
 def ordinary_curve(
     measured: Callable[[int], tuple[int, ...]], length: int, memory: Memory | None = None
 ) -> Highest:
-    """Measure at doubling lengths, until the bytes grow evenly, or would leave the budget.
-
-    Forward and backward grow by different slopes, and which is the higher changes with the length.
-    So each is followed by itself. The budget holds beyond :data:`FEW_STEPS` steps and
-    :data:`FEW_BYTES`.
-
-    Args:
-        measured: the bytes of so many steps, at the peak of each phase.
-        length: the number of steps there are.
-        memory: the budget, or None.
-    """
+    """Measure at doubling lengths, until the bytes grow evenly or would leave the budget
+    ``memory``. ``measured`` gives the bytes at each phase's peak; phases are followed apart, since
+    their slopes differ. The budget holds beyond :data:`FEW_STEPS` steps and :data:`FEW_BYTES`."""
     points = {steps: measured(steps) for steps in sorted({1, min(2, length)})}
     while (last := max(points)) < min(length, LONGEST_MEASURED):
         steps, known = min(2 * last, length), Highest.of(points)
@@ -59,9 +51,16 @@ def ordinary_curve(
             if known(length) > budget and _BESIDE * known(steps) > max(budget, FEW_BYTES):
                 break
         points[steps] = measured(steps)
-        if steps >= 16 and all(map(_is_even, Highest.of(points).curves)):
+        if even_from(Highest.of(points)) is not None:
             break
     return Highest.of(points)
+
+
+def even_from(found: Highest) -> int | None:
+    """The steps from which on bytes grow evenly, so that no longer call needs to be measured; None
+    if that has not been seen."""
+    last = found.curves[0].points[-1][0]
+    return last if last >= 16 and all(map(_is_even, found.curves)) else None
 
 
 def _is_even(curve: Curve) -> bool:
@@ -77,10 +76,8 @@ def measure_pass(
     drop: Callable[[], None],
     device: torch.device,
 ) -> tuple[int, int]:
-    """The working bytes at the peak of forward, and of backward.
-
-    What ``drop`` releases would be the caller's, and does not count.
-    """
+    """The working bytes at the peak of forward, and of backward. What ``drop`` releases would be
+    the caller's, and does not count."""
     one, other, _ = measure_phases([forward, backward, drop], device=device)
     return one.peak(0, 2), one.growth(0, 2) + other.peak(0, 2)
 
@@ -111,9 +108,8 @@ def ordinary_bytes(
     whole: bool,
     like: Callable[[Tensor], Tensor] = torch.ones_like,
 ) -> tuple[int, int]:
-    """The working bytes of ordinary backpropagation through the first steps, as one graph.
-
-    The gradient starts at the outputs, and at the final state too if ``whole``; ``like`` makes it.
+    """The working bytes, forward and backward, of ordinary backpropagation through the first steps.
+    The gradient, made by ``like``, starts at the outputs, and if ``whole`` at the final state too.
     """
     numbers = inputs[0:steps][-1:] if core.sums else []  # ours, and not the caller's
     roots: Tensors = []

@@ -27,12 +27,7 @@ Tensors = list[Tensor]
 
 @dataclass(frozen=True)
 class Pace:
-    """What ranges of one kind take.
-
-    Attributes:
-        call_seconds: a call, besides its steps; 0 for a core that is called step by step.
-        step_seconds: a step.
-    """
+    """The seconds of ranges: for a call (0 for a core called step by step), and for each step."""
 
     call_seconds: float
     step_seconds: float
@@ -66,10 +61,8 @@ class Stopwatch:
 
 
 def time_steps(core: Core, inputs: Inputs, state: Tensors, repeats: int) -> Paces:
-    """Time short ranges by the executor's own functions, and leave no trace of it.
-
-    The ranges begin at the first step; each is timed ``repeats`` times, and medians are returned.
-    """
+    """Median seconds of short ranges, run from the first step by the executor's own functions; no
+    trace is left."""
 
     def trial(watch: Stopwatch, steps: int) -> None:
         shapes: Shapes = []
@@ -88,10 +81,7 @@ def time_steps(core: Core, inputs: Inputs, state: Tensors, repeats: int) -> Pace
 def time_calls(
     calls: Sequence[Callable[[int], object]], steps: int, repeats: int, device: torch.device
 ) -> Paces:
-    """Time three calls in turn, which run so many steps forward, record them, and go back.
-
-    Each is timed ``repeats`` times, and medians are returned.
-    """
+    """Median seconds of three calls in turn for a number of steps: forward, record, backward."""
 
     def trial(watch: Stopwatch, length: int) -> None:
         for call in calls:

@@ -126,13 +126,13 @@ def is_generator(value: Any) -> bool:
 def sources(device: torch.device, generators: Iterable[Any] = ()) -> tuple[Source, ...]:
     """All that a step on ``device`` may draw from: the global generators and the given ones."""
     given = list(generators)
-    ours = _defaults(device) + [g for g in given if isinstance(g, torch.Generator)]
+    ours = _of_device(device) + [g for g in given if isinstance(g, torch.Generator)]
     found: list[Source] = [_Torch(g) for g in {id(g): g for g in ours}.values()]
     others = [*_global(), *(_other(g) for g in given if not isinstance(g, torch.Generator))]
     return (*found, *{id(source.instance): source for source in reversed(others)}.values())
 
 
-def _defaults(device: torch.device) -> list[torch.Generator]:
+def _of_device(device: torch.device) -> list[torch.Generator]:
     """torch's global generators: the CPU's and the device's."""
     found: list[torch.Generator] = [torch.default_generator]
     if device.type == "cuda":
@@ -177,7 +177,17 @@ def _numpy(generator: Any) -> _Other:
 
 def random_position(device: torch.device) -> tuple[int, ...]:
     """Where torch's default generators stand, as numbers that change when one is drawn from."""
-    return tuple(_Torch(generator).position() for generator in _defaults(device))
+    return tuple(_Torch(generator).position() for generator in _of_device(device))
+
+
+def _defaults() -> list[torch.Generator]:
+    """The generators that an operation draws from which is given none."""
+    return [torch.default_generator, *torch.cuda.default_generators]
+
+
+def _identity(generator: torch.Generator) -> int:
+    """The same for all Python objects of one generator: each operation is given a new one."""
+    return int(generator._cdata)  # type: ignore[attr-defined]
 
 
 def is_alone() -> bool:
@@ -234,27 +244,17 @@ class Watch(TorchDispatchMode):
             for value in pytree.tree_leaves((args, kwargs)):
                 if id(value) in self.tensors:
                     self.seen(value)
-        watched = self._may_move(func, args, kwargs or {})
-        before = [source.position() for source in watched]
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
+        given = [v for v in (*args, *(kwargs or {}).values()) if isinstance(v, torch.Generator)]
+        which = set(map(_identity, given or _defaults()))
+        ours = [s for s in self.ours if _identity(s.generator) in which]
+        before = [source.position() for source in ours]  # others may be moved by another thread
         result = func(*args, **(kwargs or {}))
-        for source, position in zip(watched, before, strict=True):
+        for source, position in zip(ours, before, strict=True):
             if source.position() != position:
                 self._tell(source)
         return result
-
-    def _may_move(self, func: Any, args: Any, kwargs: dict[str, Any]) -> "list[_Torch]":
-        """The generators that an operation may draw from: any other was moved by another thread."""
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return []
-        parameters = func._schema.arguments
-        given = {p.name: p.default_value for p in parameters}
-        given |= {p.name: value for p, value in zip(parameters, args, strict=False)} | kwargs
-        for value in given.values():
-            if isinstance(value, torch.Generator):
-                return [s for s in self.ours if _address(s.generator) == _address(value)]
-        off = 0 in (given.get("dropout_p"), given.get("dropout"))
-        off = off or given.get("train") is False or given.get("training") is False
-        return [] if off else self.ours
 
     def _called(self, frame: Any, event: str, function: Any) -> None:
         if event == "c_call":
@@ -267,11 +267,6 @@ class Watch(TorchDispatchMode):
         self.seen(source)
 
 
-def _address(generator: torch.Generator) -> int:
-    """What tells generators apart in a dispatch, where torch wraps them anew at every call."""
-    return generator._cdata  # type: ignore[attr-defined, no-any-return]
-
-
 class OwnRandom:
     """Random numbers for blocks that are run once, between others that are run again.
 
@@ -282,7 +277,7 @@ class OwnRandom:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.generators = _defaults(device)
+        self.generators = _of_device(device)
         self.stream: list[torch.Generator] = []
 
     @contextmanager

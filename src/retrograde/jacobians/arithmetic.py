@@ -27,11 +27,8 @@ __all__ = ["SparseKernels", "apply", "multiply", "plain", "sparse_kernels", "spr
 
 @dataclass(frozen=True)
 class SparseKernels:
-    """One implementation, "numba", "triton" or "torch", of what is done with sparse values.
-
-    The fields are as :func:`scale`, :func:`multiply_sparse`, :func:`apply_sparse`, :func:`take` and
-    :func:`mark`.
-    """
+    """One implementation, "numba", "triton" or "torch", of :func:`scale`, :func:`multiply_sparse`,
+    :func:`apply_sparse`, :func:`take` and :func:`mark`."""
 
     name: str
     scale: Callable[[Pattern, Tensor, Tensor, bool], Tensor]
@@ -42,14 +39,8 @@ class SparseKernels:
 
 
 def multiply(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> Tensor:
-    """The values of ``left.product(right).result``; (nnz,) where both factors' are shared.
-
-    Example:
-        >>> from retrograde.jacobians.factor import full, identity
-        >>> two = torch.tensor([2.0, 3.0])
-        >>> multiply(Pattern(identity(2)), Pattern(full(2, 2)), two, torch.ones(4)).tolist()
-        [2.0, 2.0, 3.0, 3.0]
-    """
+    """The values of ``left.product(right).result``: (nnz,) where both factors' are shared, else
+    (samples, nnz)."""
     plan = left.product(right)
     kernels = sparse_kernels(a.device.type, a.dtype)
     if plan.way == "sparse":
@@ -66,13 +57,7 @@ def multiply(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> Tensor:
 
 
 def apply(pattern: Pattern, values: Tensor, x: Tensor) -> Tensor:
-    """A transposed Jacobian times a gradient: (rows,) or (samples, rows).
-
-    Example:
-        >>> from retrograde.jacobians.factor import full
-        >>> apply(Pattern(full(2, 3)), torch.ones(6), torch.ones(3)).tolist()
-        [3.0, 3.0]
-    """
+    """A transposed Jacobian times a gradient: (rows,) or (samples, rows)."""
     if pattern.kind == "diagonal":
         return values * x
     if pattern.kind == "full":
@@ -121,10 +106,8 @@ def take(weights: Tensor, pattern: Any) -> Tensor:
 
 
 def mark(pattern: Pattern, x: Tensor, chosen: Tensor) -> Tensor:
-    """The values of a max-pooling: 1 where the input of an entry is its output's maximum.
-
-    x is the input, (samples, channels, …); ``chosen`` is each maximum's place in its channel.
-    """
+    """The values of a max-pooling: 1 where the input of an entry is its output's maximum. ``x`` is
+    (samples, channels, …), and ``chosen`` is each maximum's place in its channel."""
     within = pattern.tensor("row_of", x.device) % prod(x.shape[2:])
     columns = pattern.tensor("indices", x.device)
     return (chosen.flatten(1).index_select(1, columns) == within).to(x.dtype)
@@ -135,12 +118,7 @@ plain = SparseKernels("torch", scale, multiply_sparse, apply_sparse, take, mark)
 
 @cache
 def sparse_kernels(device: str, dtype: torch.dtype) -> SparseKernels:
-    """The fastest implementation for a type of device, such as "cpu" or "cuda".
-
-    Example:
-        >>> sparse_kernels("cpu", torch.float32).name
-        'numba'
-    """
+    """The fastest implementation for a type of device, such as "cpu" or "cuda"."""
     real = dtype in (torch.float32, torch.float64)
     if device == "cpu" and real:
         from retrograde.jacobians import cpu_products as cpu
@@ -169,11 +147,9 @@ def _multiply_by_blocks(plan: Product, a: Tensor, b: Tensor) -> Tensor:
 def _block_rows(
     values: Tensor, places: Pattern, rows: int, columns: int
 ) -> Iterator[tuple[slice, Tensor]]:
-    """For each row of the places: its entries, and their values (rows, columns, entries).
-
-    In compressed rows a Jacobian full(C, D) ⊗ P is C times the rows of P, with D times the entries
-    of a row side by side.
-    """
+    """For each row of the places: its entries, and their values (rows, columns, entries). In
+    compressed rows, full(C, D) ⊗ P is C times the rows of P, with D copies of a row's entries side
+    by side."""
     by_row = values.view(rows, columns * places.nnz)
     for start, end in pairwise(places.indptr.tolist()):
         part = by_row[:, columns * start : columns * end]

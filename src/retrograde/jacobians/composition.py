@@ -59,11 +59,9 @@ def _overwrites(layer: nn.Module) -> bool:
 
 
 class Path(ABC):
-    """One or more layers from an input to an output.
-
-    A *maker* gives the matrix of a :class:`Piece`: its Jacobian for some samples, or its outline,
-    of which only sizes are known. A path puts these together by ``@`` and ``+``.
-    """
+    """One or more layers from an input to an output. A *maker* gives the matrix of a
+    :class:`Piece`: its Jacobian for some samples, or an outline that knows only sizes. A path
+    combines these by ``@`` and ``+``."""
 
     @property
     @abstractmethod
@@ -151,13 +149,9 @@ Maker = Callable[[Piece], Any]
 
 
 def observe(layer: nn.Module, x: Tensor) -> tuple[Tensor, Path]:
-    """Run a layer on x, (samples, …), and keep what its Jacobian is made of.
-
-    The output is differentiable with respect to x, which must want a gradient.
-
-    Raises:
-        ScanError: a layer has no rule, or couples samples.
-    """
+    """Run a layer on x, (samples, …), and keep what its Jacobian is made of. The output is
+    differentiable in x, which must require a gradient. Raises ScanError if a layer has no rule or
+    couples samples."""
     parts, own = parts_of(layer), "forward" not in vars(layer)
     if parts is not None:
         run = partial(observe, parts)

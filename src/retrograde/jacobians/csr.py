@@ -24,16 +24,12 @@ __all__ = ["CSR", "Local"]
 class CSR:
     """A transposed Jacobian (∂y/∂x)ᵀ, whose guaranteed zeros are left out.
 
-    The pattern is shared by all samples; values are those of each sample, or shared as well, where
-    they depend on weights only. ``a @ b`` is a product, by the plan for the two patterns
-    (:meth:`~retrograde.jacobians.pattern.Pattern.product`); ``a + b`` is the sum of two paths.
+    All samples share the pattern; they share values, too, where these depend on weights only.
+    ``a @ b`` is a product, planned once for the two patterns; ``a + b`` is the sum of two paths.
 
     Args:
         pattern: (inputs, outputs) of one sample, flattened.
-        data: (nnz,), or (samples, nnz).
-
-    Raises:
-        ScanError: ``data`` has not an entry for each of the pattern's.
+        data: (nnz,), or (samples, nnz); otherwise a ScanError is raised.
 
     Example:
         >>> jacobian = CSR.from_dense(torch.tensor([[1.0, 0.0], [2.0, 3.0]]))
@@ -57,9 +53,7 @@ class CSR:
     @classmethod
     def from_dense(cls, matrix: Tensor) -> "CSR":
         """The entries of (inputs, outputs), or (samples, inputs, outputs), not zero in all samples.
-
-        The pattern is that of these values: good for a linear layer, and wrong for one whose zeros
-        depend on its input.
+        These values decide the pattern, so it is wrong for a layer whose zeros depend on its input.
         """
         present = matrix != 0 if matrix.ndim == 2 else (matrix != 0).any(0)
         rows, columns = present.nonzero(as_tuple=True)
@@ -158,9 +152,9 @@ class Local:
     Args:
         pattern: of its guaranteed zeros.
         shared: whether all samples have the same values.
-        values: computes them, (nnz,) where shared, else (samples, nnz); None of a layer that
-            changes nothing but shapes.
-        scratch: bytes for each entry that computing them takes besides.
+        values: computes them: (nnz,) if shared, else (samples, nnz); None for a layer that
+            only changes shapes.
+        scratch: further bytes for each entry while they are computed.
     """
 
     pattern: Pattern

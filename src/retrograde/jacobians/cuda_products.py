@@ -99,9 +99,9 @@ def sums(
     ENTRIES: tl.constexpr,
     SAMPLES: tl.constexpr,
 ):
-    """Program (p, q): entries p·ENTRIES … of samples q·SAMPLES …
+    """Program (p, q) sums the tile of entries from p·ENTRIES on and samples from q·SAMPLES on.
 
-    a and b are (their entries, samples), or one number an entry where samples share them; out is
+    a and b are (their entries, samples), or (their entries,) where samples share them; out is
     (entries, samples). OWN: the left entry of term t is t.
     """
     # What belongs to entries is a column from the first on: where it is made one of a tensor of one

@@ -44,14 +44,8 @@ class TooManyEntriesError(ScanError):
 
 @dataclass(frozen=True, eq=False)
 class Factor:
-    """A matrix of zeros and ones, in compressed rows.
-
-    ``arrays`` of a sparse one are offsets of the rows, and columns, ascending in each row.
-
-    Example:
-        >>> identity(3).indices.tolist(), full(2, 2).indices.tolist()
-        ([0, 1, 2], [0, 1, 0, 1])
-    """
+    """A matrix of zeros and ones, in compressed rows. ``arrays``, of a sparse one only, are the
+    offsets of the rows and the columns, ascending in each row."""
 
     rows: int
     columns: int
@@ -95,10 +89,8 @@ class Factor:
         return np.bincount(self.arrays[1], minlength=self.columns)
 
     def split(self, size: int, *, at: Literal["rows", "columns"]) -> "tuple[Factor, Factor] | None":
-        """Two factors whose Kronecker product this is, the first with ``size`` rows, or columns.
-
-        None where there are none.
-        """
+        """Two factors whose Kronecker product this is, the first with ``size`` rows or columns;
+        None where there are none."""
         rest, left = divmod(getattr(self, at), size)
         if self.kind == "sparse" or left:
             return None
@@ -120,14 +112,8 @@ def full(rows: int, columns: int) -> Factor:
 
 
 def from_pairs(rows: Integers, columns: Integers, shape: tuple[int, int]) -> Factor:
-    """Some with some: entries in the order of rows and then of columns, no pair twice.
-
-    An identity or a full factor is recognized.
-
-    Example:
-        >>> from_pairs(np.array([0, 1]), np.array([0, 1]), (2, 2)).kind
-        'identity'
-    """
+    """A factor from the pairs (row, column) of its ones, in the order of rows and then of columns,
+    without duplicates. An identity or a full factor is recognized."""
     indptr = np.zeros(shape[0] + 1, np.int64)
     np.cumsum(np.bincount(rows, minlength=shape[0]), out=indptr[1:])
     return from_arrays(indptr, np.asarray(columns), shape)
@@ -148,15 +134,7 @@ def band(
     size: int, outputs: int, kernel: int, stride: int, before: int, dilation: int
 ) -> tuple[Factor, Ints]:
     """Windows that move: output o reads the inputs o·stride − before + k·dilation, 0 ≤ k < kernel.
-
-    Returns the factor, inputs × outputs, and the position k of each entry. Padding, of which there
-    is ``before`` in front of the first input, is no entry.
-
-    Example:
-        >>> factor, k = band(size=4, outputs=4, kernel=3, stride=1, before=1, dilation=1)
-        >>> factor.nnz, k.tolist()
-        (10, [1, 0, 2, 1, 0, 2, 1, 0, 2, 1])
-    """
+    Returns the factor, inputs × outputs, and the position k of each entry; padding is no entry."""
     o, k = np.meshgrid(np.arange(outputs), np.arange(kernel), indexing="ij")
     read = o * stride - before + k * dilation
     inside = (read >= 0) & (read < size)
@@ -164,24 +142,15 @@ def band(
 
 
 def adaptive(size: int, outputs: int) -> Factor:
-    """Windows as adaptive pooling has them: from ⌊o·size/outputs⌋ to ⌈(o+1)·size/outputs⌉.
-
-    Example:
-        >>> adaptive(5, 2).column_counts.tolist()
-        [3, 3]
-    """
+    """Windows as adaptive pooling has them: from ⌊o·size/outputs⌋ up to, not including,
+    ⌈(o+1)·size/outputs⌉."""
     o, i = np.meshgrid(np.arange(outputs), np.arange(size), indexing="ij")
     inside = (i >= o * size // outputs) & (i < -(-(o + 1) * size // outputs))
     return _sorted(i[inside], o[inside], o[inside], (size, outputs))[0]
 
 
 def padding(reads: Integers, size: int) -> Factor:
-    """Padding: output o is the input ``reads[o]``, or a constant where that is negative.
-
-    Example:
-        >>> padding(np.array([-1, 0, 1, -1]), 2).indices.tolist()
-        [1, 2]
-    """
+    """Padding: output o is the input ``reads[o]``, or a constant where that is negative."""
     o = np.arange(len(reads))
     inside = reads >= 0
     return _sorted(reads[inside], o[inside], o[inside], (size, len(reads)))[0]
@@ -195,15 +164,7 @@ def _sorted(
 
 
 def merged(factors: "tuple[Factor, ...]") -> Factor:
-    """The Kronecker product of factors, written out as one.
-
-    Raises:
-        TooManyEntriesError: it has too many.
-
-    Example:
-        >>> merged((identity(2), full(1, 2))).indices.tolist()
-        [0, 1, 2, 3]
-    """
+    """The Kronecker product of factors, written out as one. Raises TooManyEntriesError."""
     return reduce(_kron, factors)
 
 
@@ -221,10 +182,8 @@ def _kron(left: Factor, right: Factor) -> Factor:
 
 
 def combined(left: tuple[Ints, Ints], right: tuple[Ints, Ints], scale: int) -> Ints:
-    """left·scale + right for each entry of a Kronecker product, in the order of its rows.
-
-    Each side is the offsets of its rows, and a number for each entry.
-    """
+    """left·scale + right for each entry of a Kronecker product, in the order of its rows. Each side
+    is the offsets of its rows, and a number for each entry."""
     from retrograde.kernels.cpu_patterns import kron
     from retrograde.kernels.team import ranges, share
 
@@ -235,11 +194,8 @@ def combined(left: tuple[Ints, Ints], right: tuple[Ints, Ints], scale: int) -> I
 
 
 def multiplied(left: Factor, right: Factor, most: int = MOST_ENTRIES) -> Factor:
-    """Where left·right may be non-zero, for non-zeros that do not cancel.
-
-    Raises:
-        TooManyEntriesError: there are more than ``most``; they are counted before they are made.
-    """
+    """Where left·right may be non-zero, if no terms cancel. Raises TooManyEntriesError for more
+    than ``most`` entries; they are counted before they are made."""
     if left.kind == "identity":
         return right
     if right.kind == "identity":

@@ -7,6 +7,7 @@ levels upward (W20, section 5.3). Where the products of all samples do not fit i
 samples are taken a few at a time.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -28,15 +29,18 @@ __all__ = ["Algorithm", "Split", "Step", "observe_steps", "scan_gradients", "spl
 _LEAST = 8  # samples that one instruction takes
 _AT_ONCE = 2**24  # bytes of a product from which on further samples leave the caches
 
+_NOT_FINITE = (
+    "gradients by products of Jacobians are not finite, though they may be without: this call is "
+    'scanned linearly, without products; clip the weights, or use algorithm="linear"'
+)
+
 Algorithm = Literal["auto", "linear", "blelloch", "hybrid"]
 
 
 @dataclass(eq=False)
 class Step:
-    """One layer of a chain, run on a batch.
-
-    x is cut off from the layers before; y is differentiable with respect to x and the parameters.
-    """
+    """One layer of a chain, run on a batch: x is detached from the layers before, and y is
+    differentiable in x and the parameters."""
 
     layer: nn.Module
     x: Tensor
@@ -50,11 +54,11 @@ class Split:
 
     Attributes:
         levels: upward, and as many downward; 0 is the linear scan, all of them Blelloch's.
-        report: what it does level by level, all samples; it ends where a product is too large.
-        fixed_bytes: of vectors and Jacobians, and of what the products of all samples share.
+        report: its work by level, all samples; it ends where a product is too large.
+        fixed_bytes: of vectors, Jacobians, and what all samples' products share.
         sample_bytes: of the products of one sample.
         samples: at a time; 0 where not even one fits.
-        problem: why it cannot be done at all, or nothing.
+        problem: why it cannot be done at all; empty if it can.
     """
 
     levels: int
@@ -71,11 +75,8 @@ class Split:
 
 
 def observe_steps(layers: Sequence[nn.Module], x: Tensor) -> list[Step]:
-    """Run layers in turn on x, (samples, …), each cut off from the one before.
-
-    Raises:
-        ScanError: a layer has no rule, or couples samples.
-    """
+    """Run layers in turn on x, (samples, …), each detached from the one before. Raises ScanError if
+    a layer has no rule or couples samples."""
     steps = []
     for layer in layers:
         x = x.detach().requires_grad_()
@@ -94,16 +95,14 @@ def split_of(
     room: int,
     cost: Callable[[Any, Any], int] = flops,
 ) -> Split:
-    """What a scan with some levels of products takes.
+    """What a scan takes with some levels of products; too many levels mean all.
 
     Args:
-        levels: how many; more than there are means all.
         paths: of the layers whose Jacobians are multiplied, first to last.
         outputs: numbers of a sample that the last one gives.
-        samples: in the batch.
         itemsize: of a number, in bytes.
         room: bytes for Jacobians and products.
-        cost: FLOPs of a ⊙ b; by default, of what is done.
+        cost: FLOPs of a ⊙ b; by default, as carried out.
     """
     own, products = ledger_of(paths, itemsize), Ledger(itemsize, max(1, room // 16))
     make = outlines(samples, products)
@@ -129,15 +128,9 @@ def split_of(
 def scan_gradients(
     steps: Sequence[Step], dy: Tensor, levels: int, samples: int, *, whole: bool
 ) -> list[Tensor]:
-    """The gradient of each step's ``y``, after that of the first one's ``x`` if ``whole``.
-
-    Args:
-        steps: of a chain.
-        dy: the gradient of the last one's output.
-        levels: of the scan; 0 is linear.
-        samples: at a time.
-        whole: whether the gradient of the first one's input is wanted too.
-    """
+    """The gradient of each step's ``y``, first to last, after that of the first one's ``x`` if
+    ``whole``. ``dy`` is the gradient of the last output; ``samples`` of the batch are taken at a
+    time. If products give gradients that are not finite, it warns and scans linearly."""
     used = steps if whole else steps[1:]
     pieces = [piece for step in used for piece in step.path.pieces()]
     values = {piece: piece.local.csr(dy) for piece in pieces}
@@ -153,6 +146,9 @@ def scan_gradients(
         _, *scanned = hybrid([*elements, UNREAD], levels=levels)
         parts.append([vector.data for vector in reversed(scanned)])
     joined = parts[0] if len(parts) == 1 else [torch.cat(part) for part in zip(*parts, strict=True)]
+    if levels and not all(bool(g.isfinite().all()) for g in joined):
+        warnings.warn(_NOT_FINITE, RuntimeWarning, stacklevel=2)
+        return scan_gradients(steps, dy, 0, samples, whole=whole)
     return [g.reshape(shape) for g, shape in zip(joined, shapes, strict=True)]
 
 

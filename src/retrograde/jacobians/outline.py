@@ -21,7 +21,6 @@ class Ledger:
     """What matrices take, in bytes.
 
     Attributes:
-        itemsize: of a number.
         most: entries that a written-out product may have.
         shared: of what all samples have in common, indices included.
         each: of a sample.
@@ -68,10 +67,8 @@ class Gradient:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outline:
-    """A transposed Jacobian, of which only the pattern is known; a ledger notes its products.
-
-    ``shared`` is whether all ``samples`` have the same values.
-    """
+    """A transposed Jacobian known by its pattern only; a ledger notes its products. ``shared`` is
+    whether all ``samples`` have the same values."""
 
     pattern: Pattern
     shared: bool

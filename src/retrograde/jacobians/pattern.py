@@ -62,10 +62,8 @@ Union = tuple["Pattern", Integers, Integers]
 
 
 class OnDevices:
-    """Gives its integer arrays as tensors, copied to each device once and kept there.
-
-    A scan uses them in every iteration, and copying takes longer than computing with them.
-    """
+    """Gives its integer arrays as tensors, copied to each device once. A scan uses them in every
+    iteration, and copying takes longer than computing with them."""
 
     def __init__(self) -> None:
         self._tensors: dict[tuple[str, torch.device], Tensor] = {}
@@ -82,15 +80,8 @@ class OnDevices:
 
 
 class Pattern(OnDevices):
-    """Which entries of a transposed Jacobian are no guaranteed zeros: a Kronecker product.
-
-    ``keeps`` are patterns that are to live as long as this one.
-
-    Example:
-        >>> relu = Pattern(identity(65_536))
-        >>> relu.shape, relu.nnz, round(relu.sparsity, 5)
-        ((65536, 65536), 65536, 0.99998)
-    """
+    """Which entries of a transposed Jacobian are no guaranteed zeros: a Kronecker product of
+    factors. ``keeps`` are patterns that must live as long as this one."""
 
     def __init__(self, *factors: Factor) -> None:
         super().__init__()
@@ -169,18 +160,9 @@ class Pattern(OnDevices):
         return Pattern(from_arrays(sums[self.indptr], self.indices[keep], self.shape))
 
     def product(self, right: "Pattern", most: int = MOST_ENTRIES) -> "Product":
-        """The plan of ``self``·``right``, found once and remembered as long as both exist.
-
-        ``most`` is the entries that a product which is no Kronecker product may have.
-
-        Raises:
-            ScanError: the shapes do not fit, or there are more entries.
-
-        Example:
-            >>> plan = Pattern(full(2, 3)).product(Pattern(identity(3)))
-            >>> plan.terms, plan.flops, plan.result.kind
-            (6, 6, 'full')
-        """
+        """The plan of ``self``·``right``, found once and remembered as long as both exist. Raises
+        ScanError if the shapes do not fit, or if a written-out factor of the product has more than
+        ``most`` entries."""
         if self.shape[1] != right.shape[0]:
             raise ScanError(
                 f"patterns {self} and {right} cannot be multiplied: expected {self.shape[1]:,} "
@@ -195,18 +177,8 @@ class Pattern(OnDevices):
         return found
 
     def union(self, other: "Pattern") -> "Union":
-        """Where either has an entry, and the places in it of the entries of each.
-
-        It is found once and remembered as long as both exist.
-
-        Raises:
-            ScanError: the shapes differ.
-
-        Example:
-            >>> both, ours, theirs = Pattern(identity(2)).union(Pattern(full(2, 2)))
-            >>> both.nnz, ours.tolist(), theirs.tolist()
-            (4, [0, 3], [0, 1, 2, 3])
-        """
+        """Where either has an entry, and the places in it of the entries of each; remembered as
+        long as both exist. Raises ScanError if the shapes differ."""
         if self.shape != other.shape:
             raise ScanError(
                 f"patterns {self} and {other} cannot be added: expected paths from the same inputs "
@@ -262,13 +234,9 @@ def _received(*factors: tuple[Any, ...]) -> Pattern:
 
 
 class Landing(OnDevices):
-    """The terms of a product, in the order of the entries that they land in.
-
-    Args:
-        ends: (nnz + 1,), where the terms of each entry begin, and the last ones end.
-        lefts: (terms,), the left factor's entry of each.
-        rights: (terms,), the right factor's.
-    """
+    """The terms of a product, in the order of the entries that they land in. The terms of entry e
+    are ``ends[e]`` … ``ends[e + 1] − 1``; ``lefts`` and ``rights`` are each term's entries of the
+    factors."""
 
     def __init__(self, ends: Integers, lefts: Ints, rights: Ints) -> None:
         super().__init__()
@@ -285,13 +253,8 @@ class Places(NamedTuple):
 
 
 class Product:
-    """The plan of a product of two patterns.
-
-    Attributes:
-        result: the pattern of the product.
-        terms: multiplications, those with guaranteed zeros left out.
-        way: how the numbers are found.
-    """
+    """The plan of a product of two patterns: its pattern ``result``, and the ``way`` to find the
+    numbers. ``terms`` counts multiplications, without those by guaranteed zeros."""
 
     def __init__(self, left: Pattern, right: Pattern, most: int = MOST_ENTRIES) -> None:
         kinds = {left.kind, right.kind}
@@ -329,10 +292,8 @@ class Product:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations for one sample: one a term where a diagonal scales, else two.
-
-        Of a dense product all terms are counted, those with guaranteed zeros too.
-        """
+        """FLOPs for one sample: one a term where a diagonal scales, else two. A dense product
+        counts terms with guaranteed zeros, too."""
         if self.way == "diagonal":
             return self.terms
         return 2 * (self._multiplied if self.way == "dense" else self.terms)
@@ -361,16 +322,9 @@ class Product:
 
 
 def aligned(left: tuple[Factor, ...], right: tuple[Factor, ...]) -> list[tuple[Factor, Factor]]:
-    """The factors of two patterns in pairs (a, b), a with as many columns as b has rows.
-
-    An identity, or a full one, is split where the other side's dimensions need it; what cannot be
-    split makes the other side's factors one.
-
-    Example:
-        >>> pairs = aligned((full(5, 6),), (identity(2), full(3, 4)))
-        >>> [(a.columns, b.rows) for a, b in pairs]
-        [(2, 2), (3, 3)]
-    """
+    """The factors of two patterns in pairs (a, b), a with as many columns as b has rows. Identity
+    and full factors are split where the other side's dimensions need it. Otherwise the other side's
+    factors are merged."""
     if not left and not right:
         return []
     a, *ours = left or (identity(1),)

@@ -49,19 +49,16 @@ _PARTS: dict[type[nn.Module], Parts] = {}
 def register_layer(
     *kinds: type[nn.Module], jacobian: Rule | None = None, parts: Parts | None = None
 ) -> None:
-    """Teach the scan a layer of your own.
-
-    A rule counts for a class, and for those derived from it that leave its ``forward`` as it is.
+    """Teach the scan a layer of your own, and derived classes that have the same ``forward``.
 
     Args:
         kinds: classes of the layer.
-        jacobian: ``jacobian(layer, x, y)`` gives the transposed Jacobian of ``y = layer(x)``, as a
-            :class:`~retrograde.jacobians.csr.CSR` of shape (inputs, outputs) of one sample,
-            flattened. x and y are (samples, …), and y is differentiable with respect to x. The
-            pattern must be the same at every call with the same shapes, so a zero that depends on
-            the input is an entry.
-        parts: in place of that, ``parts(layer)`` gives a module with the same outputs, made of
-            known modules, such as a ``torch.nn.Sequential`` of the layer's own.
+        jacobian: ``jacobian(layer, x, y)`` gives the transposed Jacobian of ``y = layer(x)``
+            as a :class:`~retrograde.jacobians.csr.CSR`, (inputs, outputs) of one sample,
+            flattened. x and y are (samples, …), and y is differentiable in x. The pattern
+            may depend on shapes only: a zero that depends on the input is an entry.
+        parts: in place of that, ``parts(layer)`` gives a module with the same outputs, made
+            of known modules.
 
     Raises:
         ScanError: neither is given, or both.
@@ -213,10 +210,8 @@ def _maxima(
     choose: Callable[[Tensor], Any],
     back: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Local:
-    """1 where the input of an entry is its output's maximum.
-
-    If every input is in one window, these are the input's gradient for an output's gradient of 1.
-    """
+    """1 where the input of an entry is its output's maximum. If every input is in one window, the
+    values are the input's gradient for an output gradient of ones."""
     version = x._version
     one_each = all(np.all(factor.row_counts == 1) for factor in pattern.factors)
     one = torch.ones((), dtype=x.dtype, device=x.device)

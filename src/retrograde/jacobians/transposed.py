@@ -19,18 +19,16 @@ __all__ = ["room", "transposed_jacobian"]
 def transposed_jacobian(layer: nn.Module, input: Tensor, *, memory: Memory | None = None) -> CSR:
     """The transposed Jacobian (∂y/∂x)ᵀ of y = layer(x), analytically (W20, sections 3.3, 3.4).
 
-    The layer is run once, as in training if it is in training mode: a dropout draws a mask. The
-    pattern, the zeros that the layer guarantees, is made once a shape and kept as long as anything
-    refers to it.
+    The layer is run once in its present mode, so a dropout in training mode draws a mask.
 
     Args:
         layer: of torch's, a residual block, layers in turn, or one that was registered.
         input: x, (samples, …); of any strides.
-        memory: bytes that the Jacobian may take, such as ``"2GiB"``; None: half the machine's.
+        memory: what the Jacobian may take, such as ``"2GiB"``; None for half the machine's.
 
     Returns:
-        A :class:`CSR` of (inputs, outputs) of one sample, flattened; values (nnz,) where they
-        depend on weights only, else (samples, nnz).
+        (inputs, outputs) of one sample, flattened; values (nnz,) where they depend on weights
+        only, else (samples, nnz).
 
     Raises:
         ScanError: the layer has no rule, couples samples, or its Jacobian takes more bytes.
@@ -59,17 +57,8 @@ def transposed_jacobian(layer: nn.Module, input: Tensor, *, memory: Memory | Non
 
 
 def room(memory: Memory | None, device: torch.device) -> int:
-    """Bytes that Jacobians and their products may take.
-
-    A fraction is of the device's memory, and None is half of it.
-
-    Raises:
-        UnitError: the memory cannot be read.
-
-    Example:
-        >>> room("1KiB", torch.device("cpu"))
-        1024
-    """
+    """Bytes that Jacobians and their products may take. A fraction is of the device's memory; None
+    for half of it. Raises UnitError if the memory cannot be read."""
     if device.type == "cuda":
         whole = int(torch.cuda.get_device_properties(device).total_memory)
     else:

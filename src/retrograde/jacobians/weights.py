@@ -80,11 +80,8 @@ def _channels(inputs: int, outputs: int, groups: int) -> tuple[Factor, Ints]:
 class Weighted(Pattern):
     """A pattern each of whose entries is one of a layer's weights.
 
-    Args:
-        factors: whose Kronecker product it is.
-        places: for each factor, a number for each of its entries; the numbers of a factor are
-            below ``sizes``, and together they are an index of the weights.
-        sizes: see there.
+    ``places`` has, for each factor, a number for each of its entries, below that factor's size
+    in ``sizes``. Together an entry's numbers are its weight's index in a tensor of shape ``sizes``.
     """
 
     def __init__(

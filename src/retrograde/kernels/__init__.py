@@ -60,18 +60,9 @@ def _as_it_is(hidden: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Kernels:
-    """One implementation of the recurrence, by steps and by a scan.
-
-    Attributes:
-        name: "numba", "triton" or "torch".
-        sweep: as :func:`retrograde.kernels.sweep.sweep`.
-        scan: as :func:`retrograde.kernels.sweep.scan`.
-        gates: as :func:`retrograde.kernels.cells.gru_slopes` and ``lstm_slopes``.
-        products: as :func:`retrograde.kernels.sweep.products`.
-        forward: the forward pass, where there is one faster than torch's own.
-        backward: slopes, sweep and sums in one, likewise.
-        recall: as :func:`retrograde.kernels.cpu.recall`.
-        prepare: turns the hidden weights into the form that many sweeps read fastest.
+    """One implementation of the recurrence; signatures are those in ``sweep``, ``cells`` and
+    ``cpu``. ``forward`` and ``backward`` (slopes, sweep and sums in one) are None unless faster
+    than torch's own. ``prepare`` turns hidden weights into the form that many sweeps read fastest.
     """
 
     name: str
@@ -87,15 +78,7 @@ class Kernels:
 
 @functools.cache
 def kernels(device: str, dtype: torch.dtype, size: int) -> Kernels:
-    """The fastest implementation for a device's type, a dtype and a number of hidden units.
-
-    Returns:
-        Compiled kernels where there are some, and else the plain ones.
-
-    Example:
-        >>> kernels("cpu", torch.float32, 20).name
-        'numba'
-    """
+    """The fastest implementation for a type of device, a dtype and H: compiled if there is one."""
     if device == "cpu" and dtype in (torch.float32, torch.float64):
         from retrograde.kernels import cpu
 

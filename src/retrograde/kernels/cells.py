@@ -57,15 +57,8 @@ GateSlopes = tuple[Callable[[Tensor, Tensor, Tensor], "Slopes"], Callable[..., "
 
 @dataclass(frozen=True)
 class Weights:
-    """The parameters of one layer in one direction, as torch shapes and orders them.
-
-    Attributes:
-        kind: which cell.
-        inputs: weight_ih (K·H, I), K gates.
-        hidden: weight_hh (K·H, H).
-        bias_inputs: bias_ih (K·H,), or None.
-        bias_hidden: bias_hh (K·H,), or None.
-    """
+    """A layer's parameters in one direction, K gates: torch's weight_ih (K·H, I), weight_hh (K·H,
+    H), and bias_ih and bias_hh (K·H,), or None."""
 
     kind: Kind
     inputs: Tensor
@@ -100,12 +93,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Kept:
-    """What an LSTM's forward pass may leave to the backward pass, of L steps of B samples.
-
-    Attributes:
-        gates: i, f, g, o (L, B, 4 H).
-        cells: c before each step (L, B, H).
-    """
+    """What an LSTM may keep: gates i, f, g, o (L, B, 4 H), and c before each step (L, B, H)."""
 
     gates: Tensor
     cells: Tensor
@@ -117,15 +105,8 @@ class Kept:
 
 @dataclass(frozen=True)
 class Block:
-    """Some steps of a layer, as its backward pass needs them.
-
-    Attributes:
-        x: inputs (L, B, I).
-        before: h before each step (L, B, H).
-        after: h after each step.
-        c: an LSTM's c before the first step (B, H).
-        kept: what an LSTM's forward pass left.
-    """
+    """Steps of a layer for its backward pass: x (L, B, I), h before and after each step (L, B, H).
+    An LSTM has c before the first step (B, H), and what its forward pass kept."""
 
     x: Tensor
     before: Tensor
@@ -152,8 +133,8 @@ class Slopes:
     Attributes:
         gates: (L, B, K, H): s of every gate, as the hidden weights see it.
         keep: (L, B, H): the GRU's z, the LSTM's f; None for an RNN.
-        inner: (L, B, H): the GRU's s_n, which is the third gate as the input weights see it; the
-            LSTM's e, from h to c; None for an RNN.
+        inner: (L, B, H): the GRU's s_n, which is the third gate as the input weights
+            see it; the LSTM's e, from h to c; None for an RNN.
     """
 
     gates: Tensor
@@ -180,29 +161,9 @@ def slopes(
     gates: GateSlopes | None = None,
     known: Tensor | None = None,
 ) -> Slopes:
-    """The slopes of L steps, recomputed from their states, all steps at once.
-
-    Args:
-        weights: the layer's parameters.
-        x: inputs (L, B, I).
-        before: h before each step (L, B, H).
-        after: h after each step (L, B, H).
-        c: LSTM only: c before the first of the steps (B, H).
-        gates: faster forms of :func:`gru_slopes` and :func:`lstm_slopes`.
-        known: LSTM only: the gates i, f, g, o (L, B, 4 H), where they were kept; overwritten.
-
-    Returns:
-        The slopes.
-
-    Example:
-        >>> net = torch.nn.RNN(3, 5, bias=False)
-        >>> w = Weights("RNN_TANH", net.weight_ih_l0, net.weight_hh_l0, None, None)
-        >>> x = torch.randn(7, 2, 3)
-        >>> h = net(x)[0].detach()
-        >>> before = torch.cat([torch.zeros(1, 2, 5), h[:-1]])
-        >>> slopes(w, x, before, h).gates.shape
-        torch.Size([7, 2, 1, 5])
-    """
+    """The slopes of all L steps at once, from x (L, B, I) and h before and after each step (L, B,
+    H). An LSTM needs c before the first step (B, H); its kept gates ``known`` (L, B, 4 H) are
+    overwritten. ``gates`` are faster forms of :func:`gru_slopes` and :func:`lstm_slopes`."""
     by_gru, by_lstm = gates or (gru_slopes, lstm_slopes)
     with torch.no_grad():
         match weights.kind:
@@ -229,13 +190,9 @@ def slopes(
 
 
 def gru_slopes(inputs: Tensor, hidden: Tensor, before: Tensor) -> Slopes:
-    """The slopes of a GRU from what enters its gates.
-
-    Args:
-        inputs: what the inputs contribute, biases included (L, B, 3 H); may be overwritten.
-        hidden: what the states contribute (L, B, 3 H); overwritten: the result is in its place.
-        before: h before each step (L, B, H).
-    """
+    """A GRU's slopes from what inputs and states contribute to its gates, each (L, B, 3 H) and with
+    its biases. ``inputs`` may be overwritten, and the result takes the place of ``hidden``.
+    ``before`` is h before each step (L, B, H)."""
     size = before.shape[-1]
     rz, n, m = inputs[..., : 2 * size], inputs[..., 2 * size :], hidden[..., 2 * size :]
     rz.add_(hidden[..., : 2 * size]).sigmoid_()
@@ -251,14 +208,9 @@ def gru_slopes(inputs: Tensor, hidden: Tensor, before: Tensor) -> Slopes:
 
 
 def lstm_slopes(gates: Tensor, after: Tensor, c: Tensor, known: bool = False) -> Slopes:
-    """The slopes of an LSTM from what enters its gates, or from the gates themselves.
-
-    Args:
-        gates: (L, B, 4 H); overwritten: the result is in its place.
-        after: h after each step (L, B, H), from which tanh c = h / o may be had.
-        c: before the first step (B, H).
-        known: whether ``gates`` are i, f, g, o themselves.
-    """
+    """An LSTM's slopes from what enters its gates (L, B, 4 H), or if ``known`` from i, f, g, o
+    themselves. The result takes the place of ``gates``; c is that before the first step (B, H).
+    Faster forms take tanh c = h / o from h after each step, ``after`` (L, B, H)."""
     size = c.shape[-1]
     i, f, g, o = gates.chunk(4, -1)
     if not known:
@@ -287,13 +239,8 @@ def _cell_states(keep: Tensor, gain: Tensor, c: Tensor) -> tuple[Tensor, Tensor]
 
 
 def pull(step: Slopes, hidden: Tensor, rows: Tensor) -> Tensor:
-    """Take gradients from the state after a step to the state before it: ``rows`` times Jacobian.
-
-    Args:
-        step: slopes of one step of each sample, (B, K, H) and (B, H), B being any batch shape.
-        hidden: the hidden weights U (K·H, H).
-        rows: gradients (B, R, n), R to a sample, n = H, or 2 H for (h, c); as the result.
-    """
+    """Take gradients ``rows`` (B, R, n) back through a step: ``rows`` times Jacobian. B is any
+    batch shape, R rows to a sample, n = H, or 2 H for (h, c); slopes are (B, K, H) and (B, H)."""
     gates, kept = _gates(step, rows)
     return _joined(gates.flatten(-2) @ hidden, kept, rows)
 
@@ -329,15 +276,8 @@ def _joined(before: Tensor, kept: Tensor | None, rows: Tensor) -> Tensor:
 
 
 def jacobians(steps: Slopes, hidden: Tensor) -> Tensor:
-    """The transposed Jacobians (∂s_t/∂s_{t−1})ᵀ, dense: the elements of W20's scan.
-
-    Args:
-        steps: slopes of L steps of B samples.
-        hidden: the hidden weights U (K·H, H).
-
-    Returns:
-        (L, B, n, n), n = H, or 2 H for (h, c): what a gradient, as a column, is multiplied by.
-    """
+    """The transposed Jacobians (∂s_t/∂s_{t−1})ᵀ, (L, B, n, n), dense: the elements of W20's scan.
+    They multiply a gradient as a column; n = H, or 2 H for (h, c)."""
     weights = hidden.unflatten(0, (-1, hidden.shape[1]))
     parts = steps.gates.unsqueeze(-1) * weights
     keep = steps.keep

@@ -47,21 +47,7 @@ _ELEMENT_WORK = 40  # of a row of slopes, in the same unit
 
 
 class Forward:
-    """A layer's forward pass, a range of steps after another.
-
-    Args:
-        weights: the layer's parameters.
-        samples: B.
-
-    Example:
-        >>> net = torch.nn.RNN(3, 5)
-        >>> with torch.no_grad():
-        ...     forward = Forward(Weights("RNN_TANH", *net.parameters()), 2)
-        ...     x, h, y = torch.randn(7, 2, 3), torch.zeros(2, 5), torch.empty(7, 2, 5)
-        ...     forward(x, (h,), y, forward.room(7))
-        ...     torch.allclose(y, net(x)[0], atol=1e-6), torch.equal(h, y[-1])
-        (True, True)
-    """
+    """A layer's forward pass for B samples, a range of steps after another."""
 
     def __init__(self, weights: Weights, samples: int) -> None:
         self.weights, self.rows = weights, weights.inputs.shape[0]
@@ -78,15 +64,9 @@ class Forward:
     def __call__(
         self, x: Tensor, state: State, outputs: Tensor, gates: Tensor, cells: Tensor | None = None
     ) -> None:
-        """Run some steps.
-
-        Args:
-            x: inputs (L, B, I).
-            state: (h,), or (h, c), each (B, H) and contiguous; goes from before to after.
-            outputs: takes h after every step (L, B, H).
-            gates: overwritten (L, B, K·H); an RNN's may be the outputs; an LSTM's take its gates.
-            cells: takes an LSTM's c before each step (L, B, H).
-        """
+        """Run inputs x (L, B, I); the state, (h,) or (h, c), each (B, H) and contiguous, is
+        overwritten. ``outputs`` take h (L, B, H), ``cells`` an LSTM's c before each step. ``gates``
+        (L, B, K·H) are overwritten, with i, f, g, o for an LSTM; an RNN's may be the outputs."""
         kind = self.weights.kind
         _drive(self.weights.inputs, self.bias, x, gates)
         arrays: list[Any] = [gates.numpy(), *self.fixed, *(t.numpy() for t in (*state, outputs))]
@@ -275,17 +255,8 @@ def _has_whole_vectors(matrix: Tensor) -> bool:
 
 
 def recall(weights: Weights, x: Tensor, before: Tensor, c: Tensor) -> Kept:
-    """An LSTM's gates and cells, from its states: one matrix product, and no recurrence of h.
-
-    Args:
-        weights: the layer's parameters.
-        x: inputs (L, B, I).
-        before: h before each step (L, B, H).
-        c: before the first step (B, H).
-
-    Returns:
-        The gates i, f, g, o, and c before each step.
-    """
+    """An LSTM's gates i, f, g, o and c before each step, by matrix products and no recurrence of h.
+    From x (L, B, I), h before each step (L, B, H), and c before the first (B, H)."""
     gates = before.new_empty(*before.shape[:2], 4 * weights.size)
     cells, (bias, _) = before.new_empty(before.shape), _biases(weights)
     _drive(weights.inputs, bias, x, gates)

@@ -194,13 +194,10 @@ def backward_gru(
     first: int,
     last: int,
 ) -> None:
-    """GRU, its gates recomputed with the transposed weights (I, 3 H) and (H, 3 H), in panels, and
-    the biases (2, 3 H).
-
-    A row has the gradients of four things: of m = U_n h + b_n, which the candidate n reads through
-    r; of r and z; and of n. The hidden weights, their rows in the order n, r, z, see the first
-    three, the input weights the last three. ``to_hidden`` and ``to_biases`` are in these orders.
-    """
+    """GRU, its gates recomputed from transposed weights (I, 3 H) and (H, 3 H), in panels, and
+    biases (2, 3 H). A row has the gradients of m = U_n h + b_n (which n reads through r), of r, z
+    and n. Hidden weights, rows in the order n, r, z, see the first three, input weights the last
+    three; ``to_hidden`` and ``to_biases`` are in these orders."""
     samples, size = g.shape
     stride, wide, each = row_length(4 * size), whole_vectors(size), last - first
     width, three = x.shape[2], whole_vectors(3 * size)

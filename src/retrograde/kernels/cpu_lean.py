@@ -27,17 +27,7 @@ _THREAD_ELEMENTS = 2**13
 
 
 class Forward:
-    """As :class:`retrograde.kernels.cpu.Forward`.
-
-    Example:
-        >>> net = torch.nn.GRU(3, 5)
-        >>> with torch.no_grad():
-        ...     forward = Forward(Weights("GRU", *net.parameters()), 2)
-        ...     x, h, y = torch.randn(7, 2, 3), torch.zeros(2, 5), torch.empty(7, 2, 5)
-        ...     forward(x, (h,), y, forward.room(7))
-        ...     torch.allclose(y, net(x)[0], atol=1e-6), torch.equal(h, y[-1])
-        (True, True)
-    """
+    """As :class:`retrograde.kernels.cpu.Forward`."""
 
     def __init__(self, weights: Weights, samples: int) -> None:
         self.weights = weights

@@ -20,10 +20,8 @@ _ROW_WORK = 2**16  # numbers that are worth a thread of their own
 
 
 def drop(x: Tensor, seed: int, p: float, start: int) -> Tensor:
-    """Drop numbers of x (L, B, W), contiguous and float32 or float64, with probability p.
-
-    ``seed`` is that of the call and the layer; ``start`` is the number of the first step.
-    """
+    """Drop numbers of x (L, B, W), contiguous and float32 or float64, with probability p. ``seed``
+    is of the call and layer, ``start`` the first step's number."""
     out = x.new_empty(x.shape)
     samples, width = x.shape[1:]
     rows = len(x) * samples

@@ -108,11 +108,9 @@ def land(
     lefts: _Ints,
     rights: _Ints,
 ) -> None:
-    """Which entries are multiplied, ordered by the entry of the product that they land in.
-
-    ``place`` has a number for each column; ``ends``, zeros, one for each entry of the product and
-    one more, ends as the offsets of their terms in ``lefts`` and ``rights``.
-    """
+    """List which entries are multiplied, ordered by the entry of the product that they land in.
+    ``place`` has a number for each column. ``ends``, zeros, one for each entry of the product and
+    one more, becomes the offsets of their terms in ``lefts`` and ``rights``."""
     rows = len(ptr) - 1
     for once in range(2):
         for i in range(rows):

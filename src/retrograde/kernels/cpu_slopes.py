@@ -81,10 +81,8 @@ def lstm_cells(gates: Reals, c: Reals, cells: Reals, first: int, last: int) -> N
 def lstm_slopes(
     gates: Reals, after: Reals, c: Reals, keep: Reals, inner: Reals, first: int, last: int
 ) -> None:
-    """Samples first … last − 1: gates i, f, g, o ← s_i, s_f, s_g, s_o; inner ← e; keep ← f.
-
-    ``c`` (B, H) goes from before the first step to after the last.
-    """
+    """Samples first … last − 1: gates i, f, g, o ← s_i, s_f, s_g, s_o; inner ← e; keep ← f. c (B,
+    H) goes from before the first step to after the last."""
     samples, size = c.shape
     flat, h, cells = gates.reshape(-1), after.reshape(-1), c.reshape(-1)
     kept, e = keep.reshape(-1), inner.reshape(-1)

@@ -49,10 +49,8 @@ def multiply_lanes(
     c_wide: int,
     sums: Reals,
 ) -> None:
-    """Rows of c ← a·b, whose pattern is known; ``sums`` has room for a vector a column.
-
-    Without offsets c is full.
-    """
+    """Rows of c ← a·b, whose pattern is known; without offsets c is full. ``sums`` has room for a
+    vector for each column."""
     columns = len(sums) // LANES
     zero = like(load(sums, 0, LANES), 0)
     whole = len(c_ptr) == 0
@@ -213,9 +211,7 @@ def sparse_times_full(
     out: Reals,
 ) -> None:
     """Rows of out ← a·b, those of all samples numbered through; a (S, nnz), b (S, inner, columns).
-
-    A step of 0 from a sample to the next is a factor that all share.
-    """
+    A factor that all samples share has a step of 0."""
     rows = len(ptr) - 1
     for row in range(first, last):
         sample, i = row // rows, row % rows
@@ -247,11 +243,8 @@ def full_times_sparse(
     out: Reals,
     room: Reals,
 ) -> None:
-    """Blocks of eight rows of out ← a·b, those of all samples numbered through.
-
-    a (S, rows, inner), b (S, nnz); ``room`` for inner + columns vectors: a block's rows lie side by
-    side in it.
-    """
+    """Blocks of eight rows of out ← a·b, numbered through all samples; a (S, rows, inner), b (S,
+    nnz). ``room`` is for inner + columns vectors, a block's rows side by side."""
     blocks = -(-rows // LANES)
     sums = room[inner * LANES :]
     for block in range(first, last):
@@ -293,10 +286,8 @@ def mark(
     columns: int,
     out: Reals,
 ) -> None:
-    """1 at the entries (chosen input, output) of outputs numbered through all samples.
-
-    A channel has so many ``inputs`` and ``outputs``; a sample has ``columns`` outputs.
-    """
+    """out ← 1 at the entries (chosen input, output), for outputs numbered through all samples.
+    ``inputs`` and ``outputs`` are counts of a channel, ``columns`` is the outputs of a sample."""
     for place in range(first, last):
         sample, column = place // columns, place % columns
         row = column // outputs * inputs + chosen[place]

@@ -177,10 +177,8 @@ def products_lstm(
     first: int,
     last: int,
 ) -> None:
-    """LSTM, chunks first … last − 1: rows (C, B, 2 H + 1, 2 H) ← the products P, and d.
-
-    By the two factors of the Jacobian: d = g_c + g_h e; g_h ← d a + g_h (s_o U_o); g_c ← d f.
-    """
+    """LSTM, chunks first … last − 1: rows (C, B, 2 H + 1, 2 H) ← the products P, then the losses'
+    part. By two factors of the Jacobian: d = g_c + g_h e; g_h ← d a + g_h (s_o U_o); g_c ← d f."""
     size = rows.shape[-1] // 2
     wide = whole_vectors(size)
     whole, count = hidden.shape[0] * size * hidden.shape[2], 2 * size + 1

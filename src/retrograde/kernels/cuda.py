@@ -104,9 +104,7 @@ def gru_slopes(inputs: Tensor, hidden: Tensor, before: Tensor) -> Slopes:
 
 def lstm_slopes(gates: Tensor, after: Tensor, c: Tensor, known: bool = False) -> Slopes:
     """As :func:`retrograde.kernels.cells.lstm_slopes`, for float32 on a GPU, in one launch.
-
-    ``after`` is not used, and ``known`` is never true: on a GPU no forward pass keeps the gates.
-    """
+    ``after`` is unused; ``known`` must be false, since on a GPU no forward pass keeps the gates."""
     assert gates.is_contiguous()
     assert not known
     length, samples, size = *gates.shape[:2], c.shape[-1]

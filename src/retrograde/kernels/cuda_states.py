@@ -55,10 +55,8 @@ def _last(c, row, TIME: tl.constexpr):
 def lstm_slopes(
     gates, keep, inner, c, steps, width, H: tl.constexpr, TIME: tl.constexpr, LANES: tl.constexpr
 ):
-    """Program p: numbers p·LANES … of the B·H = width that c has, all the steps.
-
-    gates (L, B, 4 H) go from sums of inputs to slopes.
-    """
+    """Program p: numbers p·LANES … of the B·H = width of c, all steps. ``gates`` (L, B, 4 H) go
+    from sums of inputs to slopes."""
     lane = tl.program_id(0) * LANES + tl.arange(0, LANES)[None, :]
     row = tl.arange(0, TIME)[:, None]
     known = tl.load(c + lane, mask=lane < width, other=0.0)

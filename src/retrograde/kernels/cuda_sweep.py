@@ -148,11 +148,9 @@ def carry(
     P: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Program b: sample b, from the last chunk to the first.
-
-    Into ``sizes`` (2, B) go the largest sum of the magnitudes of the terms of any number, infinite
-    if a NaN was met, and the largest magnitude of any gradient, as ``sweep.trusted`` has them.
-    """
+    """Program b: sample b, from the last chunk to the first. Into ``sizes`` (2, B) go the largest
+    sum of terms' magnitudes, infinite after a NaN, and the largest gradient's, for
+    ``sweep.trusted``."""
     b = tl.program_id(0).to(tl.int64)
     n: tl.constexpr = 2 * H if LSTM else H
     j = tl.arange(0, P)

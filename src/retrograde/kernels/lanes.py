@@ -261,12 +261,9 @@ def tanh(builder: Any, x: Any, zero: Any, one: Any) -> Any:
 
 
 def _exponential(builder: Any, x: Any) -> tuple[Any, Any]:
-    """Write the code of e^x − 1 and e^x for x ≤ 0, a vector.
-
-    x = k ln 2 + r, |r| ≤ ln 2 / 2;  e^x = 2^k e^r;  e^r − 1 by its series. ln 2 is subtracted in
-    two parts, the first of which times k is exact (Cody and Waite, 1980). Below the least
-    exponent that a normal number has, e^x stays where it is there.
-    """
+    """Write the code of e^x − 1 and e^x for a vector x ≤ 0, constant below the least normal
+    exponent. x = k ln 2 + r, |r| ≤ ln 2 / 2; e^x = 2^k e^r; e^r − 1 by its series. ln 2 is
+    subtracted in two parts, of which k times the first is exact (Cody and Waite, 1980)."""
     single = isinstance(x.type.element, ir.FloatType)
     high, terms, least = (0.693359375, 7, -87.0) if single else (0.693147180369123816, 13, -708.0)
     low = -2.12194440054690583e-4 if single else 1.90821492927058770e-10

@@ -18,16 +18,7 @@ _PAGE = mmap.PAGESIZE
 
 
 def in_large_pages(fresh: Tensor) -> Tensor:
-    """Ask for large pages, where there are any, behind a contiguous tensor not yet written.
-
-    Returns:
-        The same tensor.
-
-    Example:
-        >>> import torch
-        >>> in_large_pages(torch.empty(3)).shape
-        torch.Size([3])
-    """
+    """Ask for large pages behind a contiguous tensor not yet written, and return the tensor."""
     advise = _advise() if fresh.nbytes >= _LEAST else None
     if advise is not None:
         start = -(-fresh.data_ptr() // _PAGE) * _PAGE

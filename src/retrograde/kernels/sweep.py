@@ -36,17 +36,9 @@ _CANCELLATION = 100.0
 
 
 def sweep(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor) -> Tensor:
-    """Backpropagate a block step by step.
-
-    Args:
-        slopes: of L steps of B samples; overwritten by the gradients of the gates.
-        hidden: the hidden weights U (K·H, H).
-        dy: the loss's gradient of each output (L, B, H), or None for zero.
-        g: of the state after the block (B, n), n = H, or 2 H for (h, c).
-
-    Returns:
-        The gradient of the state before the block (B, n).
-    """
+    """Backpropagate a block step by step, from g (B, n) after it to the gradient of the state
+    before it. ``dy`` (L, B, H) is the loss's gradient of the outputs, None for zero; n = H, or 2 H
+    for (h, c). ``slopes`` become the gradients of the gates."""
     size = hidden.shape[1]
     for t in range(slopes.gates.shape[0] - 1, -1, -1):
         if dy is not None:
@@ -74,17 +66,9 @@ def scan(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor, chunk: in
 
 
 def products(chunks: Slopes, hidden: Tensor, losses: Tensor | None) -> Tensor:
-    """The first phase: each chunk's product of Jacobians, and what its own losses contribute.
-
-    Args:
-        chunks: slopes of C chunks of L steps of B samples, (C, L, B, …).
-        hidden: the hidden weights U (K·H, H).
-        losses: the loss's gradient of each output (C, L, B, H), or None.
-
-    Returns:
-        (C, B, n + 1, n): P, and in the last row d, so that a gradient g after a chunk is g P + d
-        before it.
-    """
+    """The first phase: (C, B, n + 1, n), for each chunk its product of Jacobians P, and in the last
+    row d. A gradient g after a chunk is g P + d before it. Slopes are (C, L, B, …), ``losses`` (C,
+    L, B, H) or None."""
     count, length, samples, _, size = chunks.gates.shape
     n = size * (2 if chunks.gates.shape[-2] == 4 else 1)
     like = chunks.gates
@@ -99,11 +83,8 @@ def products(chunks: Slopes, hidden: Tensor, losses: Tensor | None) -> Tensor:
 
 def trusted(rows: Tensor, after: Tensor) -> bool:
     """Whether gradients from :func:`products` and :func:`carry` are exact up to rounding, or a
-    warning.
-
-    They are if |g| |P|, the size of the terms that make up a gradient, is finite and nowhere far
-    larger than the largest gradient: rounding errors are as large as the terms' own.
-    """
+    warning. Rounding errors are as large as the terms, |g| |P|; these must be finite and not far
+    larger than the largest gradient."""
     terms = (after.abs().unsqueeze(-2) @ rows[..., :-1, :].abs()).amax()
     largest = torch.maximum(after.abs().amax(), rows[..., -1, :].abs().amax())
     limit = (_CANCELLATION * largest).clamp_max(torch.finfo(rows.dtype).max)
@@ -112,7 +93,7 @@ def trusted(rows: Tensor, after: Tensor) -> bool:
     warnings.warn(
         "products of Jacobians overflowed, cancelled or are not finite, though the gradient itself "
         "may well be: this call is swept step by step, which is exact but slower; clip the "
-        'weights, or use backward="sequential"',
+        'weights, or use backward="sequential" (for rg.unroll, backward=None)',
         RuntimeWarning,
         stacklevel=2,
     )
@@ -129,16 +110,9 @@ def carry(rows: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def safe_chunk(hidden: Tensor, chunk: int) -> int:
-    """The longest chunk, up to the one given, whose products can be trusted not to overflow.
-
-    A step's Jacobian is at most 1 + ‖U‖ in size (slopes and kept parts are at most 1), and
-    ‖U‖₂ ≤ √(‖U‖₁ ‖U‖_∞). Typical products grow far less, so the limit is the range of the type,
-    not the growth at which a product is distrusted. The result is at least 1.
-
-    Example:
-        >>> safe_chunk(torch.zeros(4, 4), 64), safe_chunk(torch.full((4, 4), 10.0), 64)
-        (64, 23)
-    """
+    """The longest chunk, from 1 to ``chunk``, whose products should not overflow the dtype's range.
+    A step's Jacobian is taken to be at most 1 + ‖U‖₂, with ‖U‖₂ ≤ √(‖U‖₁ ‖U‖_∞). Typical products
+    grow far less, so a chunk is not cut at the growth that :func:`trusted` refuses."""
     magnitudes = hidden.abs()
     norm = math.sqrt(float(magnitudes.sum(0).amax() * magnitudes.sum(1).amax()))
     if not math.isfinite(norm):

@@ -23,19 +23,9 @@ Range = tuple[int, int]
 
 
 def ranges(count: int, threads: int) -> list[Range]:
-    """Cut 0 … count − 1 into ranges of about equal length, one for each thread.
-
-    Args:
-        count: items in all.
-        threads: how many at most; never more than torch would use, nor than pairs of items.
-
-    Returns:
-        Pairs (first, last), ``last`` excluded; all lengths but the last one are even.
-
-    Example:
-        >>> ranges(5, 1)
-        [(0, 5)]
-    """
+    """Cut 0 … count − 1 into about equal ranges (first, last), ``last`` excluded, one for each
+    thread. Lengths but the last are even; there are never more than torch's threads, or than pairs
+    of items."""
     threads = min(threads, torch.get_num_threads(), count // 2)
     if threads <= 1:
         return [(0, count)]
@@ -44,19 +34,8 @@ def ranges(count: int, threads: int) -> list[Range]:
 
 
 def share(loop: Callable[[int, int], None], parts: list[Range]) -> None:
-    """Call a loop on ranges, each on a thread of its own.
-
-    Args:
-        loop: ``loop(first, last)``, which holds no lock (numba's ``nogil``); what it raises on one
-            of the threads is raised here.
-        parts: its arguments, as from :func:`ranges`.
-
-    Example:
-        >>> seen = []
-        >>> share(lambda first, last: seen.extend(range(first, last)), ranges(10, 2))
-        >>> sorted(seen) == list(range(10))
-        True
-    """
+    """Call ``loop(first, last)``, which must hold no lock (numba's ``nogil``), on ranges, each on a
+    thread of the team. What it raises on one of them is raised here."""
     run = _entry() if len(parts) > 1 else None
     if run is None:
         for first, last in parts:

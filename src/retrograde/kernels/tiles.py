@@ -24,14 +24,9 @@ _INDEX = ir.IntType(64)
 
 @compiled  # type: ignore[untyped-decorator]
 def product(a: Reals, start: int, stride: int, rows: int, u: Reals, width: int, out: Reals) -> None:
-    """out += a @ u.
-
-    Args:
-        a: flat; its ``rows`` begin at ``start``, lie ``stride`` apart, and have R numbers.
-        u: in :func:`panels`, (P, R, PANEL); or (1, R, W), as it is, W a multiple of :data:`LANES`.
-        width: numbers to a row of ``out``, a multiple of :data:`LANES`.
-        out: flat.
-    """
+    """out += a @ u, flat a and out. Rows of a begin at ``start``, ``stride`` apart, and have R
+    numbers. u is in :func:`panels` (P, R, PANEL), or as it is (1, R, W). W and ``width``, the row
+    length of out, are multiples of :data:`LANES`."""
     count = -(-width // PANEL)
     for p in range(count):
         left = width - p * PANEL
@@ -62,13 +57,8 @@ def product(a: Reals, start: int, stride: int, rows: int, u: Reals, width: int, 
 
 @compiled  # type: ignore[untyped-decorator]
 def add_outer(a: Reals, column: int, stride: int, u: Reals, out: Reals) -> None:
-    """out += aᵀ @ u.
-
-    Args:
-        a: flat; R rows, ``stride`` numbers apart, of which the N columns from ``column`` on count.
-        u: in :func:`panels`, (P, R, PANEL).
-        out: (N, W), W a multiple of :data:`LANES`.
-    """
+    """out += aᵀ @ u, out (N, W), W a multiple of :data:`LANES`; u is in :func:`panels` (P, R,
+    PANEL). a is flat: R rows, ``stride`` apart, of which the N columns from ``column`` on count."""
     columns, width = out.shape
     flat = out.reshape(-1)
     for p in range(u.shape[0]):
@@ -100,18 +90,8 @@ def _one_row(
 
 
 def panels(u: Tensor) -> Tensor:
-    """A matrix (R, N) as :func:`product` reads it: in panels of three vectors' columns.
-
-    A panel lies in one piece, so that it stays in the nearest cache while rows pass by.
-
-    Returns:
-        (P, R, PANEL), the last panel filled up with zeros.
-
-    Example:
-        >>> import torch
-        >>> panels(torch.ones(5, 25)).shape
-        torch.Size([2, 5, 24])
-    """
+    """A matrix (R, N) in panels of three vectors' columns, (P, R, PANEL), the last filled up with
+    zeros. A contiguous panel stays in the nearest cache while rows pass by."""
     found = u.new_empty(-(-u.shape[1] // PANEL), len(u), PANEL)
     _pack(u.detach().numpy(), found.numpy())
     return found
@@ -155,12 +135,9 @@ def _tile(
     rows: Any,
     vectors: Any,
 ) -> Any:
-    """A tile of ``out`` += ``a @ u``: some rows by some vectors, both literal numbers.
-
-    Its rows of ``a`` begin at ``at`` and lie ``to_row`` numbers apart, their terms ``to_term``. Its
-    columns begin with a panel of ``u``, which is (panels, terms, PANEL) or (1, terms, W), and its
-    place in ``out`` is ``to``.
-    """
+    """A tile of ``out`` += ``a @ u`` at ``to``: ``rows`` by ``vectors``, both literal numbers. Rows
+    of a begin at ``at``, ``to_row`` apart, their terms ``to_term`` apart. Columns begin with panel
+    number ``panel`` of u, (panels, terms, PANEL) or (1, terms, W)."""
     n = types.intp
     signature = types.void(a, n, n, n, u, n, out, n, n, rows, vectors)
     shape = rows.literal_value, vectors.literal_value

@@ -145,24 +145,17 @@ def measure(fn: Callable[[], T], *, device: str | torch.device = "cpu") -> Measu
 
 @dataclass(frozen=True)
 class Phase:
-    """What one of several calls in turn allocated and released.
-
-    Attributes:
-        sizes: bytes of each allocation, and negative ones of each release.
-        born: for each, the number of the call that allocated the block; -1 if none of them did.
-        died: the number of the call that released it; that of calls if none of them did.
-    """
+    """What one of several calls in turn allocated and released: ``sizes`` in bytes, negative for a
+    release. For each, ``born`` and ``died`` are the numbers of the calls that allocated and
+    released the block; −1 and the number of calls if none did."""
 
     sizes: NDArray[np.int64]
     born: NDArray[np.int64]
     died: NDArray[np.int64]
 
     def peak(self, since: int = -1, before: float = math.inf) -> int:
-        """The peak growth of bytes since the call began.
-
-        It counts blocks that were allocated by call number ``since`` or a later one, and released
-        by a call earlier than number ``before``.
-        """
+        """The peak growth since the call began, of blocks allocated by call ``since`` or later and
+        released earlier than call ``before``."""
         return int(np.cumsum(self._counted(since, before)).max(initial=0))
 
     def growth(self, since: int = -1, before: float = math.inf) -> int:
@@ -176,9 +169,7 @@ class Phase:
 def measure_phases(
     phases: Sequence[Callable[[], object]], *, device: str | torch.device = "cpu"
 ) -> list[Phase]:
-    """Run calls one after the other, and tell for each what it allocated and released.
-
-    What a call returns is dropped at once. Allocations on the device count.
+    """Run calls in turn, drop what they return, and tell what each allocated and released.
 
     Example:
         >>> kept = []
@@ -247,10 +238,8 @@ def _alone(
     device: torch.device,
     interruptible: Callable[[], AbstractContextManager[object]],
 ) -> tuple[T, int, int, list[_Event]]:
-    """By torch's profiler, told to look at nothing but memory.
-
-    It is always stopped: one that an interrupt left running would fail when the process ends.
-    """
+    """By torch's profiler, told to look at nothing but memory. It is always stopped: one that an
+    interrupt left running would fail when the process ends."""
     _start_profiler()
     start_ns = time.time_ns()
     try:
@@ -290,10 +279,8 @@ def _beside(
 
 
 def _paired(events: Sequence[Any], start_ns: int, oldest: bool) -> Iterator[_Event]:
-    """The events of the older profiler; a release is taken for that of a live block of its size.
-
-    Of several the oldest gives the most that the call may have worked with, the newest the least.
-    """
+    """The older profiler's events; a release is matched to a live block of equal size. Matching the
+    oldest gives the most that the call may have worked with, the newest the least."""
     live: dict[int, deque[int]] = defaultdict(deque)
     for number, event in enumerate(events, 1):
         if event.kind() != "memory_alloc":
@@ -382,10 +369,8 @@ def _is_on(event: _Event, device: torch.device) -> bool:
 
 
 def _blocks(events: Sequence[_Event]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """For each event, the numbers of those that allocated and released its block.
-
-    They are −1 and the number of events where none did.
-    """
+    """The events that allocated and released each event's block; −1 and the number of events if
+    none."""
     born, died = [-1] * len(events), [len(events)] * len(events)
     live: dict[int, int] = {}
     for index, event in enumerate(events):

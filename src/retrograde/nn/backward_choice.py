@@ -59,17 +59,8 @@ class Explanation:
 def way(
     module: "Recurrent", steps: int, samples: int, like: Tensor
 ) -> Literal["sequential", "scan"] | None:
-    """The way that a module with ``backward`` set goes backward; None for torch's own pass.
-
-    Args:
-        module: one of ours.
-        steps: T.
-        samples: B.
-        like: the inputs, of which the device matters, and whether they require a gradient.
-
-    Raises:
-        CellError: the module has no Jacobians here.
-    """
+    """The way that a module with ``backward`` set goes backward; None for torch's own pass. Raises
+    CellError if the module has projections, which have no Jacobian here."""
     check_slopes(module)
     if torch.is_autocast_enabled(like.device.type):
         return None  # torch's kernels know which part of a cell to run in which type

@@ -131,15 +131,8 @@ def bptt(
 
 @dataclass(frozen=True)
 class _Task:
-    """What is to be run.
-
-    Attributes:
-        cores: that compute the same; the first is the one that torch would choose.
-        stream: the inputs.
-        probed: the inputs to measure by.
-        state: the flat initial state.
-        state_spec: its structure.
-    """
+    """A prepared call: equivalent cores (torch's choice first), the inputs, the inputs to measure
+    by, and the flat initial state with its structure."""
 
     cores: list[Candidate]
     stream: Stream

@@ -166,13 +166,8 @@ def budget(model: nn.Module, memory: Memory, sample: Any) -> Division:
 
 
 class _Watched:
-    """A module that is to be swapped, and what it was called with.
-
-    Attributes:
-        twin: what it will become.
-        calls: how often it was called with each kind of input.
-        sizes: for each kind, the least bytes and those of ordinary backpropagation.
-    """
+    """A module that is to become its ``twin``, with the calls that were seen. ``calls`` counts them
+    for each kind of input; ``sizes`` has each kind's least bytes and ordinary backpropagation's."""
 
     def __init__(self, name: str, module: Swappable, title: str) -> None:
         self.name, self.module, self.title = name, module, title

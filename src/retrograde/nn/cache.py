@@ -45,16 +45,8 @@ class _Known(Generic[T]):
 
 
 class Recent(Generic[T]):
-    """The most recent results of something that takes long, by what they were found for.
-
-    Args:
-        most: how many are kept.
-
-    Example:
-        >>> squares = Recent(most=2)
-        >>> [squares.get(n, lambda n=n: n * n) for n in (2, 3, 4)], len(squares)
-        ([4, 9, 16], 2)
-    """
+    """The ``most`` most recent results of slow measurements, by key. Threads may share it; a
+    pickled copy is empty."""
 
     def __init__(self, most: int = _MOST) -> None:
         self._most = most
@@ -68,14 +60,9 @@ class Recent(Generic[T]):
         return type(self), (self._most,)  # what was measured here is of no use elsewhere
 
     def get(self, key: Hashable, find: Callable[[], T], of: Iterable[object] = ()) -> T:
-        """The result for a key, found now if it is not known.
-
-        Args:
-            key: what it is known by.
-            find: called where it is not known.
-            of: objects that the key has the ids of, for that is quicker than :class:`Same`; when
-                one of them is gone, so is the result.
-        """
+        """The result for a key, found by ``find`` if it is not known. ``of`` lists the objects
+        whose ids are in the key, since ids are quicker than :class:`Same`; the result is dropped
+        when one of them is gone."""
         known = self._look_up(key)
         if known is not None:
             return known.result
@@ -87,6 +74,11 @@ class Recent(Generic[T]):
                 if exact:
                     self._keep(key, known)
         return known.result
+
+    def known(self, key: Hashable) -> T | None:
+        """The result for a key, if there is one."""
+        found = self._look_up(key)
+        return None if found is None else found.result
 
     def _look_up(self, key: Hashable) -> _Known[T] | None:
         with self._lock:
@@ -129,11 +121,9 @@ def _is_dead(key: Any, known: _Known[Any] | None = None) -> bool:
 
 
 class CellFits(Recent[T]):
-    """What budgets buy for cells: a step is measured for each cell, a fit found for each kind.
-
-    Two cells are of one kind if only numbers or texts differ, such as one that is annealed. They
-    share a fit if their steps take the same bytes.
-    """
+    """What budgets buy for cells: a step is measured for each cell, a fit is found for each kind.
+    Cells that differ only in numbers or texts, such as an annealed one, are of one kind. They share
+    a fit if their steps take the same bytes."""
 
     def __init__(self, most: int = _MOST) -> None:
         super().__init__(most)
@@ -147,15 +137,9 @@ class CellFits(Recent[T]):
         step: Callable[[], Hashable],
         find: Callable[[], T],
     ) -> T:
-        """The fit for a cell, found now if it is not known.
-
-        Args:
-            parts: what the cell is made of, as :func:`identity` takes it.
-            shapes: all else that the bytes of a step depend on.
-            budget: all else that the fit depends on.
-            step: measures the bytes of a step.
-            find: finds the fit.
-        """
+        """The fit for a cell, found by ``find`` if it is not known; ``step`` measures the bytes of
+        a step. ``parts`` are arguments of :func:`identity`. ``shapes`` is all else that these bytes
+        depend on, ``budget`` all else that the fit depends on."""
         made_of, kinds = (
             tuple(identity(*part, values=values) for part in parts) for values in (True, False)
         )
@@ -171,24 +155,9 @@ def signature(t: Tensor) -> tuple[Any, ...]:
 
 
 def identity(found: Reach, places: Iterable[Place], *, values: bool = True) -> Hashable:
-    """What a cell is made of, as a key: equal for two closures of the same code over the same.
-
-    The key keeps no module and no tensor alive.
-
-    Args:
-        found: what the cell refers to.
-        places: those of its Python values that it only reads; what a step changes is not part of
-            what the cell is.
-        values: whether numbers and texts are part of it, or their types only.
-
-    Example:
-        >>> from retrograde.discover.referents import reach
-        >>> def make(n):
-        ...     found = reach([lambda x, h: (x * n, h)])
-        ...     return identity(found, found.places)
-        >>> make(2) == make(2), make(2) == make(3)
-        (True, False)
-    """
+    """A key for what a cell is made of: equal for two closures of the same code over the same
+    values. It keeps no module and no tensor alive. ``places`` are the Python values that the cell
+    only reads; without ``values`` only their types count."""
     held = tuple(tuple(_kinds(place, values)) for place in places)
     modules = tuple(map(Same, found.modules))
     return modules, tuple(found.codes), tuple(map(signature, found.tensors)), held

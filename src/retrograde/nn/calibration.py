@@ -43,11 +43,8 @@ Point = tuple[int, float]
 
 @dataclass(frozen=True)
 class Timing:
-    """What one way takes for forward and backward together.
-
-    Attributes:
-        points: pairs (steps, seconds) as measured, steps increasing.
-    """
+    """What one way takes, forward and backward together: measured pairs (steps, seconds), steps
+    increasing."""
 
     points: tuple[Point, ...]
 
@@ -64,12 +61,8 @@ class Timing:
         return max((high - low) / (b - a), 0.0)
 
     def seconds(self, steps: int) -> float:
-        """The seconds expected for a sequence of so many steps.
-
-        Example:
-            >>> Timing(((32, 1.0), (64, 1.5))).seconds(128)
-            2.5
-        """
+        """The seconds expected for a sequence, linear between the points; beyond the longest, the
+        last slope goes on."""
         last, seconds = self.points[-1]
         if steps >= last:
             return seconds + (steps - last) * self.step_seconds
@@ -91,13 +84,8 @@ _KNOWN: dict[str, dict[str, Timing]] = {}
 
 
 def timings(module: nn.RNNBase, samples: int, steps: int, needs_x: bool) -> dict[str, Timing]:
-    """The timing of every one of :data:`WAYS`, measured now if it never was on this machine.
-
-    Args:
-        module: one of ours; what is run is another over the same weights.
-        samples: the batch.
-        steps: the length of the sequences that are to be run.
-        needs_x: whether the inputs receive a gradient.
+    """The timing of every one of :data:`WAYS`, measured unless this machine's file has it. The
+    module is one of ours; another over the same weights is run, on sequences of ``steps`` at most.
     """
     key = _key(module, samples, needs_x)
     found = _KNOWN.get(key) or _read().get(key)
@@ -122,13 +110,8 @@ def _tells(seconds: list[float]) -> bool:
 
 
 def contenders(found: dict[str, Timing]) -> list[str]:
-    """The ways that :func:`timings` followed to the greatest length; the others were hopeless.
-
-    Example:
-        >>> slow, quick = Timing(((32, 9.0),)), Timing(((32, 1.0), (64, 2.0)))
-        >>> contenders({"torch": quick, "scan": slow})
-        ['torch']
-    """
+    """The ways that :func:`timings` followed to the greatest length; hopeless ones are dropped
+    early."""
     last = max(timing.points[-1][0] for timing in found.values())
     return [way for way, timing in found.items() if timing.points[-1][0] == last]
 

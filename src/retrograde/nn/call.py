@@ -43,16 +43,9 @@ RunOne = Callable[[int, tuple[Layers, ...], Tensor, Tensors], tuple[Tensor, Tens
 
 @dataclass(frozen=True)
 class StackFit:
-    """What a budget buys for layers with two directions, each a recurrence of its own.
-
-    Attributes:
-        layers: how each layer is run; its bytes are its share's, or on a CPU those of all layers.
-            Empty where torch's own module is run.
-        peak_bytes: what is predicted, at most the budget.
-        budget_bytes: the budget.
-        ordinary_bytes: what ordinary backpropagation takes.
-        minimum_bytes: the least budget.
-    """
+    """What a budget buys for layers with two directions, each a recurrence of its own. ``layers``
+    is empty where torch's own module is run. Its bytes are those of each layer's share, or for held
+    layers those of all layers."""
 
     layers: tuple[Fit, ...]
     peak_bytes: int
@@ -73,27 +66,22 @@ class StackFit:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a module is to be run.
-
-    Attributes:
-        parts: for each recurrence what runs it, and its schedule; none to run torch's own module.
-        fit: what was found for the budget; None where the schedule was given.
-    """
+    """How a module is to be run: for each recurrence what runs it, and its schedule. ``parts`` is
+    empty to run torch's own module; ``fit`` is None where the schedule was given."""
 
     parts: tuple[tuple[Kernel | HeldPlan, Schedule], ...]
     fit: Fit | StackFit | None = None
 
 
 class Call:
-    """One call of a module.
+    """One call of one of our modules.
 
     Args:
-        module: one of ours.
         x: inputs (T, B, I), or packed (rows, I).
-        state: the initial state: (h,), or (h, c), each (layers · directions, B, H).
+        state: (h,), or (h, c), each (layers · directions, B, H).
         sizes: of a packed batch: how many sequences have each step.
-        weights: of the module, as torch orders them; by default as they were last computed.
-        given: whether the initial state was given, and is not just zeros.
+        weights: as torch orders them; None for those last computed.
+        given: whether the caller gave the state; otherwise it is zeros.
         sorts: whether a packed batch had to be sorted.
     """
 
@@ -180,10 +168,8 @@ class Call:
         return self._in_turn(run)
 
     def run_back(self, way: Literal["sequential", "scan"]) -> tuple[Tensor, State]:
-        """The same without a budget: gates are kept, and gradients are found in a given way.
-
-        Dropout masks are drawn as torch draws them.
-        """
+        """As :meth:`run`, without a budget: gates are kept, and gradients are found in a given way.
+        Dropout masks are drawn as torch draws them."""
 
         def run(
             number: int, net: tuple[Layers, ...], x: Tensor, state: Tensors
@@ -250,14 +236,8 @@ class Call:
 
 
 def check_measurable(tensors: Tensors) -> None:
-    """Refuse to measure what has no bytes, or takes none.
-
-    Args:
-        tensors: inputs, state and weights.
-
-    Raises:
-        CellError: they are not real, or none requires a gradient.
-    """
+    """Raise CellError if bytes cannot be measured: a tensor is fake or on the meta device, or none
+    requires a gradient."""
     if is_unreal(tensors):
         places = ", ".join(sorted({str(t.device) for t in tensors}))
         raise CellError(
@@ -272,10 +252,8 @@ def check_measurable(tensors: Tensors) -> None:
 
 
 def _apart(weights: Tensors) -> Tensors:
-    """Weights as tensors of their own, where one is used twice or computed from another.
-
-    Autograd then gives each of them its own share of the gradient.
-    """
+    """The weights, as views where one is used twice or computed from another, so that autograd
+    gives each its own share of the gradient."""
     if all(w.is_leaf for w in weights) and len({id(w) for w in weights}) == len(weights):
         return weights
     return [w.view_as(w) for w in weights]

@@ -40,16 +40,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 @dataclass(frozen=True, eq=False)
 class ChainFit:
-    """What a budget buys for a chain; ``print`` shows it.
-
-    Attributes:
-        chain: the layers, as measured; those without a gradient left out.
-        schedule: what is carried out.
-        budget_bytes: what is allowed.
-        minimum_bytes: the least budget that would do.
-        ordinary_bytes: what ordinary backpropagation holds.
-        peak_bytes: what is held at most, the layers before the first gradient included.
-    """
+    """What a budget buys for a chain; ``print`` shows it. ``chain`` leaves out the layers before
+    the first gradient, ``peak_bytes`` includes them; ``minimum_bytes`` is the least budget."""
 
     chain: Chain
     schedule: Schedule
@@ -91,24 +83,18 @@ class Plans:
     )  # what layers change: (id of its holder, name)
 
     def fit(self, net: nn.Sequential, memory: Memory, input: Any) -> ChainFit:
-        """The schedule of the layers for a budget and an input of this kind.
-
-        Raises:
-            BudgetError: the budget is too small; the message names the least.
-            CellError: a layer cannot be run exactly, or there is nothing to backpropagate.
-        """
+        """The schedule of the layers for a budget and an input of this kind. Raises BudgetError,
+        which names the least budget, or CellError if a layer cannot be run exactly or nothing
+        requires a gradient."""
         leaves, structure = flatten(input, "input")
         call = _Call.of(net, leaves, structure)
         self._links(call)
         return self._fitted(memory, call)
 
     def run(self, net: nn.Sequential, memory: Memory, input: Any) -> Any:
-        """What the last layer returns, its gradient kept to a budget; None to run torch's own.
-
-        Raises:
-            BudgetError: the budget is too small; the message names the least.
-            CellError: a layer cannot be run exactly.
-        """
+        """The output of the last layer, its gradient within a budget; None to run torch's own pass.
+        Raises BudgetError, which names the least budget, or CellError if a layer cannot be run
+        exactly."""
         if not torch.is_grad_enabled():
             return None
         leaves, structure = flatten(input, "input")
@@ -152,16 +138,8 @@ class Plans:
 
 
 def measure_network(net: nn.Sequential, input: Any, repeats: int) -> Chain:
-    """What the layers of a network take, those before the first gradient left out.
-
-    Args:
-        net: the layers.
-        input: what it is called with.
-        repeats: how often seconds are taken.
-
-    Raises:
-        CellError: a layer cannot be run exactly, or there is nothing to backpropagate.
-    """
+    """Measure the layers of a network, without those before the first gradient, timing ``repeats``
+    times. Raises CellError if a layer cannot be run exactly or nothing requires a gradient."""
     leaves, structure = flatten(input, "input")
     return _measure(examine_layers(_apart(net), leaves, structure), leaves, repeats)
 
@@ -197,7 +175,7 @@ class _Call:
     """A call, and what is looked up for it.
 
     Attributes:
-        known: all that bytes and seconds depend on, what layers refer to aside.
+        known: all that bytes and seconds depend on, except what the layers refer to.
         found: what the layers refer to.
         parts: the layers, and all modules in them.
         tensors: the parameters and buffers that links hold.
@@ -263,18 +241,8 @@ def _still(places: Sequence[Place], moving: Collection[tuple[int, Any]]) -> Iter
 def named_layers(
     net: nn.Sequential, opens: Callable[[nn.Sequential], bool], prefix: str = ""
 ) -> Iterator[tuple[str, nn.Module]]:
-    """The layers, with their names; those of nested ones without hooks in their place.
-
-    Args:
-        net: the layers.
-        opens: whether a nested one is taken apart.
-        prefix: of the names.
-
-    Example:
-        >>> net = nn.Sequential(nn.ReLU(), nn.Sequential(nn.Tanh(), nn.ReLU()))
-        >>> [name for name, _ in named_layers(net, lambda nested: True)]
-        ['0', '1.0', '1.1']
-    """
+    """The layers with dotted names; a nested chain without hooks is taken apart if ``opens`` says
+    so."""
     for name, layer in net._modules.items():  # a layer may come twice
         if (
             isinstance(layer, nn.Sequential)

@@ -38,12 +38,11 @@ OUTLOOKS = 4
 
 @dataclass(frozen=True, eq=False)
 class Outlook:
-    """Every scan that there is for a chain, what each takes, and which one is chosen.
+    """The scans considered for a chain, what each takes, and the chosen one; ``print`` shows it.
 
     Attributes:
-        chosen: the one that is.
-        why: in a sentence.
-        splits: all, from no levels on.
+        why: the reason for the choice, in a sentence.
+        splits: by number of levels, the linear scan first.
         jacobians: whether Jacobians are made; if not, the gradient goes back through the layers.
         room: bytes that Jacobians and products may take.
     """
@@ -77,14 +76,8 @@ class Outlook:
 
 @dataclass
 class ChainScan:
-    """How the layers of one module are scanned; options as of :class:`retrograde.Sequential`.
-
-    Attributes:
-        algorithm: which scan.
-        levels: of the hybrid one.
-        memory: what Jacobians and their products may take; None for half the machine's.
-        outlooks: what was found for recent batches.
-    """
+    """How the layers of one module are scanned, and the outlooks of recent batches; options as of
+    :class:`retrograde.Sequential`."""
 
     algorithm: Algorithm
     levels: int | None
@@ -92,11 +85,8 @@ class ChainScan:
     outlooks: Recent[Outlook]
 
     def run(self, layers: Sequence[nn.Module], x: Any) -> Any:
-        """The output of the layers, none nested; None where nothing wants a gradient.
-
-        Raises:
-            ScanError: a layer has no Jacobian, or none that fits.
-        """
+        """The output of the layers, none of them nested; None where nothing requires a gradient.
+        Raises ScanError if a layer has no Jacobian, or none that fits in memory."""
         if not torch.is_grad_enabled():
             return None
         used = (p for layer in layers for p in layer.parameters() if p.requires_grad)
@@ -135,11 +125,8 @@ def _outlook_of(
     *,
     whole: bool,
 ) -> Outlook:
-    """Count what every scan takes within some bytes, and choose.
-
-    Raises:
-        ScanError: what was asked for does not fit.
-    """
+    """Count what each scan takes within ``limit`` bytes, and choose. Raises ScanError if the scan
+    that was asked for does not fit."""
     x, y = steps[0].x, steps[-1].y
     paths = [step.path for step in (steps if whole else steps[1:])]
     size = prod(y.shape[1:]), len(x), x.dtype.itemsize, limit

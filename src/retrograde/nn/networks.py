@@ -16,13 +16,7 @@ _VGG11: tuple[int | None, ...] = (
 
 
 def lenet5(classes: int = 10) -> list[nn.Module]:
-    """LeNet-5 (LeCun et al., 1998) with ReLUs and max-pooling, in twelve layers.
-
-    Example:
-        >>> import torch
-        >>> nn.Sequential(*lenet5())(torch.zeros(2, 3, 32, 32)).shape
-        torch.Size([2, 10])
-    """
+    """LeNet-5 (LeCun et al., 1998) with ReLUs and max-pooling, in twelve layers."""
     return [
         nn.Conv2d(3, 6, 5),
         nn.ReLU(),
@@ -40,20 +34,9 @@ def lenet5(classes: int = 10) -> list[nn.Module]:
 
 
 def vgg11(classes: int = 10, width: int = 64) -> list[nn.Module]:
-    """VGG-11 (Simonyan and Zisserman, 2015) for images of 32×32, with one linear layer.
-
-    Eight times convolution and ReLU, five poolings, flattening, a linear layer. Weights are drawn
-    as He et al. (2015) do; without batch normalisation it would not learn otherwise.
-
-    Args:
-        classes: outputs.
-        width: channels of the first convolution, 64 in the paper; the others keep their ratio.
-
-    Example:
-        >>> import torch
-        >>> nn.Sequential(*vgg11(width=4))(torch.zeros(2, 3, 32, 32)).shape
-        torch.Size([2, 10])
-    """
+    """VGG-11 (Simonyan and Zisserman, 2015) with one linear layer; the paper has ``width`` 64.
+    Weights are drawn as He et al. (2015) do, since it would not learn otherwise without batch
+    normalisation."""
     layers: list[nn.Module] = []
     channels = 3
     for wanted in _VGG11:
@@ -69,30 +52,13 @@ def vgg11(classes: int = 10, width: int = 64) -> list[nn.Module]:
 
 
 def resnet18(classes: int = 10, width: int = 64) -> list[nn.Module]:
-    """ResNet-18 (He et al., 2016) for images of 32×32: a 3×3 stem without pooling.
-
-    A block is one layer, and the ReLU after its sum the next. That makes 22 layers: three of the
-    stem, eight times block and ReLU, average, flattening, a linear one.
-
-    Args:
-        classes: outputs.
-        width: channels of the first stage, 64 in the paper; each stage has twice the one before.
-
-    Example:
-        >>> import torch
-        >>> nn.Sequential(*resnet18(width=4))(torch.zeros(2, 3, 32, 32)).shape
-        torch.Size([2, 10])
-    """
+    """ResNet-18 (He et al., 2016) with a 3×3 stem and no pooling after it; the paper has ``width``
+    64. A block is one layer and the ReLU after its sum the next, which makes 22 layers."""
     return _resnet((2, 2, 2, 2), classes, width)
 
 
 def resnet34(classes: int = 10, width: int = 64) -> list[nn.Module]:
-    """ResNet-34, as :func:`resnet18` but with twice its blocks: 38 layers.
-
-    Example:
-        >>> len(resnet34(width=4))
-        38
-    """
+    """ResNet-34 (He et al., 2016): :func:`resnet18` with twice its blocks, 38 layers."""
     return _resnet((3, 4, 6, 3), classes, width)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from retrograde.cores.ordinary import measure_pass, ordinary_curve
+from retrograde.cores.ordinary import even_from, measure_pass, ordinary_curve
 from retrograde.nn.call import Call
 from retrograde.nn.weights import over_weights, stand_ins
 from retrograde.plan.fit import Highest
@@ -24,16 +24,21 @@ class Ordinary:
     """The working bytes of ordinary backpropagation, for any length.
 
     Attributes:
-        batch: how many sequences there are.
+        batch: the number of sequences.
         full: bytes by steps, if all sequences have all of them.
-        single: of a packed batch, bytes by steps if but one sequence has them.
-        gradient_copy: bytes a step on top, where a kernel must copy the outputs' gradient.
+        single: of a packed batch, bytes by steps if only one sequence has them.
+        gradient_copy: further bytes a step, where a kernel must copy the outputs' gradient.
     """
 
     batch: int
     full: Highest
     single: Highest | None = None
     gradient_copy: int = 0
+
+    def serves(self, steps: int) -> bool:
+        """Whether measuring as many steps would tell the same."""
+        ends = [even_from(curves) for curves in (self.full, self.single) if curves is not None]
+        return all(end is not None and end <= steps for end in ends)
 
     def __call__(self, steps: int, rows: int) -> int:
         """The bytes for so many steps, and so many steps of sequences in all if packed."""
@@ -44,10 +49,8 @@ class Ordinary:
 
 
 def measure_ordinary(call: Call, memory: Memory | None) -> Ordinary:
-    """Measure torch's own module on short sequences, a packed batch on those of one length.
-
-    Beyond a few steps the measurement keeps to the budget, too.
-    """
+    """Measure torch's own module on short sequences, a packed batch on sequences of one length.
+    Measurements of more than a few steps keep to the budget, too."""
     x, packed, length = call.x, call.sizes is not None, call.measured_length
     if packed:
         x = x.new_zeros(length, call.batch, x.shape[1]).requires_grad_(x.requires_grad)

@@ -70,20 +70,17 @@ class Recurrent(nn.RNNBase):
         self._check_asked()
 
     def forward(self, input: Any, hx: Any = None) -> Any:  # type: ignore[override]
-        """Run the layers, as torch's module does, their gradient being computed as asked.
+        """Run the layers as torch's module does; the options decide how the gradient is computed.
 
         Args:
             input: (T, B, I), or (B, T, I) with ``batch_first``, (T, I) without a batch, or a
-                ``PackedSequence``.
-            hx: the initial state, (layers · directions, B, H), or without B; an LSTM's is the pair
-                (h, c); zeros if not given.
-
-        Returns:
-            The outputs, laid out as the input is, and the final state.
+                ``PackedSequence``; the outputs are laid out likewise.
+            hx: the initial state, (layers · directions, B, H), or without B; an LSTM's is the
+                pair (h, c). None for zeros.
 
         Raises:
-            CellError: what is asked together is not supported, or the shapes do not fit.
-            BudgetError: the memory is too little for these shapes; the message names the least.
+            CellError: the options exclude each other, or the shapes do not fit.
+            BudgetError: the budget is too small for these shapes; the message names the least.
             RetrogradeError: the call is transformed or traced, as by ``torch.func``.
         """
         if not self._options() or is_exporting():
@@ -123,19 +120,13 @@ class Recurrent(nn.RNNBase):
         return wanted
 
     def fit(self, input: Tensor | PackedSequence, hx: Any = None) -> Fit | StackFit:
-        """What the budget buys for an input: the schedule, the bytes it takes, the least budget.
+        """The fit that a call with this input would use: schedule, bytes, least budget.
 
-        Args:
-            input: as for :meth:`forward`.
-            hx: as for :meth:`forward`.
-
-        Returns:
-            The fit that a call with this input would use; one for every layer where there are
-            several with two directions.
+        A :class:`~retrograde.nn.call.StackFit` where several layers have two directions.
 
         Raises:
-            BudgetError: the memory is too little for these shapes.
-            CellError: as :meth:`forward`; also where no ``memory`` is given.
+            BudgetError: the budget is too small for these shapes.
+            CellError: as :meth:`forward`; also where no ``memory`` is set.
         """
         if self.memory is None:
             raise CellError("there is no budget to fit: give memory=, such as memory=0.05")
@@ -165,12 +156,9 @@ class Recurrent(nn.RNNBase):
         }
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """What ``torch.jit.script`` compiles, and puts into the model in this module's place:
-        torch's own over the same parameters and hooks.
-
-        Raises:
-            RetrogradeError: it computes something that TorchScript has no words for.
-        """
+        """What ``torch.jit.script`` compiles in this module's place: torch's own over the same
+        parameters and hooks. Raises RetrogradeError if an option is set, or for a derived class or
+        a parametrization."""
         if self._options():
             given = " and ".join(f"{name}=" for name in self._options())
             raise RetrogradeError(

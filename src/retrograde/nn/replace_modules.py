@@ -29,15 +29,8 @@ _OURS: dict[type[nn.Module], type[Recurrent]] = dict(zip(TORCHS_OWN, (RNN, GRU, 
 
 
 def is_chain(module: nn.Module) -> TypeGuard[nn.Sequential]:
-    """Whether a module is a ``Sequential`` that a budget does something for.
-
-    That is one of torch's or of this library, with two layers or more, none of them recurrent, and
-    without a scan.
-
-    Example:
-        >>> is_chain(nn.Sequential(nn.Linear(2, 2), nn.ReLU())), is_chain(nn.Sequential(nn.ReLU()))
-        (True, False)
-    """
+    """Whether a budget does something for a module: a ``Sequential`` itself, torch's or ours, with
+    two layers or more. None of these may be recurrent, and the chain has no scan."""
     if type(module) not in (container.Sequential, Sequential):
         return False
     assert isinstance(module, container.Sequential)
@@ -47,20 +40,9 @@ def is_chain(module: nn.Module) -> TypeGuard[nn.Sequential]:
 
 
 def twin(module: Swappable) -> Budgeted:
-    """A module of ours over the very parameters of another, which is left as it is.
-
-    It has the other's options, parameters and mode, but neither hooks nor a budget; a module of
-    this library keeps its ``backward``.
-
-    Raises:
-        CellError: the module computes something of its own, which would be lost.
-
-    Example:
-        >>> lstm = nn.LSTM(3, 5)
-        >>> other = twin(lstm)
-        >>> type(other).__module__, other.weight_hh_l0 is lstm.weight_hh_l0
-        ('retrograde.nn.recurrent', True)
-    """
+    """A module of ours that shares another's options, parameters and mode, but not its hooks or
+    budget; a module of ours keeps its ``backward``. The other stays as it is. Raises CellError if
+    it may compute something of its own: a class that is not known, or a replaced ``forward``."""
     kind = _class_for(module)
     other: Any = kind.__new__(kind)
     fresh: dict[str, Any] = vars(Sequential()) if kind is Sequential else {}
@@ -76,16 +58,7 @@ def twin(module: Swappable) -> Budgeted:
 
 
 def swap(module: Swappable, other: Budgeted) -> None:
-    """Turn a module into its :func:`twin`, once the twin's ``memory`` is set.
-
-    Example:
-        >>> lstm = nn.LSTM(3, 5)
-        >>> other = twin(lstm)
-        >>> other.memory = "50%"
-        >>> swap(lstm, other)
-        >>> lstm
-        LSTM(3, 5, memory='50%')
-    """
+    """Turn a module into its :func:`twin`, in place, once the twin's ``memory`` is set."""
     asked = ("memory", "schedule")
     new = [name for name in vars(other) if name in asked or name not in vars(module)]
     vars(module).update({name: vars(other)[name] for name in new})

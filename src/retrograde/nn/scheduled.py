@@ -20,6 +20,7 @@ from torch import Tensor
 
 from retrograde.cores.fastest import Candidate, candidates, fit_fastest, footprints
 from retrograde.cores.fused import Fused, Kernel
+from retrograde.cores.ordinary import LONGEST_MEASURED
 from retrograde.cores.recurrent.bytes import Shape
 from retrograde.cores.recurrent.plan import Planner, Sequences
 from retrograde.nn.call import Call, Plan, StackFit
@@ -38,11 +39,8 @@ T = TypeVar("T")
 
 
 def find_plan(call: Call, memory: Memory) -> Plan:
-    """The fastest plan of a call that fits a budget; remembered by the module.
-
-    Raises:
-        BudgetError: the memory is too little for these shapes; the message names the least.
-    """
+    """The fastest plan of a call that fits a budget; remembered by the module. Raises BudgetError,
+    which names the least budget."""
 
     def find() -> Plan:
         if call.runs_held:
@@ -63,12 +61,8 @@ def ordinary_bytes(call: Call, memory: Memory | None) -> int:
 
 
 def fit_held(call: Call, memory: Memory | None) -> Plan:
-    """The plan of held layers within a budget.
-
-    Raises:
-        BudgetError: the memory is too little for these shapes; the message names the least.
-        CellError: as :func:`~retrograde.nn.call.check_measurable`.
-    """
+    """The plan of held layers within a budget. Raises BudgetError, which names the least budget, or
+    CellError as :func:`~retrograde.nn.call.check_measurable`."""
     call.check_measurable()
     offsets = None if call.sizes is None else [0, *call.sizes.cumsum(0).tolist()]
     lengths = Sequences(call.length, call.batch, offsets)
@@ -120,12 +114,11 @@ class Part:
     """A recurrence, the cores that can run it, and what their ranges take.
 
     Attributes:
-        cores: the candidates.
         inputs: to measure by.
-        state: the initial state.
         ordinary: the bytes of ordinary backpropagation of the whole call.
         gradient_copy: as :class:`~retrograde.nn.ordinary_memory.Ordinary` has it.
-        sizes: a footprint for each core, measured at this or at another length, which are kept.
+        sizes: a footprint for each core, shared with the module's cache; :meth:`fit`
+            overwrites it with footprints that know further lengths.
     """
 
     cores: list[Candidate]
@@ -158,11 +151,8 @@ class Part:
 
 
 def measure_parts(call: Call, memory: Memory | None) -> tuple[Ordinary, list[Part]]:
-    """What ordinary backpropagation takes; every recurrence, and what its ranges take.
-
-    Raises:
-        CellError: as :func:`~retrograde.nn.call.check_measurable`.
-    """
+    """Measure what ordinary backpropagation takes, and what the ranges of every recurrence take.
+    Raises CellError as :func:`~retrograde.nn.call.check_measurable`."""
     call.check_measurable()
     ordinary = _ordinary(call, memory)
     usual = Curve(((call.length, ordinary(call.length, len(call.x))),))
@@ -231,27 +221,29 @@ def _divide(call: Call, memory: Memory | None, parts: list[Part], known: Ordinar
 
 
 def _between(call: Call) -> int:
-    """The bytes of the sequences between layers, of one gradient of them, and of the states'.
-
-    The initial states' gradients wait for one another.
-    """
+    """The bytes of the sequences between layers, of one gradient of such a sequence, and of the
+    initial states' gradients. These are held until all layers' are there."""
     rows, width = call.x[..., 0].numel(), 2 * call.state[0].shape[-1]
     whole = rows * width * call.x.element_size() * call.module.num_layers
     return whole + 2 * sum(s.nbytes for s in call.state)
 
 
 def _extra_bytes(call: Call, state: Sequence[Tensor]) -> int:
-    """What a packed batch takes besides, by its initial state.
-
-    That is parts of the state where some sequences have ended, their gradients, and what is sorted.
-    """
+    """The further bytes of a packed batch: states of sequences that have ended, their gradients,
+    and sorted copies."""
     if call.sizes is None:
         return 0
     return (6 if call.sorts else 3) * sum(s.nbytes for s in state)
 
 
 def _ordinary(call: Call, memory: Memory | None) -> Ordinary:
-    """What ordinary backpropagation takes, by length."""
+    """What ordinary backpropagation takes, by length; measured at another length if that serves."""
+    shapes, steps = call.shapes(), 1
+    while steps <= LONGEST_MEASURED:
+        found = call.module._fits.known(("ordinary", repr(memory), steps, shapes))
+        if isinstance(found, Ordinary) and found.serves(call.measured_length):
+            return found
+        steps *= 2
     return _known(call, memory, "ordinary", partial(measure_ordinary, call, memory))
 
 

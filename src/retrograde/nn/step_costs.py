@@ -24,12 +24,7 @@ Tensors = list[Tensor]
 
 @dataclass(frozen=True)
 class Costs:
-    """What the steps of one core cost.
-
-    Attributes:
-        sizes: in bytes.
-        paces: in seconds.
-    """
+    """What the steps of one core cost: ``sizes`` in bytes, ``paces`` in seconds."""
 
     sizes: Footprint
     paces: Paces
@@ -56,11 +51,8 @@ class Costs:
 
 @dataclass(frozen=True)
 class HeldCosts(Costs):
-    """What the steps of a module cost whose outputs are its states.
-
-    Attributes:
-        call: with any number of steps.
-    """
+    """What the steps of held layers cost, whose states are their outputs; ``call`` is of any
+    length."""
 
     call: Call
 

@@ -20,22 +20,9 @@ TORCHS_OWN: tuple[type[nn.RNNBase], ...] = (nn.RNN, nn.GRU, nn.LSTM)
 def over_weights(
     module: nn.RNNBase, weights: Sequence[Tensor], kind: type[nn.RNNBase] | None = None
 ) -> Any:
-    """A shell of a module over given weights, which computes none; only to be run forward.
-
-    Its ``forward`` is to be called, since a call would run the module's hooks.
-
-    Args:
-        module: whose options and mode it has.
-        weights: as torch orders them; they are not looked for anywhere else.
-        kind: the shell's class; torch's own by default.
-
-    Example:
-        >>> import torch
-        >>> lstm = nn.LSTM(3, 5)
-        >>> shell, x = over_weights(lstm, lstm._flat_weights), torch.randn(4, 2, 3)
-        >>> torch.equal(shell.forward(x)[0], lstm(x)[0])
-        True
-    """
+    """A shell of a module over given weights (in torch's order), with its options and mode;
+    ``kind`` None for torch's own class. It computes no weights. Only its ``forward`` may be called,
+    since a call would run the module's hooks."""
     kind = kind or next(c for c in type(module).__mro__ if c in TORCHS_OWN)
     shell: Any = kind.__new__(kind)
     vars(shell).update(vars(module))
@@ -50,11 +37,8 @@ def stand_ins(weights: Sequence[Tensor]) -> list[Tensor]:
 
 
 def last_weights(module: nn.RNNBase) -> list[Tensor]:
-    """A module's weights as they were last computed, as torch orders them.
-
-    One that a parametrization or a hook of torch's computes requires a gradient where what it is
-    computed from does.
-    """
+    """A module's weights as they were last computed, as torch orders them. One that a
+    parametrization or a hook of torch's computes requires a gradient where its origin does."""
     found: list[Tensor] = []
     names: list[str] = module._flat_weights_names
     for name, last in zip(names, module._flat_weights, strict=True):

@@ -33,29 +33,11 @@ def check_policy(
     segments: int | None = None,
     has_memory: bool = True,
 ) -> None:
-    """Refuse an unknown policy, and whatever is missing for it or foreign to it.
-
-    Args:
-        policy: its name.
-        alpha: as given.
-        beta: as given.
-        state: as given.
-        segments: as given.
-        has_memory: whether a memory was given.
-
-    Raises:
-        ScheduleError: with what was given, what was expected and what to do.
-
-    Example:
-        >>> check_policy("msm", alpha=5)
-    """
+    """Refuse an unknown policy, and whatever is missing for it or foreign to it."""
     if policy not in POLICIES:
         raise ScheduleError(f"unknown policy {policy!r}: use one of {', '.join(POLICIES)}")
     if has_memory and policy in BASELINES:
-        raise ScheduleError(
-            f"the policy {policy!r} takes no memory: it holds what it holds; leave memory out, or "
-            "use 'hsm', 'ism' or 'msm'"
-        )
+        raise _takes_no_memory(policy)
     if not has_memory and policy not in BASELINES:
         raise ScheduleError(f"the policy {policy!r} needs a memory: give its slots, 1 or more")
     if policy == "msm" and alpha is None:
@@ -80,19 +62,8 @@ def check_policy(
 
 
 def check_chain_policy(policy: str, *, has_memory: bool = True, **foreign: object) -> None:
-    """Refuse a policy that chains do not know, and what is missing for it or foreign to chains.
-
-    Args:
-        policy: its name.
-        has_memory: whether a memory was given.
-        foreign: arguments that are for lengths only, as given; None where they were not.
-
-    Raises:
-        ScheduleError: with what was given, what was expected and what to do.
-
-    Example:
-        >>> check_chain_policy("msm", alpha=None)
-    """
+    """Refuse a policy that chains do not know, and what is missing for it; ``foreign`` holds the
+    arguments that only lengths take, None where they were not given."""
     if policy not in CHAIN_POLICIES:
         raise ScheduleError(
             f"unknown policy {policy!r} for a chain: use one of {', '.join(CHAIN_POLICIES)}"
@@ -104,10 +75,7 @@ def check_chain_policy(policy: str, *, has_memory: bool = True, **foreign: objec
                 f"{name} out"
             )
     if has_memory and policy == "store-all":
-        raise ScheduleError(
-            "the policy 'store-all' takes no memory: it holds what it holds; leave memory out, or "
-            "use 'hsm', 'ism' or 'msm'"
-        )
+        raise _takes_no_memory(policy)
     if not has_memory and policy != "store-all":
         raise ScheduleError(
             f"the policy {policy!r} needs a memory: give bytes, such as '2GiB', or a share of what "
@@ -115,24 +83,16 @@ def check_chain_policy(policy: str, *, has_memory: bool = True, **foreign: objec
         )
 
 
+def _takes_no_memory(policy: str) -> ScheduleError:
+    return ScheduleError(
+        f"the policy {policy!r} takes no memory: it holds what it holds; leave memory out, or "
+        "use 'hsm', 'ism' or 'msm'"
+    )
+
+
 def units_of(alpha: int | None, beta: int | None, state: int | None = None) -> Units:
-    """The sizes that ``alpha``, ``beta`` and ``state`` give, in one unit.
-
-    Args:
-        alpha: an internal state, its input included.
-        beta: one without; ``alpha`` less a hidden state by default, and at least 1.
-        state: a hidden state; 1 by default.
-
-    Returns:
-        The units, the working core free.
-
-    Raises:
-        ScheduleError: one is no positive integer, or beta exceeds alpha.
-
-    Example:
-        >>> units_of(5, None).beta, units_of(5000, None, 1024).beta
-        (4, 3976)
-    """
+    """The sizes ``alpha``, ``beta`` and ``state`` in one unit, with the working core free. By
+    default ``state`` is 1, and ``beta`` is ``alpha`` less a hidden state, at least 1."""
     hidden = 1 if state is None else integer("state", state)
     if state is None and isinstance(alpha, float | np.floating) and alpha > 1:
         raise ScheduleError(
@@ -150,23 +110,7 @@ def units_of(alpha: int | None, beta: int | None, state: int | None = None) -> U
 
 
 def integer(name: str, value: object, least: int = 1) -> int:
-    """A number as a Python integer, at least ``least``; truth values and fractions are refused.
-
-    Args:
-        name: for the message.
-        value: as given.
-        least: the smallest that will do.
-
-    Returns:
-        The number.
-
-    Raises:
-        ScheduleError: it is none, or too small.
-
-    Example:
-        >>> integer("length", 1000)
-        1000
-    """
+    """A number as a Python integer, at least ``least``; truth values and fractions are refused."""
     try:
         if isinstance(value, bool | np.bool_):
             raise TypeError
@@ -179,22 +123,7 @@ def integer(name: str, value: object, least: int = 1) -> int:
 
 
 def integers(name: str, values: ArrayLike) -> NDArray[np.int64]:
-    """An array of integers, 1 or more, as 64-bit ones.
-
-    Args:
-        name: for the message.
-        values: as given.
-
-    Returns:
-        The array; of another shape only where it was no array.
-
-    Raises:
-        ScheduleError: it holds something else.
-
-    Example:
-        >>> integers("length", [1, 5]).tolist()
-        [1, 5]
-    """
+    """An array of integers, 1 or more, as 64-bit ones."""
     array = np.asarray(values)
     if array.size and array.dtype.kind not in "iu":
         raise ScheduleError(f"{name} is an array of {array.dtype}: expected integers, 1 or more")

@@ -63,12 +63,9 @@ _KEPT = 16
 
 @dataclass(frozen=True)
 class Curve:
-    """Bytes as a function of the steps in a range: linear between the points that were measured.
-
-    Attributes:
-        points: pairs (steps, bytes), steps increasing; before the first the curve is flat, beyond
-            the last it goes on as between the last two.
-    """
+    """Bytes as a function of the steps in a range, linear between measured ``points`` (steps,
+    bytes) of increasing steps. Before the first it is flat; beyond the last it goes on as between
+    the last two."""
 
     points: tuple[tuple[int, int], ...]
 
@@ -108,31 +105,29 @@ class Highest:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What the steps of a recurrence take, in bytes; measured, never guessed.
+    """What the steps of a recurrence take, in bytes and forward steps; measured, or told by shapes.
 
     Attributes:
         state_bytes: one stored hidden state, with all that a rerun from it needs.
-        advance: the peak of a call that keeps nothing.
+        advance, record: peaks of a call that keeps nothing, and of one that records a range.
         held: what a recorded range holds on to, its final state included.
-        record: the peak of recording a range.
-        backward: the peak of backpropagating a range, beyond what it holds.
-        ordinary: the working memory of ordinary backpropagation, as one graph.
-        gradient_copy: what it takes on top, of bytes a step, where the outputs' gradient is laid
-            out so that a kernel must copy it.
-        final_bytes: what it takes on top where the loss is of the final state as well.
-        call_bytes: what a schedule holds from the beginning of a call to its end.
-        trial_bytes: what trying one step takes, before the call.
+        backward: peak of backpropagating a range, beyond what it holds.
+        ordinary: working memory of ordinary backpropagation, as one graph.
+        gradient_copy: added to ``ordinary`` for each step, where a kernel must copy the
+            outputs' gradient.
+        final_bytes: added to ``ordinary`` where the loss is of the final state as well.
         gradient_bytes: the gradient of one hidden state, carried between ranges.
-        heap_bytes: the most that one recorded call should hold, for speed; None where it is one.
-        call_steps: what an advancing call costs besides its steps, in forward steps.
-        record_steps: what recording a range and backpropagating it costs besides its steps, in
-            forward steps.
-        backward_steps: what recording and backpropagating a step costs more than running it
-            forward, in forward steps; it matters between cores only.
-        pace: the time of a forward step, in whatever unit several cores are compared by.
-        scheduled: whether a schedule runs everything: then there is no one graph of the caller's
-            to fall back upon, and ``ordinary`` only says what a fraction is of.
+        call_bytes: held from the beginning of a schedule's call to its end.
+        trial_bytes: what trying one step takes, before the call.
         extra_bytes: what may come on top of all this, at any moment.
+        heap_bytes: the most that one recorded call should hold, for speed; None for no limit.
+        call_steps: cost of an advancing call besides its steps.
+        record_steps: cost of recording a range and backpropagating it, besides its steps.
+        backward_steps: cost of recording and backpropagating a step beyond running it
+            forward; it matters between cores only.
+        pace: time of a forward step, in whatever unit several cores are compared by.
+        scheduled: whether a schedule runs everything; ``ordinary`` then only says what a
+            fraction is of, since the caller has no graph to fall back upon.
     """
 
     state_bytes: int
@@ -198,17 +193,13 @@ class Fit:
     """A schedule for a budget, and what it was chosen for.
 
     Attributes:
-        schedule: the actions.
         block: the steps of one recorded range.
         chunk: the most steps of one advancing range.
         forward_steps: forward steps in all, the first sweep included.
-        calls: calls of a kernel in all.
-        time: the predicted time of an iteration, in forward steps, or in the footprint's unit.
-        budget_bytes: what was allowed.
-        peak_bytes: what the schedule will hold at most.
-        ordinary_bytes: what ordinary backpropagation would hold.
-        minimum_bytes: the least budget that would have done.
-        ordinary: whether the budget is enough for ordinary backpropagation, which then is used.
+        calls: calls of a kernel in all; a recorded range takes two.
+        time: the predicted time of an iteration, in the unit of the footprint's ``pace``.
+        minimum_bytes: the least that a schedule of single steps takes.
+        ordinary: whether it is ordinary backpropagation, as one graph.
     """
 
     schedule: Schedule
@@ -225,28 +216,9 @@ class Fit:
 
 
 def fit(length: int, memory: Memory | None, footprint: Footprint) -> Fit:
-    """The fastest schedule for a recurrence of ``length`` steps within a budget.
-
-    Args:
-        length: steps, at least 1.
-        memory: bytes, a text such as ``"64MiB"``, or a fraction of ordinary backpropagation's;
-            None allows what ordinary backpropagation takes.
-        footprint: what the steps take.
-
-    Returns:
-        A :class:`Fit`.
-
-    Raises:
-        BudgetError: even the least schedule does not fit; the message names the least budget.
-        UnitError: the memory cannot be read.
-
-    Example:
-        >>> constant, per_step = Curve.affine(900, 0), Curve.affine(0, 400)
-        >>> f = Footprint(100, constant, per_step, per_step, constant, per_step, 100, None, 0.0)
-        >>> found = fit(1000, "10%", f)
-        >>> found.peak_bytes <= found.budget_bytes, found.forward_steps
-        (True, 1906)
-    """
+    """The fastest schedule for a recurrence of ``length`` steps within a budget; None allows what
+    ordinary backpropagation takes, and fractions are of that. Raises BudgetError, which names the
+    least budget, if even the least schedule does not fit."""
     ordinary, whole = footprint.ordinary_bytes(length), footprint.whole_bytes(length)
     minimum = footprint.least_bytes(length)
     budget = ordinary if memory is None else as_bytes(memory, ordinary)
@@ -264,18 +236,7 @@ def fit(length: int, memory: Memory | None, footprint: Footprint) -> Fit:
 def refusal(
     length: int, memory: Memory | None, budget: int, minimum: int, ordinary: int
 ) -> BudgetError:
-    """The error that says how little a budget is.
-
-    Args:
-        length: the number of steps.
-        memory: as it was given.
-        budget: that in bytes.
-        minimum: the least budget that would do.
-        ordinary: what ordinary backpropagation takes.
-
-    Returns:
-        What is to be raised.
-    """
+    """The error for a ``budget`` below ``minimum`` (bytes), which ``memory`` asked for."""
     given = f"{memory} of {format_bytes(ordinary)}" if _is_share(memory) else f"{memory!r}"
     return BudgetError(
         f"the memory {given} is {budget} bytes ({format_bytes(budget)}), but {length} steps "
@@ -287,8 +248,8 @@ def refusal(
 
 
 def _fastest(length: int, blocks: Sequence[int], budget: int, footprint: Footprint) -> Fit:
-    """The plan of least time, and of those the one in the shortest blocks; the most promising
-    lengths are planned first, and those not at all that cannot be better."""
+    """The plan of least time, in the shortest blocks of those; block lengths are planned in the
+    order of their bounds, until the next bound is above the best time."""
     least = {block: _least_time(length, block, budget, footprint) for block in blocks}
     best: Fit | None = None
     for block in sorted(blocks, key=lambda block: (least[block], block)):
@@ -302,15 +263,7 @@ def _fastest(length: int, blocks: Sequence[int], budget: int, footprint: Footpri
 
 
 def predict_peak_bytes(schedule: Schedule, footprint: Footprint) -> int:
-    """Replay a schedule in bytes: the most that it will hold at any moment.
-
-    Args:
-        schedule: every ``Record`` is one call.
-        footprint: what the steps take.
-
-    Returns:
-        Bytes.
-    """
+    """The most that a schedule holds at any moment, if every ``Record`` is one call."""
     state, gradient = footprint.state_bytes, 0
     stored: set[int] = set()
     tapes: dict[int, tuple[int, int]] = {}  # by their end: what they hold, their steps
@@ -382,8 +335,8 @@ def _plan_blocks(length: int, block: int, budget: int, footprint: Footprint) -> 
 
 
 def _least_time(length: int, block: int, budget: int, footprint: Footprint) -> float:
-    """What no plan in blocks of this length undercuts: the bound for all but the first block, which
-    is the shorter one; and for each a call to record it, and one to backpropagate it."""
+    """What no plan in blocks of this length undercuts: repeated runs of all blocks but the first,
+    which is shorter, and for each block a call to record it and one to backpropagate it."""
     blocks = -(-length // block)
     levels, held, states = _room(block, budget, footprint)
     if blocks == 1:
@@ -399,7 +352,7 @@ def _least_time(length: int, block: int, budget: int, footprint: Footprint) -> f
 
 
 def _room(block: int, budget: int, footprint: Footprint) -> tuple[int, int, int]:
-    """What a budget leaves beside the working core for a block: in units for MSM, with a recorded
+    """What a budget leaves beside the working core: in units for MSM, the bytes of a recorded
     block in the same units, and in hidden states for HSM."""
     memory = budget - footprint.overhead_bytes(block)
     unit = max(1, footprint.state_bytes, -(-memory // LEVELS))
@@ -466,20 +419,13 @@ def _fits_heap(length: int, footprint: Footprint) -> bool:
 
 
 def whole_fit(length: int, block: int, **found: Any) -> Fit:
-    """A fit that records all steps in one range.
-
-    Args:
-        length: the number of steps.
-        block: steps that are backpropagated at a time.
-        found: the rest of :class:`Fit`.
-    """
+    """A fit that records all steps in one range; ``found`` is the rest of :class:`Fit`."""
     schedule = in_one_range(length)
     return Fit(schedule=schedule, block=block, chunk=length, ordinary=False, **found)
 
 
 def in_one_range(length: int, units: Units | None = None) -> Schedule:
     """The schedule that records all steps in one range."""
-    units = units or Units(alpha=2, beta=1, core=0, initial=1)
     actions: list[Action] = [Store(0), Record(0, length), Backward(0, length), Free(0)]
     return Schedule.from_actions(actions, length=length, policy="store-all", units=units)
 

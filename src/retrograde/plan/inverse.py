@@ -8,6 +8,7 @@ begins at 0 (:mod:`retrograde.plan.steps.hull`): once that is above a·t + 1, no
 do.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -54,16 +55,7 @@ class TradeOff:
         return len(self.memory)
 
     def at(self, memory: int) -> int:
-        """The cost with a memory that need not be one of the points.
-
-        Args:
-            memory: slots, at least 1.
-
-        Returns:
-            Forward steps.
-
-        Raises:
-            ScheduleError: memory is no positive integer.
+        """The cost with ``memory`` slots, which need not be one of the points; at least 1.
 
         Example:
             >>> trade_off(4, "ism").at(100)
@@ -86,9 +78,8 @@ def least_memory(
     Args:
         length: steps, at least 1.
         cost: forward steps allowed in all, the first sweep included.
-        policy: ``"hsm"``, ``"ism"`` or ``"msm"``.
-        alpha: as :func:`~retrograde.plan.plan` has it.
-        beta: likewise.
+        policy, alpha, beta: ``"hsm"``, ``"ism"`` or ``"msm"``, and its sizes as
+            :func:`~retrograde.plan.plan` has them.
 
     Returns:
         Slots, in the policy's units.
@@ -111,13 +102,7 @@ def least_memory(
     low, high = 0, 1  # too little, and perhaps enough: tables grow with memory, so from below
     while high < enough and _cost(steps, high, policy, alpha, beta) > allowed:
         low, high = high, min(2 * high, enough)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if _cost(steps, middle, policy, alpha, beta) <= allowed:
-            high = middle
-        else:
-            low = middle
-    return high
+    return _bisect(low, high, lambda m: _cost(steps, m, policy, alpha, beta) <= allowed)
 
 
 def longest(
@@ -133,9 +118,8 @@ def longest(
     Args:
         cost_per_step: forward steps allowed for each step, at least 1; taken exactly as given.
         memory: slots, in the policy's units.
-        policy: ``"hsm"``, ``"ism"`` or ``"msm"``.
-        alpha: as :func:`~retrograde.plan.plan` has it.
-        beta: likewise.
+        policy, alpha, beta: ``"hsm"``, ``"ism"`` or ``"msm"``, and its sizes as
+            :func:`~retrograde.plan.plan` has them.
 
     Returns:
         Steps; of any size for ``"hsm"`` and ``"ism"``.
@@ -160,16 +144,14 @@ def longest(
         )
     if policy == "msm":
         return _longest_mixed(allowed, slots, alpha, beta)
-    low, high = 1, 2
-    while _cost(high, slots, policy, alpha, beta) <= allowed * high:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if _cost(middle, slots, policy, alpha, beta) <= allowed * middle:
-            low = middle
-        else:
-            high = middle
-    return low
+
+    def is_too_long(steps: int) -> bool:
+        return _cost(steps, slots, policy, alpha, beta) > allowed * steps
+
+    high = 2
+    while not is_too_long(high):
+        high *= 2
+    return _bisect(high // 2, high, is_too_long) - 1
 
 
 def trade_off(
@@ -179,9 +161,8 @@ def trade_off(
 
     Args:
         length: steps, at least 1.
-        policy: ``"hsm"``, ``"ism"`` or ``"msm"``.
-        alpha: as :func:`~retrograde.plan.plan` has it.
-        beta: likewise.
+        policy, alpha, beta: ``"hsm"``, ``"ism"`` or ``"msm"``, and its sizes as
+            :func:`~retrograde.plan.plan` has them.
 
     Returns:
         Memories and costs; the last cost is the least of all.
@@ -212,6 +193,18 @@ def trade_off(
         steps, policy, memories[drops], costs[drops],
         units.alpha if units else None, units.beta if units else None,
     )  # fmt: skip
+
+
+def _bisect(low: int, high: int, holds: Callable[[int], bool]) -> int:
+    """The least number above ``low`` and up to ``high`` for which a condition holds, as it must for
+    all greater ones. Unlike with :mod:`bisect`, integers may be of any size."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        if holds(middle):
+            high = middle
+        else:
+            low = middle
+    return high
 
 
 def _ask(length: int, policy: str, alpha: int | None, beta: int | None) -> int:

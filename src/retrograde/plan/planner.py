@@ -117,7 +117,11 @@ def plan(
     """
     if isinstance(length, Chain):
         foreign = {"alpha": alpha, "beta": beta, "state": state, "segments": segments}
-        return _plan_chain(length, memory, policy or "msm", foreign, certify)
+        policy = policy or "msm"
+        check_chain_policy(policy, has_memory=memory is not None, **foreign)
+        if memory is None:
+            return record_everything(length)
+        return plan_chain(length, memory, policy, certify=certify)
     policy = policy or "hsm"
     check_policy(
         policy, alpha=alpha, beta=beta, state=state, segments=segments,
@@ -181,10 +185,7 @@ def cost(
         length: steps, at least 1; an integer or an array of them.
         memory: slots, as :func:`plan` has it; an integer or an array that broadcasts with
             ``length``.
-        policy: as :func:`plan` has it.
-        alpha: as :func:`plan` has it.
-        beta: as :func:`plan` has it.
-        segments: as :func:`plan` has it.
+        policy, alpha, beta, segments: as :func:`plan` has them.
 
     Returns:
         An exact integer of any size; for arrays, 64-bit integers of the broadcast shape.
@@ -265,19 +266,6 @@ def _plan_bytes(length: int, memory: Memory, units: Units) -> Schedule:
     if coarse.most > coarse.memory:
         bound = int(mixed.mixed_bounds(length, coarse.most, **sizes))
     return replace(schedule, memory=room, units=units, bound=bound)
-
-
-def _plan_chain(
-    chain: Chain,
-    memory: Memory | None,
-    policy: str,
-    foreign: Mapping[str, object],
-    certify: bool,
-) -> Schedule:
-    check_chain_policy(policy, has_memory=memory is not None, **foreign)
-    if memory is None:
-        return record_everything(chain)
-    return plan_chain(chain, memory, policy, certify=certify)
 
 
 def _cost_of_one(

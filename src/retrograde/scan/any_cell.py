@@ -12,12 +12,14 @@ are checked, since the call for all steps must return the states of the single s
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from retrograde.errors import CellError, RetrogradeError
+from retrograde.kernels.sweep import carry, trusted
 
 __all__ = ["run_cell", "unit_vectors"]
 
@@ -180,7 +182,7 @@ def unit_vectors(t: Tensor) -> Iterator[Tensor]:
         >>> [unit.tolist() for unit in unit_vectors(torch.zeros(2, 2))]
         [[[1.0, 0.0], [1.0, 0.0]], [[0.0, 1.0], [0.0, 1.0]]]
     """
-    size = t[0].numel()
+    size = prod(t.shape[1:])
     for row in torch.eye(size, dtype=t.dtype, device=t.device):
         yield row.expand(len(t), size).reshape(t.shape).contiguous()
 
@@ -242,12 +244,16 @@ def _scan(jacobians: Tensor, losses: Tensor, g: Tensor, chunk: int) -> Tensor:
         for t in range(chunk - 2, -1, -1):
             offset = own[:, t] + _apply(offset, chunks[:, t])
             product = product @ chunks[:, t]
-        for c in range(len(chunks) - 1, -1, -1):
-            gs[rest + c * chunk] = offset[c] + _apply(gs[rest + (c + 1) * chunk], product[c])
-        local = gs[rest + chunk :: chunk].clone()
-        for t in range(chunk - 1, 0, -1):
-            local = own[:, t] + _apply(local, chunks[:, t])
-            gs[rest + t : length : chunk] = local
+        rows = torch.cat([product, offset.unsqueeze(-2)], -2)
+        local, before = carry(rows, g)
+        if trusted(rows, local):
+            gs[rest] = before
+            gs[rest + chunk :: chunk] = local
+            for t in range(chunk - 1, 0, -1):
+                local = own[:, t] + _apply(local, chunks[:, t])
+                gs[rest + t : length : chunk] = local
+        else:
+            rest = length
     for t in range(rest - 1, -1, -1):
         gs[t] = losses[t] + _apply(gs[t + 1], jacobians[t])
     return gs

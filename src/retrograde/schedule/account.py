@@ -23,13 +23,8 @@ __all__ = ["Account", "account_of"]
 
 
 class Account(Protocol):
-    """The books of one replay.
-
-    Attributes:
-        held: what is held now.
-        high: the most that was held during the last action.
-        seconds: spent since the start; 0 where a step has no time.
-    """
+    """The books of one replay: what is held now, the most that was held during the last action,
+    and the seconds since the start (0 where a step has no time)."""
 
     held: int
     high: int
@@ -56,15 +51,7 @@ class Account(Protocol):
 
 
 def account_of(units: "Units | Chain", length: int) -> Account:
-    """Empty books.
-
-    Args:
-        units: what a schedule is counted in.
-        length: steps.
-
-    Returns:
-        An :class:`Account` at the start of a replay.
-    """
+    """Empty books, at the start of a replay."""
     return _OfChain(units) if isinstance(units, Chain) else _OfUnits(units, length)
 
 

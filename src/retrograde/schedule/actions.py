@@ -55,114 +55,84 @@ class Verb(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Advance:
-    """Run steps ``start`` … ``stop − 1`` and keep nothing.
+class _OfRange:
+    """A verb of the steps ``start`` … ``stop − 1``."""
 
-    Args:
-        start: the current hidden state.
-        stop: the hidden state that is current afterwards.
+    start: int
+    stop: int
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__.lower()} {self.start}→{self.stop}"
+
+
+@dataclass(frozen=True, slots=True)
+class _OfState:
+    """A verb of the hidden state ``at``."""
+
+    at: int
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__.lower()} {self.at}"
+
+
+@dataclass(frozen=True, slots=True)
+class Advance(_OfRange):
+    """From the current state ``start``, run steps ``start`` … ``stop − 1`` and keep nothing.
 
     Example:
         >>> print(Advance(0, 5))
         advance 0→5
     """
 
-    start: int
-    stop: int
-
-    def __str__(self) -> str:
-        return f"advance {self.start}→{self.stop}"
-
 
 @dataclass(frozen=True, slots=True)
-class Store:
-    """Keep the current hidden state.
-
-    Args:
-        at: the current hidden state.
+class Store(_OfState):
+    """Keep the current hidden state ``at``.
 
     Example:
         >>> print(Store(5))
         store 5
     """
 
-    at: int
-
-    def __str__(self) -> str:
-        return f"store {self.at}"
-
 
 @dataclass(frozen=True, slots=True)
-class Record:
-    """Run steps ``start`` … ``stop − 1`` and keep the internal state of each.
-
-    Args:
-        start: the current hidden state.
-        stop: the hidden state that is current afterwards.
+class Record(_OfRange):
+    """Run steps ``start`` … ``stop − 1`` as :class:`Advance`, and keep each internal state.
 
     Example:
         >>> print(Record(5, 7))
         record 5→7
     """
 
-    start: int
-    stop: int
-
-    def __str__(self) -> str:
-        return f"record {self.start}→{self.stop}"
-
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """Make a kept hidden state current: a stored one, or the output of a recorded step.
-
-    Args:
-        at: the hidden state.
+class Load(_OfState):
+    """Make the kept hidden state ``at`` current: a stored one, or a recorded step's output.
 
     Example:
         >>> print(Load(0))
         load 0
     """
 
-    at: int
-
-    def __str__(self) -> str:
-        return f"load {self.at}"
-
 
 @dataclass(frozen=True, slots=True)
-class Free:
-    """Drop a stored hidden state.
-
-    Args:
-        at: the hidden state.
+class Free(_OfState):
+    """Drop the stored hidden state ``at``.
 
     Example:
         >>> print(Free(5))
         free 5
     """
 
-    at: int
-
-    def __str__(self) -> str:
-        return f"free {self.at}"
-
 
 @dataclass(frozen=True, slots=True)
-class Backward:
+class Backward(_OfRange):
     """Backpropagate steps ``stop − 1`` … ``start``, and drop their internal states.
-
-    Args:
-        start: the last step to be backpropagated, the earliest in time.
-        stop: one past the first step to be backpropagated.
 
     Example:
         >>> print(Backward(5, 7))
         backward 7→5
     """
-
-    start: int
-    stop: int
 
     def __str__(self) -> str:
         return f"backward {self.stop}→{self.start}"
@@ -172,59 +142,19 @@ Action: TypeAlias = Advance | Store | Record | Load | Free | Backward
 
 
 def encode(action: Action) -> Code:
-    """The code of an action.
-
-    Args:
-        action: any of the six.
-
-    Returns:
-        Verb, start and stop.
-
-    Raises:
-        TypeError: ``action`` is none of the six.
-
-    Example:
-        >>> encode(Record(5, 7))
-        (2, 5, 7)
-    """
-    match action:
-        case Advance(start, stop):
-            return Verb.ADVANCE.value, start, stop
-        case Store(at):
-            return Verb.STORE.value, at, at
-        case Record(start, stop):
-            return Verb.RECORD.value, start, stop
-        case Load(at):
-            return Verb.LOAD.value, at, at
-        case Free(at):
-            return Verb.FREE.value, at, at
-        case Backward(start, stop):
-            return Verb.BACKWARD.value, start, stop
-        case _:
-            raise TypeError(
-                f"{action!r} is not an action: expected Advance, Store, Record, Load, Free or "
-                "Backward"
-            )
+    """The code (verb, start, stop) of an action; TypeError for anything else."""
+    verb = _VERBS.get(type(action))
+    if verb is None:
+        raise TypeError(
+            f"{action!r} is not an action: expected Advance, Store, Record, Load, Free or Backward"
+        )
+    if isinstance(action, _OfState):
+        return verb, action.at, action.at
+    return verb, action.start, action.stop
 
 
 def decode(verb: int, start: int, stop: int) -> Action:
-    """The action that a code stands for.
-
-    Args:
-        verb: as in :class:`Verb`.
-        start: the first position.
-        stop: the second; not looked at where the verb has one only.
-
-    Returns:
-        The action.
-
-    Raises:
-        ValueError: no verb has that number.
-
-    Example:
-        >>> decode(2, 5, 7)
-        Record(start=5, stop=7)
-    """
+    """The action that a code stands for; ``stop`` is ignored where the verb has one position."""
     if verb in _OF_RANGE:
         return _OF_RANGE[verb](start, stop)
     if verb in _OF_PLACE:
@@ -243,3 +173,4 @@ _OF_PLACE: dict[int, Callable[[int], Action]] = {
     Verb.LOAD.value: Load,
     Verb.FREE.value: Free,
 }
+_VERBS: dict[object, int] = {action: verb for verb, action in (_OF_RANGE | _OF_PLACE).items()}

@@ -163,15 +163,7 @@ class Chain:
         return tuple(whole - output for whole, output in pairs)
 
     def to_json(self) -> str:
-        """The chain as one line of JSON text.
-
-        Returns:
-            What :meth:`from_json` reads.
-
-        Example:
-            >>> Chain([1], [2], [8]).to_json()[:44]
-            '{"format":"retrograde-chain","version":1,"fo'
-        """
+        """The chain as one line of JSON text, which :meth:`from_json` reads."""
         document = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
         if self.output_gradient_bytes == self.output_bytes:
             del document["output_gradient_bytes"]
@@ -183,21 +175,8 @@ class Chain:
     def from_json(cls, text: str) -> "Chain":
         """Read what :meth:`to_json` wrote.
 
-        Args:
-            text: JSON.
-
-        Returns:
-            An equal chain.
-
         Raises:
             ScheduleError: the text is malformed; the message says where.
-
-        Example:
-            >>> Chain.from_json("[]")
-            Traceback (most recent call last):
-            ...
-            retrograde.errors.ScheduleError: not a chain: expected a JSON object with the format \
-'retrograde-chain', version 1
         """
         try:
             document = json.loads(text)

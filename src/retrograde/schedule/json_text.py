@@ -29,19 +29,7 @@ _KEYS = ("format", "version", "length", "policy", "memory", "units", "actions")
 
 
 def to_json(schedule: Schedule) -> str:
-    """Write a schedule as one line of JSON.
-
-    Args:
-        schedule: any.
-
-    Returns:
-        The text.
-
-    Example:
-        >>> from retrograde.schedule import Store
-        >>> to_json(Schedule.from_actions([Store(0)], length=1))[-15:]
-        '"actions":"S0"}'
-    """
+    """Write a schedule as one line of JSON."""
     document = {
         "format": _FORMAT,
         "version": VERSION,
@@ -56,22 +44,7 @@ def to_json(schedule: Schedule) -> str:
 
 
 def from_json(text: str) -> Schedule:
-    """Read what :func:`to_json` wrote.
-
-    Args:
-        text: JSON.
-
-    Returns:
-        An equal schedule.
-
-    Raises:
-        ScheduleError: the text is malformed; the message says where, and what was expected.
-
-    Example:
-        >>> from retrograde.schedule import Store
-        >>> print(from_json(to_json(Schedule.from_actions([Store(0)], length=1))))
-        store 0
-    """
+    """Read what :func:`to_json` wrote; ScheduleError says where the text is malformed."""
     document = _document(text)
     length, policy, memory = document["length"], document["policy"], document["memory"]
     if type(length) is not int or length < 1:

@@ -7,6 +7,8 @@ what is held at the end of each range stays as it was: cost and peak do not chan
 Linear in the number of actions, vectorised.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
 from retrograde.schedule.actions import Verb
@@ -16,19 +18,12 @@ __all__ = ["merge"]
 
 
 def merge(schedule: Schedule) -> Schedule:
-    """Join adjacent ranges of one verb.
+    """Join adjacent ranges of one verb: as few actions as that allows, and the same cost and peak.
 
-    Args:
-        schedule: any.
-
-    Returns:
-        A schedule with the same cost and peak, and as few actions as joining allows.
-
-    Example:
-        >>> from retrograde.schedule import Advance, Store
-        >>> steps = Schedule.from_actions([Store(0), Advance(0, 1), Advance(1, 3)], length=3)
-        >>> print(merge(steps))
-        store 0, advance 0→3
+    >>> from retrograde.schedule import Advance, Store
+    >>> steps = Schedule.from_actions([Store(0), Advance(0, 1), Advance(1, 3)], length=3)
+    >>> print(merge(steps))
+    store 0, advance 0→3
     """
     kind, start, stop = schedule.kind, schedule.start, schedule.stop
     if not len(kind):
@@ -40,13 +35,9 @@ def merge(schedule: Schedule) -> Schedule:
     last = np.concatenate((first[1:] - 1, [len(kind) - 1]))
     kind = kind[first]
     down = kind == Verb.BACKWARD
-    return Schedule(
-        schedule.length,
-        schedule.policy,
-        schedule.memory,
-        schedule.units,
-        kind,
-        np.where(down, start[last], start[first]),
-        np.where(down, stop[first], stop[last]),
-        schedule.bound,
+    return replace(
+        schedule,
+        kind=kind,
+        start=np.where(down, start[last], start[first]),
+        stop=np.where(down, stop[first], stop[last]),
     )

@@ -34,22 +34,15 @@ _SHOWN = 60  # actions that str() shows of a long schedule, at each end
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """What the peak of a schedule is counted in.
+    """What the peak of a schedule is counted in; raises ScheduleError if beta exceeds alpha.
 
     Args:
         alpha: an internal state whose input hidden state is not in memory (α).
         beta: an internal state whose input hidden state is in memory already (β).
-        core: the working core, that is the internal state of the step being backpropagated:
-            0 where it is not counted (HSM, MSM), 1 where it takes a slot (ISM).
-        initial: the stored initial state: 1 for HSM and MSM, 0 for ISM.
+        core: the working core, the internal state of the step being backpropagated: 0 where
+            it is not counted (HSM, MSM), 1 where it takes a slot (ISM).
+        initial: the stored initial state: as ``state`` for HSM and MSM, 0 for ISM.
         state: every other stored hidden state.
-
-    Raises:
-        ScheduleError: one of them is negative or no integer, or beta exceeds alpha.
-
-    Example:
-        >>> Units(alpha=5, beta=4).core
-        0
     """
 
     alpha: int = 2
@@ -132,20 +125,15 @@ class Schedule:
         memory: int | None = None,
         units: Units | Chain | None = None,
     ) -> "Schedule":
-        """Make a schedule of any actions.
+        """Make a schedule of any actions, in the order of their execution; nothing is replayed
+        yet.
 
         Args:
-            actions: in the order of their execution.
+            actions: positions that do not fit 64 bits raise ScheduleError.
             length: steps.
             policy: a name.
             memory: slots, or None.
             units: what the peak is counted in; ``Units()`` by default.
-
-        Returns:
-            The schedule; nothing is replayed yet.
-
-        Raises:
-            ScheduleError: a position does not fit 64 bits.
 
         Example:
             >>> from retrograde.schedule import Store
@@ -165,25 +153,7 @@ class Schedule:
         memory: int | None = None,
         units: Units | Chain | None = None,
     ) -> "Schedule":
-        """Make a schedule of codes: as :meth:`from_actions`, for builders of long schedules.
-
-        Args:
-            codes: triples (verb, start, stop).
-            length: steps.
-            policy: a name.
-            memory: slots, or None.
-            units: what the peak is counted in; ``Units()`` by default.
-
-        Returns:
-            The schedule; nothing is replayed yet.
-
-        Raises:
-            ScheduleError: a position does not fit 64 bits.
-
-        Example:
-            >>> Schedule.from_codes([(1, 0, 0)], length=1)[0]
-            Store(at=0)
-        """
+        """As :meth:`from_actions`, from codes (verb, start, stop), for long schedules."""
         try:
             table = np.array(codes, dtype=np.int64).reshape(-1, 3)
         except OverflowError:
@@ -221,10 +191,7 @@ class Schedule:
         return spent / self.bound - 1 if self.bound else 0.0
 
     def codes(self) -> Iterator[Code]:
-        """The codes of all actions, as Python integers.
-
-        Returns:
-            An iterator over triples (verb, start, stop).
+        """The codes (verb, start, stop) of all actions, as Python integers.
 
         Example:
             >>> list(Schedule.from_codes([(1, 0, 0)], length=1).codes())
@@ -233,10 +200,7 @@ class Schedule:
         return zip(self.kind.tolist(), self.start.tolist(), self.stop.tolist(), strict=True)
 
     def to_json(self) -> str:
-        """The schedule as compact JSON text: see :mod:`retrograde.schedule.json_text`.
-
-        Returns:
-            One line.
+        """The schedule as one line of compact JSON.
 
         Example:
             >>> from retrograde.schedule import Store
@@ -250,22 +214,10 @@ class Schedule:
 
     @staticmethod
     def from_json(text: str) -> "Schedule":
-        """Read what :meth:`to_json` wrote.
-
-        Args:
-            text: JSON.
-
-        Returns:
-            An equal schedule; nothing is replayed yet.
+        """Read what :meth:`to_json` wrote; nothing is replayed yet.
 
         Raises:
             ScheduleError: the text is malformed; the message says where.
-
-        Example:
-            >>> Schedule.from_json("[]")
-            Traceback (most recent call last):
-            ...
-            retrograde.errors.ScheduleError: not a schedule: expected a JSON object, got []
         """
         from retrograde.schedule.json_text import from_json
 

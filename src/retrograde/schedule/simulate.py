@@ -49,16 +49,10 @@ _NOTHING: Code = (-1, -1, -1)
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What a legal schedule was seen to do.
-
-    Args:
-        cost: forward steps run in all.
-        peak: the most that was held at any time, in the schedule's units.
-        actions: how many there are.
-        kept: units held after each action, shape (actions,), read-only.
-        high: the most that was held during each action; likewise.
-        clock: seconds since the start after each action; likewise; zeros where steps have no time.
-    """
+    """What a legal schedule was seen to do: ``cost`` in forward steps, ``peak`` in the schedule's
+    units. Of each action, ``kept`` is what is held after it, ``high`` the most that is held during
+    it, and ``clock`` the seconds until its end, 0 where steps have no time. These three are
+    read-only, shape (actions,)."""
 
     cost: int
     peak: int

@@ -49,11 +49,8 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Read what :func:`save_checkpoint` wrote, and run no code from the file.
-
-    Raises:
-        TrainingError: there is no such file, or it is not a whole checkpoint of this version.
-    """
+    """Read what :func:`save_checkpoint` wrote, and run no code from the file. Raises TrainingError
+    if it is missing or not a whole checkpoint of this version."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -81,12 +78,8 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def check_snapshot(snapshot: Any) -> TrainingOptions:
-    """The options of a run's snapshot, once the rest of it is known to fit them.
-
-    Raises:
-        TrainingError: the first misfit, as it is and as it should be.
-        UnitError: its memory cannot be read.
-    """
+    """The options of a run's snapshot, once the rest of it is known to fit them. Raises
+    TrainingError, which names the first misfit, or UnitError if the memory cannot be read."""
     _compare(snapshot, _PARTS, _WHOLE, "")
     options = TrainingOptions.from_dict(snapshot["options"])
     characters, done = len(snapshot["vocabulary"]), len(snapshot["losses"])

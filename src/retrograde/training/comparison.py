@@ -33,13 +33,8 @@ Call = Callable[[], Tensors]
 
 @dataclass(frozen=True)
 class Side:
-    """What one of the two took.
-
-    Attributes:
-        working_bytes: peak of the bytes that count against a budget.
-        seconds: of one iteration, the median of a few.
-        curve: working bytes over time.
-    """
+    """What one side took: the peak of its working bytes, the median seconds of an iteration, and
+    working bytes over time."""
 
     working_bytes: int
     seconds: float
@@ -48,14 +43,12 @@ class Side:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Both sides, and how far their gradients are apart.
+    """The LSTM within its budget beside ``torch.nn.LSTM``, and how far their gradients are apart.
 
     Attributes:
-        budget_bytes: what the budgeted side may use.
-        budgeted: the LSTM within its budget.
-        ordinary: ``torch.nn.LSTM``; None where the machine has too little memory for it.
-        gradient_difference: the largest difference of any gradient's element, of inputs and
-            parameters, relative to that gradient's largest element; None likewise.
+        ordinary: None where the machine has too little memory for it.
+        gradient_difference: the largest difference of any element, relative to its gradient's
+            largest element, over inputs and parameters; None where ``ordinary`` is.
         failure: why there is no ordinary side, in words; empty otherwise.
     """
 
@@ -83,19 +76,9 @@ class Comparison:
 
 
 def compare(model: CharacterModel, codes: Tensor, targets: Tensor, repeats: int = 3) -> Comparison:
-    """Run the model's LSTM on one batch, within its budget and without one.
-
-    Weights and gradients are left alone. Each side is measured once and timed ``repeats`` times.
-
-    Raises:
-        BudgetError: the budget is too small for the LSTM.
-
-    Example:
-        >>> model = CharacterModel(5, hidden=8, memory="100%")
-        >>> codes = torch.zeros(20, 2, dtype=torch.long)
-        >>> compare(model, codes, codes, repeats=1).gradient_difference < 1e-5
-        True
-    """
+    """Run the model's LSTM on one batch, within its budget and without one, timed ``repeats``
+    times. Weights and gradients are left alone. Raises BudgetError if the budget is too small for
+    the LSTM."""
     inputs = model.embedding(codes).detach().requires_grad_()
     fit = model.lstm.fit(inputs)
     gradient = _output_gradient(model, inputs, targets)
@@ -153,11 +136,8 @@ def _call(lstm: nn.LSTM, inputs: Tensor, gradient: Tensor) -> Call:
 
 
 def _obstacle(call: Call, expected_bytes: int) -> str:
-    """Why a call lacks memory, in words; empty if it ran.
-
-    The free memory is read first: where memory is overcommitted, a process that takes too much is
-    killed instead of getting an error.
-    """
+    """Why a call lacks memory, in words; empty if it ran. The free memory is read first, since a
+    system that overcommits memory kills a process instead of raising an error."""
     free = _free_bytes()
     if free is not None and expected_bytes > free:
         return f"would hold {format_bytes(expected_bytes)}; {format_bytes(free)} are free"

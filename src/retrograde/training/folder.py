@@ -44,14 +44,10 @@ else:
 
 
 def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Replace a file by what ``write`` puts into the open file that it is given.
-
-    The content goes to ``path.partial`` first, which is then renamed. A process that is killed
-    meanwhile leaves one such file, and the next write replaces it.
-
-    Raises:
-        OSError: the disk is full, or the folder cannot be written; it names ``path``.
-    """
+    """Replace a file, whole or not at all, by what ``write`` puts into the open file that it is
+    given. The content goes to ``path.partial`` first; the next write replaces one that a killed
+    process left. Raises OSError, naming ``path``, if the disk is full or the folder cannot be
+    written."""
     partial = path.with_name(path.name + ".partial")
     try:
         with interrupts_put_off():  # torch's writer would call Ctrl-C a failure
@@ -80,15 +76,9 @@ def write_figure(figure: "Figure", folder: Path, name: str) -> None:
 
 @contextlib.contextmanager
 def hold(folder: Path) -> Iterator[bool]:
-    """Keep other runs out of a folder for as long as this one is at work in it.
-
-    Yields:
-        True; False where the file system keeps no locks, so that others cannot be kept out.
-
-    Raises:
-        TrainingError: another run is at work there; the message names its process.
-        OSError: the folder cannot be written.
-    """
+    """Keep other runs out of a folder while the context lasts; yields False where the file system
+    has no locks. Raises TrainingError, naming the process, if another run is at work there, or
+    OSError if the folder cannot be written."""
     path = folder / _LOCK
     handle, locked = _take(path)
     try:

@@ -26,24 +26,18 @@ class TrainingError(RetrogradeError, ValueError):
 class TrainingOptions:
     """What decides a run, to the last bit.
 
+    Raises TrainingError for a number out of its range, or UnitError for the memory.
+
     Attributes:
         memory: the LSTM's budget, as :func:`retrograde.units.parse_memory` reads it.
         length: characters in a sequence: steps that one gradient reaches back.
         batch: sequences side by side.
         hidden: width of embedding and LSTM.
-        iterations: how many in all, those before a resumption included.
+        iterations: in all, those before a resumption included.
         learning_rate: of Adam.
-        text: path of the text; none is the embedded one.
+        text: path of the text; None for the embedded one.
         seed: of the first weights.
-        threads: that torch computes with; another number adds in another order.
-
-    Raises:
-        TrainingError: a number is out of its range.
-        UnitError: the memory cannot be read.
-
-    Example:
-        >>> TrainingOptions(length=40, batch=4).memory
-        '5%'
+        threads: of torch; their number decides the order of additions.
     """
 
     memory: str = "5%"
@@ -97,21 +91,11 @@ class TrainingOptions:
 
 
 def is_of_kind(value: object, kind: type | UnionType) -> bool:
-    """Whether a value is of a kind; a whole number is a number too, and a bool is neither.
-
-    Example:
-        >>> is_of_kind(1, float), is_of_kind(True, int), is_of_kind(None, str | None)
-        (True, False, True)
-    """
+    """Whether a value is of a kind; an int is a float too, and a bool is neither."""
     wanted = int | float if kind is float else kind
     return isinstance(value, wanted) and not isinstance(value, bool)
 
 
 def kind_name(kind: type | UnionType) -> str:
-    """A type, or several, in words.
-
-    Example:
-        >>> kind_name(int), kind_name(str | None)
-        ('a whole number', 'a text or none')
-    """
+    """A type, or a union of types, in words: "a whole number", "a text or none"."""
     return " or ".join(_KINDS.get(each, str(each)) for each in get_args(kind) or (kind,))

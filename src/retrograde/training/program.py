@@ -35,17 +35,9 @@ _PATIENCE_SECONDS = 15.0
 
 
 def run_program(folder: Path, given: dict[str, Any], goes_on: bool, console: Console) -> None:
-    """Train, and write everything to a report folder.
-
-    Args:
-        folder: that of the run to go on with, or of a new one.
-        given: the options that were named; others are as in :class:`TrainingOptions`.
-        goes_on: whether the folder's run goes on; otherwise one starts.
-        console: to write to.
-
-    Raises:
-        RetrogradeError: the options cannot be met, or training cannot go on.
-    """
+    """Train, and write everything to a report folder. ``given`` are the options that were named;
+    ``goes_on`` resumes the folder's run. Raises RetrogradeError if the options cannot be met or
+    training cannot go on."""
     report = Report(folder)
     try:
         with hold(folder) as alone:
@@ -64,11 +56,8 @@ def run_program(folder: Path, given: dict[str, Any], goes_on: bool, console: Con
 
 
 def resume(report: Report, given: dict[str, Any], console: Console) -> tuple[Run, Comparison]:
-    """The run of a checkpoint, and the comparison that was made at its start.
-
-    Raises:
-        TrainingError: the checkpoint is not whole, or the text or an option other than
-            ``iterations`` is not the run's.
+    """The run of a checkpoint, and the comparison that was made at its start. Raises TrainingError
+    if the checkpoint is not whole, the text differs, or an option other than ``iterations`` does.
     """
     snapshot, comparison = report.load()
     before = snapshot["options"]

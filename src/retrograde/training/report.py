@@ -29,15 +29,8 @@ __all__ = ["Report"]
 
 
 class Report:
-    """A folder that can be written, which is tried before any work is done.
-
-    Attributes:
-        folder: where everything is written; made if it is not there.
-        checkpoint: path of the checkpoint.
-        previous: path of an earlier run's checkpoint.
-
-    Raises:
-        TrainingError: the folder or a file cannot be written, here and in every method that writes.
+    """A report folder, made if it is missing, and tried for writing before any work is done. Raises
+    TrainingError if the folder or a file cannot be written, here and in every method that writes.
     """
 
     def __init__(self, folder: str | Path) -> None:

@@ -25,26 +25,10 @@ _CLIP = 1.0
 
 
 class Run:
-    """A character model in training.
+    """A character model in training; ``text`` None for the one that the options name.
 
-    Args:
-        options: what is asked for.
-        text: to learn from; read as the options say if None.
-
-    Attributes:
-        options: what was asked for.
-        text: learnt from.
-        model: the model.
-        losses: bits per character, one for each finished iteration.
-        seconds: likewise, forward to the optimizer's step.
-
-    Raises:
-        TrainingError: the text cannot be read, or is shorter than a sequence.
-
-    Example:
-        >>> run = Run(TrainingOptions(length=8, batch=2, hidden=4, memory="1MiB"))
-        >>> 0 < run.step() < 10
-        True
+    ``losses`` are bits per character, ``seconds`` each iteration's time, one for each finished
+    iteration. Raises TrainingError if the text cannot be read or is shorter than a sequence.
     """
 
     def __init__(self, options: TrainingOptions, text: Text | None = None) -> None:
@@ -74,12 +58,8 @@ class Run:
         return self.text.sequences(self.position, self.options.length, self.options.batch)
 
     def step(self) -> float:
-        """One iteration; its loss, in bits per character.
-
-        Raises:
-            TrainingError: the loss is not finite; the weights are left as they were before.
-            BudgetError: the budget is too small for the LSTM.
-        """
+        """Run one iteration and return its loss, in bits per character. Raises TrainingError if the
+        loss is not finite, before the weights change, or BudgetError."""
         start = time.perf_counter()
         codes, targets = self.sequences()
         logits, state = self.model(codes, self.state)
@@ -120,16 +100,9 @@ class Run:
     def resumed(
         cls, snapshot: dict[str, Any], iterations: int | None = None, text: str | None = None
     ) -> "Run":
-        """The run of a snapshot, at the iteration where it was made.
-
-        Args:
-            snapshot: what :meth:`snapshot` returned.
-            iterations: how many in all, if other than asked for at first.
-            text: where the text is now, if it has moved.
-
-        Raises:
-            TrainingError: the text is another one, or the snapshot is not whole or of this version.
-        """
+        """The run of a snapshot, at the iteration where it was made. ``iterations`` and ``text``
+        replace the snapshot's total and path unless None. Raises TrainingError if the text is
+        another one, or the snapshot is not whole or of this version."""
         options = check_snapshot(snapshot)
         snapshot = deepcopy(snapshot)
         options = replace(

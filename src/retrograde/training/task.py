@@ -26,12 +26,7 @@ _EMBEDDED = "Python's own documentation"
 
 @dataclass(frozen=True)
 class Text:
-    """A text and its characters as numbers.
-
-    Attributes:
-        characters: the whole of it.
-        source: where it came from, for messages.
-    """
+    """A text and its characters as numbers; ``source`` says where it came from, for messages."""
 
     characters: str
     source: str
@@ -71,15 +66,9 @@ class Text:
         )
 
     def sequences(self, position: int, length: int, batch: int) -> tuple[Tensor, Tensor]:
-        """What every stream reads next, and what it should predict.
+        """What every stream reads next, and what it should predict, each (length, batch).
 
-        Args:
-            position: characters that every stream has read already.
-            length: characters to read.
-            batch: streams.
-
-        Returns:
-            Codes read and codes that follow them, each of shape ``(length, batch)``.
+        ``position`` is how many characters every stream has read already.
 
         Example:
             >>> inputs, targets = Text("abcdef", "example").sequences(0, length=2, batch=2)
@@ -115,22 +104,8 @@ def read_text(path: str | Path) -> Text:
 
 
 class CharacterModel(nn.Module):
-    """Embedding, LSTM and linear layer: predicts each next character from all before it.
-
-    Only the LSTM has a budget: embedding, logits and their gradients are outside it.
-
-    Args:
-        characters: size of the vocabulary.
-        hidden: width of embedding and LSTM.
-        memory: the LSTM's budget; None is ordinary BPTT.
-
-    Example:
-        >>> import torch
-        >>> model = CharacterModel(5, hidden=8, memory=None)
-        >>> logits, (h, c) = model(torch.zeros(3, 2, dtype=torch.long))
-        >>> logits.shape
-        torch.Size([3, 2, 5])
-    """
+    """Embedding, LSTM and linear layer: predicts each next character from all before it. Only the
+    LSTM has a budget; ``memory`` None is ordinary BPTT."""
 
     def __init__(self, characters: int, hidden: int, memory: Memory | None) -> None:
         super().__init__()
@@ -141,10 +116,7 @@ class CharacterModel(nn.Module):
     def forward(
         self, codes: Tensor, state: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Logits ``(length, batch, characters)`` for the characters that follow ``codes``.
-
-        ``codes`` are ``(length, batch)``. The state before the first step is zero if None; that
-        after the last step is returned too: ``(h, c)``, each ``(1, batch, hidden)``.
-        """
+        """Logits (length, batch, characters) for the characters that follow ``codes``, (length,
+        batch); and the last state (h, c), each (1, batch, hidden). ``state`` None is zeros."""
         outputs, after = self.lstm(self.embedding(codes), state)
         return self.linear(outputs), after

@@ -33,13 +33,9 @@ Gradient = Tensor | None
 
 @dataclass
 class LinkTape(Tape):
-    """Recorded links: where their graph begins and ends.
-
-    Attributes:
-        input_edges: for each tensor of the state before them; None where no gradient is wanted.
-        root: where their backward pass begins; None where nothing in them passes a gradient on.
-        seeds: where that looks for the gradient of the state after them.
-    """
+    """Recorded links. ``input_edges`` are the edges of the state before them, None where no
+    gradient is wanted. Their backward pass begins at ``root`` (None if nothing passes a gradient
+    on), and takes the gradient of the state after them from ``seeds``."""
 
     input_edges: list[GradientEdge | None]
     root: GradientEdge | None
@@ -47,10 +43,8 @@ class LinkTape(Tape):
 
 
 class _Leave(torch.autograd.Function):
-    """The end of a link: its backward pass hands on gradients that nobody else then holds.
-
-    A gradient that is given to ``torch.autograd.grad`` would be held until that returns.
-    """
+    """The end of a recorded link: its backward pass takes the gradients out of ``seeds``. A
+    gradient given to ``torch.autograd.grad`` itself would be held until that returns."""
 
     @staticmethod
     def forward(ctx: Any, seeds: list[Gradient], *state: Tensor) -> Tensor:
@@ -65,16 +59,8 @@ class _Leave(torch.autograd.Function):
 
 
 class ChainCore(RangeCore):
-    """The links of one call.
-
-    Args:
-        links: at least one.
-        device: of the input.
-
-    Attributes:
-        needed: for which of a tape's parameters a gradient is wanted, by the tape's first link;
-            for all by default.
-    """
+    """The links of one call, at least one. ``needed`` tells, by a tape's first link, which of the
+    tape's parameters want a gradient; by default all do."""
 
     fused = False
 

@@ -34,11 +34,9 @@ _TOKEN_BYTES = 8  # an element for each state of the chain, in the caller's grap
 
 
 def measure_chain(links: Links, state: Tensors, repeats: int | None = None) -> Chain:
-    """Measure every link for a flat input, and leave no trace of it.
-
-    Seconds are medians of ``repeats`` further passes: by default of up to three, as many as take
-    no more than :data:`_MORE_SECONDS`. Without one they are those of the pass that counts bytes.
-    """
+    """Measure every link for a flat input, and leave no trace of it. Seconds are medians of
+    ``repeats`` further passes, by default up to three within :data:`_MORE_SECONDS`. With no repeats
+    they come from the pass that counts bytes."""
     device, before = state[0].device, len(links.prefix)
     core = ChainCore(links.chain, device)
     with ExitStack() as stack:
@@ -100,11 +98,8 @@ class _Size(NamedTuple):
 
 
 class _Trial:
-    """One link, phase by phase: what it does, and what lets go of what it needed.
-
-    Nobody else holds its input: ``take`` gets it from the link before, and the link behind takes
-    its output.
-    """
+    """One link, phase by phase. It alone holds its input, which ``take`` moves from the link
+    before, so clearing a list shows what memory the link still refers to."""
 
     def __init__(self, core: ChainCore, k: int, take: Callable[[], Tensors]) -> None:
         self.core, self.k, self.take = core, k, take
@@ -206,10 +201,8 @@ def _trials(core: ChainCore, first: Tensors) -> tuple[list[_Size], Seconds]:
 
 
 def _seconds(core: ChainCore, state: Tensors) -> Seconds:
-    """The seconds of each link, with nothing watched.
-
-    A link is recorded after the next one was run, for else what it needs would still be at hand.
-    """
+    """The seconds of each link, with memory not watched. A link is recorded only after the next one
+    was run, since its data would otherwise still be in the cache."""
     watches = [Stopwatch(core.ambient.device) for _ in core.links]
     before: Tensors = []
     state = [*state]
@@ -252,10 +245,8 @@ def _ones(link: Link) -> list[Gradient]:
 def _medians(
     links: Sequence[Link], sizes: Sequence[_Size], seconds: Sequence[Seconds]
 ) -> tuple[list[float], list[float]]:
-    """Forward and backward, over the repeats and over all links of one make and one size.
-
-    What differs between equal links is chance, and a solver would build on it.
-    """
+    """Median forward and backward seconds, over repeats and over links of equal make and size.
+    Differences between equal links are noise, which a solver would exploit."""
     makes: list[Hashable] = [
         (str(link.layers), tuple(p.shape for p in link.own), link.like, size)
         for link, size in zip(links, sizes, strict=True)

@@ -28,22 +28,16 @@ Tensors = list[Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Link:
-    """One layer, or a few that share memory.
+    """One layer, or a few that share memory; ``given`` and ``returned`` are structures.
 
     Attributes:
-        name: of its layers.
-        layers: run one after the other.
-        given: the structure of its input.
-        returned: the structure of its output.
-        like: shape, dtype and device of each tensor of its output.
         wanted: which tensors of its input a gradient is wanted for.
         passes: which tensors of its output pass a gradient on.
-        ambient: its surroundings.
         own: its parameters that a gradient is wanted for, each once.
-        leaves: their nodes in a graph.
-        reads: its parameters, and the buffers and captured tensors that it does not itself change.
+        leaves: the nodes of ``own`` in a graph.
+        reads: parameters, buffers and captured tensors, without the buffers it changes.
         output_bytes: what its output takes beyond the memory of its input.
-        hands_on: the numbers of the earlier links whose output it hands on unchanged.
+        hands_on: numbers of the earlier links whose output it hands on unchanged.
     """
 
     name: str
@@ -78,13 +72,8 @@ class Link:
 
 @dataclass(frozen=True, eq=False)
 class Links:
-    """All links of a chain, those before the first gradient apart.
-
-    Attributes:
-        prefix: run once; no gradient goes through them.
-        chain: the others.
-        steady: the generators that none of them draws from.
-    """
+    """All links of a chain: ``prefix``, through which no gradient goes and which runs once, and
+    ``chain``. No link of ``chain`` draws from the generators in ``steady``."""
 
     prefix: tuple[Link, ...]
     chain: tuple[Link, ...]
@@ -110,10 +99,8 @@ class _Enter(torch.autograd.Function):
 
 
 def enter(state: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensor]:
-    """A state that a link can be recorded from, and the leaf that it comes from in the graph.
-
-    Gradients can be asked for where they are ``wanted``.
-    """
+    """A state to record a link from, with gradients where they are ``wanted``, and the leaf that it
+    comes from in the graph."""
     anchor = torch.empty(0, requires_grad=True)
     x = [t.detach() for t in state]
     if any(wanted):
@@ -126,16 +113,8 @@ def enter(state: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensor]:
 def examine_layers(
     layers: Sequence[tuple[str, nn.Module]], state: Tensors, structure: Structure
 ) -> Links:
-    """Run every layer once on a flat input, leave no trace of it, and learn what links there are.
-
-    Args:
-        layers: in turn, with their names; at least one.
-        state: the flat input of the first.
-        structure: the input's.
-
-    Raises:
-        CellError: a layer cannot be run exactly; the message names it.
-    """
+    """Divide one or more named layers into links, by a trial call of each that leaves no trace.
+    Raises CellError, naming the layer, if one cannot be run exactly."""
     if any(t.is_inference() for t in state):
         raise CellError(
             "the input was made in inference mode: expected tensors that autograd can follow, for "
@@ -188,15 +167,8 @@ _WRITES = (
 
 @dataclass(frozen=True, eq=False)
 class _Tried:
-    """What a trial call of some layers showed.
-
-    Attributes:
-        link: the layers, as far as they are known by themselves.
-        outputs: of the call.
-        wrote: whether they wrote to their input.
-        made: the addresses of the memories that their output has and their input has not.
-        shared: of those that both have.
-    """
+    """What a trial call of some layers showed. ``made`` are the addresses of memory that their
+    output has and their input has not; ``shared`` is memory of both."""
 
     link: Link
     outputs: Tensors
@@ -266,11 +238,9 @@ def _parameters_of(name: str, parts: Sequence[nn.Module]) -> Tensors:
 def check_leaves(
     name: str, outputs: Tensors, mark: int, known: Tensors, nodes: Collection[Any] = ()
 ) -> None:
-    """Refuse a link that uses a tensor of which the gradient would be lost (rule 5).
-
-    It may use the ``known`` leaves, whose ``nodes`` in the graph save time where they are given.
-    ``mark`` is autograd's sequence number when the recording began.
-    """
+    """Raise CellError if a link uses a tensor other than ``known`` whose gradient would be lost
+    (rule 5). ``mark`` is autograd's sequence number when recording began. ``nodes``, those of known
+    leaves, only save time."""
     leaves, older = foreign_tensors(outputs, mark, expected=nodes)
     if older or (leaves and not {id(t) for t in leaves} <= {id(t) for t in known}):
         raise CellError(

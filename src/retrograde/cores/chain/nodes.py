@@ -33,10 +33,8 @@ Gradient = Tensor | None
 
 
 def run_chain(links: Links, schedule: Schedule, state: Tensors) -> Tensors:
-    """Run a chain on a flat input so that its gradient is computed by ``schedule``.
-
-    The schedule has as many steps as ``links.chain`` has links.
-    """
+    """Run a chain on a flat input so that ``schedule`` computes its gradient, one step for each
+    link."""
     device = state[0].device
     with autocast_as_now(device), torch.no_grad():
         for link in links.prefix:
@@ -100,11 +98,8 @@ class _Call:
         return state
 
     def begin(self, stop: int, gradients: Sequence[Gradient]) -> list[Gradient]:
-        """Take over the gradient of a state, and hand on tokens of it.
-
-        Where no node is behind it a backward pass begins; for another one than the first, what is
-        needed of the first sweep is repeated.
-        """
+        """Take over the gradient of state ``stop``, and return tokens of it. At the last range a
+        backward pass begins; a second one first repeats what it needs of the first sweep."""
         after = self.course.after(stop)
         if after is not None:
             self._check_turn(after)

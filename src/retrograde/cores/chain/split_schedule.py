@@ -34,13 +34,12 @@ class Course:
     """What a call does to follow a schedule.
 
     Attributes:
-        sweep: up to the first ``Backward``, in the caller's graph.
-        actions: as much of the sweep, with nothing recorded, as a second backward pass has to
-            repeat; then all that follows the sweep.
-        begin: where in them a backward pass begins.
+        sweep: the actions up to the first ``Backward``, in the caller's graph.
+        actions: what a second backward pass repeats of the sweep, then the others.
+        begin: where in ``actions`` a backward pass begins.
         repeated: how many links a second backward pass repeats, at most.
         starts: where each range of links that are run again starts.
-        cuts: where it is divided, and where it ends.
+        cuts: where the nodes of these ranges begin and end.
     """
 
     sweep: list[Action]
@@ -96,11 +95,9 @@ def _cuts(actions: Sequence[Action]) -> set[int]:
 def _divide(
     cuts: set[int], ranges: list[tuple[int, int]], links: Sequence[Link], most: float
 ) -> None:
-    """Add cuts so that no node has many parameters, or two links with the same ones.
-
-    The gradients of a node's parameters are handed over together, those of shared ones in the order
-    in which ordinary autograd adds them up.
-    """
+    """Add cuts so that a node has few parameters, and a link with shared ones is a node of its own.
+    A node hands over its gradients together, and those of shared parameters must be summed in
+    autograd's order."""
     uses = Counter(id(p) for link in links for p in link.own)
     shares = [any(uses[id(p)] > 1 for p in link.own) for link in links]
     sizes = [sum(p.nbytes for p in link.own) for link in links]
@@ -115,11 +112,8 @@ def _divide(
 
 
 def _held_in_sweep(actions: tuple[Action, ...]) -> list[Action]:
-    """The actions, if what the sweep records is not to be asked for states.
-
-    So one that is loaded from there is stored. One that is stored and not loaded is not: the graph
-    holds what it needs.
-    """
+    """The actions, rewritten so that no state is loaded from the sweep's recordings; such a state
+    is stored. A store that nothing loads is left out, since the graph holds what it needs."""
     first = next(i for i, action in enumerate(actions) if isinstance(action, Backward))
     origins = _origins(actions)
     last_load = {
@@ -147,11 +141,9 @@ def _held_in_sweep(actions: tuple[Action, ...]) -> list[Action]:
 
 
 def loads_of(actions: Sequence[Action]) -> frozenset[tuple[int, int]]:
-    """The outputs of recorded layers that are loaded, not having been stored.
-
-    They are pairs of the recording's number among the actions, for a layer may be recorded again
-    and again, and of the state's.
-    """
+    """The states that are loaded from a recording instead of a store, as pairs (number of the
+    recording action, number of the state). The action is needed because a layer may be recorded
+    again and again."""
     origins = _origins(actions)
     return frozenset(
         (origins[i], action.at)

@@ -23,18 +23,9 @@ _ROWS = 4096
 
 
 class LayerBackward:
-    """The backward pass of one layer.
-
-    Args:
-        weights: the layer's parameters, in the type that is computed in.
-        totals: by the names of the weights, where their gradients are added.
-        way: by steps, or by a scan over chunks of them.
-        batch: B.
-        rows: the most steps of samples of a piece, where that has several steps.
-        means: what runs it, see :data:`~retrograde.cores.recurrent.bytes.Means`.
-        at_once: whether gradients of weights may be summed in place, which takes less memory and
-            rounds more.
-    """
+    """The backward pass of one layer; ``totals``, by the names of weights, are complete after
+    ``finish``. ``rows`` are the most of a piece of several steps. ``at_once`` sums gradients of
+    weights in place, which takes less memory and rounds more."""
 
     def __init__(
         self,
@@ -64,14 +55,9 @@ class LayerBackward:
         self.prepared: Tensor | None = None
 
     def add(self, block: Block, dy: Tensor | None, g: Tensor, dx: Tensor | None) -> Tensor:
-        """Go through a piece, and return the gradient of the state before it.
-
-        Args:
-            block: its inputs and states; an LSTM's with c before its first step, and with its gates
-                and cells if they were kept, which are overwritten.
-            dy: the loss's gradient of each output (L, n, H), laid out in any way, or None for zero.
-            g: that of the state after the piece (n, H), or (n, 2 H) for (h, c).
-            dx: takes the gradients of the inputs (L, n, I), if they are wanted.
+        """Go back through a piece: from g, of the state after it (n, H) or (n, 2 H) for (h, c), to
+        before it. ``dy`` (L, n, H), in any layout, is the loss's gradient of the outputs, None for
+        zero. ``dx`` takes the inputs' gradients (L, n, I); the block's kept gates are overwritten.
         """
         if self.in_one_loop:
             return self._in_one_loop(block, dy, g, dx)

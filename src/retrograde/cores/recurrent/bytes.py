@@ -35,10 +35,7 @@ _FEW_ROWS = 2**14
 
 
 def sums_at_once(length: int, batch: int) -> bool:
-    """Whether T steps of B samples are so few that weights' gradients may be summed in place.
-
-    With more, that would round too much.
-    """
+    """Whether T × B is so small that summing weights' gradients in place rounds little."""
     return length * batch <= _FEW_ROWS
 
 
@@ -54,24 +51,9 @@ def _panels(count: int, width: int, samples: int) -> int:
 
 @dataclass(frozen=True)
 class Shape:
-    """The layers of one or two tracks, and a batch.
-
-    Attributes:
-        kind: which cell.
-        batch: B.
-        width: I, of the lowest layer.
-        size: H.
-        count: layers above one another.
-        tracks: directions.
-        item: bytes of a number.
-        threads: how many there are.
-        needs_x: whether gradients of the inputs are wanted.
-        straight: whether inputs are in one piece of memory.
-        drops: whether something is dropped between layers.
-        first: whether the inputs are dropped too.
-        at_once: whether gradients of weights may be summed in place.
-        means: what runs the layers.
-    """
+    """The layers of one or two tracks (directions), and a batch of B; I is ``width``, H is
+    ``size``. ``straight`` tells whether inputs are contiguous, ``first`` whether they are dropped
+    too. ``item`` is the bytes of a number; ``at_once`` is as for ``LayerBackward``."""
 
     kind: Kind
     batch: int

@@ -40,14 +40,9 @@ Tensors = list[Tensor]
 
 @dataclass
 class _Held(Tape):
-    """What a recorded range holds.
-
-    Attributes:
-        first: the state before it.
-        below: h after every step of each layer but the top one, (rows, H).
-        marks: by track, layer and piece, an LSTM's c before the piece (n, H).
-        kept: likewise its gates and cells, where they were kept.
-    """
+    """What a recorded range holds: the state before it, and h of all layers ``below`` the top
+    (rows, H). For each track, layer and piece of an LSTM there is c before the piece (n, H) in
+    ``marks``, or gates and cells in ``kept``."""
 
     first: Tensors
     below: Tensors
@@ -56,28 +51,9 @@ class _Held(Tape):
 
 
 class HeldLayers(RangeCore):
-    """Layers above one another in one direction, or one layer in two.
-
-    Args:
-        tracks: the layers of each direction; without projections.
-        rows: where the steps lie.
-        batch: B.
-        ways: how each layer goes back, the lowest first; ``block`` is the steps of a piece.
-        kept: how many steps of an LSTM have their gates kept, the last ones of each track.
-        masks: what is dropped before a layer.
-        means: what runs them, see :data:`~retrograde.cores.recurrent.bytes.Means`.
-        at_once: whether gradients of weights may be summed in place.
-
-    Example:
-        >>> gru = torch.nn.GRU(3, 5)
-        >>> core = HeldLayers(
-        ...     (Layers("GRU", gru._flat_weights, 1, True),), Rows(7), 2, [Way("sequential", 4)]
-        ... )
-        >>> x, h = torch.randn(7, 2, 3), torch.zeros(1, 2, 5)
-        >>> inputs = Rows(7).read([x])
-        >>> torch.allclose(core.advance(inputs, 0, [7], [h], None)[0][0], gru(x)[1], atol=1e-6)
-        True
-    """
+    """Layers above one another in one direction, or one layer in two; without projections. ``ways``
+    are from the lowest layer up, and the first one's ``block`` is the steps of a piece. Of an LSTM
+    the last ``kept`` steps of each track keep their gates."""
 
     def __init__(
         self,

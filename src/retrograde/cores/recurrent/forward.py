@@ -26,11 +26,9 @@ def room_for(weights: Weights, x: Tensor) -> Kept | None:
 def run(
     weights: Weights, x: Tensor, state: tuple[Tensor, ...], kept: Kept | None = None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Run inputs x (L, B, I) by the fastest kernel: the outputs (L, B, H), and the state after.
-
-    A state is (h,), or (h, c), each (B, H). An LSTM's gates and cells are left in ``kept``, which
-    :func:`room_for` makes.
-    """
+    """Run inputs x (L, B, I) by the fastest kernel: the outputs (L, B, H), and the state after. A
+    state is (h,) or (h, c), each (B, H). ``kept``, from :func:`room_for`, receives an LSTM's gates
+    and cells."""
     make = kernels(x.device.type, x.dtype, weights.size).forward
     after = [s.clone(memory_format=torch.contiguous_format) for s in state]
     y = x.new_empty(*x.shape[:2], weights.size)
@@ -39,13 +37,8 @@ def run(
 
 
 class LayerForward:
-    """A layer run forward, a piece after another.
-
-    Args:
-        make: a loop of ours; None for torch's own kernel.
-        weights: the layer's parameters.
-        block: the most rows of a piece.
-    """
+    """A layer run forward in pieces of at most ``block`` rows; by torch's own kernel if ``make`` is
+    None."""
 
     def __init__(self, make: type[Forward] | None, weights: Weights, block: int) -> None:
         self.weights, wide = weights, weights.inputs.shape[0] * weights.inputs.itemsize
@@ -55,14 +48,8 @@ class LayerForward:
         self.samples = -1
 
     def __call__(self, x: Tensor, state: Tensors, y: Tensor, kept: Kept | None = None) -> None:
-        """Run steps.
-
-        Args:
-            x: inputs (L, n, I).
-            state: (h,), or (h, c), each (n, H); goes from before to after.
-            y: takes h after every step (L, n, H).
-            kept: takes an LSTM's gates and cells.
-        """
+        """Run inputs x (L, n, I) into y (L, n, H); the state, (h,) or (h, c), each (n, H), is
+        overwritten. ``kept`` takes an LSTM's gates and cells."""
         if self.make is None:
             run_by_torch(self.weights, x, state, y)
             return

@@ -29,10 +29,8 @@ class Hashed:
         return self.dropout.first
 
     def __call__(self, x: Tensor, number: int, piece: Piece, row: int) -> Tensor:
-        """What comes to a layer (L, n, H), or a gradient that goes back from it, after dropout.
-
-        It is that of a piece, in the order of the steps, which begins at a row of all steps.
-        """
+        """Apply dropout to a layer's input (L, n, H), or to a gradient that goes back from it. It
+        is that of a piece, in the order of the steps, which begins at ``row`` of all rows."""
         if number == 0 and not self.first:
             return x
         steps = torch.arange(piece.start, piece.stop, device=x.device)
@@ -45,13 +43,7 @@ class Hashed:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Masks that are kept, by the numbers of the layers that they come before.
-
-    Example:
-        >>> masks = Drawn.like([1], torch.ones(6, 4), 0.5)
-        >>> masks(torch.ones(2, 3, 4), 1, Piece(0, 2, 3), 0).unique().tolist()
-        [0.0, 2.0]
-    """
+    """Masks (rows, H) that are kept, by the numbers of the layers that they come before."""
 
     masks: dict[int, Tensor]
     p: float

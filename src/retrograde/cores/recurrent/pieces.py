@@ -31,14 +31,8 @@ class Piece:
 def cut(
     start: int, stop: int, block: int, samples: int, sizes: Sequence[int] | None = None
 ) -> list[Piece]:
-    """The pieces of steps ``start`` … ``stop − 1``, in order.
-
-    Args:
-        start: the first step.
-        stop: the one after the last.
-        block: the most rows of a piece, but for a step that has more.
-        samples: B.
-        sizes: of a packed batch, how many sequences have each step, longest first.
+    """The pieces of steps ``start`` … ``stop − 1``, in order. A piece has at most ``block``
+    rows, or one step. ``sizes`` are the sequences of each step of a packed batch.
 
     Example:
         >>> [(p.start, p.stop, p.samples) for p in cut(0, 5, 6, 3, [3, 3, 3, 1, 1])]
@@ -57,13 +51,7 @@ def cut(
 
 
 def runs(offsets: Sequence[int]) -> list[tuple[int, int]]:
-    """Of a packed batch: how many steps in a row have the same number of sequences, and which.
-
-    ``offsets`` are the first row of every step, and the number of all rows.
-
-    Example:
-        >>> runs([0, 3, 6, 7])
-        [(2, 3), (1, 1)]
-    """
+    """Runs of steps with equally many sequences in a packed batch, as pairs (steps, sequences).
+    ``offsets`` are the first row of every step, and the number of all rows."""
     sizes = (b - a for a, b in pairwise(offsets))
     return [(len(list(group)), size) for size, group in groupby(sizes)]

@@ -33,13 +33,8 @@ _THREAD_ROWS = 128  # no thread of a backward pass has room for more
 
 @dataclass(frozen=True)
 class HeldPlan:
-    """How held layers are run.
-
-    Attributes:
-        block: rows of a piece.
-        kept: how many steps keep their gates, the last ones of each track.
-        means: what runs them.
-    """
+    """How held layers are run: in pieces of ``block`` rows, with gates kept for the last ``kept``
+    steps of each track."""
 
     block: int
     kept: int = 0
@@ -48,13 +43,8 @@ class HeldPlan:
 
 @dataclass(frozen=True)
 class Sequences:
-    """The lengths of a batch.
-
-    Attributes:
-        length: T.
-        batch: B.
-        offsets: of a packed batch, the first row of every step, and their number.
-    """
+    """The lengths of a batch: T, B and, if packed, ``offsets``: the first row of every step, then
+    the number of rows."""
 
     length: int
     batch: int
@@ -106,7 +96,7 @@ class Planner:
     """Plans for held layers, for any lengths.
 
     Attributes:
-        shapes: the layers of one recurrence; with several layers of two directions, one for each.
+        shapes: of one recurrence; with several layers in two directions, one for each layer.
         most: the rows of a piece that the cache allows.
         extra: bytes that may come on top at any moment.
         gradient_copy: bytes a step that torch's own pass takes on top.
@@ -133,14 +123,9 @@ class Planner:
     def fit(
         self, lengths: Sequences, memory: Memory | None, ordinary: int
     ) -> tuple[HeldPlan | None, tuple[Fit, ...]]:
-        """The fastest plan within a budget, and what it is for each recurrence.
-
-        The budget is what ordinary backpropagation takes, ``ordinary``, if ``memory`` is None.
-        There is no plan, and one fit, where torch's own module is to run.
-
-        Raises:
-            BudgetError: the memory is too little; the message names the least.
-        """
+        """The fastest plan within a budget (``ordinary`` bytes if ``memory`` is None), and a fit
+        for each recurrence. The plan is None, with one fit, where torch's own module is to run.
+        Raises BudgetError, which names the least, if the memory is too little."""
         budget = ordinary if memory is None else as_bytes(memory, ordinary)
         least, length = self.least_bytes(lengths), lengths.length
         usual = ordinary + self.gradient_copy * length + self.extra
@@ -286,10 +271,8 @@ class Planner:
         return sum(lower) + (top / 2 if self.shapes[0].tracks > 1 else 0)
 
     def _sizes(self, lengths: Sequences, plan: HeldPlan) -> tuple[int, int, int]:
-        """Bytes besides kept gates: held throughout; at the peak while gates are kept; later.
-
-        Gates are kept from the forward pass until the backward pass is through their pieces.
-        """
+        """Bytes besides kept gates: held throughout, at the peak while gates are kept, and later.
+        Gates are kept until the backward pass is through their pieces."""
         shapes = [replace(shape, means=plan.means) for shape in self.shapes]
         rows = threads = lengths.largest(plan.block)
         pieces = lengths.pieces(plan.block) + 1  # one more where the gates begin to be kept

@@ -47,16 +47,8 @@ def run_held(
     ways: list[Way],
     masks: Masks | None = None,
 ) -> tuple[Tensor, Tensors]:
-    """Run all steps, and keep all gates that can be: the outputs, and the state after them.
-
-    Args:
-        nets: the layers of each direction.
-        rows: where the steps lie.
-        x: inputs, as ``rows`` has them.
-        state: the initial state, a part (layers, B, H).
-        ways: how each layer goes back.
-        masks: what is dropped before a layer.
-    """
+    """Run all steps, keeping all gates that can be kept: the outputs, and the state after them. x
+    is laid out as ``rows`` tells; each part of the state is (layers, B, H)."""
     core = HeldLayers(nets, rows, state[0].shape[1], ways, kept=rows.length, masks=masks)
     if not torch.is_grad_enabled() and len(nets) == 1:
         inputs = rows.read([x], core.room(rows.read([x])))
@@ -70,15 +62,7 @@ def run_held(
 
 @dataclass(frozen=True)
 class RunHeld:
-    """A kernel: runs layers over a range, and goes backward in a given way.
-
-    Example:
-        >>> gru = torch.nn.GRU(3, 5)
-        >>> net = Layers("GRU", gru._flat_weights, 1, True)
-        >>> x, h = torch.randn(7, 2, 3), torch.zeros(1, 2, 5)
-        >>> torch.allclose(RunHeld()(net, x, [h], None)[0], gru(x)[0], atol=1e-6)
-        True
-    """
+    """A kernel: runs held layers over a range, and goes backward in a given way."""
 
     way: Literal["sequential", "scan"] = "sequential"
 

@@ -44,18 +44,9 @@ _Flags = NDArray[np.bool_]
 
 
 class _Columns(NamedTuple):
-    """What the relaxation reads of a chain of T layers.
-
-    Args:
-        seconds: u, shape (T,).
-        state: s, shape (T + 1,).
-        tape: p, shape (T,).
-        keeps_input: whether the tape refers to its input, shape (T,).
-        keeps_output: whether it refers to its output, shape (T,).
-        limit: bytes left for what is held before a layer when it is backpropagated, shape (T,).
-        stores: whether hidden states may be stored.
-        records: whether internal states may be kept while later layers are worked on.
-    """
+    """What the relaxation reads of a chain of T layers: u (T,), s (T + 1,) and p (T,) of the
+    module's text. ``limit`` (T,) has the bytes left for what is held before a layer when it is
+    backpropagated."""
 
     seconds: _Reals
     state: _Reals
@@ -68,22 +59,7 @@ class _Columns(NamedTuple):
 
 
 def least_seconds(chain: Chain, room: int, kinds: "Kinds") -> float:
-    """What no schedule of a chain undercuts.
-
-    Args:
-        chain: what each layer takes.
-        room: the budget, in bytes.
-        kinds: the class of schedules.
-
-    Returns:
-        Seconds of an iteration.
-
-    Example:
-        >>> from retrograde.plan.chain.fill import Kinds
-        >>> chain = Chain([1] * 5, [2] * 5, output_bytes=[1] * 5, internal_bytes=[3] * 5)
-        >>> [round(least_seconds(chain, room, Kinds(True, True)), 1) for room in (6, 8, 16)]
-        [18.7, 17.9, 15.0]
-    """
+    """Seconds of an iteration that no schedule undercuts within ``room`` bytes."""
     state, gradient = np.array(chain.state_bytes), np.array(chain.gradient_bytes)
     inputs, outputs = np.array(chain.keeps_input), np.array(chain.keeps_output)
     tape = np.array(chain.tape_bytes)
@@ -100,13 +76,8 @@ def least_seconds(chain: Chain, room: int, kinds: "Kinds") -> float:
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _relaxed(columns: _Columns, price: _Reals, over: _Reals) -> float:
-    """The least seconds of running again, plus what limits cost that are not kept to.
-
-    Args:
-        columns: the chain.
-        price: seconds a byte of each layer's limit, shape (T,).
-        over: bytes by which the least one is over each limit, shape (T,); written.
-    """
+    """The least seconds of running again, plus what violated limits cost at ``price`` seconds a
+    byte; ``over``, shape (T,), is overwritten by the bytes above each limit."""
     seconds, state, tape, inputs, outputs, limit, stores, records = columns
     size = len(seconds)
     total = np.zeros(size + 1)  # the prices of a layer and of all later ones

@@ -27,20 +27,14 @@ _Ints = NDArray[np.int64]
 
 
 class Layers(NamedTuple):
-    """The columns that the compiled planner reads; T layers.
+    """Columns that the compiled planner reads; ``enter`` to ``back`` are in the module's table.
 
     Args:
         before: seconds of all layers before a state, shape (T + 1,).
         state: bytes of each state, shape (T + 1,).
-        gradient: what is held of a gradient while the layers before a state are run, shape
-            (T + 1,); none at the end, where it does not exist yet.
-        tape: bytes of each internal state, its input and output aside, shape (T,).
-        enter: bytes needed to run a layer whose input is kept, shape (T,).
-        through: bytes needed to run one whose input is only current, shape (T,).
-        record: bytes needed to record one whose input is kept, shape (T,).
-        back: bytes needed to backpropagate one, shape (T,).
-        keeps_input: whether its internal state refers to its input, shape (T,).
-        keeps_output: whether it refers to its output, shape (T,).
+        gradient: bytes of each state's gradient, shape (T + 1,); 0 at the end, where none
+            exists yet.
+        tape: bytes of each internal state without its input and output, shape (T,).
     """
 
     before: NDArray[np.float64]
@@ -56,21 +50,8 @@ class Layers(NamedTuple):
 
 
 def layers_of(chain: Chain, places: list[int] | None = None) -> Layers:
-    """The columns of a chain.
-
-    Args:
-        chain: what each layer takes.
-        places: the states between which layers are taken as one, from 0 to ``len(chain)``; all by
-            default.
-
-    Returns:
-        One entry for each layer, or each group of them.
-
-    Example:
-        >>> chain = Chain([1, 2], [1, 2], output_bytes=[10, 20], internal_bytes=[14, 20])
-        >>> layers_of(chain).back.tolist(), layers_of(chain, [0, 2]).back.tolist()
-        ([24, 30], [44])
-    """
+    """The columns of a chain; layers between two neighbouring ``places`` are taken as one, None for
+    each layer alone."""
     state, gradient = np.array(chain.state_bytes), np.array(chain.gradient_bytes)
     tape = np.array(chain.tape_bytes)
     inputs, outputs = np.array(chain.keeps_input), np.array(chain.keeps_output)

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from retrograde.plan.chain.columns import Layers
 from retrograde.plan.chain.segments import RUN, Cells
 
-__all__ = ["LANES", "Grid", "Kinds", "fill"]
+__all__ = ["LANES", "Grid", "Kinds", "Table", "fill"]
 
 LANES = 32
 BLOCK = 8
@@ -47,15 +47,26 @@ class Grid(NamedTuple):
 
 
 class Kinds(NamedTuple):
-    """Which schedules there are to choose from.
-
-    Args:
-        stores: whether hidden states may be stored.
-        records: whether internal states may be kept while later layers are worked on.
-    """
+    """Which schedules there are to choose from: whether hidden states may be stored, and whether
+    internal states may be kept while later layers are worked on."""
 
     stores: bool
     records: bool
+
+
+class Table(NamedTuple):
+    """The least forward ``seconds`` of segments, shape (chunks of levels, rows, LANES), ∞ where
+    memory is short. ``kept`` and ``current`` (T, T + 1) are the bytes that a segment needs at
+    least, from a kept and from a current first state. The inner loops of :func:`fill` take the
+    parts one by one, since passing the whole counts references and is nearly twice as slow."""
+
+    layers: Layers
+    kinds: Kinds
+    grid: Grid
+    cells: Cells
+    kept: _Ints
+    current: _Ints
+    seconds: _Reals
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
@@ -63,19 +74,9 @@ def _lower(
     out: _Reals, start: int, row: int, paid: int, need: int, seconds: float, grid: Grid,
     table: _Reals,
 ) -> None:  # fmt: skip
-    """A way that keeps ``paid`` bytes, needs ``need``, and leads to a segment.
-
-    Args:
-        out: the least seconds for levels from ``start`` on, shape (LANES,), lowered; beyond them
-            there is room for LANES + 1 more numbers.
-        start: a level.
-        row: the segment's in the table.
-        paid: bytes.
-        need: bytes.
-        seconds: spent before.
-        grid: levels.
-        table: as :func:`fill` has it.
-    """
+    """Lower ``out`` by a way that keeps ``paid`` bytes, needs ``need``, and leads to the segment of
+    a row. ``out`` has the least seconds of LANES levels from ``start`` on, and behind them scratch
+    room for LANES + 1 numbers."""
     below = start - paid // grid.unit  # the level that the first lane comes to
     first = max(-below, -((grid.rest - need) // grid.unit) - start, 0)
     if first >= LANES:
@@ -200,19 +201,8 @@ def _may_lower(out: _Reals, left: _Reals, right: _Reals) -> bool:
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _best_split(out: _Reals, left: _Side, right: _Side, first: int, last: int, guess: int) -> int:
-    """Q1: the least of left[j] + right[j] for first ≤ j < last, in every lane.
-
-    Args:
-        out: lowered, shape (LANES,).
-        left: seconds of the left parts, and the least of each run.
-        right: those of the right parts.
-        first: the first j.
-        last: the last j, excluded.
-        guess: the run to look into first.
-
-    Returns:
-        The run that lowered last.
-    """
+    """Q1: the least of left[j] + right[j] for first ≤ j < last, in every lane; looks into the
+    run ``guess`` first and returns the run that lowered ``out`` last."""
     if last <= first:
         return guess
     low, high = first // RUN, (last - 1) // RUN
@@ -270,20 +260,9 @@ def _note(side: _Side, at: int, values: _Reals, more: float) -> None:
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
-def fill(
-    layers: Layers, kinds: Kinds, grid: Grid, cells: Cells, least: _Ints, table: _Reals
-) -> None:
-    """Fill the table of all segments that it has, for all levels.
-
-    Args:
-        layers: what moves need.
-        kinds: the class of schedules.
-        grid: levels.
-        cells: the rows of the table.
-        least: bytes that a segment needs at least, shape (T, T + 1).
-        table: least forward seconds of segments, ∞ where memory is short, shape (chunks of levels,
-            rows, LANES); written.
-    """
+def fill(filled: Table) -> None:
+    """Fill ``filled.seconds`` for all segments that it has, for all levels."""
+    layers, kinds, grid, cells, least, _, table = filled
     size, first = len(layers.tape), cells.first
     runs = size // RUN + 1
     lefts, least_lefts = np.empty((BLOCK, size + 1, LANES)), np.empty((BLOCK, runs, LANES))

@@ -58,19 +58,7 @@ _CLOSE = 1.01  # times its bound: near enough to leave it at that
 
 
 def record_everything(chain: Chain) -> Schedule:
-    """Ordinary backpropagation: every layer recorded once.
-
-    Args:
-        chain: what each layer takes.
-
-    Returns:
-        The schedule of the baseline ``store-all``.
-
-    Example:
-        >>> schedule = record_everything(Chain([1, 2], [1, 2], [10, 20]))
-        >>> schedule.seconds, schedule.peak
-        (6.0, 40)
-    """
+    """Ordinary backpropagation, every layer recorded once: the baseline ``store-all``."""
     return replace(merge(store_all(len(chain))), units=chain)
 
 
@@ -82,35 +70,22 @@ def plan_chain(
     certify: bool = False,
     levels: int | None = None,
 ) -> Schedule:
-    """The fastest persistent schedule of a chain whose peak is within a budget.
+    """The fastest persistent schedule of a chain within a budget, with its ``bound`` in seconds.
 
-    Args:
-        chain: what each layer takes.
-        memory: bytes, a text such as ``"2GiB"``, or a share of what ``store-all`` holds.
-        policy: ``"msm"``, ``"hsm"`` or ``"ism"``.
-        certify: where levels are not exact and the bound is more than 1 % away, look for a higher
-            one with a second table, and for a faster schedule; up to 600 layers; takes as long
-            again.
-        levels: to count bytes in, at most; by default as many as take a few seconds.
+    Arguments and errors are those of :func:`~retrograde.plan.planner.plan`; ``levels`` is the most
+    levels to count bytes in, None for as many as take a few seconds. Up to 600 layers,
+    ``certify`` fills a second table where the bound is more than 1 % away, for a higher bound
+    or a faster schedule.
 
-    Returns:
-        A schedule with ``units=chain`` and a ``bound`` in seconds, its own where levels were exact.
-
-    Raises:
-        BudgetError: the memory is below the least that the policy can do with.
-        UnitError: the memory cannot be read.
-
-    Example:
-        >>> chain = Chain([1] * 5, [2] * 5, output_bytes=[1] * 5, internal_bytes=[3] * 5)
-        >>> ordinary = plan_chain(chain, 100)
-        >>> schedule = plan_chain(chain, ordinary.peak // 2)
-        >>> ordinary.seconds, ordinary.peak, schedule.seconds, schedule.peak
-        (15.0, 16, 19.0, 8)
+    >>> chain = Chain([1] * 5, [2] * 5, output_bytes=[1] * 5, internal_bytes=[3] * 5)
+    >>> schedule = plan_chain(chain, "50%")
+    >>> schedule.seconds, schedule.peak, plan_chain(chain, "100%").seconds
+    (19.0, 8, 15.0)
     """
     ordinary = record_everything(chain)
     room = as_bytes(memory, ordinary.peak)
     solver = Solver.of(chain, policy)
-    if solver.kinds.records and room >= ordinary.peak:
+    if solver.table.kinds.records and room >= ordinary.peak:
         return replace(ordinary, policy=policy, memory=room, bound=ordinary.seconds)
     solver.check(room)
     filled = solver.filled(room, levels)
@@ -120,7 +95,7 @@ def plan_chain(
     if bound is None:
         from retrograde.plan.chain.bound import least_seconds
 
-        bound = least_seconds(chain, room, solver.kinds)
+        bound = least_seconds(chain, room, solver.table.kinds)
         if certify and seconds_of(schedule) > _CLOSE * bound and len(chain) <= LONGEST:
             down = solver.filled(room, levels, rounded_down=True)
             bound = max(bound, down.bound(room) or 0.0)
@@ -129,22 +104,13 @@ def plan_chain(
 
 
 def chain_minimum(chain: Chain, policy: str = "msm") -> tuple[int, int]:
-    """The smallest budget that a policy can keep, exactly.
-
-    Args:
-        chain: what each layer takes.
-        policy: ``"msm"``, ``"hsm"`` or ``"ism"``.
-
-    Returns:
-        Bytes, and the layer that needs them.
-
-    Example:
-        >>> chain_minimum(Chain([1] * 3, [2] * 3, output_bytes=[1, 1, 50]))
-        (52, 2)
-    """
+    """The smallest budget that a policy can keep, in bytes, and the layer that needs it; exact up
+    to 1200 layers."""
     solver = Solver.of(chain, policy)
     least = (
-        min(solver.least, record_everything(chain).peak) if solver.kinds.records else solver.least
+        min(solver.least, record_everything(chain).peak)
+        if solver.table.kinds.records
+        else solver.least
     )
     return least, solver.tightest()
 
@@ -152,26 +118,9 @@ def chain_minimum(chain: Chain, policy: str = "msm") -> tuple[int, int]:
 def chain_trade_off(
     chain: Chain, memories: Iterable[Memory], policy: str = "msm", *, levels: int | None = None
 ) -> list[Schedule]:
-    """Schedules of one chain for many budgets, read off one table.
-
-    Args:
-        chain: what each layer takes.
-        memories: as :func:`plan_chain` has each.
-        policy: likewise.
-        levels: of the largest; as :func:`plan_chain` has it.
-
-    Returns:
-        A schedule for each, in order, without bounds.
-
-    Raises:
-        BudgetError: as :func:`plan_chain`.
-        UnitError: likewise.
-
-    Example:
-        >>> chain = Chain([1] * 5, [2] * 5, output_bytes=[1] * 5, internal_bytes=[3] * 5)
-        >>> [schedule.seconds for schedule in chain_trade_off(chain, [6, 8, 16])]
-        [22.0, 19.0, 15.0]
-    """
+    """Schedules of one chain for many budgets, in their order and without bounds, read off one
+    table. Arguments and errors are those of :func:`plan_chain`; ``levels`` is that of the largest
+    budget."""
     ordinary = record_everything(chain)
     rooms = [as_bytes(memory, ordinary.peak) for memory in memories]
     solver = Solver.of(chain, policy)
@@ -182,7 +131,7 @@ def chain_trade_off(
     filled = solver.filled(max(rooms), levels)
     return [
         replace(ordinary, policy=policy, memory=room)
-        if solver.kinds.records and room >= ordinary.peak
+        if solver.table.kinds.records and room >= ordinary.peak
         else filled.schedule(room)
         for room in rooms
     ]

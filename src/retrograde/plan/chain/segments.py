@@ -42,36 +42,13 @@ class Cells(NamedTuple):
 
 
 def all_cells(size: int) -> Cells:
-    """Every segment.
-
-    Args:
-        size: layers.
-
-    Returns:
-        size · (size + 1) / 2 of them.
-
-    Example:
-        >>> all_cells(4).rows
-        10
-    """
+    """Every segment of ``size`` layers: size · (size + 1) / 2 of them."""
     return _cells(np.zeros(size + 1, np.int64), np.array([size]))
 
 
 def band_of_cells(size: int, width: int, ends: list[int]) -> Cells:
-    """The segments of up to ``width`` layers, and all those that end at a few places.
-
-    Args:
-        size: layers.
-        width: layers; somewhat longer segments are there too.
-        ends: the places, in ascending order; the last is ``size``.
-
-    Returns:
-        About size · width + size · len(ends) / 2 of them.
-
-    Example:
-        >>> band_of_cells(100, 20, [50, 100]).rows
-        2506
-    """
+    """The segments of up to about ``width`` layers, and all those that end at one of ``ends``,
+    in ascending order, the last of which is ``size``."""
     first = np.maximum(np.arange(size + 1) - width, 0) // RUN * RUN
     first[ends] = 0
     return _cells(first, np.array(ends))

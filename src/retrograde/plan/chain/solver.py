@@ -7,7 +7,7 @@ parts come together. Nothing is compiled before the first chain is asked for.
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import gcd
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from retrograde.schedule import Action, Advance, Chain, Schedule, Verb, merge, s
 from retrograde.units import format_bytes
 
 if TYPE_CHECKING:
-    from retrograde.plan.chain.fill import Grid, Kinds
+    from retrograde.plan.chain.fill import Table
 
 __all__ = ["LONGEST", "Solver", "seconds_of"]
 
@@ -38,34 +38,18 @@ _MOST_BYTES = 512 * 2**20
 
 @dataclass(frozen=True)
 class Solver:
-    """One chain and one class of schedules; with a table, once it is filled.
-
-    Args:
-        chain: what each layer takes.
-        policy: its name.
-        kinds: what it may keep.
-        places: the states that may be kept.
-        layers: what the moves between them need.
-        cells: the segments that have a row in the table.
-        minimum: bytes that each segment needs at least.
-        grid: how bytes are counted in levels.
-        table: least seconds of each segment, for each level.
-    """
+    """One chain and one class of schedules, of which ``places`` are the states that may be kept;
+    ``table`` has no levels until it is filled."""
 
     chain: Chain
     policy: str
-    kinds: "Kinds"
     places: list[int]
-    layers: Layers
-    cells: Cells
-    minimum: tuple[Any, Any]
-    grid: "Grid"
-    table: Any
+    table: "Table"
 
     @classmethod
     def of(cls, chain: Chain, policy: str) -> "Solver":
         """No table yet: what is estimated is that everything is run again for every layer."""
-        from retrograde.plan.chain.fill import LANES, Grid, Kinds
+        from retrograde.plan.chain.fill import LANES, Grid, Kinds, Table
         from retrograde.plan.chain.walk import minima
 
         kinds = Kinds(stores=policy != "ism", records=policy != "hsm")
@@ -73,14 +57,15 @@ class Solver:
         layers = layers_of(chain, places if len(places) <= len(chain) else None)
         size = len(layers.tape)
         cells = all_cells(size) if size <= _MINIMUM else _band(layers)
-        table = np.empty((0, cells.rows, LANES))
-        minimum = minima(layers, kinds, cells)
-        return cls(chain, policy, kinds, places, layers, cells, minimum, Grid(1, 0, False), table)
+        nothing = np.empty((0, cells.rows, LANES))
+        kept, current = minima(layers, kinds, cells)
+        grid = Grid(1, 0, False)
+        return cls(chain, policy, places, Table(layers, kinds, grid, cells, kept, current, nothing))
 
     @property
     def least(self) -> int:
         """The smallest budget, in bytes."""
-        return int(self.minimum[0][0, -1]) + self.chain.standing_bytes
+        return int(self.table.kept[0, -1]) + self.chain.standing_bytes
 
     def check(self, room: int) -> None:
         """Refuse a budget that is too small."""
@@ -96,7 +81,7 @@ class Solver:
     def tightest(self) -> int:
         """The layer at which the smallest budget is all held."""
         actions: list[Action] = []
-        for action in self._walk(self.least):
+        for action in self._walk(self.least, self.table):
             if isinstance(action, Advance):
                 actions += [Advance(k, k + 1) for k in range(action.start, action.stop)]
             else:
@@ -109,55 +94,60 @@ class Solver:
         """With the table for a budget, and for all smaller ones."""
         from retrograde.plan.chain.fill import LANES, Grid, fill
 
-        layers, size = self.layers, len(self.layers.tape)
+        layers, size = self.table.layers, len(self.table.layers.tape)
         enough = min(room - self.chain.standing_bytes, _enough(layers))
         common = gcd(*layers.state.tolist(), *layers.tape.tolist()) or enough + 1
         cells = all_cells(size)
         most = _levels(cells) if levels is None else levels
         is_exact = enough // common < most
-        asked = is_exact or rounded_down or levels is not None or not self.kinds.records
+        asked = is_exact or rounded_down or levels is not None or not self.table.kinds.records
         if size > LONGEST or not (asked or size <= _SHORT):
             cells = _band(layers)
             most = _levels(cells) if levels is None else levels
             is_exact = enough // common < most
         unit = common if is_exact else enough // most + 1
         grid = Grid(unit, enough % unit, not rounded_down and not is_exact)
-        table = np.empty((enough // unit // LANES + 1, cells.rows, LANES))
-        fill(layers, self.kinds, grid, cells, self.minimum[0], table)
-        return replace(self, cells=cells, grid=grid, table=table)
+        seconds = np.empty((enough // unit // LANES + 1, cells.rows, LANES))
+        table = self.table._replace(cells=cells, grid=grid, seconds=seconds)
+        fill(table)
+        return replace(self, table=table)
 
     def bound(self, room: int) -> float | None:
         """The seconds that no schedule of the class undercuts; None where levels or layers were
         taken together, or segments left out."""
-        size = len(self.layers.tape)
-        if self.grid.between or size < len(self.chain) or self.cells.rows < size * (size + 1) // 2:
+        layers, grid, cells, seconds = (
+            self.table.layers, self.table.grid, self.table.cells, self.table.seconds,
+        )  # fmt: skip
+        size = len(layers.tape)
+        if grid.between or size < len(self.chain) or cells.rows < size * (size + 1) // 2:
             return None
-        enough = min(room - self.chain.standing_bytes, _enough(self.layers))
-        level = -((self.grid.rest - enough) // self.grid.unit)
-        chunk, lane = divmod(level, self.table.shape[2])
-        forward = self.table[chunk, self.cells.row[-1], lane]
+        enough = min(room - self.chain.standing_bytes, _enough(layers))
+        level = -((grid.rest - enough) // grid.unit)
+        chunk, lane = divmod(level, seconds.shape[2])
+        forward = seconds[chunk, cells.row[-1], lane]
         return float(forward) + sum(self.chain.backward_seconds)
 
     def schedule(self, room: int) -> Schedule:
         """The schedule for a budget, in the longest ranges; the best of a few."""
-        unit, rest = self.grid.unit, self.grid.rest
+        unit, rest = self.table.grid.unit, self.table.grid.rest
         tried = {rest} if self._is_exact(room) else {int(rest + k * unit) for k in _SHIFTS}
-        shifted = (replace(self, grid=self.grid._replace(rest=rest)) for rest in sorted(tried))
-        found = min((one._walk(room) for one in shifted), key=_forward_seconds)
+        grids = (self.table.grid._replace(rest=rest) for rest in sorted(tried))
+        walks = (self._walk(room, self.table._replace(grid=grid)) for grid in grids)
+        found = min(walks, key=_forward_seconds)
         return merge(replace(found, memory=room))
 
     def _is_exact(self, room: int) -> bool:
         """Whether all that is left of a budget, wherever it is kept, is a level."""
-        sizes = (*self.layers.state.tolist(), *self.layers.tape.tolist())
-        rest = room - self.chain.standing_bytes - self.grid.rest
-        return all(size % self.grid.unit == 0 for size in (*sizes, rest))
+        layers, grid = self.table.layers, self.table.grid
+        rest = room - self.chain.standing_bytes - grid.rest
+        sizes = (*layers.state.tolist(), *layers.tape.tolist(), rest)
+        return all(size % grid.unit == 0 for size in sizes)
 
-    def _walk(self, room: int) -> Schedule:
+    def _walk(self, room: int, table: "Table") -> Schedule:
         """What is chosen: see :mod:`retrograde.plan.chain.walk`."""
         from retrograde.plan.chain.walk import walk
 
-        shared = (self.layers, self.kinds, self.grid, self.cells, self.minimum, self.table)
-        found = walk(room - self.chain.standing_bytes, *shared)
+        found = walk(room - self.chain.standing_bytes, table)
         parts, at, numbers = Parts(), self.places, {NOTHING: NOTHING}
         inside_first = np.argsort(found[:, -1], kind="stable").tolist()
         rows = found.tolist()

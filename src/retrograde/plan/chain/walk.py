@@ -17,7 +17,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from retrograde.plan.chain.columns import Layers
-from retrograde.plan.chain.fill import Grid, Kinds
+from retrograde.plan.chain.fill import Kinds, Table
 from retrograde.plan.chain.segments import Cells
 
 __all__ = ["minima", "walk"]
@@ -25,23 +25,14 @@ __all__ = ["minima", "walk"]
 _FAR = np.int64(2**62)
 
 _Ints = NDArray[np.int64]
-_Reals = NDArray[np.float64]
 _Part = tuple[Any, ...]  # first state, end, bytes, 1 where that state is kept
 _Known = dict[_Part, int]
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def minima(layers: Layers, kinds: Kinds, cells: Cells) -> tuple[_Ints, _Ints]:
-    """The bytes that each segment needs at least, from a state that is kept, or only current.
-
-    Args:
-        layers: what moves need.
-        kinds: the class of schedules.
-        cells: the segments.
-
-    Returns:
-        Two arrays, shape (T, T + 1): for a first state that is paid for, and for one that is not.
-    """
+    """The bytes that each segment needs at least, shape (T, T + 1): from a first state that is
+    kept and paid for, and from one that is only current."""
     size = len(layers.tape)
     kept, current = np.full((size, size + 1), _FAR), np.full((size, size + 1), _FAR)
     reach = np.empty(size + 1, np.int64)
@@ -79,26 +70,18 @@ def minima(layers: Layers, kinds: Kinds, cells: Cells) -> tuple[_Ints, _Ints]:
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
-def _estimate(
-    x: int,
-    e: int,
-    room: int,
-    layers: Layers,
-    grid: Grid,
-    cells: Cells,
-    kept: _Ints,
-    table: _Reals,
-) -> float:
+def _estimate(x: int, e: int, room: int, table: Table) -> float:
     """What a segment takes with so many bytes, as the table has it; ∞ where they do not do."""
-    if room < kept[x, e]:
+    layers, grid, cells, seconds = table.layers, table.grid, table.cells, table.seconds
+    if room < table.kept[x, e]:
         return np.inf
-    level = min((room - grid.rest) // grid.unit, len(table) * table.shape[2] - 1)
+    level = min((room - grid.rest) // grid.unit, len(seconds) * seconds.shape[2] - 1)
     if level >= 0 and x >= cells.first[e]:
-        lanes, row = table.shape[2], cells.row[e] + x
-        value: float = table[level // lanes, row, level % lanes]
+        lanes, row = seconds.shape[2], cells.row[e] + x
+        value: float = seconds[level // lanes, row, level % lanes]
         above = level + 1
-        if grid.between and above < len(table) * lanes:
-            high: float = table[above // lanes, row, above % lanes]
+        if grid.between and above < len(seconds) * lanes:
+            high: float = seconds[above // lanes, row, above % lanes]
             part = (room - grid.rest) % grid.unit / grid.unit
             value = value + part * (high - value) if value < np.inf else high
         if value < np.inf:
@@ -108,33 +91,14 @@ def _estimate(
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
-def _after_current(
-    x: int, e: int, room: int, layers: Layers, kinds: Kinds, grid: Grid, cells: Cells,
-    minimum: tuple[_Ints, _Ints], table: _Reals,
-) -> tuple[float, bool]:  # fmt: skip
-    """The best from state x, which is current and which nothing holds.
-
-    Args:
-        x: the state.
-        e: where the segment ends.
-        room: bytes, state x not yet deducted.
-        layers: what moves need.
-        kinds: the class of schedules.
-        grid: levels.
-        cells: the rows of the table.
-        minimum: as :func:`minima` gives them.
-        table: as :func:`~retrograde.plan.chain.fill.fill` leaves it.
-
-    Returns:
-        Seconds, and whether to store the state first rather than to record layer x.
-    """
-    kept, current = minimum
+def _after_current(x: int, e: int, room: int, table: Table) -> tuple[float, bool]:
+    """The best from state x, which is current, which nothing holds and which ``room`` includes.
+    Returns seconds, and whether to store the state first rather than to record layer x."""
+    layers, kinds = table.layers, table.kinds
     best, stores, seconds, begin = np.inf, False, 0.0, x
     while True:
         if kinds.stores:
-            value = seconds + _estimate(
-                x, e, room - layers.state[x], layers, grid, cells, kept, table
-            )
+            value = seconds + _estimate(x, e, room - layers.state[x], table)
             if value < best:
                 best, stores = value, x == begin
             if layers.keeps_input[x]:
@@ -150,23 +114,16 @@ def _after_current(
         seconds += layers.before[x] - layers.before[x - 1]
         if x == e or layers.keeps_output[x - 1]:
             if x < e:
-                seconds += _estimate(x, e, room - layers.state[x], layers, grid, cells, kept, table)
+                seconds += _estimate(x, e, room - layers.state[x], table)
             return (seconds, False) if seconds <= best else (best, stores)
-        if room < current[x, e]:
+        if room < table.current[x, e]:
             return best, stores
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
-def _best_move(
-    x: int, e: int, room: int, layers: Layers, kinds: Kinds, grid: Grid, cells: Cells,
-    minimum: tuple[_Ints, _Ints], table: _Reals,
-) -> int:  # fmt: skip
-    """The best from state x, which is kept: as :func:`_after_current`.
-
-    Returns:
-        x to record layer x, or the state j to advance to.
-    """
-    kept, current = minimum
+def _best_move(x: int, e: int, room: int, table: Table) -> int:
+    """The best from state x, which is kept: x to record layer x, or the state to advance to."""
+    layers, kinds = table.layers, table.kinds
     best, move = np.inf, x
     need = max(layers.record[x] + layers.gradient[e], layers.back[x])
     if room >= need and (kinds.records or e == x + 1):
@@ -174,22 +131,21 @@ def _best_move(
         rest = room - layers.tape[x]
         if e > x + 1 and layers.keeps_output[x]:
             rest -= layers.state[x + 1]
-            best += _estimate(x + 1, e, rest, layers, grid, cells, kept, table)
+            best += _estimate(x + 1, e, rest, table)
         elif e > x + 1:
-            if rest < current[x + 1, e]:
+            if rest < table.current[x + 1, e]:
                 best = np.inf
             else:
-                shared = (layers, kinds, grid, cells, minimum, table)
-                best += _after_current(x + 1, e, rest, *shared)[0]
+                best += _after_current(x + 1, e, rest, table)[0]
     reach = layers.enter[x]
     for j in range(x + 1, e):
         if reach + layers.gradient[e] > room:
             break
         reach = max(reach, layers.through[j])
         value = layers.before[j] - layers.before[x]
-        value += _estimate(x, j, room, layers, grid, cells, kept, table)
-        if value < best and room >= current[j, e]:
-            value += _after_current(j, e, room, layers, kinds, grid, cells, minimum, table)[0]
+        value += _estimate(x, j, room, table)
+        if value < best and room >= table.current[j, e]:
+            value += _after_current(j, e, room, table)[0]
             if value < best:
                 best, move = value, j
     return move
@@ -206,27 +162,12 @@ def _number(known: _Known, parts: list[_Part], moves: list[int], part: _Part, mo
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
-def walk(
-    room: int, layers: Layers, kinds: Kinds, grid: Grid, cells: Cells,
-    minimum: tuple[_Ints, _Ints], table: _Reals,
-) -> _Ints:  # fmt: skip
-    """All distinct parts of the schedule for so many bytes.
-
-    Args:
-        room: bytes.
-        layers: what moves need.
-        kinds: the class of schedules.
-        grid: levels.
-        cells: the rows of the table.
-        minimum: as :func:`minima` gives them.
-        table: as :func:`~retrograde.plan.chain.fill.fill` leaves it.
-
-    Returns:
-        One row for each part, shape (parts, 6), the whole first: its first state, the state to
-        advance to, the end of what is recorded there (that state itself where it is stored), the
-        numbers of the parts to the right and to the left, −1 where there is none, and a rank that
-        is above those of both.
-    """
+def walk(room: int, table: Table) -> _Ints:
+    """All distinct parts of the schedule for ``room`` bytes, one row each, shape (parts, 6), the
+    whole first. A row has the first state, the state to advance to, the end of what is recorded
+    there, the right and the left part, and a rank. The end is that state itself where it is stored;
+    parts are numbers, −1 for none; the rank is above those of both parts."""
+    layers = table.layers
     one: Any = np.int64(1)  # so that all numbers of a part are of one type
     root = (one - 1, one * len(layers.tape), one * room, one)  # first, end, bytes, is it kept
     known, parts, moves = {root: 0}, [root], [-1]  # moves: −1 where not looked for yet
@@ -237,13 +178,13 @@ def walk(
         if kept:
             j = moves[len(rows)]
             if j < 0:
-                j = _best_move(x, e, rest, layers, kinds, grid, cells, minimum, table)
+                j = _best_move(x, e, rest, table)
         if j > x:
             left = _number(known, parts, moves, (x, j, rest, 1), -1)
         if j > x or not kept:  # state j is held by nobody yet
             after = rest - layers.state[j]
-            if _after_current(j, e, rest, layers, kinds, grid, cells, minimum, table)[1]:
-                move = _best_move(j, e, after, layers, kinds, grid, cells, minimum, table)
+            if _after_current(j, e, rest, table)[1]:
+                move = _best_move(j, e, after, table)
                 if move != j:
                     stop = j
                     right = _number(known, parts, moves, (j, e, after, 1), move)

@@ -30,93 +30,33 @@ from retrograde.schedule.actions import Code
 __all__ = ["chen_recursive", "chen_sqrt", "recompute_all", "store_all", "store_hidden"]
 
 _ADVANCE, _STORE, _RECORD, _LOAD, _FREE, _BACKWARD = (verb.value for verb in Verb)
-_UNITS = Units(alpha=2, beta=1, core=0, initial=1)
+_UNITS = Units()
 
 
 def store_all(length: int, units: Units = _UNITS) -> Schedule:
-    """Ordinary backpropagation through time: record every step once.
-
-    Args:
-        length: steps.
-        units: sizes, in hidden states.
-
-    Returns:
-        A schedule of t forward steps.
-
-    Example:
-        >>> print(store_all(5))
-        store 0, record 0→5, backward 5→0, free 0
-    """
+    """Ordinary backpropagation through time: record every step once, t forward steps."""
     return _schedule("store-all", length, units, _recorded(0, length))
 
 
 def store_hidden(length: int, units: Units = _UNITS) -> Schedule:
-    """Keep every hidden state, and run each step once more when it is backpropagated.
-
-    Args:
-        length: steps.
-        units: sizes, in hidden states.
-
-    Returns:
-        A schedule of 2t − 1 forward steps.
-
-    Example:
-        >>> store_hidden(5).cost
-        9
-    """
+    """Keep every hidden state, and run each step once more when it is backpropagated."""
     return _schedule("store-hidden", length, units, _divided(0, range(length + 1), 1))
 
 
 def recompute_all(length: int, units: Units = _UNITS) -> Schedule:
-    """Keep the initial state only, and run to every step anew.
-
-    Args:
-        length: steps.
-        units: sizes, in hidden states.
-
-    Returns:
-        A schedule of t(t+1)/2 forward steps.
-
-    Example:
-        >>> recompute_all(5).cost
-        15
-    """
+    """Keep the initial state only, and run to every step anew."""
     return _schedule("recompute-all", length, units, _recomputed(length))
 
 
 def chen_sqrt(length: int, units: Units = _UNITS) -> Schedule:
-    """Keep the hidden states between ⌈√t⌉ segments, and record a segment as a whole.
-
-    Args:
-        length: steps.
-        units: sizes, in hidden states.
-
-    Returns:
-        A schedule of less than 2t forward steps.
-
-    Example:
-        >>> chen_sqrt(9).cost
-        15
-    """
+    """Keep the hidden states between ⌈√t⌉ segments, and record a segment as a whole."""
     parts = isqrt(length - 1) + 1
     return _schedule("chen-sqrt", length, units, _divided(0, _bounds(length, parts), length))
 
 
 def chen_recursive(length: int, units: Units = _UNITS, *, segments: int = 2) -> Schedule:
-    """Divide into parts, these into parts again, down to parts shorter than their number.
-
-    Args:
-        length: steps.
-        units: sizes, in hidden states.
-        segments: parts at each division, at least 2.
-
-    Returns:
-        A schedule of about t·log(t) forward steps.
-
-    Example:
-        >>> chen_recursive(8).cost
-        20
-    """
+    """Divide into ``segments`` parts, at least 2, and these again, until parts are shorter than
+    that."""
     whole = segments - 1
     codes = (
         _recorded(0, length)
@@ -151,14 +91,9 @@ def _recomputed(length: int) -> Iterator[Code]:
 
 
 def _divided(base: int, bounds: "list[int] | range", whole: int, parts: int = 0) -> Iterator[Code]:
-    """Parts from the last to the first, each begun from its stored start.
-
-    Args:
-        base: the state that the bounds are relative to, current and stored.
-        bounds: where parts begin and end, from 0.
-        whole: the most steps that are recorded as a whole; longer parts are divided again.
-        parts: into how many.
-    """
+    """Parts from the last to the first, each begun from its stored start; ``bounds`` are relative
+    to ``base``, a current, stored state. Parts of up to ``whole`` steps are recorded as a whole;
+    longer ones are divided into ``parts`` again."""
     last = len(bounds) - 2
     for i in range(last):
         start, stop = base + bounds[i], base + bounds[i + 1]

@@ -34,7 +34,6 @@ __all__ = [
     "hsm_cost",
     "hsm_costs",
     "hsm_linear_bound",
-    "hsm_power_bound",
     "hsm_split",
     "ism_cost",
     "ism_costs",
@@ -48,57 +47,18 @@ _LONGEST_AT_ONCE = 2**31 - 1
 
 
 def hsm_cost(length: int, memory: int) -> int:
-    """The fewest forward steps with hidden states kept (G16 eqs. 1, 2, in closed form).
-
-    Args:
-        length: steps, at least 1.
-        memory: hidden states, the initial one included, at least 1.
-
-    Returns:
-        Forward steps, exact.
-
-    Example:
-        >>> hsm_cost(1000, 50), hsm_cost(10**5, 1000)
-        (2948, 298998)
-    """
+    """The fewest forward steps with ``memory`` hidden states, the initial one included."""
     r = repetitions(length, memory)
     return length + r * length - comb(memory + r, memory + 1)
 
 
 def ism_cost(length: int, memory: int) -> int:
-    """The fewest forward steps with internal states kept (G16 eq. 4, in closed form).
-
-    Args:
-        length: steps, at least 0.
-        memory: internal states, the working core included, at least 1.
-
-    Returns:
-        Forward steps, exact.
-
-    Example:
-        >>> ism_cost(1000, 50)
-        1950
-    """
+    """The fewest forward steps with ``memory`` internal states, the working core included."""
     return hsm_cost(length + 1, memory) - (length + 1)
 
 
 def hsm_costs(length: ArrayLike, memory: ArrayLike) -> NDArray[np.int64]:
-    """As :func:`hsm_cost`, for arrays that broadcast.
-
-    Args:
-        length: steps, any shape.
-        memory: hidden states, any shape that broadcasts with it.
-
-    Returns:
-        Forward steps, of the broadcast shape.
-
-    Raises:
-        ScheduleError: a cost does not fit 64 bits.
-
-    Example:
-        >>> hsm_costs([4, 10], 4).tolist()
-        [7, 24]
-    """
+    """As :func:`hsm_cost`, for arrays that broadcast; ScheduleError beyond 64 bits."""
     lengths, memories = np.broadcast_arrays(np.asarray(length), np.asarray(memory))
     if lengths.size and int(lengths.max()) > _LONGEST_AT_ONCE:
         return _costs_one_by_one(lengths, memories)
@@ -110,99 +70,31 @@ def hsm_costs(length: ArrayLike, memory: ArrayLike) -> NDArray[np.int64]:
 
 
 def ism_costs(length: ArrayLike, memory: ArrayLike) -> NDArray[np.int64]:
-    """As :func:`ism_cost`, for arrays that broadcast.
-
-    Args:
-        length: steps, any shape.
-        memory: internal states, any shape that broadcasts with it.
-
-    Returns:
-        Forward steps, of the broadcast shape.
-
-    Raises:
-        ScheduleError: a cost does not fit 64 bits.
-
-    Example:
-        >>> ism_costs(1000, [1, 50, 1000]).tolist()
-        [500500, 1950, 1000]
-    """
+    """As :func:`ism_cost`, for arrays that broadcast; ScheduleError beyond 64 bits."""
     longer = np.asarray(length, dtype=np.int64) + 1
     costs: NDArray[np.int64] = hsm_costs(longer, memory) - longer
     return costs
 
 
 def hsm_split(length: int, memory: int) -> int:
-    """The position D(t, m) of the next stored state (G16 eq. 3), without a table.
+    """The largest D(t, m), position of the next stored state (G16 eq. 3), with the fewest actions.
 
-    Of the optimal positions those lead to the fewest actions that leave the fewest parts of one
-    step. With r as above, the least number of such parts is binom(m+r−2, r−1) up to
-    z = binom(m+r−2, r−1) steps beyond binom(m+r−1, m), and one more for each step beyond that: a
-    part may take a second step for nothing, and every later one is a part of its own. So both parts
-    fill what is free first; z is the sum of theirs, by Pascal's rule. Of those positions, the
-    largest is taken.
-
-    Args:
-        length: steps, at least 2.
-        memory: hidden states, the initial one included.
-
-    Returns:
-        The position, 1 to length − 1. A last part of one step needs no slot.
-
-    Example:
-        >>> hsm_split(10, 4)
-        3
+    Fewest actions means fewest parts of one step. With r of the module's text, their number is
+    z = binom(m+r−2, r−1) up to t = binom(m+r−1, m) + z, and one more for each step beyond that:
+    a part may take a second step for nothing, and every later step is a part of its own. By
+    Pascal's rule z is the sum of both parts' z, so both fill what is free first.
     """
     return split_of(length, memory, repetitions(length, memory))
 
 
 def ism_split(length: int, memory: int) -> int:
-    """The position D(t, m) of the next internal state (G16 eq. 5): an optimal one.
-
-    Args:
-        length: steps, at least 1.
-        memory: internal states, the working core included.
-
-    Returns:
-        The position y, 1 to length: step y − 1 is the one to record.
-
-    Example:
-        >>> ism_split(10, 1)
-        10
-    """
+    """An optimal position D(t, m) = y (G16 eq. 5), 1 to length: step y − 1 is the one to record."""
     return hsm_split(length + 1, memory)
 
 
-def hsm_power_bound(length: int, memory: int) -> float:
-    """An upper bound of HSM's cost: m·t^(1 + 1/m) (G16, proposition 1).
-
-    Args:
-        length: steps.
-        memory: hidden states.
-
-    Returns:
-        Forward steps.
-
-    Example:
-        >>> hsm_power_bound(100, 2)
-        2000.0
-    """
-    return float(memory * length ** (1 + 1 / memory))
-
-
 def hsm_linear_bound(length: int, memory: int) -> int | None:
-    """An upper bound of HSM's cost: (a+1)·t for the least a with t < mᵃ/a! (G16, section 3.5).
-
-    Args:
-        length: steps.
-        memory: hidden states.
-
-    Returns:
-        Forward steps, or None where no a will do.
-
-    Example:
-        >>> hsm_linear_bound(1000, 50)
-        3000
-    """
+    """An upper bound of HSM's cost: (a+1)·t for the least a with t < mᵃ/a! (G16, section 3.5);
+    None where no a will do."""
     for a in range(1, memory + 1):
         if length * factorial(a) < memory**a:
             return (a + 1) * length
@@ -210,19 +102,8 @@ def hsm_linear_bound(length: int, memory: int) -> int | None:
 
 
 def ism_linear_bound(length: int, memory: int) -> int | None:
-    """An upper bound of ISM's cost: a·t for the least a with t ≤ mᵃ/a! (G16, supplement).
-
-    Args:
-        length: steps.
-        memory: internal states.
-
-    Returns:
-        Forward steps, or None where no a will do.
-
-    Example:
-        >>> ism_linear_bound(1000, 50)
-        2000
-    """
+    """An upper bound of ISM's cost: a·t for the least a with t ≤ mᵃ/a! (G16, supplement); None
+    where no a will do."""
     for a in range(1, memory + 1):
         if length * factorial(a) <= memory**a:
             return a * length
@@ -230,19 +111,7 @@ def ism_linear_bound(length: int, memory: int) -> int | None:
 
 
 def repetitions(length: int, memory: int) -> int:
-    """How often a step is run again at most: the least r with length ≤ binom(memory + r, memory).
-
-    Args:
-        length: steps, at least 1.
-        memory: slots, at least 1.
-
-    Returns:
-        r, found by doubling and halving.
-
-    Example:
-        >>> repetitions(1000, 50)
-        2
-    """
+    """How often a step is run again at most: the least r with t ≤ binom(m + r, m)."""
     high = 1
     while comb(memory + high, memory) < length:
         high *= 2
@@ -257,20 +126,9 @@ def repetitions(length: int, memory: int) -> int:
 
 
 def split_of(length: int, memory: int, r: int) -> int:
-    """:func:`hsm_split` of a part whose steps are run again r times at most.
-
-    Args:
-        length: steps, binom(memory + r − 1, memory) to binom(memory + r, memory), at least 2.
-        memory: slots.
-        r: at least 1.
-
-    Returns:
-        The position; the left part has r − 1, the right one a slot less.
-
-    Example:
-        >>> split_of(10, 4, 2)
-        3
-    """
+    """The :func:`hsm_split` of a part whose steps are run again r ≥ 1 times at most. It has
+    binom(memory + r − 1, memory) to binom(memory + r, memory) steps, at least 2. The left part has
+    r − 1 repetitions, the right one a slot less."""
     if r == 1:
         return 1
     least = _within(memory, r - 2)

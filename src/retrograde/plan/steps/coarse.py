@@ -25,15 +25,8 @@ WASTE = Fraction(1, 100)
 
 @dataclass(frozen=True, slots=True)
 class Coarse:
-    """Sizes in common units.
-
-    Attributes:
-        memory: room, rounded down: what fits it, fits the bytes.
-        most: room, rounded up with the relative error of the sizes: what fits the bytes, fits it.
-        state: a hidden state.
-        alpha: an internal state whose input is not in memory.
-        beta: one whose input is.
-    """
+    """Sizes in common units. What fits ``memory``, which is rounded down, fits the bytes; what fits
+    the bytes fits ``most``, which is enlarged by the relative error of the sizes."""
 
     memory: int
     most: int
@@ -43,22 +36,8 @@ class Coarse:
 
 
 def coarsen(memory: int, units: Units) -> Coarse:
-    """The fewest units that waste at most :data:`WASTE` of a memory.
-
-    Args:
-        memory: bytes, or any unit.
-        units: the sizes of states, in the same unit.
-
-    Returns:
-        Sizes in common units.
-
-    Example:
-        >>> from retrograde.plan.arguments import units_of
-        >>> coarsen(2**26, units_of(430_080, None, 65_536))
-        Coarse(memory=5120, most=5154, state=5, alpha=33, beta=28)
-        >>> coarsen(2**26, units_of(5 * 65_536, None, 65_536))
-        Coarse(memory=1024, most=1024, state=1, alpha=5, beta=4)
-    """
+    """The sizes in the fewest units that waste at most :data:`WASTE` of ``memory``, which is in the
+    unit of ``units``."""
     state, alpha, beta = units.state, units.alpha, units.beta
     common = gcd(state, alpha, beta)
     exact = state // common

@@ -15,30 +15,18 @@ from collections.abc import Callable
 
 from retrograde.plan.steps.closed_form import hsm_cost, repetitions, split_of
 from retrograde.plan.steps.unfold import NOTHING, Parts, check_size, recall
-from retrograde.schedule import Schedule, Units
+from retrograde.schedule import Schedule
 
 __all__ = ["hsm_schedule"]
 
-_UNITS = Units(alpha=2, beta=1, core=0, initial=1)
 _Part = tuple[int, int, int]  # steps, slots, the most repetitions of a step after its first run
 
 
 def hsm_schedule(length: int, memory: int) -> Schedule:
     """The schedule of HSM with the fewest actions, in single recorded steps.
 
-    Args:
-        length: steps.
-        memory: hidden states, the initial one included.
-
-    Returns:
-        A schedule that costs :func:`~retrograde.plan.steps.closed_form.hsm_cost`.
-
-    Raises:
-        ScheduleError: it would be too large.
-
-    Example:
-        >>> print(hsm_schedule(2, 1))
-        store 0, advance 0→1, record 1→2, backward 2→1, load 0, record 0→1, backward 1→0, free 0
+    >>> print(hsm_schedule(2, 1))
+    store 0, advance 0→1, record 1→2, backward 2→1, load 0, record 0→1, backward 1→0, free 0
     """
     check_size(length, 4 * length)
     parts = Parts()
@@ -54,7 +42,5 @@ def hsm_schedule(length: int, memory: int) -> Schedule:
         return parts.store(y, number((steps - y, slots - 1, r)), left)
 
     root = recall((length, memory, repetitions(length, memory)), describe)
-    return parts.unfold(
-        root, length=length, policy="hsm", memory=memory, units=_UNITS,
-        bound=hsm_cost(length, memory),
-    )  # fmt: skip
+    bound = hsm_cost(length, memory)
+    return parts.unfold(root, length=length, policy="hsm", memory=memory, bound=bound)

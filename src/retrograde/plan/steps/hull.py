@@ -60,10 +60,8 @@ class Sizes:
         return self.alpha < self.beta + self.state
 
     def links(self, m: int) -> tuple[int, int, int]:
-        """What is left of ``m`` after a hidden state, and an internal one at y = 1 and later.
-
-        Memory that is enough for all stays enough for what is left, and only records.
-        """
+        """What is left of ``m`` after a hidden state, and after an internal one at y = 1 and later.
+        Memory that is enough for all stays enough, and only records."""
         if m >= self.enough:
             return -1, m, -1
         return m - self.state, m - self.beta, m - self.alpha if self.wide else -1
@@ -71,16 +69,9 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """The recurrence in its smallest units, with the convex bound of every level.
-
-    Args:
-        length: the largest number of steps.
-        sizes: s, α, β.
-        rows: memory to row.
-        links: for each row those with less memory, shape (rows, 3).
-        offsets: where each row's vertices begin, shape (rows + 1,).
-        hull: steps and costs of all vertices.
-    """
+    """The recurrence in its smallest units, with the convex bound of every level. ``rows`` maps a
+    memory to its row; ``links``, ``offsets`` and ``hull`` are those of
+    :mod:`retrograde.plan.steps.hull_kernel`."""
 
     length: int
     sizes: Sizes
@@ -125,26 +116,9 @@ class Problem:
 def pose(
     length: int, memories: Sequence[int], *, state: int, alpha: int, beta: int
 ) -> tuple[Problem, list[int]]:
-    """The problem in its smallest units, and the memories in those.
-
-    Args:
-        length: the largest number of steps.
-        memories: rooms, in any unit.
-        state: the size of a hidden state, in the same unit.
-        alpha: that of an internal state whose input is not in memory.
-        beta: that of one whose input is.
-
-    Returns:
-        The problem with its bounds, and each memory as a key of ``rows``.
-
-    Raises:
-        ScheduleError: a size makes no sense, or there are too many levels.
-
-    Example:
-        >>> problem, levels = pose(1000, [300], state=1, alpha=5, beta=4)
-        >>> problem.bound(problem.rows[levels[0]], 1000)
-        1928
-    """
+    """The problem in its smallest units, up to ``length`` steps, and each memory as a key of
+    ``rows``. Sizes are in the unit of ``memories``. Raises ScheduleError if one makes no sense, or
+    if a limit of the module's text is exceeded."""
     _check(length, memories, state, alpha, beta)
     from retrograde.plan.steps.hull_kernel import hulls
 

@@ -35,18 +35,10 @@ def _follow(
     chain: _Ints, ends: _Ints, steepest: int, length: int, hull: tuple[_Ints, _Ints],
     points: tuple[_Ints, _Ints], size: int,
 ) -> tuple[tuple[_Ints, _Ints], int]:  # fmt: skip
-    """Go along one branch's sum of two hulls, up to a slope, and add its vertices to ``points``.
-
-    Args:
-        chain: steps and cost where it stands, its next edge of the row's own hull (each of its
-            slopes one more) and of another row's; updated.
-        ends: where those two hulls end.
-        steepest: the slope to stop at.
-        length: no more steps than this are of interest.
-        hull: steps and costs of all vertices.
-        points: where to write.
-        size: how many there are already.
-    """
+    """Add the vertices of one branch's sum of two hulls to ``points``, up to the slope
+    ``steepest``. ``chain``, updated, is where the branch stands: steps, cost, and its next edge of
+    the row's own hull (whose slopes count one more) and of another row's. ``ends`` is where those
+    two hulls end."""
     steps, costs = hull
     while True:
         points = _room(points[0], size), _room(points[1], size)
@@ -119,18 +111,9 @@ def _clip(hull: tuple[_Ints, _Ints], first: int, size: int, length: int) -> int:
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def hulls(length: int, links: _Ints, wide: bool, most: int) -> tuple[_Ints, _Ints, _Ints]:
-    """A convex lower bound of C(·, m) for every row, as vertices.
-
-    Args:
-        length: the largest number of steps.
-        links: as in the module's text, rows in the order of their memory.
-        wide: whether internal states after the first step are recorded too (eq. 10 at y > 1).
-        most: vertices at most; no more rows are begun beyond.
-
-    Returns:
-        Offsets (rows + 1), steps and costs of the vertices. Where there are more than ``most``, the
-        last offset is −1.
-    """
+    """A convex lower bound of C(·, m) for every row, rows in the order of their memory: offsets
+    (rows + 1), steps and costs of the vertices. ``wide`` adds the branch of eq. 10 at y > 1. No row
+    is begun beyond ``most`` vertices, and the last offset then is −1."""
     rows = links.shape[0]
     offsets = np.zeros(rows + 1, np.int64)
     hull = np.empty(1024, np.int64), np.empty(1024, np.int64)
@@ -182,16 +165,8 @@ def hulls(length: int, links: _Ints, wide: bool, most: int) -> tuple[_Ints, _Int
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _draw(steps: _Ints, costs: _Ints, t: np.int64, ceiling: _Ints, real: _Reals, size: int) -> None:
-    """Write the values of one edge after ``t``, rounded up and not, below ``size``.
-
-    Args:
-        steps: its two ends.
-        costs: its two ends.
-        t: where it begins in the arrays; its steps follow.
-        ceiling: written.
-        real: written.
-        size: of the arrays that is of interest.
-    """
+    """Write the values of one edge after ``t``, rounded up and not, below ``size``; ``steps``
+    and ``costs`` have its two ends."""
     run, rise = steps[1] - steps[0], costs[1] - costs[0]
     whole, part = rise // run, rise % run
     value, over = costs[0], np.int64(0)  # over: of 1/run, how much the rounded value is too much
@@ -310,10 +285,8 @@ def _at_least(offsets: _Ints, hull: tuple[_Ints, _Ints], row: int, t: int) -> in
 def _best_split(
     offsets: _Ints, hull: tuple[_Ints, _Ints], row: int, other: int, t: int, taken: int
 ) -> tuple[int, int]:
-    """The cheapest of the splits near the best real one, by the rounded-up bounds: (cost, y).
-
-    ``taken`` is 1 where the split takes a step of its own, which is recorded.
-    """
+    """The cheapest (cost, y) of the splits near the best real one, by the rounded-up bounds;
+    ``taken`` is 1 where the split records a step of its own."""
     low, high = 1 + taken, t - 1
     while low < high:
         y = (low + high) // 2
@@ -335,20 +308,9 @@ def _best_split(
 def nearest(
     links: _Ints, wide: bool, offsets: _Ints, hull: tuple[_Ints, _Ints], row: int, t: int
 ) -> tuple[int, int]:
-    """The branch, and its split, whose parts have the least rounded-up bounds.
-
-    Args:
-        links: as in the module's text.
-        wide: as in :func:`hulls`.
-        offsets: of the hulls.
-        hull: their vertices.
-        row: of the part.
-        t: its steps, at least 2.
-
-    Returns:
-        0 for the last step in the working core, 1 for the first step recorded, 2 for a hidden state
-        stored, 3 for a later step recorded; and y.
-    """
+    """The branch whose parts have the least rounded-up bounds, and its split y; t is at least 2.
+    Branches are 0 for the last step in the working core, 1 for the first step recorded, 2 for a
+    hidden state stored, and 3 for a later step recorded."""
     state, beta, alpha = links[row]
     goal = _at_least(offsets, hull, row, t)
     if beta >= 0 and 1 + _at_least(offsets, hull, beta, t - 1) == goal:

@@ -35,22 +35,7 @@ _FIRST, _OTHER = 4, 5  # actions that a gap adds
 
 
 def ism_schedule(length: int, memory: int) -> Schedule:
-    """The schedule of ISM with the fewest actions, in the longest recorded ranges.
-
-    Args:
-        length: steps.
-        memory: internal states, the working core included.
-
-    Returns:
-        A schedule that costs :func:`~retrograde.plan.steps.closed_form.ism_cost`.
-
-    Raises:
-        ScheduleError: it would be too large.
-
-    Example:
-        >>> print(ism_schedule(2, 1))
-        store 0, advance 0→1, record 1→2, backward 2→1, load 0, record 0→1, backward 1→0, free 0
-    """
+    """The schedule of ISM with the fewest actions, in the longest recorded ranges."""
     builder = _Builder(length, memory)
     return builder.parts.unfold(
         builder.root(), length=length, policy="ism", memory=memory, units=_UNITS,
@@ -60,13 +45,8 @@ def ism_schedule(length: int, memory: int) -> Schedule:
 
 @dataclass(frozen=True, slots=True)
 class _Gaps:
-    """The gaps of one kind that are used: all longer than ``least``, and ``some`` of that length.
-
-    Args:
-        least: the length, in steps.
-        some: how many of that length.
-        short: steps by which one of those is shorter.
-    """
+    """The gaps of one kind that are used: all longer than ``least``, and ``some`` of that
+    length, one of which is ``short`` steps shorter."""
 
     least: int
     some: int

@@ -59,14 +59,10 @@ _Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """The cells that a schedule within reach of the bound is made of.
-
-    Args:
-        scale: what one forward step counts; one action counts 1.
-        marks: 1 where there is a cell, shape (rows, length + 1).
-        places: the cell of t steps in a row is at ``places[row] + t``.
-        cells: twice the packed cost, and 1 more where no best schedule begins with a ``Record``.
-    """
+    """The cells of a schedule within reach of the bound; a forward step counts ``scale`` and an
+    action 1. ``marks`` (rows, length + 1) is 1 where there is a cell, and that of t steps is at
+    ``places[row] + t``. A cell is twice the packed cost, and 1 more where no best schedule begins
+    with a ``Record``."""
 
     scale: int
     marks: NDArray[np.uint8]
@@ -87,27 +83,10 @@ class _Table:
 
 
 def plan_blocks(length: int, memory: int, *, state: int = 1, alpha: int, beta: int) -> Schedule:
-    """The cheapest mixed schedule, in the longest ranges.
-
-    Args:
-        length: steps, or blocks of steps.
-        memory: room, the initial state included and the working core not, in any unit.
-        state: the size of a stored hidden state, the initial one too, in the same unit.
-        alpha: that of an internal state whose input is not in memory.
-        beta: that of one whose input is.
-
-    Returns:
-        A schedule whose units are those sizes. Its ``bound`` is proven; where that is its cost,
-        there is none cheaper.
-
-    Raises:
-        ScheduleError: memory is below ``state``; a size makes no sense; the tables are too large.
-
-    Example:
-        >>> schedule = plan_blocks(1000, 300, alpha=5, beta=4)
-        >>> schedule.cost, schedule.bound, schedule.peak <= 300
-        (1928, 1928, True)
-    """
+    """The cheapest mixed schedule of steps, or of blocks of steps, in the longest ranges.
+    ``memory`` counts the initial state but not the working core, in the unit of the sizes. No
+    schedule costs less than its ``bound``; raises ScheduleError if an argument makes no sense or
+    the problem is too large."""
     problem, ample = pose(length, [memory], state=state, alpha=alpha, beta=beta)
     row = problem.rows[ample[0]]
     parts = Parts()
@@ -126,26 +105,9 @@ def plan_blocks(length: int, memory: int, *, state: int = 1, alpha: int, beta: i
 def mixed_costs(
     length: ArrayLike, memory: ArrayLike, *, state: int = 1, alpha: int, beta: int
 ) -> _Ints:
-    """The fewest forward steps of MSM, for many lengths and memories at once.
-
-    Args:
-        length: steps, 0 or more, any shape.
-        memory: rooms, each at least ``state``, any shape that broadcasts with it.
-        state: as in :func:`plan_blocks`.
-        alpha: likewise.
-        beta: likewise.
-
-    Returns:
-        C(t, m), of the broadcast shape.
-
-    Raises:
-        ScheduleError: as :func:`plan_blocks`; or the minimum could not be proven within the largest
-            table.
-
-    Example:
-        >>> mixed_costs([0, 1, 2, 3, 4, 5], [[1], [5]], alpha=2, beta=1).tolist()
-        [[0, 1, 3, 6, 10, 15], [0, 1, 2, 3, 4, 5]]
-    """
+    """The fewest forward steps C(t, m), for lengths (0 or more) and memories that broadcast. Sizes
+    and errors are those of :func:`plan_blocks`; ScheduleError also where a minimum could not be
+    proven within the largest table."""
     sizes = {"state": state, "alpha": alpha, "beta": beta}
     asked = _ask(length, memory, **sizes)
     if asked is None:
@@ -166,25 +128,8 @@ def mixed_costs(
 def mixed_bounds(
     length: ArrayLike, memory: ArrayLike, *, state: int = 1, alpha: int, beta: int
 ) -> _Ints:
-    """What no mixed schedule undercuts, without proof that one attains it.
-
-    Args:
-        length: as :func:`mixed_costs` has it.
-        memory: likewise.
-        state: likewise.
-        alpha: likewise.
-        beta: likewise.
-
-    Returns:
-        ⌈H(t, m)⌉, in forward steps, of the broadcast shape.
-
-    Raises:
-        ScheduleError: as :func:`plan_blocks`.
-
-    Example:
-        >>> int(mixed_bounds(1000, 300, alpha=5, beta=4))
-        1928
-    """
+    """⌈H(t, m)⌉, which no mixed schedule undercuts, for arguments as :func:`mixed_costs` has
+    them; one that attains it is not proven to exist."""
     asked = _ask(length, memory, state=state, alpha=alpha, beta=beta)
     if asked is None:
         return np.zeros(np.broadcast_shapes(np.shape(length), np.shape(memory)), np.int64)

@@ -25,17 +25,9 @@ _SLACK = 1e-12  # of a real bound: hundreds of times its rounding error
 def _window(
     t: int, last: int, left: _Reals, right: _Reals, limit: float, state: _Ints
 ) -> tuple[int, int]:
-    """The splits y ≤ last with left[y] + right[t−y] ≤ limit, a convex function; (1, 0) if none.
-
-    Args:
-        t: steps; from call to call it falls.
-        last: the largest split.
-        left: convex.
-        right: convex.
-        limit: for the sum.
-        state: the least y of the last call where the sum was smallest, and its two answers; where
-            to look next. Updated.
-    """
+    """The splits y ≤ last with left[y] + right[t−y] ≤ limit, both convex; (1, 0) if none.
+    ``state``, updated, tells the next call, with a smaller t, where to look: the least y of the
+    smallest sum, and the two answers."""
     if last < 1:
         return 1, 0
     best, low, high = min(state[0], last), state[1], state[2]
@@ -65,19 +57,9 @@ def _bounds_of_row(
     row: int, size: int, links: _Ints, wide: bool, offsets: _Ints, hull: tuple[_Ints, _Ints],
     ceilings: _Ints, reals: _Reals,
 ) -> None:  # fmt: skip
-    """What a row and those it leads to cost at least: own, state, β, α less; and the left parts.
-
-    Args:
-        row: which.
-        size: lengths 0 … size − 1.
-        links: as in the module's text.
-        wide: as in :func:`hulls`.
-        offsets: of the hulls.
-        hull: their vertices.
-        ceilings: shape (4, ≥ size), written.
-        reals: shape (6, ≥ size), written; the last two rows are y steps and then a left part of y,
-            or of y − 1, steps.
-    """
+    """What a row and those it leads to cost at least, for 0 … size − 1 steps. The rows of
+    ``ceilings`` (4, ≥ size) and ``reals`` (6, ≥ size), both written, are: own, state, β and α less.
+    The last two of ``reals`` are y steps and then a left part of y, or of y − 1, steps."""
     state, beta, alpha = links[row]
     others = np.array([row, state, beta, alpha if wide else -1])
     for i in range(4):
@@ -92,20 +74,10 @@ def _bounds_of_row(
 def reach(
     links: _Ints, wide: bool, offsets: _Ints, hull: tuple[_Ints, _Ints], excess: int, marks: _Marks
 ) -> tuple[_Ints, _Ints, int]:
-    """Mark every part that may belong to a schedule within ``excess`` steps of the bound.
-
-    Args:
-        links: as in the module's text.
-        wide: as in :func:`hulls`.
-        offsets: of the hulls.
-        hull: their vertices.
-        excess: what each part may cost more than its bound.
-        marks: shape (rows, length + 1), 1 where asked for; updated.
-
-    Returns:
-        The least and the greatest number of steps that is marked in each row (1 and 0 where none
-        is), and how many splits there are to look at.
-    """
+    """Mark in ``marks`` (rows, length + 1) every part that may belong to a schedule of a marked
+    part whose parts cost at most ``excess`` more than their bounds. Returns the least and the
+    greatest number of marked steps of each row (1 and 0 for none), and how many splits there are to
+    look at."""
     rows, size = marks.shape
     ceilings, reals = np.empty((4, size), np.int64), np.empty((6, size))
     own = np.zeros(size + 1, np.int64)
@@ -182,18 +154,9 @@ def _windows_of_row(
     span: tuple[int, int], marks: _Marks, excess: int, ceilings: _Ints, reals: _Reals,
     may_store: bool, may_record: bool, windows: _Ints,
 ) -> None:  # fmt: skip
-    """The windows of all marked parts of one row.
-
-    Args:
-        span: the least and the greatest number of steps that is marked.
-        marks: those of the row.
-        excess: as :func:`reach` has it.
-        ceilings: as :func:`_bounds_of_row` wrote them.
-        reals: likewise.
-        may_store: whether there is room for a hidden state.
-        may_record: whether there is room for a later internal state.
-        windows: first and last split that stores, and that records; shape (4, size), written.
-    """
+    """Write the ``windows`` (4, size) of all marked parts of one row: first and last split that
+    stores, first and last that records. ``span`` is the least and the greatest number of marked
+    steps."""
     low, high = span
     store, later = np.full(3, high), np.full(3, high)
     for t in range(high, low - 1, -1):
@@ -214,22 +177,9 @@ def fill(
     links: _Ints, wide: bool, offsets: _Ints, hull: tuple[_Ints, _Ints], excess: int,
     marks: _Marks, low: _Ints, high: _Ints, places: _Ints, scale: int, table: _Ints,
 ) -> None:  # fmt: skip
-    """Fill the marked parts by the recurrence, each over its windows only.
-
-    Args:
-        links: for each row those with less memory.
-        wide: whether internal states after the first step are recorded too.
-        offsets: of the hulls.
-        hull: their vertices.
-        excess: as :func:`reach` was given it.
-        marks: what it marked.
-        low: what it returned.
-        high: likewise.
-        places: row and t have their cell at ``places[row] + t``.
-        scale: one forward step; one action is 1.
-        table: written; twice the packed cost and actions, and 1 more where no cheapest schedule
-            begins with a ``Record``.
-    """
+    """Fill the marked parts by the recurrence, each over its windows only. ``excess`` to ``high``
+    are those of :func:`reach`. ``places``, ``scale`` and the cells of ``table``, which are written,
+    are those of :class:`retrograde.plan.steps.msm._Table`."""
     rows, size = marks.shape
     ceilings, reals = np.empty((4, size), np.int64), np.empty((6, size))
     left = np.empty(size, np.int64)  # y steps, Advance and Load, then the left part

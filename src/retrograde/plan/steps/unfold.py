@@ -41,18 +41,7 @@ _Places = NDArray[np.int64]
 
 
 def check_size(length: int, actions: int) -> None:
-    """Refuse a schedule that is too large to be held, before it is begun.
-
-    Args:
-        length: steps, for the message.
-        actions: how many there will be.
-
-    Raises:
-        ScheduleError: they take more than :data:`LARGEST_BYTES`.
-
-    Example:
-        >>> check_size(1000, 5896)
-    """
+    """Refuse a schedule of more than :data:`LARGEST_BYTES` before it is begun."""
     size = _ACTION_BYTES * actions
     if size > LARGEST_BYTES:
         raise ScheduleError(
@@ -79,30 +68,13 @@ class Parts:
         self._actions: list[int] = []
 
     def store(self, advance: int, right: int, left: int = NOTHING) -> int:
-        """A part that keeps the hidden state after ``advance`` steps.
-
-        Args:
-            advance: steps to run first, 0 or more.
-            right: the part from the stored state on.
-            left: the part before it; by default there is none.
-
-        Returns:
-            The number of the new part.
-        """
+        """Add a part that keeps the hidden state after ``advance`` steps; returns its number."""
         return self._add(advance, 0, right, left)
 
     def record(self, advance: int, steps: int, right: int = NOTHING, left: int = NOTHING) -> int:
-        """A part that keeps the internal states of ``steps`` steps.
-
-        Args:
-            advance: steps to run first, 0 or more.
-            steps: steps to record, at least 1.
-            right: the part from the last recorded step on; by default there is none.
-            left: the part of ``advance`` steps; by default there is none.
-
-        Returns:
-            The number of the new part.
-        """
+        """Add a part that keeps the internal states of ``steps`` ≥ 1 steps; returns its number.
+        ``right`` is the part from the last recorded step on, ``left`` that of the ``advance``
+        steps."""
         return self._add(advance, steps, right, left)
 
     def _add(self, advance: int, steps: int, right: int, left: int) -> int:
@@ -122,22 +94,8 @@ class Parts:
         units: Units | Chain | None = None,
         bound: int | float | None = None,
     ) -> Schedule:
-        """Write a part out, between ``Store(0)`` and ``Free(0)``.
-
-        Args:
-            root: the part that is the whole sequence.
-            length: as :class:`~retrograde.schedule.Schedule` has it.
-            policy: likewise.
-            memory: likewise.
-            units: likewise; ``Units()`` by default.
-            bound: likewise.
-
-        Returns:
-            The schedule, its ranges not yet merged.
-
-        Raises:
-            ScheduleError: it is too large.
-        """
+        """Write a part out, between ``Store(0)`` and ``Free(0)``, its ranges not yet merged; the
+        arguments are those of :class:`~retrograde.schedule.Schedule`."""
         size = self._actions[root] + 2
         check_size(length, size)
         kind = np.empty(size, np.uint8)
@@ -151,19 +109,13 @@ class Parts:
 
 
 def recall(root: _Key, describe: Callable[[_Key, Callable[[_Key], int]], int]) -> int:
-    """Describe a part and all that it is made of, each distinct one once, to any depth.
+    """Describe a part and all that it is made of, each distinct one once; returns its number.
 
-    Args:
-        root: what names the whole.
-        describe: adds one part, given its name and a function that knows the number of each part
-            inside; it is called again once a missing one is known.
+    ``describe`` adds the part of a name; it may ask for the numbers of the parts inside, and is
+    called again once a missing one is known.
 
-    Returns:
-        The number of the whole.
-
-    Example:
-        >>> recall(5, lambda n, number: number(n - 1) + n if n else 0)
-        15
+    >>> recall(5, lambda n, number: number(n - 1) + n if n else 0)
+    15
     """
     known: dict[_Key, int] = {}
     waiting = [root]

@@ -22,6 +22,7 @@ from retrograde.jacobians.pattern import Pattern
 from retrograde.jacobians.rules import parts_of, rule_of
 from retrograde.jacobians.transposed import room
 from retrograde.machine import now
+from retrograde.scan.any_cell import unit_vectors
 from retrograde.scan.elements import IDENTITY, Dense, flops
 from retrograde.units import format_bytes
 
@@ -152,8 +153,7 @@ def _swept(x: Tensor, y: Any, samples: int, patience: float | None) -> Dense:
     start = now(x.device)
     _check_apart(x, y)
     _check_time((now(x.device) - start) * (outputs if len(x) > 1 else 0), patience)
-    basis = torch.eye(outputs, dtype=y.dtype, device=y.device)
-    columns = [_back(x, y, row.expand(len(y), outputs).view_as(y)).flatten(1) for row in basis]
+    columns = [_back(x, y, unit).flatten(1) for unit in unit_vectors(y)]
     return Dense(torch.stack(columns, -1))
 
 

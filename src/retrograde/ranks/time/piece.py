@@ -10,6 +10,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from retrograde.discover.surroundings import muted_hooks
 from retrograde.ranks.way_back import Gradient
+from retrograde.scan.any_cell import unit_vectors
 from retrograde.scan.elements import IDENTITY, Affine, Dense, Vector
 
 __all__ = ["Piece", "State", "by_sweeps"]
@@ -105,9 +106,7 @@ def by_sweeps(pieces: Sequence[Piece], seeds: Sequence[Gradient], *, apart: bool
     for piece, seed in zip(pieces, seeds, strict=True):
         zero = tuple(torch.zeros_like(s) for s in piece.after)
         offset = piece.flat(piece.back(seed, zero, keep=True)[1])
-        samples, size = offset.shape
-        basis = torch.eye(size, dtype=offset.dtype, device=offset.device)
-        ends = [piece.unflat(row.expand(samples, size)) for row in basis]
+        ends = [piece.unflat(unit) for unit in unit_vectors(offset)]
         if apart:
             found = [piece.flat(piece.back(None, end, keep=True)[1]) for end in ends]
         else:

@@ -1,0 +1,147 @@
+"""Claim: each phase of a recurrent layer runs near the rate of the machine's matrix products.
+
+A layer is run forward and backward by torch, by ours with all gates kept, and by ours with none
+kept (half of the steps' share of memory is more than that takes). F = 2·T·B·K·H·(I + H) FLOPs are
+one forward pass; a backward pass has 2 F, and recomputed gates another F. Beside each phase's rate
+stands that of one matrix product of the shape of all gates, which is the limit.
+
+    python benchmarks/recurrent_phases.py   # JSON into benchmarks/results/
+"""
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import retrograde as rg
+from retrograde.machine import machine_of, now
+
+RESULTS = Path(__file__).parent / "results"
+GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
+#: kind, inputs, hidden, batch, length
+WORKS = [
+    ("LSTM", 256, 256, 64, 300),
+    ("LSTM", 128, 512, 32, 256),
+    ("LSTM", 80, 256, 8, 600),
+    ("LSTM", 256, 512, 8, 100),
+    ("LSTM", 40, 128, 16, 500),
+    ("GRU", 128, 512, 32, 256),
+    ("GRU", 64, 512, 4, 200),
+    ("GRU", 80, 256, 8, 400),
+    ("RNN", 64, 512, 16, 300),
+]
+
+
+def product_rate(rows: int, inner: int, columns: int, rounds: int) -> float:
+    """FLOPs a second of one matrix product."""
+    a, b = torch.randn(rows, inner), torch.randn(inner, columns)
+    out, best = a.new_empty(rows, columns), 0.0
+    for _ in range(rounds):
+        start = now(torch.device("cpu"))
+        torch.mm(a, b, out=out)
+        best = max(best, 2 * rows * inner * columns / (now(torch.device("cpu")) - start))
+    return best
+
+
+def phases(net: torch.nn.Module, x: torch.Tensor, seed: torch.Tensor) -> tuple[float, float, float]:
+    """Seconds without gradients, forward with them, and backward."""
+    cpu = torch.device("cpu")
+    start = now(cpu)
+    with torch.no_grad():
+        net(x)
+    middle = now(cpu)
+    y, _ = net(x)
+    recorded = now(cpu)
+    y.backward(seed)
+    end = now(cpu)
+    x.grad = None
+    net.zero_grad(set_to_none=True)
+    return middle - start, recorded - middle, end - recorded
+
+
+def measured(work: tuple[str, int, int, int, int], rounds: int) -> dict[str, Any]:
+    """One row; all take turns."""
+    kind, inputs, hidden, batch, length = work
+    torch.manual_seed(0)
+    x = torch.randn(length, batch, inputs, requires_grad=True)
+    theirs = getattr(torch.nn, kind)(inputs, hidden)
+    nets = {"torch": theirs}
+    for name, memory in (("all kept", "100%"), ("none kept", 0)):
+        net = getattr(rg, kind)(inputs, hidden, memory=memory or "100%")
+        net.load_state_dict(theirs.state_dict())
+        if not memory:  # the least budget, and room for pieces of a thousand rows
+            rows = max(1024, 2 * batch)
+            net.memory = net.fit(x).minimum_bytes + 4 * rows * (8 * hidden + inputs)
+        nets[name] = net
+    seed = torch.randn(length, batch, hidden)
+    times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in nets}
+    for number in range(rounds + 1):
+        for name, net in nets.items():
+            found = phases(net, x, seed)
+            if number:
+                times[name].append(found)
+    flops = 2 * length * batch * GATES[kind] * hidden * (inputs + hidden)
+    limit = product_rate(length * batch, inputs + hidden, GATES[kind] * hidden, rounds)
+    medians = {
+        name: [statistics.median(column) for column in zip(*found, strict=True)]
+        for name, found in times.items()
+    }
+    rates = {
+        name: [flops / plain, flops / forward, 2 * flops / backward]
+        for name, (plain, forward, backward) in medians.items()
+    }
+    again = medians["none kept"][2]
+    return {
+        "work": f"{kind} {inputs}→{hidden}, B={batch}, T={length}",
+        "product_gflops": round(limit / 1e9, 1),
+        "gflops": {
+            name: dict(
+                zip(
+                    ("no gradient", "forward", "backward"),
+                    (round(r / 1e9, 1) for r in found),
+                    strict=True,
+                )
+            )
+            for name, found in rates.items()
+        },
+        "backward_with_gates_again_gflops": round(3 * flops / again / 1e9, 1),
+        "whole_over_torch": {
+            name: round(sum(found[1:]) / sum(medians["torch"][1:]), 2)
+            for name, found in medians.items()
+        },
+    }
+
+
+def main() -> None:
+    """Run all workloads, print a table, and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    torch.set_num_threads(2)
+    rows = []
+    print(
+        f"{'GFLOP/s':<30}{'product':>8}   torch: plain, forward, backward   ours: the same; again"
+    )
+    for work in WORKS:
+        row = measured(work, options.rounds)
+        rows.append(row)
+        told = [
+            " ".join(f"{rate:7.1f}" for rate in row["gflops"][name].values())
+            for name in ("torch", "all kept")
+        ]
+        print(
+            f"{row['work']:<30}{row['product_gflops']:8.1f}   {told[0]}   {told[1]}"
+            f" {row['backward_with_gates_again_gflops']:7.1f}   ×{row['whole_over_torch']}",
+            flush=True,
+        )
+    document = {"machine": machine_of("cpu"), "rows": rows}
+    path = RESULTS / "recurrent_phases_cpu.json"
+    path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()
