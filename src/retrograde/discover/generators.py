@@ -190,6 +190,15 @@ def _identity(generator: torch.Generator) -> int:
     return int(generator._cdata)  # type: ignore[attr-defined]
 
 
+def _is_off(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether an operation draws nothing: attention without dropout, a layer in evaluation mode."""
+    parameters = func._schema.arguments
+    given = {p.name: p.default_value for p in parameters}
+    given |= {p.name: value for p, value in zip(parameters, args, strict=False)} | kwargs
+    is_evaluated = given.get("train") is False or given.get("training") is False
+    return is_evaluated or 0 in (given.get("dropout_p"), given.get("dropout"))
+
+
 def is_alone() -> bool:
     """Whether there is no other thread that could draw random numbers."""
     return threading.active_count() == 1
@@ -244,7 +253,7 @@ class Watch(TorchDispatchMode):
             for value in pytree.tree_leaves((args, kwargs)):
                 if id(value) in self.tensors:
                     self.seen(value)
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        if torch.Tag.nondeterministic_seeded not in func.tags or _is_off(func, args, kwargs or {}):
             return func(*args, **(kwargs or {}))
         given = [v for v in (*args, *(kwargs or {}).values()) if isinstance(v, torch.Generator)]
         which = set(map(_identity, given or _defaults()))
