@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from retrograde.discover.generators import Watch, sources
@@ -31,3 +32,19 @@ def test_only_the_generator_that_an_operation_is_given_counts(own):
         torch.rand(3, generator=ours if own else None)
         torch.ones(3) + 1
     assert [source.generator for source in watch.drawn] == [drawn]
+
+
+@pytest.mark.parametrize(
+    ("operation", "draws"),
+    [
+        (lambda: nn.functional.scaled_dot_product_attention(*[torch.ones(1, 1, 4, 8)] * 3), False),
+        (lambda: nn.functional.rrelu(-torch.ones(2), training=False), False),
+        (lambda: nn.functional.rrelu(-torch.ones(2), training=True), True),
+        (lambda: torch.native_dropout(torch.ones(2), 0.5, train=False), False),
+        (lambda: torch.native_dropout(torch.ones(2), 0.5, train=True), True),
+    ],
+)
+def test_an_operation_whose_dropout_is_off_draws_nothing(operation, draws):
+    with Meddling(torch.default_generator), Watch(sources(CPU)) as watch:
+        operation()
+    assert [s.generator for s in watch.drawn] == [torch.default_generator] * draws

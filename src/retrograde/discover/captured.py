@@ -7,7 +7,7 @@ tensor once more, and use up a graph that is not ours. So such tensors are cut o
 recorded, leaves that share their memory stand in for them.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from retrograde.discover.referents import Reach
 from retrograde.errors import CellError
 
-__all__ = ["Edge", "Outside", "find_outside", "foreign_tensors"]
+__all__ = ["Edge", "Outside", "distinct", "find_outside", "foreign_tensors"]
 
 Tensors = list[Tensor]
 #: A node of autograd's graph, and which of its outputs.
@@ -71,12 +71,12 @@ def find_outside(found: Reach, results: Tensors, mark: int, own: Tensors) -> Out
     direct = [t for t in leaves if id(t) not in arguments]
     before_leaves, before_edges = _before(captured)
     if before_edges & older or before_leaves & {id(t) for t in direct}:
-        parameters = _each([*owned, *captured, *direct])
+        parameters = distinct([*owned, *captured, *direct])
         cut = {id(t) for t in captured}
         return Outside(parameters, [_leaf(t) if id(t) in cut else t for t in parameters])
     used = {id(t) for t in direct}
     owned = [p for p in owned if id(p) in used or id(p) not in before_leaves]
-    parameters = _each([*owned, *captured, *direct])
+    parameters = distinct([*owned, *captured, *direct])
     return Outside(parameters, parameters)
 
 
@@ -140,7 +140,8 @@ def _leaf(t: Tensor) -> Tensor:
     return t.detach().requires_grad_()
 
 
-def _each(tensors: Tensors) -> Tensors:
+def distinct(tensors: Iterable[Tensor]) -> Tensors:
+    """The tensors, each once."""
     return list({id(t): t for t in tensors}.values())
 
 

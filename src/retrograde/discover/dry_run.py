@@ -19,16 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from retrograde.discover.captured import foreign_tensors
+from retrograde.discover.captured import distinct, foreign_tensors
 from retrograde.discover.generators import Source, Watch, is_alone, sources
-from retrograde.discover.places import (
-    Paused,
-    Place,
-    Seen,
-    Table,
-    tensors_in,
-    within,
-)
+from retrograde.discover.places import Paused, Place, Seen, Table, tensors_in, within
 from retrograde.discover.referents import Reach
 from retrograde.discover.surroundings import Ambient, Left, Steady, put_back, version
 from retrograde.errors import CellError
@@ -275,10 +268,10 @@ class _Rewritten:
 
     def parted(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """What the call writes to, and what it does not."""
-        changed = _each(t for owner in self.owners if owner.changed for t in owner.tensors)
-        others = _each(t for owner in self.owners if not owner.changed for t in owner.tensors)
+        changed = distinct(t for owner in self.owners if owner.changed for t in owner.tensors)
+        others = distinct(t for owner in self.owners if not owner.changed for t in owner.tensors)
         kept = {id(t) for t in changed}
-        return changed, tuple(t for t in (*others, *self.frozen) if id(t) not in kept)
+        return tuple(changed), tuple(t for t in (*others, *self.frozen) if id(t) not in kept)
 
 
 @contextmanager
@@ -334,7 +327,3 @@ class _Captured(_Owner):
 
 
 _FEW = 16
-
-
-def _each(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    return tuple({id(t): t for t in tensors}.values())

@@ -27,7 +27,16 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["OwnRandom", "Source", "Watch", "is_alone", "is_generator", "random_position", "sources"]
+__all__ = [
+    "OwnRandom",
+    "PythonValue",
+    "Source",
+    "Watch",
+    "is_alone",
+    "is_generator",
+    "random_position",
+    "sources",
+]
 
 
 class Source(Protocol):
@@ -76,8 +85,8 @@ class _Torch:
 
 
 @dataclass(frozen=True)
-class _Python:
-    """The state of a generator that is not torch's, which allocates none of torch's memory."""
+class PythonValue:
+    """Part of a snapshot that takes none of torch's memory."""
 
     value: Any
     nbytes: int = 0
@@ -97,10 +106,10 @@ class _Other:
     def position(self) -> Any:
         return self.take()
 
-    def capture(self) -> _Python:
-        return _Python(self.take())
+    def capture(self) -> PythonValue:
+        return PythonValue(self.take())
 
-    def restore(self, state: _Python) -> None:
+    def restore(self, state: PythonValue) -> None:
         self.put(state.value)
 
     def copy(self) -> Source:
@@ -116,14 +125,19 @@ def is_generator(value: Any) -> bool:
 
 def sources(device: torch.device, generators: Iterable[Any] = ()) -> tuple[Source, ...]:
     """All that a step on ``device`` may draw from: the global generators and the given ones."""
-    ours: list[torch.Generator] = [torch.default_generator]
-    if device.type == "cuda":
-        ours.append(torch.cuda.default_generators[device.index or 0])
     given = list(generators)
-    ours += [g for g in given if isinstance(g, torch.Generator)]
+    ours = _of_device(device) + [g for g in given if isinstance(g, torch.Generator)]
     found: list[Source] = [_Torch(g) for g in {id(g): g for g in ours}.values()]
     others = [*_global(), *(_other(g) for g in given if not isinstance(g, torch.Generator))]
     return (*found, *{id(source.instance): source for source in reversed(others)}.values())
+
+
+def _of_device(device: torch.device) -> list[torch.Generator]:
+    """torch's global generators: the CPU's and the device's."""
+    found: list[torch.Generator] = [torch.default_generator]
+    if device.type == "cuda":
+        found.append(torch.cuda.default_generators[device.index or 0])
+    return found
 
 
 def _global() -> "tuple[_Other, ...]":
@@ -163,10 +177,7 @@ def _numpy(generator: Any) -> _Other:
 
 def random_position(device: torch.device) -> tuple[int, ...]:
     """Where torch's default generators stand, as numbers that change when one is drawn from."""
-    ours = [torch.default_generator]
-    if device.type == "cuda":
-        ours.append(torch.cuda.default_generators[device.index or 0])
-    return tuple(_Torch(generator).position() for generator in ours)
+    return tuple(_Torch(generator).position() for generator in _of_device(device))
 
 
 def _defaults() -> list[torch.Generator]:
@@ -177,6 +188,15 @@ def _defaults() -> list[torch.Generator]:
 def _identity(generator: torch.Generator) -> int:
     """The same for all Python objects of one generator: each operation is given a new one."""
     return int(generator._cdata)  # type: ignore[attr-defined]
+
+
+def _is_off(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether an operation draws nothing: attention without dropout, a layer in evaluation mode."""
+    parameters = func._schema.arguments
+    given = {p.name: p.default_value for p in parameters}
+    given |= {p.name: value for p, value in zip(parameters, args, strict=False)} | kwargs
+    is_evaluated = given.get("train") is False or given.get("training") is False
+    return is_evaluated or 0 in (given.get("dropout_p"), given.get("dropout"))
 
 
 def is_alone() -> bool:
@@ -233,7 +253,7 @@ class Watch(TorchDispatchMode):
             for value in pytree.tree_leaves((args, kwargs)):
                 if id(value) in self.tensors:
                     self.seen(value)
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        if torch.Tag.nondeterministic_seeded not in func.tags or _is_off(func, args, kwargs or {}):
             return func(*args, **(kwargs or {}))
         given = [v for v in (*args, *(kwargs or {}).values()) if isinstance(v, torch.Generator)]
         which = set(map(_identity, given or _defaults()))
@@ -266,9 +286,7 @@ class OwnRandom:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.generators = [torch.default_generator]
-        if device.type == "cuda":
-            self.generators.append(torch.cuda.default_generators[device.index or 0])
+        self.generators = _of_device(device)
         self.stream: list[torch.Generator] = []
 
     @contextmanager

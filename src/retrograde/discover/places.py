@@ -327,20 +327,15 @@ class Variable(Place):
         return f"the variable {self.name!r}"
 
 
-class Names(Place):
+class Names(Table):
     """Some names of a dict: the globals that a function reads."""
 
     def __init__(self, holder: dict[str, Any], name: str, names: Collection[str]) -> None:
         super().__init__(holder, name)
-        self.names = names
+        self.names, self.growing = names, False
 
     def read(self) -> Seen:
         return {name: self.holder[name] for name in self.names if name in self.holder}
-
-    def write(self, values: Seen, gone: Collection[Any]) -> None:
-        for name in gone:
-            del self.holder[name]
-        self.holder.update(values)
 
     def called(self, key: Any) -> str:
         return f"{key!r} of {self.name}"

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils import _pytree as pytree
 
-from retrograde.discover.generators import Source, Watch, is_alone
+from retrograde.discover.generators import PythonValue, Source, Watch, is_alone
 from retrograde.discover.places import Place, Seen, Unreadable, has_bookmarks
 from retrograde.errors import CellError, RetrogradeError
 from retrograde.measure.allocations import MEASURING, unpacked
@@ -205,15 +205,6 @@ class _Cut(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class _Noted:
-    """What places held, as part of a snapshot."""
-
-    seen: list[Seen]
-    nbytes: int = 0
-    is_cuda: bool = False
-
-
-@dataclass(frozen=True)
 class Ambient:
     """The surroundings that matter to one cell.
 
@@ -254,14 +245,14 @@ class Ambient:
     def capture(self) -> Snapshot:
         """Copy the surroundings as they are; nothing for a cell that depends on none."""
         random = (source.capture() for source in self.sources)
-        noted = [_Noted([place.note() for place in self.places])] if self.places else []
+        noted = [PythonValue([place.note() for place in self.places])] if self.places else []
         return (*random, *(buffer.detach().clone() for buffer in self.buffers), *noted)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Put captured surroundings back (rules 2 and 3)."""
         self._restore_tensors(snapshot)
         if self.places:
-            for place, seen in zip(self.places, snapshot[-1].seen, strict=True):
+            for place, seen in zip(self.places, snapshot[-1].value, strict=True):
                 place.put(seen)
         self.bar()
 
