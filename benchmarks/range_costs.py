@@ -41,10 +41,10 @@ def rows_of(kind: str, size: int, batch: int) -> list[dict]:
     state = [torch.zeros(1, batch, size) for _ in range(2 if kind == "LSTM" else 1)]
     rows = []
     for one in candidates((layers,), batch):
-        paces = [time_steps(one.core, Held([x]), state, repeats=9) for _ in range(3)]
+        times = [time_steps(one.core, Held([x]), state, repeats=9) for _ in range(3)]
 
-        def least(part: str, what: str, paces: list = paces) -> float:
-            found = statistics.median(getattr(getattr(p, part), what) for p in paces)
+        def least(part: str, what: str, times: list = times) -> float:
+            found = statistics.median(getattr(getattr(p, part), what) for p in times)
             return round(found * 1e6, 2)
 
         step, call = least("forward", "step_seconds"), least("forward", "call_seconds")
@@ -59,10 +59,10 @@ def rows_of(kind: str, size: int, batch: int) -> list[dict]:
                 "call": call,
                 "recorded_step": round(sum(least(p, "step_seconds") for p in parts), 2),
                 "recorded_call": round(sum(least(p, "call_seconds") for p in parts), 2),
-                "nominal_step": round(one.pace, 2),
-                "nominal_call": round(one.pace * one.call_steps, 2),
-                "nominal_recorded_step": round(one.pace * (1 + one.backward_steps), 2),
-                "nominal_recorded_call": round(one.pace * one.record_steps, 2),
+                "nominal_step": round(one.step_time, 2),
+                "nominal_call": round(one.step_time * one.call_steps, 2),
+                "nominal_recorded_step": round(one.step_time * (1 + one.backward_steps), 2),
+                "nominal_recorded_call": round(one.step_time * one.record_steps, 2),
             }
         )
     return rows

@@ -82,8 +82,8 @@ def values_of(layer: nn.Module, x: Tensor) -> Callable[[], Tensor]:
     with torch.enable_grad():
         _, path = observe(layer, x.clone().requires_grad_())
     (piece,) = path.pieces()
-    assert piece.local.values is not None
-    return piece.local.values
+    assert piece.jacobian.values is not None
+    return piece.jacobian.values
 
 
 def one_by_one(y: Tensor, x: Tensor, places: Sequence[int]) -> None:
@@ -149,7 +149,7 @@ def product(a: CSR, b: CSR, samples: int, rounds: int) -> dict[str, Any]:
     ours_seconds, theirs_seconds = statistics.median(ours), statistics.median(theirs)
     return {
         "shape": list(result.pattern.shape),
-        "way": plan.way,
+        "way": plan.method,
         "terms": plan.terms,
         "nnz": result.nnz,
         "samples": samples,

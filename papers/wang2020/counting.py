@@ -51,7 +51,7 @@ def _sparse_flops(a: Any, b: Any) -> int:
     if not (isinstance(a, Outline) and isinstance(b, Outline)):
         return flops(a, b)
     plan = b.pattern.product(a.pattern)
-    return plan.terms * (1 if plan.way == "diagonal" else 2)
+    return plan.terms * (1 if plan.method == "diagonal" else 2)
 
 
 def counted(split: Split) -> Counted:
@@ -86,7 +86,7 @@ def ordinary_points(steps: Sequence[Step]) -> list[Point]:
     found = []
     for number, step in enumerate(steps[1:]):
         (piece,) = step.path.pieces()
-        pattern = piece.local.pattern
+        pattern = piece.jacobian.pattern
         once = 1 if pattern.kind == "diagonal" else 2
         what = f"{type(step.layer).__name__} {pattern}"
         found.append(

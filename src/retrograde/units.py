@@ -8,12 +8,13 @@ of 1000, binary ones (KiB, MiB, GiB) of 1024, as IEC 80000-13 has it.
 import math
 import operator
 import re
+from collections.abc import Collection, Sequence
 from fractions import Fraction
 from typing import SupportsIndex
 
 from retrograde.errors import UnitError
 
-__all__ = ["Memory", "as_bytes", "asks_for_all", "format_bytes", "parse_memory"]
+__all__ = ["Memory", "aligned", "as_bytes", "asks_for_all", "format_bytes", "parse_memory"]
 
 Memory = str | float | SupportsIndex
 
@@ -118,3 +119,19 @@ def _positive(size: int, given: object) -> int:
     if size < 1:
         raise UnitError(f"the memory {given!r} is {size} bytes: expected at least 1 byte")
     return size
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
+    """Rows as lines of text: columns two spaces apart, aligned right but for those in ``left``.
+
+    Example:
+        >>> print(aligned([("budget", "steps"), ("1 MiB", "7")]))
+        budget  steps
+        1 MiB       7
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(t.ljust(w) if k in left else t.rjust(w) for k, (t, w) in enumerate(pairs))
+        for pairs in (list(zip(row, widths, strict=True)) for row in rows)
+    )
+    return "\n".join(line.rstrip() for line in lines)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from retrograde.discover.places import Unreadable
-from retrograde.discover.referents import reach
+from retrograde.discover.referents import find_referents
 
 SCALE = 2.0
 NAMES = ["mask", "scale"]
@@ -53,7 +53,7 @@ class Layer(nn.Module):
 
 
 def note(cell):
-    places = reach([cell]).places
+    places = find_referents([cell]).places
     return places, [place.note() for place in places]
 
 
@@ -245,7 +245,9 @@ def test_libraries_are_not_looked_into():
     def cell(x, h):
         return torch.tanh(np.add(x, h)), io.StringIO
 
-    assert not any("torch" in place.name or "numpy" in place.name for place in reach([cell]).places)
+    assert not any(
+        "torch" in place.name or "numpy" in place.name for place in find_referents([cell]).places
+    )
 
 
 def test_names_that_code_does_not_use_concern_nobody():

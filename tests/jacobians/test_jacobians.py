@@ -612,7 +612,7 @@ def test_flops_are_those_counted_term_by_term():
     a, b, c = matrix(9, 8, 0.2), matrix(8, 7, 0.2, seed=1), normal(4)
     ours, theirs = CSR.from_dense(a), CSR.from_dense(b.expand(3, -1, -1))
     terms = int(((a != 0).double() @ (b != 0).double()).sum())
-    assert ours.pattern.product(theirs.pattern).way == "sparse"
+    assert ours.pattern.product(theirs.pattern).method == "sparse"
     assert flops(theirs, ours) == 3 * 2 * terms
     assert flops(Vector(torch.ones(3, 8)), ours) == 3 * 2 * ours.nnz
     assert flops(Vector(torch.ones(8)), ours) == 2 * ours.nnz

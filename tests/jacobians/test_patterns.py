@@ -131,7 +131,7 @@ def test_products_of_patterns_whose_factors_are_cut_differently(pair):
     assert plan.terms == counts.sum()
     whole = {left.kind, right.kind} & {"full"} or (counts > 0).mean() >= 0.5
     if "diagonal" in (left.kind, right.kind):
-        assert plan.way == "diagonal"
+        assert plan.method == "diagonal"
         assert plan.flops == plan.terms
         whole = False
     if whole:
@@ -139,9 +139,9 @@ def test_products_of_patterns_whose_factors_are_cut_differently(pair):
         assert plan.result.shape == counts.shape
     else:
         assert np.array_equal(dense(plan.result), counts > 0)
-    if plan.way == "dense":
+    if plan.method == "dense":
         assert plan.flops == 2 * left.shape[0] * left.shape[1] * right.shape[1]
-    elif plan.way != "diagonal":
+    elif plan.method != "diagonal":
         assert plan.flops == 2 * plan.terms
 
 
@@ -224,7 +224,7 @@ def test_a_product_of_which_half_is_no_guaranteed_zero_is_kept_whole():
 
 def test_which_way_the_numbers_are_found(monkeypatch):
     def way(left, right):
-        return Product(Pattern(*left), Pattern(*right)).way
+        return Product(Pattern(*left), Pattern(*right)).method
 
     band, thin = factor_of(np.tri(9, dtype=bool)), factor_of(random(8, 8, 0.1, 1))
     assert 0 < thin.nnz < 8

@@ -91,7 +91,7 @@ def case(request, monkeypatch):
         monkeypatch.setattr(products, "_BLOCK", 1)
     left, right, way, kind = {**CASES, **BLOCKS}[request.param]
     left, right = make(left, right)
-    assert left.product(right).way == way
+    assert left.product(right).method == way
     assert left.product(right).result.kind == (kind or left.product(right).result.kind)
     return left, right
 
@@ -146,7 +146,7 @@ def test_every_way_gives_what_plain_torch_does(case, dtype):
         else:
             expected = plain.multiply(left, right, a, b)
         assert_close(multiply(left, right, a, b), expected, dtype)
-        if plan.way not in ("diagonal", "dense"):  # and so do the kernels, whatever the way
+        if plan.method not in ("diagonal", "dense"):  # and so do the kernels, whatever the way
             assert_close(cpu_sparse.multiply(left, right, a, b), expected, dtype)
 
 
@@ -257,7 +257,7 @@ def test_results_do_not_depend_on_the_number_of_threads(name):
             found.append((multiply(left, right, a, b), apply(left, a, x)))
         for one, other in zip(*found, strict=True):
             assert_close(one, other, torch.float32)
-            if left.product(right).way != "dense" and left.kind != "full":  # BLAS decides there
+            if left.product(right).method != "dense" and left.kind != "full":  # BLAS decides there
                 assert torch.equal(one, other)
 
 

@@ -12,7 +12,7 @@ import retrograde as rg
 from oracles.networks import CELLS, assert_close, gradients, pair
 from retrograde.nn import backward_choice as choice
 from retrograde.nn import calibration
-from retrograde.nn.calibration import WAYS, Timing, cache_file, timings
+from retrograde.nn.calibration import BACKWARDS, Timing, cache_file, timings
 from retrograde.nn.call import Call
 
 EVERY_CELL = pytest.mark.parametrize("cell", CELLS)
@@ -86,9 +86,9 @@ def test_auto_takes_the_way_of_least_time(fixed, steps, expected, monkeypatch):
 
 
 @EVERY_CELL
-@pytest.mark.parametrize("best", WAYS)
+@pytest.mark.parametrize("best", BACKWARDS)
 def test_autos_gradient_is_exact_whatever_it_takes(cell, best, monkeypatch):
-    found = {way: timing(0, 1e-6 if way == best else 1e-5) for way in WAYS}
+    found = {way: timing(0, 1e-6 if way == best else 1e-5) for way in BACKWARDS}
     monkeypatch.setattr(choice, "timings", lambda *_: found)
     theirs, ours = pair(cell, 3, 5, backward="auto", dtype=torch.float64, num_layers=2)
     x = torch.randn(40, 2, 3, dtype=torch.float64, requires_grad=True)
@@ -119,14 +119,16 @@ def test_an_explanation_says_and_prints_what_it_knows(fixed):
     assert found.why == "it is expected to be the fastest"
     assert found.kernels == "numba"
     assert found.chunk == 19  # about √(700 / 2)
-    assert set(found.seconds) == set(found.step_seconds) == set(found.call_seconds) == set(WAYS)
+    assert (
+        set(found.seconds) == set(found.step_seconds) == set(found.call_seconds) == set(BACKWARDS)
+    )
     assert found.seconds["sequential"] == pytest.approx(1e-3 + 700 * 3e-6)
     assert found.step_seconds["scan"] == pytest.approx(1e-6)
     assert found.call_seconds["scan"] == pytest.approx(3e-3)
     lines = str(found).splitlines()
     assert lines[0] == "sequential: it is expected to be the fastest"
-    assert lines[1].split() == ["way", "expected", "a", "step", "a", "call"]
-    assert [line.split()[0] for line in lines[2:5]] == list(WAYS)
+    assert lines[1].split() == ["algorithm", "expected", "a", "step", "a", "call"]
+    assert [line.split()[0] for line in lines[2:5]] == list(BACKWARDS)
     assert lines[3].split() == ["sequential", "3.10", "ms", "3.00", "µs", "1.00", "ms"]
     assert lines[5] == "kernels: numba; the scan's chunks: 19 steps"
 
@@ -188,7 +190,7 @@ def test_seconds_between_measurements_and_beyond():
 
 def test_what_was_measured_is_kept_and_read_by_the_next_process(cache, monkeypatch):
     found = timings(module(), 2, 40, False)
-    assert set(found) == set(WAYS)
+    assert set(found) == set(BACKWARDS)
     assert all(seconds > 0 for t in found.values() for _, seconds in t.points)
     again = timings(module(), 2, 40, False)
     assert again is found
@@ -247,7 +249,7 @@ def test_a_file_that_makes_no_sense_costs_a_measurement(content, cache, monkeypa
 def test_an_entry_that_makes_no_sense_costs_a_measurement():
     timings(module(), 2, 40, False)
     content = json.loads(cache_file().read_text())
-    for bad in ({}, {way: [] for way in WAYS}, {way: [[32]] for way in WAYS}):
+    for bad in ({}, {way: [] for way in BACKWARDS}, {way: [[32]] for way in BACKWARDS}):
         cache_file().write_text(json.dumps(dict.fromkeys(content, bad)))
         calibration._KNOWN.clear()
         found = timings(module(), 2, 40, False)
@@ -257,7 +259,7 @@ def test_an_entry_that_makes_no_sense_costs_a_measurement():
 def test_a_folder_that_cannot_be_written_costs_a_measurement(cache, monkeypatch):
     cache.parent.mkdir(exist_ok=True)
     cache.write_text("a file where the folder should be")
-    assert set(timings(module(), 2, 40, False)) == set(WAYS)
+    assert set(timings(module(), 2, 40, False)) == set(BACKWARDS)
     assert module()(torch.randn(40, 2, 3))[0].requires_grad
 
 
@@ -266,7 +268,7 @@ def test_a_folder_without_permissions_costs_a_measurement(cache):
     cache.mkdir()
     cache.chmod(stat.S_IRUSR)
     try:
-        assert set(timings(module(), 2, 40, False)) == set(WAYS)
+        assert set(timings(module(), 2, 40, False)) == set(BACKWARDS)
     finally:
         cache.chmod(stat.S_IRWXU)
 

@@ -36,7 +36,7 @@ from oracles.networks import (
 )
 from retrograde.cores.recurrent.forward import room_for, run
 from retrograde.kernels.cells import Weights
-from retrograde.scan.block_lengths import scan_way, sequential_way
+from retrograde.scan.block_lengths import scan_plan, sequential_plan
 
 SIZES, LENGTHS, BATCHES = (1, 7, 20, 33, 64, 128), (1, 2, 3, 63, 64, 65, 1000, 5000), (1, 3, 16)
 GAINS, WAYS = (0.1, 0.9, 1.5, 2.2), ("sequential", "scan")
@@ -77,9 +77,9 @@ def trajectory(net, x, state, way):
     weights = Weights(net.mode, *(p.detach() for p in net.parameters()))
     now, found = tuple(s[0].detach() for s in state), []
     shape = x.shape[1], x.shape[2], weights.size, x.dtype, "cpu"
-    sizes = sequential_way(net.mode, *shape)
+    sizes = sequential_plan(net.mode, *shape)
     if way == "scan":
-        sizes = scan_way(net.mode, len(x), *shape)
+        sizes = scan_plan(net.mode, len(x), *shape)
     for part in x.detach().split(sizes.block):
         kept = room_for(weights, part)
         h, now = run(weights, part, now, kept)

@@ -13,11 +13,11 @@ import retrograde as rg
 from oracles.loops import WAYS, assert_bitwise, both, gradients, least, loop
 from retrograde.cores.recurrent.backward import LayerBackward
 from retrograde.cores.recurrent.core import HeldLayers
-from retrograde.discover.referents import reach
+from retrograde.discover.referents import find_referents
 from retrograde.kernels import cpu
 from retrograde.nn import bptt as streamed
 from retrograde.nn import unroll as unrolling
-from retrograde.nn.cache import CellFits, Recent, identity
+from retrograde.nn.cache import CellFits, LRUCache, identity
 from retrograde.run.core import Tape
 from retrograde.run.executor import Run
 
@@ -123,12 +123,12 @@ def test_a_cell_made_anew_at_every_call_is_measured_once(monkeypatch):
 
 
 def known(cell):
-    found = reach([cell])
+    found = find_referents([cell])
     return identity(found, found.places)
 
 
 def test_what_is_known_of_a_cell_goes_with_it():
-    recent = Recent(most=9)
+    recent = LRUCache(most=9)
     cells = [nn.Linear(2, 2) for _ in range(3)]
     for cell in cells:
         recent.get((1, known(cell)), lambda: "found")
@@ -139,7 +139,7 @@ def test_what_is_known_of_a_cell_goes_with_it():
 
 
 def test_the_least_recent_result_is_dropped_first():
-    recent = Recent(most=2)
+    recent = LRUCache(most=2)
     for key in "aba":
         recent.get(key, lambda key=key: key)
     recent.get("c", lambda: "c")

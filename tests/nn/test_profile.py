@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import retrograde as rg
-from retrograde.cores.timing import Pace, Paces, pace
+from retrograde.cores.timing import LinearTime, RangeTimes, linear_time
 from retrograde.nn.replace_modules import twin
 
 
@@ -30,8 +30,8 @@ def lstm_and_input(length=120):
 
 def paced(profile, forward, record, backward):
     """The same profile on a machine whose seconds are known."""
-    paces = Paces(forward, record, backward)
-    return replace(profile, costs=tuple(replace(one, paces=paces) for one in profile.costs))
+    times = RangeTimes(forward, record, backward)
+    return replace(profile, costs=tuple(replace(one, times=times) for one in profile.costs))
 
 
 def working_bytes(call):
@@ -98,8 +98,8 @@ def test_seconds_are_those_of_the_steps_and_of_the_calls():
     lstm, x = lstm_and_input()
     profile = rg.profile(lstm, x)
     profile = replace(profile, costs=profile.costs[:1])
-    steps = paced(profile, Pace(0.0, 3.0), Pace(0.0, 5.0), Pace(0.0, 7.0))
-    calls = paced(profile, Pace(3.0, 0.0), Pace(5.0, 0.0), Pace(7.0, 0.0))
+    steps = paced(profile, LinearTime(0.0, 3.0), LinearTime(0.0, 5.0), LinearTime(0.0, 7.0))
+    calls = paced(profile, LinearTime(3.0, 0.0), LinearTime(5.0, 0.0), LinearTime(7.0, 0.0))
     for memory in ("10%", "20%", "60%", 1.0):
         found = profile.costs[0].fit(120, memory)
         advances = sum(isinstance(action, rg.Advance) for action in found.schedule)
@@ -113,7 +113,7 @@ def test_seconds_are_those_of_the_steps_and_of_the_calls():
 def test_a_larger_budget_is_not_slower(length):
     cell, x, h = make_cell()
     profile = rg.profile(cell, x, h)
-    steps = paced(profile, Pace(0.0, 1.0), Pace(0.0, 1.0), Pace(0.0, 2.0))
+    steps = paced(profile, LinearTime(0.0, 1.0), LinearTime(0.0, 1.0), LinearTime(0.0, 2.0))
     offers = steps.trade_off(length, points=8).offers
     budgets, seconds = [o.budget_bytes for o in offers], [o.seconds for o in offers]
     assert budgets == sorted(budgets)
@@ -126,8 +126,8 @@ def test_a_larger_budget_is_not_slower(length):
 def test_measured_seconds_are_of_this_machine():
     cell, x, h = make_cell()
     profile = rg.profile(cell, x, h)
-    paces = profile.costs[0].paces
-    assert paces.forward == Pace(0.0, profile.forward_seconds)
+    times = profile.costs[0].times
+    assert times.forward == LinearTime(0.0, profile.forward_seconds)
     assert 0 < profile.forward_seconds < 1
     assert 0 < profile.backward_seconds < 1
     assert profile.call_seconds == 0
@@ -135,16 +135,18 @@ def test_measured_seconds_are_of_this_machine():
     assert least.seconds > most.seconds > 0
     lstm, x = lstm_and_input()
     of_module = rg.profile(lstm, x)
-    paces = of_module.costs[0].paces  # what runs it, of which torch's kernel is not a part
-    assert min(paces.forward.step_seconds, paces.backward.step_seconds) > 0
+    times = of_module.costs[0].times  # what runs it, of which torch's kernel is not a part
+    assert min(times.forward.step_seconds, times.backward.step_seconds) > 0
 
 
 def test_a_call_is_told_from_its_steps():
-    assert pace(10.0, 10.0 + 63 * 2.0, 64) == Pace(8.0, 2.0)
-    assert pace(3.0, 3.0, 1) == Pace(0.0, 3.0)
-    assert pace(3.0, 1.0, 64) == Pace(3.0, 0.0)  # clocks are not exact, times not negative
-    assert pace(1.0, 640.0, 64) == Pace(0.0, 10.0)
-    assert Pace(8.0, 2.0)(calls=3, steps=10) == 44.0
+    assert linear_time(10.0, 10.0 + 63 * 2.0, 64) == LinearTime(8.0, 2.0)
+    assert linear_time(3.0, 3.0, 1) == LinearTime(0.0, 3.0)
+    assert linear_time(3.0, 1.0, 64) == LinearTime(
+        3.0, 0.0
+    )  # clocks are not exact, times not negative
+    assert linear_time(1.0, 640.0, 64) == LinearTime(0.0, 10.0)
+    assert LinearTime(8.0, 2.0)(calls=3, steps=10) == 44.0
 
 
 def test_a_step_of_a_module_is_like_that_of_its_cell():

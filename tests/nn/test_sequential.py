@@ -202,7 +202,7 @@ def test_gradients_of_large_networks(name, samples, dtype):
         check(name, samples, dtype, memory="8GiB", **options)
 
 
-def outlook_and_net(name, samples, **options):
+def choice_and_net(name, samples, **options):
     make, shape, training = NETWORKS[name]
     theirs = seeded(make, training=training)
     ours, x = ours_of(theirs, **options), draw(samples, *shape)
@@ -213,7 +213,7 @@ def outlook_and_net(name, samples, **options):
 @pytest.mark.parametrize("samples", [2, 21])
 def test_samples_are_taken_a_few_at_a_time_where_memory_is_short(name, samples):
     options = {"algorithm": "hybrid", "levels": 2}
-    theirs, ours, x, whole = outlook_and_net(name, samples, **options)
+    theirs, ours, x, whole = choice_and_net(name, samples, **options)
     assert whole.chosen.samples == samples
     split = whole.chosen
     for at_once in {1, 2, 8 if samples > 8 else 1}:
@@ -226,7 +226,7 @@ def test_samples_are_taken_a_few_at_a_time_where_memory_is_short(name, samples):
 
 @pytest.mark.parametrize("name", SMALL)
 def test_what_fits_for_no_sample_is_refused_with_its_size(name):
-    theirs, ours, x, whole = outlook_and_net(name, 9, algorithm="blelloch")
+    theirs, ours, x, whole = choice_and_net(name, 9, algorithm="blelloch")
     split = whole.chosen
     least = split.fixed_bytes + split.sample_bytes
     ours.memory = least - 1
@@ -243,7 +243,7 @@ def test_what_fits_for_no_sample_is_refused_with_its_size(name):
 
 
 def test_auto_does_without_jacobians_where_none_fit():
-    theirs, ours, x, _ = outlook_and_net("convolutions", 9, algorithm="auto", memory=100)
+    theirs, ours, x, _ = choice_and_net("convolutions", 9, algorithm="auto", memory=100)
     found = rg.explain(ours, x)
     assert (found.jacobians, found.chosen.levels) == (False, 0)
     assert found.why.endswith("without Jacobians: no products fit")
@@ -273,7 +273,7 @@ def test_a_product_too_large_for_the_room_is_told_before_it_is_made():
 @pytest.mark.parametrize("levels", [0, 1, 3])
 def test_no_more_memory_is_taken_than_foreseen(name, levels):
     """What torch allocates backward: the Jacobians, what is handed back, and the layers' own."""
-    theirs, ours, x, _ = outlook_and_net(name, 4, algorithm="hybrid", levels=levels)
+    theirs, ours, x, _ = choice_and_net(name, 4, algorithm="hybrid", levels=levels)
 
     def peaks(net):
         y = net(x)
@@ -292,7 +292,7 @@ def test_no_more_memory_is_taken_than_foreseen(name, levels):
 
 
 def test_explain_tells_of_every_scan_and_of_the_chosen_one():
-    _, ours, x, found = outlook_and_net("convolutions", 9, algorithm="auto", memory="1GiB")
+    _, ours, x, found = choice_and_net("convolutions", 9, algorithm="auto", memory="1GiB")
     assert [split.levels for split in found.splits] == [0, 1, 2, 3]
     assert found.room == 2**30
     best = min(found.splits, key=lambda split: split.report.critical_flops)
@@ -353,13 +353,13 @@ def test_the_scan_is_chosen_once_a_shape():
     assert found[0] is found[1] is found[2]
     for samples in range(1, 20):
         net.explain(torch.ones(samples, 2, 5, 6))
-    assert len(net._outlooks) == 4
+    assert len(net._scan_choices) == 4
     assert net.explain(torch.ones(2, 2, 5, 6)) is not found[0]
 
 
 def test_a_scan_without_products_puts_no_residual_jacobian_together(monkeypatch):
     """Nor does it foresee any memory for it."""
-    theirs, _, x, _ = outlook_and_net("ResNet", 2)
+    theirs, _, x, _ = choice_and_net("ResNet", 2)
     added = []
     monkeypatch.setattr(CSR, "__add__", lambda self, other: added.append(1))
     ours = ours_of(theirs, algorithm="linear")
@@ -574,9 +574,9 @@ def test_copies_keep_options_and_give_the_same(copied):
     ours.memory = "1GiB"
     x = draw(2, 2, 4, 5)
     ours(x)
-    assert len(ours._outlooks)
+    assert len(ours._scan_choices)
     twin = copied(ours)
-    assert not len(twin._outlooks)
+    assert not len(twin._scan_choices)
     kept = (twin.backward, twin.algorithm, twin.levels, twin.memory)
     assert kept == ("scan", "blelloch", None, "1GiB")
     assert_close(gradients(twin, x), gradients(theirs, x), 1e-10)

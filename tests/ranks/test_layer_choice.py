@@ -12,7 +12,7 @@ import retrograde as rg
 from retrograde.errors import CellError, RankError
 from retrograde.ranks.layers import crossing, jacobian
 from retrograde.ranks.layers.cuts import balanced, layer_seconds, where_to_cut
-from retrograde.ranks.layers.trials import Trials
+from retrograde.ranks.layers.way_timer import WayTimer
 from retrograde.ranks.transport import simulate
 
 DOUBLE = torch.float64
@@ -98,14 +98,14 @@ def test_each_way_is_tried_and_the_fastest_goes_on():
 
 
 def test_what_was_given_up_is_not_tried_again():
-    trials = Trials(4)
+    timer = WayTimer(4)
     for seconds in (9.0, 5.0):
-        trials.done("linear", seconds, by="linear")
-    assert trials.patience == 5.0
-    trials.done("tree", 1.0, by="linear")
-    assert (trials.over, trials.way, trials.patience) == (True, "linear", None)
-    trials.done("linear", 1.0, by="linear")  # nobody wants to know
-    assert trials.seconds == {"linear": [9.0, 5.0]}
+        timer.done("linear", seconds, by="linear")
+    assert timer.patience == 5.0
+    timer.done("tree", 1.0, by="linear")
+    assert (timer.over, timer.way, timer.patience) == (True, "linear", None)
+    timer.done("linear", 1.0, by="linear")  # nobody wants to know
+    assert timer.seconds == {"linear": [9.0, 5.0]}
 
 
 def test_two_ranks_hand_over():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from oracles.networks import CELLS
-from retrograde.scan.block_lengths import scan_way, sequential_way, step_numbers
+from retrograde.scan.block_lengths import scan_plan, sequential_plan, step_numbers
 
 
 @pytest.mark.parametrize("kind", CELLS)
@@ -13,10 +13,10 @@ from retrograde.scan.block_lengths import scan_way, sequential_way, step_numbers
 @pytest.mark.parametrize("samples", [1, 64])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_sizes_of_blocks_and_chunks_make_sense(kind, length, size, samples, device):
-    way = sequential_way(kind, samples, 24, size, torch.float32, device)
+    way = sequential_plan(kind, samples, 24, size, torch.float32, device)
     assert way.name == "sequential"
     assert way.block >= 1
-    way = scan_way(kind, length, samples, 24, size, torch.float32, device)
+    way = scan_plan(kind, length, samples, 24, size, torch.float32, device)
     assert way.name == "scan"
     assert 1 <= way.chunk <= length
     assert way.block >= way.chunk
@@ -25,7 +25,7 @@ def test_sizes_of_blocks_and_chunks_make_sense(kind, length, size, samples, devi
 
 def test_a_wider_batch_has_shorter_blocks():
     assert step_numbers("GRU", 24, 20) == 10 * 20 + 48
-    narrow, wide = (sequential_way("GRU", b, 24, 20, torch.float32, "cpu") for b in (16, 32))
+    narrow, wide = (sequential_plan("GRU", b, 24, 20, torch.float32, "cpu") for b in (16, 32))
     assert wide.block == narrow.block // 2
-    double = sequential_way("GRU", 16, 24, 20, torch.float64, "cpu")
+    double = sequential_plan("GRU", 16, 24, 20, torch.float64, "cpu")
     assert double.block == narrow.block // 2

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from retrograde.discover.captured import Outside, find_outside
 from retrograde.discover.dry_run import try_out
-from retrograde.discover.referents import Reach, reach
+from retrograde.discover.referents import Referents, find_referents
 from retrograde.discover.surroundings import Ambient, version
 from retrograde.discover.trees import Structure, flatten
 from retrograde.errors import CellError
@@ -47,7 +47,7 @@ class StepCore(AutogradCore):
     fused: bool = False
     sums: bool = False
     quiet: Cell | None = None
-    found: Reach = field(default_factory=Reach)
+    found: Referents = field(default_factory=Referents)
     copied: tuple[bool, ...] = ()
 
     @property
@@ -100,7 +100,7 @@ def examine(
     _check_trackable([*inputs, *state])
     x = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
     s = [as_leaf(t) for t in state]
-    found = reach([cell] if made_of is None else made_of)
+    found = find_referents([cell] if made_of is None else made_of)
     step = _Trying(cell, x, input_spec, s, state_spec, (False,) * len(s))
     trial = try_out(step, found, device, lambda result: [*result[0], *result[1]])
     core = _core_like(trial.value, cell, input_spec, state, state_spec, device)

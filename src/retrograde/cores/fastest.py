@@ -63,7 +63,7 @@ class Candidate:
     """A core as the executor would run it; the other fields are those of :class:`Footprint`."""
 
     core: Core
-    pace: float = 1.0
+    step_time: float = 1.0
     call_steps: float = 0.0
     record_steps: float = 0.0
     backward_steps: float = 2.0
@@ -75,22 +75,22 @@ def candidates(
     nets: tuple[Layers, ...],
     batch: int,
     *,
-    way: Literal["sequential", "scan"] | None = None,
+    backward: Literal["sequential", "scan"] | None = None,
     dropout: Dropout | None = None,
     packed: bool = False,
     whole: bool = True,
     extra_bytes: int = 0,
 ) -> list[Candidate]:
     """The cores that can run ``nets``, the layers of one direction or a layer for each of two.
-    ``way`` is None if no way back was asked for. ``whole`` tells whether torch's own module can run
+    ``backward`` is None if none was asked for. ``whole`` tells whether torch's own module can run
     them too; with enough memory it does."""
     on_cpu = nets[0].weights[0].device.type == "cpu"
     usual = _CPU[nets[0].mode.split("_")[0]] if on_cpu else _CUDA
     compiled = _CPU["compiled"] if on_cpu else _CUDA
     known: list[tuple[Kernel, _Costs]] = [(run_torch, usual)]
     weight = nets[0].weights[1]
-    if way is not None and has_slopes(nets[0]):
-        known = [(RunHeld(way), compiled)]
+    if backward is not None and has_slopes(nets[0]):
+        known = [(RunHeld(backward), compiled)]
     elif has_slopes(nets[0]) and not packed and len(nets) == 1:
         fast = kernels(weight.device.type, weight.dtype, weight.shape[1]).backward is not None
         known += [(RunHeld(), compiled)] if fast else []
@@ -100,7 +100,7 @@ def candidates(
         step = costs.step + 2.0 * batch * weights / costs.rate
         candidate = Candidate(
             Fused(nets, kernel, dropout, packed),
-            pace=step,
+            step_time=step,
             call_steps=(costs.call + costs.weight * weights) / step,
             record_steps=(costs.record + costs.weighed * weights) / step,
             backward_steps=costs.backward,
@@ -127,7 +127,7 @@ def footprints(
         sizes = replace(
             sizes,
             extra_bytes=one.extra_bytes,
-            pace=one.pace,
+            step_time=one.step_time,
             call_steps=one.call_steps,
             record_steps=one.record_steps,
             backward_steps=one.backward_steps,

@@ -87,7 +87,7 @@ def footprint(
         # Two steps may take more than one: a state that is a view, what a step leaves behind.
         further = 0 if length < 2 or core.joins else _advance_bytes(core, inputs, state, 2)
         tries = isinstance(core, StepCore) and not core.fused
-        trial = _trial_bytes(cast(StepCore, core), inputs, state) if tries else 0
+        trial = _first_step_bytes(cast(StepCore, core), inputs, state) if tries else 0
         stored, laid = (0, 0) if core.fused else _stored_bytes(core, inputs, state)
     if not core.joins:  # any range is single steps: what is held grows, the rest does not
         one = replace(points[1], advance=max(points[1].advance, further))
@@ -192,7 +192,7 @@ def _stored_bytes(core: Core, inputs: Inputs, state: Tensors) -> tuple[int, int]
     return sum(map(_rounded, stored_memory(pack(after)))), laid_bytes(after)
 
 
-def _trial_bytes(core: StepCore, inputs: Inputs, state: Tensors) -> int:
+def _first_step_bytes(core: StepCore, inputs: Inputs, state: Tensors) -> int:
     """The peak of the trial step that precedes every call of a cell."""
 
     def call() -> object:

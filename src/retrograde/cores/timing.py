@@ -18,7 +18,7 @@ from retrograde.machine import now
 from retrograde.run.core import Core
 from retrograde.run.inputs import Inputs
 
-__all__ = ["Pace", "Paces", "Stopwatch", "pace", "time_calls", "time_steps"]
+__all__ = ["LinearTime", "RangeTimes", "Stopwatch", "linear_time", "time_calls", "time_steps"]
 
 _LONG = 64  # steps of the longer range: about as many as schedules record at a time
 
@@ -26,7 +26,7 @@ Tensors = list[Tensor]
 
 
 @dataclass(frozen=True)
-class Pace:
+class LinearTime:
     """The seconds of ranges: for a call (0 for a core called step by step), and for each step."""
 
     call_seconds: float
@@ -38,12 +38,12 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Paces:
+class RangeTimes:
     """What the three kinds of ranges take: that keep nothing, are recorded, are backpropagated."""
 
-    forward: Pace
-    record: Pace
-    backward: Pace
+    forward: LinearTime
+    record: LinearTime
+    backward: LinearTime
 
 
 class Stopwatch:
@@ -60,7 +60,7 @@ class Stopwatch:
         self.seconds.append(now(self.device) - start)
 
 
-def time_steps(core: Core, inputs: Inputs, state: Tensors, repeats: int) -> Paces:
+def time_steps(core: Core, inputs: Inputs, state: Tensors, repeats: int) -> RangeTimes:
     """Median seconds of short ranges, run from the first step by the executor's own functions; no
     trace is left."""
 
@@ -75,12 +75,12 @@ def time_steps(core: Core, inputs: Inputs, state: Tensors, repeats: int) -> Pace
             core.backpropagate(tape, gradients)
 
     with core.ambient.measured():
-        return _paces(trial, len(inputs) if core.fused else 1, repeats, core.ambient.device)
+        return _range_times(trial, len(inputs) if core.fused else 1, repeats, core.ambient.device)
 
 
 def time_calls(
     calls: Sequence[Callable[[int], object]], steps: int, repeats: int, device: torch.device
-) -> Paces:
+) -> RangeTimes:
     """Median seconds of three calls in turn for a number of steps: forward, record, backward."""
 
     def trial(watch: Stopwatch, length: int) -> None:
@@ -88,12 +88,12 @@ def time_calls(
             with watch.lap():
                 call(length)
 
-    return _paces(trial, steps, repeats, device)
+    return _range_times(trial, steps, repeats, device)
 
 
-def _paces(
+def _range_times(
     trial: Callable[[Stopwatch, int], None], steps: int, repeats: int, device: torch.device
-) -> Paces:
+) -> RangeTimes:
     medians = []
     longest = min(steps, _LONG)
     for length in sorted({1, longest}):
@@ -104,10 +104,10 @@ def _paces(
         laps = zip(*(watch.seconds for watch in watches), strict=True)
         medians.append([statistics.median(times) for times in laps])
     pairs = zip(medians[0], medians[-1], strict=True)
-    return Paces(*(pace(short, long, longest) for short, long in pairs))
+    return RangeTimes(*(linear_time(short, long, longest) for short, long in pairs))
 
 
-def pace(short: float, long: float, steps: int) -> Pace:
+def linear_time(short: float, long: float, steps: int) -> LinearTime:
     """From the seconds of one step, and of a range."""
     step = short if steps == 1 else min(max(0.0, (long - short) / (steps - 1)), long / steps)
-    return Pace(max(0.0, short - step), step)
+    return LinearTime(max(0.0, short - step), step)

@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from retrograde.discover.referents import Reach
+from retrograde.discover.referents import Referents
 from retrograde.errors import CellError
 
 __all__ = ["Edge", "Outside", "distinct", "find_outside", "foreign_tensors"]
@@ -45,7 +45,7 @@ class Outside:
         return _StandIns(stand_ins) if stand_ins else nullcontext()
 
 
-def find_outside(found: Reach, results: Tensors, mark: int, own: Tensors) -> Outside:
+def find_outside(found: Referents, results: Tensors, mark: int, own: Tensors) -> Outside:
     """Find every tensor besides its arguments that a step may use and that wants a gradient.
 
     Module parameters that step 0 did not use are among them, for a later step may. ``results`` are

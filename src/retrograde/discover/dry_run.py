@@ -22,39 +22,39 @@ from torch.utils import _pytree as pytree
 from retrograde.discover.captured import distinct, foreign_tensors
 from retrograde.discover.generators import Source, Watch, is_alone, sources
 from retrograde.discover.places import Paused, Place, Seen, Table, tensors_in, within
-from retrograde.discover.referents import Reach
+from retrograde.discover.referents import Referents
 from retrograde.discover.surroundings import Ambient, Left, Steady, put_back, version
 from retrograde.errors import CellError
 from retrograde.measure.allocations import MEASURING, unpacked
 
-__all__ = ["Trial", "try_out"]
+__all__ = ["DryRun", "try_out"]
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Trial(Generic[T]):
+class DryRun(Generic[T]):
     """What a trial call returned, and the surroundings that it depends on."""
 
     value: T
     ambient: Ambient
     mark: int  # autograd's sequence number when it began
-    found: Reach  # what it refers to, without what only earlier calls left there
+    found: Referents  # what it refers to, without what only earlier calls left there
 
 
 def try_out(
     call: Callable[[], T],
-    found: Reach,
+    found: Referents,
     device: torch.device,
     results: Callable[[T], Sequence[Tensor]],
-) -> Trial[T]:
+) -> DryRun[T]:
     """Run a call with autograd recording, and put back what it drew and changed.
 
     Raises:
         CellError: the call replaced a buffer by another tensor, or leaves behind what cannot be
             put back, or reads what it left before.
     """
-    chance = _Chance(sources(device, found.generators))
+    generators = _GeneratorStates(sources(device, found.generators))
     with MEASURING, unpacked(), _rewritten(found, device) as written, put_back(found.places):
         before = [place.note() for place in found.places]
         try:
@@ -67,25 +67,25 @@ def try_out(
                     mark, value = _marked(call)
                     _check_unread(results(value), earlier, mark, first, stand_ins)
                     last = _changes(found.places, before)
-                drawn = chance.moved()
+                drawn = generators.moved()
                 if drawn and not is_alone():
                     del value
                     with Watch(drawn) as watch:
                         mark, value = _marked(call)
                     drawn = tuple(source for source in drawn if source in watch.drawn)
         except BaseException:
-            chance.put_back(chance.moved())
+            generators.put_back(generators.moved())
             raise
-        chance.put_back(drawn)
+        generators.put_back(drawn)
         places, left = _parted(last)
         place_bytes = _bytes_of(first, last) if last is not first else 0
     changed, others = written.parted()
     found = _without_stale(found, last)
-    still = tuple(source for source in chance.sources if source not in drawn)
+    still = tuple(source for source in generators.sources if source not in drawn)
     steady = Steady(still, others, _untouched(found.places, last))
     parts = tuple(found.parts())
     ambient = Ambient(device, drawn, changed, places, left, steady, parts, place_bytes)
-    return Trial(value, ambient, mark, found)
+    return DryRun(value, ambient, mark, found)
 
 
 def _marked(call: Callable[[], T]) -> tuple[int, T]:
@@ -93,12 +93,12 @@ def _marked(call: Callable[[], T]) -> tuple[int, T]:
     return torch._C._autograd._get_sequence_nr(), call()
 
 
-class _Chance:
+class _GeneratorStates:
     """Generators, and their states before a call."""
 
-    def __init__(self, chance: tuple[Source, ...]) -> None:
-        self.sources = chance
-        self.before = {source: source.copy() for source in chance}
+    def __init__(self, generators: tuple[Source, ...]) -> None:
+        self.sources = generators
+        self.before = {source: source.copy() for source in generators}
 
     def moved(self) -> tuple[Source, ...]:
         """Those that moved since, whoever drew from them."""
@@ -177,7 +177,7 @@ def _check_unread(
                 raise Left(change.place, (key,)).refusal(key)
 
 
-def _without_stale(found: Reach, changes: list[_Change]) -> Reach:
+def _without_stale(found: Referents, changes: list[_Change]) -> Referents:
     """What is referred to, without what only an earlier call left in a place."""
     stale = {
         id(v) for change in changes for key in change.keys for v in within(change.then.get(key))
@@ -255,7 +255,7 @@ _COLLECTS = (
 class _Rewritten:
     """The tensors that a cell may write to, and their values before a call."""
 
-    def __init__(self, found: Reach, device: torch.device) -> None:
+    def __init__(self, found: Referents, device: torch.device) -> None:
         self.device = device
         self.owners = [_Owner([*part.buffers(recurse=False)]) for part in found.parts()]
         self.owners += [_Captured(t) for t in found.tensors if not t.requires_grad]
@@ -275,7 +275,7 @@ class _Rewritten:
 
 
 @contextmanager
-def _rewritten(found: Reach, device: torch.device) -> Iterator[_Rewritten]:
+def _rewritten(found: Referents, device: torch.device) -> Iterator[_Rewritten]:
     """Put back, after a block, the values of the tensors that a cell may write to."""
     written = _Rewritten(found, device)
     try:

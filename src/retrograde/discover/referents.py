@@ -33,7 +33,7 @@ from retrograde.discover.places import (
     Variable,
 )
 
-__all__ = ["MODULE_TABLES", "Reach", "reach"]
+__all__ = ["MODULE_TABLES", "Referents", "find_referents"]
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ _DYNAMIC = {"getattr", "vars", "__dict__", "__getattribute__"}
 
 
 @dataclass(frozen=True)
-class Reach:
+class Referents:
     """What a cell refers to.
 
     ``modules`` leaves out submodules. ``tensors`` are those captured, and those that modules hold
@@ -70,7 +70,7 @@ class Reach:
         return list({id(part): part for part in parts}.values())
 
 
-def reach(parts: Sequence[Any]) -> Reach:
+def find_referents(parts: Sequence[Any]) -> Referents:
     """Look for all that the functions and objects that a cell is made from refer to.
 
     Example:
@@ -78,7 +78,7 @@ def reach(parts: Sequence[Any]) -> Reach:
         >>> def make(linear, scale):
         ...     return lambda x, h: linear(x) * scale + h
         >>> linear, scale = nn.Linear(2, 2), torch.ones(2)
-        >>> found = reach([make(linear, scale)])
+        >>> found = find_referents([make(linear, scale)])
         >>> found.modules == [linear], found.tensors[0] is scale
         (True, True)
     """
@@ -97,7 +97,7 @@ class _Walk:
     """A walk over what a cell refers to, the nearest first."""
 
     def __init__(self) -> None:
-        self.found = Reach()
+        self.found = Referents()
         self.seen: dict[int, Any] = {}  # by id; held, so that no id is used again meanwhile
         self.pending: deque[tuple[Any, str, int]] = deque()
         self.objects: list[Place] = []

@@ -134,7 +134,7 @@ class Trail:
         """Look whether there are other threads, and the cell draws."""
         self.watching = self.ambient.draws and not is_alone()
 
-    def reach(self, at: int) -> None:
+    def arrive(self, at: int) -> None:
         """Compare with the last time that this state was reached.
 
         Raises:

@@ -43,11 +43,11 @@ def multiply(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> Tensor:
     (samples, nnz)."""
     plan = left.product(right)
     kernels = sparse_kernels(a.device.type, a.dtype)
-    if plan.way == "sparse":
+    if plan.method == "sparse":
         return kernels.multiply(left, right, a, b)
-    if plan.way == "blocks":
+    if plan.method == "blocks":
         return _multiply_by_blocks(plan, a, b)
-    if plan.way == "dense":
+    if plan.method == "dense":
         return (spread_out(left, a) @ spread_out(right, b)).flatten(-2)
     if left.kind == right.kind == "diagonal":
         return a * b

@@ -18,7 +18,7 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from torch.nn.utils.parametrize import cached
 
 from retrograde.errors import ScanError
-from retrograde.jacobians.csr import CSR, Local
+from retrograde.jacobians.csr import CSR, LayerJacobian
 from retrograde.jacobians.pattern import Pattern
 from retrograde.jacobians.rules import Rule, parts_of, rule_of
 
@@ -91,20 +91,20 @@ class Piece(Path):
     """One layer, and its Jacobian."""
 
     layer: nn.Module
-    local: Local
+    jacobian: LayerJacobian
 
     @property
     def inputs(self) -> int:
-        return self.local.pattern.shape[0]
+        return self.jacobian.pattern.shape[0]
 
     @property
     def outputs(self) -> int:
-        return self.local.pattern.shape[1]
+        return self.jacobian.pattern.shape[1]
 
     @property
     def changes(self) -> bool:
         """Whether it does more to a gradient than to reshape it."""
-        return self.local.values is not None
+        return self.jacobian.values is not None
 
     def pieces(self) -> "list[Piece]":
         return [self]
@@ -187,7 +187,7 @@ def _observe_piece(layer: nn.Module, rule: Rule, x: Tensor) -> tuple[Tensor, Pat
         _check_output(layer, x, y)
         found = rule(layer, x, y)
     if isinstance(found, CSR):
-        found = Local(found.pattern, found.data.ndim == 1, found.data.detach)
+        found = LayerJacobian(found.pattern, found.data.ndim == 1, found.data.detach)
     _check_pattern(layer, x, y, found.pattern)
     return y, Piece(layer, found)
 

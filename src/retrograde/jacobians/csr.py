@@ -17,7 +17,7 @@ from retrograde.scan.elements import Dense, Diagonal, Vector, check_product
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
 
-__all__ = ["CSR", "Local"]
+__all__ = ["CSR", "LayerJacobian"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,7 +146,7 @@ def _sparse(element: Dense | Diagonal) -> CSR:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Local:
+class LayerJacobian:
     """The transposed Jacobian of one layer at one input, its values not computed yet.
 
     Args:

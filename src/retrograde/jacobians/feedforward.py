@@ -133,7 +133,7 @@ def scan_gradients(
     time. If products give gradients that are not finite, it warns and scans linearly."""
     used = steps if whole else steps[1:]
     pieces = [piece for step in used for piece in step.path.pieces()]
-    values = {piece: piece.local.csr(dy) for piece in pieces}
+    values = {piece: piece.jacobian.csr(dy) for piece in pieces}
     shapes = [step.y.shape for step in steps]
     if whole:
         shapes = [steps[0].x.shape, *shapes]

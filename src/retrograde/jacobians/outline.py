@@ -114,7 +114,7 @@ def ledger_of(paths: Sequence[Path], itemsize: int) -> Ledger:
     for path in paths:
         for piece in path.pieces():
             if piece.changes:
-                ledger.note(piece.local.pattern, piece.local.shared, piece.local.scratch)
+                ledger.note(piece.jacobian.pattern, piece.jacobian.shared, piece.jacobian.scratch)
     return ledger
 
 
@@ -122,6 +122,6 @@ def outlines(samples: int, ledger: Ledger) -> Maker:
     """A maker of outlines, whose products the ledger notes."""
 
     def make(piece: Piece) -> Outline:
-        return Outline(piece.local.pattern, piece.local.shared, samples, ledger)
+        return Outline(piece.jacobian.pattern, piece.jacobian.shared, samples, ledger)
 
     return make

@@ -13,7 +13,7 @@ Since (A ⊗ B)·(C ⊗ D) = (A·C) ⊗ (B·D), so are products: their entries a
 counted from factors with a few dozen entries, and arrays are made only of what is multiplied. A
 pruned layer's pattern is no Kronecker product: it is written out, as one factor.
 
-A product is planned once for a pair of patterns, and its numbers are found in one of four ways:
+A product is planned once for a pair of patterns, and its numbers are found by one of four methods:
 
 ``diagonal``  one factor is: entries are scaled, the pattern stays
 ``dense``     both factors are full, or nearly so: a matrix product
@@ -253,16 +253,16 @@ class Places(NamedTuple):
 
 
 class Product:
-    """The plan of a product of two patterns: its pattern ``result``, and the ``way`` to find the
+    """The plan of a product of two patterns: its pattern ``result``, and the ``method`` to find the
     numbers. ``terms`` counts multiplications, without those by guaranteed zeros."""
 
     def __init__(self, left: Pattern, right: Pattern, most: int = MOST_ENTRIES) -> None:
         kinds = {left.kind, right.kind}
         self._factors = left.factors, right.factors
         self._multiplied = left.shape[0] * left.shape[1] * right.shape[1]
-        self.way: Literal["diagonal", "dense", "blocks", "sparse"] = "sparse"
+        self.method: Literal["diagonal", "dense", "blocks", "sparse"] = "sparse"
         if "diagonal" in kinds:
-            self.way = "diagonal"
+            self.method = "diagonal"
             self.result = right if left.kind == "diagonal" else left
             self.terms = self.result.nnz
             return
@@ -270,9 +270,9 @@ class Product:
         first, then = pairs[0]
         block = first.rows * first.columns * then.columns
         if "full" in kinds and min(left.density, right.density) >= _GEMM:
-            self.way = "dense"
+            self.method = "dense"
         elif first.kind == then.kind == "full" and block >= _BLOCK:
-            self.way = "blocks"
+            self.method = "blocks"
         self.terms = prod(
             int(np.dot(a.column_counts.astype(np.int64), b.row_counts)) for a, b in pairs
         )
@@ -285,7 +285,7 @@ class Product:
     @cached_property
     def exact(self) -> Pattern:
         """The pattern of the product, its zeros left out even where it is kept whole."""
-        if self.way == "diagonal":
+        if self.method == "diagonal":
             return self.result
         found = Pattern(*(multiplied(a, b) for a, b in aligned(*self._factors)))
         return self.result if found.nnz == self.result.nnz else found
@@ -294,9 +294,9 @@ class Product:
     def flops(self) -> int:
         """FLOPs for one sample: one a term where a diagonal scales, else two. A dense product
         counts terms with guaranteed zeros, too."""
-        if self.way == "diagonal":
+        if self.method == "diagonal":
             return self.terms
-        return 2 * (self._multiplied if self.way == "dense" else self.terms)
+        return 2 * (self._multiplied if self.method == "dense" else self.terms)
 
     @cached_property
     def landing(self) -> Landing:

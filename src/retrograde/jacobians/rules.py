@@ -32,14 +32,14 @@ from torch.nn import functional
 
 from retrograde.errors import RetrogradeError, ScanError
 from retrograde.jacobians.arithmetic import sparse_kernels
-from retrograde.jacobians.csr import CSR, Local
+from retrograde.jacobians.csr import CSR, LayerJacobian
 from retrograde.jacobians.factor import adaptive, band, identity, padding
 from retrograde.jacobians.pattern import Pattern
 from retrograde.jacobians.weights import Sizes, convolution, known, linear
 
 __all__ = ["Parts", "Rule", "parts_of", "register_layer", "rule_of"]
 
-Rule = Callable[[Any, Tensor, Tensor], Local | CSR]
+Rule = Callable[[Any, Tensor, Tensor], LayerJacobian | CSR]
 Parts = Callable[[Any], nn.Module]
 
 _RULES: dict[type[nn.Module], Rule] = {}
@@ -123,15 +123,15 @@ _ELEMENTWISE = (
 )  # fmt: skip
 
 
-def _elementwise(layer: nn.Module, x: Tensor, y: Tensor) -> Local:
+def _elementwise(layer: nn.Module, x: Tensor, y: Tensor) -> LayerJacobian:
     def slopes() -> Tensor:
         (found,) = torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)
         return found.flatten(1)
 
-    return Local(_diagonal(x), False, slopes)
+    return LayerJacobian(_diagonal(x), False, slopes)
 
 
-def _relu(layer: nn.Module, x: Tensor, y: Tensor) -> Local:
+def _relu(layer: nn.Module, x: Tensor, y: Tensor) -> LayerJacobian:
     """As any elementwise layer's, by calling the kernel of its backward pass directly."""
     one = torch.ones((), dtype=y.dtype, device=y.device)
 
@@ -139,14 +139,14 @@ def _relu(layer: nn.Module, x: Tensor, y: Tensor) -> Local:
         found: Tensor = torch.ops.aten.threshold_backward(one.expand_as(y), y.detach(), 0)
         return found.flatten(1)
 
-    return Local(_diagonal(x), False, slopes)
+    return LayerJacobian(_diagonal(x), False, slopes)
 
 
-def _unchanged(layer: nn.Module, x: Tensor, y: Tensor) -> Local:
-    return Local(_diagonal(x), True, None)
+def _unchanged(layer: nn.Module, x: Tensor, y: Tensor) -> LayerJacobian:
+    return LayerJacobian(_diagonal(x), True, None)
 
 
-def _convolution(layer: Any, x: Tensor, y: Tensor) -> Local:
+def _convolution(layer: Any, x: Tensor, y: Tensor) -> LayerJacobian:
     outputs = tuple(y.shape[2:])
     if layer.padding_mode == "zeros":
         return convolution(layer, tuple(x.shape[2:]), outputs, _before(layer))
@@ -156,7 +156,7 @@ def _convolution(layer: Any, x: Tensor, y: Tensor) -> Local:
     outer = _padding_of(x, widths, layer.padding_mode)
     product = outer.pattern.product(inner.pattern)
     found = product.exact
-    if product.way != "diagonal":
+    if product.method != "diagonal":
         found.keeps = outer.pattern, inner.pattern
 
     def values() -> Tensor:
@@ -165,7 +165,7 @@ def _convolution(layer: Any, x: Tensor, y: Tensor) -> Local:
             return data
         return data.index_select(0, torch.from_numpy(found.positions).to(data.device))
 
-    return Local(found, True, values)
+    return LayerJacobian(found, True, values)
 
 
 def _before(layer: Any) -> Sizes:
@@ -176,7 +176,7 @@ def _before(layer: Any) -> Sizes:
     return (0,) * len(layer.kernel_size) if layer.padding == "valid" else tuple(layer.padding)
 
 
-def _max_pool(layer: Any, x: Tensor, y: Tensor) -> Local:
+def _max_pool(layer: Any, x: Tensor, y: Tensor) -> LayerJacobian:
     count = x.ndim - 2
     sizes = layer.kernel_size, layer.stride, layer.padding, layer.dilation
     how = [_each(size, count) for size in sizes]
@@ -197,7 +197,7 @@ def _max_pool(layer: Any, x: Tensor, y: Tensor) -> Local:
     return _maxima(pattern, x, y, choose, back)
 
 
-def _adaptive_max_pool(layer: Any, x: Tensor, y: Tensor) -> Local:
+def _adaptive_max_pool(layer: Any, x: Tensor, y: Tensor) -> LayerJacobian:
     pool = getattr(functional, f"adaptive_max_pool{x.ndim - 2}d")
     choose = partial(pool, output_size=tuple(y.shape[2:]), return_indices=True)
     return _maxima(_windows(x, y), x, y, choose)
@@ -209,7 +209,7 @@ def _maxima(
     y: Tensor,
     choose: Callable[[Tensor], Any],
     back: Callable[[Tensor, Tensor], Tensor] | None = None,
-) -> Local:
+) -> LayerJacobian:
     """1 where the input of an entry is its output's maximum. If every input is in one window, the
     values are the input's gradient for an output gradient of ones."""
     version = x._version
@@ -231,10 +231,10 @@ def _maxima(
             return back(one.expand_as(y), chosen).flatten(1)
         return sparse_kernels(x.device.type, x.dtype).mark(pattern, x, chosen)
 
-    return Local(pattern, False, values, scratch=24)
+    return LayerJacobian(pattern, False, values, scratch=24)
 
 
-def _average_pool(layer: Any, x: Tensor, y: Tensor) -> Local:
+def _average_pool(layer: Any, x: Tensor, y: Tensor) -> LayerJacobian:
     count = x.ndim - 2
     kernel, stride, pad = (
         _each(value, count) for value in (layer.kernel_size, layer.stride, layer.padding)
@@ -255,7 +255,7 @@ def _window_sizes(
     return end - start if with_padding else np.minimum(end, size) - np.maximum(start, 0)
 
 
-def _adaptive_average_pool(layer: Any, x: Tensor, y: Tensor) -> Local:
+def _adaptive_average_pool(layer: Any, x: Tensor, y: Tensor) -> LayerJacobian:
     pattern = _windows(x, y)
     sizes = [factor.column_counts for factor in pattern.factors[1:]]
     return _averages(pattern, x, y, sizes, None)
@@ -263,7 +263,7 @@ def _adaptive_average_pool(layer: Any, x: Tensor, y: Tensor) -> Local:
 
 def _averages(
     pattern: Pattern, x: Tensor, y: Tensor, sizes: Sequence[np.ndarray], divisor: int | None
-) -> Local:
+) -> LayerJacobian:
     def values() -> Tensor:
         whole = np.ones(1)
         for each in sizes:
@@ -272,7 +272,7 @@ def _averages(
         columns = pattern.tensor("indices", x.device) % len(share)
         return share.to(x).index_select(0, columns)
 
-    return Local(pattern, True, values, scratch=8)
+    return LayerJacobian(pattern, True, values, scratch=8)
 
 
 def _windows(x: Tensor, y: Tensor, *how: Sizes) -> Pattern:
@@ -288,21 +288,21 @@ def _windows(x: Tensor, y: Tensor, *how: Sizes) -> Pattern:
     return known(("windows", channels, sizes, outputs, *how), make)
 
 
-def _batch_norm(layer: Any, x: Tensor, y: Tensor) -> Local:
+def _batch_norm(layer: Any, x: Tensor, y: Tensor) -> LayerJacobian:
     def scales() -> Tensor:
         found: Tensor = (layer.running_var + layer.eps).rsqrt()
         if layer.weight is not None:
             found = found * layer.weight.detach()
         return found.repeat_interleave(prod(x.shape[2:]))
 
-    return Local(_diagonal(x), True, scales)
+    return LayerJacobian(_diagonal(x), True, scales)
 
 
-def _pad(layer: Any, x: Tensor, y: Tensor, mode: str) -> Local:
+def _pad(layer: Any, x: Tensor, y: Tensor, mode: str) -> LayerJacobian:
     return _padding_of(x, layer.padding, mode)
 
 
-def _padding_of(x: Tensor, widths: Sequence[int], mode: str) -> Local:
+def _padding_of(x: Tensor, widths: Sequence[int], mode: str) -> LayerJacobian:
     """Of ``functional.pad``, whose widths come in pairs from the last dimension on."""
     count = x.ndim - 2
     widths = _each(widths, 2 * count)
@@ -315,7 +315,7 @@ def _padding_of(x: Tensor, widths: Sequence[int], mode: str) -> Local:
         return Pattern(identity(channels), *reads)
 
     pattern = known(("padding", channels, sizes, tuple(widths), mode), make)
-    return Local(pattern, True, lambda: x.new_ones(pattern.nnz))
+    return LayerJacobian(pattern, True, lambda: x.new_ones(pattern.nnz))
 
 
 def _reads(size: int, widths: Sequence[int], mode: str) -> np.ndarray:

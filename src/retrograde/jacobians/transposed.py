@@ -67,4 +67,4 @@ def room(memory: Memory | None, device: torch.device) -> int:
 
 
 def _csr(like: Tensor, piece: Piece) -> CSR:
-    return piece.local.csr(like)
+    return piece.jacobian.csr(like)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from retrograde.jacobians.arithmetic import sparse_kernels
-from retrograde.jacobians.csr import Local
+from retrograde.jacobians.csr import LayerJacobian
 from retrograde.jacobians.factor import Factor, Ints, band, combined, from_pairs, full, identity
 from retrograde.jacobians.pattern import Pattern
 
@@ -35,7 +35,7 @@ def known(key: Hashable, make: Callable[[], P]) -> P:
     return found
 
 
-def linear(layer: nn.Linear, x: Tensor, y: Tensor) -> Local:
+def linear(layer: nn.Linear, x: Tensor, y: Tensor) -> LayerJacobian:
     """The rule of a linear layer, with any leading dimensions."""
     prefix, inputs, outputs = prod(x.shape[1:-1]), layer.in_features, layer.out_features
 
@@ -47,7 +47,7 @@ def linear(layer: nn.Linear, x: Tensor, y: Tensor) -> Local:
     return _of_weights(known(("linear", prefix, inputs, outputs), make), layer.weight)
 
 
-def convolution(layer: Any, sizes: Sizes, outputs: Sizes, before: Sizes) -> Local:
+def convolution(layer: Any, sizes: Sizes, outputs: Sizes, before: Sizes) -> LayerJacobian:
     """The Jacobian of a convolution of images of some sizes, with zeros before the first inputs."""
     wide = layer.in_channels // layer.groups
     channels = layer.in_channels, layer.out_channels, layer.groups
@@ -121,7 +121,7 @@ class Pruned(Pattern):
         self.sources = whole.sources[keep]
 
 
-def _of_weights(pattern: Weighted, weight: Tensor) -> Local:
+def _of_weights(pattern: Weighted, weight: Tensor) -> LayerJacobian:
     """The Jacobian, shared by all samples, whose entries are the weights that are not zero."""
     flat = weight.detach().reshape(-1)
     found: Weighted | Pruned = pattern
@@ -131,4 +131,4 @@ def _of_weights(pattern: Weighted, weight: Tensor) -> Local:
     def values() -> Tensor:
         return sparse_kernels(flat.device.type, flat.dtype).take(flat, found)
 
-    return Local(found, True, values, scratch=4)
+    return LayerJacobian(found, True, values, scratch=4)

@@ -12,7 +12,7 @@ from torch import Tensor
 from retrograde.kernels import cells, sweep
 from retrograde.kernels.cells import Block, GateSlopes, Kept, Slopes, Weights
 
-__all__ = ["LARGEST_SIZE", "Backward", "Forward", "Kernels", "kernels", "lean_kernels"]
+__all__ = ["LARGEST_SIZE", "Backward", "Forward", "Kernels", "blas_kernels", "kernels"]
 
 #: The most hidden units that the CUDA kernels hold on the chip.
 LARGEST_SIZE = 128
@@ -95,9 +95,9 @@ def kernels(device: str, dtype: torch.dtype, size: int) -> Kernels:
     return Kernels("torch", sweep.sweep, sweep.scan, slopes, sweep.products)
 
 
-def lean_kernels() -> Kernels:
+def blas_kernels() -> Kernels:
     """What takes least memory on a CPU: a sweep and a forward pass with no copy of the weights."""
-    from retrograde.kernels import cpu, cpu_lean
+    from retrograde.kernels import cpu, cpu_blas
 
     slopes = cpu.gru_slopes, cpu.lstm_slopes
-    return Kernels("numba", cpu_lean.sweep, cpu.scan, slopes, cpu.products, cpu_lean.Forward)
+    return Kernels("numba", cpu_blas.sweep, cpu.scan, slopes, cpu.products, cpu_blas.Forward)

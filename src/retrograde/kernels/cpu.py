@@ -300,7 +300,7 @@ def scan(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor, chunk: in
     arrays, count = _arrays(chunks, hidden, losses), len(chunks.gates)
     parts = ranges(count, 1 + chunks.gates.numel() * size // THREAD_WORK)
     numbers = cpu_sweep.room_to_sweep(samples, size)
-    _share_with_room(cpu_sweep.local, (*arrays, after.numpy()), parts, numbers, g)
+    _share_with_room(cpu_sweep.sweep_chunks, (*arrays, after.numpy()), parts, numbers, g)
     return sweep(slopes.at(slice(0, rest)), hidden, None if dy is None else dy[:rest], before)
 
 

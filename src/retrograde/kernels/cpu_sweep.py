@@ -10,11 +10,11 @@ from retrograde.kernels.lanes import LANES, Reals, compiled, load, store
 from retrograde.kernels.tiles import PANEL, product, whole_vectors
 
 __all__ = [
-    "local",
     "products_lstm",
     "products_state",
     "room_for_products",
     "room_to_sweep",
+    "sweep_chunks",
     "sweep_lstm",
     "sweep_state",
 ]
@@ -109,7 +109,7 @@ def sweep_lstm(
 
 
 @compiled  # type: ignore[untyped-decorator]
-def local(
+def sweep_chunks(
     gates: Reals,
     keep: Reals,
     inner: Reals,

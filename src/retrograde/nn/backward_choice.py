@@ -1,4 +1,4 @@
-"""Which way a module goes backward, and why: ``backward="auto"`` and :func:`explain`."""
+"""How a module goes backward, and why: ``backward="auto"`` and :func:`explain`."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
@@ -10,29 +10,30 @@ from torch.nn.utils.rnn import PackedSequence
 from retrograde.errors import CellError
 from retrograde.kernels import LARGEST_SIZE, kernels
 from retrograde.kernels.cells import Kind
-from retrograde.nn.calibration import WAYS, contenders, timings
+from retrograde.nn.calibration import BACKWARDS, contenders, timings
 from retrograde.nn.call import check_measurable
-from retrograde.nn.chain_scan import Outlook
+from retrograde.nn.chain_scan import ScanChoice
 from retrograde.nn.weights import last_weights
-from retrograde.scan.block_lengths import scan_way
+from retrograde.scan.block_lengths import scan_plan
+from retrograde.units import aligned
 
 if TYPE_CHECKING:
     from retrograde.nn.recurrent import Recurrent
     from retrograde.nn.sequential import Sequential
 
-__all__ = ["Explanation", "check_slopes", "explain", "way"]
+__all__ = ["Explanation", "check_slopes", "choose_backward", "explain"]
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which way a call would go backward, and why.
+    """How a call would go backward, and why.
 
     Attributes:
         choice: "torch", "sequential" or "scan".
         why: in a sentence.
-        seconds: expected of each way, forward and backward together.
-        step_seconds: the latency of a further step of each way.
-        call_seconds: what a call of each way costs besides its steps.
+        seconds: expected of each algorithm, forward and backward together.
+        step_seconds: the latency of a further step of each algorithm.
+        call_seconds: what a call of each algorithm costs besides its steps.
         kernels: which implementation the sequential sweep and the scan run on: "numba", "triton" or
             "torch".
         chunk: steps to a chunk of the scan.
@@ -47,20 +48,20 @@ class Explanation:
     chunk: int
 
     def __str__(self) -> str:
-        rows = [f"{self.choice}: {self.why}", "way           expected     a step     a call"]
-        rows += [
-            f"{way:<11}{self.seconds[way] * 1e3:8.2f} ms{self.step_seconds[way] * 1e6:8.2f} µs"
-            f"{self.call_seconds[way] * 1e3:8.2f} ms"
-            for way in WAYS
-        ]
-        return "\n".join([*rows, f"kernels: {self.kernels}; the scan's chunks: {self.chunk} steps"])
+        rows = [("algorithm", "expected", "a step", "a call")]
+        for name in BACKWARDS:
+            call = f"{self.call_seconds[name] * 1e3:.2f} ms"
+            step = f"{self.step_seconds[name] * 1e6:.2f} µs"
+            rows.append((name, f"{self.seconds[name] * 1e3:.2f} ms", step, call))
+        last = f"kernels: {self.kernels}; the scan's chunks: {self.chunk} steps"
+        return f"{self.choice}: {self.why}\n{aligned(rows)}\n{last}"
 
 
-def way(
+def choose_backward(
     module: "Recurrent", steps: int, samples: int, like: Tensor
 ) -> Literal["sequential", "scan"] | None:
-    """The way that a module with ``backward`` set goes backward; None for torch's own pass. Raises
-    CellError if the module has projections, which have no Jacobian here."""
+    """The algorithm by which a module with ``backward`` set goes backward; None for torch's own
+    pass. Raises CellError if the module has projections, which have no Jacobian here."""
     check_slopes(module)
     if torch.is_autocast_enabled(like.device.type):
         return None  # torch's kernels know which part of a cell to run in which type
@@ -80,9 +81,9 @@ def check_slopes(module: "Recurrent") -> None:
 
 
 def fastest(module: "Recurrent", steps: int, samples: int, needs_x: bool) -> str:
-    """The way that is expected to take least time."""
+    """The algorithm that is expected to take least time."""
     found = timings(module, samples, steps, needs_x)
-    return min(contenders(found), key=lambda way: found[way].seconds(steps))
+    return min(contenders(found), key=lambda name: found[name].seconds(steps))
 
 
 @overload
@@ -90,13 +91,13 @@ def explain(module: "Recurrent", input: Tensor | PackedSequence) -> Explanation:
 
 
 @overload
-def explain(module: "Sequential", input: Tensor) -> Outlook: ...
+def explain(module: "Sequential", input: Tensor) -> ScanChoice: ...
 
 
 def explain(
     module: "Recurrent | Sequential", input: Tensor | PackedSequence
-) -> Explanation | Outlook:
-    """Say which way a module would go backward for an input, why, and what each way would take.
+) -> Explanation | ScanChoice:
+    """Tell the chosen algorithm for an input, the reason, and the predicted time of each.
 
     Args:
         module: an :class:`retrograde.RNN`, :class:`retrograde.GRU`, :class:`retrograde.LSTM` or
@@ -105,7 +106,7 @@ def explain(
 
     Returns:
         An :class:`Explanation`, or of a ``Sequential`` an
-        :class:`~retrograde.nn.chain_scan.Outlook`; ``print`` shows either as a table.
+        :class:`~retrograde.nn.chain_scan.ScanChoice`; ``print`` shows either as a table.
 
     Raises:
         CellError: the module is none of ours, has no Jacobians, or has nothing to be measured.
@@ -133,7 +134,7 @@ def explain(
         data = input
     check_measurable([data, *last_weights(module)])
     found = timings(module, samples, steps, data.requires_grad)
-    chosen = way(module, steps, samples, data) if module.backward else None
+    chosen = choose_backward(module, steps, samples, data) if module.backward else None
     weight = cast(Tensor, module._flat_weights[0])
     real = torch.float64 if weight.dtype == torch.float64 else torch.float32
     use = kernels(weight.device.type, real, module.hidden_size).name
@@ -143,11 +144,11 @@ def explain(
     return Explanation(
         choice=choice,
         why=_why(module, weight, use, choice),
-        seconds={way: found[way].seconds(steps) for way in WAYS},
-        step_seconds={way: found[way].step_seconds for way in WAYS},
-        call_seconds={way: found[way].call_seconds for way in WAYS},
+        seconds={name: found[name].seconds(steps) for name in BACKWARDS},
+        step_seconds={name: found[name].step_seconds for name in BACKWARDS},
+        call_seconds={name: found[name].call_seconds for name in BACKWARDS},
         kernels=use,
-        chunk=scan_way(kind, steps, *shape).chunk,
+        chunk=scan_plan(kind, steps, *shape).chunk,
     )
 
 

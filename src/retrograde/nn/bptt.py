@@ -18,7 +18,7 @@ from retrograde.cores.fastest import Candidate, candidates, fit_fastest, footpri
 from retrograde.cores.footprint import step_bytes
 from retrograde.cores.fused import Fused, Layers, Mode
 from retrograde.cores.loss import Loss, RangeLoss, StepLoss, examine_loss
-from retrograde.discover.referents import reach
+from retrograde.discover.referents import find_referents
 from retrograde.discover.surroundings import autocast_as_now
 from retrograde.discover.trees import Structure, flatten
 from retrograde.errors import CellError, RetrogradeError
@@ -261,7 +261,7 @@ def _fitted(task: _Task, inputs: Any, memory: Memory) -> tuple[Core, Schedule]:
     if isinstance(source, Arrays):
         read += tuple(isinstance(t, Tensor) for t in source.leaves)
     elif not (isinstance(source, Steps) and isinstance(source.get, Spool)):
-        reading = reach([inputs])  # the bytes that reading takes depend on it
+        reading = find_referents([inputs])  # the bytes that reading takes depend on it
         parts.append((reading, tuple(reading.places)))
     tensors = map(signature, (*source[0], *task.state, *first.parameters))
     shapes = torch.get_num_threads(), task.stream.wanted, read, *tensors

@@ -32,15 +32,15 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from retrograde.discover.generators import sources
-from retrograde.discover.referents import reach
+from retrograde.discover.referents import find_referents
 from retrograde.discover.surroundings import Ambient
 from retrograde.errors import BudgetError, CellError
 from retrograde.nn.cache import signature
 from retrograde.nn.chain_plans import ChainFit
-from retrograde.nn.replace_modules import Budgeted, Swappable, is_chain, swap, twin
+from retrograde.nn.replace_modules import Budgeted, Swappable, is_chain, replace_module, twin
 from retrograde.nn.weights import last_weights
 from retrograde.run.transforms import is_unreal, refuse_transforms, uncompiled
-from retrograde.units import Memory, as_bytes, format_bytes, parse_memory
+from retrograde.units import Memory, aligned, as_bytes, format_bytes, parse_memory
 
 __all__ = ["Division", "Share", "budget"]
 
@@ -86,18 +86,15 @@ class Division:
 
     def __str__(self) -> str:
         names = {name: _title(name, self.model) for name in (*self.shares, *self.left)}
-        width = max(map(len, [*names.values(), "module"]))
-        rows = [f"{'module':<{width}}{'calls':>7}{'budget':>11}{'share':>8}{'least':>11}"]
-        rows[0] += f"{'ordinary':>11}"
+        rows: list[tuple[str, ...]] = [("module", "calls", "budget", "share", "least", "ordinary")]
         for name, share in self.shares.items():
-            rows.append(
-                f"{names[name]:<{width}}{share.calls:>7}"
-                + _columns(share.budget_bytes, share.minimum_bytes, share.ordinary_bytes)
-            )
-        total = _columns(self.total_bytes, self.minimum_bytes, self.ordinary_bytes)
-        rows.append(f"{'all':<{width}}{sum(s.calls for s in self.shares.values()):>7}{total}")
-        rows += [f"left as it was, with nothing to backpropagate: {names[n]}" for n in self.left]
-        return "\n".join(rows)
+            sizes = share.budget_bytes, share.minimum_bytes, share.ordinary_bytes
+            rows.append(_row(names[name], share.calls, *sizes))
+        calls = sum(share.calls for share in self.shares.values())
+        sizes = self.total_bytes, self.minimum_bytes, self.ordinary_bytes
+        rows.append(_row("all", calls, *sizes))
+        left = [f"left as it was, with nothing to backpropagate: {names[n]}" for n in self.left]
+        return "\n".join([aligned(rows), *left])
 
 
 def budget(model: nn.Module, memory: Memory, sample: Any) -> Division:
@@ -158,7 +155,7 @@ def budget(model: nn.Module, memory: Memory, sample: Any) -> Division:
     shares = {}
     for one, part in zip(needs, _divide(needs, total), strict=True):
         one.twin.memory = part
-        swap(one.module, one.twin)
+        replace_module(one.module, one.twin)
         calls = sum(one.calls.values())
         shares[one.name] = Share(calls, part, one.minimum_bytes, one.ordinary_bytes)
     left = tuple(one.name for one in watched if not one.calls)
@@ -295,9 +292,9 @@ def _too_little(
     )
 
 
-def _columns(part: int, least: int, ordinary: int) -> str:
-    sizes = [f"{format_bytes(size):>11}" for size in (part, least, ordinary)]
-    return f"{sizes[0]}{part / ordinary:>8.1%}{sizes[1]}{sizes[2]}"
+def _row(name: str, calls: int, part: int, least: int, ordinary: int) -> tuple[str, ...]:
+    sizes = [format_bytes(size) for size in (part, least, ordinary)]
+    return name, str(calls), sizes[0], f"{part / ordinary:.1%}", *sizes[1:]
 
 
 def _call(model: nn.Module, sample: Any) -> None:
@@ -352,7 +349,7 @@ class _Recorded(torch.autograd.Function):
 def _untouched(model: nn.Module) -> Iterator[None]:
     """Put back, after the block, what a forward pass leaves behind (rule 3): random states,
     buffers, gradients, and the attributes of all modules."""
-    found = reach([model])
+    found = find_referents([model])
     parts = found.parts()
     devices = {t.device for t in (*model.parameters(), *model.buffers())} or {torch.device("cpu")}
     chance = [source for device in devices for source in sources(device, found.generators)]

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from retrograde.discover.places import Place
-from retrograde.discover.referents import MODULE_TABLES, Reach
+from retrograde.discover.referents import MODULE_TABLES, Referents
 from retrograde.measure.allocations import MEASURING, is_profiled
 
-__all__ = ["CellFits", "Recent", "Same", "identity", "signature"]
+__all__ = ["CellFits", "LRUCache", "Same", "identity", "signature"]
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ class _Known(Generic[T]):
         return all(reference() is not None for reference in self.of)
 
 
-class Recent(Generic[T]):
+class LRUCache(Generic[T]):
     """The ``most`` most recent results of slow measurements, by key. Threads may share it; a
     pickled copy is empty."""
 
@@ -120,18 +120,18 @@ def _is_dead(key: Any, known: _Known[Any] | None = None) -> bool:
     return isinstance(key, tuple) and any(map(_is_dead, key))
 
 
-class CellFits(Recent[T]):
+class CellFits(LRUCache[T]):
     """What budgets buy for cells: a step is measured for each cell, a fit is found for each kind.
     Cells that differ only in numbers or texts, such as an annealed one, are of one kind. They share
     a fit if their steps take the same bytes."""
 
     def __init__(self, most: int = _MOST) -> None:
         super().__init__(most)
-        self._steps: Recent[Hashable] = Recent(most)
+        self._steps: LRUCache[Hashable] = LRUCache(most)
 
     def fit(
         self,
-        parts: Sequence[tuple[Reach, Sequence[Place]]],
+        parts: Sequence[tuple[Referents, Sequence[Place]]],
         shapes: Hashable,
         budget: Hashable,
         step: Callable[[], Hashable],
@@ -154,7 +154,7 @@ def signature(t: Tensor) -> tuple[Any, ...]:
     return tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad, autocast
 
 
-def identity(found: Reach, places: Iterable[Place], *, values: bool = True) -> Hashable:
+def identity(found: Referents, places: Iterable[Place], *, values: bool = True) -> Hashable:
     """A key for what a cell is made of: equal for two closures of the same code over the same
     values. It keeps no module and no tensor alive. ``places`` are the Python values that the cell
     only reads; without ``values`` only their types count."""

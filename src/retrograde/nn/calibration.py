@@ -1,9 +1,9 @@
-"""How long each way of going backward takes on this machine: measured once, kept in a file.
+"""How long each backward algorithm takes on this machine: measured once, kept in a file.
 
-A way costs a fixed amount a call (launches, set-up) and a latency a step; both depend on the cell,
-its sizes and the batch far more irregularly than any formula says, so they are measured at the
-call's own width, on short sequences of doubling lengths, all ways in turn. Between the lengths
-measured the time is interpolated, beyond the longest it goes on at the last latency.
+An algorithm costs a fixed amount a call (launches, set-up) and a latency a step. Both depend on the
+cell, its sizes and the batch far more irregularly than any formula says. So they are measured at
+the call's own width, on short sequences of doubling lengths, all algorithms in turn. Between the
+lengths measured the time is interpolated, beyond the longest it goes on at the last latency.
 
 The file is ``retrograde/ways.json`` in the user's cache folder; delete it to measure anew.
 """
@@ -24,18 +24,18 @@ from retrograde import scan
 from retrograde.machine import machine_of, now
 from retrograde.nn.weights import last_weights, over_weights, stand_ins
 
-__all__ = ["WAYS", "Timing", "cache_file", "contenders", "timings"]
+__all__ = ["BACKWARDS", "Timing", "cache_file", "contenders", "timings"]
 
 #: torch's own backward pass first, then ours.
-WAYS = ("torch", "sequential", "scan")
+BACKWARDS = ("torch", "sequential", "scan")
 
 _FIRST_STEPS = 32
-# Lengths are doubled until the fastest way takes so long, or longer where the second is close: then
-# only sequences that outgrow every cache tell which way wins in the long run.
+# Lengths are doubled until the fastest takes so long, or longer where the second is close: then
+# only sequences that outgrow every cache tell which wins in the long run.
 _LONG_ENOUGH_SECONDS = 0.01
 _CLOSE = 1.5
 _LONG_ENOUGH_WHERE_CLOSE = 0.1
-_HOPELESS = 4.0  # a way that takes so many times the fastest one's time is not followed further
+_HOPELESS = 4.0  # one that takes so many times the fastest one's time is not followed further
 _REPEATS = 3
 
 Point = tuple[int, float]
@@ -43,8 +43,8 @@ Point = tuple[int, float]
 
 @dataclass(frozen=True)
 class Timing:
-    """What one way takes, forward and backward together: measured pairs (steps, seconds), steps
-    increasing."""
+    """What one algorithm takes, forward and backward together: measured pairs (steps, seconds),
+    steps increasing."""
 
     points: tuple[Point, ...]
 
@@ -84,7 +84,7 @@ _KNOWN: dict[str, dict[str, Timing]] = {}
 
 
 def timings(module: nn.RNNBase, samples: int, steps: int, needs_x: bool) -> dict[str, Timing]:
-    """The timing of every one of :data:`WAYS`, measured unless this machine's file has it. The
+    """The timing of every one of :data:`BACKWARDS`, measured unless this machine's file has it. The
     module is one of ours; another over the same weights is run, on sequences of ``steps`` at most.
     """
     key = _key(module, samples, needs_x)
@@ -98,7 +98,7 @@ def timings(module: nn.RNNBase, samples: int, steps: int, needs_x: bool) -> dict
 
 def _reaches(found: dict[str, Timing], steps: int) -> bool:
     """Whether measurements were carried as far as they need to be for a length."""
-    last = [found[way].points[-1] for way in contenders(found)]
+    last = [found[name].points[-1] for name in contenders(found)]
     return last[0][0] >= steps or _tells([seconds for _, seconds in last])
 
 
@@ -113,7 +113,7 @@ def contenders(found: dict[str, Timing]) -> list[str]:
     """The ways that :func:`timings` followed to the greatest length; hopeless ones are dropped
     early."""
     last = max(timing.points[-1][0] for timing in found.values())
-    return [way for way, timing in found.items() if timing.points[-1][0] == last]
+    return [name for name, timing in found.items() if timing.points[-1][0] == last]
 
 
 def _key(module: nn.RNNBase, samples: int, needs_x: bool) -> str:
@@ -146,35 +146,35 @@ def _measure(module: nn.RNNBase, samples: int, steps: int, needs_x: bool) -> dic
     trial = over_weights(module, stand_ins(last_weights(module)), type(module))
     trial.memory, trial.schedule, trial.batch_first = None, None, False
     device: Any = trial._flat_weights[0].device
-    points: dict[str, list[Point]] = {way: [] for way in WAYS}
-    racing = set(WAYS)
+    points: dict[str, list[Point]] = {name: [] for name in BACKWARDS}
+    racing = set(BACKWARDS)
     length = min(_FIRST_STEPS, steps)
     devices = [device] if device.type == "cuda" else []
     with torch.enable_grad(), torch.random.fork_rng(devices):
-        for way in WAYS:  # what a first call compiles or allocates for good is not counted
-            _run(trial, way, min(length, 8), samples, needs_x)
+        for name in BACKWARDS:  # what a first call compiles or allocates for good is not counted
+            _run(trial, name, min(length, 8), samples, needs_x)
         while True:
             seconds = dict.fromkeys(racing, float("inf"))
             for _ in range(_REPEATS):
-                for way in seconds:
-                    taken = _run(trial, way, length, samples, needs_x)
-                    seconds[way] = min(seconds[way], taken)
+                for name in seconds:
+                    taken = _run(trial, name, length, samples, needs_x)
+                    seconds[name] = min(seconds[name], taken)
             best = min(seconds.values())
-            for way, taken in seconds.items():
-                points[way].append((length, taken))
+            for name, taken in seconds.items():
+                points[name].append((length, taken))
                 if taken > _HOPELESS * best and length > _FIRST_STEPS:
-                    racing.discard(way)
-            if length >= steps or _tells([seconds[way] for way in racing]):
+                    racing.discard(name)
+            if length >= steps or _tells([seconds[name] for name in racing]):
                 break
             length = min(2 * length, steps)
-    return {way: Timing(tuple(found)) for way, found in points.items()}
+    return {name: Timing(tuple(found)) for name, found in points.items()}
 
 
-def _run(trial: Any, way: str, steps: int, samples: int, needs_x: bool) -> float:
+def _run(trial: Any, name: str, steps: int, samples: int, needs_x: bool) -> float:
     """Seconds of one call forward and backward, without what a class derived from ours adds."""
     from retrograde.nn.recurrent import Recurrent
 
-    trial.backward = None if way == "torch" else way
+    trial.backward = None if name == "torch" else name
     weight = trial._flat_weights[0]
     x = torch.randn(steps, samples, trial.input_size, dtype=weight.dtype, device=weight.device)
     x.requires_grad_(needs_x)
@@ -190,9 +190,9 @@ def _read() -> dict[str, dict[str, Timing]]:
     try:
         content = json.loads(cache_file().read_text(encoding="utf-8"))
         return {
-            key: {way: Timing(tuple((int(a), float(b)) for a, b in found[way])) for way in WAYS}
+            key: {n: Timing(tuple((int(a), float(b)) for a, b in found[n])) for n in BACKWARDS}
             for key, found in content.items()
-            if all(found[way] for way in WAYS)
+            if all(found[name] for name in BACKWARDS)
         }
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}
@@ -200,8 +200,8 @@ def _read() -> dict[str, dict[str, Timing]]:
 
 def _write(key: str, found: dict[str, Timing]) -> None:
     """Add an entry to the file; a folder that cannot be written costs a measurement, no more."""
-    content = {k: {way: t.points for way, t in v.items()} for k, v in _read().items()}
-    content[key] = {way: timing.points for way, timing in found.items()}
+    content = {k: {name: t.points for name, t in v.items()} for k, v in _read().items()}
+    content[key] = {name: timing.points for name, timing in found.items()}
     path = cache_file()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ from retrograde.cores.recurrent.bytes import sums_at_once
 from retrograde.cores.recurrent.core import HeldLayers
 from retrograde.cores.recurrent.masks import Drawn, Hashed
 from retrograde.cores.recurrent.plan import HeldPlan
-from retrograde.cores.recurrent.ranges import run_held, ways_of
+from retrograde.cores.recurrent.ranges import backward_plans, run_held
 from retrograde.errors import CellError
 from retrograde.nn.weights import last_weights
 from retrograde.plan.fit import Fit
@@ -27,7 +27,7 @@ from retrograde.run.autograd import run_schedule
 from retrograde.run.core import Core
 from retrograde.run.layout import Rows
 from retrograde.run.transforms import is_unreal
-from retrograde.scan.block_lengths import Way
+from retrograde.scan.block_lengths import BackwardPlan
 from retrograde.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -167,16 +167,16 @@ class Call:
 
         return self._in_turn(run)
 
-    def run_back(self, way: Literal["sequential", "scan"]) -> tuple[Tensor, State]:
-        """As :meth:`run`, without a budget: gates are kept, and gradients are found in a given way.
+    def run_back(self, backward: Literal["sequential", "scan"]) -> tuple[Tensor, State]:
+        """As :meth:`run`, without a budget: gates are kept, and gradients are found as asked.
         Dropout masks are drawn as torch draws them."""
 
         def run(
             number: int, net: tuple[Layers, ...], x: Tensor, state: Tensors
         ) -> tuple[Tensor, Tensors]:
             layout = Rows(self.length, self.sizes, self.bidirectional)
-            ways = ways_of(way, net[0], self.length, self.batch)
-            return run_held(net, layout, x, state, ways, self._drawn(number, net[0].count))
+            plans = backward_plans(backward, net[0], self.length, self.batch)
+            return run_held(net, layout, x, state, plans, self._drawn(number, net[0].count))
 
         return self._in_turn(run)
 
@@ -194,13 +194,13 @@ class Call:
     def _held(
         self, plan: HeldPlan, net: tuple[Layers, ...], layout: Rows, dropout: Dropout | None
     ) -> HeldLayers:
-        ways = [Way("sequential", max(1, plan.block // self.batch))] * net[0].count
+        plans = [BackwardPlan("sequential", max(1, plan.block // self.batch))] * net[0].count
         masks = None if dropout is None else Hashed(dropout)
         return HeldLayers(
             net,
             layout,
             self.batch,
-            ways,
+            plans,
             kept=plan.kept,
             masks=masks,
             means=plan.means,

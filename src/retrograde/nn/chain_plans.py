@@ -21,10 +21,10 @@ from retrograde.cores.chain.layer_sizes import measure_chain, prefix_bytes
 from retrograde.cores.chain.links import Links, examine_layers
 from retrograde.cores.chain.nodes import run_chain
 from retrograde.discover.places import Place
-from retrograde.discover.referents import Reach, reach
+from retrograde.discover.referents import Referents, find_referents
 from retrograde.discover.trees import Structure, flatten
 from retrograde.errors import BudgetError, CellError
-from retrograde.nn.cache import Recent, identity, signature
+from retrograde.nn.cache import LRUCache, identity, signature
 from retrograde.plan.chain.search import chain_minimum, plan_chain, record_everything
 from retrograde.run.transforms import is_unreal, refuse_transforms
 from retrograde.schedule import Chain, Schedule
@@ -75,9 +75,9 @@ class ChainFit:
 class Plans:
     """What was found for recent calls of one module."""
 
-    chains: Recent[tuple[Chain, int]] = field(default_factory=Recent)
-    fits: Recent[ChainFit] = field(default_factory=Recent)
-    links: Recent[Links] = field(default_factory=partial(Recent, most=_MOST_LINKS))
+    chains: LRUCache[tuple[Chain, int]] = field(default_factory=LRUCache)
+    fits: LRUCache[ChainFit] = field(default_factory=LRUCache)
+    links: LRUCache[Links] = field(default_factory=partial(LRUCache, most=_MOST_LINKS))
     moving: set[tuple[int, Any]] = field(
         default_factory=set
     )  # what layers change: (id of its holder, name)
@@ -185,7 +185,7 @@ class _Call:
     leaves: Tensors
     structure: Structure
     known: Hashable
-    found: Reach
+    found: Referents
     parts: list[nn.Module]
     tensors: Tensors
     identities: dict[int, Hashable] = field(default_factory=dict)
@@ -204,7 +204,7 @@ class _Call:
 
     @classmethod
     def of(cls, net: nn.Sequential, leaves: Tensors, structure: Structure) -> "_Call":
-        found = reach([net])
+        found = find_referents([net])
         parts = found.parts()
         named = [
             named

@@ -25,19 +25,19 @@ from retrograde.jacobians.feedforward import (
     split_of,
 )
 from retrograde.jacobians.transposed import room
-from retrograde.nn.cache import Recent
+from retrograde.nn.cache import LRUCache
 from retrograde.run.transforms import refuse_transforms
 from retrograde.scan.counts import most_levels
-from retrograde.units import Memory, format_bytes
+from retrograde.units import Memory, aligned, format_bytes
 
-__all__ = ["OUTLOOKS", "ChainScan", "Outlook"]
+__all__ = ["SCAN_CHOICES", "ChainScan", "ScanChoice"]
 
-#: How many outlooks are remembered: one for each shape of a batch, and of masks.
-OUTLOOKS = 4
+#: How many choices are remembered: one for each shape of a batch, and of masks.
+SCAN_CHOICES = 4
 
 
 @dataclass(frozen=True, eq=False)
-class Outlook:
+class ScanChoice:
     """The scans considered for a chain, what each takes, and the chosen one; ``print`` shows it.
 
     Attributes:
@@ -66,23 +66,18 @@ class Outlook:
                     str(split.samples) if split.samples else "does not fit",
                 )
             )
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
-        return "\n".join([self.why, *lines])
+        return f"{self.why}\n{aligned(rows, left=range(6))}"
 
 
 @dataclass
 class ChainScan:
-    """How the layers of one module are scanned, and the outlooks of recent batches; options as of
+    """How the layers of one module are scanned, and the choices of recent batches; options as of
     :class:`retrograde.Sequential`."""
 
     algorithm: Algorithm
     levels: int | None
     memory: Memory | None
-    outlooks: Recent[Outlook]
+    choices: LRUCache[ScanChoice]
 
     def run(self, layers: Sequence[nn.Module], x: Any) -> Any:
         """The output of the layers, none of them nested; None where nothing requires a gradient.
@@ -97,34 +92,34 @@ class ChainScan:
         refuse_transforms([x, *parameters], ["backward"])
         return _Scan.apply(self, layers, x, *parameters)  # type: ignore[no-untyped-call]
 
-    def outlook(self, steps: Sequence[Step], *, whole: bool) -> Outlook:
+    def choose(self, steps: Sequence[Step], *, whole: bool) -> ScanChoice:
         """See :meth:`retrograde.Sequential.outlook`."""
         x = steps[0].x
-        patterns = tuple(p.local.pattern for step in steps for p in step.path.pieces())
+        patterns = tuple(p.jacobian.pattern for step in steps for p in step.path.pieces())
         asked = self.algorithm, self.levels, self.memory
 
-        def find() -> Outlook:
+        def find() -> ScanChoice:
             limit = room(self.memory, x.device)
-            return _outlook_of(steps, self.algorithm, self.levels, limit, whole=whole)
+            return _choose_scan(steps, self.algorithm, self.levels, limit, whole=whole)
 
-        return self.outlooks.get((len(x), x.dtype, x.device, whole, asked, patterns), find)
+        return self.choices.get((len(x), x.dtype, x.device, whole, asked, patterns), find)
 
-    def explain(self, layers: Sequence[nn.Module], x: Tensor) -> Outlook:
-        """The outlook for an input that the layers are run on."""
+    def explain(self, layers: Sequence[nn.Module], x: Tensor) -> ScanChoice:
+        """The choice for an input that the layers are run on."""
         _check_call(layers, x)
         with torch.enable_grad():
             steps, whole = _needed(observe_steps(layers, x), x.requires_grad)
-        return self.outlook(steps, whole=whole)
+        return self.choose(steps, whole=whole)
 
 
-def _outlook_of(
+def _choose_scan(
     steps: Sequence[Step],
     algorithm: Algorithm,
     levels: int | None,
     limit: int,
     *,
     whole: bool,
-) -> Outlook:
+) -> ScanChoice:
     """Count what each scan takes within ``limit`` bytes, and choose. Raises ScanError if the scan
     that was asked for does not fit."""
     x, y = steps[0].x, steps[-1].y
@@ -135,11 +130,11 @@ def _outlook_of(
     found = [split_of(k, paths, *size) for k in asked or sorted({0, min(levels or 0, most)})]
     for path in paths:  # most of the products that were looked at will never be wanted
         for piece in path.pieces():
-            piece.local.pattern.forget()
+            piece.jacobian.pattern.forget()
     linear, fitting = found[0], [split for split in found if split.samples]
     if algorithm == "auto":
         best = min(fitting, key=lambda s: s.report.critical_flops, default=linear)
-        return Outlook(best, _why(best, len(fitting)), tuple(found), best.levels > 0, limit)
+        return ScanChoice(best, _why(best, len(fitting)), tuple(found), best.levels > 0, limit)
     chosen = found[-1]
     if not chosen.samples:
         needed = chosen.fixed_bytes + chosen.sample_bytes
@@ -148,7 +143,7 @@ def _outlook_of(
             f"algorithm={algorithm!r} does not fit into {format_bytes(limit)}: {size_of}; give "
             "more memory, fewer levels, or algorithm='auto'"
         )
-    return Outlook(chosen, f"algorithm={algorithm!r} asks for it", tuple(found), True, limit)
+    return ScanChoice(chosen, f"algorithm={algorithm!r} asks for it", tuple(found), True, limit)
 
 
 def _why(best: Split, fitting: int) -> str:
@@ -168,7 +163,7 @@ class _Scan(torch.autograd.Function):
             steps = observe_steps(layers, x)
         _check_captured(steps, parameters)
         ctx.steps, ctx.whole = _needed(steps, ctx.needs_input_grad[2])
-        ctx.outlook = scan.outlook(ctx.steps, whole=ctx.whole)
+        ctx.choice = scan.choose(ctx.steps, whole=ctx.whole)
         ctx.parameters = parameters
         held = [t for layer in layers for t in (*layer.parameters(), *layer.buffers())]
         ctx.versions = [(t, t._version) for t in held]
@@ -199,7 +194,7 @@ class _Scan(torch.autograd.Function):
             )
         if not _keeps_graph():
             ctx.steps = None
-        gradients = _gradients(steps, dy, ctx.outlook, whole=ctx.whole)
+        gradients = _gradients(steps, dy, ctx.choice, whole=ctx.whole)
         own = gradients[1:] if ctx.whole else gradients
         found = _of_parameters(steps, own, ctx.parameters)
         return (None, None, gradients[0] if ctx.whole else None, *found)
@@ -211,9 +206,11 @@ def _keeps_graph() -> bool:
     return asked is None or bool(asked())
 
 
-def _gradients(steps: Sequence[Step], dy: Tensor, outlook: Outlook, *, whole: bool) -> list[Tensor]:
-    if outlook.jacobians:
-        chosen = outlook.chosen
+def _gradients(
+    steps: Sequence[Step], dy: Tensor, choice: ScanChoice, *, whole: bool
+) -> list[Tensor]:
+    if choice.jacobians:
+        chosen = choice.chosen
         return scan_gradients(steps, dy, chosen.levels, chosen.samples, whole=whole)
     gradients = [dy]
     for step in reversed(steps if whole else steps[1:]):

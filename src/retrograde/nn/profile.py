@@ -36,7 +36,7 @@ from retrograde.plan.arguments import integer
 from retrograde.plan.fit import Fit
 from retrograde.run.inputs import Held, check_length
 from retrograde.schedule import Chain
-from retrograde.units import Memory, format_bytes
+from retrograde.units import Memory, aligned, format_bytes
 
 __all__ = ["Offer", "Offers", "Profile", "profile"]
 
@@ -89,22 +89,21 @@ class Offers:
 
     def __str__(self) -> str:
         last = self.offers[-1]
-        rows = [
-            f"What a budget buys, {last.length:,} steps",
-            f"{'budget':>10}{'of ordinary':>13}{'forward steps':>15}"
-            f"{'seconds':>11}{'× ordinary':>12}",
-        ]
+        rows = [("budget", "of ordinary", "forward steps", "seconds", "× ordinary")]
         for offer in self.offers:
             rows.append(
-                f"{format_bytes(offer.budget_bytes):>10}"
-                f"{offer.budget_bytes / offer.ordinary_bytes:>13.2%}"
-                f"{offer.forward_steps / offer.length:>14.3g}×"
-                f"{offer.seconds:>11.3g}"
-                f"{offer.seconds / last.seconds:>12.2f}"
+                (
+                    format_bytes(offer.budget_bytes),
+                    f"{offer.budget_bytes / offer.ordinary_bytes:.2%}",
+                    f"{offer.forward_steps / offer.length:.3g}×",
+                    f"{offer.seconds:.3g}",
+                    f"{offer.seconds / last.seconds:.2f}",
+                )
             )
+        told = f"What a budget buys, {last.length:,} steps\n{aligned(rows, left=())}"
         if self.minimum_bytes < self.offers[0].budget_bytes:
-            rows.append(f"the least budget of all is {format_bytes(self.minimum_bytes)}")
-        return "\n".join(rows)
+            told += f"\nthe least budget of all is {format_bytes(self.minimum_bytes)}"
+        return told
 
 
 @dataclass(frozen=True)
@@ -243,7 +242,7 @@ class Profile:
         ]
         if self.costs and self.costs[0].sizes.call_steps:  # a module
             rows.append(("kernel call", _microseconds(self.call_seconds)))
-        table = "\n".join(f"{name:<15}{value:>12}" for name, value in rows)
+        table = aligned(rows)
         return table if self.length is None else f"{table}\n\n{self.trade_off()}"
 
 
@@ -370,17 +369,17 @@ def _of_module(
 def _described(
     costs: Sequence[Costs], internal: int, parameters: int, draws: bool, length: int | None
 ) -> Profile:
-    sizes, paces = costs[0].sizes, costs[0].paces
+    sizes, times = costs[0].sizes, costs[0].times
     return Profile(
         state_bytes=sizes.state_bytes,
         internal_bytes=internal,
         core_bytes=sizes.core_bytes(1),
-        forward_seconds=paces.forward.step_seconds,
-        record_seconds=paces.record.step_seconds,
-        backward_seconds=paces.backward.step_seconds,
+        forward_seconds=times.forward.step_seconds,
+        record_seconds=times.record.step_seconds,
+        backward_seconds=times.backward.step_seconds,
         parameters=parameters,
         draws=draws,
-        call_seconds=paces.forward.call_seconds,
+        call_seconds=times.forward.call_seconds,
         length=length,
         costs=tuple(costs),
     )

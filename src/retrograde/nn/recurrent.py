@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from retrograde.errors import CellError, InputError, RetrogradeError
 from retrograde.nn import backward_choice as choice
-from retrograde.nn.cache import Recent
+from retrograde.nn.cache import LRUCache
 from retrograde.nn.call import Call, StackFit
 from retrograde.nn.scheduled import find_plan
 from retrograde.nn.unroll import check_schedule, refuse_both
@@ -66,7 +66,7 @@ class Recurrent(nn.RNNBase):
         self.memory = memory
         self.backward = backward
         self.schedule = schedule
-        self._fits: Recent[Any] = Recent()
+        self._fits: LRUCache[Any] = LRUCache()
         self._check_asked()
 
     def forward(self, input: Any, hx: Any = None) -> Any:  # type: ignore[override]
@@ -152,7 +152,7 @@ class Recurrent(nn.RNNBase):
     def __getstate__(self) -> dict[str, Any]:
         return {
             **super().__getstate__(),  # type: ignore[no-untyped-call]
-            "_fits": Recent(),
+            "_fits": LRUCache(),
         }
 
     def __prepare_scriptable__(self) -> nn.Module:
@@ -197,8 +197,8 @@ class Recurrent(nn.RNNBase):
         if not call.batch:
             return None  # without a sample nothing is held, and nothing takes time
         if self.memory is None and self.schedule is None:
-            way = choice.way(self, call.length, call.batch, call.x)
-            return None if way is None else call.run_back(way)
+            backward = choice.choose_backward(self, call.length, call.batch, call.x)
+            return None if backward is None else call.run_back(backward)
         if self.backward is not None:
             choice.check_slopes(self)
         if self.schedule is not None:

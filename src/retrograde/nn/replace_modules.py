@@ -18,7 +18,7 @@ from retrograde.nn.recurrent import GRU, LSTM, RNN, Recurrent
 from retrograde.nn.sequential import Sequential
 from retrograde.nn.weights import TORCHS_OWN
 
-__all__ = ["Budgeted", "Swappable", "is_chain", "swap", "twin"]
+__all__ = ["Budgeted", "Swappable", "is_chain", "replace_module", "twin"]
 
 #: What can be given a budget, and what it becomes.
 Swappable = nn.RNNBase | nn.Sequential
@@ -57,7 +57,7 @@ def twin(module: Swappable) -> Budgeted:
     return cast(Budgeted, other)
 
 
-def swap(module: Swappable, other: Budgeted) -> None:
+def replace_module(module: Swappable, other: Budgeted) -> None:
     """Turn a module into its :func:`twin`, in place, once the twin's ``memory`` is set."""
     asked = ("memory", "schedule")
     new = [name for name in vars(other) if name in asked or name not in vars(module)]

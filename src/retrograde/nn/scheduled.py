@@ -29,7 +29,7 @@ from retrograde.nn.weights import stand_ins
 from retrograde.plan.fit import Curve, Fit, Footprint, refusal
 from retrograde.run.inputs import Inputs
 from retrograde.run.layout import Rows
-from retrograde.scan.block_lengths import sequential_way
+from retrograde.scan.block_lengths import sequential_plan
 from retrograde.units import Memory, as_bytes, asks_for_all
 
 __all__ = ["Part", "find_plan", "fit_held", "measure_parts", "ordinary_bytes"]
@@ -99,10 +99,10 @@ def _held_planner(call: Call, ordinary: Ordinary) -> Planner:
         shape, width=2 * shape.size, needs_x=True, straight=True, first=call.has_dropout
     )
     dtype = call.weights[0].dtype
-    way = sequential_way(shape.kind, call.batch, shape.width, shape.size, dtype, "cpu")
+    back = sequential_plan(shape.kind, call.batch, shape.width, shape.size, dtype, "cpu")
     return Planner(
         shapes=(shape, *[upper] * (len(nets) - 1)),
-        most=way.block * call.batch,
+        most=back.block * call.batch,
         extra=_extra_bytes(call, call.state),
         gradient_copy=ordinary.gradient_copy,
         torchs=not call.has_dropout,
@@ -175,7 +175,7 @@ def measure_parts(call: Call, memory: Memory | None) -> tuple[Ordinary, list[Par
             net,
             call.batch,
             extra_bytes=_extra_bytes(call, state),
-            way=backward,
+            backward=backward,
             dropout=dropout,
             packed=packed is not None,
             whole=not call.has_dropout and len(nets) == 1,

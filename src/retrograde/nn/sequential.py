@@ -1,6 +1,6 @@
 """``torch.nn.Sequential`` within a byte budget, or backpropagated by a parallel scan.
 
-Two ways, one constructor. With ``memory=`` alone it is a deep chain, run by a schedule
+Two kinds, one constructor. With ``memory=`` alone it is a deep chain, run by a schedule
 (:mod:`retrograde.nn.chain_plans`). With ``backward="scan"`` its backward pass is a scan over
 Jacobians (:mod:`retrograde.nn.chain_scan`), and ``memory`` bounds what these take.
 """
@@ -17,9 +17,9 @@ from retrograde.jacobians.composition import Residual
 from retrograde.jacobians.feedforward import Algorithm, Step
 from retrograde.jacobians.rules import register_layer
 from retrograde.jacobians.transposed import room
-from retrograde.nn.cache import Recent
+from retrograde.nn.cache import LRUCache
 from retrograde.nn.chain_plans import ChainFit, Plans, named_layers
-from retrograde.nn.chain_scan import OUTLOOKS, ChainScan, Outlook
+from retrograde.nn.chain_scan import SCAN_CHOICES, ChainScan, ScanChoice
 from retrograde.run.transforms import uncompiled
 from retrograde.units import Memory, parse_memory
 
@@ -80,7 +80,7 @@ class Sequential(nn.Sequential):
         _check_options(backward, algorithm, levels, memory)
         self.backward, self.algorithm, self.levels = backward, algorithm, levels
         self.memory = memory
-        self._outlooks: Recent[Outlook] = Recent(most=OUTLOOKS)
+        self._scan_choices: LRUCache[ScanChoice] = LRUCache(most=SCAN_CHOICES)
         self._plans = Plans()
 
     @uncompiled
@@ -130,7 +130,7 @@ class Sequential(nn.Sequential):
         """What :meth:`fit` would tell, were the budget another one; nothing is changed."""
         return self._plans.fit(self, memory, input)
 
-    def outlook(self, steps: Sequence[Step], *, whole: bool) -> Outlook:
+    def outlook(self, steps: Sequence[Step], *, whole: bool) -> ScanChoice:
         """What each scan would take for a batch, and which one is chosen; remembered by shape.
 
         Args:
@@ -138,21 +138,21 @@ class Sequential(nn.Sequential):
             whole: whether the gradient of the first one's input is wanted too.
 
         Returns:
-            The outlook.
+            The choice.
 
         Raises:
             ScanError: what was asked for does not fit.
         """
-        return self._scan().outlook(steps, whole=whole)
+        return self._scan().choose(steps, whole=whole)
 
-    def explain(self, input: Tensor) -> Outlook:
+    def explain(self, input: Tensor) -> ScanChoice:
         """Which scan a call would be backpropagated by, and why; nothing is trained.
 
         Args:
             input: as for a call; the layers are run on it.
 
         Returns:
-            An outlook; ``print`` shows it as a table.
+            The choice; ``print`` shows it as a table.
 
         Raises:
             ScanError: as for a call.
@@ -160,7 +160,7 @@ class Sequential(nn.Sequential):
         return self._scan().explain(_flat(self), input)
 
     def _scan(self) -> ChainScan:
-        return ChainScan(self.algorithm, self.levels, self.memory, self._outlooks)
+        return ChainScan(self.algorithm, self.levels, self.memory, self._scan_choices)
 
     def __getitem__(self, index: Any) -> Any:
         if not isinstance(index, slice):
@@ -181,7 +181,7 @@ class Sequential(nn.Sequential):
         return ", ".join(f"{k}={v!r}" for k, v in options.items() if v not in (None, "auto"))
 
     def __getstate__(self) -> dict[str, Any]:
-        fresh = {"_outlooks": Recent(most=OUTLOOKS), "_plans": Plans()}
+        fresh = {"_scan_choices": LRUCache(most=SCAN_CHOICES), "_plans": Plans()}
         return {**super().__getstate__(), **fresh}  # type: ignore[misc, no-untyped-call]
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retrograde.cores.recurrent.ranges import run_held, ways_of
-from retrograde.cores.timing import Paces, time_calls
+from retrograde.cores.recurrent.ranges import backward_plans, run_held
+from retrograde.cores.timing import RangeTimes, time_calls
 from retrograde.nn.call import Call
 from retrograde.nn.scheduled import fit_held, ordinary_bytes
 from retrograde.nn.weights import stand_ins
@@ -24,10 +24,10 @@ Tensors = list[Tensor]
 
 @dataclass(frozen=True)
 class Costs:
-    """What the steps of one core cost: ``sizes`` in bytes, ``paces`` in seconds."""
+    """What the steps of one core cost: ``sizes`` in bytes, ``times`` in seconds."""
 
     sizes: Footprint
-    paces: Paces
+    times: RangeTimes
 
     def fit(self, steps: int, memory: Memory) -> Fit:
         """What a budget buys for so many steps."""
@@ -45,8 +45,8 @@ class Costs:
         """The predicted time of an iteration."""
         length, records = found.schedule.length, int(np.sum(found.schedule.kind == Verb.RECORD))
         again, calls = found.forward_steps - length, found.calls - 2 * records
-        forward = self.paces.forward(calls, again)
-        return forward + self.paces.record(records, length) + self.paces.backward(records, length)
+        forward = self.times.forward(calls, again)
+        return forward + self.times.record(records, length) + self.times.backward(records, length)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class HeldCosts(Costs):
         return self.fit(steps, 1.0).minimum_bytes
 
 
-def time_held(call: Call, repeats: int) -> Paces:
+def time_held(call: Call, repeats: int) -> RangeTimes:
     """How long the held layers of one recurrence take: forward, recording, and going back."""
     (net,), (state,) = call.nets(stand_ins(call.weights)), call.states()
     state = [s.detach() for s in state]
@@ -76,8 +76,8 @@ def time_held(call: Call, repeats: int) -> Paces:
     def record(steps: int) -> None:
         inputs[:] = [x := call.x[:steps].detach().requires_grad_(call.x.requires_grad)]
         rows = Rows(steps, None, call.bidirectional)
-        ways = ways_of("sequential", net[0], steps, call.batch)
-        outputs[:] = [run_held(net, rows, x, state, ways)[0]]
+        plans = backward_plans("sequential", net[0], steps, call.batch)
+        outputs[:] = [run_held(net, rows, x, state, plans)[0]]
 
     def forward(steps: int) -> None:
         with torch.no_grad():

@@ -125,7 +125,7 @@ class Footprint:
         record_steps: cost of recording a range and backpropagating it, besides its steps.
         backward_steps: cost of recording and backpropagating a step beyond running it
             forward; it matters between cores only.
-        pace: time of a forward step, in whatever unit several cores are compared by.
+        step_time: time of a forward step, in whatever unit several cores are compared by.
         scheduled: whether a schedule runs everything; ``ordinary`` then only says what a
             fraction is of, since the caller has no graph to fall back upon.
     """
@@ -141,7 +141,7 @@ class Footprint:
     call_steps: float = 0.0
     record_steps: float = 0.0
     backward_steps: float = 2.0
-    pace: float = 1.0
+    step_time: float = 1.0
     scheduled: bool = False
     extra_bytes: int = 0
     gradient_copy: int = 0
@@ -178,9 +178,9 @@ class Footprint:
         return self.time(length, length, 0, 1)
 
     def time(self, length: int, forward_steps: int, advances: int, records: int) -> float:
-        """The predicted time of an iteration, in units of ``pace``."""
+        """The predicted time of an iteration, in units of ``step_time``."""
         calls = self.call_steps * advances + self.record_steps * records
-        return self.pace * (forward_steps + self.backward_steps * length + calls)
+        return self.step_time * (forward_steps + self.backward_steps * length + calls)
 
     def overhead_bytes(self, steps: int) -> int:
         """The working core for blocks of ``steps``, the state it starts from, the gradient."""
@@ -197,7 +197,7 @@ class Fit:
         chunk: the most steps of one advancing range.
         forward_steps: forward steps in all, the first sweep included.
         calls: calls of a kernel in all; a recorded range takes two.
-        time: the predicted time of an iteration, in the unit of the footprint's ``pace``.
+        time: the predicted time of an iteration, in the unit of the footprint's ``step_time``.
         minimum_bytes: the least that a schedule of single steps takes.
         ordinary: whether it is ordinary backpropagation, as one graph.
     """

@@ -116,7 +116,7 @@ class Run:
                     tape = self.core.record(inputs, a, b, state, emit)
                     self.tapes.append(tape)
                     self.state, self.position = tape.state_after, b
-                    self.trail.reach(b)
+                    self.trail.arrive(b)
                     if self.loads is not None and (self.done - 1, b) not in self.loads:
                         tape.state_after = []
             case Load(at):
@@ -142,7 +142,7 @@ class Run:
         )
         for at, state in between:
             self.stored[at] = (state, self.core.ambient.capture())
-        self.trail.reach(self.position)
+        self.trail.arrive(self.position)
 
     def _tapes(self, start: int, stop: int) -> list[tuple[int, int]]:
         """The ranges that a recording is divided into, since they are loaded or used up one by

@@ -11,11 +11,11 @@ import torch
 
 from retrograde.kernels.cells import GATES, Kind
 
-__all__ = ["Way", "scan_way", "sequential_way", "step_numbers"]
+__all__ = ["BackwardPlan", "scan_plan", "sequential_plan", "step_numbers"]
 
 
 @dataclass(frozen=True)
-class Way:
+class BackwardPlan:
     """How a layer is to be backpropagated.
 
     Attributes:
@@ -43,27 +43,27 @@ def step_numbers(kind: Kind, inputs: int, size: int) -> int:
     return (2 * GATES[kind] + 4) * size + 2 * inputs
 
 
-def sequential_way(
+def sequential_plan(
     kind: Kind, samples: int, inputs: int, size: int, dtype: torch.dtype, device: str
-) -> Way:
+) -> BackwardPlan:
     """The sequential sweep of B samples, inputs I and states H wide, in blocks that fit the cache.
 
     Example:
-        >>> sequential_way("GRU", 16, 24, 20, torch.float32, "cpu").block
+        >>> sequential_plan("GRU", 16, 24, 20, torch.float32, "cpu").block
         264
     """
     step = step_numbers(kind, inputs, size) * samples * max(4, dtype.itemsize)
     block = max(1, _BLOCK_BYTES.get(device, _BLOCK_BYTES["cuda"]) // step)
-    return Way("sequential", max(block, _ROWS // max(1, samples)))
+    return BackwardPlan("sequential", max(block, _ROWS // max(1, samples)))
 
 
-def scan_way(
+def scan_plan(
     kind: Kind, length: int, samples: int, inputs: int, size: int, dtype: torch.dtype, device: str
-) -> Way:
+) -> BackwardPlan:
     """The scan over T steps, with the chunk L that makes its latency 2 L + T / L least.
 
     Example:
-        >>> scan_way("RNN_TANH", 1000, 16, 24, 20, torch.float32, "cpu").chunk
+        >>> scan_plan("RNN_TANH", 1000, 16, 24, 20, torch.float32, "cpu").chunk
         22
     """
     chunk = max(1, min(round(math.sqrt(length / 2)), length))
@@ -73,4 +73,4 @@ def scan_way(
     bytes_ = per_step * samples * max(4, dtype.itemsize)
     room = _SCAN_BYTES.get(device, _SCAN_BYTES["cuda"])
     steps = max(int(room / bytes_), chunk)
-    return Way("scan", steps - steps % chunk, chunk)
+    return BackwardPlan("scan", steps - steps % chunk, chunk)

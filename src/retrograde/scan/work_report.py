@@ -14,6 +14,7 @@ from typing import Any
 
 from retrograde.scan.counts import check_workers, rounds
 from retrograde.scan.elements import IDENTITY, UNREAD, flops
+from retrograde.units import aligned
 
 __all__ = ["Level", "Operand", "Product", "Report"]
 
@@ -156,8 +157,7 @@ class Report:
         for level, same in groupby(self.levels):
             rows.append(_row(level.phase, list(same), _summary(level)))
         rows.append(_row("all", self.levels, ""))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(_line(row, widths) for row in rows)
+        return aligned(rows, left=(0, 6))
 
 
 def _operand(element: Any) -> Operand:
@@ -178,8 +178,3 @@ def _row(phase: str, levels: Sequence[Level], what: str) -> tuple[str, ...]:
         sum(level.critical_flops for level in levels),
     )
     return (phase, *map(str, numbers), what)
-
-
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    numbers = (text.rjust(width) for text, width in zip(row[1:-1], widths[1:-1], strict=True))
-    return "  ".join((row[0].ljust(widths[0]), *numbers, row[-1])).rstrip()

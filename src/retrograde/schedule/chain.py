@@ -23,7 +23,7 @@ from math import isfinite
 from typing import Any
 
 from retrograde.errors import ScheduleError
-from retrograde.units import format_bytes
+from retrograde.units import aligned, format_bytes
 
 __all__ = ["Chain"]
 
@@ -219,12 +219,7 @@ class Chain:
                     format_bytes(transient),
                 )
             )
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
-            row[0].ljust(widths[0])
-            + "".join(f"  {text:>{width}}" for text, width in zip(row[1:], widths[1:], strict=True))
-            for row in rows
-        )
+        return aligned(rows)
 
 
 def _entry(name: str, k: int | None, value: Any) -> Any:

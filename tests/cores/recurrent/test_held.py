@@ -19,7 +19,7 @@ from retrograde.cores.recurrent.plan import HeldPlan, Planner, Sequences
 from retrograde.plan.fit import whole_fit
 from retrograde.run.autograd import run_schedule
 from retrograde.run.layout import Rows
-from retrograde.scan.block_lengths import Way
+from retrograde.scan.block_lengths import BackwardPlan
 
 DOUBLE = torch.float64
 KINDS = [nn.RNN, nn.GRU, nn.LSTM]
@@ -97,13 +97,13 @@ LENGTHS = {"padded": None, "packed": [17, 12, 12, 5, 1]}
 @pytest.mark.parametrize("layers", LAYERS)
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("size", [7, 24])
-@pytest.mark.parametrize("means", ["loops", "sweeps", "lean"])
+@pytest.mark.parametrize("means", ["loops", "sweeps", "blas"])
 def test_outputs_and_gradients_are_torchs(kind, schedule, name, layers, lengths, size, means):
     case = Case(kind, (17, 5, 4, size), lengths=LENGTHS[lengths], **LAYERS[layers])
     if schedule == "tight" and case.both:
         pytest.skip("two directions are one range")
     for block, kept in [(1, 0), (5, 6), (100, 17), (4, 1)]:
-        way = Way(name, block, 3)
+        way = BackwardPlan(name, block, 3)
         ours = case.ours(SCHEDULES[schedule](17), way, kept=kept, means=means)
         case.assert_same(ours)
         case.assert_same(ours)  # and a second time through the same graph
@@ -122,7 +122,9 @@ def test_what_is_laid_out_otherwise(kind, layers):
         None,
     ):
         for kept in (0, 9):
-            ours = case.ours(SCHEDULES["in one range"](40), Way("sequential", 7), x, kept=kept)
+            ours = case.ours(
+                SCHEDULES["in one range"](40), BackwardPlan("sequential", 7), x, kept=kept
+            )
             case.assert_same(ours, x, [seed, *states], [x, *case.net.parameters()])
 
 
@@ -131,7 +133,7 @@ def test_what_is_laid_out_otherwise(kind, layers):
 def test_gradients_that_arrive_at_one_end_only(kind, given):
     case = Case(kind, (23, 2, 8, 8))
     seeds = [g if number == given else None for number, g in enumerate(case.seeds)]
-    case.assert_same(case.ours(rg.plan(23, 3), Way("sequential", 4)), seeds=seeds)
+    case.assert_same(case.ours(rg.plan(23, 3), BackwardPlan("sequential", 4)), seeds=seeds)
 
 
 @EVERY_KIND
@@ -141,7 +143,7 @@ def test_frozen_weights_and_inputs(kind):
     case.net.bias_ih_l1.requires_grad_(False)
     wanted = [*case.state, *(p for p in case.net.parameters() if p.requires_grad)]
     x = case.x.detach()
-    ours = case.ours(SCHEDULES["in one range"](31), Way("sequential", 4), x)
+    ours = case.ours(SCHEDULES["in one range"](31), BackwardPlan("sequential", 4), x)
     case.assert_same(ours, x, wanted=wanted)
 
 
@@ -168,7 +170,7 @@ def test_drawn_masks_are_torchs():
 def test_half_precision_is_summed_in_single(kind, name):
     case = Case(kind, (33, 3, 4, 7), dtype=torch.bfloat16)
     wanted = [case.x, *case.state, *case.net.parameters()]
-    ours = case.ours(SCHEDULES["in one range"](33), Way(name, 7, 3))
+    ours = case.ours(SCHEDULES["in one range"](33), BackwardPlan(name, 7, 3))
     found = torch.autograd.grad(ours, wanted, case.seeds)
     assert {t.dtype for t in found} == {torch.bfloat16}
     single = Case(kind, (33, 3, 4, 7), dtype=torch.float)
@@ -186,7 +188,7 @@ def test_half_precision_is_summed_in_single(kind, name):
 @EVERY_KIND
 def test_a_range_holds_marks_gates_and_what_lies_below(kind):
     case = Case(kind, (20, 3, 4, 7), layers=2)
-    core, rows = case.core(Way("sequential", 5), kept=7), Rows(20)
+    core, rows = case.core(BackwardPlan("sequential", 5), kept=7), Rows(20)
     x = case.x.detach()
     inputs = rows.read([x], core.room(rows.read([x])))
     tape = core.record(inputs, 0, 20, [s.detach() for s in case.state], lambda *_: None)
@@ -222,7 +224,7 @@ def drawn_shape(dice):
     straight = x.is_contiguous()
     steps = min(one([1, 3, 10, 50]), length)
     plan = HeldPlan(
-        steps * batch, one([0, 0, length // 2, length]), one(["loops", "sweeps", "lean"])
+        steps * batch, one([0, 0, length // 2, length]), one(["loops", "sweeps", "blas"])
     )
     shape = Shape(
         case.net.mode, batch, width, size, layers, case.tracks, dtype.itemsize,
@@ -250,7 +252,7 @@ def test_what_is_counted_is_no_less_than_what_is_taken(seed):
 
         def call(case=case, x=x, plan=plan, shape=shape, dy=dy, wanted=wanted):
             case.state = [torch.zeros_like(s) for s in case.state]
-            way = Way("sequential", max(1, plan.block // case.batch))
+            way = BackwardPlan("sequential", max(1, plan.block // case.batch))
             options = {"kept": plan.kept, "means": plan.means, "at_once": shape.at_once}
             schedule = SCHEDULES["in one range"](case.length)
             y, *after = case.ours(schedule, way, x, **options)

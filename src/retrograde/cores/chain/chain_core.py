@@ -160,7 +160,7 @@ class ChainCore(RangeCore):
             trail = Trail(ambient)
             self._before[k] = ambient.capture(), marks, trail
             yield
-            trail.reach(k)
+            trail.arrive(k)
             self.watched.update(ambient.steady.changes(marks, f"layer {link.name}"))
             if not torch.is_grad_enabled():
                 ambient.cut()
@@ -178,7 +178,7 @@ class ChainCore(RangeCore):
         with ambient.rerun(marks, tuple(watched)):
             ambient.restore(snapshot)
             yield
-            trail.reach(k)
+            trail.arrive(k)
 
 
 def _edge(t: Tensor) -> GradientEdge | None:

@@ -44,7 +44,7 @@ def measure_chain(links: Links, state: Tensors, repeats: int | None = None) -> C
             stack.enter_context(link.ambient.measured())
         with torch.no_grad():
             first = _run_prefix(links, state)
-        sizes, once = _trials(core, first)
+        sizes, once = _measure_links(core, first)
         seconds = [once]
         if repeats is None:
             repeats = min(3, int(_MORE_SECONDS / max(sum(map(sum, once)), 1e-9)))
@@ -97,7 +97,7 @@ class _Size(NamedTuple):
     keeps_output: bool
 
 
-class _Trial:
+class _LinkMeasurement:
     """One link, phase by phase. It alone holds its input, which ``take`` moves from the link
     before, so clearing a list shows what memory the link still refers to."""
 
@@ -185,19 +185,19 @@ class _Trial:
         )
 
 
-def _trials(core: ChainCore, first: Tensors) -> tuple[list[_Size], Seconds]:
+def _measure_links(core: ChainCore, first: Tensors) -> tuple[list[_Size], Seconds]:
     """Measure link after link: bytes, and seconds that the watching is a part of."""
-    trials: list[_Trial] = []
+    measured: list[_LinkMeasurement] = []
     for k in range(len(core.links)):
-        take = trials[-1].give if k else lambda: [t.clone() for t in first]
-        trials.append(_Trial(core, k, take))
-    phases = [trial.phases() for trial in trials]
+        take = measured[-1].give if k else lambda: [t.clone() for t in first]
+        measured.append(_LinkMeasurement(core, k, take))
+    phases = [one.phases() for one in measured]
     found = iter(measure_phases([*chain(*phases)], device=core.ambient.device))
     sizes: list[_Size] = []
-    for trial, own in zip(trials, phases, strict=True):
+    for one, own in zip(measured, phases, strict=True):
         before = sizes[-1].output_gradient_bytes if sizes else 0
-        sizes.append(trial.size([*islice(found, len(own))], before))
-    return sizes, _both_ways(trial.watch for trial in trials)
+        sizes.append(one.size([*islice(found, len(own))], before))
+    return sizes, _forward_and_backward(one.watch for one in measured)
 
 
 def _seconds(core: ChainCore, state: Tensors) -> Seconds:
@@ -215,7 +215,7 @@ def _seconds(core: ChainCore, state: Tensors) -> Seconds:
         (after,) = core.advance(NO_INPUTS, k, [k + 1], state, None)
         before, state = state, after
     _back(core, len(watches) - 1, before, watches[-1])
-    return _both_ways(watches)
+    return _forward_and_backward(watches)
 
 
 def _back(core: ChainCore, k: int, state: Tensors, watch: Stopwatch) -> None:
@@ -228,7 +228,7 @@ def _back(core: ChainCore, k: int, state: Tensors, watch: Stopwatch) -> None:
         core.backpropagate(tape, gradients)
 
 
-def _both_ways(watches: Iterable[Stopwatch]) -> Seconds:
+def _forward_and_backward(watches: Iterable[Stopwatch]) -> Seconds:
     """Forward; and backward, with what recording takes longer."""
     laps = (watch.seconds for watch in watches)
     return [(forward, backward + max(0.0, record - forward)) for forward, record, backward in laps]

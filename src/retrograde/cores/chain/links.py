@@ -16,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 from retrograde.cores.cell import Like, device_of, like_of
 from retrograde.discover.captured import foreign_tensors
 from retrograde.discover.dry_run import try_out
-from retrograde.discover.referents import reach
+from retrograde.discover.referents import find_referents
 from retrograde.discover.surroundings import Ambient, Steady, version
 from retrograde.discover.trees import Structure, flatten
 from retrograde.errors import CellError
@@ -195,7 +195,7 @@ def _try(
         check_leaves(name, outputs, mark, [anchor, *own, *x])
         return outputs, returned
 
-    found = reach(layers)
+    found = find_referents(layers)
     trial = try_out(call, found, device_of(*state), lambda result: result[0])
     outputs, returned = trial.value
     inside, outside = _storages(state), _storages(outputs)

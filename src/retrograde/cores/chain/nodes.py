@@ -18,7 +18,7 @@ from torch import Tensor
 
 from retrograde.cores.chain.chain_core import NO_INPUTS, ChainCore
 from retrograde.cores.chain.links import Link, Links
-from retrograde.cores.chain.split_schedule import course_of, loads_of
+from retrograde.cores.chain.split_schedule import loads_of, split_schedule
 from retrograde.discover.surroundings import autocast_as_now, autocast_of_caller, version
 from retrograde.errors import RetrogradeError
 from retrograde.run.core import Gradients
@@ -56,15 +56,15 @@ class _Call:
     def __init__(
         self, links: Sequence[Link], schedule: Schedule, state: Tensors, device: torch.device
     ) -> None:
-        self.course = course = course_of(schedule, links)
+        self.split = split = split_schedule(schedule, links)
         self.core = ChainCore(links, device)
         self.run = Run(
             self.core,
-            course.actions,
+            split.actions,
             len(links),
-            done=course.begin,
-            loads=loads_of(course.actions),
-            cuts=course.cuts,
+            done=split.begin,
+            loads=loads_of(split.actions),
+            cuts=split.cuts,
         )
         self.device = device
         self.state = [t.detach() for t in state]
@@ -79,19 +79,19 @@ class _Call:
     def forward(self, state: Tensors) -> Tensors:
         """Make the first sweep, in the caller's graph."""
         links = self.core.links
-        for action in self.course.sweep:
+        for action in self.split.sweep:
             match action:
                 case Store(at):
                     self.run.keep(at, state)
                 case Record(start, stop):
                     for k in range(start, stop):
-                        again = k < self.course.repeated
+                        again = k < self.split.repeated
                         with self.core.surroundings(k) if again else nullcontext():
                             state = links[k].run(state)
                 case Advance(start, stop):
                     inside = [t.detach() for t in state]
                     (self.outputs,) = self.core.advance(NO_INPUTS, start, [stop], inside, None)
-                    for a, b in self.course.nodes(start, stop):
+                    for a, b in self.split.nodes(start, stop):
                         own = self.core.own(a, b)
                         state = list(_Node.apply(self, a, b, len(state), *state, *own))  # type: ignore[no-untyped-call]
                     state = list(_Handover.apply(self, stop, *state))  # type: ignore[no-untyped-call]
@@ -100,7 +100,7 @@ class _Call:
     def begin(self, stop: int, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Take over the gradient of state ``stop``, and return tokens of it. At the last range a
         backward pass begins; a second one first repeats what it needs of the first sweep."""
-        after = self.course.after(stop)
+        after = self.split.after(stop)
         if after is not None:
             self._check_turn(after)
         else:
@@ -123,7 +123,7 @@ class _Call:
         try:
             with self.autocast:
                 next(self.walk)  # type: ignore[arg-type]
-                if start == self.course.starts[0]:
+                if start == self.split.starts[0]:
                     self.run.clear()
         except BaseException:
             self.run.clear()
@@ -131,7 +131,7 @@ class _Call:
             raise
         self.reached = start
         parameters, ours.parameters = ours.parameters, []
-        if start in self.course.starts:
+        if start in self.split.starts:
             states, ours.states = ours.states, []
             return states, parameters
         return _tokens(ours.states), parameters

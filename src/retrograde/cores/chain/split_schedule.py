@@ -24,13 +24,13 @@ from retrograde.schedule import (
     Store,
 )
 
-__all__ = ["Course", "course_of", "loads_of"]
+__all__ = ["SplitSchedule", "loads_of", "split_schedule"]
 
 _TOGETHER = 0.01  # of what ordinary backpropagation holds
 
 
 @dataclass(frozen=True)
-class Course:
+class SplitSchedule:
     """What a call does to follow a schedule.
 
     Attributes:
@@ -59,7 +59,7 @@ class Course:
         return next((start for start in self.starts if start >= stop), None)
 
 
-def course_of(schedule: Schedule, links: Sequence[Link]) -> Course:
+def split_schedule(schedule: Schedule, links: Sequence[Link]) -> SplitSchedule:
     """How a call follows a schedule that goes straight up to its first ``Backward``."""
     every = _held_in_sweep(tuple(schedule))
     first = next(i for i, action in enumerate(every) if isinstance(action, Backward))
@@ -77,7 +77,7 @@ def course_of(schedule: Schedule, links: Sequence[Link]) -> Course:
     cuts = _cuts(rest) | {edge for pair in ranges for edge in pair}
     assert isinstance(schedule.units, Chain)
     _divide(cuts, ranges, links, most=_TOGETHER * sum(schedule.units.internal_bytes))
-    return Course(sweep, (*again, *rest), len(again), last, starts, sorted(cuts))
+    return SplitSchedule(sweep, (*again, *rest), len(again), last, starts, sorted(cuts))
 
 
 def _cuts(actions: Sequence[Action]) -> set[int]:

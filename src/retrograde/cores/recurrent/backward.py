@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from retrograde.cores.recurrent.bytes import LAID_ROWS, LARGE, Means
-from retrograde.kernels import Backward, kernels, lean_kernels
+from retrograde.kernels import Backward, blas_kernels, kernels
 from retrograde.kernels.cells import Block, Slopes, Weights, slopes
 from retrograde.kernels.sweep import safe_chunk
-from retrograde.scan.block_lengths import Way
+from retrograde.scan.block_lengths import BackwardPlan
 
 __all__ = ["LayerBackward"]
 
@@ -31,27 +31,27 @@ class LayerBackward:
         self,
         weights: Weights,
         totals: dict[str, Tensor],
-        way: Way,
+        plan: BackwardPlan,
         batch: int,
         rows: int,
         *,
         means: Means = "loops",
         at_once: bool = False,
     ) -> None:
-        self.weights, self.totals, self.way = weights, totals, way
+        self.weights, self.totals, self.plan = weights, totals, plan
         self.rows, self.at_once = rows, at_once
         hidden = weights.hidden
         self.use = kernels(hidden.device.type, hidden.dtype, weights.size)
-        if means == "lean":
-            self.use = lean_kernels()
-        if way.name == "scan":
-            self.way = replace(way, chunk=safe_chunk(hidden, way.chunk))
+        if means == "blas":
+            self.use = blas_kernels()
+        if plan.name == "scan":
+            self.plan = replace(plan, chunk=safe_chunk(hidden, plan.chunk))
         small = batch > 1 and hidden.numel() <= LARGE  # there are samples to share among threads
-        loops = means == "loops" and way.name == "sequential" and self.use.backward is not None
+        loops = means == "loops" and plan.name == "sequential" and self.use.backward is not None
         self.in_one_loop = small and loops
         self.loops: Backward | None = None
         self.samples = -1
-        self.laid_rows = 0 if means == "lean" else LAID_ROWS
+        self.laid_rows = 0 if means == "blas" else LAID_ROWS
         self.prepared: Tensor | None = None
 
     def add(self, block: Block, dy: Tensor | None, g: Tensor, dx: Tensor | None) -> Tensor:
@@ -64,9 +64,9 @@ class LayerBackward:
         weights, known = self.weights, None if block.kept is None else block.kept.gates
         c = block.c if block.kept is None else block.kept.cells[0]
         steps = slopes(weights, block.x, block.before, block.after, c, self.use.gates, known)
-        if self.way.name == "scan":
+        if self.plan.name == "scan":
             losses = None if dy is None else _laid(dy, g)
-            g = self.use.scan(steps, weights.hidden, losses, g, self.way.chunk)
+            g = self.use.scan(steps, weights.hidden, losses, g, self.plan.chunk)
         else:
             if self.prepared is None:
                 self.prepared = self.use.prepare(weights.hidden)

@@ -19,7 +19,7 @@ __all__ = ["FORWARD_BYTES", "LAID_ROWS", "LARGE", "Means", "Shape", "sums_at_onc
 
 #: What runs the layers: one loop for a whole backward pass; loops for the recurrence, and matrix
 #: products for the rest; or a product a step, which needs no copy of the weights.
-Means = Literal["loops", "sweeps", "lean"]
+Means = Literal["loops", "sweeps", "blas"]
 
 #: What the inputs bring to the gates, that is held at a time.
 FORWARD_BYTES = 2**20
@@ -132,7 +132,7 @@ class Shape:
             if self.tracks > 1 and top:
                 numbers += 2 * rows * size  # its states and their gradients, turned round
             if top:
-                laid = 0 if self.means == "lean" else min(rows, LAID_ROWS)
+                laid = 0 if self.means == "blas" else min(rows, LAID_ROWS)
                 numbers += max(laid, self.batch) * size
             if not top:
                 numbers += rows * size  # what the layer above handed on
@@ -177,7 +177,7 @@ class Shape:
     def _pass(self, k: int, rows: int) -> int:
         """Numbers of a layer's forward pass."""
         gates = GATES[self.kind] * self.size
-        if self.means == "lean":
+        if self.means == "blas":
             return (rows * (gates > self.size) + self.batch) * gates + gates
         numbers = _whole(gates, PANEL) * self.size + self.batch * _whole(gates) + gates
         if not self.kind.startswith("RNN"):
@@ -187,7 +187,7 @@ class Shape:
     def _fixed(self, k: int, rows: int) -> int:
         """Numbers that a layer's backward pass holds throughout."""
         size, width, gates = self.size, self._width(k), GATES[self.kind] * self.size
-        if self.means == "lean":
+        if self.means == "blas":
             return self.batch * size
         if not self._loops:
             return gates * _whole(size, PANEL) + self.threads * self.batch * _whole(size)

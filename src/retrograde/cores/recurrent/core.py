@@ -26,12 +26,12 @@ from retrograde.cores.recurrent.forward import LayerForward
 from retrograde.cores.recurrent.masks import Masks
 from retrograde.cores.recurrent.pieces import Piece, cut
 from retrograde.discover.surroundings import Ambient
-from retrograde.kernels import kernels, lean_kernels
+from retrograde.kernels import blas_kernels, kernels
 from retrograde.kernels.cells import Block, Kept, Weights
 from retrograde.run.core import Emit, Gate, Gradients, RangeCore, Tape
 from retrograde.run.inputs import Inputs
 from retrograde.run.layout import Layout, RowInputs, Rows
-from retrograde.scan.block_lengths import Way
+from retrograde.scan.block_lengths import BackwardPlan
 
 __all__ = ["HeldLayers"]
 
@@ -51,24 +51,24 @@ class _Held(Tape):
 
 
 class HeldLayers(RangeCore):
-    """Layers above one another in one direction, or one layer in two; without projections. ``ways``
-    are from the lowest layer up, and the first one's ``block`` is the steps of a piece. Of an LSTM
-    the last ``kept`` steps of each track keep their gates."""
+    """Layers above one another in one direction, or one layer in two; without projections. The
+    ``plans`` are from the lowest layer up, and the first one's ``block`` is the steps of a piece.
+    The last ``kept`` steps of each track of an LSTM keep their gates."""
 
     def __init__(
         self,
         tracks: tuple[Layers, ...],
         rows: Rows,
         batch: int,
-        ways: Sequence[Way],
+        plans: Sequence[BackwardPlan],
         *,
         kept: int = 0,
         masks: Masks | None = None,
         means: Means = "loops",
         at_once: bool = False,
     ) -> None:
-        self.tracks, self.rows, self.batch, self.ways = tracks, rows, batch, ways
-        self.kept, self.block = kept, min(ways[0].block, rows.length) * batch
+        self.tracks, self.rows, self.batch, self.plans = tracks, rows, batch, plans
+        self.kept, self.block = kept, min(plans[0].block, rows.length) * batch
         self.masks, self.means, self.at_once = masks, means, at_once
         self.parameters = [w for track in tracks for w in track.weights if w.requires_grad]
         weight = tracks[0].weights[1]
@@ -80,8 +80,8 @@ class HeldLayers(RangeCore):
             for t in tracks
         ]
         self.loops = kernels(weight.device.type, weight.dtype, self.size)
-        if means == "lean":
-            self.loops = lean_kernels()
+        if means == "blas":
+            self.loops = blas_kernels()
 
     @cached_property
     def sizes(self) -> list[int] | None:
@@ -206,8 +206,8 @@ class HeldLayers(RangeCore):
         rows, totals = self.block, self._totals(number, gradients.parameters)
         options: Any = {"means": self.means, "at_once": self.at_once}
         passes = [
-            LayerBackward(w.cast(self.real), total, way, self.batch, rows, **options)
-            for w, total, way in zip(self.layers[number], totals, self.ways, strict=True)
+            LayerBackward(w.cast(self.real), total, plan, self.batch, rows, **options)
+            for w, total, plan in zip(self.layers[number], totals, self.plans, strict=True)
         ]
         (total_dx,), (seeds,) = gradients.inputs, gradients.outputs
         read = cast(Inputs, gradients.read)

@@ -113,11 +113,11 @@ class Planner:
         """The least budget for held layers."""
         shape = self.shapes[0]
         found = [
-            self._peak(lengths, HeldPlan(block, means="lean"))
+            self._peak(lengths, HeldPlan(block, means="blas"))
             for block in _blocks(shape, lengths, self.most)
         ]
         if self._ranges:
-            found.append(self._footprint("lean", shape.batch, lengths, 1).minimum_bytes())
+            found.append(self._footprint("blas", shape.batch, lengths, 1).minimum_bytes())
         return min(found)
 
     def fit(
@@ -157,7 +157,7 @@ class Planner:
     ) -> tuple[HeldPlan, tuple[Fit, ...]]:
         """By the loops if there is room for them, and else with less; in one range if possible."""
         blocks = _blocks(self.shapes[0], lengths, self.most)
-        tiers: tuple[tuple[Means, ...], ...] = (("loops", "sweeps"), ("lean",))
+        tiers: tuple[tuple[Means, ...], ...] = (("loops", "sweeps"), ("blas",))
         for several in tiers:
             for means in several:
                 plans = [self._keeping(lengths, block, means, budget) for block in blocks]
@@ -168,7 +168,7 @@ class Planner:
             for means in several if self._ranges else ():
                 for block in blocks:
                     sizes = self._footprint(means, block, lengths, told["ordinary_bytes"])
-                    least = (means, block) == ("lean", blocks[-1])
+                    least = (means, block) == ("blas", blocks[-1])
                     if least or sizes.minimum_bytes() <= budget // 2:
                         fits = fit(lengths.length, budget, sizes)
                         fits = replace(fits, minimum_bytes=told["minimum_bytes"])

@@ -12,9 +12,9 @@ from retrograde.cores.recurrent.masks import Masks
 from retrograde.plan.fit import in_one_range
 from retrograde.run.autograd import run_schedule
 from retrograde.run.layout import Rows
-from retrograde.scan.block_lengths import Way, scan_way, sequential_way
+from retrograde.scan.block_lengths import BackwardPlan, scan_plan, sequential_plan
 
-__all__ = ["RunHeld", "has_slopes", "run_held", "ways_of"]
+__all__ = ["RunHeld", "backward_plans", "has_slopes", "run_held"]
 
 Tensors = list[Tensor]
 
@@ -25,17 +25,17 @@ def has_slopes(net: Layers) -> bool:
     return plain and not torch.is_autocast_enabled(net.weights[0].device.type)
 
 
-def ways_of(
+def backward_plans(
     name: Literal["sequential", "scan"], net: Layers, steps: int, samples: int
-) -> list[Way]:
+) -> list[BackwardPlan]:
     """How each layer goes back, by the sizes that suit the machine."""
     found = []
     for k in range(net.count):
         w, u = net[k].weights[:2]
         shape: Any = (samples, w.shape[1], u.shape[1], w.dtype, w.device.type)
         scans = name == "scan"
-        way = scan_way(net.mode, steps, *shape) if scans else sequential_way(net.mode, *shape)
-        found.append(way)
+        plan = scan_plan(net.mode, steps, *shape) if scans else sequential_plan(net.mode, *shape)
+        found.append(plan)
     return found
 
 
@@ -44,12 +44,12 @@ def run_held(
     rows: Rows,
     x: Tensor,
     state: Tensors,
-    ways: list[Way],
+    plans: list[BackwardPlan],
     masks: Masks | None = None,
 ) -> tuple[Tensor, Tensors]:
     """Run all steps, keeping all gates that can be kept: the outputs, and the state after them. x
     is laid out as ``rows`` tells; each part of the state is (layers, B, H)."""
-    core = HeldLayers(nets, rows, state[0].shape[1], ways, kept=rows.length, masks=masks)
+    core = HeldLayers(nets, rows, state[0].shape[1], plans, kept=rows.length, masks=masks)
     if not torch.is_grad_enabled() and len(nets) == 1:
         inputs = rows.read([x], core.room(rows.read([x])))
         (after,) = core.advance(inputs, 0, [rows.length], state, lambda *_: None)
@@ -62,14 +62,14 @@ def run_held(
 
 @dataclass(frozen=True)
 class RunHeld:
-    """A kernel: runs held layers over a range, and goes backward in a given way."""
+    """A kernel: runs held layers over a range, and goes backward by steps or by a scan."""
 
-    way: Literal["sequential", "scan"] = "sequential"
+    backward: Literal["sequential", "scan"] = "sequential"
 
     def __call__(
         self, net: Layers, x: Tensor, state: Tensors, sizes: Tensor | None
     ) -> tuple[Tensor, Tensors]:
         """As :func:`retrograde.cores.fused.run_torch`."""
         rows = Rows(len(x) if sizes is None else len(sizes), sizes)
-        ways = ways_of(self.way, net, rows.length, state[0].shape[1])
-        return run_held((net,), rows, x, state, ways)
+        plans = backward_plans(self.backward, net, rows.length, state[0].shape[1])
+        return run_held((net,), rows, x, state, plans)

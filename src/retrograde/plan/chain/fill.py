@@ -119,8 +119,8 @@ def _from_current(
     while True:
         if kinds.stores:
             kept = paid + layers.state[x]
-            reach = max(need, kept + least[x, e])
-            _lower(out, start, cells.row[e] + x, kept, reach, seconds, grid, table)
+            needed = max(need, kept + least[x, e])
+            _lower(out, start, cells.row[e] + x, kept, needed, seconds, grid, table)
             if layers.keeps_input[x]:
                 return  # recording first holds state x all the same
         if not kinds.records and e > x + 1:
@@ -137,8 +137,8 @@ def _from_current(
             return
         if layers.keeps_output[x - 1]:
             kept = paid + layers.state[x]
-            reach = max(need, kept + least[x, e])
-            _lower(out, start, cells.row[e] + x, kept, reach, seconds, grid, table)
+            needed = max(need, kept + least[x, e])
+            _lower(out, start, cells.row[e] + x, kept, needed, seconds, grid, table)
             return
 
 
@@ -218,17 +218,17 @@ def _best_split(out: _Reals, left: _Side, right: _Side, first: int, last: int, g
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _split(
-    out: _Reals, start: int, x: int, e: int, reach: _Ints, left: _Side, right: _Side, guess: int,
+    out: _Reals, start: int, x: int, e: int, needed: _Ints, left: _Side, right: _Side, guess: int,
     layers: Layers, grid: Grid, cells: Cells,
 ) -> int:  # fmt: skip
-    """Q1 for all j that can be reached; ``reach`` is what running layers x … j − 1 needs.
+    """Q1 for all j that can be reached; ``needed`` is what running layers x … j − 1 needs.
 
     The sides begin at the first x of column e."""
     gradient, base = layers.gradient[e], cells.first[e]
     lowest = grid.unit * start + grid.rest - gradient
     near = min(e, cells.stop[x])
     last = near
-    while last > x + 1 and reach[last - 1] > lowest:
+    while last > x + 1 and needed[last - 1] > lowest:
         last -= 1
     guess = _best_split(out, left, right, x + 1 - base, last - base, guess)
     highest = lowest + grid.unit * (LANES - 1)
@@ -242,9 +242,9 @@ def _split(
             far += 1
         else:
             return guess
-        if reach[j] > highest:
+        if needed[j] > highest:
             return guess
-        first = max(-((lowest - reach[j]) // grid.unit), 0)
+        first = max(-((lowest - needed[j]) // grid.unit), 0)
         for lane in range(first, LANES):
             out[lane] = min(out[lane], left[0][j - base, lane] + right[0][j - base, lane])
 
@@ -267,7 +267,7 @@ def fill(filled: Table) -> None:
     runs = size // RUN + 1
     lefts, least_lefts = np.empty((BLOCK, size + 1, LANES)), np.empty((BLOCK, runs, LANES))
     rights, least_rights = np.empty(table.shape[1:]), np.empty((cells.run[size] + runs, LANES))
-    reach, guesses = np.empty((BLOCK, size + 1), np.int64), np.zeros(BLOCK, np.int64)
+    needed, guesses = np.empty((BLOCK, size + 1), np.int64), np.zeros(BLOCK, np.int64)
     space = np.empty(2 * LANES + 1)
     out = space[:LANES]
     for chunk in range(len(table)):
@@ -278,7 +278,7 @@ def fill(filled: Table) -> None:
             bottom = max(top - BLOCK + 1, 0)
             least_lefts[:] = np.inf
             for x in range(bottom, top + 1):
-                _reach(x, layers, reach[x - bottom])
+                _running_bytes(x, layers, needed[x - bottom])
             for e in range(bottom + 1, size + 1):
                 if first[e] > top:
                     continue
@@ -295,7 +295,7 @@ def fill(filled: Table) -> None:
                             _recorded(space, start, x, e, layers, kinds, grid, cells, least, table)
                             left = lefts[block, base:], least_lefts[block, begin:]
                             guesses[block] = _split(
-                                out, start, x, e, reach[block], left, right, guesses[block],
+                                out, start, x, e, needed[block], left, right, guesses[block],
                                 layers, grid, cells,
                             )  # fmt: skip
                     table[chunk, row] = out
@@ -308,8 +308,8 @@ def fill(filled: Table) -> None:
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
-def _reach(x: int, layers: Layers, reach: _Ints) -> None:
+def _running_bytes(x: int, layers: Layers, needed: _Ints) -> None:
     """What running the layers x … j − 1 needs, for all j."""
-    reach[x + 1] = layers.enter[x]
-    for j in range(x + 2, len(reach)):
-        reach[j] = max(reach[j - 1], layers.through[j - 1])
+    needed[x + 1] = layers.enter[x]
+    for j in range(x + 2, len(needed)):
+        needed[j] = max(needed[j - 1], layers.through[j - 1])

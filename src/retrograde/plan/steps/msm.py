@@ -176,7 +176,7 @@ def _solve(problem: Problem, roots: Sequence[tuple[int, int]]) -> _Table | None:
 def _fill(
     problem: Problem, roots: Sequence[tuple[int, int]], excess: int, scale: int
 ) -> _Table | None:
-    from retrograde.plan.steps.msm_kernel import fill, reach
+    from retrograde.plan.steps.msm_kernel import fill, mark_candidates
 
     rows, size = problem.shape
     if rows * size > MOST_CELLS:
@@ -185,7 +185,7 @@ def _fill(
     for row, t in roots:
         marks[row, t] = 1
     common = problem.links, problem.sizes.wide, problem.offsets, problem.hull, excess, marks
-    low, high, splits = reach(*common)
+    low, high, splits = mark_candidates(*common)
     spans = high - low + 1
     if rows * size + 8 * int(spans.sum()) > LARGEST_TABLE_BYTES or splits > MOST_SPLITS:
         return None

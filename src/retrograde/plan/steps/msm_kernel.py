@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from retrograde.plan.steps.hull_kernel import spread
 
-__all__ = ["fill", "reach"]
+__all__ = ["fill", "mark_candidates"]
 
 _Ints = NDArray[np.int64]
 _Reals = NDArray[np.float64]
@@ -71,7 +71,7 @@ def _bounds_of_row(
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
-def reach(
+def mark_candidates(
     links: _Ints, wide: bool, offsets: _Ints, hull: tuple[_Ints, _Ints], excess: int, marks: _Marks
 ) -> tuple[_Ints, _Ints, int]:
     """Mark in ``marks`` (rows, length + 1) every part that may belong to a schedule of a marked
@@ -178,8 +178,8 @@ def fill(
     marks: _Marks, low: _Ints, high: _Ints, places: _Ints, scale: int, table: _Ints,
 ) -> None:  # fmt: skip
     """Fill the marked parts by the recurrence, each over its windows only. ``excess`` to ``high``
-    are those of :func:`reach`. ``places``, ``scale`` and the cells of ``table``, which are written,
-    are those of :class:`retrograde.plan.steps.msm._Table`."""
+    are those of :func:`mark_candidates`. ``places``, ``scale`` and the cells of ``table``, which
+    are written, are those of :class:`retrograde.plan.steps.msm._Table`."""
     rows, size = marks.shape
     ceilings, reals = np.empty((4, size), np.int64), np.empty((6, size))
     left = np.empty(size, np.int64)  # y steps, Advance and Load, then the left part

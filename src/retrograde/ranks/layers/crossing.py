@@ -23,7 +23,7 @@ from retrograde.machine import now
 from retrograde.ranks import base
 from retrograde.ranks.agreement import Guard, Told
 from retrograde.ranks.layers.jacobian import joined, operations_a_second, run, run_with_jacobian
-from retrograde.ranks.layers.trials import Trials
+from retrograde.ranks.layers.way_timer import WayTimer
 from retrograde.ranks.scan_over_ranks import RankReport, RankWay
 from retrograde.ranks.way_back import Gradient, WayBack
 from retrograde.scan.elements import combine
@@ -69,7 +69,7 @@ class Crossing(base.Crossing):
         layers: the rank's own.
         way: how gradients cross.
         memo: what is kept.
-        trials: told of the pass, where ways are tried.
+        timer: told of the pass, where ways are tried.
         unable: whether a rank's Jacobian could not be formed, and all go by a line.
         seconds: what this rank's part of the pass has taken.
     """
@@ -77,12 +77,12 @@ class Crossing(base.Crossing):
     layers: nn.Sequential
     way: RankWay
     memo: Memo
-    trials: Trials | None = None
+    timer: WayTimer | None = None
     unable: bool = False
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        self.patience = None if self.trials is None else self.trials.patience
+        self.patience = None if self.timer is None else self.timer.patience
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -93,10 +93,10 @@ class Crossing(base.Crossing):
         self.seconds += now(device) - start
 
     def tell(self) -> None:
-        """Tell the trials of the pass, if they want to know: the slowest rank's seconds."""
-        if self.trials is not None and not self.trials.over:
+        """Tell the timer of the pass, while it is at work: the slowest rank's seconds."""
+        if self.timer is not None and not self.timer.over:
             slowest = max(self.links.gather(self.seconds))
-            self.trials.done(self.way, slowest, by=self.memo.report.way)
+            self.timer.done(self.way, slowest, by=self.memo.report.way)
 
     @property
     def crossed(self) -> bool:

@@ -99,8 +99,8 @@ def run_with_jacobian(
     _product(path, outlines(samples, ledger), count)
     _check_room(ledger.bytes_for(samples), x)
     _check_time(counted[0] / operations_a_second(x.device), patience)
-    patterns = [piece.local.pattern for piece in path.pieces()]
-    element = _product(path, lambda piece: piece.local.csr(x))
+    patterns = [piece.jacobian.pattern for piece in path.pieces()]
+    element = _product(path, lambda piece: piece.jacobian.csr(x))
     if isinstance(element, CSR):
         element = CSR(element.pattern, element.data.detach())
         patterns.append(element.pattern)

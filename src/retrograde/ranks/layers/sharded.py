@@ -25,7 +25,7 @@ from retrograde.ranks.agreement import Guard, Told
 from retrograde.ranks.base import Sharded, links_of
 from retrograde.ranks.layers.crossing import Crossing, Memo, cross
 from retrograde.ranks.layers.cuts import balanced, layer_seconds, where_to_cut
-from retrograde.ranks.layers.trials import Trials
+from retrograde.ranks.layers.way_timer import WayTimer
 from retrograde.ranks.scan_over_ranks import RankReport, RankWay
 from retrograde.ranks.transport import Links
 from retrograde.run.transforms import uncompiled
@@ -86,7 +86,7 @@ class LayerSharded(Sharded):
         super().__init__(group, way, pieces)
         self.layers = layers
         self._memo = Memo()
-        self._trials: dict[Hashable, Trials] = {}
+        self._timers: dict[Hashable, WayTimer] = {}
 
     @property
     def report(self) -> RankReport:
@@ -173,14 +173,14 @@ class LayerSharded(Sharded):
                     f"batch, which is handed along in {len(batches)} pieces: expected pieces=1"
                 )
         gradient = torch.is_grad_enabled() and any(each.wants for each in heard)
-        way, trials = self.way, None
+        way, timer = self.way, None
         if way == "auto" and (not gradient or any(each.hooked for each in heard)):
             way = "linear"
         elif way == "auto":
             key = tuple(batches), heard[0].dtype, self.training
-            trials = self._trials.setdefault(key, Trials(self.links.size))
-            way = trials.way
-        return Crossing(self.links, gradient, batches, self.layers, way, self._memo, trials)
+            timer = self._timers.setdefault(key, WayTimer(self.links.size))
+            way = timer.way
+        return Crossing(self.links, gradient, batches, self.layers, way, self._memo, timer)
 
     def _told(self, input: Any) -> Told:
         links, modules = self.links, list(self.layers.modules())

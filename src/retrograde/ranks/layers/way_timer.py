@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 
 from retrograde.ranks.scan_over_ranks import RankWay
 
-__all__ = ["Trials"]
+__all__ = ["WayTimer"]
 
 
 @dataclass
-class Trials:
+class WayTimer:
     """The passes of one kind, and what they took; the same on every rank.
 
     Each way is gone twice, since the first time finds plans that the second has.
@@ -26,10 +26,10 @@ class Trials:
         seconds: of the passes by each way, the slowest rank's.
 
     Example:
-        >>> trials = Trials(4)
+        >>> timer = WayTimer(4)
         >>> for seconds in (9, 5, 7, 2, 8, 3):
-        ...     trials.done(trials.way, seconds, by=trials.way)
-        >>> trials.over, trials.way
+        ...     timer.done(timer.way, seconds, by=timer.way)
+        >>> timer.over, timer.way
         (True, 'tree')
     """
 
