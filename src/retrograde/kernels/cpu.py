@@ -256,12 +256,13 @@ def _has_whole_vectors(matrix: Tensor) -> bool:
 
 def recall(weights: Weights, x: Tensor, before: Tensor, c: Tensor) -> Kept:
     """An LSTM's gates i, f, g, o and c before each step, by matrix products and no recurrence of h.
-    From x (L, B, I), h before each step (L, B, H), and c before the first (B, H)."""
+    From x (L, B, I) and h before each step (L, B, H); c (B, H) goes from before the first step to
+    after the last."""
     gates = before.new_empty(*before.shape[:2], 4 * weights.size)
     cells, (bias, _) = before.new_empty(before.shape), _biases(weights)
     _drive(weights.inputs, bias, x, gates)
     gates.flatten(0, 1).addmm_(before.flatten(0, 1), weights.hidden.t())
-    arrays = [t.numpy() for t in (gates, c.clone(memory_format=torch.contiguous_format), cells)]
+    arrays = [t.numpy() for t in (gates, c, cells)]
     work = before.numel() * _ELEMENT_WORK
     _share(functools.partial(cpu_slopes.lstm_cells, *arrays), before.shape[1], work)
     return Kept(gates, cells)

@@ -203,7 +203,8 @@ class Call:
             plans,
             kept=plan.kept,
             masks=masks,
-            means=plan.means,
+            onward=plan.onward,
+            back=plan.back,
             at_once=self.at_once,
         )
 

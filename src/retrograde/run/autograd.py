@@ -20,7 +20,7 @@ from retrograde.discover.surroundings import (
     version,
 )
 from retrograde.errors import CellError, RetrogradeError
-from retrograde.run.core import Core, Gradients, window
+from retrograde.run.core import Core, Gradients, discard, window
 from retrograde.run.executor import Run
 from retrograde.run.layout import Layout, Straight
 from retrograde.run.second_order import differentiable_gradients
@@ -183,7 +183,7 @@ class _Recurrence(torch.autograd.Function):
             try:
                 if not ctx.fresh:
                     run.core.ambient.restore(ctx.before)
-                    run.forward(read, [state[i] for i in ctx.same], None)
+                    run.forward(read, [state[i] for i in ctx.same], discard)
                 ctx.fresh = False
                 run.backward(read, gradients)
             except BaseException:

@@ -31,6 +31,7 @@ __all__ = [
     "RangeCore",
     "Tape",
     "as_leaf",
+    "discard",
     "window",
 ]
 
@@ -46,6 +47,11 @@ NO_SECOND_ORDER = (
     "create_graph=False; for second derivatives use backward=None, memory=None and "
     "schedule=None (ordinary BPTT)"
 )
+
+
+def discard(start: int, stop: int, outputs: Tensors) -> None:
+    """The :data:`Emit` of a forward pass that is repeated, whose outputs the caller has already. In
+    the backward pass there is none at all."""
 
 
 class Core(Protocol):

@@ -91,6 +91,10 @@ LAYERS = {"one": {}, "three": {"layers": 3}, "two ways": {"both": True}, "bare":
 LENGTHS = {"padded": None, "packed": [17, 12, 12, 5, 1]}
 
 
+def run_by(means, case):
+    return {"onward": "blas" if means == "blas" else "loops", "back": [means] * case.net.num_layers}
+
+
 @EVERY_KIND
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", ["sequential", "scan"])
@@ -104,7 +108,7 @@ def test_outputs_and_gradients_are_torchs(kind, schedule, name, layers, lengths,
         pytest.skip("two directions are one range")
     for block, kept in [(1, 0), (5, 6), (100, 17), (4, 1)]:
         way = BackwardPlan(name, block, 3)
-        ours = case.ours(SCHEDULES[schedule](17), way, kept=kept, means=means)
+        ours = case.ours(SCHEDULES[schedule](17), way, kept=kept, **run_by(means, case))
         case.assert_same(ours)
         case.assert_same(ours)  # and a second time through the same graph
 
@@ -224,12 +228,15 @@ def drawn_shape(dice):
     straight = x.is_contiguous()
     steps = min(one([1, 3, 10, 50]), length)
     plan = HeldPlan(
-        steps * batch, one([0, 0, length // 2, length]), one(["loops", "sweeps", "blas"])
+        steps * batch,
+        one([0, 0, length // 2, length]),
+        one(["loops", "blas"]),
+        tuple(dice.choices(["loops", "sweeps", "blas"], k=layers)),
     )
     shape = Shape(
         case.net.mode, batch, width, size, layers, case.tracks, dtype.itemsize,
         torch.get_num_threads(), needs, straight, at_once=sums_at_once(length, batch),
-        means=plan.means,
+        onward=plan.onward, back=plan.back,
     )  # fmt: skip
     offsets = None if lengths is None else [0, *case.sizes.cumsum(0).tolist()]
     kept = plan.kept if kind is nn.LSTM else 0
@@ -253,7 +260,8 @@ def test_what_is_counted_is_no_less_than_what_is_taken(seed):
         def call(case=case, x=x, plan=plan, shape=shape, dy=dy, wanted=wanted):
             case.state = [torch.zeros_like(s) for s in case.state]
             way = BackwardPlan("sequential", max(1, plan.block // case.batch))
-            options = {"kept": plan.kept, "means": plan.means, "at_once": shape.at_once}
+            options = {"kept": plan.kept, "at_once": shape.at_once}
+            options |= {"onward": plan.onward, "back": plan.back}
             schedule = SCHEDULES["in one range"](case.length)
             y, *after = case.ours(schedule, way, x, **options)
             after = [t.detach() for t in after]

@@ -53,7 +53,8 @@ def _panels(count: int, width: int, samples: int) -> int:
 class Shape:
     """The layers of one or two tracks (directions), and a batch of B; I is ``width``, H is
     ``size``. ``straight`` tells whether inputs are contiguous, ``first`` whether they are dropped
-    too. ``item`` is the bytes of a number; ``at_once`` is as for ``LayerBackward``."""
+    too. ``item`` is the bytes of a number; ``at_once`` is as for ``LayerBackward``; ``onward`` and
+    ``back`` are as for :class:`~retrograde.cores.recurrent.plan.HeldPlan`."""
 
     kind: Kind
     batch: int
@@ -68,7 +69,13 @@ class Shape:
     drops: bool = False
     first: bool = False
     at_once: bool = False
-    means: Means = "loops"
+    onward: Means = "loops"
+    back: tuple[Means, ...] = ()
+
+    @property
+    def widths(self) -> list[int]:
+        """The inputs of each layer, from the lowest up."""
+        return [self._width(k) for k in range(self.count)]
 
     @property
     def state(self) -> int:
@@ -82,6 +89,16 @@ class Shape:
     def gates(self, rows: int) -> int:
         """Bytes of kept gates and cells."""
         return self._units(self._lstm * 5 * rows)
+
+    def top_gates(self, rows: int) -> int:
+        """The same of the top layer alone, in one direction."""
+        return self._lstm * 5 * rows * self.size * self.item
+
+    def along(self, rows: int) -> int:
+        """What following outputs that are there takes, besides kept gates: states and inputs."""
+        top = self.count - 1
+        numbers = rows * (self.size + self._width(top) * (self._copies_x(top) + self.drops))
+        return (numbers + 4 * (self.batch + 1) * self.size) * self.item
 
     @property
     def _lstm(self) -> bool:
@@ -128,11 +145,11 @@ class Shape:
         for k in range(self.count):
             width, gates = self._width(k), GATES[self.kind] * size
             top = k == self.count - 1
-            numbers = rows * size + 3 * self.batch * 2 * size  # before, and what enters
+            numbers = rows * size + 2 * self.batch * 2 * size  # before, and what enters
             if self.tracks > 1 and top:
                 numbers += 2 * rows * size  # its states and their gradients, turned round
             if top:
-                laid = 0 if self.means == "blas" else min(rows, LAID_ROWS)
+                laid = 0 if self._means(k) == "blas" else min(rows, LAID_ROWS)
                 numbers += max(laid, self.batch) * size
             if not top:
                 numbers += rows * size  # what the layer above handed on
@@ -140,7 +157,7 @@ class Shape:
                 numbers += rows * width * (2 if self.tracks > 1 or self.drops else 1)
             if k or (self.needs_x and (self.tracks > 1 or not self.straight or self.first)):
                 numbers += rows * width * (3 if self.tracks > 1 or self.drops else 1)
-            if self._loops:
+            if self.loops(k):
                 numbers += 0 if kept or not lstm else 5 * rows * size
             elif lstm:
                 numbers += rows * size * (2 if kept else 6) + 2 * gates
@@ -148,7 +165,7 @@ class Shape:
                 numbers += 8 * rows * size + 2 * gates
             else:
                 numbers += 2 * rows * size + 2 * gates
-            if not (self._loops or self.at_once):
+            if not (self.loops(k) or self.at_once):
                 numbers += gates * max(width, size)  # a product, before it is added
             most = max(most, numbers * self.item)
         return most
@@ -158,14 +175,16 @@ class Shape:
         wide = GATES[self.kind] * self.size * self.item
         return max(self.batch, min(FORWARD_BYTES // wide, block))
 
-    @property
-    def _loops(self) -> bool:
-        """Whether one loop does the backward pass."""
+    def loops(self, k: int) -> bool:
+        """Whether one loop does the backward pass of a layer."""
         return (
-            self.means == "loops"
+            self._means(k) == "loops"
             and self.batch > 1
             and GATES[self.kind] * self.size * self.size <= LARGE
         )
+
+    def _means(self, k: int) -> Means:
+        return self.back[k] if self.back else "loops"
 
     def _width(self, k: int) -> int:
         return self.size if k else self.width
@@ -177,7 +196,7 @@ class Shape:
     def _pass(self, k: int, rows: int) -> int:
         """Numbers of a layer's forward pass."""
         gates = GATES[self.kind] * self.size
-        if self.means == "blas":
+        if self.onward == "blas":
             return (rows * (gates > self.size) + self.batch) * gates + gates
         numbers = _whole(gates, PANEL) * self.size + self.batch * _whole(gates) + gates
         if not self.kind.startswith("RNN"):
@@ -187,9 +206,9 @@ class Shape:
     def _fixed(self, k: int, rows: int) -> int:
         """Numbers that a layer's backward pass holds throughout."""
         size, width, gates = self.size, self._width(k), GATES[self.kind] * self.size
-        if self.means == "blas":
+        if self._means(k) == "blas":
             return self.batch * size
-        if not self._loops:
+        if not self.loops(k):
             return gates * _whole(size, PANEL) + self.threads * self.batch * _whole(size)
         steps = max(1, rows // self.batch)
         parts = min(self.threads, max(1, self.batch // 2))

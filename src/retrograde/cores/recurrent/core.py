@@ -28,7 +28,7 @@ from retrograde.cores.recurrent.pieces import Piece, cut
 from retrograde.discover.surroundings import Ambient
 from retrograde.kernels import blas_kernels, kernels
 from retrograde.kernels.cells import Block, Kept, Weights
-from retrograde.run.core import Emit, Gate, Gradients, RangeCore, Tape
+from retrograde.run.core import Emit, Gate, Gradients, RangeCore, Tape, discard
 from retrograde.run.inputs import Inputs
 from retrograde.run.layout import Layout, RowInputs, Rows
 from retrograde.scan.block_lengths import BackwardPlan
@@ -64,12 +64,13 @@ class HeldLayers(RangeCore):
         *,
         kept: int = 0,
         masks: Masks | None = None,
-        means: Means = "loops",
+        onward: Means = "loops",
+        back: Sequence[Means] = (),
         at_once: bool = False,
     ) -> None:
         self.tracks, self.rows, self.batch, self.plans = tracks, rows, batch, plans
         self.kept, self.block = kept, min(plans[0].block, rows.length) * batch
-        self.masks, self.means, self.at_once = masks, means, at_once
+        self.masks, self.at_once = masks, at_once
         self.parameters = [w for track in tracks for w in track.weights if w.requires_grad]
         weight = tracks[0].weights[1]
         self.ambient = Ambient(weight.device)
@@ -79,9 +80,12 @@ class HeldLayers(RangeCore):
             [Weights.of(t.mode, [w.detach() for w in t[k].weights]) for k in range(t.count)]
             for t in tracks
         ]
-        self.loops = kernels(weight.device.type, weight.dtype, self.size)
-        if means == "blas":
-            self.loops = blas_kernels()
+        self.back: tuple[Means, ...] = tuple(back or ["loops"] * self.count)
+        loops = kernels(weight.device.type, weight.dtype, self.size)
+        self.forward = blas_kernels().forward if onward == "blas" else loops.forward
+        self.recall = loops.recall
+        #: Whether a second run can follow the outputs of the top layer, with no step by step.
+        self.follows = self.kind != "LSTM" or self.recall is not None
 
     @cached_property
     def sizes(self) -> list[int] | None:
@@ -114,7 +118,14 @@ class HeldLayers(RangeCore):
         """Some steps at a time through all layers, in the same room whatever their number."""
         found, after = [], [_copied(s) for s in state]
         (track,) = self.layers
-        passes = [LayerForward(self.loops.forward, weights, self.block) for weights in track]
+        if emit is None and self.count == 1 and self.follows:
+            for a, b in pairwise([start, *stops]):
+                for piece in self._pieces(0, a, b):
+                    own = [s[0, : piece.samples] for s in after]
+                    self._follow(None, inputs, 0, piece, track[0], own)
+                found.append(after if b == stops[-1] else [s.clone() for s in after])
+            return found
+        passes = [LayerForward(self.forward, weights, self.block) for weights in track]
         most = min(p.rows for p in passes)
         for a, b in pairwise([start, *stops]):
             for piece in cut(a, b, most, self.batch, self.sizes):
@@ -122,7 +133,7 @@ class HeldLayers(RangeCore):
                 for k, run in enumerate(passes):
                     if k:
                         y = self._dropped(y, k, piece)
-                    top = k == self.count - 1 and emit is not None
+                    top = k == self.count - 1 and emit not in (None, discard)
                     own, given = [s[k, : piece.samples] for s in after], y
                     y = self._output(inputs, 0, piece) if top else _room(given, self.size)
                     run(given, own, y)
@@ -138,7 +149,7 @@ class HeldLayers(RangeCore):
         tape = _Held(start, stop, [], wanted, passes, after, (), [*state], [])
         for number, layers in enumerate(self.layers):
             for k, weights in enumerate(layers):
-                self._record(tape, inputs, number, k, weights, emit is not None)
+                self._record(tape, inputs, number, k, weights, emit)
         return tape
 
     @torch.no_grad()
@@ -158,29 +169,32 @@ class HeldLayers(RangeCore):
         gradients.states = [part.to(tape.first[0].dtype).contiguous() for part in parts]
 
     def _record(
-        self, tape: _Held, inputs: Inputs, number: int, k: int, weights: Weights, emits: bool
+        self, tape: _Held, inputs: Inputs, number: int, k: int, weights: Weights, emit: Emit | None
     ) -> None:
         """Run a layer; its state goes from before to after."""
         top, own = k == self.count - 1, number * self.count + k
+        emits = emit not in (None, discard)
         pieces = self._pieces(number, tape.start, tape.stop)
-        if top and not emits and self.kind != "LSTM":
-            self._skip(tape, inputs, own, number, pieces)
-            return
         if not top:
             rows = sum(piece.rows for piece in pieces)
             tape.below.append(tape.state_after[0].new_empty(rows, self.size))
-        run = LayerForward(self.loops.forward, weights, self.block)
+        run = LayerForward(self.forward, weights, self.block)
         for piece in pieces:
             state = [s[own, : piece.samples] for s in tape.state_after]
-            room = None
-            if self.kind == "LSTM":
-                if self._keeps(number, piece):
-                    lead = len(piece), piece.samples
-                    gates = state[0].new_empty(*lead, 4 * self.size)
-                    room = Kept(gates, state[0].new_empty(*lead, self.size))
-                    tape.kept[number, k, piece] = room
-                else:
-                    tape.marks[number, k, piece] = state[1].clone()
+            keeps, room = self._keeps(tape, number, k, piece), None
+            if self.kind == "LSTM" and not keeps:
+                tape.marks[number, k, piece] = state[1].clone()
+            if top and emit is None and self.follows:
+                found = self._follow(tape, inputs, number, piece, weights, state)
+                if keeps and found is not None:
+                    tape.kept[number, k, piece] = found
+                del found  # before the next ones are made
+                continue
+            if keeps:
+                lead = len(piece), piece.samples
+                gates = state[0].new_empty(*lead, 4 * self.size)
+                room = Kept(gates, state[0].new_empty(*lead, self.size))
+                tape.kept[number, k, piece] = room
             x = self._given(tape, inputs, number, k, piece)
             y = self._output(inputs, number, piece) if top else self._below(tape, k, piece)
             # The caller's outputs are there already if this is a second run.
@@ -191,23 +205,41 @@ class HeldLayers(RangeCore):
                 y.copy_(into.flip(0) if number else into)
             del x, into  # before the next ones are made
 
-    def _skip(
-        self, tape: _Held, inputs: Inputs, own: int, number: int, pieces: list[Piece]
-    ) -> None:
-        """The state after a top layer whose outputs are there already."""
-        (h,) = tape.state_after
-        for piece in pieces:
-            y = self._output(inputs, number, piece)
-            h[own, : piece.samples].copy_(y[0 if number else -1])
+    def _follow(
+        self,
+        tape: _Held | None,
+        inputs: Inputs,
+        number: int,
+        piece: Piece,
+        weights: Weights,
+        state: Tensors,
+    ) -> Kept | None:
+        """Bring the state of a top layer whose outputs are there already to after a piece, without
+        a recurrence of h; an LSTM's gates, which that takes."""
+        h, *c = state
+        if not c:
+            h.copy_(self._output(inputs, number, piece)[0 if number else -1])
+            return None
+        assert self.recall is not None
+        after = self._read(self._output(inputs, number, piece), number)
+        before = torch.cat([h.unsqueeze(0), after[:-1]])
+        h.copy_(after[-1])
+        if tape is None:
+            x = self._x(inputs, number, piece)
+        else:
+            x = self._given(tape, inputs, number, self.count - 1, piece)
+        return self.recall(weights, x, before, *c)
 
     def _backpropagate(self, tape: _Held, gradients: Gradients, number: int, g: Tensor) -> None:
         """Go through a track; g (layers, B, n) goes from after the range to before it."""
         pieces = self._pieces(number, tape.start, tape.stop)
         rows, totals = self.block, self._totals(number, gradients.parameters)
-        options: Any = {"means": self.means, "at_once": self.at_once}
+        each = zip(self.layers[number], totals, self.plans, self.back, strict=True)
         passes = [
-            LayerBackward(w.cast(self.real), total, plan, self.batch, rows, **options)
-            for w, total, plan in zip(self.layers[number], totals, self.plans, strict=True)
+            LayerBackward(
+                w.cast(self.real), total, plan, self.batch, rows, means=means, at_once=self.at_once
+            )
+            for w, total, plan, means in each
         ]
         (total_dx,), (seeds,) = gradients.inputs, gradients.outputs
         read = cast(Inputs, gradients.read)
@@ -268,10 +300,13 @@ class HeldLayers(RangeCore):
         ]
         return pieces[::-1] if number else pieces
 
-    def _keeps(self, number: int, piece: Piece) -> bool:
-        """Whether the gates of a piece are kept."""
-        if self.kind != "LSTM" or self.loops.forward is None:
+    def _keeps(self, tape: _Held, number: int, k: int, piece: Piece) -> bool:
+        """Whether the gates of a piece are kept: if it is among the last steps, or if it is a
+        recorded part of the steps, whose top layer goes back next."""
+        if self.kind != "LSTM" or self.forward is None:
             return False
+        if len(piece) == tape.stop - tape.start < self.rows.length:
+            return k == self.count - 1
         return piece.stop <= self.kept if number else piece.start >= self.rows.length - self.kept
 
     def _rows(self, t: Tensor, piece: Piece) -> Tensor:

@@ -5,28 +5,37 @@ more than twice, and the second time all steps of a piece are one matrix product
 closed form: pieces as long as the cache allows and the budget has room for, and the rest of the
 budget for gates, which saves a recomputation each. Where the sequences between layers, or the marks
 of an LSTM, do not fit, ranges of steps are planned as for any other core.
+
+What fits is compared by its nominal time: operations at the rate of a machine with two cores, and
+what pieces, calls and single steps cost besides. No clock is read, so a budget gives one plan.
 """
 
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import ceil
+from math import ceil, inf
 
 from retrograde.cores.fused import HEAP_BYTES
 from retrograde.cores.recurrent.bytes import Means, Shape
 from retrograde.cores.recurrent.pieces import runs
 from retrograde.kernels.cells import GATES
 from retrograde.plan.fit import Curve, Fit, Footprint, fit, refusal, whole_fit
+from retrograde.plan.steps.closed_form import hsm_cost
 from retrograde.units import Memory, as_bytes, asks_for_all
 
 __all__ = ["HeldPlan", "Planner", "Sequences"]
 
 # Nominal costs, in forward steps: a call that advances, and one that records and goes back.
 _CALL_STEPS, _RECORD_STEPS = 5.0, 15.0
-# Nominal: operations to a microsecond; the microseconds of a piece besides its arithmetic.
-_RATE, _PIECE = 1.35e5, 150.0
-_PIECE_WEIGHT = 8e-4  # and for every weight, whose gradient it reads and writes
+# Nominal microseconds of two cores: operations to one; of a number of an LSTM's gates and of its
+# elements; of a call that runs a range.
+_RATE, _ELEMENT, _CALL = 1.35e5, 2.5e-3, 100.0
+# Of a piece of a layer, and for each of its weights: one loop sums their gradients apart.
+_PIECE: dict[bool, tuple[float, float]] = {True: (180.0, 3e-4), False: (230.0, 1.1e-3)}
+# Of a step by BLAS in one direction, and for each hidden weight, which is not laid out for it.
+_STEP, _STEP_WEIGHT = 11.0, 1.7e-4
+_SWEEPS = 0.6  # forward passes that a GRU's separate sweeps take beyond one loop
 _TORCHS = 3e6  # operations of a step from which on oneDNN's LSTM is as fast as ours
 _THREAD_ROWS = 128  # no thread of a backward pass has room for more
 
@@ -34,11 +43,13 @@ _THREAD_ROWS = 128  # no thread of a backward pass has room for more
 @dataclass(frozen=True)
 class HeldPlan:
     """How held layers are run: in pieces of ``block`` rows, with gates kept for the last ``kept``
-    steps of each track."""
+    steps of each track. ``onward`` runs all layers forward; ``back`` has what goes back through
+    each, from the lowest up, or loops through all if it is empty."""
 
     block: int
     kept: int = 0
-    means: Means = "loops"
+    onward: Means = "loops"
+    back: tuple[Means, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -112,12 +123,13 @@ class Planner:
     def least_bytes(self, lengths: Sequences) -> int:
         """The least budget for held layers."""
         shape = self.shapes[0]
+        least = replace(self._means[-1], block=shape.batch)
         found = [
-            self._peak(lengths, HeldPlan(block, means="blas"))
+            self._peak(lengths, replace(least, block=block))
             for block in _blocks(shape, lengths, self.most)
         ]
         if self._ranges:
-            found.append(self._footprint("blas", shape.batch, lengths, 1).minimum_bytes())
+            found.append(self._footprint(least, lengths, 1).minimum_bytes())
         return min(found)
 
     def fit(
@@ -155,31 +167,57 @@ class Planner:
     def _fastest(
         self, lengths: Sequences, budget: int, told: dict[str, int]
     ) -> tuple[HeldPlan, tuple[Fit, ...]]:
-        """By the loops if there is room for them, and else with less; in one range if possible."""
-        blocks = _blocks(self.shapes[0], lengths, self.most)
-        tiers: tuple[tuple[Means, ...], ...] = (("loops", "sweeps"), ("blas",))
-        for several in tiers:
-            for means in several:
-                plans = [self._keeping(lengths, block, means, budget) for block in blocks]
-                found = [plan for plan in plans if plan is not None]
-                if found:
-                    best = min(found, key=lambda plan: self._time(lengths, plan))
-                    return best, self._told(lengths, best, told)
-            for means in several if self._ranges else ():
-                for block in blocks:
-                    sizes = self._footprint(means, block, lengths, told["ordinary_bytes"])
-                    least = (means, block) == ("blas", blocks[-1])
-                    if least or sizes.minimum_bytes() <= budget // 2:
-                        fits = fit(lengths.length, budget, sizes)
-                        fits = replace(fits, minimum_bytes=told["minimum_bytes"])
-                        return HeldPlan(block, means=means), (fits,)
-        raise AssertionError("the budget is at least the least")
+        """The plan of least nominal time; in one range of all steps if any fits."""
+        blocks, best = _blocks(self.shapes[0], lengths, self.most), None
+        least = inf
+        for means in self._means:
+            longer = inf
+            for block in blocks:
+                plan = self._keeping(lengths, replace(means, block=block), budget)
+                time = inf if plan is None else self._time(lengths, plan)
+                if time < least:
+                    best, least = plan, time
+                elif time > longer:
+                    break  # shorter pieces save memory, but no more time
+                longer = time
+            if best is not None and best.block == blocks[0]:
+                break  # no other means has longer pieces
+        if best is not None:
+            return best, self._told(lengths, best, told)
+        return self._in_ranges(lengths, blocks, budget, told)
 
-    def _keeping(
-        self, lengths: Sequences, block: int, means: Means, budget: int
-    ) -> HeldPlan | None:
+    @cached_property
+    def _means(self) -> list[HeldPlan]:
+        """What may run the layers, the fastest first: loops want the weights laid out for them,
+        of all layers in the backward pass; BLAS, for as many of the lower layers as it takes."""
+        shape = self.shapes[0]
+        sweeps: tuple[Means, ...] = tuple(["sweeps"] * shape.count)
+        blas: tuple[Means, ...] = tuple(["blas"] * shape.count)
+        found = [HeldPlan(0)]
+        if any(shape.loops(k) for k in range(shape.count)):
+            found.append(HeldPlan(0, back=sweeps))
+        for lower in range(1, shape.count + 1):
+            found.append(HeldPlan(0, back=blas[:lower] + sweeps[lower:]))
+        return [*found, HeldPlan(0, onward="blas", back=blas)]
+
+    def _in_ranges(
+        self, lengths: Sequences, blocks: list[int], budget: int, told: dict[str, int]
+    ) -> tuple[HeldPlan, tuple[Fit, ...]]:
+        """A plan in ranges of steps. What runs them, and the piece, are those of least nominal time
+        if ranges are single pieces, as Revolve would run them again; then ranges are planned."""
+        found: list[tuple[float, HeldPlan, Footprint]] = []
+        for means in self._means:
+            for block in blocks:
+                plan = replace(means, block=block)
+                sizes = self._footprint(plan, lengths, told["ordinary_bytes"])
+                if sizes.minimum_bytes() <= budget:
+                    found.append((self._time_in_ranges(lengths, plan, budget, sizes), plan, sizes))
+        _, plan, sizes = min(found, key=lambda one: one[0])
+        fits = fit(lengths.length, budget, sizes)
+        return plan, (replace(fits, minimum_bytes=told["minimum_bytes"]),)
+
+    def _keeping(self, lengths: Sequences, plan: HeldPlan, budget: int) -> HeldPlan | None:
         """The plan with as many gates kept as there is room for; None where none fits."""
-        plan = HeldPlan(block, means=means)
         held, first, later = self._sizes(lengths, plan)
         room = budget - held
         if max(first, later) > room:
@@ -198,12 +236,51 @@ class Planner:
         return lengths.length - plan.kept if self.shapes[0].kind == "LSTM" else 0
 
     def _time(self, lengths: Sequences, plan: HeldPlan) -> float:
-        """Microseconds, nominally, of what depends on the plan."""
-        shape = self.shapes[0]
-        weights = shape.count * GATES[shape.kind] * shape.size * (shape.size + shape.width)
-        step = 2 * weights * lengths.rows / lengths.length / _RATE
-        piece = _PIECE * shape.count + _PIECE_WEIGHT * weights
-        return self._again(lengths, plan) * step + lengths.pieces(plan.block) * piece
+        """Nominal microseconds of what depends on the plan, if all steps are one range."""
+        again = self._again(lengths, plan) / lengths.length
+        return self._pass_time(lengths, plan, onward=1.0, again=again)
+
+    def _time_in_ranges(
+        self, lengths: Sequences, plan: HeldPlan, budget: int, sizes: Footprint
+    ) -> float:
+        """The same of ranges of one piece. Steps that run a second time follow the outputs of a
+        single layer by products; of several layers all but the top one run step by step."""
+        shape, length = self.shapes[0], lengths.length
+        steps = max(1, plan.block // shape.batch)
+        room, ranges = budget - sizes.overhead_bytes(min(steps, length)), -(-length // steps)
+        if room < 0:
+            return inf
+        runs = int(hsm_cost(ranges, 1 + room // sizes.state_bytes))
+        more, onward, again = runs / ranges - 1, 1.0, 0.0
+        if shape.count > 1:
+            onward += more
+            again += shape.kind == "LSTM"
+        elif shape.kind == "LSTM":
+            again += more
+        weights = sum(4 * shape.size * (shape.size + width) for width in shape.widths)
+        calls = (runs + ranges) * (_CALL * shape.count + 1e-3 * weights)
+        return self._pass_time(lengths, plan, onward=onward, again=again) + calls
+
+    def _pass_time(
+        self, lengths: Sequences, plan: HeldPlan, *, onward: float, again: float
+    ) -> float:
+        """Nominal microseconds: ``onward`` forward passes step by step, gates computed ``again``
+        by products, as a part of all, and a backward pass."""
+        shape = replace(self.shapes[0], onward=plan.onward, back=plan.back)
+        pieces, gates, total = lengths.pieces(plan.block), GATES[shape.kind], 0.0
+        for k, width in enumerate(shape.widths):
+            weights, hidden = gates * shape.size * (shape.size + width), gates * shape.size**2
+            step = _STEP + _STEP_WEIGHT * hidden
+            run = 2 * weights * lengths.rows / _RATE + _ELEMENT * lengths.rows * gates * shape.size
+            each, of_weight = _PIECE[shape.loops(k)]
+            total += (again + onward - 1) * run + pieces * (each + of_weight * weights)
+            if plan.onward == "blas":
+                total += onward * lengths.length * step
+            if plan.back and plan.back[k] == "blas":
+                total += lengths.length * step
+            if shape.kind == "GRU" and plan.back and not shape.loops(k):
+                total += _SWEEPS * run
+        return total
 
     def _told(self, lengths: Sequences, plan: HeldPlan, told: dict[str, int]) -> tuple[Fit, ...]:
         """The fit of each recurrence; bytes are those of all of them."""
@@ -219,24 +296,39 @@ class Planner:
         )
         return (one,) * len(self.shapes)
 
-    def _footprint(self, means: Means, block: int, lengths: Sequences, ordinary: int) -> Footprint:
-        """What ranges of steps take, for any schedule over them."""
-        shape, length = replace(self.shapes[0], means=means), lengths.length
-        step = shape.below(shape.batch)
+    def _footprint(self, plan: HeldPlan, lengths: Sequences, ordinary: int) -> Footprint:
+        """What ranges of steps take, for any schedule over them. A range of one piece keeps the
+        gates of its top layer, which a longer one needs again when it goes back."""
+        shape = replace(self.shapes[0], onward=plan.onward, back=plan.back)
+        length, block = lengths.length, plan.block
+        step, most = shape.below(shape.batch), max(1, block // shape.batch)
 
         def held(steps: int) -> int:
-            pieces = -(-steps // (block // shape.batch))
+            return without(steps) + shape.top_gates(min(steps, most) * shape.batch)
+
+        def without(steps: int) -> int:
+            pieces = 1 if steps <= most else steps // most + 1
             return step * steps + shape.mark(pieces) + shape.state
 
-        work = shape.fixed(block) + shape.piece(block, kept=False)
-        forward = shape.forward(block, shape.pass_rows(block))
-        advance = shape.advance(shape.pass_rows(block)) + shape.state
-        points = sorted({1, max(1, block // shape.batch), min(2, length), length})
+        def record(steps: int) -> int:
+            return max(without(steps) + forward, held(steps) + keeping)
+
+        later = shape.piece(block, kept=False) - shape.top_gates(block)
+        work = shape.fixed(block) + max(shape.piece(block, kept=True), later)
+        along = shape.along(block)
+        forward, keeping = (
+            max(along, shape.forward(block, rows)) for rows in (shape.pass_rows(block), 0)
+        )
+        advance = shape.advance(shape.pass_rows(block))
+        if shape.count == 1:
+            advance = max(advance, along + shape.top_gates(block))
+        advance += shape.state
+        points = sorted({n for n in (1, 2, most, most + 1, length) if n <= length})
         return Footprint(
             state_bytes=shape.state,
             advance=Curve(((1, advance),)),
             held=Curve(tuple((n, held(n)) for n in points)),
-            record=Curve(tuple((n, held(n) + forward) for n in points)),
+            record=Curve(tuple((n, record(n)) for n in points)),
             backward=Curve(((1, work),)),
             ordinary=Curve(((length, ordinary),)),
             gradient_bytes=2 * shape.state,
@@ -273,7 +365,7 @@ class Planner:
     def _sizes(self, lengths: Sequences, plan: HeldPlan) -> tuple[int, int, int]:
         """Bytes besides kept gates: held throughout, at the peak while gates are kept, and later.
         Gates are kept until the backward pass is through their pieces."""
-        shapes = [replace(shape, means=plan.means) for shape in self.shapes]
+        shapes = [replace(s, onward=plan.onward, back=plan.back) for s in self.shapes]
         rows = threads = lengths.largest(plan.block)
         pieces = lengths.pieces(plan.block) + 1  # one more where the gates begin to be kept
         held = sum(s.mark(pieces) + s.below(lengths.rows) + 2 * s.state for s in shapes)
