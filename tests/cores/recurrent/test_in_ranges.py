@@ -87,3 +87,9 @@ def test_pieces_are_not_cut_short_to_lay_out_weights():
     assert plan.back == ("blas",)
     assert plan.block >= 32
     assert plan_of(rg.GRU(64, 512, memory="50%"), x).back == ()
+
+
+def test_loops_go_through_all_steps_at_once_where_all_gates_are_kept():
+    x = torch.randn(100, 64, 32)
+    plan = plan_of(rg.LSTM(32, 64, memory="50%"), x)
+    assert plan == HeldPlan(100 * 64, kept=100)

@@ -123,14 +123,16 @@ class Planner:
     def least_bytes(self, lengths: Sequences) -> int:
         """The least budget for held layers."""
         shape = self.shapes[0]
-        least = replace(self._means[-1], block=shape.batch)
-        found = [
-            self._peak(lengths, replace(least, block=block))
-            for block in _blocks(shape, lengths, self.most)
-        ]
+        plan = replace(self._means[-1], block=shape.batch)
+        least = self._peak(lengths, plan)
+        for block in _blocks(shape, lengths, self.most)[-2::-1]:
+            peak = self._peak(lengths, replace(plan, block=block))
+            if peak > 1.1 * least:
+                break  # fewer marks, but more for a piece than they take
+            least = min(least, peak)
         if self._ranges:
-            found.append(self._footprint(least, lengths, 1).minimum_bytes())
-        return min(found)
+            least = min(least, self._footprint(plan, lengths, 1).minimum_bytes())
+        return least
 
     def fit(
         self, lengths: Sequences, memory: Memory | None, ordinary: int
@@ -152,6 +154,17 @@ class Planner:
             return None, (replace(whole_fit(length, length, **peak, **told), ordinary=True),)
         return self._fastest(lengths, budget, told)
 
+    def _run_by(self, plan: HeldPlan) -> list[Shape]:
+        """The shapes, with what a plan runs them by."""
+        key = plan.onward, plan.back
+        if key not in self._known:
+            self._known[key] = [replace(s, onward=key[0], back=key[1]) for s in self.shapes]
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[tuple[Means, tuple[Means, ...]], list[Shape]]:
+        return {}
+
     @property
     def _ranges(self) -> bool:
         """Whether a part of the steps can be run at a time."""
@@ -168,8 +181,12 @@ class Planner:
         self, lengths: Sequences, budget: int, told: dict[str, int]
     ) -> tuple[HeldPlan, tuple[Fit, ...]]:
         """The plan of least nominal time; in one range of all steps if any fits."""
-        blocks, best = _blocks(self.shapes[0], lengths, self.most), None
-        least = inf
+        shape, best, least = self.shapes[0], None, inf
+        blocks = _blocks(shape, lengths, self.most)
+        if all(shape.loops(k) for k in range(shape.count)):  # these need no pieces for the cache
+            whole = self._keeping(lengths, HeldPlan(lengths.length * shape.batch), budget)
+            if whole is not None and not self._again(lengths, whole):
+                return whole, self._told(lengths, whole, told)
         for means in self._means:
             longer = inf
             for block in blocks:
@@ -243,30 +260,34 @@ class Planner:
     def _time_in_ranges(
         self, lengths: Sequences, plan: HeldPlan, budget: int, sizes: Footprint
     ) -> float:
-        """The same of ranges of one piece. Steps that run a second time follow the outputs of a
-        single layer by products; of several layers all but the top one run step by step."""
-        shape, length = self.shapes[0], lengths.length
-        steps = max(1, plan.block // shape.batch)
-        room, ranges = budget - sizes.overhead_bytes(min(steps, length)), -(-length // steps)
-        if room < 0:
-            return inf
-        runs = int(hsm_cost(ranges, 1 + room // sizes.state_bytes))
-        more, onward, again = runs / ranges - 1, 1.0, 0.0
-        if shape.count > 1:
-            onward += more
-            again += shape.kind == "LSTM"
-        elif shape.kind == "LSTM":
-            again += more
+        """The same of ranges, of one piece or several. Steps that run a second time follow the
+        outputs of a single layer by products; of several layers all but the top one run step by
+        step. Where a range has several pieces, the gates of most are computed again."""
+        shape, length, best = self.shapes[0], lengths.length, inf
+        steps = piece = max(1, plan.block // shape.batch)
         weights = sum(4 * shape.size * (shape.size + width) for width in shape.widths)
-        calls = (runs + ranges) * (_CALL * shape.count + 1e-3 * weights)
-        return self._pass_time(lengths, plan, onward=onward, again=again) + calls
+        while (room := budget - sizes.overhead_bytes(min(steps, length))) >= 0:
+            ranges = -(-length // steps)
+            runs = int(hsm_cost(ranges, 1 + room // sizes.state_bytes))
+            more, onward, again = runs / ranges - 1, 1.0, 0.0
+            if shape.count > 1:
+                onward += more
+                again += shape.kind == "LSTM"
+            elif shape.kind == "LSTM":
+                again += more + (steps > piece)
+            calls = (runs + ranges) * (_CALL * shape.count + 1e-3 * weights)
+            time = self._pass_time(lengths, plan, onward=onward, again=again) + calls
+            best, steps = min(best, time), 2 * steps
+            if ranges == 1:
+                break
+        return best
 
     def _pass_time(
         self, lengths: Sequences, plan: HeldPlan, *, onward: float, again: float
     ) -> float:
         """Nominal microseconds: ``onward`` forward passes step by step, gates computed ``again``
         by products, as a part of all, and a backward pass."""
-        shape = replace(self.shapes[0], onward=plan.onward, back=plan.back)
+        shape = self._run_by(plan)[0]
         pieces, gates, total = lengths.pieces(plan.block), GATES[shape.kind], 0.0
         for k, width in enumerate(shape.widths):
             weights, hidden = gates * shape.size * (shape.size + width), gates * shape.size**2
@@ -299,7 +320,7 @@ class Planner:
     def _footprint(self, plan: HeldPlan, lengths: Sequences, ordinary: int) -> Footprint:
         """What ranges of steps take, for any schedule over them. A range of one piece keeps the
         gates of its top layer, which a longer one needs again when it goes back."""
-        shape = replace(self.shapes[0], onward=plan.onward, back=plan.back)
+        shape = self._run_by(plan)[0]
         length, block = lengths.length, plan.block
         step, most = shape.below(shape.batch), max(1, block // shape.batch)
 
@@ -365,7 +386,7 @@ class Planner:
     def _sizes(self, lengths: Sequences, plan: HeldPlan) -> tuple[int, int, int]:
         """Bytes besides kept gates: held throughout, at the peak while gates are kept, and later.
         Gates are kept until the backward pass is through their pieces."""
-        shapes = [replace(s, onward=plan.onward, back=plan.back) for s in self.shapes]
+        shapes = self._run_by(plan)
         rows = threads = lengths.largest(plan.block)
         pieces = lengths.pieces(plan.block) + 1  # one more where the gates begin to be kept
         held = sum(s.mark(pieces) + s.below(lengths.rows) + 2 * s.state for s in shapes)
