@@ -295,11 +295,12 @@ def calls_of(monkeypatch, place, name):
     ("way", "place", "kernel", "where"),
     [
         ("LSTM", cpu.Forward, "__call__", "forward"),
-        ("LSTM", cpu.Backward, "add", "backward"),
+        ("LSTM", LayerBackward, "add", "backward"),
         ("GRU, scanned in ranges", HeldLayers, "record", "backward"),
         ("RNN", LayerBackward, "add", "backward"),
+        ("LSTM, swept", cpu.Backward, "add", "backward"),
     ],
-    ids=["LSTM", "LSTM, going back", "GRU, scanned in ranges", "RNN"],
+    ids=["LSTM", "LSTM, going back", "GRU, scanned in ranges", "RNN", "LSTM, swept"],
 )
 def test_an_exception_at_every_other_call_of_a_kernel(way, place, kernel, where, monkeypatch):
     _, ours = both(way)
