@@ -28,9 +28,11 @@ if TYPE_CHECKING:
     )
     from retrograde.interchange import from_checkpoint_schedules, to_checkpoint_schedules
     from retrograde.measure.allocations import Measurement, measure
+    from retrograde.nn.any_recurrent import Recurrent
     from retrograde.nn.backward_choice import Explanation, explain
     from retrograde.nn.bptt import bptt
     from retrograde.nn.budget import Division, Share, budget
+    from retrograde.nn.fits import fit
     from retrograde.nn.profile import Offer, Offers, Profile, profile
     from retrograde.nn.recurrent import GRU, LSTM, RNN
     from retrograde.nn.sequential import Residual, Sequential
@@ -78,6 +80,9 @@ _come_from("retrograde.interchange")
 __all__ += ["Measurement", "measure"]
 _come_from("retrograde.measure.allocations")
 
+__all__ += ["Recurrent"]
+_come_from("retrograde.nn.any_recurrent")
+
 __all__ += ["Explanation", "explain"]
 _come_from("retrograde.nn.backward_choice")
 
@@ -86,6 +91,9 @@ _come_from("retrograde.nn.bptt")
 
 __all__ += ["Division", "Share", "budget"]
 _come_from("retrograde.nn.budget")
+
+__all__ += ["fit"]
+_come_from("retrograde.nn.fits")
 
 __all__ += ["Offer", "Offers", "Profile", "profile"]
 _come_from("retrograde.nn.profile")

@@ -4,6 +4,7 @@ What the user wrote as pytrees, closures or modules becomes a pure function of t
 state, on flat lists of tensors, before any work starts.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -16,12 +17,16 @@ from retrograde.discover.captured import Outside, find_outside
 from retrograde.discover.dry_run import try_out
 from retrograde.discover.referents import Referents, find_referents
 from retrograde.discover.surroundings import Ambient, version
-from retrograde.discover.trees import Structure, flatten
+from retrograde.discover.trees import Structure, flatten, flatten_state
 from retrograde.errors import CellError
 from retrograde.run.autograd_core import AutogradCore
 from retrograde.run.core import as_leaf
+from retrograde.run.inputs import Inputs
 
-__all__ = ["Cell", "Like", "StepCore", "as_pair", "begin", "device_of", "examine", "like_of"]
+__all__ = [
+    "Cell", "Like", "StepCore",
+    "as_pair", "begin", "device_of", "examine", "later_state", "like_of",
+]  # fmt: skip
 
 Cell = Callable[[Any, Any], tuple[Any, Any]]
 Tensors = list[Tensor]
@@ -33,7 +38,9 @@ Result = tuple[Tensors, Tensors, Structure, Structure]  # outputs, state, and th
 class StepCore(AutogradCore):
     """Any cell ``cell(x_t, state) -> (y_t, state)``, called once a step; made by :func:`examine`.
     ``quiet`` is the cell without the work that only outputs need; None to run all of it. ``copied``
-    marks the parts of the state that the cell writes to, and gets clones of."""
+    marks the parts of the state that the cell writes to, and gets clones of. ``first_spec`` is the
+    structure of the initial state where step 0 settles another, and ``first_like`` its tensors;
+    ``made`` counts the leaves that step 0 makes then."""
 
     cell: Cell
     input_spec: Structure
@@ -49,6 +56,9 @@ class StepCore(AutogradCore):
     quiet: Cell | None = None
     found: Referents = field(default_factory=Referents)
     copied: tuple[bool, ...] = ()
+    first_spec: Structure | None = None
+    first_like: tuple[Like, ...] = ()
+    made: int = 0
 
     @property
     def parameters(self) -> Tensors:
@@ -77,8 +87,11 @@ class StepCore(AutogradCore):
     def _run(
         self, cell: Cell, inputs: Tensors, state: Tensors
     ) -> tuple[Tensors, Tensors, Structure]:
+        spec = self.state_spec
+        if self.first_spec is not None and tuple(map(like_of, state)) == self.first_like:
+            spec = self.first_spec
         state = _copied(state, self.copied)
-        x, s = self.input_spec.unflatten(inputs), self.state_spec.unflatten(state)
+        x, s = self.input_spec.unflatten(inputs), spec.unflatten(state)
         outputs, states, output_spec, state_spec = _call(cell, x, s)
         _check_like("state", states, state_spec, self.state_like, self.state_spec)
         return outputs, states, output_spec
@@ -101,18 +114,40 @@ def examine(
     x = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
     s = [as_leaf(t) for t in state]
     found = find_referents([cell] if made_of is None else made_of)
-    step = _Trying(cell, x, input_spec, s, state_spec, (False,) * len(s))
-    trial = try_out(step, found, device, lambda result: [*result[0], *result[1]])
-    core = _core_like(trial.value, cell, input_spec, state, state_spec, device)
-    outputs, states, *_ = trial.value
-    return replace(
+    step = _Trying(cell, x, input_spec, s, state_spec)
+    trial = try_out(step, found, device, _tensors_of)
+    core = _core_like(trial.value[0], cell, input_spec, state, state_spec, device)
+    outputs, states, *_ = trial.value[0]
+    core = replace(
         core,
-        outside=find_outside(trial.found, [*outputs, *states], trial.mark, [*x, *s]),
+        outside=find_outside(trial.found, _tensors_of(trial.value), trial.mark, [*x, *s]),
         ambient=trial.ambient,
         aliases=tuple(next((j for j, t in enumerate(states) if t is y), None) for y in outputs),
         found=trial.found,
         copied=step.copied,
     )
+    if core.first_spec is None:
+        return core
+    # A cell that begins by itself may make leaves; nobody has these once the trial is let go of.
+    pairs = zip(core.outside.parameters, core.outside.targets, strict=True)
+    references = [(weakref.ref(p), None if t is p else t) for p, t in pairs]
+    core = replace(core, outside=Outside([], []))
+    trial.value.clear()
+    del outputs, states, pairs
+    kept = [(p, t) for reference, t in references if (p := reference()) is not None]
+    outside = Outside([p for p, _ in kept], [p if t is None else t for p, t in kept])
+    return replace(core, outside=outside, made=len(references) - len(kept))
+
+
+def later_state(core: StepCore, inputs: Inputs, state: Tensors) -> Tensors:
+    """A state as later steps have it, to measure them by. Of two precisions that it has, the larger
+    one is taken (rule 7); where step 0 settles its structure, that step is run."""
+    if core.first_spec is None:
+        pairs = zip(state, core.state_like, strict=True)
+        return [s.to(torch.promote_types(s.dtype, dtype)) for s, (_, dtype, _) in pairs]
+    with core.ambient.measured():
+        (after,) = core.advance(inputs, 0, [1], state, None)
+    return after
 
 
 def begin(
@@ -137,12 +172,18 @@ def _core_like(
 ) -> StepCore:
     """A core whose steps return what step 0 did; without parameters, and with no surroundings."""
     outputs, states, output_spec, after_spec = result
-    like = _settled(states, state, device)
-    _check_like("state", states, after_spec, like, state_spec)
+    settles = _settles(result, state, state_spec)
+    if settles:
+        like = tuple(map(like_of, states))
+    else:
+        like = _settled(states, state, device)
+        _check_like("state", states, after_spec, like, state_spec)
     return StepCore(
         cell=cell,
         input_spec=input_spec,
-        state_spec=state_spec,
+        state_spec=after_spec,
+        first_spec=state_spec if settles else None,
+        first_like=tuple(map(like_of, state)),
         output_spec=output_spec,
         state_like=like,
         output_like=tuple(map(like_of, outputs)),
@@ -163,39 +204,65 @@ def _settled(states: Tensors, given: Tensors, device: torch.device) -> tuple[Lik
     return tuple(like)
 
 
+def _settles(result: Result, given: Tensors, spec: Structure) -> bool:
+    """Whether step 0 made a state of another structure where a None or a number was given."""
+    _, states, _, after_spec = result
+    differs = after_spec != spec and [*map(like_of, states)] != [*map(like_of, given)]
+    return differs and spec.has_more_than_tensors
+
+
+def _tensors_of(results: list[Result]) -> Tensors:
+    return [t for outputs, states, *_ in results for t in (*outputs, *states)]
+
+
 @dataclass
 class _Trying:
-    """A trial of a cell, to find which parts of the state it writes to; those are cloned for it.
-    Raises CellError if it writes to an input."""
+    """A trial of a cell, of one step, or of two if the first one settles the state's structure.
+
+    It finds which parts of the state the cell writes to; those are cloned for it. Raises CellError
+    if it writes to an input, or changes the state's structure again.
+    """
 
     cell: Cell
     inputs: Tensors
     input_spec: Structure
     state: Tensors
     state_spec: Structure
-    copied: tuple[bool, ...]
+    clones: bool = False
+    copied: tuple[bool, ...] = ()
 
-    def __call__(self) -> Result:
-        x, s = self.inputs, _copied(self.state, self.copied)
-        versions = [version(t) for t in x], [version(t) for t in s]
+    def __call__(self) -> list[Result]:
         try:
-            result = _call(self.cell, self.input_spec.unflatten(x), self.state_spec.unflatten(s))
+            first, written = self._step(self.state, self.state_spec)
+            results = [first]
+            if _settles(first, self.state, self.state_spec):
+                _, states, _, spec = first
+                later, again = self._step(states, spec)
+                _check_like("state", later[1], later[3], [*map(like_of, states)], spec)
+                results.append(later)
+                written = again if not any(written) else (True,) * len(again)
         except RuntimeError as error:
             if _ON_A_LEAF not in str(error):
                 raise
-            if all(self.copied):
+            if self.clones:
                 raise CellError(_WRITES) from error
-            self.copied = (True,) * len(s)
+            self.clones = True
             return self()
+        if self.clones or not any(written):
+            self.copied = written
+            _check_apart(results[-1], written)
+            return results
+        self.clones = True
+        return self()
+
+    def _step(self, state: Tensors, spec: Structure) -> tuple[Result, tuple[bool, ...]]:
+        """What a step returns, and which parts of the state it writes to."""
+        x, s = self.inputs, [t.clone() for t in state] if self.clones else state
+        versions = [version(t) for t in x], [version(t) for t in s]
+        result = _call(self.cell, self.input_spec.unflatten(x), spec.unflatten(s))
         if versions[0] != [version(t) for t in x]:
             raise CellError(_WRITES)
-        written = tuple(version(t) != then for t, then in zip(s, versions[1], strict=True))
-        if self.copied == (True,) * len(s) or not any(written):
-            self.copied = written
-            _check_apart(result, written)
-            return result
-        self.copied = (True,) * len(s)
-        return self()
+        return result, tuple(version(t) != then for t, then in zip(s, versions[1], strict=True))
 
 
 # What autograd says of a write to a leaf, or to a view of one.
@@ -209,6 +276,8 @@ _WRITES = (
 def _copied(state: Tensors, copied: Sequence[bool]) -> Tensors:
     if not any(copied):
         return state
+    if len(copied) != len(state):  # the first one, of another structure
+        copied = (True,) * len(state)
     return [t.clone() if copy else t for t, copy in zip(state, copied, strict=True)]
 
 
@@ -251,7 +320,7 @@ def as_pair(result: Any) -> tuple[Any, Any]:
 def _call(cell: Cell, x: Any, state: Any) -> Result:
     y, after = as_pair(cell(x, state))
     outputs, output_structure = flatten(y, "output of the cell")
-    states, state_structure = flatten(after, "state that the cell returned")
+    states, state_structure = flatten_state(after, "state that the cell returned")
     return outputs, states, output_structure, state_structure
 
 
@@ -288,5 +357,6 @@ def like_of(t: Tensor) -> Like:
 
 
 def device_of(*tensors: Tensor) -> torch.device:
-    """The device of the first of some tensors; the CPU if there are none."""
-    return tensors[0].device if tensors else torch.device("cpu")
+    """The device of some tensors, of which those of single numbers may be on the CPU."""
+    devices = [t.device for t in tensors]
+    return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))

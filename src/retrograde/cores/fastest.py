@@ -117,16 +117,17 @@ def footprints(
     state: Tensors,
     ordinary: Curve | Highest | None = None,
     memory: Memory | None = None,
+    first: Tensors | None = None,
 ) -> list[Footprint]:
-    """Measure each candidate as :func:`footprint` does; what ``ordinary`` backpropagation takes, if
-    None, on the first."""
+    """Measure each candidate as :func:`footprint` does, which see for ``first``; what ``ordinary``
+    backpropagation takes, if None, on the first."""
     found: list[Footprint] = []
     for one in several:
-        sizes = footprint(one.core, inputs, state, ordinary=ordinary, memory=memory)
+        sizes = footprint(one.core, inputs, state, ordinary=ordinary, memory=memory, first=first)
         ordinary = sizes.ordinary
         sizes = replace(
             sizes,
-            extra_bytes=one.extra_bytes,
+            extra_bytes=sizes.extra_bytes + one.extra_bytes,
             step_time=one.step_time,
             call_steps=one.call_steps,
             record_steps=one.record_steps,

@@ -7,13 +7,13 @@ slope.
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from retrograde.cores.cell import StepCore, examine
+from retrograde.cores.cell import StepCore, examine, like_of
 from retrograde.cores.fused import HEAP_BYTES
 from retrograde.cores.ordinary import (
     FEW_BYTES,
@@ -58,6 +58,11 @@ class _Bytes:
         """What the range takes at its peak."""
         return max(self.advance, self.record, self.held + self.backward)
 
+    def above(self, other: "_Bytes") -> int:
+        """How many more than another range it takes, at any moment."""
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return int(max(0, *(mine - theirs for mine, theirs in pairs)))
+
 
 def footprint(
     core: Core,
@@ -66,17 +71,20 @@ def footprint(
     *,
     ordinary: Curve | Highest | None = None,
     memory: Memory | None = None,
+    first: Tensors | None = None,
 ) -> Footprint:
     """Measure what the first few steps of a core take, and ``ordinary`` backpropagation if that is
-    None. Beyond :data:`FEW_STEPS` steps and :data:`FEW_BYTES` the measuring itself keeps to the
-    budget, ``memory``."""
+    None. ``first`` is the initial state, where it has another structure than ``state``. Beyond
+    :data:`FEW_STEPS` steps and :data:`FEW_BYTES` the measuring itself keeps to the budget,
+    ``memory``."""
     length, device = len(inputs), core.ambient.device
+    begins = state if first is None else first
     with core.ambient.measured(), muted_hooks(core.parameters):
         _measure_range(core, inputs, state, 1)  # what a first call allocates for good is not ours
         final = 0
         if ordinary is None:
             assert isinstance(core, AutogradCore), "what ordinary autograd takes is to be told"
-            ordinary, final = _ordinary(core, inputs, state, memory)
+            ordinary, final = _ordinary(core, inputs, begins, memory)
         budget = None if memory is None else as_bytes(memory, ordinary(length))
         points: dict[int, _Bytes] = {}
         for steps in sorted({min(length, L) for L in _lengths(core)}):
@@ -86,9 +94,14 @@ def footprint(
             points[steps] = _measure_range(core, inputs, state, steps)
         # Two steps may take more than one: a state that is a view, what a step leaves behind.
         further = 0 if length < 2 or core.joins else _advance_bytes(core, inputs, state, 2)
+        more = 0
+        if [*map(like_of, begins)] != [*map(like_of, state)]:
+            more = _measure_range(core, inputs, begins, 1).above(points[1])
         tries = isinstance(core, StepCore) and not core.fused
-        trial = _first_step_bytes(cast(StepCore, core), inputs, state) if tries else 0
+        trial = _first_step_bytes(cast(StepCore, core), inputs, begins) if tries else 0
         stored, laid = (0, 0) if core.fused else _stored_bytes(core, inputs, state)
+    # Numbers of a state are tensors of ours, before the call and after it.
+    numbers = 2 * sum(_rounded(t) for t in begins if not t.dim())
     if not core.joins:  # any range is single steps: what is held grows, the rest does not
         one = replace(points[1], advance=max(points[1].advance, further))
         for n in (2, 3):
@@ -116,9 +129,10 @@ def footprint(
         record_steps=_RECORD_STEPS if core.joins and not core.fused else 0.0,
         scheduled=core.sums,
         # The surroundings at the call's beginning, for a second backward pass.
-        call_bytes=laid + (0 if core.sums else ambient),
+        call_bytes=laid + more + (0 if core.sums else ambient),
         final_bytes=final,
-        trial_bytes=trial,
+        trial_bytes=trial + numbers,
+        extra_bytes=numbers,
     )
 
 
@@ -198,7 +212,7 @@ def _first_step_bytes(core: StepCore, inputs: Inputs, state: Tensors) -> int:
     def call() -> object:
         pairs = zip(inputs[0], inputs.differentiable, strict=True)
         x = [t.detach().requires_grad_(wanted) for t, wanted in pairs]
-        return x, examine(core.cell, x, core.input_spec, state, core.state_spec)
+        return x, examine(core.cell, x, core.input_spec, state, core.first_spec or core.state_spec)
 
     return measure(call, device=core.ambient.device).peak_bytes
 

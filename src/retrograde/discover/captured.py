@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Size, Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -155,7 +155,16 @@ class _StandIns(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, named = pytree.tree_map(
-            lambda value: self.stand_ins.get(id(value), value), (args, kwargs or {})
-        )
-        return func(*args, **named)
+        named = kwargs or {}
+        if any(map(_holds, (*args, *named.values()))):
+            args, named = pytree.tree_map(self._stand_in, (args, named))
+            return func(*args, **named)
+        return func(*map(self._stand_in, args), **{k: self._stand_in(v) for k, v in named.items()})
+
+    def _stand_in(self, value: Any) -> Any:
+        return self.stand_ins.get(id(value), value)
+
+
+def _holds(value: Any) -> bool:
+    """Whether an argument may hold tensors."""
+    return isinstance(value, list | tuple | dict) and not isinstance(value, Size)

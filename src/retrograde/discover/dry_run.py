@@ -27,7 +27,7 @@ from retrograde.discover.surroundings import Ambient, Left, Steady, put_back, ve
 from retrograde.errors import CellError
 from retrograde.measure.allocations import MEASURING, unpacked
 
-__all__ = ["DryRun", "try_out"]
+__all__ = ["DryRun", "assigned_tensors", "try_out"]
 
 T = TypeVar("T")
 
@@ -86,6 +86,27 @@ def try_out(
     parts = tuple(found.parts())
     ambient = Ambient(device, drawn, changed, places, left, steady, parts, place_bytes)
     return DryRun(value, ambient, mark, found)
+
+
+def assigned_tensors(
+    call: Callable[[], object], found: Referents, places: Sequence[Place], device: torch.device
+) -> list[tuple[Place, Any, Any, Any]]:
+    """Where a call puts other values that hold tensors: a place, a name there, and the values
+    before and after. All is put back."""
+    generators = _GeneratorStates(sources(device, found.generators))
+    with MEASURING, unpacked(), _rewritten(found, device), put_back(found.places):
+        before = [place.note() for place in places]
+        try:
+            with torch.enable_grad():
+                call()
+            return [
+                (change.place, key, change.then.get(key), change.now[key])
+                for change in _changes(places, before)
+                for key in change.keys
+                if tensors_in(change.now.get(key))
+            ]
+        finally:
+            generators.put_back(generators.moved())
 
 
 def _marked(call: Callable[[], T]) -> tuple[int, T]:

@@ -1,23 +1,37 @@
-"""Pytrees of tensors as flat lists and back; a ``None`` is part of the structure, not a leaf."""
+"""Pytrees of tensors as flat lists and back; a ``None`` is part of the structure, not a leaf.
 
-from collections.abc import Sequence
+A dataclass is a node, registered with torch or not: its fields are its children. Where numbers are
+allowed, as in a state, they travel as tensors of one number, so that each is stored with its state.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from retrograde.errors import CellError
 
-__all__ = ["Structure", "flatten"]
+__all__ = ["Structure", "flatten", "flatten_state"]
+
+_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 @dataclass(frozen=True)
 class Structure:
-    """What a flat list of tensors once was."""
+    """What a flat list of tensors once was. ``kinds`` tells what each leaf of ``spec`` is: a
+    tensor, a number or a None by its type, a dataclass by its fields."""
 
-    spec: pytree.TreeSpec  # a None is a leaf in it
-    absent: tuple[bool, ...]  # which leaves are None
+    spec: pytree.TreeSpec
+    kinds: tuple["type | _Fields", ...]
+
+    @property
+    def has_more_than_tensors(self) -> bool:
+        """Whether a leaf is no tensor."""
+        return any(kind is not Tensor for kind in self.kinds)
 
     def unflatten(self, tensors: Sequence[Tensor | None]) -> Any:
         """The tree again, with these tensors as its leaves."""
@@ -25,20 +39,59 @@ class Structure:
             return tensors[0]
         if self is _PAIR:
             return tuple(tensors)
-        rest = iter(tensors)
-        leaves = [None if absent else next(rest) for absent in self.absent]
+        return self._rebuilt(iter(tensors))
+
+    def _rebuilt(self, rest: Iterator[Any]) -> Any:
+        leaves = (_leaf(kind, rest) for kind in self.kinds)
         return pytree.tree_unflatten(leaves, self.spec)
 
     def __str__(self) -> str:
-        leaves = [None if absent else "*" for absent in self.absent]
-        return str(pytree.tree_unflatten(leaves, self.spec)).replace("'*'", "*")
+        return str(pytree.tree_unflatten(map(_Name, self.kinds), self.spec))
 
 
-def flatten(tree: Any, name: str) -> tuple[list[Tensor], Structure]:
-    """The tensors of a tree, in order, and its structure.
+@dataclass(frozen=True)
+class _Fields:
+    """A dataclass, the fields that it has a value for, and the structure of these."""
+
+    made: type
+    names: tuple[str, ...]
+    within: Structure
+
+    def rebuilt(self, rest: Iterator[Any]) -> Any:
+        one: Any = object.__new__(self.made)
+        for name, value in zip(self.names, self.within._rebuilt(rest), strict=True):
+            object.__setattr__(one, name, value)
+        return one
+
+
+def _leaf(kind: type | _Fields, rest: Iterator[Any]) -> Any:
+    if kind is Tensor:
+        return next(rest)
+    if kind is type(None):
+        return None
+    if isinstance(kind, _Fields):
+        return kind.rebuilt(rest)
+    number = next(rest)
+    return number if number is None else number.detach().item()
+
+
+@dataclass(frozen=True)
+class _Name:
+    """What a leaf is called in a message."""
+
+    kind: type | _Fields
+
+    def __repr__(self) -> str:
+        if isinstance(self.kind, _Fields):
+            return f"{self.kind.made.__name__}{self.kind.within}"
+        return {Tensor: "*", type(None): "None"}.get(self.kind, self.kind.__name__)
+
+
+def flatten(tree: Any, name: str, *, numbers: bool = False) -> tuple[list[Tensor], Structure]:
+    """The tensors of a tree, in order, and its structure; with ``numbers``, these as tensors too.
 
     Raises:
-        CellError: a leaf is neither a tensor nor ``None``.
+        CellError: a leaf is neither a tensor nor ``None``, nor a number where these are allowed.
 
     Example:
         >>> import torch
@@ -50,16 +103,37 @@ def flatten(tree: Any, name: str) -> tuple[list[Tensor], Structure]:
         return [tree], _LEAF
     if type(tree) is tuple and len(tree) == 2 and all(isinstance(t, Tensor) for t in tree):
         return list(tree), _PAIR
+    found: list[Tensor] = []
     leaves, spec = pytree.tree_flatten(tree)
-    for leaf in leaves:
-        if leaf is not None and not isinstance(leaf, Tensor):
-            raise CellError(
-                f"the {name} holds a {type(leaf).__name__}: expected a pytree of tensors; "
-                "turn numbers into tensors"
-            )
-    return [t for t in leaves if t is not None], Structure(spec, tuple(t is None for t in leaves))
+    return found, Structure(spec, tuple(_take(leaf, name, numbers, found) for leaf in leaves))
+
+
+def _take(leaf: Any, name: str, numbers: bool, found: list[Tensor]) -> type | _Fields:
+    """Add the tensors of a leaf to those found, and tell what it is."""
+    if isinstance(leaf, Tensor):
+        found.append(leaf)
+        return Tensor
+    if numbers and type(leaf) in _NUMBERS:
+        found.append(torch.tensor(leaf, dtype=_NUMBERS[type(leaf)]))
+        return type(leaf)
+    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        names = tuple(f.name for f in dataclasses.fields(leaf) if hasattr(leaf, f.name))
+        inner, within = flatten([getattr(leaf, n) for n in names], name, numbers=numbers)
+        found += inner
+        return _Fields(type(leaf), names, within)
+    if leaf is None:
+        return type(None)
+    raise CellError(
+        f"the {name} holds a {type(leaf).__name__}: expected a pytree of tensors; "
+        "turn numbers into tensors"
+    )
+
+
+def flatten_state(tree: Any, name: str = "state") -> tuple[list[Tensor], Structure]:
+    """:func:`flatten` for a state, which may hold numbers."""
+    return flatten(tree, name, numbers=True)
 
 
 # What most cells have for input, output and state: known by sight, since every step asks.
-_LEAF = Structure(pytree.tree_flatten(0)[1], (False,))
-_PAIR = Structure(pytree.tree_flatten((0, 0))[1], (False, False))
+_LEAF = Structure(pytree.tree_flatten(0)[1], (Tensor,))
+_PAIR = Structure(pytree.tree_flatten((0, 0))[1], (Tensor, Tensor))

@@ -18,7 +18,7 @@ from retrograde.scan.block_lengths import scan_plan
 from retrograde.units import aligned
 
 if TYPE_CHECKING:
-    from retrograde.nn.recurrent import Recurrent
+    from retrograde.nn.recurrent import BudgetedRNN
     from retrograde.nn.sequential import Sequential
 
 __all__ = ["Explanation", "check_slopes", "choose_backward", "explain"]
@@ -58,7 +58,7 @@ class Explanation:
 
 
 def choose_backward(
-    module: "Recurrent", steps: int, samples: int, like: Tensor
+    module: "BudgetedRNN", steps: int, samples: int, like: Tensor
 ) -> Literal["sequential", "scan"] | None:
     """The algorithm by which a module with ``backward`` set goes backward; None for torch's own
     pass. Raises CellError if the module has projections, which have no Jacobian here."""
@@ -71,7 +71,7 @@ def choose_backward(
     return choice if choice in ("sequential", "scan") else None
 
 
-def check_slopes(module: "Recurrent") -> None:
+def check_slopes(module: "BudgetedRNN") -> None:
     """Refuse a module that has no Jacobians here, by a CellError."""
     if module.proj_size:
         raise CellError(
@@ -80,14 +80,14 @@ def check_slopes(module: "Recurrent") -> None:
         )
 
 
-def fastest(module: "Recurrent", steps: int, samples: int, needs_x: bool) -> str:
+def fastest(module: "BudgetedRNN", steps: int, samples: int, needs_x: bool) -> str:
     """The algorithm that is expected to take least time."""
     found = timings(module, samples, steps, needs_x)
     return min(contenders(found), key=lambda name: found[name].seconds(steps))
 
 
 @overload
-def explain(module: "Recurrent", input: Tensor | PackedSequence) -> Explanation: ...
+def explain(module: "BudgetedRNN", input: Tensor | PackedSequence) -> Explanation: ...
 
 
 @overload
@@ -95,7 +95,7 @@ def explain(module: "Sequential", input: Tensor) -> ScanChoice: ...
 
 
 def explain(
-    module: "Recurrent | Sequential", input: Tensor | PackedSequence
+    module: "BudgetedRNN | Sequential", input: Tensor | PackedSequence
 ) -> Explanation | ScanChoice:
     """Tell the chosen algorithm for an input, the reason, and the predicted time of each.
 
@@ -118,12 +118,12 @@ def explain(
         >>> found.choice, found.kernels
         ('scan', 'numba')
     """
-    from retrograde.nn.recurrent import Recurrent
+    from retrograde.nn.recurrent import BudgetedRNN
     from retrograde.nn.sequential import Sequential
 
     if isinstance(module, Sequential) and isinstance(input, Tensor):
         return module.explain(input)
-    if not isinstance(module, Recurrent):
+    if not isinstance(module, BudgetedRNN):
         raise CellError(
             f"got a {type(module).__name__}: expected an rg.RNN, rg.GRU, rg.LSTM or rg.Sequential"
         )
@@ -152,7 +152,7 @@ def explain(
     )
 
 
-def _why(module: "Recurrent", weight: Tensor, use: str, choice: str) -> str:
+def _why(module: "BudgetedRNN", weight: Tensor, use: str, choice: str) -> str:
     """The reason, and whatever keeps the compiled kernels from being used."""
     reason = f"backward={module.backward!r} asks for it"
     if torch.is_autocast_enabled(weight.device.type):

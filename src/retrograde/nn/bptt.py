@@ -13,17 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from retrograde.cores.cell import Cell, StepCore
+from retrograde.cores.cell import Cell, StepCore, later_state
 from retrograde.cores.fastest import Candidate, candidates, fit_fastest, footprints
 from retrograde.cores.footprint import step_bytes
 from retrograde.cores.fused import Fused, Layers, Mode
 from retrograde.cores.loss import Loss, RangeLoss, StepLoss, examine_loss
 from retrograde.discover.referents import find_referents
 from retrograde.discover.surroundings import autocast_as_now
-from retrograde.discover.trees import Structure, flatten
+from retrograde.discover.trees import Structure, flatten, flatten_state
 from retrograde.errors import CellError, RetrogradeError
 from retrograde.nn.cache import CellFits, signature
-from retrograde.nn.recurrent import Recurrent
+from retrograde.nn.recurrent import BudgetedRNN
 from retrograde.nn.unroll import check_schedule, refuse_both
 from retrograde.plan import plan
 from retrograde.plan.fit import Fit
@@ -41,7 +41,7 @@ Tensors = list[Tensor]
 # A cell with its loss is measured once for its shapes and a budget: which core, and its fit.
 _FITS: CellFits[tuple[int, Fit]] = CellFits()
 
-_RANGES = {nn.LSTM.forward, nn.GRU.forward, nn.RNN.forward, Recurrent.forward}
+_RANGES = {nn.LSTM.forward, nn.GRU.forward, nn.RNN.forward, BudgetedRNN.forward}
 
 
 @uncompiled
@@ -110,7 +110,7 @@ def bptt(
         (torch.float64, torch.Size([1, 2, 5]), torch.Size([20, 5]))
     """
     _check_asked(loss, memory, schedule)
-    refuse_transforms(flatten(state, "state")[0])
+    refuse_transforms(flatten_state(state)[0])
     prepare = _module if getattr(type(cell), "forward", None) in _RANGES else _cell
     task = prepare(cast(Any, cell), inputs, state, loss, length, input_gradient is not None)
     if schedule is not None:
@@ -132,7 +132,7 @@ def bptt(
 @dataclass(frozen=True)
 class _Task:
     """A prepared call: equivalent cores (torch's choice first), the inputs, the inputs to measure
-    by, and the flat initial state with its structure."""
+    by, the flat initial state, and the structure of the last one."""
 
     cores: list[Candidate]
     stream: Stream
@@ -165,13 +165,13 @@ def _cell(
     wants_inputs: bool,
 ) -> _Task:
     """Any cell: a step is a call."""
-    states, state_spec = flatten(state, "state")
+    states, state_spec = flatten_state(state)
     tensors = [t for t in (*states, *pytree.tree_leaves(inputs)) if isinstance(t, Tensor)]
     device = tensors[0].device if tensors else torch.device("cpu")
     with autocast_as_now(device):
         stream = Stream.of(open_source(inputs, length, device), wants_inputs)
         core, probed = examine_loss(StepLoss(cell, loss, device), stream, states, state_spec)
-    return _Task([Candidate(core)], stream, probed, states, state_spec)
+    return _Task([Candidate(core)], stream, probed, states, core.state_spec)
 
 
 def _module(
@@ -266,12 +266,16 @@ def _fitted(task: _Task, inputs: Any, memory: Memory) -> tuple[Core, Schedule]:
     tensors = map(signature, (*source[0], *task.state, *first.parameters))
     shapes = torch.get_num_threads(), task.stream.wanted, read, *tensors
 
+    def later() -> Tensors:
+        return later_state(first, task.probed, task.state)
+
     def step() -> Hashable:
-        return step_bytes(first, task.probed, task.state)
+        return step_bytes(first, task.probed, later())
 
     def find() -> tuple[int, Fit]:
-        sizes = footprints(task.cores, task.probed, task.state, memory=memory)
-        return fit_fastest(task.cores, sizes, task.probed, task.state, memory)
+        state = later()
+        sizes = footprints(task.cores, task.probed, state, memory=memory, first=task.state)
+        return fit_fastest(task.cores, sizes, task.probed, state, memory)
 
     number, found = _FITS.fit(parts, shapes, (repr(memory), len(source)), step, find)
     return task.cores[number].core, found.schedule

@@ -172,7 +172,7 @@ def _measure(module: nn.RNNBase, samples: int, steps: int, needs_x: bool) -> dic
 
 def _run(trial: Any, name: str, steps: int, samples: int, needs_x: bool) -> float:
     """Seconds of one call forward and backward, without what a class derived from ours adds."""
-    from retrograde.nn.recurrent import Recurrent
+    from retrograde.nn.recurrent import BudgetedRNN
 
     trial.backward = None if name == "torch" else name
     weight = trial._flat_weights[0]
@@ -180,7 +180,7 @@ def _run(trial: Any, name: str, steps: int, samples: int, needs_x: bool) -> floa
     x.requires_grad_(needs_x)
     leaves = [t for t in (x, *trial._flat_weights) if t.requires_grad]
     start = now(weight.device)
-    outputs = Recurrent.forward(trial, x)[0]
+    outputs = BudgetedRNN.forward(trial, x)[0]
     torch.autograd.grad(outputs, leaves, torch.ones_like(outputs))
     return now(weight.device) - start
 

@@ -31,7 +31,7 @@ from retrograde.scan.block_lengths import BackwardPlan
 from retrograde.schedule import Schedule
 
 if TYPE_CHECKING:
-    from retrograde.nn.recurrent import Recurrent
+    from retrograde.nn.recurrent import BudgetedRNN
 
 __all__ = ["Call", "Plan", "StackFit", "check_measurable"]
 
@@ -87,7 +87,7 @@ class Call:
 
     def __init__(
         self,
-        module: "Recurrent",
+        module: "BudgetedRNN",
         x: Tensor,
         state: State,
         sizes: Tensor | None = None,

@@ -20,14 +20,14 @@ from typing import Any, SupportsIndex, cast, overload
 
 from torch import Tensor, nn
 
-from retrograde.cores.cell import Cell, examine
+from retrograde.cores.cell import Cell, examine, later_state
 from retrograde.cores.footprint import footprint
 from retrograde.cores.timing import time_steps
 from retrograde.discover.surroundings import autocast_as_now
-from retrograde.discover.trees import flatten
+from retrograde.discover.trees import flatten, flatten_state
 from retrograde.errors import BudgetError, CellError
 from retrograde.nn.chain_plans import measure_network
-from retrograde.nn.recurrent import Recurrent
+from retrograde.nn.recurrent import BudgetedRNN
 from retrograde.nn.replace_modules import twin
 from retrograde.nn.scheduled import measure_parts
 from retrograde.nn.step_costs import Costs, HeldCosts, time_held
@@ -326,12 +326,14 @@ def profile(
     if isinstance(cell, nn.RNNBase):
         return _of_module(cell, x, state, steps, repeats)
     leaves, input_spec = flatten(x, "inputs")
-    states, state_spec = flatten(state, "state")
+    states, state_spec = flatten_state(state)
     check_length([t.unsqueeze(0) for t in leaves])
     with autocast_as_now(leaves[0].device):
         core = examine(one_step, leaves, input_spec, states, state_spec)
     inputs = Held([t.unsqueeze(0).expand(_LENGTH, *t.shape) for t in leaves])
-    costs = Costs(footprint(core, inputs, states), time_steps(core, inputs, states, repeats))
+    later = later_state(core, inputs, states)
+    sizes = footprint(core, inputs, later, first=states)
+    costs = Costs(sizes, time_steps(core, inputs, later, repeats))
     return _described([costs], costs.sizes.held(1), len(core.parameters), core.ambient.draws, steps)
 
 
@@ -344,7 +346,7 @@ def _of_module(
             f"the input of a {type(module).__name__} is a {type(input).__name__}: expected a "
             "tensor (T, B, I); for packed sequences, pad them"
         )
-    call = cast(Recurrent, twin(module))._call_of(input, hx)
+    call = cast(BudgetedRNN, twin(module))._call_of(input, hx)
     ordinary, (part, *others) = measure_parts(call, None)
     if others:
         raise CellError(

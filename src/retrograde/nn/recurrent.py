@@ -36,7 +36,7 @@ from retrograde.run.transforms import (
 from retrograde.schedule import Schedule
 from retrograde.units import Memory, parse_memory
 
-__all__ = ["GRU", "LSTM", "RNN", "Backward", "Recurrent"]
+__all__ = ["GRU", "LSTM", "RNN", "Backward", "BudgetedRNN"]
 
 #: One step after another; by a parallel scan over steps; whichever is expected to be fastest,
 #: torch's own backward pass included.
@@ -45,7 +45,7 @@ Backward = Literal["sequential", "scan", "auto"]
 State = tuple[Tensor, ...]
 
 
-class Recurrent(nn.RNNBase):
+class BudgetedRNN(nn.RNNBase):
     """What :class:`RNN`, :class:`GRU` and :class:`LSTM` share; not for use on its own."""
 
     memory: Memory | None
@@ -100,7 +100,7 @@ class Recurrent(nn.RNNBase):
         if hidden is not None and self._wants([data, *hidden, *weights]):
             found = self._run(self._read(input, hidden, weights))
         if found is None:
-            return super(Recurrent, over_weights(self, weights, type(self))).forward(input, hx)
+            return super(BudgetedRNN, over_weights(self, weights, type(self))).forward(input, hx)
         return self._laid_out(input, *found)
 
     def _options(self) -> list[str]:
@@ -304,7 +304,7 @@ def _ordered(state: State, order: Tensor | None) -> State:
     return tuple(s if order is None else s.index_select(1, order) for s in state)
 
 
-class RNN(Recurrent, nn.RNN):
+class RNN(BudgetedRNN, nn.RNN):
     """``torch.nn.RNN`` whose gradient is computed as asked: in parallel, or within a budget.
 
     Args:
@@ -379,7 +379,7 @@ class RNN(Recurrent, nn.RNN):
         )
 
 
-class _Gated(Recurrent):
+class _Gated(BudgetedRNN):
     """The constructor of :class:`GRU` and :class:`LSTM`."""
 
     def __init__(

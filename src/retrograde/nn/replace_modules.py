@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 
 from retrograde.errors import CellError
 from retrograde.nn.chain_plans import named_layers
-from retrograde.nn.recurrent import GRU, LSTM, RNN, Recurrent
+from retrograde.nn.recurrent import GRU, LSTM, RNN, BudgetedRNN
 from retrograde.nn.sequential import Sequential
 from retrograde.nn.weights import TORCHS_OWN
 
@@ -22,10 +22,12 @@ __all__ = ["Budgeted", "Swappable", "is_chain", "replace_module", "twin"]
 
 #: What can be given a budget, and what it becomes.
 Swappable = nn.RNNBase | nn.Sequential
-Budgeted = Recurrent | Sequential
+Budgeted = BudgetedRNN | Sequential
 
 # torch's classes, also where a program has made torch's names mean ours.
-_OURS: dict[type[nn.Module], type[Recurrent]] = dict(zip(TORCHS_OWN, (RNN, GRU, LSTM), strict=True))
+_OURS: dict[type[nn.Module], type[BudgetedRNN]] = dict(
+    zip(TORCHS_OWN, (RNN, GRU, LSTM), strict=True)
+)
 
 
 def is_chain(module: nn.Module) -> TypeGuard[nn.Sequential]:
@@ -67,7 +69,7 @@ def replace_module(module: Swappable, other: Budgeted) -> None:
 
 def _class_for(module: Swappable) -> type[Budgeted]:
     kind = type(module)
-    if issubclass(kind, Recurrent | Sequential):
+    if issubclass(kind, BudgetedRNN | Sequential):
         return kind
     if "forward" in vars(module):
         raise CellError(

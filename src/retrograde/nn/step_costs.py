@@ -17,7 +17,7 @@ from retrograde.run.layout import Rows
 from retrograde.schedule.actions import Verb
 from retrograde.units import Memory
 
-__all__ = ["Costs", "HeldCosts", "time_held"]
+__all__ = ["Costs", "HeldCosts", "iteration_seconds", "time_held"]
 
 Tensors = list[Tensor]
 
@@ -43,10 +43,18 @@ class Costs:
 
     def seconds(self, found: Fit) -> float:
         """The predicted time of an iteration."""
-        length, records = found.schedule.length, int(np.sum(found.schedule.kind == Verb.RECORD))
-        again, calls = found.forward_steps - length, found.calls - 2 * records
-        forward = self.times.forward(calls, again)
-        return forward + self.times.record(records, length) + self.times.backward(records, length)
+        return iteration_seconds(found, self.times)
+
+
+def iteration_seconds(found: Fit, times: RangeTimes) -> float:
+    """The predicted time of an iteration by a schedule, from the times of ranges."""
+    length, records = found.schedule.length, int(np.sum(found.schedule.kind == Verb.RECORD))
+    again, calls = found.forward_steps - length, found.calls - 2 * records
+    return (
+        times.forward(calls, again)
+        + times.record(records, length)
+        + times.backward(records, length)
+    )
 
 
 @dataclass(frozen=True)

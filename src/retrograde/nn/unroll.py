@@ -1,23 +1,26 @@
 """``unroll``: any cell over a sequence, its gradient within a memory budget, or by a scan."""
 
 import math
-from collections.abc import Hashable
-from typing import Any, Literal
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from retrograde.cores.cell import Cell, StepCore, as_pair, begin, examine
+from retrograde.cores.cell import Cell, StepCore, as_pair, begin, examine, later_state
 from retrograde.cores.fastest import fit_measured
 from retrograde.cores.footprint import footprint, step_bytes
 from retrograde.discover.surroundings import autocast_as_now
-from retrograde.discover.trees import Structure, flatten
+from retrograde.discover.trees import Structure, flatten, flatten_state
 from retrograde.errors import CellError, ScheduleError
 from retrograde.nn.cache import CellFits, signature
+from retrograde.nn.stateful import Stateful
 from retrograde.plan.fit import Fit
 from retrograde.run.autograd import run_schedule, run_unrecorded, run_without_gradient
 from retrograde.run.autograd_core import run_ordinary
-from retrograde.run.inputs import Held, check_length
+from retrograde.run.inputs import Inputs, check_length
+from retrograde.run.layout import Layout, Straight
 from retrograde.run.transforms import (
     is_transformed,
     is_unreal,
@@ -28,7 +31,7 @@ from retrograde.scan.any_cell import run_cell
 from retrograde.schedule import Schedule
 from retrograde.units import Memory, parse_memory
 
-__all__ = ["check_schedule", "refuse_both", "unroll"]
+__all__ = ["CellCall", "check_schedule", "refuse_both", "unroll"]
 
 Tensors = list[Tensor]
 
@@ -40,11 +43,12 @@ _FITS: CellFits[Fit] = CellFits()
 def unroll(
     cell: Cell,
     inputs: Any,
-    state: Any,
+    state: Any = None,
     *,
     memory: Memory | None = None,
     schedule: Schedule | None = None,
     backward: Literal["scan"] | None = None,
+    stateful: Sequence[nn.Module] = (),
 ) -> tuple[Any, Any]:
     """Run a cell over a sequence; the exact gradient then takes no more than ``memory``.
 
@@ -56,7 +60,9 @@ def unroll(
             once more for step 0, to learn what it uses, and for a new input shape on short ranges,
             to be measured; of neither any trace is left.
         inputs: a pytree of tensors, each with time as its first dimension (T, …).
-        state: the initial state, a pytree of tensors, whose structure and shapes every step keeps.
+        state: the initial state, a pytree of tensors and numbers, dataclasses included, whose
+            structure and shapes every step keeps. Where there is a None, or a number, step 0 may
+            settle what the state is from then on.
         memory: the budget for the backward pass, beyond inputs, outputs and gradients: bytes
             (``67108864``), a size (``"64MiB"``), or a fraction of what ordinary backpropagation
             would hold (``0.05``, ``"5%"``). None: as ordinary backpropagation does.
@@ -65,6 +71,9 @@ def unroll(
             through the cell give for a state of n numbers a sample (W20;
             :mod:`retrograde.scan.any_cell`). The first dimension of every tensor must be a batch of
             independent samples. The gradients then differ from ordinary autograd's by rounding.
+        stateful: modules that keep a state in themselves: tensors that a step assigns to their
+            attributes or buffers. These belong to the state, and the last ones are left there, as
+            the plain loop leaves them. Without ``state`` the cell is then ``cell(x_t) -> y_t``.
 
     Returns:
         The outputs, stacked along a new first dimension (T, …), and the state after the last step.
@@ -92,59 +101,116 @@ def unroll(
     refuse_both(memory, schedule)
     if backward is not None:
         _check_scan(backward, memory, schedule)
+    if stateful:
+        held = Stateful.of(cell, stateful, inputs, state)
+        outputs, (own, last) = unroll(
+            held, inputs, held.first(state), memory=memory, schedule=schedule, backward=backward
+        )
+        held.leave(own)
+        return outputs, last
     leaves, input_spec = flatten(inputs, "inputs")
-    states, state_spec = flatten(state, "state")
-    length = check_length(leaves)
-    if schedule is not None:
-        check_schedule(schedule, length)
-    asked = not (memory is None and schedule is None and backward is None)
-    unreal = is_unreal([*leaves, *states])
-    if unreal or (is_transformed([*leaves, *states]) and not (asked and torch.is_grad_enabled())):
-        return _plainly(cell, leaves, input_spec, state)
-    if not torch.is_grad_enabled():
-        core, first, after = begin(cell, [x[0] for x in leaves], input_spec, states, state_spec)
-        outputs, after = run_unrecorded(core, length, leaves, first, after)
-        return core.output_spec.unflatten(outputs), state_spec.unflatten(after)
-    if asked:
-        given = {"memory": memory, "schedule": schedule, "backward": backward}
-        names = [name for name, value in given.items() if value is not None]
-        refuse_transforms([*leaves, *states], names)
-    with autocast_as_now(leaves[0].device):
-        core = examine(cell, [x[0] for x in leaves], input_spec, states, state_spec)
-    outputs, after = _recorded(core, leaves, states, memory, schedule, backward)
-    return core.output_spec.unflatten(outputs), state_spec.unflatten(after)
+    layout = Straight(check_length(leaves), fused=False)
+    call = CellCall(leaves, input_spec, layout, memory, schedule, backward)
+    outputs, spec, last = call.run(cell, state)
+    return spec.unflatten(outputs), last
 
 
-def _recorded(
-    core: StepCore,
-    leaves: Tensors,
-    states: Tensors,
-    memory: Memory | None,
-    schedule: Schedule | None,
-    backward: Literal["scan"] | None,
-) -> tuple[Tensors, Tensors]:
-    """Run a cell so that it can be backpropagated as asked, if anything is to be."""
-    length = len(leaves[0])
-    if not any(t.requires_grad for t in (*leaves, *states, *core.parameters)):
-        return run_without_gradient(core, length, length, leaves, states)
-    if backward is not None:
-        return _scanned(core, leaves, states)
-    if schedule is None and memory is not None:
-        found = _fitted(core, leaves, states, memory)
-        schedule = None if found.ordinary else found.schedule
-    if schedule is None:
-        return run_ordinary(core, leaves, states)
-    return run_schedule(core, schedule, leaves, states)
+@dataclass(frozen=True)
+class CellCall:
+    """Sequences that a cell is to be run over, and how: ``tensors`` of all steps, where these lie
+    in them, the structure of a step's leaves, and what was asked for the backward pass."""
 
+    tensors: Tensors
+    spec: Structure
+    layout: Layout
+    memory: Memory | None
+    schedule: Schedule | None
+    backward: Literal["scan"] | None = None
 
-def _plainly(cell: Cell, leaves: Tensors, input_spec: Structure, state: Any) -> tuple[Any, Any]:
-    """The plain loop, and nothing that a transform of torch.func could not go through."""
-    outputs = []
-    for x in zip(*(t.unbind() for t in leaves), strict=True):
-        y, state = as_pair(cell(input_spec.unflatten(list(x)), state))
-        outputs.append(flatten(y, "output of the cell"))
-    stacked = [torch.stack(ys) for ys in zip(*(ys for ys, _ in outputs), strict=True)]
-    return outputs[0][1].unflatten(stacked), state
+    @property
+    def read(self) -> Inputs:
+        """The leaves of the steps."""
+        return self.layout.read(self.tensors)
+
+    @property
+    def asked(self) -> list[str]:
+        """What is asked beyond ordinary backpropagation."""
+        names = "memory", "schedule", "backward"
+        return [name for name in names if getattr(self, name) is not None]
+
+    def run(self, cell: Cell, state: Any) -> tuple[Tensors, Structure, Any]:
+        """The outputs of all steps, the structure of one step's, and the state after them."""
+        states, state_spec = flatten_state(state)
+        if self.schedule is not None:
+            check_schedule(self.schedule, len(self.read))
+        given = [*self.tensors, *states]
+        usual = not (self.asked and torch.is_grad_enabled())
+        if is_unreal(given) or (is_transformed(given) and usual):
+            return self._plainly(cell, state)
+        if not torch.is_grad_enabled():
+            core, first, after = begin(cell, self.read[0], self.spec, states, state_spec)
+            outputs, after = run_unrecorded(core, self.read, first, after, self.layout)
+        else:
+            if self.asked:
+                refuse_transforms(given, self.asked)
+            core = self.examine(cell, states, state_spec)
+            outputs, after = self._recorded(core, states)
+        return outputs, core.output_spec, core.state_spec.unflatten(after)
+
+    def fit_for(self, cell: Cell, state: Any) -> Fit:
+        """What the budget buys for a cell and its initial state; nothing is trained."""
+        states, state_spec = flatten_state(state)
+        with torch.enable_grad():
+            return self.fit(self.examine(cell, states, state_spec), states)
+
+    def examine(self, cell: Cell, states: Tensors, spec: Structure) -> StepCore:
+        """The core of a cell, tried on the first step."""
+        with autocast_as_now(self.tensors[0].device):
+            return examine(cell, self.read[0], self.spec, states, spec)
+
+    def fit(self, core: StepCore, states: Tensors) -> Fit:
+        """What the budget buys for a cell. Raises BudgetError if it is too small."""
+        ambient, inputs, memory = core.ambient, self.read, cast(Memory, self.memory)
+        moving = tuple(b.nbytes for b in ambient.buffers), len(ambient.sources), ambient.place_bytes
+        tensors = map(signature, (*self.tensors, *inputs[0], *states, *core.parameters))
+        shapes = moving, torch.get_num_threads(), core.state_like, *tensors
+
+        def step() -> Hashable:
+            return step_bytes(core, inputs, later_state(core, inputs, states))
+
+        def find() -> Fit:
+            later = later_state(core, inputs, states)
+            sizes = footprint(core, inputs, later, memory=memory, first=states)
+            return fit_measured(core, inputs, later, memory, sizes)[0]
+
+        parts = [(core.found, ambient.steady.places)]
+        return _FITS.fit(parts, shapes, repr(memory), step, find)
+
+    def _recorded(self, core: StepCore, states: Tensors) -> tuple[Tensors, Tensors]:
+        """Run a cell so that it can be backpropagated as asked, if anything is to be."""
+        if not any(t.requires_grad for t in (*self.tensors, *states, *core.parameters)):
+            return run_without_gradient(core, self.read, states, self.layout)
+        if self.backward is not None:
+            return _scanned(core, self.tensors, states)
+        schedule = self.schedule
+        if self.memory is not None:
+            found = self.fit(core, states)
+            schedule = None if found.ordinary else found.schedule
+        if schedule is not None:
+            return run_schedule(core, schedule, self.tensors, states, self.layout)
+        if isinstance(self.layout, Straight):
+            return run_ordinary(core, self.tensors, states)
+        outputs, after = run_ordinary(core, self.read[slice(0, len(self.read))], states)
+        return self.layout.joined(outputs), after
+
+    def _plainly(self, cell: Cell, state: Any) -> tuple[Tensors, Structure, Any]:
+        """The plain loop, and nothing that a transform of torch.func could not go through."""
+        outputs = []
+        for t in range(len(self.read)):
+            y, state = as_pair(cell(self.spec.unflatten(self.read[t]), state))
+            outputs.append(flatten(y, "output of the cell"))
+        stacked = [torch.stack(ys) for ys in zip(*(ys for ys, _ in outputs), strict=True)]
+        return self.layout.joined(stacked), outputs[0][1], state
 
 
 def _check_scan(backward: Any, memory: Memory | None, schedule: Schedule | None) -> None:
@@ -173,6 +239,11 @@ def _scanned(core: StepCore, leaves: Tensors, states: Tensors) -> tuple[Tensors,
             "that it uses too: expected none of them under backward='scan'; pass them as part of "
             "the inputs, or use backward=None"
         )
+    if core.first_spec is not None:
+        raise CellError(
+            "step 0 settles the structure of the state: expected an initial state of tensors under "
+            "backward='scan'; pass one, or use backward=None"
+        )
     samples = {s.shape[0] if s.dim() else None for s in states}
     samples |= {x.shape[1] if x.dim() > 1 else None for x in leaves}
     if len(samples) > 1 or None in samples or not all(s.is_floating_point() for s in states):
@@ -184,7 +255,7 @@ def _scanned(core: StepCore, leaves: Tensors, states: Tensors) -> tuple[Tensors,
 
     def step(inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
         y, after = core.cell(core.input_spec.unflatten(inputs), core.state_spec.unflatten(state))
-        return flatten(y, "output of the cell")[0], flatten(after, "state")[0]
+        return flatten(y, "output of the cell")[0], flatten_state(after)[0]
 
     chunk = max(1, round(math.sqrt(len(leaves[0]) / 2)))
     return run_cell(step, core.parameters, leaves, states, chunk)
@@ -204,25 +275,3 @@ def check_schedule(schedule: Schedule, length: int) -> None:
             f"plan one for {length}"
         )
     _ = schedule.cost  # replayed, and so checked, once
-
-
-def _fitted(core: StepCore, leaves: Tensors, states: Tensors, memory: Memory) -> Fit:
-    ambient = core.ambient
-    changing = tuple(b.nbytes for b in ambient.buffers), len(ambient.sources), ambient.place_bytes
-    tensors = map(signature, (*leaves, *states, *core.parameters))
-    # Of two precisions that a state has, the larger one is measured (see rule 7).
-    widest = [
-        s.to(torch.promote_types(s.dtype, dtype))
-        for s, (_, dtype, _) in zip(states, core.state_like, strict=True)
-    ]
-    shapes = changing, torch.get_num_threads(), *tensors
-
-    def step() -> Hashable:
-        return step_bytes(core, Held(leaves), widest)
-
-    def find() -> Fit:
-        sizes = footprint(core, Held(leaves), widest, memory=memory)
-        return fit_measured(core, Held(leaves), widest, memory, sizes)[0]
-
-    parts = [(core.found, ambient.steady.places)]
-    return _FITS.fit(parts, shapes, repr(memory), step, find)

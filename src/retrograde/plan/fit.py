@@ -200,6 +200,7 @@ class Fit:
         time: the predicted time of an iteration, in the unit of the footprint's ``step_time``.
         minimum_bytes: the least that a schedule of single steps takes.
         ordinary: whether it is ordinary backpropagation, as one graph.
+        seconds: the predicted seconds of an iteration, where they were asked for.
     """
 
     schedule: Schedule
@@ -213,6 +214,7 @@ class Fit:
     ordinary_bytes: int
     minimum_bytes: int
     ordinary: bool
+    seconds: float | None = None
 
 
 def fit(length: int, memory: Memory | None, footprint: Footprint) -> Fit:

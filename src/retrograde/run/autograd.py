@@ -22,6 +22,7 @@ from retrograde.discover.surroundings import (
 from retrograde.errors import CellError, RetrogradeError
 from retrograde.run.core import Core, Gradients, discard, window
 from retrograde.run.executor import Run
+from retrograde.run.inputs import Inputs
 from retrograde.run.layout import Layout, Straight
 from retrograde.run.second_order import differentiable_gradients
 from retrograde.run.transforms import NO_FORWARD_MODE, refuse_batches, uncompiled
@@ -30,6 +31,8 @@ from retrograde.schedule import Schedule
 __all__ = ["run_schedule", "run_unrecorded", "run_without_gradient"]
 
 Tensors = list[Tensor]
+
+_OTHERS = 5  # the first arguments of the node, which are no tensors
 
 
 def run_schedule(
@@ -47,37 +50,32 @@ def run_schedule(
     outputs and the state after the last step.
     """
     layout = layout or Straight(schedule.length, core.fused)
+    run = Run(core, tuple(schedule), schedule.length)
     results = _Recurrence.apply(  # type: ignore[no-untyped-call]
-        core, schedule, layout, budgeted, len(inputs), len(state),
-        *inputs, *state, *core.parameters,
-    )  # fmt: skip
-    count = len(results) - len(state)
-    return list(results[:count]), list(results[count:])
+        run, layout, budgeted, len(inputs), len(state), *inputs, *state, *core.parameters
+    )
+    return list(results[: -run.states or None]), list(results[len(results) - run.states :])
 
 
 def run_without_gradient(
-    core: Core, length: int, chunk: int, inputs: Tensors, state: Tensors
+    core: Core, inputs: Inputs, state: Tensors, layout: Layout
 ) -> tuple[Tensors, Tensors]:
-    """Run a recurrence, at most ``chunk`` steps a call, and keep nothing for a backward pass."""
-    layout = Straight(length, core.fused)
-    outputs, held = _Outputs(core, layout), layout.read(inputs)
-    for start in range(0, length, chunk):
-        stops = [min(start + chunk, length)]
-        (state,) = core.advance(held, start, stops, state, outputs.emit)
+    """Run a recurrence and keep nothing for a backward pass."""
+    outputs = _Outputs(core, layout)
+    (state,) = core.advance(inputs, 0, [len(inputs)], state, outputs.emit)
     return outputs.tensors, state
 
 
 def run_unrecorded(
-    core: Core, length: int, inputs: Tensors, first: Tensors, state: Tensors
+    core: Core, inputs: Inputs, first: Tensors, state: Tensors, layout: Layout
 ) -> tuple[Tensors, Tensors]:
     """Run what follows step 0 where autograd is off; ``first`` and ``state`` are step 0's results.
 
     Returns the outputs of all steps, step 0 included, and the state after the last one.
     """
-    layout = Straight(length, core.fused)
     outputs = _Outputs(core, layout)
     outputs.emit(0, 1, first)
-    (state,) = core.advance(layout.read(inputs), 1, [length], state, outputs.emit)
+    (state,) = core.advance(inputs, 1, [len(inputs)], state, outputs.emit)
     return outputs.tensors, state
 
 
@@ -91,18 +89,14 @@ class _Outputs:
     def emit(self, start: int, stop: int, values: Tensors) -> None:
         if not self.tensors:
             self.tensors = self.layout.allocate(values)
-        parts = self.layout.parts(self.tensors, window(self.core, start, stop))
-        for part, value in zip(parts, values, strict=True):
-            if part is not None:
-                part.copy_(value.detach())
+        self.layout.put(self.tensors, window(self.core, start, stop), values)
 
 
 class _Recurrence(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        core: Core,
-        schedule: Schedule,
+        run: Run,
         layout: Layout,
         budgeted: bool,
         n_inputs: int,
@@ -110,6 +104,7 @@ class _Recurrence(torch.autograd.Function):
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
+        core, ctx.run = run.core, run
         ctx.n_inputs, ctx.layout, ctx.budgeted = n_inputs, layout, budgeted
         inputs, state = list(tensors[:n_inputs]), list(tensors[n_inputs : n_inputs + n_state])
         versions = [version(t) for t in tensors]
@@ -121,11 +116,10 @@ class _Recurrence(torch.autograd.Function):
         ctx.same = [next(i for i, s in enumerate(state) if s is t) for t in state]
         ctx.before = core.ambient.capture()
         ctx.marks = core.ambient.steady.marks()
-        ctx.run = Run(core, tuple(schedule), schedule.length)
         outputs = _Outputs(core, layout)
         outputs.tensors = held = core.room(layout.read(inputs))
         with ctx.autocast:
-            after = ctx.run.forward(layout.read(inputs, held), state, outputs.emit)
+            after = run.forward(layout.read(inputs, held), state, outputs.emit)
         ctx.fresh = True
         if versions != [version(t) for t in tensors]:
             raise CellError(
@@ -154,7 +148,7 @@ class _Recurrence(torch.autograd.Function):
         parameters = run.core.parameters
         layout: Layout = ctx.layout
         rerun = run.core.ambient.rerun(ctx.marks, ctx.moved)
-        needs = ctx.needs_input_grad[6:]
+        needs = ctx.needs_input_grad[_OTHERS:]
         if torch.is_grad_enabled():
             with rerun, ctx.autocast, muted_hooks(parameters):
                 run.core.ambient.restore(ctx.before)
@@ -165,7 +159,7 @@ class _Recurrence(torch.autograd.Function):
             _check_unchanged(parameters, ctx.versions, found[len(inputs) + len(state) :])
             return _returned(found, needs)
         read = layout.read(inputs, held)
-        count = len(grads) - len(state)
+        count = len(grads) - run.states
         wanted = [x if needed else None for x, needed in zip(inputs, needs, strict=False)]
         late = not run.core.fused
         gradients = Gradients(
@@ -198,9 +192,9 @@ class _Recurrence(torch.autograd.Function):
 
 
 def _returned(found: list[Tensor | None], needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
-    """Gradients of all arguments, in their order; the first six are no tensors."""
+    """Gradients of all arguments, in their order."""
     pairs = zip(found, needs, strict=True)
-    return (None,) * 6 + tuple(g if needed else None for g, needed in pairs)
+    return (None,) * _OTHERS + tuple(g if needed else None for g, needed in pairs)
 
 
 def _check_unchanged(parameters: Tensors, versions: list[int], found: list[Tensor | None]) -> None:

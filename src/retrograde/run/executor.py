@@ -31,7 +31,8 @@ class Run:
     Tensors of the caller are passed to its methods and never kept. Where ``loads`` is given, the
     states after recorded steps are held only as long as they are current, but for those: pairs of
     the recording's number among the actions and of the state's. Where ``cuts`` is given, in
-    ascending order, recordings are divided there.
+    ascending order, recordings are divided there. ``states`` is how many tensors the state has
+    after all steps, which may be other than before them.
     """
 
     core: Core
@@ -44,6 +45,7 @@ class Run:
     tapes: list[Tape] = field(default_factory=list)
     cuts: Sequence[int] | None = None
     loads: frozenset[tuple[int, int]] | None = None
+    states: int = 0
 
     def __post_init__(self) -> None:
         self.trail = Trail(self.core.ambient)
@@ -56,6 +58,7 @@ class Run:
         while not isinstance(self.actions[self.done], Backward):
             self._perform(inputs, emit)
         after, self.state = self.state, []
+        self.states = len(after)
         return after
 
     def backward(self, inputs: Inputs, gradients: Gradients) -> None:

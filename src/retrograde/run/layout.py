@@ -2,21 +2,22 @@
 
 Mostly step t is row t. In a packed batch a step has as many rows as there are sequences left, and
 two directions are run from both ends at once: then a range of steps is a range of rows for each.
-A layout gives a call its part of the inputs, and puts the call's outputs, and the gradients of its
-inputs, where they belong.
+Sequences of several lengths may also be run as one batch, each from its own end. A layout gives a
+call its part of the inputs, and puts the call's outputs, and the gradients of its inputs, where
+they belong.
 """
 
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from retrograde.run.inputs import Held, Inputs
 
-__all__ = ["Layout", "RowInputs", "Rows", "Straight"]
+__all__ = ["Layout", "Ragged", "RowInputs", "Rows", "Straight"]
 
 Tensors = list[Tensor]
 Gradient = Tensor | None
@@ -43,6 +44,12 @@ class Layout(Protocol):
         """For each output of a call, its part of the outputs, or of their gradients."""
         ...
 
+    def put(self, tensors: Tensors, index: Index, values: Tensors) -> None:
+        """Write the outputs of a call where they belong."""
+        for part, value in zip(self.parts(tensors, index), values, strict=True):
+            if part is not None:
+                part.copy_(value.detach())
+
     def room(self, x: Tensor) -> Tensor:
         """Where the gradients of an input are to be collected."""
         ...
@@ -53,7 +60,7 @@ class Layout(Protocol):
 
 
 @dataclass(frozen=True)
-class Straight:
+class Straight(Layout):
     """Step t of every tensor is its row t."""
 
     length: int
@@ -82,7 +89,7 @@ class Straight:
 
 
 @dataclass(frozen=True)
-class Rows:
+class Rows(Layout):
     """A batch of sequences, packed or not, run from one end or from both at once.
 
     Inputs are (T, B, …), or (rows, …) if ``sizes`` (T,) says how many sequences have each step,
@@ -180,3 +187,153 @@ class RowInputs:
         if self.layout.sizes is not None:
             leaves += [self.layout.sizes[s] for s in spans]
         return leaves
+
+
+@dataclass(frozen=True)
+class Ragged(Layout):
+    """A batch whose every step is a call with all samples, from one end or from both at once.
+
+    Tensors are (T, B, …), or (rows, …) if ``starts`` (T,) tells the first row of each step of a
+    packed batch. With ``lengths`` (B,) each sample begins at its own end, and the leaves of a call
+    end with a mask (B,): which samples are still going on. Before it are the rows of every tensor,
+    once for each direction. Outputs of the directions are side by side, and zero beyond an end.
+
+    Example:
+        >>> layout = Ragged(3, lengths=torch.tensor([3, 1]), both=True)
+        >>> forward, back, goes_on = layout.read([torch.arange(6).view(3, 2)])[0]
+        >>> forward.tolist(), back.tolist(), goes_on.tolist()
+        ([0, 1], [4, 1], [True, True])
+    """
+
+    length: int
+    lengths: Tensor | None = None
+    starts: Tensor | None = None
+    both: bool = False
+
+    def read(self, tensors: Tensors, outputs: Sequence[Tensor] = ()) -> "RaggedInputs":
+        return RaggedInputs(self, tensors)
+
+    def goes_on(self, index: Index) -> Tensor:
+        """Which samples still have the steps of a call."""
+        assert self.lengths is not None
+        return self._numbers(index) < self.lengths
+
+    def rows(self, index: Index, *, back: bool) -> Any:
+        """Where the rows of a call lie in a tensor over all steps; beyond a sample's end, at its
+        last one."""
+        if self.lengths is None:
+            if not back:
+                return index
+            last = self.length - 1
+            return last - self._numbers(index)[:, 0] if isinstance(index, slice) else last - index
+        steps, samples = self._numbers(index), torch.arange(len(self.lengths))
+        samples = samples.to(self.lengths.device).expand(*steps.shape[:-1], -1)
+        steps = (self.lengths - 1 - steps).clamp(min=0) if back else steps.minimum(self.lengths - 1)
+        return (steps, samples) if self.starts is None else (self.starts[steps] + samples,)
+
+    def allocate(self, values: Tensors) -> Tensors:
+        half = len(values) // 2 if self.both else len(values)
+        found = []
+        for y in values[:half]:
+            lead = (self.length, y.shape[0]) if self.starts is None else (self._count,)
+            width = y.shape[-1:] if not self.both else (2 * y.shape[-1],)
+            found.append(y.new_zeros(*lead, *y.shape[1:-1], *width))
+        return found
+
+    def joined(self, outputs: Tensors) -> Tensors:
+        if not self.both:
+            return [self._placed(y, back=False) for y in outputs]
+        half = len(outputs) // 2
+        pairs = zip(outputs[:half], outputs[half:], strict=True)
+        return [
+            torch.cat([self._placed(y, back=False), self._placed(z, back=True)], -1)
+            for y, z in pairs
+        ]
+
+    def _placed(self, y: Tensor, *, back: bool) -> Tensor:
+        """The outputs of one direction, step after step, as a new tensor for the caller."""
+        index = slice(0, self.length)
+        rows = self.rows(index, back=back)
+        if self.lengths is None:
+            return y[rows]
+        whole = (
+            torch.zeros_like(y) if self.starts is None else y.new_zeros(self._count, *y.shape[2:])
+        )
+        return whole.index_put(*self._chosen(rows, index, y))
+
+    @property
+    def _count(self) -> int:
+        """The rows of a packed batch."""
+        assert self.lengths is not None
+        return int(self.lengths.sum())
+
+    def parts(self, tensors: Sequence[Gradient], index: Index) -> list[Gradient]:
+        return [
+            None if column is None else column[self.rows(index, back=back)]
+            for back, column in self._columns(tensors)
+        ]
+
+    def put(self, tensors: Tensors, index: Index, values: Tensors) -> None:
+        for (back, column), value in zip(self._columns(tensors), values, strict=True):
+            assert column is not None
+            rows = self.rows(index, back=back)
+            if self.lengths is None:
+                column[rows] = value.detach()
+            else:
+                column.index_put_(*self._chosen(rows, index, value.detach()))
+
+    def room(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+    def take(self, totals: Sequence[Gradient], index: Index, shares: Sequence[Gradient]) -> None:
+        ends = (False, True) if self.both else (False,)
+        pairs = [(back, total) for back in ends for total in totals]
+        for (back, total), share in zip(pairs, shares, strict=False):
+            if total is None or share is None:
+                continue
+            rows = self.rows(index, back=back)
+            if self.lengths is None:
+                total[rows] += share
+            else:
+                total.index_put_(*self._chosen(rows, index, share), accumulate=True)
+
+    def _numbers(self, index: Index) -> Tensor:
+        """The steps of a call, (1,), or (L, 1) of several."""
+        device = None if self.lengths is None else self.lengths.device
+        if isinstance(index, slice):
+            return torch.arange(index.start, index.stop, device=device).unsqueeze(-1)
+        return torch.tensor([index], device=device)
+
+    def _chosen(self, rows: tuple[Tensor, ...], index: Index, t: Tensor) -> tuple[Any, Tensor]:
+        """The rows of samples that go on, and what a tensor has for them."""
+        goes_on = self.goes_on(index)
+        return tuple(one[goes_on] for one in rows), t[goes_on]
+
+    def _columns(self, tensors: Sequence[Gradient]) -> list[tuple[bool, Gradient]]:
+        """For each output of a call, whether it is of the direction that goes back, and where it
+        lies in the tensors over all steps."""
+        if not self.both:
+            return [(False, t) for t in tensors]
+        halves = [(None, None) if t is None else t.chunk(2, -1) for t in tensors]
+        return [(False, one[0]) for one in halves] + [(True, one[1]) for one in halves]
+
+
+@dataclass(frozen=True)
+class RaggedInputs:
+    """The leaves of every call of a :class:`Ragged` batch."""
+
+    layout: Ragged
+    tensors: Tensors
+
+    @property
+    def differentiable(self) -> Sequence[bool]:
+        wanted = [t.requires_grad for t in self.tensors] * (2 if self.layout.both else 1)
+        return wanted if self.layout.lengths is None else [*wanted, False]
+
+    def __len__(self) -> int:
+        return self.layout.length
+
+    def __getitem__(self, index: Index) -> Tensors:
+        ends = (False, True) if self.layout.both else (False,)
+        leaves = [t[self.layout.rows(index, back=back)] for back in ends for t in self.tensors]
+        return leaves if self.layout.lengths is None else [*leaves, self.layout.goes_on(index)]

@@ -55,7 +55,7 @@ def run_stream(
     inputs = stream if progress is None else _Counted(stream, progress, _work(schedule))
     gradients = _Streamed(
         outputs=[torch.ones((), dtype=torch.float64, device=device)],
-        states=[None] * len(state),
+        states=[],
         inputs=[None] * (len(stream.source.trained) + 1),
         wanted=stream.source.trained,
         parameters=core.totals(),
@@ -71,6 +71,7 @@ def run_stream(
     run = Run(core, schedule, len(stream))
     with autocast_as_now(device), muted_hooks(core.parameters):
         after = run.forward(inputs, state, lambda start, stop, values: _add(total, values))
+        gradients.states = [None] * len(after)
         moved = core.ambient.steady.changes(marks)
         core.ambient.cut()
         with core.ambient.rerun(marks, moved):

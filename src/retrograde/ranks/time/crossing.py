@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from retrograde.nn.recurrent import Recurrent
+from retrograde.nn.recurrent import BudgetedRNN
 from retrograde.ranks import base
 from retrograde.ranks.agreement import Guard
 from retrograde.ranks.scan_over_ranks import RankReport, RankWay
@@ -41,7 +41,7 @@ class Crossing(base.Crossing):
         longest: steps of any rank.
     """
 
-    rnn: Recurrent
+    rnn: BudgetedRNN
     way: RankWay | Literal["auto"]
     report: RankReport
     x: Tensor
@@ -160,7 +160,7 @@ def _joined(parts: Iterable[Tensor], dim: int) -> Tensor:
     return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
 
 
-def _for_a_piece(rnn: Recurrent, pieces: int) -> Recurrent:
+def _for_a_piece(rnn: BudgetedRNN, pieces: int) -> BudgetedRNN:
     """The module for one piece of the batch: a budget in bytes is for all, held side by side."""
     asked = None if rnn.memory is None else parse_memory(rnn.memory)
     if pieces == 1 or not isinstance(asked, int):

@@ -25,7 +25,7 @@ from retrograde.cores.recurrent.forward import room_for, run
 from retrograde.kernels import kernels
 from retrograde.kernels.cells import Kind, Slopes, Weights, pull, pull_to_inputs, slopes
 from retrograde.kernels.sweep import at_step, in_chunks
-from retrograde.nn.recurrent import Recurrent
+from retrograde.nn.recurrent import BudgetedRNN
 from retrograde.ranks.time.piece import State
 from retrograde.ranks.way_back import Gradient
 from retrograde.scan.elements import IDENTITY, Affine, Dense, Vector
@@ -36,7 +36,7 @@ _AT_ONCE = 2**19  # numbers of a step, all its chunks together, beyond which mor
 _BLOCK_BYTES = 2**22  # of the slopes of a block
 
 
-def has_closed_form(rnn: Recurrent, x: Tensor) -> bool:
+def has_closed_form(rnn: BudgetedRNN, x: Tensor) -> bool:
     """Whether :func:`by_slopes` can be used for a module and an input, as it is called now.
 
     Dropout, a projection and autocast have no closed form.
@@ -52,7 +52,7 @@ def has_closed_form(rnn: Recurrent, x: Tensor) -> bool:
     return plain and x.dtype in (torch.float32, torch.float64)
 
 
-def by_slopes(rnn: Recurrent, x: Tensor, before: State, dy: Gradient) -> Any:
+def by_slopes(rnn: BudgetedRNN, x: Tensor, before: State, dy: Gradient) -> Any:
     """The map of a module's steps, as :func:`range_map`; ``IDENTITY`` where there is no step."""
     if not len(x):
         return IDENTITY

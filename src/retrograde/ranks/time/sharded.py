@@ -19,7 +19,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from retrograde.errors import CellError
-from retrograde.nn.recurrent import Recurrent
+from retrograde.nn.recurrent import BudgetedRNN
 from retrograde.ranks.agreement import Guard, Told
 from retrograde.ranks.base import Sharded
 from retrograde.ranks.scan_over_ranks import RankReport, RankWay
@@ -73,14 +73,14 @@ class TimeSharded(Sharded):
 
     def __init__(
         self,
-        rnn: Recurrent,
+        rnn: BudgetedRNN,
         group: distributed.ProcessGroup | Links | None = None,
         *,
         way: RankWay | Literal["auto"] = "auto",
         pieces: int | None = None,
     ) -> None:
-        if not isinstance(rnn, Recurrent) or rnn.bidirectional:
-            what = "two directions" if isinstance(rnn, Recurrent) else type(rnn).__name__
+        if not isinstance(rnn, BudgetedRNN) or rnn.bidirectional:
+            what = "two directions" if isinstance(rnn, BudgetedRNN) else type(rnn).__name__
             raise CellError(
                 f"got {what}: expected an rg.RNN, rg.GRU or rg.LSTM in one direction, to be run "
                 "along time"

@@ -1,0 +1,103 @@
+"""``fit``: what a budget buys for a call, asked without running it."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from retrograde.cores.cell import later_state
+from retrograde.cores.timing import time_steps
+from retrograde.discover.trees import flatten, flatten_state
+from retrograde.errors import CellError
+from retrograde.nn.any_recurrent import Recurrent
+from retrograde.nn.call import StackFit
+from retrograde.nn.chain_plans import ChainFit
+from retrograde.nn.replace_modules import Budgeted, twin
+from retrograde.nn.stateful import Stateful
+from retrograde.nn.step_costs import iteration_seconds
+from retrograde.nn.unroll import CellCall
+from retrograde.plan.fit import Fit
+from retrograde.run.inputs import check_length
+from retrograde.run.layout import Straight
+from retrograde.units import Memory, parse_memory
+
+__all__ = ["fit"]
+
+_REPEATS = 3  # of each kind of step that is timed
+
+
+def fit(
+    cell: Any,
+    inputs: Any,
+    state: Any = None,
+    *,
+    memory: Memory,
+    stateful: Sequence[nn.Module] = (),
+) -> Fit | StackFit | ChainFit:
+    """What a budget buys for a call, which is not run: its peak, the least budget, forward steps,
+    and seconds.
+
+    Args:
+        cell: what is to be called: a cell as for :func:`retrograde.unroll`; an LSTM, a GRU or an
+            RNN, torch's or ours; a ``Sequential``; or a :class:`retrograde.Recurrent`. A ``memory``
+            of its own is not asked.
+        inputs: as for the call, and requiring a gradient if they will.
+        state: the initial state, as for the call.
+        memory: the budget: bytes (``67108864``), a size (``"64MiB"``), or a fraction of what
+            ordinary backpropagation would hold (``0.05``, ``"5%"``).
+        stateful: as for :func:`retrograde.unroll`.
+
+    Returns:
+        A :class:`~retrograde.plan.fit.Fit`, for several layers of two directions a
+        :class:`~retrograde.nn.call.StackFit`, for a chain a
+        :class:`~retrograde.nn.chain_plans.ChainFit`. ``seconds`` are predicted: from timed steps of
+        a cell and timed layers of a chain, for a recurrent module from a nominal machine's.
+
+    Raises:
+        BudgetError: the budget is too small; the message names the smallest that would do.
+        CellError: the cell or the layers cannot be run exactly.
+        UnitError: the memory cannot be read.
+
+    Example:
+        >>> import torch
+        >>> cell = torch.nn.GRUCell(3, 5)
+        >>> def step(x, h):
+        ...     h = cell(x, h)
+        ...     return h, h
+        >>> found = fit(step, torch.randn(100, 2, 3), torch.zeros(2, 5), memory="20%")
+        >>> found.peak_bytes <= found.budget_bytes, 100 < found.forward_steps < 200
+        (True, True)
+    """
+    parse_memory(memory)
+    if isinstance(cell, nn.RNNBase | nn.Sequential):
+        return _of_module(twin(cell), inputs, state, memory)
+    if isinstance(cell, Recurrent):
+        call, cell, state = cell._call_of(inputs, state)
+        call = replace(call, memory=memory, schedule=None)
+    else:
+        if stateful:
+            cell = Stateful.of(cell, stateful, inputs, state)
+            state = cell.first(state)
+        leaves, spec = flatten(inputs, "inputs")
+        call = CellCall(leaves, spec, Straight(check_length(leaves), fused=False), memory, None)
+    with torch.enable_grad():
+        states, state_spec = flatten_state(state)
+        core = call.examine(cell, states, state_spec)
+        found = call.fit(core, states)
+        times = time_steps(core, call.read, later_state(core, call.read, states), _REPEATS)
+    return replace(found, seconds=iteration_seconds(found, times))
+
+
+def _of_module(
+    module: Budgeted, inputs: Any, state: Any, memory: Memory
+) -> Fit | StackFit | ChainFit:
+    if isinstance(module, nn.Sequential):
+        if state is not None:
+            raise CellError(
+                f"got a state, a {type(state).__name__}, for a Sequential: expected none"
+            )
+        return module._fit_within(memory, inputs)
+    found = module._fit_within(memory, inputs, state)
+    return replace(found, seconds=1e-6 * found.time) if isinstance(found, Fit) else found

@@ -1,0 +1,137 @@
+"""Modules that keep a state in themselves, as a state that a cell is given and hands on.
+
+A spiking neuron assigns its membrane potential to an attribute, or to a buffer, and reads it at the
+next step. Where a trial step is seen to assign tensors, there is a *slot*. A cell then has its
+slots' values written for a step and read after it, and all is as it was when the step is over.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from retrograde.cores.cell import as_pair, device_of, like_of
+from retrograde.discover.dry_run import assigned_tensors
+from retrograde.discover.places import Place
+from retrograde.discover.referents import find_referents
+from retrograde.discover.surroundings import put_back
+from retrograde.discover.trees import flatten_state
+from retrograde.errors import CellError
+
+__all__ = ["Stateful"]
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A name of a place, and what it holds before the first step; ``settled`` tells whether that
+    has the structure and shapes of what later steps hold."""
+
+    place: Place
+    key: Any
+    initial: Any
+    settled: bool
+
+    def write(self, value: Any) -> None:
+        self.place.write({self.key: value}, ())
+
+    def cut(self) -> "_Slot":
+        """The same without the graph behind its first value, which no step goes back through."""
+        return replace(self, initial=pytree.tree_map_only(Tensor, Tensor.detach, self.initial))
+
+
+@dataclass(frozen=True)
+class Stateful:
+    """A step over modules that keep a state, as a cell whose state is the pair of the slots' values
+    and the step's own state; ``alone`` tells that the step has none."""
+
+    step: Callable[..., Any]
+    modules: tuple[nn.Module, ...]
+    slots: tuple[_Slot, ...]
+    alone: bool
+
+    @classmethod
+    def of(
+        cls, step: Callable[..., Any], modules: Sequence[nn.Module], inputs: Any, state: Any
+    ) -> "Stateful":
+        """Find the slots by a trial of the first step, which leaves no trace. Raises CellError if
+        there is none."""
+        for module in modules:
+            if not isinstance(module, nn.Module):
+                raise CellError(
+                    f"stateful= holds a {type(module).__name__}: expected modules, those whose "
+                    "attributes are part of the state; keep it in a module"
+                )
+        arguments = pytree.tree_map_only(
+            Tensor, Tensor.detach, (pytree.tree_map_only(Tensor, lambda t: t[0], inputs), state)
+        )
+        tensors = [t for t in pytree.tree_leaves(arguments) if isinstance(t, Tensor)]
+        given = arguments[:1] if state is None else arguments
+        own, found = find_referents(modules).places, find_referents([step, *modules])
+        device = device_of(*tensors)
+        changes = assigned_tensors(lambda: step(*given), found, own, device)
+        slots = tuple(_Slot(p, key, then, _alike(then, now)) for p, key, then, now in changes)
+        if not slots:
+            names = ", ".join(type(module).__name__ for module in modules)
+            raise CellError(
+                f"a step assigns no tensor to an attribute of {names}: expected stateful= to list "
+                "modules that keep a state; leave them out"
+            )
+        held = cls(step, tuple(modules), slots, state is None)
+        if not any(map(_with_history, slots)):
+            return held
+        results: list[Any] = []
+        leaves = pytree.tree_map_only(Tensor, _leaf, held.first(arguments[1]))
+        assigned_tensors(lambda: results.append(held(arguments[0], leaves)), found, own, device)
+        read = _read(pytree.tree_leaves(results), leaves[0])
+        slots = tuple(s if r else s.cut() for s, r in zip(slots, read, strict=True))
+        return replace(held, slots=slots)
+
+    def first(self, state: Any) -> Any:
+        """The state before the first step."""
+        return tuple(s.initial if s.settled else None for s in self.slots), state
+
+    def __call__(self, x: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
+        own, rest = state
+        with put_back([slot.place.of([slot.key]) for slot in self.slots]):
+            for slot, value in zip(self.slots, own, strict=True):
+                slot.write(slot.initial if value is None else value)
+            y, rest = (self.step(x), None) if self.alone else as_pair(self.step(x, rest))
+            after = tuple(slot.place.read().get(slot.key) for slot in self.slots)
+        return y, (after, rest)
+
+    def leave(self, values: Sequence[Any]) -> None:
+        """Let the modules hold the state after the last step."""
+        for slot, value in zip(self.slots, values, strict=True):
+            slot.write(value)
+
+
+def _with_history(slot: _Slot) -> bool:
+    leaves = pytree.tree_leaves(slot.initial) if slot.settled else []
+    return any(isinstance(t, Tensor) and t.requires_grad for t in leaves)
+
+
+def _leaf(t: Tensor) -> Tensor:
+    return t.detach().requires_grad_(t.requires_grad)
+
+
+def _read(results: list[Any], slots: Sequence[Any]) -> list[bool]:
+    """For each slot, whether the results of a step depend on what it held before."""
+    roots = [t for t in results if isinstance(t, Tensor) and t.requires_grad]
+    leaves = [[t for t in pytree.tree_leaves(s) if isinstance(t, Tensor)] for s in slots]
+    wanted = [t for one in leaves for t in one if t.requires_grad]
+    seeds = [torch.zeros_like(t) for t in roots]
+    found = torch.autograd.grad(roots, wanted, seeds, allow_unused=True) if roots else ()
+    reached = {id(t) for t, g in zip(wanted, found, strict=False) if g is not None}
+    return [any(id(t) in reached for t in one) for one in leaves]
+
+
+def _alike(then: Any, now: Any) -> bool:
+    """Whether two values have the same structure, shapes and dtypes."""
+    try:
+        (before, spec), (after, like) = flatten_state(then), flatten_state(now)
+    except CellError:
+        return False
+    return spec == like and list(map(like_of, before)) == list(map(like_of, after))

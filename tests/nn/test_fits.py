@@ -1,0 +1,75 @@
+"""``rg.fit``: what a budget buys for cells, modules and chains, as their own ``fit`` tells it."""
+
+import pytest
+import torch
+from torch import nn
+
+import retrograde as rg
+from retrograde.nn.call import StackFit
+
+
+def step_of(cell):
+    def step(x, h):
+        h = cell(x, h)
+        return h, h
+
+    return step
+
+
+def test_a_cell_is_asked_and_not_run():
+    cell = nn.GRUCell(8, 16)
+    x, h = torch.randn(200, 4, 8, requires_grad=True), torch.zeros(4, 16)
+    found = rg.fit(step_of(cell), x, h, memory="10%")
+    assert found.peak_bytes <= found.budget_bytes == found.ordinary_bytes // 10
+    assert found.minimum_bytes <= found.budget_bytes
+    assert 200 < found.forward_steps < 1000
+    assert 0 < found.seconds < 10
+    assert cell.weight_hh.grad is None
+    rg.unroll(step_of(cell), x, h, memory=found.minimum_bytes)
+    with pytest.raises(rg.BudgetError) as refusal:
+        rg.fit(step_of(cell), x, h, memory=found.minimum_bytes - 1)
+    assert refusal.value.minimum_bytes == found.minimum_bytes
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, rg.LSTM, nn.GRU])
+def test_a_module_is_asked_and_stays(kind):
+    net, x = kind(8, 16), torch.randn(200, 4, 8)
+    found = rg.fit(net, x, memory="10%")
+    assert found.peak_bytes <= found.budget_bytes
+    assert found.seconds > 0
+    assert type(net) is kind
+    assert getattr(net, "memory", None) is None
+    both = kind(8, 16, num_layers=2, bidirectional=True)
+    assert isinstance(rg.fit(both, x, memory="60%"), StackFit)
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, rg.Sequential])
+def test_a_chain_is_asked(kind):
+    net = kind(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(12)))
+    x = torch.randn(64, 32)
+    found = rg.fit(net, x, memory="50%")
+    assert found.peak_bytes <= found.budget_bytes
+    assert found.seconds > 0
+    with pytest.raises(rg.CellError, match="got a state"):
+        rg.fit(net, x, x, memory="50%")
+
+
+def test_recurrent_and_stateful_cells_are_asked():
+    net = rg.Recurrent(nn.GRUCell(8, 16), nn.GRUCell(8, 16), memory="90%")
+    x = torch.randn(100, 4, 8)
+    found = rg.fit(net, x, memory="20%")
+    assert found.budget_bytes == found.ordinary_bytes // 5
+    assert net.memory == "90%"
+
+    class Leaky(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.v = nn.Linear(8, 8), 0.0
+
+        def forward(self, x):
+            self.v = 0.9 * self.v + self.linear(x)
+            return self.v.tanh()
+
+    leaky = Leaky()
+    assert rg.fit(leaky, x, memory="50%", stateful=[leaky]).forward_steps >= 100
+    assert leaky.v == 0.0
