@@ -24,7 +24,7 @@ from retrograde.run.core import as_leaf
 from retrograde.run.inputs import Inputs
 
 __all__ = [
-    "Cell", "Like", "StepCore",
+    "Cell", "Like", "Settled", "StepCore",
     "as_pair", "begin", "device_of", "examine", "later_state", "like_of",
 ]  # fmt: skip
 
@@ -32,6 +32,14 @@ Cell = Callable[[Any, Any], tuple[Any, Any]]
 Tensors = list[Tensor]
 Like = tuple[torch.Size, torch.dtype, torch.device]
 Result = tuple[Tensors, Tensors, Structure, Structure]  # outputs, state, and their structures
+
+
+@dataclass
+class Settled:
+    """What earlier calls of the same cell have shown: ``walked``, that no step of a whole call used
+    a tensor that it was not known to use."""
+
+    walked: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,7 @@ class StepCore(AutogradCore):
     first_spec: Structure | None = None
     first_like: tuple[Like, ...] = ()
     made: int = 0
+    settled: Settled = field(default_factory=Settled)
 
     @property
     def parameters(self) -> Tensors:
@@ -68,33 +77,47 @@ class StepCore(AutogradCore):
     def targets(self) -> Tensors:
         return self.outside.targets
 
+    @property
+    def numbers(self) -> bool:
+        """Whether the state holds numbers."""
+        return any(not shape and place.type == "cpu" for shape, _, place in self.state_like)
+
     def recording(self) -> AbstractContextManager[Any]:
         return self.outside.cut()
 
     def totals(self) -> list[Tensor | None]:
         return [None] * len(self.parameters)
 
+    @property
+    def watched(self) -> bool:
+        return not (self.fused or self.settled.walked)
+
+    def complete(self) -> None:
+        used = {id(t) for t in self.parameters}
+        unused = any(t.requires_grad and id(t) not in used for t in self.found.tensors)
+        self.settled.walked = not (self.ambient.moves or self.numbers or unused)
+
     def __call__(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
-        outputs, states, output_spec = self._run(self.cell, inputs, state)
+        outputs, states, output_spec, state_spec = self._run(self.cell, inputs, state)
+        _check_like("state", states, state_spec, self.state_like, self.state_spec)
         _check_like("output", outputs, output_spec, self.output_like, self.output_spec)
         if torch.is_grad_enabled():
             _check_aliases(outputs, states, self.aliases)
         return outputs, states
 
+    def again(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
+        return self._run(self.cell, inputs, state)[:2]
+
     def carry(self, inputs: Tensors, state: Tensors) -> Tensors:
         return self._run(self.quiet or self.cell, inputs, state)[1]
 
-    def _run(
-        self, cell: Cell, inputs: Tensors, state: Tensors
-    ) -> tuple[Tensors, Tensors, Structure]:
+    def _run(self, cell: Cell, inputs: Tensors, state: Tensors) -> Result:
         spec = self.state_spec
         if self.first_spec is not None and tuple(map(like_of, state)) == self.first_like:
             spec = self.first_spec
-        state = _copied(state, self.copied)
-        x, s = self.input_spec.unflatten(inputs), spec.unflatten(state)
-        outputs, states, output_spec, state_spec = _call(cell, x, s)
-        _check_like("state", states, state_spec, self.state_like, self.state_spec)
-        return outputs, states, output_spec
+        if self.copied:
+            state = _copied(state, self.copied)
+        return _call(cell, self.input_spec.unflatten(inputs), spec.unflatten(state))
 
 
 def examine(
@@ -124,7 +147,7 @@ def examine(
         ambient=trial.ambient,
         aliases=tuple(next((j for j, t in enumerate(states) if t is y), None) for y in outputs),
         found=trial.found,
-        copied=step.copied,
+        copied=step.copied if any(step.copied) else (),
     )
     if core.first_spec is None:
         return core
@@ -135,8 +158,10 @@ def examine(
     trial.value.clear()
     del outputs, states, pairs
     kept = [(p, t) for reference, t in references if (p := reference()) is not None]
-    outside = Outside([p for p, _ in kept], [p if t is None else t for p, t in kept])
-    return replace(core, outside=outside, made=len(references) - len(kept))
+    parameters = [p for p, _ in kept]
+    cut = any(t is not None for _, t in kept)
+    targets = [p if t is None else t for p, t in kept] if cut else parameters
+    return replace(core, outside=Outside(parameters, targets), made=len(references) - len(kept))
 
 
 def later_state(core: StepCore, inputs: Inputs, state: Tensors) -> Tensors:
@@ -274,8 +299,6 @@ _WRITES = (
 
 
 def _copied(state: Tensors, copied: Sequence[bool]) -> Tensors:
-    if not any(copied):
-        return state
     if len(copied) != len(state):  # the first one, of another structure
         copied = (True,) * len(state)
     return [t.clone() if copy else t for t, copy in zip(state, copied, strict=True)]
@@ -327,13 +350,14 @@ def _call(cell: Cell, x: Any, state: Any) -> Result:
 def _check_like(
     name: str, leaves: Tensors, spec: Structure, like: Sequence[Like], like_spec: Structure
 ) -> None:
-    if spec != like_spec:
+    if spec is not like_spec and spec != like_spec:
         raise CellError(
             f"the cell changed the structure of its {name}: expected {like_spec}, "
             f"got {spec}; return the same structure at every step"
         )
-    for i, (leaf, (shape, dtype, device)) in enumerate(zip(leaves, like, strict=True)):
-        if (leaf.shape, leaf.dtype, leaf.device) != (shape, dtype, device):
+    for i, (leaf, expected) in enumerate(zip(leaves, like, strict=True)):
+        if (leaf.shape, leaf.dtype, leaf.device) != expected:
+            shape, dtype, device = expected
             raise CellError(
                 f"the cell changed tensor {i} of its {name}: expected shape {tuple(shape)}, "
                 f"{dtype} on {device}, got {tuple(leaf.shape)}, {leaf.dtype} on {leaf.device}; "

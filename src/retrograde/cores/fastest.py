@@ -141,12 +141,12 @@ def footprints(
 def fit_measured(
     core: Core, inputs: Inputs, state: Tensors, memory: Memory | None, sizes: Footprint
 ) -> tuple[Fit, Footprint]:
-    """The fastest schedule for a core within a budget, and its footprint. Each length that the
-    schedule uses is measured, until the predicted peak is within the budget. Raises BudgetError if
-    the least schedule does not fit."""
+    """The fastest schedule for a core within a budget, and its footprint. Where steps are not seen
+    to take the same, each length that the schedule uses is measured, until the predicted peak is
+    within the budget. Raises BudgetError if the least schedule does not fit."""
     while True:
         found = fit(len(inputs), memory, sizes)
-        if found.ordinary or not core.joins:
+        if found.ordinary or not core.joins or sizes.even:
             return found, sizes
         sizes = measured_for(found.schedule, sizes, core, inputs, state)
         if predict_peak_bytes(found.schedule, sizes) <= found.budget_bytes:

@@ -36,9 +36,10 @@ from retrograde.units import Memory, as_bytes
 
 __all__ = ["Shapes", "footprint", "gradients_like", "measured_for", "noting", "step_bytes"]
 
-# What recording a range of a cell's steps as one graph costs besides the steps, in forward steps: a
-# call of autograd. Nominal, for a cell of a dozen small operations.
-_RECORD_STEPS = 0.6
+# What recording a range of a cell's steps as one graph, and going back through it, costs besides
+# the steps, in forward steps: a call of autograd's engine. Nominal, for a cell of a dozen small
+# operations.
+_RECORD_STEPS = 6.0
 
 Tensors = list[Tensor]
 Shapes = list[tuple[torch.Size, torch.dtype]]
@@ -107,6 +108,9 @@ def footprint(
         for n in (2, 3):
             points[n] = replace(one, held=n * one.held, record=one.record + (n - 1) * one.held)
 
+    told = _evenly(core, inputs, points)
+    points = told or points
+
     def curve(kind: str) -> Curve:
         return Curve(tuple((L, getattr(size, kind)) for L, size in points.items()))
 
@@ -128,6 +132,7 @@ def footprint(
         heap_bytes=HEAP_BYTES if core.fused and device.type == "cpu" else None,
         record_steps=_RECORD_STEPS if core.joins and not core.fused else 0.0,
         scheduled=core.sums,
+        even=told is not None,
         # The surroundings at the call's beginning, for a second backward pass.
         call_bytes=laid + more + (0 if core.sums else ambient),
         final_bytes=final,
@@ -166,7 +171,30 @@ def _lengths(core: Core) -> tuple[int, ...]:
     """The lengths of ranges to measure: a kernel's own room grows with them only up to some."""
     if core.fused:
         return 1, 2, 4, 16, 64
-    return (1, 2, 4) if core.joins else (1,)
+    return (1, 2, 4, 8) if core.joins else (1,)
+
+
+def _evenly(core: Core, inputs: Inputs, points: dict[int, _Bytes]) -> dict[int, _Bytes] | None:
+    """The bytes of ranges, one more told, if every further step of a cell is seen to take what the
+    steps before it took; so no longer range has to be measured. None if it is not.
+
+    What grows unseen with a range is the gradients of its inputs, twice, while what it holds
+    shrinks. A number in the state may make a later step another one.
+    """
+    if core.fused or not isinstance(core, StepCore) or core.numbers or max(points) < 8:
+        return None
+    two, four, eight = ([*map(int, astuple(points[n]))] for n in (2, 4, 8))
+    _, held, record, backward = ((b - a) / 2 for a, b in zip(two, four, strict=True))
+    later = [(b - a) / 4 for a, b in zip(four, eight, strict=True)]
+    wanted = zip(inputs[0], inputs.differentiable, strict=True)
+    unseen = max(0, 2 * sum(_rounded(x) for x, is_wanted in wanted if is_wanted) - int(held))
+    if later[:3] != [0, held, record] or not backward <= later[3] <= unseen:
+        return None
+    last = points[8]
+    told = _Bytes(
+        last.advance, last.held + int(held), last.record + int(record), last.backward + unseen
+    )
+    return {**points, 9: told}
 
 
 def measured_for(

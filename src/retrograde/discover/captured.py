@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Size, Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
@@ -20,7 +21,7 @@ from torch.utils import _pytree as pytree
 from retrograde.discover.referents import Referents
 from retrograde.errors import CellError
 
-__all__ = ["Edge", "Outside", "distinct", "find_outside", "foreign_tensors"]
+__all__ = ["Edge", "LeafWatch", "Outside", "distinct", "find_outside", "foreign_tensors"]
 
 Tensors = list[Tensor]
 #: A node of autograd's graph, and which of its outputs.
@@ -116,6 +117,56 @@ def foreign_tensors(
             else:
                 pending += [edge for edge in node.next_functions if edge[0] is not None]
     return leaves, older
+
+
+class LeafWatch:
+    """Finds, step by step, what a recorded range uses besides the tensors that it is known to use.
+
+    A walk over a step's graph ends at the results of the step before it, and at known leaves.
+    """
+
+    def __init__(self, known: Iterable[Tensor], targets: Iterable[Tensor], mark: int) -> None:
+        self.leaves = {id(t) for t in known}
+        self.edges = {(p.grad_fn, p.output_nr) for p in targets if p.grad_fn is not None}
+        self.mark = mark
+        self.ends: set[Any] = set()  # nodes of known leaves
+        self.before: set[Any] = set()  # nodes of the results of the step before
+
+    def foreign(self, results: Sequence[Tensor]) -> int:
+        """How many tensors the results of a step go back to that are not known."""
+        if self.edges:
+            leaves, older = foreign_tensors(results, self.mark, self.edges)
+            return sum(id(t) not in self.leaves for t in leaves) + len(older - self.edges)
+        nodes: set[Any] = {t.grad_fn for t in results if t.requires_grad}
+        if None in nodes:
+            nodes.remove(None)
+            mine = [t for t in results if t.requires_grad and t.grad_fn is None]
+            found = {id(t) for t in mine} - self.leaves
+        else:
+            found = set()
+        visited = self.before | nodes
+        pending = list(nodes - self.before)
+        ends, mark = self.ends, self.mark
+        while pending:
+            for node, _ in pending.pop().next_functions:
+                if node is None or node in ends or node in visited:
+                    continue
+                if type(node) is _ACCUMULATES:
+                    if id(node.variable) in self.leaves:
+                        ends.add(node)
+                    else:
+                        found.add(id(node.variable))
+                elif node._sequence_nr() < mark:
+                    found.add(id(node))
+                    visited.add(node)
+                else:
+                    visited.add(node)
+                    pending.append(node)
+        self.before = nodes
+        return len(found)
+
+
+_ACCUMULATES: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 
 def _before(captured: Tensors) -> tuple[set[int], set[Edge]]:

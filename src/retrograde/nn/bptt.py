@@ -277,5 +277,6 @@ def _fitted(task: _Task, inputs: Any, memory: Memory) -> tuple[Core, Schedule]:
         sizes = footprints(task.cores, task.probed, state, memory=memory, first=task.state)
         return fit_fastest(task.cores, sizes, task.probed, state, memory)
 
-    number, found = _FITS.fit(parts, shapes, (repr(memory), len(source)), step, find)
-    return task.cores[number].core, found.schedule
+    (number, found), settled = _FITS.fit(parts, shapes, (repr(memory), len(source)), step, find)
+    core = replace(cast(StepCore, task.cores[number].core), settled=settled)
+    return core, found.schedule

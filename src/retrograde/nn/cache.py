@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from retrograde.cores.cell import Settled
 from retrograde.discover.places import Place
 from retrograde.discover.referents import MODULE_TABLES, Referents
 from retrograde.measure.allocations import MEASURING, is_profiled
@@ -127,7 +128,7 @@ class CellFits(LRUCache[T]):
 
     def __init__(self, most: int = _MOST) -> None:
         super().__init__(most)
-        self._steps: LRUCache[Hashable] = LRUCache(most)
+        self._steps: LRUCache[tuple[Hashable, Settled]] = LRUCache(most)
 
     def fit(
         self,
@@ -136,15 +137,16 @@ class CellFits(LRUCache[T]):
         budget: Hashable,
         step: Callable[[], Hashable],
         find: Callable[[], T],
-    ) -> T:
-        """The fit for a cell, found by ``find`` if it is not known; ``step`` measures the bytes of
-        a step. ``parts`` are arguments of :func:`identity`. ``shapes`` is all else that these bytes
-        depend on, ``budget`` all else that the fit depends on."""
+    ) -> tuple[T, Settled]:
+        """The fit for a cell, found by ``find`` if it is not known, and what its calls have
+        settled; ``step`` measures the bytes of a step. ``parts`` are arguments of :func:`identity`.
+        ``shapes`` is all else that these bytes depend on, ``budget`` all else that the fit depends
+        on."""
         made_of, kinds = (
             tuple(identity(*part, values=values) for part in parts) for values in (True, False)
         )
-        step_bytes = self._steps.get((made_of, shapes), step)
-        return self.get((kinds, step_bytes, shapes, budget), find)
+        step_bytes, settled = self._steps.get((made_of, shapes), lambda: (step(), Settled()))
+        return self.get((kinds, step_bytes, shapes, budget), find), settled
 
 
 def signature(t: Tensor) -> tuple[Any, ...]:

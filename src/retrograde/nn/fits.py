@@ -85,7 +85,7 @@ def fit(
     with torch.enable_grad():
         states, state_spec = flatten_state(state)
         core = call.examine(cell, states, state_spec)
-        found = call.fit(core, states)
+        found, _ = call.fit(core, states)
         times = time_steps(core, call.read, later_state(core, call.read, states), _REPEATS)
     return replace(found, seconds=iteration_seconds(found, times))
 

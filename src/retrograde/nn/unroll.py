@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from retrograde.cores.cell import Cell, StepCore, as_pair, begin, examine, later_state
+from retrograde.cores.cell import Cell, Settled, StepCore, as_pair, begin, examine, later_state
 from retrograde.cores.fastest import fit_measured
 from retrograde.cores.footprint import footprint, step_bytes
 from retrograde.discover.surroundings import autocast_as_now
@@ -161,15 +161,16 @@ class CellCall:
         """What the budget buys for a cell and its initial state; nothing is trained."""
         states, state_spec = flatten_state(state)
         with torch.enable_grad():
-            return self.fit(self.examine(cell, states, state_spec), states)
+            return self.fit(self.examine(cell, states, state_spec), states)[0]
 
     def examine(self, cell: Cell, states: Tensors, spec: Structure) -> StepCore:
         """The core of a cell, tried on the first step."""
         with autocast_as_now(self.tensors[0].device):
             return examine(cell, self.read[0], self.spec, states, spec)
 
-    def fit(self, core: StepCore, states: Tensors) -> Fit:
-        """What the budget buys for a cell. Raises BudgetError if it is too small."""
+    def fit(self, core: StepCore, states: Tensors) -> tuple[Fit, Settled]:
+        """What the budget buys for a cell, and what earlier calls have settled. Raises BudgetError
+        if the budget is too small."""
         ambient, inputs, memory = core.ambient, self.read, cast(Memory, self.memory)
         moving = tuple(b.nbytes for b in ambient.buffers), len(ambient.sources), ambient.place_bytes
         tensors = map(signature, (*self.tensors, *inputs[0], *states, *core.parameters))
@@ -194,7 +195,8 @@ class CellCall:
             return _scanned(core, self.tensors, states)
         schedule = self.schedule
         if self.memory is not None:
-            found = self.fit(core, states)
+            found, settled = self.fit(core, states)
+            core = replace(core, settled=settled)
             schedule = None if found.ordinary else found.schedule
         if schedule is not None:
             return run_schedule(core, schedule, self.tensors, states, self.layout)

@@ -128,6 +128,7 @@ class Footprint:
         step_time: time of a forward step, in whatever unit several cores are compared by.
         scheduled: whether a schedule runs everything; ``ordinary`` then only says what a
             fraction is of, since the caller has no graph to fall back upon.
+        even: whether the curves tell of ranges of any length, so that none is to be measured.
     """
 
     state_bytes: int
@@ -148,6 +149,7 @@ class Footprint:
     final_bytes: int = 0
     call_bytes: int = 0
     trial_bytes: int = 0
+    even: bool = False
 
     def ordinary_bytes(self, length: int) -> int:
         """What a fraction is of: ordinary backpropagation, or the trial of a step if it is more."""

@@ -180,6 +180,7 @@ class _Recurrence(torch.autograd.Function):
                     run.forward(read, [state[i] for i in ctx.same], discard)
                 ctx.fresh = False
                 run.backward(read, gradients)
+                run.core.complete()
             except BaseException:
                 run.clear()
                 raise

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from retrograde.discover.captured import foreign_tensors
+from retrograde.discover.captured import LeafWatch
 from retrograde.discover.surroundings import Ambient
 from retrograde.errors import CellError, RetrogradeError
 from retrograde.run.core import (
@@ -43,6 +43,8 @@ __all__ = ["AutogradCore", "run_ordinary"]
 Tensors = list[Tensor]
 Gradient = Tensor | None
 
+_NOTHING = torch.empty(0)
+
 
 @dataclass
 class Graph(Tape):
@@ -50,7 +52,7 @@ class Graph(Tape):
 
     state: Tensors  # the leaves that the range begins with
     last: bool  # whether it ends with the last step of all
-    output_edges: list[GradientEdge | None]  # outputs of several steps are stacked
+    output_edges: list[GradientEdge | None]  # outputs of several steps are joined
     state_edges: list[GradientEdge | None]
 
 
@@ -66,6 +68,11 @@ class AutogradCore(ABC):
     ambient: Ambient
     strides = False
     made = 0  # leaves that step 0 makes itself
+
+    @property
+    def watched(self) -> bool:
+        """Whether it is to be seen that steps use no parameters but those that are known."""
+        return not self.fused
 
     def room(self, inputs: Inputs) -> Tensors:
         return []
@@ -91,6 +98,10 @@ class AutogradCore(ABC):
     @abstractmethod
     def __call__(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
         """Run one step, or a fused range: outputs, and the state after it."""
+
+    def again(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
+        """As a call, for what was run before, and checked then."""
+        return self(inputs, state)
 
     @abstractmethod
     def carry(self, inputs: Tensors, state: Tensors) -> Tensors:
@@ -150,17 +161,19 @@ class AutogradCore(ABC):
                 )
             ]
             first = each_once(as_leaf, state)
+            watch = None
+            if self.watched:
+                watch = LeafWatch([*x, *first, *self.targets], self.targets, mark)
             if joint:
-                outputs, after = _record_steps(self, x, first, start, last, emit)
+                outputs, after = _record_steps(self, x, first, start, last, emit, watch)
             else:
-                outputs, after = self(x, first)
+                outputs, after = (self.again if emit is None else self)(x, first)
                 if emit is not None:
                     emit(start, stop, outputs)
+                if watch is not None:
+                    _check_known(self, start, watch.foreign([*outputs, *after]))
             output_edges, state_edges = [_edge(y) for y in outputs], [_edge(t) for t in after]
-            del outputs
-        if not self.fused:
-            roots = [edge for edge in (*output_edges, *state_edges) if edge is not None]
-            _check_leaves(self, roots, mark, {id(t) for t in (*x, *first)}, range(start, stop))
+            del outputs, watch
         return Graph(
             start=start,
             stop=stop,
@@ -207,6 +220,9 @@ class AutogradCore(ABC):
         ]
         _accumulate(gradients.parameters, begun, list(shares), self.parameters)
 
+    def complete(self) -> None:  # noqa: B027
+        """Take note that every step was recorded and backpropagated."""
+
     def ordinary(
         self, layout: Layout, inputs: Tensors, state: Tensors, gate: Gate
     ) -> tuple[Tensors, Tensors, Tensors]:
@@ -218,22 +234,45 @@ class AutogradCore(ABC):
 
 
 def _record_steps(
-    core: AutogradCore, leaves: Tensors, state: Tensors, start: int, last: bool, emit: Emit | None
+    core: AutogradCore,
+    leaves: Tensors,
+    state: Tensors,
+    start: int,
+    last: bool,
+    emit: Emit | None,
+    watch: LeafWatch | None,
 ) -> tuple[Tensors, Tensors]:
-    """Run the steps of a range, one after the other: their outputs, stacked, and the state.
+    """Run the steps of a range, one after the other: a root for each output, and the state.
 
     An output that is the state is left out at the last step, unless that is the last of all.
     """
-    found = []
+    found, run = [], core.again if emit is None else core
     for k, x in enumerate(zip(*(t.unbind() for t in leaves), strict=True), start):
-        outputs, state = core(list(x), state)
+        outputs, state = run(list(x), state)
         if emit is not None:
             emit(k, k + 1, outputs)
+        if watch is not None:
+            _check_known(core, k, watch.foreign([*outputs, *state]))
         found.append(outputs)
     return [
-        torch.stack(ys if alias is None or last else ys[:-1])
+        _Join.apply(*(ys if alias is None or last else ys[:-1]))  # type: ignore[no-untyped-call]
         for ys, alias in zip(zip(*found, strict=True), core.aliases, strict=True)
     ], state
+
+
+class _Join(torch.autograd.Function):
+    """One root for the outputs of several steps, without the memory of a stack. Their gradient,
+    stacked, is given to the node as its ``gradient``, and passes first of all, as a stack's."""
+
+    @staticmethod
+    def forward(ctx: Any, *outputs: Tensor) -> Tensor:
+        ctx.real = [y.is_floating_point() or y.is_complex() for y in outputs]
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Gradient, ...]:
+        parts = zip(ctx.real, ctx.gradient, strict=False)  # the last one may go elsewhere
+        return tuple(g if real else None for real, g in parts)
 
 
 def _seeded(
@@ -242,7 +281,7 @@ def _seeded(
     """Where the gradients that a range is given enter its graph.
 
     What several of them bring to one tensor is added as ordinary autograd adds it: a state's first,
-    then the outputs', of which the last one was stacked last.
+    then the outputs', of which the last one was joined last.
     """
     steps = tape.stop - tape.start
     joint = not core.fused and steps > 1
@@ -255,9 +294,10 @@ def _seeded(
     parts = gradients.outputs if core.sums else gradients.of_outputs(index)
     outputs = [*zip(tape.output_edges, core.aliases, parts, strict=True)]
     for edge, alias, part in reversed(outputs):
-        if joint and part is not None:
-            whole = part.expand(steps) if core.sums else part
-            found.append((edge, whole if alias is None or tape.last else whole[:-1]))
+        if joint and part is not None and edge is not None:
+            node: Any = edge.node
+            node.gradient = (part.expand(steps) if core.sums else part).unbind()
+            found.append((edge, _NOTHING))
         elif alias is None or tape.stop == gradients.length:
             found.append((edge, part))
     return found
@@ -298,18 +338,11 @@ def _edge(t: Tensor) -> GradientEdge | None:
     return get_gradient_edge(t) if t.requires_grad else None
 
 
-def _check_leaves(
-    core: AutogradCore, roots: list[GradientEdge], mark: int, ours: set[int], steps: range
-) -> None:
+def _check_known(core: AutogradCore, step: int, foreign: int) -> None:
     """Rule 5: a tensor first used at a later step must not lose its gradient in silence."""
-    edges = {(p.grad_fn, p.output_nr) for p in core.targets if p.grad_fn is not None}
-    leaves, older = foreign_tensors(roots, mark, edges)
-    known = ours | {id(p) for p in core.targets}
-    made = core.made if steps.start == 0 else 0
-    if sum(id(t) not in known for t in leaves) > made or older - edges:
-        where = f"step {steps.start}" if len(steps) == 1 else f"steps {steps.start} … {steps[-1]}"
+    if foreign > (core.made if step == 0 else 0):
         raise CellError(
-            f"at {where} the cell uses a tensor that requires a gradient and that it did not "
+            f"at step {step} the cell uses a tensor that requires a gradient and that it did not "
             "use at step 0: expected the same parameters at every step; pass the cell as an "
             "nn.Module that owns them, or use them at every step"
         )

@@ -121,6 +121,10 @@ class Core(Protocol):
         """Backpropagate the steps of a tape, collect their gradients, and use the tape up."""
         ...
 
+    def complete(self) -> None:
+        """Take note that every step was recorded and backpropagated."""
+        ...
+
     def ordinary(
         self, layout: Layout, inputs: Tensors, state: Tensors, gate: Gate
     ) -> tuple[Tensors, Tensors, Tensors]:
@@ -214,6 +218,9 @@ class RangeCore(ABC):
 
     @abstractmethod
     def backpropagate(self, tape: Any, gradients: Gradients) -> None: ...
+
+    def complete(self) -> None:
+        return None
 
     def ordinary(
         self, layout: Layout, inputs: Tensors, state: Tensors, gate: Gate

@@ -79,6 +79,10 @@ class Straight(Layout):
     def parts(self, tensors: Sequence[Gradient], index: Index) -> list[Gradient]:
         return [None if t is None else t[index] for t in tensors]
 
+    def put(self, tensors: Tensors, index: Index, values: Tensors) -> None:
+        for t, value in zip(tensors, values, strict=True):
+            t[index] = value.detach()
+
     def room(self, x: Tensor) -> Tensor:
         return torch.empty_like(x)
 

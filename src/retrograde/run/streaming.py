@@ -76,6 +76,7 @@ def run_stream(
         core.ambient.cut()
         with core.ambient.rerun(marks, moved):
             run.backward(inputs, gradients)
+            core.complete()
     if versions != [version(t) for t in mine]:
         raise CellError(
             "a parameter, an initial state or an input was written to in place during the call: "

@@ -128,7 +128,7 @@ def pose(
     ample = [min(m // unit, enough) for m in memories]
     levels = _levels(sizes, ample, length)
     rows = {m: row for row, m in enumerate(levels)}
-    links = np.array([[rows.get(m, -1) for m in sizes.links(level)] for level in levels], np.int64)
+    links = _rows_of(np.array(levels, np.int64), sizes)
     offsets, steps, costs = hulls(length, links, sizes.wide, LARGEST_TABLE_BYTES // _VERTEX_BYTES)
     if offsets[-1] < 0:
         raise ScheduleError(
@@ -143,6 +143,9 @@ def _levels(sizes: Sizes, memories: Sequence[int], length: int) -> list[int]:
     """Every memory that can be left, in increasing order."""
     if sizes.state == 1 and max(memories) > MOST_LEVELS:
         raise _too_many(length, max(memories))
+    if sizes.state == 1:  # each leads to the one below
+        most = max((m for m in memories if m < sizes.enough), default=0)
+        return [*range(1, most + 1), *sorted({m for m in memories if m >= sizes.enough})]
     levels = set(memories)
     waiting = list(levels)
     while waiting and len(levels) <= MOST_LEVELS:
@@ -152,6 +155,17 @@ def _levels(sizes: Sizes, memories: Sequence[int], length: int) -> list[int]:
     if len(levels) > MOST_LEVELS:
         raise _too_many(length, max(memories))
     return sorted(levels)
+
+
+def _rows_of(levels: _Ints, sizes: Sizes) -> _Ints:
+    """For every level, the rows of its :meth:`Sizes.links`; −1 where there is none."""
+    gone = np.full_like(levels, -1)
+    left = [levels - sizes.state, levels - sizes.beta, levels - sizes.alpha if sizes.wide else gone]
+    enough = levels >= sizes.enough
+    wanted = np.where(enough[:, None], np.stack([gone, levels, gone], 1), np.stack(left, 1))
+    rows = np.minimum(np.searchsorted(levels, wanted), len(levels) - 1)
+    found: _Ints = np.where(levels[rows] == wanted, rows, -1)
+    return found
 
 
 def _too_many(length: int, memory: int) -> ScheduleError:
