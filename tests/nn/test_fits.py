@@ -71,5 +71,6 @@ def test_recurrent_and_stateful_cells_are_asked():
             return self.v.tanh()
 
     leaky = Leaky()
-    assert rg.fit(leaky, x, memory="50%", stateful=[leaky]).forward_steps >= 100
+    for cell in (leaky, nn.Sequential(nn.Linear(8, 8), leaky)):
+        assert rg.fit(cell, x, memory="50%", stateful=[leaky]).forward_steps >= 100
     assert leaky.v == 0.0

@@ -71,7 +71,7 @@ def fit(
         (True, True)
     """
     parse_memory(memory)
-    if isinstance(cell, nn.RNNBase | nn.Sequential):
+    if isinstance(cell, nn.RNNBase | nn.Sequential) and not stateful:
         return _of_module(twin(cell), inputs, state, memory)
     if isinstance(cell, Recurrent):
         call, cell, state = cell._call_of(inputs, state)

@@ -15,13 +15,14 @@ from torch.utils import _pytree as pytree
 
 from retrograde.cores.cell import as_pair, device_of, like_of
 from retrograde.discover.dry_run import assigned_tensors
-from retrograde.discover.places import Place
+from retrograde.discover.places import Place, Table
 from retrograde.discover.referents import find_referents
-from retrograde.discover.surroundings import put_back
 from retrograde.discover.trees import flatten_state
 from retrograde.errors import CellError
 
 __all__ = ["Stateful"]
+
+_ABSENT: Any = object()
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,15 @@ class _Slot:
     initial: Any
     settled: bool
 
+    def read(self) -> Any:
+        held = self.place.holder if isinstance(self.place, Table) else self.place.read()
+        return held.get(self.key, _ABSENT)
+
     def write(self, value: Any) -> None:
-        self.place.write({self.key: value}, ())
+        if value is _ABSENT:
+            self.place.write({}, (self.key,))
+        else:
+            self.place.write({self.key: value}, ())
 
     def cut(self) -> "_Slot":
         """The same without the graph behind its first value, which no step goes back through."""
@@ -44,8 +52,8 @@ class _Slot:
 
 @dataclass(frozen=True)
 class Stateful:
-    """A step over modules that keep a state, as a cell whose state is the pair of the slots' values
-    and the step's own state; ``alone`` tells that the step has none."""
+    """A step over modules that keep a state, as a cell whose state is the slots' values, and with
+    them the step's own state; ``alone`` tells that the step has none."""
 
     step: Callable[..., Any]
     modules: tuple[nn.Module, ...]
@@ -85,27 +93,44 @@ class Stateful:
         results: list[Any] = []
         leaves = pytree.tree_map_only(Tensor, _leaf, held.first(arguments[1]))
         assigned_tensors(lambda: results.append(held(arguments[0], leaves)), found, own, device)
-        read = _read(pytree.tree_leaves(results), leaves[0])
+        read = _read(pytree.tree_leaves(results), held._parted(leaves)[0])
         slots = tuple(s if r else s.cut() for s, r in zip(slots, read, strict=True))
         return replace(held, slots=slots)
 
     def first(self, state: Any) -> Any:
         """The state before the first step."""
-        return tuple(s.initial if s.settled else None for s in self.slots), state
+        return self._joined([s.initial if s.settled else None for s in self.slots], state)
 
-    def __call__(self, x: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
-        own, rest = state
-        with put_back([slot.place.of([slot.key]) for slot in self.slots]):
+    def __call__(self, x: Any, state: Any) -> tuple[Any, Any]:
+        own, rest = self._parted(state)
+        before = [slot.read() for slot in self.slots]
+        try:
             for slot, value in zip(self.slots, own, strict=True):
                 slot.write(slot.initial if value is None else value)
             y, rest = (self.step(x), None) if self.alone else as_pair(self.step(x, rest))
-            after = tuple(slot.place.read().get(slot.key) for slot in self.slots)
-        return y, (after, rest)
+            after = [slot.read() for slot in self.slots]
+        finally:
+            for slot, value in zip(self.slots, before, strict=True):
+                slot.write(value)
+        return y, self._joined(after, rest)
 
-    def leave(self, values: Sequence[Any]) -> None:
-        """Let the modules hold the state after the last step."""
-        for slot, value in zip(self.slots, values, strict=True):
+    def leave(self, state: Any) -> Any:
+        """Let the modules hold the state after the last step; the step's own is returned."""
+        own, rest = self._parted(state)
+        for slot, value in zip(self.slots, own, strict=True):
             slot.write(value)
+        return rest
+
+    def _joined(self, own: list[Any], rest: Any) -> Any:
+        """One state; as simple as can be, for every step takes it apart."""
+        if not self.alone:
+            return tuple(own), rest
+        return own[0] if len(own) == 1 else tuple(own)
+
+    def _parted(self, state: Any) -> tuple[Any, Any]:
+        if not self.alone:
+            return tuple(state)
+        return (state,) if len(self.slots) == 1 else state, None
 
 
 def _with_history(slot: _Slot) -> bool:

@@ -103,11 +103,10 @@ def unroll(
         _check_scan(backward, memory, schedule)
     if stateful:
         held = Stateful.of(cell, stateful, inputs, state)
-        outputs, (own, last) = unroll(
+        outputs, last = unroll(
             held, inputs, held.first(state), memory=memory, schedule=schedule, backward=backward
         )
-        held.leave(own)
-        return outputs, last
+        return outputs, held.leave(last)
     leaves, input_spec = flatten(inputs, "inputs")
     layout = Straight(check_length(leaves), fused=False)
     call = CellCall(leaves, input_spec, layout, memory, schedule, backward)
