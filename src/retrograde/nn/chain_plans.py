@@ -35,6 +35,7 @@ __all__ = ["ChainFit", "Plans", "measure_network", "named_layers"]
 Tensors = list[Tensor]
 
 _MOST_LINKS = 8
+_LEVELS = 1000  # that bytes are counted in: more hardly find a faster schedule, and take longer
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -165,7 +166,7 @@ def _fit(chain: Chain, before: int, memory: Memory) -> ChainFit:
             "is planned behind them; give that much, or a smaller batch",
             max(before, chain_minimum(chain)[0]),
         )
-    schedule = whole if room >= ordinary else plan_chain(chain, room)
+    schedule = whole if room >= ordinary else plan_chain(chain, room, levels=_LEVELS)
     least, peak = max(chain_minimum(chain)[0], before), max(schedule.peak, before)
     return ChainFit(chain, schedule, room, least, ordinary, peak)
 

@@ -6,12 +6,17 @@ input, and of its output, and looking what is released.
 
 No more is held meanwhile than one link takes, its output once more, the gradients of its parameters
 and, for the first link, a copy of its input. A budget that has room for these is kept meanwhile.
+
+Of links that are torch's own modules of one make, given tensors of one form, the first is measured.
+The others are run only if a link that is not torch's own comes behind them, whose input must be a
+real one.
 """
 
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -22,6 +27,7 @@ from retrograde.cores.chain.chain_core import NO_INPUTS, ChainCore, LinkTape
 from retrograde.cores.chain.links import Link, Links
 from retrograde.cores.timing import Stopwatch
 from retrograde.measure.allocations import Phase, measure_phases
+from retrograde.run.states import each_once
 from retrograde.schedule import Chain
 
 __all__ = ["measure_chain", "prefix_bytes"]
@@ -29,7 +35,7 @@ __all__ = ["measure_chain", "prefix_bytes"]
 Tensors = list[Tensor]
 Gradient = Tensor | None
 Seconds = list[tuple[float, float]]  # of each link: forward, and backward
-_MORE_SECONDS = 0.5  # for timing alone
+_MORE_SECONDS = 0.25  # for timing alone
 _TOKEN_BYTES = 8  # an element for each state of the chain, in the caller's graph
 
 
@@ -39,18 +45,21 @@ def measure_chain(links: Links, state: Tensors, repeats: int | None = None) -> C
     they come from the pass that counts bytes."""
     device, before = state[0].device, len(links.prefix)
     core = ChainCore(links.chain, device)
+    firsts = _firsts(links.chain)
     with ExitStack() as stack:
         for link in (*links.prefix, *links.chain):
             stack.enter_context(link.ambient.measured())
         with torch.no_grad():
             first = _run_prefix(links, state)
-        sizes, once = _measure_links(core, first)
+        found, once = _measure_links(core, first, firsts)
         seconds = [once]
         if repeats is None:
-            repeats = min(3, int(_MORE_SECONDS / max(sum(map(sum, once)), 1e-9)))
+            repeats = min(3, int(_MORE_SECONDS / max(sum(map(sum, once.values())), 1e-9)))
         if repeats:  # the others were taken while memory was watched
-            seconds = [_seconds(core, first) for _ in range(repeats)]
-    forward, backward = _medians(links.chain, sizes, seconds)
+            seconds = [_seconds(core, first, firsts) for _ in range(repeats)]
+    sizes = [found[one] for one in firsts]
+    times = [[each[one] for one in firsts] for each in seconds]
+    forward, backward = _medians(links.chain, sizes, times)
     columns: dict[str, Any] = {
         name: [getattr(size, name) for size in sizes] for name in _Size._fields
     }
@@ -65,6 +74,36 @@ def measure_chain(links: Links, state: Tensors, repeats: int | None = None) -> C
             [at - before + 1 for at in link.hands_on if at >= before] for link in links.chain
         ],
     )
+
+
+def _firsts(links: Sequence[Link]) -> list[int]:
+    """For each link the first one like it, itself if there is none before it."""
+    known: dict[Hashable, int] = {}
+    found = []
+    for k, link in enumerate(links):
+        before = links[k - 1] if k else None
+        key: Hashable = k
+        if link.make is not None and not link.hands_on and before is not None:
+            around = before.passes, before.output_bytes, k == len(links) - 1
+            key = link.make, link.laid, link.wanted, link.like, link.output_bytes, around
+        found.append(known.setdefault(key, k))
+    return found
+
+
+def _to_run(links: Sequence[Link], firsts: Sequence[int]) -> list[tuple[int, bool]]:
+    """The links to run, in turn, and whether their input has to be made up."""
+    real = max((k for k, link in enumerate(links) if link.make is None), default=0)
+    chosen = [k for k, one in enumerate(firsts) if one == k or k < real]
+    return [(k, k > 0 and (not n or chosen[n - 1] != k - 1)) for n, k in enumerate(chosen)]
+
+
+def _made_up(link: Link) -> Tensors:
+    """An input of the form that a link was tried on."""
+    found = []
+    for shape, stride, dtype, device, size in link.laid:
+        room = torch.ones(size // dtype.itemsize, dtype=dtype, device=device)
+        found.append(room.as_strided(shape, stride))
+    return found
 
 
 def _run_prefix(links: Links, state: Tensors) -> Tensors:
@@ -112,7 +151,9 @@ class _LinkMeasurement:
         self.for_caller: list[Gradient] = []
         self.watch = Stopwatch(core.ambient.device)
 
-    def phases(self) -> list[Callable[[], None]]:
+    def phases(self, *, whole: bool) -> list[Callable[[], None]]:
+        if not whole:
+            return [self.begin, self.state.clear]
         return [
             self.begin, self.advance, self.after.clear, self.record, self.state.clear,
             self.after.clear, self.seed, self.backpropagate, self.gradients.clear,
@@ -163,11 +204,12 @@ class _LinkMeasurement:
         if self.k == 0:
             self.for_caller += gradients.states
 
-    def size(self, phases: Sequence[Phase], before: int) -> _Size:
-        """What the phases showed; ``before`` is what the gradient of the input is taken to be."""
-        _, advance, _, record, less_input, less_output, _, back, _, _ = phases
-        first = self.k * len(phases) + 1  # what there was before is not the link's
-        last = first + len(phases) - 2  # what is let go of then is the caller's
+    def size(self, phases: Sequence[Phase], number: int, before: int) -> _Size:
+        """What the phases showed, of which the first has a number; ``before`` is what the gradient
+        of the input is taken to be."""
+        _, advance, _, record, less_input, less_output, _, back, _, _ = phases[:10]
+        first = number + 1  # what there was before is not the link's
+        last = first + 8  # what is let go of then is the caller's
         output, recorded = advance.growth(), record.growth(first, last)
         gradient = min(self.given_bytes, before) if self.k else 0  # else it is the caller's
         backward = back.peak(first, last)
@@ -185,41 +227,64 @@ class _LinkMeasurement:
         )
 
 
-def _measure_links(core: ChainCore, first: Tensors) -> tuple[list[_Size], Seconds]:
-    """Measure link after link: bytes, and seconds that the watching is a part of."""
-    measured: list[_LinkMeasurement] = []
-    for k in range(len(core.links)):
-        take = measured[-1].give if k else lambda: [t.clone() for t in first]
-        measured.append(_LinkMeasurement(core, k, take))
-    phases = [one.phases() for one in measured]
+def _measure_links(
+    core: ChainCore, first: Tensors, firsts: Sequence[int]
+) -> tuple[dict[int, _Size], dict[int, tuple[float, float]]]:
+    """Measure the first link of every make: bytes, and seconds that the watching is a part of."""
+    run: list[_LinkMeasurement] = []
+    phases: list[list[Callable[[], None]]] = []
+    for k, made_up in _to_run(core.links, firsts):
+        take: Callable[[], Tensors] = partial(_made_up, core.links[k])
+        if not k:
+            take = partial(each_once, Tensor.clone, first)
+        elif not made_up:
+            take = run[-1].give
+        if run and made_up:
+            phases[-1].append(run[-1].output.clear)
+        run.append(_LinkMeasurement(core, k, take))
+        phases.append(run[-1].phases(whole=firsts[k] == k))
     found = iter(measure_phases([*chain(*phases)], device=core.ambient.device))
-    sizes: list[_Size] = []
-    for one, own in zip(measured, phases, strict=True):
-        before = sizes[-1].output_gradient_bytes if sizes else 0
-        sizes.append(one.size([*islice(found, len(own))], before))
-    return sizes, _forward_and_backward(one.watch for one in measured)
+    sizes: dict[int, _Size] = {}
+    number = 0
+    for one, own in zip(run, phases, strict=True):
+        seen = [*islice(found, len(own))]
+        if firsts[one.k] == one.k:
+            before = sizes[firsts[one.k - 1]].output_gradient_bytes if one.k else 0
+            sizes[one.k] = one.size(seen, number, before)
+        number += len(own)
+    seconds = _forward_and_backward(one.watch for one in run if one.k in sizes)
+    return sizes, dict(zip(sizes, seconds, strict=True))
 
 
-def _seconds(core: ChainCore, state: Tensors) -> Seconds:
-    """The seconds of each link, with memory not watched. A link is recorded only after the next one
-    was run, since its data would otherwise still be in the cache."""
-    watches = [Stopwatch(core.ambient.device) for _ in core.links]
-    before: Tensors = []
-    state = [*state]
-    for k, watch in enumerate(watches):
+def _seconds(
+    core: ChainCore, first: Tensors, firsts: Sequence[int]
+) -> dict[int, tuple[float, float]]:
+    """The seconds of the same links, with memory not watched. A link is recorded only after the
+    next one was run, since its data would otherwise still be in the cache."""
+    watches: dict[int, Stopwatch] = {}
+    pending: list[tuple[int, Tensors]] = []
+    state = [*first]
+    for k, made_up in _to_run(core.links, firsts):
+        state = _made_up(core.links[k]) if made_up else state
+        watch = Stopwatch(core.ambient.device)
         with watch.lap():
             core.advance(NO_INPUTS, k, [k + 1], state, None)
-        if k:
-            _back(core, k - 1, before, watches[k - 1])
+        if pending:
+            _back(core, *pending.pop(), watches)
         # Once more, for its output was not held meanwhile.
         (after,) = core.advance(NO_INPUTS, k, [k + 1], state, None)
-        before, state = state, after
-    _back(core, len(watches) - 1, before, watches[-1])
-    return _forward_and_backward(watches)
+        if firsts[k] == k:
+            watches[k] = watch
+            pending.append((k, state))
+        state = after
+    if pending:
+        _back(core, *pending.pop(), watches)
+    return dict(zip(watches, _forward_and_backward(watches.values()), strict=True))
 
 
-def _back(core: ChainCore, k: int, state: Tensors, watch: Stopwatch) -> None:
+def _back(core: ChainCore, k: int, state: Tensors, watches: dict[int, Stopwatch]) -> None:
     """Time recording a link, and going back through it; its input is let go of."""
+    watch = watches[k]
     with watch.lap():
         tape = core.record(NO_INPUTS, k, k + 1, state, None)
         tape.state_after = []

@@ -5,7 +5,7 @@ memory with the layer before it. Both become one link, so a state that is kept i
 What a link depends on besides its input is learnt from one trial call, of which no trace is left.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 from retrograde.cores.cell import Like, device_of, like_of
 from retrograde.discover.captured import foreign_tensors
 from retrograde.discover.dry_run import try_out
-from retrograde.discover.referents import find_referents
+from retrograde.discover.referents import MODULE_TABLES, find_referents
 from retrograde.discover.surroundings import Ambient, Steady, version
 from retrograde.discover.trees import Structure, flatten
 from retrograde.errors import CellError
@@ -24,6 +24,7 @@ from retrograde.errors import CellError
 __all__ = ["Link", "Links", "check_leaves", "enter", "examine_layers"]
 
 Tensors = list[Tensor]
+Laid = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +39,10 @@ class Link:
         reads: parameters, buffers and captured tensors, without the buffers it changes.
         output_bytes: what its output takes beyond the memory of its input.
         hands_on: numbers of the earlier links whose output it hands on unchanged.
+        laid: how each tensor of its input lies in memory: shape, strides, dtype, device, and the
+            bytes around it.
+        make: all that its bytes and seconds depend on besides ``laid``, if it is made of torch's
+            own modules; else None.
     """
 
     name: str
@@ -53,6 +58,8 @@ class Link:
     reads: Tensors
     output_bytes: int
     hands_on: tuple[int, ...]
+    laid: tuple[Laid, ...]
+    make: Hashable
 
     def run(self, state: Tensors) -> Tensors:
         """The next state; refused if it differs in form from the trial's, or if its input was
@@ -217,10 +224,36 @@ def _try(
         reads=[t for t in (*owned, *found.tensors) if id(t) not in changing],
         output_bytes=sum(made.values()),
         hands_on=(),
+        laid=tuple(map(_laid, state)),
+        make=_make(parts),
     )
     wrote = versions != [version(t) for t in state]
     shared = [key for key in outside if key in inside]
     return _Tried(link, [t.detach() for t in outputs], wrote, [*made], shared)
+
+
+def _laid(t: Tensor) -> Laid:
+    return t.shape, t.stride(), t.dtype, t.device, t.untyped_storage().nbytes()
+
+
+def _make(parts: Sequence[nn.Module]) -> Hashable:
+    """What some modules are, if all are torch's own, without hooks: classes, options and sizes."""
+    found = []
+    for part in parts:
+        kind, own = type(part), vars(part)
+        options = {name: own[name] for name in own.keys() - MODULE_TABLES}
+        tables = own["_parameters"], own["_buffers"]
+        tensors = [(n, t if t is None else _laid(t)) for table in tables for n, t in table.items()]
+        wanted = [p is not None and p.requires_grad for p in own["_parameters"].values()]
+        simple = all(isinstance(v, _SIMPLE) or v is None for v in options.values())
+        hooked = any(own[name] for name in own if name.endswith("_hooks"))
+        if not kind.__module__.startswith("torch.nn.modules.") or hooked or not simple:
+            return None
+        found.append((kind, repr(sorted(options.items())), tuple(tensors), tuple(wanted)))
+    return tuple(found)
+
+
+_SIMPLE = (bool, int, float, str, tuple, torch.Size)
 
 
 def _parameters_of(name: str, parts: Sequence[nn.Module]) -> Tensors:
