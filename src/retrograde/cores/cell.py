@@ -31,6 +31,8 @@ __all__ = [
 Cell = Callable[[Any, Any], tuple[Any, Any]]
 Tensors = list[Tensor]
 Like = tuple[torch.Size, torch.dtype, torch.device]
+_AFTER = "state that the cell returned"
+
 Result = tuple[Tensors, Tensors, Structure, Structure]  # outputs, state, and their structures
 
 
@@ -109,15 +111,21 @@ class StepCore(AutogradCore):
         return self._run(self.cell, inputs, state)[:2]
 
     def carry(self, inputs: Tensors, state: Tensors) -> Tensors:
-        return self._run(self.quiet or self.cell, inputs, state)[1]
+        x, s = self._arguments(inputs, state)
+        _, after = as_pair((self.quiet or self.cell)(x, s))
+        return flatten_state(after, _AFTER)[0]
 
     def _run(self, cell: Cell, inputs: Tensors, state: Tensors) -> Result:
+        return _call(cell, *self._arguments(inputs, state))
+
+    def _arguments(self, inputs: Tensors, state: Tensors) -> tuple[Any, Any]:
+        """The input and the state of a step, as the cell takes them."""
         spec = self.state_spec
         if self.first_spec is not None and tuple(map(like_of, state)) == self.first_like:
             spec = self.first_spec
         if self.copied:
             state = _copied(state, self.copied)
-        return _call(cell, self.input_spec.unflatten(inputs), spec.unflatten(state))
+        return self.input_spec.unflatten(inputs), spec.unflatten(state)
 
 
 def examine(
@@ -343,7 +351,7 @@ def as_pair(result: Any) -> tuple[Any, Any]:
 def _call(cell: Cell, x: Any, state: Any) -> Result:
     y, after = as_pair(cell(x, state))
     outputs, output_structure = flatten(y, "output of the cell")
-    states, state_structure = flatten_state(after, "state that the cell returned")
+    states, state_structure = flatten_state(after, _AFTER)
     return outputs, states, output_structure, state_structure
 
 

@@ -21,8 +21,9 @@ back; a model whose forward pass differentiates through such a module cannot be 
 
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,14 @@ from retrograde.discover.surroundings import Ambient
 from retrograde.errors import BudgetError, CellError
 from retrograde.nn.cache import signature
 from retrograde.nn.chain_plans import ChainFit
-from retrograde.nn.replace_modules import Budgeted, Swappable, is_chain, replace_module, twin
+from retrograde.nn.replace_modules import (
+    Budgeted,
+    Swappable,
+    is_chain,
+    replace_module,
+    twin,
+    wrapped,
+)
 from retrograde.nn.weights import last_weights
 from retrograde.run.transforms import is_unreal, refuse_transforms, uncompiled
 from retrograde.units import Memory, aligned, as_bytes, format_bytes, parse_memory
@@ -135,9 +143,9 @@ def budget(model: nn.Module, memory: Memory, sample: Any) -> Division:
     """
     parse_memory(memory)
     watched = _find(model)
-    with _untouched(model), torch.enable_grad():
+    with _untouched(model), torch.enable_grad(), ExitStack() as stack:
         for one in watched:
-            vars(one.module)["forward"] = one.watch(one.module.forward)
+            stack.enter_context(one.watched())
         _call(model, sample)
     needs = [one for one in watched if one.calls]
     if not needs:
@@ -189,7 +197,25 @@ class _Watched:
         least = self.minimum_bytes
         return least + max(0, self.ordinary_bytes - least) * share // _FINENESS
 
-    def watch(self, run: Callable[..., Any]) -> Callable[..., Any]:
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Have torch's forward pass of the module watched, which a derived class may wrap."""
+        kind, base = type(self.module), wrapped(type(self.module))
+        if base is None:
+            vars(self.module)["forward"] = self._watch(self.module.forward)
+            yield
+            return
+        run = self._watch(partial(base.forward, self.module))
+        inner = type(
+            base.__name__, (base,), {"forward": lambda _, *args, **more: run(*args, **more)}
+        )
+        self.module.__class__ = type(kind.__name__, (kind, inner), {})
+        try:
+            yield
+        finally:
+            self.module.__class__ = kind
+
+    def _watch(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """The module's forward pass, which learns what it is called with and records nothing."""
 
         @uncompiled

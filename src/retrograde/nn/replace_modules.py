@@ -5,6 +5,7 @@ parameters, an optimizer made before, its hooks, its ``state_dict``. Questions a
 :func:`twin`, before anything changes.
 """
 
+import functools
 from collections import OrderedDict
 from typing import Any, TypeGuard, cast
 
@@ -18,7 +19,7 @@ from retrograde.nn.recurrent import GRU, LSTM, RNN, BudgetedRNN
 from retrograde.nn.sequential import Sequential
 from retrograde.nn.weights import TORCHS_OWN
 
-__all__ = ["Budgeted", "Swappable", "is_chain", "replace_module", "twin"]
+__all__ = ["Budgeted", "Swappable", "is_chain", "replace_module", "twin", "wrapped"]
 
 #: What can be given a budget, and what it becomes.
 Swappable = nn.RNNBase | nn.Sequential
@@ -67,6 +68,28 @@ def replace_module(module: Swappable, other: Budgeted) -> None:
     module.__class__ = type(other)
 
 
+def wrapped(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """torch's class that a class is derived from, if it adds to that, or wraps its ``forward``, and
+    changes nothing else; None otherwise, and for torch's own."""
+    base = next((base for base in _OURS if issubclass(kind, base) and kind is not base), None)
+    if base is None or issubclass(kind, BudgetedRNN):
+        return None
+    theirs = [c for c in kind.__mro__ if not issubclass(base, c)]
+    named = {name for c in (BudgetedRNN, nn.RNNBase, base) for name in vars(c)}
+    changed = {name for c in theirs for name in vars(c)} & named
+    changed = {name for name in changed if not name.startswith("__")} - _FREE
+    return None if changed else base
+
+
+_FREE = {"forward", "extra_repr", "reset_parameters"}  # what a derived class may change
+
+
+@functools.lru_cache
+def _derived(kind: type[nn.Module], base: type[nn.Module]) -> type[Budgeted]:
+    """The same class, with ours between it and torch's, where ``super().forward`` finds it."""
+    return type(kind.__name__, (kind, _OURS[base]), {"__module__": kind.__module__})
+
+
 def _class_for(module: Swappable) -> type[Budgeted]:
     kind = type(module)
     if issubclass(kind, BudgetedRNN | Sequential):
@@ -80,10 +103,13 @@ def _class_for(module: Swappable) -> type[Budgeted]:
         return Sequential
     if kind in _OURS:
         return _OURS[kind]
+    if (base := wrapped(kind)) is not None:
+        return _derived(cast(Any, kind), cast(Any, base))
     if parametrize.is_parametrized(module) and kind.__bases__[0] in _OURS:
         own = {name: v for name, v in vars(kind).items() if name not in ("__dict__", "__weakref__")}
         return type(kind.__name__, (_OURS[cast(Any, kind.__bases__[0])],), own)
     raise CellError(
-        f"{kind.__name__} is a class of its own: expected torch.nn's RNN, GRU or LSTM; derive it "
-        f"from rg.{module.mode.split('_')[0]}, and it is given a budget as it is"
+        f"{kind.__name__} is a class of its own: expected torch.nn's RNN, GRU or LSTM, or one that "
+        f"only wraps its forward; derive it from rg.{module.mode.split('_')[0]}, and it is given a "
+        "budget as it is"
     )
