@@ -271,7 +271,7 @@ def test_stateful_modules_beside_a_state():
     assert_bitwise([ours, after, *found[:2]], [outputs, last, *expected[:2]])
     with torch.no_grad():
         neuron.v = None
-        again, _ = rg.unroll(cell, x, h, stateful=[neuron])
+        again, _ = rg.unroll(cell, x, h, stateful=neuron)
     assert_bitwise([again], [outputs])
 
 

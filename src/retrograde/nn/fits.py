@@ -34,7 +34,7 @@ def fit(
     state: Any = None,
     *,
     memory: Memory,
-    stateful: Sequence[nn.Module] = (),
+    stateful: nn.Module | Sequence[nn.Module] = (),
 ) -> Fit | StackFit | ChainFit:
     """What a budget buys for a call, which is not run: its peak, the least budget, forward steps,
     and seconds.

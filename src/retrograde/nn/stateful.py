@@ -62,10 +62,15 @@ class Stateful:
 
     @classmethod
     def of(
-        cls, step: Callable[..., Any], modules: Sequence[nn.Module], inputs: Any, state: Any
+        cls,
+        step: Callable[..., Any],
+        modules: nn.Module | Sequence[nn.Module],
+        inputs: Any,
+        state: Any,
     ) -> "Stateful":
         """Find the slots by a trial of the first step, which leaves no trace. Raises CellError if
         there is none."""
+        modules = [modules] if isinstance(modules, nn.Module) else modules
         for module in modules:
             if not isinstance(module, nn.Module):
                 raise CellError(

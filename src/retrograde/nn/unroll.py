@@ -48,7 +48,7 @@ def unroll(
     memory: Memory | None = None,
     schedule: Schedule | None = None,
     backward: Literal["scan"] | None = None,
-    stateful: Sequence[nn.Module] = (),
+    stateful: nn.Module | Sequence[nn.Module] = (),
 ) -> tuple[Any, Any]:
     """Run a cell over a sequence; the exact gradient then takes no more than ``memory``.
 
