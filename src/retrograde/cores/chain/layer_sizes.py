@@ -265,7 +265,9 @@ def _seconds(
     pending: list[tuple[int, Tensors]] = []
     state = [*first]
     for k, made_up in _to_run(core.links, firsts):
-        state = _made_up(core.links[k]) if made_up else state
+        if made_up:
+            state = []  # what the link before put out goes first
+            state = _made_up(core.links[k])
         watch = Stopwatch(core.ambient.device)
         with watch.lap():
             core.advance(NO_INPUTS, k, [k + 1], state, None)
@@ -277,6 +279,7 @@ def _seconds(
             watches[k] = watch
             pending.append((k, state))
         state = after
+        del after
     if pending:
         _back(core, *pending.pop(), watches)
     return dict(zip(watches, _forward_and_backward(watches.values()), strict=True))

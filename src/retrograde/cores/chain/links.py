@@ -241,13 +241,15 @@ def _make(parts: Sequence[nn.Module]) -> Hashable:
     found = []
     for part in parts:
         kind, own = type(part), vars(part)
+        if not kind.__module__.startswith("torch.nn.modules."):
+            return None
         options = {name: own[name] for name in own.keys() - MODULE_TABLES}
         tables = own["_parameters"], own["_buffers"]
         tensors = [(n, t if t is None else _laid(t)) for table in tables for n, t in table.items()]
         wanted = [p is not None and p.requires_grad for p in own["_parameters"].values()]
         simple = all(isinstance(v, _SIMPLE) or v is None for v in options.values())
         hooked = any(own[name] for name in own if name.endswith("_hooks"))
-        if not kind.__module__.startswith("torch.nn.modules.") or hooked or not simple:
+        if hooked or not simple:
             return None
         found.append((kind, repr(sorted(options.items())), tuple(tensors), tuple(wanted)))
     return tuple(found)
