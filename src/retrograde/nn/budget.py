@@ -20,34 +20,28 @@ back; a model whose forward pass differentiates through such a module cannot be 
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.nn.utils.rnn import PackedSequence
-from torch.utils import _pytree as pytree
 
-from retrograde.discover.generators import sources
-from retrograde.discover.referents import find_referents
-from retrograde.discover.surroundings import Ambient
 from retrograde.errors import BudgetError, CellError
-from retrograde.nn.cache import signature
-from retrograde.nn.chain_plans import ChainFit
-from retrograde.nn.replace_modules import (
-    Budgeted,
-    Swappable,
-    is_chain,
-    replace_module,
-    twin,
-    wrapped,
+from retrograde.nn.call_order import Layers
+from retrograde.nn.replace_modules import is_chain
+from retrograde.nn.sample_run import (
+    NotAChainError,
+    Watched,
+    WatchedChain,
+    WatchedModule,
+    called_in_turn,
+    release,
+    run_model,
+    untouched,
 )
-from retrograde.nn.weights import last_weights
-from retrograde.run.transforms import is_unreal, refuse_transforms, uncompiled
 from retrograde.units import Memory, aligned, as_bytes, format_bytes, parse_memory
 
 __all__ = ["Division", "Share", "budget"]
@@ -83,6 +77,7 @@ class Division:
         total_bytes: the budget.
         minimum_bytes: the least budget that would have done.
         ordinary_bytes: what ordinary backpropagation of these modules would hold.
+        refused: what could not be given a budget, and why.
     """
 
     model: nn.Module = field(repr=False)
@@ -91,6 +86,7 @@ class Division:
     total_bytes: int
     minimum_bytes: int
     ordinary_bytes: int
+    refused: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         names = {name: _title(name, self.model) for name in (*self.shares, *self.left)}
@@ -102,6 +98,7 @@ class Division:
         sizes = self.total_bytes, self.minimum_bytes, self.ordinary_bytes
         rows.append(_row("all", calls, *sizes))
         left = [f"left as it was, with nothing to backpropagate: {names[n]}" for n in self.left]
+        left += [f"left as it was: {name} {reason}" for name, reason in self.refused.items()]
         return "\n".join([aligned(rows), *left])
 
 
@@ -142,11 +139,8 @@ def budget(model: nn.Module, memory: Memory, sample: Any) -> Division:
         True
     """
     parse_memory(memory)
-    watched = _find(model)
-    with _untouched(model), torch.enable_grad(), ExitStack() as stack:
-        for one in watched:
-            stack.enter_context(one.watched())
-        _call(model, sample)
+    _check(model)
+    watched, refused = _watched(model, sample)
     needs = [one for one in watched if one.calls]
     if not needs:
         names = ", ".join(one.title for one in watched)
@@ -161,152 +155,79 @@ def budget(model: nn.Module, memory: Memory, sample: Any) -> Division:
     if total < least:
         raise BudgetError(_too_little(memory, total, least, ordinary, needs), least)
     shares = {}
+    release(model)
     for one, part in zip(needs, _divide(needs, total), strict=True):
-        one.twin.memory = part
-        replace_module(one.module, one.twin)
+        one.give(part)
         calls = sum(one.calls.values())
         shares[one.name] = Share(calls, part, one.minimum_bytes, one.ordinary_bytes)
     left = tuple(one.name for one in watched if not one.calls)
-    return Division(model, shares, left, total, least, ordinary)
+    return Division(model, shares, left, total, least, ordinary, refused)
 
 
-class _Watched:
-    """A module that is to become its ``twin``, with the calls that were seen. ``calls`` counts them
-    for each kind of input; ``sizes`` has each kind's least bytes and ordinary backpropagation's."""
-
-    def __init__(self, name: str, module: Swappable, title: str) -> None:
-        self.name, self.module, self.title = name, module, title
-        self.twin: Budgeted = self._named(lambda: twin(module))
-        self.calls: dict[Hashable, int] = {}
-        self.sizes: dict[Hashable, tuple[int, int]] = {}
-
-    @property
-    def minimum_bytes(self) -> int:
-        return max(least for least, _ in self.sizes.values())
-
-    @property
-    def ordinary_bytes(self) -> int:
-        return max(ordinary for _, ordinary in self.sizes.values())
-
-    def used(self, part: int) -> int:
-        """What all calls take, each being given a part."""
-        return sum(calls * min(part, self.sizes[kind][1]) for kind, calls in self.calls.items())
-
-    def part(self, share: int) -> int:
-        """The part that a share of what it could use comes to, in units of ``_FINENESS``."""
-        least = self.minimum_bytes
-        return least + max(0, self.ordinary_bytes - least) * share // _FINENESS
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Have torch's forward pass of the module watched, which a derived class may wrap."""
-        kind, base = type(self.module), wrapped(type(self.module))
-        if base is None:
-            vars(self.module)["forward"] = self._watch(self.module.forward)
-            yield
-            return
-        run = self._watch(partial(base.forward, self.module))
-        inner = type(
-            base.__name__, (base,), {"forward": lambda _, *args, **more: run(*args, **more)}
-        )
-        self.module.__class__ = type(kind.__name__, (kind, inner), {})
-        try:
-            yield
-        finally:
-            self.module.__class__ = kind
-
-    def _watch(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """The module's forward pass, which learns what it is called with and records nothing."""
-
-        @uncompiled
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            given = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
-            used = [*given, *self._trained()]
-            if not (torch.is_grad_enabled() and any(t.requires_grad for t in used)):
-                return run(*args, **kwargs)
-            refuse_transforms(used)
-            if is_unreal(used):
-                raise CellError(
-                    f"{self.title}: it is on the meta device, or was given fake tensors: expected "
-                    "a real model and sample, for their bytes are measured"
-                )
-            kind = (*map(signature, given), *_sizes(args), *_sizes(tuple(kwargs.values())))
-            if kind not in self.sizes:
-                self.sizes[kind] = self._named(lambda: self._ask(args, kwargs))
-            self.calls[kind] = self.calls.get(kind, 0) + 1
-            with torch.no_grad():
-                outputs = run(*args, **kwargs)
-            return _as_if_recorded(outputs, used)
-
-        return forward
-
-    def _trained(self) -> list[Tensor]:
-        """What it may have to pass a gradient to: weights may be computed outside the module."""
-        if isinstance(self.module, nn.RNNBase):
-            return last_weights(self.module)
-        return [*self.module.parameters()]
-
-    def _ask(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, int]:
-        """The least bytes for a call, and those of ordinary backpropagation."""
-        if isinstance(self.module, nn.RNNBase):  # a hook may have just computed a weight
-            now, names = vars(self.module), self.module._flat_weights_names
-            vars(self.twin).update({name: now[name] for name in names if name in now})
-        whole = self.twin._fit_within("100%", *args, **kwargs)
-        ordinary: int = whole.ordinary_bytes
-        if isinstance(whole, ChainFit):
-            return min(whole.minimum_bytes, ordinary), ordinary
-        try:
-            least: int = self.twin._fit_within(1, *args, **kwargs).minimum_bytes
-        except BudgetError as refusal:
-            least = refusal.minimum_bytes
-        return min(least, ordinary), ordinary
-
-    def _named(self, ask: Callable[[], Any]) -> Any:
-        try:
-            return ask()
-        except CellError as refusal:
-            raise CellError(f"{self.title}: {refusal}") from refusal
-
-
-def _find(model: nn.Module) -> list[_Watched]:
-    """Every module to be budgeted, once, whatever it is called."""
+def _check(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise CellError(f"got a {type(model).__name__}: expected a torch.nn.Module")
-    found: list[tuple[str, Swappable]] = []
-    inside: set[int] = set()  # of a chain
-    for name, m in model.named_modules():
-        if isinstance(m, nn.RNNBase):
-            found.append((name, m))
-        elif is_chain(m) and id(m) not in inside:
-            found.append((name, m))
-            inside |= {id(part) for part in m.modules()}
-    if not found:
-        raise CellError(
-            f"the {type(model).__name__} has nothing to budget: expected an RNN, a GRU, an LSTM or "
-            "a Sequential of two layers or more in it; for cells that are called step by step, use "
-            "rg.unroll with memory="
-        )
     if any(map(is_lazy, [*model.parameters(), *model.buffers()])):
         raise CellError(
             "the model has parameters without a shape yet: expected all of them; call the lazy "
             "model once before"
         )
-    return [_Watched(name, m, _title(name, model)) for name, m in found]
+
+
+def _watched(model: nn.Module, sample: Any) -> tuple[list[Watched], dict[str, str]]:
+    """All that is to be budgeted, watched in a run on the sample; and what cannot be, and why. A
+    chain that turns out not to be one is left out, and the model is run again."""
+    runs, refused = called_in_turn(model, sample)
+    while True:
+        watched = [*_modules(model, runs), *(WatchedChain(run) for run in runs)]
+        if not watched:
+            raise CellError(
+                f"the {type(model).__name__} has nothing to budget: expected an RNN, a GRU, an "
+                "LSTM, a Sequential of two layers or more, or layers that it calls one after the "
+                "other; for cells that are called step by step, use rg.unroll with memory="
+            )
+        try:
+            with untouched(model), torch.enable_grad(), ExitStack() as stack:
+                for one in watched:
+                    stack.enter_context(one.watched())
+                run_model(model, sample)
+            return watched, refused
+        except NotAChainError as refusal:
+            refused[refusal.chain.name] = refusal.reason
+            runs.remove(refusal.chain.layers)
+
+
+def _modules(model: nn.Module, runs: Sequence[Layers]) -> Iterator[WatchedModule]:
+    """Every module to be budgeted, once, whatever it is called, but for layers called in turn."""
+    called = [part for run in runs for one in run for part in one.module.modules()]
+    taken = {id(part) for part in called}  # by a chain
+    for name, m in model.named_modules():
+        if isinstance(m, nn.RNNBase):
+            yield WatchedModule(name, m, _title(name, model))
+        elif is_chain(m) and taken.isdisjoint(map(id, m.modules())):
+            yield WatchedModule(name, m, _title(name, model))
+            taken |= {id(part) for part in m.modules()}
 
 
 def _title(name: str, model: nn.Module) -> str:
     return name or type(model).__name__
 
 
-def _divide(needs: Sequence[_Watched], total: int) -> list[int]:
+def _divide(needs: Sequence[Watched], total: int) -> list[int]:
     """Each module's least, and the same share of what it could use beyond, as large as fits."""
     fits = range(_FINENESS + 1)
-    share = bisect_right(fits, total, key=lambda k: sum(one.used(one.part(k)) for one in needs)) - 1
-    return [one.part(share) for one in needs]
+
+    def parts(share: int) -> list[int]:
+        return [one.part(share, _FINENESS) for one in needs]
+
+    def used(share: int) -> int:
+        return sum(one.used(part) for one, part in zip(needs, parts(share), strict=True))
+
+    return parts(bisect_right(fits, total, key=used) - 1)
 
 
 def _too_little(
-    memory: Memory, total: int, least: int, ordinary: int, needs: Sequence[_Watched]
+    memory: Memory, total: int, least: int, ordinary: int, needs: Sequence[Watched]
 ) -> str:
     most = max(needs, key=lambda one: one.used(one.minimum_bytes))
     given = f"{memory!r} is {total} bytes ({format_bytes(total)})"
@@ -321,83 +242,3 @@ def _too_little(
 def _row(name: str, calls: int, part: int, least: int, ordinary: int) -> tuple[str, ...]:
     sizes = [format_bytes(size) for size in (part, least, ordinary)]
     return name, str(calls), sizes[0], f"{part / ordinary:.1%}", *sizes[1:]
-
-
-def _call(model: nn.Module, sample: Any) -> None:
-    if isinstance(sample, dict):
-        model(**sample)
-    elif type(sample) is tuple:  # not one with names, such as a PackedSequence
-        model(*sample)
-    else:
-        model(sample)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
-
-
-def _sizes(args: tuple[Any, ...]) -> list[Hashable]:
-    """What a packed sequence's bytes depend on, besides its tensors' shapes."""
-    return [tuple(a.batch_sizes.tolist()) for a in args if isinstance(a, PackedSequence)]
-
-
-def _as_if_recorded(outputs: Any, given: Sequence[Tensor]) -> Any:
-    """Outputs that require a gradient as recorded ones do; they may be written to."""
-    if isinstance(outputs, PackedSequence):
-        return outputs._replace(data=_as_if_recorded(outputs.data, given))
-    if not isinstance(outputs, Tensor):
-        return pytree.tree_map_only(Tensor, lambda t: _as_if_recorded(t, given), outputs)
-    if not (outputs.is_floating_point() or outputs.is_complex()):
-        return outputs
-    return _Recorded.apply(outputs.detach(), *given)  # type: ignore[no-untyped-call]
-
-
-class _Recorded(torch.autograd.Function):
-    """The same tensor, with a history that nothing is kept for."""
-
-    @staticmethod
-    def forward(ctx: Any, t: Tensor, *given: Tensor) -> Tensor:
-        ctx.mark_dirty(t)
-        return t
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise CellError(
-            "the model's forward pass differentiates through a budgeted module: budget() runs it "
-            "on the sample without recording that; expected a model that is differentiated by its "
-            "caller"
-        )
-
-
-@contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
-    """Put back, after the block, what a forward pass leaves behind (rule 3): random states,
-    buffers, gradients, and the attributes of all modules."""
-    found = find_referents([model])
-    parts = found.parts()
-    devices = {t.device for t in (*model.parameters(), *model.buffers())} or {torch.device("cpu")}
-    chance = [source for device in devices for source in sources(device, found.generators)]
-    states = [source.capture() for source in chance]
-    owned = [vars(part) for part in parts]
-    tables = [held for part in parts for held in (part._buffers, part._parameters, part._modules)]
-    before = [(held, dict(held)) for held in (*owned, *tables)]
-    flat = [part._flat_weights for part in parts if isinstance(part, nn.RNNBase)]
-    weights = [(held, [*held]) for held in flat]  # which torch changes with an attribute
-    buffers = tuple({id(b): b for part in parts for b in part.buffers(recurse=False)}.values())
-    values = tuple(b.detach().clone() for b in buffers)
-    grads = [(p, p.grad) for p in model.parameters()]
-    try:
-        yield
-    finally:
-        for held, then in before:
-            held.clear()
-            held.update(then)
-        for listed, were in weights:
-            listed[:] = were
-        Ambient(torch.device("cpu"), buffers=buffers).restore(values)
-        for source, state in zip(chance, states, strict=True):
-            source.restore(state)
-        for p, grad in grads:
-            p.grad = grad

@@ -9,7 +9,7 @@ follow another schedule; the gradient is the same, bit for bit.
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -82,6 +82,7 @@ class Plans:
     moving: set[tuple[int, Any]] = field(
         default_factory=set
     )  # what layers change: (id of its holder, name)
+    called: bool = False  # by the model: states and their gradients are held by it, too
 
     def fit(self, net: nn.Sequential, memory: Memory, input: Any) -> ChainFit:
         """The schedule of the layers for a budget and an input of this kind. Raises BudgetError,
@@ -91,6 +92,14 @@ class Plans:
         call = _Call.of(net, leaves, structure)
         self._links(call)
         return self._fitted(memory, call)
+
+    def find(
+        self, net: nn.Sequential, memory: Memory, x: Tensor, given: Hashable
+    ) -> tuple[Links, ChainFit]:
+        """The links of a called chain, and :meth:`fit`; ``given`` is all that bytes depend on
+        besides the layers and the input."""
+        call = _Call.of(net, *flatten(x, "input"), given)
+        return self._links(call), self._fitted(memory, call)
 
     def run(self, net: nn.Sequential, memory: Memory, input: Any) -> Any:
         """The output of the last layer, its gradient within a budget; None to run torch's own pass.
@@ -119,7 +128,7 @@ class Plans:
             def sizes() -> tuple[Chain, int]:
                 return _measure(links, call.leaves), prefix_bytes(links, call.leaves)
 
-            return _fit(*self.chains.get(key, sizes, of=call.parts), memory)
+            return _fit(*self.chains.get(key, sizes, of=call.parts), memory, called=self.called)
 
         key = call.shapes(self.moving)
         return self.fits.get((key, memory), find, of=call.parts)
@@ -155,7 +164,7 @@ def _measure(links: Links, leaves: Tensors, repeats: int | None = None) -> Chain
         return measure_chain(links, leaves, repeats)
 
 
-def _fit(chain: Chain, before: int, memory: Memory) -> ChainFit:
+def _fit(chain: Chain, before: int, memory: Memory, *, called: bool) -> ChainFit:
     whole = record_everything(chain)
     ordinary = max(whole.peak, before)
     room = as_bytes(memory, ordinary)
@@ -166,6 +175,9 @@ def _fit(chain: Chain, before: int, memory: Memory) -> ChainFit:
             "is planned behind them; give that much, or a smaller batch",
             max(before, chain_minimum(chain)[0]),
         )
+    if called:  # a state that its caller holds, and the gradient of one
+        more = max(chain.output_bytes) + max(chain.output_gradient_bytes)
+        chain = replace(chain, overhead_bytes=chain.overhead_bytes + more)
     schedule = whole if room >= ordinary else plan_chain(chain, room, levels=_LEVELS)
     least, peak = max(chain_minimum(chain)[0], before), max(schedule.peak, before)
     return ChainFit(chain, schedule, room, least, ordinary, peak)
@@ -204,7 +216,9 @@ class _Call:
         return self.shapes(moving), tuple(map(id, self.tensors)), holders
 
     @classmethod
-    def of(cls, net: nn.Sequential, leaves: Tensors, structure: Structure) -> "_Call":
+    def of(
+        cls, net: nn.Sequential, leaves: Tensors, structure: Structure, given: Hashable = None
+    ) -> "_Call":
         found = find_referents([net])
         parts = found.parts()
         named = [
@@ -222,7 +236,7 @@ class _Call:
         layers = tuple(map(id, parts))
         names = tuple(name if t is not None else None for name, t in named)
         owned = tuple((t.shape, t.dtype, t.device, t.requires_grad) for t in tensors)
-        asked = str(structure), torch.get_num_threads()
+        asked = str(structure), torch.get_num_threads(), given
         known = tuple(map(signature, leaves)), asked, layers, names, owned
         return cls(net, leaves, structure, known, found, parts, tensors)
 

@@ -65,7 +65,7 @@ class ChainCore(RangeCore):
     fused = False
 
     def __init__(self, links: Sequence[Link], device: torch.device) -> None:
-        self.links = links
+        self.links = [*links]
         self.ambient = Ambient(device)
         self.parameters = []
         self.needed: dict[int, Sequence[bool]] = {}
@@ -73,6 +73,11 @@ class ChainCore(RangeCore):
         #: Generators that no link draws from, but that moved while they ran the first time.
         self.watched: set[Source] = set()
         self._versions = [[version(t) for t in link.reads] for link in links]
+
+    def bind(self, k: int, link: Link) -> None:
+        """Let link k be another one, with what it is given in this call."""
+        self.links[k] = link
+        self._versions[k] = [version(t) for t in link.reads]
 
     def totals(self) -> list[Gradient]:
         return []

@@ -1,0 +1,163 @@
+"""A chain whose layers a model calls itself, one after the other.
+
+The first sweep follows the schedule call by call. A layer that is recorded is an ordinary layer of
+the caller's graph; one that is run again becomes a node, which hands a real tensor on, for the
+model may look at it. So gradients of states come by autograd, and whatever else the model does with
+a state is differentiated by autograd too.
+
+The nodes perform the rest of the schedule as long as their gradients arrive in its order. A layer
+whose turn it is not, since the model uses a part of the chain only, or goes back twice, is run
+again from the nearest state that is stored.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retrograde.cores.chain.chain_core import NO_INPUTS, ChainCore
+from retrograde.cores.chain.links import Link
+from retrograde.cores.chain.split_schedule import loads_of, split_schedule
+from retrograde.discover.surroundings import autocast_as_now, version
+from retrograde.errors import RetrogradeError
+from retrograde.run.executor import Run
+from retrograde.run.states import unpack
+from retrograde.run.transforms import NO_FORWARD_MODE, refuse_batches, uncompiled
+from retrograde.schedule import Advance, Record, Schedule, Store
+
+__all__ = ["CalledRun"]
+
+Tensors = list[Tensor]
+Gradient = Tensor | None
+
+
+class CalledRun:
+    """One pass of a model through a chain, each of whose states is one tensor."""
+
+    def __init__(self, links: Sequence[Link], schedule: Schedule, device: torch.device) -> None:
+        self.split = split_schedule(schedule, links)
+        self.device = device
+        self.core = ChainCore(links, device)
+        self.recorded: set[int] = set()
+        self.stored: set[int] = set()
+        for action in self.split.sweep:
+            match action:
+                case Store(at):
+                    self.stored.add(at)
+                case Record(start, stop):
+                    self.recorded.update(range(start, stop))
+                case Advance():
+                    pass
+        self.order = [k for k in reversed(range(len(links))) if k not in self.recorded]
+        self.run = self._fresh_run()
+        self.kept: dict[int, Tensor] = {}  # the first state, and those that are stored
+        self.versions: dict[int, int] = {}
+        self.walk: Iterator[None] | None = None
+        self.done = 0  # how many of ``order`` the walk has gone back through
+        self.gradients = self.core.gradients()
+
+    def step(self, k: int, link: Link, x: Tensor) -> Tensor:
+        """Run link k, which ``link`` is with what it was given, in the caller's graph."""
+        self.core.bind(k, link)
+        if k in self.stored:
+            self.run.keep(k, [x])
+        if k == 0 or k in self.stored:
+            self.kept[k], self.versions[k] = x.detach(), version(x)
+        if k in self.recorded:
+            again = k < self.split.repeated
+            with self.core.surroundings(k) if again else nullcontext():
+                return link.run([x])[0]
+        ((y,),) = self.core.advance(NO_INPUTS, k, [k + 1], [x.detach()], None)
+        result: Tensor = _Step.apply(self, k, y, x, *self.core.own(k, k + 1))  # type: ignore[no-untyped-call]
+        return result
+
+    def back(
+        self, k: int, gradient: Tensor, needed: Sequence[bool]
+    ) -> tuple[Gradient, list[Gradient]]:
+        """Go back through link k: the gradients of the state before it, and of its parameters."""
+        self._check_unchanged()
+        if self.order[0] == k and self.walk is not None:  # a second pass
+            self.walk, self.done = None, 0
+            self.run.forward(NO_INPUTS, [self.kept[0]], None)
+        if self.order[0] == k:
+            self.walk = self.run.retreat(NO_INPUTS, self.gradients)
+        in_turn = self.walk is not None and self.order[self.done : self.done + 1] == [k]
+        ours, self.core.needed[k] = self.gradients, needed
+        ours.states, ours.outside = [gradient], autocast_as_now(self.device)
+        del gradient
+        try:
+            if in_turn:
+                next(self.walk)  # type: ignore[arg-type]
+                self.done += 1
+                if self.done == len(self.order):
+                    self.run.clear()
+            else:
+                self._alone(k)
+        except BaseException:
+            self.run, self.walk, self.done = self._fresh_run(), None, 0
+            raise
+        (state,), ours.states = ours.states, []
+        parameters, ours.parameters = ours.parameters, []
+        return state, parameters
+
+    def _alone(self, k: int) -> None:
+        """Go back through a link whose turn it is not."""
+        held = self.run.stored
+        at = max((at for at in held if at <= k), default=0)
+        state = unpack(held[at][0]) if at in held else [self.kept[0]]
+        if at < k:
+            (state,) = self.core.advance(NO_INPUTS, at, [k], state, None)
+        self.core.backpropagate(self.core.record(NO_INPUTS, k, k + 1, state, None), self.gradients)
+
+    def _fresh_run(self) -> Run:
+        actions, length = self.split.actions, len(self.core.links)
+        return Run(
+            self.core,
+            actions,
+            length,
+            done=self.split.begin,
+            loads=loads_of(actions),
+            cuts=range(length),
+        )
+
+    def _check_unchanged(self) -> None:
+        """Refuse a stored state that was written to, for it is used again."""
+        for k, t in self.kept.items():
+            if version(t) != self.versions[k]:
+                name = self.core.links[k].name
+                raise RetrogradeError(
+                    f"the input of layer {name} was written to in place between the forward pass "
+                    "and the backward pass: expected it to stay as it was, for it is used again; "
+                    "clone() it first"
+                )
+
+
+class _Step(torch.autograd.Function):
+    """A link that is run again."""
+
+    @staticmethod
+    def forward(ctx: Any, call: CalledRun, k: int, y: Tensor, x: Tensor, *own: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.k = call, k
+        return y.detach()
+
+    @staticmethod
+    @uncompiled
+    def backward(ctx: Any, gradient: Gradient) -> tuple[Any, ...]:
+        needed = ctx.needs_input_grad[4:]
+        if gradient is None:
+            return None, None, None, None, *(None for _ in needed)
+        refuse_batches([gradient])
+        if torch.is_grad_enabled():
+            raise RetrogradeError(
+                "the gradient of layers within a budget cannot itself be differentiated: expected "
+                "create_graph=False; for second derivatives leave rg.budget out"
+            )
+        state, parameters = ctx.call.back(ctx.k, gradient, needed)
+        return None, None, None, state, *parameters
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise RetrogradeError(NO_FORWARD_MODE)

@@ -1,0 +1,241 @@
+"""Which modules a model calls one after the other, each on what the one before put out.
+
+The model is run once, without gradients, while every call of a module is noted: what it was given,
+what it returned, and the calls within it. A run of calls is then looked for from the outside in. A
+``Sequential`` is seen through, for its layers are called one after the other, too. A part that
+holds more than a quarter of the work around it and has a run of its own is opened.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import container
+from torch.nn.modules import module as hooks
+from torch.utils import _pytree as pytree
+
+from retrograde.discover.surroundings import version
+from retrograde.errors import CellError
+from retrograde.nn.any_recurrent import Recurrent
+from retrograde.nn.called_chain import Given, Turn, passes_through, state_of
+from retrograde.nn.sequential import Sequential
+
+__all__ = ["Layers", "ModuleCall", "find_runs", "noted", "refusals"]
+
+_BUDGETED = (nn.RNNBase, Sequential, Recurrent)
+_OPENED = 1 / 4  # of what the model holds
+_SMALL = 1 / 64  # of it: a run that is left alone
+
+
+@dataclass(eq=False)
+class ModuleCall:
+    """One call of a module. Tensors are known by numbers, so that none is held.
+
+    Attributes:
+        given: the number of each tensor among its arguments, by their places or names.
+        more: the numbers of tensors further inside of arguments.
+        made: the number of the tensor that it returned.
+        slot: which of them is the state, in a run.
+        refusal: why it cannot be a layer of a called chain, if it cannot.
+        inside: the calls within it.
+        held: bytes of all that was returned within it.
+    """
+
+    name: str
+    module: nn.Module
+    given: dict[int | str, int] = field(default_factory=dict)
+    more: set[int] = field(default_factory=set)
+    slot: int | str = 0
+    made: int | None = None
+    refusal: str | None = None
+    told: bool = False  # whether a user may want to know of it
+    inside: list["ModuleCall"] = field(default_factory=list)
+    held: int = 0
+    versions: list[tuple[Tensor, int]] = field(default_factory=list)
+
+    def slot_of(self, number: int | None) -> int | str | None:
+        """Which argument a tensor was."""
+        return next((slot for slot, given in self.given.items() if given == number), None)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether it was given a tensor besides the state."""
+        return bool(self.more | {*self.given.values()} - {self.given[self.slot]})
+
+
+#: Layers that are called one after the other.
+Layers = list[ModuleCall]
+
+
+class _Numbers:
+    """A number for each tensor, for as long as that lives."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self.next = 0
+
+    def of(self, t: Tensor) -> int:
+        known = self.known.get(id(t))
+        if known is None or known[0]() is not t:
+            self.next += 1
+            known = self.known[id(t)] = weakref.ref(t), self.next
+        return known[1]
+
+
+@contextmanager
+def noted(model: nn.Module) -> Iterator[ModuleCall]:
+    """Note every call of a module of a model within a block; what is yielded holds the calls."""
+    names = {id(module): name for name, module in model.named_modules()}
+    top = ModuleCall("", model)
+    stack, numbers = [top], _Numbers()
+
+    def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if id(module) in names:
+            call = ModuleCall(names[id(module)], module)
+            call.versions = [(t, version(t)) for t in _tensors(args)]
+            stack[-1].inside.append(call)
+            stack.append(call)
+
+    def after(module: nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        if id(module) not in names:
+            return
+        call = stack.pop()
+        assert call.module is module
+        named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        for slot, value in named:
+            if isinstance(value, Tensor):
+                call.given[slot] = numbers.of(value)
+            else:
+                call.more |= {numbers.of(t) for t in _tensors(value)}
+        call.refusal = _refusal(call, args, kwargs, result)
+        call.versions = []
+        found = _tensors(result)
+        if len(found) == 1:
+            call.made = numbers.of(found[0])
+        call.held = sum(one.held for one in call.inside)
+        if not call.inside:
+            call.held = sum(t.nbytes for t in found if id(t) not in map(id, _tensors(args)))
+
+    handles = [
+        hooks.register_module_forward_pre_hook(before),
+        hooks.register_module_forward_hook(after, with_kwargs=True),  # type: ignore[arg-type]
+    ]
+    try:
+        with torch.no_grad():
+            yield top
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def find_runs(top: ModuleCall) -> list[Layers]:
+    """The runs of two calls and more."""
+    every = [*_all(top)]
+    times = Counter(id(call.module) for call in every)
+    ready = {id(c) for c in every if c.refusal is None and times[id(c.module)] == 1}
+    whole = sum(call.held for call in top.inside)
+    runs = [_trimmed(run) for run in _runs(top, ready, _OPENED * whole)]
+    return [run for run in runs if len(run) > 1 and sum(c.held for c in run) >= _SMALL * whole]
+
+
+def refusals(top: ModuleCall) -> dict[str, str]:
+    """Why the larger parts of a model that could not be layers of a chain could not."""
+    whole = sum(call.held for call in top.inside)
+    large = (call for call in _all(top) if call.held >= _SMALL * whole)
+    return {call.name: call.refusal for call in large if call.refusal and call.told}
+
+
+def _runs(around: ModuleCall, ready: set[int], large: float) -> list[Layers]:
+    """The runs of the calls within one, from the outside in."""
+    found: list[Layers] = []
+    current: Layers = []
+
+    def close() -> None:
+        if len(current) > 1:
+            found.append(current[:])
+        elif current:
+            found.extend(_runs(current[0], ready, large))
+        current.clear()
+
+    for call in _opened(around):
+        if passes_through(call.module):
+            continue
+        within = _runs(call, ready, large) if call.held > large else []
+        largest = max((one.held for run in within for one in run), default=call.held)
+        if id(call) not in ready or largest < call.held / 2:
+            close()
+            found.extend(within or _runs(call, ready, large))
+            continue
+        slot = call.slot_of(current[-1].made) if current else None
+        if slot is None:
+            close()
+            slot = next(iter(call.given))
+        call.slot = slot
+        current.append(call)
+    close()
+    return found
+
+
+def _opened(around: ModuleCall) -> Iterator[ModuleCall]:
+    """The calls within one, those within a ``Sequential`` in its place."""
+    for call in around.inside:
+        module = call.module
+        plain = isinstance(module, container.Sequential) and "forward" not in vars(module)
+        if plain and type(module).forward is container.Sequential.forward and not _hooked(module):
+            yield from _opened(call)
+        else:
+            yield call
+
+
+def _hooked(module: nn.Module) -> bool:
+    tables = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+    return any(getattr(module, table) for table in tables)
+
+
+def _trimmed(run: Layers) -> Layers:
+    """A run from the first layer on that is given more than the state, if there is one: it must
+    tell what the others are given."""
+    return run[next((k for k, call in enumerate(run) if call.has_more), 0) :]
+
+
+def _refusal(
+    call: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> str | None:
+    """Why a call cannot be that of a layer of a chain."""
+    module = call.module
+    if not call.given:
+        return "is given no tensor"
+    own = vars(module).get("forward")
+    if own is not None and not isinstance(own, Turn):
+        return "has a forward that was replaced by a function"
+    if any(isinstance(part, _BUDGETED) for part in module.modules()):
+        return "has recurrent modules in it, or a Sequential with a budget"
+    call.told = True
+    if (reason := Given(args, kwargs, next(iter(call.given))).refusal()) is not None:
+        return reason
+    call.told = False
+    try:
+        y = state_of(result)
+    except CellError as refusal:
+        return str(refusal)
+    if any(version(t) != then for t, then in call.versions):
+        return "writes to its input"
+    memory = y.untyped_storage().data_ptr()
+    if any(t.untyped_storage().data_ptr() == memory for t in _tensors((args, kwargs))):
+        return "returns its input, or a view of it"
+    return None
+
+
+def _all(around: ModuleCall) -> Iterator[ModuleCall]:
+    for call in around.inside:
+        yield call
+        yield from _all(call)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]

@@ -1,0 +1,353 @@
+"""A chain whose layers a model calls itself, within a byte budget.
+
+A model may call its layers in a loop of its own, as the blocks of a transformer, or ``layer1`` to
+``layer4`` of a ResNet one after the other. Each such layer keeps its class; its ``forward`` becomes
+a :class:`Turn`, which hands the call on to the one :class:`CalledChain` of all of them. The chain
+is measured and planned as a ``Sequential`` is (:mod:`retrograde.nn.chain_plans`), and run call by
+call (:mod:`retrograde.cores.chain.called`).
+
+What a layer is given besides the state (a mask, positions, options) is handed to it again when it
+is run again. A layer that is called on something else than the output of the one before runs as it
+is; a warning says so.
+"""
+
+import warnings
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils import _pytree as pytree
+
+from retrograde.cores.chain.called import CalledRun
+from retrograde.cores.chain.links import Links
+from retrograde.discover.surroundings import Marks, autocast_as_now, version
+from retrograde.errors import CellError
+from retrograde.nn.cache import signature
+from retrograde.nn.chain_plans import ChainFit, Plans
+from retrograde.run.transforms import is_unreal, refuse_transforms, uncompiled
+from retrograde.units import Memory
+
+__all__ = ["CalledChain", "CalledLayer", "Given", "Turn", "passes_through", "state_of"]
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_MARK = "_retrograde_passage"  # an attribute of the tensor that a layer hands on
+
+
+@dataclass(frozen=True)
+class Given:
+    """The arguments of a layer. ``slot`` tells which of them is the state: a number or a name."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    slot: int | str
+
+    @property
+    def state(self) -> Tensor:
+        held: Any = self.args if isinstance(self.slot, int) else self.kwargs
+        found: Tensor = held[self.slot]
+        return found
+
+    def leaves(self) -> list[Any]:
+        """All that is given besides the state."""
+        return [
+            leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if leaf is not self.state
+        ]
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors among :meth:`leaves`."""
+        return [leaf for leaf in self.leaves() if isinstance(leaf, Tensor)]
+
+    def kind(self) -> Hashable:
+        """All that bytes depend on besides the state."""
+        leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
+        known = (signature(v) if isinstance(v, Tensor) else (type(v), v) for v in leaves)
+        return str(spec), tuple(known)
+
+    def refusal(self) -> str | None:
+        """Why a layer that is given this cannot be run again, if it cannot."""
+        for leaf in self.leaves():
+            if not isinstance(leaf, (Tensor, *_PLAIN)):
+                return (
+                    f"is given a {type(leaf).__name__}, which it may change: expected tensors and "
+                    "numbers; of a language model, call it with use_cache=False"
+                )
+        return None
+
+    def at(self, x: Tensor) -> "Given":
+        """The same with another state."""
+        state = self.state
+        args, kwargs = pytree.tree_map(
+            lambda leaf: x if leaf is state else leaf, (self.args, self.kwargs)
+        )
+        return Given(args, kwargs, self.slot)
+
+    def without_tensors(self, first: "Given") -> "Given":
+        """The same, its tensors replaced by where the first layer of the chain is given them."""
+        theirs = {id(t): k for k, t in enumerate([first.state, *first.tensors()])}
+        state = self.state
+
+        def place(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return _Place(0 if leaf is state else theirs.get(id(leaf), -1))
+
+        args, kwargs = pytree.tree_map(place, (self.args, self.kwargs))
+        return Given(args, kwargs, self.slot)
+
+    def with_tensors(self, first: "Given") -> "Given | None":
+        """The reverse of :meth:`without_tensors`, for another call; None if that is not known."""
+        tensors = dict(enumerate([first.state, *first.tensors()]))
+        leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
+        if any(isinstance(leaf, _Place) and leaf.number not in tensors for leaf in leaves):
+            return None
+        found = (tensors[leaf.number] if isinstance(leaf, _Place) else leaf for leaf in leaves)
+        args, kwargs = pytree.tree_unflatten(found, spec)
+        return Given(args, kwargs, self.slot)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor comes from: its number among the first layer's, the state's being 0."""
+
+    number: int  # less than 0 where the first layer is not given it
+
+
+class _Held:
+    """What a layer is given; kept apart from the layer, for it is no part of what that is."""
+
+    given: Given | None = None
+
+
+class CalledLayer(nn.Module):
+    """A layer of a chain for planning: a function of the state, given the rest."""
+
+    def __init__(self, name: str, layer: nn.Module) -> None:
+        super().__init__()
+        self.name, self.layer, self.held = name, layer, _Held()
+
+    def forward(self, value: Any) -> Any:
+        if self.held.given is None:
+            raise CellError(
+                f"layer {self.name} is given a tensor that the first layer of its chain is not, so "
+                "an input of another kind cannot be planned beforehand: expected inputs like the "
+                "sample; call rg.budget again with this one"
+            )
+        return _call(self.layer, self.held.given.at(state_of(value)))
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """A layer as it is called in one pass of the model."""
+
+    layer: nn.Module
+    given: Given
+    autocast: torch.autocast
+
+    def __call__(self, value: Any) -> Any:
+        with self.autocast:
+            return _call(self.layer, self.given.at(state_of(value)))
+
+
+@dataclass
+class _Passage:
+    """A pass of a model through a chain. It goes with the tensor between two layers.
+
+    Attributes:
+        active: the layers that do something, each with the number of its link.
+        run: None where ordinary backpropagation fits the budget.
+        next: the layer whose turn it is.
+        version: of the tensor that was handed on.
+    """
+
+    chain: "CalledChain"
+    active: dict[int, int]
+    links: Links | None = None
+    run: CalledRun | None = None
+    marks: Marks | None = None
+    next: int = 0
+    version: int = 0
+
+
+class Turn:
+    """The ``forward`` of one layer of a called chain."""
+
+    def __init__(self, chain: "CalledChain", number: int) -> None:
+        self.chain, self.number = chain, number
+
+    @uncompiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.chain.call(self.number, args, kwargs)
+
+
+class CalledChain:
+    """Layers that a model calls one after the other, each once.
+
+    Args:
+        layers: by their names in the model.
+        sample: what each of them is given.
+    """
+
+    def __init__(self, layers: dict[str, nn.Module], sample: Sequence[Given]) -> None:
+        self.names = [*layers]
+        self.layers = [CalledLayer(*item) for item in layers.items()]
+        self.sample = [given.without_tensors(sample[0]) for given in sample]
+        self.memory: Memory = "100%"
+        self.networks: dict[tuple[int, ...], nn.Sequential] = {}
+        self.plans = Plans(called=True)
+        self.warned = False
+
+    @property
+    def title(self) -> str:
+        """Its first and its last layer."""
+        return f"{self.names[0]} … {self.names[-1]}"
+
+    def fit(self, memory: Memory, given: Sequence[Given]) -> ChainFit:
+        """What a budget buys for layers that are given this; errors are a ``Sequential``'s."""
+        with self._given(given):
+            network = self._network(self._active())
+            return self.plans.find(network, memory, given[0].state, given[0].kind())[1]
+
+    def install(self) -> None:
+        """Have the layers called through the chain from now on."""
+        for k, one in enumerate(self.layers):
+            vars(one.layer)["forward"] = Turn(self, k)
+
+    def call(self, k: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Layer k, as the model calls it."""
+        layer = self.layers[k].layer
+        given = self._read(k, args, kwargs)
+        if given is None:
+            return type(layer).forward(layer, *args, **kwargs)
+        passage = self._passage(k, given)
+        if passage is None or passage.links is None or k not in passage.active:
+            result = type(layer).forward(layer, *args, **kwargs)
+        else:
+            result = self._step(passage, k, given)
+        if passage is not None and k + 1 < len(self.layers):
+            y = state_of(result)
+            passage.next, passage.version = k + 1, version(y)
+            setattr(y, _MARK, passage)
+        return result
+
+    def _passage(self, k: int, given: Given) -> _Passage | None:
+        """The pass that layer k is called in, if it is called on what the layer before put out."""
+        passage: _Passage | None = getattr(given.state, _MARK, None)
+        ours = passage is not None and passage.chain is self and passage.next == k
+        if passage is not None and ours and passage.version == version(given.state):
+            return passage
+        active = self._active()
+        if k == min(active, default=0):
+            return self._begin(active, given)
+        if k in active and not self.warned:
+            self.warned = True
+            warnings.warn(
+                f"layer {self.names[k]} was not called on the output of the layer before it, as it "
+                "was for the sample: it is run by ordinary backpropagation, beyond the budget",
+                stacklevel=5,
+            )
+        return None
+
+    def _begin(self, active: list[int], given: Given) -> _Passage:
+        passage = _Passage(self, {k: number for number, k in enumerate(active)})
+        x = given.state
+        trained = (p for one in self.layers for p in one.parameters())
+        if is_unreal([x]) or not (x.requires_grad or any(p.requires_grad for p in trained)):
+            return passage
+        refuse_transforms([x])
+        with self._given([one.with_tensors(given) for one in self.sample]):
+            links, fit = self.plans.find(self._network(active), self.memory, x, given.kind())
+        if not fit.ordinary:
+            if len(links.prefix) + len(links.chain) != len(active):
+                together = next(link for link in links.chain if len(link.layers) > 1)
+                raise CellError(_TOGETHER.format(together.name))
+            passage.links, passage.run = links, CalledRun(links.chain, fit.schedule, x.device)
+        return passage
+
+    def _step(self, passage: _Passage, k: int, given: Given) -> Any:
+        links, run, x = passage.links, passage.run, given.state
+        assert links is not None
+        assert run is not None
+        tensors = given.tensors()
+        if any(t.requires_grad for t in tensors):
+            raise CellError(_WANTS.format(self.names[k]))
+        bound: Any = _Bound(self.layers[k].layer, given, autocast_as_now(x.device))
+        number = passage.active[k]
+        link = (*links.prefix, *links.chain)[number]
+        link = replace(link, layers=(bound,), reads=[*link.reads, *tensors])
+        number -= len(links.prefix)
+        if number < 0:
+            return link.returned.unflatten(link.run([x]))
+        if number == 0:
+            passage.marks = links.steady.marks()
+        y = run.step(number, link, x)
+        if number == len(links.chain) - 1 and passage.marks is not None:
+            moved = links.steady.changes(passage.marks, f"one of the layers {self.title}")
+            run.core.watched.update(moved)
+        return link.returned.unflatten([y])
+
+    def _read(self, k: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
+        """What a layer is given, None where nothing is to be done about it."""
+        slot = self.sample[k].slot
+        held: Any = kwargs if isinstance(slot, str) else dict(enumerate(args))
+        if not torch.is_grad_enabled() or not isinstance(held.get(slot), Tensor):
+            return None
+        given = Given(args, kwargs, slot)
+        if (reason := given.refusal()) is not None:
+            raise CellError(f"layer {self.names[k]} {reason}")
+        return given
+
+    def _active(self) -> list[int]:
+        """The layers that do something, in the mode in which they are."""
+        return [k for k, one in enumerate(self.layers) if not passes_through(one.layer)]
+
+    def _network(self, active: Sequence[int]) -> nn.Sequential:
+        key = tuple(active)
+        if key not in self.networks:
+            self.networks[key] = network = nn.Sequential()
+            network._modules.update({self.names[k]: self.layers[k] for k in active})
+        return self.networks[key]
+
+    @contextmanager
+    def _given(self, given: Sequence[Given | None]) -> Iterator[None]:
+        """Let the layers be given this while they are planned."""
+        pairs = [*zip(self.layers, given, strict=True)]
+        for one, what in pairs:
+            one.held.given = what
+        try:
+            yield
+        finally:
+            for one, _ in pairs:
+                one.held.given = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "networks": {}, "plans": Plans(called=True)}
+
+
+def passes_through(layer: nn.Module) -> bool:
+    """Whether a layer returns the very tensor that it is given."""
+    if isinstance(layer, nn.Identity):
+        return True
+    return isinstance(layer, _DropoutNd) and (not layer.training or layer.p == 0)
+
+
+def state_of(value: Any) -> Tensor:
+    """The one tensor of what a layer returned; raises CellError if there is none, or several."""
+    found = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    if len(found) != 1:
+        raise CellError(f"a layer returned {len(found)} tensors: expected one")
+    return found[0]
+
+
+def _call(layer: nn.Module, given: Given) -> Any:
+    return type(layer).forward(layer, *given.args, **given.kwargs)
+
+
+_WANTS = (
+    "layer {} is given a tensor that wants a gradient besides the state: expected one state only; "
+    "leave this part of the model out of the budget"
+)
+_TOGETHER = "layers {} share memory: expected each to return a new tensor; give them inplace=False"

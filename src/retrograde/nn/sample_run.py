@@ -1,0 +1,367 @@
+"""What the modules of a model are called with, and would take, in one run on a sample.
+
+In that run the modules that are to be given a budget record nothing, so it takes what the rest of
+the model takes. No trace of it is left.
+"""
+
+import sys
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import container
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
+
+from retrograde.discover.generators import sources
+from retrograde.discover.referents import find_referents
+from retrograde.discover.surroundings import Ambient
+from retrograde.errors import BudgetError, CellError
+from retrograde.nn.cache import signature
+from retrograde.nn.call_order import Layers, find_runs, noted, refusals
+from retrograde.nn.called_chain import CalledChain, Given, Turn, state_of
+from retrograde.nn.chain_plans import ChainFit
+from retrograde.nn.replace_modules import (
+    Budgeted,
+    Swappable,
+    is_chain,
+    replace_module,
+    twin,
+    wrapped,
+)
+from retrograde.nn.weights import last_weights
+from retrograde.run.transforms import is_unreal, refuse_transforms, uncompiled
+
+__all__ = [
+    "NotAChainError",
+    "Watched",
+    "WatchedChain",
+    "WatchedModule",
+    "called_in_turn",
+    "release",
+    "run_model",
+    "untouched",
+]
+
+_NEARLY_ALL = 0.9  # of a run within one Sequential, which is then given a budget by itself
+
+
+class Watched(ABC):
+    """What is to be given a part of a budget, with the calls that were seen. ``calls`` counts them
+    for each kind of input; ``sizes`` has each kind's least bytes and ordinary backpropagation's."""
+
+    def __init__(self, name: str, title: str) -> None:
+        self.name, self.title = name, title
+        self.calls: dict[Hashable, int] = {}
+        self.sizes: dict[Hashable, tuple[int, int]] = {}
+
+    @abstractmethod
+    def watched(self) -> AbstractContextManager[None]:
+        """Have its calls watched."""
+
+    @abstractmethod
+    def give(self, part: int) -> None:
+        """Keep it to a part of the budget from now on."""
+
+    @property
+    def minimum_bytes(self) -> int:
+        return max(least for least, _ in self.sizes.values())
+
+    @property
+    def ordinary_bytes(self) -> int:
+        return max(ordinary for _, ordinary in self.sizes.values())
+
+    def used(self, part: int) -> int:
+        """What all calls take, each being given a part."""
+        return sum(calls * min(part, self.sizes[kind][1]) for kind, calls in self.calls.items())
+
+    def part(self, share: int, of: int) -> int:
+        """The part that a share of what it could use comes to."""
+        least = self.minimum_bytes
+        return least + max(0, self.ordinary_bytes - least) * share // of
+
+    def _seen(self, kind: Hashable, ask: Callable[[], tuple[int, int]]) -> None:
+        """Count a call, whose bytes are asked for if its kind is new."""
+        if kind not in self.sizes:
+            self.sizes[kind] = self._named(ask)
+        self.calls[kind] = self.calls.get(kind, 0) + 1
+
+    def _check_real(self, used: Sequence[Tensor]) -> None:
+        refuse_transforms(used)
+        if is_unreal(used):
+            raise CellError(
+                f"{self.title}: it is on the meta device, or was given fake tensors: expected "
+                "a real model and sample, for their bytes are measured"
+            )
+
+    def _named(self, ask: Callable[[], Any]) -> Any:
+        try:
+            return ask()
+        except CellError as refusal:
+            raise CellError(f"{self.title}: {refusal}") from refusal
+
+
+class WatchedModule(Watched):
+    """A module that is to become its ``twin``."""
+
+    def __init__(self, name: str, module: Swappable, title: str) -> None:
+        super().__init__(name, title)
+        self.module = module
+        self.twin: Budgeted = self._named(lambda: twin(module))
+
+    def give(self, part: int) -> None:
+        self.twin.memory = part
+        replace_module(self.module, self.twin)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Have torch's forward pass of the module watched, which a derived class may wrap."""
+        kind, base = type(self.module), wrapped(type(self.module))
+        if base is None:
+            vars(self.module)["forward"] = self._watch(self.module.forward)
+            yield
+            return
+        run = self._watch(partial(base.forward, self.module))
+        inner = type(
+            base.__name__, (base,), {"forward": lambda _, *args, **more: run(*args, **more)}
+        )
+        self.module.__class__ = type(kind.__name__, (kind, inner), {})
+        try:
+            yield
+        finally:
+            self.module.__class__ = kind
+
+    def _watch(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """The module's forward pass, which learns what it is called with and records nothing."""
+
+        @uncompiled
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            given = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
+            used = [*given, *self._trained()]
+            if not (torch.is_grad_enabled() and any(t.requires_grad for t in used)):
+                return run(*args, **kwargs)
+            self._check_real(used)
+            kind = (*map(signature, given), *_sizes(args), *_sizes(tuple(kwargs.values())))
+            self._seen(kind, lambda: self._ask(args, kwargs))
+            with torch.no_grad():
+                outputs = run(*args, **kwargs)
+            return _as_if_recorded(outputs, used)
+
+        return forward
+
+    def _trained(self) -> list[Tensor]:
+        """What it may have to pass a gradient to: weights may be computed outside the module."""
+        if isinstance(self.module, nn.RNNBase):
+            return last_weights(self.module)
+        return [*self.module.parameters()]
+
+    def _ask(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, int]:
+        """The least bytes for a call, and those of ordinary backpropagation."""
+        if isinstance(self.module, nn.RNNBase):  # a hook may have just computed a weight
+            now, names = vars(self.module), self.module._flat_weights_names
+            vars(self.twin).update({name: now[name] for name in names if name in now})
+        whole = self.twin._fit_within("100%", *args, **kwargs)
+        ordinary: int = whole.ordinary_bytes
+        if isinstance(whole, ChainFit):
+            return min(whole.minimum_bytes, ordinary), ordinary
+        try:
+            least: int = self.twin._fit_within(1, *args, **kwargs).minimum_bytes
+        except BudgetError as refusal:
+            least = refusal.minimum_bytes
+        return min(least, ordinary), ordinary
+
+
+class NotAChainError(CellError):
+    """Layers that seemed to be a chain are none, or cannot be run exactly."""
+
+    def __init__(self, chain: "WatchedChain", reason: str) -> None:
+        super().__init__(f"{chain.name} {reason}")
+        self.chain, self.reason = chain, reason
+
+
+class WatchedChain(Watched):
+    """Layers that the model calls one after the other, each with the argument that is the state."""
+
+    def __init__(self, layers: Layers) -> None:
+        name = f"{layers[0].name} … {layers[-1].name}"
+        super().__init__(name, name)
+        self.layers = layers
+        self.given: list[Given] = []
+        self.last: Tensor | None = None
+        self.chain: CalledChain | None = None
+
+    def give(self, part: int) -> None:
+        assert self.chain is not None
+        self.chain.memory = part
+        self.chain.install()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        for k, layer in enumerate(self.layers):
+            vars(layer.module)["forward"] = uncompiled(partial(self._call, k, layer.module))
+        yield
+
+    def _call(self, k: int, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """A layer's forward pass, which records nothing."""
+        forward = partial(type(layer).forward, layer)
+        slot = self.layers[k].slot
+        held: Any = kwargs if isinstance(slot, str) else dict(enumerate(args))
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        given = Given(args, kwargs, slot)
+        if slot not in held or len(self.given) != k or (k and given.state is not self.last):
+            raise NotAChainError(self, "is not called in turn where gradients are recorded")
+        x = given.state
+        if k == 0:
+            first = x.detach().clone().requires_grad_(x.requires_grad)
+            self.given.append(given.at(first))
+        else:
+            self.given.append(given.at(self.given[0].state))  # no state but the first is held
+        used = [*_tensors((args, kwargs)), *layer.parameters()]
+        self._check_real(used)
+        with torch.no_grad():
+            outputs = forward(*args, **kwargs)
+        if any(t.requires_grad for t in used):
+            outputs = _as_if_recorded(outputs, used)
+        self.last = state_of(outputs)
+        if len(self.given) == len(self.layers):
+            self.last = None
+            self._seen(self.given[0].kind(), self._ask)
+        return outputs
+
+    def _ask(self) -> tuple[int, int]:
+        self.chain = CalledChain({one.name: one.module for one in self.layers}, self.given)
+        try:
+            fit = self.chain.fit("100%", self.given)
+        except CellError as refusal:
+            raise NotAChainError(self, f"cannot be run again: {refusal}") from refusal
+        self.given = []
+        return min(fit.minimum_bytes, fit.ordinary_bytes), fit.ordinary_bytes
+
+
+def called_in_turn(model: nn.Module, sample: Any) -> tuple[list[Layers], dict[str, str]]:
+    """The layers that a model calls one after the other; and what cannot be one, and why."""
+    model = getattr(model, "_orig_mod", model)  # of what is compiled
+    chains = [{id(part) for part in m.modules()} for m in model.modules() if is_chain(m)]
+    aside = (nn.RNNBase, container.Sequential, container.ModuleList, container.ModuleDict)
+    inside = set().union(*chains)
+    others = [m for m in model.modules() if not isinstance(m, aside) and id(m) not in inside]
+    if len(chains) + len(others) < 3:  # the model itself is one of them
+        return [], {}
+    try:
+        with untouched(model), _eager(), noted(model) as top:
+            run_model(model, sample)
+    except Exception:  # whatever it is, the run that counts will meet it, and tell
+        return [], {}
+    runs = []
+    for run in find_runs(top):
+        held = [sum(one.held for one in run if id(one.module) in chain) for chain in chains]
+        if max(held, default=0) < _NEARLY_ALL * sum(one.held for one in run):
+            runs.append(run)
+    return runs, refusals(top)
+
+
+@contextmanager
+def _eager() -> Iterator[None]:
+    """Compile nothing, and warn of nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if "torch._dynamo" not in sys.modules:
+            yield
+            return
+        with torch.compiler.set_stance("force_eager"):
+            yield
+
+
+def run_model(model: nn.Module, sample: Any) -> None:
+    """Call a model on a sample: a tuple is its arguments, a dict its keyword arguments."""
+    if isinstance(sample, dict):
+        model(**sample)
+    elif type(sample) is tuple:  # not one with names, such as a PackedSequence
+        model(*sample)
+    else:
+        model(sample)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
+
+
+def _sizes(args: tuple[Any, ...]) -> list[Hashable]:
+    """What a packed sequence's bytes depend on, besides its tensors' shapes."""
+    return [tuple(a.batch_sizes.tolist()) for a in args if isinstance(a, PackedSequence)]
+
+
+def _as_if_recorded(outputs: Any, given: Sequence[Tensor]) -> Any:
+    """Outputs that require a gradient as recorded ones do; they may be written to."""
+    if isinstance(outputs, PackedSequence):
+        return outputs._replace(data=_as_if_recorded(outputs.data, given))
+    if not isinstance(outputs, Tensor):
+        return pytree.tree_map_only(Tensor, lambda t: _as_if_recorded(t, given), outputs)
+    if not (outputs.is_floating_point() or outputs.is_complex()):
+        return outputs
+    return _Recorded.apply(outputs.detach(), *given)  # type: ignore[no-untyped-call]
+
+
+class _Recorded(torch.autograd.Function):
+    """The same tensor, with a history that nothing is kept for."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, *given: Tensor) -> Tensor:
+        ctx.mark_dirty(t)
+        return t
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise CellError(
+            "the model's forward pass differentiates through a budgeted module: budget() runs it "
+            "on the sample without recording that; expected a model that is differentiated by its "
+            "caller"
+        )
+
+
+def release(model: nn.Module) -> None:
+    """Have no layer called through a chain any more."""
+    for part in model.modules():
+        if isinstance(vars(part).get("forward"), Turn):
+            del vars(part)["forward"]
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Put back, after the block, what a forward pass leaves behind (rule 3): random states,
+    buffers, gradients, and the attributes of all modules."""
+    found = find_referents([model])
+    parts = found.parts()
+    devices = {t.device for t in (*model.parameters(), *model.buffers())} or {torch.device("cpu")}
+    chance = [source for device in devices for source in sources(device, found.generators)]
+    states = [source.capture() for source in chance]
+    owned = [vars(part) for part in parts]
+    tables = [held for part in parts for held in (part._buffers, part._parameters, part._modules)]
+    before = [(held, dict(held)) for held in (*owned, *tables)]
+    flat = [part._flat_weights for part in parts if isinstance(part, nn.RNNBase)]
+    weights = [(held, [*held]) for held in flat]  # which torch changes with an attribute
+    buffers = tuple({id(b): b for part in parts for b in part.buffers(recurse=False)}.values())
+    values = tuple(b.detach().clone() for b in buffers)
+    grads = [(p, p.grad) for p in model.parameters()]
+    try:
+        release(model)
+        yield
+    finally:
+        for held, then in before:
+            held.clear()
+            held.update(then)
+        for listed, were in weights:
+            listed[:] = were
+        Ambient(torch.device("cpu"), buffers=buffers).restore(values)
+        for source, state in zip(chance, states, strict=True):
+            source.restore(state)
+        for p, grad in grads:
+            p.grad = grad
