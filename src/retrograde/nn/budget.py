@@ -194,7 +194,7 @@ def _watched(model: nn.Module, sample: Any) -> tuple[list[Watched], dict[str, st
             return watched, refused
         except NotAChainError as refusal:
             refused[refusal.chain.name] = refusal.reason
-            runs.remove(refusal.chain.layers)
+            runs.remove(refusal.chain.run)
 
 
 def _modules(model: nn.Module, runs: Sequence[Layers]) -> Iterator[WatchedModule]:

@@ -22,10 +22,10 @@ from torch.utils import _pytree as pytree
 from retrograde.discover.surroundings import version
 from retrograde.errors import CellError
 from retrograde.nn.any_recurrent import Recurrent
-from retrograde.nn.called_chain import Given, Turn, passes_through, state_of
+from retrograde.nn.called_chain import Given, Turn, passes_through, rides, state_of
 from retrograde.nn.sequential import Sequential
 
-__all__ = ["Layers", "ModuleCall", "find_runs", "noted", "refusals"]
+__all__ = ["Layers", "ModuleCall", "find_runs", "held_outputs", "noted", "refusals"]
 
 _BUDGETED = (nn.RNNBase, Sequential, Recurrent)
 _OPENED = 1 / 4  # of what the model holds
@@ -53,6 +53,7 @@ class ModuleCall:
     slot: int | str = 0
     made: int | None = None
     refusal: str | None = None
+    around: set[int] = field(default_factory=set)  # what the Sequentials around it were given
     told: bool = False  # whether a user may want to know of it
     inside: list["ModuleCall"] = field(default_factory=list)
     held: int = 0
@@ -143,6 +144,18 @@ def find_runs(top: ModuleCall) -> list[Layers]:
     return [run for run in runs if len(run) > 1 and sum(c.held for c in run) >= _SMALL * whole]
 
 
+def held_outputs(run: Layers) -> dict[str, list[str]]:
+    """For each layer the ones before the last whose outputs a ``Sequential`` around it holds."""
+    names: dict[int | None, str] = {}
+    found: dict[str, list[str]] = {}
+    for call in run:
+        found[call.name] = [
+            names[n] for n in call.around if n in names and n != call.given[call.slot]
+        ]
+        names.setdefault(call.made, call.name)
+    return found
+
+
 def refusals(top: ModuleCall) -> dict[str, str]:
     """Why the larger parts of a model that could not be layers of a chain could not."""
     whole = sum(call.held for call in top.inside)
@@ -164,6 +177,9 @@ def _runs(around: ModuleCall, ready: set[int], large: float) -> list[Layers]:
 
     for call in _opened(around):
         if passes_through(call.module):
+            continue
+        if current and rides(call.module) and call.given.get(0) == current[-1].made:
+            current.append(call)
             continue
         within = _runs(call, ready, large) if call.held > large else []
         largest = max((one.held for run in within for one in run), default=call.held)
@@ -187,7 +203,9 @@ def _opened(around: ModuleCall) -> Iterator[ModuleCall]:
         module = call.module
         plain = isinstance(module, container.Sequential) and "forward" not in vars(module)
         if plain and type(module).forward is container.Sequential.forward and not _hooked(module):
-            yield from _opened(call)
+            for layer in _opened(call):
+                layer.around |= {*call.given.values()}
+                yield layer
         else:
             yield call
 

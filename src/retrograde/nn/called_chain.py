@@ -12,9 +12,11 @@ is; a warning says so.
 """
 
 import warnings
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -31,9 +33,25 @@ from retrograde.nn.chain_plans import ChainFit, Plans
 from retrograde.run.transforms import is_unreal, refuse_transforms, uncompiled
 from retrograde.units import Memory
 
-__all__ = ["CalledChain", "CalledLayer", "Given", "Turn", "passes_through", "state_of"]
+__all__ = [
+    "CalledChain",
+    "CalledLayer",
+    "Given",
+    "Turn",
+    "own_forward",
+    "passes_through",
+    "rides",
+    "state_of",
+]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_ACTIVATIONS = {  # whose results depend on their input alone
+    getattr(nn, name)
+    for name in (
+        "Threshold", "ReLU", "ReLU6", "Hardtanh", "Hardsigmoid", "SiLU", "Mish", "Hardswish",
+        "ELU", "CELU", "SELU", "LeakyReLU",
+    )
+}  # fmt: skip
 _MARK = "_retrograde_passage"  # an attribute of the tensor that a layer hands on
 
 
@@ -123,11 +141,13 @@ class _Held:
 
 
 class CalledLayer(nn.Module):
-    """A layer of a chain for planning: a function of the state, given the rest."""
+    """A layer of a chain for planning: a function of the state, given the rest. ``riders`` are
+    activations that write to what it returns."""
 
-    def __init__(self, name: str, layer: nn.Module) -> None:
+    def __init__(self, name: str, layer: nn.Module, riders: Sequence[nn.Module]) -> None:
         super().__init__()
         self.name, self.layer, self.held = name, layer, _Held()
+        self.riders = nn.ModuleList(riders)
 
     def forward(self, value: Any) -> Any:
         if self.held.given is None:
@@ -136,20 +156,28 @@ class CalledLayer(nn.Module):
                 "an input of another kind cannot be planned beforehand: expected inputs like the "
                 "sample; call rg.budget again with this one"
             )
-        return _call(self.layer, self.held.given.at(state_of(value)))
+        return self.run(value, self.held.given)
+
+    def run(self, value: Any, given: Given) -> Any:
+        """What the model makes of a state with the layer and its riders."""
+        given = given.at(state_of(value))
+        value = own_forward(self.layer)(*given.args, **given.kwargs)
+        for rider in self.riders:
+            value = own_forward(rider)(state_of(value))
+        return value
 
 
 @dataclass(frozen=True)
 class _Bound:
     """A layer as it is called in one pass of the model."""
 
-    layer: nn.Module
+    layer: CalledLayer
     given: Given
     autocast: torch.autocast
 
     def __call__(self, value: Any) -> Any:
         with self.autocast:
-            return _call(self.layer, self.given.at(state_of(value)))
+            return self.layer.run(value, self.given)
 
 
 @dataclass
@@ -159,7 +187,7 @@ class _Passage:
     Attributes:
         active: the layers that do something, each with the number of its link.
         run: None where ordinary backpropagation fits the budget.
-        next: the layer whose turn it is.
+        next: the call whose turn it is.
         version: of the tensor that was handed on.
     """
 
@@ -173,37 +201,58 @@ class _Passage:
 
 
 class Turn:
-    """The ``forward`` of one layer of a called chain."""
+    """The ``forward`` of a module that called chains call, by chain and number of the call."""
 
-    def __init__(self, chain: "CalledChain", number: int) -> None:
-        self.chain, self.number = chain, number
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.places: list[tuple[CalledChain, int]] = []
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.chain.call(self.number, args, kwargs)
+        chain, number = self.places[0]
+        if rides(self.module):  # it may be called elsewhere, too
+            marks = (_passage_of(t) for t in args[:1])
+            found = [(p.chain, p.next) for p in marks if p is not None]
+            place = next((place for place in self.places if place in found), None)
+            if place is None:
+                return own_forward(self.module)(*args, **kwargs)
+            chain, number = place
+        return chain.call(number, args, kwargs)
 
 
 class CalledChain:
     """Layers that a model calls one after the other, each once.
 
     Args:
-        layers: by their names in the model.
-        sample: what each of them is given.
+        calls: the modules that are called, by name. One that writes to what the layer before it
+            returned is a part of that layer.
+        sample: what each layer is given.
+        holds: for a layer, the earlier ones whose outputs the model holds while it calls it.
     """
 
-    def __init__(self, layers: dict[str, nn.Module], sample: Sequence[Given]) -> None:
-        self.names = [*layers]
-        self.layers = [CalledLayer(*item) for item in layers.items()]
+    def __init__(
+        self,
+        calls: Sequence[tuple[str, nn.Module]],
+        sample: Sequence[Given],
+        holds: dict[str, list[str]],
+    ) -> None:
+        self.calls = [*calls]
+        starts = [i for i, (_, module) in enumerate(calls) if not rides(module)]
+        self.layers = []
+        self.parts: list[tuple[int, int]] = []  # of each call: its layer, and 0 or the rider
+        for k, (start, stop) in enumerate(pairwise([*starts, len(calls)])):
+            self.layers.append(CalledLayer(*calls[start], [m for _, m in calls[start + 1 : stop]]))
+            self.parts += [(k, part) for part in range(stop - start)]
         self.sample = [given.without_tensors(sample[0]) for given in sample]
         self.memory: Memory = "100%"
         self.networks: dict[tuple[int, ...], nn.Sequential] = {}
-        self.plans = Plans(called=True)
+        self.plans = Plans(holds=holds)
         self.warned = False
 
     @property
     def title(self) -> str:
         """Its first and its last layer."""
-        return f"{self.names[0]} … {self.names[-1]}"
+        return f"{self.calls[0][0]} … {self.calls[-1][0]}"
 
     def fit(self, memory: Memory, given: Sequence[Given]) -> ChainFit:
         """What a budget buys for layers that are given this; errors are a ``Sequential``'s."""
@@ -213,40 +262,43 @@ class CalledChain:
 
     def install(self) -> None:
         """Have the layers called through the chain from now on."""
-        for k, one in enumerate(self.layers):
-            vars(one.layer)["forward"] = Turn(self, k)
+        for number, (_, module) in enumerate(self.calls):
+            turn = vars(module).setdefault("forward", Turn(module))
+            turn.places.append((self, number))
 
-    def call(self, k: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Layer k, as the model calls it."""
-        layer = self.layers[k].layer
-        given = self._read(k, args, kwargs)
-        if given is None:
-            return type(layer).forward(layer, *args, **kwargs)
-        passage = self._passage(k, given)
-        if passage is None or passage.links is None or k not in passage.active:
-            result = type(layer).forward(layer, *args, **kwargs)
+    def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the model calls of the chain, by its number."""
+        k, part = self.parts[number]
+        module = self.calls[number][1]
+        given = self._read(k, part, args, kwargs)
+        passage = None if given is None else self._passage(number, given)
+        if given is None or passage is None or passage.run is None or k not in passage.active:
+            result = own_forward(module)(*args, **kwargs)
+        elif part:
+            result = self._ride(passage, number, given.state)
         else:
-            result = self._step(passage, k, given)
-        if passage is not None and k + 1 < len(self.layers):
+            result = self._step(passage, number, given)
+        if passage is not None and number + 1 < len(self.calls):
             y = state_of(result)
-            passage.next, passage.version = k + 1, version(y)
+            passage.next, passage.version = number + 1, version(y)
             setattr(y, _MARK, passage)
         return result
 
-    def _passage(self, k: int, given: Given) -> _Passage | None:
-        """The pass that layer k is called in, if it is called on what the layer before put out."""
-        passage: _Passage | None = getattr(given.state, _MARK, None)
-        ours = passage is not None and passage.chain is self and passage.next == k
-        if passage is not None and ours and passage.version == version(given.state):
+    def _passage(self, number: int, given: Given) -> _Passage | None:
+        """The pass that a call belongs to, if it is on what the call before it put out."""
+        passage = _passage_of(given.state)
+        if passage is not None and passage.chain is self and passage.next == number:
             return passage
+        k, part = self.parts[number]
         active = self._active()
-        if k == min(active, default=0):
+        if part == 0 and k == min(active, default=0):
             return self._begin(active, given)
         if k in active and not self.warned:
             self.warned = True
             warnings.warn(
-                f"layer {self.names[k]} was not called on the output of the layer before it, as it "
-                "was for the sample: it is run by ordinary backpropagation, beyond the budget",
+                f"layer {self.calls[number][0]} was not called on the output of the layer before "
+                "it, as it was for the sample: it is run by ordinary backpropagation, beyond the "
+                "budget",
                 stacklevel=5,
             )
         return None
@@ -267,37 +319,55 @@ class CalledChain:
             passage.links, passage.run = links, CalledRun(links.chain, fit.schedule, x.device)
         return passage
 
-    def _step(self, passage: _Passage, k: int, given: Given) -> Any:
+    def _step(self, passage: _Passage, number: int, given: Given) -> Any:
+        """Run a layer without its riders."""
         links, run, x = passage.links, passage.run, given.state
         assert links is not None
         assert run is not None
-        tensors = given.tensors()
+        k, _ = self.parts[number]
+        layer, tensors = self.layers[k], given.tensors()
         if any(t.requires_grad for t in tensors):
-            raise CellError(_WANTS.format(self.names[k]))
-        bound: Any = _Bound(self.layers[k].layer, given, autocast_as_now(x.device))
-        number = passage.active[k]
-        link = (*links.prefix, *links.chain)[number]
+            raise CellError(_WANTS.format(layer.name))
+        bound: Any = _Bound(layer, given, autocast_as_now(x.device))
+        at = passage.active[k]
+        link = (*links.prefix, *links.chain)[at]
         link = replace(link, layers=(bound,), reads=[*link.reads, *tensors])
-        number -= len(links.prefix)
-        if number < 0:
-            return link.returned.unflatten(link.run([x]))
-        if number == 0:
+        alone = link
+        if layer.riders:
+            bound = replace(bound, layer=CalledLayer(layer.name, layer.layer, ()))
+            alone = replace(link, layers=(bound,))
+        at -= len(links.prefix)
+        if at < 0:
+            return link.returned.unflatten(alone.run([x]))
+        if at == 0:
             passage.marks = links.steady.marks()
-        y = run.step(number, link, x)
-        if number == len(links.chain) - 1 and passage.marks is not None:
+        y = run.step(at, link, x, alone)
+        if at == len(links.chain) - 1 and passage.marks is not None:
             moved = links.steady.changes(passage.marks, f"one of the layers {self.title}")
             run.core.watched.update(moved)
         return link.returned.unflatten([y])
 
-    def _read(self, k: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
-        """What a layer is given, None where nothing is to be done about it."""
-        slot = self.sample[k].slot
+    def _ride(self, passage: _Passage, number: int, y: Tensor) -> Tensor:
+        """Run a rider on what its layer put out."""
+        assert passage.links is not None
+        assert passage.run is not None
+        k, part = self.parts[number]
+        at = passage.active[k] - len(passage.links.prefix)
+        forward = own_forward(self.calls[number][1])
+        last = part == len(self.layers[k].riders)
+        return passage.run.ride(at, forward, y, last=last) if at >= 0 else forward(y)
+
+    def _read(
+        self, k: int, part: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Given | None:
+        """What a layer or a rider is given, None where nothing is to be done about it."""
+        slot = 0 if part else self.sample[k].slot
         held: Any = kwargs if isinstance(slot, str) else dict(enumerate(args))
         if not torch.is_grad_enabled() or not isinstance(held.get(slot), Tensor):
             return None
         given = Given(args, kwargs, slot)
         if (reason := given.refusal()) is not None:
-            raise CellError(f"layer {self.names[k]} {reason}")
+            raise CellError(f"layer {self.layers[k].name} {reason}")
         return given
 
     def _active(self) -> list[int]:
@@ -308,7 +378,7 @@ class CalledChain:
         key = tuple(active)
         if key not in self.networks:
             self.networks[key] = network = nn.Sequential()
-            network._modules.update({self.names[k]: self.layers[k] for k in active})
+            network._modules.update({self.layers[k].name: self.layers[k] for k in active})
         return self.networks[key]
 
     @contextmanager
@@ -324,7 +394,7 @@ class CalledChain:
                 one.held.given = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "networks": {}, "plans": Plans(called=True)}
+        return {**vars(self), "networks": {}, "plans": Plans(holds=self.plans.holds)}
 
 
 def passes_through(layer: nn.Module) -> bool:
@@ -342,8 +412,21 @@ def state_of(value: Any) -> Tensor:
     return found[0]
 
 
-def _call(layer: nn.Module, given: Given) -> Any:
-    return type(layer).forward(layer, *given.args, **given.kwargs)
+def rides(module: nn.Module) -> bool:
+    """Whether a module is an activation that writes to its input, and does nothing else."""
+    return type(module) in _ACTIVATIONS and bool(getattr(module, "inplace", False))
+
+
+def own_forward(module: nn.Module) -> Callable[..., Any]:
+    """The forward pass of a module's class."""
+    forward: Callable[..., Any] = partial(type(module).forward, module)
+    return forward
+
+
+def _passage_of(t: Any) -> _Passage | None:
+    """The pass that a tensor belongs to, unless it was written to since it was handed on."""
+    passage: _Passage | None = getattr(t, _MARK, None)
+    return passage if passage is not None and passage.version == version(t) else None
 
 
 _WANTS = (

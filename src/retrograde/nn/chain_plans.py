@@ -82,7 +82,8 @@ class Plans:
     moving: set[tuple[int, Any]] = field(
         default_factory=set
     )  # what layers change: (id of its holder, name)
-    called: bool = False  # by the model: states and their gradients are held by it, too
+    #: Of layers that a model calls: whose outputs it holds meanwhile, by names. None for others.
+    holds: dict[str, list[str]] | None = None
 
     def fit(self, net: nn.Sequential, memory: Memory, input: Any) -> ChainFit:
         """The schedule of the layers for a budget and an input of this kind. Raises BudgetError,
@@ -126,9 +127,10 @@ class Plans:
             links = self._links(call)
 
             def sizes() -> tuple[Chain, int]:
-                return _measure(links, call.leaves), prefix_bytes(links, call.leaves)
+                chain = _measure(links, call.leaves, called=self.holds is not None)
+                return _holding(chain, self.holds or {}), prefix_bytes(links, call.leaves)
 
-            return _fit(*self.chains.get(key, sizes, of=call.parts), memory, called=self.called)
+            return _fit(*self.chains.get(key, sizes, of=call.parts), memory)
 
         key = call.shapes(self.moving)
         return self.fits.get((key, memory), find, of=call.parts)
@@ -154,17 +156,32 @@ def measure_network(net: nn.Sequential, input: Any, repeats: int) -> Chain:
     return _measure(examine_layers(_apart(net), leaves, structure), leaves, repeats)
 
 
-def _measure(links: Links, leaves: Tensors, repeats: int | None = None) -> Chain:
+def _measure(
+    links: Links, leaves: Tensors, repeats: int | None = None, *, called: bool = False
+) -> Chain:
     if not links.chain:
         raise CellError(
             "there is nothing to backpropagate: expected a layer with a parameter, or an input, "
             "that requires a gradient"
         )
     with torch.enable_grad():
-        return measure_chain(links, leaves, repeats)
+        return measure_chain(links, leaves, repeats, called=called)
 
 
-def _fit(chain: Chain, before: int, memory: Memory, *, called: bool) -> ChainFit:
+def _holding(chain: Chain, holds: dict[str, list[str]]) -> Chain:
+    """The chain, where running a layer takes the outputs that its caller holds meanwhile, too."""
+    if not holds:
+        return chain
+    output = dict(zip(chain.names, chain.output_bytes, strict=True))
+    more = [sum(output.get(held, 0) for held in holds.get(name, ())) for name in chain.names]
+    transients: dict[str, Any] = {
+        name: [size + m for size, m in zip(getattr(chain, name), more, strict=True)]
+        for name in ("forward_transient_bytes", "record_transient_bytes")
+    }
+    return replace(chain, **transients)
+
+
+def _fit(chain: Chain, before: int, memory: Memory) -> ChainFit:
     whole = record_everything(chain)
     ordinary = max(whole.peak, before)
     room = as_bytes(memory, ordinary)
@@ -175,9 +192,6 @@ def _fit(chain: Chain, before: int, memory: Memory, *, called: bool) -> ChainFit
             "is planned behind them; give that much, or a smaller batch",
             max(before, chain_minimum(chain)[0]),
         )
-    if called:  # a state that its caller holds, and the gradient of one
-        more = max(chain.output_bytes) + max(chain.output_gradient_bytes)
-        chain = replace(chain, overhead_bytes=chain.overhead_bytes + more)
     schedule = whole if room >= ordinary else plan_chain(chain, room, levels=_LEVELS)
     least, peak = max(chain_minimum(chain)[0], before), max(schedule.peak, before)
     return ChainFit(chain, schedule, room, least, ordinary, peak)

@@ -23,8 +23,8 @@ from retrograde.discover.referents import find_referents
 from retrograde.discover.surroundings import Ambient
 from retrograde.errors import BudgetError, CellError
 from retrograde.nn.cache import signature
-from retrograde.nn.call_order import Layers, find_runs, noted, refusals
-from retrograde.nn.called_chain import CalledChain, Given, Turn, state_of
+from retrograde.nn.call_order import Layers, find_runs, held_outputs, noted, refusals
+from retrograde.nn.called_chain import CalledChain, Given, Turn, own_forward, rides, state_of
 from retrograde.nn.chain_plans import ChainFit
 from retrograde.nn.replace_modules import (
     Budgeted,
@@ -190,7 +190,8 @@ class WatchedChain(Watched):
     def __init__(self, layers: Layers) -> None:
         name = f"{layers[0].name} … {layers[-1].name}"
         super().__init__(name, name)
-        self.layers = layers
+        self.run = layers
+        self.layers = [one for one in layers if not rides(one.module)]
         self.given: list[Given] = []
         self.last: Tensor | None = None
         self.chain: CalledChain | None = None
@@ -208,7 +209,7 @@ class WatchedChain(Watched):
 
     def _call(self, k: int, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """A layer's forward pass, which records nothing."""
-        forward = partial(type(layer).forward, layer)
+        forward = own_forward(layer)
         slot = self.layers[k].slot
         held: Any = kwargs if isinstance(slot, str) else dict(enumerate(args))
         if not torch.is_grad_enabled():
@@ -235,7 +236,8 @@ class WatchedChain(Watched):
         return outputs
 
     def _ask(self) -> tuple[int, int]:
-        self.chain = CalledChain({one.name: one.module for one in self.layers}, self.given)
+        calls = [(one.name, one.module) for one in self.run]
+        self.chain = CalledChain(calls, self.given, held_outputs(self.run))
         try:
             fit = self.chain.fit("100%", self.given)
         except CellError as refusal:

@@ -10,7 +10,7 @@ whose turn it is not, since the model uses a part of the chain only, or goes bac
 again from the nearest state that is stored.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -54,12 +54,14 @@ class CalledRun:
         self.run = self._fresh_run()
         self.kept: dict[int, Tensor] = {}  # the first state, and those that are stored
         self.versions: dict[int, int] = {}
+        self.ridden: Tensor | None = None  # the input of a link whose riders are to come
         self.walk: Iterator[None] | None = None
         self.done = 0  # how many of ``order`` the walk has gone back through
         self.gradients = self.core.gradients()
 
-    def step(self, k: int, link: Link, x: Tensor) -> Tensor:
-        """Run link k, which ``link`` is with what it was given, in the caller's graph."""
+    def step(self, k: int, link: Link, x: Tensor, alone: Link) -> Tensor:
+        """Run link k, which ``link`` is with what it was given, in the caller's graph; ``alone`` is
+        the same without its riders, which :meth:`ride` runs afterwards."""
         self.core.bind(k, link)
         if k in self.stored:
             self.run.keep(k, [x])
@@ -68,9 +70,25 @@ class CalledRun:
         if k in self.recorded:
             again = k < self.split.repeated
             with self.core.surroundings(k) if again else nullcontext():
-                return link.run([x])[0]
-        ((y,),) = self.core.advance(NO_INPUTS, k, [k + 1], [x.detach()], None)
-        result: Tensor = _Step.apply(self, k, y, x, *self.core.own(k, k + 1))  # type: ignore[no-untyped-call]
+                return alone.run([x])[0]
+        with self.core.surroundings(k), torch.no_grad():
+            y = alone.run([x.detach()])[0].detach()
+        if alone is not link:
+            self.ridden = x
+            begun: Tensor = _Begin.apply(y, x, *self.core.own(k, k + 1))  # type: ignore[no-untyped-call]
+            return begun
+        result: Tensor = _Step.apply(self, k, None, y, x, *self.core.own(k, k + 1))  # type: ignore[no-untyped-call]
+        return result
+
+    def ride(self, k: int, rider: Callable[[Tensor], Tensor], y: Tensor, *, last: bool) -> Tensor:
+        """Run a rider of link k, which writes to what the link put out."""
+        if k in self.recorded:
+            return rider(y)
+        if not last:
+            return _write(rider, y)
+        x, self.ridden = self.ridden, None
+        own = self.core.own(k, k + 1)
+        result: Tensor = _Step.apply(self, k, rider, y, x, *own)  # type: ignore[no-untyped-call]
         return result
 
     def back(
@@ -134,21 +152,58 @@ class CalledRun:
                 )
 
 
-class _Step(torch.autograd.Function):
-    """A link that is run again."""
+def _write(rider: Callable[[Tensor], Tensor], y: Tensor) -> Tensor:
+    """Have a rider write to a tensor, past autograd."""
+    with torch.no_grad():
+        rider(y.detach())
+    return y
+
+
+class _Begin(torch.autograd.Function):
+    """What a link that is run again put out, before its riders write to it."""
 
     @staticmethod
-    def forward(ctx: Any, call: CalledRun, k: int, y: Tensor, x: Tensor, *own: Tensor) -> Tensor:
+    def forward(ctx: Any, y: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return y.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Gradient) -> tuple[None, ...]:
+        if gradient is not None:
+            raise RetrogradeError(
+                "what a layer returned was used before an activation wrote to it in place: "
+                "expected the activation to follow at once; give it inplace=False"
+            )
+        return (None,) * len(ctx.needs_input_grad)
+
+
+class _Step(torch.autograd.Function):
+    """A link that is run again; its last rider, if there is one, writes to the state it put out."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: CalledRun,
+        k: int,
+        rider: Callable[[Tensor], Tensor] | None,
+        y: Tensor,
+        x: Tensor,
+        *own: Tensor,
+    ) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.call, ctx.k = call, k
-        return y.detach()
+        if rider is None:
+            return y.detach()
+        rider(y)
+        ctx.mark_dirty(y)
+        return y
 
     @staticmethod
     @uncompiled
     def backward(ctx: Any, gradient: Gradient) -> tuple[Any, ...]:
-        needed = ctx.needs_input_grad[4:]
+        needed = ctx.needs_input_grad[5:]
         if gradient is None:
-            return None, None, None, None, *(None for _ in needed)
+            return None, None, None, None, None, *(None for _ in needed)
         refuse_batches([gradient])
         if torch.is_grad_enabled():
             raise RetrogradeError(
@@ -156,7 +211,7 @@ class _Step(torch.autograd.Function):
                 "create_graph=False; for second derivatives leave rg.budget out"
             )
         state, parameters = ctx.call.back(ctx.k, gradient, needed)
-        return None, None, None, state, *parameters
+        return None, None, None, None, state, *parameters
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:

@@ -39,10 +39,13 @@ _MORE_SECONDS = 0.25  # for timing alone
 _TOKEN_BYTES = 8  # an element for each state of the chain, in the caller's graph
 
 
-def measure_chain(links: Links, state: Tensors, repeats: int | None = None) -> Chain:
+def measure_chain(
+    links: Links, state: Tensors, repeats: int | None = None, *, called: bool = False
+) -> Chain:
     """Measure every link for a flat input, and leave no trace of it. Seconds are medians of
     ``repeats`` further passes, by default up to three within :data:`_MORE_SECONDS`. With no repeats
-    they come from the pass that counts bytes."""
+    they come from the pass that counts bytes. Of links that are ``called`` one by one, autograd
+    holds the gradient of the output until a link is done."""
     device, before = state[0].device, len(links.prefix)
     core = ChainCore(links.chain, device)
     firsts = _firsts(links.chain)
@@ -51,7 +54,7 @@ def measure_chain(links: Links, state: Tensors, repeats: int | None = None) -> C
             stack.enter_context(link.ambient.measured())
         with torch.no_grad():
             first = _run_prefix(links, state)
-        found, once = _measure_links(core, first, firsts)
+        found, once = _measure_links(core, first, firsts, called=called)
         seconds = [once]
         if repeats is None:
             repeats = min(3, int(_MORE_SECONDS / max(sum(map(sum, once.values())), 1e-9)))
@@ -140,8 +143,10 @@ class _LinkMeasurement:
     """One link, phase by phase. It alone holds its input, which ``take`` moves from the link
     before, so clearing a list shows what memory the link still refers to."""
 
-    def __init__(self, core: ChainCore, k: int, take: Callable[[], Tensors]) -> None:
-        self.core, self.k, self.take = core, k, take
+    def __init__(
+        self, core: ChainCore, k: int, take: Callable[[], Tensors], *, called: bool
+    ) -> None:
+        self.core, self.k, self.take, self.called = core, k, take, called
         self.last = k == len(core.links) - 1
         self.state: Tensors = []
         self.output: Tensors = []  # for the link behind
@@ -197,8 +202,10 @@ class _LinkMeasurement:
     def backpropagate(self) -> None:
         with self.watch.lap():
             gradients = self.core.gradients(self.gradients)
+            held = [*self.gradients] if self.called else []
             self.gradients.clear()
             self.core.backpropagate(self.tape.pop(), gradients)
+            held.clear()
         self.gradients += gradients.states
         self.for_caller += gradients.parameters
         if self.k == 0:
@@ -228,7 +235,7 @@ class _LinkMeasurement:
 
 
 def _measure_links(
-    core: ChainCore, first: Tensors, firsts: Sequence[int]
+    core: ChainCore, first: Tensors, firsts: Sequence[int], *, called: bool
 ) -> tuple[dict[int, _Size], dict[int, tuple[float, float]]]:
     """Measure the first link of every make: bytes, and seconds that the watching is a part of."""
     run: list[_LinkMeasurement] = []
@@ -241,7 +248,7 @@ def _measure_links(
             take = run[-1].give
         if run and made_up:
             phases[-1].append(run[-1].output.clear)
-        run.append(_LinkMeasurement(core, k, take))
+        run.append(_LinkMeasurement(core, k, take, called=called))
         phases.append(run[-1].phases(whole=firsts[k] == k))
     found = iter(measure_phases([*chain(*phases)], device=core.ambient.device))
     sizes: dict[int, _Size] = {}
