@@ -30,7 +30,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from retrograde.errors import BudgetError, CellError
-from retrograde.nn.call_order import Layers
+from retrograde.nn.call_order import CallOrder, Layers
+from retrograde.nn.called_chain import release
+from retrograde.nn.chain_plans import named_layers
 from retrograde.nn.replace_modules import is_chain
 from retrograde.nn.sample_run import (
     NotAChainError,
@@ -38,7 +40,6 @@ from retrograde.nn.sample_run import (
     WatchedChain,
     WatchedModule,
     called_in_turn,
-    release,
     run_model,
     untouched,
 )
@@ -155,7 +156,7 @@ def budget(model: nn.Module, memory: Memory, sample: Any) -> Division:
     if total < least:
         raise BudgetError(_too_little(memory, total, least, ordinary, needs), least)
     shares = {}
-    release(model)
+    release(model.modules())
     for one, part in zip(needs, _divide(needs, total), strict=True):
         one.give(part)
         calls = sum(one.calls.values())
@@ -177,9 +178,13 @@ def _check(model: nn.Module) -> None:
 def _watched(model: nn.Module, sample: Any) -> tuple[list[Watched], dict[str, str]]:
     """All that is to be budgeted, watched in a run on the sample; and what cannot be, and why. A
     chain that turns out not to be one is left out, and the model is run again."""
-    runs, refused = called_in_turn(model, sample)
+    runs, order = called_in_turn(model, sample)
+    refused = order.refusals() if order else {}
     while True:
-        watched = [*_modules(model, runs), *(WatchedChain(run) for run in runs)]
+        watched: list[Watched] = [*_modules(model, runs, order)]
+        for run in runs:
+            within = order.runs_within([one.module for one in run]) if order else []
+            watched.append(WatchedChain(run, within))
         if not watched:
             raise CellError(
                 f"the {type(model).__name__} has nothing to budget: expected an RNN, a GRU, an "
@@ -197,7 +202,9 @@ def _watched(model: nn.Module, sample: Any) -> tuple[list[Watched], dict[str, st
             runs.remove(refusal.chain.run)
 
 
-def _modules(model: nn.Module, runs: Sequence[Layers]) -> Iterator[WatchedModule]:
+def _modules(
+    model: nn.Module, runs: Sequence[Layers], order: CallOrder | None
+) -> Iterator[WatchedModule]:
     """Every module to be budgeted, once, whatever it is called, but for layers called in turn."""
     called = [part for run in runs for one in run for part in one.module.modules()]
     taken = {id(part) for part in called}  # by a chain
@@ -205,7 +212,9 @@ def _modules(model: nn.Module, runs: Sequence[Layers]) -> Iterator[WatchedModule
         if isinstance(m, nn.RNNBase):
             yield WatchedModule(name, m, _title(name, model))
         elif is_chain(m) and taken.isdisjoint(map(id, m.modules())):
-            yield WatchedModule(name, m, _title(name, model))
+            layers = [layer for _, layer in named_layers(m, lambda _: True)]
+            within = order.runs_within(layers) if order else []
+            yield WatchedModule(name, m, _title(name, model), within)
             taken |= {id(part) for part in m.modules()}
 
 

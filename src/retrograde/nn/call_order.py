@@ -8,7 +8,7 @@ holds more than a quarter of the work around it and has a run of its own is open
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +25,7 @@ from retrograde.nn.any_recurrent import Recurrent
 from retrograde.nn.called_chain import Given, Turn, passes_through, rides, state_of
 from retrograde.nn.sequential import Sequential
 
-__all__ = ["Layers", "ModuleCall", "find_runs", "held_outputs", "noted", "refusals"]
+__all__ = ["CallOrder", "Layers", "ModuleCall", "held_outputs", "noted"]
 
 _BUDGETED = (nn.RNNBase, Sequential, Recurrent)
 _OPENED = 1 / 4  # of what the model holds
@@ -54,6 +54,7 @@ class ModuleCall:
     made: int | None = None
     refusal: str | None = None
     around: set[int] = field(default_factory=set)  # what the Sequentials around it were given
+    takes_state_only: bool = False
     told: bool = False  # whether a user may want to know of it
     inside: list["ModuleCall"] = field(default_factory=list)
     held: int = 0
@@ -113,6 +114,7 @@ def noted(model: nn.Module) -> Iterator[ModuleCall]:
                 call.given[slot] = numbers.of(value)
             else:
                 call.more |= {numbers.of(t) for t in _tensors(value)}
+        call.takes_state_only = len(args) == 1 and not kwargs
         call.refusal = _refusal(call, args, kwargs, result)
         call.versions = []
         found = _tensors(result)
@@ -134,14 +136,33 @@ def noted(model: nn.Module) -> Iterator[ModuleCall]:
             handle.remove()
 
 
-def find_runs(top: ModuleCall) -> list[Layers]:
-    """The runs of two calls and more."""
-    every = [*_all(top)]
-    times = Counter(id(call.module) for call in every)
-    ready = {id(c) for c in every if c.refusal is None and times[id(c.module)] == 1}
-    whole = sum(call.held for call in top.inside)
-    runs = [_trimmed(run) for run in _runs(top, ready, _OPENED * whole)]
-    return [run for run in runs if len(run) > 1 and sum(c.held for c in run) >= _SMALL * whole]
+class CallOrder:
+    """What the calls of a model tell of its layers."""
+
+    def __init__(self, top: ModuleCall) -> None:
+        self.top, self.every = top, [*_all(top)]
+        self.whole = sum(call.held for call in top.inside)
+        times = Counter(id(call.module) for call in self.every)
+        fit = (c for c in self.every if c.refusal is None and times[id(c.module)] == 1)
+        self.ready = {id(call) for call in fit}
+
+    def runs(self) -> list[Layers]:
+        """The runs of two calls and more, from the outside in."""
+        runs = [_trimmed(run) for run in _runs(self.top, self.ready, _OPENED * self.whole)]
+        least = _SMALL * self.whole
+        return [run for run in runs if len(run) > 1 and sum(c.held for c in run) >= least]
+
+    def runs_within(self, modules: Collection[nn.Module]) -> list[Layers]:
+        """The runs within the calls of some modules, of layers that take the state only."""
+        ids = {id(module) for module in modules}
+        calls = (call for call in self.every if id(call.module) in ids and call.inside)
+        runs = [run for call in calls for run in _runs(call, self.ready, float("inf"))]
+        return [run for run in runs if all(call.takes_state_only for call in run)]
+
+    def refusals(self) -> dict[str, str]:
+        """Why the larger parts of a model that could not be layers of a chain could not."""
+        large = (call for call in self.every if call.held >= _SMALL * self.whole)
+        return {call.name: call.refusal for call in large if call.refusal and call.told}
 
 
 def held_outputs(run: Layers) -> dict[str, list[str]]:
@@ -154,13 +175,6 @@ def held_outputs(run: Layers) -> dict[str, list[str]]:
         ]
         names.setdefault(call.made, call.name)
     return found
-
-
-def refusals(top: ModuleCall) -> dict[str, str]:
-    """Why the larger parts of a model that could not be layers of a chain could not."""
-    whole = sum(call.held for call in top.inside)
-    large = (call for call in _all(top) if call.held >= _SMALL * whole)
-    return {call.name: call.refusal for call in large if call.refusal and call.told}
 
 
 def _runs(around: ModuleCall, ready: set[int], large: float) -> list[Layers]:

@@ -12,12 +12,12 @@ is; a warning says so.
 """
 
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -40,8 +40,10 @@ __all__ = [
     "Turn",
     "own_forward",
     "passes_through",
+    "release",
     "rides",
     "state_of",
+    "take_turns",
 ]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -126,6 +128,11 @@ class Given:
         args, kwargs = pytree.tree_unflatten(found, spec)
         return Given(args, kwargs, self.slot)
 
+    @classmethod
+    def state_only(cls) -> "Given":
+        """:meth:`without_tensors` where there is nothing besides the state."""
+        return cls((_Place(0),), {}, 0)
+
 
 @dataclass(frozen=True)
 class _Place:
@@ -200,23 +207,27 @@ class _Passage:
     version: int = 0
 
 
+class Called(Protocol):
+    """What a :class:`Turn` hands calls on to."""
+
+    def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+
 class Turn:
     """The ``forward`` of a module that called chains call, by chain and number of the call."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.places: list[tuple[CalledChain, int]] = []
+        self.places: list[tuple[Called, int]] = []
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         chain, number = self.places[0]
         if rides(self.module):  # it may be called elsewhere, too
-            marks = (_passage_of(t) for t in args[:1])
-            found = [(p.chain, p.next) for p in marks if p is not None]
-            place = next((place for place in self.places if place in found), None)
-            if place is None:
+            passage = _passage_of(args[0]) if args else None
+            if passage is None or (passage.chain, passage.next) not in self.places:
                 return own_forward(self.module)(*args, **kwargs)
-            chain, number = place
+            chain, number = passage.chain, passage.next
         return chain.call(number, args, kwargs)
 
 
@@ -226,14 +237,14 @@ class CalledChain:
     Args:
         calls: the modules that are called, by name. One that writes to what the layer before it
             returned is a part of that layer.
-        sample: what each layer is given.
+        sample: what each layer is given; None for the state only.
         holds: for a layer, the earlier ones whose outputs the model holds while it calls it.
     """
 
     def __init__(
         self,
         calls: Sequence[tuple[str, nn.Module]],
-        sample: Sequence[Given],
+        sample: Sequence[Given] | None,
         holds: dict[str, list[str]],
     ) -> None:
         self.calls = [*calls]
@@ -243,7 +254,10 @@ class CalledChain:
         for k, (start, stop) in enumerate(pairwise([*starts, len(calls)])):
             self.layers.append(CalledLayer(*calls[start], [m for _, m in calls[start + 1 : stop]]))
             self.parts += [(k, part) for part in range(stop - start)]
-        self.sample = [given.without_tensors(sample[0]) for given in sample]
+        if sample is None:
+            self.sample = [Given.state_only()] * len(self.layers)
+        else:
+            self.sample = [given.without_tensors(sample[0]) for given in sample]
         self.memory: Memory = "100%"
         self.networks: dict[tuple[int, ...], nn.Sequential] = {}
         self.plans = Plans(holds=holds)
@@ -262,9 +276,7 @@ class CalledChain:
 
     def install(self) -> None:
         """Have the layers called through the chain from now on."""
-        for number, (_, module) in enumerate(self.calls):
-            turn = vars(module).setdefault("forward", Turn(module))
-            turn.places.append((self, number))
+        take_turns(self, [module for _, module in self.calls])
 
     def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the model calls of the chain, by its number."""
@@ -410,6 +422,20 @@ def state_of(value: Any) -> Tensor:
     if len(found) != 1:
         raise CellError(f"a layer returned {len(found)} tensors: expected one")
     return found[0]
+
+
+def take_turns(called: Called, modules: Sequence[nn.Module]) -> None:
+    """Have the calls of some modules handed on, by their numbers."""
+    for number, module in enumerate(modules):
+        turn = vars(module).setdefault("forward", Turn(module))
+        turn.places.append((called, number))
+
+
+def release(modules: Iterable[nn.Module]) -> None:
+    """Have no module called through a chain any more."""
+    for module in modules:
+        if isinstance(vars(module).get("forward"), Turn):
+            del vars(module)["forward"]
 
 
 def rides(module: nn.Module) -> bool:

@@ -30,7 +30,10 @@ from retrograde.run.transforms import is_unreal, refuse_transforms
 from retrograde.schedule import Chain, Schedule
 from retrograde.units import Memory, as_bytes, format_bytes
 
-__all__ = ["ChainFit", "Plans", "measure_network", "named_layers"]
+__all__ = ["LEAST", "ChainFit", "Plans", "measure_network", "named_layers"]
+
+#: A ``memory``: as little as the layers can do with.
+LEAST = "least"
 
 Tensors = list[Tensor]
 
@@ -184,16 +187,17 @@ def _holding(chain: Chain, holds: dict[str, list[str]]) -> Chain:
 def _fit(chain: Chain, before: int, memory: Memory) -> ChainFit:
     whole = record_everything(chain)
     ordinary = max(whole.peak, before)
-    room = as_bytes(memory, ordinary)
+    least = max(chain_minimum(chain)[0], before)
+    room = min(least, ordinary) if memory == LEAST else as_bytes(memory, ordinary)
     if room < before:
         raise BudgetError(
             f"memory is {room} bytes ({format_bytes(room)}): expected at least {before} "
             f"({format_bytes(before)}), which the layers before the first gradient need, whatever "
             "is planned behind them; give that much, or a smaller batch",
-            max(before, chain_minimum(chain)[0]),
+            least,
         )
     schedule = whole if room >= ordinary else plan_chain(chain, room, levels=_LEVELS)
-    least, peak = max(chain_minimum(chain)[0], before), max(schedule.peak, before)
+    peak = max(schedule.peak, before)
     return ChainFit(chain, schedule, room, least, ordinary, peak)
 
 

@@ -23,9 +23,17 @@ from retrograde.discover.referents import find_referents
 from retrograde.discover.surroundings import Ambient
 from retrograde.errors import BudgetError, CellError
 from retrograde.nn.cache import signature
-from retrograde.nn.call_order import Layers, find_runs, held_outputs, noted, refusals
-from retrograde.nn.called_chain import CalledChain, Given, Turn, own_forward, rides, state_of
-from retrograde.nn.chain_plans import ChainFit
+from retrograde.nn.call_order import CallOrder, Layers, held_outputs, noted
+from retrograde.nn.called_chain import (
+    CalledChain,
+    Given,
+    own_forward,
+    release,
+    rides,
+    state_of,
+    take_turns,
+)
+from retrograde.nn.chain_plans import LEAST, ChainFit
 from retrograde.nn.replace_modules import (
     Budgeted,
     Swappable,
@@ -34,6 +42,7 @@ from retrograde.nn.replace_modules import (
     twin,
     wrapped,
 )
+from retrograde.nn.sequential import Sequential
 from retrograde.nn.weights import last_weights
 from retrograde.run.transforms import is_unreal, refuse_transforms, uncompiled
 
@@ -43,7 +52,6 @@ __all__ = [
     "WatchedChain",
     "WatchedModule",
     "called_in_turn",
-    "release",
     "run_model",
     "untouched",
 ]
@@ -55,8 +63,13 @@ class Watched(ABC):
     """What is to be given a part of a budget, with the calls that were seen. ``calls`` counts them
     for each kind of input; ``sizes`` has each kind's least bytes and ordinary backpropagation's."""
 
-    def __init__(self, name: str, title: str) -> None:
+    def __init__(self, name: str, title: str, within: Sequence[Layers] = ()) -> None:
         self.name, self.title = name, title
+        self.inner = [
+            CalledChain([(one.name, one.module) for one in run], None, held_outputs(run))
+            for run in within
+        ]
+        self.whole_layers = 0  # the least bytes with every layer run whole
         self.calls: dict[Hashable, int] = {}
         self.sizes: dict[Hashable, tuple[int, int]] = {}
 
@@ -85,6 +98,35 @@ class Watched(ABC):
         least = self.minimum_bytes
         return least + max(0, self.ordinary_bytes - least) * share // of
 
+    def _least(self, fit: Callable[[], ChainFit]) -> tuple[int, int]:
+        """The least bytes of a chain and those of ordinary backpropagation, where chains within its
+        layers may be run again on their own."""
+        whole = fit()
+        least = min(whole.minimum_bytes, whole.ordinary_bytes)
+        self.whole_layers = max(self.whole_layers, least)
+        if self.inner:
+            try:
+                with self._opened():
+                    least = min(least, fit().minimum_bytes)
+            except CellError:  # then every layer is run whole
+                self.inner = []
+        return least, whole.ordinary_bytes
+
+    @contextmanager
+    def _opened(self) -> Iterator[None]:
+        """Run chains within its layers with as little as they can do with."""
+        modules = [module for chain in self.inner for _, module in chain.calls]
+        self._open()
+        try:
+            yield
+        finally:
+            release(modules)
+
+    def _open(self) -> None:
+        for chain in self.inner:
+            chain.memory = LEAST
+            chain.install()
+
     def _seen(self, kind: Hashable, ask: Callable[[], tuple[int, int]]) -> None:
         """Count a call, whose bytes are asked for if its kind is new."""
         if kind not in self.sizes:
@@ -109,14 +151,18 @@ class Watched(ABC):
 class WatchedModule(Watched):
     """A module that is to become its ``twin``."""
 
-    def __init__(self, name: str, module: Swappable, title: str) -> None:
-        super().__init__(name, title)
+    def __init__(
+        self, name: str, module: Swappable, title: str, within: Sequence[Layers] = ()
+    ) -> None:
+        super().__init__(name, title, within)
         self.module = module
         self.twin: Budgeted = self._named(lambda: twin(module))
 
     def give(self, part: int) -> None:
         self.twin.memory = part
         replace_module(self.module, self.twin)
+        if part < self.whole_layers:
+            self._open()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -165,10 +211,10 @@ class WatchedModule(Watched):
         if isinstance(self.module, nn.RNNBase):  # a hook may have just computed a weight
             now, names = vars(self.module), self.module._flat_weights_names
             vars(self.twin).update({name: now[name] for name in names if name in now})
-        whole = self.twin._fit_within("100%", *args, **kwargs)
-        ordinary: int = whole.ordinary_bytes
-        if isinstance(whole, ChainFit):
-            return min(whole.minimum_bytes, ordinary), ordinary
+        if isinstance(self.twin, Sequential):
+            chain = self.twin
+            return self._least(lambda: chain._fit_within("100%", *args, **kwargs))
+        ordinary: int = self.twin._fit_within("100%", *args, **kwargs).ordinary_bytes
         try:
             least: int = self.twin._fit_within(1, *args, **kwargs).minimum_bytes
         except BudgetError as refusal:
@@ -187,9 +233,9 @@ class NotAChainError(CellError):
 class WatchedChain(Watched):
     """Layers that the model calls one after the other, each with the argument that is the state."""
 
-    def __init__(self, layers: Layers) -> None:
+    def __init__(self, layers: Layers, within: Sequence[Layers] = ()) -> None:
         name = f"{layers[0].name} … {layers[-1].name}"
-        super().__init__(name, name)
+        super().__init__(name, name, within)
         self.run = layers
         self.layers = [one for one in layers if not rides(one.module)]
         self.given: list[Given] = []
@@ -200,17 +246,19 @@ class WatchedChain(Watched):
         assert self.chain is not None
         self.chain.memory = part
         self.chain.install()
+        if part < self.whole_layers:
+            self._open()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        for k, layer in enumerate(self.layers):
-            vars(layer.module)["forward"] = uncompiled(partial(self._call, k, layer.module))
+        take_turns(self, [one.module for one in self.run])
         yield
 
-    def _call(self, k: int, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A layer's forward pass, which records nothing."""
+        layer, slot = self.run[number].module, self.run[number].slot
+        k = self.layers.index(self.run[number])
         forward = own_forward(layer)
-        slot = self.layers[k].slot
         held: Any = kwargs if isinstance(slot, str) else dict(enumerate(args))
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
@@ -238,34 +286,36 @@ class WatchedChain(Watched):
     def _ask(self) -> tuple[int, int]:
         calls = [(one.name, one.module) for one in self.run]
         self.chain = CalledChain(calls, self.given, held_outputs(self.run))
+        chain, given, self.given = self.chain, self.given, []
         try:
-            fit = self.chain.fit("100%", self.given)
+            return self._least(lambda: chain.fit("100%", given))
         except CellError as refusal:
             raise NotAChainError(self, f"cannot be run again: {refusal}") from refusal
-        self.given = []
-        return min(fit.minimum_bytes, fit.ordinary_bytes), fit.ordinary_bytes
 
 
-def called_in_turn(model: nn.Module, sample: Any) -> tuple[list[Layers], dict[str, str]]:
-    """The layers that a model calls one after the other; and what cannot be one, and why."""
+def called_in_turn(model: nn.Module, sample: Any) -> tuple[list[Layers], CallOrder | None]:
+    """The layers that a model calls one after the other; and the calls themselves, if it does call
+    layers so."""
     model = getattr(model, "_orig_mod", model)  # of what is compiled
     chains = [{id(part) for part in m.modules()} for m in model.modules() if is_chain(m)]
     aside = (nn.RNNBase, container.Sequential, container.ModuleList, container.ModuleDict)
     inside = set().union(*chains)
     others = [m for m in model.modules() if not isinstance(m, aside) and id(m) not in inside]
-    if len(chains) + len(others) < 3:  # the model itself is one of them
-        return [], {}
+    layers = (m for m in model.modules() if id(m) in inside and not isinstance(m, aside))
+    blocks = any(any(m.children()) for m in layers)
+    if len(chains) + len(others) < 3 and not blocks:  # the model itself is one of them
+        return [], None
     try:
         with untouched(model), _eager(), noted(model) as top:
             run_model(model, sample)
     except Exception:  # whatever it is, the run that counts will meet it, and tell
-        return [], {}
-    runs = []
-    for run in find_runs(top):
+        return [], None
+    runs, order = [], CallOrder(top)
+    for run in order.runs():
         held = [sum(one.held for one in run if id(one.module) in chain) for chain in chains]
         if max(held, default=0) < _NEARLY_ALL * sum(one.held for one in run):
             runs.append(run)
-    return runs, refusals(top)
+    return runs, order
 
 
 @contextmanager
@@ -329,13 +379,6 @@ class _Recorded(torch.autograd.Function):
         )
 
 
-def release(model: nn.Module) -> None:
-    """Have no layer called through a chain any more."""
-    for part in model.modules():
-        if isinstance(vars(part).get("forward"), Turn):
-            del vars(part)["forward"]
-
-
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
     """Put back, after the block, what a forward pass leaves behind (rule 3): random states,
@@ -354,7 +397,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
     values = tuple(b.detach().clone() for b in buffers)
     grads = [(p, p.grad) for p in model.parameters()]
     try:
-        release(model)
+        release(model.modules())
         yield
     finally:
         for held, then in before:
