@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -37,7 +38,8 @@ class ModuleCall:
     """One call of a module. Tensors are known by numbers, so that none is held.
 
     Attributes:
-        given: the number of each tensor among its arguments, by their places or names.
+        given: the number of each tensor among its arguments, by their places or names. A tensor
+            that was written to has another number.
         more: the numbers of tensors further inside of arguments.
         made: the number of the tensor that it returned.
         slot: which of them is the state, in a run.
@@ -65,9 +67,9 @@ class ModuleCall:
         return next((slot for slot, given in self.given.items() if given == number), None)
 
     @property
-    def has_more(self) -> bool:
-        """Whether it was given a tensor besides the state."""
-        return bool(self.more | {*self.given.values()} - {self.given[self.slot]})
+    def more_given(self) -> set[int]:
+        """The tensors that it was given besides the state."""
+        return (self.more | {*self.given.values()}) - {self.given[self.slot]}
 
 
 #: Layers that are called one after the other.
@@ -75,17 +77,18 @@ Layers = list[ModuleCall]
 
 
 class _Numbers:
-    """A number for each tensor, for as long as that lives."""
+    """A number for each tensor and version of it, for as long as the tensor lives."""
 
     def __init__(self) -> None:
-        self.known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self.known: dict[tuple[int, int], tuple[weakref.ref[Tensor], int]] = {}
         self.next = 0
 
-    def of(self, t: Tensor) -> int:
-        known = self.known.get(id(t))
+    def of(self, t: Tensor, at: int) -> int:
+        """The number of a tensor when it had a version."""
+        known = self.known.get((id(t), at))
         if known is None or known[0]() is not t:
             self.next += 1
-            known = self.known[id(t)] = weakref.ref(t), self.next
+            known = self.known[id(t), at] = weakref.ref(t), self.next
         return known[1]
 
 
@@ -109,17 +112,22 @@ def noted(model: nn.Module) -> Iterator[ModuleCall]:
         call = stack.pop()
         assert call.module is module
         named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        then = {id(t): at for t, at in call.versions}
+
+        def number(t: Tensor) -> int:
+            return numbers.of(t, then.get(id(t), version(t)))
+
         for slot, value in named:
             if isinstance(value, Tensor):
-                call.given[slot] = numbers.of(value)
+                call.given[slot] = number(value)
             else:
-                call.more |= {numbers.of(t) for t in _tensors(value)}
+                call.more |= {number(t) for t in _tensors(value)}
         call.takes_state_only = len(args) == 1 and not kwargs
         call.refusal = _refusal(call, args, kwargs, result)
         call.versions = []
         found = _tensors(result)
         if len(found) == 1:
-            call.made = numbers.of(found[0])
+            call.made = numbers.of(found[0], version(found[0]))
         call.held = sum(one.held for one in call.inside)
         if not call.inside:
             call.held = sum(t.nbytes for t in found if id(t) not in map(id, _tensors(args)))
@@ -189,9 +197,9 @@ def _runs(around: ModuleCall, ready: set[int], large: float) -> list[Layers]:
             found.extend(_runs(current[0], ready, large))
         current.clear()
 
-    for call in _opened(around):
-        if passes_through(call.module):
-            continue
+    calls = _opened(around, ready)
+    uses = _uses(calls)
+    for call in calls:
         if current and rides(call.module) and call.given.get(0) == current[-1].made:
             current.append(call)
             continue
@@ -201,7 +209,8 @@ def _runs(around: ModuleCall, ready: set[int], large: float) -> list[Layers]:
             close()
             found.extend(within or _runs(call, ready, large))
             continue
-        slot = call.slot_of(current[-1].made) if current else None
+        made = current[-1].made if current else None
+        slot = call.slot_of(made) if uses[made] == 1 else None
         if slot is None:
             close()
             slot = next(iter(call.given))
@@ -211,28 +220,55 @@ def _runs(around: ModuleCall, ready: set[int], large: float) -> list[Layers]:
     return found
 
 
-def _opened(around: ModuleCall) -> Iterator[ModuleCall]:
-    """The calls within one, those within a ``Sequential`` in its place."""
+def _opened(around: ModuleCall, ready: set[int]) -> list[ModuleCall]:
+    """The calls within one; in the place of a ``Sequential``, or of a module that only calls one
+    layer after the other, those within it."""
+    found = []
     for call in around.inside:
-        module = call.module
-        plain = isinstance(module, container.Sequential) and "forward" not in vars(module)
-        if plain and type(module).forward is container.Sequential.forward and not _hooked(module):
-            for layer in _opened(call):
+        layers = _opened(call, ready) if call.inside else []
+        if layers and (_is_sequential(call.module) or _is_straight(call, layers, ready)):
+            for layer in layers:
                 layer.around |= {*call.given.values()}
-                yield layer
-        else:
-            yield call
+            found += layers
+        elif not passes_through(call.module):
+            found.append(call)
+    return found
 
 
-def _hooked(module: nn.Module) -> bool:
+def _is_sequential(module: nn.Module) -> bool:
     tables = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-    return any(getattr(module, table) for table in tables)
+    plain = isinstance(module, container.Sequential) and "forward" not in vars(module)
+    return (
+        plain
+        and type(module).forward is container.Sequential.forward
+        and not any(getattr(module, table) for table in tables)
+    )
+
+
+def _is_straight(call: ModuleCall, layers: Layers, ready: set[int]) -> bool:
+    """Whether a call hands its input to the first layer, and returns what the last one made."""
+    if id(call) not in ready:
+        return False
+    uses = _uses(layers)
+    if rides(layers[0].module) or not {*layers[0].given.values()} & {*call.given.values()}:
+        return False
+    for layer, after in pairwise(layers):
+        if after.slot_of(layer.made) is None or uses[layer.made] > 1:
+            return False
+    usable = all(rides(layer.module) or id(layer) in ready for layer in layers)
+    return usable and layers[-1].made == call.made
+
+
+def _uses(calls: Layers) -> Counter[int | None]:
+    """How many of some calls are given each tensor."""
+    return Counter(n for call in calls for n in call.more | {*call.given.values()})
 
 
 def _trimmed(run: Layers) -> Layers:
-    """A run from the first layer on that is given more than the state, if there is one: it must
-    tell what the others are given."""
-    return run[next((k for k, call in enumerate(run) if call.has_more), 0) :]
+    """A run from the first layer on that is given all that later ones are given besides the state,
+    for it tells what they will be given."""
+    more = [call.more_given for call in run]
+    return next(run[k:] for k, given in enumerate(more) if all(m <= given for m in more[k:]))
 
 
 def _refusal(

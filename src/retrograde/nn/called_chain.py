@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
@@ -81,6 +82,10 @@ class Given:
         """The tensors among :meth:`leaves`."""
         return [leaf for leaf in self.leaves() if isinstance(leaf, Tensor)]
 
+    def wanting(self) -> list[Tensor]:
+        """Those of :meth:`tensors` that a gradient is wanted for, each once."""
+        return list({id(t): t for t in self.tensors() if t.requires_grad}.values())
+
     def kind(self) -> Hashable:
         """All that bytes depend on besides the state."""
         leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
@@ -99,9 +104,12 @@ class Given:
 
     def at(self, x: Tensor) -> "Given":
         """The same with another state."""
-        state = self.state
+        return self.replaced({id(self.state): x})
+
+    def replaced(self, others: dict[int, Tensor]) -> "Given":
+        """The same with other tensors in the place of some, known by their ids."""
         args, kwargs = pytree.tree_map(
-            lambda leaf: x if leaf is state else leaf, (self.args, self.kwargs)
+            lambda leaf: others.get(id(leaf), leaf), (self.args, self.kwargs)
         )
         return Given(args, kwargs, self.slot)
 
@@ -142,9 +150,15 @@ class _Place:
 
 
 class _Held:
-    """What a layer is given; kept apart from the layer, for it is no part of what that is."""
+    """What a layer is given; kept apart from the layer, for it is no part of what that is.
 
-    given: Given | None = None
+    Attributes:
+        leaves: what stands for a tensor that a gradient is wanted for, by its number and kind.
+    """
+
+    def __init__(self) -> None:
+        self.given: Given | None = None
+        self.leaves: dict[Hashable, Tensor] = {}
 
 
 class CalledLayer(nn.Module):
@@ -164,6 +178,23 @@ class CalledLayer(nn.Module):
                 "sample; call rg.budget again with this one"
             )
         return self.run(value, self.held.given)
+
+    def hold(self, given: Given | None) -> None:
+        """Give it this, whatever state it is called on. Tensors that want a gradient become
+        parameters of it, by something that stands for them."""
+        found = {} if given is None else {id(t): t for t in given.wanting()}
+        others = {key: self._leaf(k, t) for k, (key, t) in enumerate(found.items())}
+        self.held.given = None if given is None else given.replaced(others)
+        names = (f"given{k}" for k in range(len(others)))
+        self._parameters.clear()
+        self._parameters.update(zip(names, others.values(), strict=True))  # type: ignore[arg-type]
+
+    def _leaf(self, number: int, t: Tensor) -> Tensor:
+        key = number, t.shape, t.dtype, t.device
+        if key not in self.held.leaves:
+            zero = torch.zeros((), dtype=t.dtype, device=t.device)
+            self.held.leaves[key] = zero.expand(t.shape).requires_grad_()
+        return self.held.leaves[key]
 
     def run(self, value: Any, given: Given) -> Any:
         """What the model makes of a state with the layer and its riders."""
@@ -337,13 +368,18 @@ class CalledChain:
         assert links is not None
         assert run is not None
         k, _ = self.parts[number]
-        layer, tensors = self.layers[k], given.tensors()
-        if any(t.requires_grad for t in tensors):
-            raise CellError(_WANTS.format(layer.name))
+        layer, wanting = self.layers[k], given.wanting()
         bound: Any = _Bound(layer, given, autocast_as_now(x.device))
         at = passage.active[k]
         link = (*links.prefix, *links.chain)[at]
-        link = replace(link, layers=(bound,), reads=[*link.reads, *tensors])
+        own = [*wanting, *link.own[len(wanting) :]]
+        link = replace(
+            link,
+            layers=(bound,),
+            own=own,
+            leaves=[get_gradient_edge(t).node for t in own],
+            reads=[*link.reads, *given.tensors()],
+        )
         alone = link
         if layer.riders:
             bound = replace(bound, layer=CalledLayer(layer.name, layer.layer, ()))
@@ -396,14 +432,13 @@ class CalledChain:
     @contextmanager
     def _given(self, given: Sequence[Given | None]) -> Iterator[None]:
         """Let the layers be given this while they are planned."""
-        pairs = [*zip(self.layers, given, strict=True)]
-        for one, what in pairs:
-            one.held.given = what
+        for one, what in zip(self.layers, given, strict=True):
+            one.hold(what)
         try:
             yield
         finally:
-            for one, _ in pairs:
-                one.held.given = None
+            for one in self.layers:
+                one.hold(None)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "networks": {}, "plans": Plans(holds=self.plans.holds)}
@@ -455,8 +490,4 @@ def _passage_of(t: Any) -> _Passage | None:
     return passage if passage is not None and passage.version == version(t) else None
 
 
-_WANTS = (
-    "layer {} is given a tensor that wants a gradient besides the state: expected one state only; "
-    "leave this part of the model out of the budget"
-)
 _TOGETHER = "layers {} share memory: expected each to return a new tensor; give them inplace=False"

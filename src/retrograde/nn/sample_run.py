@@ -7,6 +7,7 @@ the model takes. No trace of it is left.
 import sys
 import warnings
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -33,7 +34,7 @@ from retrograde.nn.called_chain import (
     state_of,
     take_turns,
 )
-from retrograde.nn.chain_plans import LEAST, ChainFit
+from retrograde.nn.chain_plans import LEAST, ChainFit, named_layers
 from retrograde.nn.replace_modules import (
     Budgeted,
     Swappable,
@@ -144,6 +145,8 @@ class Watched(ABC):
     def _named(self, ask: Callable[[], Any]) -> Any:
         try:
             return ask()
+        except NotAChainError:
+            raise
         except CellError as refusal:
             raise CellError(f"{self.title}: {refusal}") from refusal
 
@@ -297,25 +300,58 @@ def called_in_turn(model: nn.Module, sample: Any) -> tuple[list[Layers], CallOrd
     """The layers that a model calls one after the other; and the calls themselves, if it does call
     layers so."""
     model = getattr(model, "_orig_mod", model)  # of what is compiled
-    chains = [{id(part) for part in m.modules()} for m in model.modules() if is_chain(m)]
+    sequences: list[nn.Sequential] = []
+    inside: set[int] = set()
+    for m in model.modules():
+        if is_chain(m) and id(m) not in inside:
+            sequences.append(m)
+            inside |= {id(part) for part in m.modules()}
     aside = (nn.RNNBase, container.Sequential, container.ModuleList, container.ModuleDict)
-    inside = set().union(*chains)
     others = [m for m in model.modules() if not isinstance(m, aside) and id(m) not in inside]
     layers = (m for m in model.modules() if id(m) in inside and not isinstance(m, aside))
     blocks = any(any(m.children()) for m in layers)
-    if len(chains) + len(others) < 3 and not blocks:  # the model itself is one of them
+    if len(sequences) + len(others) < 3 and not blocks:  # the model itself is one of them
         return [], None
     try:
         with untouched(model), _eager(), noted(model) as top:
             run_model(model, sample)
     except Exception:  # whatever it is, the run that counts will meet it, and tell
         return [], None
-    runs, order = [], CallOrder(top)
-    for run in order.runs():
-        held = [sum(one.held for one in run if id(one.module) in chain) for chain in chains]
-        if max(held, default=0) < _NEARLY_ALL * sum(one.held for one in run):
-            runs.append(run)
-    return runs, order
+    order = CallOrder(top)
+    return _preferred(order.runs(), sequences, order), order
+
+
+def _preferred(
+    runs: list[Layers], sequences: list[nn.Sequential], order: CallOrder
+) -> list[Layers]:
+    """The runs that are better than the Sequentials that they share layers with: together their
+    largest layers hold less. One that is hardly more than a Sequential is not."""
+    held: Counter[int] = Counter()
+    for call in order.every:
+        held[id(call.module)] += call.held
+    owned = [{id(m) for _, m in named_layers(one, lambda _: True)} for one in sequences]
+    parts = [{id(part) for part in one.modules()} for one in sequences]
+    found: list[Layers] = []
+    groups: list[tuple[list[Layers], set[int]]] = []  # of runs, by the Sequentials that they meet
+    for run in runs:
+        inside = {id(part) for one in run for part in one.module.modules()}
+        met = {k for k, part in enumerate(parts) if part & inside}
+        together = [run]
+        for other in [group for group in groups if group[1] & met]:
+            groups.remove(other)
+            together, met = other[0] + together, met | other[1]
+        groups.append((together, met))
+    for group, met in groups:
+        whole = sum(one.held for run in group for one in run)
+        theirs = [
+            sum(one.held for run in group for one in run if id(one.module) in owned[k]) for k in met
+        ]
+        ours = sum(max(one.held for one in run) for run in group)
+        if max(theirs, default=0) < _NEARLY_ALL * whole and (
+            not met or ours < sum(max(held[layer] for layer in owned[k]) for k in met)
+        ):
+            found += group
+    return found
 
 
 @contextmanager
