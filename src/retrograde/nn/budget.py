@@ -47,6 +47,8 @@ from retrograde.units import Memory, aligned, as_bytes, format_bytes, parse_memo
 
 __all__ = ["Division", "Share", "budget"]
 
+_TOLD = 3  # reasons in one message
+_NO_USE = "hardly holds more than it has to: a budget would gain nothing"
 _FINENESS = 2**40  # parts that λ is counted in: finer than the bytes of any memory
 
 
@@ -142,6 +144,10 @@ def budget(model: nn.Module, memory: Memory, sample: Any) -> Division:
     parse_memory(memory)
     _check(model)
     watched, refused = _watched(model, sample)
+    refused |= {one.name: _NO_USE for one in watched if one.useless}
+    watched = [one for one in watched if not one.useless]
+    if not watched:
+        raise CellError(_nothing(model, refused))
     needs = [one for one in watched if one.calls]
     if not needs:
         names = ", ".join(one.title for one in watched)
@@ -186,11 +192,7 @@ def _watched(model: nn.Module, sample: Any) -> tuple[list[Watched], dict[str, st
             within = order.runs_within([one.module for one in run]) if order else []
             watched.append(WatchedChain(run, within))
         if not watched:
-            raise CellError(
-                f"the {type(model).__name__} has nothing to budget: expected an RNN, a GRU, an "
-                "LSTM, a Sequential of two layers or more, or layers that it calls one after the "
-                "other; for cells that are called step by step, use rg.unroll with memory="
-            )
+            raise CellError(_nothing(model, refused))
         try:
             with untouched(model), torch.enable_grad(), ExitStack() as stack:
                 for one in watched:
@@ -216,6 +218,18 @@ def _modules(
             within = order.runs_within(layers) if order else []
             yield WatchedModule(name, m, _title(name, model), within)
             taken |= {id(part) for part in m.modules()}
+
+
+def _nothing(model: nn.Module, refused: dict[str, str]) -> str:
+    reasons = [f"{name} {reason}" for name, reason in refused.items()]
+    if len(reasons) > _TOLD:
+        reasons[_TOLD:] = [f"{len(reasons) - _TOLD} more"]
+    but = f" ({'; '.join(reasons)})" if reasons else ""
+    return (
+        f"the {type(model).__name__} has nothing to budget{but}: expected an RNN, a GRU, an LSTM, "
+        "a Sequential of two layers or more, or layers that it calls one after the other; for "
+        "cells that are called step by step, use rg.unroll with memory="
+    )
 
 
 def _title(name: str, model: nn.Module) -> str:

@@ -57,6 +57,7 @@ __all__ = [
     "untouched",
 ]
 
+_USEFUL = 0.9
 _NEARLY_ALL = 0.9  # of a run within one Sequential, which is then given a budget by itself
 
 
@@ -89,6 +90,11 @@ class Watched(ABC):
     @property
     def ordinary_bytes(self) -> int:
         return max(ordinary for _, ordinary in self.sizes.values())
+
+    @property
+    def useless(self) -> bool:
+        """Whether a budget could not save a tenth of what it holds."""
+        return False
 
     def used(self, part: int) -> int:
         """What all calls take, each being given a part."""
@@ -251,6 +257,10 @@ class WatchedChain(Watched):
         self.chain.install()
         if part < self.whole_layers:
             self._open()
+
+    @property
+    def useless(self) -> bool:
+        return bool(self.calls) and self.minimum_bytes > _USEFUL * self.ordinary_bytes
 
     @contextmanager
     def watched(self) -> Iterator[None]:
