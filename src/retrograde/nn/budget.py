@@ -41,6 +41,7 @@ from retrograde.nn.sample_run import (
     WatchedModule,
     called_in_turn,
     run_model,
+    run_name,
     untouched,
 )
 from retrograde.units import Memory, aligned, as_bytes, format_bytes, parse_memory
@@ -78,7 +79,8 @@ class Division:
         shares: by the names of :meth:`torch.nn.Module.named_modules`; "" is the model itself.
         left: modules left as they were: the sample gave them nothing to backpropagate.
         total_bytes: the budget.
-        minimum_bytes: the least budget that would have done.
+        minimum_bytes: the least budget that would have done. Where that has every layer run whole,
+            less may do: a smaller budget is tried with parts of layers run by themselves.
         ordinary_bytes: what ordinary backpropagation of these modules would hold.
         refused: what could not be given a budget, and why.
     """
@@ -143,22 +145,23 @@ def budget(model: nn.Module, memory: Memory, sample: Any) -> Division:
     """
     parse_memory(memory)
     _check(model)
-    watched, refused = _watched(model, sample)
-    refused |= {one.name: _NO_USE for one in watched if one.useless}
-    watched = [one for one in watched if not one.useless]
-    if not watched:
-        raise CellError(_nothing(model, refused))
-    needs = [one for one in watched if one.calls]
-    if not needs:
-        names = ", ".join(one.title for one in watched)
-        raise CellError(
-            f"the sample gave the modules to be budgeted ({names}) nothing to backpropagate: "
-            "expected the model to call at least one of them, with a parameter or an input that "
-            "requires a gradient"
-        )
-    ordinary = sum(one.used(one.ordinary_bytes) for one in needs)
-    least = sum(one.used(one.minimum_bytes) for one in needs)
-    total = as_bytes(memory, ordinary)
+    order = called_in_turn(model, sample)
+    refused = order.refusals() if order else {}
+    for apart in (False, True):  # the second takes several times as long
+        watched = _watched(model, sample, order, refused, apart=apart)
+        needs = [one for one in watched if one.calls]
+        if not needs:
+            names = ", ".join(one.title for one in watched)
+            raise CellError(
+                f"the sample gave the modules to be budgeted ({names}) nothing to backpropagate: "
+                "expected the model to call at least one of them, with a parameter or an input "
+                "that requires a gradient"
+            )
+        ordinary = sum(one.used(one.ordinary_bytes) for one in needs)
+        least = sum(one.used(one.minimum_bytes) for one in needs)
+        total = as_bytes(memory, ordinary)
+        if total >= least or not any(one.within for one in needs):
+            break
     if total < least:
         raise BudgetError(_too_little(memory, total, least, ordinary, needs), least)
     shares = {}
@@ -181,27 +184,37 @@ def _check(model: nn.Module) -> None:
         )
 
 
-def _watched(model: nn.Module, sample: Any) -> tuple[list[Watched], dict[str, str]]:
-    """All that is to be budgeted, watched in a run on the sample; and what cannot be, and why. A
-    chain that turns out not to be one is left out, and the model is run again."""
-    runs, order = called_in_turn(model, sample)
-    refused = order.refusals() if order else {}
+def _watched(
+    model: nn.Module,
+    sample: Any,
+    order: CallOrder | None,
+    refused: dict[str, str],
+    *,
+    apart: bool,
+) -> list[Watched]:
+    """All that is to be budgeted, watched in a run on the sample, with parts of layers ``apart``
+    where they can be. A chain that turns out not to be one is added to what is refused, and the
+    model is run again."""
     while True:
+        runs = [run for run in order.preferred if run_name(run) not in refused] if order else []
         watched: list[Watched] = [*_modules(model, runs, order)]
         for run in runs:
             within = order.runs_within([one.module for one in run]) if order else []
             watched.append(WatchedChain(run, within))
-        if not watched:
-            raise CellError(_nothing(model, refused))
         try:
             with untouched(model), torch.enable_grad(), ExitStack() as stack:
                 for one in watched:
+                    one.apart = apart
                     stack.enter_context(one.watched())
                 run_model(model, sample)
-            return watched, refused
         except NotAChainError as refusal:
             refused[refusal.chain.name] = refusal.reason
-            runs.remove(refusal.chain.run)
+            continue
+        refused |= {one.name: _NO_USE for one in watched if one.useless}
+        watched = [one for one in watched if not one.useless]
+        if not watched:
+            raise CellError(_nothing(model, refused))
+        return watched
 
 
 def _modules(

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import container
-from torch.nn.modules import module as hooks
 from torch.utils import _pytree as pytree
 
 from retrograde.discover.surroundings import version
@@ -99,16 +98,13 @@ def noted(model: nn.Module) -> Iterator[ModuleCall]:
     top = ModuleCall("", model)
     stack, numbers = [top], _Numbers()
 
-    def before(module: nn.Module, args: tuple[Any, ...]) -> None:
-        if id(module) in names:
-            call = ModuleCall(names[id(module)], module)
-            call.versions = [(t, version(t)) for t in _tensors(args)]
-            stack[-1].inside.append(call)
-            stack.append(call)
+    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        call = ModuleCall(names[id(module)], module)
+        call.versions = [(t, version(t)) for t in _tensors((args, kwargs))]
+        stack[-1].inside.append(call)
+        stack.append(call)
 
     def after(module: nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        if id(module) not in names:
-            return
         call = stack.pop()
         assert call.module is module
         named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
@@ -132,10 +128,10 @@ def noted(model: nn.Module) -> Iterator[ModuleCall]:
         if not call.inside:
             call.held = sum(t.nbytes for t in found if id(t) not in map(id, _tensors(args)))
 
-    handles = [
-        hooks.register_module_forward_pre_hook(before),
-        hooks.register_module_forward_hook(after, with_kwargs=True),  # type: ignore[arg-type]
-    ]
+    handles = []
+    for module in model.modules():
+        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        handles.append(module.register_forward_hook(after, with_kwargs=True))
     try:
         with torch.no_grad():
             yield top
@@ -153,6 +149,7 @@ class CallOrder:
         times = Counter(id(call.module) for call in self.every)
         fit = (c for c in self.every if c.refusal is None and times[id(c.module)] == 1)
         self.ready = {id(call) for call in fit}
+        self.preferred: list[Layers] = []  # the runs that are to be chains
 
     def runs(self) -> list[Layers]:
         """The runs of two calls and more, from the outside in."""

@@ -54,6 +54,7 @@ __all__ = [
     "WatchedModule",
     "called_in_turn",
     "run_model",
+    "run_name",
     "untouched",
 ]
 
@@ -67,10 +68,11 @@ class Watched(ABC):
 
     def __init__(self, name: str, title: str, within: Sequence[Layers] = ()) -> None:
         self.name, self.title = name, title
-        self.inner = [
+        self.within = [
             CalledChain([(one.name, one.module) for one in run], None, held_outputs(run))
             for run in within
         ]
+        self.apart = False  # whether parts of layers may be run by themselves
         self.whole_layers = 0  # the least bytes with every layer run whole
         self.calls: dict[Hashable, int] = {}
         self.sizes: dict[Hashable, tuple[int, int]] = {}
@@ -111,18 +113,18 @@ class Watched(ABC):
         whole = fit()
         least = min(whole.minimum_bytes, whole.ordinary_bytes)
         self.whole_layers = max(self.whole_layers, least)
-        if self.inner:
+        if self.apart and self.within:
             try:
                 with self._opened():
                     least = min(least, fit().minimum_bytes)
             except CellError:  # then every layer is run whole
-                self.inner = []
+                self.within = []
         return least, whole.ordinary_bytes
 
     @contextmanager
     def _opened(self) -> Iterator[None]:
         """Run chains within its layers with as little as they can do with."""
-        modules = [module for chain in self.inner for _, module in chain.calls]
+        modules = [module for chain in self.within for _, module in chain.calls]
         self._open()
         try:
             yield
@@ -130,7 +132,7 @@ class Watched(ABC):
             release(modules)
 
     def _open(self) -> None:
-        for chain in self.inner:
+        for chain in self.within:
             chain.memory = LEAST
             chain.install()
 
@@ -243,7 +245,7 @@ class WatchedChain(Watched):
     """Layers that the model calls one after the other, each with the argument that is the state."""
 
     def __init__(self, layers: Layers, within: Sequence[Layers] = ()) -> None:
-        name = f"{layers[0].name} … {layers[-1].name}"
+        name = run_name(layers)
         super().__init__(name, name, within)
         self.run = layers
         self.layers = [one for one in layers if not rides(one.module)]
@@ -260,7 +262,9 @@ class WatchedChain(Watched):
 
     @property
     def useless(self) -> bool:
-        return bool(self.calls) and self.minimum_bytes > _USEFUL * self.ordinary_bytes
+        if not self.calls or (self.within and not self.apart):
+            return False
+        return self.minimum_bytes > _USEFUL * self.ordinary_bytes
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -306,9 +310,13 @@ class WatchedChain(Watched):
             raise NotAChainError(self, f"cannot be run again: {refusal}") from refusal
 
 
-def called_in_turn(model: nn.Module, sample: Any) -> tuple[list[Layers], CallOrder | None]:
-    """The layers that a model calls one after the other; and the calls themselves, if it does call
-    layers so."""
+def run_name(run: Layers) -> str:
+    """What a run of layers is called."""
+    return f"{run[0].name} … {run[-1].name}"
+
+
+def called_in_turn(model: nn.Module, sample: Any) -> CallOrder | None:
+    """The calls of a model on a sample, if it may call layers one after the other."""
     model = getattr(model, "_orig_mod", model)  # of what is compiled
     sequences: list[nn.Sequential] = []
     inside: set[int] = set()
@@ -321,14 +329,15 @@ def called_in_turn(model: nn.Module, sample: Any) -> tuple[list[Layers], CallOrd
     layers = (m for m in model.modules() if id(m) in inside and not isinstance(m, aside))
     blocks = any(any(m.children()) for m in layers)
     if len(sequences) + len(others) < 3 and not blocks:  # the model itself is one of them
-        return [], None
+        return None
     try:
         with untouched(model), _eager(), noted(model) as top:
             run_model(model, sample)
     except Exception:  # whatever it is, the run that counts will meet it, and tell
-        return [], None
+        return None
     order = CallOrder(top)
-    return _preferred(order.runs(), sequences, order), order
+    order.preferred = _preferred(order.runs(), sequences, order)
+    return order
 
 
 def _preferred(
