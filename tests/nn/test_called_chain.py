@@ -345,6 +345,18 @@ def test_what_stays_as_it_was():
     assert [vars(m)["forward"] for m in model.blocks] == turns
 
 
+@pytest.mark.parametrize("part_by_part", [False, True])
+@pytest.mark.parametrize("in_sequence", [False, True])
+def test_the_first_step_in_training_measures_nothing_again(in_sequence, part_by_part, monkeypatch):
+    x = torch.randn(16, 12, WIDTH)
+    model = nn.Sequential(*(Block() for _ in range(6))) if in_sequence else Loop()
+    x = x if in_sequence else inputs()
+    division = rg.budget(model, least_of(model, x) if part_by_part else "60%", x)
+    assert division.total_bytes < division.ordinary_bytes
+    monkeypatch.setattr("retrograde.nn.chain_plans.examine_layers", lambda *_: pytest.fail("again"))
+    trained(model, x)
+
+
 def test_hooks_of_a_layer_are_called_once():
     x = inputs()
     model = Loop()

@@ -1,19 +1,19 @@
 """``budget``: one memory budget for all the recurrent modules and deep chains of a model.
 
-What is given a part is every recurrent module, and every ``Sequential`` of two layers or more that
-has no recurrent module in it and stands in no other such one. The model is run once on a sample.
-There each of them is asked, for the very input that it is given, how little memory it can do with
-(mᵢ) and how much ordinary backpropagation would take (oᵢ). All modules then get their least, and
-the same share λ of what they could use beyond it,
+What is given a part is every recurrent module; every ``Sequential`` of two layers or more that has
+no recurrent module in it and stands in no other such one; and every run of layers that the model
+calls one after the other (:mod:`retrograde.nn.call_order`). The model is run on a sample. There
+each of them is asked, for the very input that it is given, how little memory it can do with (mᵢ)
+and how much ordinary backpropagation would take (oᵢ). All then get their least, and the same share
+λ of what they could use beyond it,
 
     bᵢ = mᵢ + λ (oᵢ − mᵢ),    λ ≤ 1 the largest with    Σ over calls min(bᵢ, o of the call) ≤ total,
 
 since what one call holds stays until it is backpropagated: the calls of a forward pass add up. The
 sum is an upper bound, for only one module at a time is at its own peak.
 
-In that run these modules record nothing, so it takes what the rest of the model takes.
-
-Modules are replaced by :mod:`retrograde.nn.replace_modules`; here they are asked and given bytes.
+In that run these modules record nothing (:mod:`retrograde.nn.sample_run`), so it takes what the
+rest of the model takes. Modules are replaced by :mod:`retrograde.nn.replace_modules`.
 
 Known limits: what a model changes in place and is no buffer (a list that it appends to) is not put
 back; a model whose forward pass differentiates through such a module cannot be run so.
@@ -114,9 +114,11 @@ def budget(model: nn.Module, memory: Memory, sample: Any) -> Division:
     the module of this library with the same parameters, and gets its part as ``memory``; modules of
     this library get another ``memory`` (in place of a ``schedule``, too), and recurrent ones keep
     their ``backward``. A ``Sequential`` within another one, with fewer than two layers, with
-    recurrent modules in it or with a ``backward`` is left as it is. All this
-    is done in place, the model itself included: optimizers, hooks, references and ``state_dict``
-    stay good. Nothing is changed if anything is refused.
+    recurrent modules in it or with a ``backward`` is left as it is. Layers that the model calls
+    itself, each on what the one before returned, as a transformer's blocks, become one chain.
+
+    All this is done in place, the model itself included: optimizers, hooks, references and
+    ``state_dict`` stay good. Nothing is changed if anything is refused.
 
     Args:
         model: any module with recurrent modules or Sequentials in it, or one of these.
@@ -125,8 +127,8 @@ def budget(model: nn.Module, memory: Memory, sample: Any) -> Division:
             ordinary backpropagation of these modules would hold (``0.05``, ``"5%"``).
         sample: what the model is called with: a tuple is its arguments, a dict its keyword
             arguments, anything else its one argument. It should be the largest that training will
-            bring, and the model in the mode in which it will be trained. The model is called once,
-            and of that no trace is left.
+            bring, and the model in the mode in which it will be trained. The model is called a few
+            times, and of that no trace is left.
 
     Returns:
         A :class:`Division`.

@@ -26,6 +26,7 @@ from retrograde.cores.cell import Settled
 from retrograde.discover.places import Place
 from retrograde.discover.referents import MODULE_TABLES, Referents
 from retrograde.measure.allocations import MEASURING, is_profiled
+from retrograde.measure.patience import told_if_slow
 
 __all__ = ["CellFits", "LRUCache", "Same", "identity", "signature"]
 
@@ -71,7 +72,8 @@ class LRUCache(Generic[T]):
             known = self._look_up(key)
             if known is None:
                 exact = not is_profiled()  # beside another profiler bytes are not quite certain
-                known = _Known(find(), [weakref.ref(value) for value in of])
+                with told_if_slow():
+                    known = _Known(find(), [weakref.ref(value) for value in of])
                 if exact:
                     self._keep(key, known)
         return known.result

@@ -237,7 +237,7 @@ class _Call:
     def of(
         cls, net: nn.Sequential, leaves: Tensors, structure: Structure, given: Hashable = None
     ) -> "_Call":
-        found = find_referents([net])
+        found = find_referents([*net])  # what the chain itself is, is no part of what it takes
         parts = found.parts()
         named = [
             named

@@ -1,0 +1,133 @@
+"""Claim: models that nobody here wrote train within a budget as they are, exactly, at what price.
+
+Each model (``tests/oracles/library_models.py``) makes training steps as it is, with one
+``torch.utils.checkpoint`` around each block, and by ``rg.budget`` at shares of its memory and at
+its least, all in turn in one process. Told are medians of rounds against the model as it is, the
+working bytes of a step beyond parameters' gradients, what ``rg.budget`` itself takes, and whether
+all gradients have the same bits.
+
+    pip install transformers timm torchvision
+    python benchmarks/library_models.py   # JSON into benchmarks/results/; what is absent is skipped
+"""
+
+import copy
+import functools
+import json
+import statistics
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+import retrograde as rg
+from oracles.library_models import MODELS, Case, build
+from retrograde.machine import machine_of, now
+
+RESULTS = Path(__file__).parent / "results"
+SHARES = ("70%", "50%", "30%", "20%", "10%")
+ROUNDS = 3
+
+
+def step(case: Case, model: nn.Module) -> Callable[[], list[Tensor]]:
+    """One training step but for the optimizer's: the loss, and all gradients."""
+    parameters = [*model.parameters()]
+
+    def call() -> list[Tensor]:
+        torch.manual_seed(1)
+        loss = case.loss(model)
+        loss.backward()
+        found = [p.grad for p in parameters if p.grad is not None]
+        for p in parameters:
+            p.grad = None
+        return [loss.detach(), *found]
+
+    return call
+
+
+def checkpointed(case: Case) -> nn.Module:
+    """The model with a checkpoint around each block."""
+    model: nn.Module = copy.deepcopy(case.model)
+    names = {id(module): name for name, module in case.model.named_modules()}
+    for block in case.blocks:
+        ours: Any = model.get_submodule(names[id(block)])
+        ours.forward = functools.partial(checkpoint, ours.forward, use_reentrant=False)
+    return model
+
+
+def seconds(call: Callable[[], object]) -> float:
+    start = now(torch.device("cpu"))
+    call()
+    return now(torch.device("cpu")) - start
+
+
+def measured(name: str, case: Case) -> dict[str, Any]:
+    """A row of the table."""
+    plain = step(case, case.model)
+    expected = plain()
+    calls = {"plain": plain, "checkpoint": step(case, checkpointed(case))}
+    row: dict[str, Any] = {"model": name, "plain_ms": round(1e3 * seconds(plain), 1)}
+    row |= {"refused": [], "budget_ms": {}, "over": []}
+    try:
+        rg.budget(copy.deepcopy(case.model), 1, case.sample)
+    except rg.BudgetError as refusal:
+        least = refusal.minimum_bytes
+    allowed = {}
+    for share in (*SHARES, "least"):
+        model = copy.deepcopy(case.model)
+        try:
+            start = now(torch.device("cpu"))
+            division = rg.budget(model, least if share == "least" else share, case.sample)
+            row["budget_ms"][share] = round(1e3 * (now(torch.device("cpu")) - start))
+        except rg.BudgetError:
+            row["refused"].append(share)
+            continue
+        row["ordinary"], row["least"] = division.ordinary_bytes, least
+        calls[share], allowed[share] = step(case, model), division.total_bytes
+    row["bytes"] = {key: rg.measure(call).working_bytes for key, call in calls.items()}
+    rest = max(0, row["bytes"]["plain"] - row["ordinary"])  # of the model, beside what is budgeted
+    row["allowed"] = {key: size + rest for key, size in allowed.items()}
+    row["bitwise"] = [
+        key
+        for key, call in calls.items()
+        if all(torch.equal(a, b) for a, b in zip(call(), expected, strict=True))
+    ]
+    times: dict[str, list[float]] = {key: [] for key in calls}
+    for _ in range(ROUNDS):
+        for key, call in calls.items():
+            times[key].append(seconds(call))
+    base = statistics.median(times["plain"])
+    row["ratios"] = {k: round(statistics.median(t) / base, 3) for k, t in times.items()}
+    return row
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    rows = []
+    for name in MODELS:
+        case = build(name, large=True)
+        if case is None:
+            print(f"{name:24} skipped: its library is not installed")
+            continue
+        row = measured(name, case)
+        rows.append(row)
+        print(f"{name} ({row['plain_ms']} ms, {row['bytes']['plain'] / 2**20:.0f} MiB)")
+        for key, ratio in row["ratios"].items():
+            size = row["bytes"][key] / row["bytes"]["plain"]
+            bits = "same bits" if key in row["bitwise"] else "OTHER BITS"
+            print(f"    {key:>10}: {size:6.1%} of the memory, {ratio:5.2f}× the time, {bits}")
+        print(f"    refused: {', '.join(row['refused']) or 'none'}", flush=True)
+    path = RESULTS / "library_models_cpu.json"
+    machine = machine_of(torch.device("cpu"))
+    path.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+    print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()
