@@ -1,15 +1,18 @@
 """``rg.budget`` on layers that a model calls itself, one after the other."""
 
 import copy
+import gc
 import pickle
 import random
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
 
 import retrograde as rg
+from retrograde.cores.chain.called import CalledRun
 from retrograde.nn.called_chain import Turn
 
 WIDTH = 24
@@ -44,18 +47,18 @@ class Loop(nn.Module):
         self.embed = nn.Linear(6, WIDTH)
         self.blocks = nn.ModuleList(Block(WIDTH, dropout, inplace) for _ in range(depth))
         self.norm = nn.LayerNorm(WIDTH)
-        self.stop, self.seen = stop, None
+        self.stop, self.keeps, self.seen = stop, False, []
 
     def forward(self, x, memory=None):
         mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
         h = self.embed(x)
-        seen = []
+        self.seen = []
         for k, block in enumerate(self.blocks):
             if k == self.stop:
                 break
             h = block(h, mask, scale=0.5, memory=memory)
-            seen.append(h)
-        self.seen = seen
+            if self.keeps:
+                self.seen.append(h)
         return self.norm(h)
 
 
@@ -89,8 +92,12 @@ class Stages(nn.Module):
         self.pool, self.fc = nn.AdaptiveAvgPool2d(1), nn.Linear(16, 4)
 
     def forward(self, x):
-        x = self.relu(self.bn(self.conv(x)))
-        return self.fc(self.pool(self.layer2(self.layer1(x))).flatten(1))
+        x = self.conv(x)
+        x = self.bn(x)
+        x = self.relu(x)
+        x = self.layer1(x)
+        x = self.layer2(x)
+        return self.fc(self.pool(x).flatten(1))
 
 
 def inputs(batch=16, length=12):
@@ -129,7 +136,6 @@ def working_bytes(model, *given):
     def call():
         torch.manual_seed(2)
         model(*given).sum().backward()
-        model.seen = None
 
     call()
     model.zero_grad(set_to_none=True)
@@ -206,6 +212,7 @@ def test_a_state_that_the_model_uses_elsewhere_has_its_gradient():
 
     x = inputs().double()
     ours, theirs = Loop().double(), Loop().double()
+    ours.keeps = theirs.keeps = True
     rg.budget(ours, "30%", x)
     mine, other = trained(ours, x, loss=loss), trained(theirs, x, loss=loss)
     for name, value in other.items():  # but for the order of additions
@@ -218,6 +225,7 @@ def test_a_loss_of_the_middle_goes_back_from_there():
 
     x = inputs()
     ours, theirs = Loop(), Loop()
+    ours.keeps = theirs.keeps = True
     rg.budget(ours, "20%", x)
     same(trained(ours, x, loss=loss), trained(theirs, x, loss=loss))
     ours.stop = theirs.stop = 5  # blocks that are never called
@@ -357,6 +365,27 @@ def test_the_first_step_in_training_measures_nothing_again(in_sequence, part_by_
     trained(model, x)
 
 
+@pytest.mark.parametrize("kind", [Loop, Stages])
+def test_nothing_is_left_behind(kind):
+    given = (images(),) if kind is Stages else (inputs(), torch.randn(16, 3, WIDTH))
+    given[-1].requires_grad_()
+    model = kind()
+    rg.budget(model, least_of(model, given), given)
+
+    def alive():
+        gc.collect()
+        found = gc.get_objects()
+        return sum(type(o) is torch.Tensor for o in found), sum(type(o) is CalledRun for o in found)
+
+    trained(model, *given)
+    before = alive()
+    assert before[1] == 0
+    for _ in range(3):
+        trained(model, *given)
+        model(*given)  # a graph that nobody goes through
+    assert alive() == before
+
+
 def test_hooks_of_a_layer_are_called_once():
     x = inputs()
     model = Loop()
@@ -399,6 +428,7 @@ def test_a_state_that_is_written_to_is_never_used_in_silence(k):
     x = inputs()
     ours, theirs = Loop(dropout=0.0), Loop(dropout=0.0)
     rg.budget(ours, "20%", x)
+    ours.keeps = True
     y = ours(x).square().mean()
     ours.seen[k].detach().mul_(2)
     said = None
@@ -453,6 +483,64 @@ def test_what_cannot_be_run_again_is_named():
     division = rg.budget(both, "50%", inputs())
     assert division.refused["0.blocks.0"].startswith("is given a object, which it may change")
     assert "left as it was: 0.blocks.0 is given a object" in str(division)
+
+
+class Listed(nn.Module):
+    """Layers that are given a list, which the model or they fill with something else."""
+
+    def __init__(self, appends):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(ListedLayer(appends) for _ in range(6))
+        self.appends = appends
+
+    def forward(self, x):
+        before = [x.detach()]
+        for layer in self.layers:
+            x = layer(x, before)
+        before[0] = torch.zeros(())
+        return x
+
+
+class ListedLayer(nn.Module):
+    def __init__(self, appends):
+        super().__init__()
+        self.one, self.two, self.appends = nn.Linear(12, 48), nn.Linear(48, 12), appends
+
+    def forward(self, x, before):
+        y = self.two(self.one(x).tanh()) + sum(before)
+        if self.appends:
+            before.append(y.detach())
+        return y
+
+
+def test_a_list_that_the_model_changes_is_given_again_as_it_was():
+    x = torch.randn(256, 12)
+    ours, theirs = Listed(appends=False), Listed(appends=False)
+    rg.budget(ours, "60%", x)
+    assert called(ours)
+    same(trained(ours, x), trained(theirs, x))
+
+
+def test_a_layer_that_fills_a_list_is_left_as_it_is():
+    model = nn.Sequential(Listed(appends=True), nn.LSTM(12, 8))
+    division = rg.budget(model, "50%", torch.randn(32, 12))
+    assert "changes a list or a dict" in division.refused["0.layers.0"]
+    assert not any("layers" in name for name in division.shares)
+
+
+def test_threads_share_a_chain():
+    ours, theirs = Loop(dropout=0.0), Loop(dropout=0.0)
+    rg.budget(ours, "40%", inputs())
+    given = [inputs(4 + k, 6 + k % 3) for k in range(6)]
+
+    def gradient(model, x):
+        return torch.autograd.grad(model(x).square().mean(), [*model.parameters()])
+
+    with ThreadPoolExecutor(3) as pool:
+        found = [*pool.map(lambda x: gradient(ours, x), given)]
+    for x, mine in zip(given, found, strict=True):
+        assert all(map(torch.equal, mine, gradient(theirs, x)))
 
 
 def test_a_second_derivative_is_refused():

@@ -22,7 +22,15 @@ from torch.utils import _pytree as pytree
 from retrograde.discover.surroundings import version
 from retrograde.errors import CellError
 from retrograde.nn.any_recurrent import Recurrent
-from retrograde.nn.called_chain import Given, Turn, passes_through, rides, state_of
+from retrograde.nn.called_chain import (
+    CHANGES,
+    Contents,
+    Given,
+    Turn,
+    passes_through,
+    rides,
+    state_of,
+)
 from retrograde.nn.sequential import Sequential
 
 __all__ = ["CallOrder", "Layers", "ModuleCall", "held_outputs", "noted"]
@@ -60,6 +68,7 @@ class ModuleCall:
     inside: list["ModuleCall"] = field(default_factory=list)
     held: int = 0
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
+    contents: Contents | None = None
 
     def slot_of(self, number: int | None) -> int | str | None:
         """Which argument a tensor was."""
@@ -101,6 +110,7 @@ def noted(model: nn.Module) -> Iterator[ModuleCall]:
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         call = ModuleCall(names[id(module)], module)
         call.versions = [(t, version(t)) for t in _tensors((args, kwargs))]
+        call.contents = Contents((args, kwargs))
         stack[-1].inside.append(call)
         stack.append(call)
 
@@ -120,7 +130,7 @@ def noted(model: nn.Module) -> Iterator[ModuleCall]:
                 call.more |= {number(t) for t in _tensors(value)}
         call.takes_state_only = len(args) == 1 and not kwargs
         call.refusal = _refusal(call, args, kwargs, result)
-        call.versions = []
+        call.versions, call.contents = [], None
         found = _tensors(result)
         if len(found) == 1:
             call.made = numbers.of(found[0], version(found[0]))
@@ -283,6 +293,8 @@ def _refusal(
     call.told = True
     if (reason := Given(args, kwargs, next(iter(call.given))).refusal()) is not None:
         return reason
+    if call.contents is not None and call.contents.changed():
+        return CHANGES
     call.told = False
     try:
         y = state_of(result)

@@ -29,14 +29,17 @@ from retrograde.cores.chain.called import CalledRun
 from retrograde.cores.chain.links import Links
 from retrograde.discover.surroundings import Marks, autocast_as_now, version
 from retrograde.errors import CellError
+from retrograde.measure.allocations import MEASURING
 from retrograde.nn.cache import signature
 from retrograde.nn.chain_plans import ChainFit, Plans
 from retrograde.run.transforms import is_unreal, refuse_transforms, uncompiled
 from retrograde.units import Memory
 
 __all__ = [
+    "CHANGES",
     "CalledChain",
     "CalledLayer",
+    "Contents",
     "Given",
     "Turn",
     "own_forward",
@@ -48,6 +51,7 @@ __all__ = [
 ]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+CHANGES = "changes a list or a dict that it is given: expected it to return what is new"
 _ACTIVATIONS = {  # whose results depend on their input alone
     getattr(nn, name)
     for name in (
@@ -65,6 +69,12 @@ class Given:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     slot: int | str
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], slot: int | str) -> "Given":
+        """What a call is given now, whatever the caller's lists and dicts hold later."""
+        args, kwargs = pytree.tree_map(lambda leaf: leaf, (args, kwargs))
+        return cls(args, kwargs, slot)
 
     @property
     def state(self) -> Tensor:
@@ -199,7 +209,10 @@ class CalledLayer(nn.Module):
     def run(self, value: Any, given: Given) -> Any:
         """What the model makes of a state with the layer and its riders."""
         given = given.at(state_of(value))
+        before = Contents((given.args, given.kwargs))
         value = own_forward(self.layer)(*given.args, **given.kwargs)
+        if before.changed():
+            raise CellError(f"layer {self.name} {CHANGES}")
         for rider in self.riders:
             value = own_forward(rider)(state_of(value))
         return value
@@ -236,6 +249,20 @@ class _Passage:
     marks: Marks | None = None
     next: int = 0
     version: int = 0
+
+
+class Contents:
+    """What lists and dicts held when a call began."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.leaves, self.spec = pytree.tree_flatten(value)
+
+    def changed(self) -> bool:
+        """Whether they hold anything else by now."""
+        leaves, spec = pytree.tree_flatten(self.value)
+        same = spec == self.spec and all(a is b for a, b in zip(leaves, self.leaves, strict=True))
+        return not same
 
 
 class Called(Protocol):
@@ -369,27 +396,30 @@ class CalledChain:
         assert run is not None
         k, _ = self.parts[number]
         layer, wanting = self.layers[k], given.wanting()
-        bound: Any = _Bound(layer, given, autocast_as_now(x.device))
+        autocast = autocast_as_now(x.device)
+        # What is kept for a rerun must hold neither the state nor the graph of what is given.
+        leaves = {id(t): t.detach().requires_grad_() for t in wanting}
+        kept = given.replaced({id(x): torch.empty(0), **leaves})
         at = passage.active[k]
         link = (*links.prefix, *links.chain)[at]
-        own = [*wanting, *link.own[len(wanting) :]]
-        link = replace(
+        parameters = link.own[len(wanting) :]
+        own = [*leaves.values(), *parameters]
+        again = replace(
             link,
-            layers=(bound,),
+            layers=(_Bound(layer, kept, autocast),),  # type: ignore[arg-type]
             own=own,
             leaves=[get_gradient_edge(t).node for t in own],
-            reads=[*link.reads, *given.tensors()],
+            reads=[*link.reads, *kept.tensors()],
         )
-        alone = link
-        if layer.riders:
-            bound = replace(bound, layer=CalledLayer(layer.name, layer.layer, ()))
-            alone = replace(link, layers=(bound,))
+        alone = CalledLayer(layer.name, layer.layer, ()) if layer.riders else layer
+        now = replace(link, layers=(_Bound(alone, given, autocast),))  # type: ignore[arg-type]
         at -= len(links.prefix)
         if at < 0:
-            return link.returned.unflatten(alone.run([x]))
+            return link.returned.unflatten(now.run([x]))
         if at == 0:
             passage.marks = links.steady.marks()
-        y = run.step(at, link, x, alone)
+        used = [*wanting, *parameters]
+        y = run.step(at, again, now, x, used, ridden=bool(layer.riders))
         if at == len(links.chain) - 1 and passage.marks is not None:
             moved = links.steady.changes(passage.marks, f"one of the layers {self.title}")
             run.core.watched.update(moved)
@@ -413,7 +443,7 @@ class CalledChain:
         held: Any = kwargs if isinstance(slot, str) else dict(enumerate(args))
         if not torch.is_grad_enabled() or not isinstance(held.get(slot), Tensor):
             return None
-        given = Given(args, kwargs, slot)
+        given = Given.of(args, kwargs, slot)
         if (reason := given.refusal()) is not None:
             raise CellError(f"layer {self.layers[k].name} {reason}")
         return given
@@ -431,14 +461,15 @@ class CalledChain:
 
     @contextmanager
     def _given(self, given: Sequence[Given | None]) -> Iterator[None]:
-        """Let the layers be given this while they are planned."""
-        for one, what in zip(self.layers, given, strict=True):
-            one.hold(what)
-        try:
-            yield
-        finally:
-            for one in self.layers:
-                one.hold(None)
+        """Let the layers be given this while they are planned, by one thread at a time."""
+        with MEASURING:
+            for one, what in zip(self.layers, given, strict=True):
+                one.hold(what)
+            try:
+                yield
+            finally:
+                for one in self.layers:
+                    one.hold(None)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "networks": {}, "plans": Plans(holds=self.plans.holds)}

@@ -279,7 +279,7 @@ class WatchedChain(Watched):
         held: Any = kwargs if isinstance(slot, str) else dict(enumerate(args))
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        given = Given(args, kwargs, slot)
+        given = Given.of(args, kwargs, slot)
         if slot not in held or len(self.given) != k or (k and given.state is not self.last):
             raise NotAChainError(self, "is not called in turn where gradients are recorded")
         x = given.state

@@ -10,6 +10,7 @@ whose turn it is not, since the model uses a part of the chain only, or goes bac
 again from the nearest state that is stored.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -52,32 +53,44 @@ class CalledRun:
                     pass
         self.order = [k for k in reversed(range(len(links))) if k not in self.recorded]
         self.run = self._fresh_run()
-        self.kept: dict[int, Tensor] = {}  # the first state, and those that are stored
-        self.versions: dict[int, int] = {}
-        self.ridden: Tensor | None = None  # the input of a link whose riders are to come
+        self.first: Tensors = []  # the state before all links, as long as there are links to come
+        self.handed: list[tuple[int, weakref.ref[Tensor], int]] = []  # what is kept, its versions
+        self.ridden: Tensors = []  # what a link was given, whose riders are to come
         self.walk: Iterator[None] | None = None
         self.done = 0  # how many of ``order`` the walk has gone back through
         self.gradients = self.core.gradients()
 
-    def step(self, k: int, link: Link, x: Tensor, alone: Link) -> Tensor:
-        """Run link k, which ``link`` is with what it was given, in the caller's graph; ``alone`` is
-        the same without its riders, which :meth:`ride` runs afterwards."""
-        self.core.bind(k, link)
+    def step(
+        self, k: int, again: Link, now: Link, x: Tensor, used: Tensors, *, ridden: bool
+    ) -> Tensor:
+        """Run link k in the caller's graph.
+
+        Args:
+            again: the link as it is run again, which holds nothing of the caller's graph.
+            now: the link as it is run now, without its riders.
+            x: the state before it.
+            used: what of the caller's a gradient is wanted for, as ``again.own`` has it.
+            ridden: whether :meth:`ride` follows.
+        """
+        self.core.bind(k, again)
+        (first,) = self.first or [x.detach()]
+        self.first = [] if k + 1 == len(self.core.links) else [first]
         if k in self.stored:
             self.run.keep(k, [x])
-        if k == 0 or k in self.stored:
-            self.kept[k], self.versions[k] = x.detach(), version(x)
+            (held,), _ = self.run.stored[k]
+            assert isinstance(held, Tensor)
+            self.handed.append((k, weakref.ref(held), version(x)))
         if k in self.recorded:
-            again = k < self.split.repeated
-            with self.core.surroundings(k) if again else nullcontext():
-                return alone.run([x])[0]
+            repeated = k < self.split.repeated
+            with self.core.surroundings(k) if repeated else nullcontext():
+                return now.run([x])[0]
         with self.core.surroundings(k), torch.no_grad():
-            y = alone.run([x.detach()])[0].detach()
-        if alone is not link:
-            self.ridden = x
-            begun: Tensor = _Begin.apply(y, x, *self.core.own(k, k + 1))  # type: ignore[no-untyped-call]
+            y = now.run([x.detach()])[0].detach()
+        if ridden:
+            self.ridden = [first, x, *used]
+            begun: Tensor = _Begin.apply(y, x, *used)  # type: ignore[no-untyped-call]
             return begun
-        result: Tensor = _Step.apply(self, k, None, y, x, *self.core.own(k, k + 1))  # type: ignore[no-untyped-call]
+        result: Tensor = _Step.apply(self, k, None, y, first, x, *used)  # type: ignore[no-untyped-call]
         return result
 
     def ride(self, k: int, rider: Callable[[Tensor], Tensor], y: Tensor, *, last: bool) -> Tensor:
@@ -86,19 +99,19 @@ class CalledRun:
             return rider(y)
         if not last:
             return _write(rider, y)
-        x, self.ridden = self.ridden, None
-        own = self.core.own(k, k + 1)
-        result: Tensor = _Step.apply(self, k, rider, y, x, *own)  # type: ignore[no-untyped-call]
+        given, self.ridden = self.ridden, []
+        result: Tensor = _Step.apply(self, k, rider, y, *given)  # type: ignore[no-untyped-call]
         return result
 
     def back(
-        self, k: int, gradient: Tensor, needed: Sequence[bool]
+        self, k: int, gradient: Tensor, needed: Sequence[bool], first: Tensor
     ) -> tuple[Gradient, list[Gradient]]:
-        """Go back through link k: the gradients of the state before it, and of its parameters."""
+        """Go back through link k: the gradients of the state before it, and of its parameters.
+        ``first`` is the state before all links."""
         self._check_unchanged()
         if self.order[0] == k and self.walk is not None:  # a second pass
             self.walk, self.done = None, 0
-            self.run.forward(NO_INPUTS, [self.kept[0]], None)
+            self.run.forward(NO_INPUTS, [first], None)
         if self.order[0] == k:
             self.walk = self.run.retreat(NO_INPUTS, self.gradients)
         in_turn = self.walk is not None and self.order[self.done : self.done + 1] == [k]
@@ -112,7 +125,7 @@ class CalledRun:
                 if self.done == len(self.order):
                     self.run.clear()
             else:
-                self._alone(k)
+                self._alone(k, first)
         except BaseException:
             self.run, self.walk, self.done = self._fresh_run(), None, 0
             raise
@@ -120,11 +133,11 @@ class CalledRun:
         parameters, ours.parameters = ours.parameters, []
         return state, parameters
 
-    def _alone(self, k: int) -> None:
+    def _alone(self, k: int, first: Tensor) -> None:
         """Go back through a link whose turn it is not."""
         held = self.run.stored
         at = max((at for at in held if at <= k), default=0)
-        state = unpack(held[at][0]) if at in held else [self.kept[0]]
+        state = unpack(held[at][0]) if at in held else [first]
         if at < k:
             (state,) = self.core.advance(NO_INPUTS, at, [k], state, None)
         self.core.backpropagate(self.core.record(NO_INPUTS, k, k + 1, state, None), self.gradients)
@@ -142,8 +155,9 @@ class CalledRun:
 
     def _check_unchanged(self) -> None:
         """Refuse a stored state that was written to, for it is used again."""
-        for k, t in self.kept.items():
-            if version(t) != self.versions[k]:
+        for k, reference, then in self.handed:
+            t = reference()
+            if t is not None and version(t) != then:
                 name = self.core.links[k].name
                 raise RetrogradeError(
                     f"the input of layer {name} was written to in place between the forward pass "
@@ -187,11 +201,13 @@ class _Step(torch.autograd.Function):
         k: int,
         rider: Callable[[Tensor], Tensor] | None,
         y: Tensor,
+        first: Tensor,
         x: Tensor,
         *own: Tensor,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.call, ctx.k = call, k
+        ctx.save_for_backward(first)  # which autograd lets go of when it is done
         if rider is None:
             return y.detach()
         rider(y)
@@ -201,17 +217,17 @@ class _Step(torch.autograd.Function):
     @staticmethod
     @uncompiled
     def backward(ctx: Any, gradient: Gradient) -> tuple[Any, ...]:
-        needed = ctx.needs_input_grad[5:]
+        needed = ctx.needs_input_grad[6:]
         if gradient is None:
-            return None, None, None, None, None, *(None for _ in needed)
+            return (None,) * (6 + len(needed))
         refuse_batches([gradient])
         if torch.is_grad_enabled():
             raise RetrogradeError(
                 "the gradient of layers within a budget cannot itself be differentiated: expected "
                 "create_graph=False; for second derivatives leave rg.budget out"
             )
-        state, parameters = ctx.call.back(ctx.k, gradient, needed)
-        return None, None, None, None, state, *parameters
+        state, parameters = ctx.call.back(ctx.k, gradient, needed, *ctx.saved_tensors)
+        return None, None, None, None, None, state, *parameters
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
