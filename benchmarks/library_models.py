@@ -73,7 +73,7 @@ def measured(name: str, case: Case) -> dict[str, Any]:
     expected = plain()
     calls = {"plain": plain, "checkpoint": step(case, checkpointed(case))}
     row: dict[str, Any] = {"model": name, "plain_ms": round(1e3 * seconds(plain), 1)}
-    row |= {"refused": [], "budget_ms": {}, "over": []}
+    row |= {"refused": [], "budget_ms": {}}
     try:
         rg.budget(copy.deepcopy(case.model), 1, case.sample)
     except rg.BudgetError as refusal:
