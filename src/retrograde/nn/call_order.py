@@ -3,7 +3,7 @@
 The model is run once, without gradients, while every call of a module is noted: what it was given,
 what it returned, and the calls within it. A run of calls is then looked for from the outside in. A
 ``Sequential`` is seen through, for its layers are called one after the other, too. A part that
-holds more than a quarter of the work around it and has a run of its own is opened.
+holds more than a quarter of what the model holds is opened, if runs within it hold nearly all.
 """
 
 import weakref
@@ -37,6 +37,7 @@ __all__ = ["CallOrder", "Layers", "ModuleCall", "held_outputs", "noted"]
 
 _BUDGETED = (nn.RNNBase, Sequential, Recurrent)
 _OPENED = 1 / 4  # of what the model holds
+_NEARLY_ALL = 0.9
 _SMALL = 1 / 64  # of it: a run that is left alone
 
 
@@ -211,8 +212,7 @@ def _runs(around: ModuleCall, ready: set[int], large: float) -> list[Layers]:
             current.append(call)
             continue
         within = _runs(call, ready, large) if call.held > large else []
-        largest = max((one.held for run in within for one in run), default=call.held)
-        if id(call) not in ready or largest < call.held / 2:
+        if id(call) not in ready or _is_better(within, call):
             close()
             found.extend(within or _runs(call, ready, large))
             continue
@@ -225,6 +225,12 @@ def _runs(around: ModuleCall, ready: set[int], large: float) -> list[Layers]:
         current.append(call)
     close()
     return found
+
+
+def _is_better(runs: list[Layers], call: ModuleCall) -> bool:
+    """Whether runs within a call hold nearly all of what it holds, in smaller parts."""
+    held = [one.held for run in runs for one in run]
+    return sum(held) >= _NEARLY_ALL * call.held > 0 and max(held) < call.held / 2
 
 
 def _opened(around: ModuleCall, ready: set[int]) -> list[ModuleCall]:
