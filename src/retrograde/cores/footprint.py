@@ -29,7 +29,7 @@ from retrograde.plan.fit import Curve, Footprint, Highest
 from retrograde.run.autograd_core import AutogradCore
 from retrograde.run.core import Core, Emit, Gradients, Tape
 from retrograde.run.inputs import Inputs
-from retrograde.run.layout import Straight
+from retrograde.run.layout import BlockInputs, Straight
 from retrograde.run.states import laid_bytes, pack, stored_memory
 from retrograde.schedule import Advance, Record, Schedule
 from retrograde.units import Memory, as_bytes
@@ -99,7 +99,10 @@ def footprint(
         if [*map(like_of, begins)] != [*map(like_of, state)]:
             more = _measure_range(core, inputs, begins, 1).above(points[1])
         tries = isinstance(core, StepCore) and not core.fused
-        trial = _first_step_bytes(cast(StepCore, core), inputs, begins) if tries else 0
+        single, blocks = inputs, None
+        if isinstance(inputs, BlockInputs):
+            single, blocks = inputs.steps, inputs.layout
+        trial = _first_step_bytes(cast(StepCore, core), single, begins) if tries else 0
         stored, laid = (0, 0) if core.fused else _stored_bytes(core, inputs, state)
     # Numbers of a state are tensors of ours, before the call and after it.
     numbers = 2 * sum(_rounded(t) for t in begins if not t.dim())
@@ -132,6 +135,7 @@ def footprint(
         heap_bytes=HEAP_BYTES if core.fused and device.type == "cpu" else None,
         record_steps=_RECORD_STEPS if core.joins and not core.fused else 0.0,
         scheduled=core.sums,
+        unit=f"blocks of {blocks.size} steps" if blocks else "steps",
         even=told is not None,
         # The surroundings at the call's beginning, for a second backward pass.
         call_bytes=laid + more + (0 if core.sums else ambient),

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 from retrograde.cores.cell import Cell, as_pair
 from retrograde.discover.trees import flatten, flatten_state
 from retrograde.errors import CellError, InputError
-from retrograde.nn.unroll import CellCall, refuse_both
+from retrograde.nn.unroll import CellCall, refuse_both, refuse_compiled
 from retrograde.plan.fit import Fit
 from retrograde.run.inputs import check_length
 from retrograde.run.layout import Layout, Ragged, Straight
@@ -45,6 +45,7 @@ class Recurrent(nn.Module):
             would hold (``0.05``, ``"5%"``). None: as ordinary backpropagation does.
         schedule: the schedule to follow, in place of a budget, for sequences of its length.
         batch_first: whether inputs and outputs are (B, T, …), not (T, B, …).
+        compile: whether blocks of steps are compiled, as :func:`retrograde.unroll` does it.
 
     Raises:
         CellError: the cell is not a module; at a call, it cannot be run exactly.
@@ -68,6 +69,7 @@ class Recurrent(nn.Module):
         memory: Memory | None = None,
         schedule: Schedule | None = None,
         batch_first: bool = False,
+        compile: bool = False,
     ) -> None:
         super().__init__()
         for one in (cell, reverse):
@@ -79,8 +81,11 @@ class Recurrent(nn.Module):
         if memory is not None:
             parse_memory(memory)
         refuse_both(memory, schedule)
+        if compile:
+            refuse_compiled(schedule=schedule)
         self.cell, self.reverse = cell, reverse
         self.memory, self.schedule, self.batch_first = memory, schedule, batch_first
+        self.compiled = compile
 
     @uncompiled
     def forward(self, input: Any, state: Any = None, lengths: Any = None) -> tuple[Any, Any]:
@@ -126,6 +131,7 @@ class Recurrent(nn.Module):
     def extra_repr(self) -> str:
         """What was asked for."""
         asked = {"memory": self.memory, "batch_first": self.batch_first or None}
+        asked["compile"] = self.compiled or None
         return ", ".join(f"{name}={value!r}" for name, value in asked.items() if value is not None)
 
     def _call_of(
@@ -163,7 +169,8 @@ class Recurrent(nn.Module):
             cell = _Directions(cells)
             trees = tuple(structure.unflatten(leaves) for _ in cells)
             spec = flatten((trees, layout.lengths), "input")[1]
-        return CellCall(leaves, spec, layout, self.memory, self.schedule), cell, state
+        made = CellCall(leaves, spec, layout, self.memory, self.schedule, compile=self.compiled)
+        return made, cell, state
 
 
 @dataclass(frozen=True)

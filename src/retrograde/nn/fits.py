@@ -17,7 +17,7 @@ from retrograde.nn.chain_plans import ChainFit
 from retrograde.nn.replace_modules import Budgeted, twin
 from retrograde.nn.stateful import Stateful
 from retrograde.nn.step_costs import iteration_seconds
-from retrograde.nn.unroll import CellCall
+from retrograde.nn.unroll import CellCall, refuse_compiled
 from retrograde.plan.fit import Fit
 from retrograde.run.inputs import check_length
 from retrograde.run.layout import Straight
@@ -35,6 +35,7 @@ def fit(
     *,
     memory: Memory,
     stateful: nn.Module | Sequence[nn.Module] = (),
+    compile: bool = False,
 ) -> Fit | StackFit | ChainFit:
     """What a budget buys for a call, which is not run: its peak, the least budget, forward steps,
     and seconds.
@@ -47,7 +48,7 @@ def fit(
         state: the initial state, as for the call.
         memory: the budget: bytes (``67108864``), a size (``"64MiB"``), or a fraction of what
             ordinary backpropagation would hold (``0.05``, ``"5%"``).
-        stateful: as for :func:`retrograde.unroll`.
+        stateful, compile: as for :func:`retrograde.unroll`.
 
     Returns:
         A :class:`~retrograde.plan.fit.Fit`, for several layers of two directions a
@@ -71,6 +72,13 @@ def fit(
         (True, True)
     """
     parse_memory(memory)
+    if compile:
+        refuse_compiled(stateful=stateful or None)
+        if isinstance(cell, nn.RNNBase | nn.Sequential | Recurrent):
+            raise CellError(
+                f"got compile=True for a {type(cell).__name__}: expected it for a cell alone; "
+                "leave it out"
+            )
     if isinstance(cell, nn.RNNBase | nn.Sequential) and not stateful:
         return _of_module(twin(cell), inputs, state, memory)
     if isinstance(cell, Recurrent):
@@ -81,7 +89,8 @@ def fit(
             cell = Stateful.of(cell, stateful, inputs, state)
             state = cell.first(state)
         leaves, spec = flatten(inputs, "inputs")
-        call = CellCall(leaves, spec, Straight(check_length(leaves), fused=False), memory, None)
+        layout = Straight(check_length(leaves), fused=False)
+        call = CellCall(leaves, spec, layout, memory, None, compile=compile)
     with torch.enable_grad():
         states, state_spec = flatten_state(state)
         core = call.examine(cell, states, state_spec)

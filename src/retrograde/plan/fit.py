@@ -129,6 +129,7 @@ class Footprint:
         scheduled: whether a schedule runs everything; ``ordinary`` then only says what a
             fraction is of, since the caller has no graph to fall back upon.
         even: whether the curves tell of ranges of any length, so that none is to be measured.
+        unit: what the steps are called in a message.
     """
 
     state_bytes: int
@@ -150,6 +151,7 @@ class Footprint:
     call_bytes: int = 0
     trial_bytes: int = 0
     even: bool = False
+    unit: str = "steps"
 
     def ordinary_bytes(self, length: int) -> int:
         """What a fraction is of: ordinary backpropagation, or the trial of a step if it is more."""
@@ -226,24 +228,29 @@ def fit(length: int, memory: Memory | None, footprint: Footprint) -> Fit:
     ordinary, whole = footprint.ordinary_bytes(length), footprint.whole_bytes(length)
     minimum = footprint.least_bytes(length)
     budget = ordinary if memory is None else as_bytes(memory, ordinary)
+    if asks_for_all(memory) and not footprint.scheduled:
+        budget = max(budget, whole)  # whatever ordinary backpropagation takes
     if budget >= whole and (not footprint.scheduled or _fits_heap(length, footprint)):
         return _whole(length, budget, footprint)
-    if budget < minimum and not footprint.scheduled and asks_for_all(memory):
-        return _whole(length, whole, footprint)
     if budget < minimum:
-        raise refusal(length, memory, budget, minimum, ordinary)
+        raise refusal(length, memory, budget, minimum, ordinary, footprint.unit)
     best = _fastest(length, _grid(length, budget, footprint), budget, footprint)
     assert best.peak_bytes <= budget
     return best
 
 
 def refusal(
-    length: int, memory: Memory | None, budget: int, minimum: int, ordinary: int
+    length: int,
+    memory: Memory | None,
+    budget: int,
+    minimum: int,
+    ordinary: int,
+    unit: str = "steps",
 ) -> BudgetError:
     """The error for a ``budget`` below ``minimum`` (bytes), which ``memory`` asked for."""
     given = f"{memory} of {format_bytes(ordinary)}" if _is_share(memory) else f"{memory!r}"
     return BudgetError(
-        f"the memory {given} is {budget} bytes ({format_bytes(budget)}), but {length} steps "
+        f"the memory {given} is {budget} bytes ({format_bytes(budget)}), but {length} {unit} "
         f"need at least {minimum} bytes ({format_bytes(minimum)}), that is "
         f"{minimum / ordinary:.2%} of ordinary backpropagation's: raise the budget, or make "
         "the batch or the state smaller",

@@ -68,6 +68,7 @@ class AutogradCore(ABC):
     ambient: Ambient
     strides = False
     made = 0  # leaves that step 0 makes itself
+    per_call = 1  # steps of a call, if it is not fused
 
     @property
     def watched(self) -> bool:
@@ -352,8 +353,9 @@ def run_ordinary(core: AutogradCore, inputs: Tensors, state: Tensors) -> tuple[T
     """Run all steps as ordinary autograd would record them: the outputs, the state after them."""
     if core.fused:
         return core(inputs, state)
-    outputs = []
-    for x in zip(*(t.unbind() for t in inputs), strict=True):
+    single, outputs = core.per_call == 1, []
+    for x in zip(*(t.unbind() if single else t.split(core.per_call) for t in inputs), strict=True):
         y, state = core(list(x), state)
         outputs.append(y)
-    return [torch.stack(ys) for ys in zip(*outputs, strict=True)], state
+    join = torch.stack if single else torch.cat
+    return [join(ys) for ys in zip(*outputs, strict=True)], state

@@ -8,6 +8,7 @@ they belong.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from retrograde.run.inputs import Held, Inputs
 
-__all__ = ["Layout", "Ragged", "RowInputs", "Rows", "Straight"]
+__all__ = ["BlockInputs", "Blocks", "Layout", "Ragged", "RowInputs", "Rows", "Straight"]
 
 Tensors = list[Tensor]
 Gradient = Tensor | None
@@ -341,3 +342,64 @@ class RaggedInputs:
         ends = (False, True) if self.layout.both else (False,)
         leaves = [t[self.layout.rows(index, back=back)] for back in ends for t in self.tensors]
         return leaves if self.layout.lengths is None else [*leaves, self.layout.goes_on(index)]
+
+
+@dataclass(frozen=True)
+class Blocks(Layout):
+    """Neighbouring steps in blocks of ``size``: a call runs a block. The last one may be shorter.
+    ``steps`` is where the steps of a block lie.
+
+    Example:
+        >>> layout = Blocks(Straight(7, fused=False), 7, 3)
+        >>> read = layout.read([torch.arange(7)])
+        >>> len(read), [read[k][0].tolist() for k in range(3)]
+        (3, [[0, 1, 2], [3, 4, 5], [6]])
+    """
+
+    steps: Layout
+    length: int
+    size: int
+
+    def span(self, index: Index) -> slice:
+        """The steps of a block, or of several."""
+        first, stop = (index.start, index.stop) if isinstance(index, slice) else (index, index + 1)
+        return slice(first * self.size, min(stop * self.size, self.length))
+
+    def read(self, tensors: Tensors, outputs: Sequence[Tensor] = ()) -> "BlockInputs":
+        return BlockInputs(self, self.steps.read(tensors))
+
+    def allocate(self, values: Tensors) -> Tensors:
+        return self.steps.allocate([y[0] for y in values])
+
+    def joined(self, outputs: Tensors) -> Tensors:
+        return self.steps.joined(outputs)
+
+    def parts(self, tensors: Sequence[Gradient], index: Index) -> list[Gradient]:
+        return self.steps.parts(tensors, self.span(index))
+
+    def put(self, tensors: Tensors, index: Index, values: Tensors) -> None:
+        self.steps.put(tensors, self.span(index), values)
+
+    def room(self, x: Tensor) -> Tensor:
+        return self.steps.room(x)
+
+    def take(self, totals: Sequence[Gradient], index: Index, shares: Sequence[Gradient]) -> None:
+        self.steps.take(totals, self.span(index), shares)
+
+
+@dataclass(frozen=True)
+class BlockInputs:
+    """The leaves of every block, cut from the ``steps``."""
+
+    layout: Blocks
+    steps: Inputs
+
+    @property
+    def differentiable(self) -> Sequence[bool]:
+        return self.steps.differentiable
+
+    def __len__(self) -> int:
+        return math.ceil(self.layout.length / self.layout.size)
+
+    def __getitem__(self, index: Index) -> Tensors:
+        return self.steps[self.layout.span(index)]
