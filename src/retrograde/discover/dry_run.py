@@ -110,8 +110,14 @@ def assigned_tensors(
 
 
 def _marked(call: Callable[[], T]) -> tuple[int, T]:
-    """Autograd's sequence number, and what a call returns."""
-    return torch._C._autograd._get_sequence_nr(), call()
+    """Autograd's sequence number, and what a call returns. Autocast's weight cache is off: casts
+    of an earlier call would look like tensors from outside."""
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        return torch._C._autograd._get_sequence_nr(), call()
+    finally:
+        torch.set_autocast_cache_enabled(cached)
 
 
 class _GeneratorStates:

@@ -301,8 +301,11 @@ class Ambient:
             yield
 
     @contextmanager
-    def rerun(self, then: Marks, watched: Sequence[Source] = ()) -> Iterator[None]:
-        """Run steps again as they ran when some marks were taken, and leave no trace.
+    def rerun(
+        self, then: Marks, watched: Sequence[Source] = (), layer: str | None = None
+    ) -> Iterator[None]:
+        """Run steps again as they ran when some marks were taken, and leave no trace. ``layer``
+        names what runs, if it is a layer and not a cell.
 
         Raises:
             RetrogradeError: a step reads a tensor that was written to since, or draws from one of
@@ -317,7 +320,7 @@ class Ambient:
                 stack.enter_context(_as_then(place, seen))
             stack.enter_context(self.without_trace())
             if watched or written:
-                stack.enter_context(Watch(watched, written, _refuse))
+                stack.enter_context(Watch(watched, written, partial(_refuse, layer)))
             yield
 
 
@@ -343,10 +346,10 @@ def _as_then(place: Place, then: Seen) -> Iterator[None]:
             rest.give_back({key: value for key, value in now.items() if key not in theirs})
 
 
-def _refuse(seen: Any) -> None:
+def _refuse(layer: str | None, seen: Any) -> None:
     if isinstance(seen, Tensor):
         raise RetrogradeError(_WRITTEN.format(tuple(seen.shape)))
-    raise _unsteady(None, "drew random numbers", "draw")
+    raise _unsteady(layer, "drew random numbers", "draw")
 
 
 @contextmanager

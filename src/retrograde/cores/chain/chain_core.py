@@ -180,7 +180,7 @@ class ChainCore(RangeCore):
         snapshot, marks, trail = before
         trail.begin()
         watched = self.watched.difference(ambient.sources)
-        with ambient.rerun(marks, tuple(watched)):
+        with ambient.rerun(marks, tuple(watched), f"layer {link.name}"):
             ambient.restore(snapshot)
             yield
             trail.arrive(k)
