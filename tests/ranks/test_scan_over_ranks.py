@@ -1,7 +1,6 @@
 """The scan across ranks, between threads and between processes, against the plain loop."""
 
 import math
-import time
 
 import pytest
 import torch
@@ -112,16 +111,37 @@ def test_gradients_with_a_loss_at_every_step(way):
         torch.testing.assert_close(a.data, b.data, rtol=1e-12, atol=1e-12)
 
 
-def test_a_tree_takes_the_time_of_its_rounds():
+class Counted:
+    """Links that count how many messages came one after the other, as Lamport's clock does."""
+
+    def __init__(self, links):
+        self.links, self.now = links, 0
+        self.size, self.rank, self.traffic = links.size, links.rank, links.traffic
+
+    def send(self, element, to):
+        self.links.send((self.now + 1, element), to)
+
+    def receive(self, source):
+        then, element = self.links.receive(source)
+        self.now = max(self.now, then)
+        return element
+
+    def flush(self):
+        self.links.flush()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_tree_takes_the_time_of_its_rounds(size):
     """With links that are slow, and products that are not, rounds are what counts."""
-    size, latency = 16, 0.02
-    seconds = {}
-    for way in ("linear", "tree"):
-        start = time.perf_counter()
-        list(scanned(["x"] * size, way, latency=latency))
-        seconds[way] = time.perf_counter() - start
-    assert seconds["tree"] < 0.75 * seconds["linear"]
-    assert seconds["linear"] >= latency * (size - 1)
+
+    def run(links, way):
+        counted = Counted(links)
+        scan_ranks("x", counted, join, way=way)
+        return counted.now
+
+    most = {way: max(simulate(size, lambda links: run(links, way))) for way in ("linear", "tree")}  # noqa: B023
+    assert most["linear"] == size - 1
+    assert rounds(size) <= most["tree"] <= 2 * rounds(size)
 
 
 def test_a_rank_that_does_not_answer_is_named():
