@@ -4,11 +4,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test test-every test-all lint format bench gpu clean
+.PHONY: demo test test-every test-all lint format numbers docs wheel bench gpu clean
 
 $(STAMP): pyproject.toml papers/pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,cli,dev]' -e papers
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cli,dev,docs]' -e papers
 	$(BIN)/python -m retrograde.precompile
 	@touch $@
 
@@ -33,9 +33,24 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+numbers: $(STAMP)  ## the tables of README and docs, from what the benchmarks wrote
+	$(BIN)/python benchmarks/render_numbers.py
+
+docs: $(STAMP)  ## the documentation site, in build/site; a warning fails it
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+wheel:  ## README's first code, on the built wheel, in an environment of its own
+	rm -rf build/wheel && $(PYTHON) -m venv build/wheel/venv
+	build/wheel/venv/bin/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
+	build/wheel/venv/bin/python -m pip install --quiet -c constraints.txt build/wheel/*.whl
+	awk '/^```python/ {on = 1; next} /^```/ {if (on) exit} on' README.md > build/wheel/first.py
+	cd build/wheel && venv/bin/python first.py
+
 bench: $(STAMP)  ## every claim of speed, both sides in one process; an hour
+	$(BIN)/python benchmarks/front_page.py
 	$(BIN)/python benchmarks/recurrent_budget.py
 	$(BIN)/python benchmarks/recurrent_grid.py
+	$(BIN)/python benchmarks/small_cells.py
 	$(BIN)/python benchmarks/planner.py
 	$(BIN)/python benchmarks/ties.py
 	$(BIN)/python benchmarks/figure_2b.py
@@ -46,8 +61,12 @@ bench: $(STAMP)  ## every claim of speed, both sides in one process; an hour
 	$(BIN)/python benchmarks/sparse_networks.py
 	$(BIN)/python benchmarks/chain_planner.py
 	$(BIN)/python benchmarks/chain_networks.py
+	$(BIN)/python benchmarks/chain_least.py
+	$(BIN)/python benchmarks/jax_scan.py
 	$(BIN)/python benchmarks/rank_jacobians.py
 	$(BIN)/python benchmarks/ranks_memory.py
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[recipes]'
+	$(BIN)/python benchmarks/recipes.py
 
 gpu:  ## marked tests and benchmarks on a CUDA device, with the interpreter at hand
 	PYTHONPATH=src:papers $(PYTHON) -m pytest --every -m gpu

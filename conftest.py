@@ -4,9 +4,11 @@ A test says by ``@pytest.mark.quick(n)`` how many of its cases ``make test`` run
 ``--every``, where a smaller test proves the same promise.
 """
 
+from importlib.util import find_spec
 from itertools import groupby
 
 QUICK = 3  # cases of a test that says nothing
+collect_ignore_glob = [] if find_spec("jax") else ["src/retrograde/jax/*"]
 
 
 def pytest_addoption(parser):

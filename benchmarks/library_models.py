@@ -13,7 +13,6 @@ all gradients have the same bits.
 import copy
 import functools
 import json
-import statistics
 import sys
 import warnings
 from collections.abc import Callable
@@ -23,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from alternating import medians, seconds
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
@@ -61,12 +62,6 @@ def checkpointed(case: Case) -> nn.Module:
     return model
 
 
-def seconds(call: Callable[[], object]) -> float:
-    start = now(torch.device("cpu"))
-    call()
-    return now(torch.device("cpu")) - start
-
-
 def measured(name: str, case: Case) -> dict[str, Any]:
     """A row of the table."""
     plain = step(case, case.model)
@@ -98,12 +93,8 @@ def measured(name: str, case: Case) -> dict[str, Any]:
         for key, call in calls.items()
         if all(torch.equal(a, b) for a, b in zip(call(), expected, strict=True))
     ]
-    times: dict[str, list[float]] = {key: [] for key in calls}
-    for _ in range(ROUNDS):
-        for key, call in calls.items():
-            times[key].append(seconds(call))
-    base = statistics.median(times["plain"])
-    row["ratios"] = {k: round(statistics.median(t) / base, 3) for k, t in times.items()}
+    taken = medians(calls, ROUNDS)
+    row["ratios"] = {key: round(one / taken["plain"], 3) for key, one in taken.items()}
     return row
 
 

@@ -20,11 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from alternating import medians, seconds
+
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import retrograde as rg
 from oracles.third_party import CASES, INPUTS, Case, build
-from retrograde.machine import machine_of, now
+from retrograde.machine import machine_of
 
 RESULTS = Path(__file__).parent / "results"
 SHARES = ("50%", "10%", "5%")
@@ -44,12 +46,6 @@ def iteration(case: Case, run: Callable[[], Tensor], x: Tensor) -> Callable[[], 
     return call
 
 
-def seconds(call: Callable[[], object]) -> float:
-    start = now(torch.device("cpu"))
-    call()
-    return now(torch.device("cpu")) - start
-
-
 def measured(name: str, case: Case) -> dict[str, Any]:
     """A row of the table."""
     x = torch.randn(LENGTH, BATCH, INPUTS, requires_grad=True)
@@ -66,12 +62,8 @@ def measured(name: str, case: Case) -> dict[str, Any]:
             row["refused"][share] = refusal.minimum_bytes
             continue
         calls[share] = call
-    times: dict[str, list[float]] = {key: [] for key in calls}
-    for _ in range(ROUNDS):
-        for key, call in calls.items():
-            times[key].append(seconds(call))
-    plain = statistics.median(times["plain"])
-    row["ratios"] = {k: round(statistics.median(t) / plain, 3) for k, t in times.items()}
+    taken = medians(calls, ROUNDS)
+    row["ratios"] = {key: round(one / taken["plain"], 3) for key, one in taken.items()}
     row["first_ms"] = {share: round(1e3 * taken, 1) for share, taken in first.items()}
     row["bytes"] = {key: rg.measure(call).working_bytes for key, call in calls.items()}
     row["bitwise"] = all(

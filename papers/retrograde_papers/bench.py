@@ -39,11 +39,11 @@ bench = typer.Typer(
     rich_markup_mode="markdown",
 )
 
-Iterations = Annotated[int | None, typer.Option(help="That each way trains.")]
+Iterations = Annotated[int | None, typer.Option(help="Iterations of training, for each way.")]
 Epochs = Annotated[int | None, typer.Option(help="The same, in passes over the training data.")]
-Batch = Annotated[int, typer.Option(help="Sequences side by side, in training.")]
-Rate = Annotated[float, typer.Option(help="Of Adam.")]
-Seed = Annotated[int, typer.Option(help="Of weights, order and synthesised data.")]
+Batch = Annotated[int, typer.Option(help="Training batch size.")]
+Rate = Annotated[float, typer.Option(help="Adam learning rate.")]
+Seed = Annotated[int, typer.Option(help="Seed of weights, order and synthesised data.")]
 Ways = Annotated[
     str,
     typer.Option(
@@ -61,10 +61,10 @@ ResultsFile = Annotated[
     typer.Option(help="File for the numbers, as JSON; by default in the report folder."),
 ]
 ImageFolder = Annotated[Path | None, typer.Option(help="Folder of cifar10.npz.")]
-ImageBatch = Annotated[int, typer.Option(help="Images side by side.")]
-OfSGD = Annotated[float, typer.Option(help="Of SGD.")]
+ImageBatch = Annotated[int, typer.Option(help="Images in a batch.")]
+OfSGD = Annotated[float, typer.Option(help="SGD learning rate.")]
 Width = Annotated[int, typer.Option(help="Channels of the first convolution.")]
-Note = Annotated[str, typer.Option(help="Of the machine, for the captions.")]
+Note = Annotated[str, typer.Option(help="Name of the machine, for the captions.")]
 ReportFolder = Annotated[Path, typer.Option(help="Folder for the figures.")]
 
 
@@ -178,7 +178,7 @@ def lenet(
     learning_rate: OfSGD = 0.001,
     momentum: OfSGD = 0.9,
     algorithm: Annotated[
-        str, typer.Option(help="Of the scan: linear, blelloch or auto.")
+        str, typer.Option(help="Algorithm of the scan: linear, blelloch or auto.")
     ] = "blelloch",
     seed: Seed = 0,
     threads: Threads = None,
@@ -201,10 +201,12 @@ def lenet(
 @bench.command("vgg11")
 def vgg11(
     data: ImageFolder = None,
-    epochs: Annotated[int, typer.Option(help="Of training, and of retraining.")] = 1,
+    epochs: Annotated[int, typer.Option(help="Passes of training, and as many of retraining.")] = 1,
     batch: ImageBatch = 128,
-    learning_rate: Annotated[float, typer.Option(help="The highest, of SGD.")] = 0.05,
-    share: Annotated[float, typer.Option(help="Of every layer's weights that are pruned.")] = 0.97,
+    learning_rate: Annotated[float, typer.Option(help="Highest SGD learning rate.")] = 0.05,
+    share: Annotated[
+        float, typer.Option(help="Share of every layer's weights that is pruned.")
+    ] = 0.97,
     width: Width = 64,
     seed: Seed = 0,
     threads: Threads = None,
@@ -292,8 +294,8 @@ def deep(
 def ranks(
     ranks: Annotated[int, typer.Option(help="Processes of this machine, of a thread each.")] = 2,
     hidden: Annotated[int, typer.Option(help="Units of the GRU, and its inputs.")] = 32,
-    steps: Annotated[int, typer.Option(help="Of each rank.")] = 200,
-    batch: Annotated[int, typer.Option(help="Sequences side by side.")] = 16,
+    steps: Annotated[int, typer.Option(help="Steps of each rank.")] = 200,
+    batch: Annotated[int, typer.Option(help="Sequences in a batch.")] = 16,
     rounds: Rounds = 5,
     seed: Seed = 0,
     note: Note = "",
@@ -317,8 +319,8 @@ def _at_work() -> Iterator[Console]:
     """Errors that the user can put right, and Ctrl-C, end the command with a message."""
     console = Console(highlight=False)
     with clean_errors():
-        require("torch", "torch")
-        require("matplotlib", "cli")
+        require("torch")
+        require("matplotlib", "'retrograde[cli]'")
         try:
             yield console
         except KeyboardInterrupt:

@@ -24,7 +24,7 @@ figures = typer.Typer(
 def draw(
     names: Annotated[
         list[str] | None,
-        typer.Argument(help="Such as figure_2a; all of them where none is named."),
+        typer.Argument(help="Figure names, such as figure_2a; all figures by default."),
     ] = None,
     folder: Annotated[Path, typer.Option(help="Where to write them.")] = Path("figures"),
     measure: Annotated[
@@ -42,9 +42,9 @@ def draw(
     Needs no torch, save for --measure.
     """
     with clean_errors():
-        require("matplotlib", "cli")
+        require("matplotlib", "'retrograde[cli]'")
         if measure:
-            require("torch", "torch")
+            require("torch")
         _draw_figures(names, folder, measure)
 
 

@@ -141,7 +141,7 @@ def __getattr__(name: str) -> Any:
         if error.name != "torch":
             raise
         raise ModuleNotFoundError(
-            f"retrograde.{name} needs torch: install it with pip install 'retrograde[torch]'",
+            f"retrograde.{name} needs torch: install it with pip install torch",
             name="torch",
         ) from None
     globals()[name] = value

@@ -80,15 +80,15 @@ def train(
         ),
     ] = "5%",
     length: Annotated[int, typer.Option(min=1, help="Characters in a sequence.")] = 1000,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences side by side.")] = 64,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences in a batch.")] = 64,
     hidden: Annotated[int, typer.Option(min=1, help="Width of embedding and LSTM.")] = 256,
     iterations: Annotated[int, typer.Option(min=1, help="Iterations in all.")] = 60,
-    learning_rate: Annotated[float, typer.Option(help="Of Adam.")] = 0.01,
+    learning_rate: Annotated[float, typer.Option(help="Adam learning rate.")] = 0.01,
     text: Annotated[
         Path | None,
         typer.Option(help="A file in UTF-8 to learn from; without it, Python's documentation."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the first weights.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the initial weights.")] = 1,
     threads: Threads = None,
     report: Annotated[Path, typer.Option(help="Folder for everything written.")] = Path("report"),
     resume: Annotated[
@@ -111,8 +111,8 @@ def train(
         if name not in ("report", "resume") and _is_named(context, name)
     }
     with clean_errors():
-        require("torch", "torch")
-        require("matplotlib", "cli")
+        require("torch")
+        require("matplotlib", "'retrograde[cli]'")
         if threads is not None and not resume:  # a run goes on with as many as it began with
             check_parallel("--threads", threads)
         _train(report, given, resume)
@@ -194,7 +194,7 @@ def plan(
     kind |= {"alpha": alpha, "beta": beta}
     with clean_errors():
         if picture is not None or curve:
-            require("matplotlib", "cli")
+            require("matplotlib", "'retrograde[cli]'")
         if curve:
             if not (memory is None and state is None and json is None and not actions):
                 raise RetrogradeError(

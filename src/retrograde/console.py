@@ -20,7 +20,9 @@ __all__ = ["INTERRUPTED", "Device", "Threads", "clean_errors", "new_table", "req
 INTERRUPTED = 130  # what a shell reports for Ctrl-C
 
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
-Threads = Annotated[int | None, typer.Option(help="To compute with; without it, as torch chooses.")]
+Threads = Annotated[
+    int | None, typer.Option(help="Number of threads; torch's own choice by default.")
+]
 
 
 @contextmanager
@@ -41,10 +43,10 @@ def clean_errors() -> Iterator[None]:
     raise typer.Exit(2)
 
 
-def require(module: str, extra: str) -> None:
-    """Refuse to work without a package, and name the extra of retrograde that brings it."""
+def require(module: str, brought_by: str | None = None) -> None:
+    """Refuse to work without a package, and name what to install: itself, or what brings it."""
     if find_spec(module) is None:
-        raise RetrogradeError(f"this needs {module}: pip install 'retrograde[{extra}]'")
+        raise RetrogradeError(f"this needs {module}: pip install {brought_by or module}")
 
 
 def new_table(

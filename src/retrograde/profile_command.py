@@ -19,10 +19,10 @@ _CELLS = {"lstm": "LSTM", "gru": "GRU", "rnn": "RNN"}
 
 def profile(
     cell: Annotated[str, typer.Option(help="lstm, gru or rnn: torch's module.")] = "lstm",
-    inputs: Annotated[int, typer.Option(min=1, help="Numbers in the input of a step.")] = 64,
+    inputs: Annotated[int, typer.Option(min=1, help="Input features per step.")] = 64,
     hidden: Annotated[int, typer.Option(min=1, help="Units of a layer.")] = 64,
     layers: Annotated[int, typer.Option(min=1, help="Layers.")] = 1,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences side by side.")] = 16,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences in a batch.")] = 16,
     length: Annotated[int, typer.Option(min=1, help="Steps of the sequence.")] = 1000,
     memory: Annotated[
         str | None,
@@ -41,7 +41,7 @@ def profile(
     take is predicted from these, by the planner that `memory=` goes by.
     """
     with clean_errors():
-        require("torch", "torch")
+        require("torch")
         import torch
 
         from retrograde.machine import check_device, machine_of, use_threads

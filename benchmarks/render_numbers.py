@@ -1,0 +1,392 @@
+"""Renders every table of measured numbers in README and docs from the JSON of the benchmarks.
+
+A block of a page begins with ``<!-- numbers: NAME -->`` and ends with ``<!-- end numbers -->``. It
+holds what the function NAME makes of the results. A test fails where a page and the results differ.
+
+    python benchmarks/render_numbers.py   # rewrites the pages; `make numbers`
+"""
+
+import json
+import re
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"(<!-- numbers: (\w+) -->\n)(.*?)(<!-- end numbers -->)", re.DOTALL)
+MIB = 2**20
+
+
+def results(name: str) -> Any:
+    """What a script wrote."""
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def size(count: float) -> str:
+    """Bytes in MiB, to three digits."""
+    mib = count / MIB
+    return f"{mib:,.0f} MiB" if mib >= 100 else f"{mib:.1f} MiB" if mib >= 1 else f"{mib:.2f} MiB"
+
+
+def time(ms: float) -> str:
+    if ms < 0.1:
+        return f"{1e3 * ms:.0f} µs"
+    return f"{ms / 1e3:.2f} s" if ms >= 1000 else f"{ms:.0f} ms" if ms >= 10 else f"{ms:.1f} ms"
+
+
+def source(name: str, script: str | None = None) -> str:
+    """Where the numbers are from, and the machine."""
+    machine = results(name)["machine"]
+    where = machine["device"]
+    if "threads" in machine:
+        where += f", {machine['threads']} thread{'s' if machine['threads'] > 1 else ''}"
+    if "torch" in machine:
+        where += f", torch {machine['torch']}"
+    if "jax" in machine:
+        where += f", jax {machine['jax']}"
+    script = script or name.removesuffix("_cpu")
+    up = f"benchmarks/{script}.py", f"benchmarks/results/{name}.json"
+    return f"Measured on {where} ([script]({{up}}{up[0]}), [numbers]({{up}}{up[1]}))."
+
+
+def front_page() -> str:
+    rows = []
+    for row in results("front_page_cpu")["rows"]:
+        torch, ours, other = row["torch"], row["ours"], row["checkpoint"]
+        rows.append([
+            row["network"],
+            f"{size(torch['total_bytes'])}, {time(torch['ms'])}",
+            f"**{size(ours['total_bytes'])}**, {ours['ms'] / torch['ms']:.2f}×",
+            f"{size(row['counted']['torch'])} → {size(row['counted']['ours'])} ({row['budget']})",
+            "–" if other is None
+            else f"{size(other['total_bytes'])}, {other['ms'] / torch['ms']:.2f}× ({other['way']})",
+        ])  # fmt: skip
+    head = ["network", "torch", "retrograde", "of which the budget", "`torch.utils.checkpoint`"]
+    return table(head, rows) + "\n" + source("front_page_cpu") + "\n"
+
+
+def recurrent_grid() -> str:
+    found = results("recurrent_grid_cpu")
+    shares = ("100%", "50%", "20%", "10%", "5%", "1%")
+    rows = []
+    for row in found["rows"]:
+        cells = [f"{row['ratios'][s]:.2f}" if s in row["ratios"] else "refused" for s in shares]
+        ways = [k for k in row["ratios"] if k.startswith("checkpoint")]
+        best = min(ways, key=lambda k, r=row: r["ratios"][k], default=None)  # type: ignore[misc]
+        told = "–" if best is None else f"{row['ratios'][best]:.2f} ({size(row['bytes'][best])})"
+        first = f"{time(row['torch_ms'])}, {size(row['torch_bytes'])}"
+        rows.append([row["work"], first, *cells, told])
+    for name, key in (("worst", "worst"), ("geometric mean", "mean")):
+        told = [f"{found['summary'][s][key]:.2f}" for s in shares]
+        rows.append([f"*{name}*", "", *told, ""])
+    head = ["network", "torch", *shares, "checkpoint, fastest of 4 to 32 segments"]
+    behind = [f"{row['work']} ({n})" for row in found["rows"] for n in row["behind"]]
+    compared = sum(k.startswith("as checkpoint") for row in found["rows"] for k in row["ratios"])
+    return (
+        table(head, rows)
+        + f"\nGiven the bytes of each number of segments, ours is slower in {len(behind)} of "
+        f"{compared} comparisons: {'; '.join(behind)}. {source('recurrent_grid_cpu')}\n"
+    )
+
+
+def small_cells() -> str:
+    found = results("small_cells_cpu")["rows"]
+    keys = [f"{way} {share}" for way in ("as it is", "compiled") for share in ("50%", "10%", "5%")]
+    keys.insert(3, "compiled no budget")
+    rows = [
+        [row["cell"], time(row["plain_ms"])]
+        + [f"{row['ratios'][key]:.2f}" if key in row["ratios"] else "refused" for key in keys]
+        for row in found
+    ]
+    return table(["cell", "plain loop", *keys], rows) + "\n" + source("small_cells_cpu") + "\n"
+
+
+def chain_least() -> str:
+    rows = []
+    for row in results("chain_least_cpu")["rows"]:
+        cells = [size(row[s]) if row[s] else "refused" for s in ("50%", "25%")]
+        least = f"{size(row['least'])}, {row['least'] / row['ordinary']:.0%}"
+        rows.append([row["network"], size(row["ordinary"]), *cells, least])
+    head = ["network", "ordinary", "seen at a half", "at a quarter", "the least"]
+    return table(head, rows) + "\n" + source("chain_least_cpu") + "\n"
+
+
+def jax_scan() -> str:
+    shares = ("50%", "20%", "10%", "5%", "1%")
+    rows, beside, beyond, more = [], [], [], 0.0
+    for row in results("jax_scan_cpu")["rows"]:
+        ratios, held = row["ratios"], row["bytes"]
+        cells = [f"{ratios[s]:.2f}" if s in ratios else "refused" for s in shares]
+        nested = [k for k in ratios if k.startswith("nested")]
+        best = min(nested, key=ratios.__getitem__)
+        pairs = [(k, f"as {k}") for k in nested]
+        pairs += [(k, k.replace("equinox ", "") + " checkpoints") for k in ratios if k[:3] == "equ"]
+        beside += [(ratios[ours] / ratios[k], row["work"], k) for k, ours in pairs]
+        beyond += [(ratios[k] / cost, row["work"], k) for k, cost in row["predicted"].items()]
+        more = max(more, *(held[f"as {k}"] / held[k] for k in nested))
+        both = f"{ratios[best]:.2f}; {ratios['as ' + best]:.2f}"
+        other = f"{ratios['equinox 10']:.2f}; {ratios['10 checkpoints']:.2f}"
+        taken = f"{size(held['lax'])} → {size(held['5%'])}"
+        rows.append([row["work"], time(row["lax_ms"]), taken, *cells, both, other])
+    head = ["work", "`lax.scan`", "at 5%", *shares, "nested; ours", "equinox; ours"]
+    nested, others = ([b for b in beside if b[2][:3] == kind] for kind in ("nes", "equ"))
+    (worst, work, way), (most, where, what) = max(nested), max(others)
+    over, place, share = max(beyond)
+    return (
+        table(head, rows)
+        + f"\nGiven the budget that nested segments hold, ours takes {worst:.2f} times their time "
+        f"at worst ({work}, {way}), {statistics.geometric_mean(n[0] for n in nested):.2f} in the "
+        f"mean; {sum(n[0] > 1.05 for n in nested)} of {len(nested)} are beyond 1.05. XLA reuses "
+        f"buffers differently, so all bytes are up to {more:.2f} times theirs. "
+        f"With as many checkpoints as equinox it takes {most:.2f} at worst ({where}, {what}), "
+        f"{statistics.geometric_mean(n[0] for n in others):.2f} in the mean. An iteration takes at "
+        f"most {over:.2f} of what its schedule's steps say ({place}, {share}). "
+        f"{source('jax_scan_cpu')}\n"
+    )
+
+
+def jax_compiling() -> str:
+    rows = [
+        [f"{row['length']:,}", row["way"].replace("lax", "`lax.scan`"), f"{row['seconds']:.2f} s",
+         f"{row['lines']:,}"]
+        for row in results("jax_scan_cpu")["compiling"]
+    ]  # fmt: skip
+    head = ["steps", "way", "compiling", "lines of the program"]
+    return table(head, rows) + "\n" + source("jax_scan_cpu") + "\n"
+
+
+def jax_parallel() -> str:
+    found = results("jax_scan_cpu")["in_parallel"]
+    ways = [k for k in found[0]["ratios"] if k != "lax"]
+    rows = [
+        [str(row["carry"]), time(row["lax_ms"]), *(f"{row['ratios'][k]:.2f}" for k in ways)]
+        for row in found
+    ]
+    head = ["carry", "`lax.scan`", *ways]
+    return table(head, rows) + "\n" + source("jax_scan_cpu") + "\n"
+
+
+def other_people() -> str:
+    rows = []
+    for row in results("other_people_cpu")["rows"]:
+        cells = [
+            f"{row['ratios'][s]:.2f}" if s in row["ratios"] else "refused"
+            for s in ("50%", "10%", "5%")
+        ]
+        rows.append([row["cell"], time(row["plain_ms"]), *cells, "yes" if row["bitwise"] else "no"])
+    head = ["cell", "plain loop", "50%", "10%", "5%", "same bits"]
+    return table(head, rows) + "\n" + source("other_people_cpu") + "\n"
+
+
+def library_models() -> str:
+    rows = []
+    shares = ("70%", "50%", "30%", "20%", "10%", "least")
+    for row in results("library_models_cpu")["rows"]:
+        cells = []
+        for share in shares:
+            told = "refused" if share not in row["ratios"] else f"{row['ratios'][share]:.2f}"
+            if share in row["ratios"] and share not in row["bitwise"]:
+                told += ", other bits"
+            cells.append(told)
+        cells[-1] += f" ({row['least'] / row['ordinary']:.0%})"
+        taken = row["bytes"]["checkpoint"] / row["ordinary"]
+        other = f"{row['ratios']['checkpoint']:.2f} ({taken:.0%})"
+        plain = f"{time(row['plain_ms'])}, {size(row['ordinary'])}"
+        rows.append([row["model"], plain, *cells, other])
+    head = ["model", "as it is", *shares, "checkpoint around each block"]
+    return table(head, rows) + "\n" + source("library_models_cpu") + "\n"
+
+
+def scan_backward() -> str:
+    rows = []
+    for row in results("scan_backward_cpu")["results"]:
+        case, ways = row["case"], row["ways"]
+        cells = []
+        for way in ("sequential", "scan"):
+            low, high = (f(ways[way]["backward_speedup_of_processes"]) for f in (min, max))
+            taken = time(1e3 * ways[way]["backward_seconds"])
+            speed = ways[way]["backward_speedup"]
+            cells.append(f"{taken}, {speed:.2g}× ({low:.2g}–{high:.2g})")
+        asked = f", in {case['memory']} of the memory" if case["memory"] else ""
+        rows.append([
+            f"{case['cell']} {case['inputs']}→{case['hidden']}, T = {case['length']:,}{asked}",
+            time(1e3 * ways["torch"]["backward_seconds"]),
+            *cells,
+            f"{ways['sequential']['step_speedup']:.2g}×",
+        ])  # fmt: skip
+    head = ["network, B = 16", "torch's backward pass", '`"sequential"`', '`"scan"`', "both passes"]
+    return table(head, rows) + "\n" + source("scan_backward_cpu") + "\n"
+
+
+def scan_choice() -> str:
+    points = results("scan_choice_cpu")["points"]
+    against = sorted(point["choice_against_best"] for point in points)
+    within = sum(one <= 1.10 for one in against)
+    return (
+        'Over a grid of cells, sizes, lengths and batches, `"auto"` chose a way within 10 % of '
+        f"the best at {within} of {len(points)} points; the worst took {against[-1]:.3f} times "
+        f"the best. {source('scan_choice_cpu')}\n"
+    )
+
+
+def planner() -> str:
+    def told(taken: float) -> str:
+        return f"{1e6 * taken:.2g} µs" if taken < 1e-3 else f"{taken:.2g} s"
+
+    rows = [
+        [
+            r["name"],
+            told(r["seconds"]),
+            f"{r['peer']} {told(r['peer_seconds'])}" if r.get("peer") else "",
+        ]
+        for r in results("planner")["results"]
+    ]
+    for r in results("chain_planner")["results"][:5]:
+        levels = f"{r['levels']} levels" if isinstance(r["levels"], int) else "default levels"
+        gap = f"; at most {r['gap']:.2%} above the proven bound"
+        rows.append(
+            [f"a chain of {r['layers']:,} unequal layers, {levels}{gap}", told(r["seconds"]), ""]
+        )
+    head = ["question", "retrograde", "others"]
+    return (
+        f"{table(head, rows)}\n{source('planner')} "
+        f"{source('chain_planner').replace('Measured', 'Chains: measured')}\n"
+    )
+
+
+def chain_networks() -> str:
+    rows = []
+    for name, found in results("chain_networks_cpu")["networks"].items():
+        budgets = found["budgets"]
+        used = [b["peak_bytes"] / b["budget_bytes"] for b in budgets]
+        predicted = [b["seconds"] / b["foreseen_seconds"] for b in budgets]
+        ratios = [b["ratio"] for b in budgets if b["ratio"]]
+        least = found["least_bytes"] / found["ordinary_bytes"]
+        theirs = found["checkpoint_sequential"]["least_bytes"] / found["ordinary_bytes"]
+        rows.append([
+            name,
+            f"{least:.0%} ({theirs:.0%})",
+            f"{max(used):.3f}",
+            f"{min(predicted):.2f} to {max(predicted):.2f}",
+            f"{min(ratios):.2f} to {max(ratios):.2f}",
+        ])  # fmt: skip
+    head = [
+        "network", "least memory (`checkpoint_sequential`'s)", "measured peak ÷ budget, at most",
+        "measured ÷ predicted seconds", "`checkpoint_sequential`'s time ÷ ours",
+    ]  # fmt: skip
+    return table(head, rows) + "\n" + source("chain_networks_cpu") + "\n"
+
+
+def sparse_jacobians() -> str:
+    found = results("sparse_jacobians_cpu")
+    rows = [
+        [name, f"{one['sparsity']:.5f}", time(1e3 * one["analytic_seconds"]),
+         f"{one['autograd_seconds']:.3g} s", f"{one['ratio']:,.0f}×"]
+        for name, one in found["operators"].items()
+    ]  # fmt: skip
+    head = ["VGG-11's first", "zeros", "analytic", "autograd, a column at a time", "ratio"]
+    told = []
+    for samples in sorted({p["samples"] for p in found["products"]}, reverse=True):
+        products = [p for p in found["products"] if p["samples"] == samples]
+        ours, theirs = (sum(p[k] for p in products) for k in ("plan_seconds", "scipy_seconds"))
+        ratios = [p["ratio"] for p in products]
+        told.append(
+            f"with {samples} sample{'s' if samples > 1 else ''} {theirs / ours:.1f} times as fast "
+            f"({min(ratios):.1f} to {max(ratios):.1f} each)"
+        )
+    return (
+        f"{table(head, rows)}\nProducts by their plans, pruned, are faster than `scipy.sparse`'s: "
+        f"{'; '.join(told)}. {source('sparse_jacobians_cpu')}\n"
+    )
+
+
+def rank_jacobians() -> str:
+    rows = []
+    for r in results("rank_jacobians_cpu")["rows"]:
+        layers = f" in {r['layers']} layers" if r["layers"] > 1 else ""
+        name = f"{r['cell']} of {r['units']}{layers}, batch {r['batch']}, {r['steps']:,} steps"
+        keys = ("sweep_seconds", "columns_seconds", "slopes_seconds")
+        rows.append([name, *(time(1e3 * r[key]) for key in keys)])
+    head = ["a rank's", "a sweep", "J, a backward pass a column", "J from slopes"]
+    return table(head, rows) + "\n" + source("rank_jacobians_cpu") + "\n"
+
+
+def ranks_memory() -> str:
+    found = [r for r in results("ranks_memory_cpu")["rows"] if r["way"] == "linear"]
+    ranks = sorted({r["ranks"] for r in found})
+    rows = []
+    for asked, name in ((None, "ordinary"), ("10%", '`memory="10%"` on each')):
+        held = {r["ranks"]: max(r["held_bytes"]) for r in found if r["memory"] == asked}
+        rows.append([name, *(size(held[n]) for n in ranks)])
+    return table(["ranks", *map(str, ranks)], rows) + "\n" + source("ranks_memory_cpu") + "\n"
+
+
+def million_steps() -> str:
+    r = results("million_steps_cpu")["results"]
+    return (
+        f"An LSTM of {r['hidden']} units, batch {r['batch']}, over {r['length']:,} steps from a "
+        f"memory-mapped file of {r['input_bytes'] / 1e9:.1f} GB, within {r['memory']} beside the "
+        f"parameters: {r['bptt_seconds']:.0f} s, where a plain forward pass takes "
+        f"{r['forward_seconds']:.1f} s. Every step is run {r['forward_steps_per_step']:.2f} times. "
+        f"The exact peak, on {r['exact_steps']:,} steps in the same budget, is "
+        f"{r['exact_peak_bytes'] / MIB:.2f} MiB. {source('million_steps_cpu')}\n"
+    )
+
+
+def recipes() -> str:
+    rows = []
+    for row in results("recipes_cpu")["rows"]:
+        name = f"[{row['recipe']}.py]({{up}}examples/recipes/{row['recipe']}.py)"
+        told = [f"{key} {version}" for key, version in row["packages"].items()]
+        saved = 1 - row["after_bytes"] / row["before_bytes"]
+        if "after_right" in row:
+            time_ratio = (
+                f"as many seconds; {row['before_right']:.0%} → {row['after_right']:.0%} right"
+            )
+        else:
+            time_ratio = f"{row['after_ms'] / row['before_ms']:.2f}×"
+        peaks = f"{size(row['before_bytes'])} → {size(row['after_bytes'])}"
+        rows.append([
+            name, row["before"], row["after"], peaks, f"{saved:.0%}", time_ratio, *(told or ["–"])
+        ])  # fmt: skip
+    head = ["recipe", "from", "to", "peak of an iteration", "saved", "time", "beside torch"]
+    return table(head, rows) + "\n" + source("recipes_cpu") + "\n"
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    block.__name__: block
+    for block in (
+        front_page, recurrent_grid, small_cells, other_people, library_models, scan_backward,
+        scan_choice, planner, chain_networks, sparse_jacobians, rank_jacobians, ranks_memory,
+        million_steps, recipes, chain_least,
+        jax_scan, jax_compiling, jax_parallel,
+    )
+}  # fmt: skip
+
+
+def rendered(page: Path) -> str:
+    """A page with every block made anew."""
+    up = "../" * (len(page.relative_to(ROOT).parts) - 1)
+    return BLOCK.sub(
+        lambda found: found[1] + BLOCKS[found[2]]().replace("{up}", up) + found[4],
+        page.read_text(),
+    )
+
+
+def main() -> None:
+    for page in PAGES:
+        text = rendered(page)
+        if text != page.read_text():
+            page.write_text(text)
+            print(f"{page.relative_to(ROOT)} rewritten")
+
+
+if __name__ == "__main__":
+    main()

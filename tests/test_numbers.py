@@ -1,0 +1,34 @@
+"""No measured number is written by hand: pages show what the benchmarks' JSON says."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SPEC = importlib.util.spec_from_file_location(
+    "numbers_of", ROOT / "benchmarks" / "render_numbers.py"
+)
+numbers = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(numbers)
+
+
+@pytest.mark.quick(99)
+@pytest.mark.parametrize("page", numbers.PAGES, ids=lambda p: p.name)
+def test_a_page_shows_the_measured_numbers(page):
+    assert numbers.rendered(page) == page.read_text(), "run `make numbers`"
+
+
+def test_every_block_is_shown_somewhere_and_every_result_has_its_script():
+    shown = {
+        name for page in numbers.PAGES for _, name, *_ in numbers.BLOCK.findall(page.read_text())
+    }
+    assert shown == set(numbers.BLOCKS)
+    for path in (ROOT / "benchmarks" / "results").glob("*.json"):
+        script = re.sub("_(cpu|cuda)$", "", path.stem)
+        assert (ROOT / "benchmarks" / f"{script}.py").is_file(), path.name
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 110
