@@ -136,6 +136,22 @@ def test_random_keys(keyed, make):
     assert_equal(jax.jit(jax.grad(lambda s: loss(s, rj.scan, memory="20%")))(0.5), expected)
 
 
+@pytest.mark.parametrize("memory", ["30%", "10%"])
+def test_parts_without_numbers(memory):
+    """The first real part of the carry, and of the outputs, may be an empty array."""
+    wide, none = jnp.ones((64, 64)), jnp.zeros(0)
+
+    def loss(w, scan, **asked):
+        def step(carry, _):
+            return (carry[0], jnp.sin(carry[1]) * w), carry[0] * w
+
+        (_, h), _ = scan(step, (none, wide), None, length=400, **asked)
+        return h.sum()
+
+    expected = jax.grad(lambda w: loss(w, jax.lax.scan))(0.7)
+    assert_equal(jax.grad(lambda w: loss(w, rj.scan, memory=memory))(0.7), expected)
+
+
 def scaled(asked):
     """A loss of one number by ``jax.lax.scan``, and by ours."""
     weights, h, xs = case(90, size=3, batch=2)

@@ -150,10 +150,11 @@ def sweep_backward(
         [type_of(c).zeros() for c in some_of(consts, wanted_consts)],
         [type_of(x).zeros() for x in some_of(xs, wanted_xs)],
     )
-    tape = held.tape
-    if not tape:  # Tied to the gradients, or XLA may make it while the outputs still take memory.
-        there = jnp.isnan([*given, *after][0].ravel()[0])
-        tape = [jnp.where(there, jnp.ones_like(b), b) for b in _tape(recorded, table)]
+    tape, tied = held.tape or _tape(recorded, table), [g for g in [*given, *after] if g.size]
+    if tied and not held.tape:
+        # Tied to a gradient, or XLA may make the tape while the outputs still take memory.
+        there = jnp.isnan(tied[0].ravel()[0])
+        tape = [jnp.where(there, jnp.ones_like(b), b) if is_real(b) else b for b in tape]
     kinds = {
         **_forward_kinds(recorded, order, consts, xs),
         Kind.TAPE: back,
