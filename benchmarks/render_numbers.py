@@ -336,7 +336,10 @@ def million_steps() -> str:
         f"parameters: {r['bptt_seconds']:.0f} s, where a plain forward pass takes "
         f"{r['forward_seconds']:.1f} s. Every step is run {r['forward_steps_per_step']:.2f} times. "
         f"The exact peak, on {r['exact_steps']:,} steps in the same budget, is "
-        f"{r['exact_peak_bytes'] / MIB:.2f} MiB. {source('million_steps_cpu')}\n"
+        f"{r['exact_peak_bytes'] / MIB:.2f} MiB. The resident set of the process grew by "
+        f"{size(r['resident_growth_bytes'])} meanwhile, and by "
+        f"{size(r['resident_growth_bytes_after_trim'])} once the C library's free pages were given "
+        f"back (`malloc_trim`). {source('million_steps_cpu')}\n"
     )
 
 
@@ -360,12 +363,38 @@ def recipes() -> str:
     return table(head, rows) + "\n" + source("recipes_cpu") + "\n"
 
 
+def examples() -> str:
+    """Losses are means of the last 40 iterations."""
+    names = {"nudged": "ordinary, nudged", "budgeted": '**`memory="{}"`**'}
+    rows, machines = [], set()
+    for script in ("sequential_mnist", "ecg", "spoken_digits"):
+        path = ROOT / "examples" / "results" / f"{script}.json"
+        found = json.loads(path.read_text())
+        machines.add((found["machine"]["device"], found["machine"]["threads"]))
+        title = f"{found['title'].split(':')[0]}, T to {found['length']:,}, B = {found['batch']}"
+        ways = found["ways"]
+        usual = ways["ordinary"]
+        for name, way in ways.items():
+            share = way["working_bytes"] / usual["working_bytes"]
+            rows.append([
+                f"[{title}]({{up}}examples/results/{path.name})" if way is usual else "",
+                names.get(name, name).format(found["memory"]),
+                size(way["working_bytes"]) + (f", {100 * share:.1f} %" if share < 1 else ""),
+                f"{statistics.mean(way['losses'][-40:]):.2f}",
+                f"{way['accuracy']:.0%}",
+                f"{way['seconds'] / usual['seconds']:.2f}",
+            ])  # fmt: skip
+    ((device, threads),) = machines
+    head = ["", "way", "peak", "loss", "accuracy", "time"]
+    return table(head, rows) + f"\nMeasured on {device}, threads: {threads}; one seed.\n"
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     block.__name__: block
     for block in (
         front_page, recurrent_grid, small_cells, other_people, library_models, scan_backward,
         scan_choice, planner, chain_networks, sparse_jacobians, rank_jacobians, ranks_memory,
-        million_steps, recipes, chain_least,
+        million_steps, recipes, chain_least, examples,
         jax_scan, jax_compiling, jax_parallel,
     )
 }  # fmt: skip
