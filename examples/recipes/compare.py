@@ -4,14 +4,12 @@
 iteration: data made on the way, outputs, loss, gradients, and what backpropagation holds.
 """
 
-import statistics
-import time
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 import retrograde as rg
-from retrograde.units import format_bytes
+from side_by_side import side_by_side
 
 Way = Callable[[], Sequence[Tensor]]  # runs an iteration and returns its gradients
 
@@ -36,21 +34,4 @@ def compare(before: tuple[str, Way], after: tuple[str, Way], rounds: int = 5) ->
     )
     del gradients
     peaks = [rg.measure(way).peak_bytes for way in ways]
-    times: list[list[float]] = [[], []]
-    for _ in range(rounds):
-        for way, taken in zip(ways, times, strict=True):
-            start = time.perf_counter()
-            way()
-            taken.append(1e3 * (time.perf_counter() - start))
-    usual, ours = map(statistics.median, times)
-    for name, peak, ms in zip(names, peaks, (usual, ours), strict=True):
-        print(f"{name:24s} {format_bytes(peak):>9s} {ms:8.1f} ms")
-    print(f"{1 - peaks[1] / peaks[0]:.0%} of the memory is saved, in {ours / usual:.2f} the time;")
-    print(f"gradients differ by {difference:.1e} at most")
-    return {
-        "before_bytes": peaks[0],
-        "after_bytes": peaks[1],
-        "before_ms": usual,
-        "after_ms": ours,
-        "difference": difference,
-    }
+    return side_by_side(names, ways, peaks, difference, rounds)

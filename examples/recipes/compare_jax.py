@@ -3,15 +3,14 @@
 It is for ``retrograde.jax``. The bytes are those that XLA allocates beside operands and results.
 """
 
-import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from retrograde.units import format_bytes
+from side_by_side import side_by_side
 
 Way = tuple[str, Callable[..., Any]]
 
@@ -30,21 +29,9 @@ def compare(before: Way, after: Way, arguments: tuple[Any, ...], rounds: int) ->
     theirs, ours = (jax.tree.leaves(program(*arguments)) for program in programs)
     pairs = zip(ours, theirs, strict=True)
     difference = max(float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in pairs)
-    times: list[list[float]] = [[], []]
-    for _ in range(rounds):
-        for program, taken in zip(programs, times, strict=True):
-            start = time.perf_counter()
-            jax.block_until_ready(program(*arguments))
-            taken.append(1e3 * (time.perf_counter() - start))
-    usual, mine = map(statistics.median, times)
-    for (name, _), peak, ms in zip((before, after), peaks, (usual, mine), strict=True):
-        print(f"{name:24s} {format_bytes(peak):>9s} {ms:8.1f} ms")
-    print(f"{1 - peaks[1] / peaks[0]:.0%} of the memory is saved, in {mine / usual:.2f} the time;")
-    print(f"gradients differ by {difference:.1e} at most")
-    return {
-        "before_bytes": peaks[0],
-        "after_bytes": peaks[1],
-        "before_ms": usual,
-        "after_ms": mine,
-        "difference": difference,
-    }
+
+    def run(program: Callable[..., Any]) -> None:
+        jax.block_until_ready(program(*arguments))
+
+    runs = [partial(run, program) for program in programs]
+    return side_by_side((before[0], after[0]), runs, peaks, difference, rounds)
