@@ -56,7 +56,7 @@ def _plan() -> None:
 
 
 def _run_layers(module: Any, dtype: torch.dtype) -> None:
-    x = torch.randn(64, 3, 3, dtype=dtype)
+    x = torch.randn(64, 3, 3, dtype=dtype, device="cpu")
     packed = pack_sequence([x[:steps, 0] for steps in (64, 50, 40)])
     for inputs in (x.requires_grad_(), packed):
         outputs, _ = module(inputs)
@@ -72,7 +72,7 @@ def _scan_chain(algorithm: Any, dtype: torch.dtype) -> None:
     layers = first, nn.ReLU(), second, nn.Tanh(), nn.MaxPool2d(2), third, nn.ReLU(), nn.Flatten()
     net = rg.Sequential(*layers, nn.Linear(32, 4), backward="scan", algorithm=algorithm)
     for samples in (1, 9):
-        net.to(dtype)(torch.randn(samples, 1, 8, 8, dtype=dtype)).sum().backward()
+        net.to(dtype)(torch.randn(samples, 1, 8, 8, dtype=dtype, device="cpu")).sum().backward()
 
 
 if __name__ == "__main__":

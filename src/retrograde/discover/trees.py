@@ -114,7 +114,7 @@ def _take(leaf: Any, name: str, numbers: bool, found: list[Tensor]) -> type | _F
         found.append(leaf)
         return Tensor
     if numbers and type(leaf) in _NUMBERS:
-        found.append(torch.tensor(leaf, dtype=_NUMBERS[type(leaf)]))
+        found.append(torch.tensor(leaf, dtype=_NUMBERS[type(leaf)], device="cpu"))
         return type(leaf)
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
         names = tuple(f.name for f in dataclasses.fields(leaf) if hasattr(leaf, f.name))

@@ -320,7 +320,7 @@ def _padding_of(x: Tensor, widths: Sequence[int], mode: str) -> LayerJacobian:
 
 def _reads(size: int, widths: Sequence[int], mode: str) -> np.ndarray:
     """The input that each output of a padding is; negative where it is none."""
-    inputs = torch.arange(size, dtype=torch.float64)[None, None]
+    inputs = torch.arange(size, dtype=torch.float64, device="cpu")[None, None]
     fill = {"mode": "constant", "value": -1.0} if mode == "zeros" else {"mode": mode}
     return functional.pad(inputs, tuple(widths), **fill)[0, 0].numpy().astype(np.int64)  # type: ignore[arg-type]
 

@@ -244,7 +244,7 @@ def _as_cell(module: nn.Module) -> Cell:
 
 def _packed_layout(input: PackedSequence, both: bool) -> Ragged:
     sizes = input.batch_sizes
-    samples = torch.arange(int(sizes[0]))
+    samples = torch.arange(int(sizes[0]), device=sizes.device)
     lengths = (sizes.unsqueeze(-1) > samples).sum(0).to(input.data.device)
     starts = (sizes.cumsum(0) - sizes).to(input.data.device)
     return Ragged(len(sizes), lengths, starts, both)

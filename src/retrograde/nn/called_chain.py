@@ -399,7 +399,7 @@ class CalledChain:
         autocast = autocast_as_now(x.device)
         # What is kept for a rerun must hold neither the state nor the graph of what is given.
         leaves = {id(t): t.detach().requires_grad_() for t in wanting}
-        kept = given.replaced({id(x): torch.empty(0), **leaves})
+        kept = given.replaced({id(x): torch.empty(0, device="cpu"), **leaves})
         at = passage.active[k]
         link = (*links.prefix, *links.chain)[at]
         parameters = link.own[len(wanting) :]

@@ -66,7 +66,7 @@ def measure_ordinary(call: Call, memory: Memory | None) -> Ordinary:
             if packed:
                 given = given.flatten(0, 1)
             given.requires_grad_(x.requires_grad)
-            sizes = torch.full((steps,), batch) if packed else None
+            sizes = torch.full((steps,), batch, device="cpu") if packed else None
             passing = _Pass(shell, given, kept, sizes, call.sorts, expanded)
             return measure_pass(passing.forward, passing.backward, passing.handed.clear, x.device)
 

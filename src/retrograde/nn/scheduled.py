@@ -159,7 +159,7 @@ def measure_parts(call: Call, memory: Memory | None) -> tuple[Ordinary, list[Par
     x, packed = call.x.detach(), call.sizes
     if packed is not None:  # a packed batch is measured on sequences of one length
         x = x.new_zeros(call.length * call.batch, x.shape[1])
-        packed = torch.full((call.length,), call.batch)
+        packed = torch.full((call.length,), call.batch, device="cpu")
     x.requires_grad_(call.x.requires_grad)
     backward = call.module.backward
     if backward == "auto":

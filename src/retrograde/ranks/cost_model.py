@@ -234,8 +234,10 @@ def measure_links(links: "Links", *, rounds: int = 30, size: int = 1 << 24) -> L
         raise RankError("one rank has no links to measure: expected at least two")
     speed = LinkSpeed(0.0, math.inf)
     if links.rank < 2:
-        small = _trip(links, torch.zeros(1, dtype=torch.uint8), rounds)
-        large = _trip(links, torch.zeros(1 + size, dtype=torch.uint8), -(-rounds // 3))
+        small = _trip(links, torch.zeros(1, dtype=torch.uint8, device="cpu"), rounds)
+        large = _trip(
+            links, torch.zeros(1 + size, dtype=torch.uint8, device="cpu"), -(-rounds // 3)
+        )
         speed = LinkSpeed(small, size / (large - small) if large > small else math.inf)
     links.flush()
     told: list[LinkSpeed] = links.gather(speed)

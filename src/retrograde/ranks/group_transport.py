@@ -185,8 +185,8 @@ class GroupLinks:
 
 
 def _letter(parcel: Parcel, device: torch.device) -> Tensor:
-    head = torch.zeros(_LETTER, dtype=torch.uint8)
-    head[:16] = torch.tensor([len(parcel.letter), parcel.nbytes]).view(torch.uint8)
+    head = torch.zeros(_LETTER, dtype=torch.uint8, device="cpu")
+    head[:16] = torch.tensor([len(parcel.letter), parcel.nbytes], device="cpu").view(torch.uint8)
     if len(parcel.letter) <= _LETTER - 16:
         head[16 : 16 + len(parcel.letter)] = _bytes(parcel.letter, torch.device("cpu"))
     return head.to(device)

@@ -43,7 +43,7 @@ __all__ = ["AutogradCore", "run_ordinary"]
 Tensors = list[Tensor]
 Gradient = Tensor | None
 
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, device="cpu")
 
 
 @dataclass
@@ -268,7 +268,7 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *outputs: Tensor) -> Tensor:
         ctx.real = [y.is_floating_point() or y.is_complex() for y in outputs]
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Gradient, ...]:

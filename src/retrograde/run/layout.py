@@ -231,7 +231,7 @@ class Ragged(Layout):
                 return index
             last = self.length - 1
             return last - self._numbers(index)[:, 0] if isinstance(index, slice) else last - index
-        steps, samples = self._numbers(index), torch.arange(len(self.lengths))
+        steps, samples = self._numbers(index), torch.arange(len(self.lengths), device="cpu")
         samples = samples.to(self.lengths.device).expand(*steps.shape[:-1], -1)
         steps = (self.lengths - 1 - steps).clamp(min=0) if back else steps.minimum(self.lengths - 1)
         return (steps, samples) if self.starts is None else (self.starts[steps] + samples,)

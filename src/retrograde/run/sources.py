@@ -109,7 +109,7 @@ class Arrays:
     @classmethod
     def of(cls, inputs: Any, length: int | None, device: torch.device) -> "Arrays":
         """From a pytree, of which the first ``length`` steps are used."""
-        stand_in = torch.empty(0)
+        stand_in = torch.empty(0, device="cpu")
         shape = pytree.tree_map(lambda leaf: None if leaf is None else stand_in, inputs)
         _, structure = flatten(shape, "inputs")
         leaves = [leaf for leaf in pytree.tree_leaves(inputs) if leaf is not None]
@@ -193,7 +193,9 @@ class Spool:
         while self.count <= t:
             self._write(self._pull())
         assert self.form is not None
-        leaves = [torch.empty(shape, dtype=dtype) for shape, dtype, _ in self.form.leaves]
+        leaves = [
+            torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype, _ in self.form.leaves
+        ]
         self.file.seek(t * sum(x.nbytes for x in leaves))
         for x in leaves:
             if self.file.readinto(_raw(x)) != x.nbytes:
@@ -254,12 +256,12 @@ class Stream:
     def __getitem__(self, index: int | slice) -> Tensors:
         if not isinstance(index, slice):
             number = index if self.probed is None else self.probed
-            return [*self.source[index], torch.tensor(number)]
+            return [*self.source[index], torch.tensor(number, device="cpu")]
         start, stop, _ = index.indices(len(self))
         first = start
         if self.probed is not None:
             first = max(0, min(self.probed + 1, len(self)) - (stop - start))
-        return [*self.source[index], torch.arange(first, first + stop - start)]
+        return [*self.source[index], torch.arange(first, first + stop - start, device="cpu")]
 
     def probing(self, number: int) -> "Stream":
         """The same, steps being told that their number is another."""
@@ -351,7 +353,7 @@ def _copied(array: Any, device: torch.device) -> Tensor:
             f"the inputs hold an array of {values.dtype}, which torch has no type for: convert it, "
             "for instance by inputs=lambda t: array[t].astype('float32')"
         ) from None
-    copy = torch.empty(values.shape, dtype=dtype)
+    copy = torch.empty(values.shape, dtype=dtype, device="cpu")
     copy.numpy()[...] = values
     return copy.to(device)
 

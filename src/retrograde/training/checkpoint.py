@@ -114,8 +114,8 @@ def _expected(options: TrainingOptions, characters: int, done: int) -> _AtLeast:
     """Tensors without content of the right shapes, and kinds of what is no tensor."""
     with torch.device("meta"):
         model = CharacterModel(characters, options.hidden, None)
-        state = torch.empty(1, options.batch, options.hidden)
-        step = torch.empty(())
+        state = torch.empty(1, options.batch, options.hidden, device="meta")
+        step = torch.empty((), device="meta")
     moments = {
         index: {"step": step, "exp_avg": parameter, "exp_avg_sq": parameter}
         for index, parameter in enumerate(model.parameters())

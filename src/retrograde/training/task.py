@@ -40,7 +40,7 @@ class Text:
     def codes(self) -> Tensor:
         """The text as places in the vocabulary, shape ``(characters,)``."""
         place = {character: index for index, character in enumerate(self.vocabulary)}
-        return torch.tensor([place[character] for character in self.characters])
+        return torch.tensor([place[character] for character in self.characters], device="cpu")
 
     @cached_property
     def digest(self) -> str:
@@ -76,8 +76,8 @@ class Text:
             ([[0, 3], [1, 4]], [[1, 4], [2, 5]])
         """
         size = len(self.characters)
-        starts = torch.arange(batch) * size // batch
-        places = position + torch.arange(length + 1)[:, None] + starts
+        starts = torch.arange(batch, device="cpu") * size // batch
+        places = position + torch.arange(length + 1, device="cpu")[:, None] + starts
         codes = self.codes[places % size]
         return codes[:-1], codes[1:]
 

@@ -108,7 +108,7 @@ class _Enter(torch.autograd.Function):
 def enter(state: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensor]:
     """A state to record a link from, with gradients where they are ``wanted``, and the leaf that it
     comes from in the graph."""
-    anchor = torch.empty(0, requires_grad=True)
+    anchor = torch.empty(0, device="cpu", requires_grad=True)
     x = [t.detach() for t in state]
     if any(wanted):
         some = _Enter.apply(anchor, *(t for t, want in zip(x, wanted, strict=True) if want))  # type: ignore[no-untyped-call]

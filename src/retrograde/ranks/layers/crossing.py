@@ -181,7 +181,9 @@ def cross(crossing: Crossing, input: Tensor | None) -> Tensor:
         RankError: a rank does not answer, or cannot run its layers.
     """
     own = [p for p in crossing.layers.parameters() if p.requires_grad]
-    start = torch.zeros((), requires_grad=crossing.gradient)  # a rank may have nothing else
+    start = torch.zeros(
+        (), device="cpu", requires_grad=crossing.gradient
+    )  # a rank may have nothing else
     found: Tensor = _Node.apply(crossing, start, input, *own)  # type: ignore[no-untyped-call]
     return found
 
@@ -196,7 +198,7 @@ class _Node(torch.autograd.Function):
         with crossing.timed():
             ctx.pieces = pieces = crossing.run(input)
         if not crossing.last:
-            return torch.zeros(())
+            return torch.zeros((), device="cpu")
         if len(pieces) == 1:
             return pieces[0].y.detach().clone()
         return torch.cat([piece.y.detach() for piece in pieces])
