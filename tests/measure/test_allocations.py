@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from retrograde import measure
+from retrograde.measure import allocations
 from retrograde.measure.allocations import measure_phases
 
 
@@ -40,6 +41,21 @@ def test_temporaries_inside_a_kernel_count():
     a = torch.randn(256, 64, 8)
     m = measure(lambda: torch.nn.functional.softmax(a, 1).var())
     assert m.working_bytes >= a.nbytes
+
+
+@pytest.mark.parametrize(
+    ("asked", "peak"), [(None, 512), ("cuda", 576), ("cuda:0", 64), ("cuda:1", 512), ("cpu", 4096)]
+)
+def test_the_accelerator_that_a_call_allocates_on_is_counted(asked, peak, monkeypatch):
+    """The events are those of a call that makes data on the CPU and computes on two devices."""
+    made = [(4096, 0, "cpu", None), (64, 1, "cuda", 0), (512, 2, "cuda", 1), (-512, 2, "cuda", 1)]
+    events = [
+        allocations._Event(size, at, time, place, number)
+        for time, (size, at, place, number) in enumerate(made)
+    ]
+    monkeypatch.setattr(allocations, "_allocations", lambda result: iter(events))
+    monkeypatch.setattr(allocations, "_synchronize", lambda device: None)
+    assert measure(lambda: None, device=asked).peak_bytes == peak
 
 
 def ordinary():

@@ -17,7 +17,7 @@ import math
 import os
 import threading
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -107,12 +107,13 @@ class Measurement(Generic[T]):
         )
 
 
-def measure(fn: Callable[[], T], *, device: str | torch.device = "cpu") -> Measurement[T]:
+def measure(fn: Callable[[], T], *, device: str | torch.device | None = None) -> Measurement[T]:
     """Run a call once and tell its seconds and its bytes.
 
     Args:
         fn: called without arguments. What it returns stays alive, so it counts as retained.
-        device: whose allocations count, such as ``"cpu"`` or ``"cuda:0"``.
+        device: whose allocations count, such as ``"cpu"`` or ``"cuda:0"``. None: the accelerator
+            on which the call allocates most, or the CPU if it allocates on none.
 
     Returns:
         A :class:`Measurement`.
@@ -123,9 +124,10 @@ def measure(fn: Callable[[], T], *, device: str | torch.device = "cpu") -> Measu
         >>> m.peak_bytes, m.working_bytes, m.retained_bytes
         (4128, 4096, 32)
     """
-    device = torch.device(device)
-    value, start_ns, stop_ns, events = _observe(fn, device, oldest=False)
-    events = [event for event in events if _is_on(event, device)]
+    asked = _in_use() if device is None else torch.device(device)
+    value, start_ns, stop_ns, events = _observe(fn, asked, oldest=False)
+    counted = _busiest(events) if device is None else asked
+    events = [event for event in events if _is_on(event, counted)]
     sizes = np.array([event.size for event in events], np.int64)
     moments = np.array([event.nanoseconds for event in events], np.int64)
     born, died = _blocks(events)
@@ -345,6 +347,23 @@ def _uncollected() -> Iterator[None]:
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _in_use() -> torch.device:
+    """CUDA's current device if CUDA is in use, else the CPU."""
+    if torch.cuda.is_initialized():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _busiest(events: Sequence[_Event]) -> torch.device:
+    """The accelerator that most bytes are allocated on; the CPU if there is none."""
+    sums: Counter[tuple[str, int | None]] = Counter()
+    for event in events:
+        if event.place != "cpu":
+            sums[event.place, event.number] += max(0, event.size)
+    (place, number), _ = max(sums.items(), key=lambda item: item[1], default=(("cpu", None), 0))
+    return torch.device(place) if number is None else torch.device(place, number)
 
 
 def _start_profiler() -> None:
