@@ -1,15 +1,17 @@
 """The scan across ranks, between threads and between processes, against the plain loop."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from oracles.processes import spawn
 from retrograde.errors import RankError, ScanError
+from retrograde.ranks.base import links_of
 from retrograde.ranks.group_transport import GroupLinks
 from retrograde.ranks.scan_over_ranks import RankReport, cheapest_way, messages, rounds, scan_ranks
-from retrograde.ranks.transport import Parcel, simulate
+from retrograde.ranks.transport import Parcel, _brought, simulate
 from retrograde.scan import IDENTITY, UNREAD, Affine, Dense, Vector, combine, reference
 
 WAYS = ["linear", "tree", "gather"]
@@ -160,6 +162,27 @@ def test_bad_questions_are_answered():
         messages(0)
     with pytest.raises(RankError, match="no process group"):
         GroupLinks()
+
+
+@pytest.mark.parametrize(("backend", "place"), [("nccl", "cuda:3"), ("gloo", "cpu")])
+def test_messages_go_by_way_of_the_gpu_of_the_module(backend, place, monkeypatch):
+    """Though ``torch.cuda.set_device`` was forgotten, so that all processes share a current one."""
+    told = {"is_initialized": True, "get_rank": 0, "get_world_size": 2, "get_backend": backend}
+    for name, value in told.items():
+        monkeypatch.setattr(torch.distributed, name, lambda *_, value=value: value)
+    on_cpu = SimpleNamespace(is_cuda=False, device=torch.device("cpu"))
+    on_gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 3))
+    module = SimpleNamespace(parameters=lambda: iter([on_cpu, on_gpu]))
+    links = links_of(SimpleNamespace(), module)
+    assert (str(links.device), str(links.gpu)) == (place, "cuda:3")
+
+
+def test_what_comes_from_a_gpu_goes_to_the_one_that_is_named():
+    """``meta`` stands for it. What lies on a device of the kind already is not moved."""
+    x = torch.ones(3)
+    assert _brought(x, "cuda", "meta").is_meta
+    assert _brought(x, "cpu", "meta") is x
+    assert _brought(_brought(x, "cuda", "meta"), "meta", "cpu").is_meta
 
 
 def test_a_parcel_holds_anything_and_copies_no_single_tensor():

@@ -23,6 +23,7 @@ class Sharded(nn.Module):
         group: distributed.ProcessGroup | Links | None,
         way: RankWay | Literal["auto"],
         pieces: int | None,
+        module: nn.Module,
     ) -> None:
         super().__init__()
         ways = get_args(RankWay)
@@ -31,7 +32,7 @@ class Sharded(nn.Module):
             raise CellError(f"unknown way={way!r} to cross ranks: expected one of {names}")
         if pieces is not None and (type(pieces) is not int or pieces < 1):
             raise CellError(f"got pieces={pieces!r}: expected at least 1, or None")
-        self.links = links_of(group)
+        self.links = links_of(group, module)
         self.way = way
         self.pieces = pieces
 
@@ -46,9 +47,10 @@ class Sharded(nn.Module):
         return f"rank={self.links.rank}, ranks={self.links.size}, way={self.way!r}"
 
 
-def links_of(group: distributed.ProcessGroup | Links | None) -> Links:
-    """The links to the other ranks of a process group; None for all ranks."""
-    return group if isinstance(group, Links) else GroupLinks(group)
+def links_of(group: distributed.ProcessGroup | Links | None, module: nn.Module) -> Links:
+    """The links to the other ranks of a process group; None for all ranks. What is sent goes by way
+    of the module's device, if the group needs one."""
+    return group if isinstance(group, Links) else GroupLinks(group, module=module)
 
 
 @dataclass

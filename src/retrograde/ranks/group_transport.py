@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 
 from retrograde.errors import RankError
 from retrograde.ranks.transport import Parcel, Traffic
@@ -35,13 +35,18 @@ class GroupLinks:
         group: a process group; None for all ranks.
         device: where messages are received: the CPU for gloo, a GPU for NCCL; by default, as the
             group needs it. From there tensors go to the kind of device that they come from.
+        module: what the ranks run; its GPU is used, whichever is the process's current one.
 
     Raises:
         RankError: there is no process group.
     """
 
     def __init__(
-        self, group: distributed.ProcessGroup | None = None, device: torch.device | None = None
+        self,
+        group: distributed.ProcessGroup | None = None,
+        device: torch.device | None = None,
+        *,
+        module: nn.Module | None = None,
     ) -> None:
         if not (distributed.is_available() and distributed.is_initialized()):
             raise RankError(
@@ -54,9 +59,9 @@ class GroupLinks:
             raise RankError("this process is not in the group: expected one of its ranks to call")
         self.size = distributed.get_world_size(self.group)
         self.traffic = Traffic()
-        on_gpu = distributed.get_backend(self.group) == "nccl"
-        own = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        self.device = device if device is not None else own
+        self.gpu = _gpu_of(module)
+        needed = self.gpu if distributed.get_backend(self.group) == "nccl" else "cpu"
+        self.device = torch.device(needed) if device is None else device
         self._underway: list[tuple[Any, int, Tensor]] = []  # the tensor must not go before
 
     def send(self, element: Any, to: int) -> None:
@@ -75,7 +80,7 @@ class GroupLinks:
         length, size = head[:16].cpu().view(torch.int64).tolist()
         letter = head[16 : 16 + length] if length <= _LETTER - 16 else self._take(length, source)
         block = self._take(size, source)
-        return Parcel.open(letter.cpu().numpy().tobytes(), block)
+        return Parcel.open(letter.cpu().numpy().tobytes(), block, self.gpu)
 
     def gather(self, element: Any) -> list[Any]:
         parcel = Parcel.of(element)
@@ -93,7 +98,7 @@ class GroupLinks:
         self.traffic.messages += 1
         self.traffic.sent_bytes += parcel.nbytes
         return [
-            Parcel.open(each[:a].cpu().numpy().tobytes(), each[a : a + b].clone())
+            Parcel.open(each[:a].cpu().numpy().tobytes(), each[a : a + b].clone(), self.gpu)
             for each, (a, b) in zip(found, sizes, strict=True)
         ]
 
@@ -182,6 +187,12 @@ class GroupLinks:
     def _leave_word(self, first: int) -> None:
         with suppress(RuntimeError):
             self.group.get_group_store().set(f"retrograde/ended/{self.rank}", str(first))
+
+
+def _gpu_of(module: nn.Module | None) -> torch.device:
+    """The GPU of a module, which need not be the process's current one; that one otherwise."""
+    parameters = [] if module is None else module.parameters()
+    return next((p.device for p in parameters if p.is_cuda), torch.device("cuda"))
 
 
 def _letter(parcel: Parcel, device: torch.device) -> Tensor:

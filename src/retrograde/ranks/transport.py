@@ -131,9 +131,9 @@ class Parcel:
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)
 
     @staticmethod
-    def open(letter: bytes, block: Tensor) -> Any:
+    def open(letter: bytes, block: Tensor, gpu: str | torch.device = "cuda") -> Any:
         """The element again, its tensors views into the block, or moved to the kind of device that
-        they come from."""
+        they come from; ``gpu`` is the one of those that come from any."""
         position = 0
 
         class Unpickler(pickle.Unpickler):
@@ -145,9 +145,15 @@ class Parcel:
                 part = block[start:position]
                 if start % dtype.itemsize:
                     part = part.clone()
-                return part.view(dtype).view(shape).to(kind)
+                return _brought(part.view(dtype).view(shape), kind, gpu)
 
         return Unpickler(BytesIO(letter)).load()
+
+
+def _brought(tensor: Tensor, kind: str, gpu: str | torch.device) -> Tensor:
+    """A tensor on a kind of device. Where it is there it stays, on the current one or another."""
+    there = tensor.device.type == kind
+    return tensor if there else tensor.to(gpu if kind == "cuda" else kind)
 
 
 @dataclass(eq=False)

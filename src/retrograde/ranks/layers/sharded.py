@@ -83,7 +83,7 @@ class LayerSharded(Sharded):
         pieces: int | None = None,
     ) -> None:
         _check_chain(layers)
-        super().__init__(group, way, pieces)
+        super().__init__(group, way, pieces, layers)
         self.layers = layers
         self._memo = Memo()
         self._timers: dict[Hashable, WayTimer] = {}
@@ -133,7 +133,7 @@ class LayerSharded(Sharded):
             [['layers.0.weight', 'layers.0.bias'], ['layers.2.weight', 'layers.2.bias']]
         """
         _check_chain(whole)
-        links = links_of(group)
+        links = links_of(group, whole)
         if sample is not None:
             if cuts is not None:
                 raise CellError("cuts= and sample= are given: expected one of them")

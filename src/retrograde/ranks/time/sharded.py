@@ -85,7 +85,7 @@ class TimeSharded(Sharded):
                 f"got {what}: expected an rg.RNN, rg.GRU or rg.LSTM in one direction, to be run "
                 "along time"
             )
-        super().__init__(group, way, pieces)
+        super().__init__(group, way, pieces, rnn)
         self.rnn = rnn
         self.report = RankReport()
         self._compared = False
