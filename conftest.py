@@ -4,10 +4,13 @@ A test says by ``@pytest.mark.quick(n)`` how many of its cases ``make test`` run
 ``--every``, where a smaller test proves the same promise.
 """
 
+import signal
 from importlib.util import find_spec
 from itertools import groupby
 
 QUICK = 3  # cases of a test that says nothing
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell begins what runs behind it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 collect_ignore_glob = [] if find_spec("jax") else ["src/retrograde/jax/*"]
 
 
