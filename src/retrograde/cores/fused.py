@@ -176,9 +176,7 @@ def _backwards(x: Tensor, sizes: Tensor | None) -> Tensor:
     if sizes is None:
         return torch.arange(len(x) - 1, -1, -1, device=x.device)
     first = sizes.cumsum(0) - sizes
-    step, sample = (
-        torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes),
-        samples_of(sizes),
-    )
+    step = torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes)
+    sample = samples_of(sizes)
     lengths = (sizes.unsqueeze(1) > torch.arange(int(sizes[0]), device=sizes.device)).sum(0)
     return (first[lengths[sample] - 1 - step] + sample).to(x.device)

@@ -35,7 +35,8 @@ class GroupLinks:
         group: a process group; None for all ranks.
         device: where messages are received: the CPU for gloo, a GPU for NCCL; by default, as the
             group needs it. From there tensors go to the kind of device that they come from.
-        module: what the ranks run; its GPU is used, whichever is the process's current one.
+        module: what the ranks run. The GPU that it is on by now is used, whichever is the process's
+            current one.
 
     Raises:
         RankError: there is no process group.
@@ -190,7 +191,7 @@ class GroupLinks:
 
 
 def _gpu_of(module: nn.Module | None) -> torch.device:
-    """The GPU of a module, which need not be the process's current one; that one otherwise."""
+    """The GPU of a module; the process's current one if the module has none."""
     parameters = [] if module is None else module.parameters()
     return next((p.device for p in parameters if p.is_cuda), torch.device("cuda"))
 

@@ -181,9 +181,8 @@ def cross(crossing: Crossing, input: Tensor | None) -> Tensor:
         RankError: a rank does not answer, or cannot run its layers.
     """
     own = [p for p in crossing.layers.parameters() if p.requires_grad]
-    start = torch.zeros(
-        (), device="cpu", requires_grad=crossing.gradient
-    )  # a rank may have nothing else
+    # A rank may have nothing else that a gradient is wanted for.
+    start = torch.zeros((), device="cpu", requires_grad=crossing.gradient)
     found: Tensor = _Node.apply(crossing, start, input, *own)  # type: ignore[no-untyped-call]
     return found
 
