@@ -174,5 +174,5 @@ def test_bad_text_is_refused(text):
 
 
 def test_a_schedule_and_its_chain_are_of_one_length():
-    with pytest.raises(ScheduleError, match="has length 2 and its chain 3 layers"):
+    with pytest.raises(ScheduleError, match="has length 2 and its chain has 3 layers"):
         simulate(Schedule.from_actions(STORE_ALL, length=2, units=CHAIN))

@@ -50,12 +50,12 @@ def test_ten_thousand_steps_stay_small():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", r"not a schedule: the text is no JSON \(Expecting value"),
-        ("{", r"not a schedule: the text is no JSON"),
+        ("", r"not a schedule: the text is not JSON \(Expecting value"),
+        ("{", r"not a schedule: the text is not JSON"),
         ("[1]", r"not a schedule: expected a JSON object, got \[1\]"),
         ("{}", r"'format' is None: expected 'retrograde-schedule'"),
-        (b"\xff", r"not a schedule: the text is no JSON"),
-        (None, r"not a schedule: the text is no JSON"),
+        (b"\xff", r"not a schedule: the text is not JSON"),
+        (None, r"not a schedule: the text is not JSON"),
     ],
 )
 def test_text_of_another_kind_is_refused(text, message):

@@ -1,14 +1,14 @@
-"""What is held and what is spent while a schedule is carried out.
+"""Count what is held and what is spent while a schedule is carried out.
 
-Two ways of counting, one for each thing that a schedule can be counted in. :class:`_OfUnits` has
-the equal steps of a recurrence in the papers' units, after each action; :class:`_OfChain` has the
-unequal layers of a :class:`~retrograde.schedule.chain.Chain` in bytes and seconds, within actions
-too. Both assume that the actions are legal: :mod:`retrograde.schedule.simulate` says which are.
+:class:`_OfUnits` counts the equal steps of a recurrence in the papers' units, after each action.
+:class:`_OfChain` counts the unequal layers of a :class:`~retrograde.schedule.chain.Chain` in bytes
+and seconds, within actions too. Both assume that the actions are legal, as
+:mod:`retrograde.schedule.simulate` checks.
 
-*Bytes of a chain.* A hidden state is held as long as it is current, stored, or referred to by the
-internal state before or after it, or handed on by a state that is held. It is counted once. A
-gradient is held from the time that its state's layer is backpropagated until the layer before is.
-While a layer runs, what it takes for a while is held too.
+*Bytes of a chain.* Each hidden state counts once, while it is current, stored, or held by something
+else: a neighbouring internal state that refers to it, or a held state that hands it on. The
+gradient of a state is held from the backward pass of its layer until that of the layer before.
+The transient memory of a layer counts while the layer runs.
 """
 
 from collections.abc import Callable
@@ -23,8 +23,11 @@ __all__ = ["Account", "account_of"]
 
 
 class Account(Protocol):
-    """The books of one replay: what is held now, the most that was held during the last action,
-    and the seconds since the start (0 where a step has no time)."""
+    """The account of one replay: bytes or units that are held, and seconds since the start.
+
+    ``held`` is held now, and ``high`` is the most that the last action held. ``seconds`` is 0 where
+    steps have no time.
+    """
 
     held: int
     high: int
@@ -33,8 +36,13 @@ class Account(Protocol):
     def advance(self, start: int, stop: int) -> None: ...
 
     def record(self, start: int, stop: int, *, resting: bool, in_core: bool) -> None:
-        """Resting: the state before the range is kept anyhow. In the core: the last step is
-        backpropagated at once."""
+        """Record a range.
+
+        Args:
+            start, stop: the steps of the range.
+            resting: whether the state before the range is kept in any case.
+            in_core: whether the last step is backpropagated at once.
+        """
         ...
 
     def store(self, at: int) -> None: ...
@@ -46,19 +54,19 @@ class Account(Protocol):
     def backward(self, start: int, stop: int) -> None: ...
 
     def keeps_output(self, step: int) -> bool:
-        """Whether the output of a step is held as long as its internal state is."""
+        """Whether a step's internal state holds the step's output."""
         ...
 
 
 def account_of(units: "Units | Chain", length: int) -> Account:
-    """Empty books, at the start of a replay."""
+    """Return an empty account, for the start of a replay."""
     return _OfChain(units) if isinstance(units, Chain) else _OfUnits(units, length)
 
 
 class _OfUnits:
     def __init__(self, units: "Units", length: int) -> None:
         self.units = units
-        self.prices = [0] * length  # what each recorded step counts
+        self.prices = [0] * length  # the units that each recorded step takes
         self.held = self.high = 0
         self.seconds = 0.0
 
@@ -103,7 +111,7 @@ class _OfChain:
         self.states, self.gradients = chain.state_bytes, chain.gradient_bytes
         self.tapes = chain.tape_bytes
         self.hands_on = ((), *chain.hands_on[:-1], ())  # the last state is the caller's
-        self.reasons = [0] * (len(chain) + 1)  # to hold each hidden state
+        self.reasons = [0] * (len(chain) + 1)  # how many holders each hidden state has
         self.held = self.high = chain.overhead_bytes
         self.seconds = 0.0
         self.current: int | None = None
@@ -160,7 +168,7 @@ class _OfChain:
         return self.chain.keeps_output[step]
 
     def _refer(self, k: int, change: Callable[[int], None]) -> None:
-        """Hold, or release, what the internal state of layer k refers to."""
+        """Apply ``change`` to the hidden states that the internal state of layer k refers to."""
         if self.chain.keeps_input[k]:
             change(k)
         if self.chain.keeps_output[k]:

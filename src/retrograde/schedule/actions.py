@@ -14,11 +14,11 @@ Steps are numbered 0 … T−1; hidden state k is the one before step k, so stat
 =========================  =====================================================================
 
 The set is that of Gruslys et al., *Memory-Efficient Backpropagation Through Time* (2016), with
-ranges where the paper has single steps. Which orders are legal, and what they cost, is said by
-:mod:`retrograde.schedule.simulate`. Actions know nothing of memory, time or tensors.
+ranges where the paper has single steps. :mod:`retrograde.schedule.simulate` defines which orders
+are legal and what they cost. Actions know nothing of memory, time or tensors.
 
-Inside, an action is a *code*: three integers (verb, start, stop), ``stop == start`` where the verb
-has one position only.
+Internally an action is a *code*: three integers (verb, start, stop). A verb with one position has
+``stop == start``.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ Code: TypeAlias = tuple[int, int, int]
 
 
 class Verb(IntEnum):
-    """The number that stands for a verb in a code, and in the arrays of a schedule."""
+    """The number of a verb in a code, and in the arrays of a schedule."""
 
     ADVANCE = 0
     STORE = 1
@@ -56,7 +56,7 @@ class Verb(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class _OfRange:
-    """A verb of the steps ``start`` … ``stop − 1``."""
+    """A verb that applies to the steps ``start`` … ``stop − 1``."""
 
     start: int
     stop: int
@@ -67,7 +67,7 @@ class _OfRange:
 
 @dataclass(frozen=True, slots=True)
 class _OfState:
-    """A verb of the hidden state ``at``."""
+    """A verb that applies to the hidden state ``at``."""
 
     at: int
 
@@ -142,7 +142,7 @@ Action: TypeAlias = Advance | Store | Record | Load | Free | Backward
 
 
 def encode(action: Action) -> Code:
-    """The code (verb, start, stop) of an action; TypeError for anything else."""
+    """Return the code (verb, start, stop) of an action; TypeError for anything else."""
     verb = _VERBS.get(type(action))
     if verb is None:
         raise TypeError(
@@ -154,7 +154,7 @@ def encode(action: Action) -> Code:
 
 
 def decode(verb: int, start: int, stop: int) -> Action:
-    """The action that a code stands for; ``stop`` is ignored where the verb has one position."""
+    """Return the action of a code; ``stop`` is ignored where the verb has one position."""
     if verb in _OF_RANGE:
         return _OF_RANGE[verb](start, stop)
     if verb in _OF_PLACE:
@@ -162,7 +162,7 @@ def decode(verb: int, start: int, stop: int) -> Action:
     raise ValueError(f"{verb!r} is not a valid Verb")
 
 
-# By number, so that a long schedule is decoded without making an enumeration's members.
+# Keyed by plain integers: making enumeration members would slow the decoding of long schedules.
 _OF_RANGE: dict[int, Callable[[int, int], Action]] = {
     Verb.ADVANCE.value: Advance,
     Verb.RECORD.value: Record,

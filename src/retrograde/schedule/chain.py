@@ -1,18 +1,18 @@
-"""A chain: what each layer of a deep network takes, in seconds and bytes.
+"""A chain: the seconds and bytes of each layer of a deep network.
 
-Layers are numbered as steps are: layer k turns hidden state k into hidden state k+1. A hidden state
-is what one layer hands to the next; hidden state 0 is the chain's input, which the caller holds,
-and the last one its output, which the caller is handed: neither counts. All the others do, and so
-does the gradient of a hidden state, which takes what the state takes; more, where a layer hands on
-what it was given, as a tuple ``(y, skip)`` is.
+Layers are numbered as steps are: layer k turns hidden state k into hidden state k+1. Hidden state 0
+is the chain's input, which the caller holds. The last hidden state is the chain's output, which the
+caller receives. Neither counts against a budget; all other states do. So does the gradient of a
+hidden state. It is as large as the state, or larger where a layer hands on part of its input, as in
+a tuple ``(y, skip)``.
 
-Recording a layer keeps its *internal state*: all that its backward pass will need.
-``internal_bytes`` is what that holds beyond the layer's input, its output included (a of Gruslys et
-al. 2016, appendix C). Most layers' tapes refer to their input or to their output, which are then
-held as long as the tape is; some do not (a ReLU needs only its output, a residual sum neither), and
-a state that nobody refers to is not held: ``keeps_input``, ``keeps_output``.
+Recording a layer keeps its *internal state*: all that its backward pass needs. ``internal_bytes``
+is the size of that beyond the layer's input, its output included (a of Gruslys et al. 2016,
+appendix C). The tapes of most layers refer to their input or output and so hold it. Some do not: a
+ReLU needs only its output, and a residual sum needs neither. A state without a reference is not
+held. ``keeps_input`` and ``keeps_output`` say which states a tape refers to.
 
-Numbers only; measured ones come from :func:`retrograde.profile`.
+This module has numbers only; :func:`retrograde.profile` measures them.
 """
 
 import json
@@ -47,27 +47,26 @@ class Chain:
     """The layers of a deep network, as columns of equal length, one entry a layer.
 
     Args:
-        forward_seconds: running the layer once, whether or not it is recorded.
-        backward_seconds: backpropagating it, and whatever recording takes beyond running.
+        forward_seconds: running the layer once, recorded or not.
+        backward_seconds: backpropagating it, and the extra time of recording it.
         output_bytes: its output, the hidden state that it hands on.
-        internal_bytes: what recording it keeps beyond its input, its output included; by default
-            its output alone.
-        forward_transient_bytes: what running it takes for a while, beyond input and output; none
-            by default.
-        backward_transient_bytes: what backpropagating it takes for a while, beyond its internal
-            state and the gradients of its input and its output; none by default.
-        record_transient_bytes: what recording it takes for a while, beyond its input and its
-            internal state; as ``forward_transient_bytes`` by default.
-        release_bytes: how much less backpropagating it takes where nobody but its internal state
-            holds its input, which then is let go of before the peak; nothing by default.
+        internal_bytes: its internal state beyond its input, its output included; by default its
+            output alone.
+        forward_transient_bytes: temporaries of running it, beyond input and output; 0 by default.
+        backward_transient_bytes: temporaries of backpropagating it, beyond its internal state and
+            the gradients of its input and its output; 0 by default.
+        record_transient_bytes: temporaries of recording it, beyond its input and its internal
+            state; as ``forward_transient_bytes`` by default.
+        release_bytes: bytes that its backward pass saves where only its internal state holds its
+            input, which is then released before the peak; 0 by default.
         keeps_input: whether its internal state refers to its input; yes by default.
         keeps_output: whether its internal state refers to its output; yes by default.
-        names: what to call the layers; their numbers by default.
-        input_bytes: the chain's input; told, and not counted.
-        overhead_bytes: what is held from first to last, whatever is stored.
+        names: names of the layers; their numbers by default.
+        input_bytes: the chain's input; shown, and not counted.
+        overhead_bytes: bytes held throughout, whatever is stored.
         output_gradient_bytes: the gradient of its output; as ``output_bytes`` by default.
-        hands_on: the earlier hidden states whose memory its output still refers to, for it hands
-            on what it was given; none by default. A plan takes these to be held throughout.
+        hands_on: the earlier hidden states whose memory its output still refers to, because it
+            passes on part of its input; none by default. A plan counts these as held throughout.
 
     Raises:
         ScheduleError: the columns differ in length, or a number is negative, not finite or, where
@@ -129,7 +128,7 @@ class Chain:
             if whole < output:
                 raise ScheduleError(
                     f"internal_bytes[{k}] is {whole} and output_bytes[{k}] is {output}: expected "
-                    "at least as many, for an internal state is counted with its output"
+                    "at least as many, since an internal state is counted with its output"
                 )
 
     def __len__(self) -> int:
@@ -137,33 +136,34 @@ class Chain:
 
     @property
     def ordinary_seconds(self) -> float:
-        """An iteration of ordinary backpropagation: every layer forward and backward once."""
+        """Seconds of ordinary backpropagation: every layer forward and backward once."""
         return sum(self.forward_seconds) + sum(self.backward_seconds)
 
     @property
     def state_bytes(self) -> tuple[int, ...]:
-        """What holding each hidden state takes, 0 … len(chain): none for the first and the last."""
+        """Bytes of each hidden state, 0 … len(chain): 0 for the first and the last."""
         return (0, *self.output_bytes[:-1], 0)
 
     @property
     def gradient_bytes(self) -> tuple[int, ...]:
-        """What the gradient of each hidden state takes; the first one's is the caller's."""
+        """Bytes of each hidden state's gradient; 0 for the first, whose gradient is the
+        caller's."""
         return (0, *self.output_gradient_bytes)
 
     @property
     def standing_bytes(self) -> int:
-        """What a plan takes to be held from first to last: the overhead, and what is handed on."""
+        """Bytes that a plan counts throughout: the overhead, and states that are handed on."""
         states = self.state_bytes
         return self.overhead_bytes + sum(states[at] for at in {*chain(*self.hands_on)})
 
     @property
     def tape_bytes(self) -> tuple[int, ...]:
-        """What each internal state holds besides the layer's input and output."""
+        """Bytes of each internal state without the layer's input and output."""
         pairs = zip(self.internal_bytes, self.output_bytes, strict=True)
         return tuple(whole - output for whole, output in pairs)
 
     def to_json(self) -> str:
-        """The chain as one line of JSON text, which :meth:`from_json` reads."""
+        """Return the chain as one line of JSON text, which :meth:`from_json` reads."""
         document = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
         if self.output_gradient_bytes == self.output_bytes:
             del document["output_gradient_bytes"]
@@ -181,7 +181,7 @@ class Chain:
         try:
             document = json.loads(text)
         except (TypeError, ValueError) as error:
-            raise ScheduleError(f"not a chain: the text is no JSON ({error})") from None
+            raise ScheduleError(f"not a chain: the text is not JSON ({error})") from None
         known = [("format", _FORMAT), ("version", _VERSION)]
         if (
             not isinstance(document, dict)
@@ -223,7 +223,7 @@ class Chain:
 
 
 def _entry(name: str, k: int | None, value: Any) -> Any:
-    """One entry of a column, as it is kept."""
+    """Check one entry of a column, and return it in the type that the chain keeps."""
     where = name if k is None else f"{name}[{k}]"
     if name == "names":
         return str(value)

@@ -1,8 +1,8 @@
 """Schedules as text: versioned, compact JSON, both ways.
 
-One object; all actions are one string of letters and positions, ``"S0 A0:5 S5 R5:6 B5:6"``, so that
-a schedule of 300 000 actions stays near 4 MB and can be read by eye. Reading checks the form only;
-whether the schedule is legal, :func:`retrograde.schedule.simulate` says.
+A schedule is one JSON object. All its actions are one string of letters and positions, such as
+``"S0 A0:5 S5 R5:6 B5:6"``. So 300 000 actions take about 4 MB, and the text is readable. Reading
+checks the form only; :func:`retrograde.schedule.simulate` checks whether the schedule is legal.
 """
 
 import json
@@ -68,7 +68,7 @@ def _document(text: str) -> dict[str, Any]:
     try:
         document = json.loads(text)
     except (TypeError, ValueError) as error:
-        _fail(f"the text is no JSON ({error})")
+        _fail(f"the text is not JSON ({error})")
     if not isinstance(document, dict):
         _fail(f"expected a JSON object, got {json.dumps(document)[:40]}")
     if document.get("format") != _FORMAT:

@@ -1,10 +1,10 @@
 """Merging: the same schedule in the longest ranges.
 
-A range is one call of a fused kernel, a step is not. Adjacent ``Advance``s become one, and so do
-adjacent ``Record``s and ``Backward``s, wherever one begins where the other ends. What is run and
-what is held at the end of each range stays as it was: cost and peak do not change.
+A range is one call of a fused kernel, however many steps it has. Adjacent ``Advance``s become one,
+and so do adjacent ``Record``s and ``Backward``s, wherever one begins where the other ends. The same
+steps run and the same states are held, so cost and peak do not change.
 
-Linear in the number of actions, vectorised.
+The time is linear in the number of actions, and the code is vectorised.
 """
 
 from dataclasses import replace
@@ -18,7 +18,7 @@ __all__ = ["merge"]
 
 
 def merge(schedule: Schedule) -> Schedule:
-    """Join adjacent ranges of one verb: as few actions as that allows, and the same cost and peak.
+    """Join adjacent ranges of one verb, which leaves the cost and the peak as they are.
 
     >>> from retrograde.schedule import Advance, Store
     >>> steps = Schedule.from_actions([Store(0), Advance(0, 1), Advance(1, 3)], length=3)

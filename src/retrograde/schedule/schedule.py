@@ -1,14 +1,13 @@
-"""A schedule: everything that one policy does for one length and one memory, as a finite value.
+"""A schedule: all actions of one policy for one length and one memory, as an immutable value.
 
-Outside, a schedule is a sequence of frozen actions; inside, three read-only arrays of equal length
-(verb, start, stop), 17 bytes an action, so that the 300 000 actions of a schedule for 100 000 steps
-are 5 MB and no garbage. It is a value: equal when its parts are equal, hashable, never changed.
+To its user, a schedule is a sequence of frozen actions. Inside, it is three read-only arrays of
+equal length (verb, start, stop). An action takes 17 bytes, so 300 000 actions take 5 MB.
+Schedules are equal when their parts are equal, and they are hashable.
 
-Its cost and its peak are not stored but replayed by :mod:`retrograde.schedule.simulate` when first
-asked for, so a schedule cannot claim what it does not do. A schedule need not be legal to exist:
-only a replay says so.
+The cost and the peak are not stored: :mod:`retrograde.schedule.simulate` replays the actions when
+one of them is first read. A schedule may be illegal; only a replay shows it.
 
-Limits: positions are 64-bit integers; indexing by slices gives tuples of actions, not schedules.
+Limits: positions are 64-bit integers; a slice gives a tuple of actions, not a schedule.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,7 +33,7 @@ _SHOWN = 60  # actions that str() shows of a long schedule, at each end
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """What the peak of a schedule is counted in; raises ScheduleError if beta exceeds alpha.
+    """The units of a schedule's peak; raises ScheduleError if beta exceeds alpha.
 
     Args:
         alpha: an internal state whose input hidden state is not in memory (α).
@@ -67,19 +66,18 @@ class Units:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Schedule:
-    """A finite, immutable sequence of actions, with what is needed to replay it.
+    """An immutable sequence of actions, with what is needed to replay it.
 
     Args:
         length: steps, at least 1.
         policy: the name of the policy that made it.
-        memory: what the planner was given, in ``units``; None where it was given nothing.
-        units: what the peak is counted in; a chain, where layers have their own bytes and seconds.
+        memory: the memory that the planner was given, in ``units``; None where it takes none.
+        units: the units of the peak; a chain, where layers have their own bytes and seconds.
         kind: verbs (:class:`~retrograde.schedule.actions.Verb`), shape (actions,).
         start: first positions, shape (actions,).
         stop: second positions, shape (actions,); equal to ``start`` for verbs with one position.
-        bound: what the planner proved that no schedule of the policy undercuts, in forward steps,
-            or in seconds where ``units`` is a chain; None where it proved nothing.
-
+        bound: a proven lower bound of the cost, over all schedules of the policy: forward steps,
+            or seconds where ``units`` is a chain; None where nothing was proven.
     Raises:
         ScheduleError: the arrays differ in shape, or a verb is unknown.
 
@@ -125,15 +123,14 @@ class Schedule:
         memory: int | None = None,
         units: Units | Chain | None = None,
     ) -> "Schedule":
-        """Make a schedule of any actions, in the order of their execution; nothing is replayed
-        yet.
+        """Make a schedule from actions in the order of their execution, without a replay.
 
         Args:
             actions: positions that do not fit 64 bits raise ScheduleError.
             length: steps.
             policy: a name.
             memory: slots, or None.
-            units: what the peak is counted in; ``Units()`` by default.
+            units: the units of the peak; ``Units()`` by default.
 
         Example:
             >>> from retrograde.schedule import Store
@@ -167,7 +164,7 @@ class Schedule:
 
     @property
     def cost(self) -> int:
-        """Forward steps run in all, the first sweep included; ScheduleError if not legal."""
+        """Forward steps in all, the first sweep included; ScheduleError if not legal."""
         return self._replay.cost
 
     @property
@@ -177,21 +174,26 @@ class Schedule:
 
     @property
     def seconds(self) -> float | None:
-        """An iteration, where ``units`` is a chain; None for steps of which no time is known;
-        ScheduleError if not legal."""
+        """Seconds of one iteration, where ``units`` is a chain; None for steps without a time.
+
+        Raises:
+            ScheduleError: the schedule is not legal.
+        """
         return float(self._replay.clock[-1]) if isinstance(self.units, Chain) else None
 
     @property
     def gap(self) -> float | None:
-        """How far the cost, or the seconds of a chain, may be from the least, as a share of
-        ``bound``: 0.0 is optimal; None where there is no bound."""
+        """How far the cost, or a chain's seconds, is above ``bound``, as a share of it.
+
+        0.0 is optimal; None where there is no bound.
+        """
         if self.bound is None:
             return None
         spent = self.cost if self.seconds is None else self.seconds
         return spent / self.bound - 1 if self.bound else 0.0
 
     def codes(self) -> Iterator[Code]:
-        """The codes (verb, start, stop) of all actions, as Python integers.
+        """Iterate over the codes (verb, start, stop) of all actions, as Python integers.
 
         Example:
             >>> list(Schedule.from_codes([(1, 0, 0)], length=1).codes())
@@ -200,7 +202,7 @@ class Schedule:
         return zip(self.kind.tolist(), self.start.tolist(), self.stop.tolist(), strict=True)
 
     def to_json(self) -> str:
-        """The schedule as one line of compact JSON.
+        """Return the schedule as one line of compact JSON.
 
         Example:
             >>> from retrograde.schedule import Store
@@ -214,7 +216,7 @@ class Schedule:
 
     @staticmethod
     def from_json(text: str) -> "Schedule":
-        """Read what :meth:`to_json` wrote; nothing is replayed yet.
+        """Read the text of :meth:`to_json`, without a replay.
 
         Raises:
             ScheduleError: the text is malformed; the message says where.

@@ -1,28 +1,28 @@
 """The executable specification: which schedules are legal, what they cost, what they hold.
 
-At the start state 0 is current and nothing is kept. Then, action by action:
+At the start, state 0 is current and nothing is kept. The rules, action by action:
 
-1. ``Advance`` and ``Record`` start at the current state, run forward through at least one step, and
-   through none that is recorded or backpropagated already.
+1. ``Advance`` and ``Record`` start at the current state and run at least one step. None of the
+   steps is recorded or backpropagated already.
 2. ``Store`` keeps the current state, once.
-3. ``Load`` finds a state that is stored or is the output of a recorded step, and not yet current;
-   of a chain's layer only where its internal state refers to its output.
-4. ``Backward`` continues where the last one ended (the first at the end of the sequence), through
-   recorded steps only. Afterwards no state is current.
-5. ``Free`` comes directly after the last use of a stored state: after ``Load(at)``, or after a
-   ``Backward`` that ends at it. No recorded step may still rest on it.
+3. ``Load`` makes a state current that is stored, or is the output of a recorded step. In a chain,
+   the internal state of that layer must refer to its output. The state is not current yet.
+4. ``Backward`` continues where the last one ended (the first one at the end of the sequence), and
+   all its steps are recorded. No state is current afterwards.
+5. ``Free`` follows the last use of a stored state directly: a ``Load(at)``, or a ``Backward`` that
+   ends at it. No recorded step may still rest on the state.
 6. At the end every step is backpropagated and nothing is kept.
 
-So nothing in a legal schedule is kept longer than it is needed or done twice, and leaving out,
-doubling or exchanging any of its actions makes it illegal.
+So a legal schedule keeps nothing longer than needed and does nothing twice. Leaving out, doubling
+or exchanging any of its actions makes it illegal.
 
-*Accounting.* A stored state counts ``units.state`` (state 0: ``units.initial``). A recorded step
-counts β where its input state is kept too, else α; the steps of a range rest on one another. A
-``Record`` directly followed by a ``Backward`` from its end has its last step in the working core,
-which counts ``units.core``. The peak is the largest sum after any action; the cost is the number of
-forward steps. Both as G16, sections 3.1 to 3.4, count them. Where ``units`` is a
-:class:`~retrograde.schedule.chain.Chain` the peak is in bytes, what an action takes for a while
-included, and there are seconds too (:mod:`retrograde.schedule.account`).
+*Accounting*, as in G16, sections 3.1 to 3.4. A stored state counts ``units.state`` (state 0:
+``units.initial``). A recorded step counts β where its input state is kept too, else α; within a
+range each step rests on the one before. If a ``Backward`` from its end follows a ``Record``
+directly, the last step is in the working core and counts ``units.core``. The peak is the largest
+sum after any action; the cost is the number of forward steps. Where ``units`` is a
+:class:`~retrograde.schedule.chain.Chain`, the peak is in bytes and includes temporaries, and there
+are seconds too (:mod:`retrograde.schedule.account`).
 
 Time and memory are linear in actions and steps.
 """
@@ -49,10 +49,12 @@ _NOTHING: Code = (-1, -1, -1)
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What a legal schedule was seen to do: ``cost`` in forward steps, ``peak`` in the schedule's
-    units. Of each action, ``kept`` is what is held after it, ``high`` the most that is held during
-    it, and ``clock`` the seconds until its end, 0 where steps have no time. These three are
-    read-only, shape (actions,)."""
+    """The result of replaying a legal schedule.
+
+    ``cost`` is in forward steps and ``peak`` in the schedule's units. Three read-only arrays of
+    shape (actions,) describe each action. ``kept`` is held after it and ``high`` is the most held
+    during it. ``clock`` is the seconds until its end (0 where steps have no time).
+    """
 
     cost: int
     peak: int
@@ -66,13 +68,13 @@ def simulate(schedule: "Schedule") -> Replay:
     """Replay a schedule, step by step, and count.
 
     Args:
-        schedule: any, legal or not.
+        schedule: a schedule, legal or not.
 
     Returns:
         Its cost and its peak.
 
     Raises:
-        ScheduleError: it is not legal; the message names the action and the reason.
+        ScheduleError: the schedule is not legal; the message names the action and the reason.
 
     Example:
         >>> from retrograde.schedule import Backward, Free, Record, Schedule, Store
@@ -89,7 +91,7 @@ def simulate(schedule: "Schedule") -> Replay:
         raise ScheduleError(f"the schedule has length {length!r}: expected at least 1 step")
     if isinstance(schedule.units, Chain) and len(schedule.units) != length:
         raise ScheduleError(
-            f"the schedule has length {length} and its chain {len(schedule.units)} layers: "
+            f"the schedule has length {length} and its chain has {len(schedule.units)} layers: "
             "expected one step for each layer"
         )
     codes = list(schedule.codes())
@@ -113,13 +115,13 @@ def simulate(schedule: "Schedule") -> Replay:
 
 
 class _Machine:
-    """Everything that is current, kept and done; each verb returns why it is refused, or ""."""
+    """The state of a replay; each verb returns the reason why it is refused, or ""."""
 
     def __init__(self, length: int, units: "Units | Chain") -> None:
         self.length = length
         self.account = account_of(units, length)
         self.outputs = units.keeps_output if isinstance(units, Chain) else (True,) * length
-        self.current = 0  # -1 where no state is
+        self.current = 0  # -1 where no state is current
         self.stored = bytearray(length + 1)
         self.recorded = bytearray(length)
         self.frontier = length  # steps from here on are backpropagated
