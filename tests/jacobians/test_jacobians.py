@@ -632,7 +632,7 @@ def test_flops_are_those_counted_term_by_term():
         (
             lambda: transposed_jacobian(nn.Softmax(1), torch.ones(2, 3)),
             r"Softmax has no transposed Jacobian here: expected a layer with a rule; give it one "
-            r"by rg\.scan\.register_layer\(Softmax, jacobian=\.\.\.\), or parts=\.\.\. where it is "
+            r"by rg\.scan\.register_layer\(Softmax, jacobian=\.\.\.\), or parts=\.\.\. if it is "
             r"made of layers that have one, or use backward=None",
         ),
         (
@@ -681,7 +681,8 @@ def test_flops_are_those_counted_term_by_term():
         (
             lambda: transposed_jacobian(nn.Conv2d(3, 64, 3), torch.ones(2, 3, 9, 9), memory="1KiB"),
             r"the transposed Jacobian of Conv2d, 243×3,136, takes \d+ KiB for 2 samples, and "
-            r"1 KiB are given: expected memory for all of it; give fewer samples, or more memory",
+            r"1 KiB are available: expected memory for all of it; give fewer samples, or more "
+            r"memory",
         ),
         (
             lambda: CSR(Pattern(full(2, 3)), torch.ones(5)),
@@ -751,7 +752,9 @@ def test_a_hook_may_look_but_not_change():
         assert seen == [layer, layer]
         seen.clear()
         handle = layer.register_forward_hook(lambda m, args, y: 2 * y)
-        text = f"a forward hook of {type(layer).__name__} changed .*: expected hooks that only look"
+        text = (
+            f"a forward hook of {type(layer).__name__} changed .*: expected hooks that only observe"
+        )
         with pytest.raises(ScanError, match=text):
             transposed_jacobian(layer, torch.ones(2, 3))
         handle.remove()

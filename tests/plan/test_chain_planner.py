@@ -251,7 +251,7 @@ def test_a_budget_below_the_least_names_the_layer():
         ({"state": 5}, ScheduleError, "state is 5 beside a chain"),
         ({"segments": 2}, ScheduleError, "segments is 2 beside a chain"),
         ({"memory": None}, ScheduleError, "the policy 'msm' needs a memory: give bytes"),
-        ({"policy": "store-all"}, ScheduleError, "'store-all' takes no memory: it holds what"),
+        ({"policy": "store-all"}, ScheduleError, "'store-all' takes no memory, since what"),
         ({"memory": 0}, UnitError, "the memory 0 is 0 bytes: expected at least 1"),
         ({"memory": "much"}, UnitError, "cannot read the memory 'much'"),
         ({"memory": 1.5}, UnitError, "expected a fraction above 0 and at most 1"),

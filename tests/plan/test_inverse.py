@@ -84,14 +84,14 @@ def test_memory_and_cost_are_inverse(length, memory, alpha):
 @pytest.mark.parametrize(
     ("ask", "message"),
     [
-        (lambda: least_memory(1000, 999), "cost is 999: no memory meets it; 1000 steps of 'hsm' "),
+        (lambda: least_memory(1000, 999), "cost is 999: no memory is enough; 1000 steps of 'hsm' "),
         (lambda: least_memory(9, 16), "take at least 17 forward steps, with a memory of 8"),
         (lambda: least_memory(9, 8, "msm", alpha=5), "at least 9 forward steps, with a memory of"),
         (lambda: least_memory(0, 8), "length is 0: expected an integer, 1 or more"),
         (lambda: least_memory(9, 8.5), "cost is 8.5: expected an integer, 1 or more"),
         (lambda: least_memory(9, 9, "msm"), "the policy 'msm' needs alpha"),
         (lambda: least_memory(9, 9, "lru"), "unknown policy 'lru': use one of hsm, ism, msm"),
-        (lambda: least_memory(9, 9, "chen-sqrt"), "'chen-sqrt' takes no memory: .* use 'hsm'"),
+        (lambda: least_memory(9, 9, "chen-sqrt"), "'chen-sqrt' takes no memory, .* use 'hsm'"),
         (lambda: longest(0.99, 5), "cost_per_step is 0.99: expected 1 or more, since every step"),
         (lambda: longest("x", 5), "cost_per_step is 'x': expected 1 or more"),
         (lambda: longest(float("nan"), 5), "cost_per_step is nan: expected 1 or more"),

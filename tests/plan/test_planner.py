@@ -86,7 +86,10 @@ LIST = "hsm, ism, msm, store-all, store-hidden, recompute-all, chen-sqrt, chen-r
         ({"memory": np.True_}, "memory is np.True_: expected an integer, 1 or more"),
         ({"memory": None}, "the policy 'hsm' needs a memory: give its slots, 1 or more"),
         ({"policy": "lru"}, f"unknown policy 'lru': use one of {LIST}"),
-        ({"policy": "store-all"}, "the policy 'store-all' takes no memory: it holds what it holds"),
+        (
+            {"policy": "store-all"},
+            "the policy 'store-all' takes no memory, since what it keeps is fixed",
+        ),
         ({"policy": "msm"}, "the policy 'msm' needs alpha, .*: give such as alpha=5"),
         ({"policy": "msm", "beta": 1}, "the policy 'msm' needs alpha"),
         ({"policy": "msm", "alpha": 0}, "alpha is 0: expected an integer, 1 or more"),

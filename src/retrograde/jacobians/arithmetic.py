@@ -1,12 +1,12 @@
-"""Products with sparse transposed Jacobians, in plain torch, and which kernels do them faster.
+"""Products with sparse transposed Jacobians in plain torch, and the choice of faster kernels.
 
 Values are (nnz,) where all samples share them, or (samples, nnz); a gradient is (columns,) or
-(samples, columns). What lands where is known (:class:`~retrograde.jacobians.pattern.Product`), so a
-product is gather, multiply, segmented sum: no search and no merging of indices, which is most of
-what a general sparse product does (W20, sections 3.3 and 4.3).
+(samples, columns). :class:`~retrograde.jacobians.pattern.Product` has the position of every result.
+So a product is gather, multiply, segmented sum. It needs no search and no merging of indices, which
+are most of the work of a general sparse product (W20, sections 3.3 and 4.3).
 
-Where all channels meet, as in an unpruned convolution, a whole matrix stands between an input
-place and an output place. A product of two such Jacobians sums products of these matrices, by BLAS.
+If all channels meet, as in an unpruned convolution, each pair of an input place and an output place
+has a whole matrix. A product of two such Jacobians sums products of these matrices, by BLAS.
 """
 
 import importlib.util
@@ -27,8 +27,11 @@ __all__ = ["SparseKernels", "apply", "multiply", "plain", "sparse_kernels", "spr
 
 @dataclass(frozen=True)
 class SparseKernels:
-    """One implementation, "numba", "triton" or "torch", of :func:`scale`, :func:`multiply_sparse`,
-    :func:`apply_sparse`, :func:`take` and :func:`mark`."""
+    """One implementation ("numba", "triton" or "torch") of the products.
+
+    They are :func:`scale`, :func:`multiply_sparse`, :func:`apply_sparse`, :func:`take`,
+    :func:`mark`.
+    """
 
     name: str
     scale: Callable[[Pattern, Tensor, Tensor, bool], Tensor]
@@ -39,8 +42,10 @@ class SparseKernels:
 
 
 def multiply(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> Tensor:
-    """The values of ``left.product(right).result``: (nnz,) where both factors' are shared, else
-    (samples, nnz)."""
+    """Return the values of ``left.product(right).result``.
+
+    They are (nnz,) where both factors' are shared, else (samples, nnz).
+    """
     plan = left.product(right)
     kernels = sparse_kernels(a.device.type, a.dtype)
     if plan.method == "sparse":
@@ -57,7 +62,7 @@ def multiply(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> Tensor:
 
 
 def apply(pattern: Pattern, values: Tensor, x: Tensor) -> Tensor:
-    """A transposed Jacobian times a gradient: (rows,) or (samples, rows)."""
+    """Return a transposed Jacobian times a gradient: (rows,) or (samples, rows)."""
     if pattern.kind == "diagonal":
         return values * x
     if pattern.kind == "full":
@@ -67,7 +72,7 @@ def apply(pattern: Pattern, values: Tensor, x: Tensor) -> Tensor:
 
 
 def spread_out(pattern: Pattern, values: Tensor) -> Tensor:
-    """The matrix with its zeros: (rows, columns) or (samples, rows, columns)."""
+    """Return the matrix with its zeros: (rows, columns) or (samples, rows, columns)."""
     if pattern.kind == "full":
         return values.reshape(*values.shape[:-1], *pattern.shape)
     rows, columns = pattern.shape
@@ -78,13 +83,14 @@ def spread_out(pattern: Pattern, values: Tensor) -> Tensor:
 
 
 def scale(pattern: Pattern, values: Tensor, diagonal: Tensor, by_column: bool) -> Tensor:
-    """The values of X·diag(d) if ``by_column``, else of diag(d)·X; pattern and values are X's."""
+    """Return the values of X·diag(d) if ``by_column``, else of diag(d)·X; pattern, values are
+    X's."""
     places = pattern.tensor("indices" if by_column else "row_of", values.device)
     return values * diagonal.index_select(-1, places)
 
 
 def multiply_sparse(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> Tensor:
-    """The values of a product, neither factor diagonal: gather, multiply, segmented sum."""
+    """Return the values of a product without diagonal factors: gather, multiply, segmented sum."""
     plan = left.product(right)
     names = "ends", "lefts", "rights"
     ends, lefts, rights = (plan.landing.tensor(name, a.device) for name in names)
@@ -94,20 +100,22 @@ def multiply_sparse(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> Tens
 
 
 def apply_sparse(pattern: Pattern, values: Tensor, x: Tensor) -> Tensor:
-    """A transposed Jacobian, neither diagonal nor full, times a gradient."""
+    """Return a transposed Jacobian, neither diagonal nor full, times a gradient."""
     terms = values * x.index_select(-1, pattern.tensor("indices", x.device))
     rows = pattern.tensor("row_of", x.device)
     return x.new_zeros(*terms.shape[:-1], pattern.shape[0]).index_add_(-1, rows, terms)
 
 
 def take(weights: Tensor, pattern: Any) -> Tensor:
-    """The values of a pattern whose entries are the flat weights that its ``sources`` name."""
+    """Return the values of a pattern whose ``sources`` are indices into the flat weights."""
     return weights.index_select(0, pattern.tensor("sources", weights.device))
 
 
 def mark(pattern: Pattern, x: Tensor, chosen: Tensor) -> Tensor:
-    """The values of a max-pooling: 1 where the input of an entry is its output's maximum. ``x`` is
-    (samples, channels, …), and ``chosen`` is each maximum's place in its channel."""
+    """Return the values of a max-pooling: 1 where the input of an entry is its output's maximum.
+
+    ``x`` is (samples, channels, …), and ``chosen`` is the position of each maximum in its channel.
+    """
     within = pattern.tensor("row_of", x.device) % prod(x.shape[2:])
     columns = pattern.tensor("indices", x.device)
     return (chosen.flatten(1).index_select(1, columns) == within).to(x.dtype)
@@ -118,7 +126,7 @@ plain = SparseKernels("torch", scale, multiply_sparse, apply_sparse, take, mark)
 
 @cache
 def sparse_kernels(device: str, dtype: torch.dtype) -> SparseKernels:
-    """The fastest implementation for a type of device, such as "cpu" or "cuda"."""
+    """Return the fastest implementation for a type of device, such as "cpu" or "cuda"."""
     real = dtype in (torch.float32, torch.float64)
     if device == "cpu" and real:
         from retrograde.jacobians import cpu_products as cpu
@@ -147,9 +155,12 @@ def _multiply_by_blocks(plan: Product, a: Tensor, b: Tensor) -> Tensor:
 def _block_rows(
     values: Tensor, places: Pattern, rows: int, columns: int
 ) -> Iterator[tuple[slice, Tensor]]:
-    """For each row of the places: its entries, and their values (rows, columns, entries). In
-    compressed rows, full(C, D) ⊗ P is C times the rows of P, with D copies of a row's entries side
-    by side."""
+    """Iterate over the rows of the places: a row's entries, and their values (rows, columns,
+    entries).
+
+    In compressed rows, full(C, D) ⊗ P is C copies of the rows of P. Each row has D adjacent copies
+    of its entries.
+    """
     by_row = values.view(rows, columns * places.nnz)
     for start, end in pairwise(places.indptr.tolist()):
         part = by_row[:, columns * start : columns * end]
@@ -157,7 +168,7 @@ def _block_rows(
 
 
 def _blocks(values: Tensor, places: Pattern, rows: int, columns: int) -> Tensor:
-    """One sample's values as (entries of the places, rows, columns)."""
+    """Return one sample's values as (entries of the places, rows, columns)."""
     found = values.new_empty(places.nnz, rows, columns)
     for entries, part in _block_rows(values, places, rows, columns):
         found[entries] = part.permute(2, 0, 1)
@@ -165,20 +176,21 @@ def _blocks(values: Tensor, places: Pattern, rows: int, columns: int) -> Tensor:
 
 
 def _multiply_blocks(plan: Product, lefts: Tensor, rights: Tensor) -> Tensor:
-    """(entries of the product's places, rows, columns): for each the sum of its terms."""
+    """Return the sum of its terms for each entry: (entries of the product's places, rows,
+    columns)."""
     landing = plan.places.product.landing
     bounds = landing.ends.tolist()
     found = lefts.new_empty(len(bounds) - 1, lefts.shape[1], rights.shape[2])
     ours, theirs = (landing.tensor(name, lefts.device) for name in ("lefts", "rights"))
     for entry, (start, end) in enumerate(pairwise(bounds)):
-        # Side by side and below one another, the terms' factors are those of one product.
+        # Concatenated, the factors of all terms are the factors of one product.
         x = lefts[ours[start:end]].permute(1, 0, 2).reshape(lefts.shape[1], -1)
         torch.mm(x, rights[theirs[start:end]].flatten(0, 1), out=found[entry])
     return found
 
 
 def _put_blocks(plan: Product, blocks: Tensor, out: Tensor) -> None:
-    """Blocks (entries of the places, rows, columns) to where they stand among all values."""
+    """Copy blocks (entries of the places, rows, columns) to their positions among all values."""
     places = plan.places.product.result
     _, rows, columns = blocks.shape
     if plan.result.kind == "full":

@@ -1,7 +1,8 @@
-"""Running a layer and finding its Jacobian, also of layers that are made of others.
+"""Run a layer and find its Jacobian, also for layers that are made of others.
 
-A layer is one piece, or layers in turn (``torch.nn.Sequential``), or a sum of paths (a residual
-block). The Jacobian of layers in turn is the product of theirs, that of a sum is the sum.
+A layer is one piece, a sequence of layers (``torch.nn.Sequential``), or a sum of paths (a residual
+block). The Jacobian of a sequence is the product of its layers' Jacobians; that of a sum is the
+sum.
 """
 
 from abc import ABC, abstractmethod
@@ -26,11 +27,11 @@ __all__ = ["Joined", "Maker", "Path", "Piece", "Residual", "observe"]
 
 
 class Residual(nn.Module):
-    """A residual block: layers in turn, and a shortcut past them, added up (He et al., 2016).
+    """A residual block: the sum of a sequence of layers and a shortcut (He et al., 2016).
 
     Args:
         layers: the one path.
-        shortcut: the other; without it, the input itself.
+        shortcut: the other path; by default, the input itself.
 
     Example:
         >>> import torch
@@ -45,45 +46,47 @@ class Residual(nn.Module):
         self.shortcut = nn.Identity() if shortcut is None else shortcut
 
     def forward(self, input: Tensor) -> Tensor:
-        """The sum of both paths, (samples, …)."""
+        """Return the sum of both paths, (samples, …)."""
         given = input.clone() if _overwrites(self.layers) else input  # the shortcut reads it too
         found: Tensor = self.layers(given) + self.shortcut(input)
         return found
 
 
 def _overwrites(layer: nn.Module) -> bool:
-    """Whether layers in turn begin with one in place."""
+    """Return whether the first layer of a sequence works in place."""
     while isinstance(layer, nn.Sequential) and len(layer):
         layer = layer[0]
     return bool(getattr(layer, "inplace", False))
 
 
 class Path(ABC):
-    """One or more layers from an input to an output. A *maker* gives the matrix of a
-    :class:`Piece`: its Jacobian for some samples, or an outline that knows only sizes. A path
-    combines these by ``@`` and ``+``."""
+    """One or more layers from an input to an output.
+
+    A *maker* returns the matrix of a :class:`Piece`: its Jacobian for some samples, or an outline
+    that has only sizes. A path combines these by ``@`` and ``+``.
+    """
 
     @property
     @abstractmethod
     def inputs(self) -> int:
-        """Numbers of a sample that it takes."""
+        """Numbers in the input of one sample."""
 
     @property
     @abstractmethod
     def outputs(self) -> int:
-        """Numbers of a sample that it gives."""
+        """Numbers in the output of one sample."""
 
     @abstractmethod
     def pieces(self) -> "list[Piece]":
-        """The single layers."""
+        """Return the single layers."""
 
     @abstractmethod
     def matrix(self, make: "Maker") -> Any:
-        """The Jacobian."""
+        """Return the Jacobian."""
 
     @abstractmethod
     def apply(self, make: "Maker", gradient: Any) -> Any:
-        """The Jacobian times a gradient, without the products that the Jacobian would take."""
+        """Return the Jacobian times a gradient, without computing the Jacobian."""
 
 
 @dataclass(eq=False)
@@ -103,7 +106,7 @@ class Piece(Path):
 
     @property
     def changes(self) -> bool:
-        """Whether it does more to a gradient than to reshape it."""
+        """Whether it does more to a gradient than reshape it."""
         return self.jacobian.values is not None
 
     def pieces(self) -> "list[Piece]":
@@ -118,7 +121,7 @@ class Piece(Path):
 
 @dataclass(eq=False)
 class Joined(Path):
-    """Paths, at least one, in turn; or side by side from the same input and added up."""
+    """At least one path: a sequence, or a sum of paths from the same input."""
 
     paths: Sequence[Path]
     added: bool
@@ -149,9 +152,11 @@ Maker = Callable[[Piece], Any]
 
 
 def observe(layer: nn.Module, x: Tensor) -> tuple[Tensor, Path]:
-    """Run a layer on x, (samples, …), and keep what its Jacobian is made of. The output is
-    differentiable in x, which must require a gradient. Raises ScanError if a layer has no rule or
-    couples samples."""
+    """Run a layer on x, (samples, …), and return the output and the path of its Jacobian.
+
+    The output is differentiable in x, which must require a gradient. Raises ScanError if a layer
+    has no rule or couples samples.
+    """
     parts, own = parts_of(layer), "forward" not in vars(layer)
     if parts is not None:
         run = partial(observe, parts)
@@ -180,9 +185,9 @@ def _observe_turns(layers: nn.Sequential, x: Tensor) -> tuple[Tensor, Path]:
 
 def _observe_piece(layer: nn.Module, rule: Rule, x: Tensor) -> tuple[Tensor, Path]:
     _check_apart(layer)
-    # An in-place layer overwrites a copy here, since the input is read again.
+    # An in-place layer gets a copy, since the input is read again.
     given = x.clone() if getattr(layer, "inplace", False) else x
-    with cached():  # a parametrized weight may differ each time it is computed
+    with cached():  # a parametrized weight may differ at each computation
         y = type(layer).forward(layer, given)
         _check_output(layer, x, y)
         found = rule(layer, x, y)
@@ -214,9 +219,9 @@ def _through(
     ((given, made, path),) = seen
     if given is not x or y is not made:
         raise ScanError(
-            f"a forward hook of {type(layer).__name__} changed what it was given or what it gave, "
-            "which its Jacobian knows nothing of: expected hooks that only look; make a layer of "
-            "it, or use backward=None"
+            f"a forward hook of {type(layer).__name__} changed the layer's input or output, and "
+            "its Jacobian does not include that: expected hooks that only observe; move the change "
+            "into a layer, or use backward=None"
         )
     return y, path
 

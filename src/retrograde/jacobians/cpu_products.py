@@ -2,7 +2,8 @@
 
 The references are the functions of :mod:`retrograde.jacobians.arithmetic`. A row of a product is
 summed in a dense buffer, one number a column, and its known entries are gathered from there.
-Samples lie side by side, so one look at the indices serves eight of them, by one instruction.
+The samples of an entry are adjacent, so one look at the indices serves eight samples, by one
+instruction.
 """
 
 from itertools import pairwise
@@ -22,8 +23,8 @@ from retrograde.kernels.team import Range, share
 __all__ = ["apply", "mark", "multiply", "scale", "take"]
 
 _Reals = NDArray[np.floating[Any]]
-_PIECES = 8  # of a thread's share, so that uneven rows do not leave the others waiting
-_LEAST_WORK = 2**24  # multiplications that take longer than to wake another thread, some ms
+_PIECES = 8  # pieces for each thread, so that uneven rows leave no thread idle
+_LEAST_WORK = 2**24  # multiplications; with fewer, waking another thread (some ms) does not pay
 _NONE = np.empty(0, np.int32)
 
 
@@ -79,7 +80,7 @@ def scale(pattern: Pattern, values: Tensor, diagonal: Tensor, by_column: bool) -
 def _scale_one_by_one(
     pattern: Pattern, values: Tensor, diagonal: Tensor, by_column: bool
 ) -> Tensor:
-    """Where both factors lie sample after sample, so does the product."""
+    """Scale where both factors store sample after sample; the product does so too."""
     samples, found = _room(pattern.nnz, values, diagonal, one_by_one=True)
     x, d = (each.expand(samples, -1).numpy() for each in (values.detach(), diagonal.detach()))
     out, rows = found.numpy(), pattern.shape[0]
@@ -133,7 +134,7 @@ def mark(pattern: Pattern, x: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _multiply_full(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> Tensor:
-    """A product one of whose factors is full, sample after sample."""
+    """Multiply where one factor is full, sample after sample."""
     (rows, inner), columns = left.shape, right.shape[1]
     samples, found = _room(rows * columns, a, b, one_by_one=True)
     ours, theirs = _one_by_one(a), _one_by_one(b)
@@ -160,7 +161,7 @@ def _multiply_full(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> Tenso
 
 
 def _room(size: int, a: Tensor, b: Tensor, *, one_by_one: bool = False) -> tuple[int, Tensor]:
-    """How many samples there are, and room for a number of each, or of all where they share it."""
+    """Return the number of samples, and an empty result for them, or for values that all share."""
     samples = max((len(x) for x in (a, b) if x.ndim == 2), default=0)
     if not samples:
         return 1, in_large_pages(a.new_empty(size))
@@ -170,20 +171,22 @@ def _room(size: int, a: Tensor, b: Tensor, *, one_by_one: bool = False) -> tuple
 
 
 def _side_by_side(values: Tensor) -> tuple[_Reals, int]:
-    """All samples' numbers of an entry, and then of the next; and the distance of entries."""
+    """Return the numbers of an entry for all samples, entry after entry, and the stride of
+    entries."""
     turned = values.detach().T if values.ndim == 2 else values.detach()
     array: _Reals = turned.contiguous().view(-1).numpy()
     return array, len(values) if values.ndim == 2 else 1
 
 
 def _one_by_one(values: Tensor) -> tuple[_Reals, int]:
-    """All numbers of a sample, and then of the next; and the distance of samples, 0 if shared."""
+    """Return all numbers of a sample, sample after sample, and the stride of samples (0 if
+    shared)."""
     array: _Reals = values.detach().contiguous().view(-1).numpy()
     return array, values.shape[1] if values.ndim == 2 and len(values) > 1 else 0
 
 
 def _pieces(rows: int, work: int) -> list[Range]:
-    """Ranges of rows, several for each thread; one where there is too little to do for two."""
+    """Return ranges of rows, several for each thread; one where two are not worth it."""
     if work < _LEAST_WORK:
         return [(0, rows)]
     count = max(1, min(rows // 4, _PIECES * torch.get_num_threads()))

@@ -22,9 +22,9 @@ __all__ = ["CSR", "LayerJacobian"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CSR:
-    """A transposed Jacobian (∂y/∂x)ᵀ, whose guaranteed zeros are left out.
+    """A transposed Jacobian (∂y/∂x)ᵀ without its guaranteed zeros.
 
-    All samples share the pattern; they share values, too, where these depend on weights only.
+    All samples share the pattern. They share values too, where these depend on weights only.
     ``a @ b`` is a product, planned once for the two patterns; ``a + b`` is the sum of two paths.
 
     Args:
@@ -52,7 +52,9 @@ class CSR:
 
     @classmethod
     def from_dense(cls, matrix: Tensor) -> "CSR":
-        """The entries of (inputs, outputs), or (samples, inputs, outputs), not zero in all samples.
+        """Take the entries of (inputs, outputs), or (samples, inputs, outputs), not zero in all
+        samples.
+
         These values decide the pattern, so it is wrong for a layer whose zeros depend on its input.
         """
         present = matrix != 0 if matrix.ndim == 2 else (matrix != 0).any(0)
@@ -63,7 +65,7 @@ class CSR:
 
     @property
     def indptr(self) -> Tensor:
-        """Where each row begins among the entries, and where the last one ends: (rows + 1,)."""
+        """The offset of each row's first entry, and the end of the last row: (rows + 1,)."""
         return self.pattern.tensor("indptr", self.data.device)
 
     @property
@@ -78,15 +80,15 @@ class CSR:
 
     @property
     def nnz(self) -> int:
-        """Entries of a sample."""
+        """The number of entries of a sample."""
         return self.pattern.nnz
 
     def to_dense(self) -> Tensor:
-        """The matrix with its zeros: a tensor of shape :attr:`shape`."""
+        """Return the matrix with its zeros: a tensor of shape :attr:`shape`."""
         return spread_out(self.pattern, self.data)
 
     def to_scipy(self, sample: int = 0) -> "csr_array":
-        """One sample's matrix as a ``scipy.sparse.csr_array``; needs scipy."""
+        """Return one sample's matrix as a ``scipy.sparse.csr_array``; needs scipy."""
         from scipy.sparse import csr_array
 
         values = self.data if self.data.ndim == 1 else self.data[sample]
@@ -94,7 +96,7 @@ class CSR:
         return csr_array(arrays, shape=self.pattern.shape)
 
     def samples(self, which: slice) -> "CSR":
-        """The Jacobian of some samples; all of it where the samples share it."""
+        """Return the Jacobian of some samples; all of it where the samples share it."""
         return self if self.data.ndim == 1 else CSR(self.pattern, self.data[which])
 
     def __matmul__(self, other: Any) -> Any:
@@ -147,10 +149,10 @@ def _sparse(element: Dense | Diagonal) -> CSR:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerJacobian:
-    """The transposed Jacobian of one layer at one input, its values not computed yet.
+    """The transposed Jacobian of one layer at one input, whose values are not computed yet.
 
     Args:
-        pattern: of its guaranteed zeros.
+        pattern: the pattern of its entries.
         shared: whether all samples have the same values.
         values: computes them: (nnz,) if shared, else (samples, nnz); None for a layer that
             only changes shapes.
@@ -163,7 +165,7 @@ class LayerJacobian:
     scratch: int = 0
 
     def csr(self, like: Tensor) -> CSR:
-        """With its values, of the type and on the device of ``like``."""
+        """Compute the values, of the type and on the device of ``like``."""
         if self.values is None:
             return CSR(self.pattern, like.new_ones(self.pattern.nnz))
         return CSR(self.pattern, self.values())

@@ -5,8 +5,8 @@ products with a gradient are the same sums: for each sample, entry e of the resu
 
     Σ a[lefts[t]] · b[rights[t]],    ends[e] ≤ t < ends[e + 1].
 
-A program has a tile of entries × samples, whose sums stay in registers. All samples' numbers of an
-entry lie side by side, so they share one look at the indices and are read as one piece of memory.
+A program has a tile of entries × samples, whose sums stay in registers. The samples of an entry are
+adjacent, so they share one look at the indices and are read as one piece of memory.
 Sums are in the type of the values and without atomics, so the same call gives the same bits. A tile
 takes as long as its longest entry.
 """
@@ -26,9 +26,9 @@ from retrograde.jacobians.pattern import Pattern
 
 __all__ = ["apply", "multiply"]
 
-_ENTRIES, _SAMPLES, _NUMBERS = 8, 32, 64  # least, most, and least of both together in a tile
+_ENTRIES, _SAMPLES, _NUMBERS = 8, 32, 64  # least entries, most samples, least product of both
 
-# Not so the samples: where they are a multiple of 16, several are read by one instruction.
+# ``samples`` is specialized: where it is a multiple of 16, one instruction reads several.
 _compiled: Any = triton.jit(do_not_specialize=["entries"])
 _inlined: Any = triton.jit
 
@@ -48,7 +48,7 @@ def apply(pattern: Pattern, values: Tensor, x: Tensor) -> Tensor:
 
 
 def _sums(ends: Tensor, lefts: Tensor | None, rights: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """The sums; without ``lefts``, each term has its own entry of ``a``."""
+    """Return the sums; without ``lefts``, each term has its own entry of ``a``."""
     batch = torch.broadcast_shapes(a.shape[:-1], b.shape[:-1])
     entries, samples = len(ends) - 1, batch.numel()
     out = a.new_empty(entries, samples)
@@ -77,7 +77,8 @@ def _sums(ends: Tensor, lefts: Tensor | None, rights: Tensor, a: Tensor, b: Tens
 
 @_inlined
 def _read(values, entry, sample, samples, inside, SHARED: tl.constexpr):
-    """(ENTRIES, SAMPLES) numbers of some entries, or one for each that all samples share."""
+    """Load (ENTRIES, SAMPLES) numbers of some entries, or one for each entry that all samples
+    share."""
     at = entry if SHARED else entry * samples + sample
     mask = inside if SHARED else inside & (sample < samples)
     return tl.load(values + at, mask=mask, other=0.0)
@@ -104,8 +105,8 @@ def sums(
     a and b are (their entries, samples), or (their entries,) where samples share them; out is
     (entries, samples). OWN: the left entry of term t is t.
     """
-    # What belongs to entries is a column from the first on: where it is made one of a tensor of one
-    # dimension, Triton 3.6 has tiles that it does not compile.
+    # Entries are a column from the start. Triton 3.6 does not compile some tiles where a tensor of
+    # one dimension is made a column later.
     entry = tl.program_id(0).to(tl.int64) * ENTRIES + tl.arange(0, ENTRIES)[:, None]
     sample = tl.program_id(1) * SAMPLES + tl.arange(0, SAMPLES)[None, :]
     real = entry < entries

@@ -1,8 +1,8 @@
-"""Small patterns of zeros and ones, of which large ones are Kronecker products.
+"""Factors: small patterns of zeros and ones whose Kronecker products are large patterns.
 
-A factor says how the inputs and outputs of a layer meet along one of their dimensions: each with
-itself (``identity``), all with all (``full``), or some with some, as the windows of a convolution,
-a pooling or a padding. Only the last kind needs arrays; those of the others are made on demand.
+A factor says how the inputs and outputs of a layer meet along one of their dimensions. Each meets
+itself (``identity``), all meet all (``full``), or some meet some, as in the windows of a
+convolution, a pooling or a padding. Only the last kind stores arrays; the others make them on use.
 """
 
 from dataclasses import dataclass
@@ -39,13 +39,16 @@ MOST_ENTRIES = 2**31 - 1  # offsets have 32 bits
 
 
 class TooManyEntriesError(ScanError):
-    """A pattern is larger than may be written out."""
+    """A pattern has more entries than may be written out."""
 
 
 @dataclass(frozen=True, eq=False)
 class Factor:
-    """A matrix of zeros and ones, in compressed rows. ``arrays``, of a sparse one only, are the
-    offsets of the rows and the columns, ascending in each row."""
+    """A matrix of zeros and ones, in compressed rows.
+
+    ``arrays``, of a sparse factor only, are the offsets of the rows, and the columns, ascending in
+    each row.
+    """
 
     rows: int
     columns: int
@@ -54,14 +57,14 @@ class Factor:
 
     @property
     def nnz(self) -> int:
-        """Ones."""
+        """The number of ones."""
         if self.kind == "identity":
             return self.rows
         return self.rows * self.columns if self.arrays is None else len(self.arrays[1])
 
     @cached_property
     def indptr(self) -> Ints:
-        """Where each row begins among the entries, and where the last one ends."""
+        """The offset of each row's first entry, and the end of the last row."""
         if self.arrays is not None:
             return self.arrays[0]
         _check_entries(self.nnz, (self.rows, self.columns))
@@ -78,19 +81,21 @@ class Factor:
 
     @cached_property
     def row_counts(self) -> Integers:
-        """Ones in each row."""
+        """The number of ones in each row."""
         return np.diff(self.indptr)
 
     @cached_property
     def column_counts(self) -> Integers:
-        """Ones in each column."""
+        """The number of ones in each column."""
         if self.arrays is None:
             return np.full(self.columns, self.nnz // self.columns)
         return np.bincount(self.arrays[1], minlength=self.columns)
 
     def split(self, size: int, *, at: Literal["rows", "columns"]) -> "tuple[Factor, Factor] | None":
-        """Two factors whose Kronecker product this is, the first with ``size`` rows or columns;
-        None where there are none."""
+        """Return two factors whose Kronecker product this is; None if there are none.
+
+        The first has ``size`` rows or columns.
+        """
         rest, left = divmod(getattr(self, at), size)
         if self.kind == "sparse" or left:
             return None
@@ -102,25 +107,28 @@ class Factor:
 
 
 def identity(size: int) -> Factor:
-    """Each with itself."""
+    """Return the factor in which each input meets its own output."""
     return Factor(size, size, "identity")
 
 
 def full(rows: int, columns: int) -> Factor:
-    """All with all."""
+    """Return the factor in which all inputs meet all outputs."""
     return Factor(rows, columns, "full")
 
 
 def from_pairs(rows: Integers, columns: Integers, shape: tuple[int, int]) -> Factor:
-    """A factor from the pairs (row, column) of its ones, in the order of rows and then of columns,
-    without duplicates. An identity or a full factor is recognized."""
+    """Make a factor from the pairs (row, column) of its ones.
+
+    They are sorted by rows and then by columns, without duplicates. An identity or a full factor is
+    recognized.
+    """
     indptr = np.zeros(shape[0] + 1, np.int64)
     np.cumsum(np.bincount(rows, minlength=shape[0]), out=indptr[1:])
     return from_arrays(indptr, np.asarray(columns), shape)
 
 
 def from_arrays(indptr: Integers, indices: Integers, shape: tuple[int, int]) -> Factor:
-    """The same from compressed rows, columns ascending in each."""
+    """Make a factor from compressed rows, with columns ascending in each."""
     rows, columns = shape
     if len(indices) == rows * columns:
         return full(rows, columns)
@@ -133,8 +141,11 @@ def from_arrays(indptr: Integers, indices: Integers, shape: tuple[int, int]) -> 
 def band(
     size: int, outputs: int, kernel: int, stride: int, before: int, dilation: int
 ) -> tuple[Factor, Ints]:
-    """Windows that move: output o reads the inputs o·stride − before + k·dilation, 0 ≤ k < kernel.
-    Returns the factor, inputs × outputs, and the position k of each entry; padding is no entry."""
+    """Return the windows in which output o reads the inputs o·stride − before + k·dilation.
+
+    0 ≤ k < kernel. The results are the factor, inputs × outputs, and the position k of each entry;
+    padding is no entry.
+    """
     o, k = np.meshgrid(np.arange(outputs), np.arange(kernel), indexing="ij")
     read = o * stride - before + k * dilation
     inside = (read >= 0) & (read < size)
@@ -142,15 +153,15 @@ def band(
 
 
 def adaptive(size: int, outputs: int) -> Factor:
-    """Windows as adaptive pooling has them: from ⌊o·size/outputs⌋ up to, not including,
-    ⌈(o+1)·size/outputs⌉."""
+    """Return the windows of adaptive pooling: [⌊o·size/outputs⌋, ⌈(o+1)·size/outputs⌉)."""
     o, i = np.meshgrid(np.arange(outputs), np.arange(size), indexing="ij")
     inside = (i >= o * size // outputs) & (i < -(-(o + 1) * size // outputs))
     return _sorted(i[inside], o[inside], o[inside], (size, outputs))[0]
 
 
 def padding(reads: Integers, size: int) -> Factor:
-    """Padding: output o is the input ``reads[o]``, or a constant where that is negative."""
+    """Return a padding: output o is the input ``reads[o]``, or a constant where that is
+    negative."""
     o = np.arange(len(reads))
     inside = reads >= 0
     return _sorted(reads[inside], o[inside], o[inside], (size, len(reads)))[0]
@@ -164,7 +175,7 @@ def _sorted(
 
 
 def merged(factors: "tuple[Factor, ...]") -> Factor:
-    """The Kronecker product of factors, written out as one. Raises TooManyEntriesError."""
+    """Return the Kronecker product of factors as one factor. Raises TooManyEntriesError."""
     return reduce(_kron, factors)
 
 
@@ -182,8 +193,10 @@ def _kron(left: Factor, right: Factor) -> Factor:
 
 
 def combined(left: tuple[Ints, Ints], right: tuple[Ints, Ints], scale: int) -> Ints:
-    """left·scale + right for each entry of a Kronecker product, in the order of its rows. Each side
-    is the offsets of its rows, and a number for each entry."""
+    """Return left·scale + right for each entry of a Kronecker product, in the order of its rows.
+
+    Each side is the offsets of its rows, and a number for each entry.
+    """
     from retrograde.kernels.cpu_patterns import kron
     from retrograde.kernels.team import ranges, share
 
@@ -194,8 +207,11 @@ def combined(left: tuple[Ints, Ints], right: tuple[Ints, Ints], scale: int) -> I
 
 
 def multiplied(left: Factor, right: Factor, most: int = MOST_ENTRIES) -> Factor:
-    """Where left·right may be non-zero, if no terms cancel. Raises TooManyEntriesError for more
-    than ``most`` entries; they are counted before they are made."""
+    """Return the factor of left·right: the entries that may be non-zero, if no terms cancel.
+
+    Raises TooManyEntriesError for more than ``most`` entries, which are counted before they are
+    made.
+    """
     if left.kind == "identity":
         return right
     if right.kind == "identity":

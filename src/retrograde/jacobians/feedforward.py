@@ -1,10 +1,9 @@
-"""Feed-forward layers backwards: which scan, how many levels of it, and the scan itself.
+"""Backpropagate feed-forward layers by a scan, with a choice of levels.
 
-The array is [∇x_n, J_nᵀ, …, J_1ᵀ]; the exclusive scan gives the gradient of every layer's output,
-and from these all parameters' gradients follow independently of one another (W20, eq. 3.1).
-Products grow denser level by level, so FLOPs and bytes are counted beforehand, for any number of
-levels upward (W20, section 5.3). Where the products of all samples do not fit in memory, the
-samples are taken a few at a time.
+The array is [∇x_n, J_nᵀ, …, J_1ᵀ]; the exclusive scan gives the gradient of every layer's output.
+The gradients of all parameters then follow independently (W20, eq. 3.1). Products get denser level
+by level, so FLOPs and bytes are counted beforehand, for any number of levels upward (W20, section
+5.3). Where the products of all samples do not fit in memory, a few samples are taken at a time.
 """
 
 import warnings
@@ -26,12 +25,12 @@ from retrograde.scan.work_report import Report
 
 __all__ = ["Algorithm", "Split", "Step", "observe_steps", "scan_gradients", "split_of"]
 
-_LEAST = 8  # samples that one instruction takes
-_AT_ONCE = 2**24  # bytes of a product from which on further samples leave the caches
+_LEAST = 8  # samples that one instruction processes
+_AT_ONCE = 2**24  # bytes of a product above which further samples leave the caches
 
 _NOT_FINITE = (
-    "gradients by products of Jacobians are not finite, though they may be without: this call is "
-    'scanned linearly, without products; clip the weights, or use algorithm="linear"'
+    "gradients by products of Jacobians are not finite, though those without products may be: this "
+    'call is scanned linearly, without products; clip the weights, or use algorithm="linear"'
 )
 
 Algorithm = Literal["auto", "linear", "blelloch", "hybrid"]
@@ -39,8 +38,10 @@ Algorithm = Literal["auto", "linear", "blelloch", "hybrid"]
 
 @dataclass(eq=False)
 class Step:
-    """One layer of a chain, run on a batch: x is detached from the layers before, and y is
-    differentiable in x and the parameters."""
+    """One layer of a chain, run on a batch.
+
+    x is detached from the layers before, and y is differentiable in x and the parameters.
+    """
 
     layer: nn.Module
     x: Tensor
@@ -50,15 +51,15 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """A scan with some levels of products, and what it takes.
+    """A scan with some levels of products, and its work and bytes.
 
     Attributes:
-        levels: upward, and as many downward; 0 is the linear scan, all of them Blelloch's.
+        levels: levels upward, and as many downward; 0 is the linear scan, all of them Blelloch's.
         report: its work by level, all samples; it ends where a product is too large.
-        fixed_bytes: of vectors, Jacobians, and what all samples' products share.
-        sample_bytes: of the products of one sample.
-        samples: at a time; 0 where not even one fits.
-        problem: why it cannot be done at all; empty if it can.
+        fixed_bytes: bytes of vectors and Jacobians, and the part of products that samples share.
+        sample_bytes: bytes of the products of one sample.
+        samples: samples at a time; 0 where not even one fits.
+        problem: why it is impossible; empty if it is possible.
     """
 
     levels: int
@@ -70,13 +71,15 @@ class Split:
 
     @property
     def bytes(self) -> int:
-        """Of vectors, Jacobians and products, with that many samples at a time."""
+        """The bytes of vectors, Jacobians and products, with that many samples at a time."""
         return self.fixed_bytes + max(1, self.samples) * self.sample_bytes
 
 
 def observe_steps(layers: Sequence[nn.Module], x: Tensor) -> list[Step]:
-    """Run layers in turn on x, (samples, …), each detached from the one before. Raises ScanError if
-    a layer has no rule or couples samples."""
+    """Run a sequence of layers on x, (samples, …), each detached from the one before.
+
+    Raises ScanError if a layer has no rule or couples samples.
+    """
     steps = []
     for layer in layers:
         x = x.detach().requires_grad_()
@@ -95,14 +98,15 @@ def split_of(
     room: int,
     cost: Callable[[Any, Any], int] = flops,
 ) -> Split:
-    """What a scan takes with some levels of products; too many levels mean all.
+    """Return the work and bytes of a scan with some levels of products.
 
     Args:
-        paths: of the layers whose Jacobians are multiplied, first to last.
-        outputs: numbers of a sample that the last one gives.
-        itemsize: of a number, in bytes.
+        levels: levels of products; a number above those that exist means all.
+        paths: the layers whose Jacobians are multiplied, first to last.
+        outputs: numbers of a sample in the last output.
+        itemsize: bytes of a number.
         room: bytes for Jacobians and products.
-        cost: FLOPs of a ⊙ b; by default, as carried out.
+        cost: FLOPs of a ⊙ b; by default, as computed.
     """
     own, products = ledger_of(paths, itemsize), Ledger(itemsize, max(1, room // 16))
     make = outlines(samples, products)
@@ -128,9 +132,12 @@ def split_of(
 def scan_gradients(
     steps: Sequence[Step], dy: Tensor, levels: int, samples: int, *, whole: bool
 ) -> list[Tensor]:
-    """The gradient of each step's ``y``, first to last, after that of the first one's ``x`` if
-    ``whole``. ``dy`` is the gradient of the last output; ``samples`` of the batch are taken at a
-    time. If products give gradients that are not finite, it warns and scans linearly."""
+    """Return the gradient of each step's ``y``, first to last.
+
+    If ``whole``, the gradient of the first step's ``x`` comes first. ``dy`` is the gradient of the
+    last output; ``samples`` of the batch are taken at a time. If products give gradients that are
+    not finite, it warns and scans linearly.
+    """
     used = steps if whole else steps[1:]
     pieces = [piece for step in used for piece in step.path.pieces()]
     values = {piece: piece.jacobian.csr(dy) for piece in pieces}
@@ -166,7 +173,8 @@ def _element(path: Path, make: Maker) -> Any:
 
 
 class Route:
-    """Several layers as one element: their Jacobian is put together only if a matrix meets it."""
+    """Several layers as one element, whose Jacobian is computed only for a product with a
+    matrix."""
 
     def __init__(self, path: Path, make: Maker) -> None:
         self._path, self._make = path, make
@@ -193,7 +201,7 @@ class Route:
         return other @ self.matrix
 
     def flops(self, other: Any) -> int:
-        """FLOPs of ``self @ other``; those of making the matrix are not counted anywhere."""
+        """Return the FLOPs of ``self @ other``, without those of computing the matrix."""
         if isinstance(other, Vector | Gradient):
             pieces = filter(lambda piece: piece.changes, self._path.pieces())
             return sum(flops(other, self._make(piece)) for piece in pieces)

@@ -1,8 +1,8 @@
-"""Jacobians of which only sizes are known: what a scan would take, before it is run.
+"""Outlines: Jacobians with sizes only, to predict the cost of a scan before it runs.
 
-An :class:`Outline` is to a :class:`~retrograde.jacobians.csr.CSR` what a pattern is to a matrix.
-The scan algorithms run over outlines as they do over the matrices themselves, so FLOPs, levels and
-bytes are those of what will be done, not of a model of it.
+An :class:`Outline` is to a :class:`~retrograde.jacobians.csr.CSR` as a pattern is to a matrix. The
+scan algorithms run over outlines as over matrices. So FLOPs, levels and bytes are those of the real
+run, not of a model of it.
 """
 
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ __all__ = ["Gradient", "Ledger", "Outline", "ledger_of", "outlines"]
 
 @dataclass
 class Ledger:
-    """What matrices take, in bytes.
+    """The bytes of matrices.
 
     Attributes:
         most: entries that a written-out product may have.
-        shared: of what all samples have in common, indices included.
-        each: of a sample.
-        largest: of a sample of the largest matrix, since a copy of it may be needed.
+        shared: bytes that all samples share, indices included.
+        each: bytes of one sample.
+        largest: bytes of one sample of the largest matrix, since a copy of it may be needed.
     """
 
     itemsize: int
@@ -35,7 +35,7 @@ class Ledger:
     _seen: set[Pattern] = field(default_factory=set)
 
     def note(self, pattern: Pattern, shared: bool, scratch: int = 0) -> None:
-        """One more matrix; ``scratch`` bytes for each entry are needed besides."""
+        """Add one more matrix, and ``scratch`` further bytes for each entry."""
         if pattern not in self._seen:
             self._seen.add(pattern)
             self.shared += pattern.index_bytes
@@ -46,13 +46,13 @@ class Ledger:
             self.largest = max(self.largest, values)
 
     def bytes_for(self, samples: int) -> int:
-        """Bytes in all, for some samples at a time."""
+        """Return the bytes in all, for some samples at a time."""
         return self.shared + samples * (self.each + self.largest)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gradient:
-    """A gradient, of which only the size is known, in numbers of a sample."""
+    """A gradient of known size, in numbers of a sample."""
 
     size: int
 
@@ -67,8 +67,10 @@ class Gradient:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outline:
-    """A transposed Jacobian known by its pattern only; a ledger notes its products. ``shared`` is
-    whether all ``samples`` have the same values."""
+    """A transposed Jacobian known by its pattern only; a ledger notes its products.
+
+    ``shared`` is whether all ``samples`` have the same values.
+    """
 
     pattern: Pattern
     shared: bool
@@ -109,7 +111,8 @@ class Outline:
 
 
 def ledger_of(paths: Sequence[Path], itemsize: int) -> Ledger:
-    """What the Jacobians of the single layers of paths take, in numbers of some bytes."""
+    """Return the bytes of the Jacobians of the single layers of paths; a number has
+    ``itemsize``."""
     ledger = Ledger(itemsize)
     for path in paths:
         for piece in path.pieces():
@@ -119,7 +122,7 @@ def ledger_of(paths: Sequence[Path], itemsize: int) -> Ledger:
 
 
 def outlines(samples: int, ledger: Ledger) -> Maker:
-    """A maker of outlines, whose products the ledger notes."""
+    """Return a maker of outlines, whose products the ledger notes."""
 
     def make(piece: Piece) -> Outline:
         return Outline(piece.jacobian.pattern, piece.jacobian.shared, samples, ledger)

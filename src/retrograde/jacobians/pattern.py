@@ -1,30 +1,30 @@
-"""Where transposed Jacobians and their products may be non-zero, known before any number is.
+"""The patterns of transposed Jacobians and their products, known before any number is.
 
 The zeros that a layer guarantees follow from its shape alone (W20, section 3.3). Along each
-dimension of an image, inputs and outputs meet in a small pattern of their own; the layer's is the
-Kronecker product of those:
+dimension of an image, inputs and outputs meet in a small pattern of their own. The layer's pattern
+is the Kronecker product of those:
 
     convolution      channels ⊗ band of rows ⊗ band of columns
     pooling          identity of channels ⊗ windows of rows ⊗ windows of columns
     linear           identity of leading dimensions ⊗ all with all
     elementwise      identity
 
-Since (A ⊗ B)·(C ⊗ D) = (A·C) ⊗ (B·D), so are products: their entries and multiplications are
-counted from factors with a few dozen entries, and arrays are made only of what is multiplied. A
-pruned layer's pattern is no Kronecker product: it is written out, as one factor.
+Since (A ⊗ B)·(C ⊗ D) = (A·C) ⊗ (B·D), products have this form too. So entries and multiplications
+are counted from factors with a few dozen entries, and only the arrays of real products are made.
+The pattern of a pruned layer is no Kronecker product: it is written out, as one factor.
 
-A product is planned once for a pair of patterns, and its numbers are found by one of four methods:
+A product is planned once for a pair of patterns. One of four methods computes its numbers:
 
-``diagonal``  one factor is: entries are scaled, the pattern stays
+``diagonal``  one factor is diagonal: entries are scaled, the pattern stays
 ``dense``     both factors are full, or nearly so: a matrix product
 ``blocks``    all channels meet on both sides: a matrix product for each pair of places
 ``sparse``    anything else, such as a pruned layer: gather, multiply, segmented sum
 
-A product is kept whole if half or more of it is no guaranteed zero, or if a factor is full.
+A product is stored as a full matrix if at least half of it is entries, or if a factor is full.
 
 Reference: Wang, *BPPSA: Scaling Back-propagation by Parallel Scan Algorithm*, 2020, sections 3.3,
 3.4; algorithms 2 and 3 are a 3×3 convolution. Algorithm 3 also has positions that wrap around the
-edges of the image, which are no entries of the Jacobian.
+edges of the image, which are not entries of the Jacobian.
 """
 
 from functools import cached_property
@@ -53,26 +53,28 @@ from retrograde.jacobians.factor import (
 
 __all__ = ["Kind", "Landing", "Pattern", "Places", "Product", "Union", "aligned"]
 
-_DENSE = 0.5  # share of entries from which on a product is kept whole
-_GEMM = 0.125  # share from which on a sparse factor of a dense product is spread out
-_BLOCK = 2**17  # multiplications from which on a block is worth a call
+_DENSE = 0.5  # share of entries above which a product is stored as a full matrix
+_GEMM = 0.125  # share above which a sparse factor of a dense product is spread out
+_BLOCK = 2**17  # multiplications above which a block is worth a call
 
 Kind = Literal["diagonal", "full", "sparse"]
 Union = tuple["Pattern", Integers, Integers]
 
 
 class OnDevices:
-    """Gives its integer arrays as tensors, copied to each device once. A scan uses them in every
-    iteration, and copying takes longer than computing with them."""
+    """Provides integer arrays as tensors, copied to each device once.
+
+    A scan uses them in every iteration, and copying takes longer than computing with them.
+    """
 
     def __init__(self) -> None:
         self._tensors: dict[tuple[str, torch.device], Tensor] = {}
 
     def tensor(self, name: str, device: torch.device) -> Tensor:
-        """An array attribute as a tensor, not to be changed; on the CPU it shares the memory."""
+        """Return an array attribute as a read-only tensor; on the CPU it shares the memory."""
         found = self._tensors.get((name, device))
         if found is None:
-            # A tensor made in inference mode would be of no use to a later training.
+            # A later training could not use a tensor made in inference mode.
             with torch.inference_mode(False):
                 found = torch.from_numpy(getattr(self, name)).to(device)
             self._tensors[name, device] = found
@@ -80,8 +82,10 @@ class OnDevices:
 
 
 class Pattern(OnDevices):
-    """Which entries of a transposed Jacobian are no guaranteed zeros: a Kronecker product of
-    factors. ``keeps`` are patterns that must live as long as this one."""
+    """The entries of a transposed Jacobian that are not guaranteed zeros: a product of factors.
+
+    The product is Kronecker's. ``keeps`` are patterns that must live as long as this one.
+    """
 
     def __init__(self, *factors: Factor) -> None:
         super().__init__()
@@ -98,7 +102,7 @@ class Pattern(OnDevices):
 
     @cached_property
     def nnz(self) -> int:
-        """Entries."""
+        """The number of entries."""
         return prod(f.nnz for f in self.factors)
 
     @property
@@ -121,7 +125,7 @@ class Pattern(OnDevices):
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of a product with a vector, for one sample."""
+        """The floating-point operations of a product with a vector, for one sample."""
         return self.nnz if self.kind == "diagonal" else 2 * self.nnz
 
     @cached_property
@@ -130,7 +134,7 @@ class Pattern(OnDevices):
 
     @property
     def indptr(self) -> Ints:
-        """Where each row begins among the entries, and where the last one ends: (rows + 1,)."""
+        """The offset of each row's first entry, and the end of the last row: (rows + 1,)."""
         return self._whole.indptr
 
     @property
@@ -146,29 +150,31 @@ class Pattern(OnDevices):
 
     @property
     def positions(self) -> NDArray[np.int64]:
-        """The position of each entry in the matrix with its zeros, row after row: (nnz,)."""
+        """The position of each entry in the full matrix, row after row: (nnz,)."""
         return self.row_of * np.int64(self.shape[1]) + self.indices
 
     @property
     def index_bytes(self) -> int:
-        """What the arrays of the pattern take, once they are written out."""
+        """The bytes of the pattern's arrays, once they are written out."""
         return 0 if self.kind != "sparse" else 4 * (self.nnz + self.shape[0] + 1)
 
     def restricted(self, keep: NDArray[np.bool_]) -> "Pattern":
-        """The pattern with some of its nnz entries only, written out."""
+        """Return the pattern with only some of its nnz entries, written out."""
         sums = np.concatenate([[0], np.cumsum(keep)])
         return Pattern(from_arrays(sums[self.indptr], self.indices[keep], self.shape))
 
     def product(self, right: "Pattern", most: int = MOST_ENTRIES) -> "Product":
-        """The plan of ``self``·``right``, found once and remembered as long as both exist. Raises
-        ScanError if the shapes do not fit, or if a written-out factor of the product has more than
-        ``most`` entries."""
+        """Return the plan of ``self``·``right``, made once and kept while both exist.
+
+        Raises ScanError if the shapes do not match, or if a written-out factor of the product has
+        more than ``most`` entries.
+        """
         if self.shape[1] != right.shape[0]:
             raise ScanError(
                 f"patterns {self} and {right} cannot be multiplied: expected {self.shape[1]:,} "
                 "rows of the second; give transposed Jacobians, (inputs, outputs) of the step"
             )
-        # Remembered by the factor that the result may be, so that nothing outlives both of them.
+        # The factor that may be the result keeps the plan, so nothing outlives both factors.
         scales = self.kind == "diagonal"
         known, other = (right._scaled, self) if scales else (self._products, right)
         found = known.get(other)
@@ -177,8 +183,11 @@ class Pattern(OnDevices):
         return found
 
     def union(self, other: "Pattern") -> "Union":
-        """Where either has an entry, and the places in it of the entries of each; remembered as
-        long as both exist. Raises ScanError if the shapes differ."""
+        """Return the entries of either, and the places of the entries of each; kept while both
+        exist.
+
+        Raises ScanError if the shapes differ.
+        """
         if self.shape != other.shape:
             raise ScanError(
                 f"patterns {self} and {other} cannot be added: expected paths from the same inputs "
@@ -197,18 +206,18 @@ class Pattern(OnDevices):
         return found, np.searchsorted(both, ours), np.searchsorted(both, theirs)
 
     def forget(self) -> None:
-        """Let go of remembered products and unions; they are found anew where they are wanted."""
+        """Drop the kept products and unions; they are made again on use."""
         for known in (self._products, self._scaled, self._unions):
             known.clear()  # type: ignore[attr-defined]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A Kronecker product's factors are small; what is remembered is not sent.
+        # A Kronecker product's factors are small; plans are not sent.
         arrays = (f.arrays and tuple(map(torch.from_numpy, f.arrays)) for f in self.factors)
         told = ((f.rows, f.columns, f.kind, a) for f, a in zip(self.factors, arrays, strict=True))
         return _received, tuple(told)
 
     def __deepcopy__(self, memo: Any) -> "Pattern":
-        return self  # it does not change
+        return self  # patterns are immutable
 
     def __str__(self) -> str:
         return f"{self.shape[0]:,}×{self.shape[1]:,}"
@@ -221,7 +230,7 @@ _RECEIVED: WeakValueDictionary[Any, Pattern] = WeakValueDictionary()
 
 
 def _received(*factors: tuple[Any, ...]) -> Pattern:
-    """A pattern that was pickled; one object for all that are equal, so that plans are found."""
+    """Return an unpickled pattern; equal patterns become one object, so that plans are found."""
     made = []
     for rows, columns, kind, tensors in factors:
         arrays = tensors and tuple(t.cpu().numpy().copy() for t in tensors)
@@ -234,9 +243,11 @@ def _received(*factors: tuple[Any, ...]) -> Pattern:
 
 
 class Landing(OnDevices):
-    """The terms of a product, in the order of the entries that they land in. The terms of entry e
-    are ``ends[e]`` … ``ends[e + 1] − 1``; ``lefts`` and ``rights`` are each term's entries of the
-    factors."""
+    """The terms of a product, in the order of the entries that they add to.
+
+    The terms of entry e are ``ends[e]`` … ``ends[e + 1] − 1``; ``lefts`` and ``rights`` are each
+    term's entries of the factors.
+    """
 
     def __init__(self, ends: Integers, lefts: Ints, rights: Ints) -> None:
         super().__init__()
@@ -244,7 +255,8 @@ class Landing(OnDevices):
 
 
 class Places(NamedTuple):
-    """A product in which all channels meet: the channels before, between and after; the places."""
+    """A product in which all channels meet: the channels before, between and after, and the
+    places."""
 
     channels: tuple[int, int, int]
     left: Pattern
@@ -253,8 +265,11 @@ class Places(NamedTuple):
 
 
 class Product:
-    """The plan of a product of two patterns: its pattern ``result``, and the ``method`` to find the
-    numbers. ``terms`` counts multiplications, without those by guaranteed zeros."""
+    """The plan of a product of two patterns.
+
+    ``result`` is its pattern and ``method`` the way to compute its numbers. ``terms`` counts
+    multiplications, without those by guaranteed zeros.
+    """
 
     def __init__(self, left: Pattern, right: Pattern, most: int = MOST_ENTRIES) -> None:
         kinds = {left.kind, right.kind}
@@ -284,7 +299,8 @@ class Product:
 
     @cached_property
     def exact(self) -> Pattern:
-        """The pattern of the product, its zeros left out even where it is kept whole."""
+        """The pattern of the product without its zeros, even where it is stored as a full
+        matrix."""
         if self.method == "diagonal":
             return self.result
         found = Pattern(*(multiplied(a, b) for a, b in aligned(*self._factors)))
@@ -292,15 +308,17 @@ class Product:
 
     @property
     def flops(self) -> int:
-        """FLOPs for one sample: one a term where a diagonal scales, else two. A dense product
-        counts terms with guaranteed zeros, too."""
+        """The FLOPs for one sample: one for each term where a diagonal scales, else two.
+
+        A dense product counts terms with guaranteed zeros, too.
+        """
         if self.method == "diagonal":
             return self.terms
         return 2 * (self._multiplied if self.method == "dense" else self.terms)
 
     @cached_property
     def landing(self) -> Landing:
-        """Which entries are multiplied, and where each product lands: written out."""
+        """The terms of the product, and the entry that each adds to, written out."""
         from retrograde.kernels.cpu_patterns import land
 
         a, b = map(merged, self._factors)
@@ -313,7 +331,7 @@ class Product:
 
     @cached_property
     def places(self) -> Places:
-        """Channels and places of a product by ``blocks``."""
+        """The channels and places of a product by ``blocks``."""
         (first, then), *rest = aligned(*self._factors)
         left = Pattern(merged((identity(1), *(a for a, _ in rest))))
         right = Pattern(merged((identity(1), *(b for _, b in rest))))
@@ -322,9 +340,11 @@ class Product:
 
 
 def aligned(left: tuple[Factor, ...], right: tuple[Factor, ...]) -> list[tuple[Factor, Factor]]:
-    """The factors of two patterns in pairs (a, b), a with as many columns as b has rows. Identity
-    and full factors are split where the other side's dimensions need it. Otherwise the other side's
-    factors are merged."""
+    """Return the factors of two patterns in pairs (a, b), a with as many columns as b has rows.
+
+    Identity and full factors are split to match the other side's dimensions. Otherwise the other
+    side's factors are merged.
+    """
     if not left and not right:
         return []
     a, *ours = left or (identity(1),)

@@ -1,4 +1,4 @@
-"""Which layers have a transposed Jacobian: torch's own, by their rules, and those registered.
+"""Layers with a transposed Jacobian: torch's own, by their rules, and registered ones.
 
 A rule gives a pattern from shapes, and values from weights and inputs:
 
@@ -49,16 +49,16 @@ _PARTS: dict[type[nn.Module], Parts] = {}
 def register_layer(
     *kinds: type[nn.Module], jacobian: Rule | None = None, parts: Parts | None = None
 ) -> None:
-    """Teach the scan a layer of your own, and derived classes that have the same ``forward``.
+    """Teach the scan a layer of your own, and derived classes with the same ``forward``.
 
     Args:
         kinds: classes of the layer.
-        jacobian: ``jacobian(layer, x, y)`` gives the transposed Jacobian of ``y = layer(x)``
+        jacobian: ``jacobian(layer, x, y)`` returns the transposed Jacobian of ``y = layer(x)``
             as a :class:`~retrograde.jacobians.csr.CSR`, (inputs, outputs) of one sample,
             flattened. x and y are (samples, …), and y is differentiable in x. The pattern
             may depend on shapes only: a zero that depends on the input is an entry.
-        parts: in place of that, ``parts(layer)`` gives a module with the same outputs, made
-            of known modules.
+        parts: instead of ``jacobian``: ``parts(layer)`` returns a module with the same outputs,
+            made of known modules.
 
     Raises:
         ScanError: neither is given, or both.
@@ -88,26 +88,27 @@ def register_layer(
 
 
 def rule_of(layer: nn.Module) -> Rule:
-    """The rule for a layer; raises ``ScanError`` where there is none."""
+    """Return the rule for a layer; raises ``ScanError`` where there is none."""
     found: Rule | None = _look_up(_RULES, layer)
     if found is None:
         name = type(layer).__name__
         raise ScanError(
             f"{name} has no transposed Jacobian here: expected a layer with a rule; give it one by "
-            f"rg.scan.register_layer({name}, jacobian=...), or parts=... where it is made of "
+            f"rg.scan.register_layer({name}, jacobian=...), or parts=... if it is made of "
             "layers that have one, or use backward=None"
         )
     return found
 
 
 def parts_of(layer: nn.Module) -> nn.Module | None:
-    """A module of known layers with the same outputs, or None where the layer is one piece."""
+    """Return a module of known layers with the same outputs, or None where the layer is one
+    piece."""
     found = _look_up(_PARTS, layer)
     return None if found is None else found(layer)
 
 
 def _look_up(table: dict[type[nn.Module], Any], layer: nn.Module) -> Any:
-    if "forward" in vars(layer):  # it has a forward pass of its own
+    if "forward" in vars(layer):  # this instance has its own forward pass
         return None
     for kind in type(layer).__mro__:
         if kind in table and kind.forward is type(layer).forward:
@@ -132,7 +133,7 @@ def _elementwise(layer: nn.Module, x: Tensor, y: Tensor) -> LayerJacobian:
 
 
 def _relu(layer: nn.Module, x: Tensor, y: Tensor) -> LayerJacobian:
-    """As any elementwise layer's, by calling the kernel of its backward pass directly."""
+    """The rule of ReLU, which calls the kernel of its backward pass directly."""
     one = torch.ones((), dtype=y.dtype, device=y.device)
 
     def slopes() -> Tensor:
@@ -169,7 +170,7 @@ def _convolution(layer: Any, x: Tensor, y: Tensor) -> LayerJacobian:
 
 
 def _before(layer: Any) -> Sizes:
-    """Padding before the first input, in each dimension."""
+    """Return the padding before the first input, in each dimension."""
     if layer.padding == "same":
         spans = zip(layer.dilation, layer.kernel_size, strict=True)
         return tuple(dilation * (kernel - 1) // 2 for dilation, kernel in spans)
@@ -210,14 +211,17 @@ def _maxima(
     choose: Callable[[Tensor], Any],
     back: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> LayerJacobian:
-    """1 where the input of an entry is its output's maximum. If every input is in one window, the
-    values are the input's gradient for an output gradient of ones."""
+    """Return the Jacobian of a max-pooling: 1 where the input of an entry is its output's maximum.
+
+    If every input is in one window, the values are the input's gradient for an output gradient of
+    ones.
+    """
     version = x._version
     one_each = all(np.all(factor.row_counts == 1) for factor in pattern.factors)
     one = torch.ones((), dtype=x.dtype, device=x.device)
 
     def values() -> Tensor:
-        # The forward pass left the places of the maxima, or else they are found once more.
+        # The forward pass saved the places of the maxima; if not, they are found again.
         chosen = getattr(y.grad_fn, "_saved_result1", None)
         if chosen is None or chosen.shape != y.shape:
             if x._version != version:
@@ -249,7 +253,7 @@ def _average_pool(layer: Any, x: Tensor, y: Tensor) -> LayerJacobian:
 def _window_sizes(
     size: int, outputs: int, kernel: int, stride: int, pad: int, with_padding: bool
 ) -> np.ndarray:
-    """What torch divides by in one dimension, for each output."""
+    """Return the divisors of torch in one dimension, for each output."""
     start = np.arange(outputs) * stride - pad
     end = np.minimum(start + kernel, size + pad)
     return end - start if with_padding else np.minimum(end, size) - np.maximum(start, 0)
@@ -276,7 +280,8 @@ def _averages(
 
 
 def _windows(x: Tensor, y: Tensor, *how: Sizes) -> Pattern:
-    """Windows of some kernel, stride, padding and dilation; of adaptive pooling without these."""
+    """Return the windows of kernel, stride, padding and dilation; without these, of adaptive
+    pooling."""
     sizes, outputs, channels = tuple(x.shape[2:]), tuple(y.shape[2:]), x.shape[1]
 
     def make() -> Pattern:
@@ -303,7 +308,8 @@ def _pad(layer: Any, x: Tensor, y: Tensor, mode: str) -> LayerJacobian:
 
 
 def _padding_of(x: Tensor, widths: Sequence[int], mode: str) -> LayerJacobian:
-    """Of ``functional.pad``, whose widths come in pairs from the last dimension on."""
+    """Return the Jacobian of ``functional.pad``, whose widths are pairs from the last dimension
+    on."""
     count = x.ndim - 2
     widths = _each(widths, 2 * count)
     channels, sizes = x.shape[1], tuple(x.shape[2:])
@@ -319,7 +325,7 @@ def _padding_of(x: Tensor, widths: Sequence[int], mode: str) -> LayerJacobian:
 
 
 def _reads(size: int, widths: Sequence[int], mode: str) -> np.ndarray:
-    """The input that each output of a padding is; negative where it is none."""
+    """Return the input that each output of a padding reads; negative where it reads none."""
     inputs = torch.arange(size, dtype=torch.float64, device="cpu")[None, None]
     fill = {"mode": "constant", "value": -1.0} if mode == "zeros" else {"mode": mode}
     return functional.pad(inputs, tuple(widths), **fill)[0, 0].numpy().astype(np.int64)  # type: ignore[arg-type]
@@ -335,7 +341,7 @@ def _each(value: Any, count: int) -> Sizes:
 
 
 def _of_images(rule: Rule, dimensions: int, layer: nn.Module, x: Tensor, y: Tensor) -> Any:
-    """What a rule gives, if the input has the samples' dimension too."""
+    """Apply a rule to an input that has the samples' dimension too."""
     if x.ndim != dimensions:
         raise ScanError(
             f"{type(layer).__name__} was given an input of shape {tuple(x.shape)}: expected "

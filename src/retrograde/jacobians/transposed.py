@@ -1,4 +1,4 @@
-"""The transposed Jacobian of a layer, for whoever asks."""
+"""The transposed Jacobian of a layer, as a public function."""
 
 import os
 from functools import partial
@@ -17,14 +17,14 @@ __all__ = ["room", "transposed_jacobian"]
 
 
 def transposed_jacobian(layer: nn.Module, input: Tensor, *, memory: Memory | None = None) -> CSR:
-    """The transposed Jacobian (∂y/∂x)ᵀ of y = layer(x), analytically (W20, sections 3.3, 3.4).
+    """Return the transposed Jacobian (∂y/∂x)ᵀ of y = layer(x), analytically (W20, 3.3, 3.4).
 
     The layer is run once in its present mode, so a dropout in training mode draws a mask.
 
     Args:
-        layer: of torch's, a residual block, layers in turn, or one that was registered.
+        layer: a layer of torch's, a residual block, a sequence of layers, or a registered layer.
         input: x, (samples, …); of any strides.
-        memory: what the Jacobian may take, such as ``"2GiB"``; None for half the machine's.
+        memory: the most bytes of the Jacobian, such as ``"2GiB"``; None for half the machine's.
 
     Returns:
         (inputs, outputs) of one sample, flattened; values (nnz,) where they depend on weights
@@ -49,16 +49,19 @@ def transposed_jacobian(layer: nn.Module, input: Tensor, *, memory: Memory | Non
             raise ScanError(
                 f"the transposed Jacobian of {type(layer).__name__}, {prod(input.shape[1:]):,}×"
                 f"{prod(y.shape[1:]):,}, takes {format_bytes(wanted)} for {len(input):,} samples, "
-                f"and {format_bytes(limit)} are given: expected memory for all of it; give fewer "
-                "samples, or more memory"
+                f"and {format_bytes(limit)} are available: expected memory for all of it; give "
+                "fewer samples, or more memory"
             )
         found: CSR = path.matrix(partial(_csr, input))
     return CSR(found.pattern, found.data.detach())
 
 
 def room(memory: Memory | None, device: torch.device) -> int:
-    """Bytes that Jacobians and their products may take. A fraction is of the device's memory; None
-    for half of it. Raises UnitError if the memory cannot be read."""
+    """Return the bytes that Jacobians and their products may take.
+
+    A fraction is of the device's memory; None means half of it. Raises UnitError if the memory
+    cannot be read.
+    """
     if device.type == "cuda":
         whole = int(torch.cuda.get_device_properties(device).total_memory)
     else:

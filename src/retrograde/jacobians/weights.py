@@ -1,7 +1,7 @@
 """Layers whose Jacobian's entries are weights: linear layers and convolutions, pruned or not.
 
-Patterns are kept as long as anything refers to them: layers of the same shape share one, and so do
-all iterations of a training.
+Patterns are kept while anything refers to them. Layers of the same shape share one, and so do all
+iterations of a training.
 """
 
 from collections.abc import Callable, Hashable
@@ -28,7 +28,7 @@ _PATTERNS: WeakValueDictionary[Hashable, Any] = WeakValueDictionary()
 
 
 def known(key: Hashable, make: Callable[[], P]) -> P:
-    """The pattern that a key decides, made unless it exists."""
+    """Return the pattern of a key, made unless it exists."""
     found: P | None = _PATTERNS.get(key)
     if found is None:
         found = _PATTERNS[key] = make()
@@ -48,7 +48,7 @@ def linear(layer: nn.Linear, x: Tensor, y: Tensor) -> LayerJacobian:
 
 
 def convolution(layer: Any, sizes: Sizes, outputs: Sizes, before: Sizes) -> LayerJacobian:
-    """The Jacobian of a convolution of images of some sizes, with zeros before the first inputs."""
+    """Return the Jacobian of a convolution of images of given sizes, with ``before`` padding."""
     wide = layer.in_channels // layer.groups
     channels = layer.in_channels, layer.out_channels, layer.groups
     windows = layer.kernel_size, layer.stride, before, layer.dilation
@@ -68,7 +68,7 @@ def convolution(layer: Any, sizes: Sizes, outputs: Sizes, before: Sizes) -> Laye
 
 
 def _channels(inputs: int, outputs: int, groups: int) -> tuple[Factor, Ints]:
-    """Which channels meet, and which matrix of the weights is between them."""
+    """Return the channels that meet, and the matrix of weights between them."""
     wide = inputs // groups
     of = outputs // groups
     rows, columns = np.repeat(np.arange(inputs), of), np.arange(inputs * of) % of
@@ -78,10 +78,10 @@ def _channels(inputs: int, outputs: int, groups: int) -> tuple[Factor, Ints]:
 
 
 class Weighted(Pattern):
-    """A pattern each of whose entries is one of a layer's weights.
+    """A pattern whose every entry is one of a layer's weights.
 
-    ``places`` has, for each factor, a number for each of its entries, below that factor's size
-    in ``sizes``. Together an entry's numbers are its weight's index in a tensor of shape ``sizes``.
+    ``places`` has, for each factor, a number for each of its entries, below that factor's size in
+    ``sizes``. Together an entry's numbers are its weight's index in a tensor of shape ``sizes``.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Weighted(Pattern):
 
     @cached_property
     def sources(self) -> Ints:
-        """The weight that each entry is: (nnz,)."""
+        """The index of each entry's weight: (nnz,)."""
         (first, *rest), (found, *places) = self.factors, self._places
         indptr = first.indptr
         for factor, place, size in zip(rest, places, self._sizes[1:], strict=True):
@@ -103,7 +103,7 @@ class Weighted(Pattern):
         return found
 
     def pruned(self, present: np.ndarray) -> "Pruned":
-        """What is left if only the ``present`` weights, flat, are not zero."""
+        """Return the pattern of the weights that are ``present`` (flat), that is, not zero."""
         key = np.packbits(present).tobytes()
         found = self._pruned.get(key)
         if found is None:
@@ -117,12 +117,12 @@ class Pruned(Pattern):
     def __init__(self, whole: Weighted, present: np.ndarray) -> None:
         keep = present[whole.sources]
         super().__init__(*whole.restricted(keep).factors)
-        self.keeps = (whole,)  # which remembers this one
+        self.keeps = (whole,)  # which keeps this pattern for later calls
         self.sources = whole.sources[keep]
 
 
 def _of_weights(pattern: Weighted, weight: Tensor) -> LayerJacobian:
-    """The Jacobian, shared by all samples, whose entries are the weights that are not zero."""
+    """Return the Jacobian whose entries are the weights that are not zero; all samples share it."""
     flat = weight.detach().reshape(-1)
     found: Weighted | Pruned = pattern
     if int(torch.count_nonzero(flat)) < len(flat):

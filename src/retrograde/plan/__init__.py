@@ -1,6 +1,6 @@
-"""How to find the best schedule: numbers in, a Schedule out. Knows no torch, clock or randomness.
+"""Find the best schedule: numbers in, a Schedule out, without torch, clock or randomness.
 
-Importing it loads neither torch nor numba: what is compiled is compiled on first use.
+Importing it loads neither torch nor numba: kernels are compiled on first use.
 """
 
 from retrograde.plan.arguments import BASELINES, CHAIN_POLICIES, POLICIES

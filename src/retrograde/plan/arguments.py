@@ -1,4 +1,4 @@
-"""The arguments of every public planning function, checked in one place before work begins."""
+"""Checks the arguments of every public planning function before work begins."""
 
 import operator
 
@@ -33,7 +33,8 @@ def check_policy(
     segments: int | None = None,
     has_memory: bool = True,
 ) -> None:
-    """Refuse an unknown policy, and whatever is missing for it or foreign to it."""
+    """Refuse an unknown policy, a missing argument, and an argument that the policy does not
+    take."""
     if policy not in POLICIES:
         raise ScheduleError(f"unknown policy {policy!r}: use one of {', '.join(POLICIES)}")
     if has_memory and policy in BASELINES:
@@ -62,8 +63,10 @@ def check_policy(
 
 
 def check_chain_policy(policy: str, *, has_memory: bool = True, **foreign: object) -> None:
-    """Refuse a policy that chains do not know, and what is missing for it; ``foreign`` holds the
-    arguments that only lengths take, None where they were not given."""
+    """Refuse a policy that chains do not have, and a missing memory or one too many.
+
+    ``foreign`` holds the arguments that only lengths take, None where they were not given.
+    """
     if policy not in CHAIN_POLICIES:
         raise ScheduleError(
             f"unknown policy {policy!r} for a chain: use one of {', '.join(CHAIN_POLICIES)}"
@@ -85,14 +88,16 @@ def check_chain_policy(policy: str, *, has_memory: bool = True, **foreign: objec
 
 def _takes_no_memory(policy: str) -> ScheduleError:
     return ScheduleError(
-        f"the policy {policy!r} takes no memory: it holds what it holds; leave memory out, or "
-        "use 'hsm', 'ism' or 'msm'"
+        f"the policy {policy!r} takes no memory, since what it keeps is fixed: leave memory out, "
+        "or use 'hsm', 'ism' or 'msm'"
     )
 
 
 def units_of(alpha: int | None, beta: int | None, state: int | None = None) -> Units:
-    """The sizes ``alpha``, ``beta`` and ``state`` in one unit, with the working core free. By
-    default ``state`` is 1, and ``beta`` is ``alpha`` less a hidden state, at least 1."""
+    """Return the sizes ``alpha``, ``beta`` and ``state`` in one unit, with the working core free.
+
+    By default ``state`` is 1, and ``beta`` is ``alpha`` less a hidden state, at least 1.
+    """
     hidden = 1 if state is None else integer("state", state)
     if state is None and isinstance(alpha, float | np.floating) and alpha > 1:
         raise ScheduleError(
@@ -110,7 +115,7 @@ def units_of(alpha: int | None, beta: int | None, state: int | None = None) -> U
 
 
 def integer(name: str, value: object, least: int = 1) -> int:
-    """A number as a Python integer, at least ``least``; truth values and fractions are refused."""
+    """Return a number of at least ``least`` as a Python integer; refuse booleans and fractions."""
     try:
         if isinstance(value, bool | np.bool_):
             raise TypeError
@@ -123,7 +128,7 @@ def integer(name: str, value: object, least: int = 1) -> int:
 
 
 def integers(name: str, values: ArrayLike) -> NDArray[np.int64]:
-    """An array of integers, 1 or more, as 64-bit ones."""
+    """Return an array of integers, each at least 1, as 64-bit integers."""
     array = np.asarray(values)
     if array.size and array.dtype.kind not in "iu":
         raise ScheduleError(f"{name} is an array of {array.dtype}: expected integers, 1 or more")

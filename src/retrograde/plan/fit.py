@@ -1,22 +1,22 @@
-"""From bytes to a schedule: the fastest way, of those that fit, to run a recurrence of equal steps.
+"""From bytes to a schedule: the fastest one that fits, for a recurrence of equal steps.
 
-The sequence is cut into blocks of L steps, and the blocks are planned as the steps of the mixed
-policy (G16 section 3.3), whose sizes are bytes: one block at a time is recorded in the working
-core, other blocks and hidden states are kept as far as the rest of the budget goes. L = 1 is the
-policy of the paper. A larger L gives the kernels longer ranges and the dynamic program fewer
-cells; a smaller one uses the budget more finely. Every L of a geometric grid is planned and the
-one with the least predicted time is taken, in units of a forward step:
+The sequence is cut into blocks of L steps, which are planned as steps of the mixed policy (G16
+section 3.3) with sizes in bytes. The working core records one block at a time. The rest of the
+budget keeps other blocks and hidden states. L = 1 is the policy of the paper. A larger L gives the
+kernels longer ranges and the dynamic program fewer cells; a smaller one uses the budget more
+finely. Every L of a geometric grid is planned, and the one with the least predicted time is taken,
+in units of a forward step:
 
     time(L) = forward steps + (calls that advance) · (cost of a call)
             + (ranges recorded) · (cost of recording one and of going back through it)
 
-No clock is read, so the same budget gives the same schedule, and the same sums, on every run.
-What no plan in blocks of L undercuts is known at once (the bound of MSM, the closed form of HSM),
-so lengths are planned in the order of their bounds, until the next bound is above the best time.
+No clock is read, so the same budget gives the same schedule, and the same sums, on every run. The
+bound of MSM, or the closed form of HSM, gives a lower bound of the time for every L. Block lengths
+are planned in the order of these bounds, until the next bound is above the best time.
 
-Complexity: a few dynamic programs over ⌈T/L⌉ blocks and at most :data:`LEVELS` levels of memory;
-where one would have more than :data:`CELLS` cells, the closed form of HSM over blocks stands in.
-Known limit: with several layers of different size a state is still counted as one whole.
+Complexity: a few dynamic programs over ⌈T/L⌉ blocks and at most :data:`LEVELS` levels of memory.
+Beyond :data:`CELLS` cells, the closed form of HSM over blocks replaces the dynamic program.
+Known limit: a state is one whole, even where several layers have states of different size.
 """
 
 import math
@@ -63,15 +63,18 @@ _KEPT = 16
 
 @dataclass(frozen=True)
 class Curve:
-    """Bytes as a function of the steps in a range, linear between measured ``points`` (steps,
-    bytes) of increasing steps. Before the first it is flat; beyond the last it goes on as between
-    the last two."""
+    """Bytes as a function of the steps in a range: linear between measured ``points`` (steps,
+    bytes).
+
+    Steps increase. The curve is flat before the first point, and beyond the last it continues the
+    last segment.
+    """
 
     points: tuple[tuple[int, int], ...]
 
     @classmethod
     def affine(cls, fixed: int, per_step: int) -> "Curve":
-        """The curve ``fixed + per_step · steps``."""
+        """Return the curve ``fixed + per_step · steps``."""
         return cls(((1, fixed + per_step), (2, fixed + 2 * per_step)))
 
     def __call__(self, steps: int) -> int:
@@ -83,19 +86,19 @@ class Curve:
         return low - (low - high) * (steps - a) // (b - a)
 
     def through(self, steps: int, size: int) -> "Curve":
-        """The same curve, corrected by one more measurement."""
+        """Return this curve, corrected by one more measurement."""
         return Curve(tuple(sorted({**dict(self.points), steps: size}.items())))
 
 
 @dataclass(frozen=True)
 class Highest:
-    """The highest of several curves, each of which goes on by itself beyond what was measured."""
+    """The maximum of several curves, each continued beyond its own measurements."""
 
     curves: tuple[Curve, ...]
 
     @classmethod
     def of(cls, points: Mapping[int, Sequence[int]]) -> "Highest":
-        """Curves through measured values: several for each number of steps."""
+        """Make curves through measured values: several values for each number of steps."""
         columns = zip(*points.values(), strict=True)
         return cls(tuple(Curve(tuple(zip(points, one, strict=True))) for one in columns))
 
@@ -105,31 +108,31 @@ class Highest:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What the steps of a recurrence take, in bytes and forward steps; measured, or told by shapes.
+    """The bytes and times of the steps of a recurrence: measured, or derived from shapes.
 
     Attributes:
         state_bytes: one stored hidden state, with all that a rerun from it needs.
-        advance, record: peaks of a call that keeps nothing, and of one that records a range.
-        held: what a recorded range holds on to, its final state included.
-        backward: peak of backpropagating a range, beyond what it holds.
+        advance, record: peak of a call that keeps nothing, and of one that records a range.
+        held: bytes that a recorded range holds, its final state included.
+        backward: peak of backpropagating a range, beyond the bytes that it holds.
         ordinary: working memory of ordinary backpropagation, as one graph.
         gradient_copy: added to ``ordinary`` for each step, where a kernel must copy the
             outputs' gradient.
-        final_bytes: added to ``ordinary`` where the loss is of the final state as well.
+        final_bytes: added to ``ordinary`` where the loss depends on the final state as well.
         gradient_bytes: the gradient of one hidden state, carried between ranges.
         call_bytes: held from the beginning of a schedule's call to its end.
-        trial_bytes: what trying one step takes, before the call.
-        extra_bytes: what may come on top of all this, at any moment.
+        trial_bytes: bytes of trying one step, before the call.
+        extra_bytes: bytes that may be added to all this at any moment.
         heap_bytes: the most that one recorded call should hold, for speed; None for no limit.
-        call_steps: cost of an advancing call besides its steps.
-        record_steps: cost of recording a range and backpropagating it, besides its steps.
-        backward_steps: cost of recording and backpropagating a step beyond running it
-            forward; it matters between cores only.
-        step_time: time of a forward step, in whatever unit several cores are compared by.
-        scheduled: whether a schedule runs everything; ``ordinary`` then only says what a
-            fraction is of, since the caller has no graph to fall back upon.
-        even: whether the curves tell of ranges of any length, so that none is to be measured.
-        unit: what the steps are called in a message.
+        call_steps: cost of an advancing call, its steps aside, in forward steps.
+        record_steps: cost of recording and backpropagating a range, its steps aside.
+        backward_steps: cost of recording and backpropagating a step, beyond running it
+            forward; it matters only for comparing cores.
+        step_time: time of a forward step, in the unit by which cores are compared.
+        scheduled: whether a schedule runs every plan. ``ordinary`` is then only the base of
+            fractions, since there is no ordinary graph to fall back on.
+        even: whether the curves hold for ranges of any length, so that none need be measured.
+        unit: the name of the steps in a message.
     """
 
     state_bytes: int
@@ -154,47 +157,51 @@ class Footprint:
     unit: str = "steps"
 
     def ordinary_bytes(self, length: int) -> int:
-        """What a fraction is of: ordinary backpropagation, or the trial of a step if it is more."""
+        """Return the base of fractions: ordinary backpropagation, or the trial of a step if
+        larger."""
         return max(self.ordinary(length), self.trial_bytes)
 
     def whole_bytes(self, length: int) -> int:
-        """What backpropagating all steps at once takes."""
+        """Return the bytes of backpropagating all steps at once."""
         if self.scheduled:
             return max(self.overhead_bytes(length), self.trial_bytes)
         more = self.gradient_copy * length + self.extra_bytes + self.final_bytes
         return max(self.ordinary(length) + more, self.trial_bytes)
 
     def core_bytes(self, steps: int) -> int:
-        """The working core: what recording and backpropagating one range takes (or one step of a
-        range that only advances, if that is more)."""
+        """Return the working core: the peak of recording and backpropagating one range.
+
+        It is at least the peak of advancing one step.
+        """
         return max(self.record(steps), self.held(steps) + self.backward(steps), self.advance(1))
 
     def minimum_bytes(self) -> int:
-        """The least that any schedule takes: the initial and the current state, and one step."""
+        """Return the least peak of any schedule: the initial and the current state, and one
+        step."""
         return max(self.overhead_bytes(1) + self.state_bytes, self.trial_bytes)
 
     def least_bytes(self, length: int) -> int:
-        """The least budget for a recurrence of so many steps."""
+        """Return the least budget for a recurrence of so many steps."""
         return min(self.whole_bytes(length), self.minimum_bytes())
 
     def least_time(self, length: int) -> float:
-        """What no schedule undercuts: every step is run, recorded and backpropagated once."""
+        """Return a lower bound of the time: every step is run, recorded and backpropagated once."""
         return self.time(length, length, 0, 1)
 
     def time(self, length: int, forward_steps: int, advances: int, records: int) -> float:
-        """The predicted time of an iteration, in units of ``step_time``."""
+        """Return the predicted time of an iteration, in units of ``step_time``."""
         calls = self.call_steps * advances + self.record_steps * records
         return self.step_time * (forward_steps + self.backward_steps * length + calls)
 
     def overhead_bytes(self, steps: int) -> int:
-        """The working core for blocks of ``steps``, the state it starts from, the gradient."""
+        """Return the working core for blocks of ``steps``, its initial state and the gradient."""
         held = self.state_bytes + self.gradient_bytes + self.call_bytes + self.extra_bytes
         return self.core_bytes(steps) + held
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A schedule for a budget, and what it was chosen for.
+    """A schedule for a budget, with its predicted time and peak.
 
     Attributes:
         block: the steps of one recorded range.
@@ -202,7 +209,7 @@ class Fit:
         forward_steps: forward steps in all, the first sweep included.
         calls: calls of a kernel in all; a recorded range takes two.
         time: the predicted time of an iteration, in the unit of the footprint's ``step_time``.
-        minimum_bytes: the least that a schedule of single steps takes.
+        minimum_bytes: the least peak of a schedule of single steps.
         ordinary: whether it is ordinary backpropagation, as one graph.
         seconds: the predicted seconds of an iteration, where they were asked for.
     """
@@ -222,14 +229,16 @@ class Fit:
 
 
 def fit(length: int, memory: Memory | None, footprint: Footprint) -> Fit:
-    """The fastest schedule for a recurrence of ``length`` steps within a budget; None allows what
-    ordinary backpropagation takes, and fractions are of that. Raises BudgetError, which names the
-    least budget, if even the least schedule does not fit."""
+    """Return the fastest schedule for a recurrence of ``length`` steps within a budget.
+
+    The budget None allows the bytes of ordinary backpropagation, and fractions are of those. Raises
+    BudgetError, which names the least budget, if even the smallest schedule does not fit.
+    """
     ordinary, whole = footprint.ordinary_bytes(length), footprint.whole_bytes(length)
     minimum = footprint.least_bytes(length)
     budget = ordinary if memory is None else as_bytes(memory, ordinary)
     if asks_for_all(memory) and not footprint.scheduled:
-        budget = max(budget, whole)  # whatever ordinary backpropagation takes
+        budget = max(budget, whole)  # 100 % always allows ordinary backpropagation
     if budget >= whole and (not footprint.scheduled or _fits_heap(length, footprint)):
         return _whole(length, budget, footprint)
     if budget < minimum:
@@ -247,7 +256,7 @@ def refusal(
     ordinary: int,
     unit: str = "steps",
 ) -> BudgetError:
-    """The error for a ``budget`` below ``minimum`` (bytes), which ``memory`` asked for."""
+    """Return the error for a ``budget`` below ``minimum`` (bytes), which ``memory`` asked for."""
     given = f"{memory} of {format_bytes(ordinary)}" if _is_share(memory) else f"{memory!r}"
     return BudgetError(
         f"the memory {given} is {budget} bytes ({format_bytes(budget)}), but {length} {unit} "
@@ -259,8 +268,11 @@ def refusal(
 
 
 def _fastest(length: int, blocks: Sequence[int], budget: int, footprint: Footprint) -> Fit:
-    """The plan of least time, in the shortest blocks of those; block lengths are planned in the
-    order of their bounds, until the next bound is above the best time."""
+    """Return the plan of least time; of equal ones, the one with the shortest blocks.
+
+    Block lengths are planned in the order of their bounds, until the next bound is above the best
+    time.
+    """
     least = {block: _least_time(length, block, budget, footprint) for block in blocks}
     best: Fit | None = None
     for block in sorted(blocks, key=lambda block: (least[block], block)):
@@ -274,10 +286,11 @@ def _fastest(length: int, blocks: Sequence[int], budget: int, footprint: Footpri
 
 
 def predict_peak_bytes(schedule: Schedule, footprint: Footprint) -> int:
-    """The most that a schedule holds at any moment, if every ``Record`` is one call."""
+    """Return the most bytes that a schedule holds at any moment, if every ``Record`` is one
+    call."""
     state, gradient = footprint.state_bytes, 0
     stored: set[int] = set()
-    tapes: dict[int, tuple[int, int]] = {}  # by their end: what they hold, their steps
+    tapes: dict[int, tuple[int, int]] = {}  # by their last state: bytes held, and steps
     current, peak = 0, 0
     for action in schedule:
         loose = state if current not in stored and current not in tapes else 0
@@ -310,8 +323,11 @@ def _is_share(memory: Memory | None) -> bool:
 
 
 def _grid(length: int, budget: int, footprint: Footprint) -> list[int]:
-    """Block lengths to try: a geometric grid, and those that fill the budget with 0, 1, 2, …
-    recorded blocks beside the working core and the states between the others."""
+    """Return the block lengths to try: a geometric grid, and lengths that fill the budget.
+
+    The latter hold 0, 1, 2, … recorded blocks beside the working core and the states between the
+    other blocks.
+    """
     room = budget - footprint.state_bytes
     most = _most(length, room, footprint.overhead_bytes)
     if footprint.heap_bytes is not None:
@@ -331,7 +347,7 @@ def _grid(length: int, budget: int, footprint: Footprint) -> list[int]:
 
 
 def _most(length: int, limit: int, size: Callable[[int], int]) -> int:
-    """The most steps, of 1 … length, whose size is within a limit (1 if none is)."""
+    """Return the most steps, of 1 … length, whose size is within a limit (1 if none is)."""
     return max(1, bisect_right(range(1, length + 1), limit, key=size))
 
 
@@ -346,8 +362,11 @@ def _plan_blocks(length: int, block: int, budget: int, footprint: Footprint) -> 
 
 
 def _least_time(length: int, block: int, budget: int, footprint: Footprint) -> float:
-    """What no plan in blocks of this length undercuts: repeated runs of all blocks but the first,
-    which is shorter, and for each block a call to record it and one to backpropagate it."""
+    """Return a lower bound of the time of all plans in blocks of this length.
+
+    It counts the repeated runs of all blocks but the first, which is shorter. To these come two
+    calls for each block: one to record it, one to backpropagate it.
+    """
     blocks = -(-length // block)
     levels, held, states = _room(block, budget, footprint)
     if blocks == 1:
@@ -359,12 +378,15 @@ def _least_time(length: int, block: int, budget: int, footprint: Footprint) -> f
     forward_steps = length + (repeated - (blocks - 1)) * block
     advances = (forward_steps - length) // _chunk(length, block, footprint)
     least = footprint.time(length, forward_steps, advances, blocks)
-    return least * (1 - 1e-12)  # rounded, as the times are that it is compared with
+    return least * (1 - 1e-12)  # a margin for the rounding of the times that it is compared with
 
 
 def _room(block: int, budget: int, footprint: Footprint) -> tuple[int, int, int]:
-    """What a budget leaves beside the working core: in units for MSM, the bytes of a recorded
-    block in the same units, and in hidden states for HSM."""
+    """Return what a budget leaves beside the working core.
+
+    The parts are the memory in units of MSM, a recorded block in the same units, and the memory in
+    hidden states for HSM.
+    """
     memory = budget - footprint.overhead_bytes(block)
     unit = max(1, footprint.state_bytes, -(-memory // LEVELS))
     states = max(1, memory // max(1, footprint.state_bytes))
@@ -372,7 +394,8 @@ def _room(block: int, budget: int, footprint: Footprint) -> tuple[int, int, int]
 
 
 def _stretch(plan: Schedule, length: int, block: int, footprint: Footprint) -> Schedule:
-    """From blocks to steps: the first block is the shorter one, the last is recorded first."""
+    """Turn a schedule of blocks into one of steps; the first block may be shorter than the
+    others."""
     first = length - (plan.length - 1) * block
     bounds = [0, *range(first, length + 1, block)]
     chunk = _chunk(length, block, footprint)
@@ -385,7 +408,7 @@ def _split(code: Code, bounds: Sequence[int], chunk: int) -> Iterator[Code]:
     if verb == Verb.ADVANCE:
         for a in range(bounds[start], bounds[stop], chunk):
             yield verb, a, min(a + chunk, bounds[stop])
-    elif verb == Verb.RECORD:  # a block is one call
+    elif verb == Verb.RECORD:  # each block is one call
         for block in range(start, stop):
             yield verb, bounds[block], bounds[block + 1]
     elif verb == Verb.BACKWARD:
@@ -396,12 +419,13 @@ def _split(code: Code, bounds: Sequence[int], chunk: int) -> Iterator[Code]:
 
 
 def _chunk(length: int, block: int, footprint: Footprint) -> int:
-    """The longest range that may advance in one call: its temporaries fit the working core."""
+    """Return the longest range that may advance in one call: its temporaries fit the working
+    core."""
     return _most(length, footprint.core_bytes(block), footprint.advance)
 
 
 def _units(footprint: Footprint) -> Units:
-    """The sizes of one step in hidden states, rounded up, for the record in the schedule."""
+    """Return the sizes of one step in hidden states, rounded up, for the record in the schedule."""
     beta = max(1, -(-footprint.held(1) // max(1, footprint.state_bytes)))
     return Units(alpha=beta + 1, beta=beta, core=0, initial=1)
 
@@ -430,19 +454,19 @@ def _fits_heap(length: int, footprint: Footprint) -> bool:
 
 
 def whole_fit(length: int, block: int, **found: Any) -> Fit:
-    """A fit that records all steps in one range; ``found`` is the rest of :class:`Fit`."""
+    """Return a fit that records all steps in one range; ``found`` is the rest of :class:`Fit`."""
     schedule = in_one_range(length)
     return Fit(schedule=schedule, block=block, chunk=length, ordinary=False, **found)
 
 
 def in_one_range(length: int, units: Units | None = None) -> Schedule:
-    """The schedule that records all steps in one range."""
+    """Return the schedule that records all steps in one range."""
     actions: list[Action] = [Store(0), Record(0, length), Backward(0, length), Free(0)]
     return Schedule.from_actions(actions, length=length, policy="store-all", units=units)
 
 
 def _whole(length: int, budget: int, footprint: Footprint) -> Fit:
-    """Everything in one recorded range; what ordinary backpropagation does, with its own peak."""
+    """Return the fit of ordinary backpropagation: one recorded range, with its own peak."""
     schedule = in_one_range(length, _units(footprint))
     found = _describe(schedule, length, budget, footprint)
     if footprint.scheduled:

@@ -1,11 +1,11 @@
-"""The questions the other way round: how much memory for a cost, how long a sequence, what curve?
+"""The inverse questions: the memory for a cost, the longest sequence, and the trade-off curve.
 
 Every cost falls with memory and grows with length, so each question is a bisection over
-:func:`retrograde.plan.cost`; no answer is approximate. T(a, m), the longest sequence at a cost of
-at most a forward steps each, is that of G16, appendix B.2. For the mixed policy it is not proven
-that C(t, m)/t grows with t. But the cost is at least the rounded-up value of a convex function that
-begins at 0 (:mod:`retrograde.plan.steps.hull`): once that is above a·t + 1, no longer sequence will
-do.
+:func:`retrograde.plan.cost`; every answer is exact. T(a, m), the longest sequence at a cost of at
+most a forward steps for each step, is that of G16, appendix B.2. For the mixed policy it is not
+proven that C(t, m)/t grows with t. But a convex function that begins at 0
+(:mod:`retrograde.plan.steps.hull`), rounded up, bounds the cost from below. Once that function is
+above a·t + 1, all longer sequences are too expensive.
 """
 
 from collections.abc import Callable
@@ -29,13 +29,13 @@ _MOST_POINTS = 10**6
 
 @dataclass(frozen=True, eq=False)
 class TradeOff:
-    """What memory buys: every memory at which the cost of a sequence drops.
+    """The trade-off curve: every memory at which the cost of a sequence drops.
 
     Attributes:
         length: steps.
         policy: ``"hsm"``, ``"ism"`` or ``"msm"``.
-        memory: slots, growing, the least feasible first, shape (points,).
-        cost: forward steps with that much memory, and up to the next, shape (points,).
+        memory: slots, increasing from the least feasible, shape (points,).
+        cost: forward steps with that memory, and up to the next one, shape (points,).
         alpha: size of an internal state, for ``"msm"``.
         beta: the same where its input is in memory.
 
@@ -55,7 +55,7 @@ class TradeOff:
         return len(self.memory)
 
     def at(self, memory: int) -> int:
-        """The cost with ``memory`` slots, which need not be one of the points; at least 1.
+        """Return the cost with ``memory`` slots, at least 1, whether or not it is a point.
 
         Example:
             >>> trade_off(4, "ism").at(100)
@@ -73,7 +73,7 @@ def least_memory(
     alpha: int | None = None,
     beta: int | None = None,
 ) -> int:
-    """The least memory with which a sequence costs no more than is allowed.
+    """Return the least memory with which a sequence costs at most ``cost``.
 
     Args:
         length: steps, at least 1.
@@ -85,7 +85,7 @@ def least_memory(
         Slots, in the policy's units.
 
     Raises:
-        ScheduleError: no memory meets that cost; an argument is out of range.
+        ScheduleError: no memory is enough for that cost; an argument is out of range.
 
     Example:
         >>> least_memory(1000, 3000), least_memory(1000, 2000, "msm", alpha=5)
@@ -96,10 +96,10 @@ def least_memory(
     least = _cost(steps, enough, policy, alpha, beta)
     if allowed < least:
         raise ScheduleError(
-            f"cost is {allowed}: no memory meets it; {steps} steps of {policy!r} take at least "
+            f"cost is {allowed}: no memory is enough; {steps} steps of {policy!r} take at least "
             f"{least} forward steps, with a memory of {enough}"
         )
-    low, high = 0, 1  # too little, and perhaps enough: tables grow with memory, so from below
+    low, high = 0, 1  # doubled from below, since tables grow with the memory
     while high < enough and _cost(steps, high, policy, alpha, beta) > allowed:
         low, high = high, min(2 * high, enough)
     return _bisect(low, high, lambda m: _cost(steps, m, policy, alpha, beta) <= allowed)
@@ -113,10 +113,10 @@ def longest(
     alpha: int | None = None,
     beta: int | None = None,
 ) -> int:
-    """T(a, m): the longest sequence at a cost of at most ``cost_per_step`` for each step.
+    """Return T(a, m), the longest sequence at a cost of at most a = ``cost_per_step`` a step.
 
     Args:
-        cost_per_step: forward steps allowed for each step, at least 1; taken exactly as given.
+        cost_per_step: forward steps allowed for each step, at least 1; used exactly as given.
         memory: slots, in the policy's units.
         policy, alpha, beta: ``"hsm"``, ``"ism"`` or ``"msm"``, and its sizes as
             :func:`~retrograde.plan.plan` has them.
@@ -157,7 +157,7 @@ def longest(
 def trade_off(
     length: int, policy: str = "hsm", *, alpha: int | None = None, beta: int | None = None
 ) -> TradeOff:
-    """The trade-off curve: every memory at which the cost drops, from the least feasible on.
+    """Return the trade-off curve: every memory at which the cost drops.
 
     Args:
         length: steps, at least 1.
@@ -196,8 +196,10 @@ def trade_off(
 
 
 def _bisect(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """The least number above ``low`` and up to ``high`` for which a condition holds, as it must for
-    all greater ones. Unlike with :mod:`bisect`, integers may be of any size."""
+    """Return the least number in (``low``, ``high``] for which a monotone condition holds.
+
+    Unlike :mod:`bisect`, this takes integers of any size.
+    """
     while high - low > 1:
         middle = (low + high) // 2
         if holds(middle):
@@ -208,11 +210,11 @@ def _bisect(low: int, high: int, holds: Callable[[int], bool]) -> int:
 
 
 def _ask(length: int, policy: str, alpha: int | None, beta: int | None) -> int:
-    """The length, checked together with the policy."""
+    """Check the policy and the length; return the length."""
     if policy in BASELINES:
         raise ScheduleError(
-            f"the policy {policy!r} takes no memory: it holds what it holds; use 'hsm', 'ism' or "
-            "'msm'"
+            f"the policy {policy!r} takes no memory, since what it keeps is fixed: use 'hsm', "
+            "'ism' or 'msm'"
         )
     check_policy(policy, alpha=alpha, beta=beta)
     if policy == "msm":
@@ -221,7 +223,7 @@ def _ask(length: int, policy: str, alpha: int | None, beta: int | None) -> int:
 
 
 def _enough(length: int, policy: str, alpha: int | None, beta: int | None) -> int:
-    """The memory from which on nothing becomes cheaper (erratum 5 of G16: earlier than it says)."""
+    """Return the memory above which nothing is cheaper (less than G16 says: its erratum 5)."""
     if policy == "msm":
         return 1 + units_of(alpha, beta).beta * (length - 1)
     return length if policy == "ism" else max(1, length - 1)
@@ -247,7 +249,7 @@ def _longest_mixed(allowed: Fraction, memory: int, alpha: int | None, beta: int 
                 f"beyond {LONGEST // 2} steps, which 'msm' can plan; name less of either, or 'hsm'"
             )
     bounds = mixed_bounds(np.arange(1, high), memory, **sizes).tolist()
-    # In integers, since the share allowed may be any fraction.
+    # Integer arithmetic, since the allowed cost may be any fraction.
     share, whole = allowed.numerator, allowed.denominator
     may_fit = (t for t in range(high - 1, 0, -1) if bounds[t - 1] * whole <= share * t)
     return next(t for t in may_fit if _cost(t, memory, "msm", alpha, beta) * whole <= share * t)

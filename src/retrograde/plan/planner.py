@@ -1,11 +1,10 @@
-"""The questions a user asks first: what is the schedule, what does it cost, where does it split?
+"""The questions a user asks first: the schedule, its cost and its split.
 
-One answer for each policy. HSM and ISM are closed forms (:mod:`retrograde.plan.steps.closed_form`,
-and :mod:`~retrograde.plan.steps.hsm` and :mod:`~retrograde.plan.steps.ism` for their schedules),
-MSM is a dynamic program around a convex bound (:mod:`retrograde.plan.steps.msm`), the rest are
-:mod:`retrograde.plan.steps.baselines`. A chain of unequal layers has
-:mod:`retrograde.plan.chain.search`, and every policy then counts bytes. The questions the other
-way round are in :mod:`retrograde.plan.inverse`.
+HSM and ISM are closed forms (:mod:`retrograde.plan.steps.closed_form`); their schedules come from
+:mod:`~retrograde.plan.steps.hsm` and :mod:`~retrograde.plan.steps.ism`. MSM is a dynamic program
+around a convex bound (:mod:`retrograde.plan.steps.msm`). Baselines are in
+:mod:`retrograde.plan.steps.baselines`. :mod:`retrograde.plan.chain.search` plans a chain of unequal
+layers, where every policy counts bytes. :mod:`retrograde.plan.inverse` has the inverse questions.
 
 ===================  =========================================================  ================
 policy               ``memory`` counts                                          also takes
@@ -14,7 +13,7 @@ policy               ``memory`` counts                                          
 ``ism``              internal states, the working core included
 ``msm``              hidden states, the initial one included; or, with          alpha, beta,
                      ``state``, bytes                                           state
-``store-all`` …      none: it holds what it holds                               alpha, beta
+``store-all`` …      none: what it keeps is fixed                               alpha, beta
 ``chen-recursive``   none                                                       alpha, beta,
                                                                                 segments
 ===================  =========================================================  ================
@@ -71,13 +70,13 @@ def plan(
     segments: int | None = None,
     certify: bool = False,
 ) -> Schedule:
-    """The schedule of a policy, in the longest ranges.
+    """Return the schedule of a policy, in the longest ranges.
 
     Args:
         length: steps, at least 1; or a :class:`~retrograde.schedule.Chain` of unequal layers.
-        memory: slots, in the policy's units, at least 1; bytes, a text such as ``"64MiB"`` or a
-            share of ordinary backpropagation's (``0.05``, ``"5%"``) for a chain and where
-            ``state`` is given; None for a baseline.
+        memory: slots, in the policy's units, at least 1. For a chain, and where ``state`` is
+            given, bytes: a text such as ``"64MiB"``, or a share of ordinary backpropagation's
+            (``0.05``, ``"5%"``). None for a baseline.
         policy: ``"hsm"`` (the default for lengths), ``"ism"``, ``"msm"`` (the default for chains),
             or a baseline: ``"store-all"``; for lengths ``"store-hidden"``, ``"recompute-all"``,
             ``"chen-sqrt"`` and ``"chen-recursive"`` too.
@@ -85,20 +84,20 @@ def plan(
             baseline, where it is 2 by default); in bytes where ``state`` is given.
         beta: the same when its input hidden state is in memory; ``alpha`` less a hidden state by
             default, and at least 1.
-        state: size of a hidden state in bytes, for ``"msm"`` with real sizes; they are counted in
+        state: size of a hidden state in bytes, for ``"msm"`` with real sizes. Sizes are rounded to
             units so coarse that at most 1 % of the memory is wasted.
         segments: parts at each division, for ``"chen-recursive"``; 2 by default.
-        certify: for a chain whose ``bound`` is more than 1 % away, look for a higher one and for a
-            faster schedule; takes as long again.
+        certify: for a chain whose ``bound`` is more than 1 % away, look for a higher bound and a
+            faster schedule; this takes as long again.
 
     Returns:
         The cheapest schedule of that policy whose peak is within ``memory``; of those, one with the
-        fewest actions. Where it could not be proven the cheapest, its ``bound`` is below its cost.
-        For a chain, the one with the fewest seconds: see :mod:`retrograde.plan.chain.search`.
+        fewest actions. If it is not proven the cheapest, its ``bound`` is below its cost. For a
+        chain, the schedule with the fewest seconds: see :mod:`retrograde.plan.chain.search`.
 
     Raises:
-        ScheduleError: an argument is missing, out of place or out of range; the schedule or what is
-            needed to find it would be too large.
+        ScheduleError: an argument is missing, not taken or out of range; the schedule, or the
+            table that finds it, would be too large.
         BudgetError: the memory is less than any schedule of a chain needs.
         UnitError: the memory cannot be read.
 
@@ -179,10 +178,10 @@ def cost(
     beta: int | None = None,
     segments: int | None = None,
 ) -> int | NDArray[np.int64]:
-    """The forward steps that a policy runs, the first sweep included, without the schedule.
+    """Return the forward steps that a policy runs, the first sweep included.
 
     Args:
-        length: steps, at least 1; an integer or an array of them.
+        length: steps, at least 1; an integer or an array of integers.
         memory: slots, as :func:`plan` has it; an integer or an array that broadcasts with
             ``length``.
         policy, alpha, beta, segments: as :func:`plan` has them.
@@ -191,7 +190,7 @@ def cost(
         An exact integer of any size; for arrays, 64-bit integers of the broadcast shape.
 
     Raises:
-        ScheduleError: as :func:`plan`; also a cost in an array does not fit 64 bits.
+        ScheduleError: as :func:`plan`; also if a cost in an array does not fit 64 bits.
 
     Example:
         >>> cost(1000, 50)
@@ -219,19 +218,19 @@ def cost(
 
 
 def split(length: int, memory: int, policy: str = "hsm") -> int:
-    """Where HSM or ISM keeps its first state, D(t, m), without a table (G16 eqs. 3 and 5).
+    """Return where HSM or ISM keeps its first state, D(t, m), without a table (G16 eqs. 3, 5).
 
     Args:
-        length: steps; at least 2 for ``"hsm"``, which has nothing to split in one step.
+        length: steps; at least 2 for ``"hsm"``, where one step has no split.
         memory: slots, as :func:`plan` has it.
         policy: ``"hsm"`` or ``"ism"``.
 
     Returns:
-        A position y that is optimal: HSM stores the hidden state y, and ISM records the step y − 1.
-        HSM's is that of :func:`plan`; ISM's is HSM's for one step more.
+        An optimal position y: HSM stores the hidden state y, and ISM records the step y − 1.
+        HSM's is the position of :func:`plan`; ISM's is HSM's for one step more.
 
     Raises:
-        ScheduleError: an argument is out of range, or the policy splits otherwise.
+        ScheduleError: an argument is out of range, or the policy is another.
 
     Example:
         >>> split(1000, 50), split(10**12, 10**6, "ism")
@@ -250,7 +249,7 @@ def split(length: int, memory: int, policy: str = "hsm") -> int:
 
 
 def _plan_bytes(length: int, memory: Memory, units: Units) -> Schedule:
-    """MSM with sizes in bytes: planned in coarser units, bounded in units as coarse."""
+    """MSM with sizes in bytes: both the plan and its bound are found in coarser units."""
     room = as_bytes(memory, units.state + units.beta * (length - 1))
     if room < units.state:
         raise ScheduleError(

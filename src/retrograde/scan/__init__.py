@@ -1,10 +1,10 @@
 """Backpropagation as a scan over transposed Jacobians (Wang, BPPSA, 2020).
 
-The scan itself, over any associative element: :func:`linear`, :func:`blelloch`, :func:`hybrid` and
-:func:`chunked`, with :func:`reference` as their oracle and a :class:`Report` of what they did;
-:func:`gradients` where every step has a loss of its own. Nothing here loads torch: sparse Jacobians
-(:class:`CSR`, :func:`transposed_jacobian`, :func:`register_layer`) and the scan across processes
-(:func:`scan_ranks`) are loaded when they are asked for.
+The scans work on any associative element: :func:`linear`, :func:`blelloch`, :func:`hybrid` and
+:func:`chunked`. :func:`reference` is their oracle, and a :class:`Report` counts their work.
+:func:`gradients` scans where every step has its own loss. Nothing here loads torch. Sparse
+Jacobians (:class:`CSR`, :func:`transposed_jacobian`, :func:`register_layer`) and the scan across
+processes (:func:`scan_ranks`) are loaded on first use.
 """
 
 from importlib import import_module

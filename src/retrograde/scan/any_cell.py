@@ -1,14 +1,14 @@
 """Any cell by a scan: its transposed Jacobians by batched vector-Jacobian products.
 
-Forward, the cell is run step by step. Backward, it is called once for all steps of a block, time
-and batch being one dimension: a vector-Jacobian product for every unit vector of the state gives
+Forward, the cell is run step by step. Backward, it is called once for all steps of a block, with
+time and batch as one dimension. A vector-Jacobian product for every unit vector of the state gives
 the Jacobians of all steps and samples. Then g_t = d_t + J_{t+1}ᵀ g_{t+1} is scanned in chunks, as
-in :mod:`retrograde.kernels.sweep`, and one more product, with every g at once, gives the gradients
+in :mod:`retrograde.kernels.sweep`. One more product, with every g at once, gives the gradients
 of inputs and parameters.
 
 This takes n + 2 products for a state of n numbers, and T·B·n² numbers for the Jacobians of a block.
-The cell must treat the samples (the first dimension) independently and draw no random numbers; both
-are checked, since the call for all steps must return the states of the single steps.
+The cell must treat the samples (the first dimension) independently and draw no random numbers. Both
+are checked: the call for all steps must return the states of the single steps.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,29 +24,29 @@ from retrograde.kernels.sweep import carry, trusted
 __all__ = ["run_cell", "unit_vectors"]
 
 Tensors = list[Tensor]
-#: Flat inputs and state of one step to its flat outputs and state.
+#: Maps the flat inputs and state of one step to its flat outputs and state.
 Step = Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]
 
-_BLOCK_BYTES = 64 * 2**20  # of Jacobians
+_BLOCK_BYTES = 64 * 2**20  # for the Jacobians of a block
 
 
 def run_cell(
     step: Step, parameters: Sequence[Tensor], inputs: Tensors, state: Tensors, chunk: int
 ) -> tuple[Tensors, Tensors]:
-    """Run a cell over a sequence, its gradient being computed by a scan.
+    """Run a cell over a sequence; a scan computes its gradient.
 
     Args:
         step: one step of any number of samples, on flat lists of tensors (B, …).
-        parameters: every other tensor that is to receive a gradient.
-        inputs: of all steps, (T, B, …).
+        parameters: every other tensor that receives a gradient.
+        inputs: all steps, (T, B, …).
         state: the initial state, (B, …), all of it real.
-        chunk: steps to a chunk of the scan.
+        chunk: steps in a chunk of the scan.
 
     Returns:
         The outputs, stacked (T, B, …), and the state after the last step.
 
     Raises:
-        CellError: the samples are not independent of one another, or the step is random.
+        CellError: the samples depend on one another, or the step is random.
 
     Example:
         >>> cell = torch.nn.GRUCell(3, 5)
@@ -120,7 +120,7 @@ class _Backward:
         self.widths = [s[0, 0].numel() for s in states]
 
     def run(self, dys: list[Tensor | None], after: Sequence[Tensor | None]) -> list[Any]:
-        """The gradients of inputs, initial state and parameters."""
+        """Return the gradients of inputs, initial state and parameters."""
         last = [s[-1] for s in self.states]
         seeds = [torch.zeros_like(s) if g is None else g for s, g in zip(last, after, strict=True)]
         g = _flat(seeds, self.samples)
@@ -165,7 +165,8 @@ class _Backward:
         return gs[0]
 
     def _jacobians(self, after: Tensors, s: Tensors, steps: int) -> Tensor:
-        """Row i of each: the gradient of the state before a step, of number i after it."""
+        """Return the Jacobians; row i is the gradient of the previous state from number i of the
+        next."""
         rows = [
             _flat(_products([(t, unit)] if t.requires_grad else [], s), len(t))
             for t in after
@@ -176,7 +177,7 @@ class _Backward:
 
 
 def unit_vectors(t: Tensor) -> Iterator[Tensor]:
-    """For each number of a sample of t, (samples, …): 1 there in every sample, and 0 elsewhere.
+    """Iterate over the numbers of a sample of t (samples, …): 1 at one number of every sample.
 
     Example:
         >>> [unit.tolist() for unit in unit_vectors(torch.zeros(2, 2))]
@@ -192,7 +193,7 @@ def _flat(parts: Sequence[Tensor], samples: int) -> Tensor:
 
 
 def _check_independent(step: Step, x: Tensors, state: Tensors) -> None:
-    """Refuse a cell whose samples see one another, before any work is done."""
+    """Refuse a cell whose samples depend on one another, before any work is done."""
     others = [0.5 * t + 0.1 if t.is_floating_point() else t for t in (*x, *state)]
     both = [torch.cat([t, other]) for t, other in zip((*x, *state), others, strict=True)]
     _, after = step(x, state)
@@ -207,7 +208,7 @@ def _check_equal(found: Tensors, expected: Tensors) -> None:
         if not (same and torch.allclose(one, other, rtol=near, atol=near, equal_nan=True)):
             raise CellError(
                 'the cell cannot be run under backward="scan": called for more samples or several '
-                "steps at once, it returned other states than alone; expected samples (the first "
+                "steps at once, it returned different states; expected samples (the first "
                 "dimension) that do not depend on one another, and no random numbers; use "
                 "backward=None, or memory="
             )
@@ -218,7 +219,7 @@ def _leaf(t: Tensor) -> Tensor:
 
 
 def _products(seeds: list[tuple[Tensor, Tensor]], leaves: Tensors, last: bool = False) -> Tensors:
-    """Vector-Jacobian products, zero where a leaf has no part in them."""
+    """Return vector-Jacobian products; zero for a leaf that no root depends on."""
     if not seeds:
         return [torch.zeros_like(t) for t in leaves]
     wanted = [t for t in leaves if t.requires_grad]
@@ -231,7 +232,8 @@ def _products(seeds: list[tuple[Tensor, Tensor]], leaves: Tensors, last: bool = 
 
 
 def _scan(jacobians: Tensor, losses: Tensor, g: Tensor, chunk: int) -> Tensor:
-    """The gradient of every state of a block, the one before it first: (L + 1, B, n)."""
+    """Return the gradient of every state of a block, (L + 1, B, n); the state before it is
+    first."""
     length = len(jacobians)
     whole = length - length % chunk
     rest = length - whole

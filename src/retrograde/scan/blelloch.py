@@ -1,15 +1,15 @@
 """Exclusive scans over any associative operator: linear, Blelloch, hybrid, chunked; gradients.
 
-Of [a_0, …, a_n] each gives [I, a_0, a_0 ⊙ a_1, …, a_0 ⊙ … ⊙ a_{n−1}]. With the gradient and the
+A scan of [a_0, …, a_n] gives [I, a_0, a_0 ⊙ a_1, …, a_0 ⊙ … ⊙ a_{n−1}]. For the gradient and the
 transposed Jacobians [∇x_n, J_nᵀ, …, J_1ᵀ] and A ⊙ B = B·A that is [I, ∇x_n, …, ∇x_1]
-(W20, eqs. 3.1, 3.2). ⊙ must be associative; it need not commute.
+(W20, eqs. 3.1, 3.2). The operator ⊙ must be associative; it need not commute.
 
 =============  =================  =============================================================
 algorithm      steps              how
 =============  =================  =============================================================
 ``linear``     n − 1              one after another, as ordinary backpropagation does
-``blelloch``   about 2·log₂(n)    W20, algorithm 1: products of ever longer blocks upward, what
-                                  precedes each block downward
+``blelloch``   about 2·log₂(n)    W20, algorithm 1: products of ever longer blocks upward, then
+                                  the prefix of each block downward
 ``hybrid``     2·k + n/2ᵏ         k levels up, linear between the blocks, k levels down
                                   (W20, section 5.3)
 ``chunked``    2·L + n/L          products inside chunks of L, a scan of those, a sweep in each
@@ -17,15 +17,15 @@ algorithm      steps              how
 
 Exact counts are in :mod:`retrograde.scan.counts`; a :class:`Report` counts a run.
 
-*The identity* is symbolic and never reaches ``combine``, whichever position it stands in. Of an
-exclusive scan the last element is not part of any result, though algorithm 1 multiplies by it on
-the way up, and by what came of that. ``UNREAD`` in its place saves these products.
+*The identity* is symbolic and never reaches ``combine``, whichever position it has. The last
+element of an exclusive scan is in no result, though algorithm 1 multiplies by it and by its
+products on the way up. ``UNREAD`` in its place saves these products.
 
-Elements may be anything: the algorithms know no tensors. Products that do not wait for one another
-are carried out by one function, a level at a time.
+Elements may be of any type: the algorithms know no tensors. One function runs all products of a
+level, which are independent of one another.
 
 *Limits.* A product of Jacobians may overflow where the gradient does not, and one entry that is not
-finite spoils a whole product: only ``linear`` multiplies nothing but vectors.
+finite spoils a whole product. Only ``linear`` multiplies nothing but vectors.
 
 Reference: Wang, *BPPSA: Scaling Back-propagation by Parallel Scan Algorithm*, 2020, chapter 3;
 Blelloch, *Prefix Sums and Their Applications*, 1990.
@@ -66,11 +66,11 @@ class Algorithm(Protocol):
         *,
         report: Report | None = ...,
     ) -> list[Any]:
-        """[I, a_0, a_0 ⊙ a_1, …], of the length of ``elements``."""
+        """Return [I, a_0, a_0 ⊙ a_1, …], of the length of ``elements``."""
 
 
 def reference(elements: Sequence[E], combine: Callable[[E, E], E]) -> list[E | Identity]:
-    """The oracle of all the others: [I, a_0, a_0 ⊙ a_1, …] by a plain loop (W20, eq. 3.1).
+    """Scan by a plain loop, [I, a_0, a_0 ⊙ a_1, …] (W20, eq. 3.1): the oracle of all the others.
 
     Example:
         >>> reference("abcd", lambda a, b: a + b)
@@ -89,12 +89,12 @@ def linear(
     *,
     report: Report | None = None,
 ) -> list[E | Identity]:
-    """Scan one after another: n − 1 products, each waiting for the last.
+    """Scan one after another: n − 1 products, each of which needs the one before.
 
     Args:
         elements: [a_0, …, a_n], at least one; a_n is in no result.
         combine: ⊙, associative.
-        report: filled with what was done.
+        report: receives the counts of the run.
 
     Returns:
         [I, a_0, a_0 ⊙ a_1, …], of the same length.
@@ -142,14 +142,14 @@ def hybrid(
     levels: int,
     report: Report | None = None,
 ) -> list[E | Identity]:
-    """Scan k levels up, linearly over the blocks of 2ᵏ elements that are left, and k levels down.
+    """Scan k levels up, linearly over the remaining blocks of 2ᵏ elements, and k levels down.
 
-    For products that grow dearer level by level, as those of sparse Jacobians do (W20, section
-    5.3). No level is ``linear``; all of them do what ``blelloch`` does.
+    It serves products that get more expensive level by level, as those of sparse Jacobians do (W20,
+    section 5.3). With no levels it is ``linear``; with all of them it is ``blelloch``.
 
     Args:
         elements, combine, report: as for :func:`linear`, and so is the result.
-        levels: k, at least 0; more than there are means all.
+        levels: k, at least 0; a k above the number of levels means all.
 
     Raises:
         ScanError: there are no elements, or k is negative.
@@ -183,13 +183,13 @@ def chunked(
 ) -> list[E | Identity]:
     """Scan in three phases: products inside chunks, a scan of those, a sweep inside each chunk.
 
-    All chunks go side by side. The first chunk's products are already its scan, so it is not swept;
-    the last chunk's product is not needed.
+    All chunks are processed together. The first chunk's products are already its scan, so it needs
+    no sweep; the last chunk's product is not needed.
 
     Args:
         elements, combine, report: as for :func:`linear`, and so is the result.
         chunk: L, elements a chunk, at least 1; the last may be shorter.
-        algorithm: what scans the products of the chunks.
+        algorithm: scans the products of the chunks.
 
     Raises:
         ScanError: there are no elements, or a chunk is empty.
@@ -227,17 +227,17 @@ def gradients(
     algorithm: Algorithm = linear,
     report: Report | None = None,
 ) -> list["Tensor"]:
-    """All gradients g_t = d_t + J_{t+1}ᵀ·g_{t+1} of a loss with terms at any step, from g_T = d_T.
+    """Return all gradients g_t = d_t + J_{t+1}ᵀ·g_{t+1} of a loss with terms at any step.
 
-    The scan is over [d_T, (J_Tᵀ, d_{T−1}), …, (J_1ᵀ, d_0), I]; W20 has d_T only.
+    g_T is d_T. The scan is over [d_T, (J_Tᵀ, d_{T−1}), …, (J_1ᵀ, d_0), I]; W20 has d_T only.
 
     Args:
         jacobians: [J_Tᵀ, …, J_1ᵀ], linear elements, each (…, inputs, outputs) of its step.
         losses: [d_T, …, d_0], tensors (…, n_t), one more than Jacobians; None where a step has no
             term of its own, except at T.
         combine: ⊙ of vectors, Jacobians and ``Affine`` pairs of them.
-        algorithm: what scans them.
-        report: filled with what was done.
+        algorithm: scans the elements.
+        report: receives the counts of the run.
 
     Returns:
         [g_T, …, g_0], tensors (…, n_t).
@@ -273,7 +273,7 @@ def gradients(
 
 
 def pairs(last: int, level: int) -> Iterator[tuple[int, int]]:
-    """The positions (l, r) that algorithm 1 joins on a level, upward and downward (lines 3, 10).
+    """Return the positions (l, r) that algorithm 1 joins on a level, up and down (lines 3, 10).
 
     They are the ends of adjacent blocks, no position twice; ``last`` is n, and the last block may
     be short.
@@ -288,14 +288,14 @@ def pairs(last: int, level: int) -> Iterator[tuple[int, int]]:
 
 
 class _Levels:
-    """Carries out a level of products at a time, and tells the report."""
+    """Runs a level of products at a time, and adds it to the report."""
 
     def __init__(self, combine: Callable[[Any, Any], Any], report: Report | None) -> None:
         self._combine = combine
         self._report = report
 
     def carry_out(self, phase: str, operands: list[tuple[Any, Any]]) -> list[Any]:
-        """a ⊙ b of every pair."""
+        """Return a ⊙ b of every pair."""
         if self._report is not None:
             self._report.add(phase, operands)
         return [self._product(a, b) for a, b in operands]
@@ -315,8 +315,8 @@ def _up(array: list[Any], level: int, levels: _Levels) -> None:
 
 def _down(array: list[Any], level: int, levels: _Levels) -> None:
     joined = list(pairs(len(array) - 1, level))
-    # What precedes the right block: what precedes the left one, then the left one. Upward a[l] came
-    # first as well; here it comes second, since a[r] holds what precedes both.
+    # The prefix of the right block is the prefix of the left block, then the left block. On the way
+    # up a[l] is the first operand; here it is the second, since a[r] holds the common prefix.
     operands = [(array[right], array[left]) for left, right in joined]
     products = levels.carry_out("down-sweep", operands)
     for (left, right), product in zip(joined, products, strict=True):
@@ -331,7 +331,7 @@ def _in_turn(elements: Sequence[Any], levels: _Levels, phase: str) -> list[Any]:
 
 
 def _sweep(chunks: list[list[Any]], before: list[Any], levels: _Levels) -> list[list[Any]]:
-    """The scan of each chunk, given what precedes it."""
+    """Return the scan of each chunk, given its prefix."""
     swept = [[prefix] for prefix in before]
     for i in range(1, len(chunks[0])):
         longer = [c for c, chunk in enumerate(chunks) if len(chunk) > i]

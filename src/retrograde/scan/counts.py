@@ -1,15 +1,15 @@
 """Steps and work of the scans, in closed form (W20, section 3.6, eqs. 3.3, 3.4).
 
 The array has n + 1 elements (``last`` is n, at least 0). A *step* is a level with at least one
-product; p workers need ⌈N/p⌉ steps for a level of N products, and ``workers=None`` is any number.
-*Work* is the number of products. Moves of the symbolic identity are neither.
+product. For a level of N products, p workers need ⌈N/p⌉ steps; ``workers=None`` is any number.
+The *work* is the number of products. Moves of the symbolic identity count as neither.
 
-Legend: m = ⌈log₂(n+1)⌉, the binary digits of n; N_d = ⌊(n + 2ᵈ)/2ᵈ⁺¹⌋, the pairs that algorithm 1
-joins on level d, since its i takes the values 0, 2ᵈ⁺¹, … ≤ n − 2ᵈ; q = ⌊n/2ᵏ⌋. As
+Legend: m = ⌈log₂(n+1)⌉, the binary digits of n; q = ⌊n/2ᵏ⌋. N_d = ⌊(n + 2ᵈ)/2ᵈ⁺¹⌋ is the number of
+pairs that algorithm 1 joins on level d, since its i takes the values 0, 2ᵈ⁺¹, … ≤ n − 2ᵈ. As
 ⌊(x + 1)/2⌋ = x − ⌊x/2⌋ with x = ⌊n/2ᵈ⌋, N_d = ⌊n/2ᵈ⌋ − ⌊n/2ᵈ⁺¹⌋, so that N_0 + … + N_{k−1} = n − q.
 
-Upward every pair of a level is a product. Downward all but the first are: what precedes the first
-block is the identity.
+Upward every pair of a level is a product. Downward all but the first are, since the prefix of the
+first block is the identity.
 
     linear      S = W = n − 1
     Blelloch    W = 2n − 1 − m           S = 2m − 3 + [2n ≥ 3·2^(m−1)], for n ≥ 2
@@ -18,9 +18,9 @@ block is the identity.
                 for C = ⌈(n+1)/L⌉ ≥ 2 chunks of L, products of chunks scanned linearly
 
 So W ≤ 2n and S ≤ 2m for Blelloch, and with p workers S ≤ 4n/p + 2·log₂(p) + 2: Θ(log n) for p > n,
-else Θ(n/p + log p). The linear scan is the hybrid one without levels, Blelloch's has all of them.
+else Θ(n/p + log p). The linear scan is the hybrid one without levels; Blelloch's has all of them.
 
-Every function raises ``ScanError`` where n or k is negative, a chunk is empty, or p is 0 or less.
+Every function raises ``ScanError`` if n or k is negative, a chunk is empty, or p is 0 or less.
 """
 
 from retrograde.errors import ScanError
@@ -43,7 +43,7 @@ __all__ = [
 
 
 def most_levels(last: int) -> int:
-    """The levels of algorithm 1's up-sweep, ⌈log₂(n+1)⌉ − 1; for one element none.
+    """Return the levels of algorithm 1's up-sweep, ⌈log₂(n+1)⌉ − 1; none for one element.
 
     Example:
         >>> [most_levels(n) for n in (0, 1, 2, 3, 4, 1000)]
@@ -55,7 +55,7 @@ def most_levels(last: int) -> int:
 
 
 def linear_steps(last: int) -> int:
-    """Steps of the linear scan, n − 1, with any number of workers.
+    """Return the steps of the linear scan, n − 1, with any number of workers.
 
     Example:
         >>> linear_steps(1000)
@@ -65,7 +65,7 @@ def linear_steps(last: int) -> int:
 
 
 def linear_work(last: int) -> int:
-    """Products of the linear scan, n − 1: a_0 is only moved, and a_n is in no result.
+    """Return the products of the linear scan, n − 1: a_0 is only moved, and a_n is in no result.
 
     Example:
         >>> linear_work(1000)
@@ -75,7 +75,7 @@ def linear_work(last: int) -> int:
 
 
 def blelloch_steps(last: int, workers: int | None = None) -> int:
-    """Steps of the Blelloch scan (W20, eq. 3.3): 2m − 3, and one more if 2n ≥ 3·2^(m−1).
+    """Return the steps of the Blelloch scan (W20, eq. 3.3): 2m − 3, one more if 2n ≥ 3·2^(m−1).
 
     With p workers they are ⌈N_d/p⌉ + ⌈(N_d − 1)/p⌉ over the m − 1 levels.
 
@@ -87,9 +87,9 @@ def blelloch_steps(last: int, workers: int | None = None) -> int:
 
 
 def blelloch_work(last: int) -> int:
-    """Products of the Blelloch scan (W20, eq. 3.4): n − 1 upward and n − m downward.
+    """Return the products of the Blelloch scan (W20, eq. 3.4): n − 1 upward and n − m downward.
 
-    The pairs of all levels are n. Upward the topmost, one pair, is left out; downward each of the m
+    All levels have n pairs. Upward the top level, one pair, is left out; downward each of the m
     levels has one move.
 
     Example:
@@ -100,10 +100,10 @@ def blelloch_work(last: int) -> int:
 
 
 def hybrid_steps(last: int, levels: int, workers: int | None = None) -> int:
-    """Steps of the hybrid scan: k up, q − 1 between the q + 1 blocks, k down.
+    """Return the steps of the hybrid scan: k up, q − 1 between the q + 1 blocks, k down.
 
-    Downward, level d has no product if N_d < 2, that is n < 3·2ᵈ. As n ≥ 2ᵏ, only d = k − 1 can be
-    such. More levels than there are mean all.
+    Downward, level d has no product if N_d < 2, that is n < 3·2ᵈ. As n ≥ 2ᵏ, this can only be the
+    case for d = k − 1. A k above the number of levels means all.
 
     Example:
         >>> hybrid_steps(1000, 3), hybrid_steps(1000, 3, workers=10)
@@ -120,7 +120,7 @@ def hybrid_steps(last: int, levels: int, workers: int | None = None) -> int:
 
 
 def hybrid_work(last: int, levels: int) -> int:
-    """Products of the hybrid scan: n − q up, q − 1 between the blocks, n − q − k down.
+    """Return the products of the hybrid scan: n − q up, q − 1 between blocks, n − q − k down.
 
     Example:
         >>> hybrid_work(1000, 3)
@@ -131,10 +131,10 @@ def hybrid_work(last: int, levels: int) -> int:
 
 
 def chunked_steps(last: int, chunk: int, workers: int | None = None) -> int:
-    """Steps of the chunked scan with chunks of L elements; n − 1 for one chunk.
+    """Return the steps of the chunked scan with chunks of L elements; n − 1 for one chunk.
 
-    They are L − 1 inside the C − 1 chunks whose product is needed, and C − 2 between them. The
-    sweeps of the C − 1 chunks after the first take one less than the length of the longest.
+    L − 1 steps are inside the C − 1 chunks whose product is needed, and C − 2 between them. The
+    sweeps of the C − 1 chunks after the first take one step less than the longest has elements.
 
     Example:
         >>> chunked_steps(1000, 22), chunked_steps(1000, 22, workers=10)
@@ -150,10 +150,10 @@ def chunked_steps(last: int, chunk: int, workers: int | None = None) -> int:
 
 
 def chunked_work(last: int, chunk: int) -> int:
-    """Products of the chunked scan with chunks of L elements; n − 1 for one chunk.
+    """Return the products of the chunked scan with chunks of L elements; n − 1 for one chunk.
 
-    They are (C − 1)·(L − 1) inside chunks, C − 2 between them, and in the sweeps one less than its
-    length for each chunk but the first.
+    (C − 1)·(L − 1) are inside chunks and C − 2 between them. The sweeps take, for each chunk but
+    the first, one less than its length.
 
     Example:
         >>> chunked_work(1000, 22)
@@ -164,7 +164,7 @@ def chunked_work(last: int, chunk: int) -> int:
 
 
 def blocks(last: int, levels: int) -> tuple[int, int]:
-    """k, cut to the levels that there are, and q: a hybrid scan leaves q + 1 blocks.
+    """Return k, at most the number of levels, and q: a hybrid scan leaves q + 1 blocks.
 
     Example:
         >>> blocks(1000, 3), blocks(1000, 99)
@@ -177,7 +177,7 @@ def blocks(last: int, levels: int) -> tuple[int, int]:
 
 
 def chunks_of(last: int, chunk: int) -> tuple[int, int]:
-    """C, the number of chunks, and the length of the last one.
+    """Return C, the number of chunks, and the length of the last one.
 
     Example:
         >>> chunks_of(1000, 22)
@@ -197,5 +197,5 @@ def check_workers(workers: int | None) -> None:
 
 
 def rounds(products: int, workers: int | None) -> int:
-    """The steps, ⌈products/p⌉, of products that do not wait for one another."""
+    """Return the steps, ⌈products/p⌉, of products that are independent of one another."""
     return min(1, products) if workers is None else -(-products // workers)

@@ -1,10 +1,10 @@
-"""What a scan is over: vectors, transposed Jacobians, and the operator A ⊙ B = B·A.
+"""The elements of a scan: vectors, transposed Jacobians, and the operator A ⊙ B = B·A.
 
 Backpropagation is an exclusive scan over [∇x_n, J_nᵀ, …, J_1ᵀ] (W20, eqs. 3.1, 3.2). The gradient
-is a ``Vector``, a transposed Jacobian is ``Dense`` or ``Diagonal``, and ``IDENTITY`` is symbolic:
-it is moved, never multiplied. ``UNREAD`` may stand last, where no result reads: no product with it
-is made. Where every step has a loss term of its own the element is the pair
-``Affine(J_{t+1}ᵀ, d_t)``, which stands for g ↦ d_t + J_{t+1}ᵀ·g.
+is a ``Vector`` and a transposed Jacobian is ``Dense`` or ``Diagonal``. ``IDENTITY`` is symbolic:
+it is moved, never multiplied. ``UNREAD`` may be the last element, which no result reads; no product
+with it is made. Where every step has a loss term of its own, the element is the pair
+``Affine(J_{t+1}ᵀ, d_t)``, which means g ↦ d_t + J_{t+1}ᵀ·g.
 
 A product is as structured as its factors allow:
 
@@ -17,15 +17,15 @@ Affine(J, d)        Vector      Affine      Affine      Affine
 ==================  ==========  ==========  ==========  ===========================
 
 *A further kind of element* is any class with ``__matmul__`` (it on the left) and ``__rmatmul__``
-(it on the right). The kinds here return ``NotImplemented`` for what they do not know, so the new
-one alone says how it meets them. A report asks for ``shape``, (…, rows, columns), and for
-``flops(other)`` of ``self @ other``; where that is None, the other's ``rflops(self)`` tells.
+(it on the right). The kinds here return ``NotImplemented`` for types they do not know, so the new
+kind alone defines its products with them. A report reads ``shape``, (…, rows, columns), and
+``flops(other)`` of ``self @ other``; if that is None, it reads the other's ``rflops(self)``.
 
-Shapes that do not fit, and data of too few dimensions, raise ``ScanError``. Leading dimensions are
-a batch, and broadcast. FLOPs are counted as a multiplication and an addition for each term of a
-dense product (2·m·k·n), and one for each entry that a diagonal scales.
+Shapes that do not match, and data of too few dimensions, raise ``ScanError``. Leading dimensions
+are a batch, and broadcast. A dense product counts a multiplication and an addition for each term
+(2·m·k·n FLOPs), and a diagonal one FLOP for each entry that it scales.
 
-Nothing here loads torch: the tensors bring it along.
+This module does not load torch: only its tensors do.
 
 Reference: Wang, *BPPSA: Scaling Back-propagation by Parallel Scan Algorithm*, 2020, section 3.1.
 """
@@ -59,7 +59,7 @@ Shape = tuple[int, ...]
 
 
 class _Symbol(Enum):
-    """What stands in an array and is never multiplied; one object each, pickled or not."""
+    """A symbol in an array that is never multiplied; each is one object, pickled or not."""
 
     IDENTITY = "I"
     UNREAD = "·"
@@ -74,10 +74,10 @@ Identity = Literal[_Symbol.IDENTITY]
 
 
 def combine(a: Any, b: Any) -> Any:
-    """The operator of the scan, a ⊙ b = b·a (W20, section 3.1): associative, not commutative.
+    """Return the operator of the scan, a ⊙ b = b·a (W20, section 3.1).
 
-    a is the earlier element of the array; any b with ``@`` will do. ``IDENTITY`` gives the other
-    operand itself, and a later ``UNREAD`` gives ``UNREAD``.
+    It is associative, not commutative. a is the earlier element of the array; b is anything with
+    ``@``. ``IDENTITY`` gives the other operand itself, and a later ``UNREAD`` gives ``UNREAD``.
 
     Example:
         >>> import torch
@@ -93,7 +93,7 @@ def combine(a: Any, b: Any) -> Any:
 
 
 def flops(a: Any, b: Any) -> int:
-    """The FLOPs of a ⊙ b = b·a, all of the batch; 0 with ``IDENTITY``, or where neither can tell.
+    """Return the FLOPs of a ⊙ b = b·a, all of the batch; 0 with ``IDENTITY``, or if unknown.
 
     Example:
         >>> import torch
@@ -109,7 +109,7 @@ def flops(a: Any, b: Any) -> int:
 
 
 def check_product(left: Any, right: Any) -> Shape:
-    """The batch of left·right, where left is (…, m, k) and right is (…, k, n), or a vector (…, k).
+    """Return the batch of left·right: left is (…, m, k), right is (…, k, n) or a vector (…, k).
 
     Raises:
         ScanError: the inner sizes differ, or the batches do not broadcast.
@@ -132,7 +132,7 @@ def check_product(left: Any, right: Any) -> Shape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Vector:
-    """A gradient, of data (…, n). It stands first in the array.
+    """A gradient, of data (…, n). It is the first element of the array.
 
     Example:
         >>> import torch
@@ -243,7 +243,8 @@ _TENSORS = Vector, Dense, Diagonal
 
 
 def _columns(element: Vector | Dense | Diagonal) -> int:
-    """Columns of a dense element; 1 for a vector, and for a diagonal, which only scales."""
+    """Return the columns of a dense element; 1 for a vector, and for a diagonal, which only
+    scales."""
     return element.shape[-1] if isinstance(element, Dense) else 1
 
 
@@ -251,14 +252,14 @@ def _columns(element: Vector | Dense | Diagonal) -> int:
 class Affine:
     """One step with its own loss term: g ↦ d + Jᵀ·g.
 
-    Two of them are one: (J_Bᵀ, d_B)·(J_Aᵀ, d_A) = (J_Bᵀ·J_Aᵀ, d_B + J_Bᵀ·d_A).
+    Two make one: (J_Bᵀ, d_B)·(J_Aᵀ, d_A) = (J_Bᵀ·J_Aᵀ, d_B + J_Bᵀ·d_A).
 
     Args:
         jacobian: Jᵀ, any linear element, or ``IDENTITY``.
         offset: d, the gradient of the step's own loss term.
 
     Raises:
-        ScanError: the Jacobian and the loss term are of different sizes.
+        ScanError: the Jacobian and the loss term have different sizes.
 
     Example:
         >>> import torch
@@ -317,7 +318,7 @@ class Affine:
 
 
 def _name(element: Any) -> str:
-    """``Dense 3×5``."""
+    """Return a name such as ``Dense 3×5``."""
     shape = "×".join(map(str, getattr(element, "shape", ())))
     return f"{type(element).__name__} {shape}".rstrip()
 
@@ -331,7 +332,7 @@ def _check_dimensions(element: Vector | Dense | Diagonal, least: int, expected: 
 
 
 def _broadcast(left: Any, right: Any, one: Shape, other: Shape) -> Shape:
-    # Equal batches are the rule, and this runs for every product.
+    # A shortcut for equal batches, since this runs for every product.
     if one == other or not other:
         return one
     try:

@@ -1,9 +1,9 @@
-"""What a scan did, level by level: products, shapes, FLOPs, the critical path.
+"""A report of a scan, level by level: products, shapes, FLOPs, the critical path.
 
-A *level* is a set of products that do not wait for one another; with unbounded workers it takes as
-long as its longest product, so the critical path is the sum of those. Steps and work are those of
-:mod:`retrograde.scan.counts` (W20, section 3.6). What meets ``IDENTITY`` is moved, not multiplied:
-it is counted as a move; what meets ``UNREAD`` is neither.
+A *level* is a set of independent products. With unbounded workers it takes as long as its longest
+product, so the critical path is the sum of those. Steps and work are those of
+:mod:`retrograde.scan.counts` (W20, section 3.6). A product with ``IDENTITY`` counts as a move; one
+with ``UNREAD`` is not counted.
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ __all__ = ["Level", "Operand", "Product", "Report"]
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """The type's name and the shape of an element; the shape is empty where it has none.
+    """The type's name and the shape of an element; the shape is empty if it has none.
 
     Example:
         >>> print(Operand("Dense", (3, 5)))
@@ -54,11 +54,11 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Products that do not wait for one another.
+    """A set of independent products.
 
     Args:
-        phase: what the algorithm was about, such as ``"up-sweep"``.
-        products: what was multiplied.
+        phase: the phase of the algorithm, such as ``"up-sweep"``.
+        products: the products.
         moves: how many operands met ``IDENTITY`` and were only moved.
     """
 
@@ -77,15 +77,16 @@ class Level:
         return max((product.flops for product in self.products), default=0)
 
     def steps(self, workers: int | None = None) -> int:
-        """Rounds that p workers need, each with one product at a time; None: unbounded."""
+        """Return the rounds that p workers need, each with one product at a time; None:
+        unbounded."""
         return rounds(len(self.products), workers)
 
 
 class Report:
-    """Gathers what a scan did: ``report = Report(); blelloch(elements, report=report)``.
+    """Counts the work of a scan: ``report = Report(); blelloch(elements, report=report)``.
 
     Args:
-        cost: the FLOPs of a ⊙ b, for elements that cannot tell themselves.
+        cost: returns the FLOPs of a ⊙ b, for elements without ``flops``.
 
     Example:
         >>> from retrograde.scan.blelloch import blelloch
@@ -106,18 +107,18 @@ class Report:
         self._cost = cost
 
     def add(self, phase: str, pairs: Sequence[tuple[Any, Any]]) -> None:
-        """Note one level: the operands (a, b) of every a ⊙ b, before they are combined."""
+        """Add one level: the operands (a, b) of every a ⊙ b, before they are combined."""
         read = [(a, b) for a, b in pairs if b is not UNREAD]
         real = [(a, b) for a, b in read if a is not IDENTITY and b is not IDENTITY]
         products = tuple(Product(_operand(a), _operand(b), self._cost(a, b)) for a, b in real)
         self.levels.append(Level(phase, products, len(read) - len(real)))
 
     def part(self) -> "Report":
-        """An empty report that counts alike, for a scan inside a scan."""
+        """Return an empty report with the same cost function, for a scan inside a scan."""
         return Report(self._cost)
 
     def include(self, part: "Report", phase: str) -> None:
-        """Append the levels of a scan inside this one; their phases are named after ``phase``."""
+        """Append the levels of an inner scan; their phases are named after ``phase``."""
         for level in part.levels:
             self.levels.append(replace(level, phase=f"{phase}, {level.phase}"))
 
@@ -137,7 +138,7 @@ class Report:
         return sum(level.critical_flops for level in self.levels)
 
     def steps(self, workers: int | None = None) -> int:
-        """Products on the critical path, S of W20 eq. 3.3.
+        """Return the products on the critical path, S of W20 eq. 3.3.
 
         Args:
             workers: p; each does one product at a time, and all finish a level before the next.
@@ -150,7 +151,7 @@ class Report:
         return sum(level.steps(workers) for level in self.levels)
 
     def __str__(self) -> str:
-        """One line for adjacent levels that did the same, and their sum."""
+        """Format one line for each run of equal levels, and their sum."""
         rows: list[tuple[str, ...]] = [
             ("phase", "levels", "products", "moves", "FLOPs", "critical", "what")
         ]

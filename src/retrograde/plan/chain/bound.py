@@ -1,23 +1,23 @@
-"""Seconds that no schedule of a chain undercuts, from what is held when backpropagation begins.
+"""A lower bound of a chain's seconds, from the bytes held when backpropagation begins.
 
-When the last layer is backpropagated, some layers K are recorded. Every layer has been run once by
-then, and every one outside K has to be run again, from a state that is held. A recorded layer stays
-so until its own turn, so whenever layer k has its turn, at least the tapes of K before it are held,
-and what layer k needs. Least forward seconds, with u, s, p as in
-:mod:`retrograde.plan.chain.search`:
+When the last layer is backpropagated, some layers K are recorded. Every layer has run once by then,
+and every layer outside K has to run again, from a state that is held. A recorded layer stays
+recorded until its own turn. So when layer k has its turn, at least the tapes of K before it are
+held, and the bytes that layer k needs. With u, s, p as in :mod:`retrograde.plan.chain.search`, the
+least forward seconds are
 
     Σ u + min over K of Σ u_k outside K,   where for every layer k
         Σ p_j of the j < k in K + Σ s_i of the states that they refer to  ≤  m − what k needs
 
-and where for the last layer the first state of each run of layers outside K counts too. Nothing is
-asked of how the layers are run again. With a price for each of these limits, the rest is a minimum
-over chains of kept and left out layers, found in one pass (Lagrangian relaxation); any prices will
-do for a bound. The price of the last layer's limit is bisected. The others are raised by
-subgradients (Polyak's step), where a limit can bind: at layers that need more than all later ones.
+At the last layer, the first state of each run of layers outside K counts too. How the layers are
+run again is left open. With a price for each of these limits (Lagrangian relaxation), one pass
+finds the minimum over kept and left-out layers. Any prices give a valid bound. The price of the
+last layer's limit is bisected. Where another limit can bind, at layers that need more than all
+later ones, subgradients (Polyak's step) raise its price.
 
-It bounds every legal schedule, not only persistent ones. It is close to the best schedule where
-most layers are run at most twice in all, and weak where budgets are so small that most are run more
-often. Linear in the layers, a few hundred passes.
+The bound holds for every legal schedule, not only for persistent ones. It is close to the best
+schedule where most layers are run at most twice in all. It is weak where budgets are so small that
+most layers run more often. The time is linear in the layers, a few hundred passes.
 """
 
 from typing import TYPE_CHECKING, NamedTuple
@@ -35,7 +35,7 @@ __all__ = ["least_seconds"]
 
 _HALVINGS = 60
 _STEPS = 300
-_PATIENCE = 10  # steps without a gain, before they are made shorter
+_PATIENCE = 10  # steps without a gain, before the step is halved
 _ROUNDING = 1 - 1e-12
 
 _Ints = NDArray[np.int64]
@@ -44,9 +44,11 @@ _Flags = NDArray[np.bool_]
 
 
 class _Columns(NamedTuple):
-    """What the relaxation reads of a chain of T layers: u (T,), s (T + 1,) and p (T,) of the
-    module's text. ``limit`` (T,) has the bytes left for what is held before a layer when it is
-    backpropagated."""
+    """The columns of a chain of T layers that the relaxation reads.
+
+    They are u (T,), s (T + 1,) and p (T,) of the module's docstring. ``limit`` (T,) has the bytes
+    left for everything held before a layer when it is backpropagated.
+    """
 
     seconds: _Reals
     state: _Reals
@@ -59,7 +61,7 @@ class _Columns(NamedTuple):
 
 
 def least_seconds(chain: Chain, room: int, kinds: "Kinds") -> float:
-    """Seconds of an iteration that no schedule undercuts within ``room`` bytes."""
+    """Return a lower bound of the seconds of an iteration within ``room`` bytes."""
     state, gradient = np.array(chain.state_bytes), np.array(chain.gradient_bytes)
     inputs, outputs = np.array(chain.keeps_input), np.array(chain.keeps_output)
     tape = np.array(chain.tape_bytes)
@@ -76,8 +78,10 @@ def least_seconds(chain: Chain, room: int, kinds: "Kinds") -> float:
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _relaxed(columns: _Columns, price: _Reals, over: _Reals) -> float:
-    """The least seconds of running again, plus what violated limits cost at ``price`` seconds a
-    byte; ``over``, shape (T,), is overwritten by the bytes above each limit."""
+    """Return the least seconds of running again, plus ``price`` seconds a byte above each limit.
+
+    ``over``, shape (T,), is overwritten by the bytes above each limit.
+    """
     seconds, state, tape, inputs, outputs, limit, stores, records = columns
     size = len(seconds)
     total = np.zeros(size + 1)  # the prices of a layer and of all later ones
@@ -88,7 +92,7 @@ def _relaxed(columns: _Columns, price: _Reals, over: _Reals) -> float:
     kept = tape[0] * total[1] if records or size == 1 else np.inf
     for k in range(1, size):
         held, here = state[k] * total[k + 1], 0.0 if inputs[k] else state[k] * price[k]
-        # from a kept layer to a kept one, to one that is left out, and from one left out to a kept
+        # From kept to kept, from kept to left out, and from left out to kept.
         kept_kept = kept + (held + here if outputs[k - 1] else held if inputs[k] else 0.0)
         base = state[k] * price[size - 1] if stores else np.inf
         kept_left = kept + (held + here if outputs[k - 1] else base)
@@ -115,7 +119,7 @@ def _relaxed(columns: _Columns, price: _Reals, over: _Reals) -> float:
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _highest(columns: _Columns) -> float:
-    """The relaxation at the best prices that are found."""
+    """Return the relaxation at the best prices that are found."""
     size, limit = len(columns.seconds), columns.limit
     price, over = np.zeros(size), np.empty(size)
     best, best_price = _relaxed(columns, price, over), price.copy()

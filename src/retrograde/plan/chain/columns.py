@@ -1,7 +1,7 @@
-"""A chain as the planner sees it: what each of its moves needs, in bytes, and forward seconds.
+"""A chain as the planner sees it: bytes that each of its moves needs, and forward seconds.
 
-With u, s, d, p for a layer's forward seconds, its input state, that state's gradient and the part
-of its internal state that is neither its input nor its output:
+For each layer, u is the forward seconds, s its input state, and d that state's gradient. The part
+of its internal state that is neither its input nor its output is p. The columns are:
 
 ===============  ====================================================================
 ``enter``        running a layer whose input is kept: s' + transient
@@ -10,8 +10,8 @@ of its internal state that is neither its input nor its output:
 ``back``         backpropagating it: p, s' if the tape refers to it, d', d + transient
 ===============  ====================================================================
 
-where s' and d' belong to the layer's output. Several layers can be taken as one, which is recorded
-whole or not at all: :func:`layers_of` with more than one layer a group.
+where s' and d' belong to the layer's output. :func:`layers_of` can join several layers to one,
+which is recorded whole or not at all.
 """
 
 from typing import NamedTuple
@@ -50,8 +50,10 @@ class Layers(NamedTuple):
 
 
 def layers_of(chain: Chain, places: list[int] | None = None) -> Layers:
-    """The columns of a chain; layers between two neighbouring ``places`` are taken as one, None for
-    each layer alone."""
+    """Return the columns of a chain.
+
+    Layers between two neighbouring ``places`` are joined to one; None keeps each layer apart.
+    """
     state, gradient = np.array(chain.state_bytes), np.array(chain.gradient_bytes)
     tape = np.array(chain.tape_bytes)
     inputs, outputs = np.array(chain.keeps_input), np.array(chain.keeps_output)
@@ -67,7 +69,7 @@ def layers_of(chain: Chain, places: list[int] | None = None) -> Layers:
 
 
 def _joined(layers: Layers, places: list[int]) -> Layers:
-    """The same, whole groups taken as layers."""
+    """Join each group of layers to one layer."""
     first, last = np.array(places[:-1]), np.array(places[1:]) - 1
     tape, enter, through, record, back = (np.empty(len(first), np.int64) for _ in range(5))
     for group, (begin, end) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
@@ -82,8 +84,8 @@ def _joined(layers: Layers, places: list[int]) -> Layers:
 
 
 def _recorded(layers: Layers, begin: int, end: int) -> tuple[int, int, int]:
-    """Layers begin … end, all recorded: what they hold, what recording and going back need."""
-    held = record = back = 0  # held: all tapes before layer k, and the states that they refer to
+    """Return the bytes that the recorded layers begin … end hold, and the peaks of both passes."""
+    held = record = back = 0  # held: all tapes before layer k, and the states they refer to
     for k in range(begin, end + 1):
         refers = k > begin and (layers.keeps_output[k - 1] or layers.keeps_input[k])
         current = layers.state[k] if k > begin else 0

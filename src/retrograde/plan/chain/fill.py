@@ -1,20 +1,20 @@
-"""The table of a chain's plans, filled by code that is compiled when this is first imported.
+"""The table of a chain's plans, filled by kernels that compile when this is first imported.
 
-Kept apart so that importing the planner loads no compiler. Level m of the table stands for
-``unit · m + rest`` bytes. What is needed for a while is compared in bytes, and never rounded. What
-is kept leads from one level to between two others: their seconds are then taken in proportion
-(``between``), so that small sizes count too; or those of the higher level, a lower bound. Where
-the lower level is not enough, but the bytes are, it is taken to be twice as slow: were it not, a
-fraction of a level would be free there, and as often as one likes.
+It is a module of its own so that importing the planner loads no compiler. Level m of the table
+stands for ``unit · m + rest`` bytes. Transient bytes are compared exactly, and never rounded. Kept
+bytes lead from one level to a point between two others. The seconds are then interpolated
+(``between``), so that small sizes count too, or taken from the higher level as a lower bound. Where
+the bytes are enough but the lower level is not, it counts as twice as slow. Otherwise a fraction of
+a level would be free there, however often it is used.
 
-*Rows.* Those of the segments that end at one e lie side by side, by their first layer. Not every
-segment needs one: see :mod:`retrograde.plan.chain.segments`.
+*Rows.* The rows of all segments that end at one e are adjacent, ordered by their first layer. Some
+segments have no row: see :mod:`retrograde.plan.chain.segments`.
 
-*Order.* Levels ascend in chunks of :data:`LANES`, which lie side by side and are worked on at once.
-Within a chunk x descends in blocks of :data:`BLOCK`, and e ascends within a block: the right parts
-that end at e, which are many, are read from memory once for all x of a block. Of every
-:data:`RUN` neighbouring j the least of either side is kept too: where the sum of those two is no
-less than what is found already, in all lanes, none of the j is looked at. This loses nothing.
+*Order.* Levels ascend in chunks of :data:`LANES`, which are adjacent and processed together. Within
+a chunk, x descends in blocks of :data:`BLOCK`, and e ascends within a block. So the many right
+parts that end at e are read from memory once for all x of a block. For every :data:`RUN`
+neighbouring j, the least of each side is kept too. Where the sum of those two is no better than the
+best found, in all lanes, those j are skipped. This loses nothing.
 """
 
 from typing import NamedTuple
@@ -31,7 +31,7 @@ __all__ = ["LANES", "Grid", "Kinds", "Table", "fill"]
 LANES = 32
 BLOCK = 8
 
-_SATURATED = 1 + 1e-13  # times the least seconds: nothing is run twice, but for rounding
+_SATURATED = 1 + 1e-13  # times the least seconds: within rounding of running nothing twice
 
 _Ints = NDArray[np.int64]
 _Reals = NDArray[np.float64]
@@ -39,7 +39,7 @@ _Side = tuple[_Reals, _Reals]
 
 
 class Grid(NamedTuple):
-    """How bytes are counted in levels: see the module's text."""
+    """How bytes are counted in levels: see the module's docstring."""
 
     unit: int
     rest: int
@@ -47,18 +47,23 @@ class Grid(NamedTuple):
 
 
 class Kinds(NamedTuple):
-    """Which schedules there are to choose from: whether hidden states may be stored, and whether
-    internal states may be kept while later layers are worked on."""
+    """The class of schedules to choose from.
+
+    ``stores``: hidden states may be stored. ``records``: internal states may be kept while later
+    layers are worked on.
+    """
 
     stores: bool
     records: bool
 
 
 class Table(NamedTuple):
-    """The least forward ``seconds`` of segments, shape (chunks of levels, rows, LANES), ∞ where
-    memory is short. ``kept`` and ``current`` (T, T + 1) are the bytes that a segment needs at
-    least, from a kept and from a current first state. The inner loops of :func:`fill` take the
-    parts one by one, since passing the whole counts references and is nearly twice as slow."""
+    """The least forward ``seconds`` of segments, shape (chunks of levels, rows, LANES).
+
+    ∞ means that memory is short. ``kept`` and ``current`` (T, T + 1) are the bytes that a segment
+    needs at least, from a kept and from a current first state. The inner loops of :func:`fill` take
+    the parts one by one: passing the whole counts references and is nearly twice as slow.
+    """
 
     layers: Layers
     kinds: Kinds
@@ -74,14 +79,17 @@ def _lower(
     out: _Reals, start: int, row: int, paid: int, need: int, seconds: float, grid: Grid,
     table: _Reals,
 ) -> None:  # fmt: skip
-    """Lower ``out`` by a way that keeps ``paid`` bytes, needs ``need``, and leads to the segment of
-    a row. ``out`` has the least seconds of LANES levels from ``start`` on, and behind them scratch
-    room for LANES + 1 numbers."""
-    below = start - paid // grid.unit  # the level that the first lane comes to
+    """Lower ``out`` by a way that keeps ``paid`` bytes, needs ``need``, and leads to a row's
+    segment.
+
+    ``out`` has the least seconds of LANES levels from ``start`` on, followed by scratch room for
+    LANES + 1 numbers.
+    """
+    below = start - paid // grid.unit  # the level that the first lane leads to
     first = max(-below, -((grid.rest - need) // grid.unit) - start, 0)
     if first >= LANES:
         return
-    cells = out[LANES:]  # from one level lower on
+    cells = out[LANES:]  # begins one level lower
     chunk, offset = (below - 1) // LANES, (below - 1) % LANES
     if chunk >= 0:
         cells[: LANES - offset] = table[chunk, row, offset:]
@@ -103,7 +111,7 @@ def _lower(
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _end(out: _Reals, start: int, need: int, seconds: float, grid: Grid) -> None:
-    """A way that leads to no segment: as :func:`_lower`."""
+    """As :func:`_lower`, for a way that leads to no segment."""
     first = max(-((grid.rest - need) // grid.unit) - start, 0)
     for lane in range(first, LANES):
         out[lane] = min(out[lane], seconds)
@@ -115,14 +123,14 @@ def _from_current(
     layers: Layers, kinds: Kinds, grid: Grid, cells: Cells, least: _Ints,
     table: _Reals,
 ) -> None:  # fmt: skip
-    """W: from state x, which is current and which nothing holds; ``paid`` bytes are held beside."""
+    """W: continue from state x, which is current and not held; ``paid`` other bytes are held."""
     while True:
         if kinds.stores:
             kept = paid + layers.state[x]
             needed = max(need, kept + least[x, e])
             _lower(out, start, cells.row[e] + x, kept, needed, seconds, grid, table)
             if layers.keeps_input[x]:
-                return  # recording first holds state x all the same
+                return  # recording first holds state x too
         if not kinds.records and e > x + 1:
             return
         need = max(need, paid + layers.state[x] + layers.record[x] + layers.gradient[e])
@@ -148,7 +156,7 @@ def _recorded(
     layers: Layers, kinds: Kinds, grid: Grid, cells: Cells, least: _Ints,
     table: _Reals,
 ) -> None:  # fmt: skip
-    """Q3: from state x, which is kept by whoever called, record layer x."""
+    """Q3: from state x, which the caller keeps, record layer x."""
     if not kinds.records and e > x + 1:
         return
     need = max(layers.record[x] + layers.gradient[e], layers.back[x])
@@ -169,7 +177,7 @@ def _recorded(
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _run_lower(out: _Reals, left: _Reals, right: _Reals, first: int, last: int) -> None:
-    """The least of left[j] + right[j] for first ≤ j < last, in every lane."""
+    """Lower ``out`` to the least of left[j] + right[j] for first ≤ j < last, in every lane."""
     j = first
     while j + 4 <= last:
         a, b, c, d = left[j], left[j + 1], left[j + 2], left[j + 3]
@@ -192,7 +200,7 @@ def _run_lower(out: _Reals, left: _Reals, right: _Reals, first: int, last: int) 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _may_lower(out: _Reals, left: _Reals, right: _Reals) -> bool:
-    """Whether left + right is below out in any lane."""
+    """Return whether left + right is below ``out`` in any lane."""
     count = 0
     for lane in range(LANES):
         count += left[lane] + right[lane] < out[lane]
@@ -201,8 +209,10 @@ def _may_lower(out: _Reals, left: _Reals, right: _Reals) -> bool:
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _best_split(out: _Reals, left: _Side, right: _Side, first: int, last: int, guess: int) -> int:
-    """Q1: the least of left[j] + right[j] for first ≤ j < last, in every lane; looks into the
-    run ``guess`` first and returns the run that lowered ``out`` last."""
+    """Q1: lower ``out`` to the least of left[j] + right[j] for first ≤ j < last, in every lane.
+
+    It tries the run ``guess`` first and returns the run that lowered ``out`` last.
+    """
     if last <= first:
         return guess
     low, high = first // RUN, (last - 1) // RUN
@@ -221,9 +231,10 @@ def _split(
     out: _Reals, start: int, x: int, e: int, needed: _Ints, left: _Side, right: _Side, guess: int,
     layers: Layers, grid: Grid, cells: Cells,
 ) -> int:  # fmt: skip
-    """Q1 for all j that can be reached; ``needed`` is what running layers x … j − 1 needs.
+    """Q1 for all j that can be reached; ``needed`` is the bytes for running layers x … j − 1.
 
-    The sides begin at the first x of column e."""
+    The sides begin at the first x of column e.
+    """
     gradient, base = layers.gradient[e], cells.first[e]
     lowest = grid.unit * start + grid.rest - gradient
     near = min(e, cells.stop[x])
@@ -233,7 +244,7 @@ def _split(
     guess = _best_split(out, left, right, x + 1 - base, last - base, guess)
     highest = lowest + grid.unit * (LANES - 1)
     far = np.searchsorted(cells.ends, near) if near < e else len(cells.ends)
-    while True:  # the j whose need lies within these levels, and those far away
+    while True:  # the j whose need lies within these levels, and those outside the band
         if last < near:
             j = last
             last += 1
@@ -251,7 +262,7 @@ def _split(
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _note(side: _Side, at: int, values: _Reals, more: float) -> None:
-    """Enter one part of a side."""
+    """Enter one part into a side, and into the minimum of its run."""
     whole, runs = side[0][at], side[1][at // RUN]
     for lane in range(LANES):
         value = more + values[lane]
@@ -261,7 +272,7 @@ def _note(side: _Side, at: int, values: _Reals, more: float) -> None:
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def fill(filled: Table) -> None:
-    """Fill ``filled.seconds`` for all segments that it has, for all levels."""
+    """Fill ``filled.seconds`` for all its segments and levels."""
     layers, kinds, grid, cells, least, _, table = filled
     size, first = len(layers.tape), cells.first
     runs = size // RUN + 1
@@ -309,7 +320,7 @@ def fill(filled: Table) -> None:
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _running_bytes(x: int, layers: Layers, needed: _Ints) -> None:
-    """What running the layers x … j − 1 needs, for all j."""
+    """Write the bytes that running the layers x … j − 1 needs, for all j."""
     needed[x + 1] = layers.enter[x]
     for j in range(x + 2, len(needed)):
         needed[j] = max(needed[j - 1], layers.through[j - 1])

@@ -1,11 +1,13 @@
 """Heterogeneous chains: layers of unequal seconds and bytes (G16, appendix C).
 
-The schedules looked at are *persistent*: what is kept stays until backpropagation has come to it,
-and nothing before it is touched until then. Few chains gain by others: a state freed in front of
-its own layer, whose tape does not refer to it; or a layer recorded while the gradient is small.
-A segment is the layers x … e − 1, with state x kept by whoever called; m is the bytes beyond that;
-u, s, p are a layer's forward seconds, its input state, its internal state without input and output;
-U(x, j) are the seconds of the layers x … j − 1. Least forward seconds:
+The schedules searched are *persistent*: a kept state stays until backpropagation reaches it, and
+nothing before it is touched until then. Few chains gain from other schedules. One kind frees a
+state before its own layer, whose tape does not refer to it. Another records a layer while the
+gradient is small.
+
+A segment is the layers x … e − 1; the caller keeps state x, and m is the bytes beyond that.
+For one layer, u is the forward seconds, s its input state, and p its internal state without input
+and output. U(x, j) is the seconds of the layers x … j − 1. The least forward seconds are
 
     C(x, e, m) = min of  Q1: U(x, j) + W(j, e, m) + C(x, j, m)         x < j < e
                          Q3: u_x + V(x+1, e, m − p_x)
@@ -14,31 +16,32 @@ U(x, j) are the seconds of the layers x … j − 1. Least forward seconds:
                          u_j + V(j+1, e, m − p_j)                      record layer j, and let j go
     V(e, e, ·) = 0
 
-wherever running, recording and backpropagating fit the m bytes there and then: with what a layer
-takes for a while and with the gradient of state e, as :mod:`retrograde.schedule.account` counts.
-Q3 with e = x + 1 is one layer recorded and backpropagated at once. With every tape referring to
-both ends, and nothing taken for a while, this is appendix C with its start state counted.
+wherever running, recording and backpropagating fit the m bytes at that moment. Transient bytes and
+the gradient of state e count as in :mod:`retrograde.schedule.account`. Q3 with e = x + 1 is one
+layer recorded and backpropagated at once. If every tape refers to both ends and nothing is
+transient, this is appendix C with its start state counted.
 
-- ``msm`` has all of it; ``hsm`` keeps no internal state while it works on later layers (Q3 at
-  e = x + 1 only); ``ism`` stores no hidden state (no first line of W) but the chain's input.
-- *Ties*: recording at once goes before advancing, the earliest state to advance to before later
-  ones, recording before storing.
+- ``msm`` has all of it.
+- ``hsm`` keeps no internal state while it works on later layers (Q3 at e = x + 1 only).
+- ``ism`` stores no hidden state except the chain's input (no first line of W).
+- *Ties*: recording at once before advancing, earlier states to advance to before later ones,
+  recording before storing.
 
-*Levels.* Bytes are counted in levels: exactly, where what is kept has a common divisor that gives
-few enough, else in proportion between two levels. The schedule is then read off the table with the
-exact bytes left at every place (:mod:`retrograde.plan.chain.walk`), so levels never break a budget
-and never lose one that would do. Where bytes are no multiples, a few walks that start at slightly
-shifted levels are compared.
+*Levels.* Bytes are counted in levels. Levels are exact where the kept sizes have a common divisor
+that gives few enough; else seconds are interpolated between two levels. The schedule is then read
+from the table with the exact bytes left at every place (:mod:`retrograde.plan.chain.walk`). So
+levels never break a budget and never miss one that is feasible. Where bytes are not multiples, the
+best of a few walks, which start at slightly shifted levels, is taken.
 
-*Bound.* Where the table is exact, so is the schedule. Else :mod:`retrograde.plan.chain.bound`
-bounds it, in milliseconds, and the same table with sizes rounded down can prove another bound.
+*Bound.* An exact table gives an exact schedule. Otherwise :mod:`retrograde.plan.chain.bound` bounds
+it, in milliseconds, and the same table with sizes rounded down can prove another bound.
 
-*Long chains.* Nearly all that is run again is a few layers from one kept state, so chains of more
-than 600 layers, and of more than 200 where bytes are no multiples, have a table with a band of
-short segments and a few ends only (:mod:`retrograde.plan.chain.segments`): O(T) rows, more levels.
-More than 3000 layers are taken in groups, each recorded whole or not at all, with kept states only
-between them: ``hsm`` then keeps the tapes of one. The minimum is that of all segments up to 1200
-layers.
+*Long chains.* Nearly all recomputation is of a few layers from one kept state. So the tables of
+long chains have a band of short segments and a few ends (:mod:`retrograde.plan.chain.segments`):
+O(T) rows, and more levels. Chains are long beyond 600 layers, and beyond 200 where bytes are not
+multiples. More than 3000 layers are taken in groups. Each group is recorded whole or not at all,
+and states are kept only between groups: ``hsm`` then keeps the tapes of one. The minimum is over
+all segments up to 1200 layers.
 
 Complexity: O(T³·M) for T layers and M levels, 4·T²·M bytes; with a band of b layers and n ends
 O(T·M·(b² + n·(b + n))).
@@ -54,7 +57,7 @@ from retrograde.units import Memory, as_bytes
 
 __all__ = ["chain_minimum", "chain_trade_off", "plan_chain", "record_everything"]
 
-_CLOSE = 1.01  # times its bound: near enough to leave it at that
+_CLOSE = 1.01  # a schedule within this factor of its bound is not improved further
 
 
 def record_everything(chain: Chain) -> Schedule:
@@ -72,8 +75,8 @@ def plan_chain(
 ) -> Schedule:
     """The fastest persistent schedule of a chain within a budget, with its ``bound`` in seconds.
 
-    Arguments and errors are those of :func:`~retrograde.plan.planner.plan`; ``levels`` is the most
-    levels to count bytes in, None for as many as take a few seconds. Up to 600 layers,
+    Arguments and errors are those of :func:`~retrograde.plan.planner.plan`. ``levels`` is the most
+    levels to count bytes in; None allows as many as take a few seconds. Up to 600 layers,
     ``certify`` fills a second table where the bound is more than 1 % away, for a higher bound
     or a faster schedule.
 
@@ -91,7 +94,7 @@ def plan_chain(
     filled = solver.filled(room, levels)
     schedule = filled.schedule(room)
     bound = None if any(chain.hands_on) else filled.bound(room)
-    del filled  # its table, before there is another one
+    del filled  # free the table before another one is made
     if bound is None:
         from retrograde.plan.chain.bound import least_seconds
 
@@ -104,8 +107,10 @@ def plan_chain(
 
 
 def chain_minimum(chain: Chain, policy: str = "msm") -> tuple[int, int]:
-    """The smallest budget that a policy can keep, in bytes, and the layer that needs it; exact up
-    to 1200 layers."""
+    """Return the smallest budget that a policy can keep, in bytes, and the layer that needs it.
+
+    It is exact up to 1200 layers.
+    """
     solver = Solver.of(chain, policy)
     least = (
         min(solver.least, record_everything(chain).peak)
@@ -118,9 +123,11 @@ def chain_minimum(chain: Chain, policy: str = "msm") -> tuple[int, int]:
 def chain_trade_off(
     chain: Chain, memories: Iterable[Memory], policy: str = "msm", *, levels: int | None = None
 ) -> list[Schedule]:
-    """Schedules of one chain for many budgets, in their order and without bounds, read off one
-    table. Arguments and errors are those of :func:`plan_chain`; ``levels`` is that of the largest
-    budget."""
+    """Return schedules of one chain for many budgets, in their order, from one table and without
+    bounds.
+
+    Arguments and errors are those of :func:`plan_chain`; ``levels`` is that of the largest budget.
+    """
     ordinary = record_everything(chain)
     rooms = [as_bytes(memory, ordinary.peak) for memory in memories]
     solver = Solver.of(chain, policy)

@@ -1,9 +1,9 @@
-"""Which segments of a long chain are looked at: short ones, and those that end at a few places.
+"""The segments of a long chain that are searched: short ones, and those that end at a few places.
 
-A table of all segments of T layers has T²/2 rows. One with a *band* has those of at most so many
-layers, which are what is run again from one kept state, and besides, for a few *ends*, those of any
-length up to there: the whole chain is one of them. What a segment in the table is divided into is
-in the table again, as long as its left part is; so the recurrence is the same over fewer j.
+A table of all segments of T layers has T²/2 rows. A table with a *band* has the segments of at most
+so many layers, since recomputation from one kept state is that short. For a few *ends* it also has
+segments of any length, the whole chain included. A segment in the table divides into segments of
+the table, as long as its left part is one. So the recurrence is the same over fewer j.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 __all__ = ["RUN", "Cells", "all_cells", "band_of_cells"]
 
-RUN = 16  # neighbouring j of which the least is kept
+RUN = 16  # neighbouring j that share a minimum
 
 _Ints = NDArray[np.int64]
 
@@ -22,11 +22,11 @@ class Cells(NamedTuple):
     """The segments x … e − 1 that have a row in a table; T layers.
 
     Args:
-        first: the least x that e has, a multiple of :data:`RUN`, shape (T + 1,).
+        first: the least x of each e, a multiple of :data:`RUN`, shape (T + 1,).
         row: added to x it is the row, shape (T + 1,).
         run: added to x // RUN it is the row in a table of runs, shape (T + 1,).
-        stop: the least j > x that x has no segment to, T + 1 where there is none, shape (T,).
-        ends: the e that all x have, in ascending order; the last is T.
+        stop: the least j > x that is not the end of a segment from x, T + 1 if none, shape (T,).
+        ends: the e that end segments from every x, in ascending order; the last is T.
     """
 
     first: _Ints
@@ -37,18 +37,20 @@ class Cells(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """How many segments there are."""
+        """The number of segments."""
         return int(self.row[-1]) + len(self.stop)
 
 
 def all_cells(size: int) -> Cells:
-    """Every segment of ``size`` layers: size · (size + 1) / 2 of them."""
+    """Return every segment of ``size`` layers: size · (size + 1) / 2 of them."""
     return _cells(np.zeros(size + 1, np.int64), np.array([size]))
 
 
 def band_of_cells(size: int, width: int, ends: list[int]) -> Cells:
-    """The segments of up to about ``width`` layers, and all those that end at one of ``ends``,
-    in ascending order, the last of which is ``size``."""
+    """Return the segments of up to about ``width`` layers, and all that end at one of ``ends``.
+
+    ``ends`` ascend, and the last is ``size``.
+    """
     first = np.maximum(np.arange(size + 1) - width, 0) // RUN * RUN
     first[ends] = 0
     return _cells(first, np.array(ends))

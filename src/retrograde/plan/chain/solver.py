@@ -1,7 +1,7 @@
-"""The table of one chain and one class of schedules, and the schedules that are read off it.
+"""The table of one chain and one class of schedules, and the schedules that are read from it.
 
-What is solved, and how, is told in :mod:`retrograde.plan.chain.search`; this is where the compiled
-parts come together. Nothing is compiled before the first chain is asked for.
+:mod:`retrograde.plan.chain.search` defines the problem and the algorithm. This module joins the
+compiled kernels. Nothing is compiled before the first chain is planned.
 """
 
 from dataclasses import dataclass, replace
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 __all__ = ["LONGEST", "Solver", "seconds_of"]
 
-LONGEST = 600  # layers that have a table of all segments, where it is exact or asked for
+LONGEST = 600  # layers up to which a table has all segments, if it is exact or certified
 
-_SHORT = 200  # layers that have one in any case
-_BAND = 48  # layers of the segments of others, besides those up to a few ends
+_SHORT = 200  # layers up to which a table has all segments in any case
+_BAND = 48  # layers of the longest segments of other tables, a few ends aside
 _ENDS = 16
-_MINIMUM = 1200  # layers whose minimum is that of all segments
-_GROUPS = 3000  # layers that are told apart
-_SHIFTS = (0.0, -0.5, 0.5)  # of levels, that walks are tried with
+_MINIMUM = 1200  # layers up to which the minimum is over all segments
+_GROUPS = 3000  # layers up to which each layer is planned by itself
+_SHIFTS = (0.0, -0.5, 0.5)  # shifts to try walks with, in levels
 _MOST_LEVELS = 4000
 _MOST_WORK = 10**10  # additions in filling one table
 _MOST_BYTES = 512 * 2**20
@@ -38,8 +38,10 @@ _MOST_BYTES = 512 * 2**20
 
 @dataclass(frozen=True)
 class Solver:
-    """One chain and one class of schedules, of which ``places`` are the states that may be kept;
-    ``table`` has no levels until it is filled."""
+    """One chain and one class of schedules.
+
+    ``places`` are the states that may be kept; ``table`` has no levels until it is filled.
+    """
 
     chain: Chain
     policy: str
@@ -48,7 +50,8 @@ class Solver:
 
     @classmethod
     def of(cls, chain: Chain, policy: str) -> "Solver":
-        """No table yet: what is estimated is that everything is run again for every layer."""
+        """Make a solver without levels, whose estimate is that every layer recomputes
+        everything."""
         from retrograde.plan.chain.fill import LANES, Grid, Kinds, Table
         from retrograde.plan.chain.walk import minima
 
@@ -79,7 +82,7 @@ class Solver:
             )
 
     def tightest(self) -> int:
-        """The layer at which the smallest budget is all held."""
+        """Return the layer at which the smallest budget is fully used."""
         actions: list[Action] = []
         for action in self._walk(self.least, self.table):
             if isinstance(action, Advance):
@@ -91,7 +94,7 @@ class Solver:
         return int(getattr(action, "start", 0))
 
     def filled(self, room: int, levels: int | None, rounded_down: bool = False) -> "Solver":
-        """With the table for a budget, and for all smaller ones."""
+        """Return this solver with the table for a budget, and for all smaller ones."""
         from retrograde.plan.chain.fill import LANES, Grid, fill
 
         layers, size = self.table.layers, len(self.table.layers.tape)
@@ -113,8 +116,10 @@ class Solver:
         return replace(self, table=table)
 
     def bound(self, room: int) -> float | None:
-        """The seconds that no schedule of the class undercuts; None where levels or layers were
-        taken together, or segments left out."""
+        """Return a lower bound of the seconds of every schedule of the class.
+
+        None where levels are interpolated, layers joined, or segments left out.
+        """
         layers, grid, cells, seconds = (
             self.table.layers, self.table.grid, self.table.cells, self.table.seconds,
         )  # fmt: skip
@@ -128,7 +133,7 @@ class Solver:
         return float(forward) + sum(self.chain.backward_seconds)
 
     def schedule(self, room: int) -> Schedule:
-        """The schedule for a budget, in the longest ranges; the best of a few."""
+        """Return the schedule for a budget, in the longest ranges: the best of a few walks."""
         unit, rest = self.table.grid.unit, self.table.grid.rest
         tried = {rest} if self._is_exact(room) else {int(rest + k * unit) for k in _SHIFTS}
         grids = (self.table.grid._replace(rest=rest) for rest in sorted(tried))
@@ -137,14 +142,14 @@ class Solver:
         return merge(replace(found, memory=room))
 
     def _is_exact(self, room: int) -> bool:
-        """Whether all that is left of a budget, wherever it is kept, is a level."""
+        """Return whether every possible remainder of a budget is a level."""
         layers, grid = self.table.layers, self.table.grid
         rest = room - self.chain.standing_bytes - grid.rest
         sizes = (*layers.state.tolist(), *layers.tape.tolist(), rest)
         return all(size % grid.unit == 0 for size in sizes)
 
     def _walk(self, room: int, table: "Table") -> Schedule:
-        """What is chosen: see :mod:`retrograde.plan.chain.walk`."""
+        """Return the schedule of one walk: see :mod:`retrograde.plan.chain.walk`."""
         from retrograde.plan.chain.walk import walk
 
         found = walk(room - self.chain.standing_bytes, table)
@@ -164,7 +169,7 @@ class Solver:
 
 
 def _forward_seconds(schedule: Schedule) -> float:
-    """As a replay finds them, in one go."""
+    """Return the forward seconds of a replay, vectorised."""
     chain = schedule.units
     assert isinstance(chain, Chain)
     before = np.concatenate(([0.0], np.cumsum(chain.forward_seconds)))
@@ -173,14 +178,14 @@ def _forward_seconds(schedule: Schedule) -> float:
 
 
 def seconds_of(schedule: Schedule) -> float:
-    """An iteration, of a schedule that is one of a chain."""
+    """Return the seconds of an iteration, of a schedule of a chain."""
     if schedule.seconds is None:
         raise ScheduleError("the schedule has no seconds: expected one of a chain")
     return schedule.seconds
 
 
 def _places(chain: Chain) -> list[int]:
-    """The states that may be kept: all, or the smallest of each few in a very long chain."""
+    """Return the states that may be kept: all, or in a very long chain the smallest of each few."""
     length = len(chain)
     if length <= _GROUPS:
         return list(range(length + 1))
@@ -190,20 +195,20 @@ def _places(chain: Chain) -> list[int]:
 
 
 def _enough(layers: Layers) -> int:
-    """Bytes beyond which no schedule goes."""
+    """Return bytes that are enough for every schedule."""
     moves = max(int(np.max(column)) for column in layers[4:8])
     return int(layers.state.sum() + layers.tape.sum() + layers.gradient.max()) + moves
 
 
 def _levels(cells: Cells) -> int:
-    """How many a table may have."""
+    """Return the most levels of a table, by its work and its bytes."""
     lengths = np.arange(len(cells.first)) - cells.first
     work = max(1, int((lengths * np.minimum(lengths, np.median(lengths))).sum() // 2))
     return max(32, min(_MOST_LEVELS, _MOST_WORK // work, _MOST_BYTES // (8 * cells.rows)))
 
 
 def _band(layers: Layers) -> Cells:
-    """The segments of a long chain that are looked at: the ends are at small states."""
+    """Return the segments of a long chain's table; small states are its ends."""
     size = len(layers.tape)
     borders = np.linspace(0, size, _ENDS + 1).astype(int).tolist()[1:]
     windows = (range(*pair) for pair in pairwise(borders))

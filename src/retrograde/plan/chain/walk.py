@@ -1,13 +1,13 @@
-"""What segments need at least, and the best next move from exact bytes; compiled as
-:mod:`retrograde.plan.chain.fill` is.
+"""The least bytes of each segment, and the best next move from exact bytes.
+
+It is compiled as :mod:`retrograde.plan.chain.fill` is.
 
 *The minimum* is the same recurrence with the largest need in the place of the sum of seconds: in
 bytes, without a table of levels.
 
-*The walk.* Before a segment, with so many bytes, it takes the best of all moves that leave every
-segment its minimum: the one whose segments the table says to be fastest with the bytes that are
-really left. So it always ends, never needs more than it was given, and where levels are exact it
-finds what the table promises.
+*The walk.* At each segment it considers the moves that leave every segment its minimum. It takes
+the move whose segments are fastest by the table, with the bytes that are really left. So it always
+ends and never needs more than it was given. Where levels are exact it attains the table's seconds.
 """
 
 from typing import Any
@@ -31,8 +31,11 @@ _Known = dict[_Part, int]
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def minima(layers: Layers, kinds: Kinds, cells: Cells) -> tuple[_Ints, _Ints]:
-    """The bytes that each segment needs at least, shape (T, T + 1): from a first state that is
-    kept and paid for, and from one that is only current."""
+    """Return the least bytes of each segment, shape (T, T + 1).
+
+    The first array is for a first state that is kept and paid for, the second for one that is only
+    current.
+    """
     size = len(layers.tape)
     kept, current = np.full((size, size + 1), _FAR), np.full((size, size + 1), _FAR)
     reach = np.empty(size + 1, np.int64)
@@ -71,7 +74,7 @@ def minima(layers: Layers, kinds: Kinds, cells: Cells) -> tuple[_Ints, _Ints]:
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _estimate(x: int, e: int, room: int, table: Table) -> float:
-    """What a segment takes with so many bytes, as the table has it; ∞ where they do not do."""
+    """Return the table's seconds of a segment with so many bytes; ∞ where they are too few."""
     layers, grid, cells, seconds = table.layers, table.grid, table.cells, table.seconds
     if room < table.kept[x, e]:
         return np.inf
@@ -87,13 +90,15 @@ def _estimate(x: int, e: int, room: int, table: Table) -> float:
         if value < np.inf:
             return value
     run: float = layers.before[e] - layers.before[x]
-    return (e - x) * run  # everything again for every layer
+    return (e - x) * run  # recompute everything for every layer
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _after_current(x: int, e: int, room: int, table: Table) -> tuple[float, bool]:
-    """The best from state x, which is current, which nothing holds and which ``room`` includes.
-    Returns seconds, and whether to store the state first rather than to record layer x."""
+    """Return the best seconds from state x, which is current, not held, and included in ``room``.
+
+    The second result is whether to store the state first rather than to record layer x.
+    """
     layers, kinds = table.layers, table.kinds
     best, stores, seconds, begin = np.inf, False, 0.0, x
     while True:
@@ -122,7 +127,8 @@ def _after_current(x: int, e: int, room: int, table: Table) -> tuple[float, bool
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _best_move(x: int, e: int, room: int, table: Table) -> int:
-    """The best from state x, which is kept: x to record layer x, or the state to advance to."""
+    """Return the best move from the kept state x: x to record layer x, or the state to advance
+    to."""
     layers, kinds = table.layers, table.kinds
     best, move = np.inf, x
     need = max(layers.record[x] + layers.gradient[e], layers.back[x])
@@ -153,7 +159,7 @@ def _best_move(x: int, e: int, room: int, table: Table) -> int:
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _number(known: _Known, parts: list[_Part], moves: list[int], part: _Part, move: int) -> int:
-    """The number of a part, which is entered where it is new."""
+    """Return the number of a part, which is entered if it is new."""
     if part not in known:
         known[part] = len(parts)
         parts.append(part)
@@ -163,14 +169,16 @@ def _number(known: _Known, parts: list[_Part], moves: list[int], part: _Part, mo
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def walk(room: int, table: Table) -> _Ints:
-    """All distinct parts of the schedule for ``room`` bytes, one row each, shape (parts, 6), the
-    whole first. A row has the first state, the state to advance to, the end of what is recorded
-    there, the right and the left part, and a rank. The end is that state itself where it is stored;
-    parts are numbers, −1 for none; the rank is above those of both parts."""
+    """Return all distinct parts of the schedule for ``room`` bytes, one row each, shape (parts, 6).
+
+    The whole is first. A row has the first state x, the state j to advance to, and the end of the
+    layers recorded from j. The end is j where state j is stored. Then it has the numbers of the
+    right and the left part, −1 for none, and a rank above those of both parts.
+    """
     layers = table.layers
-    one: Any = np.int64(1)  # so that all numbers of a part are of one type
+    one: Any = np.int64(1)  # gives all numbers of a part one type
     root = (one - 1, one * len(layers.tape), one * room, one)  # first, end, bytes, is it kept
-    known, parts, moves = {root: 0}, [root], [-1]  # moves: −1 where not looked for yet
+    known, parts, moves = {root: 0}, [root], [-1]  # moves: −1 where not searched yet
     rows = [(0, 0, 0, 0, 0, 0) for _ in range(0)]
     while len(rows) < len(parts):
         x, e, rest, kept = parts[len(rows)]
@@ -181,7 +189,7 @@ def walk(room: int, table: Table) -> _Ints:
                 j = _best_move(x, e, rest, table)
         if j > x:
             left = _number(known, parts, moves, (x, j, rest, 1), -1)
-        if j > x or not kept:  # state j is held by nobody yet
+        if j > x or not kept:  # nothing holds state j yet
             after = rest - layers.state[j]
             if _after_current(j, e, rest, table)[1]:
                 move = _best_move(j, e, after, table)

@@ -1,1 +1,1 @@
-"""Plans for equal steps: HSM, ISM, MSM, their bounds, and what others do."""
+"""Plans for equal steps: HSM, ISM, MSM, their bounds, and common baselines."""

@@ -1,4 +1,4 @@
-"""What people do without a planner, as schedules.
+"""Baselines: what people do without a planner, as schedules.
 
 ===================  ===========================================  ==========================
 policy               keeps                                        forward steps
@@ -13,12 +13,12 @@ policy               keeps                                        forward steps
 ===================  ===========================================  ==========================
 
 The first three: Gruslys et al. 2016, sections 2.1, 2.2 and 3. The last two: Chen et al., *Training
-Deep Nets with Sublinear Memory Cost* (2016), as G16 section 2.2 tells it; parts differ by one step
-at most, and the last segment is recorded in the first sweep already, not run twice.
+Deep Nets with Sublinear Memory Cost* (2016), as G16 section 2.2 describes it. Parts differ by at
+most one step. The last segment is recorded in the first sweep already, so it is not run twice.
 
-None takes a memory: each holds what it holds, and ``schedule.peak`` says how much, in units of
-hidden states (α = 2, β = 1 unless given). The start of a last part of one step is not stored: the
-step runs in the working core. Time and memory are linear in the actions.
+No baseline takes a memory; ``schedule.peak`` gives what it holds, in hidden states (α = 2, β = 1
+by default). Where the last part has one step, its start is not stored: the step runs in the working
+core. Time and memory are linear in the actions.
 """
 
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ def store_hidden(length: int, units: Units = _UNITS) -> Schedule:
 
 
 def recompute_all(length: int, units: Units = _UNITS) -> Schedule:
-    """Keep the initial state only, and run to every step anew."""
+    """Keep the initial state only, and run from it to each step in turn."""
     return _schedule("recompute-all", length, units, _recomputed(length))
 
 
@@ -55,8 +55,8 @@ def chen_sqrt(length: int, units: Units = _UNITS) -> Schedule:
 
 
 def chen_recursive(length: int, units: Units = _UNITS, *, segments: int = 2) -> Schedule:
-    """Divide into ``segments`` parts, at least 2, and these again, until parts are shorter than
-    that."""
+    """Divide into at least 2 ``segments``, and those again, until parts are shorter than
+    ``segments``."""
     whole = segments - 1
     codes = (
         _recorded(0, length)
@@ -72,7 +72,7 @@ def _schedule(policy: str, length: int, units: Units, codes: Iterator[Code]) -> 
 
 
 def _bounds(length: int, parts: int) -> list[int]:
-    """Where ``parts`` parts of equal length begin and end, to one step."""
+    """Return the bounds of ``parts`` parts whose lengths differ by at most one step."""
     return [length * i // parts for i in range(parts + 1)]
 
 
@@ -91,9 +91,11 @@ def _recomputed(length: int) -> Iterator[Code]:
 
 
 def _divided(base: int, bounds: "list[int] | range", whole: int, parts: int = 0) -> Iterator[Code]:
-    """Parts from the last to the first, each begun from its stored start; ``bounds`` are relative
-    to ``base``, a current, stored state. Parts of up to ``whole`` steps are recorded as a whole;
-    longer ones are divided into ``parts`` again."""
+    """Backpropagate parts from the last to the first, each from its stored start.
+
+    ``bounds`` are relative to ``base``, which is current and stored. Parts of up to ``whole`` steps
+    are recorded as a whole; longer ones are divided into ``parts`` again.
+    """
     last = len(bounds) - 2
     for i in range(last):
         start, stop = base + bounds[i], base + bounds[i + 1]

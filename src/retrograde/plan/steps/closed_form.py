@@ -1,6 +1,6 @@
 """HSM and ISM without a table: costs, splits and bounds in closed form.
 
-HSM keeps hidden states. With m slots, the initial state's among them, and the working core free,
+HSM keeps hidden states. With m slots, the initial state included, and the working core free,
 
     C(t, m) = min over 1 ≤ y < t of  y + C(t−y, m−1) + C(y, m),     C(t, 1) = t(t+1)/2
 
@@ -12,14 +12,14 @@ which is Revolve (Griewank & Walther 2000) plus the t forward steps of the worki
 run more than r+1 times. A split y is optimal where both parts stay in range, that is where
 binom(m+r−2, m) ≤ y ≤ binom(m+r−1, m) and binom(m+r−2, m−1) ≤ t−y ≤ binom(m+r−1, m−1).
 
-ISM keeps internal states. With m slots, the working core's among them, and the initial state free,
+ISM keeps internal states. With m slots, the working core included, and the initial state free,
 
     C(t, m) = min over 1 ≤ y ≤ t of  y + C(y−1, m) + C(t−y, m−1),   C(0, m) = 0
 
 (eqs. 4, 5), and C_ISM(t, m) = C_HSM(t+1, m) − (t+1), with the splits of HSM at t+1.
 
-A cost or a split takes a few binomials. Scalars are exact at any size; arrays are exact too, and
-quick for lengths below 2³¹; a cost in an array that passes 64 bits is refused.
+A cost or a split takes a few binomials. Scalars are exact at any size. Arrays are exact too, and
+fast for lengths below 2³¹; a cost in an array that does not fit 64 bits is refused.
 """
 
 from math import comb, factorial
@@ -77,24 +77,27 @@ def ism_costs(length: ArrayLike, memory: ArrayLike) -> NDArray[np.int64]:
 
 
 def hsm_split(length: int, memory: int) -> int:
-    """The largest D(t, m), position of the next stored state (G16 eq. 3), with the fewest actions.
+    """Return the largest D(t, m), position of the next stored state (G16 eq. 3), with fewest
+    actions.
 
-    Fewest actions means fewest parts of one step. With r of the module's text, their number is
-    z = binom(m+r−2, r−1) up to t = binom(m+r−1, m) + z, and one more for each step beyond that:
-    a part may take a second step for nothing, and every later step is a part of its own. By
-    Pascal's rule z is the sum of both parts' z, so both fill what is free first.
+    Fewest actions means fewest parts of one step. Let r be that of the module's docstring. There
+    are z = binom(m+r−2, r−1) such parts up to t = binom(m+r−1, m) + z, and one more for each later
+    step. Up to there, a part may take a second step for free; later steps are parts of their own.
+    By Pascal's rule z is the sum of both parts' z, so both use their free steps first.
     """
     return split_of(length, memory, repetitions(length, memory))
 
 
 def ism_split(length: int, memory: int) -> int:
-    """An optimal position D(t, m) = y (G16 eq. 5), 1 to length: step y − 1 is the one to record."""
+    """Return an optimal position D(t, m) = y (G16 eq. 5), 1 to length: step y − 1 is recorded."""
     return hsm_split(length + 1, memory)
 
 
 def hsm_linear_bound(length: int, memory: int) -> int | None:
-    """An upper bound of HSM's cost: (a+1)·t for the least a with t < mᵃ/a! (G16, section 3.5);
-    None where no a will do."""
+    """Return an upper bound of HSM's cost: (a+1)·t for the least a with t < mᵃ/a!.
+
+    None where there is no such a. G16, section 3.5.
+    """
     for a in range(1, memory + 1):
         if length * factorial(a) < memory**a:
             return (a + 1) * length
@@ -102,8 +105,10 @@ def hsm_linear_bound(length: int, memory: int) -> int | None:
 
 
 def ism_linear_bound(length: int, memory: int) -> int | None:
-    """An upper bound of ISM's cost: a·t for the least a with t ≤ mᵃ/a! (G16, supplement); None
-    where no a will do."""
+    """Return an upper bound of ISM's cost: a·t for the least a with t ≤ mᵃ/a!.
+
+    None where there is no such a. G16, supplement.
+    """
     for a in range(1, memory + 1):
         if length * factorial(a) <= memory**a:
             return a * length
@@ -111,7 +116,7 @@ def ism_linear_bound(length: int, memory: int) -> int | None:
 
 
 def repetitions(length: int, memory: int) -> int:
-    """How often a step is run again at most: the least r with t ≤ binom(m + r, m)."""
+    """Return the most times that a step is run again: the least r with t ≤ binom(m + r, m)."""
     high = 1
     while comb(memory + high, memory) < length:
         high *= 2
@@ -126,9 +131,11 @@ def repetitions(length: int, memory: int) -> int:
 
 
 def split_of(length: int, memory: int, r: int) -> int:
-    """The :func:`hsm_split` of a part whose steps are run again r ≥ 1 times at most. It has
-    binom(memory + r − 1, memory) to binom(memory + r, memory) steps, at least 2. The left part has
-    r − 1 repetitions, the right one a slot less."""
+    """Return the :func:`hsm_split` of a part whose steps are run again r ≥ 1 times at most.
+
+    The part has binom(memory + r − 1, memory) to binom(memory + r, memory) steps, at least 2. Its
+    left part has r − 1 repetitions, its right part a slot less.
+    """
     if r == 1:
         return 1
     least = _within(memory, r - 2)
@@ -140,12 +147,12 @@ def split_of(length: int, memory: int, r: int) -> int:
 
 
 def _within(m: int, r: int) -> int:
-    """binom(m+r, m), the longest sequence with no step run more than r+1 times."""
+    """Return binom(m+r, m), the longest sequence with no step run more than r+1 times."""
     return comb(m + r, r)
 
 
 def _free(m: int, r: int) -> int:
-    """Steps beyond the least that cost no further part of one step: binom(m+r−2, r−1)."""
+    """Return the steps beyond the least that add no part of one step: binom(m+r−2, r−1)."""
     return comb(m + r - 2, r - 1) if m else 0
 
 
@@ -169,7 +176,7 @@ def _costs_of_one_memory(lengths: NDArray[np.int64], memory: int) -> NDArray[np.
         r = len(reach)
         reach.append(reach[-1] * (memory + r) // r)
         excess.append(reach[-1] * r // (memory + 1))
-    # The last may pass 64 bits. It need only be as long as the longest; its excess stays below.
+    # The last entry may not fit 64 bits. The longest length will do in its place.
     reach[-1] = min(reach[-1], longest)
     repetitions = np.searchsorted(np.array(reach, dtype=np.int64), lengths)
     costs: NDArray[np.int64] = (repetitions + 1) * lengths - np.array(excess)[repetitions]

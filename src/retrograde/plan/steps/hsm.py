@@ -1,14 +1,12 @@
 """The schedule of HSM: hidden states only, each step recorded when it is backpropagated.
 
-The closed form of :mod:`retrograde.plan.steps.closed_form` says where to split, part after part, so
-no table is filled. Of the optimal splits that one is taken which leads to the fewest actions: a
-part of one step takes a ``Record`` and a ``Backward``, any longer one with k parts inside 4k
-actions, so t steps take 4(t−1) and 2 for every part of one step. How few of those there can be, and
-where to split so that it comes true, is derived at
-:func:`retrograde.plan.steps.closed_form.hsm_split`.
+The closed form of :mod:`retrograde.plan.steps.closed_form` gives each split, so no table is needed.
+Among optimal splits, the one with the fewest actions is taken. A part of one step takes two
+actions, ``Record`` and ``Backward``; a longer one with k parts inside takes 4k. So t steps take
+4(t−1) actions, and 2 for every part of one step. The docstring of
+:func:`retrograde.plan.steps.closed_form.hsm_split` derives the least number of those parts.
 
-Time and memory: the distinct parts (no more than a few for each slot and repetition), and the
-actions.
+Time and memory: the distinct parts (a few for each slot and repetition), and the actions.
 """
 
 from collections.abc import Callable
@@ -37,7 +35,7 @@ def hsm_schedule(length: int, memory: int) -> Schedule:
             return parts.record(0, 1)
         y = split_of(steps, slots, r)
         left = number((y, slots, r - 1))
-        if steps - y == 1:  # the last step is current, and needs no slot
+        if steps - y == 1:  # state y is current when the last step runs, so it needs no slot
             return parts.record(y, 1, NOTHING, left)
         return parts.store(y, number((steps - y, slots - 1, r)), left)
 

@@ -1,27 +1,27 @@
-"""A convex bound of what MSM costs, for every memory at once, by way of Legendre's transform.
+"""A convex bound of the cost of MSM, for every memory at once, by Legendre's transform.
 
-C(t, m), the cost of :mod:`retrograde.plan.steps.msm`, is not convex in t. But let V(m, x) be the
-most that x·t − C(t, m) can be, for any t. With s, α and β the sizes of states, the recurrence gives
+C(t, m), the cost of :mod:`retrograde.plan.steps.msm`, is not convex in t. Let V(m, x) be the
+maximum of x·t − C(t, m) over all t. With s, α and β the sizes of states, the recurrence gives
 
     V(m, x) ≤ max of  V(m, x−1) + V(m−s, x)               keep a hidden state
                       x − 1 + V(m−β, x)                   record the first step
                       x − 1 + V(m, x−1) + V(m−α, x)       record a later one, where α < β + s
                       x − 1 + V(m, x−1)                   the last step in the working core
 
-and taking it as an equality gives, for each memory, a convex piecewise linear function of x in
-terms of x − 1 and of less memory. Turned back, it is a convex H(·, m) ≤ C(·, m), whose edges are
-those of the hulls below, merged by slope. That is a rigorous bound, for a few operations a vertex;
-and a cost being an integer, ⌈H⌉ is one too.
+Taken as an equality, this gives a convex piecewise linear function of x for each memory, from
+x − 1 and from less memory. Transformed back, it is a convex H(·, m) ≤ C(·, m). Its edges are those
+of the hulls below, merged by slope. H is a rigorous bound that takes a few operations a vertex.
+Costs are integers, so ⌈H⌉ is a bound too.
 
-*When it is exact.* A split between two convex functions attains its rounded-up least, since one of
-the two parts can be put on a vertex. So where ⌈H⌉ is exact for all smaller parts, each *branch* of
-the recurrence costs its own rounded-up bound, and ⌈H⌉ is exact for the whole if some branch's is
-equal to it: :meth:`Problem.is_proven` checks that for every cell. With s = 1 it has never failed;
-with larger states it does, by one step.
+*When it is exact.* A split between two convex functions attains its rounded-up minimum, since one
+of the two parts can be put on a vertex. So where ⌈H⌉ is exact for all smaller parts, each *branch*
+of the recurrence costs its own rounded-up bound. Then ⌈H⌉ is exact for the whole if it equals the
+bound of some branch. :meth:`Problem.is_proven` checks that for every cell. With s = 1 it has never
+failed; with larger states it does, by one step.
 
-Memory is counted in the common divisor of the sizes; what is enough for ordinary backpropagation is
-one level. Lengths go to :data:`LONGEST`, where products of costs and steps fit 64 bits, memories to
-:data:`MOST_LEVELS` levels, vertices to :data:`LARGEST_TABLE_BYTES`.
+Memory is counted in the common divisor of the sizes. All memories that are enough for ordinary
+backpropagation are one level. Lengths go to :data:`LONGEST`, where products of costs and steps fit
+64 bits, memories to :data:`MOST_LEVELS` levels, vertices to :data:`LARGEST_TABLE_BYTES`.
 """
 
 from collections.abc import Sequence
@@ -40,14 +40,14 @@ LARGEST_TABLE_BYTES = 2 * 2**30
 LONGEST = 2**24
 MOST_LEVELS = 2**22
 
-_VERTEX_BYTES = 3 * 16  # steps and cost; thrice, while the arrays grow and when they are copied
+_VERTEX_BYTES = 3 * 16  # steps and cost; three times, since arrays grow and are copied
 
 _Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes s, α and β, and what ordinary backpropagation takes, in one unit."""
+    """The sizes s, α and β, and the memory of ordinary backpropagation, in one unit."""
 
     state: int
     alpha: int
@@ -56,12 +56,15 @@ class Sizes:
 
     @property
     def wide(self) -> bool:
-        """Whether internal states after the first step may be worth their room."""
+        """Whether recording a step after the first may be worth its memory."""
         return self.alpha < self.beta + self.state
 
     def links(self, m: int) -> tuple[int, int, int]:
-        """What is left of ``m`` after a hidden state, and after an internal one at y = 1 and later.
-        Memory that is enough for all stays enough, and only records."""
+        """Return what is left of ``m`` after a hidden state, and after an internal one at y = 1 and
+        later.
+
+        Memory that is enough for ordinary backpropagation stays enough, and only records.
+        """
         if m >= self.enough:
             return -1, m, -1
         return m - self.state, m - self.beta, m - self.alpha if self.wide else -1
@@ -69,9 +72,11 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """The recurrence in its smallest units, with the convex bound of every level. ``rows`` maps a
-    memory to its row; ``links``, ``offsets`` and ``hull`` are those of
-    :mod:`retrograde.plan.steps.hull_kernel`."""
+    """The recurrence in its smallest units, with the convex bound of every level.
+
+    ``rows`` maps a memory to its row. ``links``, ``offsets`` and ``hull`` are those of
+    :mod:`retrograde.plan.steps.hull_kernel`.
+    """
 
     length: int
     sizes: Sizes
@@ -82,11 +87,11 @@ class Problem:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows, and numbers of steps from 0."""
+        """The number of rows, and of step counts from 0."""
         return len(self.rows), self.length + 1
 
     def bounds(self, row: int, lengths: _Ints) -> _Ints:
-        """⌈H⌉ of one row, for many numbers of steps."""
+        """Return ⌈H⌉ of one row, for many numbers of steps."""
         first, last = self.offsets[row : row + 2]
         steps, costs = self.hull[0][first:last], self.hull[1][first:last]
         i = np.clip(np.searchsorted(steps, lengths, side="right") - 1, 0, len(steps) - 2)
@@ -95,7 +100,7 @@ class Problem:
         return found
 
     def bound(self, row: int, length: int) -> int:
-        """⌈H⌉ of one row at one number of steps."""
+        """Return ⌈H⌉ of one row at one number of steps."""
         return int(self.bounds(row, np.array([length]))[0])
 
     def is_proven(self) -> bool:
@@ -105,20 +110,23 @@ class Problem:
         return proven(self.length, self.links, self.sizes.wide, self.offsets, self.hull)
 
     def nearest(self, row: int, length: int) -> tuple[int, int]:
-        """The branch, and its split, whose parts have the least ⌈H⌉, near the real optimum."""
+        """Return the branch and the split whose parts have the least ⌈H⌉, near the real-valued
+        optimum."""
         from retrograde.plan.steps.hull_kernel import nearest
 
         if length == 1:
-            return 1, 1  # recorded at once
+            return 1, 1  # one step is recorded at once
         return nearest(self.links, self.sizes.wide, self.offsets, self.hull, row, length)
 
 
 def pose(
     length: int, memories: Sequence[int], *, state: int, alpha: int, beta: int
 ) -> tuple[Problem, list[int]]:
-    """The problem in its smallest units, up to ``length`` steps, and each memory as a key of
-    ``rows``. Sizes are in the unit of ``memories``. Raises ScheduleError if one makes no sense, or
-    if a limit of the module's text is exceeded."""
+    """Return the problem in its smallest units, and each memory as a key of ``rows``.
+
+    Sizes are in the unit of ``memories``, and the problem has up to ``length`` steps. Raises
+    ScheduleError if a size makes no sense, or if a limit of the module's docstring is exceeded.
+    """
     _check(length, memories, state, alpha, beta)
     from retrograde.plan.steps.hull_kernel import hulls
 
@@ -140,10 +148,10 @@ def pose(
 
 
 def _levels(sizes: Sizes, memories: Sequence[int], length: int) -> list[int]:
-    """Every memory that can be left, in increasing order."""
+    """Return every memory that can be left, in increasing order."""
     if sizes.state == 1 and max(memories) > MOST_LEVELS:
         raise _too_many(length, max(memories))
-    if sizes.state == 1:  # each leads to the one below
+    if sizes.state == 1:  # each level leads to the one below
         most = max((m for m in memories if m < sizes.enough), default=0)
         return [*range(1, most + 1), *sorted({m for m in memories if m >= sizes.enough})]
     levels = set(memories)
@@ -158,7 +166,7 @@ def _levels(sizes: Sizes, memories: Sequence[int], length: int) -> list[int]:
 
 
 def _rows_of(levels: _Ints, sizes: Sizes) -> _Ints:
-    """For every level, the rows of its :meth:`Sizes.links`; −1 where there is none."""
+    """Return, for every level, the rows of its :meth:`Sizes.links`; −1 where there is none."""
     gone = np.full_like(levels, -1)
     left = [levels - sizes.state, levels - sizes.beta, levels - sizes.alpha if sizes.wide else gone]
     enough = levels >= sizes.enough
@@ -170,8 +178,8 @@ def _rows_of(levels: _Ints, sizes: Sizes) -> _Ints:
 
 def _too_many(length: int, memory: int) -> ScheduleError:
     return ScheduleError(
-        f"{length} steps and {memory} units of memory have more than {MOST_LEVELS} levels, which "
-        "would be planned one by one: count memory in coarser units, or plan blocks of steps"
+        f"{length} steps and {memory} units of memory have more than {MOST_LEVELS} levels: count "
+        "memory in coarser units, or plan blocks of steps"
     )
 
 

@@ -1,9 +1,9 @@
 """The convex bound of MSM, compiled by numba when this is first imported.
 
-A *hull* is given by its vertices (steps, cost), those of all rows after one another; ``offsets``
-says where each row begins. ``links`` has for each row those with a state, with β and with α less
-memory, or −1, and for enough memory itself in the place of β; shape (rows, 3). The machine code is
-cached beside this file, so only the first import on a machine takes seconds.
+A *hull* is its vertices (steps, cost). The vertices of all rows are in one array, and ``offsets``
+has where each row begins. ``links``, shape (rows, 3), has for each row the rows with a state, with
+β and with α less memory, or −1. A row of enough memory has itself in the place of β. The machine
+code is cached beside this file, so only the first import on a machine takes seconds.
 """
 
 import numpy as np
@@ -15,14 +15,14 @@ __all__ = ["hulls", "nearest", "proven", "spread"]
 _Ints = NDArray[np.int64]
 _Reals = NDArray[np.float64]
 
-_NEVER = np.int64(2**61)  # dearer than anything
-_NEAR = 64  # splits to try on either side of the best real one
+_NEVER = np.int64(2**61)  # more than any cost
+_NEAR = 64  # splits to try on either side of the best real-valued one
 _CORE, _RECORD, _STORE, _WIDE = 0, 1, 2, 3  # the branches of the recurrence
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _room(values: _Ints, size: int) -> _Ints:
-    """The same values with room for one more than ``size``."""
+    """Return the values in an array with room for more than ``size`` of them."""
     if size < values.size:
         return values
     longer = np.empty(2 * values.size, np.int64)
@@ -36,9 +36,12 @@ def _follow(
     points: tuple[_Ints, _Ints], size: int,
 ) -> tuple[tuple[_Ints, _Ints], int]:  # fmt: skip
     """Add the vertices of one branch's sum of two hulls to ``points``, up to the slope
-    ``steepest``. ``chain``, updated, is where the branch stands: steps, cost, and its next edge of
-    the row's own hull (whose slopes count one more) and of another row's. ``ends`` is where those
-    two hulls end."""
+    ``steepest``.
+
+    ``chain``, updated, is the position of the branch: steps, cost, and its next edges. One edge is
+    of the row's own hull, whose slopes count one more, the other of another row's. ``ends`` is the
+    end of each of the two hulls.
+    """
     steps, costs = hull
     while True:
         points = _room(points[0], size), _room(points[1], size)
@@ -69,7 +72,7 @@ def _follow(
 def _wrap(
     hull: tuple[_Ints, _Ints], size: int, points: tuple[_Ints, _Ints], steepest: int
 ) -> tuple[tuple[_Ints, _Ints], int]:
-    """Extend a hull by points, as far as its edges are no steeper than ``steepest``."""
+    """Extend a hull by points, while its edges are no steeper than ``steepest``."""
     steps, costs = hull
     fixed = size - 1
     for i in np.argsort(points[0]):
@@ -95,7 +98,8 @@ def _wrap(
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _clip(hull: tuple[_Ints, _Ints], first: int, size: int, length: int) -> int:
-    """End a hull at its first vertex from ``length`` on, and that near it, on the same line."""
+    """End a hull at its first vertex from ``length`` on, moved close to ``length`` on the same
+    line."""
     steps, costs = hull
     while size - 2 >= first and steps[size - 2] >= length:
         size -= 1
@@ -111,9 +115,11 @@ def _clip(hull: tuple[_Ints, _Ints], first: int, size: int, length: int) -> int:
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def hulls(length: int, links: _Ints, wide: bool, most: int) -> tuple[_Ints, _Ints, _Ints]:
-    """A convex lower bound of C(·, m) for every row, rows in the order of their memory: offsets
-    (rows + 1), steps and costs of the vertices. ``wide`` adds the branch of eq. 10 at y > 1. No row
-    is begun beyond ``most`` vertices, and the last offset then is −1."""
+    """Return a convex lower bound of C(·, m) for every row, in the order of their memory.
+
+    The result is offsets (rows + 1), and the steps and costs of the vertices. ``wide`` adds the
+    branch of eq. 10 at y > 1. No row is begun beyond ``most`` vertices; the last offset is −1 then.
+    """
     rows = links.shape[0]
     offsets = np.zeros(rows + 1, np.int64)
     hull = np.empty(1024, np.int64), np.empty(1024, np.int64)
@@ -129,11 +135,11 @@ def hulls(length: int, links: _Ints, wide: bool, most: int) -> tuple[_Ints, _Int
         first, size = size, size + 1
         hull[0][first], hull[1][first] = 0, 0
         state, beta, alpha = links[row]
-        if beta == row:  # enough for all
+        if beta == row:  # enough memory for ordinary backpropagation
             hull[0][size], hull[1][size] = length, length
             offsets[row + 1], size = size + 1, size + 1
             continue
-        if state < 0 and beta < 0:  # nothing fits but the base: t(t+1)/2
+        if state < 0 and beta < 0:  # only the base fits: t(t+1)/2
             for t in range(1, length + 1):
                 hull = _room(hull[0], size), _room(hull[1], size)
                 hull[0][size], hull[1][size] = t, hull[1][size - 1] + t
@@ -165,11 +171,13 @@ def hulls(length: int, links: _Ints, wide: bool, most: int) -> tuple[_Ints, _Int
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _draw(steps: _Ints, costs: _Ints, t: np.int64, ceiling: _Ints, real: _Reals, size: int) -> None:
-    """Write the values of one edge after ``t``, rounded up and not, below ``size``; ``steps``
-    and ``costs`` have its two ends."""
+    """Write the values of one edge after ``t``, rounded up and not, below ``size``.
+
+    ``steps`` and ``costs`` have the two ends of the edge.
+    """
     run, rise = steps[1] - steps[0], costs[1] - costs[0]
     whole, part = rise // run, rise % run
-    value, over = costs[0], np.int64(0)  # over: of 1/run, how much the rounded value is too much
+    value, over = costs[0], np.int64(0)  # over: the excess of the rounded value, in 1/run
     share = 1.0 / run
     for i in range(1, min(run, size - 1 - t) + 1):
         value += whole
@@ -185,7 +193,7 @@ def _draw(steps: _Ints, costs: _Ints, t: np.int64, ceiling: _Ints, real: _Reals,
 def spread(
     offsets: _Ints, hull: tuple[_Ints, _Ints], row: int, ceiling: _Ints, real: _Reals, size: int
 ) -> None:
-    """The bound of one row at 0 … size − 1 steps, rounded up and not."""
+    """Write the bound of one row at 0 … size − 1 steps, rounded up and not."""
     ceiling[0], real[0] = 0, 0.0
     for i in range(offsets[row], offsets[row + 1] - 1):
         if hull[0][i] >= size:
@@ -198,7 +206,8 @@ def _spread_sum(
     offsets: _Ints, hull: tuple[_Ints, _Ints], row: int, other: int, start: int,
     ceiling: _Ints, real: _Reals, size: int,
 ) -> None:  # fmt: skip
-    """The bound of a branch that splits between two rows, rounded up, from ``start`` steps on."""
+    """Write the rounded-up bound of a branch that splits between two rows, from ``start`` steps
+    on."""
     a, b = offsets[row], offsets[other]
     t, c = np.int64(start), np.int64(start)
     edge_t, edge_c = np.empty(2, np.int64), np.empty(2, np.int64)
@@ -260,7 +269,7 @@ def proven(
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _edge(offsets: _Ints, hull: tuple[_Ints, _Ints], row: int, t: int) -> int:
-    """The vertex before t steps."""
+    """Return the last vertex at or before t steps."""
     low, high = offsets[row], offsets[row + 1] - 1
     while high - low > 1:
         middle = (low + high) // 2
@@ -274,7 +283,7 @@ def _edge(offsets: _Ints, hull: tuple[_Ints, _Ints], row: int, t: int) -> int:
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _at_least(offsets: _Ints, hull: tuple[_Ints, _Ints], row: int, t: int) -> int:
-    """The bound of a row at t steps, rounded up."""
+    """Return the bound of a row at t steps, rounded up."""
     i = _edge(offsets, hull, row, t)
     run, rise = hull[0][i + 1] - hull[0][i], hull[1][i + 1] - hull[1][i]
     bound: int = hull[1][i] - (-rise * (t - hull[0][i]) // run)
@@ -285,8 +294,10 @@ def _at_least(offsets: _Ints, hull: tuple[_Ints, _Ints], row: int, t: int) -> in
 def _best_split(
     offsets: _Ints, hull: tuple[_Ints, _Ints], row: int, other: int, t: int, taken: int
 ) -> tuple[int, int]:
-    """The cheapest (cost, y) of the splits near the best real one, by the rounded-up bounds;
-    ``taken`` is 1 where the split records a step of its own."""
+    """Return the cheapest (cost, y) of the splits near the best real-valued one.
+
+    Costs are the rounded-up bounds. ``taken`` is 1 where the split records a step of its own.
+    """
     low, high = 1 + taken, t - 1
     while low < high:
         y = (low + high) // 2
@@ -308,9 +319,11 @@ def _best_split(
 def nearest(
     links: _Ints, wide: bool, offsets: _Ints, hull: tuple[_Ints, _Ints], row: int, t: int
 ) -> tuple[int, int]:
-    """The branch whose parts have the least rounded-up bounds, and its split y; t is at least 2.
-    Branches are 0 for the last step in the working core, 1 for the first step recorded, 2 for a
-    hidden state stored, and 3 for a later step recorded."""
+    """Return the branch whose parts have the least rounded-up bounds, and its split y.
+
+    t is at least 2. Branch 0 has the last step in the working core. Branch 1 records the first
+    step, 2 stores a hidden state, and 3 records a later step.
+    """
     state, beta, alpha = links[row]
     goal = _at_least(offsets, hull, row, t)
     if beta >= 0 and 1 + _at_least(offsets, hull, beta, t - 1) == goal:

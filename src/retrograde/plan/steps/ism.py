@@ -1,20 +1,20 @@
 """The schedule of ISM: internal states only, in the longest recorded ranges.
 
-An optimal schedule of t steps in m slots is one of t+1 steps of HSM (G16 eqs. 4, 5; see
-:mod:`retrograde.plan.steps.closed_form`) and so a tree. With r repetitions at most, let R = r − 1.
-All optimal trees share one frame, which binom(m+R, m) − 1 steps fill:
+By G16 eqs. 4 and 5, an optimal schedule of t steps is one of t+1 steps of HSM, and so a tree
+(:mod:`retrograde.plan.steps.closed_form`). With m slots and at most r repetitions, let R = r − 1.
+All optimal trees share one frame, which has binom(m+R, m) − 1 steps:
 
 - frame(M, R), R ≥ 2: frame(M, R−1), one recorded step, frame(M−1, R);
-- frame(j, 1): j recorded steps, j down to 1 slots being free before each of them.
+- frame(j, 1): j recorded steps, with j down to 1 slots free before each of them.
 
-The steps beyond go into *gaps* of the frames of the last kind: before a recorded step with ℓ free
-slots, up to ℓ steps may be advanced over, and are recorded as one range when their turn comes.
-Every such gap is five actions more (``Advance``, ``Load``, ``Record``, ``Backward``, and the
-``Record`` that it divides), but a gap before the first step of its frame divides nothing and is
-four. So the fewest actions are found by covering the steps beyond with the longest gaps, first ones
-at four and others at five: the best number of first ones is found by trying all of them.
+The remaining steps go into *gaps* of the frames of the last kind. Before a recorded step with ℓ
+free slots, up to ℓ steps may be advanced over; they are recorded later as one range. Such a gap
+adds five actions: ``Advance``, ``Load``, ``Record``, ``Backward``, and the ``Record`` that it
+divides. A gap before the first step of its frame divides none and adds four. So the fewest actions
+come from covering the remaining steps with the longest gaps of both kinds. The best number of first
+gaps is found by trying all of them.
 
-Time and memory: the distinct parts, the actions, and the steps beyond the frame.
+Time and memory: the distinct parts, the actions, and the remaining steps.
 """
 
 from collections.abc import Callable
@@ -45,21 +45,25 @@ def ism_schedule(length: int, memory: int) -> Schedule:
 
 @dataclass(frozen=True, slots=True)
 class _Gaps:
-    """The gaps of one kind that are used: all longer than ``least``, and ``some`` of that
-    length, one of which is ``short`` steps shorter."""
+    """The gaps of one kind that are used: all longer than ``least``, and ``some`` of that length.
+
+    One of the latter is ``short`` steps shorter.
+    """
 
     least: int
     some: int
     short: int = 0
 
     def length(self, longest: int) -> int:
-        """Of one gap that may be ``longest`` long, where ``some`` counts this one alone."""
+        """Return the length of one gap of up to ``longest`` steps, where ``some`` counts this one
+        alone."""
         if longest == self.least:
             return longest - self.short if self.some else 0
         return longest if longest > self.least else 0
 
     def share(self, available: int) -> tuple["_Gaps", "_Gaps"]:
-        """What is used where ``available`` gaps are of the least length, and what elsewhere."""
+        """Split the gaps: those of a part with ``available`` gaps of the least length, and the
+        others."""
         taken = min(self.some, available)
         short = self.short if taken else 0
         here = _Gaps(self.least, taken, short)
@@ -68,7 +72,8 @@ class _Gaps:
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """A frame (``depth`` = R ≥ 1), or what follows the first step of a last one (0)."""
+    """A frame (``depth`` = R ≥ 1), or the rest of a last frame after its first step (``depth`` =
+    0)."""
 
     slots: int
     depth: int
@@ -77,7 +82,7 @@ class _Frame:
 
 
 class _Builder:
-    """Adds frames to parts, and remembers how many steps each part has."""
+    """Adds frames to parts, and remembers the number of steps of each part."""
 
     def __init__(self, length: int, memory: int) -> None:
         self.length, self.memory = length, memory
@@ -89,7 +94,7 @@ class _Builder:
         if self.depth == 0:
             return self.parts.record(0, self.length)
         beyond = self.length + 1 - comb(self.memory + self.depth, self.memory)
-        # At most as many gaps are tried as there are steps beyond; a sequence takes 8 bytes each.
+        # No more gaps are tried than there are remaining steps; each takes 8 bytes.
         check_size(self.length, beyond)
         firsts, others = _cover(beyond, self.memory, self.depth)
         return recall(_Frame(self.memory, self.depth, firsts, others), self._describe)
@@ -124,19 +129,19 @@ class _Builder:
 
 
 def _firsts(length: int, slots: int, depth: int) -> int:
-    """How many last frames of ``length`` slots there are in a frame."""
+    """Return the number of last frames of ``length`` slots in a frame."""
     if depth == 1:
         return int(length == slots)
     return comb(slots - length + depth - 2, depth - 2) if 1 <= length <= slots else 0
 
 
 def _others(length: int, slots: int, depth: int) -> int:
-    """How many last frames of more than ``length`` slots there are in a frame."""
+    """Return the number of last frames of more than ``length`` slots in a frame."""
     return comb(slots - length + depth - 2, depth - 1) if 1 <= length < slots else 0
 
 
 def _cover(beyond: int, slots: int, depth: int) -> tuple[_Gaps, _Gaps]:
-    """The gaps of both kinds that hold ``beyond`` steps with the fewest actions."""
+    """Return the gaps of both kinds that hold ``beyond`` steps with the fewest actions."""
     first_gaps = _longest(beyond, slots, depth, _firsts)
     other_gaps = _longest(beyond, slots, depth, _others)
     first_steps = np.concatenate(([0], np.cumsum(first_gaps)))
@@ -148,7 +153,7 @@ def _cover(beyond: int, slots: int, depth: int) -> tuple[_Gaps, _Gaps]:
     others = int(needed[firsts])
     short = int(first_steps[firsts] + other_steps[others]) - beyond
     used = _used(first_gaps[:firsts]), _used(other_gaps[:others])
-    # What is too much is taken from one gap, a shortest one: it stays the others' full length.
+    # The excess is taken from one gap of the shortest length.
     if others and (not firsts or used[1].least <= used[0].least):
         return used[0], _Gaps(used[1].least, used[1].some, short)
     return _Gaps(used[0].least, used[0].some, short), used[1]
@@ -157,7 +162,7 @@ def _cover(beyond: int, slots: int, depth: int) -> tuple[_Gaps, _Gaps]:
 def _longest(
     beyond: int, slots: int, depth: int, count: Callable[[int, int, int], int]
 ) -> NDArray[np.int64]:
-    """The lengths of gaps of one kind, the longest first, as many as could be of use."""
+    """Return the lengths of the gaps of one kind, longest first, as many as could be used."""
     lengths: list[int] = []
     counts: list[int] = []
     steps = 0
@@ -172,7 +177,7 @@ def _longest(
 
 
 def _used(gaps: NDArray[np.int64]) -> _Gaps:
-    """All of these gaps, as said by the shortest of them; none is longer than the longest frame."""
+    """Describe all of these gaps by the shortest of them; none is longer than the longest frame."""
     if not gaps.size:
         return _Gaps(2**62, 0)
     return _Gaps(int(gaps[-1]), int(np.sum(gaps == gaps[-1])))

@@ -6,30 +6,30 @@ With s for the size of a hidden state (1 in the paper), C(t, m) is the least of
     Q2 = y + C(y−1, m) + C(t−y, m − (β if y = 1 else α))        1 ≤ y ≤ t,  record step y
 
 with C(0, ·) = 0, C(1, m) = 1 and C(t, m) = ∞ for m < s ≤ t·s: eqs. 6 to 10. A segment's own base
-state is part of its m; the base of a right part after Q2 is the recorded step's output, which its
-internal state holds. The last step of a sweep is in the working core, so that Q2 at y = t needs no
-room: C(t, m) ≤ t + C(t−1, m), and t(t+1)/2 where nothing else fits. Where α ≥ β + s the branch Q2
+state is part of its m. The base of a right part after Q2 is the recorded step's output, which its
+internal state holds. The last step of a sweep is in the working core, so Q2 at y = t needs no
+memory: C(t, m) ≤ t + C(t−1, m), and t(t+1)/2 where nothing else fits. Where α ≥ β + s the branch Q2
 is needed at y = 1 only: a later one is no better than storing the state before it.
 
 *The search.* C is not convex in t, so no descent finds the best y. But
-:mod:`retrograde.plan.steps.hull` gives a convex bound ⌈H⌉ ≤ C. Only parts that cost their bound, or
-an excess e more where the whole does, can be parts of a cheapest schedule, and y + H(y, m) + H(t−y,
-m−s) is convex in y: the splits to look at are an interval. So the parts that can be reached are
-marked, filled by the plain recurrence over those intervals, and compared: a cost within e of the
-bound is the minimum, proven. If it is not, e is doubled. Costs alone need no table where the bound
-is proven to be exact: for few by choices that attain it, for many by a check of every cell.
+:mod:`retrograde.plan.steps.hull` gives a convex bound ⌈H⌉ ≤ C. If a schedule costs e more than its
+bound, its parts cost at most e more than theirs. And y + H(y, m) + H(t−y, m−s) is convex in y, so
+the candidate splits are an interval. So the reachable parts are marked and filled by the plain
+recurrence over those intervals. A cost within e of the bound is the proven minimum; else e is
+doubled. Costs alone need no table where the bound is proven to be exact. For few costs, choices
+that attain the bound prove it; for many, a check of every cell.
 
 *Ties* break by the fewest actions, merged ranges counting one, among the schedules that the
-recurrence can express; of equal ones, by recording the first step, then the last
-in the working core, then another, then by storing; then by the largest y. To this end costs and
-actions are packed into one integer, and each cell knows whether a ``Record`` at its front, which
-would merge with one before it, is among its best.
+recurrence can express. Of equal ones, the order is: record the first step, put the last step in the
+working core, record another, store. Then the largest y wins. To this end costs and actions are
+packed into one integer. Each cell has a bit that says whether a best schedule begins with a
+``Record``, which would merge with one before it.
 
 *Memory*: 1 byte for each step and level, 8 for those between the least and the most marked steps of
-a level, :data:`~retrograde.plan.steps.hull.LARGEST_TABLE_BYTES` in all. Beyond, or with more than
-:data:`MOST_CELLS` cells or :data:`MOST_SPLITS` splits to look at, each part takes the best split
-near the real optimum instead. Its cost then stands beside ``schedule.bound``; where the two are
-equal, as they were in all cases tried with s = 1, only the rule for ties is lost.
+a level, :data:`~retrograde.plan.steps.hull.LARGEST_TABLE_BYTES` in all. Beyond that, or beyond
+:data:`MOST_CELLS` cells or :data:`MOST_SPLITS` splits, each part takes the best split near the real
+optimum instead. Its cost then stands beside ``schedule.bound``. Where the two are equal, as in all
+cases tried with s = 1, only the rule for ties is lost.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,17 +52,20 @@ MOST_SPLITS = 4 * 10**9
 
 _CORE, _RECORD, _STORE, _WIDE = 0, 1, 2, 3  # the branches, as the kernels number them
 _PACKED = 2**61
-_FEW = 100  # questions that are proven one by one, rather than all cells at once
+_FEW = 100  # up to so many costs are proven one by one, more by a check of all cells
 
 _Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """The cells of a schedule within reach of the bound; a forward step counts ``scale`` and an
-    action 1. ``marks`` (rows, length + 1) is 1 where there is a cell, and that of t steps is at
-    ``places[row] + t``. A cell is twice the packed cost, and 1 more where no best schedule begins
-    with a ``Record``."""
+    """The cells of a schedule within reach of the bound; a forward step counts ``scale``, an action
+    1.
+
+    ``marks`` (rows, length + 1) is 1 where there is a cell, and that of t steps is at ``places[row]
+    + t``. A cell is twice the packed cost, and 1 more where no best schedule begins with a
+    ``Record``.
+    """
 
     scale: int
     marks: NDArray[np.uint8]
@@ -83,10 +86,12 @@ class _Table:
 
 
 def plan_blocks(length: int, memory: int, *, state: int = 1, alpha: int, beta: int) -> Schedule:
-    """The cheapest mixed schedule of steps, or of blocks of steps, in the longest ranges.
+    """Return the cheapest mixed schedule of steps, or of blocks of steps, in the longest ranges.
+
     ``memory`` counts the initial state but not the working core, in the unit of the sizes. No
-    schedule costs less than its ``bound``; raises ScheduleError if an argument makes no sense or
-    the problem is too large."""
+    schedule costs less than its ``bound``. Raises ScheduleError if an argument makes no sense or
+    the problem is too large.
+    """
     problem, ample = pose(length, [memory], state=state, alpha=alpha, beta=beta)
     row = problem.rows[ample[0]]
     parts = Parts()
@@ -105,9 +110,11 @@ def plan_blocks(length: int, memory: int, *, state: int = 1, alpha: int, beta: i
 def mixed_costs(
     length: ArrayLike, memory: ArrayLike, *, state: int = 1, alpha: int, beta: int
 ) -> _Ints:
-    """The fewest forward steps C(t, m), for lengths (0 or more) and memories that broadcast. Sizes
-    and errors are those of :func:`plan_blocks`; ScheduleError also where a minimum could not be
-    proven within the largest table."""
+    """Return the fewest forward steps C(t, m), for lengths (0 or more) and memories that broadcast.
+
+    Sizes and errors are those of :func:`plan_blocks`. ScheduleError also where a minimum could not
+    be proven within the largest table.
+    """
     sizes = {"state": state, "alpha": alpha, "beta": beta}
     asked = _ask(length, memory, **sizes)
     if asked is None:
@@ -128,8 +135,10 @@ def mixed_costs(
 def mixed_bounds(
     length: ArrayLike, memory: ArrayLike, *, state: int = 1, alpha: int, beta: int
 ) -> _Ints:
-    """⌈H(t, m)⌉, which no mixed schedule undercuts, for arguments as :func:`mixed_costs` has
-    them; one that attains it is not proven to exist."""
+    """Return ⌈H(t, m)⌉, a lower bound of the cost of every mixed schedule.
+
+    Arguments are those of :func:`mixed_costs`. Whether a schedule attains the bound is not proven.
+    """
     asked = _ask(length, memory, state=state, alpha=alpha, beta=beta)
     if asked is None:
         return np.zeros(np.broadcast_shapes(np.shape(length), np.shape(memory)), np.int64)
@@ -139,7 +148,8 @@ def mixed_bounds(
 def _ask(
     length: ArrayLike, memory: ArrayLike, *, state: int, alpha: int, beta: int
 ) -> tuple[Problem, _Ints, _Ints] | None:
-    """One problem for all, and the row and steps of each question; None where no step is asked."""
+    """Return one problem for all, and each question's row and steps; None where no step is
+    asked."""
     lengths, memories = np.broadcast_arrays(np.asarray(length), np.asarray(memory))
     if not lengths.size or not lengths.max():
         return None
@@ -158,7 +168,7 @@ def _bounds(problem: Problem, rows: _Ints, lengths: _Ints) -> _Ints:
 
 
 def _solve(problem: Problem, roots: Sequence[tuple[int, int]]) -> _Table | None:
-    """The exact dynamic program around the bound; None where that would be too large."""
+    """Run the exact dynamic program around the bound; None where it would be too large."""
     goals = [problem.bound(row, t) for row, t in roots]
     scale = 1 << (8 * problem.length + 16).bit_length()
     excess = 0
@@ -196,14 +206,14 @@ def _fill(
 
 
 def _solved_costs(problem: Problem, rows: _Ints, lengths: _Ints) -> _Ints:
-    """The costs where the bound alone proves nothing."""
+    """Return the costs by the dynamic program, where the bound alone proves nothing."""
     asked = sorted({(int(r), int(t)) for r, t in zip(rows.flat, lengths.flat, strict=True) if t})
     table = _solve(problem, asked)
     if table is None:
         raise ScheduleError(
             f"the costs up to {problem.length} steps and {max(problem.rows)} units of memory could "
-            f"not be proven within {MOST_CELLS} cells: ask for fewer, or for a plan, which comes "
-            "with its bound"
+            f"not be proven within {MOST_CELLS} cells: ask for fewer, or for a plan, which has a "
+            "bound"
         )
     found = {(row, t): table.cost(row, t) for row, t in asked}
     costs = [found.get((int(r), int(t)), 0) for r, t in zip(rows.flat, lengths.flat, strict=True)]
@@ -213,7 +223,7 @@ def _solved_costs(problem: Problem, rows: _Ints, lengths: _Ints) -> _Ints:
 def _describe(
     problem: Problem, parts: Parts, row: int, length: int, choose: Callable[..., tuple[int, int]]
 ) -> int:
-    """Add all parts of a schedule; ``choose(row, t, merges)`` says how each is divided."""
+    """Add all parts of a schedule; ``choose(row, t, merges)`` gives the division of each."""
 
     def describe(part: tuple[int, int, bool], number: Callable[[Any], int]) -> int:
         row, t, merges = part
@@ -231,7 +241,7 @@ def _describe(
 def _divide(
     problem: Problem, row: int, t: int, branch: int, y: int
 ) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
-    """Row and steps of the right part and of the left part, where there are any."""
+    """Return row and steps of the right part and of the left part; None where a part is empty."""
     state, beta, alpha = problem.links[row].tolist()
     kept = {_CORE: -1, _RECORD: beta, _STORE: state, _WIDE: alpha}[branch]
     before = y if branch == _STORE else y - 1
@@ -239,7 +249,7 @@ def _divide(
 
 
 def _choose(problem: Problem, table: _Table, row: int, t: int, merges: bool) -> tuple[int, int]:
-    """The branch to take, and its y."""
+    """Return the branch of a best schedule, and its y."""
     scale, marks = table.scale, table.marks
     state, beta, alpha = problem.links[row].tolist()
     goal = int(table.after_record(row, t) if merges else table.best(row, t))
@@ -248,7 +258,7 @@ def _choose(problem: Problem, table: _Table, row: int, t: int, merges: bool) -> 
     reached = beta >= 0 and marks[beta, t - 1]
     if reached and scale + int(table.after_record(beta, t - 1)) == goal:
         return _RECORD, 1
-    goal -= merges  # what does not begin with a Record is one action more after one
+    goal -= merges  # after a Record, a part that does not begin with one has an action more
     if marks[row, t - 1] and int(table.best(row, t - 1)) + scale * t + 4 == goal:
         return _CORE, t
     if problem.sizes.wide and alpha >= 0:
@@ -264,7 +274,8 @@ def _choose(problem: Problem, table: _Table, row: int, t: int, merges: bool) -> 
 
 
 def _approached_cost(problem: Problem, row: int, length: int) -> int:
-    """What the choices nearest to the bound cost: the minimum, where it is the bound."""
+    """Return the cost of the choices nearest to the bound: the minimum, where it equals the
+    bound."""
 
     def cost(part: tuple[int, int], number: Callable[[Any], int]) -> int:
         branch, y = problem.nearest(*part)

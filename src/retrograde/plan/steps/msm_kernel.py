@@ -1,8 +1,8 @@
 """The dynamic program of :mod:`retrograde.plan.steps.msm`, compiled when this is first imported.
 
-Kept apart so that importing the planner loads no compiler. Hulls, offsets and links are those of
-:mod:`retrograde.plan.steps.hull_kernel`. A part is a row and its number of steps t; a *window* is
-the interval of its splits that can be best.
+It is a module of its own so that importing the planner loads no compiler. Hulls, offsets and links
+are those of :mod:`retrograde.plan.steps.hull_kernel`. A part is a row and its number of steps t. A
+*window* is the interval of its splits that can be best.
 """
 
 import numpy as np
@@ -17,17 +17,19 @@ _Ints = NDArray[np.int64]
 _Reals = NDArray[np.float64]
 _Marks = NDArray[np.uint8]
 
-_NEVER = np.int64(2**61)  # dearer than anything; two of them still fit 64 bits
-_SLACK = 1e-12  # of a real bound: hundreds of times its rounding error
+_NEVER = np.int64(2**61)  # more than any cost; the sum of two still fits 64 bits
+_SLACK = 1e-12  # relative to a real bound: hundreds of times its rounding error
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _window(
     t: int, last: int, left: _Reals, right: _Reals, limit: float, state: _Ints
 ) -> tuple[int, int]:
-    """The splits y ≤ last with left[y] + right[t−y] ≤ limit, both convex; (1, 0) if none.
-    ``state``, updated, tells the next call, with a smaller t, where to look: the least y of the
-    smallest sum, and the two answers."""
+    """Return the splits y ≤ last with left[y] + right[t−y] ≤ limit, both convex; (1, 0) if none.
+
+    ``state``, updated, tells the next call, with a smaller t, where to look. It has the least y of
+    the smallest sum, and the two answers.
+    """
     if last < 1:
         return 1, 0
     best, low, high = min(state[0], last), state[1], state[2]
@@ -57,9 +59,11 @@ def _bounds_of_row(
     row: int, size: int, links: _Ints, wide: bool, offsets: _Ints, hull: tuple[_Ints, _Ints],
     ceilings: _Ints, reals: _Reals,
 ) -> None:  # fmt: skip
-    """What a row and those it leads to cost at least, for 0 … size − 1 steps. The rows of
-    ``ceilings`` (4, ≥ size) and ``reals`` (6, ≥ size), both written, are: own, state, β and α less.
-    The last two of ``reals`` are y steps and then a left part of y, or of y − 1, steps."""
+    """Write the lower bounds of a row and of the rows it leads to, for 0 … size − 1 steps.
+
+    The rows of ``ceilings`` (4, ≥ size) and ``reals`` (6, ≥ size) are: own, state, β and α less.
+    The last two of ``reals`` add y steps to the bound of a left part of y, or of y − 1, steps.
+    """
     state, beta, alpha = links[row]
     others = np.array([row, state, beta, alpha if wide else -1])
     for i in range(4):
@@ -74,10 +78,12 @@ def _bounds_of_row(
 def mark_candidates(
     links: _Ints, wide: bool, offsets: _Ints, hull: tuple[_Ints, _Ints], excess: int, marks: _Marks
 ) -> tuple[_Ints, _Ints, int]:
-    """Mark in ``marks`` (rows, length + 1) every part that may belong to a schedule of a marked
-    part whose parts cost at most ``excess`` more than their bounds. Returns the least and the
-    greatest number of marked steps of each row (1 and 0 for none), and how many splits there are to
-    look at."""
+    """Mark in ``marks`` (rows, length + 1) every part that a schedule of a marked part may need.
+
+    The parts of such a schedule cost at most ``excess`` more than their bounds. Returns the least
+    and the greatest number of marked steps of each row (1 and 0 for none), and the number of
+    candidate splits.
+    """
     rows, size = marks.shape
     ceilings, reals = np.empty((4, size), np.int64), np.empty((6, size))
     own = np.zeros(size + 1, np.int64)
@@ -95,7 +101,7 @@ def mark_candidates(
         state, beta, alpha = links[row]
         _bounds_of_row(row, top + 1, links, wide, offsets, hull, ceilings, reals)
         store[:], later[:] = top, top
-        inside = 0  # windows that reach over t, in this row
+        inside = 0  # windows of this row that cover t
         for t in range(top, 0, -1):
             inside += own[t]
             own[t] = 0
@@ -142,7 +148,7 @@ def mark_candidates(
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _least_sum(left: _Ints, right: _Ints) -> np.int64:
-    """The least of left[i] + right[i]; contiguous, so that it runs in vector registers."""
+    """Return the least of left[i] + right[i]; contiguous, so that it is vectorised."""
     least = np.int64(_NEVER)
     for i in range(left.size):
         least = min(least, left[i] + right[i])
@@ -154,9 +160,11 @@ def _windows_of_row(
     span: tuple[int, int], marks: _Marks, excess: int, ceilings: _Ints, reals: _Reals,
     may_store: bool, may_record: bool, windows: _Ints,
 ) -> None:  # fmt: skip
-    """Write the ``windows`` (4, size) of all marked parts of one row: first and last split that
-    stores, first and last that records. ``span`` is the least and the greatest number of marked
-    steps."""
+    """Write the ``windows`` (4, size) of all marked parts of one row.
+
+    They are the first and last split that stores, and the first and last that records. ``span`` is
+    the least and the greatest number of marked steps.
+    """
     low, high = span
     store, later = np.full(3, high), np.full(3, high)
     for t in range(high, low - 1, -1):
@@ -165,7 +173,7 @@ def _windows_of_row(
             continue
         limit = (ceilings[0, t] + excess) * (1.0 + _SLACK)
         if may_store:
-            # A last part of one step is better left in the working core: y ≤ t − 2.
+            # A last part of one step belongs in the working core: y ≤ t − 2.
             windows[0, t], windows[1, t] = _window(t, t - 2, reals[4], reals[1], limit, store)
         if may_record:
             a, b = _window(t, t - 1, reals[5], reals[3], limit, later)
@@ -177,12 +185,14 @@ def fill(
     links: _Ints, wide: bool, offsets: _Ints, hull: tuple[_Ints, _Ints], excess: int,
     marks: _Marks, low: _Ints, high: _Ints, places: _Ints, scale: int, table: _Ints,
 ) -> None:  # fmt: skip
-    """Fill the marked parts by the recurrence, each over its windows only. ``excess`` to ``high``
-    are those of :func:`mark_candidates`. ``places``, ``scale`` and the cells of ``table``, which
-    are written, are those of :class:`retrograde.plan.steps.msm._Table`."""
+    """Fill the marked parts by the recurrence, each over its windows only.
+
+    ``excess`` to ``high`` are those of :func:`mark_candidates`. ``places``, ``scale`` and the cells
+    of ``table``, which are written, are those of :class:`retrograde.plan.steps.msm._Table`.
+    """
     rows, size = marks.shape
     ceilings, reals = np.empty((4, size), np.int64), np.empty((6, size))
-    left = np.empty(size, np.int64)  # y steps, Advance and Load, then the left part
+    left = np.empty(size, np.int64)  # y steps, Advance and Load, plus the left part
     stored = np.empty(size, np.int64)  # the right part after a Store, reversed
     recorded = np.empty(size, np.int64)  # the right part after a Record, reversed
     windows = np.empty((4, size), np.int64)
@@ -208,7 +218,7 @@ def fill(
             shift, limit = top - t, ceilings[0, t] + excess
             other, first = _NEVER, _NEVER if t > 1 else np.int64(scale + 2)
             if t > 1 and t + ceilings[0, t - 1] <= limit:
-                # Redo from the base, the last step in the working core: no room needed.
+                # Start again from the base, with the last step in the working core: no memory.
                 other = left[t - 1] + scale + 2
             if t > 1 and beta >= 0 and 1 + ceilings[2, t - 1] <= limit:
                 first = scale + ((table[places[beta] + t - 1] + 1) >> 1)

@@ -1,9 +1,8 @@
 """From a few distinct parts to all the actions of a schedule.
 
-A planner divides a sequence into parts, these into parts again, and the same part (so many steps,
-so much memory) comes back in many places. So a planner describes each *distinct* part once, and
-this module writes the actions out, however many they are. A part that begins at hidden state b,
-which is current and kept, reads
+A planner divides a sequence into parts, and those again. The same part (so many steps, so much
+memory) occurs in many places. So a planner describes each *distinct* part once, and this module
+writes out the actions. A part that begins at hidden state b, which is current and kept, is
 
     Advance(b, b+a),   keep,   the part to the right,   drop,   Load(b),   the part to the left
 
@@ -11,8 +10,8 @@ where *keep* and *drop* are either ``Store`` and ``Free`` of the hidden state b+
 ``Backward`` of n steps from there. The left part runs from b to b+a again; either part may be
 missing. This is the divide-and-conquer of Gruslys et al. 2016, figures 1 and 4.
 
-Complexity: linear in the actions; one loop, interpreted for short schedules and compiled by numba
-for those of more than :data:`INTERPRETED` actions. 17 bytes an action.
+Complexity: linear in the actions, 17 bytes each. The one loop is interpreted for short schedules
+and compiled by numba for those of more than :data:`INTERPRETED` actions.
 """
 
 from collections.abc import Callable
@@ -52,7 +51,7 @@ def check_size(length: int, actions: int) -> None:
 
 
 class Parts:
-    """The distinct parts of one schedule, each described after the parts that it is made of.
+    """The distinct parts of one schedule, each described after the parts inside it.
 
     Example:
         >>> parts = Parts()
@@ -73,8 +72,10 @@ class Parts:
 
     def record(self, advance: int, steps: int, right: int = NOTHING, left: int = NOTHING) -> int:
         """Add a part that keeps the internal states of ``steps`` ≥ 1 steps; returns its number.
-        ``right`` is the part from the last recorded step on, ``left`` that of the ``advance``
-        steps."""
+
+        ``right`` is the part after the last recorded step, ``left`` the part of the ``advance``
+        steps.
+        """
         return self._add(advance, steps, right, left)
 
     def _add(self, advance: int, steps: int, right: int, left: int) -> int:
@@ -94,8 +95,10 @@ class Parts:
         units: Units | Chain | None = None,
         bound: int | float | None = None,
     ) -> Schedule:
-        """Write a part out, between ``Store(0)`` and ``Free(0)``, its ranges not yet merged; the
-        arguments are those of :class:`~retrograde.schedule.Schedule`."""
+        """Write out a part, between ``Store(0)`` and ``Free(0)``, with ranges not yet merged.
+
+        The arguments are those of :class:`~retrograde.schedule.Schedule`.
+        """
         size = self._actions[root] + 2
         check_size(length, size)
         kind = np.empty(size, np.uint8)
@@ -109,9 +112,9 @@ class Parts:
 
 
 def recall(root: _Key, describe: Callable[[_Key, Callable[[_Key], int]], int]) -> int:
-    """Describe a part and all that it is made of, each distinct one once; returns its number.
+    """Describe a part and all parts inside it, each distinct one once; returns its number.
 
-    ``describe`` adds the part of a name; it may ask for the numbers of the parts inside, and is
+    ``describe`` adds the part of a key. It may ask for the numbers of the parts inside, and is
     called again once a missing one is known.
 
     >>> recall(5, lambda n, number: number(n - 1) + n if n else 0)
@@ -135,19 +138,18 @@ def recall(root: _Key, describe: Callable[[_Key, Callable[[_Key], int]], int]) -
 
 
 class _MissingError(LookupError):
-    """A part is needed that is not described yet."""
+    """The number of a part that is not described yet was asked for."""
 
     def __init__(self, key: Any) -> None:
         self.key = key
 
 
 def _unfold(rows: Any, root: int, kind: _Verbs, start: _Places, stop: _Places) -> None:
-    """The loop; a stack holds what is still to be written: a part, or one action."""
+    """Write out the actions; a stack holds what is still to be written: a part, or one action."""
     kind[0], start[0], stop[0] = _STORE, 0, 0
     at = 1
-    stack = [
-        (-1, root, 0)
-    ]  # a verb (−1: a part), its first place (the part), its second (the base)
+    # A verb (−1 for a part), its first position (the part), and its second (the base).
+    stack = [(-1, root, 0)]
     while len(stack) > 0:
         verb, first, second = stack.pop()
         if verb >= 0:
