@@ -22,6 +22,6 @@ def test_a_slow_measurement_says_so_once_on_a_terminal(terminal, slow, monkeypat
 
     assert cache.get("outer", find) == 1
     said = capsys.readouterr().err
-    expected = ["the first of its kind", "that took 0 s"] if terminal and slow else []
+    expected = ["a first call of this kind", "that took 0 s"] if terminal and slow else []
     assert len(said.splitlines()) == len(expected)
     assert all(text in said for text in expected)

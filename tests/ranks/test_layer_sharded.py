@@ -304,8 +304,8 @@ def test_ranks_that_cannot_run_are_named():
         (centred, tree, None, "rank 1 cannot run: a sample's output depends on other samples"),
         (pair, {}, None, "rank 1 cannot run: the layers returned a tuple: expected one tensor"),
         (hooked, tree, None, "rank 1 cannot run: Linear has a backward hook"),
-        (nn.Sequential(mlp()[0], Stray()), {"cuts": [1, 2]}, None, "a tensor that wants a grad"),
-        (nn.Sequential(mlp()[0], Stray()), {**tree, "cuts": [1, 2]}, None, "none of their param"),
+        (nn.Sequential(mlp()[0], Stray()), {"cuts": [1, 2]}, None, "a tensor that requires a grad"),
+        (nn.Sequential(mlp()[0], Stray()), {**tree, "cuts": [1, 2]}, None, "is not one of their p"),
         (nn.Sequential(nn.Flatten(0), mlp()[0]), {}, None, "rank 1 .* took .*: expected samples f"),
     ]
     for net, options, x, message in cases:

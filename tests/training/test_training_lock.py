@@ -26,7 +26,7 @@ def test_a_folder_is_held_by_one_at_a_time_and_the_holder_is_named(tmp_path):
         with pytest.raises(TrainingError) as error, hold(tmp_path):
             pass
         assert str(error.value) == (
-            f"another run is at work in the report folder {tmp_path}: process {os.getpid()} on "
+            f"another run uses the report folder {tmp_path}: process {os.getpid()} on "
             f"{platform.node()} holds {tmp_path / '.lock'}; wait for it to end or stop it, or name "
             "another folder with --report"
         )

@@ -90,7 +90,7 @@ def test_another_text_is_refused(options, tmp_path):
 def test_another_documentation_of_python_is_told_as_such(options, monkeypatch):
     snapshot = steps(Run(options), 1).snapshot()
     monkeypatch.setattr(run_module, "embedded_text", lambda: Text("other " * 100, "Python's own"))
-    with pytest.raises(TrainingError, match="take the version of Python that it began with"):
+    with pytest.raises(TrainingError, match="use the version of Python that it began with"):
         Run.resumed(snapshot)
 
 
@@ -140,7 +140,7 @@ def test_options_of_another_kind_are_refused(name, value, expected):
     with pytest.raises(TrainingError) as error:
         TrainingOptions.from_dict(values)
     assert str(error.value).startswith(expected)
-    assert str(error.value).endswith("so take that one, or start anew")
+    assert str(error.value).endswith("so use that one, or start a new run")
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, math.nan, math.inf])

@@ -21,7 +21,7 @@ from retrograde.training import (
 )
 
 COMPARISON = Comparison(10**6, Side(10**5, 0.1, Curve((0.0, 0.1), (0, 10**5))), None, None, "none")
-REMEDY = "take a whole checkpoint of this version, or start anew without --resume"
+REMEDY = "use a complete checkpoint of this version, or start a new run without --resume"
 
 
 @pytest.fixture
@@ -53,7 +53,9 @@ def test_foreign_files_are_no_checkpoints(tmp_path):
     ):
         load_checkpoint(path)
     torch.save([1, 2], path)
-    with pytest.raises(TrainingError, match="it holds a list; expected what a run saves"):
+    with pytest.raises(
+        TrainingError, match=r"it holds a list; expected the checkpoint\.pt of a run"
+    ):
         load_checkpoint(path)
     torch.save(dict.fromkeys(range(9), 0), path)
     with pytest.raises(TrainingError, match="it holds 0, 1, 2, 3, 4, 5 and more; expected"):
@@ -196,9 +198,9 @@ def test_a_checkpoint_that_does_not_fit_together_is_refused(tmp_path, state, cha
     with pytest.raises(TrainingError) as error:
         resume(report, {}, Console(quiet=True))
     message = str(error.value)
-    assert message.startswith(f"cannot go on from {report.checkpoint}: ")
+    assert message.startswith(f"cannot resume from {report.checkpoint}: ")
     assert expected in message
-    assert "start anew" in message or change is other_memory
+    assert "start a new run" in message or change is other_memory
 
 
 @pytest.mark.parametrize("run", [None, [], {"losses": []}])
@@ -206,7 +208,7 @@ def test_what_is_no_snapshot_is_refused(tmp_path, state, run):
     report = Report(tmp_path)
     save_checkpoint(report.checkpoint, state | {"run": run})
     with pytest.raises(
-        TrainingError, match=r"cannot go on from .*: the snapshot has .*expected opt"
+        TrainingError, match=r"cannot resume from .*: the snapshot has .*expected opt"
     ):
         report.load()
     with pytest.raises(TrainingError, match="the snapshot has"):
@@ -217,7 +219,9 @@ def test_what_is_no_snapshot_is_refused(tmp_path, state, run):
 def test_a_comparison_that_is_not_whole_is_refused(tmp_path, state, comparison):
     report = Report(tmp_path)
     save_checkpoint(report.checkpoint, state | {"comparison": comparison})
-    with pytest.raises(TrainingError, match=r"cannot go on from .*the comparison .* is not whole"):
+    with pytest.raises(
+        TrainingError, match=r"cannot resume from .*the comparison .* is incomplete"
+    ):
         report.load()
 
 
@@ -236,5 +240,5 @@ def test_a_text_that_has_gone_is_told_with_the_checkpoint(tmp_path, state):
     report = Report(tmp_path)
     state["run"]["options"]["text"] = str(tmp_path / "gone.txt")
     save_checkpoint(report.checkpoint, state)
-    with pytest.raises(TrainingError, match=r"cannot go on from .*: cannot read the text .*gone"):
+    with pytest.raises(TrainingError, match=r"cannot resume from .*: cannot read the text .*gone"):
         resume(report, {}, Console(quiet=True))

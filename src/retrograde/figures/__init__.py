@@ -1,8 +1,8 @@
 """Pictures: any schedule, the memory of one iteration, a training run's loss, a trade-off.
 
-Each function draws on the axes that it is given, or on a figure of its own, and returns the figure;
-nothing here touches pyplot or the choice of a backend, so it works without a display and inside
-another program's figures alike.
+Each function draws on the given axes, or on a figure of its own, and returns the figure. Nothing
+here touches pyplot or the choice of a backend. So it works without a display, and inside another
+program's figures.
 """
 
 from retrograde.figures.losses import draw_losses

@@ -20,9 +20,9 @@ def draw_losses(
     """Draw the loss at each iteration.
 
     Args:
-        losses: bits per character, one an iteration, the first being iteration 1.
-        baseline: bits per character that the frequencies of single characters give; drawn as the
-            line to get under.
+        losses: bits per character, one for each iteration from 1 on.
+        baseline: bits per character of the frequencies of single characters alone; drawn as a
+            line.
         ax: where to draw; by default a figure of its own.
 
     Returns:
@@ -37,7 +37,7 @@ def draw_losses(
     ax.plot(iterations, losses, color=BLUE, linewidth=1.6, marker=marker, markersize=3.5)
     if baseline is not None:
         ax.axhline(baseline, color=GREEN, linewidth=1.2, linestyle=(0, (5, 3)))
-        below = bool(losses) and losses[-1] > baseline  # on the side that the curve has left
+        below = bool(losses) and losses[-1] > baseline  # the label goes to the empty side
         ax.annotate(
             f"character frequencies alone: {baseline:.2f}",
             (1, baseline), xycoords=("axes fraction", "data"), xytext=(-2, -4 if below else 4),

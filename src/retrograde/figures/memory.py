@@ -1,7 +1,7 @@
 """The memory that one iteration holds, moment by moment, against its budget.
 
-Two panels. Of a run: beside ordinary BPTT on one scale, so that the gap is seen for what it is; and
-alone, so that its budget line can be told from it. Of a chain: as planned, and as measured.
+A run has two panels: one compares it with ordinary BPTT, on one scale, and one shows the run alone,
+apart from its budget line. A chain has two panels as well: as planned, and as measured.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,15 +21,15 @@ from retrograde.units import format_bytes
 __all__ = ["Curve", "draw_memory", "draw_planned", "planned_memory"]
 
 _POINTS = 1000
-_LONG = 3  # entries of a legend that no longer fit side by side
+_LONG = 3  # entries of a legend that do not fit in one row
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Bytes held over time, as :func:`retrograde.measure` gives them.
+    """Bytes held over time, as :func:`retrograde.measure` returns them.
 
     Attributes:
-        seconds: since the start, growing, one for each change.
+        seconds: since the start, increasing, one for each change.
         held_bytes: in use from that moment to the next.
 
     Example:
@@ -41,7 +41,8 @@ class Curve:
     held_bytes: Sequence[int]
 
     def thinned(self, points: int) -> "Curve":
-        """The same outline in about ``points`` points: of each stretch, its lowest and highest."""
+        """Return the same outline in about ``points`` points: the lowest and highest of each
+        stretch."""
         size = len(self.seconds)
         if size <= points:
             return self
@@ -64,7 +65,7 @@ def draw_memory(
     Args:
         budgeted: the run within the budget.
         budget_bytes: the budget.
-        ordinary: ordinary BPTT of the same iteration, where it could be run: a panel more.
+        ordinary: ordinary BPTT of the same iteration, if it could run; it adds a panel.
         ax: where to draw the run alone; by default a figure of its own, with both panels.
 
     Returns:
@@ -89,11 +90,11 @@ def draw_memory(
 def draw_planned(
     planned: Curve, measured: Curve, budget_bytes: int, ordinary: tuple[Curve, Curve] | None = None
 ) -> Figure:
-    """Draw the memory of one iteration of a chain as planned, and as measured.
+    """Draw the planned and the measured memory of one iteration of a chain.
 
     Args:
-        planned: as :func:`planned_memory` has it.
-        measured: the same iteration, as it was run.
+        planned: the curve of :func:`planned_memory`.
+        measured: the same iteration, as it ran.
         budget_bytes: the budget.
         ordinary: ordinary backpropagation, planned and measured.
 
@@ -119,10 +120,10 @@ def draw_planned(
 
 
 def planned_memory(schedule: Schedule) -> Curve:
-    """What carrying out the schedule of a chain is to hold, layer by layer.
+    """Return the memory that a chain's schedule holds, layer by layer, as predicted.
 
     Returns:
-        The most that each layer's work holds while it is at work, and what is left after it.
+        For each layer, the most that it holds while it runs, and what is held after it.
 
     Raises:
         ScheduleError: the schedule is of a recurrence, whose steps have no seconds; or not legal.
@@ -147,7 +148,7 @@ def planned_memory(schedule: Schedule) -> Curve:
 
 
 def _single(schedule: Schedule) -> Iterator[Action]:
-    """The same actions, a layer at a time."""
+    """Iterate over the same actions, a layer at a time."""
     for action in schedule:
         match action:
             case Advance(start, stop) | Record(start, stop):
@@ -162,7 +163,7 @@ def _draw(
     ax: Axes, budgeted: Curve, budget_bytes: int, ordinary: Curve | None,
     labels: tuple[str, str], title: str, highest: int = 0, *, named: bool = True,
 ) -> None:  # fmt: skip
-    """One panel: ordinary backpropagation where it is given, the run within the budget over it."""
+    """Draw one panel: ordinary backpropagation if given, and over it the run within the budget."""
     sides = ((ordinary, ORANGE, labels[0]), (budgeted, BLUE, labels[1]))
     highest = max(highest, budget_bytes, *(_peak(curve) for curve, _, _ in sides if curve))
     power = min(max(highest.bit_length() - 1, 0) // 10, 4)
@@ -192,7 +193,7 @@ def _fill(ax: Axes, curve: Curve, factor: float, colour: str, label: str) -> Non
 def _finish(ax: Axes, title: str, unit: str, highest: float) -> None:
     entries = len(ax.get_legend_handles_labels()[0])
     columns = 2 if entries < _LONG else 1
-    # room for the legend, which must not hide a peak
+    # Leave room for the legend, which must not hide a peak.
     ax.set_ylim(0, (1.3 if entries < _LONG else 1.42) * highest)
     ax.set_xlim(left=0)
     ax.legend(loc="upper left", frameon=False, fontsize=9, ncols=columns, borderaxespad=0.2)

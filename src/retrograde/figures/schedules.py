@@ -1,8 +1,8 @@
-"""A schedule as a picture, in the manner of figure 3 of Gruslys et al., 2016.
+"""A schedule as a picture, in the style of figure 3 of Gruslys et al., 2016.
 
-The sequence runs from left to right, execution from top to bottom. A row is one sweep: what is run
-forward from a state until something is backpropagated. Grey bars are hidden states, from the row
-that stores them to the row that drops them; orange fields are internal states, kept likewise.
+The sequence runs from left to right, execution from top to bottom. A row is one sweep: the steps
+that run forward from a state until some are backpropagated. Grey bars are hidden states, from the
+row that stores them to the row that drops them. Orange fields are internal states, likewise.
 """
 
 from dataclasses import dataclass, field
@@ -23,8 +23,8 @@ from retrograde.units import format_bytes
 
 __all__ = ["draw_schedule"]
 
-_FORWARD, _BACKWARD = 0.32, 0.68  # where in its row a run is drawn
-_ARROWS = 40  # rows up to which arrow heads and dots can be told apart
+_FORWARD, _BACKWARD = 0.32, 0.68  # the heights of runs within their row
+_ARROWS = 40  # the most rows with arrow heads and dots
 _POINTS_PER_INCH = 72
 
 Run = tuple[int, int, int]  # row, from, to
@@ -33,7 +33,7 @@ Field = tuple[int, int, int, int]  # from, to, first row, last row
 
 @dataclass
 class _Layout:
-    """Where everything goes, in rows and hidden states. The lower right is always free."""
+    """The positions of everything, in rows and hidden states. The lower right is always free."""
 
     rows: int = 1
     advances: list[Run] = field(default_factory=list)
@@ -45,10 +45,10 @@ class _Layout:
 
 
 def draw_schedule(schedule: Schedule, ax: Axes | None = None) -> Figure:
-    """Draw what a schedule keeps, runs forward and backpropagates, and when.
+    """Draw what a schedule keeps, runs forward and backpropagates, over time.
 
     Args:
-        schedule: of any policy and length; with many rows the arrow heads are left out.
+        schedule: of any policy and length; with many rows there are no arrow heads.
         ax: where to draw; by default a figure of its own.
 
     Returns:
@@ -114,14 +114,14 @@ def _lay_out(schedule: Schedule) -> _Layout:
 
 
 def _extend(runs: list[Run], row: int, start: int, stop: int) -> None:
-    """Add a run, joined to the one before where that ends in the same place."""
+    """Add a run, joined to the last one if that ends where it begins."""
     if runs and runs[-1][0] == row and runs[-1][2] == start:
         start = runs.pop()[1]
     runs.append((row, start, stop))
 
 
 def _fields(recorded: dict[int, int], start: int, stop: int, row: int) -> list[Field]:
-    """The internal states start … stop−1, joined where the same row recorded them."""
+    """Return the fields of internal states start … stop−1, joined where one row recorded them."""
     fields: list[Field] = []
     for step in range(start, stop):
         first = recorded.pop(step)
@@ -133,7 +133,7 @@ def _fields(recorded: dict[int, int], start: int, stop: int, row: int) -> list[F
 
 
 def _scales(ax: Axes, length: int, rows: int) -> tuple[float, float]:
-    """Points a row and points a step."""
+    """Return points for each row and points for each step."""
     box = ax.get_position()
     width, height = figure_of(ax).get_size_inches()
     return (
@@ -143,7 +143,7 @@ def _scales(ax: Axes, length: int, rows: int) -> tuple[float, float]:
 
 
 def _gap(layout: _Layout) -> float:
-    """Steps between neighbouring hidden states that are ever kept, at least half of them."""
+    """Return the median steps between neighbouring hidden states that are ever kept."""
     places = sorted({at for at, _, _ in layout.kept})
     return median(b - a for a, b in pairwise(places)) if len(places) > 1 else 1.0
 

@@ -1,4 +1,4 @@
-"""One look for every picture: colours that survive colour blindness and print, thin frames.
+"""One style for every picture: colours for colour-blind readers and for print, thin frames.
 
 The colours are those of Okabe and Ito, *Color Universal Design*, 2008.
 """
@@ -18,16 +18,16 @@ GREEN = "#009E73"
 GREY = "#B8BEC6"
 INK = "#2B2F36"
 
-_SAVED: Any = {"svg.hashsalt": "retrograde"}  # the same picture twice is the same file twice
+_SAVED: Any = {"svg.hashsalt": "retrograde"}  # so that equal pictures are equal files
 
 
 def new_axes(width: float, height: float) -> Axes:
-    """Axes on a fresh figure of some inches, whose labels stay inside its edges."""
+    """Return axes on a new figure, in inches, whose labels stay inside its edges."""
     return Figure(figsize=(width, height), layout="constrained").add_subplot()
 
 
 def figure_of(axes: Axes) -> Figure:
-    """The whole figure that axes belong to, however deep they are nested in it."""
+    """Return the whole figure that axes belong to, however deep they are nested in it."""
     figure = axes.get_figure(root=True)
     assert isinstance(figure, Figure)
     return figure
@@ -36,7 +36,7 @@ def figure_of(axes: Axes) -> Figure:
 def tidy(
     axes: Axes, *, title: str, x: str, y: str, grid: Literal["x", "y", "both"] | None = None
 ) -> None:
-    """Set title, labels (with units) and grid lines, and no more frame than is needed.
+    """Set title, labels (with units) and grid lines, and remove most of the frame.
 
     Example:
         >>> tidy(new_axes(4, 3), title="Loss", x="iteration", y="bits per character")
@@ -58,9 +58,9 @@ def save(figure: Figure, folder: str | Path, name: str) -> tuple[Path, Path]:
     """Write a figure as ``name.svg`` and ``name.png``, the same bytes for the same picture.
 
     Args:
-        figure: to write.
-        folder: where; made if it is not there.
-        name: of the files, without an ending.
+        figure: the figure.
+        folder: the folder; made if missing.
+        name: the files' name, without an extension.
 
     Returns:
         The two paths, SVG first.

@@ -1,4 +1,4 @@
-"""The trade-off curve: what each memory buys, for one length and one policy."""
+"""The trade-off curve: the cost for each memory, for one length and one policy."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def draw_trade_off(curve: TradeOff, ax: Axes | None = None) -> Figure:
     """Draw the cost of a step over memory, from the least feasible memory to plenty.
 
     Args:
-        curve: as :func:`retrograde.trade_off` gives it.
+        curve: the result of :func:`retrograde.trade_off`.
         ax: where to draw; by default a figure of its own.
 
     Returns:
@@ -60,7 +60,7 @@ def draw_trade_off(curve: TradeOff, ax: Axes | None = None) -> Figure:
 
 
 def _name_ends(ax: Axes, curve: TradeOff) -> None:
-    """Say what the least memory costs, and from where on nothing becomes cheaper."""
+    """Label the cost of the least memory, and the memory above which nothing is cheaper."""
     least, most = (int(curve.memory[i]) for i in (0, -1))
     first, last = (float(np.round(curve.cost[i] / curve.length, 3)) for i in (0, -1))
     style: dict[str, Any] = {"textcoords": "offset points", "fontsize": 9, "color": INK}

@@ -1,1 +1,1 @@
-"""Every byte that a call takes."""
+"""Measure the bytes of a call."""

@@ -1,14 +1,14 @@
-"""Measuring what a call takes: seconds, and every byte that torch's allocators hand out.
+"""Measure a call: its seconds, and every byte that torch's allocators hand out.
 
 The bytes come from the memory events of torch's own profiler: every allocation and release of the
-CPU and CUDA allocators, those inside kernels included. Nothing is sampled, so a peak is the peak.
+CPU and CUDA allocators, those inside kernels included. Nothing is sampled, so the peak is exact.
 
-Only the calling thread is seen. The process has one such profiler, so threads take turns. Where the
-user runs it already, torch's older one serves, on a thread of its own, for the two do not nest. It
-tells sizes without addresses, so releases are matched to blocks by size (:func:`_paired`).
+Only the calling thread is seen. The process has one such profiler, so threads take turns. If the
+user already runs it, torch's older profiler serves, on a thread of its own, since the two do not
+nest. It gives sizes without addresses, so releases are matched to blocks by size (:func:`_paired`).
 
-Known limits: Python objects, what an allocator keeps cached, and memory that a library takes from
-the operating system itself are not seen (a test holds the figures against the resident set).
+Known limits: it does not see Python objects, memory that an allocator caches, and memory that a
+library takes from the operating system. A test compares the figures with the resident set.
 """
 
 import contextvars
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 class _Turn:
-    """A reentrant lock; a thread that its holder starts in a copy of its context holds it too."""
+    """A reentrant lock, which a thread started in a copy of the holder's context holds too."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -71,21 +71,21 @@ class _Turn:
             self._lock.release()
 
 
-#: Held by a thread while it measures or tries a call: both put back what the process shares.
+#: Held by a thread while it measures or tries a call, since both change state of the process.
 MEASURING = _Turn()
 
 
 @dataclass(frozen=True)
 class Measurement(Generic[T]):
-    """What one call returned and took.
+    """The result of one call, its seconds and its bytes.
 
     Attributes:
-        value: what the call returned.
+        value: the value that the call returned.
         seconds: wall-clock time, in seconds, the measuring included.
         peak_bytes: the peak growth of allocated bytes during the call.
-        retained_bytes: the growth that is left at its end.
-        working_bytes: the peak of the bytes allocated and released again within the call: what
-            counts against a memory budget (outputs and gradients handed to the caller do not).
+        retained_bytes: the growth that remains at its end.
+        working_bytes: the peak of the bytes that are allocated and released within the call. This
+            counts against a memory budget; outputs and gradients handed to the caller do not.
         times: seconds since the start, one for each allocation or release.
         held: growth of allocated bytes right after it.
         working: the part of it that is released before the end.
@@ -108,12 +108,12 @@ class Measurement(Generic[T]):
 
 
 def measure(fn: Callable[[], T], *, device: str | torch.device | None = None) -> Measurement[T]:
-    """Run a call once and tell its seconds and its bytes.
+    """Run a call once and measure its seconds and its bytes.
 
     Args:
-        fn: called without arguments. What it returns stays alive, so it counts as retained.
-        device: whose allocations count, such as ``"cpu"`` or ``"cuda:0"``. None: the accelerator
-            on which the call allocates most, or the CPU if it allocates on none.
+        fn: called without arguments. Its result stays alive, so it counts as retained.
+        device: the device whose allocations count, such as ``"cpu"`` or ``"cuda:0"``. None means
+            the accelerator on which the call allocates most, or the CPU if it allocates on none.
 
     Returns:
         A :class:`Measurement`.
@@ -147,21 +147,26 @@ def measure(fn: Callable[[], T], *, device: str | torch.device | None = None) ->
 
 @dataclass(frozen=True)
 class Phase:
-    """What one of several calls in turn allocated and released: ``sizes`` in bytes, negative for a
-    release. For each, ``born`` and ``died`` are the numbers of the calls that allocated and
-    released the block; −1 and the number of calls if none did."""
+    """The allocations and releases of one call in a sequence.
+
+    ``sizes`` is in bytes, negative for a release. For each, ``born`` and ``died`` are the numbers
+    of the calls that allocated and released the block. If none did, they are −1 and the number of
+    calls.
+    """
 
     sizes: NDArray[np.int64]
     born: NDArray[np.int64]
     died: NDArray[np.int64]
 
     def peak(self, since: int = -1, before: float = math.inf) -> int:
-        """The peak growth since the call began, of blocks allocated by call ``since`` or later and
-        released earlier than call ``before``."""
+        """Return the peak growth since the call began, of some blocks only.
+
+        They are allocated by call ``since`` or later, and released earlier than call ``before``.
+        """
         return int(np.cumsum(self._counted(since, before)).max(initial=0))
 
     def growth(self, since: int = -1, before: float = math.inf) -> int:
-        """The growth that is left at the end of the call; arguments as for :meth:`peak`."""
+        """Return the growth that remains at the end of the call; arguments as for :meth:`peak`."""
         return int(self._counted(since, before).sum())
 
     def _counted(self, since: int, before: float) -> NDArray[np.int64]:
@@ -171,7 +176,7 @@ class Phase:
 def measure_phases(
     phases: Sequence[Callable[[], object]], *, device: str | torch.device = "cpu"
 ) -> list[Phase]:
-    """Run calls in turn, drop what they return, and tell what each allocated and released.
+    """Run calls in sequence, drop their results, and return each one's allocations and releases.
 
     Example:
         >>> kept = []
@@ -183,7 +188,7 @@ def measure_phases(
 
     def call() -> None:
         for phase in phases:
-            torch.empty(_MARK, dtype=torch.uint8, device="cpu")  # seen where a phase begins
+            torch.empty(_MARK, dtype=torch.uint8, device="cpu")  # marks where a phase begins
             phase()
 
     *_, events = _observe(call, device, oldest=True)
@@ -198,13 +203,13 @@ def measure_phases(
             numbers.append(number)
     sizes = np.array([event.size for event in ours], np.int64)
     born, died = _blocks(ours)
-    # By the number of an event; the last two are for len(ours), and for −1.
+    # By the number of an event; the last two entries are for len(ours) and −1.
     phase_of = np.array([*numbers, len(phases), -1], np.int64)
     table = np.stack([sizes, phase_of[born], phase_of[died]])
     return [Phase(*table[:, phase_of[:-2] == k]) for k in range(len(phases))]
 
 
-# A number of bytes that no tensor of interest has.
+# A number of bytes that no other tensor has.
 _MARK = 1009
 
 
@@ -219,7 +224,8 @@ class _Event(NamedTuple):
 
 
 def is_profiled() -> bool:
-    """Whether a profiler of torch's is at work, in this thread or by the context manager in any."""
+    """Return whether a profiler of torch's runs: in this thread, or by the context manager in
+    any."""
     ours = torch._C._autograd._profiler_enabled()
     return bool(ours or getattr(profiler, "_is_profiler_enabled", False))
 
@@ -227,7 +233,7 @@ def is_profiled() -> bool:
 def _observe(
     fn: Callable[[], T], device: torch.device, *, oldest: bool
 ) -> tuple[T, int, int, list[_Event]]:
-    """Run a call and tell its value, its start and end in ns, and its memory events."""
+    """Run a call and return its value, its start and end in ns, and its memory events."""
     with MEASURING, interrupts_put_off() as interruptible, _uncollected(), unpacked():
         _synchronize(device)
         if is_profiled():
@@ -240,8 +246,11 @@ def _alone(
     device: torch.device,
     interruptible: Callable[[], AbstractContextManager[object]],
 ) -> tuple[T, int, int, list[_Event]]:
-    """By torch's profiler, told to look at nothing but memory. It is always stopped: one that an
-    interrupt left running would fail when the process ends."""
+    """Measure by torch's profiler, limited to memory events.
+
+    The profiler is always stopped: one that an interrupt left running would fail when the process
+    ends.
+    """
     _start_profiler()
     start_ns = time.time_ns()
     try:
@@ -258,7 +267,7 @@ def _alone(
 def _beside(
     fn: Callable[[], T], device: torch.device, oldest: bool
 ) -> tuple[T, int, int, list[_Event]]:
-    """By torch's older profiler, on a thread that the running one does not look at."""
+    """Measure by torch's older profiler, on a thread that the running one does not watch."""
     events: list[_Event] = []
 
     def call() -> tuple[T, int, int]:
@@ -281,8 +290,11 @@ def _beside(
 
 
 def _paired(events: Sequence[Any], start_ns: int, oldest: bool) -> Iterator[_Event]:
-    """The older profiler's events; a release is matched to a live block of equal size. Matching the
-    oldest gives the most that the call may have worked with, the newest the least."""
+    """Iterate over the older profiler's events; each release is matched to a live block of equal
+    size.
+
+    Matching the oldest gives the most that the call may have worked with, the newest the least.
+    """
     live: dict[int, deque[int]] = defaultdict(deque)
     for number, event in enumerate(events, 1):
         if event.kind() != "memory_alloc":
@@ -297,7 +309,7 @@ def _paired(events: Sequence[Any], start_ns: int, oldest: bool) -> Iterator[_Eve
 
 
 def _on_a_fresh_thread(call: Callable[[], T], device: torch.device) -> T:
-    """Run a call on a thread of its own, under this thread's modes."""
+    """Run a call on a new thread, under this thread's modes."""
     context, modes = contextvars.copy_context(), _get_current_function_mode_stack()
     grad, kinds = torch.is_grad_enabled(), {"cpu", device.type}
     casts = [
@@ -323,8 +335,10 @@ def _on_a_fresh_thread(call: Callable[[], T], device: torch.device) -> T:
 
 @contextmanager
 def unpacked() -> Iterator[None]:
-    """Record without the caller's hooks on saved tensors, as ``torch.utils.checkpoint`` sets them:
-    what is only tried or measured is not theirs."""
+    """Record without the caller's saved-tensor hooks, such as those of ``torch.utils.checkpoint``.
+
+    A trial or a measurement is not the caller's graph.
+    """
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
         yield
         return
@@ -334,7 +348,7 @@ def unpacked() -> Iterator[None]:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Keep the garbage collector out: what it released meanwhile would pass for the call's own."""
+    """Stop the garbage collector: memory that it released would be counted as the call's own."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -350,14 +364,14 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _in_use() -> torch.device:
-    """CUDA's current device if CUDA is in use, else the CPU."""
+    """Return CUDA's current device if CUDA is in use, else the CPU."""
     if torch.cuda.is_initialized():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def _busiest(events: Sequence[_Event]) -> torch.device:
-    """The accelerator that most bytes are allocated on; the CPU if there is none."""
+    """Return the accelerator with the most allocated bytes; the CPU if there is none."""
     sums: Counter[tuple[str, int | None]] = Counter()
     for event in events:
         if event.place != "cpu":
@@ -367,13 +381,13 @@ def _busiest(events: Sequence[_Event]) -> torch.device:
 
 
 def _start_profiler() -> None:
-    """Start torch's profiler with memory events on; operations are left out, for they take long."""
+    """Start torch's profiler with memory events only; operations would slow it down."""
     config = ProfilerConfig(
         ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig()
     )
     activities = {ProfilerActivity.CPU}
     level = os.environ.get("KINETO_LOG_LEVEL")
-    os.environ["KINETO_LOG_LEVEL"] = level or "99"  # read once, when the library first starts
+    os.environ["KINETO_LOG_LEVEL"] = level or "99"  # read once, at the library's first start
     try:
         torch._C._autograd._prepare_profiler(config, activities)
         torch._C._autograd._enable_profiler(config, activities)
@@ -388,8 +402,10 @@ def _is_on(event: _Event, device: torch.device) -> bool:
 
 
 def _blocks(events: Sequence[_Event]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The events that allocated and released each event's block; −1 and the number of events if
-    none."""
+    """Return the events that allocated and released each event's block.
+
+    −1 and the number of events stand for none.
+    """
     born, died = [-1] * len(events), [len(events)] * len(events)
     live: dict[int, int] = {}
     for index, event in enumerate(events):

@@ -1,4 +1,4 @@
-"""What is said where the first call of its kind takes long to measure."""
+"""A notice on the terminal when a first call takes long to measure."""
 
 import sys
 import threading
@@ -10,12 +10,12 @@ from contextvars import ContextVar
 __all__ = ["told_if_slow"]
 
 PATIENCE = 5.0  # seconds
-_telling = ContextVar("_telling", default=False)  # one measurement may be a part of another
+_telling = ContextVar("_telling", default=False)  # whether an outer measurement gives notice
 
 
 @contextmanager
 def told_if_slow() -> Iterator[None]:
-    """Say so on a terminal, on the error stream, where a block takes more than some seconds."""
+    """Give notice on the terminal, on the error stream, if a block takes more than some seconds."""
     if sys.stderr is None or not sys.stderr.isatty() or _telling.get():
         yield
         return
@@ -23,7 +23,7 @@ def told_if_slow() -> Iterator[None]:
 
     def say() -> None:
         said.set()
-        _print("retrograde measures what this call takes, for it is the first of its kind …")
+        _print("retrograde is measuring the memory of a first call of this kind …")
 
     before, begin = _telling.set(True), time.monotonic()
     timer = threading.Timer(PATIENCE, say)

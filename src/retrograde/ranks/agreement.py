@@ -1,7 +1,7 @@
-"""How ranks agree before a pass, and how all hear of one that fails on the way.
+"""How ranks agree before a pass, and how all of them learn of a failure.
 
-Each rank tells the others what it was called with, or why it cannot run. A rank that fails later
-sends ``FAILED`` in place of its results, and says why at the end. So no rank waits for another.
+Each rank tells the others the arguments of its call, or why it cannot run. A rank that fails later
+sends ``FAILED`` instead of its results, and gives the reason at the end. So no rank waits in vain.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,12 +26,12 @@ FAILED: Final = Failed.FAILED
 
 @dataclass(frozen=True)
 class Told:
-    """What one rank tells the others.
+    """The message of one rank to the others.
 
     Attributes:
-        trouble: why it cannot run, or nothing.
-        alike: what must be the same on every rank, by what a message calls it.
-        own: what the others need to know besides.
+        trouble: why it cannot run, or "".
+        alike: values that must be the same on every rank, by their names in a message.
+        own: whatever else the others need to know.
     """
 
     trouble: str = ""
@@ -41,10 +41,10 @@ class Told:
 
 @dataclass
 class Guard:
-    """Carries this rank through to where all meet again, whatever fails on the way.
+    """Runs this rank's work so that it reaches the next meeting of all ranks, even after a failure.
 
     Attributes:
-        cause: what failed first, if anything did.
+        cause: the first failure, if there was one.
 
     Example:
         >>> guard = Guard()
@@ -57,7 +57,7 @@ class Guard:
     cause: Exception | None = None
 
     def __call__(self, work: Callable[..., Any], *given: Any) -> Any:
-        """The result of some work; ``FAILED`` once any work failed, or if that was given.
+        """Return the result of some work; ``FAILED`` after a failure, or if that was given.
 
         Raises:
             RankError: a rank does not answer, so there is no later meeting.
@@ -73,10 +73,10 @@ class Guard:
             return FAILED
 
     def settle(self, links: Links, told: Any = None) -> list[Told]:
-        """What each rank tells; every rank has to call it.
+        """Exchange messages and return those of all ranks; every rank has to call it.
 
         Raises:
-            RankError: one cannot run, or they do not agree: the same on every rank.
+            RankError: a rank cannot run, or the ranks do not agree: the same on every rank.
         """
         cause = self.cause
         mine = Told() if told is None else told

@@ -1,4 +1,4 @@
-"""What both modules across ranks have in common: their options, and one forward pass of a rank."""
+"""The common base of both modules across ranks: their options, and one rank's forward pass."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -37,19 +37,21 @@ class Sharded(nn.Module):
         self.pieces = pieces
 
     def batches(self, samples: int) -> list[int]:
-        """The samples of each piece of a batch."""
+        """Return the number of samples in each piece of a batch."""
         pieces = min(self.pieces or self.links.size, max(samples, 1))
         share, more = divmod(samples, pieces)
         return [share + (k < more) for k in range(pieces)]
 
     def extra_repr(self) -> str:
-        """What crosses ranks, and how."""
+        """Describe the rank and how gradients cross the ranks."""
         return f"rank={self.links.rank}, ranks={self.links.size}, way={self.way!r}"
 
 
 def links_of(group: distributed.ProcessGroup | Links | None, module: nn.Module) -> Links:
-    """The links to the other ranks of a process group; None for all ranks. What is sent goes by way
-    of the module's device, if the group needs one."""
+    """Return the links to the other ranks of a process group; None for all ranks.
+
+    Messages go through the device of the module, if the group needs one.
+    """
     return group if isinstance(group, Links) else GroupLinks(group, module=module)
 
 
@@ -58,9 +60,9 @@ class Crossing:
     """One forward pass of one rank, and the backward pass through it.
 
     Attributes:
-        links: to the other ranks.
-        gradient: whether one is wanted.
-        batches: samples of each piece.
+        links: the links to the other ranks.
+        gradient: whether a gradient is needed.
+        batches: the number of samples in each piece.
     """
 
     links: Links
@@ -79,7 +81,7 @@ class Crossing:
         run: Callable[..., Any],
         end_of: Callable[[Any], Any],
     ) -> list[Any]:
-        """Run each piece, and send its end to the next rank; the caller has to settle."""
+        """Run each piece, and send its final state to the next rank; the caller has to settle."""
         pieces = []
         for each in given:
             piece = guard(run, *each)
@@ -91,10 +93,10 @@ class Crossing:
 
 
 def pieces_of(ctx: Any) -> list[Any]:
-    """The pieces of an autograd node, which gives them up.
+    """Take the pieces out of an autograd node.
 
     Raises:
-        RankError: they have been asked for before.
+        RankError: they were taken before.
     """
     if ctx.pieces is None:
         raise RankError(

@@ -1,8 +1,8 @@
-"""What a backward pass across ranks would take on more ranks than are at hand.
+"""Predict the time of a backward pass across more ranks than are available.
 
-A :class:`RankModel` holds what can be measured on two: a link's latency and bandwidth, what one
-rank's steps take, what a product takes. From these follow the seconds of each way of
-:mod:`retrograde.ranks.scan_over_ranks` on any number of ranks, each with as many steps of its own.
+Two ranks can measure a :class:`RankModel`: the latency and bandwidth of a link, and the
+seconds of a rank's steps and of a product. It predicts the seconds of each way of
+:mod:`retrograde.ranks.scan_over_ranks` on any number of ranks with equally many steps.
 
 ==========  ===========================================================================
 way         seconds on p ranks
@@ -14,8 +14,8 @@ way         seconds on p ranks
 ``gather``  a Jacobian, p − 1 matrices through the rank's link, p − 2 products, a sweep
 ==========  ===========================================================================
 
-The tree's are those of its critical path, to the message, for any p. Not counted are shared
-processors, pieces of a batch, the sum of the parameters' gradients, and the hop by which ranks
+The tree's seconds are those of its critical path, message by message, for any p. Not counted are
+shared processors, pieces of a batch and the sum of the parameters' gradients. Neither is the hop by
 compare their sweeps. A backend that gathers in a ring pays the latency p − 1 times.
 
 Reference: Wang, *BPPSA: Scaling Back-propagation by Parallel Scan Algorithm*, 2020: eqs. 3.3 and
@@ -51,14 +51,14 @@ T = TypeVar("T")
 Seconds = NDArray[np.float64]
 Numbers = NDArray[np.int64]
 
-_WARM = 3  # trips that do not count
-_ROUNDING = 1e-9  # a lead that is no lead: on two ranks all ways do the same
-_SEARCHED = 4096  # numbers of ranks at a time
+_WARM = 3  # trips that are not timed
+_ROUNDING = 1e-9  # a smaller lead is rounding: on two ranks all ways do the same
+_SEARCHED = 4096  # numbers of ranks that are searched together
 
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """What a link takes.
+    """The speed of a link.
 
     Attributes:
         latency_seconds: of a message without content.
@@ -71,14 +71,14 @@ class LinkSpeed:
 
 @dataclass(frozen=True)
 class RankModel:
-    """What is measured, and what follows for any number of ranks.
+    """Measured seconds and bytes, and the predictions from them for any number of ranks.
 
     Attributes:
         latency_seconds: of a message.
         bytes_per_second: of a link.
         sweep_seconds: one rank's backward sweep through its own steps.
-        jacobian_seconds: until a rank has formed what its steps do to any gradient.
-        matrix_bytes: of that.
+        jacobian_seconds: until a rank has computed the Jacobian of its steps.
+        matrix_bytes: of that Jacobian.
         vector_bytes: of a gradient of the state.
         product_seconds: of two such matrices.
         apply_seconds: of a matrix and a vector.
@@ -113,7 +113,7 @@ class RankModel:
             )
 
     def seconds(self, way: str, ranks: ArrayLike) -> Seconds:
-        """Seconds of a backward pass until the last rank is through; of the shape of ``ranks``.
+        """Return the seconds until the last rank ends its backward pass, for each of ``ranks``.
 
         Raises:
             ScanError: the way is unknown, or there is no rank.
@@ -124,7 +124,7 @@ class RankModel:
         return np.where(numbers == 1, self.sweep_seconds, found(several))
 
     def sent_bytes(self, way: str, ranks: ArrayLike) -> Numbers:
-        """The most bytes that any rank sends in a scan; of the shape of ``ranks``.
+        """Return the most bytes that any rank sends in a scan, for each of ``ranks``.
 
         Raises:
             ScanError: the way is unknown, or there is no rank.
@@ -139,7 +139,7 @@ class RankModel:
         return np.where(numbers == 1, 0, _known(way, sent)(np.maximum(numbers, 2)))
 
     def first_ranks_where(self, way: str, *, beats: str, most: int = 10**6) -> int | None:
-        """The least number of ranks, up to ``most``, at which a way is faster; None if nowhere.
+        """Return the least number of ranks, up to ``most``, at which a way is faster, or None.
 
         Raises:
             ScanError: a way is unknown.
@@ -152,7 +152,7 @@ class RankModel:
         return None
 
     def hop(self, size: float) -> float:
-        """Seconds of a message of some bytes."""
+        """Return the seconds of a message of some bytes."""
         return self.latency_seconds + size / self.bytes_per_second
 
     def _linear(self, p: Numbers) -> Seconds:
@@ -164,18 +164,18 @@ class RankModel:
         return ready + exchange + (p - 2) * self.apply_seconds + self.sweep_seconds
 
     def _tree(self, p: Numbers) -> Seconds:
-        """The longest path through the tree's messages.
+        """Return the seconds of the longest path through the tree's messages.
 
         The last rank only waits, since no rank reads its element. Only the blocks that it ends may
-        be shorter than 2ᵈ⁺¹; all others wait alike.
+        be shorter than 2ᵈ⁺¹; all others take equally long.
         """
         last = p - 1
-        rounds = np.frexp(last)[1]  # bits of it
+        rounds = np.frexp(last)[1]  # the bits of ``last``
         matrices, vectors = self._up(int(rounds.max()))
         levels = range(int(rounds.max()) - 1)
         sent = [((last >> d) & 1 == 1) & (d < rounds - 1) for d in levels]  # by the last rank
         away, apply = self.hop(self.vector_bytes), self.apply_seconds
-        down = max(away, apply)  # a round: on to the left half, or a product in the right one
+        down = max(away, apply)  # one round: a hop to the left half, or a product in the right one
         arrived = vectors[rounds - 1] + away
         for d in levels:
             there = matrices[d] + self.hop(self.matrix_bytes)
@@ -188,7 +188,8 @@ class RankModel:
         return longest + self.sweep_seconds
 
     def _up(self, rounds: int) -> tuple[Seconds, Seconds]:
-        """When a block of 2ᵈ has its product: one of matrices, and the first, with a vector."""
+        """Return when blocks of 2ᵈ ranks have their product: of matrices, and the first with a
+        vector."""
         step = self.hop(self.matrix_bytes) + self.product_seconds
         matrices: Seconds = self.jacobian_seconds + step * np.arange(rounds, dtype=np.float64)
         vectors = [self.sweep_seconds]
@@ -204,20 +205,21 @@ class RankModel:
         return (p - 1) * np.where(p > 2, self.matrix_bytes, self.vector_bytes)
 
     def _sent_in_tree(self, p: Numbers) -> Numbers:
-        """A rank whose block is 2ᵈ long sends its product up, and d vectors down."""
-        vectors = np.maximum(np.frexp(p - 1)[1] - 1, 1)  # of the blocks that start at 0
+        """Return the most bytes: a rank whose block is 2ᵈ long sends its product up and d vectors
+        down."""
+        vectors = np.maximum(np.frexp(p - 1)[1] - 1, 1)  # from the blocks that start at 0
         below = np.frexp((p - 1) // 3)[1] - 1  # the first other block of 2ᵈ ends at 3·2ᵈ
         others = np.where(p > 3, self.matrix_bytes + below * self.vector_bytes, 0)
-        ends = _ones(p - 1) - 1  # what the last rank sends
+        ends = _ones(p - 1) - 1  # the vectors that the last rank sends
         most: Numbers = np.maximum(np.maximum(vectors, ends) * self.vector_bytes, others)
         return most
 
 
 def measure_links(links: "Links", *, rounds: int = 30, size: int = 1 << 24) -> LinkSpeed:
-    """Latency and bandwidth between ranks 0 and 1: messages there and back, half of the median.
+    """Measure latency and bandwidth between ranks 0 and 1: half the median of round trips.
 
-    Every rank has to call it, and is told the same. Large messages, of ``size`` bytes, make a third
-    of the ``rounds``.
+    Every rank has to call it, and gets the same result. Large messages, of ``size`` bytes, are a
+    third of the ``rounds``.
 
     Raises:
         RankError: there is one rank only, or another one does not answer.
@@ -258,7 +260,7 @@ def _trip(links: "Links", element: Any, rounds: int) -> float:
 
 
 def scan_steps(elements: ArrayLike, ranks: ArrayLike) -> Seconds:
-    """Steps of a scan one after another, W20 eq. 3.3: log₂ n for p > n, else n/p + log₂ p.
+    """Return the steps of a scan in sequence, W20 eq. 3.3: log₂ n for p > n, else n/p + log₂ p.
 
     Raises:
         ScanError: there is no element, or no rank.
@@ -272,7 +274,7 @@ def scan_steps(elements: ArrayLike, ranks: ArrayLike) -> Seconds:
 
 
 def scan_work(elements: ArrayLike) -> Seconds:
-    """Steps of a scan in all, W20 eq. 3.4: n, as in a linear one.
+    """Return the steps of a scan in all, W20 eq. 3.4: n, as in a linear one.
 
     Raises:
         ScanError: there is no element.
@@ -285,7 +287,7 @@ def scan_work(elements: ArrayLike) -> Seconds:
 
 
 def scan_space(elements: ArrayLike, ranks: ArrayLike, matrix_bytes: float) -> Seconds:
-    """Bytes that each rank needs for a scan, W20 section 3.6: max(n/p, 1) Jacobians.
+    """Return the bytes that each rank needs for a scan, W20 section 3.6: max(n/p, 1) Jacobians.
 
     Raises:
         ScanError: there is no element, or no rank.
@@ -299,7 +301,7 @@ def scan_space(elements: ArrayLike, ranks: ArrayLike, matrix_bytes: float) -> Se
 
 
 def pipeline_space(elements: ArrayLike, ranks: ArrayLike, vector_bytes: float) -> Seconds:
-    """Bytes that each rank needs in pipeline parallelism: n/p + p activations.
+    """Return the bytes that each rank needs in pipeline parallelism: n/p + p activations.
 
     Raises:
         ScanError: there is no element, or no rank.
@@ -327,5 +329,5 @@ def _positive(values: ArrayLike, what: str) -> Numbers:
 
 
 def _ones(numbers: Numbers) -> Numbers:
-    """How many bits are 1."""
+    """Return how many bits are 1."""
     return sum(((numbers >> d) & 1 for d in range(63)), start=np.zeros_like(numbers))

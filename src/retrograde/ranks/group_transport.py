@@ -1,10 +1,10 @@
 """Links over a ``torch.distributed`` process group: gloo between processes, NCCL between GPUs.
 
-An element goes as a short letter, which holds all but its tensors, and one block of their bytes.
-Sending does not wait, as long as few messages are underway.
+An element is sent as a short letter, which holds all but its tensors, and one block of their bytes.
+Sending does not block while few messages are underway.
 
-torch may only say that a connection broke. So each rank that sees a failure records it in the
-group's store; the rank without a record failed first.
+The error of torch may only say that a connection broke. So each rank that sees a failure records it
+in the group's store; the rank without a record failed first.
 """
 
 import time
@@ -22,10 +22,10 @@ __all__ = ["GroupLinks"]
 
 T = TypeVar("T")
 
-_LETTER = 2048  # bytes, of which the first sixteen say how many follow
-_UNDERWAY = 8  # messages to one rank that need not have been received yet
-_PROBE = 1729  # the tag of a message that nobody waits for
-_A_MOMENT = 1.0  # seconds, within which others find out too
+_LETTER = 2048  # bytes; the first sixteen are the lengths of the letter and of the block
+_UNDERWAY = 8  # messages to one rank that may be in transit
+_PROBE = 1729  # the tag of a message that no rank receives
+_A_MOMENT = 1.0  # seconds within which other ranks notice a failure too
 
 
 class GroupLinks:
@@ -35,8 +35,8 @@ class GroupLinks:
         group: a process group; None for all ranks.
         device: where messages are received: the CPU for gloo, a GPU for NCCL; by default, as the
             group needs it. From there tensors go to the kind of device that they come from.
-        module: what the ranks run. The GPU that it is on by now is used, whichever is the process's
-            current one.
+        module: the module that the ranks run. Its present GPU is used, whichever is the
+            process's current one.
 
     Raises:
         RankError: there is no process group.
@@ -63,7 +63,7 @@ class GroupLinks:
         self.gpu = _gpu_of(module)
         needed = self.gpu if distributed.get_backend(self.group) == "nccl" else "cpu"
         self.device = torch.device(needed) if device is None else device
-        self._underway: list[tuple[Any, int, Tensor]] = []  # the tensor must not go before
+        self._underway: list[tuple[Any, int, Tensor]] = []  # keeps the tensor alive
 
     def send(self, element: Any, to: int) -> None:
         parcel = Parcel.of(element)
@@ -131,17 +131,17 @@ class GroupLinks:
         return message
 
     def _with(self, other: int | None, call: Callable[[], T]) -> T:
-        """What a call of torch's gives that involves another rank, or all of them (None)."""
+        """Make a call of torch's that involves another rank, or all of them (None)."""
         try:
             return call()
         except RuntimeError as error:
             raise self._lost(error, other) from error
 
     def _lost(self, error: RuntimeError, other: int | None) -> RankError:
-        """An error that names the rank that ended, or hangs.
+        """Return an error that names the rank that ended or hangs.
 
-        A rank that notices a failure leaves word at once, and again when it knows whose it was. So
-        of the ranks to which the link is broken, the one that failed has left no word in time.
+        Each rank that sees a failure records it at once, and again when it knows whose it was. So
+        among the ranks whose link is broken, the rank without a record failed first.
         """
         self._leave_word(self.rank)
         time.sleep(_A_MOMENT / 4)
@@ -162,7 +162,7 @@ class GroupLinks:
         )
 
     def _broken(self) -> list[int]:
-        """The ranks to which nothing can be sent any more."""
+        """Return the ranks to which nothing can be sent any more."""
         found = []
         for rank in range(self.size):
             try:
@@ -178,11 +178,15 @@ class GroupLinks:
         return found
 
     def _word_of(self, rank: int) -> int | None:
-        """Whom a rank has named; itself as long as it does not know, None if it said nothing."""
+        """Return the rank that another rank recorded.
+
+        It is that rank itself while it does not know whose failure it was, and None without a
+        record.
+        """
         try:
             store, key = self.group.get_group_store(), f"retrograde/ended/{rank}"
             return int(store.get(key)) if store.check([key]) else None
-        except (RuntimeError, ValueError):  # the store has ended too
+        except (RuntimeError, ValueError):  # the store is gone too
             return None
 
     def _leave_word(self, first: int) -> None:
@@ -191,7 +195,7 @@ class GroupLinks:
 
 
 def _gpu_of(module: nn.Module | None) -> torch.device:
-    """The GPU of a module; the process's current one if the module has none."""
+    """Return the GPU of a module; the process's current one if the module has none."""
     parameters = [] if module is None else module.parameters()
     return next((p.device for p in parameters if p.is_cuda), torch.device("cuda"))
 

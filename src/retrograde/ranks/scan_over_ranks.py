@@ -1,26 +1,26 @@
-"""The exclusive scan across ranks: each holds one element and gets what comes before its own.
+"""The exclusive scan across ranks: each rank holds one element and gets the product before it.
 
-Of [a_0, …, a_{p−1}], a_r with rank r, rank r gets a_0 ⊙ … ⊙ a_{r−1}; the first gets ``IDENTITY``.
-⊙ must be associative; it need not commute.
+Rank r holds a_r of [a_0, …, a_{p−1}] and gets a_0 ⊙ … ⊙ a_{r−1}; the first rank gets ``IDENTITY``.
+The operator ⊙ must be associative; it need not commute.
 
 ==========  =====================  =======================================================
 way         rounds                 how
 ==========  =====================  =======================================================
-``linear``  p − 1                  each hands the product so far on to the next
+``linear``  p − 1                  each rank sends the product so far to the next
 ``tree``    ⌈log₂ p⌉ up and down   W20, algorithm 1, for any p: products of blocks twice as
-                                   long in each round, then what precedes each block
-``gather``  1                      each tells all others its element, and multiplies itself
+                                   long in each round, then the prefix of each block
+``gather``  1                      each rank sends its element to all, and multiplies itself
 ==========  =====================  =======================================================
 
-*The tree.* In round d the ranks are in blocks of 2ᵈ⁺¹, the last one shorter if need be; the last
-rank of a block's first half sends its product to the last rank of the block. On the way down that
-rank knows what precedes the block, sends it back, and multiplies it by what it was sent. What
-precedes the first block is ``IDENTITY`` and is not sent, so the first round down sends nothing.
-No result reads the last rank's element: it is never multiplied, and may be ``UNREAD``.
+*The tree.* In round d the ranks are in blocks of 2ᵈ⁺¹; the last one may be shorter. The last rank
+of a block's first half sends its product to the last rank of the block. On the way down that rank
+knows the prefix of the block. It sends the prefix back, and multiplies it by the product that it
+got. The prefix of the first block is ``IDENTITY`` and is not sent, so the first round down sends
+nothing. No result reads the last rank's element: it is never multiplied, and may be ``UNREAD``.
 
-*Payload.* In backpropagation a_0 is a gradient, a vector, and so is all that comes before an
-element: only on the way up are matrices sent, at most one by each rank, and at most one vector
-down in each round. :func:`messages` lists them.
+*Payload.* In backpropagation a_0 is a gradient, a vector, and so is every prefix. Matrices are sent
+only on the way up, at most one by each rank. On the way down each round sends at most one vector.
+:func:`messages` lists them.
 
 Reference: Wang, *BPPSA: Scaling Back-propagation by Parallel Scan Algorithm*, 2020, algorithm 1.
 """
@@ -54,15 +54,15 @@ _SPEEDS: WeakKeyDictionary[Links, LinkSpeed] = WeakKeyDictionary()
 
 @dataclass
 class RankReport:
-    """What one rank did.
+    """Counts of one rank's work in a scan.
 
     Attributes:
         way: how the scan was done.
-        up: rounds on the way up that this rank went through.
-        down: the same, down.
-        products: how many it made.
-        messages: how many it sent.
-        sent_bytes: of the tensors in them.
+        up: rounds up that this rank took part in.
+        down: rounds down that it took part in.
+        products: products that it made.
+        messages: messages that it sent.
+        sent_bytes: bytes of the tensors in them.
     """
 
     way: str = ""
@@ -82,7 +82,7 @@ class Message:
         round: from 0 on, within the phase.
         source: the rank that sends.
         target: the rank that receives.
-        first: whose element is the first in the product that is sent.
+        first: the rank whose element is the first in the product that is sent.
     """
 
     phase: Phase
@@ -93,7 +93,7 @@ class Message:
 
 
 def rounds(size: int) -> int:
-    """⌈log₂ p⌉.
+    """Return ⌈log₂ p⌉.
 
     Example:
         >>> [rounds(p) for p in (1, 2, 3, 4, 5, 8, 9)]
@@ -103,14 +103,14 @@ def rounds(size: int) -> int:
 
 
 def messages(size: int, way: RankWay = "tree") -> list[Message]:
-    """Every message of a scan, in an order in which they may be sent.
+    """Return every message of a scan, in an order in which they may be sent.
 
     Args:
         size: ranks.
         way: how the scan is done.
 
     Returns:
-        The messages; what each rank sends is counted from them.
+        The messages.
 
     Raises:
         ScanError: there is no rank, or the way is unknown.
@@ -140,7 +140,7 @@ def messages(size: int, way: RankWay = "tree") -> list[Message]:
 
 
 def _blocks(size: int, d: int) -> Iterator[tuple[int, int, int]]:
-    """The blocks of round d that have two halves: where they start, are halved, and end."""
+    """Iterate over the blocks of round d that have two halves: their start, middle and end."""
     for start in range(0, size, 2 << d):
         half = start + (1 << d)
         if half < size:
@@ -156,16 +156,16 @@ def scan_ranks(
     backward: bool = False,
     report: RankReport | None = None,
 ) -> Any:
-    """What comes before this rank's element; every rank of the links has to call it.
+    """Return the product of the elements before this rank's; every rank has to call it.
 
     Args:
-        element: this rank's; the last one's is not read.
-        links: to the others.
+        element: this rank's element; the last rank's is not read.
+        links: the links to the other ranks.
         combine: ⊙, associative.
-        way: how; the same on every rank. ``"auto"`` chooses by what messages take, measured once
-            for these links, and by what is to be sent.
+        way: the algorithm; the same on every rank. ``"auto"`` chooses by the speed of the links,
+            measured once, and by the sizes of the messages.
         backward: whether the last rank's element is a_0, as in backpropagation.
-        report: filled with what this rank did.
+        report: receives the counts of this rank's work.
 
     Returns:
         The product; ``IDENTITY`` for the first.
@@ -196,7 +196,7 @@ def scan_ranks(
 
 @dataclass
 class _Place:
-    """Where a rank stands in the scan."""
+    """The position of a rank in the scan."""
 
     links: Links
     operator: Callable[[Any, Any], Any]
@@ -250,7 +250,7 @@ def _gather(element: Any, place: _Place) -> Any:
 
 def _tree(element: Any, place: _Place) -> Any:
     size, index, levels = place.size, place.index, rounds(place.size)
-    lefts: dict[int, Any] = {}  # by round: the product of a block's first half
+    lefts: dict[int, Any] = {}  # the product of a block's first half, by round
     for d in range(levels):
         for _, half, stop in _blocks(size, d):
             if index == half - 1:
@@ -274,10 +274,10 @@ def _tree(element: Any, place: _Place) -> Any:
 
 
 def cheapest_way(element: Any, links: Links, *, backward: bool = False) -> RankWay:
-    """The way of a scan by which the last rank is through first; every rank has to call it.
+    """Return the way by which the last rank ends first; every rank has to call it.
 
-    Messages and their bytes count, of the largest element and of the first one. Products do not:
-    the tree makes ⌈log₂ p⌉ of them one after another, a gather and a line p − 2.
+    The model counts messages and their bytes: of the largest element and of the first one. It does
+    not count products: the tree makes ⌈log₂ p⌉ of them in sequence, the others p − 2.
 
     Example:
         >>> from retrograde.ranks.transport import simulate
@@ -285,7 +285,7 @@ def cheapest_way(element: Any, links: Links, *, backward: bool = False) -> RankW
         ['gather', 'gather', 'gather']
     """
     if links.size < 3:
-        return "linear"  # no product is made, and all ways do the same
+        return "linear"  # there are no products, and all ways do the same
     told = links.gather(Parcel.of(element).nbytes)
     model = model_of_links(links, matrix_bytes=max(told), vector_bytes=told[-1 if backward else 0])
     ways: tuple[RankWay, ...] = ("gather", "linear", "tree")
@@ -293,7 +293,7 @@ def cheapest_way(element: Any, links: Links, *, backward: bool = False) -> RankW
 
 
 def model_of_links(links: Links, matrix_bytes: int, vector_bytes: int) -> RankModel:
-    """A model in which work takes no time; every rank has to call it, and finds the same.
+    """Return a model in which work takes no time; every rank has to call it, and gets the same.
 
     The links are measured at the first call.
     """

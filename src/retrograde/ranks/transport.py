@@ -1,8 +1,8 @@
-"""How ranks talk: one element at a time, from one to another, or from each to all.
+"""Messages between ranks: one element at a time, from one rank to another or to all.
 
-:class:`Links` says what ranks can do, :class:`Parcel` takes any element apart to be sent, and
+:class:`Links` is the interface, and :class:`Parcel` takes any element apart to send it.
 :func:`simulate` links threads of one process, with a latency and a bandwidth, for tests. The links
-of processes are in :mod:`retrograde.ranks.group_transport`. Every link counts what it sends.
+of processes are in :mod:`retrograde.ranks.group_transport`. All links count what they send.
 """
 
 import pickle
@@ -26,11 +26,11 @@ T = TypeVar("T")
 
 @dataclass
 class Traffic:
-    """What one rank has sent.
+    """Counts of what one rank has sent.
 
     Attributes:
-        messages: how many.
-        sent_bytes: of tensors; a message of a process group has a letter of 2,048 bytes besides.
+        messages: the number of messages.
+        sent_bytes: bytes of tensors; a message of a process group has 2,048 bytes more.
     """
 
     messages: int = 0
@@ -43,42 +43,42 @@ class Links(Protocol):
 
     @property
     def rank(self) -> int:
-        """This one, from 0 on."""
+        """This rank, from 0."""
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
 
     @property
     def traffic(self) -> Traffic:
-        """What this one has sent."""
+        """The counts of what this rank has sent."""
 
     def send(self, element: Any, to: int) -> None:
-        """Send an element; it must not be written to until the other has received it."""
+        """Send an element, which must not be written to until the other rank has received it."""
 
     def receive(self, source: int) -> Any:
-        """The next element from a rank.
+        """Return the next element from a rank.
 
         Raises:
             RankError: it does not answer.
         """
 
     def gather(self, element: Any) -> list[Any]:
-        """The elements of all ranks, in their order.
+        """Return the elements of all ranks, in their order.
 
         Raises:
-            RankError: one does not answer.
+            RankError: a rank does not answer.
         """
 
     def add_up(self, tensor: Tensor) -> None:
-        """Put the sum over all ranks in a tensor's place, the same bits on each.
+        """Overwrite a tensor by its sum over all ranks, the same bits on each.
 
         Raises:
             RankError: a rank does not answer.
         """
 
     def flush(self) -> None:
-        """Wait until all that was sent has been received.
+        """Wait until all sent messages are received.
 
         Raises:
             RankError: a rank does not answer.
@@ -90,8 +90,8 @@ class Parcel:
     """An element taken apart to be sent.
 
     Attributes:
-        letter: all of it but the numbers in its tensors.
-        tensors: these, contiguous.
+        letter: the element without the numbers of its tensors.
+        tensors: the tensors, contiguous.
 
     Example:
         >>> parcel = Parcel.of({"a": torch.ones(2), "b": 3})
@@ -104,7 +104,7 @@ class Parcel:
 
     @classmethod
     def of(cls, element: Any) -> "Parcel":
-        """Take an element apart; anything that can be pickled."""
+        """Take an element apart; it may be anything that can be pickled."""
         letter, tensors = BytesIO(), list[Tensor]()
 
         class Pickler(pickle.Pickler):
@@ -119,11 +119,11 @@ class Parcel:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors."""
+        """The bytes of the tensors."""
         return sum(t.nbytes for t in self.tensors)
 
     def block(self) -> Tensor:
-        """The tensors as one block of bytes; not copied where there is only one."""
+        """Return the tensors as one block of bytes; a single tensor is not copied."""
         device = self.tensors[0].device if self.tensors else None
         parts = [t.reshape(-1).view(torch.uint8).to(device) for t in self.tensors if t.numel()]
         if len(parts) == 1:
@@ -132,8 +132,10 @@ class Parcel:
 
     @staticmethod
     def open(letter: bytes, block: Tensor, gpu: str | torch.device = "cuda") -> Any:
-        """The element again, its tensors views into the block, or moved to the kind of device that
-        they come from; ``gpu`` is the one of those that come from any."""
+        """Put the element together again, on the kinds of device that its tensors come from.
+
+        Tensors are views into the block where possible. Those of any GPU go to ``gpu``.
+        """
         position = 0
 
         class Unpickler(pickle.Unpickler):
@@ -151,14 +153,14 @@ class Parcel:
 
 
 def _brought(tensor: Tensor, kind: str, gpu: str | torch.device) -> Tensor:
-    """A tensor on a kind of device. Where it is there it stays, on the current one or another."""
+    """Return a tensor on a kind of device; a tensor on any device of that kind stays there."""
     there = tensor.device.type == kind
     return tensor if there else tensor.to(gpu if kind == "cuda" else kind)
 
 
 @dataclass(eq=False)
 class Simulated:
-    """Links between threads, as :func:`simulate` makes them.
+    """Links between threads, made by :func:`simulate`.
 
     All ranks share the boxes: one queue for each sender and receiver.
     """
@@ -213,20 +215,20 @@ def simulate(
     bandwidth: float | None = None,
     timeout: float = 60.0,
 ) -> list[T]:
-    """Run what ranks would run, each in a thread.
+    """Run the work of each rank in a thread.
 
     Args:
-        size: ranks.
+        size: the number of ranks.
         run: called with each rank's links.
-        latency: of a message, in seconds.
+        latency: seconds of a message.
         bandwidth: bytes a second; None where they take no time.
-        timeout: seconds until a rank that does not answer is given up.
+        timeout: seconds after which a rank that does not answer counts as lost.
 
     Returns:
-        What each call returned.
+        The result of each call.
 
     Raises:
-        RankError: there is no rank, or one does not answer. Any error of ``run`` is raised again.
+        RankError: there is no rank, or one does not answer. Errors of ``run`` are raised again.
 
     Example:
         >>> def pass_on(links):

@@ -1,12 +1,12 @@
-"""The way back across ranks: by a line, or by a scan that is compared with what it led to.
+"""The backward pass across ranks: by a line, or by a scan whose result is checked.
 
 *Exact, or by a line.* A product of many Jacobians can overflow, or cancel, where the gradient that
-is handed from rank to rank does not. So after a tree or a gather each rank sends the gradient that
-its own sweep found to the rank before, which compares it with the result of the scan. If they
-differ by more than rounding, all go back once more, by a line.
+ranks pass on does not. So after a tree or a gather each rank sends the gradient of its own sweep to
+the rank before. That rank compares it with the result of the scan. If they differ by more than
+rounding, all ranks repeat the backward pass by a line.
 
-*A rank that fails* sends ``FAILED`` in place of its results until all ranks meet. There every rank
-hears which one failed, and why.
+*A rank that fails* sends ``FAILED`` instead of its results until all ranks meet. There every rank
+learns which one failed, and why.
 """
 
 import math
@@ -27,23 +27,23 @@ __all__ = ["Gradient", "WayBack", "agree"]
 
 Gradient = Tensor | None
 
-# How far two gradients may lie apart, in units of rounding of a sample's largest.
+# How far two gradients may differ, in units of rounding of a sample's largest number.
 _ROUNDINGS = 100.0
 
 
 class WayBack(ABC):
-    """The way back of one rank through pieces of the batch.
+    """The backward pass of one rank through pieces of the batch.
 
     Args:
         crossing: the forward pass.
-        report: filled with what is done.
-        pieces: as they were run; their graphs are kept until the last use of them.
-        own: parameters whose gradients are wanted.
-        most_flops: of a product of Jacobians; where one takes more, all go by a line.
+        report: receives the counts.
+        pieces: the pieces, as run; their graphs are kept until their last use.
+        own: parameters whose gradients are needed.
+        most_flops: the most FLOPs of a product of Jacobians; beyond, all ranks go by a line.
 
     Attributes:
-        totals: the gradients of the parameters; None for what has none.
-        inputs: those of each piece's inputs, where they are wanted.
+        totals: the gradients of the parameters; None for one without a gradient.
+        inputs: the gradients of each piece's inputs, where they are needed.
     """
 
     def __init__(
@@ -60,50 +60,50 @@ class WayBack(ABC):
 
     @abstractmethod
     def ends(self, j: int) -> Any:
-        """On the last rank, the gradients that the caller gives for a piece."""
+        """Return, on the last rank, the gradients that the caller gives for a piece."""
 
     @abstractmethod
     def through(self, j: int, ends: Any, keep: bool) -> Any:
-        """Go back through a piece, add to what is found, and give what is handed on."""
+        """Go back through a piece, add to the totals, and return the gradient to pass on."""
 
     @abstractmethod
     def element(self) -> Any:
-        """What this rank does to any gradient that reaches it, for all pieces."""
+        """Return the map from any gradient that reaches this rank to the one it passes on."""
 
     @abstractmethod
     def packed(self, begun: list[Any]) -> Tensor:
-        """What is handed on for all pieces, a row for each sample."""
+        """Return the gradients to pass on for all pieces, a row for each sample."""
 
     @abstractmethod
     def unpacked(self, arrived: Tensor) -> list[Any]:
-        """What arrives for each piece, from a row for each sample."""
+        """Return the gradient for each piece, from a row for each sample."""
 
     @abstractmethod
     def meet(self, alike: bool) -> bool:
-        """Meet the others: whether all ranks' sweeps were alike.
+        """Meet the other ranks: whether the comparisons of all ranks held.
 
         Raises:
             RankError: a rank has failed; the same on every rank.
         """
 
     def forget(self) -> None:
-        """Begin anew: nothing has been found."""
+        """Start again without results."""
         self.totals: list[Gradient] = [None] * len(self.own)
         self.inputs: list[Gradient] = []
 
     def add(self, shares: Sequence[Gradient]) -> None:
-        """Add a piece's gradients of the parameters to the totals, where it has any."""
+        """Add a piece's gradients of the parameters to the totals."""
         for i, share in enumerate(shares):
             if share is not None:
                 so_far = self.totals[i]
                 self.totals[i] = share if so_far is None else so_far + share
 
     def multiply(self, a: Any, b: Any) -> Any:
-        """a ⊙ b."""
+        """Return a ⊙ b."""
         return combine(a, b)
 
     def go(self, way: RankWay) -> None:
-        """Go back.
+        """Run the backward pass.
 
         Raises:
             RankError: a rank fails, or does not answer.
@@ -114,7 +114,7 @@ class WayBack(ABC):
         if self.most_flops == math.inf:
             warnings.warn(
                 "products of Jacobians overflowed, cancelled or are not finite, though the "
-                "gradient itself may well be: this pass goes back across the ranks by a line, "
+                "gradient itself may be finite: this pass goes back across the ranks by a line, "
                 "which is exact but slower; clip the weights, or use way='linear'",
                 RuntimeWarning,
                 stacklevel=2,
@@ -122,7 +122,7 @@ class WayBack(ABC):
         self.meet(self._by_line())
 
     def _by_line(self) -> bool:
-        """Wait for the next rank, go back, hand on to the one before; piece by piece."""
+        """Wait for the next rank, go back, send to the rank before; piece by piece."""
         links, report = self.links, self.report
         report.way = "linear"
         sent = links.traffic.messages, links.traffic.sent_bytes
@@ -139,7 +139,8 @@ class WayBack(ABC):
         return True
 
     def _by_scan(self, way: RankWay) -> bool:
-        """Learn from all what reaches this rank, and go back; whether the next one found that."""
+        """Scan for the gradient that reaches this rank, and go back; whether the next rank
+        agrees."""
         links, guard = self.links, self.guard
         self.forget()
         if self.last:
@@ -161,13 +162,14 @@ class WayBack(ABC):
         return scan_ranks(element, self.links, operator, way=way, backward=True, report=self.report)
 
     def _sweep(self, ends: list[Any]) -> Gradient:
-        """Go back through all pieces; what the rank before is to be told."""
-        keep = self.links.size > 2  # for another time, by a line
+        """Go back through all pieces; return the gradient for the rank before."""
+        keep = self.links.size > 2  # a pass by a line may follow
         begun = [self.through(j, each, keep) for j, each in enumerate(ends)]
         return self.packed(begun) if self.links.rank else None
 
     def _compare(self, swept: Any, arrived: Any) -> bool:
-        """Tell the rank before what was swept here, and hear whether the next one swept alike."""
+        """Send this rank's sweep to the rank before, and check the scan against the next rank's
+        sweep."""
         links, alike = self.links, True
         if links.rank:
             links.send(swept, links.rank - 1)
@@ -179,9 +181,9 @@ class WayBack(ABC):
 
 
 def agree(scanned: Tensor, swept: Tensor) -> bool:
-    """Whether two gradients (samples, n) are the same up to rounding of each sample's largest.
+    """Return whether two gradients (samples, n) agree, up to rounding of a sample's largest number.
 
-    Where the sweep found no number, the scan may have found none either.
+    Where the sweep has NaN, the scan may have NaN too.
 
     Example:
         >>> g = torch.tensor([[1.0, 2.0]])

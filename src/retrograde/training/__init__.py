@@ -1,8 +1,8 @@
 """The training program behind ``retrograde train``: a character model on long sequences.
 
-Embedding, LSTM, linear layer; Adam, the gradient's norm clipped at 1; the hidden state carried,
-detached, from one iteration to the next. Only the LSTM has a memory budget. A run is a value that
-can be written down after any iteration and taken up again, bit for bit.
+The model is an embedding, an LSTM and a linear layer, trained by Adam with the gradient's norm
+clipped at 1. The hidden state is carried, detached, from one iteration to the next. Only the LSTM
+has a memory budget. A run can be saved after any iteration and resumed bit for bit.
 """
 
 from retrograde.training.checkpoint import load_checkpoint, save_checkpoint

@@ -1,8 +1,8 @@
-"""Checkpoints: written whole, and checked in full before any of their content is used.
+"""Checkpoints: written completely or not at all, and checked in full before use.
 
-Two checks when one is read. The archive's checksums find damage, since torch reads changed bytes as
+Reading makes two checks. The archive's checksums find damage, since torch reads changed bytes as
 changed weights. Then the tensors' shapes must be those that the run's options and vocabulary imply,
-so a misfit is named before anything is computed.
+so a mismatch is named before anything is computed.
 """
 
 import io
@@ -22,13 +22,13 @@ __all__ = ["check_snapshot", "load_checkpoint", "save_checkpoint"]
 
 _KIND = "retrograde training checkpoint"
 _VERSION = 1
-_ANEW = "start anew without --resume"
+_NEW_RUN = "start a new run without --resume"
 _NAMED = 6  # entries of a foreign file that an error lists
 _WHOLE = "the snapshot"
 
 
 class _AtLeast(dict[str, Any]):
-    """Names that must be there, beside which there may be others."""
+    """Names that must be present; others may be."""
 
 
 _PARTS = _AtLeast(
@@ -43,43 +43,48 @@ _PARTS = _AtLeast(
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Write a state of tensors and plain values, whole or not at all; an OSError names ``path``."""
+    """Write a state of tensors and plain values, completely or not at all; an OSError names
+    ``path``."""
     content = {"kind": _KIND, "version": _VERSION, **state}
     write_whole(path, lambda file: torch.save(content, file))
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Read what :func:`save_checkpoint` wrote, and run no code from the file. Raises TrainingError
-    if it is missing or not a whole checkpoint of this version."""
+    """Read the file of :func:`save_checkpoint`, and run no code from it.
+
+    Raises TrainingError if it is missing or not a complete checkpoint of this version.
+    """
     try:
         content = path.read_bytes()
     except FileNotFoundError:
         raise TrainingError(
-            f"there is no checkpoint {path}: one is written after the first iteration; {_ANEW}, or "
-            "name the --report folder of the run to go on with"
+            f"there is no checkpoint {path}: one is written after the first iteration; "
+            f"{_NEW_RUN}, or name the --report folder of the run to resume"
         ) from None
     except OSError as error:
         raise TrainingError(
             f"cannot read the checkpoint {path}: {error.strerror or error}; make it readable, "
-            f"or {_ANEW}"
+            f"or {_NEW_RUN}"
         ) from error
     state = _read(content, path)
     if not isinstance(state, dict) or state.get("kind") != _KIND:
         raise TrainingError(
             f"{path} is not a checkpoint of `retrograde train`: it holds {_held(state)}; expected "
-            f"what a run saves as checkpoint.pt; name the --report folder of a run, or {_ANEW}"
+            f"the checkpoint.pt of a run; name the --report folder of a run, or {_NEW_RUN}"
         )
     if state.get("version") != _VERSION:
         raise TrainingError(
             f"the checkpoint {path} is of version {state.get('version')}, expected {_VERSION}: "
-            f"take the retrograde that wrote it, or {_ANEW}"
+            f"use the version of retrograde that wrote it, or {_NEW_RUN}"
         )
     return state
 
 
 def check_snapshot(snapshot: Any) -> TrainingOptions:
-    """The options of a run's snapshot, once the rest of it is known to fit them. Raises
-    TrainingError, which names the first misfit, or UnitError if the memory cannot be read."""
+    """Return the options of a run's snapshot, after a check that the rest of it matches them.
+
+    Raises TrainingError, which names the first mismatch, or UnitError if the memory cannot be read.
+    """
     _compare(snapshot, _PARTS, _WHOLE, "")
     options = TrainingOptions.from_dict(snapshot["options"])
     characters, done = len(snapshot["vocabulary"]), len(snapshot["losses"])
@@ -89,21 +94,21 @@ def check_snapshot(snapshot: Any) -> TrainingOptions:
 
 
 def _read(content: bytes, path: Path) -> Any:
-    """What a file holds, if every byte is as it was written."""
+    """Load a file, if every byte is as it was written."""
     cause = None
     try:
         if zipfile.ZipFile(io.BytesIO(content)).testzip() is None:
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged file makes its reader raise anything
+    except Exception as error:  # a damaged file may raise any error
         cause = error
     raise TrainingError(
         f"the checkpoint {path} is damaged: it holds {len(content):,} bytes, expected those that a "
-        f"run saved, whole and unchanged; {_ANEW}, or put a whole copy in its place"
+        f"run saved, whole and unchanged; {_NEW_RUN}, or replace it by a complete copy"
     ) from cause
 
 
 def _held(state: object) -> str:
-    """What a file holds in place of a checkpoint, in a few words."""
+    """Describe the content of a file that is not a checkpoint."""
     if not isinstance(state, dict):
         return f"a {type(state).__name__}"
     names = [str(name) for name in state]
@@ -111,7 +116,7 @@ def _held(state: object) -> str:
 
 
 def _expected(options: TrainingOptions, characters: int, done: int) -> _AtLeast:
-    """Tensors without content of the right shapes, and kinds of what is no tensor."""
+    """Return the expected snapshot: tensors of the right shapes without content, and types."""
     with torch.device("meta"):
         model = CharacterModel(characters, options.hidden, None)
         state = torch.empty(1, options.batch, options.hidden, device="meta")
@@ -132,11 +137,11 @@ def _expected(options: TrainingOptions, characters: int, done: int) -> _AtLeast:
 
 
 def _compare(found: Any, expected: Any, place: str, reason: str) -> None:
-    """Refuse what is not as expected, the first of it by name."""
+    """Refuse a part that is not as expected; the error names the first one."""
     if not _fits(found, expected):
         raise TrainingError(
             f"{place} has {_describe(found)}: expected {_describe(expected)}{reason}; "
-            f"take a whole checkpoint of this version, or {_ANEW}"
+            f"use a complete checkpoint of this version, or {_NEW_RUN}"
         )
     if isinstance(expected, dict):
         for name, value in expected.items():
@@ -148,7 +153,7 @@ def _compare(found: Any, expected: Any, place: str, reason: str) -> None:
 
 
 def _fits(found: Any, expected: Any) -> bool:
-    """Whether a part is as expected, what it consists of left aside."""
+    """Return whether a part is as expected, apart from its own parts."""
     match expected:
         case _AtLeast():
             return isinstance(found, dict) and expected.keys() <= found.keys()
@@ -165,7 +170,7 @@ def _fits(found: Any, expected: Any) -> bool:
 
 
 def _describe(value: Any) -> str:
-    """What a part of a snapshot is, or should be, in a few words."""
+    """Describe a part of a snapshot in a few words."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
     if isinstance(value, dict):

@@ -1,8 +1,8 @@
 """Ordinary BPTT beside the budgeted LSTM: same weights, same batch, same output gradient.
 
-Both run forward and backward in this process, and only the LSTM: the two differ in nothing else.
-Bytes are measured in a call of their own, seconds in others that take turns, so that neither side
-has the better moments of the machine to itself.
+Both run forward and backward in this process, and only the LSTM runs: nothing else differs. Bytes
+are measured in a call of their own. Seconds are measured in calls that alternate, so that the load
+of the machine affects both sides alike.
 """
 
 import statistics
@@ -33,8 +33,11 @@ Call = Callable[[], Tensors]
 
 @dataclass(frozen=True)
 class Side:
-    """What one side took: the peak of its working bytes, the median seconds of an iteration, and
-    working bytes over time."""
+    """The measurements of one side.
+
+    They are the peak of its working bytes, the median seconds of an iteration, and working bytes
+    over time.
+    """
 
     working_bytes: int
     seconds: float
@@ -43,13 +46,13 @@ class Side:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The LSTM within its budget beside ``torch.nn.LSTM``, and how far their gradients are apart.
+    """The LSTM within its budget beside ``torch.nn.LSTM``, and how far their gradients differ.
 
     Attributes:
         ordinary: None where the machine has too little memory for it.
         gradient_difference: the largest difference of any element, relative to its gradient's
-            largest element, over inputs and parameters; None where ``ordinary`` is.
-        failure: why there is no ordinary side, in words; empty otherwise.
+            largest element, over inputs and parameters; None where ``ordinary`` is None.
+        failure: the reason why there is no ordinary side; else empty.
     """
 
     budget_bytes: int
@@ -59,26 +62,30 @@ class Comparison:
     failure: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as plain containers, for a checkpoint."""
+        """Return everything as plain containers, for a checkpoint."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Any) -> "Comparison":
-        """The comparison that :meth:`as_dict` wrote; TrainingError if it is not whole."""
+        """Read the result of :meth:`as_dict`; TrainingError if it is not complete."""
         try:
             return cls(**values | {name: _side_from(values[name]) for name in _SIDES})
         except (KeyError, TypeError, AttributeError) as error:
             expected = ", ".join(field.name for field in fields(cls))
             raise TrainingError(
-                f"the comparison with ordinary BPTT is not whole ({error}): expected {expected}; "
-                "take a whole checkpoint of this version, or start anew without --resume"
+                f"the comparison with ordinary BPTT is incomplete ({error}): expected {expected}; "
+                "use a complete checkpoint of this version, or start a new run without "
+                "--resume"
             ) from error
 
 
 def compare(model: CharacterModel, codes: Tensor, targets: Tensor, repeats: int = 3) -> Comparison:
     """Run the model's LSTM on one batch, within its budget and without one, timed ``repeats``
-    times. Weights and gradients are left alone. Raises BudgetError if the budget is too small for
-    the LSTM."""
+    times.
+
+    Weights and gradients stay unchanged. Raises BudgetError if the budget is too small for the
+    LSTM.
+    """
     inputs = model.embedding(codes).detach().requires_grad_()
     fit = model.lstm.fit(inputs)
     gradient = _output_gradient(model, inputs, targets)
@@ -114,7 +121,7 @@ def _ordinary_lstm(lstm: nn.LSTM) -> nn.LSTM:
 
 
 def _output_gradient(model: CharacterModel, inputs: Tensor, targets: Tensor) -> Tensor:
-    """The gradient that the loss of this batch sends into the LSTM's outputs."""
+    """Return the gradient of this batch's loss by the LSTM's outputs."""
     with torch.no_grad():
         outputs = model.lstm(inputs)[0]
     outputs.requires_grad_()
@@ -125,7 +132,7 @@ def _output_gradient(model: CharacterModel, inputs: Tensor, targets: Tensor) -> 
 
 
 def _call(lstm: nn.LSTM, inputs: Tensor, gradient: Tensor) -> Call:
-    """Forward and backward, which return what a caller is handed: gradients, then outputs."""
+    """Return a call of forward and backward, which returns gradients, then outputs."""
     sources = (inputs, *lstm.parameters())
 
     def call() -> Tensors:
@@ -136,8 +143,11 @@ def _call(lstm: nn.LSTM, inputs: Tensor, gradient: Tensor) -> Call:
 
 
 def _obstacle(call: Call, expected_bytes: int) -> str:
-    """Why a call lacks memory, in words; empty if it ran. The free memory is read first, since a
-    system that overcommits memory kills a process instead of raising an error."""
+    """Return why a call lacks memory, in words; empty if it ran.
+
+    The free memory is read first: a system that overcommits memory kills a process instead of
+    raising an error.
+    """
     free = _free_bytes()
     if free is not None and expected_bytes > free:
         return f"would hold {format_bytes(expected_bytes)}; {format_bytes(free)} are free"
@@ -151,7 +161,7 @@ def _obstacle(call: Call, expected_bytes: int) -> str:
 
 
 def _free_bytes() -> int | None:
-    """Bytes that the system could still give; None where it does not tell."""
+    """Return the bytes that the system has available; None where it does not tell."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -161,7 +171,7 @@ def _free_bytes() -> int | None:
 
 
 def _take_turns(calls: list[Call], repeats: int) -> list[float]:
-    """Seconds of each call, the median over ``repeats`` rounds."""
+    """Return the seconds of each call, the median over ``repeats`` rounds."""
     seconds: list[list[float]] = [[] for _ in calls]
     for _ in range(repeats):
         for call, taken in zip(calls, seconds, strict=True):
@@ -172,7 +182,7 @@ def _take_turns(calls: list[Call], repeats: int) -> list[float]:
 
 
 def _largest_difference(ours: Tensors, theirs: Tensors) -> float:
-    """Over all gradients; the last tensors are the outputs."""
+    """Return the largest difference over all gradients; the last tensors are the outputs."""
     return max(
         ((a - b).abs().max() / b.abs().max().clamp(min=torch.finfo(b.dtype).tiny)).item()
         for a, b in zip(ours[:-1], theirs[:-1], strict=True)

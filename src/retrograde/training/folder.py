@@ -1,7 +1,7 @@
-"""The report folder of a run: one run at a time in it, and its files whole or as they were.
+"""The report folder of a run: one run at a time uses it, and its files are complete or unchanged.
 
 The lock is the operating system's, on a file in the folder. It ends with the process that holds it,
-so a file that a killed process left is no obstacle.
+so a file that a killed process left does no harm.
 """
 
 import contextlib
@@ -25,12 +25,12 @@ __all__ = ["hold", "write_figure", "write_whole"]
 
 _LOCK = ".lock"
 _TAKEN = (EACCES, EAGAIN, EDEADLK)
-_NO_LOCKS = (ENOLCK, ENOSYS, ENOTSUP, EOPNOTSUPP)  # of a file system that keeps none
+_NO_LOCKS = (ENOLCK, ENOSYS, ENOTSUP, EOPNOTSUPP)  # errors of a file system without locks
 
 if sys.platform == "win32":
     import msvcrt
 
-    _FAR = 1 << 30  # a byte beyond what is written: one that is locked cannot be read
+    _FAR = 1 << 30  # a byte beyond the content, since a locked byte cannot be read
 
     def _lock(handle: int) -> None:
         os.lseek(handle, _FAR, os.SEEK_SET)
@@ -44,13 +44,14 @@ else:
 
 
 def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Replace a file, whole or not at all, by what ``write`` puts into the open file that it is
-    given. The content goes to ``path.partial`` first; the next write replaces one that a killed
-    process left. Raises OSError, naming ``path``, if the disk is full or the folder cannot be
-    written."""
+    """Replace a file, completely or not at all, by what ``write`` writes to the open file.
+
+    The content goes to ``path.partial`` first; the next write replaces one that a killed process
+    left. Raises OSError, naming ``path``, if the disk is full or the folder cannot be written.
+    """
     partial = path.with_name(path.name + ".partial")
     try:
-        with interrupts_put_off():  # torch's writer would call Ctrl-C a failure
+        with interrupts_put_off():  # torch's writer would report Ctrl-C as a failure
             try:
                 with partial.open("wb") as file:
                     write(file)
@@ -69,16 +70,18 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 
 
 def write_figure(figure: "Figure", folder: Path, name: str) -> None:
-    """Write ``name.svg`` and ``name.png``, whole or as they were; an OSError names the file."""
+    """Write ``name.svg`` and ``name.png``, completely or not at all; an OSError names the file."""
     with replacing(folder / f"{name}.svg", folder / f"{name}.png") as aside:
         figures.save(figure, aside, name)
 
 
 @contextlib.contextmanager
 def hold(folder: Path) -> Iterator[bool]:
-    """Keep other runs out of a folder while the context lasts; yields False where the file system
-    has no locks. Raises TrainingError, naming the process, if another run is at work there, or
-    OSError if the folder cannot be written."""
+    """Keep other runs out of a folder while the context lasts.
+
+    Yields False where the file system has no locks. Raises TrainingError, naming the process, if
+    another run uses it, or OSError if the folder cannot be written.
+    """
     path = folder / _LOCK
     handle, locked = _take(path)
     try:
@@ -93,7 +96,7 @@ def hold(folder: Path) -> Iterator[bool]:
 
 
 def _take(path: Path) -> tuple[int, bool]:
-    """The open file, and whether it could be locked."""
+    """Return the open file, and whether it is locked."""
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -105,24 +108,24 @@ def _take(path: Path) -> tuple[int, bool]:
             os.close(handle)
             if error.errno in _TAKEN:
                 raise TrainingError(
-                    f"another run is at work in the report folder {path.parent}: process {holder} "
+                    f"another run uses the report folder {path.parent}: process {holder} "
                     f"holds {path}; wait for it to end or stop it, or name another folder with "
                     "--report"
                 ) from error
             raise
         if _stands(handle, path):
             return handle, True
-        os.close(handle)  # its last holder has just removed it: take the one that stands there now
+        os.close(handle)  # its last holder has just removed it: open the file that is there now
 
 
 def _holder(handle: int) -> str:
-    """The process that a lock's file names, or that it is not known yet."""
+    """Return the process that a lock's file names, or a phrase if it names none yet."""
     os.lseek(handle, 0, os.SEEK_SET)
     return os.read(handle, 200).decode(errors="replace").strip() or "of unknown number"
 
 
 def _stands(handle: int, path: Path) -> bool:
-    """Whether an open file is still the one of that name."""
+    """Return whether an open file is still the one with that name."""
     try:
         return os.path.samestat(os.fstat(handle), path.stat())
     except FileNotFoundError:

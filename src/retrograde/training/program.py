@@ -1,6 +1,6 @@
-"""The whole of ``retrograde train``: from its options to its report, and what it shows meanwhile.
+"""The program of ``retrograde train``: from its options to its report, with its progress.
 
-On a terminal a live bar is shown; anywhere else (a file, a pipe) a plain line comes now and then.
+A terminal shows a live bar; a file or a pipe gets a plain line now and then.
 """
 
 import os
@@ -35,9 +35,11 @@ _PATIENCE_SECONDS = 15.0
 
 
 def run_program(folder: Path, given: dict[str, Any], goes_on: bool, console: Console) -> None:
-    """Train, and write everything to a report folder. ``given`` are the options that were named;
-    ``goes_on`` resumes the folder's run. Raises RetrogradeError if the options cannot be met or
-    training cannot go on."""
+    """Train, and write everything to a report folder.
+
+    ``given`` has the options that were named; ``goes_on`` resumes the folder's run. Raises
+    RetrogradeError if the options cannot be met or training cannot continue.
+    """
     report = Report(folder)
     try:
         with hold(folder) as alone:
@@ -56,8 +58,10 @@ def run_program(folder: Path, given: dict[str, Any], goes_on: bool, console: Con
 
 
 def resume(report: Report, given: dict[str, Any], console: Console) -> tuple[Run, Comparison]:
-    """The run of a checkpoint, and the comparison that was made at its start. Raises TrainingError
-    if the checkpoint is not whole, the text differs, or an option other than ``iterations`` does.
+    """Return the run of a checkpoint, and the comparison that was made at its start.
+
+    Raises TrainingError if the checkpoint is not complete, the text differs, or an option other
+    than ``iterations`` does.
     """
     snapshot, comparison = report.load()
     before = snapshot["options"]
@@ -65,14 +69,14 @@ def resume(report: Report, given: dict[str, Any], console: Console) -> tuple[Run
         if name not in ("iterations", "text") and value != before[name]:
             option = "--" + name.replace("_", "-")
             raise TrainingError(
-                f"{option} is {value}, and the run in {report.folder} was begun with "
-                f"{before[name]}: leave {option} out to go on with that run, or start anew in "
+                f"{option} is {value}, and the run in {report.folder} began with "
+                f"{before[name]}: leave {option} out to continue that run, or start a new run in "
                 "another --report folder"
             )
     try:
         run = Run.resumed(snapshot, given.get("iterations"), given.get("text"))
     except (TrainingError, UnitError) as error:
-        raise TrainingError(f"cannot go on from {report.checkpoint}: {error}") from error
+        raise TrainingError(f"cannot resume from {report.checkpoint}: {error}") from error
     _introduce(console, run)
     total = run.options.iterations
     if run.done >= total:
@@ -83,7 +87,7 @@ def resume(report: Report, given: dict[str, Any], console: Console) -> tuple[Run
 
 
 def _start(report: Report, given: dict[str, Any], console: Console) -> tuple[Run, Comparison]:
-    """A new run, and its LSTM beside ordinary BPTT; an earlier checkpoint is renamed."""
+    """Return a new run, and its LSTM beside ordinary BPTT; an earlier checkpoint is renamed."""
     path = given.get("text")
     text = embedded_text() if path is None else read_text(Path(path))
     place = None if path is None else os.path.abspath(path)
@@ -112,7 +116,7 @@ def _train(report: Report, run: Run, comparison: Comparison, console: Console) -
 
 
 def _fit(run: Run) -> Fit:
-    """How the LSTM's budget is spent on this run's batches."""
+    """Return the LSTM's plan for this run's batches."""
     codes, _ = run.sequences()
     found = run.model.lstm.fit(run.model.embedding(codes).detach().requires_grad_())
     assert isinstance(found, Fit)
@@ -120,12 +124,12 @@ def _fit(run: Run) -> Fit:
 
 
 def _tell(console: Console, text: str) -> None:
-    """Print a sentence that names a file: as it is, and on one line."""
+    """Print a sentence that names a file, without markup and on one line."""
     console.print(text, markup=False, soft_wrap=True)
 
 
 def _introduce(console: Console, run: Run) -> None:
-    """Say what is about to be trained, and within what."""
+    """Print the text, the model and the budget."""
     options, text, fit = run.options, run.text, _fit(run)
     length, steps = options.length, fit.forward_steps
     share = fit.budget_bytes / fit.ordinary_bytes
@@ -149,7 +153,7 @@ def _introduce(console: Console, run: Run) -> None:
 
 @contextmanager
 def _progress(console: Console, run: Run, comparison: Comparison) -> Iterator[Callable[[], object]]:
-    """Show a run as it goes; the yielded function is to be called after each iteration."""
+    """Show the progress of a run; call the yielded function after each iteration."""
     memory = (
         f"LSTM {format_bytes(comparison.budgeted.working_bytes)} "
         f"of {format_bytes(comparison.budget_bytes)}"
@@ -176,7 +180,7 @@ def _progress(console: Console, run: Run, comparison: Comparison) -> Iterator[Ca
 
 
 def conclude(console: Console, run: Run, comparison: Comparison) -> None:
-    """Print what came of a finished run: ordinary BPTT beside it, and the loss."""
+    """Print the results of a finished run: the comparison with ordinary BPTT, and the loss."""
     console.print(_table(comparison))
     console.print(
         "[dim]The LSTM alone, forward and backward, same weights and batch, measured in one "
@@ -217,7 +221,7 @@ def _state(run: Run) -> str:
 
 
 def _lines(console: Console, run: Run, memory: str) -> Callable[[], object]:
-    """A printer that keeps quiet most of the time."""
+    """Return a printer that prints only some of its calls."""
     total = run.options.iterations
     every = -(-total // _LINES)
     said = time.monotonic()

@@ -29,8 +29,10 @@ __all__ = ["Report"]
 
 
 class Report:
-    """A report folder, made if it is missing, and tried for writing before any work is done. Raises
-    TrainingError if the folder or a file cannot be written, here and in every method that writes.
+    """A report folder, made if it is missing, and tested for writing before any work is done.
+
+    Raises TrainingError if the folder or a file cannot be written, here and in every method that
+    writes.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -46,26 +48,27 @@ class Report:
             ) from error
 
     def set_aside(self) -> Path | None:
-        """Rename an earlier run's checkpoint; its new path, or None where there was none."""
+        """Rename an earlier run's checkpoint; return its new path, or None if there was none."""
         if not self.checkpoint.exists():
             return None
         os.replace(self.checkpoint, self.previous)
         return self.previous
 
     def save(self, run: Run, comparison: Comparison) -> None:
-        """Write the checkpoint of a run, with its comparison, which a resumed run reads."""
+        """Write the checkpoint of a run, with its comparison, for a resumed run."""
         state = {"run": run.snapshot(), "comparison": comparison.as_dict()}
         with self._writing():
             save_checkpoint(self.checkpoint, state)
 
     def load(self) -> tuple[dict[str, Any], Comparison]:
-        """A run's snapshot and comparison; TrainingError if the checkpoint is not whole."""
+        """Return a run's snapshot and comparison; TrainingError if the checkpoint is not
+        complete."""
         state = load_checkpoint(self.checkpoint)
         try:
             check_snapshot(state.get("run"))
             return state["run"], Comparison.from_dict(state.get("comparison"))
         except (TrainingError, UnitError) as error:
-            raise TrainingError(f"cannot go on from {self.checkpoint}: {error}") from error
+            raise TrainingError(f"cannot resume from {self.checkpoint}: {error}") from error
 
     def draw_plan(self, schedule: Schedule, comparison: Comparison) -> None:
         """Write the pictures known before training: the schedule, and memory over time."""
@@ -95,7 +98,7 @@ class Report:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Tell of a file that cannot be written what is saved nevertheless, and how to go on."""
+        """Say of a file that cannot be written what is saved nevertheless, and how to continue."""
         try:
             yield
         except OSError as error:

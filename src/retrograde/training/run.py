@@ -1,7 +1,7 @@
-"""A training run: what changes from one iteration to the next, and nothing else.
+"""A training run: the state that changes from one iteration to the next.
 
-All that decides the rest of a run is in :meth:`Run.snapshot`; taken up from there, it goes on bit
-for bit as if it had never stopped, given the same machine and number of threads.
+:meth:`Run.snapshot` has all that determines the rest of a run. A resumed run continues bit for bit,
+given the same machine and number of threads.
 """
 
 import math
@@ -25,10 +25,10 @@ _CLIP = 1.0
 
 
 class Run:
-    """A character model in training; ``text`` None for the one that the options name.
+    """A character model in training; ``text`` None means the one that the options name.
 
-    ``losses`` are bits per character, ``seconds`` each iteration's time, one for each finished
-    iteration. Raises TrainingError if the text cannot be read or is shorter than a sequence.
+    ``losses`` are bits per character and ``seconds`` are times, one for each finished iteration.
+    Raises TrainingError if the text cannot be read or is shorter than a sequence.
     """
 
     def __init__(self, options: TrainingOptions, text: Text | None = None) -> None:
@@ -45,26 +45,28 @@ class Run:
 
     @property
     def done(self) -> int:
-        """How many iterations are finished."""
+        """The number of finished iterations."""
         return len(self.losses)
 
     @property
     def position(self) -> int:
-        """How many characters every stream has read."""
+        """The number of characters that every stream has read."""
         return self.done * self.options.length
 
     def sequences(self) -> tuple[Tensor, Tensor]:
-        """What the next iteration reads and should predict, each ``(length, batch)``."""
+        """Return the inputs and the targets of the next iteration, each ``(length, batch)``."""
         return self.text.sequences(self.position, self.options.length, self.options.batch)
 
     def step(self) -> float:
-        """Run one iteration and return its loss, in bits per character. Raises TrainingError if the
-        loss is not finite, before the weights change, or BudgetError."""
+        """Run one iteration and return its loss, in bits per character.
+
+        Raises TrainingError if the loss is not finite, before the weights change, or BudgetError.
+        """
         start = time.perf_counter()
         codes, targets = self.sequences()
         logits, state = self.model(codes, self.state)
         loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        del logits  # not needed for backward, where the LSTM wants the room
+        del logits  # backward does not need them, and the LSTM needs the memory
         bits = loss.item() / math.log(2)
         if not math.isfinite(bits):
             raise TrainingError(
@@ -81,7 +83,7 @@ class Run:
         return bits
 
     def snapshot(self) -> dict[str, Any]:
-        """All that decides the rest of the run, in tensors and plain containers."""
+        """Return all that determines the rest of the run, in tensors and plain containers."""
         live = {
             "options": self.options.as_dict(),
             "text": {"source": self.text.source, "sha256": self.text.digest},
@@ -94,15 +96,18 @@ class Run:
             "losses": self.losses,
             "seconds": self.seconds,
         }
-        return deepcopy(live)  # training goes on in place, in the optimizer's tensors too
+        return deepcopy(live)  # training continues in place, in the optimizer's tensors too
 
     @classmethod
     def resumed(
         cls, snapshot: dict[str, Any], iterations: int | None = None, text: str | None = None
     ) -> "Run":
-        """The run of a snapshot, at the iteration where it was made. ``iterations`` and ``text``
-        replace the snapshot's total and path unless None. Raises TrainingError if the text is
-        another one, or the snapshot is not whole or of this version."""
+        """Return the run of a snapshot, at the iteration where it was made.
+
+        ``iterations`` and ``text`` replace the snapshot's total and path unless None. Raises
+        TrainingError if the text is another one, or the snapshot is not complete or of another
+        version.
+        """
         options = check_snapshot(snapshot)
         snapshot = deepcopy(snapshot)
         options = replace(
@@ -122,12 +127,12 @@ class Run:
 
 
 def _check_text(found: Text, options: TrainingOptions, snapshot: dict[str, Any]) -> None:
-    """See to it that the text is the one that a run began with."""
+    """Check that the text is the one that a run began with."""
     began, vocabulary = snapshot["text"], snapshot["vocabulary"]
     if (found.digest, found.vocabulary) == (began["sha256"], vocabulary):
         return
     remedy = (
-        "take the version of Python that it began with, whose documentation this is"
+        "use the version of Python that it began with, since the text is its documentation"
         if options.text is None
         else "give that one with --text"
     )
@@ -135,7 +140,7 @@ def _check_text(found: Text, options: TrainingOptions, snapshot: dict[str, Any])
         f"the text {found.source} is not the one that this run began with: it has "
         f"{len(found.vocabulary)} different characters and the SHA-256 {found.digest:.8}…, "
         f"expected {len(vocabulary)} and {began['sha256']:.8}…, as {began['source']} had; "
-        f"{remedy}, or start anew without --resume"
+        f"{remedy}, or start a new run without --resume"
     )
 
 

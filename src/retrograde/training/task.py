@@ -26,7 +26,7 @@ _EMBEDDED = "Python's own documentation"
 
 @dataclass(frozen=True)
 class Text:
-    """A text and its characters as numbers; ``source`` says where it came from, for messages."""
+    """A text and its characters as numbers; ``source`` is its origin, for messages."""
 
     characters: str
     source: str
@@ -38,18 +38,18 @@ class Text:
 
     @cached_property
     def codes(self) -> Tensor:
-        """The text as places in the vocabulary, shape ``(characters,)``."""
+        """The text as indices into the vocabulary, shape ``(characters,)``."""
         place = {character: index for index, character in enumerate(self.vocabulary)}
         return torch.tensor([place[character] for character in self.characters], device="cpu")
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the text, to tell whether a run is taken up with the same one."""
+        """The SHA-256 of the text, by which a resumed run checks its text."""
         return hashlib.sha256(self.characters.encode()).hexdigest()
 
     @cached_property
     def entropy_bits(self) -> float:
-        """Bits per character that guessing by the frequencies of characters costs."""
+        """Bits per character of a guess by the frequencies of characters."""
         total = len(self.characters)
         shares = [count / total for count in Counter(self.characters).values()]
         return -sum(share * math.log2(share) for share in shares)
@@ -66,7 +66,7 @@ class Text:
         )
 
     def sequences(self, position: int, length: int, batch: int) -> tuple[Tensor, Tensor]:
-        """What every stream reads next, and what it should predict, each (length, batch).
+        """Return every stream's next inputs and targets, each (length, batch).
 
         ``position`` is how many characters every stream has read already.
 
@@ -83,12 +83,14 @@ class Text:
 
 
 def embedded_text() -> Text:
-    """Python's own documentation: about 465,000 characters, depending on Python's version."""
+    """Return Python's own documentation: about 465,000 characters, depending on Python's
+    version."""
     return Text("\n".join(topics[name] for name in sorted(topics)), _EMBEDDED)
 
 
 def read_text(path: str | Path) -> Text:
-    """The text of a file in UTF-8; TrainingError if it cannot be read or is something else."""
+    """Return the text of a file in UTF-8; TrainingError if it cannot be read or is something
+    else."""
     try:
         return Text(Path(path).read_text(encoding="utf-8"), str(path))
     except OSError as error:
@@ -104,8 +106,10 @@ def read_text(path: str | Path) -> Text:
 
 
 class CharacterModel(nn.Module):
-    """Embedding, LSTM and linear layer: predicts each next character from all before it. Only the
-    LSTM has a budget; ``memory`` None is ordinary BPTT."""
+    """Embedding, LSTM and linear layer: predicts each next character from all before it.
+
+    Only the LSTM has a budget; ``memory`` None is ordinary BPTT.
+    """
 
     def __init__(self, characters: int, hidden: int, memory: Memory | None) -> None:
         super().__init__()
@@ -116,7 +120,10 @@ class CharacterModel(nn.Module):
     def forward(
         self, codes: Tensor, state: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Logits (length, batch, characters) for the characters that follow ``codes``, (length,
-        batch); and the last state (h, c), each (1, batch, hidden). ``state`` None is zeros."""
+        """Return the logits (length, batch, characters) of the characters that follow ``codes``.
+
+        ``codes`` is (length, batch). The last state (h, c), each (1, batch, hidden), is returned
+        too. ``state`` None is zeros.
+        """
         outputs, after = self.lstm(self.embedding(codes), state)
         return self.linear(outputs), after

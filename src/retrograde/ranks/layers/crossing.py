@@ -1,7 +1,7 @@
-"""One pass of one rank through its layers: forward in pieces, and the way back across ranks.
+"""One pass of one rank through its layers: forward in pieces, and backward across ranks.
 
-torch differentiates a rank's own layers, from a leaf to what is handed on. :func:`cross` puts them
-into the caller's graph as one node, whose backward pass joins the graphs of the ranks.
+torch differentiates a rank's own layers, from a leaf to the output that is passed on. :func:`cross`
+adds them to the caller's graph as one node, whose backward pass joins the graphs of the ranks.
 """
 
 import math
@@ -33,12 +33,12 @@ __all__ = ["Crossing", "Memo", "cross"]
 
 @dataclass
 class Memo:
-    """What a rank keeps from one pass to the next.
+    """The state that a rank keeps between passes.
 
     Attributes:
-        report: what the last backward pass did to cross the ranks.
-        made: patterns of this rank's layers; kept, so that plans for them are found again.
-        met: patterns that the scan multiplied.
+        report: the counts of the last backward pass across the ranks.
+        made: patterns of this rank's layers, kept so that their plans are found again.
+        met: patterns that the scan multiplied, kept for the same reason.
     """
 
     report: RankReport = field(default_factory=RankReport)
@@ -48,12 +48,12 @@ class Memo:
 
 @dataclass
 class Piece:
-    """A piece of the batch, as a rank has run it.
+    """A piece of the batch that a rank has run.
 
     Attributes:
-        x: what its layers were given; a leaf.
-        y: what they gave.
-        element: their Jacobian, if the scan wants it.
+        x: the input of its layers; a leaf.
+        y: their output.
+        element: their Jacobian, if the scan needs it.
     """
 
     x: Tensor
@@ -66,12 +66,12 @@ class Crossing(base.Crossing):
     """One forward pass of one rank, and the backward pass through it.
 
     Attributes:
-        layers: the rank's own.
+        layers: the rank's own layers.
         way: how gradients cross.
-        memo: what is kept.
-        timer: told of the pass, where ways are tried.
-        unable: whether a rank's Jacobian could not be formed, and all go by a line.
-        seconds: what this rank's part of the pass has taken.
+        memo: the state that is kept.
+        timer: receives the seconds of the pass, where ways are tried.
+        unable: whether a rank could not compute its Jacobian, so that all go by a line.
+        seconds: the seconds of this rank's part of the pass.
     """
 
     layers: nn.Sequential
@@ -86,26 +86,26 @@ class Crossing(base.Crossing):
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Add what is done meanwhile to the seconds."""
+        """Add the time of the block to the seconds."""
         device = next((p.device for p in self.layers.parameters()), torch.device("cpu"))
         start = now(device)
         yield
         self.seconds += now(device) - start
 
     def tell(self) -> None:
-        """Tell the timer of the pass, while it is at work: the slowest rank's seconds."""
+        """Tell the timer the slowest rank's seconds, while ways are tried."""
         if self.timer is not None and not self.timer.over:
             slowest = max(self.links.gather(self.seconds))
             self.timer.done(self.way, slowest, by=self.memo.report.way)
 
     @property
     def crossed(self) -> bool:
-        """Whether this rank's Jacobian is wanted."""
+        """Whether this rank's Jacobian is needed."""
         between = self.links.rank > 0 and not self.last
         return between and self.gradient and self.way != "linear" and not self.unable
 
     def run(self, input: Tensor | None) -> list[Piece]:
-        """Go forward, piece by piece, and hand each on; the input is given on rank 0.
+        """Run forward, and send each piece on; rank 0 gets the input.
 
         Raises:
             RankError: a rank cannot run its layers; the same on every rank.
@@ -164,24 +164,25 @@ class Crossing(base.Crossing):
             return run(self.layers, x), None, []
 
     def _check_captured(self, x: Tensor, y: Tensor) -> None:
-        """Refuse layers that use tensors of which we could not give the gradient (rule 5)."""
+        """Refuse layers that use tensors whose gradients we could not give (rule 5)."""
         known = {id(t) for t in (x, *self.layers.parameters())}
         leaves, _ = foreign_tensors([y], 0)
         if any(id(t) not in known for t in leaves):
             raise CellError(
-                "the layers use a tensor that wants a gradient and is none of their parameters: "
-                "expected parameters only; register it as one"
+                "the layers use a tensor that requires a gradient and is not one of their "
+                "parameters: expected parameters only; register it as one"
             )
 
 
 def cross(crossing: Crossing, input: Tensor | None) -> Tensor:
-    """Run this rank's layers in the caller's graph: the output on the last rank, else a zero.
+    """Run this rank's layers in the caller's graph; return the output on the last rank, else a
+    zero.
 
     Raises:
         RankError: a rank does not answer, or cannot run its layers.
     """
     own = [p for p in crossing.layers.parameters() if p.requires_grad]
-    # A rank may have nothing else that a gradient is wanted for.
+    # A rank may have no other tensor that requires a gradient.
     start = torch.zeros((), device="cpu", requires_grad=crossing.gradient)
     found: Tensor = _Node.apply(crossing, start, input, *own)  # type: ignore[no-untyped-call]
     return found
@@ -216,7 +217,7 @@ class _Node(torch.autograd.Function):
 
 
 class _Back(WayBack):
-    """The way back of one rank through its layers."""
+    """The backward pass of one rank through its layers."""
 
     pieces: list[Piece]
 
@@ -231,7 +232,7 @@ class _Back(WayBack):
         self.seeds = self._seeds(dy)
 
     def _seeds(self, dy: Gradient) -> list[Gradient]:
-        if dy is None or not self.last:  # what comes to others is the gradient of their zero
+        if dy is None or not self.last:  # on other ranks dy is the gradient of their zero
             return [None] * len(self.pieces)
         if len(self.pieces) == 1:
             return [dy]
@@ -250,7 +251,7 @@ class _Back(WayBack):
         if ends is not None and piece.y.requires_grad:
             wanted = [piece.x] if piece.x.requires_grad else []
             leaves = [*wanted, *self.own]
-            with muted_hooks(self.own):  # they are called with the whole gradient, not a piece's
+            with muted_hooks(self.own):  # hooks get the whole gradient, not a piece's
                 found = torch.autograd.grad(
                     piece.y, leaves, ends, retain_graph=keep, allow_unused=True
                 )
@@ -274,6 +275,6 @@ class _Back(WayBack):
         return combine(a, b)
 
     def meet(self, alike: bool) -> bool:
-        self.memo.met = self.met  # kept, so that plans for them are found again
+        self.memo.met = self.met  # kept so that their plans are found again
         heard = self.guard.settle(self.links, Told(own=alike))
         return all(told.own for told in heard)

@@ -1,7 +1,7 @@
-"""Where to cut a chain of layers so that the slowest rank is as fast as can be.
+"""Choose the cuts of a chain of layers so that the slowest rank is as fast as possible.
 
-In a pipeline all wait for the slowest, so what counts is the largest sum of seconds, forward and
-backward, of the layers between two cuts. A cut can be where one tensor is handed on, and where no
+In a pipeline all ranks wait for the slowest. So the cost is the largest sum of seconds, forward and
+backward, of the layers between two cuts. A cut can be where one tensor is passed on, and where no
 parameter is on both sides.
 """
 
@@ -18,19 +18,19 @@ from retrograde.machine import now
 
 __all__ = ["balanced", "layer_seconds", "where_to_cut"]
 
-_REPEATS = 3  # of which the fastest counts
+_REPEATS = 3  # measurements, of which the fastest counts
 
 
 def balanced(seconds: Sequence[float], ranks: int, places: Sequence[bool] = ()) -> list[int]:
-    """The cuts that make the largest sum between two of them least.
+    """Return the cuts that minimize the largest sum between two of them.
 
     Args:
-        seconds: of each layer.
-        ranks: how many shares.
+        seconds: the seconds of each layer.
+        ranks: the number of shares.
         places: whether a cut can be before each layer; by default, before any.
 
     Returns:
-        The index of the first layer of each share but the first.
+        The index of the first layer of each share except the first.
 
     Example:
         >>> seconds = [1, 1, 1, 9, 1, 1]
@@ -55,7 +55,7 @@ def balanced(seconds: Sequence[float], ranks: int, places: Sequence[bool] = ()) 
 
 
 def where_to_cut(whole: nn.Sequential, alone: Sequence[bool]) -> list[bool]:
-    """Whether a cut can be before each layer; ``alone`` tells whether each is given one tensor.
+    """Return whether a cut can be before each layer; ``alone`` says if its input is one tensor.
 
     Example:
         >>> layer = nn.Linear(2, 2)
@@ -72,9 +72,9 @@ def where_to_cut(whole: nn.Sequential, alone: Sequence[bool]) -> list[bool]:
 
 
 def layer_seconds(whole: nn.Sequential, sample: Any) -> tuple[list[float], list[bool]]:
-    """The seconds of each layer, forward and backward; and whether each is given one tensor.
+    """Return each layer's seconds, forward and backward, and whether its input is one tensor.
 
-    Copies are measured, so nothing of the chain or of the random state changes.
+    Copies are measured, so neither the chain nor the random state changes.
 
     Example:
         >>> whole = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
@@ -95,7 +95,7 @@ def layer_seconds(whole: nn.Sequential, sample: Any) -> tuple[list[float], list[
 
 
 def _time(layer: nn.Module, given: Any) -> tuple[float, Any]:
-    """The seconds of a layer, forward and backward; and what it gives."""
+    """Return the seconds of a layer, forward and backward, and its output."""
     tensors = [t for t in _pytree.tree_leaves(given) if isinstance(t, Tensor)]
     device = tensors[0].device if tensors else torch.device("cpu")
     passed = _pytree.tree_map_only(Tensor, _fresh, given)
@@ -112,6 +112,6 @@ def _time(layer: nn.Module, given: Any) -> tuple[float, Any]:
 
 
 def _fresh(t: Tensor) -> Tensor:
-    """A copy that a layer may overwrite; its gradient is part of the backward pass."""
+    """Return a copy that a layer may overwrite; its gradient is part of the backward pass."""
     leaf = t.detach().requires_grad_(t.is_floating_point())
     return leaf * 1 if leaf.requires_grad else leaf

@@ -1,8 +1,8 @@
-"""What layers in turn do to any gradient that reaches them, as one element of a scan.
+"""The Jacobian of a sequence of layers, as one element of a scan.
 
-Where every layer has a rule it is the product of their sparse transposed Jacobians, multiplied from
-the narrower end. Where one has none, it is found by a sweep: a backward pass for each output of a
-sample, all samples at once.
+If every layer has a rule, it is the product of their sparse transposed Jacobians, multiplied from
+the narrower end. Otherwise backward passes compute it: one for each output of a sample, for all
+samples at once.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ __all__ = ["has_rules", "joined", "operations_a_second", "run", "run_with_jacobi
 
 
 def run(layers: nn.Module, x: Tensor) -> Any:
-    """What layers give; their input stays as it is, even where they overwrite it.
+    """Return the output of layers, whose input is unchanged even where they overwrite it.
 
     Example:
         >>> x = torch.full((2, 1), -1.0, requires_grad=True)
@@ -42,7 +42,7 @@ def run(layers: nn.Module, x: Tensor) -> Any:
 
 
 def has_rules(layer: nn.Module) -> bool:
-    """Whether a layer, and all that it is made of, has a sparse Jacobian.
+    """Return whether a layer, and every layer inside it, has a sparse Jacobian.
 
     Example:
         >>> has_rules(nn.Sequential(nn.Linear(2, 2), nn.ReLU())), has_rules(nn.Bilinear(1, 1, 1))
@@ -65,17 +65,17 @@ def has_rules(layer: nn.Module) -> bool:
 def run_with_jacobian(
     layers: nn.Module, x: Tensor, samples: int, patience: float | None = None
 ) -> tuple[Tensor, Any, list[Pattern]]:
-    """Run layers on a piece of a batch, and find their transposed Jacobian there.
+    """Run layers on a piece of a batch, and compute their transposed Jacobian there.
 
     Args:
-        layers: in turn.
-        x: (samples of the piece, …); a gradient is wanted.
-        samples: of the whole batch: there must be room for it.
-        patience: seconds; what must take longer by its operations alone is refused.
+        layers: a sequence of layers.
+        x: (samples of the piece, …); it requires a gradient.
+        samples: samples of the whole batch, for which there must be memory.
+        patience: seconds; a Jacobian whose operations alone take longer is refused.
 
     Returns:
         The output, differentiable; the element: a ``CSR``, a ``Dense`` or ``IDENTITY``; and the
-        patterns, which are found once as long as they are kept.
+        patterns, which are made once while the caller keeps them.
 
     Raises:
         ScanError: samples are coupled, or the Jacobian takes too much memory, or too long.
@@ -108,7 +108,7 @@ def run_with_jacobian(
 
 
 def joined(elements: Sequence[Any], batches: Sequence[int]) -> Any:
-    """The Jacobian of a batch, from those of its pieces, with the samples of each.
+    """Return the Jacobian of a batch, from those of its pieces and the samples of each.
 
     Example:
         >>> joined([Dense(torch.ones(2, 3, 4)), Dense(torch.ones(1, 3, 4))], [2, 1]).shape
@@ -119,7 +119,7 @@ def joined(elements: Sequence[Any], batches: Sequence[int]) -> Any:
         return first
     if isinstance(first, Dense):
         return Dense(torch.cat([each.data for each in elements]))
-    if any(each.pattern is not first.pattern for each in elements):  # a rule of the user's own
+    if any(each.pattern is not first.pattern for each in elements):  # from a user's own rule
         pairs = zip(elements, batches, strict=True)
         whole = [each.to_dense().expand(size, *first.pattern.shape) for each, size in pairs]
         return Dense(torch.cat(whole))
@@ -129,7 +129,7 @@ def joined(elements: Sequence[Any], batches: Sequence[int]) -> Any:
 
 
 def _product(path: Path, make: Maker, multiply: Callable[[Any, Any], Any] = matmul) -> Any:
-    """The Jacobian of layers in turn, multiplied from where it is narrower."""
+    """Return the Jacobian of a sequence of layers, multiplied from its narrower end."""
     turns = path.paths if isinstance(path, Joined) and not path.added else [path]
     changing = (each for each in turns if not isinstance(each, Piece) or each.changes)
     matrices = [each.matrix(make) for each in changing]
@@ -165,7 +165,7 @@ def _back(x: Tensor, y: Tensor, seed: Tensor) -> Tensor:
 
 
 def _check_apart(x: Tensor, y: Tensor) -> None:
-    """Refuse layers through which the first sample's output depends on another sample."""
+    """Refuse layers whose output for the first sample depends on another sample."""
     if len(x) < 2:
         return
     seed = torch.zeros_like(y)
@@ -178,7 +178,8 @@ def _check_apart(x: Tensor, y: Tensor) -> None:
 
 
 def operations_a_second(device: torch.device) -> float:
-    """An upper bound of the multiplications and additions a second of a device of this kind."""
+    """Return an upper bound of the multiplications and additions a second on this kind of
+    device."""
     return 1e11 if device.type == "cpu" else 5e13
 
 
@@ -186,7 +187,7 @@ def _check_time(least: float, patience: float | None) -> None:
     if patience is not None and least > patience:
         raise ScanError(
             f"the transposed Jacobian of this rank's layers takes {least:.3g} s or more, and "
-            f"{patience:.3g} s are given: expected less; use way='linear', or other cuts"
+            f"{patience:.3g} s are allowed: expected less; use way='linear', or other cuts"
         )
 
 
@@ -195,6 +196,6 @@ def _check_room(wanted: int, x: Tensor) -> None:
     if wanted > limit:
         raise ScanError(
             f"the transposed Jacobian of this rank's layers takes {format_bytes(wanted)}, and "
-            f"{format_bytes(limit)} are given: expected room for it; use way='linear', or other "
-            "cuts"
+            f"{format_bytes(limit)} are available: expected room for it; use way='linear', or "
+            "other cuts"
         )

@@ -1,12 +1,12 @@
-"""A feed-forward chain whose layers lie across ranks.
+"""A feed-forward chain whose layers are spread across ranks.
 
-*Forward*, outputs are handed along, piece by piece of the batch, so that ranks overlap. *Backward*
-in a linear scan, which is plain model parallelism, the gradient is handed back in the same manner.
-In a tree or a gather each rank has formed the transposed Jacobian of its layers already in the
-forward pass. The scan across ranks (:mod:`retrograde.ranks.scan_over_ranks`; W20, algorithm 1)
-tells each the gradient that reaches it, and all go back through their layers at once.
+*Forward*, each piece of the batch passes from rank to rank, so that ranks overlap. *Backward* in a
+linear scan, which is plain model parallelism, the gradient passes back in the same way. In a tree
+or a gather each rank has already computed the transposed Jacobian of its layers in the forward
+pass. The scan across ranks (:mod:`retrograde.ranks.scan_over_ranks`; W20, algorithm 1) gives each
+rank the gradient that reaches it, and all go back through their layers at once.
 
-The first rank's Jacobian is never needed, and the last one's element is its gradient, a vector.
+The first rank's Jacobian is never needed, and the last rank's element is its gradient, a vector.
 
 Reference: Wang, *BPPSA: Scaling Back-propagation by Parallel Scan Algorithm*, 2020.
 """
@@ -36,34 +36,35 @@ __all__ = ["LayerSharded"]
 class LayerSharded(Sharded):
     """A chain of layers of which each rank has its own.
 
-    The layers of rank 0 come first. Every rank calls the module, rank 0 with the batch, the others
-    without an argument. The last rank gets the chain's output, and makes a loss of it; the others
+    Rank 0 has the first layers. Every rank calls the module: rank 0 with the batch, the others
+    without an argument. The last rank gets the chain's output, and computes a loss; the others
     get a zero. Every rank then calls ``backward``: the last one on its loss, the others on their
-    zero. Each gets the gradients of its own parameters, and rank 0 that of the input if it wants
-    one: the numbers of one process, up to rounding. Each rank has an optimizer for its parameters.
+    zero. Each rank gets the gradients of its own parameters. Rank 0 also gets that of the input, if
+    it requires one. The numbers are those of one process, up to rounding. Each rank has an
+    optimizer for its own parameters.
 
-    In a tree or a gather the ranks between the first and the last form transposed Jacobians: their
-    layers must not couple samples, and what they take and give is of one type, float32 or float64.
-    Layers without a rule (:func:`retrograde.scan.register_layer`) take a backward pass for each of
-    their outputs. In ``"linear"`` any layers will do that hand on one tensor from rank to rank.
+    In a tree or a gather the ranks between the first and the last compute transposed Jacobians.
+    Their layers must not couple samples, and their inputs and outputs have one type, float32 or
+    float64. Layers without a rule (:func:`retrograde.scan.register_layer`) take a backward pass for
+    each of their outputs. In ``"linear"`` any layers work, if one tensor passes from rank to rank.
     Dropout draws from each rank's own generator, once for each piece of the batch.
 
     Args:
-        layers: this rank's own, in turn; none, as ``torch.nn.Sequential()``, is allowed. No
-            parameter may be in layers of two ranks. :meth:`cut` takes the share of a whole chain.
-        group: of the ranks; all, by default.
-        way: how gradients cross the ranks: ``"linear"``, ``"tree"`` or ``"gather"``; ``"auto"``
-            tries each in the first passes for a batch, and goes on with the fastest.
-        pieces: of the batch, which are handed along one after the other; as many as there are
-            ranks, by default. Layers that couple samples in training need 1.
+        layers: this rank's own sequence of layers; ``torch.nn.Sequential()`` is allowed. No
+            parameter may be in layers of two ranks. :meth:`cut` takes a rank's share of a chain.
+        group: the process group; all ranks by default.
+        way: how gradients cross the ranks: ``"linear"``, ``"tree"`` or ``"gather"``. ``"auto"``
+            tries each in the first passes for a batch, and continues with the fastest.
+        pieces: the number of pieces of the batch, which overlap; as many as there are ranks, by
+            default. Layers that couple samples in training need 1.
 
     Raises:
-        CellError: an option is unknown, or the layers are no ``torch.nn.Sequential``.
-        RankError: at a call, the ranks do not agree, or one cannot run; the message says which and
-            why. Or one ended.
+        CellError: an option is unknown, or the layers are not a ``torch.nn.Sequential``.
+        RankError: at a call, the ranks do not agree, or one cannot run or ended; the message says
+            which and why.
 
     Example:
-        >>> from retrograde.ranks.transport import simulate  # in place of processes
+        >>> from retrograde.ranks.transport import simulate  # threads instead of processes
         >>> def rank(links):
         ...     whole = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
         ...     net = LayerSharded.cut(whole, links, way="tree")
@@ -90,7 +91,7 @@ class LayerSharded(Sharded):
 
     @property
     def report(self) -> RankReport:
-        """What the last backward pass did to cross the ranks."""
+        """The counts of the last backward pass across the ranks."""
         return self._memo.report
 
     @classmethod
@@ -106,23 +107,23 @@ class LayerSharded(Sharded):
     ) -> Self:
         """Keep this rank's share of a chain that every rank has made.
 
-        Layers keep their names, so a share's ``state_dict`` is a part of the whole one's.
+        Layers keep their names, so a share's ``state_dict`` is a part of the whole chain's.
 
         Args:
             whole: the same chain on every rank.
-            group: of the ranks; all, by default.
+            group: the process group; all ranks by default.
             way: how gradients cross the ranks.
-            pieces: of the batch.
-            cuts: the index of the first layer of each rank but rank 0, ascending; by default, each
-                rank has as many layers as any other, or one less.
-            sample: an input, on every rank: the cuts are those for which the slowest rank is as
-                fast as can be, as rank 0 measures the layers with it.
+            pieces: the number of pieces of the batch.
+            cuts: the index of the first layer of each rank except rank 0, ascending. By default,
+                the numbers of layers differ by at most one.
+            sample: an input, on every rank: rank 0 measures the layers with it. The cuts then make
+                the slowest rank as fast as possible.
 
         Returns:
             The module, with this rank's layers.
 
         Raises:
-            CellError: the cuts are none, or a parameter would be on two ranks.
+            CellError: the cuts are not valid, or a parameter would be on two ranks.
             RankError: with a sample, the ranks do not agree, or rank 0 cannot run it.
 
         Example:
@@ -151,8 +152,8 @@ class LayerSharded(Sharded):
             input: (samples, …), on rank 0; None on every other.
 
         Returns:
-            On the last rank the chain's output. On others a zero, whose ``backward`` is the way
-            back through this rank's layers.
+            On the last rank the chain's output. On others a zero, whose ``backward`` goes back
+            through this rank's layers.
 
         Raises:
             RankError: the ranks do not agree, one cannot run, or one does not answer.
@@ -160,7 +161,7 @@ class LayerSharded(Sharded):
         return cross(self._agreed(input), input)
 
     def _agreed(self, input: Any) -> Crossing:
-        """Tell the others what this rank was called with, and hear what they were."""
+        """Tell the other ranks the arguments of this call, and check theirs."""
         guard = Guard()
         told = guard(self._told, input)
         heard = [each.own for each in guard.settle(self.links, told)]
@@ -170,7 +171,7 @@ class LayerSharded(Sharded):
             if each.couples and len(batches) > 1:
                 raise RankError(
                     f"rank {rank} cannot run: {each.couples} takes its mean and variance from the "
-                    f"batch, which is handed along in {len(batches)} pieces: expected pieces=1"
+                    f"batch, which is run in {len(batches)} pieces: expected pieces=1"
                 )
         gradient = torch.is_grad_enabled() and any(each.wants for each in heard)
         way, timer = self.way, None
@@ -215,7 +216,7 @@ class LayerSharded(Sharded):
 
 @dataclass(frozen=True)
 class _Own:
-    """What only one rank knows."""
+    """Properties of the call that may differ between ranks."""
 
     samples: int
     dtype: str
@@ -233,7 +234,7 @@ def _check_chain(layers: Any) -> None:
 
 
 def _measured_cuts(whole: nn.Sequential, links: Links, sample: Any) -> list[int]:
-    """What rank 0 finds; every rank has to call it."""
+    """Return the cuts that rank 0 measures; every rank has to call it."""
     guard = Guard()
 
     def find() -> list[int]:
@@ -248,7 +249,7 @@ def _measured_cuts(whole: nn.Sequential, links: Links, sample: Any) -> list[int]
 
 
 def _edges(count: int, size: int, cuts: Sequence[int] | None) -> list[int]:
-    """Where each rank's layers begin, and where the last one's end."""
+    """Return the index of each rank's first layer, and the end of the last rank's layers."""
     if cuts is None:
         return [k * count // size for k in range(size + 1)]
     edges = [0, *cuts, count]
@@ -282,12 +283,12 @@ def _check_input(input: Any, rank: int) -> None:
         raise CellError(f"it was given {given}: expected a tensor, (samples, …)")
     if input.ndim < 2:
         raise CellError(
-            f"the input has {input.ndim} dimensions: expected samples first, and one besides"
+            f"the input has {input.ndim} dimensions: expected samples first, and at least one more"
         )
 
 
 def _hooked(modules: Iterable[nn.Module]) -> str:
-    """Which kind of module has a backward hook, or nothing."""
+    """Return the type of the first module with a backward hook, or ""."""
     for module in modules:
         if module._backward_hooks or module._backward_pre_hooks:
             return type(module).__name__
@@ -295,7 +296,7 @@ def _hooked(modules: Iterable[nn.Module]) -> str:
 
 
 def _couples(module: nn.Module) -> bool:
-    """Whether a layer couples samples: a batch norm that goes by the batch's own statistics."""
+    """Return whether a layer couples samples: a batch norm that uses the batch's own statistics."""
     return isinstance(module, _BatchNorm) and (module.training or module.running_var is None)
 
 

@@ -1,9 +1,9 @@
-"""Which way gradients cross the ranks of a chain fastest: each is tried on the passes asked for.
+"""Choose the fastest way for gradients to cross the ranks of a chain, by trying each.
 
-What a tree costs depends on what Jacobians have in common with their neighbours', so ways are
-measured, not predicted. A line comes first, and its seconds are the patience for a Jacobian, or a
-product of two. If its operations alone must take longer, that pass, and every later one, goes by a
-line. Every pass is exact, whichever way it goes.
+The cost of a tree depends on the patterns of neighbouring Jacobians, so ways are measured, not
+predicted. A line comes first. Its seconds are the limit for a Jacobian, or a product of two. If the
+operations alone must take longer, that pass and every later one goes by a line. Every pass is
+exact, whichever way it goes.
 """
 
 from dataclasses import dataclass, field
@@ -15,15 +15,15 @@ __all__ = ["WayTimer"]
 
 @dataclass
 class WayTimer:
-    """The passes of one kind, and what they took; the same on every rank.
+    """The passes of one kind, and their seconds; the same on every rank.
 
-    Each way is gone twice, since the first time finds plans that the second has.
+    Each way is tried twice, since the first pass makes plans that the second finds.
 
     Args:
-        ranks: how many. Up to two, no product is made, and all ways do the same.
+        ranks: the number of ranks. Up to two, no product is made, and all ways do the same.
 
     Attributes:
-        seconds: of the passes by each way, the slowest rank's.
+        seconds: the slowest rank's seconds of the passes by each way.
 
     Example:
         >>> timer = WayTimer(4)
@@ -42,27 +42,27 @@ class WayTimer:
 
     @property
     def over(self) -> bool:
-        """Whether all are made."""
+        """Whether all trials are done."""
         return not self._next
 
     @property
     def way(self) -> RankWay:
-        """That of the next pass."""
+        """The way of the next pass."""
         if self._next:
             return self._next[0]
         return min(self.seconds, key=lambda way: self.seconds[way][-1], default="linear")
 
     @property
     def patience(self) -> float | None:
-        """Seconds that a line takes; None while nothing else is tried, and once all has been."""
+        """The seconds of a line while another way is tried; else None."""
         return None if self.over or self.way == "linear" else self.seconds["linear"][-1]
 
     def done(self, way: RankWay, seconds: float, *, by: str) -> None:
-        """Note the slowest rank's seconds of a pass; ``by`` is the way that it went in the end."""
+        """Note the slowest rank's seconds of a pass; ``by`` is the way that it took in the end."""
         if self.over or way != self._next[0]:
             return
         self.seconds.setdefault(way, []).append(seconds)
         del self._next[0]
-        if by != way:  # a Jacobian could not be formed, or would have taken too long
+        if by != way:  # a Jacobian was impossible, or would have taken too long
             del self.seconds[way]
             self._next.clear()

@@ -1,9 +1,9 @@
-"""Which way gradients cross ranks fastest: measured once, for a batch and a length of steps.
+"""Choose the fastest way for gradients to cross ranks, once for a batch and a length of steps.
 
-A linear hand-over waits for every rank's sweep, a tree and a gather for one Jacobian. Each rank
-measures a sweep, a Jacobian and a product, and the slowest's go into
-:class:`retrograde.ranks.cost_model.RankModel`, so all ranks choose alike. A Jacobian is only formed
-to be timed where it could pay.
+A linear scan waits for every rank's sweep, a tree and a gather for one Jacobian. Each rank measures
+a sweep, a Jacobian and a product. The slowest rank's numbers go into
+:class:`retrograde.ranks.cost_model.RankModel`, so all ranks choose alike. A Jacobian is computed
+and timed only where it could pay.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,21 +28,23 @@ __all__ = ["choose"]
 
 Seconds = tuple[float, ...]
 
-# At best a Jacobian takes this part of a product for every step, or of a sweep for every column.
+# At best a Jacobian takes this share of a product for every step, or of a sweep for every column.
 _AT_BEST = 4
 _SIDE_BY_SIDE = 16
-_FEW = 2**22  # numbers in matrices that are multiplied for nothing but the time it takes
+_FEW = 2**22  # numbers in matrices that are multiplied only to time it
 
 
 def choose(call: Crossing, pieces: Sequence[Piece], dy: Gradient) -> RankWay:
-    """The way that the model expects to be fastest; every rank has to call it, and finds the same.
+    """Return the way that the model predicts to be fastest; every rank has to call it.
+
+    All ranks get the same.
 
     Raises:
         RankError: a rank fails, or does not answer.
     """
     links = call.links
     if links.size < 3 or not sum(call.batches):
-        return "linear"  # no matrix crosses, and all ways do the same
+        return "linear"  # no matrix is sent, and all ways do the same
     size = sum(s.shape[0] * s.shape[-1] for s in pieces[0].after)
     like = torch.empty(0, dtype=call.x.dtype, device=call.x.device)
     vector = sum(call.batches) * size * call.x.itemsize
@@ -68,21 +70,21 @@ def choose(call: Crossing, pieces: Sequence[Piece], dy: Gradient) -> RankWay:
 
 
 def _slowest(links: Links, measure: Callable[[], Seconds]) -> Seconds:
-    """What every rank measures, of each number the largest."""
+    """Return the measurements of the slowest rank, each number by itself."""
     guard = Guard()
     heard = guard.settle(links, Told(own=guard(measure)))
     return tuple(max(column) for column in zip(*(each.own for each in heard), strict=True))
 
 
 def _product(like: Tensor, samples: int, size: int) -> float:
-    """The seconds of a product of two matrices, for each sample; measured on some."""
+    """Return the seconds of a product of two matrices for each sample, measured on some samples."""
     few = min(samples, 1 + _FEW // size**2)
     matrices = Dense(like.new_full((few, size, size), 1 / size))
     return _time(like.device, lambda: combine(matrices, matrices)) * samples / few
 
 
 def _products(call: Crossing, pieces: Sequence[Piece], dy: Gradient) -> Seconds:
-    """The seconds of a Jacobian, of a product of two, and of one with a vector."""
+    """Return the seconds of a Jacobian, of a product of two, and of one with a vector."""
     made: list[Any] = []
     device = call.x.device
     taken = _time(device, lambda: made.append(call.affine(pieces, dy)))
@@ -95,7 +97,10 @@ def _products(call: Crossing, pieces: Sequence[Piece], dy: Gradient) -> Seconds:
 
 
 def _fastest(call: Crossing, model: RankModel) -> RankWay:
-    """By the model; which knows of no pieces, by which a linear hand-over overlaps."""
+    """Return the way that the model predicts to be fastest.
+
+    The model knows no pieces, which make a linear scan overlap; that is added here.
+    """
     ranks, pieces = call.links.size, len(call.batches)
     hop, compared = model.hop(model.vector_bytes / pieces), model.hop(model.vector_bytes)
     seconds: dict[RankWay, float] = {
@@ -107,7 +112,7 @@ def _fastest(call: Crossing, model: RankModel) -> RankWay:
 
 
 def _time(device: torch.device, call: Callable[[], object]) -> float:
-    """Seconds; the first time loads and compiles, so the second may count."""
+    """Return the seconds of a call; the best of two, since the first loads and compiles."""
     taken = []
     for _ in range(2):
         start = now(device)

@@ -1,7 +1,7 @@
-"""One pass of one rank through its steps: forward in pieces, and the way back across ranks.
+"""One pass of one rank through its steps: forward in pieces, and backward across ranks.
 
-torch differentiates a rank's own steps, from a leaf to what is handed on. :func:`cross` puts them
-into the caller's graph as one node, whose backward pass joins the graphs of the ranks.
+torch differentiates a rank's own steps, from a leaf to the state that is passed on. :func:`cross`
+adds them to the caller's graph as one node, whose backward pass joins the graphs of the ranks.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -30,15 +30,15 @@ class Crossing(base.Crossing):
     """One forward pass of one rank, and the backward pass through it.
 
     Attributes:
-        rnn: what is run.
+        rnn: the recurrent module.
         way: how gradients cross.
-        report: filled by the backward pass.
+        report: receives the counts of the backward pass.
         x: this rank's inputs.
         state: the initial state, empty where none was given.
-        batched: whether there is a batch.
-        choose: finds the way for a kind of call, where none was said.
-        chosen: the ways that were found, by kind of call.
-        longest: steps of any rank.
+        batched: whether there is a batch dimension.
+        choose: chooses the way for a kind of call, for ``way="auto"``.
+        chosen: the chosen ways, by kind of call.
+        longest: the most steps of any rank.
     """
 
     rnn: BudgetedRNN
@@ -56,27 +56,28 @@ class Crossing(base.Crossing):
 
     @property
     def kind(self) -> Hashable:
-        """Calls of one kind go the same way: of the same batch, and of about as many steps."""
+        """The key of a choice: calls of the same batch, and of about as many steps, go the same
+        way."""
         return tuple(self.batches), self.longest.bit_length(), self.x.dtype
 
     @property
     def dim(self) -> int:
-        """Where the batch is in inputs and outputs."""
+        """The batch dimension of inputs and outputs."""
         return 0 if self.rnn.batch_first else 1
 
     def steps(self, x: Tensor) -> int:
-        """How many steps an input has."""
+        """Return how many steps an input has."""
         return x.shape[1 if self.rnn.batch_first and self.batched else 0]
 
     def cut(self, t: Tensor, dim: int) -> Sequence[Tensor]:
         return t.split(self.batches, dim) if self.batched else [t]
 
     def seeds(self, dy: Gradient) -> Sequence[Gradient]:
-        """The gradients of each piece's outputs."""
+        """Return the gradients of each piece's outputs."""
         return [None] * len(self.batches) if dy is None else self.cut(dy, self.dim)
 
     def check_budget(self) -> None:
-        """Refuse a budget that is too small before any other rank has begun to wait."""
+        """Refuse a budget that is too small before any other rank begins to wait."""
         rnn, part = self.rnn, self.cut(self.x, self.dim)[0].detach()
         if rnn.memory is None or not self.gradient or not self.steps(part):
             return
@@ -86,7 +87,7 @@ class Crossing(base.Crossing):
         piece.fit(part, before if rnn.mode == "LSTM" else before[0])
 
     def run(self, x: Tensor, given: State) -> list[Piece]:
-        """Go forward, piece by piece, and hand each on.
+        """Run forward, and send each piece's final state on.
 
         Raises:
             RankError: a rank cannot run its steps; the same on every rank.
@@ -102,7 +103,8 @@ class Crossing(base.Crossing):
         return pieces
 
     def _parts(self, x: Tensor, given: State) -> Iterator[tuple[Tensor, Any]]:
-        """The inputs of each piece, and the state before it; on later ranks it has to arrive."""
+        """Iterate over the inputs of each piece and the state before it, which later ranks
+        receive."""
         states = [self.cut(s, 1) for s in given]
         for j, part in enumerate(self.cut(x, self.dim)):
             if self.links.rank:
@@ -131,13 +133,13 @@ class Crossing(base.Crossing):
         return Piece(x, before, outputs, after, self.batched)
 
     def rehearse(self, pieces: Sequence[Piece], dy: Gradient) -> None:
-        """Go back through all pieces, for nothing but the time that it takes."""
+        """Go back through all pieces, only to time it."""
         own = [p for p in self.rnn.parameters() if p.requires_grad]
         for piece, seed in zip(pieces, self.seeds(dy), strict=True):
             piece.back(seed, tuple(torch.zeros_like(s) for s in piece.after), own, keep=True)
 
     def affine(self, pieces: Sequence[Piece], dy: Gradient) -> Any:
-        """What this rank's steps and losses do to the gradient that reaches them: g ↦ b + J·g."""
+        """Return this rank's map of the gradient that reaches it, with its losses: g ↦ b + J·g."""
         if not self.closed:
             rnn = self.rnn
             asked = (rnn.memory, rnn.backward, rnn.schedule) != (None, None, None)
@@ -161,7 +163,7 @@ def _joined(parts: Iterable[Tensor], dim: int) -> Tensor:
 
 
 def _for_a_piece(rnn: BudgetedRNN, pieces: int) -> BudgetedRNN:
-    """The module for one piece of the batch: a budget in bytes is for all, held side by side."""
+    """Return the module for one piece of the batch, whose share of a budget in bytes is equal."""
     asked = None if rnn.memory is None else parse_memory(rnn.memory)
     if pieces == 1 or not isinstance(asked, int):
         return rnn
@@ -171,7 +173,7 @@ def _for_a_piece(rnn: BudgetedRNN, pieces: int) -> BudgetedRNN:
 
 
 def cross(call: Crossing) -> tuple[Tensor, State | None]:
-    """Run this rank's steps in the caller's graph: their outputs, and on the last rank the state.
+    """Run this rank's steps in the caller's graph; return their outputs, and the last rank's state.
 
     Raises:
         RankError: a rank does not answer, or cannot run its steps.
@@ -206,7 +208,7 @@ class _Node(torch.autograd.Function):
             way = call.chosen[call.kind]
         back = _Back(call, pieces, outputs, final, ctx.own)
         back.go(way)
-        if call.report.way != way:  # products of Jacobians could not be used, nor can they later
+        if call.report.way != way:  # products of Jacobians fail here, and would fail later too
             call.chosen[call.kind] = call.report.way
         inputs = [g for g in back.inputs if g is not None]
         x = _joined(inputs, call.dim) if inputs else None
@@ -215,7 +217,7 @@ class _Node(torch.autograd.Function):
 
 
 class _Back(WayBack):
-    """The way back of one rank through its steps.
+    """The backward pass of one rank through its steps.
 
     Attributes:
         begun: for each piece, the gradient of the state before the steps.
@@ -262,7 +264,8 @@ class _Back(WayBack):
         return [piece.unflat(part) for piece, part in zip(self.pieces, parts, strict=True)]
 
     def meet(self, alike: bool) -> bool:
-        """As told; in the same go the parameters' gradients are added up over the ranks."""
+        """As in the base class; the same message also sums the parameters' gradients over the
+        ranks."""
         pairs = zip(self.own, self.totals, strict=True)
         parts = [torch.zeros_like(p) if g is None else g for p, g in pairs]
         flags = parts[0].new_tensor([self.guard.cause is not None, not alike])
@@ -275,7 +278,7 @@ class _Back(WayBack):
 
 
 def added_up(links: Links, parts: list[Tensor]) -> list[Tensor]:
-    """Sums over the ranks, in one go, the same bits on each."""
+    """Return sums over the ranks, by one message, the same bits on each."""
     if links.size == 1 or not parts:
         return parts
     flat = torch.cat([part.reshape(-1) for part in parts])

@@ -1,4 +1,4 @@
-"""A piece of the batch, as one rank has run it: the leaves and the ends of its own graph."""
+"""A piece of the batch that one rank has run: the leaves and the ends of its own graph."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ __all__ = ["Piece", "State", "by_sweeps"]
 
 State = tuple[Tensor, ...]
 
-_SIDE_BY_SIDE = 64  # gradients that go back at once
+_SIDE_BY_SIDE = 64  # gradients that one backward pass takes
 
 
 @dataclass
@@ -26,10 +26,10 @@ class Piece:
 
     Attributes:
         x: the inputs of this rank's steps; a leaf.
-        before: the state before them; leaves.
-        outputs: of these steps, or their place in the graph.
-        after: the state after them.
-        batched: whether states have a dimension for samples.
+        before: the state before the steps; leaves.
+        outputs: the outputs of the steps, or their edge in the graph.
+        after: the state after the steps.
+        batched: whether states have a batch dimension.
     """
 
     x: Tensor
@@ -44,7 +44,7 @@ class Piece:
         return self.after is self.before
 
     def hand_over(self) -> Tensor:
-        """The outputs, of which only the place in the graph is kept."""
+        """Return the outputs, and keep only their edge in the graph."""
         outputs = self.outputs
         assert isinstance(outputs, Tensor)
         if outputs.requires_grad:
@@ -54,13 +54,13 @@ class Piece:
     def back(
         self, seed: Gradient, ends: State, own: Sequence[Tensor] = (), *, keep: bool = False
     ) -> tuple[Gradient, State, Sequence[Gradient]]:
-        """The gradients of the inputs, of the state before, and of some parameters.
+        """Return the gradients of the inputs, of the state before, and of some parameters.
 
         Args:
             seed: the gradient of the outputs, or None for zero.
-            ends: those of the state after the steps.
-            own: parameters whose gradients are wanted.
-            keep: whether to leave the graph for another time.
+            ends: the gradient of the state after the steps.
+            own: parameters whose gradients are needed.
+            keep: whether to keep the graph for another pass.
         """
         wanted = [self.x] if self.x.requires_grad and own else []
         if self.empty:
@@ -68,7 +68,7 @@ class Piece:
         roots: Any = [*self.after, *([] if seed is None else [self.outputs])]
         seeds = [*ends, *([] if seed is None else [seed])]
         leaves = [*wanted, *self.before, *own]
-        with muted_hooks(own):  # they are called with the whole gradient, not a piece's
+        with muted_hooks(own):  # hooks get the whole gradient, not a piece's
             found = torch.autograd.grad(roots, leaves, seeds, retain_graph=keep, allow_unused=True)
         start, stop = len(wanted), len(wanted) + len(self.before)
         pairs = zip(found[start:stop], self.before, strict=True)
@@ -76,13 +76,13 @@ class Piece:
         return (found[0] if wanted else None), before, found[stop:]
 
     def flat(self, state: State) -> Tensor:
-        """A state as a vector for each sample."""
+        """Return a state as a vector for each sample."""
         if not self.batched:
             state = tuple(s[:, None] for s in state)
         return torch.cat([s.transpose(0, 1).flatten(1) for s in state], 1)
 
     def unflat(self, flat: Tensor) -> State:
-        """The state that a vector for each sample stands for."""
+        """Return the state of a vector for each sample."""
         sizes = [s.shape[0] * s.shape[-1] for s in self.before]
         parts = zip(flat.split(sizes, 1), self.before, strict=True)
         states = (p.unflatten(1, (s.shape[0], s.shape[-1])).transpose(0, 1) for p, s in parts)
@@ -90,15 +90,15 @@ class Piece:
 
 
 def by_sweeps(pieces: Sequence[Piece], seeds: Sequence[Gradient], *, apart: bool) -> Any:
-    """g ↦ b + J·g, by sweeps through what was recorded: one for b, and one for each column of J.
+    """Compute g ↦ b + J·g by sweeps through the graph: one for b, and one for each column of J.
 
     Args:
-        pieces: of the batch; their graphs are kept.
-        seeds: the gradients of each one's outputs.
+        pieces: the pieces of the batch; their graphs are kept.
+        seeds: the gradients of each piece's outputs.
         apart: whether autograd takes one gradient at a time, as through kernels of whole layers.
 
     Returns:
-        ``IDENTITY`` where there is no step, and else an ``Affine``.
+        ``IDENTITY`` where there is no step, else an ``Affine``.
     """
     if pieces[0].empty:
         return IDENTITY

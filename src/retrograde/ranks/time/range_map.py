@@ -1,16 +1,17 @@
-"""What a range of steps does to any gradient that reaches it, in closed form: g ↦ b + J·g.
+"""The map of a gradient through a range of steps, in closed form: g ↦ b + J·g.
 
-J is the product of the range's transposed Jacobians, b what the range's own loss terms bring. Both
-come of one pass: a zero and the basis of the state space are taken back through the steps, as the
-rows of one matrix. A step's slopes are functions of its states (:mod:`retrograde.kernels.cells`).
-So the range is run again, a block of steps at a time; only one block's slopes are held.
+J is the product of the range's transposed Jacobians, and b comes from the range's own loss terms.
+One pass computes both: it takes a zero and the basis of the state space back through the steps, as
+the rows of one matrix. A step's slopes are functions of its states
+(:mod:`retrograde.kernels.cells`). So the range is run again, a block of steps at a time; only one
+block's slopes are held.
 
 *Layers.* Each layer has the rows of its own basis and of those above it. The gradient of a step's
-inputs is added to the rows of the layer below, which goes through the same step next. Nothing
-reaches a layer above, so J is block triangular, and the zero blocks are not computed.
+inputs is added to the rows of the layer below, which takes the same step next. No gradient reaches
+a layer above, so J is block triangular, and the zero blocks are not computed.
 
-*Chunks.* As in :mod:`retrograde.kernels.sweep`, a block is cut into chunks that run side by side,
-one for each thread or more, until products are large enough to be fast. Then the chunks' products
+*Chunks.* As in :mod:`retrograde.kernels.sweep`, a block is cut into chunks that run together. There
+is at least one chunk for each thread, and more while products are small. Then the chunks' products
 are multiplied. One chunk is a plain sweep of the basis.
 """
 
@@ -32,12 +33,12 @@ from retrograde.scan.elements import IDENTITY, Affine, Dense, Vector
 
 __all__ = ["by_slopes", "has_closed_form", "range_map"]
 
-_AT_ONCE = 2**19  # numbers of a step, all its chunks together, beyond which more do not pay
-_BLOCK_BYTES = 2**22  # of the slopes of a block
+_AT_ONCE = 2**19  # numbers of a step in all its chunks, beyond which more chunks do not pay
+_BLOCK_BYTES = 2**22  # bytes of a block's slopes
 
 
 def has_closed_form(rnn: BudgetedRNN, x: Tensor) -> bool:
-    """Whether :func:`by_slopes` can be used for a module and an input, as it is called now.
+    """Return whether :func:`by_slopes` works for a module and an input, as called now.
 
     Dropout, a projection and autocast have no closed form.
 
@@ -53,7 +54,7 @@ def has_closed_form(rnn: BudgetedRNN, x: Tensor) -> bool:
 
 
 def by_slopes(rnn: BudgetedRNN, x: Tensor, before: State, dy: Gradient) -> Any:
-    """The map of a module's steps, as :func:`range_map`; ``IDENTITY`` where there is no step."""
+    """Return the :func:`range_map` of a module's steps; ``IDENTITY`` where there is no step."""
     if not len(x):
         return IDENTITY
     weights = [w.detach().contiguous() for w in cast(list[Tensor], rnn._flat_weights)]
@@ -68,14 +69,14 @@ def by_slopes(rnn: BudgetedRNN, x: Tensor, before: State, dy: Gradient) -> Any:
 def range_map(
     layers: Sequence[Weights], x: Tensor, state: State, dy: Gradient, chunks: int | None = None
 ) -> Affine:
-    """The affine map of a range of steps, for each sample.
+    """Return the affine map of a range of steps, for each sample.
 
     Args:
-        layers: their parameters, the lowest first; float32 or float64.
+        layers: the layers' parameters, the lowest layer first; float32 or float64.
         x: inputs (T, B, I), at least one step.
-        state: before the range: (h,), or (h, c), each (layers, B, H).
+        state: the state before the range: (h,), or (h, c), each (layers, B, H).
         dy: the loss's gradient of each output (T, B, H), or None for zero.
-        chunks: side by side; by default as many as are expected to be fastest.
+        chunks: chunks that run together; by default as many as are expected to be fastest.
 
     Returns:
         J (B, n, n) and b (B, n), n = layers · H, or 2 · layers · H for (h, c): first h of each
@@ -112,7 +113,8 @@ def range_map(
 def _blocks(
     layers: Sequence[Weights], x: Tensor, state: State, dy: Gradient, length: int
 ) -> Iterator[tuple[list[Slopes], Gradient]]:
-    """Run the range again: for each block of steps each layer's slopes, and the loss's terms."""
+    """Run the range again; for each block of steps, yield each layer's slopes and the loss
+    terms."""
     before = [tuple(s[k] for s in state) for k in range(len(layers))]
     use = kernels(x.device.type, x.dtype, layers[0].size)
     for start in range(0, len(x), length):
@@ -132,7 +134,7 @@ def _blocks(
 def _products(
     layers: Sequence[Weights], block: list[Slopes], dy: Gradient, count: int
 ) -> Iterator[Tensor]:
-    """The maps of a block's chunks (B, n + 1, n), in turn: Jᵀ, and under it b."""
+    """Iterate over the maps of a block's chunks (B, n + 1, n): Jᵀ, and b as the last row."""
     rest = len(block[0].gates) % count
     if rest:
         part = [each.at(slice(0, rest)) for each in block]
@@ -142,7 +144,7 @@ def _products(
 
 
 def _back(layers: Sequence[Weights], block: list[Slopes], dy: Gradient, count: int) -> Tensor:
-    """The maps of chunks, gone through side by side: (C, B, n + 1, n), the lowest layer first."""
+    """Return the maps of chunks that run together: (C, B, n + 1, n), the lowest layer first."""
     length = len(block[0].gates) // count
     cut = [in_chunks(each, dy, 0, length) for each in block]
     chunks, losses = [each for each, _ in cut], cut[-1][1]
@@ -165,7 +167,7 @@ def _back(layers: Sequence[Weights], block: list[Slopes], dy: Gradient, count: i
 
 
 def _basis(layers: Sequence[Weights], like: Tensor) -> list[Tensor]:
-    """For each layer its own basis, zeros for the layers above, and a row for the loss's terms."""
+    """Return, for each layer, its own basis, zeros for the layers above, and a row for the loss."""
     n = layers[0].state_size
     found = []
     for above in range(len(layers) - 1, -1, -1):
@@ -176,7 +178,7 @@ def _basis(layers: Sequence[Weights], like: Tensor) -> list[Tensor]:
 
 
 def _after(later: Tensor, earlier: Tensor) -> Tensor:
-    """Two maps as one: g is taken through the later steps, then through the earlier."""
+    """Return two maps as one: g goes through the later steps, then through the earlier ones."""
     whole = later @ earlier[:, :-1]
     whole[:, -1] += earlier[:, -1]
     return whole

@@ -1,13 +1,13 @@
-"""A recurrent module whose sequence lies across ranks, cut along time.
+"""A recurrent module whose sequence is cut along time, across ranks.
 
-*Forward*, the state is handed along, piece by piece of the batch, so that ranks overlap. *Backward*
-in a linear scan, the gradient of the state is handed back in the same manner. In a tree or a gather
-no rank waits for its neighbour. Each forms the affine map g ↦ b + J·g of its own losses and steps;
-the scan across ranks (:mod:`retrograde.ranks.scan_over_ranks`; W20, algorithm 1) tells each the
-gradient that reaches it, and all go through their steps at once. Then the parameters' gradients are
-added up over the ranks.
+*Forward*, the state of each piece of the batch passes from rank to rank, so that ranks overlap.
+*Backward* in a linear scan, the gradient of the state passes back in the same way. In a tree or a
+gather no rank waits for its neighbour. Each computes the affine map g ↦ b + J·g of its own losses
+and steps. The scan across ranks (:mod:`retrograde.ranks.scan_over_ranks`; W20, algorithm 1) gives
+each rank the gradient that reaches it, and all go through their steps at once. Then the parameters'
+gradients are summed over the ranks.
 
-What is exchanged is a state a sample each way, and in a tree the matrices J, of its size squared.
+Ranks exchange one state a sample each way, and in a tree the matrices J, of its size squared.
 No rank holds anything of another's steps.
 """
 
@@ -34,32 +34,32 @@ __all__ = ["TimeSharded"]
 class TimeSharded(Sharded):
     """A recurrent module run over a sequence of which each rank has its own steps.
 
-    The steps of rank 0 come first. Every rank calls the module with its own, of any number, none
-    included, and gets their outputs; every rank then calls ``backward`` on a loss of its own.
-    Each parameter's gradient is that of the sum of all these losses, the same on every rank, so
-    that any optimizer keeps the ranks' parameters equal. The numbers are those of one process, up
-    to rounding.
+    Rank 0 has the first steps. Every rank calls the module with its own steps and gets their
+    outputs; a rank may have any number of steps, or none. Every rank then calls ``backward`` on a
+    loss of its own. Each parameter's gradient is that of the sum of all these losses. It is the
+    same on every rank, so any optimizer keeps the ranks' parameters equal. The numbers are those of
+    one process, up to rounding.
 
     Args:
         rnn: an ``rg.RNN``, ``rg.GRU`` or ``rg.LSTM`` in one direction, with the same parameters on
-            every rank. With ``memory=`` each rank keeps its own steps within that.
-        group: of the ranks; all, by default.
-        way: how gradients cross the ranks: ``"linear"``, ``"tree"`` or ``"gather"``; ``"auto"``
+            every rank. With ``memory=`` each rank keeps its own steps within that budget.
+        group: the process group; all ranks by default.
+        way: how gradients cross the ranks: ``"linear"``, ``"tree"`` or ``"gather"``. ``"auto"``
             measures, at the first backward pass for a batch and a number of steps, and chooses.
-        pieces: of the batch, which are handed along one after the other; as many as there are
-            ranks, by default.
+        pieces: the number of pieces of the batch, which overlap; as many as there are ranks, by
+            default.
 
     Attributes:
-        report: what the last backward pass did to cross the ranks.
+        report: the counts of the last backward pass across the ranks.
 
     Raises:
-        CellError: it is no such module.
-        RankError: at a call, the ranks do not agree; the message says which and how. Or one ended.
+        CellError: it is another module.
+        RankError: at a call, the ranks do not agree, or one ended; the message says which and how.
 
     Example:
         >>> import copy
         >>> import retrograde as rg
-        >>> from retrograde.ranks.transport import simulate  # in place of processes
+        >>> from retrograde.ranks.transport import simulate  # threads instead of processes
         >>> rnn = rg.GRU(3, 4)
         >>> def rank(links):
         ...     net = TimeSharded(copy.deepcopy(rnn), links)
@@ -96,11 +96,11 @@ class TimeSharded(Sharded):
         """Run this rank's steps.
 
         Args:
-            input: (T, B, I), or (B, T, I) with ``batch_first``, or (T, I): of this rank's T steps.
+            input: this rank's T steps: (T, B, I), or (B, T, I) with ``batch_first``, or (T, I).
             hx: the initial state, on the first rank only; zeros if not given.
 
         Returns:
-            The outputs of these steps; and on the last rank the final state, on others None.
+            The outputs of these steps, and on the last rank the final state, on others None.
 
         Raises:
             CellError: the input cannot be run.
@@ -112,7 +112,7 @@ class TimeSharded(Sharded):
         return outputs, state if self.rnn.mode == "LSTM" else state[0]
 
     def _agreed(self, input: Any, hx: Any) -> Crossing:
-        """Tell the others what this rank was called with, and hear what they were."""
+        """Tell the other ranks the arguments of this call, and check theirs."""
         guard = Guard()
         call: Crossing = guard(self._read, input, hx)
         told = guard(lambda: Told(alike=self._described(call), own=call.steps(call.x)))
@@ -122,7 +122,7 @@ class TimeSharded(Sharded):
         return call
 
     def _read(self, input: Any, hx: Any) -> Crossing:
-        """What is asked of this rank."""
+        """Check the arguments, and make this rank's pass."""
         rnn, rank = self.rnn, self.links.rank
         if isinstance(input, PackedSequence):
             raise CellError("the input is packed: expected a tensor; give padded sequences")
@@ -149,7 +149,7 @@ class TimeSharded(Sharded):
         wants = [input, *state, *rnn.parameters()]
         gradient = torch.is_grad_enabled() and any(t.requires_grad for t in rnn.parameters())
         if torch.is_grad_enabled() and not gradient and any(t.requires_grad for t in wants):
-            raise CellError("no parameter wants a gradient, and an input does: expected both")
+            raise CellError("an input requires a gradient, but no parameter does: expected both")
         self.report = RankReport(self.way)
         call = Crossing(
             links=self.links,
@@ -168,7 +168,7 @@ class TimeSharded(Sharded):
         return call
 
     def _described(self, call: Crossing) -> dict[str, Any]:
-        """What must be the same on every rank; the parameters too, at the first call."""
+        """Return what must be the same on every rank; at the first call, the parameters too."""
         rnn = self.rnn
         with torch.no_grad():
             parameters = () if self._compared else rnn.parameters()
@@ -185,10 +185,10 @@ class TimeSharded(Sharded):
         }
 
     def add_up(self, module: nn.Module) -> None:
-        """Sum the gradients of another module, such as one behind this, over the ranks.
+        """Sum the gradients of another module, such as one after this, over the ranks.
 
         Args:
-            module: of which every rank has the same, with gradients of its own steps.
+            module: the same module on every rank, with the gradients of that rank's own steps.
         """
         own = [p for p in module.parameters() if p.requires_grad]
         parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in own]
