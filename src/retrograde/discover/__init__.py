@@ -1,1 +1,1 @@
-"""What a call depends on: found, noted, put back; and a trial of it that leaves no trace."""
+"""Find what a call depends on, note it and restore it; and try a call without leaving a trace."""

@@ -1,10 +1,10 @@
-"""What a step uses besides its arguments: parameters, and tensors captured from outside (rule 5).
+"""Tensors that a step uses besides its arguments: parameters, and captured tensors (rule 5).
 
-A captured tensor may have been computed from another one that is captured too (an encoder's
-outputs, and keys computed from them), or from a parameter that the step uses itself. The gradient
-of a recorded step would then run on into what was there before the step, find its way to the other
-tensor once more, and use up a graph that is not ours. So such tensors are cut off: while a step is
-recorded, leaves that share their memory stand in for them.
+A captured tensor may depend on another captured one, as keys on an encoder's outputs. Or it may
+depend on a parameter that the step uses itself. The gradient of a recorded step would then
+continue into the graph before the step. It would reach the other tensor a second time, and use up a
+graph that is not ours. So such tensors are cut off: while a step is recorded, leaves that share
+their memory replace them.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -24,22 +24,22 @@ from retrograde.errors import CellError
 __all__ = ["Edge", "LeafWatch", "Outside", "distinct", "find_outside", "foreign_tensors"]
 
 Tensors = list[Tensor]
-#: A node of autograd's graph, and which of its outputs.
+#: A node of autograd's graph, and the index of one of its outputs.
 Edge = tuple[Any, int]
 
-# The sequence number of a node that accumulates the gradient of a leaf: it runs first of all.
+# The sequence number of a node that accumulates the gradient of a leaf.
 _LEAF = 2**64 - 1
 
 
 @dataclass(frozen=True)
 class Outside:
-    """The tensors that are to receive a gradient, and the same as a recorded graph has them."""
+    """The tensors that receive a gradient, and their counterparts in a recorded graph."""
 
     parameters: Tensors
     targets: Tensors
 
     def cut(self) -> AbstractContextManager[Any]:
-        """A context in which the targets stand in for the parameters."""
+        """Return a context in which the targets replace the parameters."""
         stand_ins = {
             id(p): t for p, t in zip(self.parameters, self.targets, strict=True) if p is not t
         }
@@ -47,16 +47,17 @@ class Outside:
 
 
 def find_outside(found: Referents, results: Tensors, mark: int, own: Tensors) -> Outside:
-    """Find every tensor besides its arguments that a step may use and that wants a gradient.
+    """Find every tensor, besides its arguments, that a step may use and that requires a gradient.
 
-    Module parameters that step 0 did not use are among them, for a later step may. ``results`` are
-    those of step 0, ``own`` its arguments, ``mark`` autograd's sequence number before it.
+    Module parameters that step 0 did not use are included, since a later step may use them.
+    ``results`` are the results of step 0 and ``own`` its arguments. ``mark`` is autograd's sequence
+    number before it.
 
     Raises:
         CellError: a captured tensor was used that cannot be found from the cell.
     """
     owned: Tensors = [p for m in found.modules for p in m.parameters() if p.requires_grad]
-    # torch.func.functional_call puts tensors of any kind in the place of parameters.
+    # torch.func.functional_call replaces parameters by tensors of any kind.
     among = [t for t in (*found.tensors, *owned) if t.grad_fn is not None]
     known = {(t.grad_fn, t.output_nr): t for t in among}
     leaves, older = foreign_tensors(results, mark, known.keys())
@@ -87,11 +88,11 @@ def foreign_tensors(
     known: Collection[Edge] = (),
     expected: Collection[Any] = (),
 ) -> tuple[Tensors, set[Edge]]:
-    """The leaves that a graph ends in, and the edges in it to what was there before ``mark``.
+    """Return the leaves of a graph, and its edges to nodes older than ``mark``.
 
-    The walk stops at ``known`` edges in any case: each thread counts sequence numbers on its own,
-    so a backward pass on another one cannot tell by the number what was there before.
-    ``expected`` nodes are passed over.
+    The walk stops at ``known`` edges in any case. Each thread counts sequence numbers on its own,
+    so a backward pass on another thread cannot tell by the number which nodes are older.
+    ``expected`` nodes are skipped.
     """
     leaves: Tensors = []
     older: set[Edge] = set()
@@ -102,7 +103,7 @@ def foreign_tensors(
     ]
     pending: list[Edge] = [(root.node, root.output_nr) for root in roots]
     visited: set[Any] = set(expected)
-    while pending:  # in an order that is the same at every call: fits are looked up by leaves
+    while pending:  # the order is the same at every call, since fits are looked up by leaves
         edge = pending.pop()
         node = edge[0]
         if node in visited and not known:
@@ -120,7 +121,7 @@ def foreign_tensors(
 
 
 class LeafWatch:
-    """Finds, step by step, what a recorded range uses besides the tensors that it is known to use.
+    """Finds, step by step, the tensors that a recorded range uses but is not known to use.
 
     A walk over a step's graph ends at the results of the step before it, and at known leaves.
     """
@@ -130,10 +131,10 @@ class LeafWatch:
         self.edges = {(p.grad_fn, p.output_nr) for p in targets if p.grad_fn is not None}
         self.mark = mark
         self.ends: set[Any] = set()  # nodes of known leaves
-        self.before: set[Any] = set()  # nodes of the results of the step before
+        self.before: set[Any] = set()  # nodes of the previous step's results
 
     def foreign(self, results: Sequence[Tensor]) -> int:
-        """How many tensors the results of a step go back to that are not known."""
+        """Return how many unknown tensors the results of a step depend on."""
         if self.edges:
             leaves, older = foreign_tensors(results, self.mark, self.edges)
             return sum(id(t) not in self.leaves for t in leaves) + len(older - self.edges)
@@ -170,7 +171,7 @@ _ACCUMULATES: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defi
 
 
 def _before(captured: Tensors) -> tuple[set[int], set[Edge]]:
-    """The leaves, by their ids, and the edges that captured tensors were computed from."""
+    """Return the leaves (as ids) and the edges that captured tensors were computed from."""
     leaves: set[int] = set()
     edges: set[Edge] = set()
     nodes = {t.grad_fn for t in captured}
@@ -192,12 +193,12 @@ def _leaf(t: Tensor) -> Tensor:
 
 
 def distinct(tensors: Iterable[Tensor]) -> Tensors:
-    """The tensors, each once."""
+    """Return the tensors, each once."""
     return list({id(t): t for t in tensors}.values())
 
 
 class _StandIns(TorchFunctionMode):
-    """Calls torch's functions with other tensors in the place of some."""
+    """A mode that replaces some tensors in the arguments of torch's functions."""
 
     def __init__(self, stand_ins: dict[int, Tensor]) -> None:
         super().__init__()
@@ -217,5 +218,5 @@ class _StandIns(TorchFunctionMode):
 
 
 def _holds(value: Any) -> bool:
-    """Whether an argument may hold tensors."""
+    """Return whether an argument may hold tensors."""
     return isinstance(value, list | tuple | dict) and not isinstance(value, Size)

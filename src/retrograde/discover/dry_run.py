@@ -1,13 +1,12 @@
-"""A trial call, of which no trace is left: what it draws and changes is found out (rules 2 and 3).
+"""A trial call that leaves no trace, and finds out what it draws and changes (rules 2 and 3).
 
-Random states are put back, and so are buffers, captured tensors and the places of Python values
-that the cell refers to, whether the call returns or raises. A module of which the call changed one
-buffer is taken to change all of its own: batch normalization's running mean stays as it is for an
-input of zeros.
+Random states, buffers, captured tensors and the Python values that the cell refers to are restored,
+whether the call returns or raises. If the call changes one buffer of a module, all buffers of that
+module count as changed: batch normalization's running mean is unchanged by an input of zeros.
 
-What the call changes in Python is of two kinds. Values without a history (a counter, an iterator, a
-detached tensor) belong to the state, and travel with it. A tensor with a history is only *left*: to
-be looked at, not to be read by the next step. A second call shows whether that reads it.
+The call can change two kinds of Python values. Values without a history (a counter, an iterator, a
+detached tensor) belong to the state, and are stored with it. A tensor with a history is only
+*left*: the caller may look at it, but the next step must not read it. A second call checks this.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,12 +33,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class DryRun(Generic[T]):
-    """What a trial call returned, and the surroundings that it depends on."""
+    """The result of a trial call, and the surroundings that it depends on."""
 
     value: T
     ambient: Ambient
     mark: int  # autograd's sequence number when it began
-    found: Referents  # what it refers to, without what only earlier calls left there
+    found: Referents  # the referents, without objects that only earlier calls left there
 
 
 def try_out(
@@ -48,11 +47,11 @@ def try_out(
     device: torch.device,
     results: Callable[[T], Sequence[Tensor]],
 ) -> DryRun[T]:
-    """Run a call with autograd recording, and put back what it drew and changed.
+    """Run a call with autograd recording, and restore what it drew and changed.
 
     Raises:
-        CellError: the call replaced a buffer by another tensor, or leaves behind what cannot be
-            put back, or reads what it left before.
+        CellError: the call replaced a buffer by another tensor, changed a value that cannot be
+            restored, or reads a tensor that it left before.
     """
     generators = _GeneratorStates(sources(device, found.generators))
     with MEASURING, unpacked(), _rewritten(found, device) as written, put_back(found.places):
@@ -62,7 +61,7 @@ def try_out(
                 mark, value = _marked(call)
                 first = last = _changes(found.places, before)
                 if any(change.tensors() for change in first):
-                    del value  # so that no more than one call's graph is held
+                    del value  # so that only one call's graph is held
                     earlier, stand_ins = mark, _stand_ins(first)
                     mark, value = _marked(call)
                     _check_unread(results(value), earlier, mark, first, stand_ins)
@@ -81,8 +80,8 @@ def try_out(
         place_bytes = _bytes_of(first, last) if last is not first else 0
     changed, others = written.parted()
     found = _without_stale(found, last)
-    still = tuple(source for source in generators.sources if source not in drawn)
-    steady = Steady(still, others, _untouched(found.places, last))
+    unmoved = tuple(source for source in generators.sources if source not in drawn)
+    steady = Steady(unmoved, others, _untouched(found.places, last))
     parts = tuple(found.parts())
     ambient = Ambient(device, drawn, changed, places, left, steady, parts, place_bytes)
     return DryRun(value, ambient, mark, found)
@@ -91,8 +90,10 @@ def try_out(
 def assigned_tensors(
     call: Callable[[], object], found: Referents, places: Sequence[Place], device: torch.device
 ) -> list[tuple[Place, Any, Any, Any]]:
-    """Where a call puts other values that hold tensors: a place, a name there, and the values
-    before and after. All is put back."""
+    """Find where a call assigns other values that hold tensors, and restore everything.
+
+    The results are a place, a name there, and the values before and after.
+    """
     generators = _GeneratorStates(sources(device, found.generators))
     with MEASURING, unpacked(), _rewritten(found, device), put_back(found.places):
         before = [place.note() for place in places]
@@ -110,8 +111,10 @@ def assigned_tensors(
 
 
 def _marked(call: Callable[[], T]) -> tuple[int, T]:
-    """Autograd's sequence number, and what a call returns. Autocast's weight cache is off: casts
-    of an earlier call would look like tensors from outside."""
+    """Return autograd's sequence number, and the result of a call.
+
+    Autocast's weight cache is off: casts of an earlier call would look like tensors from outside.
+    """
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -128,18 +131,18 @@ class _GeneratorStates:
         self.before = {source: source.copy() for source in generators}
 
     def moved(self) -> tuple[Source, ...]:
-        """Those that moved since, whoever drew from them."""
+        """Return the generators that moved since, whoever drew from them."""
         return tuple(s for s, then in self.before.items() if s.position() != then.position())
 
     def put_back(self, moved: Iterable[Source]) -> None:
-        """Restore some."""
+        """Restore some generators."""
         for source in moved:
             source.restore(self.before[source].capture())
 
 
 @dataclass(frozen=True)
 class _Change:
-    """Names of a place that hold other values now, and these values."""
+    """Names of a place that hold other values now, and the values."""
 
     place: Place
     keys: tuple[Any, ...]
@@ -151,7 +154,7 @@ class _Change:
         return [t for key in self.keys for t in tensors_in(self.now.get(key))]
 
     def with_history(self) -> tuple[Any, ...]:
-        """The names that hold tensors which were computed from others."""
+        """Return the names that hold tensors computed from others."""
         return tuple(
             key
             for key in self.keys
@@ -170,7 +173,7 @@ def _changes(places: Sequence[Place], before: Sequence[Seen]) -> list[_Change]:
 
 
 def _stand_ins(changes: list[_Change]) -> list[Tensor]:
-    """Let leaves without memory stand where a call left tensors, whose graph is then let go of."""
+    """Replace tensors that a call left by leaves without memory, which frees their graph."""
     found: list[Tensor] = []
 
     def stand_in(t: Tensor) -> Tensor:
@@ -195,7 +198,7 @@ def _check_unread(
     changes: list[_Change],
     stand_ins: list[Tensor],
 ) -> None:
-    """Refuse a second call whose results go back to tensors that the first call left."""
+    """Refuse a second call whose results depend on tensors that the first call left."""
     leaves, older = foreign_tensors(results, mark)
     read = {id(t) for t in leaves} & {id(t) for t in stand_ins}
     if read or any(node._sequence_nr() >= earlier for node, _ in older):
@@ -205,7 +208,7 @@ def _check_unread(
 
 
 def _without_stale(found: Referents, changes: list[_Change]) -> Referents:
-    """What is referred to, without what only an earlier call left in a place."""
+    """Return the referents without objects that only an earlier call left in a place."""
     stale = {
         id(v) for change in changes for key in change.keys for v in within(change.then.get(key))
     }
@@ -217,7 +220,7 @@ def _without_stale(found: Referents, changes: list[_Change]) -> Referents:
 
 
 def _parted(changes: list[_Change]) -> tuple[tuple[Place, ...], tuple[Left, ...]]:
-    """What belongs to the state, and what is only left.
+    """Divide the changes into places that belong to the state, and tensors that are only left.
 
     Raises:
         CellError: a change can be neither kept nor undone.
@@ -241,7 +244,7 @@ def _parted(changes: list[_Change]) -> tuple[tuple[Place, ...], tuple[Left, ...]
 
 
 def _untouched(places: Sequence[Place], changes: list[_Change]) -> tuple[Place, ...]:
-    """The places, those names aside that a call changes."""
+    """Return the places without the names that a call changes."""
     changed = {id(change.place): change for change in changes}
     found = []
     for place in places:
@@ -254,7 +257,8 @@ def _untouched(places: Sequence[Place], changes: list[_Change]) -> tuple[Place, 
 
 
 def _bytes_of(first: list[_Change], last: list[_Change]) -> int:
-    """The bytes of the tensors that belong to the state, those aside that a first call settles."""
+    """Return the bytes of tensors that belong to the state, without those that the first call
+    settles."""
     settled = {id(t) for change in first for t in change.tensors()}
     sizes = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
@@ -266,7 +270,7 @@ def _bytes_of(first: list[_Change], last: list[_Change]) -> int:
 
 
 _ADVANCES = (
-    "the cell advances the generator in {}, which cannot be set back for a rerun: expected a list, "
+    "the cell advances the generator in {}, which cannot be reset for a rerun: expected a list, "
     "a tuple or an iterator over one; or give its values as inputs"
 )
 _REPLACES = (
@@ -274,8 +278,8 @@ _REPLACES = (
     "(self.count.copy_(...), not self.count = ...), so that a rerun can put it back"
 )
 _COLLECTS = (
-    "the cell collects tensors with a gradient in {}: expected it to return them as outputs, for "
-    "what a step leaves has no gradient within a budget; return them, or append t.detach()"
+    "the cell collects tensors with a gradient in {}: expected it to return them as outputs, since "
+    "tensors that a step leaves have no gradient within a budget; return them, or append t.detach()"
 )
 
 
@@ -294,7 +298,7 @@ class _Rewritten:
             owner.put_back(self.device)
 
     def parted(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """What the call writes to, and what it does not."""
+        """Return the tensors that the call writes to, and the others."""
         changed = distinct(t for owner in self.owners if owner.changed for t in owner.tensors)
         others = distinct(t for owner in self.owners if not owner.changed for t in owner.tensors)
         kept = {id(t) for t in changed}
@@ -303,7 +307,7 @@ class _Rewritten:
 
 @contextmanager
 def _rewritten(found: Referents, device: torch.device) -> Iterator[_Rewritten]:
-    """Put back, after a block, the values of the tensors that a cell may write to."""
+    """Restore, after a block, the values of the tensors that a cell may write to."""
     written = _Rewritten(found, device)
     try:
         yield written
@@ -321,8 +325,8 @@ class _Owner:
         self.changed = False
 
     def put_back(self, device: torch.device) -> None:
-        """Restore the values, if any is another."""
-        # A kernel may write without counting, and a write may happen to change nothing.
+        """Restore the values, if any differs."""
+        # A kernel may write without counting a version, and a write may leave the same value.
         written = self.versions != list(map(version, self.tensors))
         pairs = zip(self.tensors, self.values, strict=True)
         self.changed = written or not all(torch.equal(t, value) for t, value in pairs)
@@ -346,7 +350,7 @@ class _Captured(_Owner):
         if self.numbers is None or t.requires_grad:
             raise CellError(
                 f"the cell writes in place to a tensor of shape {tuple(t.shape)} that it captured: "
-                "expected it to leave that as it is; register it as a buffer of a module, or make "
+                "expected it to stay unchanged; register it as a buffer of a module, or make "
                 "it part of the state"
             )
         value = torch.tensor(self.numbers, dtype=t.dtype, device=t.device)

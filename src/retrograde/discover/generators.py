@@ -1,13 +1,13 @@
-"""Where a step's random numbers come from: generators whose states can be taken and put back.
+"""Sources of a step's random numbers: generators whose states can be saved and restored.
 
-A step draws from torch's default generators, from Python's or NumPy's global ones (a coin for
-teacher forcing is often Python's), or from a generator of its own that it refers to. For a
-recomputation to draw the same numbers (rule 2 of the design), the states of those that it draws
-from travel with every stored hidden state.
+A step draws from torch's default generators, from Python's or NumPy's global ones, or from a
+generator that it refers to. (A coin for teacher forcing is often Python's.) A recomputation must
+draw the same numbers (rule 2 of the design). So the states of these generators are stored with
+every hidden state.
 
-That a generator moved does not say who drew from it: another thread may have, such as a loader that
-prefetches. :class:`Watch` tells what its own thread draws. It is dear, so it is asked only where
-something moved while other threads were there.
+A generator that moved does not show who drew from it: another thread may have, such as a loader
+that prefetches. :class:`Watch` finds the draws of its own thread. It is slow, so it is used only
+where a generator moved while other threads were running.
 
 Known limit: a generator that neither is global nor can be found from the cell is not seen.
 """
@@ -40,24 +40,25 @@ __all__ = [
 
 
 class Source(Protocol):
-    """A generator of random numbers; equal to another source of the same one."""
+    """A generator of random numbers; sources of the same generator are equal."""
 
     def __hash__(self) -> int: ...
 
     def position(self) -> Any:
-        """A value that changes when a number is drawn, and that takes no memory of torch's."""
+        """Return a value that changes when a number is drawn, and takes no memory of torch's."""
         ...
 
     def capture(self) -> Any:
-        """Its state, with ``nbytes`` and ``is_cuda``, as a tensor has them."""
+        """Return its state, with ``nbytes`` and ``is_cuda``, as a tensor has them."""
         ...
 
     def restore(self, state: Any) -> None:
-        """Put a captured state back."""
+        """Restore a captured state."""
         ...
 
     def copy(self) -> "Source":
-        """Another generator, in the same state; unlike a state it takes no memory of torch's."""
+        """Return another generator in the same state; unlike a state it takes no memory of
+        torch's."""
         ...
 
 
@@ -66,7 +67,7 @@ class _Torch:
     generator: torch.Generator
 
     def position(self) -> Any:
-        # The states themselves are five thousand bytes: a copy is asked for its next number.
+        # A state has five thousand bytes, so a copy draws its next number instead.
         if self.generator.device.type == "cpu":
             ahead = self.generator.clone_state()
             return int(torch.randint(2**62, (), generator=ahead, device="cpu"))
@@ -86,7 +87,7 @@ class _Torch:
 
 @dataclass(frozen=True)
 class PythonValue:
-    """Part of a snapshot that takes none of torch's memory."""
+    """A part of a snapshot that takes none of torch's memory."""
 
     value: Any
     nbytes: int = 0
@@ -95,8 +96,11 @@ class PythonValue:
 
 @dataclass(frozen=True)
 class _Other:
-    """A generator that is not torch's: how its state is taken, as a value that compares, and put
-    back; the object whose methods draw, if it is Python's, or the bits behind, if NumPy's."""
+    """A generator of Python's or NumPy's.
+
+    ``take`` returns its state as a value that compares, and ``put`` restores it. ``instance`` is
+    the object whose methods draw (Python's), or the bit generator (NumPy's).
+    """
 
     generator: Any
     instance: Any = field(compare=False)
@@ -118,13 +122,13 @@ class _Other:
 
 
 def is_generator(value: Any) -> bool:
-    """Whether a value is a generator that :func:`sources` knows how to take the state of."""
+    """Return whether a value is a generator that :func:`sources` can handle."""
     known = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
     return isinstance(value, known)
 
 
 def sources(device: torch.device, generators: Iterable[Any] = ()) -> tuple[Source, ...]:
-    """All that a step on ``device`` may draw from: the global generators and the given ones."""
+    """Return all that a step on ``device`` may draw from: the global and the given generators."""
     given = list(generators)
     ours = _of_device(device) + [g for g in given if isinstance(g, torch.Generator)]
     found: list[Source] = [_Torch(g) for g in {id(g): g for g in ours}.values()]
@@ -133,7 +137,7 @@ def sources(device: torch.device, generators: Iterable[Any] = ()) -> tuple[Sourc
 
 
 def _of_device(device: torch.device) -> list[torch.Generator]:
-    """torch's global generators: the CPU's and the device's."""
+    """Return torch's global generators: the CPU's and the device's."""
     found: list[torch.Generator] = [torch.default_generator]
     if device.type == "cuda":
         found.append(torch.cuda.default_generators[device.index or 0])
@@ -141,7 +145,7 @@ def _of_device(device: torch.device) -> list[torch.Generator]:
 
 
 def _global() -> "tuple[_Other, ...]":
-    """Python's generator and NumPy's, whichever way a cell refers to them."""
+    """Return Python's generator and NumPy's, whichever way a cell refers to them."""
     python = random.random.__self__  # type: ignore[attr-defined]
     return _Other(random, python, random.getstate, random.setstate), _numpy(np.random)
 
@@ -161,7 +165,7 @@ def _other(generator: Any) -> _Other:
 
 
 def _numpy(generator: Any) -> _Other:
-    """NumPy's global generator, or one of its kind."""
+    """Return NumPy's global generator, or one of its kind."""
 
     def take() -> Any:
         name, key, *rest = generator.get_state()
@@ -176,22 +180,22 @@ def _numpy(generator: Any) -> _Other:
 
 
 def random_position(device: torch.device) -> tuple[int, ...]:
-    """Where torch's default generators stand, as numbers that change when one is drawn from."""
+    """Return the positions of torch's default generators, which change when one is drawn from."""
     return tuple(_Torch(generator).position() for generator in _of_device(device))
 
 
 def _defaults() -> list[torch.Generator]:
-    """The generators that an operation draws from which is given none."""
+    """Return the generators of an operation that is given none."""
     return [torch.default_generator, *torch.cuda.default_generators]
 
 
 def _identity(generator: torch.Generator) -> int:
-    """The same for all Python objects of one generator: each operation is given a new one."""
+    """Return the id of a generator, since each operation is given a new Python object of it."""
     return int(generator._cdata)  # type: ignore[attr-defined]
 
 
 def _is_off(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether an operation draws nothing: attention without dropout, a layer in evaluation mode."""
+    """Return whether an operation draws nothing: no dropout, or a layer in evaluation mode."""
     parameters = func._schema.arguments
     given = {p.name: p.default_value for p in parameters}
     given |= {p.name: value for p, value in zip(parameters, args, strict=False)} | kwargs
@@ -200,16 +204,16 @@ def _is_off(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def is_alone() -> bool:
-    """Whether there is no other thread that could draw random numbers."""
+    """Return whether no other thread could draw random numbers."""
     return threading.active_count() == 1
 
 
 class Watch(TorchDispatchMode):
-    """Sees from which generators its thread draws in a block, and which tensors it reads.
+    """Watches which generators its thread draws from in a block, and which tensors it reads.
 
-    torch's operations are looked at one by one. Calls of Python's generators are seen by the
-    interpreter's profiling hook. NumPy's are locked for the block, so that whatever moves them is
-    the block's own. ``seen`` is called with each source drawn from, and each given tensor read.
+    torch's operations are intercepted one by one. The interpreter's profiling hook sees calls of
+    Python's generators. NumPy's are locked for the block, so only the block itself can move them.
+    ``seen`` is called with each source drawn from, and each given tensor read.
     """
 
     def __init__(
@@ -258,7 +262,7 @@ class Watch(TorchDispatchMode):
         given = [v for v in (*args, *(kwargs or {}).values()) if isinstance(v, torch.Generator)]
         which = set(map(_identity, given or _defaults()))
         ours = [s for s in self.ours if _identity(s.generator) in which]
-        before = [source.position() for source in ours]  # others may be moved by another thread
+        before = [source.position() for source in ours]  # another thread may move the others
         result = func(*args, **(kwargs or {}))
         for source, position in zip(ours, before, strict=True):
             if source.position() != position:
@@ -277,11 +281,11 @@ class Watch(TorchDispatchMode):
 
 
 class OwnRandom:
-    """Random numbers for blocks that are run once, between others that are run again.
+    """Random numbers for blocks that run once, between others that are rerun.
 
-    What is drawn inside goes on where the last block left off and does not move the generators that
-    the others draw from. Copies of generators take no memory of torch's; a state does, so states
-    are passed on only where something was drawn.
+    Draws inside a block continue where the last block ended, and do not move the generators of the
+    others. Copies of generators take no memory of torch's; a state does, so states are passed on
+    only if numbers were drawn.
     """
 
     def __init__(self, device: torch.device) -> None:

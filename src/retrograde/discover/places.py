@@ -1,15 +1,15 @@
 """Places: where a cell finds the Python values that it reads, and may write.
 
-A step is a function of more than its arguments: of a closure's variables, of the globals and
-defaults of functions, of the attributes of objects and modules, of what lists, dicts, sets and
-small arrays hold, and of how far an iterator has come. Each of these is a *place*. What it holds
-can be noted, compared later, and put back.
+A step depends on more than its arguments. It reads a closure's variables, the globals and defaults
+of functions, and the attributes of objects and modules. It reads the contents of lists, dicts, sets
+and small arrays, and the position of an iterator. Each of these is a *place*. Its values can be
+noted, compared later, and restored.
 
-Values are noted by reference, for what can change inside a value is a place of its own. An
-iterator cannot be set back, so a copy of it takes its place.
+Values are noted by reference, since whatever can change inside a value is a place of its own. An
+iterator cannot be reset, so a copy replaces it.
 
-Known limit: a generator (a function with ``yield``) cannot be copied. That a cell advanced one is
-noticed, and refused.
+Known limit: a generator (a function with ``yield``) cannot be copied. A cell that advances one is
+detected, and refused.
 """
 
 import copy
@@ -46,42 +46,43 @@ __all__ = [
     "within",
 ]
 
-#: Larger arrays are taken for data, which no cell writes to.
+#: Larger arrays count as data, which no cell writes to.
 ARRAY_BYTES = 65536
 
-_LONG = 1000  # a longer container is taken to grow at its end, and noted by its length
+_LONG = 1000  # a longer container is expected to grow only at its end, and noted by its length
 
-#: What a place holds, by the names that it has there.
+#: The values of a place, by their names there.
 Seen = dict[Any, Any]
 
 
 @dataclass(frozen=True)
 class _Length:
-    """So many of the first entries."""
+    """The note of a long container: how many entries it has."""
 
     count: int
 
 
 class Bookmark(ABC):
-    """A value that moves on by itself, and where it was."""
+    """A value that changes by being read, and its position."""
 
     value: Any
 
     @abstractmethod
     def same(self, other: Any) -> bool:
-        """Whether another bookmark is of the same value, or of a copy, at the same point."""
+        """Return whether another bookmark is of the same value, or of a copy, at the same
+        position."""
 
     @abstractmethod
-    def again(self) -> Any:
-        """The value as it was: itself, set back, or a copy."""
+    def rewound(self) -> Any:
+        """Return the value at the noted position: itself, reset, or a copy."""
 
-    def back(self) -> Any:
-        """The value itself, for its holder."""
+    def original(self) -> Any:
+        """Return the value itself, for its holder."""
         return self.value
 
 
 class _Cursor(Bookmark):
-    """An iterator; a copy of it stays where it was."""
+    """An iterator; a copy of it stays at the noted position."""
 
     def __init__(self, value: Any) -> None:
         self.value, self.copied = value, _copied(value)
@@ -91,12 +92,12 @@ class _Cursor(Bookmark):
             _position(self.copied), _position(other.copied)
         )
 
-    def again(self) -> Any:
+    def rewound(self) -> Any:
         return _copied(self.copied)
 
 
 class Paused(Bookmark):
-    """A generator, which cannot be set back."""
+    """A generator, which cannot be reset."""
 
     def __init__(self, value: Any) -> None:
         self.value, self.frame = value, _frame(value)
@@ -108,7 +109,7 @@ class Paused(Bookmark):
             and _equal(self.frame, other.frame)
         )
 
-    def again(self) -> Any:
+    def rewound(self) -> Any:
         return self.value
 
 
@@ -120,24 +121,24 @@ class _File(Bookmark):
         try:
             if not value.closed and value.readable() and value.seekable():
                 self.point = value.tell()
-        except OSError:  # told so while its lines are iterated over
+        except OSError:  # raised while its lines are iterated over
             pass
 
     def same(self, other: Any) -> bool:
         mine = isinstance(other, _File) and other.value is self.value
         return mine and other.point == self.point
 
-    def again(self) -> Any:
+    def rewound(self) -> Any:
         if self.point is not None and not self.value.closed:
             self.value.seek(self.point)
         return self.value
 
-    back = again
+    original = rewound
 
 
 _EMPTY: list[Any] = [[], (), "", b"", bytearray(), range(0), range(2**70)]
 _UNORDERED_EMPTY: list[Any] = [{}, {}.values(), {}.items(), set()]
-# Iterators that are copied as a tuple of what is left.
+# Iterators that are copied as a tuple of the remaining items.
 _UNORDERED = {type(iter(empty)) for empty in _UNORDERED_EMPTY}
 _MARKS: dict[type, Callable[[Any], Bookmark]] = {
     **dict.fromkeys([type(iter(empty)) for empty in _EMPTY], _Cursor),
@@ -150,7 +151,7 @@ _MARKS: dict[type, Callable[[Any], Bookmark]] = {
 
 
 class Place(ABC):
-    """Somewhere that values are held; it refers to the holder, whose id so stays its own."""
+    """A holder of values; a place refers to the holder, so that its id is not used again."""
 
     growing = False
 
@@ -158,29 +159,29 @@ class Place(ABC):
         self.holder, self.name = holder, name
         self.but: frozenset[Any] = frozenset()
         self.only: frozenset[Any] | None = None
-        #: The names that the cell's code uses, where others are somebody else's affair.
+        #: The names that the cell's code uses, where other code may use the others.
         self.named: frozenset[Any] | None = None
 
     @abstractmethod
     def read(self) -> Seen:
-        """All values now, in a new dict."""
+        """Return all values now, in a new dict."""
 
     @abstractmethod
     def write(self, values: Seen, gone: Collection[Any]) -> None:
-        """Hold some values, and drop others."""
+        """Set some values, and remove others."""
 
     @abstractmethod
     def called(self, key: Any) -> str:
-        """What a value is called in a message."""
+        """Return the name of a value in a message."""
 
     def note(self) -> Seen:
-        """What it holds, to be compared with, and put back, later."""
+        """Note the values, to compare and restore them later."""
         if self.growing and len(self.holder) > _LONG:
             return {_Length: _Length(len(self.holder))}
         return self.take()
 
     def take(self) -> Seen:
-        """What it holds, however much that is."""
+        """Note the values, however many they are."""
         seen = self.read()
         if self.only is not None:
             seen = {key: seen[key] for key in self.only if key in seen}
@@ -192,7 +193,7 @@ class Place(ABC):
         return seen
 
     def changed(self, seen: Seen) -> set[Any]:
-        """The names whose values are others than when they were noted."""
+        """Return the names whose values differ from the noted ones."""
         if _Length in seen:
             return {_Length} if len(self.holder) != seen[_Length].count else set()
         now = self.take()
@@ -202,28 +203,28 @@ class Place(ABC):
         return (now.keys() ^ seen.keys()) | {k for k in both if not _equal(now[k], seen[k])}
 
     def of(self, keys: Collection[Any]) -> "Place":
-        """The same place, some names only."""
+        """Return the same place with some names only."""
         other = copy.copy(self)
         other.only = frozenset(keys)
         return other
 
     def without(self, keys: Collection[Any]) -> "Place":
-        """The same place, some names aside."""
+        """Return the same place without some names."""
         other = copy.copy(self)
         other.but = self.but | frozenset(keys)
         return other
 
     def concerns(self, key: Any) -> bool:
-        """Whether the cell reads what is held under a name, as far as its code tells."""
+        """Return whether the cell reads the value of a name, as far as its code shows."""
         return self.named is None or key in self.named
 
     def put(self, seen: Seen) -> None:
-        """Hold what was noted; of iterators, copies."""
-        self._hold(seen, lambda mark: mark.again())
+        """Set the noted values; iterators are replaced by copies."""
+        self._hold(seen, lambda mark: mark.rewound())
 
     def give_back(self, seen: Seen) -> None:
-        """Hold what was noted, the iterators themselves included."""
-        self._hold(seen, lambda mark: mark.back())
+        """Set the noted values, the iterators themselves included."""
+        self._hold(seen, lambda mark: mark.original())
 
     def _hold(self, seen: Seen, value_of: Callable[[Bookmark], Any]) -> None:
         if _Length in seen:
@@ -240,9 +241,9 @@ class Place(ABC):
 
 
 class Table(Place):
-    """A dict, or the attributes of an object; these are called by their owner's name.
+    """A dict, or the attributes of an object, which are called by their owner's name.
 
-    ``registered`` says what the values are to torch, if it is a table of a module.
+    ``registered`` is torch's word for the values, if it is a table of a module.
     """
 
     growing = True
@@ -277,7 +278,7 @@ class Table(Place):
 
 
 class Row(Place):
-    """What a list, a deque or a set holds."""
+    """The contents of a list, a deque or a set."""
 
     growing = True
 
@@ -349,7 +350,7 @@ class Attributes(Place):
         self.names = names
 
     def read(self) -> Seen:
-        if isinstance(self.holder, type):  # what it inherits is another class's
+        if isinstance(self.holder, type):  # inherited values belong to the base class
             own = vars(self.holder)
             return {name: own[name] for name in self.names if name in own}
         return {n: getattr(self.holder, n) for n in self.names if hasattr(self.holder, n)}
@@ -399,7 +400,7 @@ class Array(Place):
 
 
 class Unreadable:
-    """Stands where a tensor was that is not to be read; to use it raises an error."""
+    """Replaces a tensor that must not be read; any use of it raises an error."""
 
     def __init__(self, error: Exception) -> None:
         self.__dict__["_error"] = error
@@ -425,19 +426,19 @@ for _name in ("neg", "getitem", "len", "iter", "bool", "float", "int", "abs", "c
 
 
 def has_bookmarks(seen: Seen) -> bool:
-    """Whether any of some values moves on by itself."""
+    """Return whether any of some values changes by being read."""
     return any(isinstance(value, Bookmark) for value in seen.values())
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors that a value is, holds, or has as its attributes."""
+    """Return the tensors that a value is, holds, or has as attributes."""
     leaves = pytree.tree_leaves(value)
     inside = [v for leaf in leaves if hasattr(leaf, "__dict__") for v in vars(leaf).values()]
     return [leaf for leaf in (*leaves, *inside) if isinstance(leaf, Tensor)]
 
 
 def within(value: Any, depth: int = 3) -> Iterator[Any]:
-    """A value, the containers and attributes that it has, and all that these hold."""
+    """Iterate over a value, its containers and attributes, and their contents."""
     yield value
     if depth == 0 or isinstance(value, Tensor):
         return
@@ -453,7 +454,7 @@ def within(value: Any, depth: int = 3) -> Iterator[Any]:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Whether two values are one, or of the kinds that are known by their value alone."""
+    """Return whether two values are one object, or equal and of an immutable kind."""
     if a is b:
         return True
     if isinstance(a, Bookmark):
@@ -468,7 +469,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _copied(iterator: Any) -> Any:
-    """A copy of an iterator that leaves it where it is, with copies of those that it reads."""
+    """Return a copy of an iterator, which does not move; iterators that it reads are copied too."""
     if type(iterator) not in _MARKS or isinstance(iterator, io.IOBase):
         return iterator
     if isinstance(iterator, GeneratorType):
@@ -484,7 +485,7 @@ def _copied(iterator: Any) -> Any:
 
 
 def _position(iterator: Any) -> Any:
-    """Where an iterator stands, as a value that compares."""
+    """Return the position of an iterator, as a value that compares."""
     if type(iterator) not in _MARKS or isinstance(iterator, io.IOBase):
         return iterator
     if isinstance(iterator, GeneratorType):
@@ -496,7 +497,7 @@ def _position(iterator: Any) -> Any:
 
 
 def _frame(generator: Any) -> Any:
-    """Where a generator stands: the values that it has then are held, and so are their ids."""
+    """Return the position of a generator; its present values are held, and so their ids."""
     frame = generator.gi_frame
     if frame is None:
         return None

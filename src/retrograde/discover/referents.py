@@ -1,10 +1,9 @@
-"""What a cell refers to: modules, captured tensors, generators, and places of Python values.
+"""The referents of a cell: modules, captured tensors, generators, and places of Python values.
 
-A cell is a module, a function, a closure, a method, a ``functools.partial`` or any object that can
-be called. What it is made of is found by looking: at what a function closes over, its defaults and
-the globals that it names, at what a method is bound to, at the attributes of objects and modules,
-and into lists, tuples and dicts, a few levels deep. Code is followed wherever it leads, but not
-into the standard library, torch, NumPy and their kind.
+A cell is a module, a function, a closure, a method, a ``functools.partial`` or any other callable.
+The search looks at a function's closure, its defaults and the globals that it names. It looks at
+the object of a method, at the attributes of objects and modules, and into lists, tuples and dicts,
+a few levels deep. It follows all code except the standard library, torch, NumPy and their kind.
 """
 
 import functools
@@ -38,7 +37,7 @@ __all__ = ["MODULE_TABLES", "Referents", "find_referents"]
 T = TypeVar("T")
 
 _DEPTH = 3
-_ITEMS = 1000  # of a longer list, as a data set may be, the rest is not looked at
+_ITEMS = 1000  # entries of a list that are searched; a longer one may be a data set
 _USUAL = frozenset(vars(nn.Module()))
 #: The attributes of a module that are tables of their own, or torch's.
 MODULE_TABLES = _USUAL - {"training"}
@@ -52,10 +51,10 @@ _DYNAMIC = {"getattr", "vars", "__dict__", "__getattribute__"}
 
 @dataclass(frozen=True)
 class Referents:
-    """What a cell refers to.
+    """The objects that a cell refers to.
 
-    ``modules`` leaves out submodules. ``tensors`` are those captured, and those that modules hold
-    without registering them.
+    ``modules`` has no submodules. ``tensors`` are captured, or held by modules without
+    registration.
     """
 
     modules: list[nn.Module] = field(default_factory=list)
@@ -65,13 +64,13 @@ class Referents:
     codes: list[CodeType] = field(default_factory=list)
 
     def parts(self) -> list[nn.Module]:
-        """Every module, submodules included, each once."""
+        """Return every module, submodules included, each once."""
         parts = (part for module in self.modules for part in module.modules())
         return list({id(part): part for part in parts}.values())
 
 
 def find_referents(parts: Sequence[Any]) -> Referents:
-    """Look for all that the functions and objects that a cell is made from refer to.
+    """Find all that the functions and objects that a cell is made from refer to.
 
     Example:
         >>> import torch
@@ -94,11 +93,11 @@ def find_referents(parts: Sequence[Any]) -> Referents:
 
 
 class _Walk:
-    """A walk over what a cell refers to, the nearest first."""
+    """A breadth-first walk over the referents of a cell."""
 
     def __init__(self) -> None:
         self.found = Referents()
-        self.seen: dict[int, Any] = {}  # by id; held, so that no id is used again meanwhile
+        self.seen: dict[int, Any] = {}  # by id; values are held, so that no id is used again
         self.pending: deque[tuple[Any, str, int]] = deque()
         self.objects: list[Place] = []
 
@@ -108,7 +107,7 @@ class _Walk:
         if kind in _ATOMS or depth < 0 or id(value) in self.seen:
             return
         ours = kind.__module__.startswith("retrograde.") and not isinstance(value, nn.Module)
-        if depth == _DEPTH or not ours:  # what our own modules remember is no part of a cell
+        if depth == _DEPTH or not ours:  # the memory of our own modules is not part of a cell
             self.seen[id(value)] = value
             self.pending.append((value, name, depth))
 
@@ -117,7 +116,7 @@ class _Walk:
             self.look(*self.pending.popleft())
 
     def look(self, value: Any, name: str, depth: int) -> None:
-        """Note what a value is, and what is to be looked at within it."""
+        """Classify a value, and add the values inside it."""
         found = self.found
         if isinstance(value, Tensor):
             found.tensors.append(value)
@@ -154,7 +153,7 @@ class _Walk:
             self.add(value, name, depth - 1)
 
     def held(self, place: Place, depth: int) -> None:
-        """A place, and what it holds."""
+        """Add a place, and its values."""
         self.found.places.append(place)
         if depth:
             values = list(place.read().items())[:_ITEMS]
@@ -174,13 +173,13 @@ class _Walk:
             self.code(kind, "__call__", depth)
 
     def module(self, part: nn.Module, depth: int) -> None:
-        """One module, its submodules aside."""
+        """Add one module without its submodules."""
         kind = type(part).__name__
         own = vars(part)
         places = self.found.places
         places.append(Table(own, kind, attributes=True))
         scripted = isinstance(part, torch.jit.ScriptModule)
-        if scripted:  # which keeps its attributes elsewhere
+        if scripted:  # a scripted module keeps its attributes elsewhere
             made = getattr(part, "_concrete_type", None)
             names = made.get_attributes() if made is not None else ()
             places.append(Attributes(part, kind, ["training", *names]))
@@ -196,7 +195,8 @@ class _Walk:
             self.code(type(part), "forward", depth)
 
     def code(self, kind: type, entry: str, depth: int) -> None:
-        """What the methods of a class name that are reached from one of them."""
+        """Add the methods of a class that one of them reaches, and the class attributes that they
+        name."""
         if not inspect.isfunction(first := getattr(kind, entry, None)):
             return
         methods, named = _methods(kind, entry, first)
@@ -221,7 +221,8 @@ class _Walk:
         self.named(value.__globals__, names, f"the module {value.__module__}", depth)
 
     def named(self, scope: dict[str, Any], names: frozenset[str], name: str, depth: int) -> None:
-        """The globals that code names; of modules and classes among them, what it may read."""
+        """Add the globals that code names; of modules and classes among them, the values it may
+        read."""
         read = [name for name in names if name in scope]
         data = [n for n in read if not isinstance(scope[n], ModuleType | _BUILT_IN)]
         if data:
@@ -240,7 +241,7 @@ class _Walk:
 
 @functools.lru_cache(maxsize=1024)
 def _names(code: CodeType) -> frozenset[str]:
-    """All names that code uses that are not its own variables, inner functions included."""
+    """Return all names in code that are not its own variables, inner functions included."""
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
     return frozenset(code.co_names).union(*map(_names, inner))
 
@@ -249,9 +250,9 @@ def _names(code: CodeType) -> frozenset[str]:
 def _methods(
     kind: type, entry: str, _: Callable[..., Any]
 ) -> tuple[list[FunctionType], list[tuple[type, list[str]]]]:
-    """The functions of a class that one of its methods leads to; class attributes that they name.
+    """Return the functions that a method reaches in its class, and the class attributes they name.
 
-    The method itself is part of the key, so that one that is replaced is looked at.
+    The method itself is part of the key, so that a replaced method is searched again.
     """
     found: list[FunctionType] = []
     named: dict[type, list[str]] = {}

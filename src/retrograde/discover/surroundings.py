@@ -1,13 +1,13 @@
-"""What a step depends on besides its arguments, kept with a state and put back before a rerun.
+"""The surroundings of a step: stored with a state, and restored before a rerun.
 
 A step may draw random numbers, change buffers of its module (running statistics), count in Python,
-and run under autocast; and what it reads may be another by the time it is run again: a mask that
-was bound anew, a module that was put in evaluation mode. For a recomputation to be the same
-computation, and to leave no trace (rules 2 to 4 of the design), its surroundings are those of its
-first run: what steps change travels with every stored hidden state, what they only read is noted
-once a call and put back where it is another. At the end all is left as ordinary training leaves it.
+and run under autocast. A value that it reads may have changed before the rerun: a mask that was
+assigned again, a module that was put in evaluation mode. A recomputation must repeat the first run
+and leave no trace (rules 2 to 4 of the design). So its surroundings are those of the first run.
+What steps change is stored with every hidden state. What they only read is noted once a call, and
+restored if it differs. At the end everything is as ordinary training leaves it.
 
-Most cells draw nothing and change nothing: then nothing is kept.
+Most cells draw nothing and change nothing; then nothing is stored.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,12 +40,13 @@ __all__ = [
     "version",
 ]
 
-#: The states of generators, copies of buffers, and what was noted of places.
+#: The states of generators, copies of buffers, and notes of places.
 Snapshot = tuple[Any, ...]
 
 
 def version(t: Tensor) -> int:
-    """A number that changes when a tensor is written to; a tensor of inference mode has none."""
+    """Return a number that changes when a tensor is written to; 0 for a tensor of inference
+    mode."""
     return 0 if t.is_inference() else t._version
 
 
@@ -60,14 +61,14 @@ class Marks:
 
 @dataclass(frozen=True)
 class Steady:
-    """What the first step left as it was, and so every other step must."""
+    """The surroundings that the first step left unchanged, and so every other step must."""
 
     sources: tuple[Source, ...] = ()
     tensors: tuple[Tensor, ...] = ()  # buffers, captured tensors, parameters without a gradient
     places: tuple[Place, ...] = ()
 
     def marks(self) -> Marks:
-        """What they are now, to be compared later."""
+        """Return their present values, to be compared later."""
         return Marks(
             [source.position() for source in self.sources],
             [version(t) for t in self.tensors],
@@ -75,10 +76,10 @@ class Steady:
         )
 
     def changes(self, before: Marks, layer: str | None = None) -> tuple[Source, ...]:
-        """Refuse what was changed since, for it was not kept for a rerun (rule 6).
+        """Refuse changes since ``before``, since they were not stored for a rerun (rule 6).
 
-        Returns the generators that moved: another thread may have drawn from them. ``layer`` names
-        what ran since, if it was a layer and not a cell.
+        Returns the generators that moved, since another thread may have drawn from them. ``layer``
+        names the layer that ran since, if it was not a cell.
         """
         for place, seen in zip(self.places, before.seen, strict=True):
             for key in filter(place.concerns, place.changed(seen)):
@@ -92,13 +93,13 @@ class Steady:
         return moved
 
     def written(self, before: Marks) -> list[Tensor]:
-        """The tensors that were written to since."""
+        """Return the tensors that were written to since."""
         pairs = zip(self.tensors, before.versions, strict=True)
         return [t for t, then in pairs if version(t) != then]
 
 
 def _unsteady(layer: str | None, did: str, remedy: str) -> CellError:
-    """What is raised where a later run does what the first one did not."""
+    """Return the error for a later run that does what the first one did not."""
     if layer is not None:
         return CellError(
             f"{layer} {did}, which it did not do when tried: expected the same at every call, so "
@@ -120,9 +121,10 @@ _WRITTEN = (
 
 
 class Trail:
-    """Where generators stood at each state, to see that no other thread draws in between.
+    """The generators' positions at each state, to detect draws of other threads.
 
-    If one does while a cell draws as well, a rerun cannot draw what the first run drew.
+    If another thread draws from a generator that the cell draws from too, a rerun cannot draw the
+    same numbers.
     """
 
     def __init__(self, ambient: "Ambient") -> None:
@@ -131,7 +133,7 @@ class Trail:
         self.begin()
 
     def begin(self) -> None:
-        """Look whether there are other threads, and the cell draws."""
+        """Check whether there are other threads, and whether the cell draws."""
         self.watching = self.ambient.draws and not is_alone()
 
     def arrive(self, at: int) -> None:
@@ -153,31 +155,32 @@ class Trail:
 
 @dataclass(frozen=True)
 class Left:
-    """Where a step leaves a tensor with a history, for somebody to look at.
+    """A place where a step leaves a tensor with a history.
 
-    A later step must not read it, for it would not be the same tensor in a rerun. So before a
-    rerun, or a recording, a stand-in is put there that raises when it is used.
+    A later step must not read it, since a rerun would read another tensor. So before a rerun, or a
+    recording, an object that raises on use replaces it.
     """
 
     place: Place
     keys: tuple[Any, ...]
 
     def bar(self) -> None:
-        """Let nothing be read from there."""
+        """Make reading from there an error."""
         self.place.write({k: Unreadable(self.refusal(k)) for k in self.keys}, ())
 
     def cut(self) -> None:
-        """Let what a forward pass left be looked at, but not be differentiated."""
+        """Let the caller look at the tensors that a forward pass left, but not differentiate
+        them."""
         now = self.place.read()
         names = {key: self.place.called(key) for key in self.keys if key in now}
         cut = {k: pytree.tree_map_only(Tensor, partial(_cut, n), now[k]) for k, n in names.items()}
         self.place.write(cut, ())
 
     def refusal(self, key: Any) -> CellError:
-        """What is raised where a later step reads it."""
+        """Return the error for a later step that reads it."""
         return CellError(
-            f"the cell keeps a state of its own in {self.place.called(key)}, which a step leaves "
-            "and a later one reads: expected all that one step hands to the next in the state; "
+            f"the cell keeps a state of its own in {self.place.called(key)}, which a step writes "
+            "and a later one reads: expected the state to hold all that steps hand on; "
             "make it part of the state"
         )
 
@@ -188,7 +191,7 @@ def _cut(name: str, t: Tensor) -> Tensor:
 
 
 class _Cut(torch.autograd.Function):
-    """A tensor that a step left: the graph behind it is not there."""
+    """A tensor that a step left, without the graph behind it."""
 
     @staticmethod
     def forward(ctx: Any, t: Tensor, name: str) -> Tensor:
@@ -199,8 +202,8 @@ class _Cut(torch.autograd.Function):
     def backward(ctx: Any, _: Tensor) -> Any:
         raise RetrogradeError(
             f"the loss depends on {ctx.name}, where a step left a tensor: expected it to depend on "
-            "what the steps return, for what they leave has no gradient within a budget; let the "
-            "cell return it as an output, or use memory=None"
+            "outputs of the steps, since tensors that they leave have no gradient within a budget; "
+            "let the cell return it as an output, or use memory=None"
         )
 
 
@@ -210,7 +213,7 @@ class Ambient:
 
     Its steps draw from ``sources``, write to ``buffers`` (small captured tensors among them),
     change ``places``, and leave tensors with a history in ``left``. Hooks of ``modules`` are not
-    called while it is measured; ``place_bytes`` is what tensors in the places take after a step.
+    called while it is measured; ``place_bytes`` is the size of the places' tensors after a step.
     """
 
     device: torch.device
@@ -229,27 +232,28 @@ class Ambient:
 
     @property
     def moves(self) -> bool:
-        """Whether its steps change anything that has to be put back before a rerun."""
+        """Whether its steps change anything that has to be restored before a rerun."""
         return bool(self.sources or self.buffers or self.places)
 
     def names_changed(self) -> Iterator[tuple[int, Any]]:
-        """The holders of places, by their ids, and the names there that its steps change."""
+        """Iterate over the holders of places (as ids), and the names there that its steps
+        change."""
         for place in (*self.places, *(left.place for left in self.left)):
             for name in (None,) if place.only is None else place.only:
                 yield id(place.holder), name
 
     def positions(self) -> list[Any]:
-        """Where the generators stand that its steps draw from."""
+        """Return the positions of the generators that its steps draw from."""
         return [source.position() for source in self.sources]
 
     def capture(self) -> Snapshot:
-        """Copy the surroundings as they are; nothing for a cell that depends on none."""
+        """Copy the present surroundings; the copy is empty for a cell that depends on none."""
         random = (source.capture() for source in self.sources)
         noted = [PythonValue([place.note() for place in self.places])] if self.places else []
         return (*random, *(buffer.detach().clone() for buffer in self.buffers), *noted)
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Put captured surroundings back (rules 2 and 3)."""
+        """Restore captured surroundings (rules 2 and 3)."""
         self._restore_tensors(snapshot)
         if self.places:
             for place, seen in zip(self.places, snapshot[-1].value, strict=True):
@@ -257,12 +261,12 @@ class Ambient:
         self.bar()
 
     def bar(self) -> None:
-        """Let the steps that follow read no tensor that other steps left."""
+        """Keep the following steps from reading tensors that other steps left."""
         for left in self.left:
             left.bar()
 
     def cut(self) -> None:
-        """Let nobody differentiate what the forward pass left."""
+        """Keep everybody from differentiating the tensors that the forward pass left."""
         with torch.enable_grad():
             for left in self.left:
                 left.cut()
@@ -272,13 +276,13 @@ class Ambient:
             source.restore(state)
         with torch.no_grad():
             for buffer, value in zip(self.buffers, snapshot[len(self.sources) :], strict=False):
-                # A graph recorded earlier may hold this buffer; its version must not move.
+                # A graph recorded earlier may hold this buffer; its version must not change.
                 with _unsafe_preserve_version_counter(buffer):
                     buffer.copy_(value)
 
     @contextmanager
     def without_trace(self) -> Iterator[None]:
-        """Leave the surroundings, after the block, as they were before it (rule 3)."""
+        """Restore the surroundings after the block (rule 3)."""
         with put_back([*self.places, *(left.place for left in self.left)]):
             before = self.capture()
             self.bar()
@@ -289,7 +293,7 @@ class Ambient:
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Run steps in the block to measure them: no trace is left, no hook is called."""
+        """Run steps in the block to measure them, without a trace and without hooks."""
         with (
             MEASURING,
             unpacked(),
@@ -304,8 +308,9 @@ class Ambient:
     def rerun(
         self, then: Marks, watched: Sequence[Source] = (), layer: str | None = None
     ) -> Iterator[None]:
-        """Run steps again as they ran when some marks were taken, and leave no trace. ``layer``
-        names what runs, if it is a layer and not a cell.
+        """Run steps again as they ran when some marks were taken, and leave no trace.
+
+        ``layer`` names the layer that runs, if it is not a cell.
 
         Raises:
             RetrogradeError: a step reads a tensor that was written to since, or draws from one of
@@ -326,9 +331,9 @@ class Ambient:
 
 @contextmanager
 def _as_then(place: Place, then: Seen) -> Iterator[None]:
-    """Let a place hold, in a block, what it held at another time.
+    """Set a place, in a block, to its values at another time.
 
-    What somebody else writes there meanwhile, a callback of the caller's, stays.
+    Values that somebody else writes there meanwhile, such as a callback of the caller's, stay.
     """
     keys = place.changed(then)
     place = place if place.growing else place.of(keys)
@@ -354,7 +359,7 @@ def _refuse(layer: str | None, seen: Any) -> None:
 
 @contextmanager
 def put_back(places: Sequence[Place]) -> Iterator[None]:
-    """Restore what places held when a block ends; within the block, iterators are copies."""
+    """Restore the values of places when a block ends; within the block, iterators are copies."""
     before = [(place, place.take()) for place in places]
     moving = [has_bookmarks(seen) for _, seen in before]
     for (place, seen), moves in zip(before, moving, strict=True):
@@ -369,9 +374,9 @@ def put_back(places: Sequence[Place]) -> Iterator[None]:
 
 
 def autocast_as_now(device: torch.device) -> torch.autocast:
-    """A context that sets autocast as it is at this moment, to be entered later (rule 4).
+    """Return a context that sets autocast as it is at this moment, to be entered later (rule 4).
 
-    Its weight cache is off: a cached cast would tie the graphs of different steps together.
+    Its weight cache is off: a cached cast would join the graphs of different steps.
     """
     return torch.autocast(
         device.type,
@@ -382,14 +387,14 @@ def autocast_as_now(device: torch.device) -> torch.autocast:
 
 
 def autocast_of_caller(device: torch.device, *, replayed: bool) -> AbstractContextManager[Any]:
-    """Autocast as the caller has it, to be set within a replay; nothing where both have none."""
+    """Return the caller's autocast for use within a replay; nothing where neither uses any."""
     on = replayed or torch.is_autocast_enabled(device.type)
     return autocast_as_now(device) if on else nullcontext()
 
 
 @contextmanager
 def muted_modules(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Let the backward hooks of modules do nothing; the graph is as it is with them."""
+    """Silence the backward hooks of modules; the graph is the same as with them."""
     tables = (t for m in modules for t in (m._backward_hooks, m._backward_pre_hooks) if t)
     held = [(table, dict(table)) for table in tables]
     for table, hooks in held:
@@ -407,9 +412,9 @@ def _no_hook(*_: Any) -> None:
 
 @contextmanager
 def muted_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Silence the hooks of tensors: theirs is the whole gradient, not the share of one step.
+    """Silence the hooks of tensors, which expect the whole gradient, not the share of one step.
 
-    ``retain_grad`` is a hook too, which cannot be taken away: what it added is.
+    ``retain_grad`` is a hook too, which cannot be removed; its result is.
     """
     hooks = [(t._backward_hooks, dict(t._backward_hooks)) for t in tensors if t._backward_hooks]
     retained = [(t, t.grad) for t in tensors if t.retains_grad]

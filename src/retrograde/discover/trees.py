@@ -1,7 +1,7 @@
 """Pytrees of tensors as flat lists and back; a ``None`` is part of the structure, not a leaf.
 
 A dataclass is a node, registered with torch or not: its fields are its children. Where numbers are
-allowed, as in a state, they travel as tensors of one number, so that each is stored with its state.
+allowed, as in a state, they become tensors of one number, so that each is stored with its state.
 """
 
 import dataclasses
@@ -22,19 +22,22 @@ _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 @dataclass(frozen=True)
 class Structure:
-    """What a flat list of tensors once was. ``kinds`` tells what each leaf of ``spec`` is: a
-    tensor, a number or a None by its type, a dataclass by its fields."""
+    """The structure of a tree that was flattened.
+
+    ``kinds`` says what each leaf of ``spec`` is: a tensor, a number or a None by its type, a
+    dataclass by its fields.
+    """
 
     spec: pytree.TreeSpec
     kinds: tuple["type | _Fields", ...]
 
     @property
     def has_more_than_tensors(self) -> bool:
-        """Whether a leaf is no tensor."""
+        """Whether some leaf is not a tensor."""
         return any(kind is not Tensor for kind in self.kinds)
 
     def unflatten(self, tensors: Sequence[Tensor | None]) -> Any:
-        """The tree again, with these tensors as its leaves."""
+        """Return the tree with these tensors as its leaves."""
         if self is _LEAF:
             return tensors[0]
         if self is _PAIR:
@@ -51,7 +54,7 @@ class Structure:
 
 @dataclass(frozen=True)
 class _Fields:
-    """A dataclass, the fields that it has a value for, and the structure of these."""
+    """A dataclass, its fields with a value, and their structure."""
 
     made: type
     names: tuple[str, ...]
@@ -77,7 +80,7 @@ def _leaf(kind: type | _Fields, rest: Iterator[Any]) -> Any:
 
 @dataclass(frozen=True)
 class _Name:
-    """What a leaf is called in a message."""
+    """The name of a leaf in a message."""
 
     kind: type | _Fields
 
@@ -88,10 +91,10 @@ class _Name:
 
 
 def flatten(tree: Any, name: str, *, numbers: bool = False) -> tuple[list[Tensor], Structure]:
-    """The tensors of a tree, in order, and its structure; with ``numbers``, these as tensors too.
+    """Return the tensors of a tree, in order, and its structure; ``numbers`` become tensors too.
 
     Raises:
-        CellError: a leaf is neither a tensor nor ``None``, nor a number where these are allowed.
+        CellError: a leaf is neither a tensor nor ``None``, nor a number where they are allowed.
 
     Example:
         >>> import torch
@@ -109,7 +112,7 @@ def flatten(tree: Any, name: str, *, numbers: bool = False) -> tuple[list[Tensor
 
 
 def _take(leaf: Any, name: str, numbers: bool, found: list[Tensor]) -> type | _Fields:
-    """Add the tensors of a leaf to those found, and tell what it is."""
+    """Add the tensors of a leaf to those found, and return its kind."""
     if isinstance(leaf, Tensor):
         found.append(leaf)
         return Tensor
@@ -134,6 +137,6 @@ def flatten_state(tree: Any, name: str = "state") -> tuple[list[Tensor], Structu
     return flatten(tree, name, numbers=True)
 
 
-# What most cells have for input, output and state: known by sight, since every step asks.
+# The structures of most inputs, outputs and states: prebuilt, since every step needs them.
 _LEAF = Structure(pytree.tree_flatten(0)[1], (Tensor,))
 _PAIR = Structure(pytree.tree_flatten((0, 0))[1], (Tensor, Tensor))

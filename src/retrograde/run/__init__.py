@@ -1,1 +1,1 @@
-"""Carrying a schedule out: what a core is, the executor, the autograd node, streaming."""
+"""Carry a schedule out: the core protocol, the executor, the autograd node, streaming."""

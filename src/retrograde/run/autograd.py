@@ -1,11 +1,11 @@
 """The one ``autograd.Function``: a whole recurrence as a single node of the caller's graph.
 
-Its forward pass performs the first part of a schedule and its backward pass the rest, so nothing
-between the two is held but what the schedule keeps. Inputs and initial state are saved through
-autograd itself, which therefore notices when one of them is written to in the meantime (rule 6);
-of the parameters, those count that a gradient was found for, since a cell may refer to a whole
-model and use a part. A second backward pass (``retain_graph=True``) runs the schedule again from
-its start, and so does one after a pass that raised.
+Its forward pass runs the first part of a schedule and its backward pass the rest. Between the two,
+only what the schedule keeps is held. Autograd itself saves the inputs and the initial state, and so
+detects a write to one of them in the meantime (rule 6). Of the parameters, only those with a
+gradient are checked, since a cell may refer to a whole model and use a part. A second backward pass
+(``retain_graph=True``) runs the schedule again from its start. So does a pass after one that
+raised.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ __all__ = ["run_schedule", "run_unrecorded", "run_without_gradient"]
 
 Tensors = list[Tensor]
 
-_OTHERS = 5  # the first arguments of the node, which are no tensors
+_OTHERS = 5  # the number of the node's arguments before the tensors
 
 
 def run_schedule(
@@ -44,9 +44,9 @@ def run_schedule(
     *,
     budgeted: bool = True,
 ) -> tuple[Tensors, Tensors]:
-    """Run a recurrence so that its gradient is computed by ``schedule``.
+    """Run a recurrence so that ``schedule`` computes its gradient.
 
-    ``budgeted`` tells whether there is a budget, which second derivatives go beyond. Returns the
+    ``budgeted`` says whether there is a budget, which second derivatives exceed. Returns the
     outputs and the state after the last step.
     """
     layout = layout or Straight(schedule.length, core.fused)
@@ -69,7 +69,7 @@ def run_without_gradient(
 def run_unrecorded(
     core: Core, inputs: Inputs, first: Tensors, state: Tensors, layout: Layout
 ) -> tuple[Tensors, Tensors]:
-    """Run what follows step 0 where autograd is off; ``first`` and ``state`` are step 0's results.
+    """Run the steps after step 0 without autograd; ``first`` and ``state`` are step 0's results.
 
     Returns the outputs of all steps, step 0 included, and the state after the last one.
     """
@@ -80,7 +80,7 @@ def run_unrecorded(
 
 
 class _Outputs:
-    """The outputs of all steps, allocated whole when the first of them is known."""
+    """The outputs of all steps, allocated as a whole when the first of them is known."""
 
     def __init__(self, core: Core, layout: Layout) -> None:
         self.core, self.layout = core, layout
@@ -141,7 +141,7 @@ class _Recurrence(torch.autograd.Function):
     @uncompiled
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         refuse_batches(grads)
-        saved = ctx.saved_tensors  # once: whoever recomputes them does so once
+        saved = ctx.saved_tensors  # read once: hooks that recompute them then do so once
         held, saved = saved[: ctx.n_held], saved[ctx.n_held :]
         inputs, state = list(saved[: ctx.n_inputs]), list(saved[ctx.n_inputs :])
         run: Run = ctx.run
@@ -193,13 +193,13 @@ class _Recurrence(torch.autograd.Function):
 
 
 def _returned(found: list[Tensor | None], needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
-    """Gradients of all arguments, in their order."""
+    """Return the gradients of all arguments, in their order."""
     pairs = zip(found, needs, strict=True)
     return (None,) * _OTHERS + tuple(g if needed else None for g, needed in pairs)
 
 
 def _check_unchanged(parameters: Tensors, versions: list[int], found: list[Tensor | None]) -> None:
-    """What was recomputed with other parameters is no gradient of what was computed (rule 6)."""
+    """Refuse parameters that changed: a recomputation with them gives a wrong gradient (rule 6)."""
     for p, before, gradient in zip(parameters, versions, found, strict=True):
         if gradient is not None and version(p) != before:
             raise RetrogradeError(

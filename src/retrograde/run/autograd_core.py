@@ -1,14 +1,14 @@
 """A core that ordinary autograd differentiates, a range at a time.
 
-The range is recorded from detached leaves, and its graph is consumed by one
-``torch.autograd.grad``. That costs a graph, its leaves, and a share of every gradient that is then
-copied to where it belongs; any function of torch's will do.
+The range is recorded from detached leaves, and one ``torch.autograd.grad`` consumes its graph. That
+costs a graph, its leaves, and a copy of every gradient's share to its destination. It works for any
+function of torch's.
 
-Input and state gradients of a core called step by step are bitwise those of ordinary autograd
-(rule 1). For that, contributions to the gradient of a state must be added in the same order: where
-an output *is* the state (``y is h``), ordinary autograd adds the output's gradient first, before
-those from within the next step. So it is handed to the range that consumes the state, as a root on
-that range's own leaf, and not to the range that produced it.
+Input and state gradients of a core called step by step are bitwise those of ordinary autograd (rule
+1). For that, contributions to the gradient of a state must be added in the same order. Where an
+output *is* the state (``y is h``), ordinary autograd adds the output's gradient first, before those
+from within the next step. So that gradient enters at a leaf of the range that consumes the state,
+and not in the range that produced it.
 """
 
 from abc import ABC, abstractmethod
@@ -48,11 +48,11 @@ _NOTHING = torch.empty(0, device="cpu")
 
 @dataclass
 class Graph(Tape):
-    """A tape that is an autograd graph, of one call or, of a cell, of several steps."""
+    """A tape that is an autograd graph, of one call or, for a cell, of several steps."""
 
     state: Tensors  # the leaves that the range begins with
     last: bool  # whether it ends with the last step of all
-    output_edges: list[GradientEdge | None]  # outputs of several steps are joined
+    output_edges: list[GradientEdge | None]  # one edge for the outputs of several steps
     state_edges: list[GradientEdge | None]
 
 
@@ -72,7 +72,7 @@ class AutogradCore(ABC):
 
     @property
     def watched(self) -> bool:
-        """Whether it is to be seen that steps use no parameters but those that are known."""
+        """Whether to check that steps use only known parameters."""
         return not self.fused
 
     def room(self, inputs: Inputs) -> Tensors:
@@ -81,40 +81,40 @@ class AutogradCore(ABC):
     @property
     @abstractmethod
     def parameters(self) -> Tensors:
-        """Every tensor, besides inputs and state, that is to receive a gradient."""
+        """Every tensor, besides inputs and state, that receives a gradient."""
 
     @property
     @abstractmethod
     def targets(self) -> Tensors:
-        """The parameters, as the graph of a recorded range has them."""
+        """The parameters' counterparts in the graph of a recorded range."""
 
     @abstractmethod
     def recording(self) -> AbstractContextManager[Any]:
-        """The context in which a range is to be recorded."""
+        """Return the context in which a range is recorded."""
 
     @abstractmethod
     def totals(self) -> list[Gradient]:
-        """Where the parameters' gradients are collected; None for what the first share begins."""
+        """Return the parameters' totals; None for one that the first share starts."""
 
     @abstractmethod
     def __call__(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
         """Run one step, or a fused range: outputs, and the state after it."""
 
     def again(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
-        """As a call, for what was run before, and checked then."""
+        """As a call, for steps that ran before, and were checked then."""
         return self(inputs, state)
 
     @abstractmethod
     def carry(self, inputs: Tensors, state: Tensors) -> Tensors:
-        """As a call, but the state only; what only the outputs need may be left out."""
+        """As a call, but return the state only; work for the outputs alone may be skipped."""
 
     @property
     def joins(self) -> bool:
-        """Whether steps can be one graph: not if they change what they depend on."""
+        """Whether steps can share one graph: not if they change their surroundings."""
         return self.fused or not self.ambient.moves
 
     def cuts(self, actions: Iterable[Action], length: int) -> Sequence[int]:
-        """Where a recording is divided into tapes."""
+        """Return the steps at which a recording is divided into tapes."""
         if self.fused:
             return ()
         if not self.joins:
@@ -123,13 +123,13 @@ class AutogradCore(ABC):
         return sorted(loaded | {a.start for a in actions if isinstance(a, Backward)})
 
     def stored(self, state: Tensors) -> Sequence[Tensor | Packed]:
-        """What is stored of a state."""
+        """Return the stored form of a state."""
         return pack(state)
 
     def advance(
         self, inputs: Inputs, start: int, stops: Sequence[int], state: Tensors, emit: Emit | None
     ) -> list[Tensors]:
-        """Run steps from ``start`` on, and keep nothing but the state at each of some stops."""
+        """Run steps from ``start`` on, and keep only the state at each of some stops."""
         found = []
         for stop in stops:
             with torch.no_grad():
@@ -190,7 +190,7 @@ class AutogradCore(ABC):
         )
 
     def backpropagate(self, tape: Tape, gradients: Gradients) -> None:
-        """Backpropagate the steps of a tape, collect their gradients, and use the tape up."""
+        """Backpropagate the steps of a tape, collect their gradients, and consume the tape."""
         assert isinstance(tape, Graph)
         steps = tape.stop - tape.start
         joint = not self.fused and steps > 1
@@ -198,7 +198,7 @@ class AutogradCore(ABC):
         begun = _begun(gradients.parameters, joint)
         seeded = _seeded(self, tape, gradients, index)
         seeded += zip(map(_edge, self.targets), begun, strict=True)
-        # What no gradient goes through is let go of before there is any.
+        # Edges without a gradient are freed before any gradient is allocated.
         tape.output_edges, tape.state_edges = [], []
         given = [(edge, g) for edge, g in seeded if edge is not None and g is not None]
         del seeded
@@ -215,19 +215,19 @@ class AutogradCore(ABC):
         gradients.take_inputs(
             index, [next(shares) if x.requires_grad else None for x in tape.inputs]
         )
-        # Where parts of the state are one tensor, its gradient is the first one's.
+        # Where parts of the state are one tensor, the first part gets its gradient.
         gradients.states = [
             next(shares) if state.pop(id(s), None) is not None else None for s in tape.state
         ]
         _accumulate(gradients.parameters, begun, list(shares), self.parameters)
 
     def complete(self) -> None:  # noqa: B027
-        """Take note that every step was recorded and backpropagated."""
+        """Note that every step was recorded and backpropagated."""
 
     def ordinary(
         self, layout: Layout, inputs: Tensors, state: Tensors, gate: Gate
     ) -> tuple[Tensors, Tensors, Tensors]:
-        """All steps as ordinary autograd records them, and the parameters as it has them."""
+        """Return all steps as ordinary autograd records them, and the parameters in that graph."""
         if any(p is not t for p, t in zip(self.parameters, self.targets, strict=True)):
             raise RetrogradeError(NO_SECOND_ORDER)  # one parameter was computed from another
         read = layout.read(inputs)
@@ -243,9 +243,9 @@ def _record_steps(
     emit: Emit | None,
     watch: LeafWatch | None,
 ) -> tuple[Tensors, Tensors]:
-    """Run the steps of a range, one after the other: a root for each output, and the state.
+    """Run the steps of a range in sequence; return a root for each output, and the state.
 
-    An output that is the state is left out at the last step, unless that is the last of all.
+    An output that is the state is left out at the last step, unless that is the last step of all.
     """
     found, run = [], core.again if emit is None else core
     for k, x in enumerate(zip(*(t.unbind() for t in leaves), strict=True), start):
@@ -262,8 +262,11 @@ def _record_steps(
 
 
 class _Join(torch.autograd.Function):
-    """One root for the outputs of several steps, without the memory of a stack. Their gradient,
-    stacked, is given to the node as its ``gradient``, and passes first of all, as a stack's."""
+    """One root for the outputs of several steps, without the memory of a stack.
+
+    Their gradient, stacked, is the node's attribute ``gradient``. It passes first of all, as a
+    stack's does.
+    """
 
     @staticmethod
     def forward(ctx: Any, *outputs: Tensor) -> Tensor:
@@ -272,17 +275,17 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Gradient, ...]:
-        parts = zip(ctx.real, ctx.gradient, strict=False)  # the last one may go elsewhere
+        parts = zip(ctx.real, ctx.gradient, strict=False)  # the last part may go to another range
         return tuple(g if real else None for real, g in parts)
 
 
 def _seeded(
     core: AutogradCore, tape: Graph, gradients: Gradients, index: int | slice
 ) -> list[tuple[GradientEdge | None, Gradient]]:
-    """Where the gradients that a range is given enter its graph.
+    """Return the edges where a range's given gradients enter its graph.
 
-    What several of them bring to one tensor is added as ordinary autograd adds it: a state's first,
-    then the outputs', of which the last one was joined last.
+    Several contributions to one tensor are added as ordinary autograd adds them: a state's first,
+    then the outputs'. The last output was joined last.
     """
     steps = tape.stop - tape.start
     joint = not core.fused and steps > 1
@@ -305,8 +308,11 @@ def _seeded(
 
 
 def _begun(totals: list[Gradient], joint: bool) -> list[Gradient]:
-    """What autograd is to add the parameters' gradients of several steps to, one after the other
-    as ordinary autograd would; the share of a single call is added afterwards."""
+    """Return the totals to which autograd adds the parameters' gradients of several steps.
+
+    It adds them one after another, as ordinary autograd would; the share of a single call is added
+    afterwards.
+    """
     if not joint:
         return [None] * len(totals)
     return [t if t is not None and t.layout == torch.strided else None for t in totals]
@@ -321,7 +327,7 @@ def _accumulate(
         total = totals[i]
         if share is None or share is total:
             continue
-        if share.layout != torch.strided:  # as torch.nn.Embedding(sparse=True) gives
+        if share.layout != torch.strided:  # such as that of torch.nn.Embedding(sparse=True)
             totals[i] = share if total is None else total + share
         elif total is None:
             # A copy, since a gradient may share its memory with another tensor.
@@ -340,7 +346,8 @@ def _edge(t: Tensor) -> GradientEdge | None:
 
 
 def _check_known(core: AutogradCore, step: int, foreign: int) -> None:
-    """Rule 5: a tensor first used at a later step must not lose its gradient in silence."""
+    """Refuse a tensor first used at a later step, whose gradient would be lost silently (rule
+    5)."""
     if foreign > (core.made if step == 0 else 0):
         raise CellError(
             f"at step {step} the cell uses a tensor that requires a gradient and that it did not "
@@ -350,7 +357,7 @@ def _check_known(core: AutogradCore, step: int, foreign: int) -> None:
 
 
 def run_ordinary(core: AutogradCore, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
-    """Run all steps as ordinary autograd would record them: the outputs, the state after them."""
+    """Run all steps as ordinary autograd records them; return the outputs and the last state."""
     if core.fused:
         return core(inputs, state)
     single, outputs = core.per_call == 1, []

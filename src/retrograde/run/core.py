@@ -1,9 +1,8 @@
-"""What the executor runs: a core, that is, a recurrence that can be cut into ranges of steps.
+"""The protocol of a core: a recurrence that can be cut into ranges of steps.
 
-A core offers four things: it advances steps and keeps only states, records a range, backpropagates
-what was recorded, and says where parameters' gradients are collected. How it does so is its own:
-by ordinary autograd (:mod:`retrograde.run.autograd_core`), or by its own derivative
-(:class:`RangeCore`).
+A core advances steps and keeps only states; it records a range; it backpropagates a recorded range;
+and it provides totals for the parameters' gradients. It does so by ordinary autograd
+(:mod:`retrograde.run.autograd_core`), or by its own derivative (:class:`RangeCore`).
 """
 
 from abc import ABC, abstractmethod
@@ -39,7 +38,7 @@ Tensors = list[Tensor]
 Gradient = Tensor | None
 #: Takes the outputs of a call: ``emit(start, stop, outputs)``.
 Emit = Callable[[int, int, Tensors], None]
-#: Lets tensors into a graph of all steps, see :mod:`retrograde.run.second_order`.
+#: Lets tensors into a graph of all steps; see :mod:`retrograde.run.second_order`.
 Gate = Callable[[Tensors], Tensors]
 
 NO_SECOND_ORDER = (
@@ -50,8 +49,10 @@ NO_SECOND_ORDER = (
 
 
 def discard(start: int, stop: int, outputs: Tensors) -> None:
-    """The :data:`Emit` of a forward pass that is repeated, whose outputs the caller has already. In
-    the backward pass there is none at all."""
+    """The :data:`Emit` of a repeated forward pass, whose outputs the caller has already.
+
+    The backward pass uses no ``Emit`` at all.
+    """
 
 
 class Core(Protocol):
@@ -59,27 +60,28 @@ class Core(Protocol):
 
     @property
     def fused(self) -> bool:
-        """Whether a call has a range of steps, time first, and else one."""
+        """Whether a call takes a range of steps, time first, rather than one step."""
         ...
 
     @property
     def sums(self) -> bool:
-        """Whether an output is one tensor a call, to be summed over calls, not one part a step."""
+        """Whether an output is one tensor a call, summed over calls, rather than one part a
+        step."""
         ...
 
     @property
     def strides(self) -> bool:
-        """Whether advances that only a store parts may be one call."""
+        """Whether advances with only a store between them may be one call."""
         ...
 
     @property
     def joins(self) -> bool:
-        """Whether a tape can be of several steps of a range."""
+        """Whether a tape can have several steps of a range."""
         ...
 
     @property
     def parameters(self) -> Tensors:
-        """Every tensor, besides inputs and state, that is to receive a gradient."""
+        """Every tensor, besides inputs and state, that receives a gradient."""
         ...
 
     @property
@@ -88,27 +90,29 @@ class Core(Protocol):
         ...
 
     def totals(self) -> list[Tensor | None]:
-        """Where the parameters' gradients are collected; None for what the first share begins."""
+        """Return the parameters' totals; None for one that the first share starts."""
         ...
 
     def room(self, inputs: Inputs) -> Tensors:
-        """Where the outputs of all steps go, if the core writes them itself, and reads them again
-        in the backward pass; none if it emits them."""
+        """Return the tensors for the outputs of all steps, if the core writes them itself.
+
+        The backward pass reads them again. The list is empty if the core emits its outputs.
+        """
         ...
 
     def cuts(self, actions: Iterable[Action], length: int) -> Sequence[int]:
-        """Where a recording is divided into tapes, ascending."""
+        """Return the steps at which a recording is divided into tapes, ascending."""
         ...
 
     def stored(self, state: Tensors) -> Sequence[Tensor | Packed]:
-        """What is stored of a state."""
+        """Return the stored form of a state."""
         ...
 
     def advance(
         self, inputs: Inputs, start: int, stops: Sequence[int], state: Tensors, emit: Emit | None
     ) -> list[Tensors]:
-        """Run steps from ``start`` to the last of some stops, and keep the state at each of them
-        and nothing else."""
+        """Run steps from ``start`` to the last of some stops, and keep only the state at each
+        stop."""
         ...
 
     def record(
@@ -118,44 +122,46 @@ class Core(Protocol):
         ...
 
     def backpropagate(self, tape: Any, gradients: "Gradients") -> None:
-        """Backpropagate the steps of a tape, collect their gradients, and use the tape up."""
+        """Backpropagate the steps of a tape, collect their gradients, and consume the tape."""
         ...
 
     def complete(self) -> None:
-        """Take note that every step was recorded and backpropagated."""
+        """Note that every step was recorded and backpropagated."""
         ...
 
     def ordinary(
         self, layout: Layout, inputs: Tensors, state: Tensors, gate: Gate
     ) -> tuple[Tensors, Tensors, Tensors]:
-        """All steps as autograd records them: outputs, state after, and the graph's parameters.
+        """Return all steps as autograd records them: outputs, last state, and the graph's
+        parameters.
 
         Raises:
-            RetrogradeError: second derivatives are not to be had.
+            RetrogradeError: second derivatives are not available.
         """
         ...
 
 
 @dataclass
 class Tape:
-    """What a recorded range holds: the internal states of steps ``start`` … ``stop − 1``."""
+    """The internal states of a recorded range, steps ``start`` … ``stop − 1``."""
 
     start: int
     stop: int
     inputs: Tensors  # the leaves of the call
-    wanted: Sequence[bool]  # of each leaf, whether it receives a gradient
-    passes: Sequence[bool]  # of each part of the state after, whether a gradient goes through it
+    wanted: Sequence[bool]  # for each leaf, whether it receives a gradient
+    passes: Sequence[bool]  # for each part of the state after, whether a gradient flows through it
     state_after: Tensors
     ambient_after: Snapshot
 
 
 @dataclass
 class Gradients:
-    """What a backward pass starts from and collects; outputs and inputs have time first.
+    """The gradients that a backward pass starts from and collects; outputs and inputs have time
+    first.
 
-    ``outside`` is autocast where the backward pass was asked for: a recomputation replays the
-    forward pass's (rule 4), but ordinary autograd differentiates under the caller's. Inputs that
-    are ``wanted`` are given room as soon as there is a gradient.
+    ``outside`` is autocast where the backward pass was called. A recomputation replays the forward
+    pass's autocast (rule 4), but ordinary autograd differentiates under the caller's. Inputs that
+    are ``wanted`` get memory as soon as there is a gradient.
     """
 
     outputs: Sequence[Gradient]  # of one call's outputs, if the core sums
@@ -169,11 +175,11 @@ class Gradients:
     read: Inputs | None = None
 
     def of_outputs(self, index: int | slice) -> Sequence[Gradient]:
-        """The gradients of one call's outputs."""
+        """Return the gradients of one call's outputs."""
         return self.layout.parts(self.outputs, index)
 
     def take_inputs(self, index: int | slice, shares: list[Gradient]) -> None:
-        """Keep the input gradients of one call, the latest call's first."""
+        """Keep the input gradients of one call; later calls come first."""
         for k, x in enumerate(self.wanted):
             used = any(share is not None for share in shares[k :: len(self.wanted)])
             if x is not None and used and self.inputs[k] is None:
@@ -182,7 +188,7 @@ class Gradients:
 
 
 class RangeCore(ABC):
-    """A :class:`Core` that knows its own derivative, and says itself what its tape is."""
+    """A :class:`Core` with its own derivative and its own kind of tape."""
 
     fused = True
     sums = False
@@ -229,10 +235,10 @@ class RangeCore(ABC):
 
 
 def window(core: Core, start: int, stop: int) -> int | slice:
-    """The index of a call's part in a tensor over all steps."""
+    """Return the index of a call's part in a tensor over all steps."""
     return slice(start, stop) if core.fused else start
 
 
 def as_leaf(t: Tensor) -> Tensor:
-    """A state tensor cut off from its past, gradients being followed from here on."""
+    """Return a state tensor detached from its history, as a new leaf."""
     return t.detach().requires_grad_(t.is_floating_point() or t.is_complex())

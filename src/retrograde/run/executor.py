@@ -1,8 +1,8 @@
-"""Carrying a schedule out: one ``match`` over its actions. It plans nothing.
+"""The executor: one ``match`` over the actions of a schedule. It plans nothing.
 
 A :class:`Run` performs the actions up to the first ``Backward`` in the forward pass, and the rest
-when the gradient arrives. What a step is, what a tape holds and how it is differentiated is the
-core's (:mod:`retrograde.run.core`).
+when the gradient arrives. The core (:mod:`retrograde.run.core`) defines a step, a tape and how it
+is differentiated.
 """
 
 from bisect import bisect_left, bisect_right
@@ -26,13 +26,13 @@ Tensors = list[Tensor]
 
 @dataclass
 class Run:
-    """The state of one execution: what is stored, what is recorded, what is current.
+    """The state of one execution: the stored states, the tapes, the current state.
 
-    Tensors of the caller are passed to its methods and never kept. Where ``loads`` is given, the
-    states after recorded steps are held only as long as they are current, but for those: pairs of
-    the recording's number among the actions and of the state's. Where ``cuts`` is given, in
-    ascending order, recordings are divided there. ``states`` is how many tensors the state has
-    after all steps, which may be other than before them.
+    The caller's tensors are passed to its methods and never kept. Where ``loads`` is given, the
+    states after recorded steps are held only while they are current, except those in ``loads``. Its
+    pairs are the recording's index among the actions and the state's number. Where ``cuts`` is
+    given, ascending, recordings are divided there. ``states`` is the number of the state's tensors
+    after all steps, which may differ from that before them.
     """
 
     core: Core
@@ -51,7 +51,7 @@ class Run:
         self.trail = Trail(self.core.ambient)
 
     def forward(self, inputs: Inputs, state: Tensors, emit: Emit | None) -> Tensors:
-        """Perform all that precedes the first ``Backward``; return the state after all steps."""
+        """Perform all actions before the first ``Backward``; return the state after all steps."""
         self.clear()
         self.trail = Trail(self.core.ambient)
         self.done, self.position, self.state = 0, 0, each_once(Tensor.detach, state)
@@ -86,7 +86,7 @@ class Run:
         return bool(self.tapes) and self.tapes[-1].start >= start
 
     def _let_go(self) -> None:
-        """Perform what frees states, so that none is held over a pause."""
+        """Perform the actions that free states, so that none is held during a pause."""
         while self.done < len(self.actions):
             match self.actions[self.done]:
                 case Free(at):
@@ -102,7 +102,7 @@ class Run:
         self.stored[at] = ([t.detach() for t in state], self.core.ambient.capture())
 
     def clear(self) -> None:
-        """Let go of all that is held."""
+        """Drop all that is held."""
         self.stored, self.tapes, self.state = {}, [], []
 
     def _perform(self, inputs: Inputs, emit: Emit | None) -> None:
@@ -130,8 +130,10 @@ class Run:
                 del self.stored[at]
 
     def _advance(self, inputs: Inputs, start: int, emit: Emit | None) -> None:
-        """Carry out an ``Advance``; and with it, if the core may run them in one call, those that
-        only a ``Store`` parts from it."""
+        """Perform an ``Advance``, and with it those that follow directly after a ``Store``.
+
+        The core must allow them in one call.
+        """
         stops = [cast(Advance, self.actions[self.done - 1]).stop]
         while self.core.strides and isinstance(self.actions[self.done], Store):
             after = self.actions[self.done + 1]
@@ -148,8 +150,10 @@ class Run:
         self.trail.arrive(self.position)
 
     def _tapes(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """The ranges that a recording is divided into, since they are loaded or used up one by
-        one, or since their surroundings have to be put back between them."""
+        """Return the ranges that a recording is divided into.
+
+        They are loaded or consumed one by one, or their surroundings are restored between them.
+        """
         if self.cuts is None:
             self.cuts = self.core.cuts(self.actions, self.length)
         inside = self.cuts[bisect_right(self.cuts, start) : bisect_left(self.cuts, stop)]

@@ -1,7 +1,7 @@
 """The inputs of a recurrence, as the executor reads them: a step or a range of steps at a time.
 
-Tensors that are held are sliced (:class:`Held`); what is read from elsewhere as it is needed is in
-:mod:`retrograde.run.sources`.
+:class:`Held` slices tensors in memory. :mod:`retrograde.run.sources` reads other inputs as they are
+needed.
 """
 
 from collections.abc import Sequence
@@ -18,25 +18,25 @@ Tensors = list[Tensor]
 
 
 class Inputs(Protocol):
-    """The inputs of all steps; what is read twice is twice the same."""
+    """The inputs of all steps; every read gives the same values."""
 
     @property
     def differentiable(self) -> Sequence[bool]:
-        """For each leaf, whether it is to receive a gradient."""
+        """For each leaf, whether it receives a gradient."""
         ...
 
     def __len__(self) -> int:
-        """The number of steps."""
+        """Return the number of steps."""
         ...
 
     def __getitem__(self, index: int | slice) -> Tensors:
-        """The leaves of one step, or of a range, with time first."""
+        """Return the leaves of one step, or of a range, with time first."""
         ...
 
 
 @dataclass(frozen=True)
 class Held:
-    """Tensors that are there already, each with time as its first dimension.
+    """Tensors in memory, each with time as its first dimension.
 
     Example:
         >>> import torch
@@ -59,10 +59,10 @@ class Held:
 
 
 def check_length(leaves: Tensors) -> int:
-    """The number of steps of flat inputs, each with time first.
+    """Return the number of steps of flat inputs, each with time first.
 
     Raises:
-        CellError: there are no inputs, or the numbers of steps differ or are none.
+        CellError: there are no inputs, the numbers of steps differ, or there are no steps.
     """
     if not leaves:
         raise CellError("the inputs hold no tensor: expected at least one, with time first (T, …)")

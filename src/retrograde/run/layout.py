@@ -1,10 +1,9 @@
-"""Where the steps of a sequence lie in the tensors that hold all of them.
+"""Layouts: the positions of a sequence's steps in the tensors that hold all of them.
 
-Mostly step t is row t. In a packed batch a step has as many rows as there are sequences left, and
-two directions are run from both ends at once: then a range of steps is a range of rows for each.
-Sequences of several lengths may also be run as one batch, each from its own end. A layout gives a
-call its part of the inputs, and puts the call's outputs, and the gradients of its inputs, where
-they belong.
+Mostly step t is row t. In a packed batch a step has one row for each remaining sequence. Two
+directions run from both ends at once, so a range of steps is a range of rows for each. Sequences of
+several lengths may also run as one batch, each from its own end. A layout cuts a call's part from
+the inputs, and writes the call's outputs and input gradients to their positions.
 """
 
 import functools
@@ -26,37 +25,39 @@ Index = int | slice
 
 
 class Layout(Protocol):
-    """Between tensors over all steps and the leaves of one call."""
+    """Maps between tensors over all steps and the leaves of one call."""
 
     def read(self, tensors: Tensors, outputs: Sequence[Tensor] = ()) -> Inputs:
-        """The inputs of all steps, as the executor reads them; and the outputs, where a core
-        writes these itself, and reads them again."""
+        """Return the inputs of all steps, for the executor.
+
+        ``outputs`` are those that a core writes itself, and reads again.
+        """
         ...
 
     def allocate(self, values: Tensors) -> Tensors:
-        """Room for the outputs of all steps, those of one call being known."""
+        """Allocate the outputs of all steps, given those of one call."""
         ...
 
     def joined(self, outputs: Tensors) -> Tensors:
-        """The outputs of a call of all steps, as the caller has them."""
+        """Return the outputs of a call of all steps in the caller's form."""
         ...
 
     def parts(self, tensors: Sequence[Gradient], index: Index) -> list[Gradient]:
-        """For each output of a call, its part of the outputs, or of their gradients."""
+        """Return, for each output of a call, its part of the outputs or of their gradients."""
         ...
 
     def put(self, tensors: Tensors, index: Index, values: Tensors) -> None:
-        """Write the outputs of a call where they belong."""
+        """Write the outputs of a call to their positions."""
         for part, value in zip(self.parts(tensors, index), values, strict=True):
             if part is not None:
                 part.copy_(value.detach())
 
     def room(self, x: Tensor) -> Tensor:
-        """Where the gradients of an input are to be collected."""
+        """Allocate the gradient of an input."""
         ...
 
     def take(self, totals: Sequence[Gradient], index: Index, shares: Sequence[Gradient]) -> None:
-        """Put the input gradients of one call into those of all steps."""
+        """Write the input gradients of one call into those of all steps."""
         ...
 
 
@@ -98,10 +99,10 @@ class Rows(Layout):
     """A batch of sequences, packed or not, run from one end or from both at once.
 
     Inputs are (T, B, …), or (rows, …) if ``sizes`` (T,) says how many sequences have each step,
-    longest first. The leaves of a call are its rows of the inputs, the numbers of its steps if
-    ``numbered``, and its sizes if packed: each once for every direction. Its outputs are one for
-    every direction, side by side. With steps a … b − 1 of the first direction go T − b … T − a − 1
-    of the second.
+    longest first. The leaves of a call are its rows of the inputs, its sizes if packed, and the
+    numbers of its steps if ``numbered``. Each direction has leaves of its own, and one output; the
+    caller gets the outputs concatenated. With steps a … b − 1 of the first direction go T − b … T −
+    a − 1 of the second.
 
     Example:
         >>> layout = Rows(4, sizes=torch.tensor([3, 2, 2, 1]), both=True)
@@ -116,17 +117,17 @@ class Rows(Layout):
 
     @functools.cached_property
     def offsets(self) -> list[int]:
-        """Of a packed batch, the first row of every step, and their number."""
+        """The first row of every step of a packed batch, and the number of rows."""
         assert self.sizes is not None
         return [0, *self.sizes.cumsum(0).tolist()]
 
     def spans(self, index: slice) -> list[slice]:
-        """The steps of a call, for each direction."""
+        """Return the steps of a call, for each direction."""
         mirrored = slice(self.length - index.stop, self.length - index.start)
         return [index, mirrored] if self.both else [index]
 
     def rows(self, index: slice) -> list[slice]:
-        """The rows of a call, for each direction."""
+        """Return the rows of a call, for each direction."""
         if self.sizes is None:
             return self.spans(index)
         at = self.offsets
@@ -198,10 +199,11 @@ class RowInputs:
 class Ragged(Layout):
     """A batch whose every step is a call with all samples, from one end or from both at once.
 
-    Tensors are (T, B, …), or (rows, …) if ``starts`` (T,) tells the first row of each step of a
-    packed batch. With ``lengths`` (B,) each sample begins at its own end, and the leaves of a call
-    end with a mask (B,): which samples are still going on. Before it are the rows of every tensor,
-    once for each direction. Outputs of the directions are side by side, and zero beyond an end.
+    Tensors are (T, B, …), or (rows, …) if ``starts`` (T,) has the first row of each step of a
+    packed batch. With ``lengths`` (B,) each sample begins at its own end. The last leaf of a call
+    is then a mask (B,) of the samples that still have steps. Before it are the rows of every
+    tensor, once for each direction. Outputs of the directions are concatenated, and zero beyond a
+    sample's end.
 
     Example:
         >>> layout = Ragged(3, lengths=torch.tensor([3, 1]), both=True)
@@ -219,13 +221,13 @@ class Ragged(Layout):
         return RaggedInputs(self, tensors)
 
     def goes_on(self, index: Index) -> Tensor:
-        """Which samples still have the steps of a call."""
+        """Return which samples still have the steps of a call."""
         assert self.lengths is not None
         return self._numbers(index) < self.lengths
 
     def rows(self, index: Index, *, back: bool) -> Any:
-        """Where the rows of a call lie in a tensor over all steps; beyond a sample's end, at its
-        last one."""
+        """Return the rows of a call in a tensor over all steps; beyond a sample's end, its last
+        row."""
         if self.lengths is None:
             if not back:
                 return index
@@ -256,7 +258,7 @@ class Ragged(Layout):
         ]
 
     def _placed(self, y: Tensor, *, back: bool) -> Tensor:
-        """The outputs of one direction, step after step, as a new tensor for the caller."""
+        """Return the outputs of one direction, step after step, as a new tensor for the caller."""
         index = slice(0, self.length)
         rows = self.rows(index, back=back)
         if self.lengths is None:
@@ -268,7 +270,7 @@ class Ragged(Layout):
 
     @property
     def _count(self) -> int:
-        """The rows of a packed batch."""
+        """The number of rows of a packed batch."""
         assert self.lengths is not None
         return int(self.lengths.sum())
 
@@ -303,20 +305,20 @@ class Ragged(Layout):
                 total.index_put_(*self._chosen(rows, index, share), accumulate=True)
 
     def _numbers(self, index: Index) -> Tensor:
-        """The steps of a call, (1,), or (L, 1) of several."""
+        """Return the steps of a call, (1,), or (L, 1) for several."""
         device = None if self.lengths is None else self.lengths.device
         if isinstance(index, slice):
             return torch.arange(index.start, index.stop, device=device).unsqueeze(-1)
         return torch.tensor([index], device=device)
 
     def _chosen(self, rows: tuple[Tensor, ...], index: Index, t: Tensor) -> tuple[Any, Tensor]:
-        """The rows of samples that go on, and what a tensor has for them."""
+        """Return the rows of samples that still have steps, and their part of a tensor."""
         goes_on = self.goes_on(index)
         return tuple(one[goes_on] for one in rows), t[goes_on]
 
     def _columns(self, tensors: Sequence[Gradient]) -> list[tuple[bool, Gradient]]:
-        """For each output of a call, whether it is of the direction that goes back, and where it
-        lies in the tensors over all steps."""
+        """Return, for each output of a call, whether it runs backward, and its part of the
+        tensors."""
         if not self.both:
             return [(False, t) for t in tensors]
         halves = [(None, None) if t is None else t.chunk(2, -1) for t in tensors]
@@ -346,8 +348,9 @@ class RaggedInputs:
 
 @dataclass(frozen=True)
 class Blocks(Layout):
-    """Neighbouring steps in blocks of ``size``: a call runs a block. The last one may be shorter.
-    ``steps`` is where the steps of a block lie.
+    """Neighbouring steps in blocks of ``size``, of which a call runs one; the last may be shorter.
+
+    ``steps`` is the layout of the steps of a block.
 
     Example:
         >>> layout = Blocks(Straight(7, fused=False), 7, 3)
@@ -361,7 +364,7 @@ class Blocks(Layout):
     size: int
 
     def span(self, index: Index) -> slice:
-        """The steps of a block, or of several."""
+        """Return the steps of a block, or of several."""
         first, stop = (index.start, index.stop) if isinstance(index, slice) else (index, index + 1)
         return slice(first * self.size, min(stop * self.size, self.length))
 

@@ -1,12 +1,12 @@
-"""Second derivatives: all steps once more, in one graph, as ordinary autograd records them.
+"""Second derivatives: all steps again, in one graph, as ordinary autograd records them.
 
 Under ``create_graph=True`` the gradients that a node returns must be functions that autograd knows.
-So the steps are run again from what the node saved, and differentiated by autograd itself. That
-holds what ordinary backpropagation holds, whatever the budget, and says so once.
+So the steps run again from the tensors that the node saved, and autograd differentiates them. That
+takes the memory of ordinary backpropagation, whatever the budget, and a warning says so.
 
-The graph begins at gates. They let nothing through while the first gradients are found: an input
-may depend on a parameter, whose gradient here is only what comes through the steps. Afterwards they
-are open, for second derivatives go on into whatever the inputs were computed from.
+The graph begins at gates. They are closed while the first gradients are computed: an input may
+depend on a parameter, whose gradient here must come through the steps only. Afterwards they are
+open, since second derivatives continue into the graph of the inputs.
 """
 
 import warnings
@@ -23,7 +23,7 @@ __all__ = ["Gate", "differentiable_gradients"]
 Tensors = list[Tensor]
 
 _BEYOND = (
-    "create_graph=True: all steps are run again and held as ordinary backpropagation holds them, "
+    "create_graph=True: all steps are run again and kept, as in ordinary backpropagation, "
     "for second derivatives; the budget does not cover these"
 )
 
@@ -35,7 +35,7 @@ class Gate:
         self.open = False
 
     def __call__(self, tensors: Tensors) -> Tensors:
-        """The same values, from which no gradient flows on as long as the gate is closed."""
+        """Return the same values, which pass no gradient on while the gate is closed."""
         return [
             _Pass.apply(self, t) if t.requires_grad else t  # type: ignore[no-untyped-call]
             for t in tensors
@@ -62,7 +62,7 @@ def differentiable_gradients(
     *,
     budgeted: bool,
 ) -> list[Tensor | None]:
-    """Gradients of inputs, state and parameters, as functions that can be differentiated again.
+    """Return gradients of inputs, state and parameters that can be differentiated again.
 
     ``given`` are the gradients of the outputs and of the state after all steps.
     """

@@ -1,17 +1,18 @@
-"""Where inputs come from when they are not held: files, functions, iterators, anything indexable.
+"""Inputs that are not held in memory: files, functions, iterators, anything indexable.
 
-A schedule runs most steps more than once, so every source is read again, and what it gives must be
-what it gave before. Four kinds:
+A schedule runs most steps more than once, so every source is read again, and must return the same
+values. There are four kinds:
 
-- arrays and tensors with time first (:class:`Arrays`): a range is a slice; what is not a tensor,
-  such as a memory map or a data set in a file, is copied into one as it is read;
-- a function of the step, or anything that is indexed by it (:class:`Steps`); a range is put
-  together step by step;
-- an iterator, which cannot be read twice: its items go into a temporary file as they first come,
-  and are read from there ever after (:class:`Spool`), so what is on disk is the whole input.
+- Tensors with time first (:class:`Arrays`): a range is a slice.
+- Other arrays with time first, such as a memory map (:class:`Arrays` too): they are copied into
+  tensors as they are read.
+- A function of the step, or anything that is indexed by it (:class:`Steps`): a range is put
+  together step by step.
+- An iterator, which cannot be read twice (:class:`Spool`): its items are kept in a temporary file
+  and read from there. So the whole input is on disk.
 
-What is read is allocated by torch and so is seen by :mod:`retrograde.measure.allocations`; the
-pages of a memory map belong to the operating system and are not.
+torch allocates what is read, so :mod:`retrograde.measure.allocations` counts it. The pages of a
+memory map belong to the operating system and are not counted.
 """
 
 import operator
@@ -38,34 +39,34 @@ Tensors = list[Tensor]
 
 
 class Source(Protocol):
-    """The inputs of all steps, and what they are; what is read twice is twice the same."""
+    """The inputs of all steps, and their structure; every read gives the same values."""
 
     @property
     def structure(self) -> Structure:
-        """That of one step's input."""
+        """The structure of one step's input."""
         ...
 
     @property
     def trained(self) -> "list[Tensor | None]":
-        """For each leaf the caller's tensor of all steps, if it requires a gradient."""
+        """For each leaf, the caller's tensor of all steps, if it requires a gradient."""
         ...
 
     def __len__(self) -> int:
-        """The number of steps."""
+        """Return the number of steps."""
         ...
 
     def __getitem__(self, index: int | slice) -> Tensors:
-        """The leaves of one step, or of a range, with time first."""
+        """Return the leaves of one step, or of a range, with time first."""
         ...
 
 
 def open_source(inputs: Any, length: SupportsIndex | None, device: torch.device) -> Source:
-    """Find out which kind of source the inputs are, and read the first step.
+    """Make the source of some inputs, and read the first step.
 
-    What is not a tensor is put on ``device``.
+    Arrays are copied to ``device``.
 
     Raises:
-        CellError: the inputs are none of these, or too short, or cannot be read twice alike.
+        CellError: the inputs are of no known kind, too short, or differ when read again.
 
     Example:
         >>> source = open_source(lambda t: torch.full((2,), float(t)), 5, torch.device("cpu"))
@@ -94,7 +95,7 @@ def open_source(inputs: Any, length: SupportsIndex | None, device: torch.device)
 
 @dataclass(frozen=True)
 class Arrays:
-    """Tensors, and whatever else has a shape, a dtype and slices, with time first."""
+    """Tensors, or other objects with a shape, a dtype and slices, with time first."""
 
     leaves: list[Any]
     structure: Structure
@@ -108,7 +109,7 @@ class Arrays:
 
     @classmethod
     def of(cls, inputs: Any, length: int | None, device: torch.device) -> "Arrays":
-        """From a pytree, of which the first ``length`` steps are used."""
+        """Make the source from a pytree, of which the first ``length`` steps are used."""
         stand_in = torch.empty(0, device="cpu")
         shape = pytree.tree_map(lambda leaf: None if leaf is None else stand_in, inputs)
         _, structure = flatten(shape, "inputs")
@@ -129,17 +130,17 @@ class Arrays:
 
 
 class Steps:
-    """Whatever gives the input of a step, given its number: in any order and more than once."""
+    """An object that returns the input of a step by its number, in any order and repeatedly."""
 
     def __init__(self, get: Callable[[int], Any], length: int, device: torch.device) -> None:
         self.get, self.length, self.device = get, length, device
         position = random_position(device)
-        with torch.enable_grad():  # so that an input with a past is seen at once
+        with torch.enable_grad():  # so that an input with a history is detected at once
             leaves, self.structure = self._read(0)
             self.form = _Form.of(leaves, self.structure)
         if position != random_position(device):
             raise CellError(
-                "the inputs draw random numbers, and would be others when they are read again: "
+                "the inputs draw random numbers, and would differ when they are read again: "
                 "draw them from a generator that is seeded by the step, or pass an iterator"
             )
         self.trained: list[Tensor | None] = [None] * len(leaves)
@@ -170,10 +171,10 @@ class Steps:
 
 
 class Spool:
-    """The items of an iterator, in a temporary file from the moment they first come.
+    """The items of an iterator, kept in a temporary file as they arrive.
 
-    Items are pulled as they are needed, once, and in their order. Random numbers that the iterator
-    draws come from a stream of their own, so that those of a cell are the same in every rerun.
+    Items are pulled when they are needed, once, and in their order. Random numbers that the
+    iterator draws come from a stream of their own, so a cell's are the same in every rerun.
 
     Example:
         >>> spool = Spool(iter([torch.zeros(2), torch.ones(2)]), torch.device("cpu"))
@@ -226,10 +227,10 @@ class Spool:
 
 @dataclass(frozen=True)
 class Stream:
-    """A source whose leaves are followed by one more: the number of each step.
+    """A source with one more leaf: the number of each step.
 
-    ``wanted`` tells which leaves receive a gradient. ``probed``, if given, is the number that a
-    step, or the last of a range, is told to be: so bytes can be measured where a loss is, with the
+    ``wanted`` says which leaves receive a gradient. ``probed``, if given, replaces the number of a
+    step, or of the last step of a range. So bytes can be measured at a step with a loss, with the
     inputs of the first steps.
     """
 
@@ -239,7 +240,8 @@ class Stream:
 
     @classmethod
     def of(cls, source: Source, all_wanted: bool) -> "Stream":
-        """With gradients for what the caller trains, or for all that can have one."""
+        """Make a stream with gradients for tensors that the caller trains, or for all that can have
+        one."""
         wanted = tuple(
             trained is not None or (all_wanted and (x.is_floating_point() or x.is_complex()))
             for x, trained in zip(source[0], source.trained, strict=True)
@@ -264,13 +266,13 @@ class Stream:
         return [*self.source[index], torch.arange(first, first + stop - start, device="cpu")]
 
     def probing(self, number: int) -> "Stream":
-        """The same, steps being told that their number is another."""
+        """Return the same stream with another number for its steps."""
         return replace(self, probed=number)
 
 
 @dataclass(frozen=True)
 class _Form:
-    """What the input of every step must be."""
+    """The structure, shapes, types and devices of every step's input."""
 
     structure: Structure
     leaves: tuple[tuple[torch.Size, torch.dtype, torch.device], ...]
@@ -303,7 +305,7 @@ def _whole(length: SupportsIndex) -> int:
 
 
 def _told(length: int | None, inputs: Any) -> int:
-    """How many steps there are, by what is said and by the inputs themselves."""
+    """Return the number of steps, from the argument and from the inputs themselves."""
     there = len(inputs) if hasattr(inputs, "__len__") else None
     if length is None and there is None:
         raise CellError(
@@ -326,13 +328,13 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _leaves(tree: Any, t: int, device: torch.device) -> tuple[Tensors, Structure]:
-    """The tensors of one step's input, which are only read."""
+    """Return the tensors of one step's input, which receives no gradient."""
     tree = pytree.tree_map(partial(_as_tensor, device=device), tree)
     leaves, structure = flatten(tree, f"input of step {t}")
     if any(x.requires_grad for x in leaves):
         raise CellError(
-            f"the input of step {t} requires a gradient: expected one that is only read; move what "
-            "computes it (an embedding, say) into the cell, or detach it and ask for "
+            f"the input of step {t} requires a gradient: expected one that does not; move the "
+            "layer that computes it (an embedding, say) into the cell, or detach it and ask for "
             "input_gradient="
         )
     return leaves, structure
@@ -343,7 +345,7 @@ def _as_tensor(leaf: Any, device: torch.device) -> Any:
 
 
 def _copied(array: Any, device: torch.device) -> Tensor:
-    """An array as a tensor of torch's own."""
+    """Copy an array into a tensor of torch's own."""
     values = np.asarray(array)
     native = values.dtype.newbyteorder("=")
     try:
@@ -359,5 +361,5 @@ def _copied(array: Any, device: torch.device) -> Tensor:
 
 
 def _raw(t: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in the processor's memory."""
+    """Return the bytes of a contiguous tensor in main memory."""
     return memoryview(t.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -1,13 +1,13 @@
-"""Hidden states as they are kept between steps: no memory too much, and not a bit changed.
+"""Hidden states between steps: without extra memory, and with the same bits.
 
 A cell may hand on a view: the last tensor of a stack, a chunk of a wider one. Kept as it is, it
-would hold all of the memory that it looks at. But a kernel rounds by strides and alignment, so a
-contiguous copy would not give the bits of ordinary autograd (rule 1). A state between two ranges is
-therefore copied without what lies around it, strides and alignment as they are; a stored one is
-packed, and laid out again when it is loaded.
+would hold all of that memory. But a kernel rounds by strides and alignment, so a contiguous copy
+would not give the bits of ordinary autograd (rule 1). A state between two ranges is therefore
+copied without the surrounding memory, with its strides and alignment. A stored state is packed, and
+laid out again when it is loaded.
 
-A part of the state may also be the same tensor as another. It stays the same one, for autograd adds
-all that reaches it in one order, and what reaches two tensors in another.
+Two parts of the state may be the same tensor, and stay the same. Autograd adds all gradients of one
+tensor in one order; with two tensors the order would differ.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +23,7 @@ T = TypeVar("T")
 S = TypeVar("S")
 Tensors = list[Tensor]
 
-#: What an allocation begins at a multiple of, in bytes.
+#: Allocations begin at a multiple of so many bytes.
 _ALIGNMENT = 64
 
 
@@ -33,16 +33,16 @@ class Packed:
 
     values: Tensor
     stride: tuple[int, ...]
-    shift: int  # how many numbers of the allocation lie before the tensor
+    shift: int  # numbers of the allocation before the tensor
 
     def laid(self) -> Tensor:
-        """The tensor as it was."""
+        """Return the tensor in its first layout."""
         room = self.values.new_empty(self.shift + _span(self.values.shape, self.stride))
         return room.as_strided(self.values.shape, self.stride, self.shift).copy_(self.values)
 
 
 def each_once(function: Callable[[T], S], values: Iterable[T]) -> list[S]:
-    """Apply a function to every value; what is the same object gives the same result."""
+    """Apply a function to every value; the same object gives the same result."""
     found: dict[int, S] = {}
     values = list(values)
     return [
@@ -51,7 +51,7 @@ def each_once(function: Callable[[T], S], values: Iterable[T]) -> list[S]:
 
 
 def apart(t: Tensor) -> Tensor:
-    """A copy in memory of its own, strides and alignment kept; itself if that saves nothing."""
+    """Return a copy in its own memory, with strides and alignment; itself if that saves nothing."""
     if t.layout is not torch.strided:
         return t
     span, shift = _span(t.shape, t.stride()), _shift(t)
@@ -63,23 +63,23 @@ def apart(t: Tensor) -> Tensor:
 
 
 def pack(state: Sequence[Tensor]) -> list[Tensor | Packed]:
-    """A state, as :func:`apart` gives its tensors, in the form that is stored."""
+    """Return the stored form of a state, whose tensors are results of :func:`apart`."""
     return each_once(_packed, state)
 
 
 def unpack(stored: Sequence[Tensor | Packed]) -> Tensors:
-    """A stored state, as it was."""
+    """Return a stored state in its first layout."""
     return each_once(lambda t: t.laid() if isinstance(t, Packed) else t, stored)
 
 
 def stored_memory(stored: Sequence[Tensor | Packed]) -> list[torch.UntypedStorage]:
-    """The memory that a stored state lies in, each once."""
+    """Return the storages of a stored state, each once."""
     found = (t.values if isinstance(t, Packed) else t for t in stored)
     return list({s.data_ptr(): s for s in map(Tensor.untyped_storage, found)}.values())
 
 
 def laid_bytes(state: Sequence[Tensor]) -> int:
-    """What a state takes besides its stored form, where the two are not the same memory."""
+    """Return the bytes of a state besides its stored form, where the two do not share memory."""
     each = {id(t): t for t in state if _has_gaps(t)}.values()
     return sum(t.untyped_storage().nbytes() for t in each)
 
@@ -91,7 +91,7 @@ def _packed(t: Tensor) -> Tensor | Packed:
 
 
 def _has_gaps(t: Tensor) -> bool:
-    """Whether numbers lie between those of a tensor, each of which has a place of its own."""
+    """Return whether there are gaps between a tensor's numbers, which do not overlap."""
     if t.layout is not torch.strided or t.numel() == 0:
         return False
     pairs = zip(t.shape, t.stride(), strict=True)
@@ -99,12 +99,12 @@ def _has_gaps(t: Tensor) -> bool:
 
 
 def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """From the first number of a tensor to its last, both included."""
+    """Return the distance from the first number of a tensor to its last, both included."""
     if 0 in shape:
         return 0
     return 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
 
 
 def _shift(t: Tensor) -> int:
-    """The numbers between an aligned address and the first of a tensor."""
+    """Return how many numbers lie between an aligned address and the first number of a tensor."""
     return t.data_ptr() % _ALIGNMENT // t.itemsize

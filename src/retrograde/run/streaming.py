@@ -1,13 +1,13 @@
 """A schedule from the first step to the gradients: algorithm 2 of Gruslys et al. (2016), streamed.
 
-Inputs are read and losses computed a step, or a range of steps, at a time; of the outputs nothing
-is kept. There is no graph of the caller's to wait for: the forward pass and the backward pass are
-one call, and what it found is handed over at its very end, all or nothing. So an exception at any
-step leaves every ``.grad`` as it was.
+Inputs are read and losses computed a step, or a range of steps, at a time; no output is kept. The
+caller has no graph, so the forward pass and the backward pass are one call. Its gradients are
+handed over at the very end, all or none. So an exception at any step leaves every ``.grad``
+unchanged.
 
-What is handed over goes through one ``autograd.Function``: gradients accumulate, hooks see them
-once and whole, and what lies behind a state, an input or a captured tensor that is no leaf gets its
-share, as in an ordinary backward pass.
+The gradients go through one ``autograd.Function``: they accumulate, and hooks see them once and
+whole. Gradients continue into the graph of a state, an input or a captured tensor that is not a
+leaf, as in an ordinary backward pass.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,9 +30,9 @@ __all__ = ["Progress", "TakeInput", "run_stream"]
 
 Tensors = list[Tensor]
 Gradient = Tensor | None
-#: Called with the step, or the range of steps, and the gradient of its input, the last one first.
+#: Called with the step, or the range of steps, and the gradient of its input; later steps first.
 TakeInput = Callable[[Any, Any], object]
-#: Called with the steps of work that are done, and those in all.
+#: Called with the number of steps of work that are done, and the number in all.
 Progress = Callable[[int, int], object]
 
 
@@ -49,7 +49,7 @@ def run_stream(
     Returns the sum of all losses in double precision, and the state after the last step.
 
     Raises:
-        CellError: what was learnt of the core at one step does not hold at another.
+        CellError: a property of the core found at one step does not hold at another.
     """
     device = core.ambient.device
     inputs = stream if progress is None else _Counted(stream, progress, _work(schedule))
@@ -91,13 +91,13 @@ def _add(total: Tensor, values: Tensors) -> None:
 
 
 def _work(schedule: Schedule) -> int:
-    """Forward steps and backward steps in all."""
+    """Return the number of forward and backward steps in all."""
     runs = (schedule.kind == Verb.ADVANCE) | (schedule.kind == Verb.RECORD)
     return int((schedule.stop - schedule.start)[runs].sum()) + schedule.length
 
 
 def _hand_over(core: Core, stream: Stream, state: Tensors, gradients: "_Streamed") -> None:
-    """Accumulate the gradients, and let them go on to what lies behind."""
+    """Accumulate the gradients, and pass them on to the graphs of non-leaf tensors."""
     found = [*gradients.states, *gradients.parameters, *gradients.inputs[:-1]]
     if all(g is None for g in found):
         raise CellError("no step has a loss: expected a scalar tensor for at least one")
@@ -105,7 +105,7 @@ def _hand_over(core: Core, stream: Stream, state: Tensors, gradients: "_Streamed
     wanted = [t is not None and t.requires_grad for t in owners]
     tensors = [t for t, is_wanted in zip(owners, wanted, strict=True) if is_wanted]
     grads = [g for g, is_wanted in zip(found, wanted, strict=True) if is_wanted]
-    # Nothing else refers to the gradients from here on, so that they become .grad uncopied.
+    # Nothing else refers to the gradients now, so they become .grad without a copy.
     gradients.states, gradients.parameters, gradients.inputs = [], [], []
     del found
     if tensors:
@@ -114,7 +114,7 @@ def _hand_over(core: Core, stream: Stream, state: Tensors, gradients: "_Streamed
 
 
 class _HandOver(torch.autograd.Function):
-    """A scalar whose gradients are those already found."""
+    """A scalar whose gradients are already computed."""
 
     @staticmethod
     def forward(ctx: Any, found: list[Gradient], *tensors: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ class _HandOver(torch.autograd.Function):
 
 @dataclass
 class _Streamed(Gradients):
-    """Gradients of which those of the inputs are given away, call by call."""
+    """Gradients whose input gradients are given away, call by call."""
 
     stream: Stream = field(kw_only=True)
     take: TakeInput | None = field(kw_only=True)
@@ -145,7 +145,7 @@ class _Streamed(Gradients):
                 self.take(index, unflatten(shares[:-1]))
             elif self.layout.fused:
                 self.take(range(index.start, index.stop), unflatten(shares[:-1]))
-            else:  # steps that were recorded together
+            else:  # steps recorded together
                 for k in reversed(range(index.start, index.stop)):
                     own = [None if s is None else s[k - index.start] for s in shares[:-1]]
                     self.take(k, unflatten(own))
@@ -154,8 +154,10 @@ class _Streamed(Gradients):
 
 
 class _Counted:
-    """Inputs that tell how far the work is: a step that was read is done when the next is read, or
-    when a gradient arrives."""
+    """Inputs that report progress.
+
+    A step counts as done when the next step is read, or when a gradient arrives.
+    """
 
     def __init__(self, stream: Stream, progress: Progress, work: int) -> None:
         self.stream, self.progress, self.work = stream, progress, work
@@ -175,7 +177,7 @@ class _Counted:
         return leaves
 
     def tick(self, steps: int) -> None:
-        """So many steps were backpropagated, and those that were read before were run."""
+        """Count steps that were backpropagated, and the steps read before, which have run."""
         steps += self.pending
         self.pending = 0
         if steps:

@@ -1,10 +1,10 @@
-"""What must not reach into a budgeted recurrence: torch.compile, torch.func, forward-mode autograd.
+"""Transforms that must not enter a budgeted recurrence.
 
-``torch.compile`` traces Python; what runs here looks at graphs, versions and generators, which no
-trace has. So it is kept out, and what is compiled around it breaks its graph there. torch.func,
-forward-mode derivatives, batches of gradients and ``torch.jit.trace`` are refused: a recomputation
-would have to be transformed or traced as well. Tensors without numbers are not refused, but
-nothing can be measured on them.
+They are torch.compile, torch.func and forward-mode autograd. ``torch.compile`` traces Python, but
+this code inspects graphs, versions and generators, which no trace has. So it is excluded, and
+compiled code around it has a graph break there. The others are refused, and so are batches of
+gradients and ``torch.jit.trace``: a recomputation would have to be transformed or traced as well.
+Tensors without numbers are not refused, but nothing can be measured on them.
 """
 
 import functools
@@ -33,14 +33,14 @@ __all__ = [
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Under these modes of torch's own whatever is run is traced, or made up.
+# Under these modes of torch's, operations are traced, or run on fake tensors.
 _MODES = (
     _TorchDispatchModeKey.FAKE,
     _TorchDispatchModeKey.PROXY,
     _TorchDispatchModeKey.FUNCTIONAL,
 )
 
-#: Whether ``torch.export`` is at work, which must see torch's own forward pass.
+#: Whether ``torch.export`` is running, which must see torch's own forward pass.
 is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
 
 
@@ -58,7 +58,7 @@ NO_FORWARD_MODE = _no_forward_mode(["memory"])
 
 
 def uncompiled(fn: F) -> F:
-    """Keep ``torch.compile`` out of a function and of all that it calls.
+    """Exclude ``torch.compile`` from a function and everything that it calls.
 
     Example:
         >>> uncompiled(len)([1, 2])
@@ -68,7 +68,7 @@ def uncompiled(fn: F) -> F:
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if "torch._dynamo" not in sys.modules:  # nothing compiles, and to load it takes a second
+        if "torch._dynamo" not in sys.modules:  # nothing compiles, and loading it takes a second
             return fn(*args, **kwargs)
         if not disabled:
             disabled.append(torch.compiler.disable(fn))
@@ -78,10 +78,10 @@ def uncompiled(fn: F) -> F:
 
 
 def is_unreal(tensors: Iterable[Tensor]) -> bool:
-    """Whether a call is traced or only made up: on fake, functional, proxy or meta tensors.
+    """Return whether a call has fake, functional, proxy or meta tensors.
 
-    Nothing may be measured then, nor kept: such tensors have no bytes. What is run should be
-    torch's own operations, as where no gradient is wanted. It takes a few µs.
+    Such tensors have no bytes, so nothing may be measured or kept. The call should run torch's own
+    operations, as where no gradient is needed. The check takes a few µs.
 
     Example:
         >>> is_unreal([torch.ones(2)]), is_unreal([torch.ones(2, device="meta")])
@@ -96,7 +96,8 @@ def is_unreal(tensors: Iterable[Tensor]) -> bool:
 
 
 def is_transformed(tensors: Iterable[Tensor]) -> bool:
-    """Whether a transform of torch.func is at work, or a tensor carries a forward-mode tangent."""
+    """Return whether a transform of torch.func is active, or a tensor has a forward-mode
+    tangent."""
     if _functorch.peek_interpreter_stack() is not None:
         return True
     in_dual_level = forward_ad._current_level >= 0
@@ -104,10 +105,10 @@ def is_transformed(tensors: Iterable[Tensor]) -> bool:
 
 
 def refuse_transforms(tensors: Iterable[Tensor], options: Sequence[str] = ("memory",)) -> None:
-    """Say so before any work where a gradient is wanted that cannot be had (rule 6).
+    """Refuse, before any work, a gradient that cannot be computed (rule 6).
 
     Raises:
-        RetrogradeError: :func:`is_transformed`, or ``torch.jit.trace`` is at work.
+        RetrogradeError: :func:`is_transformed` holds, or ``torch.jit.trace`` is running.
     """
     if is_transformed(tensors):
         raise RetrogradeError(_no_forward_mode(options))
@@ -120,10 +121,10 @@ def refuse_transforms(tensors: Iterable[Tensor], options: Sequence[str] = ("memo
 
 
 def refuse_batches(gradients: Iterable[Tensor | None]) -> None:
-    """Say so where a backward pass is asked for a batch of gradients at once (rule 6).
+    """Refuse a backward pass of a batch of gradients at once (rule 6).
 
     Raises:
-        RetrogradeError: they are batched, as ``is_grads_batched=True`` and ``torch.func.vmap`` do.
+        RetrogradeError: they are batched, as by ``is_grads_batched=True`` and ``torch.func.vmap``.
     """
     if any(
         _functorch.is_batchedtensor(g) or _functorch.is_legacy_batchedtensor(g)
