@@ -155,7 +155,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path):
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert f"stopped; go on with: retrograde train --resume --report {tmp_path}" in output
+    assert f"stopped; continue with: retrograde train --resume --report {tmp_path}" in output
     assert "Traceback" not in output
     assert load_checkpoint(tmp_path / "checkpoint.pt")["run"]["losses"]
 
@@ -174,7 +174,7 @@ def test_a_finished_run_has_nothing_to_resume_but_says_so(tmp_path):
     run("train", *SMALL, "--iterations", 2, "--report", tmp_path)
     result = run("train", "--resume", "--report", tmp_path)
     assert result.exit_code == 0
-    assert "all 2 iterations are done; name more --iterations to go on" in result.output
+    assert "all 2 iterations are done; raise --iterations to continue" in result.output
 
 
 @pytest.mark.quick(0)
@@ -182,7 +182,7 @@ def test_resuming_with_other_options_is_refused(tmp_path):
     run("train", *SMALL, "--iterations", 1, "--report", tmp_path)
     message = refused(run("train", "--resume", "--hidden", 32, "--report", tmp_path))
     assert "--hidden is 32" in message
-    assert "was begun with 16: leave --hidden out" in message
+    assert "began with 16: leave --hidden out" in message
     assert run("train", "--resume", *SMALL, "--report", tmp_path).exit_code == 0
 
 
@@ -191,7 +191,7 @@ def test_resuming_without_a_whole_checkpoint_is_refused(tmp_path):
     (tmp_path / "checkpoint.pt").write_bytes(b"half a check")
     message = refused(run("train", "--resume", "--report", tmp_path))
     assert f"{tmp_path / 'checkpoint.pt'} is damaged: it holds 12 bytes, expected those" in message
-    assert "start anew without --resume, or put a whole copy in its place" in message
+    assert "start a new run without --resume, or replace it by a complete copy" in message
 
 
 def test_resuming_from_a_checkpoint_of_other_shapes_is_refused(tmp_path):
@@ -200,9 +200,9 @@ def test_resuming_from_a_checkpoint_of_other_shapes_is_refused(tmp_path):
     state["run"]["options"]["hidden"] = 32
     torch.save(state, tmp_path / "checkpoint.pt")
     message = refused(run("train", "--resume", "--report", tmp_path))
-    assert f"cannot go on from {tmp_path / 'checkpoint.pt'}: model.embedding.weight has" in message
+    assert f"cannot resume from {tmp_path / 'checkpoint.pt'}: model.embedding.weight has" in message
     assert re.search(r"shape \(\d+, 16\): expected float32 of shape \(\d+, 32\), for", message)
-    assert "or start anew without --resume" in message
+    assert "or start a new run without --resume" in message
 
 
 @pytest.mark.quick(0)
@@ -211,7 +211,7 @@ def test_a_second_run_in_a_folder_is_refused_until_the_first_has_ended(tmp_path)
     wait_for(tmp_path / "checkpoint.pt", process)
     for more in ([*SMALL, "--iterations", 1], ["--resume"]):
         message = refused(run("train", *more, "--report", tmp_path))
-        expected = f"another run is at work in the report folder {tmp_path}: process {process.pid}"
+        expected = f"another run uses the report folder {tmp_path}: process {process.pid}"
         assert expected in message
         assert "wait for it to end or stop it, or name another folder with --report" in message
     assert not (tmp_path / "checkpoint.previous.pt").exists()
@@ -366,7 +366,7 @@ def test_a_plan_is_drawn_and_written(tmp_path, ending):
         (["--length", 10**8, "--curve"], "expected at most 1000000: ask for the cost at those"),
         (["--length", 10, "--memory", 4, "--policy", "guess"], "guess"),
         (["--length", 10, "--memory", 4, "--picture", "picture.xyz"], "cannot draw picture.xyz"),
-        (["--length", 10, "--memory", 4, "--picture", "x"], "cannot draw x: it ends in no format"),
+        (["--length", 10, "--memory", 4, "--picture", "x"], "cannot draw x: it has no extension"),
         (
             ["--length", 10, "--memory", 4, "--json", "missing/x.json"],
             "cannot write missing/x.json",
@@ -445,7 +445,7 @@ def test_a_plan_onto_a_full_disk_names_the_file_and_keeps_the_old_one(monkeypatc
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     monkeypatch.setattr(Path, "write_text", full_after(Path.write_text, "x.json"))
     monkeypatch.setattr(Figure, "savefig", full_after(Figure.savefig, "x.svg"))
-    kept = "No space left on device; what was there before is kept: make room there, or name"
+    kept = "No space left on device; the old content is kept: make room there, or name"
     assert f"cannot write x.json: {kept}" in refused(run(*asked, "--json", "x.json"))
     assert f"cannot write x.svg: {kept}" in refused(run(*asked, "--picture", "x.svg"))
     assert f"cannot write x.svg: {kept}" in refused(

@@ -1,4 +1,4 @@
-"""Docstrings and comments are plain English: sentences of at most 25 words, and no riddles."""
+"""The code is in plain English: sentences of at most 25 words, and no riddles."""
 
 import ast
 import io
@@ -14,16 +14,15 @@ MOST_WORDS = 25
 
 # The rooms and files that are still to be read. This list may only shrink.
 NOT_YET = (
-    "kernels", "cores", "jax", "nn",
-    "discover", "run",
-    "__init__", "cli", "console", "errors", "files", "interchange", "interrupts", "machine",
-    "precompile", "profile_command", "units",
-)  # fmt: skip
+    *("kernels", "cores", "jax", "nn/budget", "nn/call", "nn/chain_plans", "nn/recurrent"),
+    *("nn/sample_run", "nn/scheduled", "nn/sequential"),
+)
 
+# Phrases that were habits here, and made sentences into riddles.
 RIDDLES = re.compile(
-    r"\bfor (it|they|there|this|that) (is|are|was|has|have|would)\b"
-    r"|\bwhat (all )?else\b|\bof which (there|it)\b|\bwhereof\b|\bthereby\b"
-    r"|\bas (it|they) (is|are|was|were)$|\bin this wise\b|\bwherefore\b",
+    r"\bfor (it|they|there|this|that) (is|are|was|were|has|have|would|may|can)\b"
+    r"|\bwhat (all )?else\b|\bof which (there|it)\b|\bto be had\b|\b(is|are) told\b|\blets? go of\b"
+    r"|\bin the place of\b|\bsees? to it\b|\bwhat (is|was) (left|held|kept|run|found) (is|was)\b",
     re.IGNORECASE,
 )
 
@@ -65,15 +64,13 @@ def texts(path):
         yield comment[0][0], "\n".join(text for _, text in comment)
 
 
-def faults(path):
+def long_sentences(path):
     for line, text in texts(path):
         for paragraph in prose(text):
             for sentence in sentences(paragraph):
                 words = [word for word in sentence.split() if re.search(r"\w", word)]
                 if len(words) > MOST_WORDS:
                     yield f"{path.name}:{line}: {len(words)} words: {sentence}"
-                if found := RIDDLES.search(sentence):
-                    yield f"{path.name}:{line}: {found[0]!r}: {sentence}"
 
 
 FILES = [
@@ -85,6 +82,7 @@ FILES = [
 
 @pytest.mark.quick(999)
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_docstrings_and_comments_are_plain(path):
-    found = list(faults(path))
-    assert not found, "\n".join(found)
+def test_sentences_are_short_and_no_riddles(path):
+    folded = re.sub(r'(?:[\s#"]|\bf")+', " ", path.read_text())  # messages and comments on one line
+    riddles = [folded[max(0, m.start() - 60) : m.end() + 60] for m in RIDDLES.finditer(folded)]
+    assert not (found := [*long_sentences(path), *riddles]), "\n".join(found)

@@ -290,7 +290,7 @@ def test_a_state_kept_where_a_run_ends_is_refused():
         to_checkpoint_schedules(Schedule.from_actions(actions, length=4))
     assert str(error.value) == (
         "action 10, load 2: the state was kept where a run ends, and checkpoint_schedules keeps "
-        "one where a run begins; run on from state 2 before another load"
+        "one where a run begins; run from state 2 before another load"
     )
 
 

@@ -1,12 +1,12 @@
 """Exact backpropagation on a budget of memory and time.
 
-A user names a budget in bytes and gets the gradient of ordinary backpropagation by the fastest
-schedule that fits (Gruslys et al., Memory-Efficient Backpropagation Through Time, 2016), or asks
-for a faster backward pass, by a parallel scan over the steps' Jacobians (Wang, BPPSA, 2020;
-:mod:`retrograde.scan`).
+A user names a budget in bytes, and the fastest schedule that fits computes the gradient of ordinary
+backpropagation (Gruslys et al., 2016). Or the user asks for a faster backward pass, by a parallel
+scan over the steps' Jacobians (Wang, BPPSA, 2020; :mod:`retrograde.scan`).
 
-Names are loaded when they are first used: planning needs no torch, and importing this package
-loads neither torch nor numba. Type checkers and editors read the imports below and the literals of
+Names are loaded on first use. So planning needs no torch, and importing this package loads neither
+torch nor numba. The imports below and the literals of ``__all__`` are for type checkers and
+editors; they import nothing when the package runs.
 ``__all__``; neither imports anything when the package runs.
 """
 
@@ -55,11 +55,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__: list[str] = []
-_HOME_OF: dict[str, str] = {}  # of each public name, the module that has it
+_HOME_OF: dict[str, str] = {}  # the module of each public name
 
 
 def _come_from(home: str) -> None:
-    """Note where the names come from that ``__all__`` has gained since the last call."""
+    """Note the module of the names that were added to ``__all__`` since the last call."""
     _HOME_OF.update(dict.fromkeys(__all__[len(_HOME_OF) :], home))
 
 

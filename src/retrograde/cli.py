@@ -1,7 +1,7 @@
-"""The command ``retrograde``: what the library does, without writing a program.
+"""The command ``retrograde``: the library without writing a program.
 
-Each command imports what it needs when it runs, so help comes at once, ``plan`` works without
-torch, and whatever is missing is named with the extra that brings it.
+Each command imports its needs when it runs. So help appears at once, ``plan`` works without torch,
+and the message about a missing package names the extra that installs it.
 """
 
 import shlex
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = ["app", "main"]
 
-_SHORT = 60  # actions that still fit on a few lines
-_ROWS = 20  # of a long table
+_SHORT = 60  # actions that fit on a few lines
+_ROWS = 20  # rows of the trade-off table
 
 app = typer.Typer(
     name="retrograde",
@@ -47,7 +47,7 @@ app.command("profile")(profile)
 
 
 def main() -> None:
-    """Run the command, and leave with code 0, or 2 for what the user can put right."""
+    """Run the command; exit with code 0, or 2 for an error that the user can correct."""
     app()
 
 
@@ -62,7 +62,7 @@ def _retrograde(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_show_version, is_eager=True, help="Show the version and leave."
+            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
         ),
     ] = False,
 ) -> None:
@@ -75,8 +75,8 @@ def train(
     memory: Annotated[
         str,
         typer.Option(
-            help="Working memory of the LSTM: a share of what ordinary BPTT holds (5%), or bytes "
-            "(64MiB). Its outputs, the embedding and the linear layer are beside it."
+            help="Working memory of the LSTM: a share of ordinary BPTT's (5%), or bytes (64MiB). "
+            "Its outputs, the embedding and the linear layer are not counted."
         ),
     ] = "5%",
     length: Annotated[int, typer.Option(min=1, help="Characters in a sequence.")] = 1000,
@@ -86,7 +86,7 @@ def train(
     learning_rate: Annotated[float, typer.Option(help="Adam learning rate.")] = 0.01,
     text: Annotated[
         Path | None,
-        typer.Option(help="A file in UTF-8 to learn from; without it, Python's documentation."),
+        typer.Option(help="UTF-8 file to learn from; Python's documentation by default."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the initial weights.")] = 1,
     threads: Threads = None,
@@ -95,12 +95,12 @@ def train(
         bool,
         typer.Option(
             "--resume",
-            help="Go on with the run in the report folder, bit for bit as if it had not stopped. "
-            "Its own options hold; more --iterations may be named.",
+            help="Resume the run in the report folder, bit for bit as if it had not stopped. "
+            "Its own options apply; --iterations may be raised.",
         ),
     ] = False,
 ) -> None:
-    """Train a character model on long sequences, the LSTM's backpropagation within a budget.
+    """Train a character model on long sequences; the LSTM's backpropagation has a memory budget.
 
     Needs no data and no GPU. Writes a checkpoint after every iteration, and at the end pictures,
     metrics and weights to the report folder.
@@ -113,13 +113,13 @@ def train(
     with clean_errors():
         require("torch")
         require("matplotlib", "'retrograde[cli]'")
-        if threads is not None and not resume:  # a run goes on with as many as it began with
+        if threads is not None and not resume:  # a resumed run keeps its number of threads
             check_parallel("--threads", threads)
         _train(report, given, resume)
 
 
 def _is_named(context: typer.Context, option: str) -> bool:
-    """Whether the user named the option, rather than leave it at its default."""
+    """Return whether the user named the option, rather than leave it at its default."""
     source = context.get_parameter_source(option)
     return source is not None and source.name == "COMMANDLINE"
 
@@ -132,8 +132,8 @@ def _train(folder: Path, given: dict[str, Any], resume: bool) -> None:
         run_program(folder, given, resume, console)
     except KeyboardInterrupt:
         saved = (folder / "checkpoint.pt").exists()
-        again = f"go on with: retrograde train --resume --report {shlex.quote(str(folder))}"
-        remedy = again if saved else "nothing was finished yet, so start anew"
+        again = f"continue with: retrograde train --resume --report {shlex.quote(str(folder))}"
+        remedy = again if saved else "no iteration was finished, so start a new run"
         console.print(f"\nstopped; {remedy}", markup=False, soft_wrap=True)
         raise typer.Exit(INTERRUPTED) from None
 
@@ -145,7 +145,7 @@ def plan(
         str | None,
         typer.Option(
             help="Slots, in the policy's unit; none for a baseline. With --state, bytes (64MiB) or "
-            "a share of what ordinary BPTT holds (5%)."
+            "a share of ordinary BPTT's memory (5%)."
         ),
     ] = None,
     policy: Annotated[
@@ -185,10 +185,10 @@ def plan(
     json: Annotated[Path | None, typer.Option(help="Write the schedule to this file.")] = None,
     actions: Annotated[bool, typer.Option("--actions", help="List every action.")] = False,
 ) -> None:
-    """Cost, memory and picture of the schedule that a policy prescribes, or its trade-off curve.
+    """Cost, memory and picture of a policy's schedule, or its trade-off curve.
 
-    hsm and msm count hidden states, the initial one included and the step at work not; ism counts
-    internal states, the step at work included. Needs no torch.
+    hsm and msm count hidden states, the initial one included, and not the working core; ism counts
+    internal states, the working core included. Needs no torch.
     """
     kind: dict[str, Any] = {"policy": policy or ("hsm" if alpha is None else "msm")}
     kind |= {"alpha": alpha, "beta": beta}
@@ -215,7 +215,7 @@ def plan(
 
 
 def _describe(length: int, memory: str | None, kind: dict[str, Any]) -> "Schedule":
-    """Print what a schedule costs and holds, and return it."""
+    """Print the cost and the memory of a schedule, and return it."""
     from retrograde.plan import plan
 
     in_bytes = kind["state"] is not None
@@ -247,7 +247,7 @@ def _describe(length: int, memory: str | None, kind: dict[str, Any]) -> "Schedul
 
 
 def _whole(memory: str) -> int | str:
-    """A whole number, or the text as it is, which the planner refuses."""
+    """Return a whole number, or the text unchanged, which the planner refuses."""
     try:
         return int(memory)
     except ValueError:
@@ -255,7 +255,7 @@ def _whole(memory: str) -> int | str:
 
 
 def _show_curve(length: int, kind: dict[str, Any], picture: Path) -> None:
-    """Print some points of the trade-off curve, and draw them all."""
+    """Print some points of the trade-off curve, and draw all of them."""
     from retrograde.figures import draw_trade_off
     from retrograde.plan import trade_off
 
@@ -271,7 +271,6 @@ def _show_curve(length: int, kind: dict[str, Any], picture: Path) -> None:
 
 
 def _trade_off(length: int, memories: list[int], kind: dict[str, Any], bold: int = 0) -> Table:
-    """What some memories would cost."""
     import numpy as np
 
     from retrograde.plan import cost
@@ -292,22 +291,22 @@ def _trade_off(length: int, memories: list[int], kind: dict[str, Any], bold: int
 
 
 def _against_ordinary(cost: int, length: int) -> float:
-    """Time of an iteration, ordinary BPTT being 1, backward taking two forwards."""
+    """Return the time of an iteration relative to ordinary BPTT; backward takes two forwards."""
     return (cost / length + 2) / 3
 
 
 def _save(figure: "Figure", picture: Path) -> None:
-    if not picture.suffix:  # matplotlib would choose one, and write another file than was named
-        raise RetrogradeError(f"cannot draw {picture}: it ends in no format; try .svg or .png")
+    if not picture.suffix:  # matplotlib would choose one, and so write another file
+        raise RetrogradeError(f"cannot draw {picture}: it has no extension; try .svg or .png")
     try:
         write_file(picture, lambda place: figure.savefig(place, dpi=160))
-    except ValueError as error:  # an ending that matplotlib does not know
+    except ValueError as error:  # an extension that matplotlib does not know
         raise RetrogradeError(f"cannot draw {picture}: {error}; try .svg or .png") from error
     typer.echo(f"picture written to {picture}")
 
 
 def _hand_over(context: typer.Context) -> None:
-    """Let a command of the package of the papers do what was asked."""
+    """Run a command of the papers' package."""
     name = context.info_name
     found = [*entry_points(group="retrograde.commands", name=str(name))]
     with clean_errors():

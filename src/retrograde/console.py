@@ -1,6 +1,7 @@
-"""What all commands share: refusals, tables, and some options.
+"""Common parts of all commands: error messages, tables, and some options.
 
-A refusal is one message and exit code 2, never a traceback. Needs typer and rich, nothing heavy.
+An error is one message and exit code 2, never a traceback. This needs typer and rich, nothing
+heavy.
 """
 
 from collections.abc import Collection, Iterator
@@ -17,7 +18,7 @@ from retrograde.errors import RetrogradeError
 
 __all__ = ["INTERRUPTED", "Device", "Threads", "clean_errors", "new_table", "require"]
 
-INTERRUPTED = 130  # what a shell reports for Ctrl-C
+INTERRUPTED = 130  # the exit code of a shell for Ctrl-C
 
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 Threads = Annotated[
@@ -33,7 +34,7 @@ def clean_errors() -> Iterator[None]:
     except RetrogradeError as error:
         message = str(error)
     except OSError as error:
-        place = error.filename or "the output"  # a write that fails names no file
+        place = error.filename or "the output"  # the error of a failed write names no file
         message = f"cannot write {place}: {error.strerror or error}"
     else:
         return
@@ -44,7 +45,7 @@ def clean_errors() -> Iterator[None]:
 
 
 def require(module: str, brought_by: str | None = None) -> None:
-    """Refuse to work without a package, and name what to install: itself, or what brings it."""
+    """Refuse to run without a package, and name the package or the extra to install."""
     if find_spec(module) is None:
         raise RetrogradeError(f"this needs {module}: pip install {brought_by or module}")
 
@@ -56,14 +57,14 @@ def new_table(
     unbroken: Collection[str] = (),
     **options: Any,
 ) -> Table:
-    """A table without rows, its columns aligned right but for those named in ``left``.
+    """Make a table without rows; columns are right-aligned, except those named in ``left``.
 
     Args:
-        title: above it.
-        columns: their headings.
-        left: headings of columns that are aligned left.
+        title: the title above the table.
+        columns: the columns' headings.
+        left: headings of columns that are left-aligned.
         unbroken: headings of columns that are cut on a narrow terminal rather than wrapped.
-        options: of :class:`rich.table.Table`.
+        options: options of :class:`rich.table.Table`.
 
     Returns:
         The table, to add rows to.

@@ -1,4 +1,4 @@
-"""What this library raises: one family, so that a caller can catch all of it at once.
+"""The errors of this library: one family, so that a caller can catch all of them at once.
 
 Every message says what was given, what was expected and what to do.
 """
@@ -20,7 +20,7 @@ class RetrogradeError(Exception):
 
 
 class ScheduleError(RetrogradeError, ValueError):
-    """A schedule is not legal, or what it was asked for makes no sense."""
+    """A schedule is not legal, or the arguments of a plan make no sense."""
 
 
 class UnitError(RetrogradeError, ValueError):
@@ -28,10 +28,10 @@ class UnitError(RetrogradeError, ValueError):
 
 
 class BudgetError(RetrogradeError, ValueError):
-    """A memory budget is too small; ``minimum_bytes`` is the smallest that would do.
+    """A memory budget is too small; ``minimum_bytes`` is the smallest that is enough.
 
     Args:
-        message: what was given, expected, and to be done.
+        message: what was given, what was expected, and what to do.
         minimum_bytes: the smallest feasible budget, in bytes.
     """
 
@@ -45,11 +45,11 @@ class CellError(RetrogradeError, TypeError):
 
 
 class InputError(CellError, ValueError, RuntimeError):
-    """An input or a state that torch's own module refuses too, with one of these errors."""
+    """An input or a state that torch's own module refuses too, by a ValueError or RuntimeError."""
 
 
 class ScanError(RetrogradeError, ValueError):
-    """The elements of a scan do not fit together, or what it was asked for makes no sense."""
+    """The elements of a scan do not match, or the arguments of a scan make no sense."""
 
 
 class RankError(RetrogradeError, RuntimeError):

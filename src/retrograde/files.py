@@ -1,7 +1,7 @@
-"""Results and pictures that are whole or as they were, however full the disk is.
+"""Write results and pictures completely or not at all, even when the disk is full.
 
-They are written in a folder beside their places, forced to the disk, and then renamed over the old
-ones, each in one stroke. Importing this loads neither torch nor matplotlib.
+Files are written in a folder beside their destination, flushed to the disk, and then renamed over
+the old ones, each by one atomic operation. Importing this loads neither torch nor matplotlib.
 """
 
 import os
@@ -28,7 +28,7 @@ _PROBE_BYTES = 4096  # a full disk may take an empty file
 
 
 def try_folder(folder: Path) -> None:
-    """Make a folder and write a file there, which is then removed; an OSError if that fails."""
+    """Make a folder, and write and remove a file there; an OSError if that fails."""
     folder.mkdir(parents=True, exist_ok=True)
     with NamedTemporaryFile(prefix=_ASIDE, dir=folder) as probe:
         probe.write(bytes(_PROBE_BYTES))
@@ -36,7 +36,7 @@ def try_folder(folder: Path) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Do as :func:`try_folder` before any work is done; RetrogradeError if that fails."""
+    """:func:`try_folder` before any work is done; RetrogradeError if that fails."""
     try:
         try_folder(folder)
     except OSError as error:
@@ -47,11 +47,11 @@ def check_folder(folder: Path) -> None:
 
 
 def write_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Replace a file by a new one, or leave it as it was.
+    """Replace a file by a new one, or leave it unchanged.
 
     Args:
-        path: the file; its folder must be there.
-        write: writes the content to the path that it is given, which ends as ``path`` does.
+        path: the file; its folder must exist.
+        write: writes the content to a given path, whose extension is that of ``path``.
 
     Raises:
         RetrogradeError: the disk is full, or the folder cannot be written.
@@ -81,7 +81,7 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def aside(*paths: Path) -> Iterator[Path]:
-    """As :func:`replacing`, but with a RetrogradeError that says what to do about a full disk."""
+    """As :func:`replacing`, with a RetrogradeError that says what to do about a full disk."""
     try:
         with replacing(*paths) as folder:
             yield folder
@@ -91,13 +91,13 @@ def aside(*paths: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing(*paths: Path) -> Iterator[Path]:
-    """A folder for new versions of files, which replace the old ones together once all are whole.
+    """Yield a folder for new versions of files, which replace the old ones when all are complete.
 
     Args:
         paths: the files to replace, all in one folder.
 
     Yields:
-        The folder to write them to, by the same names.
+        The folder to write them to, under the same names.
 
     Raises:
         OSError: the disk is full, or the folder cannot be written; it names the file.
@@ -125,9 +125,9 @@ def replacing(*paths: Path) -> Iterator[Path]:
 
 
 def disk_error(error: BaseException, path: Path) -> OSError | None:
-    """The disk's error behind another, with ``path`` as its file; None if there is none.
+    """Return the disk's error behind another, with ``path`` as its file; None if there is none.
 
-    A write that fails names no file, and torch's writer raises a RuntimeError in its place.
+    The error of a failed write names no file, and torch's writer raises a RuntimeError instead.
     """
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
@@ -136,7 +136,7 @@ def disk_error(error: BaseException, path: Path) -> OSError | None:
 
 
 def settle(folder: Path) -> None:
-    """Force renamings in a folder to the disk, where the system lets a folder be opened."""
+    """Flush renamings in a folder to the disk, where the system allows to open a folder."""
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -147,6 +147,6 @@ def settle(folder: Path) -> None:
 
 def _refusal(path: Path | str, error: OSError) -> RetrogradeError:
     return RetrogradeError(
-        f"cannot write {path}: {error.strerror or error}; what was there before is kept: make room "
+        f"cannot write {path}: {error.strerror or error}; the old content is kept: make room "
         "there, or name a place that can be written"
     )

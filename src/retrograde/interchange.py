@@ -1,7 +1,7 @@
-"""Schedules to and from the package ``checkpoint_schedules``, that of Firedrake and pyadjoint.
+"""Schedules to and from the package ``checkpoint_schedules`` of Firedrake and pyadjoint.
 
-It knows checkpoints of two kinds, *restart data* of a step (a hidden state) and *adjoint data* of a
-step (an internal state). They are kept in ``RAM`` or on ``DISK``, and used in ``WORK``.
+The package has two kinds of checkpoints: *restart data* of a step (a hidden state) and *adjoint
+data* of a step (an internal state). They are kept in ``RAM`` or on ``DISK``, and used in ``WORK``.
 
 ==================  ===============================================================================
 here                there
@@ -16,18 +16,20 @@ here                there
                     then ``Reverse(k + 1, k, True)``
 ==================  ===============================================================================
 
-So ``RAM`` there holds what counts here, and ``WORK`` is the working core. Three things differ:
+So ``RAM`` there holds the states that count here, and ``WORK`` is the working core. Three things
+differ:
 
 1. Adjoint data hold no restart data. Where a schedule loads the output of a recorded step, the
    package keeps one checkpoint more.
-2. A state is kept where a run begins at it, not where one ends; one that nothing loads is not kept.
+2. A state is kept where a run begins at it, not where one ends. A state that nothing loads is not
+   kept.
 3. Restart data serve the steps of the ``Forward`` that wrote them, and may be loaded once all later
    steps are reversed.
 
-A schedule that needs otherwise is legal here but cannot be exported. :func:`retrograde.plan` makes
-none such, nor does anything that divides a sequence and backpropagates its right part first.
+A schedule that breaks these rules is legal here but cannot be exported. :func:`retrograde.plan`
+makes none, nor does any planner that divides a sequence and backpropagates its right part first.
 
-On the way in all storage becomes one memory, and what is kept longer than needed is freed.
+On import all storage becomes one memory, and states that are kept too long are freed.
 
 Reference: Dolci, Maddison, Ham, Pallez, Herrmann, *checkpoint_schedules: schedules for incremental
 checkpointing of adjoint simulations* (2024). Time and memory are linear in actions and recorded
@@ -50,34 +52,34 @@ __all__ = ["from_checkpoint_schedules", "to_checkpoint_schedules"]
 
 _ADVANCE, _STORE, _RECORD, _LOAD, _FREE, _BACKWARD = (verb.value for verb in Verb)
 _RUNS = (_ADVANCE, _RECORD)
-_UNITS = Units(alpha=1, beta=1, core=0, initial=1, state=1)  # every checkpoint is one
+_UNITS = Units(alpha=1, beta=1, core=0, initial=1, state=1)  # every checkpoint counts 1
 
 
 class _Move(NamedTuple):
-    """One thing done, in either language. Stores and frees follow from what is loaded later."""
+    """One operation, in either language. Stores and frees follow from the loads."""
 
     verb: int
     start: int
     stop: int
     origin: int  # the index of the action that it comes from
-    keep: bool  # first whether the state at ``start`` may be kept here, once settled whether it is
+    keep: bool  # whether the state at ``start`` may be kept here; once settled, whether it is
 
 
 def to_checkpoint_schedules(schedule: Schedule) -> "CheckpointSchedule":
-    """The same schedule as a ``checkpoint_schedules.CheckpointSchedule``.
+    """Return the same schedule as a ``checkpoint_schedules.CheckpointSchedule``.
 
-    It is iterated over once, and keeps ``n``, ``r``, ``max_n`` and ``is_exhausted`` as the
-    package's own schedules do. Whatever is kept is kept in ``StorageType.RAM``.
+    It can be iterated over once, and has ``n``, ``r``, ``max_n`` and ``is_exhausted`` as the
+    package's own schedules do. All checkpoints are kept in ``StorageType.RAM``.
 
     Args:
-        schedule: any legal one.
+        schedule: a legal schedule.
 
     Returns:
         A schedule for one reversal, of known length, which runs the same forward steps in the same
         order.
 
     Raises:
-        ScheduleError: the schedule is not legal, or loads a state as the package does not allow.
+        ScheduleError: the schedule is not legal, or loads a state when the package cannot.
         ModuleNotFoundError: ``checkpoint_schedules`` is not installed.
 
     Example:
@@ -102,23 +104,23 @@ def to_checkpoint_schedules(schedule: Schedule) -> "CheckpointSchedule":
 
 
 def from_checkpoint_schedules(stream: Iterable[Any], length: int | None = None) -> Schedule:
-    """The first reversal of a ``checkpoint_schedules`` schedule, as a :class:`Schedule`.
+    """Return the first reversal of a ``checkpoint_schedules`` schedule, as a :class:`Schedule`.
 
-    Tiers of storage become one memory, and what is kept longer than it is needed is freed.
-    Schedules that learn their length as they run, such as ``TwoLevelCheckpointSchedule``, are told
-    it (``finalize``).
+    Tiers of storage become one memory, and states that are kept too long are freed. Schedules that
+    learn their length as they run, such as ``TwoLevelCheckpointSchedule``, are given it
+    (``finalize``).
 
     Args:
-        stream: a schedule of the package, or any iterable of its actions; it is used up to the
+        stream: a schedule of the package, or any iterable of its actions; it is consumed up to the
             first ``EndReverse``.
-        length: steps; needed where the stream does not know it.
+        length: steps; needed where the stream does not know them.
 
     Returns:
         A legal schedule that runs the same forward steps in the same order. Its units count every
         checkpoint as 1, as the package does.
 
     Raises:
-        ScheduleError: the stream cannot be carried out, or never reverses; the message names the
+        ScheduleError: the stream is not valid, or never reverses; the message names the
             action and the reason.
         ModuleNotFoundError: ``checkpoint_schedules`` is not installed.
 
@@ -144,7 +146,7 @@ def from_checkpoint_schedules(stream: Iterable[Any], length: int | None = None) 
 
 
 def _moves(schedule: Schedule) -> list[_Move]:
-    """What a schedule runs and backpropagates, and the loads that something runs from."""
+    """Return a schedule's runs and backward ranges, and the loads that something runs from."""
     moves: list[_Move] = []
     for index, (verb, start, stop) in enumerate(schedule.codes()):
         if verb in (_STORE, _FREE):
@@ -158,10 +160,10 @@ def _moves(schedule: Schedule) -> list[_Move]:
 
 
 def _settled(moves: Sequence[_Move]) -> list[_Move]:
-    """Let a state be kept exactly until it is loaded for the last time.
+    """Keep each state exactly until its last load.
 
-    A move keeps the state that it starts from if that is loaded again before it could be kept anew.
-    A run does not keep anew the state that it was just loaded from.
+    A move keeps the state that it starts from if that is loaded again before another move could
+    keep it. A run does not keep the state that it was just loaded from.
     """
     settled = list(moves)
     loaded_next: dict[int, bool] = {}
@@ -190,7 +192,7 @@ def _joined(moves: Sequence[_Move]) -> list[_Move]:
 
 
 def _check_loads(moves: Sequence[_Move], length: int) -> None:
-    """Refuse to load restart data that were not written, or serve too few steps."""
+    """Refuse to load restart data that were not written, or that serve too few steps."""
     frontier = length
     reach: dict[int, int] = {}
     for move in moves:
@@ -203,7 +205,7 @@ def _check_loads(moves: Sequence[_Move], length: int) -> None:
             if end is None:
                 raise ScheduleError(
                     f"{where}: the state was kept where a run ends, and checkpoint_schedules keeps "
-                    f"one where a run begins; run on from state {move.start} before another load"
+                    f"one where a run begins; run from state {move.start} before another load"
                 )
             raise ScheduleError(
                 f"{where}: checkpoint_schedules keeps the state for the run to state {end}, and "
@@ -214,7 +216,7 @@ def _check_loads(moves: Sequence[_Move], length: int) -> None:
 
 @cache
 def _schedule_class() -> type[Any]:
-    """The class of what is exported, made when it is first needed."""
+    """Return the class of exported schedules, made on first use."""
     _require()
     from checkpoint_schedules import CheckpointSchedule, EndReverse, Forward, Reverse, StorageType
 
@@ -252,7 +254,7 @@ def _schedule_class() -> type[Any]:
 
 
 def _package_actions(moves: Sequence[_Move], length: int) -> Iterator[tuple[Any, int]]:
-    """The package's actions, but for the last, each with where it leaves the forward."""
+    """Iterate over the package's actions except the last, each with the position of the forward."""
     from checkpoint_schedules import Copy, EndForward, Forward, Move, Reverse, StorageType
 
     ram, work = StorageType.RAM, StorageType.WORK
@@ -271,7 +273,7 @@ def _package_actions(moves: Sequence[_Move], length: int) -> Iterator[tuple[Any,
         else:
             for step in reversed(range(start, stop)):
                 if step != in_work:
-                    yield Move(step, ram, work), step + 1  # where the package's own Mixed puts it
+                    yield Move(step, ram, work), step + 1  # as the package's own Mixed does
                 yield Reverse(step + 1, step, True), step + 1
         if not ended and verb in _RUNS and stop == length:
             ended = True
@@ -279,10 +281,10 @@ def _package_actions(moves: Sequence[_Move], length: int) -> Iterator[tuple[Any,
 
 
 class _Reader:
-    """Where a stream stands: the forward, the adjoint, and what each storage holds.
+    """The state of reading a stream: forward, adjoint, and the content of each storage.
 
     Args:
-        length: steps; None where only ``EndForward`` will tell.
+        length: steps; None where only ``EndForward`` gives them.
     """
 
     def __init__(self, length: int | None) -> None:
@@ -290,9 +292,9 @@ class _Reader:
 
         self.length = length
         self.moves: list[_Move] = []
-        self.used: set[int] = set()  # moves that wrote adjoint data which a Reverse came to use
+        self.used: set[int] = set()  # moves whose adjoint data a Reverse used
         self._at: int | None = 0
-        self._left: int | None = None  # steps to be reversed; None until EndForward
+        self._left: int | None = None  # steps to reverse; None until EndForward
         self._work: dict[int, int] = {}  # step: the move that wrote its adjoint data
         self._kept: dict[tuple[Any, int], tuple[bool, dict[int, int]]] = {}
         self._tiers = (StorageType.RAM, StorageType.DISK)
@@ -300,7 +302,7 @@ class _Reader:
         self._index, self._action = -1, None
 
     def read(self, stream: Iterable[Any]) -> None:
-        """Follow a stream up to its first EndReverse."""
+        """Read a stream up to its first EndReverse."""
         from checkpoint_schedules import Copy, EndForward, EndReverse, Forward, Move, Reverse
 
         for self._index, action in enumerate(stream):
@@ -353,7 +355,7 @@ class _Reader:
             self._keep(action.storage, start, restarts, steps)
 
     def _run(self, start: int, stop: int, restarts: bool, adjoint: bool) -> dict[int, int]:
-        """Note the steps run, one by one where each may be recorded; the moves of these."""
+        """Add the moves of some steps, one by one where each may be recorded; return those."""
         if not adjoint:
             self.moves.append(_Move(_ADVANCE, start, stop, self._index, restarts))
             return {}
@@ -419,7 +421,7 @@ class _Reader:
 def _runnable(reader: _Reader) -> list[_Move]:
     """Drop loads that nothing needs, and record only what is backpropagated from there.
 
-    The output of a recorded step need not be kept: its internal state holds it.
+    The output of a recorded step need not be kept, since its internal state holds it.
     """
     moves, length = reader.moves, reader.length or 0
     runnable: list[_Move] = []
@@ -439,7 +441,7 @@ def _runnable(reader: _Reader) -> list[_Move]:
                 "data of it are kept for later; a Schedule runs no step that is recorded"
             )
         else:
-            if current != start:  # loaded before a Reverse, after which nothing is current here
+            if current != start:  # loaded before a Reverse, which leaves no state current here
                 runnable.append(_Move(_LOAD, start, start, index, True))
             current = stop
         keep = keep and not (start and recorded[start - 1])
@@ -452,7 +454,7 @@ def _runnable(reader: _Reader) -> list[_Move]:
 
 
 def _codes(moves: Sequence[_Move]) -> Iterator[Code]:
-    """The six verbs, each free directly after the last load."""
+    """Iterate over the codes of the six verbs; each free follows the last load directly."""
     stored: set[int] = set()
     for verb, start, stop, _, keep in moves:
         if verb in _RUNS and keep:

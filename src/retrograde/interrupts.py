@@ -1,4 +1,4 @@
-"""Ctrl-C put off while something is half done that must not stay so: a file, a running profiler."""
+"""Delay Ctrl-C during work that must not stay half done: a file, a running profiler."""
 
 import signal
 import threading
@@ -11,20 +11,20 @@ __all__ = ["interrupts_put_off"]
 
 @contextmanager
 def interrupts_put_off() -> Iterator[Callable[[], AbstractContextManager[object]]]:
-    """Put Ctrl-C off until the end of the block, but for what the block lets it interrupt.
+    """Delay Ctrl-C until the end of the block, except where the block allows it.
 
-    Signals reach the main thread only. In another thread, and where no Python function handles
-    Ctrl-C, nothing changes.
+    Signals reach the main thread only. In another thread, or if no Python function handles Ctrl-C,
+    nothing changes.
 
     Yields:
         A context in which Ctrl-C has its usual effect.
 
     Example:
         >>> with interrupts_put_off() as interruptible:
-        ...     begun = True  # what must be undone
+        ...     begun = True  # must be undone
         ...     try:
         ...         with interruptible():
-        ...             sum(range(1000))  # what may take long
+        ...             sum(range(1000))  # may take long
         ...     finally:
         ...         begun = False
         499500
@@ -39,7 +39,7 @@ def interrupts_put_off() -> Iterator[Callable[[], AbstractContextManager[object]
     def handle(number: int, frame: FrameType | None) -> None:
         nonlocal open_for_one
         if open_for_one:
-            open_for_one = False  # what this one interrupts is then undone undisturbed
+            open_for_one = False  # the work to undo this one is not interrupted
             usual(number, frame)
         else:
             pressed.append((number, frame))

@@ -1,4 +1,4 @@
-"""The machine that something runs on: its name, its clock, its devices and processors.
+"""The machine that the code runs on: its name, its clock, its devices and processors.
 
 Importing this loads no torch: the functions that need it load it.
 """
@@ -28,7 +28,7 @@ _PER_PROCESSOR = 4  # threads or processes; with very many more, torch crashes
 
 
 def processor_name() -> str:
-    """The processor's name as Linux gives it, or what Python knows; never empty."""
+    """Return the processor's name as Linux gives it, or what Python knows; never empty."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -38,7 +38,7 @@ def processor_name() -> str:
 
 
 def machine_of(device: "str | torch.device") -> dict[str, str | int]:
-    """What is named beside every measured figure: device, torch's version, and a CPU's threads.
+    """Return the labels of every measured figure: device, torch's version, and a CPU's threads.
 
     Example:
         >>> sorted(machine_of("cpu"))
@@ -53,7 +53,7 @@ def machine_of(device: "str | torch.device") -> dict[str, str | int]:
 
 
 def now(device: "torch.device") -> float:
-    """Seconds on a clock, read when the device has done what it was given; differences count."""
+    """Return seconds on a clock, after the device has finished its work; only differences count."""
     if device.type == "cuda":
         import torch
 
@@ -83,7 +83,7 @@ def check_device(device: str) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator of torch, on CPU or CUDA, has found too little memory.
+    """Return whether an error means that torch's allocator, on CPU or CUDA, lacks memory.
 
     Example:
         >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("size mismatch"))
@@ -98,7 +98,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def use_threads(threads: int | None) -> None:
-    """Let torch compute with some threads, or as many as it likes; see :func:`check_parallel`."""
+    """Set torch's number of threads; None leaves it. See :func:`check_parallel`."""
     import torch
 
     if threads is not None:
@@ -107,11 +107,11 @@ def use_threads(threads: int | None) -> None:
 
 
 def check_parallel(option: str, number: int) -> None:
-    """Refuse more threads or processes than make sense here, before any of them starts.
+    """Refuse a nonsensical number of threads or processes, before any of them starts.
 
     Args:
-        option: that asks for them, for the message.
-        number: of them.
+        option: the option that asks for them, for the message.
+        number: the number.
 
     Raises:
         RetrogradeError: there would be none, or more than four for each processor.
@@ -127,7 +127,7 @@ def check_parallel(option: str, number: int) -> None:
 
 
 def _processors() -> int:
-    """How many processors this process may use, which may be fewer than there are."""
+    """Return how many processors this process may use, perhaps fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,7 +1,7 @@
-"""Compile every CPU kernel and solver now, so that no later first call waits for it.
+"""Compile every CPU kernel and solver now, so that no later call waits for it.
 
-``python -m retrograde.precompile`` runs each once, at a tiny size, through the public interface;
-numba keeps what it compiled beside the source. An image or a cluster's shared installation does
+``python -m retrograde.precompile`` runs each once, at a tiny size, through the public interface.
+numba keeps the machine code beside the source. An image or a cluster's shared installation does
 this once, after ``pip install``.
 """
 
@@ -61,7 +61,7 @@ def _run_layers(module: Any, dtype: torch.dtype) -> None:
     for inputs in (x.requires_grad_(), packed):
         outputs, _ = module(inputs)
         (outputs if inputs is x else outputs.data).sum().backward()
-    if module.memory is not None:  # the kernels for next to no memory
+    if module.memory is not None:  # the kernels for the smallest budget
         module.memory = module.fit(x).minimum_bytes
         module(x)[0].sum().backward()
 

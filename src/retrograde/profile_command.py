@@ -1,4 +1,4 @@
-"""The command ``retrograde profile``: what a step costs, and what each budget would buy."""
+"""The command ``retrograde profile``: the cost of a step, and the effect of each budget."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
@@ -27,18 +27,18 @@ def profile(
     memory: Annotated[
         str | None,
         typer.Option(
-            help="One budget, to be told beside the others: a share of what ordinary BPTT holds "
-            "(5%), or bytes (64MiB)."
+            help="One more budget for the table: a share of ordinary BPTT's memory (5%), or bytes "
+            "(64MiB)."
         ),
     ] = None,
     points: Annotated[int, typer.Option(min=2, help="Budgets in the table.")] = 12,
     device: Device = "cpu",
     threads: Threads = None,
 ) -> None:
-    """What one step of a recurrent network costs on this machine, and what each budget would buy.
+    """The cost of one step of a recurrent network on this machine, and the effect of each budget.
 
-    Bytes are counted, seconds of short ranges are measured; what a whole iteration would hold and
-    take is predicted from these, by the planner that `memory=` goes by.
+    Bytes are counted and seconds of short ranges are measured. The memory and the time of a whole
+    iteration are predicted from these, by the planner of `memory=`.
     """
     with clean_errors():
         require("torch")
@@ -55,7 +55,7 @@ def profile(
             parse_memory(memory)
         use_threads(threads)
         module = getattr(torch.nn, _CELLS[cell])(inputs, hidden, layers, device=device)
-        # What is measured is at most 256 steps long; from there on bytes grow evenly.
+        # At most 256 steps are measured; beyond, bytes grow linearly.
         x = torch.randn(min(length, 256), batch, inputs, device=device)
         console = Console(highlight=False, soft_wrap=True)
         with console.status("measuring"):
@@ -68,13 +68,13 @@ def profile(
 
 
 def _show(offers: "Offers", asked: "Offer | None", console: Console) -> None:
-    """Print the table, what was asked for among the others and in bold."""
+    """Print the table; the budget that was asked for is in bold."""
     if asked is not None and asked.budget_bytes < asked.ordinary_bytes:
         others = [offer for offer in offers if offer.budget_bytes != asked.budget_bytes]
         rows = sorted([*others, asked], key=lambda offer: offer.budget_bytes)
         offers = replace(offers, offers=tuple(rows))
     title, *lines = str(offers).splitlines()
     console.print(title, markup=False, style="bold")
-    for number, line in enumerate(lines, -1):  # the names of the columns come first
+    for number, line in enumerate(lines, -1):  # the first line has the columns' names
         is_asked = 0 <= number < len(offers) and offers.offers[number] is asked
         console.print(line, markup=False, style="bold" if is_asked else "")

@@ -1,8 +1,8 @@
 """Sizes as people write them: ``"64MiB"``, ``"5%"``, ``0.05``, ``67108864``.
 
-A whole number is bytes; a float in (0, 1] or a percentage is a fraction of what ordinary
-backpropagation of the same module and shapes would hold. Decimal prefixes (kB, MB, GB) are powers
-of 1000, binary ones (KiB, MiB, GiB) of 1024, as IEC 80000-13 has it.
+A whole number is bytes. A float in (0, 1] or a percentage is a fraction of the memory of ordinary
+backpropagation, for the same module and shapes. Decimal prefixes (kB, MB, GB) are powers of 1000,
+binary ones (KiB, MiB, GiB) of 1024, as in IEC 80000-13.
 """
 
 import math
@@ -34,8 +34,8 @@ _HINT = "expected bytes (67108864), a size ('64MiB', '1.5GB') or a fraction (0.0
 def parse_memory(memory: Memory) -> int | Fraction:
     """Read a budget: bytes as an ``int`` of 1 or more, or a share of ordinary BPTT's in (0, 1].
 
-    Raises UnitError if a text cannot be read, or a number is not positive, finite and, for a
-    share, at most 1.
+    Raises UnitError if a text cannot be read. A number must be positive and finite, and a share at
+    most 1.
 
         >>> parse_memory("64MiB"), parse_memory("5%")
         (67108864, Fraction(1, 20))
@@ -56,7 +56,7 @@ def parse_memory(memory: Memory) -> int | Fraction:
 
 
 def asks_for_all(memory: Memory | None) -> bool:
-    """Whether a budget is all that ordinary backpropagation takes, and so never too small for it.
+    """Return whether a budget allows all that ordinary backpropagation takes.
 
     Example:
         >>> asks_for_all("100%"), asks_for_all(1.0), asks_for_all(None), asks_for_all(1)
@@ -67,7 +67,7 @@ def asks_for_all(memory: Memory | None) -> bool:
 
 
 def as_bytes(memory: Memory, ordinary_bytes: int) -> int:
-    """The budget in bytes; a fraction is taken of ``ordinary_bytes`` and rounded down.
+    """Return the budget in bytes; a fraction of ``ordinary_bytes`` is rounded down.
 
     >>> as_bytes("5%", 1000), as_bytes("1KiB", 1000)
     (50, 1024)
@@ -77,7 +77,7 @@ def as_bytes(memory: Memory, ordinary_bytes: int) -> int:
 
 
 def format_bytes(size: float) -> str:
-    """A size in bytes for people, in binary units.
+    """Format a size in bytes for people, in binary units.
 
     >>> format_bytes(67108864), format_bytes(1000), format_bytes(0)
     ('64 MiB', '1000 B', '0 B')
@@ -122,7 +122,7 @@ def _positive(size: int, given: object) -> int:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
-    """Rows as lines of text: columns two spaces apart, aligned right but for those in ``left``.
+    """Format rows as lines of text: columns two spaces apart, right-aligned except ``left``.
 
     Example:
         >>> print(aligned([("budget", "steps"), ("1 MiB", "7")]))

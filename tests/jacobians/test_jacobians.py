@@ -666,7 +666,7 @@ def test_flops_are_those_counted_term_by_term():
         (
             lambda: transposed_jacobian(nn.ReLU(), torch.ones(3)),
             r"ReLU took an input of shape \(3,\) to \(3,\): expected samples first, as many in the "
-            r"output as in the input, and a dimension besides",
+            r"output as in the input, and one more dimension",
         ),
         (
             lambda: transposed_jacobian(nn.Flatten(0), torch.ones(3, 4)),

@@ -848,14 +848,14 @@ REFUSED = [
         lambda: scan(Reads(torch.ones(3, requires_grad=True)))(
             torch.ones(2, 3, requires_grad=True)
         ),
-        r"Reads uses a tensor that wants a gradient and is none of its parameters: expected "
+        r"Reads uses a tensor that requires a gradient and is not one of its parameters: expected "
         r"parameters only; register it as one, or use backward=None",
     ),
     (
         lambda: scan(Reads(torch.ones(3, requires_grad=True) * 2), nn.Linear(3, 1))(
             torch.ones(2, 3)
         ),
-        "Reads uses a tensor that wants a gradient",
+        "Reads uses a tensor that requires a gradient",
     ),
     (
         changed_between,

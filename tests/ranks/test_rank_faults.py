@@ -115,5 +115,5 @@ CASES = [
 @pytest.mark.parametrize(("place", "how", "way"), CASES)
 def test_the_others_name_the_rank_that_is_lost(tmp_path, place, how, way):
     for rank, seconds, said in survivors(tmp_path, place, how, way):
-        assert said.startswith(f"rank {rank} cannot go on: rank {LOST} has ended"), (rank, said)
+        assert said.startswith(f"rank {rank} cannot continue: rank {LOST} has ended"), (rank, said)
         assert seconds < 2 * TIMEOUT + 2 * _A_MOMENT

@@ -124,7 +124,7 @@ def test_bad_input():
         rg.unroll(step, x, state, backward="auto")
     with pytest.raises(rg.CellError, match="together with memory= or schedule="):
         rg.unroll(step, x, state, backward="scan", memory="5%")
-    with pytest.raises(rg.CellError, match=r"no Jacobian a sample.*\(9, 3\)"):
+    with pytest.raises(rg.CellError, match=r"no Jacobian for each sample.*\(9, 3\)"):
         rg.unroll(
             lambda x, h: (h, h + x.sum()), x[:, 0].requires_grad_(), state[0], backward="scan"
         )

@@ -75,7 +75,9 @@ def find_outside(found: Referents, results: Tensors, mark: int, own: Tensors) ->
     if before_edges & older or before_leaves & {id(t) for t in direct}:
         parameters = distinct([*owned, *captured, *direct])
         cut = {id(t) for t in captured}
-        return Outside(parameters, [_leaf(t) if id(t) in cut else t for t in parameters])
+        return Outside(
+            parameters, [t.detach().requires_grad_() if id(t) in cut else t for t in parameters]
+        )
     used = {id(t) for t in direct}
     owned = [p for p in owned if id(p) in used or id(p) not in before_leaves]
     parameters = distinct([*owned, *captured, *direct])
@@ -186,10 +188,6 @@ def _before(captured: Tensors) -> tuple[set[int], set[Edge]]:
                 nodes.add(edge[0])
                 pending.append(edge[0])
     return leaves, edges
-
-
-def _leaf(t: Tensor) -> Tensor:
-    return t.detach().requires_grad_()
 
 
 def distinct(tensors: Iterable[Tensor]) -> Tensors:

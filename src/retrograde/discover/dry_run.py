@@ -90,10 +90,8 @@ def try_out(
 def assigned_tensors(
     call: Callable[[], object], found: Referents, places: Sequence[Place], device: torch.device
 ) -> list[tuple[Place, Any, Any, Any]]:
-    """Find where a call assigns other values that hold tensors, and restore everything.
-
-    The results are a place, a name there, and the values before and after.
-    """
+    """Find where a call assigns other values that hold tensors, and restore everything. The results
+    are a place, a name there, and the values before and after."""
     generators = _GeneratorStates(sources(device, found.generators))
     with MEASURING, unpacked(), _rewritten(found, device), put_back(found.places):
         before = [place.note() for place in places]
@@ -111,10 +109,8 @@ def assigned_tensors(
 
 
 def _marked(call: Callable[[], T]) -> tuple[int, T]:
-    """Return autograd's sequence number, and the result of a call.
-
-    Autocast's weight cache is off: casts of an earlier call would look like tensors from outside.
-    """
+    """Return autograd's sequence number, and the result of a call. Autocast's weight cache is off:
+    casts of an earlier call would look like tensors from outside."""
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -135,7 +131,6 @@ class _GeneratorStates:
         return tuple(s for s, then in self.before.items() if s.position() != then.position())
 
     def put_back(self, moved: Iterable[Source]) -> None:
-        """Restore some generators."""
         for source in moved:
             source.restore(self.before[source].capture())
 
@@ -257,8 +252,7 @@ def _untouched(places: Sequence[Place], changes: list[_Change]) -> tuple[Place, 
 
 
 def _bytes_of(first: list[_Change], last: list[_Change]) -> int:
-    """Return the bytes of tensors that belong to the state, without those that the first call
-    settles."""
+    """Return the bytes of tensors in the state that the first call does not settle."""
     settled = {id(t) for change in first for t in change.tensors()}
     sizes = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()

@@ -57,8 +57,7 @@ class Source(Protocol):
         ...
 
     def copy(self) -> "Source":
-        """Return another generator in the same state; unlike a state it takes no memory of
-        torch's."""
+        """Return another generator in the same state, without memory of torch's."""
         ...
 
 
@@ -96,11 +95,9 @@ class PythonValue:
 
 @dataclass(frozen=True)
 class _Other:
-    """A generator of Python's or NumPy's.
-
-    ``take`` returns its state as a value that compares, and ``put`` restores it. ``instance`` is
-    the object whose methods draw (Python's), or the bit generator (NumPy's).
-    """
+    """A generator of Python's or NumPy's. ``take`` returns its state as a value that compares, and
+    ``put`` restores it. ``instance`` is the object whose methods draw (Python's), or the bit
+    generator (NumPy's)."""
 
     generator: Any
     instance: Any = field(compare=False)
@@ -165,8 +162,6 @@ def _other(generator: Any) -> _Other:
 
 
 def _numpy(generator: Any) -> _Other:
-    """Return NumPy's global generator, or one of its kind."""
-
     def take() -> Any:
         name, key, *rest = generator.get_state()
         return name, key.tobytes(), *rest

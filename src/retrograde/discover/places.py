@@ -69,8 +69,7 @@ class Bookmark(ABC):
 
     @abstractmethod
     def same(self, other: Any) -> bool:
-        """Return whether another bookmark is of the same value, or of a copy, at the same
-        position."""
+        """Return whether another bookmark has the same value, or a copy, at the same position."""
 
     @abstractmethod
     def rewound(self) -> Any:

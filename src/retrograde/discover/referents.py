@@ -195,8 +195,7 @@ class _Walk:
             self.code(type(part), "forward", depth)
 
     def code(self, kind: type, entry: str, depth: int) -> None:
-        """Add the methods of a class that one of them reaches, and the class attributes that they
-        name."""
+        """Add the methods that one method of a class reaches, and the class attributes in them."""
         if not inspect.isfunction(first := getattr(kind, entry, None)):
             return
         methods, named = _methods(kind, entry, first)
@@ -221,8 +220,7 @@ class _Walk:
         self.named(value.__globals__, names, f"the module {value.__module__}", depth)
 
     def named(self, scope: dict[str, Any], names: frozenset[str], name: str, depth: int) -> None:
-        """Add the globals that code names; of modules and classes among them, the values it may
-        read."""
+        """Add the globals in code; of modules and classes among them, the values it may read."""
         read = [name for name in names if name in scope]
         data = [n for n in read if not isinstance(scope[n], ModuleType | _BUILT_IN)]
         if data:

@@ -45,8 +45,7 @@ Snapshot = tuple[Any, ...]
 
 
 def version(t: Tensor) -> int:
-    """Return a number that changes when a tensor is written to; 0 for a tensor of inference
-    mode."""
+    """Return a number that changes at each write to a tensor; 0 for an inference tensor."""
     return 0 if t.is_inference() else t._version
 
 
@@ -169,8 +168,7 @@ class Left:
         self.place.write({k: Unreadable(self.refusal(k)) for k in self.keys}, ())
 
     def cut(self) -> None:
-        """Let the caller look at the tensors that a forward pass left, but not differentiate
-        them."""
+        """Keep the tensors that a forward pass left from being differentiated."""
         now = self.place.read()
         names = {key: self.place.called(key) for key in self.keys if key in now}
         cut = {k: pytree.tree_map_only(Tensor, partial(_cut, n), now[k]) for k, n in names.items()}
@@ -236,8 +234,7 @@ class Ambient:
         return bool(self.sources or self.buffers or self.places)
 
     def names_changed(self) -> Iterator[tuple[int, Any]]:
-        """Iterate over the holders of places (as ids), and the names there that its steps
-        change."""
+        """Iterate over the ids of places' holders, and the names there that its steps change."""
         for place in (*self.places, *(left.place for left in self.left)):
             for name in (None,) if place.only is None else place.only:
                 yield id(place.holder), name

@@ -22,11 +22,8 @@ _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 @dataclass(frozen=True)
 class Structure:
-    """The structure of a tree that was flattened.
-
-    ``kinds`` says what each leaf of ``spec`` is: a tensor, a number or a None by its type, a
-    dataclass by its fields.
-    """
+    """The structure of a tree that was flattened. ``kinds`` says what each leaf of ``spec`` is: a
+    tensor, a number or a None by its type, a dataclass by its fields."""
 
     spec: pytree.TreeSpec
     kinds: tuple["type | _Fields", ...]

@@ -41,8 +41,7 @@ class Curve:
     held_bytes: Sequence[int]
 
     def thinned(self, points: int) -> "Curve":
-        """Return the same outline in about ``points`` points: the lowest and highest of each
-        stretch."""
+        """Return about ``points`` points: the lowest and the highest of each stretch."""
         size = len(self.seconds)
         if size <= points:
             return self

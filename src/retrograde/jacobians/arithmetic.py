@@ -27,11 +27,8 @@ __all__ = ["SparseKernels", "apply", "multiply", "plain", "sparse_kernels", "spr
 
 @dataclass(frozen=True)
 class SparseKernels:
-    """One implementation ("numba", "triton" or "torch") of the products.
-
-    They are :func:`scale`, :func:`multiply_sparse`, :func:`apply_sparse`, :func:`take`,
-    :func:`mark`.
-    """
+    """One implementation ("numba", "triton" or "torch") of the products. They are :func:`scale`,
+    :func:`multiply_sparse`, :func:`apply_sparse`, :func:`take`, :func:`mark`."""
 
     name: str
     scale: Callable[[Pattern, Tensor, Tensor, bool], Tensor]
@@ -42,10 +39,8 @@ class SparseKernels:
 
 
 def multiply(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> Tensor:
-    """Return the values of ``left.product(right).result``.
-
-    They are (nnz,) where both factors' are shared, else (samples, nnz).
-    """
+    """Return the values of ``left.product(right).result``. They are (nnz,) where both factors' are
+    shared, else (samples, nnz)."""
     plan = left.product(right)
     kernels = sparse_kernels(a.device.type, a.dtype)
     if plan.method == "sparse":
@@ -83,8 +78,7 @@ def spread_out(pattern: Pattern, values: Tensor) -> Tensor:
 
 
 def scale(pattern: Pattern, values: Tensor, diagonal: Tensor, by_column: bool) -> Tensor:
-    """Return the values of X·diag(d) if ``by_column``, else of diag(d)·X; pattern, values are
-    X's."""
+    """Return the values of X·diag(d) if ``by_column``, else of diag(d)·X; X is the pattern."""
     places = pattern.tensor("indices" if by_column else "row_of", values.device)
     return values * diagonal.index_select(-1, places)
 
@@ -113,9 +107,8 @@ def take(weights: Tensor, pattern: Any) -> Tensor:
 
 def mark(pattern: Pattern, x: Tensor, chosen: Tensor) -> Tensor:
     """Return the values of a max-pooling: 1 where the input of an entry is its output's maximum.
-
-    ``x`` is (samples, channels, …), and ``chosen`` is the position of each maximum in its channel.
-    """
+    ``x`` is (samples, channels, …), and ``chosen`` is the position of each maximum in its
+    channel."""
     within = pattern.tensor("row_of", x.device) % prod(x.shape[2:])
     columns = pattern.tensor("indices", x.device)
     return (chosen.flatten(1).index_select(1, columns) == within).to(x.dtype)
@@ -156,11 +149,8 @@ def _block_rows(
     values: Tensor, places: Pattern, rows: int, columns: int
 ) -> Iterator[tuple[slice, Tensor]]:
     """Iterate over the rows of the places: a row's entries, and their values (rows, columns,
-    entries).
-
-    In compressed rows, full(C, D) ⊗ P is C copies of the rows of P. Each row has D adjacent copies
-    of its entries.
-    """
+    entries). In compressed rows, full(C, D) ⊗ P is C copies of the rows of P. Each row has D
+    adjacent copies of its entries."""
     by_row = values.view(rows, columns * places.nnz)
     for start, end in pairwise(places.indptr.tolist()):
         part = by_row[:, columns * start : columns * end]
@@ -176,8 +166,7 @@ def _blocks(values: Tensor, places: Pattern, rows: int, columns: int) -> Tensor:
 
 
 def _multiply_blocks(plan: Product, lefts: Tensor, rights: Tensor) -> Tensor:
-    """Return the sum of its terms for each entry: (entries of the product's places, rows,
-    columns)."""
+    """Return the sum of terms for each entry of the product's places: (entries, rows, columns)."""
     landing = plan.places.product.landing
     bounds = landing.ends.tolist()
     found = lefts.new_empty(len(bounds) - 1, lefts.shape[1], rights.shape[2])

@@ -23,7 +23,7 @@ from retrograde.jacobians.csr import CSR, LayerJacobian
 from retrograde.jacobians.pattern import Pattern
 from retrograde.jacobians.rules import Rule, parts_of, rule_of
 
-__all__ = ["Joined", "Maker", "Path", "Piece", "Residual", "observe"]
+__all__ = ["Joined", "Maker", "Path", "Piece", "Residual", "couples_samples", "observe"]
 
 
 class Residual(nn.Module):
@@ -60,11 +60,9 @@ def _overwrites(layer: nn.Module) -> bool:
 
 
 class Path(ABC):
-    """One or more layers from an input to an output.
-
-    A *maker* returns the matrix of a :class:`Piece`: its Jacobian for some samples, or an outline
-    that has only sizes. A path combines these by ``@`` and ``+``.
-    """
+    """One or more layers from an input to an output. A *maker* returns the matrix of a
+    :class:`Piece`: its Jacobian for some samples, or an outline that has only sizes. A path
+    combines these by ``@`` and ``+``."""
 
     @property
     @abstractmethod
@@ -152,11 +150,9 @@ Maker = Callable[[Piece], Any]
 
 
 def observe(layer: nn.Module, x: Tensor) -> tuple[Tensor, Path]:
-    """Run a layer on x, (samples, …), and return the output and the path of its Jacobian.
-
-    The output is differentiable in x, which must require a gradient. Raises ScanError if a layer
-    has no rule or couples samples.
-    """
+    """Run a layer on x, (samples, …), and return the output and the path of its Jacobian. The
+    output is differentiable in x, which must require a gradient. Raises ScanError if a layer has no
+    rule or couples samples."""
     parts, own = parts_of(layer), "forward" not in vars(layer)
     if parts is not None:
         run = partial(observe, parts)
@@ -226,8 +222,13 @@ def _through(
     return y, path
 
 
+def couples_samples(layer: nn.Module) -> bool:
+    """Return whether a layer is a batch norm that uses the batch's own statistics."""
+    return isinstance(layer, _BatchNorm) and (layer.training or layer.running_var is None)
+
+
 def _check_apart(layer: nn.Module) -> None:
-    if not isinstance(layer, _BatchNorm) or not (layer.training or layer.running_var is None):
+    if not couples_samples(layer):
         return
     why = "in training mode" if layer.training else "without running statistics"
     what = "evaluation mode; call .eval() on it" if layer.training else "track_running_stats=True"
@@ -245,7 +246,7 @@ def _check_output(layer: nn.Module, x: Tensor, y: Any) -> None:
     if x.ndim < 2 or y.ndim < 2 or len(y) != len(x):
         raise ScanError(
             f"{name} took an input of shape {tuple(x.shape)} to {tuple(y.shape)}: expected samples "
-            "first, as many in the output as in the input, and a dimension besides"
+            "first, as many in the output as in the input, and one more dimension"
         )
     if y.dtype != x.dtype:
         raise ScanError(

@@ -171,16 +171,14 @@ def _room(size: int, a: Tensor, b: Tensor, *, one_by_one: bool = False) -> tuple
 
 
 def _side_by_side(values: Tensor) -> tuple[_Reals, int]:
-    """Return the numbers of an entry for all samples, entry after entry, and the stride of
-    entries."""
+    """Return the numbers of all samples, entry after entry, and the stride of entries."""
     turned = values.detach().T if values.ndim == 2 else values.detach()
     array: _Reals = turned.contiguous().view(-1).numpy()
     return array, len(values) if values.ndim == 2 else 1
 
 
 def _one_by_one(values: Tensor) -> tuple[_Reals, int]:
-    """Return all numbers of a sample, sample after sample, and the stride of samples (0 if
-    shared)."""
+    """Return the numbers of all entries, sample after sample, and their stride (0 if shared)."""
     array: _Reals = values.detach().contiguous().view(-1).numpy()
     return array, values.shape[1] if values.ndim == 2 and len(values) > 1 else 0
 

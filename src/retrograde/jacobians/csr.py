@@ -53,10 +53,8 @@ class CSR:
     @classmethod
     def from_dense(cls, matrix: Tensor) -> "CSR":
         """Take the entries of (inputs, outputs), or (samples, inputs, outputs), not zero in all
-        samples.
-
-        These values decide the pattern, so it is wrong for a layer whose zeros depend on its input.
-        """
+        samples. These values decide the pattern, so it is wrong for a layer whose zeros depend on
+        its input."""
         present = matrix != 0 if matrix.ndim == 2 else (matrix != 0).any(0)
         rows, columns = present.nonzero(as_tuple=True)
         shape = present.shape[0], present.shape[1]
@@ -125,7 +123,6 @@ class CSR:
         return CSR(both, found)
 
     def flops(self, other: Any) -> int | None:
-        """FLOPs of ``self @ other``, all samples."""
         match other:
             case Vector():
                 return self.pattern.flops * prod(check_product(self, other))
@@ -137,7 +134,6 @@ class CSR:
         return None
 
     def rflops(self, other: Any) -> int | None:
-        """FLOPs of ``other @ self``, all samples."""
         return _sparse(other).flops(self) if isinstance(other, Dense | Diagonal) else None
 
 

@@ -77,8 +77,7 @@ def _sums(ends: Tensor, lefts: Tensor | None, rights: Tensor, a: Tensor, b: Tens
 
 @_inlined
 def _read(values, entry, sample, samples, inside, SHARED: tl.constexpr):
-    """Load (ENTRIES, SAMPLES) numbers of some entries, or one for each entry that all samples
-    share."""
+    """Load (ENTRIES, SAMPLES) numbers, or one for each entry that all samples share."""
     at = entry if SHARED else entry * samples + sample
     mask = inside if SHARED else inside & (sample < samples)
     return tl.load(values + at, mask=mask, other=0.0)

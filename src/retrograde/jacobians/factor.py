@@ -44,11 +44,8 @@ class TooManyEntriesError(ScanError):
 
 @dataclass(frozen=True, eq=False)
 class Factor:
-    """A matrix of zeros and ones, in compressed rows.
-
-    ``arrays``, of a sparse factor only, are the offsets of the rows, and the columns, ascending in
-    each row.
-    """
+    """A matrix of zeros and ones, in compressed rows. ``arrays``, of a sparse factor only, are the
+    offsets of the rows, and the columns, ascending in each row."""
 
     rows: int
     columns: int
@@ -92,10 +89,8 @@ class Factor:
         return np.bincount(self.arrays[1], minlength=self.columns)
 
     def split(self, size: int, *, at: Literal["rows", "columns"]) -> "tuple[Factor, Factor] | None":
-        """Return two factors whose Kronecker product this is; None if there are none.
-
-        The first has ``size`` rows or columns.
-        """
+        """Return two factors whose Kronecker product this is; None if there are none. The first has
+        ``size`` rows or columns."""
         rest, left = divmod(getattr(self, at), size)
         if self.kind == "sparse" or left:
             return None
@@ -117,11 +112,8 @@ def full(rows: int, columns: int) -> Factor:
 
 
 def from_pairs(rows: Integers, columns: Integers, shape: tuple[int, int]) -> Factor:
-    """Make a factor from the pairs (row, column) of its ones.
-
-    They are sorted by rows and then by columns, without duplicates. An identity or a full factor is
-    recognized.
-    """
+    """Make a factor from the pairs (row, column) of its ones. They are sorted by rows and then by
+    columns, without duplicates. An identity or a full factor is recognized."""
     indptr = np.zeros(shape[0] + 1, np.int64)
     np.cumsum(np.bincount(rows, minlength=shape[0]), out=indptr[1:])
     return from_arrays(indptr, np.asarray(columns), shape)
@@ -141,11 +133,9 @@ def from_arrays(indptr: Integers, indices: Integers, shape: tuple[int, int]) -> 
 def band(
     size: int, outputs: int, kernel: int, stride: int, before: int, dilation: int
 ) -> tuple[Factor, Ints]:
-    """Return the windows in which output o reads the inputs o·stride − before + k·dilation.
-
-    0 ≤ k < kernel. The results are the factor, inputs × outputs, and the position k of each entry;
-    padding is no entry.
-    """
+    """Return the windows in which output o reads the inputs o·stride − before + k·dilation. 0 ≤ k <
+    kernel. The results are the factor, inputs × outputs, and the position k of each entry; padding
+    is no entry."""
     o, k = np.meshgrid(np.arange(outputs), np.arange(kernel), indexing="ij")
     read = o * stride - before + k * dilation
     inside = (read >= 0) & (read < size)
@@ -160,8 +150,7 @@ def adaptive(size: int, outputs: int) -> Factor:
 
 
 def padding(reads: Integers, size: int) -> Factor:
-    """Return a padding: output o is the input ``reads[o]``, or a constant where that is
-    negative."""
+    """Return a padding: output o is the input ``reads[o]``, or a constant if that is negative."""
     o = np.arange(len(reads))
     inside = reads >= 0
     return _sorted(reads[inside], o[inside], o[inside], (size, len(reads)))[0]
@@ -194,9 +183,7 @@ def _kron(left: Factor, right: Factor) -> Factor:
 
 def combined(left: tuple[Ints, Ints], right: tuple[Ints, Ints], scale: int) -> Ints:
     """Return left·scale + right for each entry of a Kronecker product, in the order of its rows.
-
-    Each side is the offsets of its rows, and a number for each entry.
-    """
+    Each side is the offsets of its rows, and a number for each entry."""
     from retrograde.kernels.cpu_patterns import kron
     from retrograde.kernels.team import ranges, share
 
@@ -207,11 +194,8 @@ def combined(left: tuple[Ints, Ints], right: tuple[Ints, Ints], scale: int) -> I
 
 
 def multiplied(left: Factor, right: Factor, most: int = MOST_ENTRIES) -> Factor:
-    """Return the factor of left·right: the entries that may be non-zero, if no terms cancel.
-
-    Raises TooManyEntriesError for more than ``most`` entries, which are counted before they are
-    made.
-    """
+    """Return the factor of left·right: the entries that may be non-zero, if no terms cancel. Raises
+    TooManyEntriesError for more than ``most`` entries, which are counted before they are made."""
     if left.kind == "identity":
         return right
     if right.kind == "identity":

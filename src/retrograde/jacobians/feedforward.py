@@ -38,10 +38,8 @@ Algorithm = Literal["auto", "linear", "blelloch", "hybrid"]
 
 @dataclass(eq=False)
 class Step:
-    """One layer of a chain, run on a batch.
-
-    x is detached from the layers before, and y is differentiable in x and the parameters.
-    """
+    """One layer of a chain, run on a batch. x is detached from the layers before, and y is
+    differentiable in x and the parameters."""
 
     layer: nn.Module
     x: Tensor
@@ -76,10 +74,8 @@ class Split:
 
 
 def observe_steps(layers: Sequence[nn.Module], x: Tensor) -> list[Step]:
-    """Run a sequence of layers on x, (samples, …), each detached from the one before.
-
-    Raises ScanError if a layer has no rule or couples samples.
-    """
+    """Run a sequence of layers on x, (samples, …), each detached from the one before. Raises
+    ScanError if a layer has no rule or couples samples."""
     steps = []
     for layer in layers:
         x = x.detach().requires_grad_()
@@ -132,12 +128,10 @@ def split_of(
 def scan_gradients(
     steps: Sequence[Step], dy: Tensor, levels: int, samples: int, *, whole: bool
 ) -> list[Tensor]:
-    """Return the gradient of each step's ``y``, first to last.
-
-    If ``whole``, the gradient of the first step's ``x`` comes first. ``dy`` is the gradient of the
-    last output; ``samples`` of the batch are taken at a time. If products give gradients that are
-    not finite, it warns and scans linearly.
-    """
+    """Return the gradient of each step's ``y``, first to last. If ``whole``, the gradient of the
+    first step's ``x`` comes first. ``dy`` is the gradient of the last output; ``samples`` of the
+    batch are taken at a time. If products give gradients that are not finite, it warns and scans
+    linearly."""
     used = steps if whole else steps[1:]
     pieces = [piece for step in used for piece in step.path.pieces()]
     values = {piece: piece.jacobian.csr(dy) for piece in pieces}
@@ -173,8 +167,7 @@ def _element(path: Path, make: Maker) -> Any:
 
 
 class Route:
-    """Several layers as one element, whose Jacobian is computed only for a product with a
-    matrix."""
+    """Several layers as one element; only a product with a matrix computes their Jacobian."""
 
     def __init__(self, path: Path, make: Maker) -> None:
         self._path, self._make = path, make
@@ -187,7 +180,6 @@ class Route:
 
     @property
     def matrix(self) -> Any:
-        """The Jacobian."""
         if self._matrix is None:
             self._matrix = self._path.matrix(self._make)
         return self._matrix
@@ -208,5 +200,4 @@ class Route:
         return flops(other.matrix if isinstance(other, Route) else other, self.matrix)
 
     def rflops(self, other: Any) -> int:
-        """FLOPs of ``other @ self``."""
         return flops(self.matrix, other)

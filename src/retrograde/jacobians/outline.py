@@ -58,7 +58,6 @@ class Gradient:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(size,)."""
         return (self.size,)
 
     def __add__(self, other: "Gradient") -> "Gradient":
@@ -67,10 +66,8 @@ class Gradient:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outline:
-    """A transposed Jacobian known by its pattern only; a ledger notes its products.
-
-    ``shared`` is whether all ``samples`` have the same values.
-    """
+    """A transposed Jacobian known by its pattern only; a ledger notes its products. ``shared`` is
+    whether all ``samples`` have the same values."""
 
     pattern: Pattern
     shared: bool
@@ -95,7 +92,6 @@ class Outline:
         return self._noted(self.pattern.union(other.pattern)[0], other)
 
     def flops(self, other: Any) -> int | None:
-        """FLOPs of ``self @ other``, all samples."""
         match other:
             case Gradient():
                 return self.pattern.flops * self.samples
@@ -111,8 +107,7 @@ class Outline:
 
 
 def ledger_of(paths: Sequence[Path], itemsize: int) -> Ledger:
-    """Return the bytes of the Jacobians of the single layers of paths; a number has
-    ``itemsize``."""
+    """Return the bytes of the Jacobians of paths' single layers."""
     ledger = Ledger(itemsize)
     for path in paths:
         for piece in path.pieces():

@@ -62,10 +62,8 @@ Union = tuple["Pattern", Integers, Integers]
 
 
 class OnDevices:
-    """Provides integer arrays as tensors, copied to each device once.
-
-    A scan uses them in every iteration, and copying takes longer than computing with them.
-    """
+    """Provides integer arrays as tensors, copied to each device once. A scan uses them in every
+    iteration, and copying takes longer than computing with them."""
 
     def __init__(self) -> None:
         self._tensors: dict[tuple[str, torch.device], Tensor] = {}
@@ -82,10 +80,8 @@ class OnDevices:
 
 
 class Pattern(OnDevices):
-    """The entries of a transposed Jacobian that are not guaranteed zeros: a product of factors.
-
-    The product is Kronecker's. ``keeps`` are patterns that must live as long as this one.
-    """
+    """The entries of a transposed Jacobian that are not guaranteed zeros: a product of factors. The
+    product is Kronecker's. ``keeps`` are patterns that must live as long as this one."""
 
     def __init__(self, *factors: Factor) -> None:
         super().__init__()
@@ -164,11 +160,9 @@ class Pattern(OnDevices):
         return Pattern(from_arrays(sums[self.indptr], self.indices[keep], self.shape))
 
     def product(self, right: "Pattern", most: int = MOST_ENTRIES) -> "Product":
-        """Return the plan of ``self``·``right``, made once and kept while both exist.
-
-        Raises ScanError if the shapes do not match, or if a written-out factor of the product has
-        more than ``most`` entries.
-        """
+        """Return the plan of ``self``·``right``, made once and kept while both exist. Raises
+        ScanError if the shapes do not match, or if a written-out factor of the product has more
+        than ``most`` entries."""
         if self.shape[1] != right.shape[0]:
             raise ScanError(
                 f"patterns {self} and {right} cannot be multiplied: expected {self.shape[1]:,} "
@@ -184,10 +178,7 @@ class Pattern(OnDevices):
 
     def union(self, other: "Pattern") -> "Union":
         """Return the entries of either, and the places of the entries of each; kept while both
-        exist.
-
-        Raises ScanError if the shapes differ.
-        """
+        exist. Raises ScanError if the shapes differ."""
         if self.shape != other.shape:
             raise ScanError(
                 f"patterns {self} and {other} cannot be added: expected paths from the same inputs "
@@ -243,11 +234,9 @@ def _received(*factors: tuple[Any, ...]) -> Pattern:
 
 
 class Landing(OnDevices):
-    """The terms of a product, in the order of the entries that they add to.
-
-    The terms of entry e are ``ends[e]`` … ``ends[e + 1] − 1``; ``lefts`` and ``rights`` are each
-    term's entries of the factors.
-    """
+    """The terms of a product, in the order of the entries that they add to. The terms of entry e
+    are ``ends[e]`` … ``ends[e + 1] − 1``; ``lefts`` and ``rights`` are each term's entries of the
+    factors."""
 
     def __init__(self, ends: Integers, lefts: Ints, rights: Ints) -> None:
         super().__init__()
@@ -255,8 +244,7 @@ class Landing(OnDevices):
 
 
 class Places(NamedTuple):
-    """A product in which all channels meet: the channels before, between and after, and the
-    places."""
+    """A product in which all channels meet: channels before, between and after; places."""
 
     channels: tuple[int, int, int]
     left: Pattern
@@ -265,11 +253,8 @@ class Places(NamedTuple):
 
 
 class Product:
-    """The plan of a product of two patterns.
-
-    ``result`` is its pattern and ``method`` the way to compute its numbers. ``terms`` counts
-    multiplications, without those by guaranteed zeros.
-    """
+    """The plan of a product of two patterns. ``result`` is its pattern and ``method`` the way to
+    compute its numbers. ``terms`` counts multiplications, without those by guaranteed zeros."""
 
     def __init__(self, left: Pattern, right: Pattern, most: int = MOST_ENTRIES) -> None:
         kinds = {left.kind, right.kind}
@@ -299,8 +284,7 @@ class Product:
 
     @cached_property
     def exact(self) -> Pattern:
-        """The pattern of the product without its zeros, even where it is stored as a full
-        matrix."""
+        """The pattern of the product without its zeros, even if stored as a full matrix."""
         if self.method == "diagonal":
             return self.result
         found = Pattern(*(multiplied(a, b) for a, b in aligned(*self._factors)))
@@ -308,10 +292,8 @@ class Product:
 
     @property
     def flops(self) -> int:
-        """The FLOPs for one sample: one for each term where a diagonal scales, else two.
-
-        A dense product counts terms with guaranteed zeros, too.
-        """
+        """The FLOPs for one sample: one for each term where a diagonal scales, else two. A dense
+        product counts terms with guaranteed zeros, too."""
         if self.method == "diagonal":
             return self.terms
         return 2 * (self._multiplied if self.method == "dense" else self.terms)
@@ -341,10 +323,8 @@ class Product:
 
 def aligned(left: tuple[Factor, ...], right: tuple[Factor, ...]) -> list[tuple[Factor, Factor]]:
     """Return the factors of two patterns in pairs (a, b), a with as many columns as b has rows.
-
     Identity and full factors are split to match the other side's dimensions. Otherwise the other
-    side's factors are merged.
-    """
+    side's factors are merged."""
     if not left and not right:
         return []
     a, *ours = left or (identity(1),)

@@ -101,8 +101,7 @@ def rule_of(layer: nn.Module) -> Rule:
 
 
 def parts_of(layer: nn.Module) -> nn.Module | None:
-    """Return a module of known layers with the same outputs, or None where the layer is one
-    piece."""
+    """Return a module of known layers with the same outputs; None if the layer is one piece."""
     found = _look_up(_PARTS, layer)
     return None if found is None else found(layer)
 
@@ -212,10 +211,8 @@ def _maxima(
     back: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> LayerJacobian:
     """Return the Jacobian of a max-pooling: 1 where the input of an entry is its output's maximum.
-
     If every input is in one window, the values are the input's gradient for an output gradient of
-    ones.
-    """
+    ones."""
     version = x._version
     one_each = all(np.all(factor.row_counts == 1) for factor in pattern.factors)
     one = torch.ones((), dtype=x.dtype, device=x.device)
@@ -280,8 +277,7 @@ def _averages(
 
 
 def _windows(x: Tensor, y: Tensor, *how: Sizes) -> Pattern:
-    """Return the windows of kernel, stride, padding and dilation; without these, of adaptive
-    pooling."""
+    """Return the windows of kernel, stride, padding, dilation; by default of adaptive pooling."""
     sizes, outputs, channels = tuple(x.shape[2:]), tuple(y.shape[2:]), x.shape[1]
 
     def make() -> Pattern:
@@ -308,8 +304,7 @@ def _pad(layer: Any, x: Tensor, y: Tensor, mode: str) -> LayerJacobian:
 
 
 def _padding_of(x: Tensor, widths: Sequence[int], mode: str) -> LayerJacobian:
-    """Return the Jacobian of ``functional.pad``, whose widths are pairs from the last dimension
-    on."""
+    """Return the Jacobian of ``functional.pad``; the widths begin with the last dimension."""
     count = x.ndim - 2
     widths = _each(widths, 2 * count)
     channels, sizes = x.shape[1], tuple(x.shape[2:])

@@ -57,11 +57,8 @@ def transposed_jacobian(layer: nn.Module, input: Tensor, *, memory: Memory | Non
 
 
 def room(memory: Memory | None, device: torch.device) -> int:
-    """Return the bytes that Jacobians and their products may take.
-
-    A fraction is of the device's memory; None means half of it. Raises UnitError if the memory
-    cannot be read.
-    """
+    """Return the bytes that Jacobians and their products may take. A fraction is of the device's
+    memory; None means half of it. Raises UnitError if the memory cannot be read."""
     if device.type == "cuda":
         whole = int(torch.cuda.get_device_properties(device).total_memory)
     else:

@@ -147,22 +147,17 @@ def measure(fn: Callable[[], T], *, device: str | torch.device | None = None) ->
 
 @dataclass(frozen=True)
 class Phase:
-    """The allocations and releases of one call in a sequence.
-
-    ``sizes`` is in bytes, negative for a release. For each, ``born`` and ``died`` are the numbers
-    of the calls that allocated and released the block. If none did, they are −1 and the number of
-    calls.
-    """
+    """The allocations and releases of one call in a sequence. ``sizes`` is in bytes, negative for a
+    release. For each, ``born`` and ``died`` are the numbers of the calls that allocated and
+    released the block. If none did, they are −1 and the number of calls."""
 
     sizes: NDArray[np.int64]
     born: NDArray[np.int64]
     died: NDArray[np.int64]
 
     def peak(self, since: int = -1, before: float = math.inf) -> int:
-        """Return the peak growth since the call began, of some blocks only.
-
-        They are allocated by call ``since`` or later, and released earlier than call ``before``.
-        """
+        """Return the peak growth since the call began, of some blocks only. They are allocated by
+        call ``since`` or later, and released earlier than call ``before``."""
         return int(np.cumsum(self._counted(since, before)).max(initial=0))
 
     def growth(self, since: int = -1, before: float = math.inf) -> int:
@@ -224,8 +219,7 @@ class _Event(NamedTuple):
 
 
 def is_profiled() -> bool:
-    """Return whether a profiler of torch's runs: in this thread, or by the context manager in
-    any."""
+    """Return whether torch's profiler runs, in this thread or by the context manager."""
     ours = torch._C._autograd._profiler_enabled()
     return bool(ours or getattr(profiler, "_is_profiler_enabled", False))
 
@@ -246,11 +240,8 @@ def _alone(
     device: torch.device,
     interruptible: Callable[[], AbstractContextManager[object]],
 ) -> tuple[T, int, int, list[_Event]]:
-    """Measure by torch's profiler, limited to memory events.
-
-    The profiler is always stopped: one that an interrupt left running would fail when the process
-    ends.
-    """
+    """Measure by torch's profiler, limited to memory events. The profiler is always stopped: one
+    that an interrupt left running would fail when the process ends."""
     _start_profiler()
     start_ns = time.time_ns()
     try:
@@ -291,10 +282,8 @@ def _beside(
 
 def _paired(events: Sequence[Any], start_ns: int, oldest: bool) -> Iterator[_Event]:
     """Iterate over the older profiler's events; each release is matched to a live block of equal
-    size.
-
-    Matching the oldest gives the most that the call may have worked with, the newest the least.
-    """
+    size. Matching the oldest gives the most that the call may have worked with, the newest the
+    least."""
     live: dict[int, deque[int]] = defaultdict(deque)
     for number, event in enumerate(events, 1):
         if event.kind() != "memory_alloc":
@@ -336,9 +325,7 @@ def _on_a_fresh_thread(call: Callable[[], T], device: torch.device) -> T:
 @contextmanager
 def unpacked() -> Iterator[None]:
     """Record without the caller's saved-tensor hooks, such as those of ``torch.utils.checkpoint``.
-
-    A trial or a measurement is not the caller's graph.
-    """
+    A trial or a measurement is not the caller's graph."""
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
         yield
         return
@@ -402,10 +389,8 @@ def _is_on(event: _Event, device: torch.device) -> bool:
 
 
 def _blocks(events: Sequence[_Event]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the events that allocated and released each event's block.
-
-    −1 and the number of events stand for none.
-    """
+    """Return the events that allocated and released each event's block. −1 and the number of events
+    stand for none."""
     born, died = [-1] * len(events), [len(events)] * len(events)
     live: dict[int, int] = {}
     for index, event in enumerate(events):

@@ -1,7 +1,7 @@
-"""``Recurrent``: a module around any cell, as ``torch.nn.LSTM`` is around its own.
+"""``Recurrent``: a module around any cell, like ``torch.nn.LSTM`` around its own.
 
-Batches may be padded or packed, and a second cell may go through the sequences from their ends. All
-samples are run at every step, and those that have ended keep their state and put out zeros. Both
+Batches may be padded or packed, and a second cell may run through the sequences from their ends.
+All samples run at every step; those that have ended keep their state and return zeros. Both
 directions are one recurrence, whose step is a step of each, so one budget serves both.
 """
 
@@ -29,7 +29,7 @@ Tensors = list[Tensor]
 
 
 class Recurrent(nn.Module):
-    """Any cell over whole sequences, its gradient within a memory budget.
+    """Any cell over whole sequences, with its gradient within a memory budget.
 
     Outputs and gradients are those of the loop ``y[t], state = cell(x[t], state)``. The cell's
     parameters are in ``state_dict`` under ``cell.``, those of ``reverse`` under ``reverse.``.
@@ -38,19 +38,19 @@ class Recurrent(nn.Module):
         cell: a module ``cell(x_t, state) -> (y_t, state)``, or one of torch's ``RNNCell``,
             ``GRUCell`` and ``LSTMCell``, whose output is h. The state may be any pytree of tensors
             and numbers, with the samples as their first dimension (B, …).
-        reverse: a second cell, which goes through the sequences from their ends; its outputs follow
+        reverse: a second cell, which runs through the sequences from their ends; its outputs follow
             the first one's in the last dimension. None for one direction.
         memory: the budget for the backward pass, beyond inputs, outputs and gradients: bytes
-            (``67108864``), a size (``"64MiB"``), or a fraction of what ordinary backpropagation
-            would hold (``0.05``, ``"5%"``). None: as ordinary backpropagation does.
-        schedule: the schedule to follow, in place of a budget, for sequences of its length.
+            (``67108864``), a size (``"64MiB"``), or a fraction of ordinary backpropagation's memory
+            (``0.05``, ``"5%"``). None: ordinary backpropagation.
+        schedule: the schedule to follow, instead of a budget, for sequences of its length.
         batch_first: whether inputs and outputs are (B, T, …), not (T, B, …).
-        compile: whether blocks of steps are compiled, as :func:`retrograde.unroll` does it.
+        compile: whether blocks of steps are compiled, as by :func:`retrograde.unroll`.
 
     Raises:
         CellError: the cell is not a module; at a call, it cannot be run exactly.
         BudgetError: at a call, the budget is too small; the message names the smallest.
-        ScheduleError: both memory and schedule are given; at a call, the schedule does not fit.
+        ScheduleError: both memory and schedule are given; at a call, the schedule does not match.
         UnitError: the memory cannot be read.
 
     Example:
@@ -94,16 +94,16 @@ class Recurrent(nn.Module):
         Args:
             input: a pytree of tensors (T, B, …), or (B, T, …) with ``batch_first``, or a
                 ``PackedSequence``.
-            state: the initial state, of all samples; a pair of states with ``reverse``. None:
-                torch's cells begin with zeros, and any other is given None.
-            lengths: the steps of each sample (B,), of a padded batch; what follows them is not
+            state: the initial state, of all samples; a pair of states with ``reverse``. With None,
+                torch's cells begin with zeros, and any other cell gets None.
+            lengths: the steps of each sample (B,), for a padded batch. Inputs after them are not
                 read, and the outputs there are zero. None: all have T.
 
         Returns:
             The outputs, laid out as the input, and the state of each sample after its last step.
 
         Raises:
-            InputError: the lengths do not fit the input.
+            InputError: the lengths do not match the input.
         """
         call, cell, state = self._call_of(input, state, lengths)
         outputs, spec, last = call.run(cell, state)
@@ -116,20 +116,19 @@ class Recurrent(nn.Module):
             return input._replace(data=outputs[0]), _ordered(last, input.unsorted_indices)
         if self.batch_first:
             outputs = [y.transpose(0, 1) for y in outputs]
-        if self.reverse is not None:  # the structure is of a pair
+        if self.reverse is not None:  # the structure is that of a pair
             return spec.unflatten([*outputs, *outputs])[0], last
         return spec.unflatten(outputs), last
 
     def fit(self, input: Any, state: Any = None, lengths: Any = None) -> Fit:
-        """What the budget buys for a call with these arguments: peak, least budget, forward steps.
-        Raises what the call would raise."""
+        """Return the plan for a call with these arguments: peak, least budget, forward steps.
+        Raises the errors of the call."""
         if self.memory is None:
             raise CellError("there is no budget to fit: give memory=, such as memory=0.05")
         call, cell, state = self._call_of(input, state, lengths)
         return call.fit_for(cell, state)
 
     def extra_repr(self) -> str:
-        """What was asked for."""
         asked = {"memory": self.memory, "batch_first": self.batch_first or None}
         asked["compile"] = self.compiled or None
         return ", ".join(f"{name}={value!r}" for name, value in asked.items() if value is not None)
@@ -137,7 +136,7 @@ class Recurrent(nn.Module):
     def _call_of(
         self, input: Any, state: Any = None, lengths: Any = None
     ) -> tuple[CellCall, Cell, Any]:
-        """The recurrence of a call: its sequences, its cell, and the initial state."""
+        """Return the recurrence of a call: its sequences, its cell, and the initial state."""
         cells = tuple(_as_cell(c) for c in (self.cell, self.reverse) if c is not None)
         both = len(cells) > 1
         if both and state is None:
@@ -175,8 +174,8 @@ class Recurrent(nn.Module):
 
 @dataclass(frozen=True)
 class _Directions:
-    """A step of one cell, or of one for each direction, after which samples that have ended have
-    the state that they had, and zeros for an output."""
+    """A step of one cell, or of one for each direction. Samples that have ended keep their state,
+    and their output is zero."""
 
     cells: tuple[Cell, ...]
 
@@ -198,18 +197,18 @@ def _masked(cell: Cell, x: Any, state: Any, goes_on: Tensor | None) -> tuple[Any
     outputs, output_spec = flatten(y, "output of the cell")
     outputs = [torch.where(_over(goes_on, t), t, torch.zeros_like(t)) for t in outputs]
     (new, spec), (old, before) = flatten_state(after), flatten_state(state)
-    if spec == before:  # else it is the first step, which all samples have
+    if spec == before:  # else it is the first step, which every sample has
         pairs = zip(new, old, strict=True)
         new = [t if not t.dim() else torch.where(_over(goes_on, t), t, then) for t, then in pairs]
     return output_spec.unflatten(outputs), spec.unflatten(new)
 
 
 def _over(goes_on: Tensor, t: Tensor) -> Tensor:
-    """The mask, to be applied to a tensor of a step."""
+    """Return the mask in the shape of a step's tensor."""
     if t.shape[:1] != goes_on.shape:
         raise CellError(
             f"the cell returned a tensor {tuple(t.shape)}: expected the samples as its first "
-            f"dimension ({len(goes_on)}, …), for their lengths differ; transpose it"
+            f"dimension ({len(goes_on)}, …), since their lengths differ; transpose it"
         )
     return goes_on.view(-1, *[1] * (t.dim() - 1))
 
@@ -219,12 +218,12 @@ def _check_pair(y: Any, z: Any) -> None:
     if shapes[0] != shapes[1]:
         raise CellError(
             f"the outputs of the two cells are {shapes[0]} and {shapes[1]}: expected equal shapes, "
-            "for they are joined in their last dimension"
+            "since they are joined in their last dimension"
         )
 
 
 def _as_cell(module: nn.Module) -> Cell:
-    """A module as a cell; torch's own return only their state."""
+    """Return a module as a cell; torch's own return only their state."""
     if isinstance(module, nn.LSTMCell):
 
         def lstm(x: Tensor, state: Any) -> tuple[Tensor, Any]:
@@ -251,7 +250,7 @@ def _packed_layout(input: PackedSequence, both: bool) -> Ragged:
 
 
 def _checked(lengths: Any, leaves: Tensors) -> Tensor | None:
-    """The lengths as a tensor, once they are known to be those of the samples."""
+    """Return the lengths as a tensor, after a check that they match the samples."""
     if lengths is None:
         return None
     length, samples = leaves[0].shape[0], {x.shape[1] if x.dim() > 1 else 0 for x in leaves}
@@ -266,7 +265,6 @@ def _checked(lengths: Any, leaves: Tensors) -> Tensor | None:
 
 
 def _ordered(state: Any, order: Tensor | None) -> Any:
-    """A state with its samples in another order."""
     if order is None or state is None:
         return state
     leaves, spec = flatten_state(state)

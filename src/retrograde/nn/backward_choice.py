@@ -1,4 +1,4 @@
-"""How a module goes backward, and why: ``backward="auto"`` and :func:`explain`."""
+"""The choice of a module's backward pass, and its reason: ``backward="auto"``, :func:`explain`."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
@@ -26,17 +26,17 @@ __all__ = ["Explanation", "check_slopes", "choose_backward", "explain"]
 
 @dataclass(frozen=True)
 class Explanation:
-    """How a call would go backward, and why.
+    """The algorithm of a call's backward pass, and the reason.
 
     Attributes:
         choice: "torch", "sequential" or "scan".
-        why: in a sentence.
-        seconds: expected of each algorithm, forward and backward together.
-        step_seconds: the latency of a further step of each algorithm.
-        call_seconds: what a call of each algorithm costs besides its steps.
-        kernels: which implementation the sequential sweep and the scan run on: "numba", "triton" or
+        why: the reason, in a sentence.
+        seconds: expected seconds of each algorithm, forward and backward together.
+        step_seconds: the latency of one more step of each algorithm.
+        call_seconds: the cost of a call of each algorithm, its steps aside.
+        kernels: the implementation of the sequential sweep and the scan: "numba", "triton" or
             "torch".
-        chunk: steps to a chunk of the scan.
+        chunk: steps in a chunk of the scan.
     """
 
     choice: str
@@ -60,11 +60,11 @@ class Explanation:
 def choose_backward(
     module: "BudgetedRNN", steps: int, samples: int, like: Tensor
 ) -> Literal["sequential", "scan"] | None:
-    """The algorithm by which a module with ``backward`` set goes backward; None for torch's own
-    pass. Raises CellError if the module has projections, which have no Jacobian here."""
+    """Return the algorithm of a module with ``backward`` set; None for torch's own pass. Raises
+    CellError if the module has projections, which have no Jacobian here."""
     check_slopes(module)
     if torch.is_autocast_enabled(like.device.type):
-        return None  # torch's kernels know which part of a cell to run in which type
+        return None  # torch's kernels know which part of a cell runs in which type
     choice: Any = module.backward
     if choice == "auto":
         choice = fastest(module, steps, samples, like.requires_grad)
@@ -81,7 +81,7 @@ def check_slopes(module: "BudgetedRNN") -> None:
 
 
 def fastest(module: "BudgetedRNN", steps: int, samples: int, needs_x: bool) -> str:
-    """The algorithm that is expected to take least time."""
+    """Return the algorithm with the least expected time."""
     found = timings(module, samples, steps, needs_x)
     return min(contenders(found), key=lambda name: found[name].seconds(steps))
 
@@ -97,20 +97,20 @@ def explain(module: "Sequential", input: Tensor) -> ScanChoice: ...
 def explain(
     module: "BudgetedRNN | Sequential", input: Tensor | PackedSequence
 ) -> Explanation | ScanChoice:
-    """Tell the chosen algorithm for an input, the reason, and the predicted time of each.
+    """Return the chosen algorithm for an input, the reason, and the predicted time of each.
 
     Args:
         module: an :class:`retrograde.RNN`, :class:`retrograde.GRU`, :class:`retrograde.LSTM` or
             :class:`retrograde.Sequential`.
-        input: as for a call; of a recurrent module's, only the shape matters.
+        input: as for a call; for a recurrent module, only the shape matters.
 
     Returns:
-        An :class:`Explanation`, or of a ``Sequential`` an
+        An :class:`Explanation`, or for a ``Sequential`` a
         :class:`~retrograde.nn.chain_scan.ScanChoice`; ``print`` shows either as a table.
 
     Raises:
-        CellError: the module is none of ours, has no Jacobians, or has nothing to be measured.
-        ScanError: a layer of the ``Sequential`` has no Jacobian, or none that fits.
+        CellError: the module is not one of ours, has no Jacobians, or cannot be measured.
+        ScanError: a layer of the ``Sequential`` has no Jacobian, or its Jacobian is too large.
 
     Example:
         >>> import retrograde as rg
@@ -153,7 +153,7 @@ def explain(
 
 
 def _why(module: "BudgetedRNN", weight: Tensor, use: str, choice: str) -> str:
-    """The reason, and whatever keeps the compiled kernels from being used."""
+    """Return the reason, and the obstacle to the compiled kernels if there is one."""
     reason = f"backward={module.backward!r} asks for it"
     if torch.is_autocast_enabled(weight.device.type):
         reason = "under autocast torch's own pass is used"

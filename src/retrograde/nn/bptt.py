@@ -1,8 +1,8 @@
-"""``bptt``: backpropagation through time of a sequence that is never held, within a memory budget.
+"""``bptt``: backpropagation through time for a sequence that is never held, within a budget.
 
-The streaming form of algorithm 2 of Gruslys et al., *Memory-Efficient Backpropagation Through Time*
-(2016): inputs are read when a step needs them, the loss is computed step by step, outputs are
-dropped at once, and only what the schedule keeps is in memory.
+It is the streaming form of algorithm 2 of Gruslys et al., *Memory-Efficient Backpropagation Through
+Time* (2016). Inputs are read when a step needs them, the loss is computed step by step, and outputs
+are dropped at once. Only what the schedule keeps is in memory.
 """
 
 from collections.abc import Hashable
@@ -38,7 +38,7 @@ __all__ = ["bptt"]
 
 Tensors = list[Tensor]
 
-# A cell with its loss is measured once for its shapes and a budget: which core, and its fit.
+# A cell with its loss is measured once for its shapes and a budget: the core, and its fit.
 _FITS: CellFits[tuple[int, Fit]] = CellFits()
 
 _RANGES = {nn.LSTM.forward, nn.GRU.forward, nn.RNN.forward, BudgetedRNN.forward}
@@ -60,40 +60,40 @@ def bptt(
     """Backpropagate the sum of the losses of all steps; neither inputs nor outputs are ever held.
 
     The gradients are those of the loop ``y, state = cell(x[t], state); total += loss(t, y)`` and
-    ``total.backward()``, and they accumulate into ``.grad``: of every parameter, of what the cell
-    and the loss capture, of the initial state, and of input tensors that require it.
+    ``total.backward()``. They accumulate into ``.grad`` of parameters, captured tensors, the
+    initial state, and input tensors that require a gradient.
 
     Args:
-        cell: ``cell(x_t, state) -> (y_t, state)``, as for :func:`retrograde.unroll`; or an LSTM, a
+        cell: ``cell(x_t, state) -> (y_t, state)``, as for :func:`retrograde.unroll`. Or an LSTM, a
             GRU or an RNN, of torch's or of this library, in one direction and without dropout
-            between layers, with inputs (B, I) a step. Then ranges of steps are one call of the
-            fused kernel, and the budget is the one given here.
+            between layers, with inputs (B, I) a step. Then one call of the fused kernel runs a
+            range of steps, and the budget is the one given here.
         inputs: a pytree of tensors or arrays (a memory map, a data set in a file), each with time
             first; anything that has a length and is indexed by the step; a function of the step; or
             an iterator, whose items are kept in a temporary file. A step is read more than once,
-            and must then be what it was.
+            and must give the same values.
         state: the initial state, a pytree of tensors; for a module torch's, or None for zeros.
         loss: ``loss(t, y_t)``, a scalar tensor, or None for a step without one. With a module it is
-            ``loss(range, y)`` with y (steps, B, H), the *sum* of the losses of those steps: how
-            long ranges are depends on the budget. It is called again for steps that run again.
-        memory: the budget, beside inputs given as tensors, parameters, gradients, and what is
-            returned: bytes (``67108864``), a size (``"64MiB"``), or a fraction of what ordinary
-            backpropagation would hold (``0.05``, ``"5%"``). What is read from elsewhere counts.
+            ``loss(range, y)`` with y (steps, B, H), the *sum* of the losses of those steps. The
+            budget determines how long ranges are. It is called again for steps that run again.
+        memory: the budget. It does not count inputs given as tensors, parameters, gradients and
+            results; it does count inputs that are read from elsewhere. Bytes (``67108864``), a size
+            (``"64MiB"``), or a fraction of ordinary backpropagation's memory (``0.05``, ``"5%"``).
             None: every step is kept.
-        schedule: the schedule to follow, in place of a budget.
-        length: the number of steps, where the inputs do not tell it, or fewer than they have.
+        schedule: the schedule to follow, instead of a budget.
+        length: the number of steps, where the inputs do not have it, or fewer than they have.
         input_gradient: called as ``input_gradient(t, gradient)`` with the gradient of each step's
             input, from the last step to the first; with a module t is a range. None stands for an
-            input that has no gradient.
+            input without a gradient.
         progress: called as ``progress(done, work)``, in forward and backward steps.
 
     Returns:
         The sum of the losses, a detached scalar in double precision, and the detached final state.
 
     Raises:
-        BudgetError: the budget is too small; the message names the smallest that would do.
-        CellError: cell, loss or inputs cannot be run exactly. As with every exception, no ``.grad``
-            has been touched then.
+        BudgetError: the budget is too small; the message names the smallest one that is enough.
+        CellError: cell, loss or inputs cannot be run exactly. As with every exception, every
+            ``.grad`` is unchanged then.
         RetrogradeError: gradients are disabled.
         ScheduleError: the schedule is for another length, or is not legal.
         UnitError: the memory cannot be read.
@@ -131,8 +131,8 @@ def bptt(
 
 @dataclass(frozen=True)
 class _Task:
-    """A prepared call: equivalent cores (torch's choice first), the inputs, the inputs to measure
-    by, the flat initial state, and the structure of the last one."""
+    """A prepared call. It has equivalent cores (torch's choice first), the inputs, the inputs to
+    measure with, the flat initial state, and the structure of the last state."""
 
     cores: list[Candidate]
     stream: Stream
@@ -151,8 +151,8 @@ def _check_asked(loss: Any, memory: Memory | None, schedule: Schedule | None) ->
         )
     if not torch.is_grad_enabled():
         raise RetrogradeError(
-            "gradients are disabled, by torch.no_grad() or the like, but bptt computes nothing "
-            "else: call it outside of that, or run the forward pass alone"
+            "gradients are disabled (by torch.no_grad() or the like), but bptt computes only "
+            "gradients: call it outside of that, or run the forward pass alone"
         )
 
 
@@ -164,7 +164,7 @@ def _cell(
     length: SupportsIndex | None,
     wants_inputs: bool,
 ) -> _Task:
-    """Any cell: a step is a call."""
+    """Prepare any cell, where a step is a call."""
     states, state_spec = flatten_state(state)
     tensors = [t for t in (*states, *pytree.tree_leaves(inputs)) if isinstance(t, Tensor)]
     device = tensors[0].device if tensors else torch.device("cpu")
@@ -182,7 +182,7 @@ def _module(
     length: SupportsIndex | None,
     wants_inputs: bool,
 ) -> _Task:
-    """A recurrent module: a range of steps is a call."""
+    """Prepare a recurrent module, where a range of steps is a call."""
     _check_module(module)
     module._update_flat_weights()  # type: ignore[no-untyped-call]  # as torch's forward does
     weights = cast(Tensors, module._flat_weights)
@@ -193,7 +193,7 @@ def _module(
         states, state_spec = _module_state(module, stream, state)
         list_spec = flatten(states, "state")[1]
         kernels = candidates((net,), states[0].shape[1])
-        # A trial step must not take more than the least budget; oneDNN's LSTM copies its weights.
+        # A trial must fit the least budget, but oneDNN's LSTM copies its weights.
         lightest = kernels[-1 if module.mode == "LSTM" else 0]
         part = RangeLoss(cast(Fused, lightest.core), loss, device)
         core, probed = examine_loss(part, stream, states, list_spec)
@@ -207,7 +207,7 @@ def _with_kernel(core: StepCore, kernel: Fused) -> StepCore:
 
 
 def _check_module(module: nn.RNNBase) -> None:
-    """Refuse what cannot be run in ranges."""
+    """Refuse modules that cannot be run in ranges."""
     dropped = module.dropout and module.training and module.num_layers > 1
     refused = {
         "bidirectional=True": module.bidirectional,
@@ -220,12 +220,12 @@ def _check_module(module: nn.RNNBase) -> None:
             raise CellError(
                 f"bptt does not run a {type(module).__name__} with {option}: expected one "
                 "direction, no dropout between layers, time first and no hooks; or write a cell, "
-                "of which every step is a call"
+                "whose every step is a call"
             )
 
 
 def _module_state(module: nn.RNNBase, stream: Stream, state: Any) -> tuple[Tensors, Structure]:
-    """The initial state, flat, and as torch's module has it; zeros if there is none."""
+    """Return the initial state, flat, and the structure of torch's; zeros if there is none."""
     (x, *more), weight = stream.source[0], cast(Tensor, module._flat_weights[0])
     if more or x.dim() != 2 or x.shape[1] != module.input_size:
         found = ", ".join(str(tuple(t.shape)) for t in (x, *more))
@@ -254,14 +254,14 @@ def _module_state(module: nn.RNNBase, stream: Stream, state: Any) -> tuple[Tenso
 
 
 def _fitted(task: _Task, inputs: Any, memory: Memory) -> tuple[Core, Schedule]:
-    """The core and the schedule for a budget."""
+    """Return the core and the schedule for a budget."""
     source, first = task.stream.source, cast(StepCore, task.cores[0].core)
     parts = [(first.found, first.ambient.steady.places)]
     read: tuple[Any, ...] = (type(source),)
     if isinstance(source, Arrays):
         read += tuple(isinstance(t, Tensor) for t in source.leaves)
     elif not (isinstance(source, Steps) and isinstance(source.get, Spool)):
-        reading = find_referents([inputs])  # the bytes that reading takes depend on it
+        reading = find_referents([inputs])  # the bytes of reading depend on it
         parts.append((reading, tuple(reading.places)))
     tensors = map(signature, (*source[0], *task.state, *first.parameters))
     shapes = torch.get_num_threads(), task.stream.wanted, read, *tensors

@@ -1,13 +1,13 @@
-"""What was found for recent calls: a memory of bounded size.
+"""Caches of measurements and fits, of bounded size.
 
-To measure a cell and to fit a schedule takes as long as many steps do, so a fit is kept. But cells
-are often made anew at every call (a closure in ``forward``, a bound method), and sequences are of
-ever new lengths: so a cell is known by what it is made of (:func:`identity`), nothing that it is
-made of is kept alive, and only the most recent fits are kept.
+Measuring a cell and fitting a schedule take as long as many steps, so results are kept. But cells
+are often made again at every call (a closure in ``forward``, a bound method), and lengths vary. So
+the key of a cell is its code and its referents (:func:`identity`). The cache keeps none of them
+alive, and only the most recent fits.
 
-Two cells that are taken for one share a fit, not a gradient: what is computed stays right, for the
-cell itself is examined at every call. Numbers and texts that a cell reads are part of what it is,
-for what a step takes may depend on them.
+Two cells with one key share a fit, not a gradient. Results stay right, since the cell itself is
+examined at every call. Numbers and texts that a cell reads are part of its key, since the bytes of
+a step may depend on them.
 """
 
 import threading
@@ -59,19 +59,19 @@ class LRUCache(Generic[T]):
         return len(self._found)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._most,)  # what was measured here is of no use elsewhere
+        return type(self), (self._most,)  # measurements of this process are useless elsewhere
 
     def get(self, key: Hashable, find: Callable[[], T], of: Iterable[object] = ()) -> T:
-        """The result for a key, found by ``find`` if it is not known. ``of`` lists the objects
-        whose ids are in the key, since ids are quicker than :class:`Same`; the result is dropped
-        when one of them is gone."""
+        """Return the result for a key; ``find`` computes it if it is not known. ``of`` lists the
+        objects whose ids are in the key, since ids are faster than :class:`Same`. The result is
+        dropped when one of them is deleted."""
         known = self._look_up(key)
         if known is not None:
             return known.result
-        with MEASURING:  # another thread may be about to find the same
+        with MEASURING:  # another thread may be computing the same
             known = self._look_up(key)
             if known is None:
-                exact = not is_profiled()  # beside another profiler bytes are not quite certain
+                exact = not is_profiled()  # with another profiler, bytes are not quite certain
                 with told_if_slow():
                     known = _Known(find(), [weakref.ref(value) for value in of])
                 if exact:
@@ -79,7 +79,7 @@ class LRUCache(Generic[T]):
         return known.result
 
     def known(self, key: Hashable) -> T | None:
-        """The result for a key, if there is one."""
+        """Return the result for a key, or None."""
         found = self._look_up(key)
         return None if found is None else found.result
 
@@ -101,7 +101,7 @@ class LRUCache(Generic[T]):
 
 
 class Same:
-    """A key that is equal for the same object only, and that does not keep it alive."""
+    """A key that is equal for the same object only, and does not keep it alive."""
 
     def __init__(self, value: Any) -> None:
         self.reference = weakref.ref(value)
@@ -124,9 +124,9 @@ def _is_dead(key: Any, known: _Known[Any] | None = None) -> bool:
 
 
 class CellFits(LRUCache[T]):
-    """What budgets buy for cells: a step is measured for each cell, a fit is found for each kind.
-    Cells that differ only in numbers or texts, such as an annealed one, are of one kind. They share
-    a fit if their steps take the same bytes."""
+    """Fits for cells: a step is measured for each cell, a fit is computed for each kind. Cells that
+    differ only in numbers or texts, such as an annealed one, are of one kind. They share a fit if
+    their steps take the same bytes."""
 
     def __init__(self, most: int = _MOST) -> None:
         super().__init__(most)
@@ -140,10 +140,10 @@ class CellFits(LRUCache[T]):
         step: Callable[[], Hashable],
         find: Callable[[], T],
     ) -> tuple[T, Settled]:
-        """The fit for a cell, found by ``find`` if it is not known, and what its calls have
-        settled; ``step`` measures the bytes of a step. ``parts`` are arguments of :func:`identity`.
-        ``shapes`` is all else that these bytes depend on, ``budget`` all else that the fit depends
-        on."""
+        """Return the fit for a cell, and properties that its calls have settled. ``find`` computes
+        the fit if it is not known; ``step`` measures the bytes of a step. ``parts`` are arguments
+        of :func:`identity`. ``shapes`` is all else that these bytes depend on, and ``budget`` all
+        else that the fit depends on."""
         made_of, kinds = (
             tuple(identity(*part, values=values) for part in parts) for values in (True, False)
         )
@@ -152,23 +152,23 @@ class CellFits(LRUCache[T]):
 
 
 def signature(t: Tensor) -> tuple[Any, ...]:
-    """All that the bytes of a step depend on in one of its tensors."""
+    """Return all that the bytes of a step depend on in one of its tensors."""
     kind = t.device.type
     autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     return tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad, autocast
 
 
 def identity(found: Referents, places: Iterable[Place], *, values: bool = True) -> Hashable:
-    """A key for what a cell is made of: equal for two closures of the same code over the same
-    values. It keeps no module and no tensor alive. ``places`` are the Python values that the cell
-    only reads; without ``values`` only their types count."""
+    """Return a key of a cell, equal for two closures of the same code over the same values. It
+    keeps no module and no tensor alive. ``places`` are the Python values that the cell only reads;
+    without ``values`` only their types count."""
     held = tuple(tuple(_kinds(place, values)) for place in places)
     modules = tuple(map(Same, found.modules))
     return modules, tuple(found.codes), tuple(map(signature, found.tensors)), held
 
 
 def _kinds(place: Place, values: bool) -> Iterator[Hashable]:
-    """What is held under each name: a number by its value, anything else by its kind."""
+    """Iterate over the names of a place with a number's value, or another value's kind."""
     for key, value in place.read().items():
         if key not in place.but and key not in MODULE_TABLES:
             name = key if isinstance(key, _PLAIN) else type(key)

@@ -1,11 +1,11 @@
-"""How long each backward algorithm takes on this machine: measured once, kept in a file.
+"""The time of each backward algorithm on this machine: measured once, kept in a file.
 
-An algorithm costs a fixed amount a call (launches, set-up) and a latency a step. Both depend on the
-cell, its sizes and the batch far more irregularly than any formula says. So they are measured at
-the call's own width, on short sequences of doubling lengths, all algorithms in turn. Between the
-lengths measured the time is interpolated, beyond the longest it goes on at the last latency.
+An algorithm has a fixed cost for a call (launches, set-up) and a latency for each step. Both depend
+on the cell, its sizes and the batch, and no formula predicts them well. So they are measured at the
+call's own width, on short sequences of doubling lengths, all algorithms in turn. Times are
+interpolated between the measured lengths, and extrapolated with the last latency.
 
-The file is ``retrograde/ways.json`` in the user's cache folder; delete it to measure anew.
+The file is ``retrograde/ways.json`` in the user's cache folder; delete it to measure again.
 """
 
 import functools
@@ -30,12 +30,12 @@ __all__ = ["BACKWARDS", "Timing", "cache_file", "contenders", "timings"]
 BACKWARDS = ("torch", "sequential", "scan")
 
 _FIRST_STEPS = 32
-# Lengths are doubled until the fastest takes so long, or longer where the second is close: then
-# only sequences that outgrow every cache tell which wins in the long run.
+# Lengths double until the fastest takes this long. Where the second is close, lengths go further,
+# since only sequences that outgrow every cache show which is faster in the long run.
 _LONG_ENOUGH_SECONDS = 0.01
 _CLOSE = 1.5
 _LONG_ENOUGH_WHERE_CLOSE = 0.1
-_HOPELESS = 4.0  # one that takes so many times the fastest one's time is not followed further
+_HOPELESS = 4.0  # an algorithm slower than the fastest by this factor is dropped
 _REPEATS = 3
 
 Point = tuple[int, float]
@@ -43,26 +43,25 @@ Point = tuple[int, float]
 
 @dataclass(frozen=True)
 class Timing:
-    """What one algorithm takes, forward and backward together: measured pairs (steps, seconds),
-    steps increasing."""
+    """The time of one algorithm, forward and backward together: measured pairs (steps, seconds).
+    Steps increase."""
 
     points: tuple[Point, ...]
 
     @property
     def call_seconds(self) -> float:
-        """What a call costs besides its steps."""
+        """The cost of a call, its steps aside."""
         steps, seconds = self.points[-1]
         return max(0.0, seconds - steps * self.step_seconds)
 
     @property
     def step_seconds(self) -> float:
-        """What a further step costs."""
+        """The cost of one more step."""
         (a, low), (b, high) = ((0, 0.0), *self.points)[-2:]
         return max((high - low) / (b - a), 0.0)
 
     def seconds(self, steps: int) -> float:
-        """The seconds expected for a sequence, linear between the points; beyond the longest, the
-        last slope goes on."""
+        """Return the expected seconds: linear between the points, with the last slope beyond."""
         last, seconds = self.points[-1]
         if steps >= last:
             return seconds + (steps - last) * self.step_seconds
@@ -74,19 +73,19 @@ class Timing:
 
 
 def cache_file() -> Path:
-    """Where timings are kept: in the user's cache folder, as the XDG convention has it."""
+    """Return the file of timings, in the user's cache folder by the XDG convention."""
     folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(folder) / "retrograde" / "ways.json"
 
 
-# What this process has measured or read.
+# The timings that this process has measured or read.
 _KNOWN: dict[str, dict[str, Timing]] = {}
 
 
 def timings(module: nn.RNNBase, samples: int, steps: int, needs_x: bool) -> dict[str, Timing]:
-    """The timing of every one of :data:`BACKWARDS`, measured unless this machine's file has it. The
-    module is one of ours; another over the same weights is run, on sequences of ``steps`` at most.
-    """
+    """Return the timing of every one of :data:`BACKWARDS`, measured unless the file has it. The
+    module is one of ours; another one over the same weights runs, on sequences of at most ``steps``
+    steps."""
     key = _key(module, samples, needs_x)
     found = _KNOWN.get(key) or _read().get(key)
     if found is None or not _reaches(found, steps):
@@ -97,21 +96,21 @@ def timings(module: nn.RNNBase, samples: int, steps: int, needs_x: bool) -> dict
 
 
 def _reaches(found: dict[str, Timing], steps: int) -> bool:
-    """Whether measurements were carried as far as they need to be for a length."""
+    """Return whether the measurements are long enough for a length."""
     last = [found[name].points[-1] for name in contenders(found)]
     return last[0][0] >= steps or _tells([seconds for _, seconds in last])
 
 
 def _tells(seconds: list[float]) -> bool:
-    """Whether the times of the ways still followed, at one length, decide about longer ones."""
+    """Return whether the times at one length decide which algorithm is faster at longer ones."""
     best, *others = sorted(seconds)
     close = bool(others) and others[0] < _CLOSE * best
     return best >= (_LONG_ENOUGH_WHERE_CLOSE if close else _LONG_ENOUGH_SECONDS)
 
 
 def contenders(found: dict[str, Timing]) -> list[str]:
-    """The ways that :func:`timings` followed to the greatest length; hopeless ones are dropped
-    early."""
+    """Return the algorithms that :func:`timings` measured to the greatest length. Hopeless ones are
+    dropped early."""
     last = max(timing.points[-1][0] for timing in found.values())
     return [name for name, timing in found.items() if timing.points[-1][0] == last]
 
@@ -132,7 +131,7 @@ def _key(module: nn.RNNBase, samples: int, needs_x: bool) -> str:
 
 @functools.cache
 def _code() -> str:
-    """A name for the ways as they are written now: other code takes another time."""
+    """Return a hash of the present code, since other code takes another time."""
     files = sorted(Path(scan.__file__).parent.rglob("*.py"))
     return hashlib.sha1(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
@@ -151,7 +150,7 @@ def _measure(module: nn.RNNBase, samples: int, steps: int, needs_x: bool) -> dic
     length = min(_FIRST_STEPS, steps)
     devices = [device] if device.type == "cuda" else []
     with torch.enable_grad(), torch.random.fork_rng(devices):
-        for name in BACKWARDS:  # what a first call compiles or allocates for good is not counted
+        for name in BACKWARDS:  # first calls compile and allocate, so they are not timed
             _run(trial, name, min(length, 8), samples, needs_x)
         while True:
             seconds = dict.fromkeys(racing, float("inf"))
@@ -171,7 +170,7 @@ def _measure(module: nn.RNNBase, samples: int, steps: int, needs_x: bool) -> dic
 
 
 def _run(trial: Any, name: str, steps: int, samples: int, needs_x: bool) -> float:
-    """Seconds of one call forward and backward, without what a class derived from ours adds."""
+    """Return the seconds of one call forward and backward, without overrides of derived classes."""
     from retrograde.nn.recurrent import BudgetedRNN
 
     trial.backward = None if name == "torch" else name
@@ -186,7 +185,7 @@ def _run(trial: Any, name: str, steps: int, samples: int, needs_x: bool) -> floa
 
 
 def _read() -> dict[str, dict[str, Timing]]:
-    """What the file holds; nothing, if there is none or it cannot be read."""
+    """Return the content of the file; empty if there is none or it cannot be read."""
     try:
         content = json.loads(cache_file().read_text(encoding="utf-8"))
         return {
@@ -199,7 +198,7 @@ def _read() -> dict[str, dict[str, Timing]]:
 
 
 def _write(key: str, found: dict[str, Timing]) -> None:
-    """Add an entry to the file; a folder that cannot be written costs a measurement, no more."""
+    """Add an entry to the file; if that is impossible, it is measured again next time."""
     content = {k: {name: t.points for name, t in v.items()} for k, v in _read().items()}
     content[key] = {name: timing.points for name, timing in found.items()}
     path = cache_file()

@@ -1,8 +1,8 @@
 """A chain of layers backpropagated by a scan over sparse transposed Jacobians (W20, section 3.1).
 
-Forward, every layer runs as usual, cut off from the one before; backward, the scan finds the
-gradient of every layer's output; then each layer's parameters get theirs, by the layer's own
-backward pass, none waiting for another.
+In the forward pass every layer runs as usual, detached from the layer before. In the backward pass
+the scan computes the gradient of every layer's output. Then each layer's own backward pass computes
+its parameters' gradients, independently of the others.
 """
 
 from collections.abc import Sequence
@@ -32,18 +32,18 @@ from retrograde.units import Memory, aligned, format_bytes
 
 __all__ = ["SCAN_CHOICES", "ChainScan", "ScanChoice"]
 
-#: How many choices are remembered: one for each shape of a batch, and of masks.
+#: How many choices are kept: one for each shape of a batch, and for each set of masks.
 SCAN_CHOICES = 4
 
 
 @dataclass(frozen=True, eq=False)
 class ScanChoice:
-    """The scans considered for a chain, what each takes, and the chosen one; ``print`` shows it.
+    """The candidate scans of a chain with their costs, and the chosen one; ``print`` shows it.
 
     Attributes:
         why: the reason for the choice, in a sentence.
         splits: by number of levels, the linear scan first.
-        jacobians: whether Jacobians are made; if not, the gradient goes back through the layers.
+        jacobians: whether Jacobians are computed; if not, the gradient goes through the layers.
         room: bytes that Jacobians and products may take.
     """
 
@@ -71,7 +71,7 @@ class ScanChoice:
 
 @dataclass
 class ChainScan:
-    """How the layers of one module are scanned, and the choices of recent batches; options as of
+    """How one module's layers are scanned, and the choices for recent batches. Options are those of
     :class:`retrograde.Sequential`."""
 
     algorithm: Algorithm
@@ -80,8 +80,9 @@ class ChainScan:
     choices: LRUCache[ScanChoice]
 
     def run(self, layers: Sequence[nn.Module], x: Any) -> Any:
-        """The output of the layers, none of them nested; None where nothing requires a gradient.
-        Raises ScanError if a layer has no Jacobian, or none that fits in memory."""
+        """Return the output of the layers, none of them nested; None if nothing requires a
+        gradient. Raises ScanError if a layer has no Jacobian, or its Jacobian does not fit in
+        memory."""
         if not torch.is_grad_enabled():
             return None
         used = (p for layer in layers for p in layer.parameters() if p.requires_grad)
@@ -105,7 +106,7 @@ class ChainScan:
         return self.choices.get((len(x), x.dtype, x.device, whole, asked, patterns), find)
 
     def explain(self, layers: Sequence[nn.Module], x: Tensor) -> ScanChoice:
-        """The choice for an input that the layers are run on."""
+        """Return the choice for an input, on which the layers run."""
         _check_call(layers, x)
         with torch.enable_grad():
             steps, whole = _needed(observe_steps(layers, x), x.requires_grad)
@@ -120,15 +121,15 @@ def _choose_scan(
     *,
     whole: bool,
 ) -> ScanChoice:
-    """Count what each scan takes within ``limit`` bytes, and choose. Raises ScanError if the scan
-    that was asked for does not fit."""
+    """Compute the cost of each scan within ``limit`` bytes, and choose. Raises ScanError if the
+    scan that was asked for does not fit."""
     x, y = steps[0].x, steps[-1].y
     paths = [step.path for step in (steps if whole else steps[1:])]
     size = prod(y.shape[1:]), len(x), x.dtype.itemsize, limit
     most = most_levels(len(paths) + 1)
     asked = {"auto": range(most + 1), "linear": [0], "blelloch": [0, most]}.get(algorithm)
     found = [split_of(k, paths, *size) for k in asked or sorted({0, min(levels or 0, most)})]
-    for path in paths:  # most of the products that were looked at will never be wanted
+    for path in paths:  # most of these products will not be used again
         for piece in path.pieces():
             piece.jacobian.pattern.forget()
     linear, fitting = found[0], [split for split in found if split.samples]
@@ -188,8 +189,8 @@ class _Scan(torch.autograd.Function):
         steps = ctx.steps
         if steps is None:
             raise RetrogradeError(
-                "a Sequential with backward='scan' was backpropagated a second time, and what it "
-                "held was released after the first: expected one backward pass; give "
+                "a Sequential with backward='scan' was backpropagated a second time, and its graph "
+                "was released after the first: expected one backward pass; give "
                 "retain_graph=True to the first one"
             )
         if not _keeps_graph():
@@ -201,7 +202,7 @@ class _Scan(torch.autograd.Function):
 
 
 def _keeps_graph() -> bool:
-    """Whether the backward pass at work is to leave the graph as it was."""
+    """Return whether the running backward pass keeps the graph."""
     asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return asked is None or bool(asked())
 
@@ -221,7 +222,7 @@ def _gradients(
 def _of_parameters(
     steps: Sequence[Step], gradients: Sequence[Tensor], parameters: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """Every layer's by its own backward pass, all in one call; those of shared ones add up."""
+    """Return the parameters' gradients, by the layers' own backward passes."""
     wanted = [p for p in parameters if p.requires_grad]
     pairs = [
         (step.y, g)
@@ -231,13 +232,13 @@ def _of_parameters(
     if not wanted or not pairs:
         return [None] * len(parameters)
     outputs, seeds = zip(*pairs, strict=True)
-    with muted_hooks(wanted):  # they are called with the gradients that are returned
+    with muted_hooks(wanted):  # the hooks are called with the returned gradients
         found = torch.autograd.grad(outputs, wanted, seeds, retain_graph=True, allow_unused=True)
     return list(found)
 
 
 def _needed(steps: list[Step], input_wanted: bool) -> tuple[list[Step], bool]:
-    """The steps from the first one on whose output's gradient is wanted."""
+    """Return the steps from the first one whose output needs a gradient."""
     if input_wanted:
         return steps, True
     trained = [any(p.requires_grad for p in step.layer.parameters()) for step in steps]
@@ -264,12 +265,13 @@ def _check_call(layers: Sequence[nn.Module], input: Any) -> None:
 
 
 def _check_captured(steps: Sequence[Step], parameters: Sequence[Tensor]) -> None:
-    """Refuse layers that use tensors of which we could not give the gradient (rule 5)."""
+    """Refuse layers that use tensors whose gradient we could not give (rule 5)."""
     for step in steps:
         known = {id(t) for t in (step.x, *parameters)}
         leaves, _ = foreign_tensors([step.y], 0)
         if any(id(t) not in known for t in leaves):
             raise ScanError(
-                f"{type(step.layer).__name__} uses a tensor that wants a gradient and is none of "
-                "its parameters: expected parameters only; register it as one, or use backward=None"
+                f"{type(step.layer).__name__} uses a tensor that requires a gradient and is not "
+                "one of its parameters: expected parameters only; register it as one, or use "
+                "backward=None"
             )

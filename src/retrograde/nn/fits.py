@@ -1,4 +1,4 @@
-"""``fit``: what a budget buys for a call, asked without running it."""
+"""``fit``: the plan for a call and a budget, without running the call."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,7 +25,7 @@ from retrograde.units import Memory, parse_memory
 
 __all__ = ["fit"]
 
-_REPEATS = 3  # of each kind of step that is timed
+_REPEATS = 3  # timings of each kind of step
 
 
 def fit(
@@ -37,27 +37,27 @@ def fit(
     stateful: nn.Module | Sequence[nn.Module] = (),
     compile: bool = False,
 ) -> Fit | StackFit | ChainFit:
-    """What a budget buys for a call, which is not run: its peak, the least budget, forward steps,
-    and seconds.
+    """Return the plan for a call, which does not run: peak, least budget, forward steps, seconds.
 
     Args:
-        cell: what is to be called: a cell as for :func:`retrograde.unroll`; an LSTM, a GRU or an
-            RNN, torch's or ours; a ``Sequential``; or a :class:`retrograde.Recurrent`. A ``memory``
-            of its own is not asked.
-        inputs: as for the call, and requiring a gradient if they will.
+        cell: the callable: a cell as for :func:`retrograde.unroll`; an LSTM, a GRU or an RNN,
+            torch's or ours; a ``Sequential``; or a :class:`retrograde.Recurrent`. Its own
+            ``memory`` is ignored.
+        inputs: as for the call; they require a gradient if they will then.
         state: the initial state, as for the call.
-        memory: the budget: bytes (``67108864``), a size (``"64MiB"``), or a fraction of what
-            ordinary backpropagation would hold (``0.05``, ``"5%"``).
+        memory: the budget: bytes (``67108864``), a size (``"64MiB"``), or a fraction of ordinary
+            backpropagation's memory (``0.05``, ``"5%"``).
         stateful, compile: as for :func:`retrograde.unroll`.
 
     Returns:
-        A :class:`~retrograde.plan.fit.Fit`, for several layers of two directions a
-        :class:`~retrograde.nn.call.StackFit`, for a chain a
-        :class:`~retrograde.nn.chain_plans.ChainFit`. ``seconds`` are predicted: from timed steps of
-        a cell and timed layers of a chain, for a recurrent module from a nominal machine's.
+        A :class:`~retrograde.plan.fit.Fit`. For several layers of two directions it is a
+        :class:`~retrograde.nn.call.StackFit`, and for a chain a
+        :class:`~retrograde.nn.chain_plans.ChainFit`. ``seconds`` are predicted from timed steps of
+        a cell, or timed layers of a chain. For a recurrent module they are those of a nominal
+        machine.
 
     Raises:
-        BudgetError: the budget is too small; the message names the smallest that would do.
+        BudgetError: the budget is too small; the message names the smallest one that is enough.
         CellError: the cell or the layers cannot be run exactly.
         UnitError: the memory cannot be read.
 

@@ -1,7 +1,7 @@
 """The convolutional networks of the experiments, as plain lists of layers.
 
-Lists, so that the same layers can stand in a :class:`torch.nn.Sequential` and in a
-:class:`retrograde.Sequential`. All take images of 32×32 in three colours.
+The same list fits a :class:`torch.nn.Sequential` and a :class:`retrograde.Sequential`. All take
+images of 32×32 pixels in three colours.
 """
 
 from torch import nn
@@ -16,7 +16,7 @@ _VGG11: tuple[int | None, ...] = (
 
 
 def lenet5(classes: int = 10) -> list[nn.Module]:
-    """LeNet-5 (LeCun et al., 1998) with ReLUs and max-pooling, in twelve layers."""
+    """Return LeNet-5 (LeCun et al., 1998) with ReLUs and max-pooling, in twelve layers."""
     return [
         nn.Conv2d(3, 6, 5),
         nn.ReLU(),
@@ -34,9 +34,9 @@ def lenet5(classes: int = 10) -> list[nn.Module]:
 
 
 def vgg11(classes: int = 10, width: int = 64) -> list[nn.Module]:
-    """VGG-11 (Simonyan and Zisserman, 2015) with one linear layer; the paper has ``width`` 64.
-    Weights are drawn as He et al. (2015) do, since it would not learn otherwise without batch
-    normalisation."""
+    """Return VGG-11 (Simonyan and Zisserman, 2015) with one linear layer; the paper has ``width``
+    64. Weights are drawn as by He et al. (2015): without batch normalisation it would not learn
+    otherwise."""
     layers: list[nn.Module] = []
     channels = 3
     for wanted in _VGG11:
@@ -52,13 +52,13 @@ def vgg11(classes: int = 10, width: int = 64) -> list[nn.Module]:
 
 
 def resnet18(classes: int = 10, width: int = 64) -> list[nn.Module]:
-    """ResNet-18 (He et al., 2016) with a 3×3 stem and no pooling after it; the paper has ``width``
-    64. A block is one layer and the ReLU after its sum the next, which makes 22 layers."""
+    """Return ResNet-18 (He et al., 2016) with a 3×3 stem and no pooling after it, in 22 layers. The
+    paper has ``width`` 64. A block is one layer, and the ReLU after its sum is the next."""
     return _resnet((2, 2, 2, 2), classes, width)
 
 
 def resnet34(classes: int = 10, width: int = 64) -> list[nn.Module]:
-    """ResNet-34 (He et al., 2016): :func:`resnet18` with twice its blocks, 38 layers."""
+    """Return ResNet-34 (He et al., 2016): :func:`resnet18` with twice its blocks, 38 layers."""
     return _resnet((3, 4, 6, 3), classes, width)
 
 
@@ -75,7 +75,7 @@ def _resnet(blocks: tuple[int, ...], classes: int, width: int) -> list[nn.Module
 
 
 def _block(channels: int, wanted: int, stride: int) -> Residual:
-    """Two convolutions; where the shape changes, the shortcut is one of 1×1."""
+    """Return two convolutions with a shortcut, which is a 1×1 convolution if the shape changes."""
     shortcut = None
     if stride != 1 or channels != wanted:
         projection = nn.Conv2d(channels, wanted, 1, stride, bias=False)

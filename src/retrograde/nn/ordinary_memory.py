@@ -1,4 +1,4 @@
-"""What ordinary backpropagation through a recurrent module takes, measured on torch's own."""
+"""The memory of ordinary backpropagation through a recurrent module, measured on torch's own."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,8 +25,8 @@ class Ordinary:
 
     Attributes:
         batch: the number of sequences.
-        full: bytes by steps, if all sequences have all of them.
-        single: of a packed batch, bytes by steps if only one sequence has them.
+        full: bytes by steps, if all sequences have all steps.
+        single: for a packed batch, bytes by steps if only one sequence has them.
         gradient_copy: further bytes a step, where a kernel must copy the outputs' gradient.
     """
 
@@ -36,12 +36,12 @@ class Ordinary:
     gradient_copy: int = 0
 
     def serves(self, steps: int) -> bool:
-        """Whether measuring as many steps would tell the same."""
+        """Return whether measuring so many steps would give the same result."""
         ends = [even_from(curves) for curves in (self.full, self.single) if curves is not None]
         return all(end is not None and end <= steps for end in ends)
 
     def __call__(self, steps: int, rows: int) -> int:
-        """The bytes for so many steps, and so many steps of sequences in all if packed."""
+        """Return the bytes for so many steps; ``rows`` are those of a packed batch."""
         if self.single is None or self.batch == 1:
             return self.full(steps)
         least, most = self.single(steps), self.full(steps)
@@ -49,7 +49,7 @@ class Ordinary:
 
 
 def measure_ordinary(call: Call, memory: Memory | None) -> Ordinary:
-    """Measure torch's own module on short sequences, a packed batch on sequences of one length.
+    """Measure torch's own module on short sequences; a packed batch has sequences of one length.
     Measurements of more than a few steps keep to the budget, too."""
     x, packed, length = call.x, call.sizes is not None, call.measured_length
     if packed:
@@ -83,7 +83,7 @@ def measure_ordinary(call: Call, memory: Memory | None) -> Ordinary:
 
 @dataclass
 class _Pass:
-    """Ordinary backpropagation; ``handed`` keeps what the caller would be handed."""
+    """Ordinary backpropagation; ``handed`` keeps the tensors that the caller would be handed."""
 
     shell: Any
     x: Tensor
@@ -115,7 +115,7 @@ class _Pass:
 
 
 def _given(module: nn.RNNBase, x: Tensor, sizes: Tensor | None, sorts: bool) -> Any:
-    """The inputs as a caller gives them."""
+    """Return the inputs in a caller's form."""
     if sizes is None:
         return x.transpose(0, 1) if module.batch_first else x
     order = torch.arange(int(sizes[0]), device=x.device) if sorts else None

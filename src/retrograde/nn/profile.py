@@ -1,17 +1,17 @@
-"""``profile``: what a step costs, in bytes and seconds, and what each budget would buy.
+"""``profile``: the cost of a step in bytes and seconds, and the effect of each budget.
 
-A step is measured on the real thing, by the functions that will carry a schedule out: its bytes
-(:mod:`retrograde.cores.footprint`) and its seconds (:mod:`retrograde.cores.timing`). From these
-alone the planner (:mod:`retrograde.plan.fit`) tells for any length and any budget what would be
-held, and how many steps would be run; and the seconds are
+The functions that will run a schedule are measured: their bytes
+(:mod:`retrograde.cores.footprint`) and their seconds (:mod:`retrograde.cores.timing`). From these
+alone the planner (:mod:`retrograde.plan.fit`) predicts the peak and the number of forward steps,
+for any length and any budget. The seconds are
 
     forward · (steps run again) + (record + backward) · (all steps),   and likewise for the calls
 
-since a schedule records and backpropagates every step once, whatever it runs forward besides.
+since a schedule records and backpropagates every step once, whatever else it runs forward.
 
-Known limits: seconds are those of short ranges, which find their memory ready and their data in the
-caches. On CPUs ordinary backpropagation through a long sequence takes longer, for the system maps
-its memory anew at every call. Several layers with two directions each are no single recurrence.
+Known limits: seconds are those of short ranges, whose memory is mapped and whose data are in the
+caches. On CPUs ordinary backpropagation through a long sequence takes longer, since the system maps
+its memory again at every call. Several layers with two directions each are not one recurrence.
 """
 
 from collections.abc import Sequence
@@ -40,24 +40,24 @@ from retrograde.units import Memory, aligned, format_bytes
 
 __all__ = ["Offer", "Offers", "Profile", "profile"]
 
-# A cell is measured on its one input repeated, over as many steps as ordinary backpropagation is.
+# A cell's one input is repeated over as many steps as ordinary backpropagation is measured on.
 _LENGTH = 256
-# Budgets that run a step more often are not listed, nor those that take long to plan.
+# Budgets that recompute more than this, or take long to plan, are not listed.
 _MOST_RUNS = 64
 _MOST_STEPS = 100_000
 
 
 @dataclass(frozen=True)
 class Offer:
-    """What one budget buys.
+    """The effect of one budget.
 
     Attributes:
-        budget_bytes: what is allowed.
-        peak_bytes: what the schedule will hold at most, as predicted.
-        ordinary_bytes: what ordinary backpropagation would hold.
+        budget_bytes: the budget.
+        peak_bytes: the predicted peak of the schedule.
+        ordinary_bytes: the memory of ordinary backpropagation.
         length: steps of the sequence.
         forward_steps: forward steps in all, the first sweep included.
-        seconds: forward and backward together, as predicted.
+        seconds: predicted seconds, forward and backward together.
     """
 
     budget_bytes: int
@@ -74,8 +74,8 @@ class Offers:
 
     Attributes:
         offers: from the least budget to ordinary backpropagation's.
-        minimum_bytes: the least budget of all. Where steps would be run very often with so little,
-            the offers begin above it.
+        minimum_bytes: the least budget of all. Where that would run steps very often, the offers
+            begin above it.
     """
 
     offers: tuple[Offer, ...]
@@ -108,20 +108,20 @@ class Offers:
 
 @dataclass(frozen=True)
 class Profile:
-    """What one step of a cell or a recurrent module takes; ``print`` shows it as a table.
+    """The cost of one step of a cell or a recurrent module; ``print`` shows it as a table.
 
     Attributes:
         state_bytes: a hidden state, with the random state and the buffers that a rerun needs.
-        internal_bytes: what backpropagating the step needs, its input hidden state not counted.
-        core_bytes: the working core: the most that running and backpropagating the step takes.
+        internal_bytes: the internal state of a step, its input hidden state not counted.
+        core_bytes: the working core: the peak of running and backpropagating the step.
         forward_seconds: one step that keeps nothing.
         record_seconds: one step that keeps its internal state.
         backward_seconds: backpropagating it.
-        parameters: how many tensors besides inputs and state receive a gradient.
+        parameters: the number of tensors besides inputs and state that receive a gradient.
         draws: whether the step draws random numbers.
-        call_seconds: what a call of a module's kernel costs besides its steps; 0 for a cell.
-        length: the sequence that ``print`` tells the trade-off for; None for none.
-        costs: of every kernel there is to choose from, torch's own first.
+        call_seconds: the cost of a module's kernel call, its steps aside; 0 for a cell.
+        length: the length for the trade-off that ``print`` shows; None for none.
+        costs: the costs of every available kernel, torch's own first.
     """
 
     state_bytes: int
@@ -138,7 +138,7 @@ class Profile:
 
     @property
     def beta(self) -> int:
-        """An internal state in hidden states, its input not counted, rounded up (β)."""
+        """The size of an internal state in hidden states, its input not counted, rounded up (β)."""
         return max(1, -(-self.internal_bytes // max(1, self.state_bytes)))
 
     @property
@@ -147,11 +147,11 @@ class Profile:
         return self.beta + 1
 
     def buys(self, memory: Memory, length: SupportsIndex | None = None) -> Offer:
-        """What a budget would buy for a sequence.
+        """Return the effect of a budget for a sequence.
 
         Args:
-            memory: bytes, a size (``"64MiB"``), or a fraction of what ordinary backpropagation
-                would hold (``0.05``, ``"5%"``).
+            memory: bytes, a size (``"64MiB"``), or a fraction of ordinary backpropagation's memory
+                (``0.05``, ``"5%"``).
             length: steps; by default those of the profiled sequence.
 
         Returns:
@@ -159,7 +159,7 @@ class Profile:
 
         Raises:
             BudgetError: the budget is too small; the message names the least.
-            ScheduleError: the length is no positive integer.
+            ScheduleError: the length is not a positive integer.
             UnitError: the memory cannot be read.
 
         Example:
@@ -190,17 +190,18 @@ class Profile:
         )
 
     def trade_off(self, length: SupportsIndex | None = None, points: int = 12) -> Offers:
-        """What each budget would buy: the trade-off curve in bytes and predicted seconds.
+        """Return the trade-off curve, in bytes and predicted seconds.
 
         Args:
             length: steps; by default those of the profiled sequence.
-            points: how many budgets, at equal ratios from the least to ordinary backpropagation's.
+            points: the number of budgets, at equal ratios from the least to ordinary
+                backpropagation's.
 
         Returns:
             :class:`Offers`; ``print`` shows them as a table.
 
         Raises:
-            ScheduleError: the length is no positive integer.
+            ScheduleError: the length is not a positive integer.
 
         Example:
             >>> import torch
@@ -274,30 +275,31 @@ def profile(
     length: SupportsIndex | None = None,
     repeats: int = 9,
 ) -> Profile | Chain:
-    """Measure a step of a cell or of a recurrent module, and learn what each budget would buy.
+    """Measure a step of a cell or of a recurrent module, to predict the effect of each budget.
 
-    Of a ``Sequential`` every layer is measured: the chain that :func:`retrograde.plan` plans.
+    For a ``Sequential`` every layer is measured, and the result is a chain that
+    :func:`retrograde.plan` plans.
 
     Args:
         cell: ``cell(x_t, state) -> (y_t, state)``; or an LSTM, a GRU or an RNN, of torch's or of
-            this library; of one layer, if in two directions. Or a ``Sequential``.
-        x: for a ``Sequential`` what it is called with; for a cell the input of one step, a pytree
-            of tensors; for a recurrent module its whole input, (T, B, I), (B, T, I) with
+            this library, with one layer if it has two directions. Or a ``Sequential``.
+        x: the input. For a ``Sequential``, that of a call; for a cell, that of one step, a pytree
+            of tensors. For a recurrent module, its whole input, (T, B, I), (B, T, I) with
             ``batch_first``, or (T, I).
         state: the hidden state, a pytree of tensors; for a recurrent module torch's, or None for
-            zeros; for a ``Sequential`` there is none.
-        length: steps of the sequence that ``print`` tells the trade-off for; for a module by
-            default T, for a cell none is told.
-        repeats: how often each part is timed; medians are told.
+            zeros; none for a ``Sequential``.
+        length: steps of the sequence whose trade-off ``print`` shows; T by default for a module,
+            no trade-off for a cell.
+        repeats: how often each part is timed; results are medians.
 
     Returns:
-        A :class:`Profile`; ``print`` shows it as a table, and :meth:`Profile.trade_off` tells what
-        each budget would buy for a sequence of any length. Of a ``Sequential`` a
+        A :class:`Profile`; ``print`` shows it as a table, and :meth:`Profile.trade_off` predicts
+        the effect of each budget for a sequence of any length. For a ``Sequential``, a
         :class:`~retrograde.schedule.chain.Chain`.
 
     Raises:
-        CellError: the cell cannot be run exactly, or the module not as one recurrence.
-        ScheduleError: the length is no positive integer.
+        CellError: the cell cannot be run exactly, or the module is not one recurrence.
+        ScheduleError: the length is not a positive integer.
 
     Example:
         >>> import torch
@@ -340,7 +342,7 @@ def profile(
 def _of_module(
     module: nn.RNNBase, input: Any, hx: Any, length: int | None, repeats: int
 ) -> Profile:
-    """A module on its own kernels, of which a range of steps is one call."""
+    """Profile a module on its own kernels, where a range of steps is one call."""
     if not isinstance(input, Tensor):
         raise CellError(
             f"the input of a {type(module).__name__} is a {type(input).__name__}: expected a "
@@ -351,8 +353,8 @@ def _of_module(
     if others:
         raise CellError(
             f"profile does not run a {type(module).__name__} with bidirectional=True and "
-            f"num_layers={module.num_layers}: expected one recurrence; module.fit(input) tells "
-            "what its memory buys"
+            f"num_layers={module.num_layers}: expected one recurrence; module.fit(input) shows "
+            "the effect of its memory"
         )
     costs = [
         Costs(

@@ -1,8 +1,8 @@
 """torch's modules turned into ours, in place: the object stays, its class changes.
 
-So whatever refers to a module goes on referring to it: its parents under all their names, its
-parameters, an optimizer made before, its hooks, its ``state_dict``. Questions are put to a
-:func:`twin`, before anything changes.
+So all references to a module stay valid: its parents under all their names, its parameters, an
+optimizer made before, its hooks, its ``state_dict``. A :func:`twin` answers questions before
+anything changes.
 """
 
 import functools
@@ -21,19 +21,19 @@ from retrograde.nn.weights import TORCHS_OWN
 
 __all__ = ["Budgeted", "Swappable", "is_chain", "replace_module", "twin", "wrapped"]
 
-#: What can be given a budget, and what it becomes.
+#: Modules that can get a budget, and the classes that they become.
 Swappable = nn.RNNBase | nn.Sequential
 Budgeted = BudgetedRNN | Sequential
 
-# torch's classes, also where a program has made torch's names mean ours.
+# torch's classes, even if a program has replaced torch's names by ours.
 _OURS: dict[type[nn.Module], type[BudgetedRNN]] = dict(
     zip(TORCHS_OWN, (RNN, GRU, LSTM), strict=True)
 )
 
 
 def is_chain(module: nn.Module) -> TypeGuard[nn.Sequential]:
-    """Whether a budget does something for a module: a ``Sequential`` itself, torch's or ours, with
-    two layers or more. None of these may be recurrent, and the chain has no scan."""
+    """Return whether a budget helps a module: a ``Sequential``, torch's or ours, of at least two
+    layers. None of the layers may be recurrent, and the chain has no scan."""
     if type(module) not in (container.Sequential, Sequential):
         return False
     assert isinstance(module, container.Sequential)
@@ -43,9 +43,9 @@ def is_chain(module: nn.Module) -> TypeGuard[nn.Sequential]:
 
 
 def twin(module: Swappable) -> Budgeted:
-    """A module of ours that shares another's options, parameters and mode, but not its hooks or
-    budget; a module of ours keeps its ``backward``. The other stays as it is. Raises CellError if
-    it may compute something of its own: a class that is not known, or a replaced ``forward``."""
+    """Return a module of ours with another's options, parameters and mode, but not its hooks or
+    budget. A module of ours keeps its ``backward``. The other module is unchanged. Raises CellError
+    if it may compute something else: an unknown class, or a replaced ``forward``."""
     kind = _class_for(module)
     other: Any = kind.__new__(kind)
     fresh: dict[str, Any] = vars(Sequential()) if kind is Sequential else {}
@@ -69,8 +69,9 @@ def replace_module(module: Swappable, other: Budgeted) -> None:
 
 
 def wrapped(kind: type[nn.Module]) -> type[nn.Module] | None:
-    """torch's class that a class is derived from, if it adds to that, or wraps its ``forward``, and
-    changes nothing else; None otherwise, and for torch's own."""
+    """Return torch's class from which a class is derived without a change to its computation. The
+    class may add to torch's, or wrap its ``forward``. None otherwise, and for torch's own
+    classes."""
     base = next((base for base in _OURS if issubclass(kind, base) and kind is not base), None)
     if base is None or issubclass(kind, BudgetedRNN):
         return None
@@ -86,7 +87,7 @@ _FREE = {"forward", "extra_repr", "reset_parameters"}  # what a derived class ma
 
 @functools.lru_cache
 def _derived(kind: type[nn.Module], base: type[nn.Module]) -> type[Budgeted]:
-    """The same class, with ours between it and torch's, where ``super().forward`` finds it."""
+    """Return the same class, with ours as the class that ``super().forward`` finds."""
     return type(kind.__name__, (kind, _OURS[base]), {"__module__": kind.__module__})
 
 

@@ -1,8 +1,8 @@
-"""Modules that keep a state in themselves, as a state that a cell is given and hands on.
+"""Cells from modules that keep a state in themselves.
 
 A spiking neuron assigns its membrane potential to an attribute, or to a buffer, and reads it at the
-next step. Where a trial step is seen to assign tensors, there is a *slot*. A cell then has its
-slots' values written for a step and read after it, and all is as it was when the step is over.
+next step. A trial step finds such assignments; each is a *slot*. The cell writes the slots' values
+before a step, reads them after it, and restores the modules at the end of the step.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,8 +27,8 @@ _ABSENT: Any = object()
 
 @dataclass(frozen=True)
 class _Slot:
-    """A name of a place, and what it holds before the first step; ``settled`` tells whether that
-    has the structure and shapes of what later steps hold."""
+    """A name of a place, and its value before the first step. ``settled`` says whether that value
+    has the structure and shapes of later steps' values."""
 
     place: Place
     key: Any
@@ -46,14 +46,14 @@ class _Slot:
             self.place.write({self.key: value}, ())
 
     def cut(self) -> "_Slot":
-        """The same without the graph behind its first value, which no step goes back through."""
+        """Return the slot without the graph of its first value, which no step depends on."""
         return replace(self, initial=pytree.tree_map_only(Tensor, Tensor.detach, self.initial))
 
 
 @dataclass(frozen=True)
 class Stateful:
-    """A step over modules that keep a state, as a cell whose state is the slots' values, and with
-    them the step's own state; ``alone`` tells that the step has none."""
+    """A step over modules that keep a state, as a cell. Its state is the slots' values, and the
+    step's own state if it has one; ``alone`` says that it has none."""
 
     step: Callable[..., Any]
     modules: tuple[nn.Module, ...]
@@ -103,7 +103,7 @@ class Stateful:
         return replace(held, slots=slots)
 
     def first(self, state: Any) -> Any:
-        """The state before the first step."""
+        """Return the state before the first step."""
         return self._joined([s.initial if s.settled else None for s in self.slots], state)
 
     def __call__(self, x: Any, state: Any) -> tuple[Any, Any]:
@@ -120,14 +120,14 @@ class Stateful:
         return y, self._joined(after, rest)
 
     def leave(self, state: Any) -> Any:
-        """Let the modules hold the state after the last step; the step's own is returned."""
+        """Set the modules to the state after the last step; return the step's own state."""
         own, rest = self._parted(state)
         for slot, value in zip(self.slots, own, strict=True):
             slot.write(value)
         return rest
 
     def _joined(self, own: list[Any], rest: Any) -> Any:
-        """One state; as simple as can be, for every step takes it apart."""
+        """Return one state, as simple as possible, since every step takes it apart."""
         if not self.alone:
             return tuple(own), rest
         return own[0] if len(own) == 1 else tuple(own)
@@ -148,7 +148,7 @@ def _leaf(t: Tensor) -> Tensor:
 
 
 def _read(results: list[Any], slots: Sequence[Any]) -> list[bool]:
-    """For each slot, whether the results of a step depend on what it held before."""
+    """Return, for each slot, whether the results of a step depend on its value before."""
     roots = [t for t in results if isinstance(t, Tensor) and t.requires_grad]
     leaves = [[t for t in pytree.tree_leaves(s) if isinstance(t, Tensor)] for s in slots]
     wanted = [t for one in leaves for t in one if t.requires_grad]
@@ -159,7 +159,7 @@ def _read(results: list[Any], slots: Sequence[Any]) -> list[bool]:
 
 
 def _alike(then: Any, now: Any) -> bool:
-    """Whether two values have the same structure, shapes and dtypes."""
+    """Return whether two values have the same structure, shapes and dtypes."""
     try:
         (before, spec), (after, like) = flatten_state(then), flatten_state(now)
     except CellError:

@@ -1,4 +1,4 @@
-"""What the steps of a core cost, in bytes and seconds, for sequences of any length."""
+"""The cost of a core's steps, in bytes and seconds, for sequences of any length."""
 
 from dataclasses import dataclass
 from typing import cast
@@ -24,30 +24,28 @@ Tensors = list[Tensor]
 
 @dataclass(frozen=True)
 class Costs:
-    """What the steps of one core cost: ``sizes`` in bytes, ``times`` in seconds."""
+    """The cost of one core's steps: ``sizes`` in bytes, ``times`` in seconds."""
 
     sizes: Footprint
     times: RangeTimes
 
     def fit(self, steps: int, memory: Memory) -> Fit:
-        """What a budget buys for so many steps."""
         return fit(steps, memory, self.sizes)
 
     def ordinary_bytes(self, steps: int) -> int:
-        """What ordinary backpropagation takes."""
+        """Return the memory of ordinary backpropagation."""
         return self.sizes.ordinary_bytes(steps)
 
     def least_bytes(self, steps: int) -> int:
-        """The least budget."""
         return self.sizes.least_bytes(steps)
 
     def seconds(self, found: Fit) -> float:
-        """The predicted time of an iteration."""
+        """Return the predicted time of an iteration."""
         return iteration_seconds(found, self.times)
 
 
 def iteration_seconds(found: Fit, times: RangeTimes) -> float:
-    """The predicted time of an iteration by a schedule, from the times of ranges."""
+    """Return the predicted time of an iteration by a schedule, from the times of ranges."""
     length, records = found.schedule.length, int(np.sum(found.schedule.kind == Verb.RECORD))
     again, calls = found.forward_steps - length, found.calls - 2 * records
     return (
@@ -59,8 +57,7 @@ def iteration_seconds(found: Fit, times: RangeTimes) -> float:
 
 @dataclass(frozen=True)
 class HeldCosts(Costs):
-    """What the steps of held layers cost, whose states are their outputs; ``call`` is of any
-    length."""
+    """The cost of held layers, whose states are their outputs; ``call`` is of any length."""
 
     call: Call
 
@@ -75,7 +72,7 @@ class HeldCosts(Costs):
 
 
 def time_held(call: Call, repeats: int) -> RangeTimes:
-    """How long the held layers of one recurrence take: forward, recording, and going back."""
+    """Time the held layers of one recurrence: forward, recording, and backward."""
     (net,), (state,) = call.nets(stand_ins(call.weights)), call.states()
     state = [s.detach() for s in state]
     inputs: Tensors = []

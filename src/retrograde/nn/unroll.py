@@ -1,4 +1,4 @@
-"""``unroll``: any cell over a sequence, its gradient within a memory budget, or by a scan."""
+"""``unroll``: any cell over a sequence, with its gradient within a memory budget, or by a scan."""
 
 import math
 from collections.abc import Hashable, Sequence
@@ -52,41 +52,41 @@ def unroll(
     stateful: nn.Module | Sequence[nn.Module] = (),
     compile: bool = False,
 ) -> tuple[Any, Any]:
-    """Run a cell over a sequence; the exact gradient then takes no more than ``memory``.
+    """Run a cell over a sequence; the exact gradient then takes at most ``memory``.
 
-    Outputs and gradients are those of the plain loop ``y[t], state = cell(x[t], state)``; input
+    Outputs and gradients are those of the plain loop ``y[t], state = cell(x[t], state)``. Input
     and state gradients are bitwise those of ordinary autograd on the same device (rule 1).
 
     Args:
         cell: ``cell(x_t, state) -> (y_t, state)``: a module, a function, a closure. It is called
-            once more for step 0, to learn what it uses, and for a new input shape on short ranges,
-            to be measured; of neither any trace is left.
+            once more for step 0, to find what it depends on. For a new input shape it is also
+            measured on short ranges. Neither leaves a trace.
         inputs: a pytree of tensors, each with time as its first dimension (T, …).
-        state: the initial state, a pytree of tensors and numbers, dataclasses included, whose
-            structure and shapes every step keeps. Where there is a None, or a number, step 0 may
-            settle what the state is from then on.
+        state: the initial state, a pytree of tensors and numbers, dataclasses included. Every step
+            keeps its structure and shapes. Where it has a None, or a number, step 0 may determine
+            the state's structure from then on.
         memory: the budget for the backward pass, beyond inputs, outputs and gradients: bytes
-            (``67108864``), a size (``"64MiB"``), or a fraction of what ordinary backpropagation
-            would hold (``0.05``, ``"5%"``). None: as ordinary backpropagation does.
-        schedule: the schedule to follow, in place of a budget.
-        backward: ``"scan"``: by a parallel scan over the cell's Jacobians, which n + 2 passes
-            through the cell give for a state of n numbers a sample (W20;
+            (``67108864``), a size (``"64MiB"``), or a fraction of ordinary backpropagation's memory
+            (``0.05``, ``"5%"``). None: ordinary backpropagation.
+        schedule: the schedule to follow, instead of a budget.
+        backward: ``"scan"``: a parallel scan over the cell's Jacobians, which take n + 2 passes
+            through the cell for a state of n numbers a sample (W20;
             :mod:`retrograde.scan.any_cell`). The first dimension of every tensor must be a batch of
             independent samples. The gradients then differ from ordinary autograd's by rounding.
         stateful: modules that keep a state in themselves: tensors that a step assigns to their
             attributes or buffers. These belong to the state, and the last ones are left there, as
             the plain loop leaves them. Without ``state`` the cell is then ``cell(x_t) -> y_t``.
-        compile: whether blocks of eight steps are compiled by ``torch.compile``, as one graph each:
-            a small cell is then run in about half the time of the plain loop, at any budget. The
-            first call takes some ten seconds more and needs a C++ compiler, and results differ
-            from the plain loop's by rounding. The cell must not draw random numbers or change
-            anything. It goes with none of ``schedule``, ``backward`` and ``stateful``.
+        compile: whether ``torch.compile`` compiles blocks of eight steps, as one graph each. A
+            small cell then runs in about half the time of the plain loop, at any budget. The first
+            call takes some ten seconds more and needs a C++ compiler, and results differ from the
+            plain loop's by rounding. The cell must not draw random numbers or change anything. It
+            cannot be combined with ``schedule``, ``backward`` and ``stateful``.
 
     Returns:
         The outputs, stacked along a new first dimension (T, …), and the state after the last step.
 
     Raises:
-        BudgetError: the budget is too small; the message names the smallest that would do.
+        BudgetError: the budget is too small; the message names the smallest one that is enough.
         CellError: the cell cannot be run exactly.
         ScheduleError: the schedule is for another length, or is not legal.
         UnitError: the memory cannot be read.
@@ -125,8 +125,8 @@ def unroll(
 
 @dataclass(frozen=True)
 class CellCall:
-    """Sequences that a cell is to be run over, and how: ``tensors`` of all steps, where these lie
-    in them, the structure of a step's leaves, and what was asked for the backward pass."""
+    """Sequences for a cell, and how to run them. It has the ``tensors`` of all steps, their layout,
+    the structure of a step's leaves, and the options of the backward pass."""
 
     tensors: Tensors
     spec: Structure
@@ -143,7 +143,7 @@ class CellCall:
 
     @property
     def calls(self) -> Layout:
-        """Where the steps lie of each call of the core: one, or a compiled block."""
+        """The layout of the core's calls, which are single steps or compiled blocks."""
         return Blocks(self.layout, len(self.steps), BLOCK) if self.compile else self.layout
 
     @property
@@ -153,12 +153,12 @@ class CellCall:
 
     @property
     def asked(self) -> list[str]:
-        """What is asked beyond ordinary backpropagation."""
+        """The options beyond ordinary backpropagation."""
         names = "memory", "schedule", "backward"
         return [name for name in names if getattr(self, name) is not None]
 
     def run(self, cell: Cell, state: Any) -> tuple[Tensors, Structure, Any]:
-        """The outputs of all steps, the structure of one step's, and the state after them."""
+        """Return the outputs of all steps, the structure of one step's, and the last state."""
         states, state_spec = flatten_state(state)
         if self.schedule is not None:
             check_schedule(self.schedule, len(self.steps))
@@ -177,20 +177,20 @@ class CellCall:
         return outputs, core.output_spec, core.state_spec.unflatten(after)
 
     def fit_for(self, cell: Cell, state: Any) -> Fit:
-        """What the budget buys for a cell and its initial state; nothing is trained."""
+        """Return the plan for a cell and its initial state; nothing is trained."""
         states, state_spec = flatten_state(state)
         with torch.enable_grad():
             return self.fit(self.examine(cell, states, state_spec), states)[0]
 
     def examine(self, cell: Cell, states: Tensors, spec: Structure) -> StepCore:
-        """The core of a cell, tried on the first step."""
+        """Return the core of a cell, tried on the first step."""
         with autocast_as_now(self.tensors[0].device), torch.enable_grad():
             core = examine(cell, self.steps[0], self.spec, states, spec)
         return compiled_steps(core) if self.compile else core
 
     def fit(self, core: StepCore, states: Tensors) -> tuple[Fit, Settled]:
-        """What the budget buys for a cell, and what earlier calls have settled. Raises BudgetError
-        if the budget is too small."""
+        """Return the plan for a cell, and properties that earlier calls have settled. Raises
+        BudgetError if the budget is too small."""
         ambient, inputs, memory = core.ambient, self.read, cast(Memory, self.memory)
         moving = tuple(b.nbytes for b in ambient.buffers), len(ambient.sources), ambient.place_bytes
         tensors = map(signature, (*self.tensors, *inputs[0], *states, *core.parameters))
@@ -209,7 +209,7 @@ class CellCall:
         return _FITS.fit(parts, shapes, repr(memory), step, find)
 
     def _recorded(self, core: StepCore, states: Tensors) -> tuple[Tensors, Tensors]:
-        """Run a cell so that it can be backpropagated as asked, if anything is to be."""
+        """Run a cell so that it can be backpropagated as asked, if anything requires a gradient."""
         wanted = any(t.requires_grad for t in (*self.tensors, *states, *core.parameters))
         if not (wanted and torch.is_grad_enabled()):
             return run_without_gradient(core, self.read, states, self.calls)
@@ -228,7 +228,7 @@ class CellCall:
         return self.layout.joined(outputs), after
 
     def _plainly(self, cell: Cell, state: Any) -> tuple[Tensors, Structure, Any]:
-        """The plain loop, and nothing that a transform of torch.func could not go through."""
+        """Run the plain loop, through which every transform of torch.func can go."""
         outputs = []
         for leaves in map(self.steps.__getitem__, range(len(self.steps))):
             y, state = as_pair(cell(self.spec.unflatten(leaves), state))
@@ -244,14 +244,13 @@ def _check_scan(backward: Any, memory: Memory | None, schedule: Schedule | None)
         )
     if memory is not None or schedule is not None:
         raise CellError(
-            "got backward='scan' together with memory= or schedule=: a cell of which nothing is "
-            "known is scanned with all its states kept; leave one out, or use rg.RNN, rg.GRU or "
-            "rg.LSTM, which take both"
+            "got backward='scan' together with memory= or schedule=: the scan of any cell keeps "
+            "all its states; leave one out, or use rg.RNN, rg.GRU or rg.LSTM, which take both"
         )
 
 
 def _scanned(core: StepCore, leaves: Tensors, states: Tensors) -> tuple[Tensors, Tensors]:
-    """Run a cell by the scan, once it is known to have Jacobians a sample."""
+    """Run a cell by the scan, after a check that it has a Jacobian for each sample."""
     if core.ambient.moves:
         does = "draws random numbers" if core.ambient.draws else "changes its buffers or attributes"
         raise CellError(
@@ -272,9 +271,9 @@ def _scanned(core: StepCore, leaves: Tensors, states: Tensors) -> tuple[Tensors,
     samples |= {x.shape[1] if x.dim() > 1 else None for x in leaves}
     if len(samples) > 1 or None in samples or not all(s.is_floating_point() for s in states):
         raise CellError(
-            "the cell has no Jacobian a sample: expected inputs (T, B, …) and a real state (B, …), "
-            f"got {[tuple(x.shape) for x in leaves]} and {[tuple(s.shape) for s in states]}; use "
-            "backward=None"
+            "the cell has no Jacobian for each sample: expected inputs (T, B, …) and a real state "
+            f"(B, …), got {[tuple(x.shape) for x in leaves]} and "
+            f"{[tuple(s.shape) for s in states]}; use backward=None"
         )
 
     def step(inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
@@ -286,13 +285,13 @@ def _scanned(core: StepCore, leaves: Tensors, states: Tensors) -> tuple[Tensors,
 
 
 def refuse_both(memory: Memory | None, schedule: Schedule | None) -> None:
-    """Refuse a budget beside a schedule, by a ScheduleError."""
+    """Refuse a budget together with a schedule, by a ScheduleError."""
     if memory is not None and schedule is not None:
         raise ScheduleError("given both memory and schedule: expected one; leave one out")
 
 
 def refuse_compiled(**options: object) -> None:
-    """Refuse what works on single steps beside compiled blocks of them, by a CellError."""
+    """Refuse options for single steps together with compiled blocks, by a CellError."""
     for name, value in options.items():
         if value is not None:
             raise CellError(
@@ -302,10 +301,10 @@ def refuse_compiled(**options: object) -> None:
 
 
 def check_schedule(schedule: Schedule, length: int) -> None:
-    """Refuse a schedule for another length, and one that is not legal, by a ScheduleError."""
+    """Refuse a schedule for another length, or one that is not legal, by a ScheduleError."""
     if schedule.length != length:
         raise ScheduleError(
             f"the schedule is for {schedule.length} steps, but the inputs have {length}: "
             f"plan one for {length}"
         )
-    _ = schedule.cost  # replayed, and so checked, once
+    _ = schedule.cost  # replays the schedule once, which checks it

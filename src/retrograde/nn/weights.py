@@ -1,8 +1,8 @@
-"""The weights of recurrent modules, and torch's own modules over given ones.
+"""The weights of recurrent modules, and torch's own modules over given weights.
 
-The weights of a module may be computed: by a parametrization, by a hook, by a module around it.
-What is measured must neither use up their graph nor compute them anew, which may change buffers.
-So it runs on stand-ins, in a shell of the module that looks for its weights nowhere else.
+A module's weights may be computed: by a parametrization, by a hook, by a module around it. A
+measurement must neither consume their graph nor compute them again, which may change buffers. So it
+runs on stand-ins, in a shell of the module that uses only these weights.
 """
 
 from collections.abc import Sequence
@@ -13,16 +13,16 @@ from torch.nn.utils.parametrize import is_parametrized
 
 __all__ = ["TORCHS_OWN", "last_weights", "over_weights", "stand_ins"]
 
-#: torch's classes, whatever ``torch.nn.GRU`` and the others are made to mean later.
+#: torch's classes, even if a program replaces ``torch.nn.GRU`` and the others later.
 TORCHS_OWN: tuple[type[nn.RNNBase], ...] = (nn.RNN, nn.GRU, nn.LSTM)
 
 
 def over_weights(
     module: nn.RNNBase, weights: Sequence[Tensor], kind: type[nn.RNNBase] | None = None
 ) -> Any:
-    """A shell of a module over given weights (in torch's order), with its options and mode;
-    ``kind`` None for torch's own class. It computes no weights. Only its ``forward`` may be called,
-    since a call would run the module's hooks."""
+    """Return a shell of a module over given weights (in torch's order), with its options and mode.
+    ``kind`` None means torch's own class. The shell computes no weights. Only its ``forward`` may
+    be called, since a call would run the module's hooks."""
     kind = kind or next(c for c in type(module).__mro__ if c in TORCHS_OWN)
     shell: Any = kind.__new__(kind)
     vars(shell).update(vars(module))
@@ -32,18 +32,18 @@ def over_weights(
 
 
 def stand_ins(weights: Sequence[Tensor]) -> list[Tensor]:
-    """Leaves that share the memory of weights, without a graph and without hooks."""
+    """Return leaves that share the memory of weights, without a graph and without hooks."""
     return [w.detach().requires_grad_(w.requires_grad) for w in weights]
 
 
 def last_weights(module: nn.RNNBase) -> list[Tensor]:
-    """A module's weights as they were last computed, as torch orders them. One that a
-    parametrization or a hook of torch's computes requires a gradient where its origin does."""
+    """Return a module's weights as last computed, in torch's order. A weight that a parametrization
+    or a hook of torch's computes requires a gradient where its origin does."""
     found: list[Tensor] = []
     names: list[str] = module._flat_weights_names
     for name, last in zip(names, module._flat_weights, strict=True):
         own: Any = module._parameters.get(name, vars(module).get(name, last))
-        origin = module._parameters.get(f"{name}_orig")  # spectral_norm's, and that of pruning
+        origin = module._parameters.get(f"{name}_orig")  # of spectral_norm, or of pruning
         origins: list[Tensor] = [] if origin is None else [origin]
         if is_parametrized(module, name):
             origins = [*module.parametrizations[name].parameters()]  # type: ignore[index,union-attr]

@@ -33,8 +33,7 @@ def check_policy(
     segments: int | None = None,
     has_memory: bool = True,
 ) -> None:
-    """Refuse an unknown policy, a missing argument, and an argument that the policy does not
-    take."""
+    """Refuse an unknown policy, and arguments that are missing or that it does not take."""
     if policy not in POLICIES:
         raise ScheduleError(f"unknown policy {policy!r}: use one of {', '.join(POLICIES)}")
     if has_memory and policy in BASELINES:
@@ -63,10 +62,8 @@ def check_policy(
 
 
 def check_chain_policy(policy: str, *, has_memory: bool = True, **foreign: object) -> None:
-    """Refuse a policy that chains do not have, and a missing memory or one too many.
-
-    ``foreign`` holds the arguments that only lengths take, None where they were not given.
-    """
+    """Refuse a policy that chains do not have, and a missing memory or one too many. ``foreign``
+    holds the arguments that only lengths take, None where they were not given."""
     if policy not in CHAIN_POLICIES:
         raise ScheduleError(
             f"unknown policy {policy!r} for a chain: use one of {', '.join(CHAIN_POLICIES)}"
@@ -95,9 +92,7 @@ def _takes_no_memory(policy: str) -> ScheduleError:
 
 def units_of(alpha: int | None, beta: int | None, state: int | None = None) -> Units:
     """Return the sizes ``alpha``, ``beta`` and ``state`` in one unit, with the working core free.
-
-    By default ``state`` is 1, and ``beta`` is ``alpha`` less a hidden state, at least 1.
-    """
+    By default ``state`` is 1, and ``beta`` is ``alpha`` less a hidden state, at least 1."""
     hidden = 1 if state is None else integer("state", state)
     if state is None and isinstance(alpha, float | np.floating) and alpha > 1:
         raise ScheduleError(

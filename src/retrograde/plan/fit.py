@@ -64,11 +64,8 @@ _KEPT = 16
 @dataclass(frozen=True)
 class Curve:
     """Bytes as a function of the steps in a range: linear between measured ``points`` (steps,
-    bytes).
-
-    Steps increase. The curve is flat before the first point, and beyond the last it continues the
-    last segment.
-    """
+    bytes). Steps increase. The curve is flat before the first point, and beyond the last it
+    continues the last segment."""
 
     points: tuple[tuple[int, int], ...]
 
@@ -157,8 +154,7 @@ class Footprint:
     unit: str = "steps"
 
     def ordinary_bytes(self, length: int) -> int:
-        """Return the base of fractions: ordinary backpropagation, or the trial of a step if
-        larger."""
+        """Return the base of fractions: ordinary backpropagation, or a trial step if larger."""
         return max(self.ordinary(length), self.trial_bytes)
 
     def whole_bytes(self, length: int) -> int:
@@ -169,15 +165,12 @@ class Footprint:
         return max(self.ordinary(length) + more, self.trial_bytes)
 
     def core_bytes(self, steps: int) -> int:
-        """Return the working core: the peak of recording and backpropagating one range.
-
-        It is at least the peak of advancing one step.
-        """
+        """Return the working core: the peak of recording and backpropagating one range. It is at
+        least the peak of advancing one step."""
         return max(self.record(steps), self.held(steps) + self.backward(steps), self.advance(1))
 
     def minimum_bytes(self) -> int:
-        """Return the least peak of any schedule: the initial and the current state, and one
-        step."""
+        """Return the least peak of any schedule: the first and the current state, and one step."""
         return max(self.overhead_bytes(1) + self.state_bytes, self.trial_bytes)
 
     def least_bytes(self, length: int) -> int:
@@ -229,11 +222,9 @@ class Fit:
 
 
 def fit(length: int, memory: Memory | None, footprint: Footprint) -> Fit:
-    """Return the fastest schedule for a recurrence of ``length`` steps within a budget.
-
-    The budget None allows the bytes of ordinary backpropagation, and fractions are of those. Raises
-    BudgetError, which names the least budget, if even the smallest schedule does not fit.
-    """
+    """Return the fastest schedule for a recurrence of ``length`` steps within a budget. The budget
+    None allows the bytes of ordinary backpropagation, and fractions are of those. Raises
+    BudgetError, which names the least budget, if even the smallest schedule does not fit."""
     ordinary, whole = footprint.ordinary_bytes(length), footprint.whole_bytes(length)
     minimum = footprint.least_bytes(length)
     budget = ordinary if memory is None else as_bytes(memory, ordinary)
@@ -268,11 +259,8 @@ def refusal(
 
 
 def _fastest(length: int, blocks: Sequence[int], budget: int, footprint: Footprint) -> Fit:
-    """Return the plan of least time; of equal ones, the one with the shortest blocks.
-
-    Block lengths are planned in the order of their bounds, until the next bound is above the best
-    time.
-    """
+    """Return the plan of least time; of equal ones, the one with the shortest blocks. Block lengths
+    are planned in the order of their bounds, until the next bound is above the best time."""
     least = {block: _least_time(length, block, budget, footprint) for block in blocks}
     best: Fit | None = None
     for block in sorted(blocks, key=lambda block: (least[block], block)):
@@ -286,8 +274,7 @@ def _fastest(length: int, blocks: Sequence[int], budget: int, footprint: Footpri
 
 
 def predict_peak_bytes(schedule: Schedule, footprint: Footprint) -> int:
-    """Return the most bytes that a schedule holds at any moment, if every ``Record`` is one
-    call."""
+    """Return the most bytes that a schedule holds, if every ``Record`` is one call."""
     state, gradient = footprint.state_bytes, 0
     stored: set[int] = set()
     tapes: dict[int, tuple[int, int]] = {}  # by their last state: bytes held, and steps
@@ -323,11 +310,9 @@ def _is_share(memory: Memory | None) -> bool:
 
 
 def _grid(length: int, budget: int, footprint: Footprint) -> list[int]:
-    """Return the block lengths to try: a geometric grid, and lengths that fill the budget.
-
-    The latter hold 0, 1, 2, … recorded blocks beside the working core and the states between the
-    other blocks.
-    """
+    """Return the block lengths to try: a geometric grid, and lengths that fill the budget. The
+    latter hold 0, 1, 2, … recorded blocks beside the working core and the states between the other
+    blocks."""
     room = budget - footprint.state_bytes
     most = _most(length, room, footprint.overhead_bytes)
     if footprint.heap_bytes is not None:
@@ -362,11 +347,9 @@ def _plan_blocks(length: int, block: int, budget: int, footprint: Footprint) -> 
 
 
 def _least_time(length: int, block: int, budget: int, footprint: Footprint) -> float:
-    """Return a lower bound of the time of all plans in blocks of this length.
-
-    It counts the repeated runs of all blocks but the first, which is shorter. To these come two
-    calls for each block: one to record it, one to backpropagate it.
-    """
+    """Return a lower bound of the time of all plans in blocks of this length. It counts the
+    repeated runs of all blocks but the first, which is shorter. To these come two calls for each
+    block: one to record it, one to backpropagate it."""
     blocks = -(-length // block)
     levels, held, states = _room(block, budget, footprint)
     if blocks == 1:
@@ -382,11 +365,8 @@ def _least_time(length: int, block: int, budget: int, footprint: Footprint) -> f
 
 
 def _room(block: int, budget: int, footprint: Footprint) -> tuple[int, int, int]:
-    """Return what a budget leaves beside the working core.
-
-    The parts are the memory in units of MSM, a recorded block in the same units, and the memory in
-    hidden states for HSM.
-    """
+    """Return what a budget leaves beside the working core. The parts are the memory in units of
+    MSM, a recorded block in the same units, and the memory in hidden states for HSM."""
     memory = budget - footprint.overhead_bytes(block)
     unit = max(1, footprint.state_bytes, -(-memory // LEVELS))
     states = max(1, memory // max(1, footprint.state_bytes))
@@ -394,8 +374,7 @@ def _room(block: int, budget: int, footprint: Footprint) -> tuple[int, int, int]
 
 
 def _stretch(plan: Schedule, length: int, block: int, footprint: Footprint) -> Schedule:
-    """Turn a schedule of blocks into one of steps; the first block may be shorter than the
-    others."""
+    """Turn a schedule of blocks into one of steps; the first block may be shorter."""
     first = length - (plan.length - 1) * block
     bounds = [0, *range(first, length + 1, block)]
     chunk = _chunk(length, block, footprint)
@@ -419,8 +398,7 @@ def _split(code: Code, bounds: Sequence[int], chunk: int) -> Iterator[Code]:
 
 
 def _chunk(length: int, block: int, footprint: Footprint) -> int:
-    """Return the longest range that may advance in one call: its temporaries fit the working
-    core."""
+    """Return the most steps that one call may advance with temporaries in the working core."""
     return _most(length, footprint.core_bytes(block), footprint.advance)
 
 

@@ -196,10 +196,8 @@ def trade_off(
 
 
 def _bisect(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """Return the least number in (``low``, ``high``] for which a monotone condition holds.
-
-    Unlike :mod:`bisect`, this takes integers of any size.
-    """
+    """Return the least number in (``low``, ``high``] for which a monotone condition holds. Unlike
+    :mod:`bisect`, this takes integers of any size."""
     while high - low > 1:
         middle = (low + high) // 2
         if holds(middle):

@@ -43,15 +43,12 @@ class Sharded(nn.Module):
         return [share + (k < more) for k in range(pieces)]
 
     def extra_repr(self) -> str:
-        """Describe the rank and how gradients cross the ranks."""
         return f"rank={self.links.rank}, ranks={self.links.size}, way={self.way!r}"
 
 
 def links_of(group: distributed.ProcessGroup | Links | None, module: nn.Module) -> Links:
-    """Return the links to the other ranks of a process group; None for all ranks.
-
-    Messages go through the device of the module, if the group needs one.
-    """
+    """Return the links to the other ranks of a process group; None for all ranks. Messages go
+    through the device of the module, if the group needs one."""
     return group if isinstance(group, Links) else GroupLinks(group, module=module)
 
 

@@ -188,8 +188,7 @@ class RankModel:
         return longest + self.sweep_seconds
 
     def _up(self, rounds: int) -> tuple[Seconds, Seconds]:
-        """Return when blocks of 2ᵈ ranks have their product: of matrices, and the first with a
-        vector."""
+        """Return when blocks of 2ᵈ ranks have their product, of matrices and with a vector."""
         step = self.hop(self.matrix_bytes) + self.product_seconds
         matrices: Seconds = self.jacobian_seconds + step * np.arange(rounds, dtype=np.float64)
         vectors = [self.sweep_seconds]
@@ -205,8 +204,7 @@ class RankModel:
         return (p - 1) * np.where(p > 2, self.matrix_bytes, self.vector_bytes)
 
     def _sent_in_tree(self, p: Numbers) -> Numbers:
-        """Return the most bytes: a rank whose block is 2ᵈ long sends its product up and d vectors
-        down."""
+        """Return the most bytes: a block's last rank sends a product up and d vectors down."""
         vectors = np.maximum(np.frexp(p - 1)[1] - 1, 1)  # from the blocks that start at 0
         below = np.frexp((p - 1) // 3)[1] - 1  # the first other block of 2ᵈ ends at 3·2ᵈ
         others = np.where(p > 3, self.matrix_bytes + below * self.vector_bytes, 0)

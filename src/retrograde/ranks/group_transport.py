@@ -143,22 +143,23 @@ class GroupLinks:
         Each rank that sees a failure records it at once, and again when it knows whose it was. So
         among the ranks whose link is broken, the rank without a record failed first.
         """
-        self._leave_word(self.rank)
+        self._record_failed(self.rank)
         time.sleep(_A_MOMENT / 4)
         asked = self._broken() if other is None else [other, *self._broken()]
-        said = {rank: self._word_of(rank) for rank in asked}
-        named = [word for rank, word in said.items() if word is not None and word != rank]
-        silent = [rank for rank, word in said.items() if word is None]
+        records = {rank: self._record_of(rank) for rank in asked}
+        named = [r for rank, r in records.items() if r is not None and r != rank]
+        silent = [rank for rank, record in records.items() if record is None]
         if not named and not silent:
             time.sleep(_A_MOMENT)
-            silent = [r for r in range(self.size) if r != self.rank and self._word_of(r) is None]
+            silent = [r for r in range(self.size) if r != self.rank and self._record_of(r) is None]
         first = next(iter([*named, *silent]), None)
         if first is not None:
-            self._leave_word(first)
+            self._record_failed(first)
         who = "another rank" if first is None else f"rank {first}"
         return RankError(
-            f"rank {self.rank} cannot go on: {who} has ended, or did not answer within the group's "
-            f"timeout; see why, and start again from what was saved ({_first_line(error)})"
+            f"rank {self.rank} cannot continue: {who} has ended, or did not answer within the "
+            f"group's timeout; find the cause, and start again from the last checkpoint "
+            f"({_first_line(error)})"
         )
 
     def _broken(self) -> list[int]:
@@ -177,7 +178,7 @@ class GroupLinks:
                 found.append(rank)
         return found
 
-    def _word_of(self, rank: int) -> int | None:
+    def _record_of(self, rank: int) -> int | None:
         """Return the rank that another rank recorded.
 
         It is that rank itself while it does not know whose failure it was, and None without a
@@ -189,7 +190,7 @@ class GroupLinks:
         except (RuntimeError, ValueError):  # the store is gone too
             return None
 
-    def _leave_word(self, first: int) -> None:
+    def _record_failed(self, first: int) -> None:
         with suppress(RuntimeError):
             self.group.get_group_store().set(f"retrograde/ended/{self.rank}", str(first))
 

@@ -133,9 +133,7 @@ class Parcel:
     @staticmethod
     def open(letter: bytes, block: Tensor, gpu: str | torch.device = "cuda") -> Any:
         """Put the element together again, on the kinds of device that its tensors come from.
-
-        Tensors are views into the block where possible. Those of any GPU go to ``gpu``.
-        """
+        Tensors are views into the block where possible. Those of any GPU go to ``gpu``."""
         position = 0
 
         class Unpickler(pickle.Unpickler):

@@ -99,7 +99,6 @@ class WayBack(ABC):
                 self.totals[i] = share if so_far is None else so_far + share
 
     def multiply(self, a: Any, b: Any) -> Any:
-        """Return a ⊙ b."""
         return combine(a, b)
 
     def go(self, way: RankWay) -> None:
@@ -139,8 +138,7 @@ class WayBack(ABC):
         return True
 
     def _by_scan(self, way: RankWay) -> bool:
-        """Scan for the gradient that reaches this rank, and go back; whether the next rank
-        agrees."""
+        """Scan for this rank's gradient, and go back; return whether the next rank agrees."""
         links, guard = self.links, self.guard
         self.forget()
         if self.last:
@@ -168,8 +166,8 @@ class WayBack(ABC):
         return self.packed(begun) if self.links.rank else None
 
     def _compare(self, swept: Any, arrived: Any) -> bool:
-        """Send this rank's sweep to the rank before, and check the scan against the next rank's
-        sweep."""
+        """Send this rank's sweep to the rank before; return whether the scan fits the next
+        one's."""
         links, alike = self.links, True
         if links.rank:
             links.send(swept, links.rank - 1)

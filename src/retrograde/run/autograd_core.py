@@ -80,8 +80,7 @@ class AutogradCore(ABC):
 
     @property
     @abstractmethod
-    def parameters(self) -> Tensors:
-        """Every tensor, besides inputs and state, that receives a gradient."""
+    def parameters(self) -> Tensors: ...
 
     @property
     @abstractmethod
@@ -93,8 +92,7 @@ class AutogradCore(ABC):
         """Return the context in which a range is recorded."""
 
     @abstractmethod
-    def totals(self) -> list[Gradient]:
-        """Return the parameters' totals; None for one that the first share starts."""
+    def totals(self) -> list[Gradient]: ...
 
     @abstractmethod
     def __call__(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
@@ -114,7 +112,6 @@ class AutogradCore(ABC):
         return self.fused or not self.ambient.moves
 
     def cuts(self, actions: Iterable[Action], length: int) -> Sequence[int]:
-        """Return the steps at which a recording is divided into tapes."""
         if self.fused:
             return ()
         if not self.joins:
@@ -123,13 +120,11 @@ class AutogradCore(ABC):
         return sorted(loaded | {a.start for a in actions if isinstance(a, Backward)})
 
     def stored(self, state: Tensors) -> Sequence[Tensor | Packed]:
-        """Return the stored form of a state."""
         return pack(state)
 
     def advance(
         self, inputs: Inputs, start: int, stops: Sequence[int], state: Tensors, emit: Emit | None
     ) -> list[Tensors]:
-        """Run steps from ``start`` on, and keep only the state at each of some stops."""
         found = []
         for stop in stops:
             with torch.no_grad():
@@ -148,7 +143,6 @@ class AutogradCore(ABC):
     def record(
         self, inputs: Inputs, start: int, stop: int, state: Tensors, emit: Emit | None
     ) -> Tape:
-        """Run a range of steps and keep their internal states."""
         self.ambient.bar()
         mark = torch._C._autograd._get_sequence_nr()
         joint, last = not self.fused and stop - start > 1, stop == len(inputs)
@@ -190,7 +184,6 @@ class AutogradCore(ABC):
         )
 
     def backpropagate(self, tape: Tape, gradients: Gradients) -> None:
-        """Backpropagate the steps of a tape, collect their gradients, and consume the tape."""
         assert isinstance(tape, Graph)
         steps = tape.stop - tape.start
         joint = not self.fused and steps > 1
@@ -222,7 +215,7 @@ class AutogradCore(ABC):
         _accumulate(gradients.parameters, begun, list(shares), self.parameters)
 
     def complete(self) -> None:  # noqa: B027
-        """Note that every step was recorded and backpropagated."""
+        ...
 
     def ordinary(
         self, layout: Layout, inputs: Tensors, state: Tensors, gate: Gate
@@ -262,11 +255,8 @@ def _record_steps(
 
 
 class _Join(torch.autograd.Function):
-    """One root for the outputs of several steps, without the memory of a stack.
-
-    Their gradient, stacked, is the node's attribute ``gradient``. It passes first of all, as a
-    stack's does.
-    """
+    """One root for the outputs of several steps, without the memory of a stack. Their gradient,
+    stacked, is the node's attribute ``gradient``. It passes first of all, as a stack's does."""
 
     @staticmethod
     def forward(ctx: Any, *outputs: Tensor) -> Tensor:
@@ -308,11 +298,9 @@ def _seeded(
 
 
 def _begun(totals: list[Gradient], joint: bool) -> list[Gradient]:
-    """Return the totals to which autograd adds the parameters' gradients of several steps.
-
-    It adds them one after another, as ordinary autograd would; the share of a single call is added
-    afterwards.
-    """
+    """Return the totals to which autograd adds the parameters' gradients of several steps. It adds
+    them one after another, as ordinary autograd would; the share of a single call is added
+    afterwards."""
     if not joint:
         return [None] * len(totals)
     return [t if t is not None and t.layout == torch.strided else None for t in totals]
@@ -346,8 +334,7 @@ def _edge(t: Tensor) -> GradientEdge | None:
 
 
 def _check_known(core: AutogradCore, step: int, foreign: int) -> None:
-    """Refuse a tensor first used at a later step, whose gradient would be lost silently (rule
-    5)."""
+    """Refuse a tensor that is new at a later step: its gradient would be lost (rule 5)."""
     if foreign > (core.made if step == 0 else 0):
         raise CellError(
             f"at step {step} the cell uses a tensor that requires a gradient and that it did not "

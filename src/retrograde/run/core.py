@@ -49,10 +49,8 @@ NO_SECOND_ORDER = (
 
 
 def discard(start: int, stop: int, outputs: Tensors) -> None:
-    """The :data:`Emit` of a repeated forward pass, whose outputs the caller has already.
-
-    The backward pass uses no ``Emit`` at all.
-    """
+    """The :data:`Emit` of a repeated forward pass, whose outputs the caller has already. The
+    backward pass uses no ``Emit`` at all."""
 
 
 class Core(Protocol):
@@ -65,8 +63,7 @@ class Core(Protocol):
 
     @property
     def sums(self) -> bool:
-        """Whether an output is one tensor a call, summed over calls, rather than one part a
-        step."""
+        """Whether an output is a tensor to sum over calls, rather than a part for each step."""
         ...
 
     @property
@@ -94,10 +91,8 @@ class Core(Protocol):
         ...
 
     def room(self, inputs: Inputs) -> Tensors:
-        """Return the tensors for the outputs of all steps, if the core writes them itself.
-
-        The backward pass reads them again. The list is empty if the core emits its outputs.
-        """
+        """Return the tensors for the outputs of all steps, if the core writes them itself. The
+        backward pass reads them again. The list is empty if the core emits its outputs."""
         ...
 
     def cuts(self, actions: Iterable[Action], length: int) -> Sequence[int]:
@@ -111,8 +106,7 @@ class Core(Protocol):
     def advance(
         self, inputs: Inputs, start: int, stops: Sequence[int], state: Tensors, emit: Emit | None
     ) -> list[Tensors]:
-        """Run steps from ``start`` to the last of some stops, and keep only the state at each
-        stop."""
+        """Run steps from ``start`` to the last of some stops, and keep the state at each stop."""
         ...
 
     def record(

@@ -102,7 +102,6 @@ class Run:
         self.stored[at] = ([t.detach() for t in state], self.core.ambient.capture())
 
     def clear(self) -> None:
-        """Drop all that is held."""
         self.stored, self.tapes, self.state = {}, [], []
 
     def _perform(self, inputs: Inputs, emit: Emit | None) -> None:
@@ -130,10 +129,8 @@ class Run:
                 del self.stored[at]
 
     def _advance(self, inputs: Inputs, start: int, emit: Emit | None) -> None:
-        """Perform an ``Advance``, and with it those that follow directly after a ``Store``.
-
-        The core must allow them in one call.
-        """
+        """Perform an ``Advance``, and with it those that follow directly after a ``Store``. The
+        core must allow them in one call."""
         stops = [cast(Advance, self.actions[self.done - 1]).stop]
         while self.core.strides and isinstance(self.actions[self.done], Store):
             after = self.actions[self.done + 1]
@@ -150,10 +147,8 @@ class Run:
         self.trail.arrive(self.position)
 
     def _tapes(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return the ranges that a recording is divided into.
-
-        They are loaded or consumed one by one, or their surroundings are restored between them.
-        """
+        """Return the ranges that a recording is divided into. They are loaded or consumed one by
+        one, or their surroundings are restored between them."""
         if self.cuts is None:
             self.cuts = self.core.cuts(self.actions, self.length)
         inside = self.cuts[bisect_right(self.cuts, start) : bisect_left(self.cuts, stop)]

@@ -28,10 +28,8 @@ class Layout(Protocol):
     """Maps between tensors over all steps and the leaves of one call."""
 
     def read(self, tensors: Tensors, outputs: Sequence[Tensor] = ()) -> Inputs:
-        """Return the inputs of all steps, for the executor.
-
-        ``outputs`` are those that a core writes itself, and reads again.
-        """
+        """Return the inputs of all steps, for the executor. ``outputs`` are those that a core
+        writes itself, and reads again."""
         ...
 
     def allocate(self, values: Tensors) -> Tensors:
@@ -226,8 +224,7 @@ class Ragged(Layout):
         return self._numbers(index) < self.lengths
 
     def rows(self, index: Index, *, back: bool) -> Any:
-        """Return the rows of a call in a tensor over all steps; beyond a sample's end, its last
-        row."""
+        """Return a call's rows in a tensor over all steps; beyond a sample's end, its last row."""
         if self.lengths is None:
             if not back:
                 return index
@@ -317,8 +314,7 @@ class Ragged(Layout):
         return tuple(one[goes_on] for one in rows), t[goes_on]
 
     def _columns(self, tensors: Sequence[Gradient]) -> list[tuple[bool, Gradient]]:
-        """Return, for each output of a call, whether it runs backward, and its part of the
-        tensors."""
+        """Return whether each output of a call runs backward, and its part of the tensors."""
         if not self.both:
             return [(False, t) for t in tensors]
         halves = [(None, None) if t is None else t.chunk(2, -1) for t in tensors]

@@ -240,8 +240,7 @@ class Stream:
 
     @classmethod
     def of(cls, source: Source, all_wanted: bool) -> "Stream":
-        """Make a stream with gradients for tensors that the caller trains, or for all that can have
-        one."""
+        """Make a stream with gradients for trained tensors, or for all that can have one."""
         wanted = tuple(
             trained is not None or (all_wanted and (x.is_floating_point() or x.is_complex()))
             for x, trained in zip(source[0], source.trained, strict=True)

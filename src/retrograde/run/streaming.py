@@ -154,10 +154,8 @@ class _Streamed(Gradients):
 
 
 class _Counted:
-    """Inputs that report progress.
-
-    A step counts as done when the next step is read, or when a gradient arrives.
-    """
+    """Inputs that report progress. A step counts as done when the next step is read, or when a
+    gradient arrives."""
 
     def __init__(self, stream: Stream, progress: Progress, work: int) -> None:
         self.stream, self.progress, self.work = stream, progress, work

@@ -49,7 +49,7 @@ def _no_forward_mode(options: Sequence[str]) -> str:
     remedy = " and ".join(f"{name}=None" for name in options)
     return (
         "forward-mode derivatives (torch.autograd.forward_ad, torch.func.jvp) and torch.func's "
-        f"transforms cannot go through what is run with {given}: expected reverse mode, as by "
+        f"transforms cannot go through a call with {given}: expected reverse mode, as by "
         f"backward() or torch.autograd.grad; for these use {remedy} (ordinary backpropagation)"
     )
 
@@ -96,8 +96,7 @@ def is_unreal(tensors: Iterable[Tensor]) -> bool:
 
 
 def is_transformed(tensors: Iterable[Tensor]) -> bool:
-    """Return whether a transform of torch.func is active, or a tensor has a forward-mode
-    tangent."""
+    """Return whether a transform of torch.func is active, or a tensor has a tangent."""
     if _functorch.peek_interpreter_stack() is not None:
         return True
     in_dual_level = forward_ad._current_level >= 0
@@ -115,7 +114,7 @@ def refuse_transforms(tensors: Iterable[Tensor], options: Sequence[str] = ("memo
     if torch._C._is_tracing():
         given = " and ".join(f"{name}=" for name in options)
         raise RetrogradeError(
-            f"torch.jit.trace cannot follow what is run with {given}: expected a call that is not "
+            f"torch.jit.trace cannot follow a call with {given}: expected a call that is not "
             f"traced; trace it under torch.no_grad(), or without {given}"
         )
 

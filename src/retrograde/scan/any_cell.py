@@ -165,8 +165,7 @@ class _Backward:
         return gs[0]
 
     def _jacobians(self, after: Tensors, s: Tensors, steps: int) -> Tensor:
-        """Return the Jacobians; row i is the gradient of the previous state from number i of the
-        next."""
+        """Return the Jacobians; row i is the gradient by the previous state of number i."""
         rows = [
             _flat(_products([(t, unit)] if t.requires_grad else [], s), len(t))
             for t in after
@@ -232,8 +231,7 @@ def _products(seeds: list[tuple[Tensor, Tensor]], leaves: Tensors, last: bool = 
 
 
 def _scan(jacobians: Tensor, losses: Tensor, g: Tensor, chunk: int) -> Tensor:
-    """Return the gradient of every state of a block, (L + 1, B, n); the state before it is
-    first."""
+    """Return the gradient of every state of a block, (L + 1, B, n), from the one before it."""
     length = len(jacobians)
     whole = length - length % chunk
     rest = length - whole

@@ -39,8 +39,7 @@ _SCAN_BYTES = {"cpu": 24 * 2**20, "cuda": 2**30}
 
 
 def step_numbers(kind: Kind, inputs: int, size: int) -> int:
-    """Return how many numbers backpropagating one step of one sample uses: slopes, states,
-    inputs."""
+    """Return how many numbers one step of one sample has: slopes, states, inputs."""
     return (2 * GATES[kind] + 4) * size + 2 * inputs
 
 

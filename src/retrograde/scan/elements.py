@@ -197,7 +197,6 @@ class Dense:
         return Dense(self.data * other.data[..., None, :])
 
     def flops(self, other: Any) -> int | None:
-        """FLOPs of ``self @ other``."""
         if not isinstance(other, _TENSORS):
             return None
         once = 1 if isinstance(other, Diagonal) else 2 * _columns(other)
@@ -233,7 +232,6 @@ class Diagonal:
         return type(other)(self.data * other.data)
 
     def flops(self, other: Any) -> int | None:
-        """FLOPs of ``self @ other``."""
         if not isinstance(other, _TENSORS):
             return None
         return _columns(other) * self.shape[-1] * prod(check_product(self, other))
@@ -243,8 +241,7 @@ _TENSORS = Vector, Dense, Diagonal
 
 
 def _columns(element: Vector | Dense | Diagonal) -> int:
-    """Return the columns of a dense element; 1 for a vector, and for a diagonal, which only
-    scales."""
+    """Return the columns of a dense element; 1 for a vector or a diagonal."""
     return element.shape[-1] if isinstance(element, Dense) else 1
 
 
@@ -300,7 +297,6 @@ class Affine:
         return Affine(combine(self.jacobian, other), combine(self.offset, other))
 
     def flops(self, other: Any) -> int:
-        """FLOPs of ``self @ other``."""
         match other:
             case Vector():
                 return flops(other, self.jacobian) + self._additions(other)
@@ -309,7 +305,6 @@ class Affine:
         return flops(other, self.jacobian)
 
     def rflops(self, other: Any) -> int:
-        """FLOPs of ``other @ self``."""
         return flops(self.jacobian, other) + flops(self.offset, other)
 
     def _additions(self, vector: Vector) -> int:

@@ -77,8 +77,7 @@ class Level:
         return max((product.flops for product in self.products), default=0)
 
     def steps(self, workers: int | None = None) -> int:
-        """Return the rounds that p workers need, each with one product at a time; None:
-        unbounded."""
+        """Return the rounds of p workers, each with one product at a time; None: unbounded."""
         return rounds(len(self.products), workers)
 
 
@@ -129,7 +128,6 @@ class Report:
 
     @property
     def flops(self) -> int:
-        """FLOPs in all."""
         return sum(level.flops for level in self.levels)
 
     @property

@@ -24,10 +24,8 @@ __all__ = ["Account", "account_of"]
 
 class Account(Protocol):
     """The account of one replay: bytes or units that are held, and seconds since the start.
-
     ``held`` is held now, and ``high`` is the most that the last action held. ``seconds`` is 0 where
-    steps have no time.
-    """
+    steps have no time."""
 
     held: int
     high: int

@@ -146,8 +146,7 @@ class Chain:
 
     @property
     def gradient_bytes(self) -> tuple[int, ...]:
-        """Bytes of each hidden state's gradient; 0 for the first, whose gradient is the
-        caller's."""
+        """Bytes of each hidden state's gradient; 0 for the first, which is the caller's."""
         return (0, *self.output_gradient_bytes)
 
     @property

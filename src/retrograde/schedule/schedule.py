@@ -78,6 +78,7 @@ class Schedule:
         stop: second positions, shape (actions,); equal to ``start`` for verbs with one position.
         bound: a proven lower bound of the cost, over all schedules of the policy: forward steps,
             or seconds where ``units`` is a chain; None where nothing was proven.
+
     Raises:
         ScheduleError: the arrays differ in shape, or a verb is unknown.
 

@@ -49,12 +49,10 @@ _NOTHING: Code = (-1, -1, -1)
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """The result of replaying a legal schedule.
-
-    ``cost`` is in forward steps and ``peak`` in the schedule's units. Three read-only arrays of
-    shape (actions,) describe each action. ``kept`` is held after it and ``high`` is the most held
-    during it. ``clock`` is the seconds until its end (0 where steps have no time).
-    """
+    """The result of replaying a legal schedule. ``cost`` is in forward steps and ``peak`` in the
+    schedule's units. Three read-only arrays of shape (actions,) describe each action. ``kept`` is
+    held after it and ``high`` is the most held during it. ``clock`` is the seconds until its end (0
+    where steps have no time)."""
 
     cost: int
     peak: int

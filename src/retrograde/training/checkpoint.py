@@ -43,17 +43,14 @@ _PARTS = _AtLeast(
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Write a state of tensors and plain values, completely or not at all; an OSError names
-    ``path``."""
+    """Write tensors and plain values, completely or not at all; an OSError names ``path``."""
     content = {"kind": _KIND, "version": _VERSION, **state}
     write_whole(path, lambda file: torch.save(content, file))
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Read the file of :func:`save_checkpoint`, and run no code from it.
-
-    Raises TrainingError if it is missing or not a complete checkpoint of this version.
-    """
+    """Read the file of :func:`save_checkpoint`, and run no code from it. Raises TrainingError if it
+    is missing or not a complete checkpoint of this version."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -82,9 +79,8 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 def check_snapshot(snapshot: Any) -> TrainingOptions:
     """Return the options of a run's snapshot, after a check that the rest of it matches them.
-
-    Raises TrainingError, which names the first mismatch, or UnitError if the memory cannot be read.
-    """
+    Raises TrainingError, which names the first mismatch, or UnitError if the memory cannot be
+    read."""
     _compare(snapshot, _PARTS, _WHOLE, "")
     options = TrainingOptions.from_dict(snapshot["options"])
     characters, done = len(snapshot["vocabulary"]), len(snapshot["losses"])

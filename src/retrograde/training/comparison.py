@@ -33,11 +33,8 @@ Call = Callable[[], Tensors]
 
 @dataclass(frozen=True)
 class Side:
-    """The measurements of one side.
-
-    They are the peak of its working bytes, the median seconds of an iteration, and working bytes
-    over time.
-    """
+    """The measurements of one side. They are the peak of its working bytes, the median seconds of
+    an iteration, and working bytes over time."""
 
     working_bytes: int
     seconds: float
@@ -81,11 +78,8 @@ class Comparison:
 
 def compare(model: CharacterModel, codes: Tensor, targets: Tensor, repeats: int = 3) -> Comparison:
     """Run the model's LSTM on one batch, within its budget and without one, timed ``repeats``
-    times.
-
-    Weights and gradients stay unchanged. Raises BudgetError if the budget is too small for the
-    LSTM.
-    """
+    times. Weights and gradients stay unchanged. Raises BudgetError if the budget is too small for
+    the LSTM."""
     inputs = model.embedding(codes).detach().requires_grad_()
     fit = model.lstm.fit(inputs)
     gradient = _output_gradient(model, inputs, targets)
@@ -143,11 +137,8 @@ def _call(lstm: nn.LSTM, inputs: Tensor, gradient: Tensor) -> Call:
 
 
 def _obstacle(call: Call, expected_bytes: int) -> str:
-    """Return why a call lacks memory, in words; empty if it ran.
-
-    The free memory is read first: a system that overcommits memory kills a process instead of
-    raising an error.
-    """
+    """Return why a call lacks memory, in words; empty if it ran. The free memory is read first: a
+    system that overcommits memory kills a process instead of raising an error."""
     free = _free_bytes()
     if free is not None and expected_bytes > free:
         return f"would hold {format_bytes(expected_bytes)}; {format_bytes(free)} are free"

@@ -44,11 +44,9 @@ else:
 
 
 def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Replace a file, completely or not at all, by what ``write`` writes to the open file.
-
-    The content goes to ``path.partial`` first; the next write replaces one that a killed process
-    left. Raises OSError, naming ``path``, if the disk is full or the folder cannot be written.
-    """
+    """Replace a file, completely or not at all, by what ``write`` writes to the open file. The
+    content goes to ``path.partial`` first; the next write replaces one that a killed process left.
+    Raises OSError, naming ``path``, if the disk is full or the folder cannot be written."""
     partial = path.with_name(path.name + ".partial")
     try:
         with interrupts_put_off():  # torch's writer would report Ctrl-C as a failure
@@ -77,11 +75,9 @@ def write_figure(figure: "Figure", folder: Path, name: str) -> None:
 
 @contextlib.contextmanager
 def hold(folder: Path) -> Iterator[bool]:
-    """Keep other runs out of a folder while the context lasts.
-
-    Yields False where the file system has no locks. Raises TrainingError, naming the process, if
-    another run uses it, or OSError if the folder cannot be written.
-    """
+    """Keep other runs out of a folder while the context lasts. Yields False where the file system
+    has no locks. Raises TrainingError, naming the process, if another run uses it, or OSError if
+    the folder cannot be written."""
     path = folder / _LOCK
     handle, locked = _take(path)
     try:

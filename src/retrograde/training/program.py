@@ -35,11 +35,9 @@ _PATIENCE_SECONDS = 15.0
 
 
 def run_program(folder: Path, given: dict[str, Any], goes_on: bool, console: Console) -> None:
-    """Train, and write everything to a report folder.
-
-    ``given`` has the options that were named; ``goes_on`` resumes the folder's run. Raises
-    RetrogradeError if the options cannot be met or training cannot continue.
-    """
+    """Train, and write everything to a report folder. ``given`` has the options that were named;
+    ``goes_on`` resumes the folder's run. Raises RetrogradeError if the options cannot be met or
+    training cannot continue."""
     report = Report(folder)
     try:
         with hold(folder) as alone:
@@ -58,11 +56,9 @@ def run_program(folder: Path, given: dict[str, Any], goes_on: bool, console: Con
 
 
 def resume(report: Report, given: dict[str, Any], console: Console) -> tuple[Run, Comparison]:
-    """Return the run of a checkpoint, and the comparison that was made at its start.
-
-    Raises TrainingError if the checkpoint is not complete, the text differs, or an option other
-    than ``iterations`` does.
-    """
+    """Return the run of a checkpoint, and the comparison that was made at its start. Raises
+    TrainingError if the checkpoint is not complete, the text differs, or an option other than
+    ``iterations`` does."""
     snapshot, comparison = report.load()
     before = snapshot["options"]
     for name, value in given.items():
@@ -80,7 +76,7 @@ def resume(report: Report, given: dict[str, Any], console: Console) -> tuple[Run
     _introduce(console, run)
     total = run.options.iterations
     if run.done >= total:
-        console.print(f"all {run.done} iterations are done; name more --iterations to go on")
+        console.print(f"all {run.done} iterations are done; raise --iterations to continue")
     else:
         console.print(f"[bold]resumed[/] after iteration {run.done} of {total}")
     return run, comparison

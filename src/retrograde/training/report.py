@@ -30,10 +30,8 @@ __all__ = ["Report"]
 
 class Report:
     """A report folder, made if it is missing, and tested for writing before any work is done.
-
     Raises TrainingError if the folder or a file cannot be written, here and in every method that
-    writes.
-    """
+    writes."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -61,8 +59,7 @@ class Report:
             save_checkpoint(self.checkpoint, state)
 
     def load(self) -> tuple[dict[str, Any], Comparison]:
-        """Return a run's snapshot and comparison; TrainingError if the checkpoint is not
-        complete."""
+        """Return a run's snapshot and comparison; TrainingError if they are not complete."""
         state = load_checkpoint(self.checkpoint)
         try:
             check_snapshot(state.get("run"))

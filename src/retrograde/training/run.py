@@ -58,10 +58,8 @@ class Run:
         return self.text.sequences(self.position, self.options.length, self.options.batch)
 
     def step(self) -> float:
-        """Run one iteration and return its loss, in bits per character.
-
-        Raises TrainingError if the loss is not finite, before the weights change, or BudgetError.
-        """
+        """Run one iteration and return its loss, in bits per character. Raises TrainingError if the
+        loss is not finite, before the weights change, or BudgetError."""
         start = time.perf_counter()
         codes, targets = self.sequences()
         logits, state = self.model(codes, self.state)
@@ -71,7 +69,7 @@ class Run:
         if not math.isfinite(bits):
             raise TrainingError(
                 f"the loss is {bits} in iteration {self.done + 1}: expected a finite number; start "
-                f"anew with a --learning-rate below {self.options.learning_rate:g}"
+                f"a new run with a --learning-rate below {self.options.learning_rate:g}"
             )
         self.optimizer.zero_grad()
         torch.autograd.backward(loss)
@@ -102,12 +100,9 @@ class Run:
     def resumed(
         cls, snapshot: dict[str, Any], iterations: int | None = None, text: str | None = None
     ) -> "Run":
-        """Return the run of a snapshot, at the iteration where it was made.
-
-        ``iterations`` and ``text`` replace the snapshot's total and path unless None. Raises
-        TrainingError if the text is another one, or the snapshot is not complete or of another
-        version.
-        """
+        """Return the run of a snapshot, at the iteration where it was made. ``iterations`` and
+        ``text`` replace the snapshot's total and path unless None. Raises TrainingError if the text
+        is another one, or the snapshot is not complete or of another version."""
         options = check_snapshot(snapshot)
         snapshot = deepcopy(snapshot)
         options = replace(
@@ -127,7 +122,6 @@ class Run:
 
 
 def _check_text(found: Text, options: TrainingOptions, snapshot: dict[str, Any]) -> None:
-    """Check that the text is the one that a run began with."""
     began, vocabulary = snapshot["text"], snapshot["vocabulary"]
     if (found.digest, found.vocabulary) == (began["sha256"], vocabulary):
         return

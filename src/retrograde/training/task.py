@@ -83,14 +83,12 @@ class Text:
 
 
 def embedded_text() -> Text:
-    """Return Python's own documentation: about 465,000 characters, depending on Python's
-    version."""
+    """Return Python's own documentation: about 465,000 characters, by Python's version."""
     return Text("\n".join(topics[name] for name in sorted(topics)), _EMBEDDED)
 
 
 def read_text(path: str | Path) -> Text:
-    """Return the text of a file in UTF-8; TrainingError if it cannot be read or is something
-    else."""
+    """Return the text of a file in UTF-8; TrainingError if it cannot be read."""
     try:
         return Text(Path(path).read_text(encoding="utf-8"), str(path))
     except OSError as error:
@@ -106,10 +104,8 @@ def read_text(path: str | Path) -> Text:
 
 
 class CharacterModel(nn.Module):
-    """Embedding, LSTM and linear layer: predicts each next character from all before it.
-
-    Only the LSTM has a budget; ``memory`` None is ordinary BPTT.
-    """
+    """Embedding, LSTM and linear layer: predicts each next character from all before it. Only the
+    LSTM has a budget; ``memory`` None is ordinary BPTT."""
 
     def __init__(self, characters: int, hidden: int, memory: Memory | None) -> None:
         super().__init__()
@@ -121,9 +117,7 @@ class CharacterModel(nn.Module):
         self, codes: Tensor, state: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Return the logits (length, batch, characters) of the characters that follow ``codes``.
-
         ``codes`` is (length, batch). The last state (h, c), each (1, batch, hidden), is returned
-        too. ``state`` None is zeros.
-        """
+        too. ``state`` None is zeros."""
         outputs, after = self.lstm(self.embedding(codes), state)
         return self.linear(outputs), after

@@ -44,11 +44,9 @@ _Flags = NDArray[np.bool_]
 
 
 class _Columns(NamedTuple):
-    """The columns of a chain of T layers that the relaxation reads.
-
-    They are u (T,), s (T + 1,) and p (T,) of the module's docstring. ``limit`` (T,) has the bytes
-    left for everything held before a layer when it is backpropagated.
-    """
+    """The columns of a chain of T layers that the relaxation reads. They are u (T,), s (T + 1,) and
+    p (T,) of the module's docstring. ``limit`` (T,) has the bytes left for everything held before a
+    layer when it is backpropagated."""
 
     seconds: _Reals
     state: _Reals
@@ -79,9 +77,7 @@ def least_seconds(chain: Chain, room: int, kinds: "Kinds") -> float:
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _relaxed(columns: _Columns, price: _Reals, over: _Reals) -> float:
     """Return the least seconds of running again, plus ``price`` seconds a byte above each limit.
-
-    ``over``, shape (T,), is overwritten by the bytes above each limit.
-    """
+    ``over``, shape (T,), is overwritten by the bytes above each limit."""
     seconds, state, tape, inputs, outputs, limit, stores, records = columns
     size = len(seconds)
     total = np.zeros(size + 1)  # the prices of a layer and of all later ones

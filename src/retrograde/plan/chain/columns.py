@@ -50,10 +50,8 @@ class Layers(NamedTuple):
 
 
 def layers_of(chain: Chain, places: list[int] | None = None) -> Layers:
-    """Return the columns of a chain.
-
-    Layers between two neighbouring ``places`` are joined to one; None keeps each layer apart.
-    """
+    """Return the columns of a chain. Layers between two neighbouring ``places`` are joined to one;
+    None keeps each layer apart."""
     state, gradient = np.array(chain.state_bytes), np.array(chain.gradient_bytes)
     tape = np.array(chain.tape_bytes)
     inputs, outputs = np.array(chain.keeps_input), np.array(chain.keeps_output)

@@ -47,23 +47,18 @@ class Grid(NamedTuple):
 
 
 class Kinds(NamedTuple):
-    """The class of schedules to choose from.
-
-    ``stores``: hidden states may be stored. ``records``: internal states may be kept while later
-    layers are worked on.
-    """
+    """The class of schedules to choose from. ``stores``: hidden states may be stored. ``records``:
+    internal states may be kept while later layers are worked on."""
 
     stores: bool
     records: bool
 
 
 class Table(NamedTuple):
-    """The least forward ``seconds`` of segments, shape (chunks of levels, rows, LANES).
-
-    ∞ means that memory is short. ``kept`` and ``current`` (T, T + 1) are the bytes that a segment
-    needs at least, from a kept and from a current first state. The inner loops of :func:`fill` take
-    the parts one by one: passing the whole counts references and is nearly twice as slow.
-    """
+    """The least forward ``seconds`` of segments, shape (chunks of levels, rows, LANES). ∞ means
+    that memory is short. ``kept`` and ``current`` (T, T + 1) are the bytes that a segment needs at
+    least, from a kept and from a current first state. The inner loops of :func:`fill` take the
+    parts one by one: passing the whole counts references and is nearly twice as slow."""
 
     layers: Layers
     kinds: Kinds
@@ -80,11 +75,8 @@ def _lower(
     table: _Reals,
 ) -> None:  # fmt: skip
     """Lower ``out`` by a way that keeps ``paid`` bytes, needs ``need``, and leads to a row's
-    segment.
-
-    ``out`` has the least seconds of LANES levels from ``start`` on, followed by scratch room for
-    LANES + 1 numbers.
-    """
+    segment. ``out`` has the least seconds of LANES levels from ``start`` on, followed by scratch
+    room for LANES + 1 numbers."""
     below = start - paid // grid.unit  # the level that the first lane leads to
     first = max(-below, -((grid.rest - need) // grid.unit) - start, 0)
     if first >= LANES:
@@ -209,10 +201,8 @@ def _may_lower(out: _Reals, left: _Reals, right: _Reals) -> bool:
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _best_split(out: _Reals, left: _Side, right: _Side, first: int, last: int, guess: int) -> int:
-    """Q1: lower ``out`` to the least of left[j] + right[j] for first ≤ j < last, in every lane.
-
-    It tries the run ``guess`` first and returns the run that lowered ``out`` last.
-    """
+    """Q1: lower ``out`` to the least of left[j] + right[j] for first ≤ j < last, in every lane. It
+    tries the run ``guess`` first and returns the run that lowered ``out`` last."""
     if last <= first:
         return guess
     low, high = first // RUN, (last - 1) // RUN

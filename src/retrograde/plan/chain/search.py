@@ -107,10 +107,8 @@ def plan_chain(
 
 
 def chain_minimum(chain: Chain, policy: str = "msm") -> tuple[int, int]:
-    """Return the smallest budget that a policy can keep, in bytes, and the layer that needs it.
-
-    It is exact up to 1200 layers.
-    """
+    """Return the smallest budget that a policy can keep, in bytes, and the layer that needs it. It
+    is exact up to 1200 layers."""
     solver = Solver.of(chain, policy)
     least = (
         min(solver.least, record_everything(chain).peak)
@@ -124,10 +122,8 @@ def chain_trade_off(
     chain: Chain, memories: Iterable[Memory], policy: str = "msm", *, levels: int | None = None
 ) -> list[Schedule]:
     """Return schedules of one chain for many budgets, in their order, from one table and without
-    bounds.
-
-    Arguments and errors are those of :func:`plan_chain`; ``levels`` is that of the largest budget.
-    """
+    bounds. Arguments and errors are those of :func:`plan_chain`; ``levels`` is that of the largest
+    budget."""
     ordinary = record_everything(chain)
     rooms = [as_bytes(memory, ordinary.peak) for memory in memories]
     solver = Solver.of(chain, policy)

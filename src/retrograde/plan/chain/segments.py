@@ -37,7 +37,6 @@ class Cells(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """The number of segments."""
         return int(self.row[-1]) + len(self.stop)
 
 
@@ -48,9 +47,7 @@ def all_cells(size: int) -> Cells:
 
 def band_of_cells(size: int, width: int, ends: list[int]) -> Cells:
     """Return the segments of up to about ``width`` layers, and all that end at one of ``ends``.
-
-    ``ends`` ascend, and the last is ``size``.
-    """
+    ``ends`` ascend, and the last is ``size``."""
     first = np.maximum(np.arange(size + 1) - width, 0) // RUN * RUN
     first[ends] = 0
     return _cells(first, np.array(ends))

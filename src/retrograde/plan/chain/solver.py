@@ -38,10 +38,8 @@ _MOST_BYTES = 512 * 2**20
 
 @dataclass(frozen=True)
 class Solver:
-    """One chain and one class of schedules.
-
-    ``places`` are the states that may be kept; ``table`` has no levels until it is filled.
-    """
+    """One chain and one class of schedules. ``places`` are the states that may be kept; ``table``
+    has no levels until it is filled."""
 
     chain: Chain
     policy: str
@@ -50,8 +48,7 @@ class Solver:
 
     @classmethod
     def of(cls, chain: Chain, policy: str) -> "Solver":
-        """Make a solver without levels, whose estimate is that every layer recomputes
-        everything."""
+        """Make a solver without levels, which expects that every layer recomputes everything."""
         from retrograde.plan.chain.fill import LANES, Grid, Kinds, Table
         from retrograde.plan.chain.walk import minima
 
@@ -116,10 +113,8 @@ class Solver:
         return replace(self, table=table)
 
     def bound(self, room: int) -> float | None:
-        """Return a lower bound of the seconds of every schedule of the class.
-
-        None where levels are interpolated, layers joined, or segments left out.
-        """
+        """Return a lower bound of the seconds of every schedule of the class. None where levels are
+        interpolated, layers joined, or segments left out."""
         layers, grid, cells, seconds = (
             self.table.layers, self.table.grid, self.table.cells, self.table.seconds,
         )  # fmt: skip
@@ -169,7 +164,6 @@ class Solver:
 
 
 def _forward_seconds(schedule: Schedule) -> float:
-    """Return the forward seconds of a replay, vectorised."""
     chain = schedule.units
     assert isinstance(chain, Chain)
     before = np.concatenate(([0.0], np.cumsum(chain.forward_seconds)))

@@ -2,7 +2,7 @@
 
 It is compiled as :mod:`retrograde.plan.chain.fill` is.
 
-*The minimum* is the same recurrence with the largest need in the place of the sum of seconds: in
+*The minimum* is the same recurrence with the largest need instead of the sum of seconds: in
 bytes, without a table of levels.
 
 *The walk.* At each segment it considers the moves that leave every segment its minimum. It takes
@@ -31,11 +31,8 @@ _Known = dict[_Part, int]
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def minima(layers: Layers, kinds: Kinds, cells: Cells) -> tuple[_Ints, _Ints]:
-    """Return the least bytes of each segment, shape (T, T + 1).
-
-    The first array is for a first state that is kept and paid for, the second for one that is only
-    current.
-    """
+    """Return the least bytes of each segment, shape (T, T + 1). The first array is for a first
+    state that is kept and paid for, the second for one that is only current."""
     size = len(layers.tape)
     kept, current = np.full((size, size + 1), _FAR), np.full((size, size + 1), _FAR)
     reach = np.empty(size + 1, np.int64)
@@ -96,9 +93,7 @@ def _estimate(x: int, e: int, room: int, table: Table) -> float:
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _after_current(x: int, e: int, room: int, table: Table) -> tuple[float, bool]:
     """Return the best seconds from state x, which is current, not held, and included in ``room``.
-
-    The second result is whether to store the state first rather than to record layer x.
-    """
+    The second result is whether to store the state first rather than to record layer x."""
     layers, kinds = table.layers, table.kinds
     best, stores, seconds, begin = np.inf, False, 0.0, x
     while True:
@@ -127,8 +122,7 @@ def _after_current(x: int, e: int, room: int, table: Table) -> tuple[float, bool
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _best_move(x: int, e: int, room: int, table: Table) -> int:
-    """Return the best move from the kept state x: x to record layer x, or the state to advance
-    to."""
+    """Return the best move from the kept state x: the state to advance to, or x to record."""
     layers, kinds = table.layers, table.kinds
     best, move = np.inf, x
     need = max(layers.record[x] + layers.gradient[e], layers.back[x])
@@ -170,11 +164,9 @@ def _number(known: _Known, parts: list[_Part], moves: list[int], part: _Part, mo
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def walk(room: int, table: Table) -> _Ints:
     """Return all distinct parts of the schedule for ``room`` bytes, one row each, shape (parts, 6).
-
     The whole is first. A row has the first state x, the state j to advance to, and the end of the
     layers recorded from j. The end is j where state j is stored. Then it has the numbers of the
-    right and the left part, −1 for none, and a rank above those of both parts.
-    """
+    right and the left part, −1 for none, and a rank above those of both parts."""
     layers = table.layers
     one: Any = np.int64(1)  # gives all numbers of a part one type
     root = (one - 1, one * len(layers.tape), one * room, one)  # first, end, bytes, is it kept

@@ -55,8 +55,7 @@ def chen_sqrt(length: int, units: Units = _UNITS) -> Schedule:
 
 
 def chen_recursive(length: int, units: Units = _UNITS, *, segments: int = 2) -> Schedule:
-    """Divide into at least 2 ``segments``, and those again, until parts are shorter than
-    ``segments``."""
+    """Divide into ``segments`` ≥ 2 parts, recursively, until parts are shorter than that."""
     whole = segments - 1
     codes = (
         _recorded(0, length)
@@ -91,11 +90,9 @@ def _recomputed(length: int) -> Iterator[Code]:
 
 
 def _divided(base: int, bounds: "list[int] | range", whole: int, parts: int = 0) -> Iterator[Code]:
-    """Backpropagate parts from the last to the first, each from its stored start.
-
-    ``bounds`` are relative to ``base``, which is current and stored. Parts of up to ``whole`` steps
-    are recorded as a whole; longer ones are divided into ``parts`` again.
-    """
+    """Backpropagate parts from the last to the first, each from its stored start. ``bounds`` are
+    relative to ``base``, which is current and stored. Parts of up to ``whole`` steps are recorded
+    as a whole; longer ones are divided into ``parts`` again."""
     last = len(bounds) - 2
     for i in range(last):
         start, stop = base + bounds[i], base + bounds[i + 1]

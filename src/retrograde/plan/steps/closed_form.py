@@ -94,10 +94,8 @@ def ism_split(length: int, memory: int) -> int:
 
 
 def hsm_linear_bound(length: int, memory: int) -> int | None:
-    """Return an upper bound of HSM's cost: (a+1)·t for the least a with t < mᵃ/a!.
-
-    None where there is no such a. G16, section 3.5.
-    """
+    """Return an upper bound of HSM's cost: (a+1)·t for the least a with t < mᵃ/a!. None where there
+    is no such a. G16, section 3.5."""
     for a in range(1, memory + 1):
         if length * factorial(a) < memory**a:
             return (a + 1) * length
@@ -105,10 +103,8 @@ def hsm_linear_bound(length: int, memory: int) -> int | None:
 
 
 def ism_linear_bound(length: int, memory: int) -> int | None:
-    """Return an upper bound of ISM's cost: a·t for the least a with t ≤ mᵃ/a!.
-
-    None where there is no such a. G16, supplement.
-    """
+    """Return an upper bound of ISM's cost: a·t for the least a with t ≤ mᵃ/a!. None where there is
+    no such a. G16, supplement."""
     for a in range(1, memory + 1):
         if length * factorial(a) <= memory**a:
             return a * length
@@ -131,11 +127,9 @@ def repetitions(length: int, memory: int) -> int:
 
 
 def split_of(length: int, memory: int, r: int) -> int:
-    """Return the :func:`hsm_split` of a part whose steps are run again r ≥ 1 times at most.
-
-    The part has binom(memory + r − 1, memory) to binom(memory + r, memory) steps, at least 2. Its
-    left part has r − 1 repetitions, its right part a slot less.
-    """
+    """Return the :func:`hsm_split` of a part whose steps are run again r ≥ 1 times at most. The
+    part has binom(memory + r − 1, memory) to binom(memory + r, memory) steps, at least 2. Its left
+    part has r − 1 repetitions, its right part a slot less."""
     if r == 1:
         return 1
     least = _within(memory, r - 2)

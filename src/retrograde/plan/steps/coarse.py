@@ -25,11 +25,8 @@ WASTE = Fraction(1, 100)
 
 @dataclass(frozen=True, slots=True)
 class Coarse:
-    """Sizes in common units.
-
-    ``memory`` is rounded down: a plan that fits it fits the bytes. ``most`` is enlarged by the
-    relative error of the sizes: a plan that fits the bytes fits it.
-    """
+    """Sizes in common units. ``memory`` is rounded down: a plan that fits it fits the bytes.
+    ``most`` is enlarged by the relative error of the sizes: a plan that fits the bytes fits it."""
 
     memory: int
     most: int
@@ -40,9 +37,7 @@ class Coarse:
 
 def coarsen(memory: int, units: Units) -> Coarse:
     """Return the sizes in the fewest units that waste at most :data:`WASTE` of ``memory``.
-
-    ``memory`` is in the unit of ``units``.
-    """
+    ``memory`` is in the unit of ``units``."""
     state, alpha, beta = units.state, units.alpha, units.beta
     common = gcd(state, alpha, beta)
     exact = state // common

@@ -61,10 +61,7 @@ class Sizes:
 
     def links(self, m: int) -> tuple[int, int, int]:
         """Return what is left of ``m`` after a hidden state, and after an internal one at y = 1 and
-        later.
-
-        Memory that is enough for ordinary backpropagation stays enough, and only records.
-        """
+        later. Memory that is enough for ordinary backpropagation stays enough, and only records."""
         if m >= self.enough:
             return -1, m, -1
         return m - self.state, m - self.beta, m - self.alpha if self.wide else -1
@@ -72,11 +69,9 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """The recurrence in its smallest units, with the convex bound of every level.
-
-    ``rows`` maps a memory to its row. ``links``, ``offsets`` and ``hull`` are those of
-    :mod:`retrograde.plan.steps.hull_kernel`.
-    """
+    """The recurrence in its smallest units, with the convex bound of every level. ``rows`` maps a
+    memory to its row. ``links``, ``offsets`` and ``hull`` are those of
+    :mod:`retrograde.plan.steps.hull_kernel`."""
 
     length: int
     sizes: Sizes
@@ -110,8 +105,7 @@ class Problem:
         return proven(self.length, self.links, self.sizes.wide, self.offsets, self.hull)
 
     def nearest(self, row: int, length: int) -> tuple[int, int]:
-        """Return the branch and the split whose parts have the least ⌈H⌉, near the real-valued
-        optimum."""
+        """Return the branch and the split with the least ⌈H⌉ near the real-valued optimum."""
         from retrograde.plan.steps.hull_kernel import nearest
 
         if length == 1:
@@ -122,11 +116,9 @@ class Problem:
 def pose(
     length: int, memories: Sequence[int], *, state: int, alpha: int, beta: int
 ) -> tuple[Problem, list[int]]:
-    """Return the problem in its smallest units, and each memory as a key of ``rows``.
-
-    Sizes are in the unit of ``memories``, and the problem has up to ``length`` steps. Raises
-    ScheduleError if a size makes no sense, or if a limit of the module's docstring is exceeded.
-    """
+    """Return the problem in its smallest units, and each memory as a key of ``rows``. Sizes are in
+    the unit of ``memories``, and the problem has up to ``length`` steps. Raises ScheduleError if a
+    size makes no sense, or if a limit of the module's docstring is exceeded."""
     _check(length, memories, state, alpha, beta)
     from retrograde.plan.steps.hull_kernel import hulls
 

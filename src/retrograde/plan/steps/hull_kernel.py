@@ -2,7 +2,7 @@
 
 A *hull* is its vertices (steps, cost). The vertices of all rows are in one array, and ``offsets``
 has where each row begins. ``links``, shape (rows, 3), has for each row the rows with a state, with
-β and with α less memory, or −1. A row of enough memory has itself in the place of β. The machine
+β and with α less memory, or −1. A row of enough memory has itself instead of β. The machine
 code is cached beside this file, so only the first import on a machine takes seconds.
 """
 
@@ -36,12 +36,9 @@ def _follow(
     points: tuple[_Ints, _Ints], size: int,
 ) -> tuple[tuple[_Ints, _Ints], int]:  # fmt: skip
     """Add the vertices of one branch's sum of two hulls to ``points``, up to the slope
-    ``steepest``.
-
-    ``chain``, updated, is the position of the branch: steps, cost, and its next edges. One edge is
-    of the row's own hull, whose slopes count one more, the other of another row's. ``ends`` is the
-    end of each of the two hulls.
-    """
+    ``steepest``. ``chain``, updated, is the position of the branch: steps, cost, and its next
+    edges. One edge is of the row's own hull, whose slopes count one more, the other of another
+    row's. ``ends`` is the end of each of the two hulls."""
     steps, costs = hull
     while True:
         points = _room(points[0], size), _room(points[1], size)
@@ -98,8 +95,7 @@ def _wrap(
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _clip(hull: tuple[_Ints, _Ints], first: int, size: int, length: int) -> int:
-    """End a hull at its first vertex from ``length`` on, moved close to ``length`` on the same
-    line."""
+    """End a hull at its first vertex from ``length`` on, moved close to it on the same line."""
     steps, costs = hull
     while size - 2 >= first and steps[size - 2] >= length:
         size -= 1
@@ -115,11 +111,9 @@ def _clip(hull: tuple[_Ints, _Ints], first: int, size: int, length: int) -> int:
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def hulls(length: int, links: _Ints, wide: bool, most: int) -> tuple[_Ints, _Ints, _Ints]:
-    """Return a convex lower bound of C(·, m) for every row, in the order of their memory.
-
-    The result is offsets (rows + 1), and the steps and costs of the vertices. ``wide`` adds the
-    branch of eq. 10 at y > 1. No row is begun beyond ``most`` vertices; the last offset is −1 then.
-    """
+    """Return a convex lower bound of C(·, m) for every row, in the order of their memory. The
+    result is offsets (rows + 1), and the steps and costs of the vertices. ``wide`` adds the branch
+    of eq. 10 at y > 1. No row is begun beyond ``most`` vertices; the last offset is −1 then."""
     rows = links.shape[0]
     offsets = np.zeros(rows + 1, np.int64)
     hull = np.empty(1024, np.int64), np.empty(1024, np.int64)
@@ -171,10 +165,8 @@ def hulls(length: int, links: _Ints, wide: bool, most: int) -> tuple[_Ints, _Int
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _draw(steps: _Ints, costs: _Ints, t: np.int64, ceiling: _Ints, real: _Reals, size: int) -> None:
-    """Write the values of one edge after ``t``, rounded up and not, below ``size``.
-
-    ``steps`` and ``costs`` have the two ends of the edge.
-    """
+    """Write the values of one edge after ``t``, rounded up and not, below ``size``. ``steps`` and
+    ``costs`` have the two ends of the edge."""
     run, rise = steps[1] - steps[0], costs[1] - costs[0]
     whole, part = rise // run, rise % run
     value, over = costs[0], np.int64(0)  # over: the excess of the rounded value, in 1/run
@@ -206,8 +198,7 @@ def _spread_sum(
     offsets: _Ints, hull: tuple[_Ints, _Ints], row: int, other: int, start: int,
     ceiling: _Ints, real: _Reals, size: int,
 ) -> None:  # fmt: skip
-    """Write the rounded-up bound of a branch that splits between two rows, from ``start`` steps
-    on."""
+    """Write the rounded-up bound of a branch between two rows, from ``start`` steps on."""
     a, b = offsets[row], offsets[other]
     t, c = np.int64(start), np.int64(start)
     edge_t, edge_c = np.empty(2, np.int64), np.empty(2, np.int64)
@@ -294,10 +285,8 @@ def _at_least(offsets: _Ints, hull: tuple[_Ints, _Ints], row: int, t: int) -> in
 def _best_split(
     offsets: _Ints, hull: tuple[_Ints, _Ints], row: int, other: int, t: int, taken: int
 ) -> tuple[int, int]:
-    """Return the cheapest (cost, y) of the splits near the best real-valued one.
-
-    Costs are the rounded-up bounds. ``taken`` is 1 where the split records a step of its own.
-    """
+    """Return the cheapest (cost, y) of the splits near the best real-valued one. Costs are the
+    rounded-up bounds. ``taken`` is 1 where the split records a step of its own."""
     low, high = 1 + taken, t - 1
     while low < high:
         y = (low + high) // 2
@@ -319,11 +308,9 @@ def _best_split(
 def nearest(
     links: _Ints, wide: bool, offsets: _Ints, hull: tuple[_Ints, _Ints], row: int, t: int
 ) -> tuple[int, int]:
-    """Return the branch whose parts have the least rounded-up bounds, and its split y.
-
-    t is at least 2. Branch 0 has the last step in the working core. Branch 1 records the first
-    step, 2 stores a hidden state, and 3 records a later step.
-    """
+    """Return the branch whose parts have the least rounded-up bounds, and its split y. t is at
+    least 2. Branch 0 has the last step in the working core. Branch 1 records the first step, 2
+    stores a hidden state, and 3 records a later step."""
     state, beta, alpha = links[row]
     goal = _at_least(offsets, hull, row, t)
     if beta >= 0 and 1 + _at_least(offsets, hull, beta, t - 1) == goal:

@@ -46,24 +46,20 @@ def ism_schedule(length: int, memory: int) -> Schedule:
 @dataclass(frozen=True, slots=True)
 class _Gaps:
     """The gaps of one kind that are used: all longer than ``least``, and ``some`` of that length.
-
-    One of the latter is ``short`` steps shorter.
-    """
+    One of the latter is ``short`` steps shorter."""
 
     least: int
     some: int
     short: int = 0
 
     def length(self, longest: int) -> int:
-        """Return the length of one gap of up to ``longest`` steps, where ``some`` counts this one
-        alone."""
+        """Return the length of one gap of up to ``longest`` steps, if ``some`` is for it alone."""
         if longest == self.least:
             return longest - self.short if self.some else 0
         return longest if longest > self.least else 0
 
     def share(self, available: int) -> tuple["_Gaps", "_Gaps"]:
-        """Split the gaps: those of a part with ``available`` gaps of the least length, and the
-        others."""
+        """Split the gaps: those of a part with ``available`` least gaps, and the others."""
         taken = min(self.some, available)
         short = self.short if taken else 0
         here = _Gaps(self.least, taken, short)
@@ -72,8 +68,7 @@ class _Gaps:
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """A frame (``depth`` = R ≥ 1), or the rest of a last frame after its first step (``depth`` =
-    0)."""
+    """A frame (``depth`` = R ≥ 1), or a last frame without its first step (``depth`` = 0)."""
 
     slots: int
     depth: int

@@ -60,12 +60,9 @@ _Ints = NDArray[np.int64]
 @dataclass(frozen=True, slots=True)
 class _Table:
     """The cells of a schedule within reach of the bound; a forward step counts ``scale``, an action
-    1.
-
-    ``marks`` (rows, length + 1) is 1 where there is a cell, and that of t steps is at ``places[row]
-    + t``. A cell is twice the packed cost, and 1 more where no best schedule begins with a
-    ``Record``.
-    """
+    1. ``marks`` (rows, length + 1) is 1 where there is a cell, and that of t steps is at
+    ``places[row] + t``. A cell is twice the packed cost, and 1 more where no best schedule begins
+    with a ``Record``."""
 
     scale: int
     marks: NDArray[np.uint8]
@@ -87,11 +84,9 @@ class _Table:
 
 def plan_blocks(length: int, memory: int, *, state: int = 1, alpha: int, beta: int) -> Schedule:
     """Return the cheapest mixed schedule of steps, or of blocks of steps, in the longest ranges.
-
     ``memory`` counts the initial state but not the working core, in the unit of the sizes. No
     schedule costs less than its ``bound``. Raises ScheduleError if an argument makes no sense or
-    the problem is too large.
-    """
+    the problem is too large."""
     problem, ample = pose(length, [memory], state=state, alpha=alpha, beta=beta)
     row = problem.rows[ample[0]]
     parts = Parts()
@@ -111,10 +106,8 @@ def mixed_costs(
     length: ArrayLike, memory: ArrayLike, *, state: int = 1, alpha: int, beta: int
 ) -> _Ints:
     """Return the fewest forward steps C(t, m), for lengths (0 or more) and memories that broadcast.
-
     Sizes and errors are those of :func:`plan_blocks`. ScheduleError also where a minimum could not
-    be proven within the largest table.
-    """
+    be proven within the largest table."""
     sizes = {"state": state, "alpha": alpha, "beta": beta}
     asked = _ask(length, memory, **sizes)
     if asked is None:
@@ -135,10 +128,8 @@ def mixed_costs(
 def mixed_bounds(
     length: ArrayLike, memory: ArrayLike, *, state: int = 1, alpha: int, beta: int
 ) -> _Ints:
-    """Return ⌈H(t, m)⌉, a lower bound of the cost of every mixed schedule.
-
-    Arguments are those of :func:`mixed_costs`. Whether a schedule attains the bound is not proven.
-    """
+    """Return ⌈H(t, m)⌉, a lower bound of the cost of every mixed schedule. Arguments are those of
+    :func:`mixed_costs`. Whether a schedule attains the bound is not proven."""
     asked = _ask(length, memory, state=state, alpha=alpha, beta=beta)
     if asked is None:
         return np.zeros(np.broadcast_shapes(np.shape(length), np.shape(memory)), np.int64)
@@ -148,8 +139,7 @@ def mixed_bounds(
 def _ask(
     length: ArrayLike, memory: ArrayLike, *, state: int, alpha: int, beta: int
 ) -> tuple[Problem, _Ints, _Ints] | None:
-    """Return one problem for all, and each question's row and steps; None where no step is
-    asked."""
+    """Return one problem, and each question's row and steps; None if no step is asked."""
     lengths, memories = np.broadcast_arrays(np.asarray(length), np.asarray(memory))
     if not lengths.size or not lengths.max():
         return None
@@ -274,8 +264,7 @@ def _choose(problem: Problem, table: _Table, row: int, t: int, merges: bool) -> 
 
 
 def _approached_cost(problem: Problem, row: int, length: int) -> int:
-    """Return the cost of the choices nearest to the bound: the minimum, where it equals the
-    bound."""
+    """Return the cost of the choices nearest to the bound: the minimum if equal to it."""
 
     def cost(part: tuple[int, int], number: Callable[[Any], int]) -> int:
         branch, y = problem.nearest(*part)

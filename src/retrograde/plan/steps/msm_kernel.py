@@ -26,10 +26,8 @@ def _window(
     t: int, last: int, left: _Reals, right: _Reals, limit: float, state: _Ints
 ) -> tuple[int, int]:
     """Return the splits y ≤ last with left[y] + right[t−y] ≤ limit, both convex; (1, 0) if none.
-
     ``state``, updated, tells the next call, with a smaller t, where to look. It has the least y of
-    the smallest sum, and the two answers.
-    """
+    the smallest sum, and the two answers."""
     if last < 1:
         return 1, 0
     best, low, high = min(state[0], last), state[1], state[2]
@@ -59,11 +57,9 @@ def _bounds_of_row(
     row: int, size: int, links: _Ints, wide: bool, offsets: _Ints, hull: tuple[_Ints, _Ints],
     ceilings: _Ints, reals: _Reals,
 ) -> None:  # fmt: skip
-    """Write the lower bounds of a row and of the rows it leads to, for 0 … size − 1 steps.
-
-    The rows of ``ceilings`` (4, ≥ size) and ``reals`` (6, ≥ size) are: own, state, β and α less.
-    The last two of ``reals`` add y steps to the bound of a left part of y, or of y − 1, steps.
-    """
+    """Write the lower bounds of a row and of the rows it leads to, for 0 … size − 1 steps. The rows
+    of ``ceilings`` (4, ≥ size) and ``reals`` (6, ≥ size) are: own, state, β and α less. The last
+    two of ``reals`` add y steps to the bound of a left part of y, or of y − 1, steps."""
     state, beta, alpha = links[row]
     others = np.array([row, state, beta, alpha if wide else -1])
     for i in range(4):
@@ -79,11 +75,9 @@ def mark_candidates(
     links: _Ints, wide: bool, offsets: _Ints, hull: tuple[_Ints, _Ints], excess: int, marks: _Marks
 ) -> tuple[_Ints, _Ints, int]:
     """Mark in ``marks`` (rows, length + 1) every part that a schedule of a marked part may need.
-
     The parts of such a schedule cost at most ``excess`` more than their bounds. Returns the least
     and the greatest number of marked steps of each row (1 and 0 for none), and the number of
-    candidate splits.
-    """
+    candidate splits."""
     rows, size = marks.shape
     ceilings, reals = np.empty((4, size), np.int64), np.empty((6, size))
     own = np.zeros(size + 1, np.int64)
@@ -160,11 +154,9 @@ def _windows_of_row(
     span: tuple[int, int], marks: _Marks, excess: int, ceilings: _Ints, reals: _Reals,
     may_store: bool, may_record: bool, windows: _Ints,
 ) -> None:  # fmt: skip
-    """Write the ``windows`` (4, size) of all marked parts of one row.
-
-    They are the first and last split that stores, and the first and last that records. ``span`` is
-    the least and the greatest number of marked steps.
-    """
+    """Write the ``windows`` (4, size) of all marked parts of one row. They are the first and last
+    split that stores, and the first and last that records. ``span`` is the least and the greatest
+    number of marked steps."""
     low, high = span
     store, later = np.full(3, high), np.full(3, high)
     for t in range(high, low - 1, -1):
@@ -185,11 +177,9 @@ def fill(
     links: _Ints, wide: bool, offsets: _Ints, hull: tuple[_Ints, _Ints], excess: int,
     marks: _Marks, low: _Ints, high: _Ints, places: _Ints, scale: int, table: _Ints,
 ) -> None:  # fmt: skip
-    """Fill the marked parts by the recurrence, each over its windows only.
-
-    ``excess`` to ``high`` are those of :func:`mark_candidates`. ``places``, ``scale`` and the cells
-    of ``table``, which are written, are those of :class:`retrograde.plan.steps.msm._Table`.
-    """
+    """Fill the marked parts by the recurrence, each over its windows only. ``excess`` to ``high``
+    are those of :func:`mark_candidates`. ``places``, ``scale`` and the cells of ``table``, which
+    are written, are those of :class:`retrograde.plan.steps.msm._Table`."""
     rows, size = marks.shape
     ceilings, reals = np.empty((4, size), np.int64), np.empty((6, size))
     left = np.empty(size, np.int64)  # y steps, Advance and Load, plus the left part

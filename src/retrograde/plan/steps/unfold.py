@@ -72,10 +72,8 @@ class Parts:
 
     def record(self, advance: int, steps: int, right: int = NOTHING, left: int = NOTHING) -> int:
         """Add a part that keeps the internal states of ``steps`` ≥ 1 steps; returns its number.
-
         ``right`` is the part after the last recorded step, ``left`` the part of the ``advance``
-        steps.
-        """
+        steps."""
         return self._add(advance, steps, right, left)
 
     def _add(self, advance: int, steps: int, right: int, left: int) -> int:
@@ -95,10 +93,8 @@ class Parts:
         units: Units | Chain | None = None,
         bound: int | float | None = None,
     ) -> Schedule:
-        """Write out a part, between ``Store(0)`` and ``Free(0)``, with ranges not yet merged.
-
-        The arguments are those of :class:`~retrograde.schedule.Schedule`.
-        """
+        """Write out a part, between ``Store(0)`` and ``Free(0)``, with ranges not yet merged. The
+        arguments are those of :class:`~retrograde.schedule.Schedule`."""
         size = self._actions[root] + 2
         check_size(length, size)
         kind = np.empty(size, np.uint8)

@@ -178,8 +178,7 @@ def _check_apart(x: Tensor, y: Tensor) -> None:
 
 
 def operations_a_second(device: torch.device) -> float:
-    """Return an upper bound of the multiplications and additions a second on this kind of
-    device."""
+    """Return an upper bound of this kind of device's multiplications and additions a second."""
     return 1e11 if device.type == "cpu" else 5e13
 
 

@@ -18,9 +18,9 @@ from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from retrograde.errors import CellError, RankError
+from retrograde.jacobians.composition import couples_samples
 from retrograde.ranks.agreement import Guard, Told
 from retrograde.ranks.base import Sharded, links_of
 from retrograde.ranks.layers.crossing import Crossing, Memo, cross
@@ -197,7 +197,7 @@ class LayerSharded(Sharded):
         dtype = str(types.pop()) if len(types) == 1 else ""
         if input is not None and input.is_floating_point():
             dtype = str(input.dtype)
-        coupling = (type(m).__name__ for m in modules if _couples(m))
+        coupling = (type(m).__name__ for m in modules if couples_samples(m))
         own = _Own(
             samples=0 if input is None else len(input),
             dtype="" if torch.is_autocast_enabled("cpu") else dtype,
@@ -293,11 +293,6 @@ def _hooked(modules: Iterable[nn.Module]) -> str:
         if module._backward_hooks or module._backward_pre_hooks:
             return type(module).__name__
     return ""
-
-
-def _couples(module: nn.Module) -> bool:
-    """Return whether a layer couples samples: a batch norm that uses the batch's own statistics."""
-    return isinstance(module, _BatchNorm) and (module.training or module.running_var is None)
 
 
 def _check_types(types: Sequence[str]) -> None:

@@ -97,10 +97,8 @@ def _products(call: Crossing, pieces: Sequence[Piece], dy: Gradient) -> Seconds:
 
 
 def _fastest(call: Crossing, model: RankModel) -> RankWay:
-    """Return the way that the model predicts to be fastest.
-
-    The model knows no pieces, which make a linear scan overlap; that is added here.
-    """
+    """Return the way that the model predicts to be fastest. The model knows no pieces, which make a
+    linear scan overlap; that is added here."""
     ranks, pieces = call.links.size, len(call.batches)
     hop, compared = model.hop(model.vector_bytes / pieces), model.hop(model.vector_bytes)
     seconds: dict[RankWay, float] = {

@@ -56,8 +56,7 @@ class Crossing(base.Crossing):
 
     @property
     def kind(self) -> Hashable:
-        """The key of a choice: calls of the same batch, and of about as many steps, go the same
-        way."""
+        """The key of a choice: the batch, about the number of steps, and the type."""
         return tuple(self.batches), self.longest.bit_length(), self.x.dtype
 
     @property
@@ -103,8 +102,7 @@ class Crossing(base.Crossing):
         return pieces
 
     def _parts(self, x: Tensor, given: State) -> Iterator[tuple[Tensor, Any]]:
-        """Iterate over the inputs of each piece and the state before it, which later ranks
-        receive."""
+        """Iterate over each piece's inputs and the state before it, which later ranks receive."""
         states = [self.cut(s, 1) for s in given]
         for j, part in enumerate(self.cut(x, self.dim)):
             if self.links.rank:
@@ -264,8 +262,7 @@ class _Back(WayBack):
         return [piece.unflat(part) for piece, part in zip(self.pieces, parts, strict=True)]
 
     def meet(self, alike: bool) -> bool:
-        """As in the base class; the same message also sums the parameters' gradients over the
-        ranks."""
+        """As in the base class; the same message also sums the parameters' gradients."""
         pairs = zip(self.own, self.totals, strict=True)
         parts = [torch.zeros_like(p) if g is None else g for p, g in pairs]
         flags = parts[0].new_tensor([self.guard.cause is not None, not alike])

@@ -113,8 +113,7 @@ def range_map(
 def _blocks(
     layers: Sequence[Weights], x: Tensor, state: State, dy: Gradient, length: int
 ) -> Iterator[tuple[list[Slopes], Gradient]]:
-    """Run the range again; for each block of steps, yield each layer's slopes and the loss
-    terms."""
+    """Run the range again; for each block of steps, yield the layers' slopes and loss terms."""
     before = [tuple(s[k] for s in state) for k in range(len(layers))]
     use = kernels(x.device.type, x.dtype, layers[0].size)
     for start in range(0, len(x), length):
