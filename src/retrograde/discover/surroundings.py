@@ -411,7 +411,7 @@ def _no_hook(*_: Any) -> None:
 def muted_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Silence the hooks of tensors, which expect the whole gradient, not the share of one step.
 
-    ``retain_grad`` is a hook too, which cannot be removed; its result is.
+    ``retain_grad`` is a hook too. It cannot be removed, so ``.grad`` is restored afterwards.
     """
     hooks = [(t._backward_hooks, dict(t._backward_hooks)) for t in tensors if t._backward_hooks]
     retained = [(t, t.grad) for t in tensors if t.retains_grad]
