@@ -191,7 +191,6 @@ def _before(captured: Tensors) -> tuple[set[int], set[Edge]]:
 
 
 def distinct(tensors: Iterable[Tensor]) -> Tensors:
-    """Return the tensors, each once."""
     return list({id(t): t for t in tensors}.values())
 
 

@@ -108,7 +108,6 @@ class Pattern(OnDevices):
 
     @property
     def density(self) -> float:
-        """The share of entries."""
         return self.nnz / prod(self.shape)
 
     @cached_property

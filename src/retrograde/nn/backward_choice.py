@@ -81,7 +81,6 @@ def check_slopes(module: "BudgetedRNN") -> None:
 
 
 def fastest(module: "BudgetedRNN", steps: int, samples: int, needs_x: bool) -> str:
-    """Return the algorithm with the least expected time."""
     found = timings(module, samples, steps, needs_x)
     return min(contenders(found), key=lambda name: found[name].seconds(steps))
 

@@ -79,7 +79,6 @@ class LRUCache(Generic[T]):
         return known.result
 
     def known(self, key: Hashable) -> T | None:
-        """Return the result for a key, or None."""
         found = self._look_up(key)
         return None if found is None else found.result
 

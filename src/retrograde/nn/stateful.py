@@ -103,7 +103,6 @@ class Stateful:
         return replace(held, slots=slots)
 
     def first(self, state: Any) -> Any:
-        """Return the state before the first step."""
         return self._joined([s.initial if s.settled else None for s in self.slots], state)
 
     def __call__(self, x: Any, state: Any) -> tuple[Any, Any]:

@@ -138,7 +138,6 @@ class CellCall:
 
     @property
     def steps(self) -> Inputs:
-        """The leaves of the steps."""
         return self.layout.read(self.tensors)
 
     @property

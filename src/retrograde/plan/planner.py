@@ -42,7 +42,8 @@ from retrograde.plan.steps.coarse import coarsen
 from retrograde.plan.steps.hsm import hsm_schedule
 from retrograde.plan.steps.ism import ism_schedule
 from retrograde.plan.steps.unfold import check_size
-from retrograde.schedule import Chain, Schedule, Units, Verb, merge
+from retrograde.schedule import Chain, Schedule, Units, merge
+from retrograde.schedule.schedule import forward_ranges
 from retrograde.units import Memory, as_bytes
 
 __all__ = ["cost", "plan", "split"]
@@ -276,7 +277,8 @@ def _cost_of_one(
     segments: int | None,
 ) -> int:
     if memory is None:
-        return _forward_steps(_baseline(length, policy, alpha, beta, segments))
+        starts, stops = forward_ranges(_baseline(length, policy, alpha, beta, segments))
+        return int((stops - starts).sum())
     if policy == "hsm":
         return closed_form.hsm_cost(length, memory)
     if policy == "ism":
@@ -294,8 +296,3 @@ def _baseline(
     if parts is None:
         return _BASELINES[policy](length, units)
     return baselines.chen_recursive(length, units, segments=parts)
-
-
-def _forward_steps(schedule: Schedule) -> int:
-    runs = (schedule.kind == Verb.ADVANCE) | (schedule.kind == Verb.RECORD)
-    return int((schedule.stop - schedule.start)[runs].sum())

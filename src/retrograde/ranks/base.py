@@ -68,7 +68,6 @@ class Crossing:
 
     @property
     def last(self) -> bool:
-        """Whether this is the last rank."""
         return self.links.rank == self.links.size - 1
 
     def hand_along(

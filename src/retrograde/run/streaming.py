@@ -24,7 +24,7 @@ from retrograde.run.executor import Run
 from retrograde.run.layout import Straight
 from retrograde.run.sources import Stream
 from retrograde.schedule import Schedule
-from retrograde.schedule.actions import Verb
+from retrograde.schedule.schedule import forward_ranges
 
 __all__ = ["Progress", "TakeInput", "run_stream"]
 
@@ -92,8 +92,8 @@ def _add(total: Tensor, values: Tensors) -> None:
 
 def _work(schedule: Schedule) -> int:
     """Return the number of forward and backward steps in all."""
-    runs = (schedule.kind == Verb.ADVANCE) | (schedule.kind == Verb.RECORD)
-    return int((schedule.stop - schedule.start)[runs].sum()) + schedule.length
+    starts, stops = forward_ranges(schedule)
+    return int((stops - starts).sum()) + schedule.length
 
 
 def _hand_over(core: Core, stream: Stream, state: Tensors, gradients: "_Streamed") -> None:

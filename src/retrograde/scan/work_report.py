@@ -68,7 +68,6 @@ class Level:
 
     @property
     def flops(self) -> int:
-        """FLOPs of all products."""
         return sum(product.flops for product in self.products)
 
     @property

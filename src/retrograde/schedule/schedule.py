@@ -26,7 +26,7 @@ from retrograde.schedule.simulate import simulate
 if TYPE_CHECKING:
     from retrograde.schedule.simulate import Replay
 
-__all__ = ["Schedule", "Units"]
+__all__ = ["Schedule", "Units", "forward_ranges"]
 
 _SHOWN = 60  # actions that str() shows of a long schedule, at each end
 
@@ -269,3 +269,9 @@ class Schedule:
             f"<Schedule {self.policy!r}, length={self.length}, memory={self.memory}, "
             f"{len(self)} actions>"
         )
+
+
+def forward_ranges(schedule: Schedule) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return where each range that runs forward, recorded or not, begins and ends."""
+    runs = (schedule.kind == Verb.ADVANCE) | (schedule.kind == Verb.RECORD)
+    return schedule.start[runs], schedule.stop[runs]

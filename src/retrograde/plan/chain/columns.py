@@ -67,7 +67,6 @@ def layers_of(chain: Chain, places: list[int] | None = None) -> Layers:
 
 
 def _joined(layers: Layers, places: list[int]) -> Layers:
-    """Join each group of layers to one layer."""
     first, last = np.array(places[:-1]), np.array(places[1:]) - 1
     tape, enter, through, record, back = (np.empty(len(first), np.int64) for _ in range(5))
     for group, (begin, end) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):

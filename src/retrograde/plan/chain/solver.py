@@ -15,7 +15,8 @@ from retrograde.errors import BudgetError, ScheduleError
 from retrograde.plan.chain.columns import Layers, layers_of
 from retrograde.plan.chain.segments import Cells, all_cells, band_of_cells
 from retrograde.plan.steps.unfold import NOTHING, Parts
-from retrograde.schedule import Action, Advance, Chain, Schedule, Verb, merge, simulate
+from retrograde.schedule import Action, Advance, Chain, Schedule, merge, simulate
+from retrograde.schedule.schedule import forward_ranges
 from retrograde.units import format_bytes
 
 if TYPE_CHECKING:
@@ -167,8 +168,8 @@ def _forward_seconds(schedule: Schedule) -> float:
     chain = schedule.units
     assert isinstance(chain, Chain)
     before = np.concatenate(([0.0], np.cumsum(chain.forward_seconds)))
-    runs = (schedule.kind == Verb.ADVANCE) | (schedule.kind == Verb.RECORD)
-    return float((before[schedule.stop[runs]] - before[schedule.start[runs]]).sum())
+    starts, stops = forward_ranges(schedule)
+    return float((before[stops] - before[starts]).sum())
 
 
 def seconds_of(schedule: Schedule) -> float:
