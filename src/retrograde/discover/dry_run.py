@@ -40,6 +40,21 @@ class DryRun(Generic[T]):
     ambient: Ambient
     mark: int  # autograd's sequence number when it began
     found: Referents  # what it refers to, without what only earlier calls left there
+    written: tuple[bool, ...]  # whether it writes to the tensors of each owner
+
+    def repeatable(self) -> bool:
+        """Whether the call changes nothing but random states and tensors."""
+        return not (self.ambient.places or self.ambient.left or self.found.generators)
+
+    def on(self, found: Referents) -> Ambient:
+        """The surroundings of the same call on other modules of the same make, without a trial."""
+        owners = _Rewritten(found, self.ambient.device)
+        for owner, changed in zip(owners.owners, self.written, strict=True):
+            owner.changed = changed
+        buffers, others = owners.parted()
+        steady = Steady(self.ambient.steady.sources, others, tuple(found.places))
+        parts = tuple(found.parts())
+        return replace(self.ambient, buffers=buffers, steady=steady, modules=parts)
 
 
 def try_out(
@@ -85,7 +100,7 @@ def try_out(
     steady = Steady(still, others, _untouched(found.places, last))
     parts = tuple(found.parts())
     ambient = Ambient(device, drawn, changed, places, left, steady, parts, place_bytes)
-    return DryRun(value, ambient, mark, found)
+    return DryRun(value, ambient, mark, found, tuple(owner.changed for owner in written.owners))
 
 
 def assigned_tensors(
