@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import retrograde as rg
 from retrograde.cores.chain.chain_core import ChainCore
-from retrograde.cores.chain.links import examine_layers
+from retrograde.cores.chain.examine import examine_layers
 from retrograde.discover.trees import flatten
 from retrograde.errors import BudgetError, CellError, RetrogradeError, UnitError
 from retrograde.run.core import Gradients

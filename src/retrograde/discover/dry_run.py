@@ -39,6 +39,21 @@ class DryRun(Generic[T]):
     ambient: Ambient
     mark: int  # autograd's sequence number when it began
     found: Referents  # the referents, without objects that only earlier calls left there
+    written: tuple[bool, ...]  # whether it writes to the tensors of each owner
+
+    def repeatable(self) -> bool:
+        """Return whether the call changes nothing but random states and tensors."""
+        return not (self.ambient.places or self.ambient.left or self.found.generators)
+
+    def on(self, found: Referents) -> Ambient:
+        """Return the surroundings of the same call on equal modules, without a trial."""
+        owners = _Rewritten(found, self.ambient.device)
+        for owner, changed in zip(owners.owners, self.written, strict=True):
+            owner.changed = changed
+        buffers, others = owners.parted()
+        steady = Steady(self.ambient.steady.sources, others, tuple(found.places))
+        parts = tuple(found.parts())
+        return replace(self.ambient, buffers=buffers, steady=steady, modules=parts)
 
 
 def try_out(
@@ -84,7 +99,7 @@ def try_out(
     steady = Steady(unmoved, others, _untouched(found.places, last))
     parts = tuple(found.parts())
     ambient = Ambient(device, drawn, changed, places, left, steady, parts, place_bytes)
-    return DryRun(value, ambient, mark, found)
+    return DryRun(value, ambient, mark, found, tuple(owner.changed for owner in written.owners))
 
 
 def assigned_tensors(

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from retrograde.cores.chain.examine import examine_layers
 from retrograde.cores.chain.layer_sizes import measure_chain, prefix_bytes
-from retrograde.cores.chain.links import Links, examine_layers
+from retrograde.cores.chain.links import Links
 from retrograde.cores.chain.nodes import run_chain
 from retrograde.discover.places import Place
 from retrograde.discover.referents import Referents, find_referents

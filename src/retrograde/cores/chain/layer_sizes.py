@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from retrograde.cores.chain.chain_core import NO_INPUTS, ChainCore, LinkTape
+from retrograde.cores.chain.examine import made_up
 from retrograde.cores.chain.links import Link, Links
 from retrograde.cores.timing import Stopwatch
 from retrograde.measure.allocations import Phase, measure_phases
@@ -98,15 +99,6 @@ def _to_run(links: Sequence[Link], firsts: Sequence[int]) -> list[tuple[int, boo
     real = max((k for k, link in enumerate(links) if link.make is None), default=0)
     chosen = [k for k, one in enumerate(firsts) if one == k or k < real]
     return [(k, k > 0 and (not n or chosen[n - 1] != k - 1)) for n, k in enumerate(chosen)]
-
-
-def _made_up(link: Link) -> Tensors:
-    """An input of the form that a link was tried on."""
-    found = []
-    for shape, stride, dtype, device, size in link.laid:
-        room = torch.ones(size // dtype.itemsize, dtype=dtype, device=device)
-        found.append(room.as_strided(shape, stride))
-    return found
 
 
 def _run_prefix(links: Links, state: Tensors) -> Tensors:
@@ -240,13 +232,13 @@ def _measure_links(
     """Measure the first link of every make: bytes, and seconds that the watching is a part of."""
     run: list[_LinkMeasurement] = []
     phases: list[list[Callable[[], None]]] = []
-    for k, made_up in _to_run(core.links, firsts):
-        take: Callable[[], Tensors] = partial(_made_up, core.links[k])
+    for k, apart in _to_run(core.links, firsts):
+        take: Callable[[], Tensors] = partial(made_up, core.links[k].laid)
         if not k:
             take = partial(each_once, Tensor.clone, first)
-        elif not made_up:
+        elif not apart:
             take = run[-1].give
-        if run and made_up:
+        if run and apart:
             phases[-1].append(run[-1].output.clear)
         run.append(_LinkMeasurement(core, k, take, called=called))
         phases.append(run[-1].phases(whole=firsts[k] == k))
@@ -271,10 +263,10 @@ def _seconds(
     watches: dict[int, Stopwatch] = {}
     pending: list[tuple[int, Tensors]] = []
     state = [*first]
-    for k, made_up in _to_run(core.links, firsts):
-        if made_up:
+    for k, apart in _to_run(core.links, firsts):
+        if apart:
             state = []  # what the link before put out goes first
-            state = _made_up(core.links[k])
+            state = made_up(core.links[k].laid)
         watch = Stopwatch(core.ambient.device)
         with watch.lap():
             core.advance(NO_INPUTS, k, [k + 1], state, None)
