@@ -17,9 +17,10 @@ from jax import Array, lax
 from retrograde.jax.step import Recorded, filled, is_real, some_of, type_of
 from retrograde.jax.table import Kind, Table
 
-__all__ = ["Order", "sweep_backward", "sweep_forward"]
+__all__ = ["Order", "Sweeps"]
 
 Arrays = list[Any]
+Held = tuple[Arrays, Arrays]  # slots and tape
 Row = tuple[Array, ...]  # start, stop, load, store, tape
 
 
@@ -69,145 +70,148 @@ class _State(NamedTuple):
 Perform = Callable[[Row, _State], _State]
 
 
-def sweep_forward(
-    recorded: Recorded, table: Table, order: Order, consts: Arrays, init: Arrays, xs: Arrays
-) -> tuple[Arrays, Arrays, tuple[Arrays, Arrays]]:
-    """The rows of the forward sweep: the carry after all steps, the outputs, and what is held
-    until the backward sweep: slots and tape."""
-    slots = _write([c.zeros(table.slots) for c in recorded.step.carry], table.first, init)
-    recording = Kind.RECORD in table.rows[: table.forward, 0]
-    tape = [h.zeros(table.tape) for h in recorded.held] if recording else []
-    ys = [y.zeros(order.length) for y in recorded.step.y]
-    # The carry goes along by itself. Read from the slots afterwards, it would make XLA copy these,
-    # for nothing says that the backward sweep writes to them later.
-    state = _State(init, ys, slots, tape)
-    kinds = _forward_kinds(recorded, order, consts, xs)
-    carry, ys, *held, _ = _follow(table, 0, table.forward, kinds, state)
-    return carry, ys, (held[0], held[1])
+@dataclass(frozen=True)
+class Sweeps:
+    """Both sweeps of a schedule over a recorded step."""
 
+    recorded: Recorded
+    table: Table
+    order: Order
 
-def sweep_backward(
-    recorded: Recorded,
-    table: Table,
-    order: Order,
-    consts: Arrays,
-    xs: Arrays,
-    held: tuple[Arrays, Arrays],
-    after: Arrays,
-    g_ys: Arrays,
-) -> tuple[Arrays, Arrays, Arrays]:
-    """The rows after the forward sweep: from cotangents of the last carry and of the outputs
-    (None: zero) to those of the constants, of the carry and of the inputs that want one."""
-    fixed = recorded.fixed(*consts)
+    def forward(self, consts: Arrays, init: Arrays, xs: Arrays) -> tuple[Arrays, Arrays, Held]:
+        """The carry after all steps, the outputs, and what is held for the backward sweep."""
+        table, step = self.table, self.recorded.step
+        slots = _write([c.zeros(table.slots) for c in step.carry], table.first, init)
+        recording = Kind.RECORD in table.rows[: table.forward, 0]
+        # The carry goes along by itself. Read from the slots afterwards, it would make XLA copy
+        # these, for nothing says that the backward sweep writes to them later.
+        ys = [y.zeros(self.order.length) for y in step.y]
+        state = _State(init, ys, slots, self._tape() if recording else [])
+        carry, ys, slots, tape, _ = self._follow(0, table.forward, self._runs(consts, xs), state)
+        return carry, ys, (slots, tape)
 
-    def pulled(k: Any, held: Arrays, x: Arrays, g_y: Arrays, totals: Any) -> Any:
-        """Backpropagate one step; ``g_y`` are the cotangents of its outputs."""
-        g_consts, g_carry, g_xs = totals
-        residuals = recorded.residuals(held=held, fixed=fixed, consts=consts, x=x)
-        shares, g_carry, g_x = recorded.pull(residuals, g_carry, filled(g_y, recorded.step.y))
-        g_consts = jax.tree.map(jnp.add, g_consts, shares)
-        return g_consts, g_carry, order.write(g_xs, k, g_x)
+    def backward(
+        self, consts: Arrays, xs: Arrays, held: Held, after: Arrays, g_ys: Arrays
+    ) -> tuple[Arrays, Arrays, Arrays]:
+        """From cotangents of the last carry and of the outputs (None: zero) to those of the
+        constants, of the carry and of the inputs that want one."""
+        slots, tape = held
+        if not tape:
+            tape = self._tape()
+            # Tied to a gradient, or XLA may make the tape while the outputs still take memory.
+            for g in [g for g in jax.tree.leaves((g_ys, after)) if g.size][:1]:
+                there = jnp.isnan(g.ravel()[0])
+                tape = [jnp.where(there, jnp.ones_like(b), b) if is_real(b) else b for b in tape]
+        given = map(some_of, (consts, xs), self.recorded.wanted)
+        shares, g_xs = (jax.tree.map(lambda v: type_of(v).zeros(), part) for part in given)
+        state = _State([], [], slots, tape, (shares, after, g_xs))
+        kinds = self._runs(consts, xs) | self._backs(consts, xs, g_ys)
+        stop = len(self.table.rows) - 1
+        found: tuple[Arrays, Arrays, Arrays]
+        found = self._follow(self.table.forward, stop, kinds, state).totals
+        return found
 
-    def back(row: Row, state: _State) -> _State:
-        start, stop, _, _, base = row
+    def _runs(self, consts: Arrays, xs: Arrays) -> dict[Kind, Perform]:
+        """Rows that run steps."""
+        recorded, order = self.recorded, self.order
 
-        def one(n: Any, inner: Any) -> Any:
-            g_y, totals = inner
-            place = table.tape - 1 - n
-            k = start + (place - base)
-            held, x = _read(state.tape, place), order.read(xs, k)
-            return order.read(g_ys, k - 1), pulled(k, held, x, g_y, totals)
+        def run(row: Row, state: _State, recording: bool) -> _State:
+            start, stop, load, store, base = row
+            # Recorded steps are counted by their places on the tape.
+            first, ahead = (base, start - base) if recording else (start, 0)
 
-        # XLA's kernels for the CPU are slow unless all that they read has one index, which is a
-        # constant less a counter. So places are counted from the end of the tape, and cotangents
-        # are read a step ahead.
-        end = table.tape - base
-        carried = order.read(g_ys, stop - 1), state.totals
-        return state._replace(totals=order.each(end - (stop - start), end, one, carried)[1])
+            def one(n: Any, inner: Any) -> Any:
+                carry, ys, tape = inner
+                x = order.read(xs, n + ahead)
+                if recording:
+                    carry, y, held = recorded(consts, carry, x)
+                    tape = _write(tape, n, held)
+                else:
+                    carry, y = recorded.step(consts, carry, x)
+                return carry, order.write(ys, n + ahead, y[: len(ys)]), tape
 
-    def again(row: Row, state: _State) -> _State:
-        k, _, load, _, _ = row
-        x = order.read(xs, k)
-        _, _, held = recorded(consts, _read(state.slots, load), x)
-        return state._replace(totals=pulled(k, held, x, order.read(g_ys, k), state.totals))
+            carried = _read(state.slots, load), state.ys, state.tape if recording else []
+            carry, ys, tape = order.each(first, first + (stop - start), one, carried)
+            slots = _write(state.slots, store, carry)
+            return _State(carry[: len(state.carry)], ys, slots, tape or state.tape, state.totals)
 
-    slots, tape = held
-    wanted_consts, wanted_xs = recorded.wanted
-    shares, g_xs = jax.tree.map(
-        lambda v: type_of(v).zeros(), (some_of(consts, wanted_consts), some_of(xs, wanted_xs))
-    )
-    if not tape:
-        tape = [h.zeros(table.tape) for h in recorded.held]
-        # Tied to a gradient, or XLA may make the tape while the outputs still take memory.
-        for g in [g for g in jax.tree.leaves((g_ys, after)) if g.size][:1]:
-            there = jnp.isnan(g.ravel()[0])
-            tape = [jnp.where(there, jnp.ones_like(b), b) if is_real(b) else b for b in tape]
-    state = _State([], [], slots, tape, (shares, after, g_xs))
-    kinds = _forward_kinds(recorded, order, consts, xs) | {Kind.TAPE: back, Kind.STEP: again}
-    totals = _follow(table, table.forward, len(table.rows) - 1, kinds, state).totals
-    found: tuple[Arrays, Arrays, Arrays] = totals
-    return found
+        return {
+            Kind.ADVANCE: lambda row, state: run(row, state, False),
+            Kind.RECORD: lambda row, state: run(row, state, True),
+        }
 
+    def _backs(self, consts: Arrays, xs: Arrays, g_ys: Arrays) -> dict[Kind, Perform]:
+        """Rows that backpropagate steps."""
+        recorded, order, places = self.recorded, self.order, self.table.tape
+        fixed = recorded.fixed(*consts)
 
-def _forward_kinds(
-    recorded: Recorded, order: Order, consts: Arrays, xs: Arrays
-) -> dict[Kind, Perform]:
-    """Rows that run steps."""
+        def pulled(k: Any, held: Arrays, x: Arrays, g_y: Arrays, totals: Any) -> Any:
+            """Backpropagate one step; ``g_y`` are the cotangents of its outputs."""
+            g_consts, g_carry, g_xs = totals
+            residuals = recorded.residuals(held=held, fixed=fixed, consts=consts, x=x)
+            shares, g_carry, g_x = recorded.pull(residuals, g_carry, filled(g_y, recorded.step.y))
+            return jax.tree.map(jnp.add, g_consts, shares), g_carry, order.write(g_xs, k, g_x)
 
-    def run(row: Row, state: _State, recording: bool) -> _State:
-        start, stop, load, store, base = row
-        first = base if recording else start  # one index for the tape, and what it is ahead of it
-        ahead = start - base if recording else 0
+        def back(row: Row, state: _State) -> _State:
+            start, stop, _, _, base = row
+            end = places - base
 
-        def one(n: Any, inner: Any) -> Any:
-            carry, ys, tape = inner
-            k = n + ahead
-            carry, y, held = (recorded if recording else plain)(consts, carry, order.read(xs, k))
-            return carry, order.write(ys, k, y[: len(ys)]), _write(tape, n, held)
+            def one(n: Any, inner: Any) -> Any:
+                g_y, totals = inner
+                place = places - 1 - n
+                k = start + (place - base)
+                held, x = _read(state.tape, place), order.read(xs, k)
+                return order.read(g_ys, k - 1), pulled(k, held, x, g_y, totals)
 
-        carried = _read(state.slots, load), state.ys, state.tape if recording else []
-        carry, ys, tape = order.each(first, first + (stop - start), one, carried)
-        slots = _write(state.slots, store, carry)
-        return _State(carry[: len(state.carry)], ys, slots, tape or state.tape, state.totals)
+            # XLA vectorizes a kernel for the CPU if all that it reads has one index, computed from
+            # one counter. So places are counted from the end, and cotangents read a step ahead.
+            carried = order.read(g_ys, stop - 1), state.totals
+            return state._replace(totals=order.each(end - (stop - start), end, one, carried)[1])
 
-    def plain(consts: Arrays, carry: Arrays, x: Arrays) -> tuple[Arrays, Arrays, Arrays]:
-        return *recorded.step(consts, carry, x), []
+        def again(row: Row, state: _State) -> _State:
+            k, _, load, _, _ = row
+            x = order.read(xs, k)
+            _, _, held = recorded(consts, _read(state.slots, load), x)
+            return state._replace(totals=pulled(k, held, x, order.read(g_ys, k), state.totals))
 
-    return {
-        Kind.ADVANCE: lambda row, state: run(row, state, False),
-        Kind.RECORD: lambda row, state: run(row, state, True),
-    }
+        return {Kind.TAPE: back, Kind.STEP: again}
 
+    def _tape(self) -> Arrays:
+        return [h.zeros(self.table.tape) for h in self.recorded.held]
 
-def _follow(
-    table: Table, first: int, stop: int, kinds: Mapping[Kind, Perform], state: _State
-) -> _State:
-    """Carry out the rows ``first`` … ``stop − 1``."""
-    rows = jnp.asarray(table.rows)
-    used = [Kind(kind) for kind in np.unique(table.rows[first:stop, 0])]
+    def _follow(
+        self, first: int, stop: int, kinds: Mapping[Kind, Perform], state: _State
+    ) -> _State:
+        """Carry out the rows ``first`` … ``stop − 1``."""
+        rows = jnp.asarray(self.table.rows)
 
-    def body(now: Any) -> Any:
-        for kind in used:  # all rows of a kind that are next
-            now = lax.while_loop(
-                lambda now, kind=kind: (now[0] < stop) & (rows[now[0], 0] == kind),
-                lambda now, kind=kind: (now[0] + 1, kinds[kind](tuple(rows[now[0]][1:]), now[1])),
+        def rows_of(kind: Kind, now: Any) -> Any:
+            """All rows of a kind that are next."""
+            return lax.while_loop(
+                lambda now: (now[0] < stop) & (rows[now[0], 0] == kind),
+                lambda now: (now[0] + 1, kinds[kind](tuple(rows[now[0]][1:]), now[1])),
                 now,
             )
-        return now
 
-    found: _State = lax.while_loop(lambda now: now[0] < stop, body, (jnp.int32(first), state))[1]
-    return found
+        def body(now: Any) -> Any:
+            for kind in np.unique(self.table.rows[first:stop, 0]):
+                now = rows_of(Kind(kind), now)
+            return now
+
+        found: _State
+        found = lax.while_loop(lambda now: now[0] < stop, body, (jnp.int32(first), state))[1]
+        return found
 
 
 def _read(buffers: Arrays, at: Any) -> Arrays:
     plain = {"keepdims": False, "allow_negative_indices": False}
-    return jax.tree.map(lambda b: lax.dynamic_index_in_dim(b, at, **plain), buffers)  # type: ignore[no-any-return]
+    found: Arrays = jax.tree.map(lambda b: lax.dynamic_index_in_dim(b, at, **plain), buffers)
+    return found
 
 
 def _write(buffers: Arrays, at: Any, values: Sequence[Any]) -> Arrays:
+    plain = {"axis": 0, "allow_negative_indices": False}
+    pairs = zip(buffers, values, strict=True)
     return [
-        b
-        if b is None
-        else lax.dynamic_update_index_in_dim(b, v, at, 0, allow_negative_indices=False)
-        for b, v in zip(buffers, values, strict=True)
+        b if b is None else lax.dynamic_update_index_in_dim(b, v, at, **plain) for b, v in pairs
     ]

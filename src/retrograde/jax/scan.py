@@ -14,7 +14,7 @@ from jax.tree_util import Partial
 from retrograde.errors import CellError
 from retrograde.jax.budget import Asked, find_table, fit_scan
 from retrograde.jax.parallel import scan_in_parallel
-from retrograde.jax.ranges import Order, sweep_backward, sweep_forward
+from retrograde.jax.ranges import Order, Sweeps
 from retrograde.jax.step import (
     Recorded,
     Step,
@@ -189,21 +189,18 @@ class _Scan:
         if table is None:
             return self._vjp(*operands)
 
-        def forward(*operands: Arrays) -> Any:
-            return sweep_forward(recorded, table, self.order, *operands)
+        sweeps = Sweeps(recorded, table, self.order)
 
-        def backward(consts: Arrays, init: Arrays, *operands: Any) -> Any:
-            return sweep_backward(recorded, table, self.order, consts, *operands)
-
-        def plain_backward(consts: Arrays, init: Arrays, xs: Arrays, held: Any, *given: Any) -> Any:
+        def plain_back(consts: Arrays, xs: Arrays, held: Any, init: Arrays, *given: Any) -> Any:
             warnings.warn(_BEYOND, stacklevel=2)
             found = self._vjp(consts, init, xs)[1](*given)
-            masks = wanted[0], map(is_real, init), wanted[2]
-            return tuple(map(some_of, found, masks))
+            return tuple(map(some_of, found, (wanted[0], map(is_real, init), wanted[2])))
 
-        after, ys, held = _differentiated_as(self.plainly, forward)(*operands)
-        back = Partial(_differentiated_as(plain_backward, backward), *operands, held)
-        return (after, ys), back
+        def back(consts: Arrays, xs: Arrays, held: Any, init: Arrays, *given: Any) -> Any:
+            return sweeps.backward(consts, xs, held, *given)
+
+        after, ys, held = _differentiated_as(self.plainly, sweeps.forward)(*operands)
+        return (after, ys), Partial(_differentiated_as(plain_back, back), consts, xs, held, init)
 
     def _backward(self, back: Any, cotangents: Any) -> Any:
         """The gradients. Cotangents of integers, and zeros, become None."""

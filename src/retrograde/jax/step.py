@@ -123,7 +123,8 @@ def trace_step(f: Callable[..., Any], init: Any, x: Any) -> tuple[Step, Arrays, 
             f"the scanned function has effects ({', '.join(map(str, closed.effects))}): expected "
             "none, since steps are run again in the backward pass; take them out of the function"
         )
-    after_tree, y_tree = map(jax.tree.structure, result)
+    trees: list[Any] = [*map(jax.tree.structure, result)]
+    after_tree, y_tree = trees
     if after_tree != tree:
         raise CellError(
             f"the carry changed its structure: expected {tree}, got {after_tree}; return a "
