@@ -22,7 +22,7 @@ from jax.flatten_util import ravel_pytree
 
 from retrograde.errors import CellError
 from retrograde.jax.ranges import Order
-from retrograde.jax.step import Step, is_real, merged, real_of, some_of, type_of
+from retrograde.jax.step import Step, is_real, merged, real_of, some_of, varied, zeros
 
 __all__ = ["scan_in_parallel"]
 
@@ -75,7 +75,9 @@ def scan_in_parallel(
             return (g, jax.tree.map(jnp.add, totals, shares)), g_x
 
         g, unravel = ravel_pytree(g_after)
-        state, g_xs = lax.scan(of_chunk, (g, _zeros(real_of(consts))), parts, reverse=True)
+        state, g_xs = lax.scan(
+            of_chunk, (g, jax.tree.map(zeros, real_of(consts))), parts, reverse=True
+        )
         g_xs = jax.tree.map(lambda t: t.reshape(-1, *t.shape[2:]), g_xs)
         if first:
             state, early = of_chunk(state, jax.tree.map(lambda t: t[:first], rows))
@@ -103,9 +105,9 @@ def _chunk(step: Step, consts: Arrays, g: Array, carries: Arrays, xs: Arrays, g_
     def slopes(h: Array, x: Arrays, g_y: Arrays) -> tuple[Array, Array]:
         """What a step does to any cotangent g, which becomes g·P + d."""
         (after, y), pull = jax.vjp(lambda h: run(consts, h, x), h)
-        units = type_of(after).varied(jnp.eye(len(h), dtype=h.dtype))
-        columns = jax.vmap(lambda e: pull((e, _zeros(y)))[0])(units)
-        return columns, pull((_zeros(after), g_y))[0]
+        units = varied(jnp.eye(len(h), dtype=h.dtype), after)
+        columns = jax.vmap(lambda e: pull((e, jax.tree.map(zeros, y)))[0])(units)
+        return columns, pull((zeros(after), g_y))[0]
 
     def then(later: Any, earlier: Any) -> Any:
         (p, d), (q, e) = later, earlier
@@ -120,7 +122,3 @@ def _chunk(step: Step, consts: Arrays, g: Array, carries: Arrays, xs: Arrays, g_
 
     g_consts, g_xs = jax.vjp(side_by_side, real_of(consts), real_of(xs))[1]((after, g_ys))
     return before[0], g_consts, g_xs
-
-
-def _zeros(values: Any) -> Any:
-    return jax.tree.map(lambda v: type_of(v).zeros(), values)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from retrograde.jax.step import Recorded, filled, is_real, some_of, type_of
+from retrograde.jax.step import Recorded, filled, is_real, some_of, zeros
 from retrograde.jax.table import Kind, Table
 
 __all__ = ["Order", "Sweeps"]
@@ -81,11 +81,11 @@ class Sweeps:
     def forward(self, consts: Arrays, init: Arrays, xs: Arrays) -> tuple[Arrays, Arrays, Held]:
         """The carry after all steps, the outputs, and what is held for the backward sweep."""
         table, step = self.table, self.recorded.step
-        slots = _write([c.zeros(table.slots) for c in step.carry], table.first, init)
+        slots = _write([zeros(c, table.slots) for c in step.carry], table.first, init)
         recording = Kind.RECORD in table.rows[: table.forward, 0]
         # The carry goes along by itself. Read from the slots afterwards, it would make XLA copy
         # these, for nothing says that the backward sweep writes to them later.
-        ys = [y.zeros(self.order.length) for y in step.y]
+        ys = [zeros(y, self.order.length) for y in step.y]
         state = _State(init, ys, slots, self._tape() if recording else [])
         carry, ys, slots, tape, _ = self._follow(0, table.forward, self._runs(consts, xs), state)
         return carry, ys, (slots, tape)
@@ -103,7 +103,7 @@ class Sweeps:
                 there = jnp.isnan(g.ravel()[0])
                 tape = [jnp.where(there, jnp.ones_like(b), b) if is_real(b) else b for b in tape]
         given = map(some_of, (consts, xs), self.recorded.wanted)
-        shares, g_xs = (jax.tree.map(lambda v: type_of(v).zeros(), part) for part in given)
+        shares, g_xs = (jax.tree.map(zeros, part) for part in given)
         state = _State([], [], slots, tape, (shares, after, g_xs))
         kinds = self._runs(consts, xs) | self._backs(consts, xs, g_ys)
         stop = len(self.table.rows) - 1
@@ -177,7 +177,7 @@ class Sweeps:
         return {Kind.TAPE: back, Kind.STEP: again}
 
     def _tape(self) -> Arrays:
-        return [h.zeros(self.table.tape) for h in self.recorded.held]
+        return [zeros(h, self.table.tape) for h in self.recorded.held]
 
     def _follow(
         self, first: int, stop: int, kinds: Mapping[Kind, Perform], state: _State

@@ -23,7 +23,7 @@ from retrograde.jax.step import (
     real_of,
     some_of,
     trace_step,
-    type_of,
+    zeros,
 )
 from retrograde.plan.fit import Fit
 from retrograde.schedule import Schedule
@@ -222,7 +222,7 @@ def _differentiated_as(plain: Callable[..., Any], run: Callable[..., Any]) -> Ca
         return run(*operands)
 
     def still(v: Any) -> Any:
-        return type_of(v).zeros() if is_real(v) else np.zeros(v.shape, jax.dtypes.float0)
+        return zeros(v) if is_real(v) else np.zeros(v.shape, jax.dtypes.float0)
 
     @call.defjvp
     def derivative(primals: Any, tangents: Any) -> Any:

@@ -11,7 +11,7 @@ Lists of gradients have None in place of values that have no gradient.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,6 @@ from retrograde.errors import CellError
 __all__ = [
     "Recorded",
     "Step",
-    "Type",
     "bytes_of",
     "filled",
     "is_real",
@@ -31,33 +30,26 @@ __all__ = [
     "real_of",
     "some_of",
     "trace_step",
-    "type_of",
+    "varied",
+    "zeros",
 ]
 
 Arrays = list[Any]
 
 
-class Type(NamedTuple):
-    """The type of an array; ``axes`` are those of a mesh (``shard_map``) that it varies over."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-    axes: frozenset[str]
-
-    def zeros(self, count: int | None = None) -> Array:
-        """Zeros of this type, or so many of them."""
-        shape = self.shape if count is None else (count, *self.shape)
-        return self.varied(jnp.zeros(shape, self.dtype))
-
-    def varied(self, x: Array) -> Array:
-        """What is the same on all devices, as a value that varies as this type does."""
-        return lax.pcast(x, tuple(sorted(self.axes)), to="varying") if self.axes else x
+def zeros(like: Any, count: int | None = None) -> Array:
+    """Zeros of the type of an array, or that a type tells; or so many of them."""
+    kind = jax.typeof(like) if isinstance(like, Array) else like
+    return varied(
+        jnp.zeros(kind.shape if count is None else (count, *kind.shape), kind.dtype), kind
+    )
 
 
-def type_of(x: Any) -> Type:
-    """The type of an array, a tracer, or what stands for one."""
-    kind = jax.typeof(x) if isinstance(x, Array) else x
-    return Type(tuple(kind.shape), kind.dtype, kind.manual_axis_type.varying)
+def varied(x: Array, like: Any) -> Array:
+    """What is the same on all devices of a mesh (``shard_map``), as what varies as ``like``."""
+    kind = jax.typeof(like) if isinstance(like, Array) else like
+    axes = tuple(sorted(kind.manual_axis_type.varying))
+    return lax.pcast(x, axes, to="varying") if axes else x
 
 
 def is_real(x: Any) -> bool:
@@ -85,10 +77,10 @@ def merged(values: Sequence[Any], some: Sequence[Any]) -> Arrays:
     return [v if new is None else new for v, new in zip(values, some, strict=True)]
 
 
-def filled(gradients: Sequence[Any], types: Sequence[Type], count: int | None = None) -> Arrays:
+def filled(gradients: Sequence[Any], types: Sequence[Any], count: int | None = None) -> Arrays:
     """The gradients, with zeros for the real values that lack one."""
     return [
-        t.zeros(count) if g is None and is_real(t) else g
+        zeros(t, count) if g is None and is_real(t) else g
         for g, t in zip(gradients, types, strict=True)
     ]
 
@@ -99,8 +91,8 @@ class Step:
 
     program: Callable[..., Arrays]
     consts: Arrays
-    carry: tuple[Type, ...]
-    y: tuple[Type, ...]
+    carry: Sequence[Any]
+    y: Sequence[Any]
 
     def __call__(self, consts: Arrays, carry: Arrays, x: Arrays) -> tuple[Arrays, Arrays]:
         found = self.program(*consts, *carry, *x)
@@ -130,8 +122,8 @@ def trace_step(f: Callable[..., Any], init: Any, x: Any) -> tuple[Step, Arrays, 
             f"the carry changed its structure: expected {tree}, got {after_tree}; return a "
             "carry like the one that was given"
         )
-    found = [*map(type_of, closed.out_avals)]
-    pairs = [*zip(carry, found[: len(carry)], strict=True)]
+    after, y = closed.out_avals[: len(carry)], closed.out_avals[len(carry) :]
+    pairs = [*zip(carry, after, strict=True)]
     # A carry that begins as a Python number takes the type that a step gives it.
     if any(leaf.aval.weak_type and leaf.dtype != out.dtype for leaf, out in pairs):
         settled = [leaf.astype(out.dtype) if leaf.aval.weak_type else leaf for leaf, out in pairs]
@@ -145,8 +137,7 @@ def trace_step(f: Callable[..., Any], init: Any, x: Any) -> tuple[Step, Arrays, 
     jaxpr = closed.jaxpr
     opened = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
     program = jaxpr_as_fun(closed.replace(jaxpr=opened, consts=[]))
-    after, y = found[: len(carry)], found[len(carry) :]
-    return Step(program, [*map(jnp.asarray, closed.consts)], tuple(after), tuple(y)), carry, y_tree
+    return Step(program, [*map(jnp.asarray, closed.consts)], after, y), carry, y_tree
 
 
 @dataclass(frozen=True)
@@ -168,9 +159,9 @@ class Recorded:
     step: Step
     wanted: tuple[Sequence[bool], Sequence[bool]]
     program: Callable[..., Arrays]
-    held: tuple[Type, ...]
+    held: Sequence[Any]
     fixed: Callable[..., Arrays]
-    sources: tuple[tuple[str, int], ...]
+    sources: Sequence[tuple[str, int]]
     pull: Callable[[Arrays, Arrays, Arrays], tuple[Arrays, Arrays, Arrays]]
     work: int
 
@@ -227,9 +218,9 @@ class Recorded:
             step,
             (wanted_consts, wanted_x),
             jaxpr_as_fun(closed.replace(jaxpr=whole)),
-            tuple(type_of(v.aval) for v in held),
+            [v.aval for v in held],
             jaxpr_as_fun(closed.replace(jaxpr=alone)),
-            tuple(sources),
+            sources,
             pull,
             max(_peak(jaxpr), _peak(back.jaxpr)) + bytes_of(v.aval for v in fixed),
         )
