@@ -61,7 +61,7 @@ def test_a_short_last_range_is_run_again(policy, length, memory, options):
     table, plain = table_of(schedule, again=True), table_of(schedule)
     more = replay(table, length) - schedule.cost
     assert table.steps == schedule.cost + more
-    assert 0 <= more <= length / 8
+    assert 0 <= more <= length / 7
     if more:
         assert Kind.RECORD not in table.rows[: table.forward, 0]
         assert table.slots == plain.slots + 1

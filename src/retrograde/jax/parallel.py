@@ -22,7 +22,7 @@ from jax.flatten_util import ravel_pytree
 
 from retrograde.errors import CellError
 from retrograde.jax.ranges import Order
-from retrograde.jax.step import Step, is_real, merged, no_gradient, type_of
+from retrograde.jax.step import Step, is_real, merged, real_of, some_of, varied, zeros
 
 __all__ = ["scan_in_parallel"]
 
@@ -63,8 +63,7 @@ def scan_in_parallel(
     def backward(kept: Any, cotangents: Any) -> Any:
         consts, carries, xs = kept
         g_after, g_ys = cotangents
-        g_ys = [g for g, y in zip(g_ys, step.y, strict=True) if is_real(y)]
-        rows = carries, xs, g_ys
+        rows = carries, xs, some_of(g_ys, map(is_real, step.y))
         if order.reverse:
             rows = jax.tree.map(lambda t: t[::-1], rows)
         first = length % size  # the shorter chunk comes first
@@ -73,18 +72,20 @@ def scan_in_parallel(
         def of_chunk(state: Any, part: Any) -> Any:
             g, totals = state
             g, shares, g_x = _chunk(step, consts, g, *part)
-            return (g, [a + b for a, b in zip(totals, shares, strict=True)]), g_x
+            return (g, jax.tree.map(jnp.add, totals, shares)), g_x
 
-        state = ravel_pytree(g_after)[0], [type_of(c).zeros() for c in consts if is_real(c)]
-        state, g_xs = lax.scan(of_chunk, state, parts, reverse=True)
-        g_xs = [t.reshape(-1, *t.shape[2:]) for t in g_xs]
+        g, unravel = ravel_pytree(g_after)
+        state, g_xs = lax.scan(
+            of_chunk, (g, jax.tree.map(zeros, real_of(consts))), parts, reverse=True
+        )
+        g_xs = jax.tree.map(lambda t: t.reshape(-1, *t.shape[2:]), g_xs)
         if first:
             state, early = of_chunk(state, jax.tree.map(lambda t: t[:first], rows))
-            g_xs = [jnp.concatenate(pair) for pair in zip(early, g_xs, strict=True)]
+            g_xs = jax.tree.map(lambda *pair: jnp.concatenate(pair), early, g_xs)
         if order.reverse:
-            g_xs = [t[::-1] for t in g_xs]
+            g_xs = jax.tree.map(lambda t: t[::-1], g_xs)
         g, totals = state
-        return _filled(consts, totals), ravel_pytree(g_after)[1](g), _filled(xs, g_xs)
+        return totals, unravel(g), g_xs
 
     run.defvjp(forward, backward)
     found: tuple[Arrays, Arrays] = run(step.consts, init, xs)
@@ -92,23 +93,21 @@ def scan_in_parallel(
 
 
 def _chunk(step: Step, consts: Arrays, g: Array, carries: Arrays, xs: Arrays, g_ys: Arrays) -> Any:
-    """Backpropagate a chunk of steps, all at once: the cotangent before it, the gradients of real
-    constants, and of real inputs."""
-    one_carry = [c[0] for c in carries]
-    unravel = ravel_pytree(one_carry)[1]
+    """Backpropagate a chunk of steps, all at once: the cotangent before it, and the gradients of
+    constants and inputs."""
+    unravel = ravel_pytree([c[0] for c in carries])[1]
     hs = jax.vmap(lambda carry: ravel_pytree(carry)[0])(carries)
 
     def run(consts: Arrays, h: Array, x: Arrays) -> Any:
         after, y = step(consts, unravel(h), x)
-        return ravel_pytree(after)[0], [out for out in y if is_real(out)]
+        return ravel_pytree(after)[0], real_of(y)
 
     def slopes(h: Array, x: Arrays, g_y: Arrays) -> tuple[Array, Array]:
         """What a step does to any cotangent g, which becomes g·P + d."""
         (after, y), pull = jax.vjp(lambda h: run(consts, h, x), h)
-        silent = [type_of(out).zeros() for out in y]
-        units = type_of(after).varied(jnp.eye(len(h), dtype=h.dtype))
-        columns = jax.vmap(lambda e: pull((e, silent))[0])(units)
-        return columns, pull((type_of(after).zeros(), g_y))[0]
+        units = varied(jnp.eye(len(h), dtype=h.dtype), after)
+        columns = jax.vmap(lambda e: pull((e, jax.tree.map(zeros, y)))[0])(units)
+        return columns, pull((zeros(after), g_y))[0]
 
     def then(later: Any, earlier: Any) -> Any:
         (p, d), (q, e) = later, earlier
@@ -119,15 +118,7 @@ def _chunk(step: Step, consts: Arrays, g: Array, carries: Arrays, xs: Arrays, g_
     after = jnp.concatenate([before[1:], g[None]])
 
     def side_by_side(some: Arrays, inputs: Arrays) -> Any:
-        whole = merged(consts, [*map(is_real, consts)], some)
-        rows = merged(xs, [*map(is_real, xs)], inputs)
-        return jax.vmap(run, (None, 0, 0))(whole, hs, rows)
+        return jax.vmap(run, (None, 0, 0))(merged(consts, some), hs, merged(xs, inputs))
 
-    real = [[v for v in part if is_real(v)] for part in (consts, xs)]
-    g_consts, g_xs = jax.vjp(side_by_side, *real)[1]((after, g_ys))
+    g_consts, g_xs = jax.vjp(side_by_side, real_of(consts), real_of(xs))[1]((after, g_ys))
     return before[0], g_consts, g_xs
-
-
-def _filled(values: Arrays, gradients: Arrays) -> Arrays:
-    """The gradients of real values, and what stands for those of others."""
-    return merged([*map(no_gradient, values)], [*map(is_real, values)], gradients)

@@ -1,28 +1,27 @@
 """A table carried out: two compiled loops, one for each direction, whose size is that of a step.
 
-Each loop follows the rows of the table, which are operands. It is a loop of loops, one for each
-kind of row, so that no branch has to be taken: a loop whose kind is not next runs zero times.
-States lie in preallocated slots, internal states on a preallocated tape.
+Each loop follows the rows of the table. It is a loop of loops, one for each kind of row, so that no
+branch has to be taken: a loop whose kind is not next runs zero times. States lie in preallocated
+slots, internal states on a preallocated tape.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from numpy.typing import NDArray
 
-from retrograde.jax.step import Recorded, is_real, some_of, type_of
+from retrograde.jax.step import Recorded, filled, is_real, some_of, zeros
 from retrograde.jax.table import Kind, Table
 
-__all__ = ["Held", "Order", "sweep_backward", "sweep_forward"]
+__all__ = ["Order", "Sweeps"]
 
 Arrays = list[Any]
+Held = tuple[Arrays, Arrays]  # slots and tape
 Row = tuple[Array, ...]  # start, stop, load, store, tape
-Kinds = Mapping[Kind, Callable[[Row, Any], Any]]
 
 
 @dataclass(frozen=True)
@@ -33,19 +32,18 @@ class Order:
     reverse: bool
     unroll: int
 
-    def at(self, step: Any) -> Any:
-        """Where a step lies in arrays over all steps."""
-        return self.length - 1 - step if self.reverse else step
-
     def read(self, arrays: Arrays, step: Any) -> Arrays:
-        return _read(arrays, self.at(step))
+        """One step of arrays over all steps."""
+        return _read(arrays, self._at(step))
 
     def write(self, arrays: Arrays, step: Any, values: Sequence[Any]) -> Arrays:
-        return _write(arrays, self.at(step), values)
+        return _write(arrays, self._at(step), values)
+
+    def _at(self, step: Any) -> Any:
+        return self.length - 1 - step if self.reverse else step
 
     def each(self, start: Any, stop: Any, body: Callable[[Any, Any], Any], carried: Any) -> Any:
-        """Run steps ``start`` … ``stop − 1``, several at once as long as there are enough."""
-
+        """Run ``body`` for start … stop − 1, several at once as long as there are enough."""
         if self.unroll < 2:
             return lax.fori_loop(start, stop, body, carried)
 
@@ -59,181 +57,161 @@ class Order:
         return lax.fori_loop(start + times * self.unroll, stop, body, carried)
 
 
-@dataclass(frozen=True)
-class Held:
-    """What is held between the two sweeps: stored states, and recorded steps."""
+class _State(NamedTuple):
+    """What rows read and write. The carry and outputs are empty lists where nobody wants them."""
 
+    carry: Arrays
+    ys: Arrays
     slots: Arrays
     tape: Arrays
+    totals: Any = ()
 
 
-jax.tree_util.register_dataclass(Held, ["slots", "tape"], [])
+Perform = Callable[[Row, _State], _State]
 
 
-def sweep_forward(
-    recorded: Recorded,
-    table: Table,
-    rows: Array,
-    order: Order,
-    consts: Arrays,
-    init: Arrays,
-    xs: Arrays,
-) -> tuple[Arrays, Arrays, Held]:
-    """The rows of the forward sweep: the carry after all steps, the outputs, and what is held."""
-    slots = _write([c.zeros(table.slots) for c in recorded.step.carry], table.first, init)
-    used = _used(table.rows[: table.forward])
-    tape = _tape(recorded, table) if Kind.RECORD in used else []
-    ys = [y.zeros(order.length) for y in recorded.step.y]
-    # The carry goes along by itself. Read from the slots afterwards, it would make XLA copy these,
-    # for nothing says that the backward sweep writes to them later.
-    kinds = _forward_kinds(recorded, order, consts, xs)
-    chosen = {kind: kinds[kind] for kind in used}
-    state = (init, ys, slots, tape, ())
-    carry, ys, slots, tape, _ = _follow(rows, 0, table.forward, chosen, state)
-    return carry, ys, Held(slots, tape)
+@dataclass(frozen=True)
+class Sweeps:
+    """Both sweeps of a schedule over a recorded step."""
 
+    recorded: Recorded
+    table: Table
+    order: Order
 
-def sweep_backward(
-    recorded: Recorded,
-    table: Table,
-    rows: Array,
-    order: Order,
-    consts: Arrays,
-    xs: Arrays,
-    held: Held,
-    after: Arrays,
-    outputs: Sequence[Array | None],
-) -> tuple[Arrays, Arrays, Arrays]:
-    """The rows after the forward sweep: from the cotangents of the last carry's real parts and of
-    the outputs (None: zero) to those of the constants, of the carry and of the inputs that want
-    one."""
-    given, fixed = [y for y in outputs if y is not None], recorded.fixed(consts)
+    def forward(self, consts: Arrays, init: Arrays, xs: Arrays) -> tuple[Arrays, Arrays, Held]:
+        """The carry after all steps, the outputs, and what is held for the backward sweep."""
+        table, step = self.table, self.recorded.step
+        slots = _write([zeros(c, table.slots) for c in step.carry], table.first, init)
+        recording = Kind.RECORD in table.rows[: table.forward, 0]
+        # The carry goes along by itself. Read from the slots afterwards, it would make XLA copy
+        # these, for nothing says that the backward sweep writes to them later.
+        ys = [zeros(y, self.order.length) for y in step.y]
+        state = _State(init, ys, slots, self._tape() if recording else [])
+        carry, ys, slots, tape, _ = self._follow(0, table.forward, self._runs(consts, xs), state)
+        return carry, ys, (slots, tape)
 
-    def pulled(k: Any, held: Arrays, x: Arrays, g_given: Arrays, totals: Any) -> Any:
-        """Backpropagate one step; ``g_given`` are the cotangents of its outputs."""
-        g_carry, g_consts, g_xs = totals
-        reals = [y for y in recorded.step.y if is_real(y)]
-        rest = iter(g_given)
-        g_y = [
-            like.zeros() if g is None else next(rest)
-            for like, g in zip(reals, outputs, strict=True)
-        ]
-        residuals = recorded.residuals(held, fixed, consts, x)
-        shares, g_carry, g_x = recorded.pull(residuals, g_carry, g_y)
-        g_consts = [total + share for total, share in zip(g_consts, shares, strict=True)]
-        return g_carry, g_consts, order.write(g_xs, k, g_x)
+    def backward(
+        self, consts: Arrays, xs: Arrays, held: Held, after: Arrays, g_ys: Arrays
+    ) -> tuple[Arrays, Arrays, Arrays]:
+        """From cotangents of the last carry and of the outputs (None: zero) to those of the
+        constants, of the carry and of the inputs that want one."""
+        slots, tape = held
+        if not tape:
+            tape = self._tape()
+            # Tied to a gradient, or XLA may make the tape while the outputs still take memory.
+            for g in [g for g in jax.tree.leaves((g_ys, after)) if g.size][:1]:
+                there = jnp.isnan(g.ravel()[0])
+                tape = [jnp.where(there, jnp.ones_like(b), b) if is_real(b) else b for b in tape]
+        given = map(some_of, (consts, xs), self.recorded.wanted)
+        shares, g_xs = (jax.tree.map(zeros, part) for part in given)
+        state = _State([], [], slots, tape, (shares, after, g_xs))
+        kinds = self._runs(consts, xs) | self._backs(consts, xs, g_ys)
+        stop = len(self.table.rows) - 1
+        found: tuple[Arrays, Arrays, Arrays]
+        found = self._follow(self.table.forward, stop, kinds, state).totals
+        return found
 
-    def back(row: Row, state: Any) -> Any:
-        start, stop, _, _, base = row
-        *rest, tape, totals = state
+    def _runs(self, consts: Arrays, xs: Arrays) -> dict[Kind, Perform]:
+        """Rows that run steps."""
+        recorded, order = self.recorded, self.order
 
-        def one(i: Any, inner: Any) -> Any:
-            g_given, totals = inner
-            k = start + stop - 1 - i
-            held, x = _read(tape, base + k - start), order.read(xs, k)
-            return order.read(given, k - 1), pulled(k, held, x, g_given, totals)
+        def run(row: Row, state: _State, recording: bool) -> _State:
+            start, stop, load, store, base = row
+            # Recorded steps are counted by their places on the tape.
+            first, ahead = (base, start - base) if recording else (start, 0)
 
-        # Cotangents are read a step ahead: XLA is slow where one kernel reads by two indices.
-        first = order.read(given, stop - 1), totals
-        return *rest, tape, order.each(start, stop, one, first)[1]
+            def one(n: Any, inner: Any) -> Any:
+                carry, ys, tape = inner
+                x = order.read(xs, n + ahead)
+                if recording:
+                    carry, y, held = recorded(consts, carry, x)
+                    tape = _write(tape, n, held)
+                else:
+                    carry, y = recorded.step(consts, carry, x)
+                return carry, order.write(ys, n + ahead, y[: len(ys)]), tape
 
-    def again(row: Row, state: Any) -> Any:
-        k, _, load, _, _ = row
-        *rest, slots, tape, totals = state
-        x = order.read(xs, k)
-        _, _, held = recorded(consts, _read(slots, load), x)
-        return *rest, slots, tape, pulled(k, held, x, order.read(given, k), totals)
+            carried = _read(state.slots, load), state.ys, state.tape if recording else []
+            carry, ys, tape = order.each(first, first + (stop - start), one, carried)
+            slots = _write(state.slots, store, carry)
+            return _State(carry[: len(state.carry)], ys, slots, tape or state.tape, state.totals)
 
-    wanted_consts, wanted_xs = recorded.wanted
-    totals = (
-        after,
-        [type_of(c).zeros() for c in some_of(consts, wanted_consts)],
-        [type_of(x).zeros() for x in some_of(xs, wanted_xs)],
-    )
-    tape, tied = held.tape or _tape(recorded, table), [g for g in [*given, *after] if g.size]
-    if tied and not held.tape:
-        # Tied to a gradient, or XLA may make the tape while the outputs still take memory.
-        there = jnp.isnan(tied[0].ravel()[0])
-        tape = [jnp.where(there, jnp.ones_like(b), b) if is_real(b) else b for b in tape]
-    kinds = {
-        **_forward_kinds(recorded, order, consts, xs),
-        Kind.TAPE: back,
-        Kind.STEP: again,
-    }
-    chosen = {kind: kinds[kind] for kind in _used(table.rows[table.forward : -1])}
-    state: Any = ([], [], held.slots, tape, totals)
-    *_, totals = _follow(rows, table.forward, len(table.rows) - 1, chosen, state)
-    g_carry, g_consts, g_xs = totals
-    return g_consts, g_carry, g_xs
+        return {
+            Kind.ADVANCE: lambda row, state: run(row, state, False),
+            Kind.RECORD: lambda row, state: run(row, state, True),
+        }
 
+    def _backs(self, consts: Arrays, xs: Arrays, g_ys: Arrays) -> dict[Kind, Perform]:
+        """Rows that backpropagate steps."""
+        recorded, order, places = self.recorded, self.order, self.table.tape
+        fixed = recorded.fixed(*consts)
 
-def _forward_kinds(recorded: Recorded, order: Order, consts: Arrays, xs: Arrays) -> Kinds:
-    """Rows that run steps. Their state is (last carry, outputs, slots, tape, totals); the first two
-    are empty where nobody wants them."""
+        def pulled(k: Any, held: Arrays, x: Arrays, g_y: Arrays, totals: Any) -> Any:
+            """Backpropagate one step; ``g_y`` are the cotangents of its outputs."""
+            g_consts, g_carry, g_xs = totals
+            residuals = recorded.residuals(held=held, fixed=fixed, consts=consts, x=x)
+            shares, g_carry, g_x = recorded.pull(residuals, g_carry, filled(g_y, recorded.step.y))
+            return jax.tree.map(jnp.add, g_consts, shares), g_carry, order.write(g_xs, k, g_x)
 
-    def advance(row: Row, state: Any) -> Any:
-        start, stop, load, store, _ = row
-        last, ys, slots, tape, totals = state
+        def back(row: Row, state: _State) -> _State:
+            start, stop, _, _, base = row
+            end = places - base
 
-        def one(k: Any, inner: Any) -> Any:
-            carry, ys = inner
-            carry, y = recorded.step(consts, carry, order.read(xs, k))
-            return carry, order.write(ys, k, y[: len(ys)])
+            def one(n: Any, inner: Any) -> Any:
+                g_y, totals = inner
+                place = places - 1 - n
+                k = start + (place - base)
+                held, x = _read(state.tape, place), order.read(xs, k)
+                return order.read(g_ys, k - 1), pulled(k, held, x, g_y, totals)
 
-        carry, ys = order.each(start, stop, one, (_read(slots, load), ys))
-        return carry[: len(last)], ys, _write(slots, store, carry), tape, totals
+            # XLA vectorizes a kernel for the CPU if all that it reads has one index, computed from
+            # one counter. So places are counted from the end, and cotangents read a step ahead.
+            carried = order.read(g_ys, stop - 1), state.totals
+            return state._replace(totals=order.each(end - (stop - start), end, one, carried)[1])
 
-    def record(row: Row, state: Any) -> Any:
-        start, stop, load, store, base = row
-        last, ys, slots, tape, totals = state
+        def again(row: Row, state: _State) -> _State:
+            k, _, load, _, _ = row
+            x = order.read(xs, k)
+            _, _, held = recorded(consts, _read(state.slots, load), x)
+            return state._replace(totals=pulled(k, held, x, order.read(g_ys, k), state.totals))
 
-        def one(k: Any, inner: Any) -> Any:
-            carry, ys, tape = inner
-            carry, y, held = recorded(consts, carry, order.read(xs, k))
-            return carry, order.write(ys, k, y[: len(ys)]), _write(tape, base + k - start, held)
+        return {Kind.TAPE: back, Kind.STEP: again}
 
-        carry, ys, tape = order.each(start, stop, one, (_read(slots, load), ys, tape))
-        return carry[: len(last)], ys, _write(slots, store, carry), tape, totals
+    def _tape(self) -> Arrays:
+        return [zeros(h, self.table.tape) for h in self.recorded.held]
 
-    return {Kind.ADVANCE: advance, Kind.RECORD: record}
+    def _follow(
+        self, first: int, stop: int, kinds: Mapping[Kind, Perform], state: _State
+    ) -> _State:
+        """Carry out the rows ``first`` … ``stop − 1``."""
+        rows = jnp.asarray(self.table.rows)
 
-
-def _used(rows: NDArray[np.int32]) -> list[Kind]:
-    """The kinds of rows of a sweep."""
-    return [Kind(kind) for kind in np.unique(rows[:, 0])]
-
-
-def _tape(recorded: Recorded, table: Table) -> Arrays:
-    return [h.zeros(table.tape) for h in recorded.held]
-
-
-def _follow(rows: Array, first: int, stop: int, kinds: Kinds, state: Any) -> Any:
-    """Carry out the rows ``first`` … ``stop − 1``."""
-
-    def run_of(kind: Kind, perform: Callable[[Row, Any], Any], now: Any) -> Any:
-        """All rows of a kind that are next."""
+        def rows_of(kind: Kind, now: Any) -> Any:
+            """All rows of a kind that are next."""
+            return lax.while_loop(
+                lambda now: (now[0] < stop) & (rows[now[0], 0] == kind),
+                lambda now: (now[0] + 1, kinds[kind](tuple(rows[now[0]][1:]), now[1])),
+                now,
+            )
 
         def body(now: Any) -> Any:
-            r, state = now
-            return r + 1, perform(tuple(rows[r][1:]), state)
+            for kind in np.unique(self.table.rows[first:stop, 0]):
+                now = rows_of(Kind(kind), now)
+            return now
 
-        return lax.while_loop(lambda now: (now[0] < stop) & (rows[now[0], 0] == kind), body, now)
-
-    def body(now: Any) -> Any:
-        for kind, perform in kinds.items():
-            now = run_of(kind, perform, now)
-        return now
-
-    return lax.while_loop(lambda now: now[0] < stop, body, (jnp.int32(first), state))[1]
+        found: _State
+        found = lax.while_loop(lambda now: now[0] < stop, body, (jnp.int32(first), state))[1]
+        return found
 
 
 def _read(buffers: Arrays, at: Any) -> Arrays:
     plain = {"keepdims": False, "allow_negative_indices": False}
-    return [lax.dynamic_index_in_dim(b, at, **plain) for b in buffers]
+    found: Arrays = jax.tree.map(lambda b: lax.dynamic_index_in_dim(b, at, **plain), buffers)
+    return found
 
 
 def _write(buffers: Arrays, at: Any, values: Sequence[Any]) -> Arrays:
+    plain = {"axis": 0, "allow_negative_indices": False}
+    pairs = zip(buffers, values, strict=True)
     return [
-        lax.dynamic_update_index_in_dim(b, v, at, 0, allow_negative_indices=False)
-        for b, v in zip(buffers, values, strict=True)
+        b if b is None else lax.dynamic_update_index_in_dim(b, v, at, **plain) for b, v in pairs
     ]

@@ -1,30 +1,30 @@
 """``scan``: ``jax.lax.scan`` whose gradient keeps to a memory budget."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import lax
+from jax.tree_util import Partial
 
 from retrograde.errors import CellError
 from retrograde.jax.budget import Asked, find_table, fit_scan
 from retrograde.jax.parallel import scan_in_parallel
-from retrograde.jax.ranges import Order, sweep_backward, sweep_forward
+from retrograde.jax.ranges import Order, Sweeps
 from retrograde.jax.step import (
     Recorded,
     Step,
-    Type,
+    filled,
     is_real,
-    merged,
-    no_gradient,
+    real_of,
     some_of,
     trace_step,
+    zeros,
 )
-from retrograde.jax.table import Table
 from retrograde.plan.fit import Fit
 from retrograde.schedule import Schedule
 from retrograde.units import Memory
@@ -109,11 +109,9 @@ def scan(
         raise CellError(f"got unroll={unroll}: expected how many steps a loop runs at once")
     if backward is None and asked == Asked():
         return lax.scan(f, init, xs, length, reverse, unroll)
-    leaves, tree = jax.tree.flatten(xs)
-    leaves = [jnp.asarray(x) for x in leaves]
-    one = [x[0] for x in leaves]
-    step, carry, y_tree = trace_step(f, init, jax.tree.unflatten(tree, one))
-    order = Order(count, reverse, unroll)
+    xs = jax.tree.map(jnp.asarray, xs)
+    step, carry, y_tree = trace_step(f, init, jax.tree.map(lambda x: x[0], xs))
+    leaves, order = jax.tree.leaves(xs), Order(count, reverse, unroll)
     if backward is not None:
         after, ys = scan_in_parallel(step, carry, leaves, order, chunk)
     else:
@@ -139,23 +137,12 @@ def fit(f: Callable[..., Any], init: Any, xs: Any = None, length: int | None = N
     def ask(init: Any, xs: Any) -> None:
         one = jax.tree.map(lambda x: x[0], xs)
         step, carry, _ = trace_step(f, init, one)
-        wanted = [is_real(c) for c in step.consts], [is_real(x) for x in step.x]
         operands = step.consts, carry, jax.tree.leaves(one)
+        wanted = ([*map(is_real, operands[i])] for i in (0, 2))
         found.append(fit_scan(Recorded.of(step, operands, *wanted), count, memory)[0])
 
     jax.eval_shape(ask, init, xs)
     return found[0]
-
-
-@dataclass(frozen=True)
-class _Way:
-    """How a scan is differentiated: found when it is known what wants a gradient."""
-
-    recorded: Recorded
-    table: Table
-
-
-jax.tree_util.register_static(_Way)
 
 
 @dataclass(frozen=True)
@@ -179,101 +166,70 @@ class _Scan:
             init, xs, order.length, order.reverse, order.unroll,
         )  # fmt: skip
 
-    def _forward(self, consts: Any, init: Any, xs: Any) -> Any:
-        wanted_consts, wanted_xs = ([bool(p.perturbed) for p in part] for part in (consts, xs))
-        consts, init, xs = ([p.value for p in part] for part in (consts, init, xs))
-        operands = consts, init, [x[0] for x in xs]
-        recorded = Recorded.of(self.step, operands, wanted_consts, wanted_xs)
+    def _vjp(self, *operands: Arrays) -> Any:
+        """The results, and a function from cotangents to gradients, both by ``jax.lax.scan``."""
+
+        def run(*operands: Arrays) -> Any:
+            found = self.plainly(*operands)
+            return (real_of(found[0]), real_of(found[1])), found
+
+        def back(pull: Any, after: Arrays, g_ys: Arrays) -> Any:
+            return pull((after, filled(g_ys, self.step.y, self.order.length)))
+
+        _, pull, found = jax.vjp(run, *operands, has_aux=True)
+        return found, Partial(back, pull)
+
+    def _forward(self, *parts: Any) -> Any:
+        """The results, and a function from cotangents to gradients."""
+        wanted = [[p.perturbed and is_real(p.value) for p in part] for part in parts]
+        consts, init, xs = operands = [[p.value for p in part] for part in parts]
+        one_step = consts, init, [x[0] for x in xs]
+        recorded = Recorded.of(self.step, one_step, wanted[0], wanted[2])
         table = find_table(recorded, self.order.length, self.asked)
         if table is None:
-            found, pullback = jax.vjp(self.plainly, consts, init, xs)
-            return found, pullback
-        way = _Way(recorded, table)
-        rows = jnp.asarray(way.table.rows)
-        after, ys, held = self._sweep(way)(rows, consts, init, xs)
-        return (after, ys), (way, rows, consts, init, xs, held)
+            return self._vjp(*operands)
 
-    def _backward(self, kept: Any, cotangents: Any) -> Any:
-        after, ys = cotangents
-        after = [*map(_made, after, self.step.carry)]
-        if not isinstance(kept, tuple):
-            count = self.order.length
-            pairs = zip(ys, self.step.y, strict=True)
-            return kept((after, [_made(g, y, count) for g, y in pairs]))
-        way, rows, consts, init, xs, held = kept
-        real = [g for g in after if is_real(g)]
-        outputs = [
-            None if isinstance(g, jax.custom_derivatives.SymbolicZero) else g
-            for g, y in zip(ys, self.step.y, strict=True)
-            if is_real(y)
-        ]
-        back = self._sweep_back(way)(rows, consts, init, xs, held, real, outputs)
-        g_consts, g_init, g_xs = map(iter, back)
-        wanted_consts, wanted_xs = way.recorded.wanted
-        return (
-            [
-                next(g_consts) if w else no_gradient(c)
-                for c, w in zip(consts, wanted_consts, strict=True)
-            ],
-            [next(g_init) if is_real(c) else no_gradient(c) for c in init],
-            [next(g_xs) if w else no_gradient(x) for x, w in zip(xs, wanted_xs, strict=True)],
-        )
+        sweeps = Sweeps(recorded, table, self.order)
 
-    def _sweep(self, way: _Way) -> Callable[..., Any]:
-        """The forward sweep, which is itself differentiated as ``jax.lax.scan`` is."""
-
-        @jax.custom_jvp
-        def sweep(rows: Array, consts: Arrays, init: Arrays, xs: Arrays) -> Any:
-            return sweep_forward(way.recorded, way.table, rows, self.order, consts, init, xs)
-
-        @sweep.defjvp
-        def derivative(primals: Any, tangents: Any) -> Any:
-            operands = primals[1:]
-            found = sweep(*primals)
-            _, (after, ys) = jax.jvp(self.plainly, tuple(operands), tuple(tangents[1:]))
-            return found, (after, ys, jax.tree.map(no_gradient, found[2]))
-
-        return sweep
-
-    def _sweep_back(self, way: _Way) -> Callable[..., Any]:
-        """The backward sweep, which is differentiated as the gradient of ``jax.lax.scan`` is."""
-        recorded = way.recorded
-
-        @jax.custom_jvp
-        def sweep(rows: Array, consts: Arrays, init: Arrays, xs: Arrays, held: Any, after: Arrays,
-                  ys: Sequence[Array | None]) -> Any:  # fmt: skip
-            order, table = self.order, way.table
-            return sweep_backward(recorded, table, rows, order, consts, xs, held, after, ys)
-
-        @sweep.defjvp
-        def derivative(primals: Any, tangents: Any) -> Any:
+        def plain_back(consts: Arrays, xs: Arrays, held: Any, init: Arrays, *given: Any) -> Any:
             warnings.warn(_BEYOND, stacklevel=2)
-            _, *operands, _, after, ys = primals
-            _, *moved, _, g_after, g_ys = tangents
+            found = self._vjp(consts, init, xs)[1](*given)
+            return tuple(map(some_of, found, (wanted[0], map(is_real, init), wanted[2])))
 
-            def gradient(operands: Any, after: Arrays, ys: Any) -> Any:
-                return self._gradient(recorded, operands, after, ys)
+        def back(consts: Arrays, xs: Arrays, held: Any, init: Arrays, *given: Any) -> Any:
+            return sweeps.backward(consts, xs, held, *given)
 
-            _, found = jax.jvp(gradient, (operands, after, ys), (moved, g_after, g_ys))
-            return sweep(*primals), found
+        after, ys, held = _differentiated_as(self.plainly, sweeps.forward)(*operands)
+        return (after, ys), Partial(_differentiated_as(plain_back, back), consts, xs, held, init)
 
-        return sweep
+    def _backward(self, back: Any, cotangents: Any) -> Any:
+        """The gradients. Cotangents of integers, and zeros, become None."""
+        after, g_ys = (
+            [
+                g if is_real(t) and not isinstance(g, jax.custom_derivatives.SymbolicZero) else None
+                for g, t in zip(part, types, strict=True)
+            ]
+            for part, types in zip(cotangents, (self.step.carry, self.step.y), strict=True)
+        )
+        return back(filled(after, self.step.carry), g_ys)
 
-    def _gradient(
-        self, recorded: Recorded, operands: Sequence[Arrays], after: Arrays, ys: Sequence[Any]
-    ) -> Any:
-        """The same gradient, by ``jax.lax.scan``."""
-        masks = recorded.wanted[0], recorded.real, recorded.wanted[1]
-        parts = [*zip(operands, masks, strict=True)]
 
-        def of(*chosen: Arrays) -> Any:
-            whole = [merged(*part, some) for part, some in zip(parts, chosen, strict=True)]
-            last, out = self.plainly(*whole)
-            seen = zip(some_of(out, [is_real(y) for y in out]), ys, strict=True)
-            return some_of(last, recorded.real), [y for y, g in seen if g is not None]
+def _differentiated_as(plain: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run`` with the derivative of ``plain``, whose results are the first ones of ``run``."""
 
-        pull = jax.vjp(of, *(some_of(*part) for part in parts))[1]
-        return pull((after, [g for g in ys if g is not None]))
+    @jax.custom_jvp
+    def call(*operands: Any) -> Any:
+        return run(*operands)
+
+    def still(v: Any) -> Any:
+        return zeros(v) if is_real(v) else np.zeros(v.shape, jax.dtypes.float0)
+
+    @call.defjvp
+    def derivative(primals: Any, tangents: Any) -> Any:
+        found, moved = call(*primals), jax.jvp(plain, primals, tangents)[1]
+        return found, (*moved, *jax.tree.map(still, found[len(moved) :]))
+
+    return call
 
 
 _BEYOND = (
@@ -297,12 +253,3 @@ def _length(xs: Any, length: int | None) -> int:
     if count < 1:
         raise CellError(f"the scan has {count} steps: expected at least one")
     return count
-
-
-def _made(g: Any, like: Type, count: int | None = None) -> Any:
-    """A cotangent, also where it is zero."""
-    if not isinstance(g, jax.custom_derivatives.SymbolicZero):
-        return g
-    if is_real(like):
-        return like.zeros(count)
-    return np.zeros(g.shape, jax.dtypes.float0)

@@ -2,18 +2,19 @@
 
 The function is traced once. What it closes over, tracers of an outer transformation included,
 becomes an operand, so gradients reach it. The recorded twin returns the internal state too: the
-residuals of the step's vector-Jacobian product. Residuals that are operands (weights, the input)
-are not stored, but taken from where they are. Those of constants alone are found once.
+residuals of the step's vector-Jacobian product. Weights and inputs are not stored among these, and
+residuals of constants alone are found once for all steps.
+
+Lists of gradients have None in place of values that have no gradient.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.extend.core import Literal, Var, jaxpr_as_fun, jaxprs_in_params
 
@@ -22,43 +23,33 @@ from retrograde.errors import CellError
 __all__ = [
     "Recorded",
     "Step",
-    "Type",
     "bytes_of",
+    "filled",
     "is_real",
     "merged",
-    "no_gradient",
+    "real_of",
     "some_of",
     "trace_step",
-    "type_of",
+    "varied",
+    "zeros",
 ]
 
 Arrays = list[Any]
-Mask = Sequence[bool]
-Operands = tuple[Arrays, Arrays, Arrays]  # constants, carry, input
 
 
-class Type(NamedTuple):
-    """The type of an array; ``axes`` are those of a mesh (``shard_map``) that it varies over."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-    axes: frozenset[str]
-
-    def zeros(self, count: int | None = None) -> Array:
-        """Zeros of this type, or so many of them."""
-        return self.varied(
-            jnp.zeros(self.shape if count is None else (count, *self.shape), self.dtype)
-        )
-
-    def varied(self, x: Array) -> Array:
-        """What is the same on all devices, as a value that varies as this type does."""
-        return lax.pcast(x, tuple(sorted(self.axes)), to="varying") if self.axes else x
+def zeros(like: Any, count: int | None = None) -> Array:
+    """Zeros of the type of an array, or that a type tells; or so many of them."""
+    kind = jax.typeof(like) if isinstance(like, Array) else like
+    return varied(
+        jnp.zeros(kind.shape if count is None else (count, *kind.shape), kind.dtype), kind
+    )
 
 
-def type_of(x: Any) -> Type:
-    """The type of an array, a tracer, or what stands for one."""
-    kind = jax.typeof(x) if isinstance(x, Array) else x
-    return Type(tuple(kind.shape), kind.dtype, kind.manual_axis_type.varying)
+def varied(x: Array, like: Any) -> Array:
+    """What is the same on all devices of a mesh (``shard_map``), as what varies as ``like``."""
+    kind = jax.typeof(like) if isinstance(like, Array) else like
+    axes = tuple(sorted(kind.manual_axis_type.varying))
+    return lax.pcast(x, axes, to="varying") if axes else x
 
 
 def is_real(x: Any) -> bool:
@@ -66,25 +57,42 @@ def is_real(x: Any) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
-def no_gradient(x: Any) -> Any:
-    """The cotangent of what has no gradient."""
-    return type_of(x).zeros() if is_real(x) else np.zeros(x.shape, jax.dtypes.float0)
-
-
-def bytes_of(values: Sequence[Any]) -> int:
+def bytes_of(values: Iterable[Any]) -> int:
     """What arrays take, or would take."""
     return sum(math.prod(v.shape) * v.dtype.itemsize for v in values)  # keys have a size too
 
 
+def some_of(values: Sequence[Any], mask: Iterable[bool]) -> Arrays:
+    """The values under the mask, and None for others."""
+    return [v if chosen else None for v, chosen in zip(values, mask, strict=True)]
+
+
+def real_of(values: Sequence[Any]) -> Arrays:
+    """The real values, and None for others."""
+    return some_of(values, map(is_real, values))
+
+
+def merged(values: Sequence[Any], some: Sequence[Any]) -> Arrays:
+    """The values, each replaced by its counterpart unless that is None."""
+    return [v if new is None else new for v, new in zip(values, some, strict=True)]
+
+
+def filled(gradients: Sequence[Any], types: Sequence[Any], count: int | None = None) -> Arrays:
+    """The gradients, with zeros for the real values that lack one."""
+    return [
+        zeros(t, count) if g is None and is_real(t) else g
+        for g, t in zip(gradients, types, strict=True)
+    ]
+
+
 @dataclass(frozen=True)
 class Step:
-    """``program(*consts, *carry, *x) -> (*carry, *y)``, and the shapes of these."""
+    """``program(*consts, *carry, *x) -> (*carry, *y)``, and the types of these."""
 
     program: Callable[..., Arrays]
     consts: Arrays
-    carry: tuple[Type, ...]
-    x: tuple[Type, ...]
-    y: tuple[Type, ...]
+    carry: Sequence[Any]
+    y: Sequence[Any]
 
     def __call__(self, consts: Arrays, carry: Arrays, x: Arrays) -> tuple[Arrays, Arrays]:
         found = self.program(*consts, *carry, *x)
@@ -95,59 +103,41 @@ def trace_step(f: Callable[..., Any], init: Any, x: Any) -> tuple[Step, Arrays, 
     """The step that a scanned function is, the leaves of the first carry, and the structure of an
     output. ``x`` is one input, of which only the types are looked at. Raises CellError if the carry
     does not keep its structure and types, or if the function has effects."""
-    carry, carry_tree = jax.tree.flatten(init)
-    inputs, x_tree = jax.tree.flatten(x)
-    carry = [jnp.asarray(leaf) for leaf in carry]
-    trees: list[Any] = []
-
-    def flat(*leaves: Any) -> Arrays:
-        state = jax.tree.unflatten(carry_tree, leaves[: len(carry)])
-        result = f(state, jax.tree.unflatten(x_tree, leaves[len(carry) :]))
-        if not isinstance(result, tuple) or len(result) != 2:
-            raise CellError(
-                f"the scanned function returned a {type(result).__name__}: expected the pair "
-                "(carry, y); return None for y if there is none"
-            )
-        trees[:] = [jax.tree.structure(result[0]), jax.tree.structure(result[1])]
-        return [*jax.tree.leaves(result[0]), *jax.tree.leaves(result[1])]
-
-    closed = jax.make_jaxpr(flat)(*carry, *inputs)
+    carry, tree = jax.tree.flatten(jax.tree.map(jnp.asarray, init))
+    closed, result = jax.make_jaxpr(f, return_shape=True)(jax.tree.unflatten(tree, carry), x)
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise CellError(
+            f"the scanned function returned a {type(result).__name__}: expected the pair "
+            "(carry, y); return None for y if there is none"
+        )
     if closed.effects:
         raise CellError(
             f"the scanned function has effects ({', '.join(map(str, closed.effects))}): expected "
             "none, since steps are run again in the backward pass; take them out of the function"
         )
+    trees: list[Any] = [*map(jax.tree.structure, result)]
     after_tree, y_tree = trees
-    if after_tree != carry_tree:
+    if after_tree != tree:
         raise CellError(
-            f"the carry changed its structure: expected {carry_tree}, got {after_tree}; return a "
+            f"the carry changed its structure: expected {tree}, got {after_tree}; return a "
             "carry like the one that was given"
         )
-    found = [type_of(v) for v in closed.out_avals]
-    after, y = found[: len(carry)], found[len(carry) :]
+    after, y = closed.out_avals[: len(carry)], closed.out_avals[len(carry) :]
+    pairs = [*zip(carry, after, strict=True)]
     # A carry that begins as a Python number takes the type that a step gives it.
-    settled = [
-        leaf.astype(out.dtype) if leaf.aval.weak_type and leaf.dtype != out.dtype else leaf
-        for leaf, out in zip(carry, after, strict=True)
-    ]
-    if any(a is not b for a, b in zip(settled, carry, strict=True)):
-        return trace_step(f, jax.tree.unflatten(carry_tree, settled), x)
-    for leaf, out in zip(carry, after, strict=True):
+    if any(leaf.aval.weak_type and leaf.dtype != out.dtype for leaf, out in pairs):
+        settled = [leaf.astype(out.dtype) if leaf.aval.weak_type else leaf for leaf, out in pairs]
+        return trace_step(f, jax.tree.unflatten(tree, settled), x)
+    for leaf, out in pairs:
         if (leaf.shape, leaf.dtype) != (out.shape, out.dtype):
             raise CellError(
                 f"the carry changed its type: expected {leaf.dtype}{list(leaf.shape)}, got "
                 f"{out.dtype}{list(out.shape)}; return a carry like the one that was given"
             )
-    program, consts = jaxpr_as_fun(_without_consts(closed)), [*map(jnp.asarray, closed.consts)]
-    shapes = [type_of(v) for v in inputs]
-    return Step(program, consts, tuple(after), tuple(shapes), tuple(y)), carry, y_tree
-
-
-def _without_consts(closed: Any) -> Any:
-    """The same program with its constants as the first arguments."""
     jaxpr = closed.jaxpr
     opened = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
-    return closed.replace(jaxpr=opened, consts=[])
+    program = jaxpr_as_fun(closed.replace(jaxpr=opened, consts=[]))
+    return Step(program, [*map(jnp.asarray, closed.consts)], after, y), carry, y_tree
 
 
 @dataclass(frozen=True)
@@ -155,139 +145,104 @@ class Recorded:
     """A step that returns its internal state as well.
 
     Attributes:
-        program: ``program(*consts, *carry, *x) -> (*carry, *y, *own)``.
         wanted: which constants, and which inputs, have a gradient.
-        own: shapes of the residuals that are stored.
-        fixed: ``fixed(consts)``, the residuals that are the same for all steps.
-        sources: where each residual is: an operand's group and number, an own or a fixed one's.
+        program: ``program(*consts, *carry, *x) -> (*carry, *y, *held)``.
+        held: types of the residuals that are stored; the carry may be among them.
+        fixed: ``fixed(*consts)``, the residuals that are the same for all steps.
+        sources: where each residual is: its group (held, fixed, consts or x), and its number there.
         pull: from residuals, and cotangents of the carry after and of the outputs, those of the
-            wanted constants, of the real parts of the carry, and of the wanted inputs.
+            constants, of the carry and of the inputs.
         work: the most bytes that a recorded step, or its way back, holds for itself, and what the
             fixed residuals take.
     """
 
     step: Step
-    wanted: tuple[tuple[bool, ...], tuple[bool, ...]]
+    wanted: tuple[Sequence[bool], Sequence[bool]]
     program: Callable[..., Arrays]
-    own: tuple[Type, ...]
+    held: Sequence[Any]
     fixed: Callable[..., Arrays]
-    sources: tuple[tuple[str, int], ...]
+    sources: Sequence[tuple[str, int]]
     pull: Callable[[Arrays, Arrays, Arrays], tuple[Arrays, Arrays, Arrays]]
     work: int
 
     @classmethod
-    def of(cls, step: Step, operands: Operands, wanted_consts: Mask, wanted_x: Mask) -> "Recorded":
+    def of(cls, step: Step, operands: Sequence[Arrays], wanted_consts: Sequence[bool],
+           wanted_x: Sequence[bool]) -> "Recorded":  # fmt: skip
         """The recorded twin of a step, with gradients for the constants and inputs that want one.
         Of the operands (constants, a carry, an input) only the types are looked at."""
-        real = [is_real(leaf) for leaf in step.carry]
-        real_y = [is_real(leaf) for leaf in step.y]
         trees: list[Any] = []
 
         def run(consts: Arrays, carry: Arrays, x: Arrays) -> Arrays:
-            def of(some: Arrays, reals: Arrays, inputs: Arrays) -> tuple[Any, Any]:
-                after, y = step(
-                    merged(consts, wanted_consts, some),
-                    merged(carry, real, reals),
-                    merged(x, wanted_x, inputs),
-                )
-                return (some_of(after, real), some_of(y, real_y)), (after, y)
+            def of(*some: Arrays) -> tuple[Any, Any]:
+                after, y = step(*map(merged, (consts, carry, x), some))
+                return (real_of(after), real_of(y)), (after, y)
 
-            given = some_of(consts, wanted_consts), some_of(carry, real), some_of(x, wanted_x)
+            given = some_of(consts, wanted_consts), real_of(carry), some_of(x, wanted_x)
             _, pullback, (after, y) = jax.vjp(of, *given, has_aux=True)
             residuals, tree = jax.tree.flatten(pullback)
             trees[:] = [tree]
             return [*after, *y, *residuals]
 
-        closed = jax.make_jaxpr(run)(*operands)
-        groups = zip(("const", "carry", "x"), operands, strict=True)
-        places = [(name, i) for name, group in groups for i in range(len(group))]
-        known = dict(zip(map(id, closed.jaxpr.invars), places, strict=True))
-        first = len(step.carry) + len(step.y)
-        alone, same = _fixed_part(closed, len(operands[0]))
-        kept: list[int] = []  # outputs that are stored
-        steady: list[Any] = []  # those that are the same for all steps
-        sources: list[tuple[str, int]] = []
-        for number, out in enumerate(closed.jaxpr.outvars[first:], first):
-            if not isinstance(out, Literal) and id(out) in known:
-                sources.append(known[id(out)])
-                continue
-            if isinstance(out, Literal) or out in same:
-                sources.append(("fixed", len(steady)))
-                steady.append(out)
-            else:
-                sources.append(("own", len(kept)))
-                kept.append(number)
-            known[id(out)] = sources[-1]
-        outputs = [*range(first), *kept]
-        chosen = closed.jaxpr.replace(outvars=[closed.jaxpr.outvars[i] for i in outputs])
-        fixed = jaxpr_as_fun(alone.replace(jaxpr=alone.jaxpr.replace(outvars=steady)))
-        program = jaxpr_as_fun(_without_consts(closed.replace(jaxpr=chosen)))
-        baked = list(closed.consts)
-
         def pull(residuals: Arrays, after: Arrays, y: Arrays) -> tuple[Arrays, Arrays, Arrays]:
-            found = jax.tree.unflatten(trees[0], residuals)((after, y))
-            return list(found[0]), list(found[1]), list(found[2])
+            found: tuple[Arrays, Arrays, Arrays] = jax.tree.unflatten(trees[0], residuals)(
+                (after, y)
+            )
+            return found
 
-        types = [closed.out_avals[i] for i in kept]
-        own = tuple(type_of(v) for v in types)
-        wanted = tuple(wanted_consts), tuple(wanted_x)
-        way_back = jax.make_jaxpr(pull)(
-            list(closed.out_avals[first:]),
-            some_of(operands[1], real),
-            some_of(closed.out_avals[len(real) : first], real_y),
+        closed = jax.make_jaxpr(run)(*operands)
+        jaxpr, n, m = closed.jaxpr, len(operands[0]), len(operands[1])
+        same = _same(jaxpr, n)
+        stored: dict[str, list[Any]] = {"held": [], "fixed": []}
+        known = {v: ("consts", i) for i, v in enumerate(jaxpr.invars[:n])}
+        known |= {v: ("x", i) for i, v in enumerate(jaxpr.invars[n + m :])}
+        first = m + len(step.y)
+        sources = []
+        for out in jaxpr.outvars[first:]:
+            group = "fixed" if isinstance(out, Literal) or out in same else "held"
+            place = group, len(stored[group])
+            if not isinstance(out, Literal):
+                place = known.setdefault(out, place)
+            if place == (group, len(stored[group])):
+                stored[group].append(out)
+            sources.append(place)
+        held, fixed = stored.values()
+        whole = jaxpr.replace(outvars=[*jaxpr.outvars[:first], *held])
+        alone = jaxpr.replace(
+            invars=jaxpr.invars[:n],
+            outvars=fixed,
+            eqns=[eqn for eqn in jaxpr.eqns if same.issuperset(eqn.outvars)],
         )
-        work = max(_peak(closed.jaxpr), _peak(way_back.jaxpr))
-        work += bytes_of([v.aval for v in steady])
-        runs = lambda *args: program(*baked, *args)  # noqa: E731
-        found = lambda consts: fixed(*baked, *consts)  # noqa: E731
-        return cls(step, wanted, runs, own, found, tuple(sources), pull, work)
-
-    @property
-    def real(self) -> list[bool]:
-        """Which parts of the carry have a gradient."""
-        return [is_real(leaf) for leaf in self.step.carry]
-
-    @property
-    def held(self) -> tuple[Type, ...]:
-        """What the tape holds of a step: own residuals, and parts of the carry before it."""
-        return *self.own, *(self.step.carry[i] for i in self.carried)
-
-    @property
-    def carried(self) -> list[int]:
-        """The parts of the carry that are residuals."""
-        return sorted({i for group, i in self.sources if group == "carry"})
+        after, y = closed.out_avals[:m], closed.out_avals[m:first]
+        back = jax.make_jaxpr(pull)(closed.out_avals[first:], real_of(after), real_of(y))
+        return cls(
+            step,
+            (wanted_consts, wanted_x),
+            jaxpr_as_fun(closed.replace(jaxpr=whole)),
+            [v.aval for v in held],
+            jaxpr_as_fun(closed.replace(jaxpr=alone)),
+            sources,
+            pull,
+            max(_peak(jaxpr), _peak(back.jaxpr)) + bytes_of(v.aval for v in fixed),
+        )
 
     def __call__(self, consts: Arrays, carry: Arrays, x: Arrays) -> tuple[Arrays, Arrays, Arrays]:
         """The carry after, the outputs, and what the tape holds."""
         found = list(self.program(*consts, *carry, *x))
-        n, m = len(self.step.carry), len(self.step.y)
-        return found[:n], found[n : n + m], [*found[n + m :], *(carry[i] for i in self.carried)]
+        n, m = len(self.step.carry), len(self.step.carry) + len(self.step.y)
+        return found[:n], found[n:m], found[m:]
 
-    def residuals(self, held: Arrays, fixed: Arrays, consts: Arrays, x: Arrays) -> Arrays:
+    def residuals(self, **groups: Arrays) -> Arrays:
         """What the pullback needs, from what the tape holds, fixed residuals, and operands."""
-        carried = dict(zip(self.carried, held[len(self.own) :], strict=True))
-        groups: dict[str, Any] = {
-            "own": held,
-            "fixed": fixed,
-            "const": consts,
-            "x": x,
-            "carry": carried,
-        }
         return [groups[group][i] for group, i in self.sources]
 
 
-def _fixed_part(closed: Any, consts: int) -> tuple[Any, set[Any]]:
-    """The operations of a program that depend on its first operands alone, as a program of these,
-    and what they result in."""
-    jaxpr = closed.jaxpr
-    given = [*jaxpr.constvars, *jaxpr.invars[:consts]]
-    same, chosen = set(given), []
+def _same(jaxpr: Any, consts: int) -> set[Any]:
+    """The variables of a program that depend on its first operands alone."""
+    same = {*jaxpr.constvars, *jaxpr.invars[:consts]}
     for eqn in jaxpr.eqns:
         if all(isinstance(v, Literal) or v in same for v in eqn.invars):
             same.update(eqn.outvars)
-            chosen.append(eqn)
-    alone = jaxpr.replace(constvars=[], invars=given, eqns=chosen)
-    return closed.replace(jaxpr=alone, consts=[]), same
+    return same
 
 
 def _peak(jaxpr: Any) -> int:
@@ -297,22 +252,10 @@ def _peak(jaxpr: Any) -> int:
     ends: dict[int, int] = {}
     live = peak = 0
     for n, eqn in enumerate(jaxpr.eqns):
-        inner = max(map(_peak, jaxprs_in_params(eqn.params)), default=0)
-        live += bytes_of([v.aval for v in eqn.outvars])
         for v in eqn.outvars:
-            end = last.get(v, n)
-            ends[end] = ends.get(end, 0) + bytes_of([v.aval])
-        peak = max(peak, live + inner)
+            size, end = bytes_of([v.aval]), last.get(v, n)
+            ends[end] = ends.get(end, 0) + size
+            live += size
+        peak = max(peak, live + max(map(_peak, jaxprs_in_params(eqn.params)), default=0))
         live -= ends.pop(n, 0)
     return peak
-
-
-def some_of(values: Sequence[Any], mask: Mask) -> Arrays:
-    """The values under the mask."""
-    return [v for v, chosen in zip(values, mask, strict=True) if chosen]
-
-
-def merged(values: Sequence[Any], mask: Mask, some: Sequence[Any]) -> Arrays:
-    """The values, those under the mask replaced."""
-    rest = iter(some)
-    return [next(rest) if chosen else v for v, chosen in zip(values, mask, strict=True)]

@@ -59,21 +59,19 @@ class Table:
 
 
 # The last range is run again if it is no longer than this share of all.
-_SHORT = 1 / 8
+_SHORT = 1 / 7
 
 
 def table_of(schedule: Schedule, again: bool = False) -> Table:
     """The table of a legal schedule; ``again``: a short last range may be run again."""
     actions = [*_split(schedule)]
     filler = _Filler({a.at for a in actions if isinstance(a, Load)})
-    for index, action in enumerate(actions):
-        after = actions[index + 1] if index + 1 < len(actions) else None
+    for action, after in zip(actions, [*actions[1:], None], strict=True):
         filler.add(action, after)
     if again:
         filler.run_last_again(schedule.length)
-    rows = [*filler.rows, (Kind.END, 0, 0, 0, 0, 0)]
-    sizes = filler.forward, filler.slots, filler.tape, filler.first
-    return Table(np.array(rows, np.int32), *sizes)
+    rows = np.array([*filler.rows, (Kind.END, 0, 0, 0, 0, 0)], np.int32)
+    return Table(rows, filler.forward, filler.slots, filler.tape, filler.first)
 
 
 def _split(schedule: Schedule) -> Iterable[Action]:
@@ -97,34 +95,36 @@ class _Filler:
     def __init__(self, loaded: set[int]) -> None:
         self.loaded = loaded
         self.rows: list[tuple[int, ...]] = []
-        self.at: dict[int, int] = {}  # kept states: their slots
+        self.at: dict[int, int] = {}  # held states: their slots
         self.free: list[int] = []
         self.slots, self.tape, self.height = 1, 0, 0  # slot 0 is for states that are not kept
         self.here = 0  # the slot of the current state
-        self.recorded: list[tuple[int, int, int]] = []  # start, stop, place on the tape
-        self.ends: dict[int, int] = {}  # recorded states that are held to be loaded: their slots
-        self.first, self.forward, self.pending = 0, -1, False
+        self.recorded: list[tuple[int, int, bool]] = []  # start, stop, whether only loads need stop
+        self.first, self.forward = 0, -1
 
     def add(self, action: Action, after: Action | None) -> None:
         match action:
             case Store(at):
                 if at not in self.at:  # the initial state; others are put where they are kept
                     assert at == 0, "a state is stored when it is reached"
-                    self.at[at] = self.first = self._slot()
+                    self.first = self._hold(at)
                 self.here = self.at[at]
             case Load(at):
-                self.here = self.at[at] if at in self.at else self.ends[at]
+                self.here = self.at[at]
             case Free(at):
                 self.free.append(self.at.pop(at))
             case Advance(start, stop):
-                self._row(Kind.ADVANCE, start, stop, self._end(stop, after))
+                self._row(
+                    Kind.ADVANCE, start, stop, self._hold(stop) if after == Store(stop) else 0
+                )
             case Record(start, stop):
-                alone = stop - start == 1 and after == Backward(start, stop)
-                self.pending = alone and self.forward >= 0
-                if not self.pending:
-                    self._record(start, stop, after)
-            case Backward(start, stop):
-                self._back(start, stop)
+                at_once = stop - start == 1 and after == Backward(start, stop)
+                if at_once and self.forward >= 0:
+                    self._row(Kind.STEP, start, stop, 0)
+                else:
+                    self._record(start, stop, after == Store(stop))
+            case Backward(start, _):
+                self._back(start)
 
     def run_last_again(self, length: int) -> None:
         """Record the last range at the beginning of the backward pass, if it is short and nothing
@@ -137,41 +137,31 @@ class _Filler:
             self.slots += 1
             self.rows.insert(self.forward - 1, (Kind.ADVANCE, start, stop, load, aside, 0))
 
-    def _end(self, at: int, after: Action | None) -> int:
-        """Where the state after a range goes."""
-        if after == Store(at):
-            self.at[at] = self._slot()
-            return self.at[at]
-        return 0
-
-    def _record(self, start: int, stop: int, after: Action | None) -> None:
-        end = self._end(stop, after)
-        if end == 0 and stop in self.loaded:
-            end = self.ends[stop] = self._slot()
-        self._row(Kind.RECORD, start, stop, end)
-        self.recorded.append((start, stop, self.height))
+    def _record(self, start: int, stop: int, stored: bool) -> None:
+        for_loads = stop in self.loaded and not stored
+        self._row(Kind.RECORD, start, stop, self._hold(stop) if stored or for_loads else 0)
+        self.recorded.append((start, stop, for_loads))
         self.height += stop - start
         self.tape = max(self.tape, self.height)
 
-    def _back(self, start: int, stop: int) -> None:
+    def _back(self, start: int) -> None:
         if self.forward < 0:
             self.forward = len(self.rows)
-        if self.pending:
-            self._row(Kind.STEP, start, stop, 0)
-            self.pending = False
-            return
         while self.recorded and self.recorded[-1][0] >= start:
-            first, end, self.height = self.recorded.pop()
-            self.rows.append((Kind.TAPE, first, end, 0, 0, self.height))
-            if end in self.ends:
-                self.free.append(self.ends.pop(end))
+            first, stop, for_loads = self.recorded.pop()
+            self.height -= stop - first
+            self.rows.append((Kind.TAPE, first, stop, 0, 0, self.height))
+            if for_loads:
+                self.free.append(self.at.pop(stop))
 
     def _row(self, kind: Kind, start: int, stop: int, store: int) -> None:
         self.rows.append((kind, start, stop, self.here, store, self.height))
         self.here = store
 
-    def _slot(self) -> int:
-        if self.free:
-            return self.free.pop()
-        self.slots += 1
-        return self.slots - 1
+    def _hold(self, state: int) -> int:
+        """A slot for a state."""
+        if not self.free:
+            self.free.append(self.slots)
+            self.slots += 1
+        self.at[state] = self.free.pop()
+        return self.at[state]
