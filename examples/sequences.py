@@ -13,15 +13,18 @@ A fourth is a control. Over hundreds of iterations training amplifies any roundi
 agree at first part at last, ``budgeted`` from ``ordinary`` too. ``nudged`` is ``ordinary`` from
 weights that differ in their last bit: how far it parts is what rounding alone does.
 
-All start from the same weights, read the same batches and take turns at each of them, so that what
-the machine does meanwhile meets them all.
+All start from the same weights and read the same batches in the same order. ``truncated`` runs as
+many iterations as take the CPU time that ``budgeted`` takes, so both have equal memory and equal
+time. Time is the CPU time of the gradient alone: what else the machine does hardly changes it.
+
+With ``--save`` training is written to a file now and then, and a rerun goes on from there exactly.
+With ``--out`` runs of several seeds are gathered in one file of numbers and one picture.
 """
 
 import argparse
 import copy
 import json
 import math
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -32,11 +35,13 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from torch import Tensor, nn
 from torch.nn import functional
 
 import retrograde as rg
 from retrograde.figures.style import BLUE, GREY, INK, ORANGE, save, tidy
+from retrograde.files import write_file
 from retrograde.machine import machine_of
 from retrograde.units import as_bytes, format_bytes
 
@@ -192,31 +197,46 @@ class Run:
         way: one of :data:`WAYS`.
         model: in training.
         gradient: puts the gradients of a batch into ``.grad``, and returns its loss.
-        optimizer: of the model's parameters.
-        rate: its learning rate, which falls to nothing.
         losses: one an iteration, before its update.
-        seconds: of the gradient, one an iteration.
+        seconds: of CPU time that all gradients took.
+        optimizer: of the model's parameters.
     """
 
     way: str
     model: Model
     gradient: Callable[[Model, Tensor], float]
-    optimizer: torch.optim.Optimizer
-    rate: torch.optim.lr_scheduler.LRScheduler
     losses: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
+    seconds: float = 0.0
 
-    def step(self, batch: Batch) -> None:
-        """One iteration."""
+    def __post_init__(self) -> None:
+        self.optimizer = torch.optim.Adam(self.model.parameters())
+
+    def step(self, task: Task, rate: float) -> None:
+        """One iteration, on the batch that is next."""
+        batch = task.batch(len(self.losses))
         self.model.aim(batch)
         self.optimizer.zero_grad()
-        start = time.perf_counter()
+        start = time.process_time()
         loss = self.gradient(self.model, batch.inputs)
-        self.seconds.append(time.perf_counter() - start)
+        self.seconds += time.process_time() - start
         self.losses.append(loss)
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
         self.optimizer.step()
-        self.rate.step()
+
+    def state(self) -> dict[str, Any]:
+        """All that training needs to go on."""
+        return {
+            "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
+            "losses": self.losses, "seconds": self.seconds,
+        }  # fmt: skip
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Go on from a state."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.losses, self.seconds = state["losses"], state["seconds"]
 
     def working_bytes(self, batch: Batch) -> int:
         """The measured peak of one iteration, beside inputs, parameters and their gradients."""
@@ -256,11 +276,8 @@ def ordinary_bytes(model: Model, batch: Batch) -> int:
     return round(most + (most - least) / (more - few) * (length - more))
 
 
-def runs_of(
-    model: Model, ways: Sequence[str], memory: str, share: float, rates: tuple[float, int]
-) -> list[Run]:
-    """One run a way, all from the same weights; the learning rate falls in so many iterations."""
-    start, iterations = rates
+def runs_of(model: Model, ways: Sequence[str], memory: str, share: float) -> list[Run]:
+    """One run a way, all from the same weights."""
 
     def truncated_to_share(model: Model, x: Tensor) -> float:
         return truncated(model, x, max(1, int(share * len(x))))
@@ -271,14 +288,10 @@ def runs_of(
         "budgeted": lambda model, x: budgeted(model, x, memory),
         "truncated": truncated_to_share,
     }
-    runs = []
-    for way in ways:
-        twin = copy.deepcopy(model)
-        if way == "nudged":
-            nudge(twin)
-        optimizer = torch.optim.Adam(twin.parameters(), lr=start)
-        rate = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, iterations)
-        runs.append(Run(way, twin, gradients[way], optimizer, rate))
+    runs = [Run(way, copy.deepcopy(model), gradients[way]) for way in ways]
+    for run in runs:
+        if run.way == "nudged":
+            nudge(run.model)
     return runs
 
 
@@ -289,119 +302,223 @@ def nudge(model: Model) -> None:
         weight.mul_(1 + torch.finfo(weight.dtype).eps)
 
 
-def train(task: Task, runs: Sequence[Run], iterations: int) -> None:
-    """Train all runs on the same batches, in turns, and print the losses as they fall."""
-    every = max(1, iterations // 10)
-    for iteration in range(iterations):
-        batch = task.batch(iteration)
-        turn = iteration % len(runs)
-        for run in (*runs[turn:], *runs[:turn]):
-            run.step(batch)
-        if (iteration + 1) % every == 0:
-            means = (f"{run.way} {np.mean(run.losses[-every:]):.4f}" for run in runs)
-            print(f"iteration {iteration + 1:4d}: {', '.join(means)}", flush=True)
+def train(task: Task, runs: Sequence[Run], iterations: int, saved: "Saved") -> None:
+    """Train all runs, and print the losses as they fall.
+
+    Each turn is an iteration of every run but the truncated one, which then takes as many as it has
+    time for. The learning rate falls to nothing with the turns, for all alike.
+    """
+    saved.resume(runs)
+    leaders = [run for run in runs if run.way != "truncated"] or runs
+    followers = [run for run in runs if run not in leaders]
+    every = max(1, iterations // 20)
+    for turn in range(len(leaders[0].losses), iterations):
+        rate = task.learning_rate * (1 - turn / iterations)
+        for run in leaders:
+            run.step(task, rate)
+        for run in followers:
+            while run.seconds < leaders[-1].seconds:
+                run.step(task, rate)
+        if (turn + 1) % every == 0:
+            means = (f"{run.way} {mean_of_last(run, every / iterations):.4f}" for run in runs)
+            print(f"iteration {turn + 1:5d}: {', '.join(means)}", flush=True)
+        if (turn + 1) % saved.every == 0 or turn + 1 == iterations:
+            saved.write(runs)
 
 
-def results_of(task: Task, runs: Sequence[Run], memory: str, usual: int) -> dict[str, Any]:
-    """All that is told of the runs, as JSON has it."""
-    longest, held_out = task.longest(), task.held_out()
-    ways = {
-        run.way: {
-            "working_bytes": run.working_bytes(longest),
-            "seconds": statistics.median(run.seconds),
-            "accuracy": run.accuracy(held_out),
-            "losses": [float(f"{loss:.7g}") for loss in run.losses],
-        }
-        for run in runs
+def mean_of_last(run: Run, share: float) -> float:
+    """The mean loss over a share of what the run has of iterations, the last ones."""
+    return float(np.mean(run.losses[-max(1, round(share * len(run.losses))) :]))
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Training in a file, to go on from.
+
+    Attributes:
+        path: of the file; None for none.
+        every: so many turns it is written.
+        settings: that a file must have for training to go on from it.
+    """
+
+    path: Path | None
+    every: int
+    settings: dict[str, Any]
+
+    def write(self, runs: Sequence[Run]) -> None:
+        """Write all runs, whole or not at all."""
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            runs_state = {run.way: run.state() for run in runs}
+            state = {"settings": self.settings, "runs": runs_state}
+            write_file(self.path, lambda place: torch.save(state, place))
+
+    def resume(self, runs: Sequence[Run]) -> None:
+        """Go on from the file, if there is one.
+
+        Raises:
+            ValueError: it is of another training.
+        """
+        if self.path is not None and self.path.exists():
+            state = torch.load(self.path)
+            if state["settings"] != self.settings:
+                raise ValueError(
+                    f"{self.path} is of a training with {state['settings']}, and this one has "
+                    f"{self.settings}: name another file"
+                )
+            for run in runs:
+                run.resume(state["runs"][run.way])
+
+
+def result_of(run: Run, task: Task, seed: int) -> dict[str, Any]:
+    """What is told of one run: its losses are means of a hundredth of its iterations each."""
+    parts = np.array_split(np.array(run.losses), min(100, len(run.losses)))
+    return {
+        "seed": seed,
+        "way": run.way,
+        "working_bytes": run.working_bytes(task.longest()),
+        "iterations": len(run.losses),
+        "seconds": round(run.seconds, 3),
+        "accuracy": run.accuracy(task.held_out()),
+        "losses": [float(f"{part.mean():.5g}") for part in parts],
+        "first_losses": [float(f"{loss:.8g}") for loss in run.losses[:20]],
     }
-    found: dict[str, Any] = {
-        "machine": machine_of("cpu"),
-        "title": task.title,
-        "loss": task.loss_label,
-        "length": len(longest.inputs),
-        "batch": longest.inputs.shape[1],
-        "hidden": runs[0].model.lstm.hidden_size,
-        "iterations": len(runs[0].losses),
-        "memory": memory,
-        "budget_bytes": as_bytes(memory, usual),
-        "ordinary_bytes_extrapolated": usual,
-        "ways": ways,
-    }
-    found["differences"] = {
-        run.way: [
-            float(f"{abs(a - b):.2g}") for a, b in zip(runs[0].losses, run.losses, strict=True)
-        ]
-        for run in runs[1:]
-    }
-    return found
+
+
+def gathered(path: Path, found: dict[str, Any]) -> dict[str, Any]:
+    """What was found, and beside it the runs of other seeds or ways that the file has.
+
+    Raises:
+        ValueError: the file is of a training with other settings.
+    """
+    runs = {(run["way"], run["seed"]): run for run in found["runs"]}
+    if path.exists():
+        before = json.loads(path.read_text())
+        for key in (key for key in found if key != "runs" and found[key] != before.get(key)):
+            raise ValueError(
+                f"{path} has {before.get(key)} as {key}, and this training {found[key]}: name "
+                "another folder"
+            )
+        runs = {(run["way"], run["seed"]): run for run in before["runs"]} | runs
+    ordered = sorted(runs, key=lambda key: (WAYS.index(key[0]), key[1]))
+    return {**found, "runs": [runs[key] for key in ordered]}
 
 
 def report(found: dict[str, Any]) -> None:
     """Print what was found."""
-    usual, ways = found["ordinary_bytes_extrapolated"], found["ways"]
+    usual, runs = found["ordinary_bytes_extrapolated"], found["runs"]
     budget = format_bytes(found["budget_bytes"])
     print(
         f"T = {found['length']}: ordinary BPTT takes {format_bytes(usual)}, the budget is {budget}"
     )
-    for way, one in ways.items():
-        peak = one["working_bytes"]
+    for run in runs:
+        peak = run["working_bytes"]
         print(
-            f"{way:9}: measured peak {format_bytes(peak)} ({peak / usual:.1%}), "
-            f"{one['seconds']:.3f} s an iteration, held-out accuracy {one['accuracy']:.1%}"
+            f"{run['way']:9}: measured peak {format_bytes(peak)} ({peak / usual:.1%}), "
+            f"{run['iterations']} iterations in {run['seconds']:.1f} s of CPU time, held-out "
+            f"accuracy {run['accuracy']:.1%}"
         )
-    base, *_ = ways
-    for way, apart in found["differences"].items():
-        few = apart[:20]
+    base, *others = runs
+    for run in others:
+        apart = differences(base, run)
         print(
-            f"losses of {way} and {base} differ by at most {max(few):.1g} in the first {len(few)} "
-            f"iterations, and {max(apart):.1g} in all"
+            f"losses of {run['way']} and {base['way']} differ by at most {max(apart):.1g} in the "
+            f"first {len(apart)} iterations"
         )
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> list[float]:
+    """How far the first losses of two runs are apart, one number an iteration."""
+    return [abs(a - b) for a, b in zip(one["first_losses"], other["first_losses"], strict=False)]
 
 
 def draw(found: dict[str, Any]) -> Figure:
     """The losses, and the measured peaks."""
-    figure = Figure(figsize=(9.4, 3.9), layout="constrained")
+    figure = Figure(figsize=(9.4, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[2, 1])
     draw_losses(left, found)
     draw_peaks(right, found)
+    ways = dict.fromkeys(run["way"] for run in found["runs"])
+    handles = [Line2D([], [], label=told(found, way), **STYLES[way]) for way in ways]
+    machine = found["machine"]
+    where = f"{machine['device']}, threads: {machine['threads']}, torch {machine['torch']}"
     figure.legend(
-        *left.get_legend_handles_labels(), loc="outside lower left", ncols=len(found["ways"]),
-        frameon=False, fontsize=9,
+        handles=handles, loc="outside lower left", ncols=2, frameon=False, fontsize=9,
+        title=f"Held-out accuracy after training. {where}", title_fontsize=9, alignment="left",
     )  # fmt: skip
     return figure
 
 
 def draw_losses(axes: Axes, found: dict[str, Any]) -> None:
-    """Each point is a mean of some iterations."""
-    every = max(1, found["iterations"] // 50)
-    for way, one in found["ways"].items():
-        losses = one["losses"]
-        means = [np.mean(losses[i : i + every]) for i in range(0, len(losses), every)]
-        ends = [min(i + every, len(losses)) for i in range(0, len(losses), every)]
-        axes.plot(ends, means, label=LABELS[way], **STYLES[way])
+    """A line a run: each of its points is a mean of a hundredth of the iterations."""
+    for run in found["runs"]:
+        losses = run["losses"]
+        minutes = np.arange(1, len(losses) + 1) / len(losses) * run["seconds"] / 60
+        axes.plot(minutes, losses, **STYLES[run["way"]])
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
-    axes.grid(axis="y", color=INK, alpha=0.12, linewidth=0.8)
-    of = "" if every == 1 else f", means of {every}"
-    tidy(axes, title=found["title"], x=f"iteration{of}", y=found["loss"])
+    x = "CPU time of the gradients (minutes)"
+    tidy(axes, title=found["title"], x=x, y=found["loss"], grid="y")
 
 
 def draw_peaks(axes: Axes, found: dict[str, Any]) -> None:
     """A bar a way, with its size beside it."""
-    shown = [way for way in found["ways"] if way != "nudged"] or ["nudged"]
-    ways = {way: found["ways"][way] for way in shown}
-    sizes = [one["working_bytes"] / 2**20 for one in ways.values()]
-    bars = axes.barh(range(len(ways)), sizes, color=[STYLES[way]["color"] for way in ways])
+    shown = {run["way"]: run["working_bytes"] for run in found["runs"] if run["way"] != "nudged"}
+    sizes = [size / 2**20 for size in shown.values()]
+    bars = axes.barh(range(len(shown)), sizes, color=[STYLES[way]["color"] for way in shown])
     usual = found["ordinary_bytes_extrapolated"]
     labels = [
         format_bytes(size) if way == "ordinary" else f"{format_bytes(size)} ({size / usual:.1%})"
-        for way, size in ((way, one["working_bytes"]) for way, one in ways.items())
+        for way, size in shown.items()
     ]
     axes.bar_label(bars, labels, padding=4, color=INK, fontsize=9)
     axes.set_yticks([])
     axes.invert_yaxis()
     axes.set_xlim(0, 1.4 * max(sizes))
     tidy(axes, title=f"Peak, T = {found['length']:,}", x="working memory (MiB)", y="")
+
+
+def told(found: dict[str, Any], way: str) -> str:
+    """A way's name, its accuracy over seeds, and how many seeds there are."""
+    runs = [run for run in found["runs"] if run["way"] == way]
+    shares = [100 * run["accuracy"] for run in runs]
+    low, high = f"{min(shares):.1f}", f"{max(shares):.1f}"
+    seeds = f"{len(runs)} seed{'s' if len(runs) > 1 else ''}"
+    return f"{LABELS[way]}: {low if low == high else f'{low} to {high}'} % right ({seeds})"
+
+
+def tell(name: str, task: Task, options: argparse.Namespace) -> None:
+    """Train, print and write as the command line asks."""
+    torch.manual_seed(options.seed)
+    model, longest = task.model(), task.longest()
+    usual = ordinary_bytes(model, longest)
+    budget = as_bytes(options.memory, usual)
+    found: dict[str, Any] = {
+        "machine": machine_of("cpu"),
+        "title": task.title,
+        "loss": task.loss_label,
+        "length": len(longest.inputs),
+        "batch": longest.inputs.shape[1],
+        "hidden": model.lstm.hidden_size,
+        "turns": task.iterations if options.steps is None else options.steps,
+        "memory": options.memory,
+        "budget_bytes": budget,
+        "ordinary_bytes_extrapolated": usual,
+        "runs": [],
+    }
+    path = options.out and options.out / f"{name}.json"
+    if path:
+        gathered(path, found)  # refuses before any training
+    ways = [way for way in WAYS if way in options.way or "all" in options.way]
+    settings = {"seed": options.seed, "ways": ways, "turns": found["turns"], "budget": budget}
+    runs = runs_of(model, ways, options.memory, budget / usual)
+    train(task, runs, found["turns"], Saved(options.save, options.every, settings))
+    found["runs"] = [result_of(run, task, options.seed) for run in runs]
+    report(found)
+    if path:
+        found = gathered(path, found)
+        save(draw(found), options.out, name)
+        path.write_text(json.dumps(found) + "\n")
 
 
 def main(
@@ -422,21 +539,16 @@ def main(
     parser.add_argument("--way", choices=(*WAYS, "all"), nargs="+", default=["all"])
     parser.add_argument("--seed", type=int, default=0, help="of the first weights")
     parser.add_argument("--out", type=Path, help="a folder for the numbers and the picture")
+    parser.add_argument("--save", type=Path, help="a file to write training to, and to go on from")
+    parser.add_argument("--every", type=int, default=100, help="iterations between two writes")
     options = parser.parse_args(arguments)
     try:
         task = make(options.data)
     except FileNotFoundError as error:
         parser.error(f"{error.filename} is not there: see docs/examples.md for what it holds")
-    torch.manual_seed(options.seed)
-    model = task.model()
-    usual = ordinary_bytes(model, task.longest())
-    share = as_bytes(options.memory, usual) / usual
-    iterations = task.iterations if options.steps is None else options.steps
-    ways = [way for way in WAYS if way in options.way or "all" in options.way]
-    runs = runs_of(model, ways, options.memory, share, (task.learning_rate, iterations))
-    train(task, runs, iterations)
-    found = results_of(task, runs, options.memory, usual)
-    report(found)
-    if options.out is not None:
-        save(draw(found), options.out, name)
-        (options.out / f"{name}.json").write_text(json.dumps(found) + "\n")
+    try:
+        tell(name, task, options)
+    except ValueError as error:
+        parser.error(str(error))
+
+

@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 from gruslys2016.bounds import bounds_linear, bounds_power
 from gruslys2016.composed import figure_3, figure_8
 from gruslys2016.timed import figure_2b
-from retrograde.figures.style import tidy
+from retrograde.figures.style import draw_level, tidy
 from retrograde.plan import cost
 from retrograde_papers.curves import (
     BLUE,
@@ -29,7 +29,6 @@ from retrograde_papers.curves import (
     RED,
     VIOLET,
     draw_curves,
-    draw_level,
     length_grid,
 )
 from retrograde_papers.plates import Column, Plate, captioned
@@ -87,7 +86,7 @@ def figure_5(longest: int = _LONGEST) -> Plate:
     _draw_memories(left, lengths, internal, "internal states in memory")
     _draw_memories(right, lengths, mixed, "memory, in internal states")
     tidy(left, title="(a) ISM: internal states only", x=_LENGTH, y=_COST)
-    tidy(right, title="(b) MSM: hidden and internal states mixed, α = 5", x=_LENGTH, y=_COST)
+    tidy(right, title="(b) MSM: hidden and internal states mixed, α = 5", x=_LENGTH, y="")
     note = (
         "An internal state is α = 5 times as large as a hidden state, or β = 4 times where its "
         "input is in memory. On the left, m internal states, the working core being one of them; "
@@ -114,7 +113,7 @@ def figure_6(longest: int = _LONGEST) -> Plate:
     table |= _draw_policies(left, lengths, 10)
     table |= _draw_policies(right, lengths, 20)
     tidy(left, title="(a) room for 50 hidden or 10 internal states", x=_LENGTH, y=_COST)
-    tidy(right, title="(b) room for 100 hidden or 20 internal states", x=_LENGTH, y=_COST)
+    tidy(right, title="(b) room for 100 hidden or 20 internal states", x=_LENGTH, y="")
     note = (
         "α = 5, β = 4: an internal state takes the room of five hidden states, or of four where "
         "its input is in memory. HSM and MSM count the initial state, ISM the working core."

@@ -74,7 +74,9 @@ def test_the_schedule_is_drawn_in_full():
     texts = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
     assert texts[:4] == ["run forward", "run forward, recorded", "backpropagated",
                          "hidden state kept"]  # fmt: skip
-    assert figure.axes[0].get_title(loc="left") == "HSM: 4 steps, memory 2, 8 forward steps"
+    assert figure.axes[0].get_title(loc="left") == (
+        "HSM: 4 steps, memory of 2 hidden states, 8 forward steps"
+    )
 
 
 @pytest.mark.parametrize(("length", "block"), [(1, 1), (63, 1), (1000, 7), (1000, 40)])

@@ -106,7 +106,7 @@ def draw_planned(
         2
     """
     figure = Figure(figsize=(10, 4.2), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
+    panels = figure.subplots(1, 2, sharex=True, sharey=True)
     curves = (planned, measured)
     others: tuple[Curve | None, Curve | None] = ordinary or (None, None)
     highest = max(map(_peak, filter(None, (*curves, *others))))
