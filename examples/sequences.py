@@ -9,10 +9,6 @@ its loss is that of a range of steps. So one loss serves three ways:
   the state is detached. Windows are as long as the budget has room for. A loss that comes only at
   the end is then learnt from the last window.
 
-A fourth is a control. Over hundreds of iterations training amplifies any rounding, so curves that
-agree at first part at last, ``budgeted`` from ``ordinary`` too. ``nudged`` is ``ordinary`` from
-weights that differ in their last bit: how far it parts is what rounding alone does.
-
 All start from the same weights and read the same batches in the same order. ``truncated`` runs as
 many iterations as take the CPU time that ``budgeted`` takes, so both have equal memory and equal
 time. Time is the CPU time of the gradient alone: what else the machine does hardly changes it.
@@ -33,32 +29,16 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from torch import Tensor, nn
 from torch.nn import functional
 
 import retrograde as rg
-from retrograde.figures.style import BLUE, GREY, INK, ORANGE, save, tidy
+from retrograde.errors import RetrogradeError
+from retrograde.figures.style import save
 from retrograde.files import write_file
 from retrograde.machine import machine_of
-from retrograde.units import as_bytes, format_bytes
-
-RESULTS = Path(__file__).parent / "results"
-WAYS = ("ordinary", "nudged", "budgeted", "truncated")
-LABELS = {
-    "ordinary": "ordinary BPTT",
-    "nudged": "the same, nudged by a rounding",
-    "budgeted": "within the budget",
-    "truncated": "truncated BPTT",
-}
-STYLES = {
-    "ordinary": {"color": GREY, "linewidth": 4.5},
-    "nudged": {"color": INK, "linewidth": 1.0, "linestyle": (0, (1, 1.5))},
-    "budgeted": {"color": BLUE, "linewidth": 1.5},
-    "truncated": {"color": ORANGE, "linewidth": 1.5},
-}
+from retrograde.units import as_bytes
+from sequences_results import WAYS, draw, gathered, report
 
 
 class Model(nn.Module):
@@ -238,6 +218,10 @@ class Run:
         self.optimizer.load_state_dict(state["optimizer"])
         self.losses, self.seconds = state["losses"], state["seconds"]
 
+    def done(self, iterations: int, seconds: float) -> float:
+        """The share of its training that is done: of the seconds, or of the iterations if 0."""
+        return self.seconds / seconds if seconds else len(self.losses) / iterations
+
     def working_bytes(self, batch: Batch) -> int:
         """The measured peak of one iteration, beside inputs, parameters and their gradients."""
         self.model.aim(batch)
@@ -276,7 +260,7 @@ def ordinary_bytes(model: Model, batch: Batch) -> int:
     return round(most + (most - least) / (more - few) * (length - more))
 
 
-def runs_of(model: Model, ways: Sequence[str], memory: str, share: float) -> list[Run]:
+def runs_of(model: Model, memory: str, share: float) -> list[Run]:
     """One run a way, all from the same weights."""
 
     def truncated_to_share(model: Model, x: Tensor) -> float:
@@ -284,51 +268,30 @@ def runs_of(model: Model, ways: Sequence[str], memory: str, share: float) -> lis
 
     gradients = {
         "ordinary": ordinary,
-        "nudged": ordinary,
         "budgeted": lambda model, x: budgeted(model, x, memory),
         "truncated": truncated_to_share,
     }
-    runs = [Run(way, copy.deepcopy(model), gradients[way]) for way in ways]
-    for run in runs:
-        if run.way == "nudged":
-            nudge(run.model)
-    return runs
+    return [Run(way, copy.deepcopy(model), gradients[way]) for way in WAYS]
 
 
-@torch.no_grad()
-def nudge(model: Model) -> None:
-    """Change every weight by about its last bit."""
-    for weight in model.parameters():
-        weight.mul_(1 + torch.finfo(weight.dtype).eps)
+def train(task: Task, runs: Sequence[Run], ways: Sequence[str], saved: "Saved") -> None:
+    """Train some of the runs, one after the other, and print the losses as they fall.
 
-
-def train(task: Task, runs: Sequence[Run], iterations: int, saved: "Saved") -> None:
-    """Train all runs, and print the losses as they fall.
-
-    Each turn is an iteration of every run but the truncated one, which then takes as many as it has
-    time for. The learning rate falls to nothing with the turns, for all alike.
+    The truncated one has the seconds that the budgeted one has taken, if that was trained; every
+    other has the iterations. The learning rate falls to nothing meanwhile, for all alike.
     """
     saved.resume(runs)
-    leaders = [run for run in runs if run.way != "truncated"] or runs
-    followers = [run for run in runs if run not in leaders]
-    every = max(1, iterations // 20)
-    for turn in range(len(leaders[0].losses), iterations):
-        rate = task.learning_rate * (1 - turn / iterations)
-        for run in leaders:
-            run.step(task, rate)
-        for run in followers:
-            while run.seconds < leaders[-1].seconds:
-                run.step(task, rate)
-        if (turn + 1) % every == 0:
-            means = (f"{run.way} {mean_of_last(run, every / iterations):.4f}" for run in runs)
-            print(f"iteration {turn + 1:5d}: {', '.join(means)}", flush=True)
-        if (turn + 1) % saved.every == 0 or turn + 1 == iterations:
-            saved.write(runs)
-
-
-def mean_of_last(run: Run, share: float) -> float:
-    """The mean loss over a share of what the run has of iterations, the last ones."""
-    return float(np.mean(run.losses[-max(1, round(share * len(run.losses))) :]))
+    seconds = {run.way: run for run in runs}["budgeted"].seconds
+    for run in runs:
+        limit = seconds if run.way == "truncated" else 0.0
+        while run.way in ways and (done := run.done(saved.iterations, limit)) < 1:
+            run.step(task, task.learning_rate * (1 - done))
+            if len(run.losses) % saved.every == 0:
+                loss = np.mean(run.losses[-saved.every :])
+                print(f"{run.way}, iteration {len(run.losses):5d}: loss {loss:.4f}", flush=True)
+                saved.write(runs)
+        seconds = run.seconds if run.way == "budgeted" else seconds
+    saved.write(runs)
 
 
 @dataclass(frozen=True)
@@ -337,37 +300,43 @@ class Saved:
 
     Attributes:
         path: of the file; None for none.
-        every: so many turns it is written.
-        settings: that a file must have for training to go on from it.
+        every: so many iterations it is written.
+        iterations: of the training in all.
+        seed: of the first weights.
+        memory: the budget.
     """
 
     path: Path | None
     every: int
-    settings: dict[str, Any]
+    iterations: int
+    seed: int
+    memory: str
 
     def write(self, runs: Sequence[Run]) -> None:
         """Write all runs, whole or not at all."""
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            runs_state = {run.way: run.state() for run in runs}
-            state = {"settings": self.settings, "runs": runs_state}
+            state = {"settings": self._settings(), "runs": {run.way: run.state() for run in runs}}
             write_file(self.path, lambda place: torch.save(state, place))
 
     def resume(self, runs: Sequence[Run]) -> None:
         """Go on from the file, if there is one.
 
         Raises:
-            ValueError: it is of another training.
+            RetrogradeError: it is of another training.
         """
         if self.path is not None and self.path.exists():
             state = torch.load(self.path)
-            if state["settings"] != self.settings:
-                raise ValueError(
-                    f"{self.path} is of a training with {state['settings']}, and this one has "
-                    f"{self.settings}: name another file"
+            if state["settings"] != self._settings():
+                raise RetrogradeError(
+                    f"{self.path} has {state['settings']}, and this training "
+                    f"{self._settings()}: name another file"
                 )
             for run in runs:
                 run.resume(state["runs"][run.way])
+
+    def _settings(self) -> dict[str, Any]:
+        return {"iterations": self.iterations, "seed": self.seed, "memory": self.memory}
 
 
 def result_of(run: Run, task: Task, seed: int) -> dict[str, Any]:
@@ -385,114 +354,13 @@ def result_of(run: Run, task: Task, seed: int) -> dict[str, Any]:
     }
 
 
-def gathered(path: Path, found: dict[str, Any]) -> dict[str, Any]:
-    """What was found, and beside it the runs of other seeds or ways that the file has.
-
-    Raises:
-        ValueError: the file is of a training with other settings.
-    """
-    runs = {(run["way"], run["seed"]): run for run in found["runs"]}
-    if path.exists():
-        before = json.loads(path.read_text())
-        for key in (key for key in found if key != "runs" and found[key] != before.get(key)):
-            raise ValueError(
-                f"{path} has {before.get(key)} as {key}, and this training {found[key]}: name "
-                "another folder"
-            )
-        runs = {(run["way"], run["seed"]): run for run in before["runs"]} | runs
-    ordered = sorted(runs, key=lambda key: (WAYS.index(key[0]), key[1]))
-    return {**found, "runs": [runs[key] for key in ordered]}
-
-
-def report(found: dict[str, Any]) -> None:
-    """Print what was found."""
-    usual, runs = found["ordinary_bytes_extrapolated"], found["runs"]
-    budget = format_bytes(found["budget_bytes"])
-    print(
-        f"T = {found['length']}: ordinary BPTT takes {format_bytes(usual)}, the budget is {budget}"
-    )
-    for run in runs:
-        peak = run["working_bytes"]
-        print(
-            f"{run['way']:9}: measured peak {format_bytes(peak)} ({peak / usual:.1%}), "
-            f"{run['iterations']} iterations in {run['seconds']:.1f} s of CPU time, held-out "
-            f"accuracy {run['accuracy']:.1%}"
-        )
-    base, *others = runs
-    for run in others:
-        apart = differences(base, run)
-        print(
-            f"losses of {run['way']} and {base['way']} differ by at most {max(apart):.1g} in the "
-            f"first {len(apart)} iterations"
-        )
-
-
-def differences(one: dict[str, Any], other: dict[str, Any]) -> list[float]:
-    """How far the first losses of two runs are apart, one number an iteration."""
-    return [abs(a - b) for a, b in zip(one["first_losses"], other["first_losses"], strict=False)]
-
-
-def draw(found: dict[str, Any]) -> Figure:
-    """The losses, and the measured peaks."""
-    figure = Figure(figsize=(9.4, 4.2), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=[2, 1])
-    draw_losses(left, found)
-    draw_peaks(right, found)
-    ways = dict.fromkeys(run["way"] for run in found["runs"])
-    handles = [Line2D([], [], label=told(found, way), **STYLES[way]) for way in ways]
-    machine = found["machine"]
-    where = f"{machine['device']}, threads: {machine['threads']}, torch {machine['torch']}"
-    figure.legend(
-        handles=handles, loc="outside lower left", ncols=2, frameon=False, fontsize=9,
-        title=f"Held-out accuracy after training. {where}", title_fontsize=9, alignment="left",
-    )  # fmt: skip
-    return figure
-
-
-def draw_losses(axes: Axes, found: dict[str, Any]) -> None:
-    """A line a run: each of its points is a mean of a hundredth of the iterations."""
-    for run in found["runs"]:
-        losses = run["losses"]
-        minutes = np.arange(1, len(losses) + 1) / len(losses) * run["seconds"] / 60
-        axes.plot(minutes, losses, **STYLES[run["way"]])
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
-    x = "CPU time of the gradients (minutes)"
-    tidy(axes, title=found["title"], x=x, y=found["loss"], grid="y")
-
-
-def draw_peaks(axes: Axes, found: dict[str, Any]) -> None:
-    """A bar a way, with its size beside it."""
-    shown = {run["way"]: run["working_bytes"] for run in found["runs"] if run["way"] != "nudged"}
-    sizes = [size / 2**20 for size in shown.values()]
-    bars = axes.barh(range(len(shown)), sizes, color=[STYLES[way]["color"] for way in shown])
-    usual = found["ordinary_bytes_extrapolated"]
-    labels = [
-        format_bytes(size) if way == "ordinary" else f"{format_bytes(size)} ({size / usual:.1%})"
-        for way, size in shown.items()
-    ]
-    axes.bar_label(bars, labels, padding=4, color=INK, fontsize=9)
-    axes.set_yticks([])
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.4 * max(sizes))
-    tidy(axes, title=f"Peak, T = {found['length']:,}", x="working memory (MiB)", y="")
-
-
-def told(found: dict[str, Any], way: str) -> str:
-    """A way's name, its accuracy over seeds, and how many seeds there are."""
-    runs = [run for run in found["runs"] if run["way"] == way]
-    shares = [100 * run["accuracy"] for run in runs]
-    low, high = f"{min(shares):.1f}", f"{max(shares):.1f}"
-    seeds = f"{len(runs)} seed{'s' if len(runs) > 1 else ''}"
-    return f"{LABELS[way]}: {low if low == high else f'{low} to {high}'} % right ({seeds})"
-
-
 def tell(name: str, task: Task, options: argparse.Namespace) -> None:
     """Train, print and write as the command line asks."""
     torch.manual_seed(options.seed)
     model, longest = task.model(), task.longest()
     usual = ordinary_bytes(model, longest)
     budget = as_bytes(options.memory, usual)
+    iterations = task.iterations if options.steps is None else options.steps
     found: dict[str, Any] = {
         "machine": machine_of("cpu"),
         "title": task.title,
@@ -500,7 +368,7 @@ def tell(name: str, task: Task, options: argparse.Namespace) -> None:
         "length": len(longest.inputs),
         "batch": longest.inputs.shape[1],
         "hidden": model.lstm.hidden_size,
-        "turns": task.iterations if options.steps is None else options.steps,
+        "iterations": iterations,
         "memory": options.memory,
         "budget_bytes": budget,
         "ordinary_bytes_extrapolated": usual,
@@ -510,10 +378,10 @@ def tell(name: str, task: Task, options: argparse.Namespace) -> None:
     if path:
         gathered(path, found)  # refuses before any training
     ways = [way for way in WAYS if way in options.way or "all" in options.way]
-    settings = {"seed": options.seed, "ways": ways, "turns": found["turns"], "budget": budget}
-    runs = runs_of(model, ways, options.memory, budget / usual)
-    train(task, runs, found["turns"], Saved(options.save, options.every, settings))
-    found["runs"] = [result_of(run, task, options.seed) for run in runs]
+    runs = runs_of(model, options.memory, budget / usual)
+    saved = Saved(options.save, options.every, iterations, options.seed, options.memory)
+    train(task, runs, ways, saved)
+    found["runs"] = [result_of(run, task, options.seed) for run in runs if run.way in ways]
     report(found)
     if path:
         found = gathered(path, found)
@@ -548,7 +416,5 @@ def main(
         parser.error(f"{error.filename} is not there: see docs/examples.md for what it holds")
     try:
         tell(name, task, options)
-    except ValueError as error:
+    except RetrogradeError as error:
         parser.error(str(error))
-
-

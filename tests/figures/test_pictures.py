@@ -100,6 +100,7 @@ def test_memory_has_a_panel_for_each_and_the_budget_line():
     assert [t.get_text() for t in left.get_legend().get_texts()] == [
         "ordinary BPTT, peak 512 MiB",
         "this run, peak 16 MiB",
+        "budget, 32 MiB",
     ]
     assert [t.get_text() for t in right.get_legend().get_texts()] == [
         "this run, peak 16 MiB",

@@ -25,6 +25,7 @@ __all__ = ["draw_schedule"]
 
 _FORWARD, _BACKWARD = 0.32, 0.68  # where in its row a run is drawn
 _ARROWS = 40  # rows up to which arrow heads and dots can be told apart
+_LEAST_ROWS = 3  # as many as the legend takes, in the lower right
 _POINTS_PER_INCH = 72
 
 Run = tuple[int, int, int]  # row, from, to
@@ -62,7 +63,8 @@ def draw_schedule(schedule: Schedule, ax: Axes | None = None) -> Figure:
     if ax is None:
         ax = new_axes(8.0, min(max(2.2 + 0.3 * layout.rows, 3.0), 8.0))
     ax.set_xlim(-0.012 * schedule.length - 0.2, 1.012 * schedule.length + 0.2)
-    ax.set_ylim(layout.rows, -0.006 * layout.rows if layout.rows > _ARROWS else 0)
+    top = -0.006 * layout.rows if layout.rows > _ARROWS else 0  # the first row's line is whole
+    ax.set_ylim(max(layout.rows, _LEAST_ROWS), top)
     row_points, step_points = _scales(ax, schedule.length, layout.rows)
     _draw_internal(ax, layout)
     _draw_kept(ax, layout, min(max(0.35 * step_points * _gap(layout), 0.5), 6.0))
@@ -209,7 +211,9 @@ def _finish(ax: Axes, schedule: Schedule, layout: _Layout) -> None:
     )
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_locator(MaxNLocator(nbins=10, steps=[1, 2, 5, 10], integer=True))
-    handles: list[Line2D | Patch] = [_line(BLUE, "run forward")]
+    handles: list[Line2D | Patch] = []
+    if layout.advances:
+        handles.append(_line(BLUE, "run forward"))
     if layout.records:
         handles.append(_line(ORANGE, "run forward, recorded"))
     handles.append(_line(GREEN, "backpropagated"))
@@ -217,8 +221,10 @@ def _finish(ax: Axes, schedule: Schedule, layout: _Layout) -> None:
         handles.append(_line(GREY, "hidden state kept", linewidth=5))
     if layout.internal:
         handles.append(Patch(facecolor=ORANGE, alpha=0.16, label="internal states kept"))
-    if layout.rows <= _ARROWS:
-        handles += [_dot(INK, "stored"), _dot("white", "loaded")]
+    if layout.rows <= _ARROWS and layout.kept:
+        handles.append(_dot(INK, "stored"))
+    if layout.rows <= _ARROWS and layout.loads:
+        handles.append(_dot("white", "loaded"))
     ax.legend(handles=handles, loc="lower right", fontsize=9, frameon=False)
 
 
