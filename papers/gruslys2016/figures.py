@@ -86,7 +86,7 @@ def figure_5(longest: int = _LONGEST) -> Plate:
     _draw_memories(left, lengths, internal, "internal states in memory")
     _draw_memories(right, lengths, mixed, "memory, in internal states")
     tidy(left, title="(a) ISM: internal states only", x=_LENGTH, y=_COST)
-    tidy(right, title="(b) MSM: hidden and internal states mixed, α = 5", x=_LENGTH, y="")
+    tidy(right, title="(b) MSM: hidden and internal states mixed, α = 5", x=_LENGTH, y=_COST)
     note = (
         "An internal state is α = 5 times as large as a hidden state, or β = 4 times where its "
         "input is in memory. On the left, m internal states, the working core being one of them; "
@@ -113,7 +113,7 @@ def figure_6(longest: int = _LONGEST) -> Plate:
     table |= _draw_policies(left, lengths, 10)
     table |= _draw_policies(right, lengths, 20)
     tidy(left, title="(a) room for 50 hidden or 10 internal states", x=_LENGTH, y=_COST)
-    tidy(right, title="(b) room for 100 hidden or 20 internal states", x=_LENGTH, y="")
+    tidy(right, title="(b) room for 100 hidden or 20 internal states", x=_LENGTH, y=_COST)
     note = (
         "α = 5, β = 4: an internal state takes the room of five hidden states, or of four where "
         "its input is in memory. HSM and MSM count the initial state, ISM the working core."
