@@ -376,7 +376,7 @@ def examples() -> str:
         for way in dict.fromkeys(run["way"] for run in found["runs"]):
             runs = [run for run in found["runs"] if run["way"] == way]
             taken = runs[0]["working_bytes"]
-            losses = [statistics.mean(run["losses"][-10:]) for run in runs]
+            losses = [statistics.mean(run["losses"][-5:]) for run in runs]
             rows.append([
                 title,
                 f'**`memory="{found["memory"]}"`**' if way == "budgeted" else way,

@@ -20,7 +20,7 @@ LABELS = {
     "truncated": "truncated BPTT",
 }
 STYLES = {
-    "ordinary": {"color": GREY, "linewidth": 4.5},
+    "ordinary": {"color": GREY, "linewidth": 2.5},
     "budgeted": {"color": BLUE, "linewidth": 1.5},
     "truncated": {"color": ORANGE, "linewidth": 1.5},
 }
@@ -91,7 +91,7 @@ def draw(found: dict[str, Any]) -> Figure:
 
 
 def draw_losses(axes: Axes, found: dict[str, Any]) -> None:
-    """A line a run: each of its points is a mean of a hundredth of the iterations."""
+    """A line a run: each of its points is a mean of a fiftieth of the iterations."""
     for run in found["runs"]:
         losses = run["losses"]
         minutes = np.arange(1, len(losses) + 1) / len(losses) * run["seconds"] / 60
