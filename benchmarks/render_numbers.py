@@ -373,7 +373,11 @@ def examples() -> str:
         title = f"{found['title'].split(':')[0]}, T to {found['length']:,}, B = {found['batch']}"
         title = f"[{title}]({{up}}examples/results/{path.name})"
         usual = found["ordinary_bytes_extrapolated"]
-        for way in dict.fromkeys(run["way"] for run in found["runs"]):
+        ways = dict.fromkeys(run["way"] for run in found["runs"])
+        if "ordinary" not in ways:
+            rows.append([title, "ordinary, not trained", size(usual), *["–"] * 5])
+            title = ""
+        for way in ways:
             runs = [run for run in found["runs"] if run["way"] == way]
             taken = runs[0]["working_bytes"]
             losses = [statistics.mean(run["losses"][-5:]) for run in runs]
