@@ -83,6 +83,8 @@ def draw(found: dict[str, Any]) -> Figure:
     handles = [Line2D([], [], label=told(found, way), **STYLES[way]) for way in ways]
     machine = found["machine"]
     where = f"{machine['device']}, threads: {machine['threads']}, torch {machine['torch']}"
+    if "ordinary" not in ways:
+        handles.insert(0, Line2D([], [], label="ordinary BPTT: not trained", **STYLES["ordinary"]))
     figure.legend(
         handles=handles, loc="outside lower left", ncols=2, frameon=False, fontsize=9,
         title=f"Held-out accuracy after training. {where}", title_fontsize=9, alignment="left",
@@ -104,10 +106,10 @@ def draw_losses(axes: Axes, found: dict[str, Any]) -> None:
 
 def draw_peaks(axes: Axes, found: dict[str, Any]) -> None:
     """A bar a way, with its size beside it."""
-    shown = {run["way"]: run["working_bytes"] for run in found["runs"]}
+    usual = found["ordinary_bytes_extrapolated"]
+    shown = {"ordinary": usual} | {run["way"]: run["working_bytes"] for run in found["runs"]}
     sizes = [size / 2**20 for size in shown.values()]
     bars = axes.barh(range(len(shown)), sizes, color=[STYLES[way]["color"] for way in shown])
-    usual = found["ordinary_bytes_extrapolated"]
     labels = [
         format_bytes(size) if way == "ordinary" else f"{format_bytes(size)} ({size / usual:.1%})"
         for way, size in shown.items()
