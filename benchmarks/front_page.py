@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 import retrograde as rg
 from alternating import medians
+from retrograde.figures.style import BLUE, ORANGE, figure_of, new_axes, tidy
 from retrograde.machine import machine_of
 
 RESULTS = Path(__file__).parent / "results"
@@ -249,36 +250,35 @@ def in_a_fresh_process(budget: str | None) -> dict[str, Any]:
     return dict(json.loads(run.stdout))
 
 
-def draw(traces: dict[str, Any], path: Path) -> None:
+def draw(document: dict[str, Any], path: Path) -> None:
     """The picture of README: memory over time, both processes on the same axes."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
     inputs, hidden, batch, steps = TRACED
-    figure, axes = plt.subplots(figsize=(8, 3.2), layout="constrained")
+    axes = new_axes(8, 3.4)
+    most = {}
     for key, label, colour in (
-        ("torch", "torch.nn.LSTM", "#c0504d"),
-        ("ours", 'rg.LSTM(…, memory="5%")', "#2f6db5"),
+        ("torch", "torch.nn.LSTM", ORANGE),
+        ("ours", 'rg.LSTM(…, memory="5%")', BLUE),
     ):
-        trace = traces[key]
+        trace = document["traces"][key]
         sizes = [size / 2**30 for size in trace["bytes"]]
-        told = f"{label}: peak {max(sizes):.1f} GiB"
+        most[key] = max(sizes)
+        told = f"{label}: peak {most[key]:.1f} GiB"
         axes.plot(trace["seconds"], sizes, color=colour, lw=1.8, label=told)
         axes.fill_between(trace["seconds"], sizes, color=colour, alpha=0.12, lw=0)
-    axes.set_xlabel("time (s)")
-    axes.set_ylabel("memory of the whole process (GiB)")
-    axes.set_title(
-        f"{ITERATIONS} training iterations of an LSTM {inputs}→{hidden}, batch {batch}, "
-        f"{steps:,} steps: the same gradient",
-        fontsize=10,
+    machine = document["machine"]
+    tidy(
+        axes,
+        title=f"The same gradient in {most['ours']:.1f} instead of {most['torch']:.1f} GiB: "
+        f"{ITERATIONS} training iterations of an LSTM\n{inputs}→{hidden}, batch {batch}, "
+        f"{steps:,} steps ({machine['device']}, {machine['threads']} threads)",
+        x="time (s)",
+        y="memory of the whole process (GiB)",
+        grid="y",
     )
-    axes.set_ylim(0, 1.3 * max(map(max, (t["bytes"] for t in traces.values()))) / 2**30)
+    axes.set_ylim(0, 1.3 * max(most.values()))
     axes.set_xlim(0)
     axes.legend(loc="upper left", ncols=2, frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=160)
+    figure_of(axes).savefig(path, dpi=160)
 
 
 def main() -> None:
@@ -288,7 +288,7 @@ def main() -> None:
     asked = parser.parse_args()
     path, picture = RESULTS / "front_page_cpu.json", RESULTS.parent.parent / "docs" / "memory.png"
     if asked.draw:
-        draw(json.loads(path.read_text())["traces"], picture)
+        draw(json.loads(path.read_text()), picture)
         return
     if asked.trace is not None:
         print(json.dumps(traced(asked.trace or None)))
@@ -312,7 +312,7 @@ def main() -> None:
     print(f"geometric mean of times: {ratio:.2f}")
     document = {"machine": machine_of(torch.device("cpu")), "rows": rows, "traces": traces}
     path.write_text(json.dumps(document, ensure_ascii=False) + "\n")
-    draw(traces, picture)
+    draw(document, picture)
 
 
 if __name__ == "__main__":

@@ -9,19 +9,18 @@ its loss is that of a range of steps. So one loss serves three ways:
   the state is detached. Windows are as long as the budget has room for. A loss that comes only at
   the end is then learnt from the last window.
 
-A fourth is a control. Over hundreds of iterations training amplifies any rounding, so curves that
-agree at first part at last, ``budgeted`` from ``ordinary`` too. ``nudged`` is ``ordinary`` from
-weights that differ in their last bit: how far it parts is what rounding alone does.
+All start from the same weights and read the same batches in the same order. ``truncated`` runs as
+many iterations as take the CPU time that ``budgeted`` takes, so both have equal memory and equal
+time. Time is the CPU time of the gradient alone: what else the machine does hardly changes it.
 
-All start from the same weights, read the same batches and take turns at each of them, so that what
-the machine does meanwhile meets them all.
+With ``--save`` training is written to a file now and then, and a rerun goes on from there exactly.
+With ``--out`` runs of several seeds are gathered in one file of numbers and one picture.
 """
 
 import argparse
 import copy
 import json
 import math
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -30,30 +29,16 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional
 
 import retrograde as rg
-from retrograde.figures.style import BLUE, GREY, INK, ORANGE, save, tidy
+from retrograde.errors import RetrogradeError
+from retrograde.figures.style import save
+from retrograde.files import write_file
 from retrograde.machine import machine_of
-from retrograde.units import as_bytes, format_bytes
-
-RESULTS = Path(__file__).parent / "results"
-WAYS = ("ordinary", "nudged", "budgeted", "truncated")
-LABELS = {
-    "ordinary": "ordinary BPTT",
-    "nudged": "the same, nudged by a rounding",
-    "budgeted": "within the budget",
-    "truncated": "truncated BPTT",
-}
-STYLES = {
-    "ordinary": {"color": GREY, "linewidth": 4.5},
-    "nudged": {"color": INK, "linewidth": 1.0, "linestyle": (0, (1, 1.5))},
-    "budgeted": {"color": BLUE, "linewidth": 1.5},
-    "truncated": {"color": ORANGE, "linewidth": 1.5},
-}
+from retrograde.units import as_bytes
+from sequences_results import WAYS, draw, gathered, report
 
 
 class Model(nn.Module):
@@ -192,31 +177,50 @@ class Run:
         way: one of :data:`WAYS`.
         model: in training.
         gradient: puts the gradients of a batch into ``.grad``, and returns its loss.
-        optimizer: of the model's parameters.
-        rate: its learning rate, which falls to nothing.
         losses: one an iteration, before its update.
-        seconds: of the gradient, one an iteration.
+        seconds: of CPU time that all gradients took.
+        optimizer: of the model's parameters.
     """
 
     way: str
     model: Model
     gradient: Callable[[Model, Tensor], float]
-    optimizer: torch.optim.Optimizer
-    rate: torch.optim.lr_scheduler.LRScheduler
     losses: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
+    seconds: float = 0.0
 
-    def step(self, batch: Batch) -> None:
-        """One iteration."""
+    def __post_init__(self) -> None:
+        self.optimizer = torch.optim.Adam(self.model.parameters())
+
+    def step(self, task: Task, rate: float) -> None:
+        """One iteration, on the batch that is next."""
+        batch = task.batch(len(self.losses))
         self.model.aim(batch)
         self.optimizer.zero_grad()
-        start = time.perf_counter()
+        start = time.process_time()
         loss = self.gradient(self.model, batch.inputs)
-        self.seconds.append(time.perf_counter() - start)
+        self.seconds += time.process_time() - start
         self.losses.append(loss)
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
         self.optimizer.step()
-        self.rate.step()
+
+    def state(self) -> dict[str, Any]:
+        """All that training needs to go on."""
+        return {
+            "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
+            "losses": self.losses, "seconds": self.seconds,
+        }  # fmt: skip
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Go on from a state."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.losses, self.seconds = state["losses"], state["seconds"]
+
+    def done(self, iterations: int, seconds: float) -> float:
+        """The share of its training that is done: of the seconds, or of the iterations if 0."""
+        return self.seconds / seconds if seconds else len(self.losses) / iterations
 
     def working_bytes(self, batch: Batch) -> int:
         """The measured peak of one iteration, beside inputs, parameters and their gradients."""
@@ -256,152 +260,133 @@ def ordinary_bytes(model: Model, batch: Batch) -> int:
     return round(most + (most - least) / (more - few) * (length - more))
 
 
-def runs_of(
-    model: Model, ways: Sequence[str], memory: str, share: float, rates: tuple[float, int]
-) -> list[Run]:
-    """One run a way, all from the same weights; the learning rate falls in so many iterations."""
-    start, iterations = rates
+def runs_of(model: Model, memory: str, share: float) -> list[Run]:
+    """One run a way, all from the same weights."""
 
     def truncated_to_share(model: Model, x: Tensor) -> float:
         return truncated(model, x, max(1, int(share * len(x))))
 
     gradients = {
         "ordinary": ordinary,
-        "nudged": ordinary,
         "budgeted": lambda model, x: budgeted(model, x, memory),
         "truncated": truncated_to_share,
     }
-    runs = []
-    for way in ways:
-        twin = copy.deepcopy(model)
-        if way == "nudged":
-            nudge(twin)
-        optimizer = torch.optim.Adam(twin.parameters(), lr=start)
-        rate = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, iterations)
-        runs.append(Run(way, twin, gradients[way], optimizer, rate))
-    return runs
+    return [Run(way, copy.deepcopy(model), gradients[way]) for way in WAYS]
 
 
-@torch.no_grad()
-def nudge(model: Model) -> None:
-    """Change every weight by about its last bit."""
-    for weight in model.parameters():
-        weight.mul_(1 + torch.finfo(weight.dtype).eps)
+def train(task: Task, runs: Sequence[Run], ways: Sequence[str], saved: "Saved") -> None:
+    """Train some of the runs, one after the other, and print the losses as they fall.
+
+    The truncated one has the seconds that the budgeted one has taken, if that was trained; every
+    other has the iterations. The learning rate falls to nothing meanwhile, for all alike.
+    """
+    saved.resume(runs)
+    seconds = {run.way: run for run in runs}["budgeted"].seconds
+    for run in runs:
+        limit = seconds if run.way == "truncated" else 0.0
+        while run.way in ways and (done := run.done(saved.iterations, limit)) < 1:
+            run.step(task, task.learning_rate * (1 - done))
+            if len(run.losses) % saved.every == 0:
+                loss = np.mean(run.losses[-saved.every :])
+                print(f"{run.way}, iteration {len(run.losses):5d}: loss {loss:.4f}", flush=True)
+                saved.write(runs)
+        seconds = run.seconds if run.way == "budgeted" else seconds
+    saved.write(runs)
 
 
-def train(task: Task, runs: Sequence[Run], iterations: int) -> None:
-    """Train all runs on the same batches, in turns, and print the losses as they fall."""
-    every = max(1, iterations // 10)
-    for iteration in range(iterations):
-        batch = task.batch(iteration)
-        turn = iteration % len(runs)
-        for run in (*runs[turn:], *runs[:turn]):
-            run.step(batch)
-        if (iteration + 1) % every == 0:
-            means = (f"{run.way} {np.mean(run.losses[-every:]):.4f}" for run in runs)
-            print(f"iteration {iteration + 1:4d}: {', '.join(means)}", flush=True)
+@dataclass(frozen=True)
+class Saved:
+    """Training in a file, to go on from.
+
+    Attributes:
+        path: of the file; None for none.
+        every: so many iterations it is written.
+        iterations: of the training in all.
+        seed: of the first weights.
+        memory: the budget.
+    """
+
+    path: Path | None
+    every: int
+    iterations: int
+    seed: int
+    memory: str
+
+    def write(self, runs: Sequence[Run]) -> None:
+        """Write all runs, whole or not at all."""
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            state = {"settings": self._settings(), "runs": {run.way: run.state() for run in runs}}
+            write_file(self.path, lambda place: torch.save(state, place))
+
+    def resume(self, runs: Sequence[Run]) -> None:
+        """Go on from the file, if there is one.
+
+        Raises:
+            RetrogradeError: it is of another training.
+        """
+        if self.path is not None and self.path.exists():
+            state = torch.load(self.path)
+            if state["settings"] != self._settings():
+                raise RetrogradeError(
+                    f"{self.path} has {state['settings']}, and this training "
+                    f"{self._settings()}: name another file"
+                )
+            for run in runs:
+                run.resume(state["runs"][run.way])
+
+    def _settings(self) -> dict[str, Any]:
+        return {"iterations": self.iterations, "seed": self.seed, "memory": self.memory}
 
 
-def results_of(task: Task, runs: Sequence[Run], memory: str, usual: int) -> dict[str, Any]:
-    """All that is told of the runs, as JSON has it."""
-    longest, held_out = task.longest(), task.held_out()
-    ways = {
-        run.way: {
-            "working_bytes": run.working_bytes(longest),
-            "seconds": statistics.median(run.seconds),
-            "accuracy": run.accuracy(held_out),
-            "losses": [float(f"{loss:.7g}") for loss in run.losses],
-        }
-        for run in runs
+def result_of(run: Run, task: Task, seed: int) -> dict[str, Any]:
+    """What is told of one run: its losses are means of a fiftieth of its iterations each."""
+    parts = np.array_split(np.array(run.losses), min(50, len(run.losses)))
+    return {
+        "seed": seed,
+        "way": run.way,
+        "working_bytes": run.working_bytes(task.longest()),
+        "iterations": len(run.losses),
+        "seconds": round(run.seconds, 3),
+        "accuracy": run.accuracy(task.held_out()),
+        "losses": [float(f"{part.mean():.5g}") for part in parts],
+        "first_losses": [float(f"{loss:.8g}") for loss in run.losses[:20]],
     }
+
+
+def tell(name: str, task: Task, options: argparse.Namespace) -> None:
+    """Train, print and write as the command line asks."""
+    torch.manual_seed(options.seed)
+    model, longest = task.model(), task.longest()
+    usual = ordinary_bytes(model, longest)
+    budget = as_bytes(options.memory, usual)
+    iterations = task.iterations if options.steps is None else options.steps
     found: dict[str, Any] = {
         "machine": machine_of("cpu"),
         "title": task.title,
         "loss": task.loss_label,
         "length": len(longest.inputs),
         "batch": longest.inputs.shape[1],
-        "hidden": runs[0].model.lstm.hidden_size,
-        "iterations": len(runs[0].losses),
-        "memory": memory,
-        "budget_bytes": as_bytes(memory, usual),
+        "hidden": model.lstm.hidden_size,
+        "iterations": iterations,
+        "memory": options.memory,
+        "budget_bytes": budget,
         "ordinary_bytes_extrapolated": usual,
-        "ways": ways,
+        "runs": [],
     }
-    found["differences"] = {
-        run.way: [
-            float(f"{abs(a - b):.2g}") for a, b in zip(runs[0].losses, run.losses, strict=True)
-        ]
-        for run in runs[1:]
-    }
-    return found
-
-
-def report(found: dict[str, Any]) -> None:
-    """Print what was found."""
-    usual, ways = found["ordinary_bytes_extrapolated"], found["ways"]
-    budget = format_bytes(found["budget_bytes"])
-    print(
-        f"T = {found['length']}: ordinary BPTT takes {format_bytes(usual)}, the budget is {budget}"
-    )
-    for way, one in ways.items():
-        peak = one["working_bytes"]
-        print(
-            f"{way:9}: measured peak {format_bytes(peak)} ({peak / usual:.1%}), "
-            f"{one['seconds']:.3f} s an iteration, held-out accuracy {one['accuracy']:.1%}"
-        )
-    base, *_ = ways
-    for way, apart in found["differences"].items():
-        few = apart[:20]
-        print(
-            f"losses of {way} and {base} differ by at most {max(few):.1g} in the first {len(few)} "
-            f"iterations, and {max(apart):.1g} in all"
-        )
-
-
-def draw(found: dict[str, Any]) -> Figure:
-    """The losses, and the measured peaks."""
-    figure = Figure(figsize=(9.4, 3.9), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=[2, 1])
-    draw_losses(left, found)
-    draw_peaks(right, found)
-    figure.legend(
-        *left.get_legend_handles_labels(), loc="outside lower left", ncols=len(found["ways"]),
-        frameon=False, fontsize=9,
-    )  # fmt: skip
-    return figure
-
-
-def draw_losses(axes: Axes, found: dict[str, Any]) -> None:
-    """Each point is a mean of some iterations."""
-    every = max(1, found["iterations"] // 50)
-    for way, one in found["ways"].items():
-        losses = one["losses"]
-        means = [np.mean(losses[i : i + every]) for i in range(0, len(losses), every)]
-        ends = [min(i + every, len(losses)) for i in range(0, len(losses), every)]
-        axes.plot(ends, means, label=LABELS[way], **STYLES[way])
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
-    axes.grid(axis="y", color=INK, alpha=0.12, linewidth=0.8)
-    of = "" if every == 1 else f", means of {every}"
-    tidy(axes, title=found["title"], x=f"iteration{of}", y=found["loss"])
-
-
-def draw_peaks(axes: Axes, found: dict[str, Any]) -> None:
-    """A bar a way, with its size beside it."""
-    shown = [way for way in found["ways"] if way != "nudged"] or ["nudged"]
-    ways = {way: found["ways"][way] for way in shown}
-    sizes = [one["working_bytes"] / 2**20 for one in ways.values()]
-    bars = axes.barh(range(len(ways)), sizes, color=[STYLES[way]["color"] for way in ways])
-    usual = found["ordinary_bytes_extrapolated"]
-    labels = [
-        format_bytes(size) if way == "ordinary" else f"{format_bytes(size)} ({size / usual:.1%})"
-        for way, size in ((way, one["working_bytes"]) for way, one in ways.items())
-    ]
-    axes.bar_label(bars, labels, padding=4, color=INK, fontsize=9)
-    axes.set_yticks([])
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.4 * max(sizes))
-    tidy(axes, title=f"Peak, T = {found['length']:,}", x="working memory (MiB)", y="")
+    path = options.out and options.out / f"{name}.json"
+    if path:
+        gathered(path, found)  # refuses before any training
+    ways = [way for way in WAYS if way in options.way or "all" in options.way]
+    runs = runs_of(model, options.memory, budget / usual)
+    saved = Saved(options.save, options.every, iterations, options.seed, options.memory)
+    train(task, runs, ways, saved)
+    found["runs"] = [result_of(run, task, options.seed) for run in runs if run.way in ways]
+    report(found)
+    if path:
+        found = gathered(path, found)
+        save(draw(found), options.out, name)
+        path.write_text(json.dumps(found) + "\n")
 
 
 def main(
@@ -422,21 +407,14 @@ def main(
     parser.add_argument("--way", choices=(*WAYS, "all"), nargs="+", default=["all"])
     parser.add_argument("--seed", type=int, default=0, help="of the first weights")
     parser.add_argument("--out", type=Path, help="a folder for the numbers and the picture")
+    parser.add_argument("--save", type=Path, help="a file to write training to, and to go on from")
+    parser.add_argument("--every", type=int, default=100, help="iterations between two writes")
     options = parser.parse_args(arguments)
     try:
         task = make(options.data)
     except FileNotFoundError as error:
         parser.error(f"{error.filename} is not there: see docs/examples.md for what it holds")
-    torch.manual_seed(options.seed)
-    model = task.model()
-    usual = ordinary_bytes(model, task.longest())
-    share = as_bytes(options.memory, usual) / usual
-    iterations = task.iterations if options.steps is None else options.steps
-    ways = [way for way in WAYS if way in options.way or "all" in options.way]
-    runs = runs_of(model, ways, options.memory, share, (task.learning_rate, iterations))
-    train(task, runs, iterations)
-    found = results_of(task, runs, options.memory, usual)
-    report(found)
-    if options.out is not None:
-        save(draw(found), options.out, name)
-        (options.out / f"{name}.json").write_text(json.dumps(found) + "\n")
+    try:
+        tell(name, task, options)
+    except RetrogradeError as error:
+        parser.error(str(error))

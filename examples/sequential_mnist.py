@@ -32,7 +32,7 @@ class Digits:
     title = "Sequential MNIST"
     loss_label = "cross entropy (nats)"
     learning_rate = 1e-2
-    iterations = 400
+    iterations = 2500
 
     def __init__(self, folder: Path) -> None:
         with np.load(folder / "mnist.npz") as data:

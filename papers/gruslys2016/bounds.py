@@ -20,15 +20,16 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 from numpy.typing import NDArray
 
-from retrograde.figures.style import tidy
+from retrograde.figures.style import draw_level, tidy
 from retrograde.plan import cost, longest
-from retrograde_papers.curves import BLUE, GREEN, RED, VIOLET, draw_level
+from retrograde_papers.curves import BLUE, GREEN, RED, VIOLET
 from retrograde_papers.plates import Column, Plate, captioned
 
 __all__ = ["bounds_linear", "bounds_power", "sweep_linear", "sweep_power"]
 
 _LENGTH, _MEMORIES = 10**5 - 1, range(1, 10**3)  # t < 10⁵, m < 10³
 _EXCESS = "cells with C−t ≥ 3·t^(1+1/m)"
+_POWER = "$t^{1+1/m}$"
 _BELOW = {2: "m", 3: "(m²/2!)", 4: "(m³/3!)", 5: "(m⁴/4!)"}
 
 Table = dict[str, list[int] | list[float]]
@@ -44,7 +45,7 @@ def bounds_power(length: int = _LENGTH, memories: Sequence[int] = _MEMORIES) -> 
     _draw(right, table, {"": (BLUE, ratios.tolist())})
     right.set_yscale("log")
     draw_level(right, 1, "the bound")
-    _finish(right, "HSM: C ≤ m·t^(1+1/m)", "largest C / (m·t^(1+1/m))")
+    _finish(right, f"HSM: C ≤ m·{_POWER}", f"largest C / (m·{_POWER})")
     note = (
         "C: forward steps in all; C − t: without the first sweep. The largest ratio over every "
         f"length t up to {length:,} steps, for each memory m of hidden states."
@@ -82,7 +83,7 @@ def bounds_linear(length: int = _LENGTH, memories: Sequence[int] = _MEMORIES) ->
     right.set_yscale("log")
     right.legend(loc="upper right", frameon=False, fontsize=9)
     draw_level(right, 1, "the bound")
-    _finish(right, "HSM: T(a,m) ≥ m^(a−1)/(a−1)!", "T(a,m) / its lower bound")
+    _finish(right, "HSM: T(a,m) ≥ $m^{a−1}$/(a−1)!", "T(a,m) / its lower bound")
     note = (
         f"Left: the largest ratio over every length t up to {length:,} steps for which there is "
         "such an a, at each memory m; with a = 1, where memory is plentiful, ISM is at its bound. "
@@ -168,8 +169,8 @@ def _multiples(lengths: NDArray[np.int64], m: int) -> tuple[NDArray[np.int64], N
 def _draw_limits(axes: Axes, table: Table) -> None:
     """The two ratios whose limits the paper claims, with the largest of each."""
     for label, colour, name, points in (
-        ("C / t^(1+1/m)", BLUE, "C", 16),
-        ("(C − t) / t^(1+1/m)", RED, "(C−t)", -36),
+        (f"C / {_POWER}", BLUE, "C", 16),
+        (f"(C − t) / {_POWER}", RED, "(C−t)", -36),
     ):
         column = table[f"largest {name}/t^(1+1/m)"]
         _draw(axes, table, {label: (colour, column)})
@@ -180,11 +181,11 @@ def _draw_limits(axes: Axes, table: Table) -> None:
             xytext=(0, points), textcoords="offset points", ha="center", fontsize=9,
             color=colour,
         )  # fmt: skip
-    draw_level(axes, 4, "claimed limit of C", left=True)
-    draw_level(axes, 3, "claimed limit of C − t", left=True)
+    draw_level(axes, 4, "limit of C", left=True)
+    draw_level(axes, 3, "limit of C − t", left=True)
     axes.set_ylim(0, 5.2)
     axes.legend(loc="upper left", frameon=False, fontsize=9, ncols=2)
-    _finish(axes, "C < 4·t^(1+1/m) holds, C − t < 3·t^(1+1/m) does not", "largest ratio")
+    _finish(axes, f"C < 4·{_POWER} holds, C − t < 3·{_POWER} does not", "largest ratio")
 
 
 def _draw(axes: Axes, table: Table, curves: Mapping[str, tuple[str, Column]]) -> None:
@@ -194,5 +195,6 @@ def _draw(axes: Axes, table: Table, curves: Mapping[str, tuple[str, Column]]) ->
 
 def _finish(axes: Axes, title: str, y: str) -> None:
     axes.set_xscale("log")
+    axes.set_xlim(left=1)  # both panels from the same memory
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    tidy(axes, grid="y", title=title, x="memory m (slots)", y=y)
+    tidy(axes, grid="y", title=title, x="memory m (states kept)", y=y)

@@ -133,7 +133,8 @@ def _side_by_side(schedules: dict[str, Schedule]) -> Figure:
     panels = figure.subplots(1, len(schedules), width_ratios=(2, 3))
     for (letter, schedule), axes in zip(schedules.items(), panels, strict=True):
         draw_schedule(schedule, axes)
-        axes.set_title(f"({letter}) {axes.get_title(loc='left')}", loc="left", fontsize=11)
+        title = axes.get_title(loc="left").replace(", memory", ",\nmemory")
+        axes.set_title(f"({letter}) {title}", loc="left", fontsize=11)
     for axes in panels[:-1]:  # one legend is enough, where there is room for it
         axes.get_legend().remove()
     return figure

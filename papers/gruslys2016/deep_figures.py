@@ -84,7 +84,9 @@ def _draw_bars(ax: Axes, found: Deep) -> None:
         ax.barh(row, peak, height=0.5, color=colour, alpha=0.45)
         text = format_bytes(side.peak_bytes)
         if side.budget_bytes:
-            ax.plot([budget, budget], [row - 0.36, row + 0.36], color=GREEN, linewidth=2.2)
+            label = "" if ax.get_legend_handles_labels()[0] else "budget"
+            ends = [row - 0.36, row + 0.36]
+            ax.plot([budget, budget], ends, color=GREEN, linewidth=2.2, label=label)
             text += f" of {format_bytes(side.budget_bytes)}"
         if max(peak, budget) < 0.55 * highest:
             ax.text(max(peak, budget) + 0.02 * highest, row, text, va="center", fontsize=9)
@@ -92,8 +94,9 @@ def _draw_bars(ax: Axes, found: Deep) -> None:
             ax.text(0.02 * highest, row, text, va="center", fontsize=9, color=INK)
     names = ["ordinary" if side.name == _ORDINARY else _share(side.name) for side in sides]
     ax.set_yticks(range(len(sides)), names)
-    ax.set_ylim(len(sides) - 0.4, -0.6)
-    tidy(ax, title="(b) held at the peak; green: the budget", x="working memory (MiB)", y="")
+    ax.set_ylim(len(sides) - 0.2, -0.6)
+    ax.legend(loc="lower right", frameon=False, fontsize=9)
+    tidy(ax, title="(b) held at the peak", x="working memory (MiB)", y="")
 
 
 def deep_memory(found: Deep) -> Plate:
@@ -158,7 +161,7 @@ def deep_trade_off(found: Deep) -> Plate:
     for kind, colour, marker, label in (
         ("ordinary", ORANGE, "s", "ordinary backpropagation, measured"),
         ("budget", BLUE, "o", "rg.Sequential within a budget, measured"),
-        ("segments", GREY, "D", "checkpoint_sequential by segments, measured"),
+        ("segments", GREY, "D", "checkpoint_sequential, number of segments, measured"),
     ):
         measured = [side for side in found.sides if side.kind == kind]
         rows += [(side.name, side.peak_bytes, side.seconds / unit) for side in measured]
@@ -184,16 +187,16 @@ def _draw_points(
     if not sides:
         return
     places = [(side.peak_bytes / _MIB, side.seconds / unit) for side in sides]
+    named = sides[0].kind == "segments"
     ax.plot(
-        *zip(*places, strict=True), linestyle="", marker=marker, markersize=7, color=colour,
-        markeredgecolor=INK, markeredgewidth=0.8, label=label, zorder=4,
+        *zip(*places, strict=True), linestyle="", marker=marker, markersize=10 if named else 7,
+        color=colour, markeredgecolor=INK, markeredgewidth=0.8, label=label, zorder=4,
     )  # fmt: skip
-    if sides[0].kind == "segments":
-        for side, place in zip(sides, places, strict=True):
-            ax.annotate(
-                side.name.split()[0], place, xytext=(0, 7), textcoords="offset points",
-                ha="center", fontsize=8, color=INK,
-            )  # fmt: skip
+    for side, place in zip(sides, places, strict=True) if named else ():
+        ax.annotate(
+            side.name.split()[0], place, ha="center", va="center_baseline", fontsize=7, color=INK,
+            zorder=5,
+        )  # fmt: skip
 
 
 def _finish_trade_off(ax: Axes, found: Deep) -> None:

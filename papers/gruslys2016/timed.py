@@ -117,7 +117,7 @@ def figure_2b(seconds: Seconds | None = None) -> Plate:
     for line in axes.lines:
         line.set_marker("o")
         line.set_markersize(3.5)
-    axes.set_xlim(left=found.lengths[0])
+    axes.set_xlim(0.93 * found.lengths[0], 1.07 * found.lengths[-1])  # whole markers
     axes.set_ylim(0, 1.4 * axes.get_ylim()[1])
     size = f"{found.inputs}→{found.hidden}, batch {found.batch}"
     tidy(axes, title=f"HSM, measured: one gradient step of an LSTM {size}",

@@ -152,7 +152,7 @@ def test_figure_3_is_the_plan():
         rows = zip(table["panel"], table["action"], strict=True)
         actions = ", ".join(action for which, action in rows if which == panel)
         assert actions == (GOLDEN / f"figure_3{panel}.txt").read_text(encoding="utf-8").strip()
-        title = f"({panel}) HSM: {length} steps, memory 4, {cost} forward steps"
+        title = f"({panel}) HSM: {length} steps,\nmemory of 4 hidden states, {cost} forward steps"
         axes = plate("figure_3").figure.axes["ab".index(panel)]
         assert axes.get_title(loc="left") == title
 
@@ -300,6 +300,13 @@ def test_every_picture_can_be_read_on_its_own(name):
         assert axes.get_title(loc="left")
         assert axes.get_xlabel()
         assert axes.get_ylabel()
+        marked = [line for line in axes.lines if line.get_marker() not in ("", "None")]
+        for values, (low, high) in [
+            *((line.get_xdata(), axes.get_xlim()) for line in marked),
+            *((line.get_ydata(), axes.get_ylim()) for line in marked),
+        ]:
+            assert low < min(values), "a marker is cut"
+            assert max(values) < high, "a marker is cut"
     legend = drawn.figure.axes[-1].get_legend()
     assert len(legend.get_texts()) >= 3
 

@@ -59,7 +59,7 @@ def test_both_losses_are_drawn_and_the_difference_is_told():
     )  # fmt: skip
     plate = figure_3_4(found)
     assert plate.table["iteration"] == [5, 10]
-    assert "3.0e-07" in plate.note
+    assert "3e-07" in plate.note
     assert [len(axes.lines) for axes in plate.figure.axes] == [2, 2]
 
 

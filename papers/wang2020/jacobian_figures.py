@@ -15,11 +15,22 @@ from retrograde.nn.networks import vgg11
 from retrograde.scan.blelloch import pairs
 from retrograde.scan.counts import most_levels
 from retrograde_papers.numbers import read_shipped
-from retrograde_papers.plates import Column, Plate, captioned, describe_machine
+from retrograde_papers.plates import Column, Plate, captioned, describe_machine, name_curves
 
 __all__ = ["figure_3_1", "figure_3_3", "table_3_1"]
 
 _COLOURS = {"matrix": BLUE, "vector": ORANGE, "identity": GREEN, "unread": GREY}
+_SQUARES = {
+    "matrix": "transposed Jacobian",
+    "vector": "gradient",
+    "identity": "identity",
+    "unread": "what no result reads",
+}
+_LINES = {
+    "matrix product": (BLUE, "-"),
+    "product of a matrix and a vector": (ORANGE, "-"),
+    "move": (GREY, "--"),
+}
 _SHOWN = {
     "(a) convolution, 3×3": nn.Conv2d(2, 3, 3, padding=1),
     "(b) max-pooling, 2×2": nn.MaxPool2d(2),
@@ -46,12 +57,12 @@ def figure_3_1() -> Plate:
     for level in reversed(range(downward)):
         rows.append(_down(rows[-1], level, links))
     figure = Figure(figsize=(9.6, 6.4), layout="constrained")
-    _draw_levels(figure.add_subplot(), rows, links, names)
+    axes = figure.add_subplot()
+    _draw_levels(axes, rows, links, names)
+    name_curves(figure, axes, 4)
     note = (
-        "Squares: transposed Jacobians (blue), gradients (orange), the identity (green), and what "
-        "no result reads (grey). Solid lines: products of matrices (blue) and of a matrix with a "
-        "vector (orange); dashed: moves. Each row is the array after a level, from the top: "
-        f"{upward} levels up, then {downward} down. Only upward are matrices multiplied."
+        f"Each row is the array after a level, from the top: {upward} levels up, then {downward} "
+        "down. Only upward are matrices multiplied."
     )
     counts = [[link[2] for link in level] for level in links]
     table: dict[str, Column] = {
@@ -105,6 +116,10 @@ def _draw_levels(
     for level, kinds in enumerate(rows):
         for place, kind in enumerate(kinds):
             axes.plot(place, level, "s", color=_COLOURS[kind], markersize=7.5, zorder=2)
+    for kind, label in _SQUARES.items():
+        axes.plot([], [], "s", color=_COLOURS[kind], markersize=7.5, label=label)
+    for label, (colour, style) in _LINES.items():
+        axes.plot([], [], style, color=colour, linewidth=1.5, label=label)
     labels = ["∇x", *(f"{name}ᵀ" for name in reversed(names))]
     axes.set_xticks(range(len(labels)), labels, rotation=60, ha="right", fontsize=7.5)
     axes.set_yticks([place + 0.5 for place in range(len(links))])
@@ -123,7 +138,7 @@ def figure_3_3() -> Plate:
         'figure_3_3'
     """
     torch.manual_seed(0)
-    figure = Figure(figsize=(10.2, 4.6), layout="constrained")
+    figure = Figure(figsize=(10.2, 3.9), layout="constrained")  # its height decides, for all three
     table: dict[str, list[Any]] = {"operator": [], "row": [], "column": []}
     jacobians = {
         title: transposed_jacobian(layer, torch.randn(1, 2, 6, 6))
@@ -154,7 +169,7 @@ def _draw_pattern(axes: Axes, title: str, jacobian: CSR) -> None:
     axes.set_ylim(rows - 0.5, -0.5)
     axes.set_aspect("equal")
     share = f"{100 * jacobian.pattern.sparsity:.1f} % zeros"
-    tidy(axes, title=f"{title}\n{rows}×{columns}, {share}", x="output", y="input")
+    tidy(axes, title=f"{title}\n{rows}×{columns}, {share}", x="output element", y="input element")
     axes.spines[["top", "right"]].set_visible(True)
     axes.spines[["top", "right"]].set_color(INK)
 
@@ -190,15 +205,16 @@ def table_3_1() -> Plate:
     table: dict[str, Any] = {
         head: list(column) for head, column in zip(heads, zip(*rows, strict=True), strict=True)
     }
-    figure = Figure(figsize=(11.2, 2.6), layout="constrained")
+    figure = Figure(figsize=(11.2, 2.1), layout="constrained")
     axes = figure.add_subplot()
     axes.set_axis_off()
     texts = [
-        [name, shape, f"{zeros:.5f}", f"{dense:,.0f}", f"{values:.3g}", f"{ours:.2g}",
-         f"{theirs:.3g}", f"{ratio:.1e}"]
+        [name, shape, f"{zeros:.5f}", f"{dense:,.0f}", f"{values:.3g}", _two_digits(1e6 * ours),
+         f"{theirs:.3g}", f"{_two_digits(ratio)}×"]
         for name, shape, zeros, dense, values, ours, theirs, ratio in rows
     ]  # fmt: skip
-    drawn = axes.table(texts, colLabels=heads, loc="center", cellLoc="right")
+    shown = [head.replace("analytic (s)", "analytic (µs)") for head in heads]
+    drawn = axes.table(texts, colLabels=shown, loc="center", cellLoc="right")
     drawn.auto_set_font_size(False)
     drawn.set_fontsize(8.5)
     drawn.scale(1, 1.6)
@@ -212,3 +228,7 @@ def table_3_1() -> Plate:
     )
     title = "sparsity of transposed Jacobians, and the speed of making them"
     return captioned("table_3_1", title, table, figure, note)
+
+
+def _two_digits(value: float) -> str:
+    return f"{float(f'{value:.2g}'):,.0f}"

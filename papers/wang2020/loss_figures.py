@@ -34,6 +34,7 @@ def figure_5_1(results: Results | None = None) -> Plate:
     what = f"bitstreams of {curves.settings['length']:,} bits"
     _draw_seconds(left, curves, f"(a) {what}, over time")
     _draw_iterations(right, curves, "(b) the same, over iterations")
+    right.set_ylabel("")
     note = f"{_described([curves])} {_outcome(curves)}"
     name_curves(figure, left, len(curves.ways))
     title = "loss of an RNN on bitstreams, over time"

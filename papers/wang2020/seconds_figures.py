@@ -11,8 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from retrograde.figures.style import BLUE, GREEN, GREY, INK, ORANGE, tidy
-from retrograde_papers.curves import draw_level
+from retrograde.figures.style import BLUE, GREEN, GREY, INK, ORANGE, draw_level, tidy
 from retrograde_papers.plates import Column, Plate, captioned, describe_machine, name_curves
 from wang2020.results import Results, Timing, Timings, shipped
 from wang2020.style import colour_of, label_of
@@ -167,7 +166,7 @@ def _draw_breakdown(axes: Axes, points: Sequence[Timing], ways: Sequence[str]) -
 
 def _cut(axes: Axes, place: float, length: float) -> None:
     """Keep one long bar from making all others short."""
-    limit = max(axes.get_xlim()[1], min(length, _WIDEST))
+    limit = max(axes.get_xlim()[1], 1.03 * min(length, _WIDEST))
     axes.set_xlim(0, min(limit, _WIDEST))
     if length > _WIDEST:
         axes.text(_WIDEST, place, f"{length:.1f} ▸", ha="right", va="center", color="white")

@@ -92,7 +92,8 @@ def _draw(axes: Axes, iterations: list[int], losses: Mapping[str, list[float]], 
             iterations, values, color=_COLOURS[way], linewidth=width, linestyle=style,
             label=_LABELS[way],
         )  # fmt: skip
-    tidy(axes, grid="y", title=title, x="iteration", y="cross entropy (nats)")
+    label = "cross entropy (nats)" * (title[1] == "a")
+    tidy(axes, grid="y", title=title, x="iteration", y=label)
 
 
 def _described(found: Convergence) -> str:
@@ -104,6 +105,6 @@ def _described(found: Convergence) -> str:
         f"{settings['momentum']:g}, {settings['epochs']} epochs; algorithm "
         f"{settings['algorithm']!r}. The same weights at first and the same batches, on "
         f"{describe_machine(found.machine)}. A point is the mean of {found.every} iterations. "
-        f"Greatest distance of any iteration's training loss {found.difference:.1e}, of any test "
-        f"loss {found.test_difference:.1e}; accuracy on the images held out {shares}."
+        f"Greatest distance of any iteration's training loss {found.difference:.2g}, of any test "
+        f"loss {found.test_difference:.2g}; accuracy on the images held out {shares}."
     )

@@ -10,6 +10,7 @@ from matplotlib.colors import to_hex
 from retrograde import figures
 from retrograde.figures.schedules import _lay_out
 from retrograde.figures.style import BLUE, GREEN, GREY, ORANGE, new_axes
+from retrograde.plan import plan
 from retrograde.schedule import Advance, Backward, Free, Load, Record, Schedule, Store
 
 FOUR = Schedule.from_actions(
@@ -74,7 +75,22 @@ def test_the_schedule_is_drawn_in_full():
     texts = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
     assert texts[:4] == ["run forward", "run forward, recorded", "backpropagated",
                          "hidden state kept"]  # fmt: skip
-    assert figure.axes[0].get_title(loc="left") == "HSM: 4 steps, memory 2, 8 forward steps"
+    assert figure.axes[0].get_title(loc="left") == (
+        "HSM: 4 steps, memory of 2 hidden states, 8 forward steps"
+    )
+
+
+def test_a_legend_names_what_is_drawn_and_the_memory_is_in_states():
+    everything = Schedule.from_actions([Record(0, 5), Backward(0, 5)], length=5)
+    (axes,) = figures.draw_schedule(everything).axes
+    texts = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert texts == ["run forward, recorded", "backpropagated", "internal states kept"]
+    titles = {
+        policy: figures.draw_schedule(plan(30, 20, policy, **sizes)).axes[0].get_title(loc="left")
+        for policy, sizes in (("ism", {}), ("msm", {"alpha": 5}))
+    }
+    assert "memory of 20 internal states, " in titles["ism"]
+    assert "memory of 20 hidden states (α = 5, β = 4), " in titles["msm"]
 
 
 @pytest.mark.parametrize(("length", "block"), [(1, 1), (63, 1), (1000, 7), (1000, 40)])
@@ -98,6 +114,7 @@ def test_memory_has_a_panel_for_each_and_the_budget_line():
     assert [t.get_text() for t in left.get_legend().get_texts()] == [
         "ordinary BPTT, peak 512 MiB",
         "this run, peak 16 MiB",
+        "budget, 32 MiB",
     ]
     assert [t.get_text() for t in right.get_legend().get_texts()] == [
         "this run, peak 16 MiB",

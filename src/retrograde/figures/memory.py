@@ -11,6 +11,7 @@ from itertools import pairwise
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from retrograde.errors import ScheduleError
@@ -79,9 +80,9 @@ def draw_memory(
         ax = new_axes(6.4, 3.6)
     elif ax is None:
         figure = Figure(figsize=(10, 3.8), layout="constrained")
-        left, ax = figure.subplots(1, 2)
+        left, ax = figure.subplots(1, 2, sharex=True)
         title = "Beside ordinary BPTT"
-        _draw(left, budgeted, budget_bytes, ordinary, labels, title, named=False)
+        _draw(left, budgeted, budget_bytes, ordinary, labels, title)
     _draw(ax, budgeted, budget_bytes, None, labels, "Within the budget")
     return figure_of(ax)
 
@@ -106,7 +107,7 @@ def draw_planned(
         2
     """
     figure = Figure(figsize=(10, 4.2), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
+    panels = figure.subplots(1, 2, sharex=True, sharey=True)
     curves = (planned, measured)
     others: tuple[Curve | None, Curve | None] = ordinary or (None, None)
     highest = max(map(_peak, filter(None, (*curves, *others))))
@@ -160,7 +161,7 @@ def _single(schedule: Schedule) -> Iterator[Action]:
 
 def _draw(
     ax: Axes, budgeted: Curve, budget_bytes: int, ordinary: Curve | None,
-    labels: tuple[str, str], title: str, highest: int = 0, *, named: bool = True,
+    labels: tuple[str, str], title: str, highest: int = 0,
 ) -> None:  # fmt: skip
     """Draw one panel: ordinary backpropagation if given, and over it the run within the budget."""
     sides = ((ordinary, ORANGE, labels[0]), (budgeted, BLUE, labels[1]))
@@ -172,7 +173,7 @@ def _draw(
             _fill(ax, curve, factor, colour, f"{label}, peak {format_bytes(_peak(curve))}")
     ax.axhline(
         budget_bytes / factor, color=GREEN, linewidth=1.4, linestyle=(0, (5, 3)),
-        label=f"budget, {format_bytes(budget_bytes)}" if named else None,
+        label=f"budget, {format_bytes(budget_bytes)}",
     )  # fmt: skip
     _finish(ax, title, unit, highest / factor)
 
@@ -195,6 +196,7 @@ def _finish(ax: Axes, title: str, unit: str, highest: float) -> None:
     # Leave room for the legend, which must not hide a peak.
     ax.set_ylim(0, (1.3 if entries < _LONG else 1.42) * highest)
     ax.set_xlim(left=0)
+    ax.xaxis.set_major_locator(MaxNLocator(6))
     ax.legend(loc="upper left", frameon=False, fontsize=9, ncols=columns, borderaxespad=0.2)
     x, y = "time since the start of forward (s)", f"working memory ({unit})"
     tidy(ax, title=title, x=x, y=y, grid="y")

@@ -25,6 +25,7 @@ __all__ = ["draw_schedule"]
 
 _FORWARD, _BACKWARD = 0.32, 0.68  # the heights of runs within their row
 _ARROWS = 40  # the most rows with arrow heads and dots
+_LEAST_ROWS = 3  # room for the legend, in the lower right
 _POINTS_PER_INCH = 72
 
 Run = tuple[int, int, int]  # row, from, to
@@ -62,7 +63,8 @@ def draw_schedule(schedule: Schedule, ax: Axes | None = None) -> Figure:
     if ax is None:
         ax = new_axes(8.0, min(max(2.2 + 0.3 * layout.rows, 3.0), 8.0))
     ax.set_xlim(-0.012 * schedule.length - 0.2, 1.012 * schedule.length + 0.2)
-    ax.set_ylim(layout.rows, 0)
+    top = -0.006 * layout.rows if layout.rows > _ARROWS else 0  # the first row's line is whole
+    ax.set_ylim(max(layout.rows, _LEAST_ROWS), top)
     row_points, step_points = _scales(ax, schedule.length, layout.rows)
     _draw_internal(ax, layout)
     _draw_kept(ax, layout, min(max(0.35 * step_points * _gap(layout), 0.5), 6.0))
@@ -199,28 +201,41 @@ def _draw_marks(ax: Axes, layout: _Layout, width: float) -> None:
 def _finish(ax: Axes, schedule: Schedule, layout: _Layout) -> None:
     policy = schedule.policy.upper() if len(schedule.policy) == 3 else schedule.policy
     is_chain = isinstance(schedule.units, Chain)
-    step, size = ("layer", format_bytes) if is_chain else ("step", "{:,}".format)
-    slots = "" if schedule.memory is None else f", memory {size(schedule.memory)}"
-    forward = "layers run forward" if is_chain else "forward steps"
+    step, forward = ("layer", "layers run forward") if is_chain else ("step", "forward steps")
+    room = "" if schedule.memory is None else f", memory of {_room(schedule, schedule.memory)}"
     tidy(
         ax,
-        title=f"{policy}: {schedule.length:,} {step}s{slots}, {schedule.cost:,} {forward}",
+        title=f"{policy}: {schedule.length:,} {step}s{room}, {schedule.cost:,} {forward}",
         x=f"hidden state (k is the one before {step} k)",
         y="execution (one row a sweep)",
     )
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_locator(MaxNLocator(nbins=10, steps=[1, 2, 5, 10], integer=True))
-    handles: list[Line2D | Patch] = [_line(BLUE, "run forward")]
+    handles: list[Line2D | Patch] = []
+    if layout.advances:
+        handles.append(_line(BLUE, "run forward"))
     if layout.records:
         handles.append(_line(ORANGE, "run forward, recorded"))
     handles.append(_line(GREEN, "backpropagated"))
     if layout.kept:
         handles.append(_line(GREY, "hidden state kept", linewidth=5))
-    if any(first < last for _, _, first, last in layout.internal):
+    if layout.internal:
         handles.append(Patch(facecolor=ORANGE, alpha=0.16, label="internal states kept"))
-    if layout.rows <= _ARROWS:
-        handles += [_dot(INK, "stored"), _dot("white", "loaded")]
+    if layout.rows <= _ARROWS and layout.kept:
+        handles.append(_dot(INK, "stored"))
+    if layout.rows <= _ARROWS and layout.loads:
+        handles.append(_dot("white", "loaded"))
     ax.legend(handles=handles, loc="lower right", fontsize=9, frameon=False)
+
+
+def _room(schedule: Schedule, memory: float) -> str:
+    """A memory in the units of the schedule."""
+    units = schedule.units
+    if isinstance(units, Chain):
+        return format_bytes(memory)
+    kind = "internal" if units.core else "hidden"
+    sizes = f" (α = {units.alpha}, β = {units.beta})" if schedule.policy == "msm" else ""
+    return f"{memory:,} {kind} state{'' if memory == 1 else 's'}{sizes}"
 
 
 def _line(colour: str, label: str, linewidth: float = 2.5) -> Line2D:

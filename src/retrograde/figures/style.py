@@ -10,7 +10,18 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-__all__ = ["BLUE", "GREEN", "GREY", "INK", "ORANGE", "figure_of", "new_axes", "save", "tidy"]
+__all__ = [
+    "BLUE",
+    "GREEN",
+    "GREY",
+    "INK",
+    "ORANGE",
+    "draw_level",
+    "figure_of",
+    "new_axes",
+    "save",
+    "tidy",
+]
 
 BLUE = "#0072B2"
 ORANGE = "#D55E00"
@@ -52,6 +63,23 @@ def tidy(
     for side in ("left", "bottom"):
         axes.spines[side].set_color(INK)
         axes.spines[side].set_linewidth(0.8)
+
+
+def draw_level(
+    axes: Axes, height: float, text: str, *, left: bool = False, below: bool = False
+) -> None:
+    """Draw a grey line across, named at its left or right end, above or below.
+
+    Example:
+        >>> draw_level(new_axes(4, 3), 1.0, "ordinary BPTT")
+    """
+    axes.axhline(height, color=GREY, linewidth=1.8, zorder=1)
+    axes.annotate(
+        text, (0 if left else 1, height), xycoords=("axes fraction", "data"),
+        xytext=(3 if left else -3, -3 if below else 3), textcoords="offset points",
+        ha="left" if left else "right", va="top" if below else "bottom", fontsize=9, color=INK,
+        alpha=0.75,
+    )  # fmt: skip
 
 
 def save(figure: Figure, folder: str | Path, name: str) -> tuple[Path, Path]:

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from retrograde.figures.style import BLUE, GREY, INK, figure_of, new_axes, tidy
+from retrograde.figures.style import BLUE, INK, draw_level, figure_of, new_axes, tidy
 from retrograde.plan import TradeOff
 
 __all__ = ["draw_trade_off"]
@@ -15,7 +15,7 @@ __all__ = ["draw_trade_off"]
 _UNITS = {
     "hsm": "memory (hidden states, the initial one included)",
     "ism": "memory (internal states, the working core included)",
-    "msm": "memory (hidden states; an internal state is {alpha}, or {beta} after another)",
+    "msm": "memory (hidden states; α = {alpha}, β = {beta})",
 }
 
 
@@ -38,7 +38,7 @@ def draw_trade_off(curve: TradeOff, ax: Axes | None = None) -> Figure:
     ax.step(curve.memory, per_step, where="post", color=BLUE, linewidth=1.8, zorder=3)
     ends = [0, -1] if len(curve) > 1 else [0]
     ax.plot(curve.memory[ends], per_step[ends], "o", color=BLUE, markersize=5, zorder=4)
-    ax.axhline(1, color=GREY, linewidth=1.8, zorder=1)
+    draw_level(ax, 1, "ordinary BPTT", left=True, below=True)
     for scale, axis in ((ax.set_xscale, ax.xaxis), (ax.set_yscale, ax.yaxis)):
         scale("log")
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
@@ -65,7 +65,8 @@ def _name_ends(ax: Axes, curve: TradeOff) -> None:
     first, last = (float(np.round(curve.cost[i] / curve.length, 3)) for i in (0, -1))
     style: dict[str, Any] = {"textcoords": "offset points", "fontsize": 9, "color": INK}
     if least < most:
-        ax.annotate(f"{least:,}: {first:,g}", (least, first), xytext=(4, 6), **style)
+        ax.annotate(f"memory {least:,}: cost {first:,g}", (least, first), xytext=(6, 6), **style)
     ax.annotate(
-        f"from {most:,} on: {last:,g}", (most, last), xytext=(0, -8), ha="right", va="top", **style
-    )
+        f"memory {most:,} or more: cost {last:,g}", (most, last), xytext=(0, -8), ha="right",
+        va="top", **style,
+    )  # fmt: skip
