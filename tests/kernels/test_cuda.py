@@ -225,7 +225,7 @@ def test_a_card_with_little_shared_memory_sweeps_where_the_scan_has_no_room(
     launched = []
     for name in ("products", "sweep"):
         kernel = getattr(cuda.cuda_sweep, name)
-        seen = Noted(kernel, lambda name=name: launched.append(name))
+        seen = Noted(kernel, lambda options, name=name: launched.append(name))
         monkeypatch.setattr(cuda.cuda_sweep, name, seen)
     for size, expected in ((20, ["products", "sweep"]), (65, ["sweep"])):
         given = problem(kind, 2, 1, size)
@@ -241,8 +241,36 @@ class Noted:
         self.kernel, self.note = kernel, note
 
     def __getitem__(self, grid):
-        self.note()
-        return self.kernel[grid]
+        def launch(*args, **options):
+            self.note(options)
+            return self.kernel[grid](*args, **options)
+
+        return launch
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_products_use_tf32_where_torchs_recurrent_kernels_may(monkeypatch, allowed):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", allowed)
+    launched = []
+    monkeypatch.setattr(
+        cuda.cuda_sweep, "products", Noted(cuda.cuda_sweep.products, launched.append)
+    )
+    for size in (7, 65):
+        given = problem("RNN", 2, 1, size)
+        results(cuda.scan, lambda t: t if t is None else t.float().to(DEVICE), given, 1)
+    assert [options["TF32"] for options in launched] == [allowed, False]
+
+
+@on_a_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", GATES)
+def test_three_products_in_tf32_are_as_exact_as_float32_on_a_gpu(monkeypatch, kind):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    for size in (20, 64):
+        given = problem(kind, 300, 5, size)
+        expected = results(cpu.sweep, in_float64, given)
+        found = results(cuda.scan, lambda t: t if t is None else t.float().to(DEVICE), given, 12)
+        assert_close(found, expected, 1e-5)
 
 
 def test_what_is_supported():
