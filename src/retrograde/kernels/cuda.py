@@ -13,8 +13,9 @@ TF32, up to 64 units are multiplied on the tensor cores, each product in three o
 exact to about 2⁻²¹; else none is.
 
 *Sizes* (:mod:`retrograde.kernels.cuda_limits`) are fixed by the card and P, the power of two from
-16 on that holds H. A sweep keeps U in registers; of an LSTM wider than 64, it reads U at each step. A
-product has tiles of 32 rows, of which a thread has 8 or 16 numbers. Most loads run two steps ahead.
+16 on that holds H. A sweep keeps U in registers; of an LSTM of more than 64 units it reads U at
+each step. A product has tiles of 32 rows, of which a thread has 8 or 16 numbers. Most loads run two
+steps ahead.
 """
 
 import functools

@@ -2,10 +2,12 @@
 
 The bytes come from the memory events of torch's own profiler: every allocation and release of the
 CPU and CUDA allocators, those inside kernels included. Nothing is sampled, so a peak is the peak.
+On CUDA a block counts as what was requested (:mod:`retrograde.measure.requests`).
 
 Only the calling thread is seen. The process has one such profiler, so threads take turns. Where the
 user runs it already, torch's older one serves, on a thread of its own, for the two do not nest. It
-tells sizes without addresses, so releases are matched to blocks by size (:func:`_paired`).
+tells sizes without addresses, so releases are matched to blocks by size (:func:`_paired`), and
+CUDA's are those of the blocks.
 
 Known limits: Python objects, what an allocator keeps cached, and memory that a library takes from
 the operating system itself are not seen (a test holds the figures against the resident set).
@@ -22,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -38,6 +40,7 @@ from torch.autograd import profiler
 from torch.overrides import _get_current_function_mode_stack
 
 from retrograde.interrupts import interrupts_put_off
+from retrograde.measure.requests import Event, requests
 from retrograde.units import format_bytes
 
 __all__ = [
@@ -187,7 +190,7 @@ def measure_phases(
             phase()
 
     *_, events = _observe(call, device, oldest=True)
-    ours: list[_Event] = []
+    ours: list[Event] = []
     numbers: list[int] = []
     number = -1
     for event in events:
@@ -208,16 +211,6 @@ def measure_phases(
 _MARK = 1009
 
 
-class _Event(NamedTuple):
-    """An allocation, or with a negative size a release."""
-
-    size: int
-    address: int
-    nanoseconds: int
-    place: str
-    number: int | None
-
-
 def is_profiled() -> bool:
     """Whether a profiler of torch's is at work, in this thread or by the context manager in any."""
     ours = torch._C._autograd._profiler_enabled()
@@ -226,20 +219,22 @@ def is_profiled() -> bool:
 
 def _observe(
     fn: Callable[[], T], device: torch.device, *, oldest: bool
-) -> tuple[T, int, int, list[_Event]]:
+) -> tuple[T, int, int, list[Event]]:
     """Run a call and tell its value, its start and end in ns, and its memory events."""
     with MEASURING, interrupts_put_off() as interruptible, _uncollected(), unpacked():
         _synchronize(device)
         if is_profiled():
             return _beside(fn, device, oldest)
-        return _alone(fn, device, interruptible)
+        with requests(device) as as_requested:
+            value, start_ns, stop_ns, events = _alone(fn, device, interruptible)
+            return value, start_ns, stop_ns, as_requested(events)
 
 
 def _alone(
     fn: Callable[[], T],
     device: torch.device,
     interruptible: Callable[[], AbstractContextManager[object]],
-) -> tuple[T, int, int, list[_Event]]:
+) -> tuple[T, int, int, list[Event]]:
     """By torch's profiler, told to look at nothing but memory. It is always stopped: one that an
     interrupt left running would fail when the process ends."""
     _start_profiler()
@@ -257,9 +252,9 @@ def _alone(
 
 def _beside(
     fn: Callable[[], T], device: torch.device, oldest: bool
-) -> tuple[T, int, int, list[_Event]]:
+) -> tuple[T, int, int, list[Event]]:
     """By torch's older profiler, on a thread that the running one does not look at."""
-    events: list[_Event] = []
+    events: list[Event] = []
 
     def call() -> tuple[T, int, int]:
         config = ProfilerConfig(
@@ -280,7 +275,7 @@ def _beside(
     return *_on_a_fresh_thread(call, device), events
 
 
-def _paired(events: Sequence[Any], start_ns: int, oldest: bool) -> Iterator[_Event]:
+def _paired(events: Sequence[Any], start_ns: int, oldest: bool) -> Iterator[Event]:
     """The older profiler's events; a release is matched to a live block of equal size. Matching the
     oldest gives the most that the call may have worked with, the newest the least."""
     live: dict[int, deque[int]] = defaultdict(deque)
@@ -293,7 +288,7 @@ def _paired(events: Sequence[Any], start_ns: int, oldest: bool) -> Iterator[_Eve
             live[size].append(address)
         elif blocks := live[-size]:
             address = blocks.popleft() if oldest else blocks.pop()
-        yield _Event(size, address, start_ns + number, place, None)
+        yield Event(size, address, start_ns + number, place, None)
 
 
 def _on_a_fresh_thread(call: Callable[[], T], device: torch.device) -> T:
@@ -356,7 +351,7 @@ def _in_use() -> torch.device:
     return torch.device("cpu")
 
 
-def _busiest(events: Sequence[_Event]) -> torch.device:
+def _busiest(events: Sequence[Event]) -> torch.device:
     """The accelerator that most bytes are allocated on; the CPU if there is none."""
     sums: Counter[tuple[str, int | None]] = Counter()
     for event in events:
@@ -383,11 +378,11 @@ def _start_profiler() -> None:
             del os.environ["KINETO_LOG_LEVEL"]
 
 
-def _is_on(event: _Event, device: torch.device) -> bool:
+def _is_on(event: Event, device: torch.device) -> bool:
     return event.place == device.type and device.index in (None, event.number)
 
 
-def _blocks(events: Sequence[_Event]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _blocks(events: Sequence[Event]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The events that allocated and released each event's block; −1 and the number of events if
     none."""
     born, died = [-1] * len(events), [len(events)] * len(events)
@@ -402,14 +397,12 @@ def _blocks(events: Sequence[_Event]) -> tuple[NDArray[np.int64], NDArray[np.int
     return np.array(born, np.int64), np.array(died, np.int64)
 
 
-def _allocations(result: Any) -> Iterator[_Event]:
+def _allocations(result: Any) -> Iterator[Event]:
     pending = list(result.experimental_event_tree())
     while pending:
         event = pending.pop()
         if event.tag == _EventType.Allocation:
             fields = event.extra_fields
             place = fields.device
-            yield _Event(
-                fields.alloc_size, fields.ptr, event.start_time_ns, place.type, place.index
-            )
+            yield Event(fields.alloc_size, fields.ptr, event.start_time_ns, place.type, place.index)
         pending.extend(event.children)
