@@ -127,10 +127,11 @@ def told(measure: Callable[[], Row]) -> Row:
 
 def budgets(device: str, quick: bool, clock: Clock) -> Iterator[Row]:
     """Requested, allocated and reserved bytes against the budget."""
-    for kind, hidden, batch, length, memory in BUDGETS:
-        name = f"{kind} {hidden}→{hidden}, B={batch}, T={length}, {memory}"
-        size = (8, 2, 200) if quick else (hidden, batch, length)
-        yield {"name": name} | told(lambda: held(kind, *size, memory, device))  # noqa: B023
+    for kind, *sizes, memory in BUDGETS:
+        size = (8, 2, 200) if quick else sizes
+        share = "50%" if quick else memory
+        row = told(lambda: held(kind, *size, share, device))  # noqa: B023
+        yield {"name": budget_name(kind, *sizes, memory)} | row
 
 
 def held(kind: str, hidden: int, batch: int, length: int, memory: str, device: str) -> Row:
@@ -327,18 +328,29 @@ SECTIONS: dict[str, Callable[[str, bool, Clock], Iterator[Row]]] = {
 def expected() -> dict[str, list[Row]]:
     """What counting tells of each row, for a card: nothing here is measured."""
     return {
-        "budgets": [
-            {"name": f"{kind} {hidden}→{hidden}, B={batch}, T={length}, {memory}",
-             "output_bytes": 4 * length * batch * hidden}
-            for kind, hidden, batch, length, memory in BUDGETS
-        ],
-        "grid": [
-            {"name": str(work), "gflop": 3e-9 * forward_flops(work), "ratio": 4 / 3}
-            for work in GRID
-        ],
-        "backward": [counted_backward(case) for case in BACKWARD],
-        "networks": [counted_network(name) for name in NETWORKS],
-    }  # fmt: skip
+        section: expected_of(section) for section in ("budgets", "grid", "backward", "networks")
+    }
+
+
+def expected_of(section: str) -> list[Row]:
+    match section:
+        case "budgets":
+            return [
+                {"name": budget_name(*case), "output_bytes": 4 * case[3] * case[2] * case[1]}
+                for case in BUDGETS
+            ]
+        case "grid":
+            return [
+                {"name": str(work), "gflop": 3e-9 * forward_flops(work), "ratio": 4 / 3}
+                for work in GRID
+            ]
+        case "backward":
+            return [counted_backward(case) for case in BACKWARD]
+    return [counted_network(name) for name in NETWORKS]
+
+
+def budget_name(kind: str, hidden: int, batch: int, length: int, memory: str) -> str:
+    return f"{kind} {hidden}→{hidden}, B={batch}, T={length}, {memory}"
 
 
 def gates_of(kind: str) -> int:
