@@ -7,7 +7,8 @@ of gates. In shared memory are, as the compiler lays them out (a test compiles a
 - *products*: a product's operands, a tile of rows (R, P) and a Jacobian (P, P). For three products
   in TF32 that make one in float32, the rows are there twice;
 - *carry*: P² numbers of each quadrant of a product, for every step that is loaded ahead;
-- all of them: vectors of P numbers, one for each array and step loaded ahead, and P for each warp.
+- all of them: vectors of P numbers, one for each array and step loaded ahead, and P for each warp
+  or gate, through which threads exchange numbers.
 
 sm_75 cannot load ahead, so it has one stage. What does not fit with one stage is not launched.
 """
@@ -62,7 +63,7 @@ def launch(kernel: str, gates: int, size: int, limit: int, tf32: bool = False) -
     modern = limit > _MODERN
     tf32 = tf32 and modern and kernel == "products" and padded < 128  # which would spill
     for tried in range(stages if modern else 1, 0, -1):
-        numbers, vectors = padded * warps, gates + 4
+        numbers, vectors = padded * max(warps, 4), gates + 4
         if kernel == "products":
             numbers = padded * (padded + rows * (2 if tf32 else 1))
         elif kernel == "carry":
