@@ -68,14 +68,8 @@ bench: $(STAMP)  ## every claim of speed, both sides in one process; an hour
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[recipes]'
 	$(BIN)/python benchmarks/recipes.py
 
-gpu:  ## marked tests and benchmarks on a CUDA device, with the interpreter at hand
-	PYTHONPATH=src:papers $(PYTHON) -m pytest --every -m gpu
-	PYTHONPATH=src:papers $(PYTHON) benchmarks/recurrent_budget.py --device cuda
-	PYTHONPATH=src:papers $(PYTHON) benchmarks/figure_2b.py --device cuda
-	PYTHONPATH=src:papers $(PYTHON) benchmarks/scan_backward.py --device cuda
-	PYTHONPATH=src:papers $(PYTHON) benchmarks/scan_choice.py --device cuda
-	PYTHONPATH=src:papers $(PYTHON) benchmarks/chain_networks.py --device cuda
-	PYTHONPATH=src:papers $(PYTHON) benchmarks/rank_jacobians.py --device cuda
+gpu:  ## the tests that need a CUDA device, benchmarks, docs/gpu.md: ten minutes, any interpreter with torch
+	PYTHONPATH=src:papers $(PYTHON) benchmarks/gpu.py --device cuda
 
 clean:
 	rm -rf .venv report build papers/build src/*.egg-info papers/*.egg-info

@@ -17,7 +17,7 @@ pass more can take is told beside: (3 + 1) / 3, all at the rate of torch's own p
 import argparse
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,11 +96,12 @@ GRID = [
 class Contest:
     """A workload's contenders, which compute the same gradient."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Work, device: str = "cpu", shares: Sequence[str] = SHARES) -> None:
         torch.manual_seed(0)
-        self.work = work
-        self.theirs = getattr(torch.nn, work.kind)(work.inputs, work.hidden, **work.options)
-        x: Any = torch.randn(work.length, work.batch, work.inputs)
+        self.work, self.device = work, torch.device(device)
+        self.options = {**work.options, "device": self.device}
+        self.theirs = getattr(torch.nn, work.kind)(work.inputs, work.hidden, **self.options)
+        x: Any = torch.randn(work.length, work.batch, work.inputs, device=self.device)
         self.padded: Any = x.clone().requires_grad_() if work.packed else None
         if work.packed:
             lengths = torch.linspace(work.length, work.length / 4, work.batch).long()
@@ -120,13 +121,13 @@ class Contest:
         self.least = self._budgeted(1)
         if work.packed:
             self.runs["padded torch"] = lambda: self._call_padded(self.theirs)
-        for share in SHARES:
+        for share in shares:
             self._enter(share, share)
 
     def _budgeted(self, memory: Any) -> int:
         """The least budget, in bytes."""
         net = getattr(rg, self.work.kind)(
-            self.work.inputs, self.work.hidden, memory=memory, **self.work.options
+            self.work.inputs, self.work.hidden, memory=memory, **self.options
         )
         try:
             net.fit(self.x)
@@ -136,7 +137,7 @@ class Contest:
 
     def _enter(self, name: str, memory: Any) -> None:
         work = self.work
-        net = getattr(rg, work.kind)(work.inputs, work.hidden, memory=memory, **work.options)
+        net = getattr(rg, work.kind)(work.inputs, work.hidden, memory=memory, **self.options)
         net.load_state_dict(self.theirs.state_dict())
         try:
             self.fits[name] = net.fit(self.x)
@@ -187,7 +188,7 @@ class Contest:
         """Working bytes of a contender."""
         self.runs[name]()
         self.forget()
-        found = rg.measure(self.runs[name]).working_bytes
+        found = rg.measure(self.runs[name], device=self.device).working_bytes
         self.forget()
         return found
 
@@ -196,10 +197,10 @@ class Contest:
         times: dict[str, list[float]] = {name: [] for name in self.runs}
         for number in range(rounds + 1):
             for name, run in self.runs.items():
-                start = now(torch.device("cpu"))
+                start = now(self.device)
                 run()
                 if number:
-                    times[name].append(now(torch.device("cpu")) - start)
+                    times[name].append(now(self.device) - start)
                 self.forget()
         return {name: statistics.median(found) for name, found in times.items()}
 

@@ -9,36 +9,24 @@ holds what the function NAME makes of the results. A test fails where a page and
 import json
 import re
 import statistics
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from render_gpu import GPU_BLOCKS
+from tables import MIB, size, table, time
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(<!-- numbers: (\w+) -->\n)(.*?)(<!-- end numbers -->)", re.DOTALL)
-MIB = 2**20
 
 
 def results(name: str) -> Any:
     """What a script wrote."""
     return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
-
-
-def table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def size(count: float) -> str:
-    """Bytes in MiB, to three digits."""
-    mib = count / MIB
-    return f"{mib:,.0f} MiB" if mib >= 100 else f"{mib:.1f} MiB" if mib >= 1 else f"{mib:.2f} MiB"
-
-
-def time(ms: float) -> str:
-    if ms < 0.1:
-        return f"{1e3 * ms:.0f} µs"
-    return f"{ms / 1e3:.2f} s" if ms >= 1000 else f"{ms:.0f} ms" if ms >= 10 else f"{ms:.1f} ms"
 
 
 def source(name: str, script: str | None = None) -> str:
@@ -410,7 +398,7 @@ def spread(values: list[float], form: str) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-BLOCKS: dict[str, Callable[[], str]] = {
+BLOCKS: dict[str, Callable[[], str]] = GPU_BLOCKS | {
     block.__name__: block
     for block in (
         front_page, recurrent_grid, small_cells, other_people, library_models, scan_backward,

@@ -32,6 +32,14 @@ def interpreter(monkeypatch):
         yield
 
 
+@pytest.fixture(autouse=True)
+def no_tf32(request, monkeypatch):
+    """On a GPU torch's kernels and ours are compared in float32; cuDNN's default would be TF32."""
+    if request.node.get_closest_marker("gpu"):
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+
+
 @pytest.fixture
 def fences(request, monkeypatch):
     """Fences, also around all that the kernels' host code allocates."""

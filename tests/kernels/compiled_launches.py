@@ -1,4 +1,6 @@
-"""Compile, for sm_90 and with no GPU, what the CUDA kernels' host code launches; report on it.
+"""Compile for a card, with no GPU, what the CUDA kernels' host code launches; report on it.
+
+    compiled_launches.py ARCHITECTURE SIZE [--all]    SIZE is H, or "sparse"
 
 A program of its own, since triton compiles or interprets, but not both in one process. One line of
 JSON for each launch.
@@ -8,13 +10,21 @@ import json
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from oracles.compiled_code import overwritten, unsafe
+
+#: The shared memory that a program may have, in bytes, by architecture.
+LIMITS = {75: 65_536, 80: 166_912, 86: 101_376, 90: 232_448, 120: 101_376}
 POINTERS = {
     "torch.float32": "*fp32",
     "torch.float64": "*fp64",
     "torch.int32": "*i32",
     "torch.int64": "*i64",
 }
+ARCHITECTURE = int(sys.argv[1])
 
 
 class Compiled:
@@ -26,7 +36,7 @@ class Compiled:
     def __getitem__(self, grid):
         return self.launch
 
-    def launch(self, *args, num_warps, **constants):
+    def launch(self, *args, num_warps, maxnreg=None, **constants):
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
@@ -46,27 +56,31 @@ class Compiled:
             {(names.index(name),): value for name, value in constants.items()},
             {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
         )
-        built = triton.compile(
-            source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps}
-        )
+        options = {"num_warps": num_warps, "maxnreg": maxnreg}
+        built = triton.compile(source, target=GPUTarget("cuda", ARCHITECTURE, 32), options=options)
+        ir, ptx = built.asm["ttgir"], built.asm["ptx"]
         report = {
             "kernel": self.name,
             "constants": constants,
             "warps": num_warps,
             "shared_bytes": built.metadata.shared,
-            "tensor_cores": "mma" in built.asm["ptx"] or "tf32" in built.asm["ptx"],
+            "tensor_cores": "mma" in ptx or "tf32" in ptx,
+            "overwritten": overwritten(ir),
+            "unsafe": unsafe(ir, ptx, constants.get("STAGES", 1)),
         }
-        print(json.dumps(report | registers(built.asm["ptx"])))
+        print(json.dumps(report | registers(ptx)))
 
 
 def registers(ptx):
     """Registers to a thread, and bytes read back because they did not suffice."""
     from triton.knobs import nvidia
 
+    program = nvidia.ptxas_blackwell if ARCHITECTURE >= 100 else nvidia.ptxas
+    name = f"sm_{ARCHITECTURE}" + ("a" if ARCHITECTURE >= 90 else "")
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        command = [nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
+        command = [program.path, "-v", f"--gpu-name={name}", file.name, "-o", "/dev/null"]
         told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     return {
         "registers": int(told.split(" registers")[0].split()[-1]),
@@ -74,7 +88,7 @@ def registers(ptx):
     }
 
 
-def recurrences(size):
+def recurrences(size, all_of_them):
     import torch
 
     from retrograde.kernels import cuda, cuda_states, cuda_sweep
@@ -84,13 +98,16 @@ def recurrences(size):
         for name in module.__all__:
             setattr(module, name, Compiled(getattr(module, name), name))
     cuda._trusted = lambda sizes: True
+    cuda._limit = lambda t: LIMITS[ARCHITECTURE]
     steps = torch.zeros(4, 2, size)
     for gates in (1, 3, 4):
         state = torch.zeros(2, size * (2 if gates == 4 else 1))
         gated = None if gates == 1 else steps
         slopes = Slopes(torch.zeros(4, 2, gates, size), gated, gated)
-        for dy in (steps, None):
-            cuda.scan(slopes, torch.zeros(gates * size, size), dy, state, 2)
+        for dy in (steps, None) if all_of_them else (steps,):
+            for tf32 in (True, False) if all_of_them or size == 20 else (False,):
+                cuda._tf32 = lambda tf32=tf32: tf32
+                cuda.scan(slopes, torch.zeros(gates * size, size), dy, state, 2)
     cuda.gru_slopes(torch.zeros(4, 2, 3 * size), torch.zeros(4, 2, 3 * size), steps)
     cuda.lstm_slopes(torch.zeros(4, 2, 4 * size), steps, steps[0])
 
@@ -112,4 +129,5 @@ def sparse_products():
 
 
 if __name__ == "__main__":
-    sparse_products() if sys.argv[1] == "sparse" else recurrences(int(sys.argv[1]))
+    everything = "--all" in sys.argv
+    sparse_products() if sys.argv[2] == "sparse" else recurrences(int(sys.argv[2]), everything)

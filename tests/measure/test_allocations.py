@@ -50,7 +50,7 @@ def test_the_accelerator_that_a_call_allocates_on_is_counted(asked, peak, monkey
     """The events are those of a call that makes data on the CPU and computes on two devices."""
     made = [(4096, 0, "cpu", None), (64, 1, "cuda", 0), (512, 2, "cuda", 1), (-512, 2, "cuda", 1)]
     events = [
-        allocations._Event(size, at, time, place, number)
+        allocations.Event(size, at, time, place, number)
         for time, (size, at, place, number) in enumerate(made)
     ]
     monkeypatch.setattr(allocations, "_allocations", lambda result: iter(events))

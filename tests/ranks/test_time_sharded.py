@@ -382,6 +382,7 @@ def test_any_number_of_processes(size, tmp_path):
 
 def on_a_gpu(rank, size, folder, backend):
     torch.cuda.set_device(rank % torch.cuda.device_count())
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     torch.distributed.init_process_group(
         backend, init_method=f"file://{folder}/meeting", rank=rank, world_size=size
     )

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from retrograde.jacobians.pattern import Pattern, Product
+from retrograde.kernels.fallback import Fallback
 
 __all__ = ["SparseKernels", "apply", "multiply", "plain", "sparse_kernels", "spread_out"]
 
@@ -128,7 +129,11 @@ def sparse_kernels(device: str, dtype: torch.dtype) -> SparseKernels:
     if device == "cuda" and real and importlib.util.find_spec("triton"):
         from retrograde.jacobians import cuda_products as cuda
 
-        return replace(plain, name="triton", multiply=cuda.multiply, apply=cuda.apply)
+        either = Fallback()
+        multiply = either.join(cuda.multiply, plain.multiply)
+        return replace(
+            plain, name="triton", multiply=multiply, apply=either.join(cuda.apply, plain.apply)
+        )
     return plain
 
 

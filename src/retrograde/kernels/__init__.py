@@ -11,6 +11,7 @@ from torch import Tensor
 
 from retrograde.kernels import cells, sweep
 from retrograde.kernels.cells import Block, GateSlopes, Kept, Slopes, Weights
+from retrograde.kernels.fallback import Fallback
 
 __all__ = ["LARGEST_SIZE", "Backward", "Forward", "Kernels", "blas_kernels", "kernels"]
 
@@ -74,6 +75,12 @@ class Kernels:
     backward: type[Backward] | None = None
     recall: Recall | None = None
     prepare: Callable[[Tensor], Tensor] = _as_it_is
+    fallback: Fallback | None = None
+
+    @property
+    def refusal(self) -> str | None:
+        """Why torch's operations run in place of compiled kernels; None while they need not."""
+        return None if self.fallback is None else self.fallback.reason
 
 
 @functools.cache
@@ -89,8 +96,13 @@ def kernels(device: str, dtype: torch.dtype, size: int) -> Kernels:
     if device == "cuda" and fits and importlib.util.find_spec("triton"):
         from retrograde.kernels import cuda
 
-        gates = cuda.gru_slopes, cuda.lstm_slopes
-        return Kernels("triton", cuda.sweep, cuda.scan, gates, sweep.products)
+        either = Fallback()
+        gates = (
+            either.join(cuda.gru_slopes, cells.gru_slopes),
+            either.join(cuda.lstm_slopes, cells.lstm_slopes),
+        )
+        loops = either.join(cuda.sweep, sweep.sweep), either.join(cuda.scan, sweep.scan)
+        return Kernels("triton", *loops, gates, sweep.products, fallback=either)
     slopes = cells.gru_slopes, cells.lstm_slopes
     return Kernels("torch", sweep.sweep, sweep.scan, slopes, sweep.products)
 

@@ -1,32 +1,35 @@
 """The backward recurrence on a GPU, in Triton: a sweep in one launch, a scan in three.
 
 The references are the functions of the same names in :mod:`retrograde.kernels.sweep` and
-:mod:`retrograde.kernels.cells`. Numbers and sums are float32, never rounded to TF32. The same call
-gives the same bits: no sizes are tuned at run time and nothing is added atomically.
+:mod:`retrograde.kernels.cells`. The same call gives the same bits: no sizes are tuned at run time
+and nothing is added atomically.
 
 The scan has the three phases of :mod:`retrograde.kernels.sweep`, except that the first chunk may be
-shorter than the others. The carry measures whether the products may be trusted.
+shorter than the others. The carry measures whether the products may be trusted. Where a card has
+no room for the scan (sm_75 from 65 units on), the sweep takes its place.
 
-*Sizes* are fixed by P, the power of two from 16 on that holds H. A sweep keeps U in registers (of
-an LSTM wider than 64, reads it at each step); a product has tiles of 32 rows, of which a thread
-has 8 or 16 numbers; most loads run two steps ahead. An LSTM's registers to a thread, and bytes
-spilt, as ptxas 12.8 has them for sm_90:
+*TF32*: sums are float32. Where ``torch.backends.cudnn`` lets torch's own recurrent kernels round to
+TF32, up to 64 units are multiplied on the tensor cores, each product in three of TF32, whose sum is
+exact to about 2⁻²¹; else none is.
 
-    P      products  carry   sweep
-    16     80, 0     90, 0   82, 0
-    32     127, 0    106, 0  80, 0
-    64     170, 0    128, 0  127, 0
-    128    128, 236  255, 0  128, 252
+*Sizes* (:mod:`retrograde.kernels.cuda_limits`) are fixed by the card and P, the power of two from
+16 on that holds H. A sweep keeps U in registers; of an LSTM of more than 64 units it reads U at
+each step. A product has tiles of 32 rows, of which a thread has 8 or 16 numbers. Most loads run two
+steps ahead.
 """
 
+import functools
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from retrograde.kernels import LARGEST_SIZE, cuda_states, cuda_sweep
 from retrograde.kernels import sweep as reference
 from retrograde.kernels.cells import Slopes
+from retrograde.kernels.cuda_limits import Launch, launch
 
 __all__ = ["gru_slopes", "lstm_slopes", "scan", "sweep"]
 
@@ -34,27 +37,8 @@ __all__ = ["gru_slopes", "lstm_slopes", "scan", "sweep"]
 # that memory delivers.
 _TIME, _LANES = 128, 8
 _BLOCK = 512
-
-
-# Warps to a program, and stages of its pipeline, by P and by the number of gates.
-_PRODUCTS = {
-    16: {1: (1, 3), 3: (1, 3), 4: (1, 3)},
-    32: {1: (2, 3), 3: (2, 3), 4: (2, 3)},
-    64: {1: (4, 3), 3: (4, 3), 4: (8, 3)},
-    128: {1: (8, 3), 3: (8, 2), 4: (16, 2)},
-}
-_CARRY = {
-    16: {1: (1, 3), 3: (1, 3), 4: (1, 3)},
-    32: {1: (1, 3), 3: (1, 3), 4: (1, 3)},
-    64: {1: (4, 3), 3: (4, 3), 4: (8, 2)},
-    128: {1: (8, 2), 3: (8, 2), 4: (8, 1)},
-}
-_SWEEP = {
-    16: {1: (1, 3), 3: (1, 3), 4: (1, 3)},
-    32: {1: (1, 3), 3: (4, 3), 4: (4, 3)},
-    64: {1: (4, 3), 3: (8, 3), 4: (8, 3)},
-    128: {1: (8, 3), 3: (16, 3), 4: (16, 1)},
-}
+# Bytes of shared memory that the interpreter is taken to have: sm_90's.
+_INTERPRETED = 232_448
 
 
 def sweep(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor) -> Tensor:
@@ -66,23 +50,25 @@ def sweep(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor) -> Tenso
 def scan(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor, chunk: int) -> Tensor:
     """As :func:`retrograde.kernels.sweep.scan`, for float32 on a GPU, in three launches."""
     length, samples, gates, size = slopes.gates.shape
-    if length // chunk < 2:
+    form = launch("products", gates, size, _limit(g), _tf32())
+    carry = launch("carry", gates, size, _limit(g))
+    if length // chunk < 2 or form is None or carry is None:
         return sweep(slopes, hidden, dy, g)
     chunks, n = -(-length // chunk), g.shape[-1]
     rows = g.new_empty(chunks, samples, n + 1, n)
     after, sizes = g.new_empty(chunks, samples, n), g.new_empty(2, samples)
     given = *_arrays(slopes, hidden, dy), rows, samples, length, chunks, chunk
     carried = rows, g.contiguous(), after, sizes, samples, chunks
-    tile = 16 if n < 16 else 32
     with _device_of(g):
-        cuda_sweep.products[(chunks * samples, -(-(n + 1) // tile))](
+        cuda_sweep.products[(chunks * samples, -(-(n + 1) // form.rows))](
             *given,
             K=gates,
-            ROWS=tile,
+            ROWS=form.rows,
             LOSSES=dy is not None,
-            **_constants(_PRODUCTS, gates, size),
+            TF32=form.tf32,
+            **_constants(form, size),
         )
-        cuda_sweep.carry[(samples,)](*carried, LSTM=gates == 4, **_constants(_CARRY, gates, size))
+        cuda_sweep.carry[(samples,)](*carried, LSTM=gates == 4, **_constants(carry, size))
     if not _trusted(sizes):
         reference.trusted(rows, after)  # which says so
         return sweep(slopes, hidden, dy, g)
@@ -122,7 +108,9 @@ def _sweep_chunks(
 ) -> Tensor:
     """Sweep each chunk from the gradient after it; return the gradient before the first."""
     length, samples, gates, size = slopes.gates.shape
-    before, constants = after.new_empty(samples, after.shape[-1]), _constants(_SWEEP, gates, size)
+    before = after.new_empty(samples, after.shape[-1])
+    form = launch("sweep", gates, size, _limit(after))
+    assert form is not None  # it fits every card
     given = *_arrays(slopes, hidden, dy), after, before, samples, length, chunks, chunk
     with _device_of(after):
         cuda_sweep.sweep[(chunks * samples,)](
@@ -130,8 +118,8 @@ def _sweep_chunks(
             K=gates,
             S=1 if gates == 1 else 4,
             LOSSES=dy is not None,
-            HELD=constants["STAGES"] > 1,
-            **constants,
+            HELD=gates < 4 or size <= 64,
+            **_constants(form, size),
         )
     return before
 
@@ -141,12 +129,31 @@ def _device_of(t: Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(t.device) if t.is_cuda else nullcontext()
 
 
-def _constants(
-    table: dict[int, dict[int, tuple[int, int]]], gates: int, size: int
-) -> dict[str, int]:
-    padded = max(16, 1 << (size - 1).bit_length())
-    warps, stages = table[padded][gates]
-    return {"H": size, "P": padded, "STAGES": stages, "num_warps": warps}
+def _limit(t: Tensor) -> int:
+    """The bytes of shared memory that a program may have on a tensor's card."""
+    if not t.is_cuda:
+        return _INTERPRETED
+    return _shared_memory(t.device.index)
+
+
+@functools.cache
+def _shared_memory(card: int) -> int:
+    found = triton.runtime.driver.active.utils.get_device_properties(card)
+    return int(found["max_shared_mem"])
+
+
+def _tf32() -> bool:
+    """Whether torch lets its own recurrent kernels round to TF32."""
+    cudnn: Any = torch.backends.cudnn
+    if hasattr(cudnn, "rnn"):
+        return bool(cudnn.rnn.fp32_precision == "tf32")
+    return bool(cudnn.allow_tf32)  # torch before 2.9
+
+
+def _constants(form: Launch, size: int) -> dict[str, int]:
+    found = {"H": size, "P": form.padded, "STAGES": form.stages, "num_warps": form.warps}
+    # Left to itself, ptxas gives 16 warps 64 registers a thread, and spills twice as much.
+    return found | ({"maxnreg": 128} if form.warps == 16 else {})
 
 
 def _arrays(slopes: Slopes, hidden: Tensor, dy: Tensor | None) -> tuple[Tensor, ...]:

@@ -2,7 +2,8 @@
 
 :mod:`retrograde.kernels.cuda` launches them; the references are the functions of the same names in
 :mod:`retrograde.kernels.cells`. Arrays are contiguous and float32. One launch does what torch does
-in a dozen, which take most of the time at a thousand steps of a small layer.
+in a dozen, which take most of the time at a thousand steps of a small layer. A barrier stands
+between the reading of what is written over and the writing: several threads may read a number.
 
 c_t = f_t c_{t−1} + i_t g_t is itself a scan, of numbers: a program has a few of the B·H sequences
 of c, takes TIME steps of them at a time, and carries c from one such block to the next.
@@ -103,6 +104,7 @@ def gru_slopes(gates, hidden, before, keep, inner, numbers, H: tl.constexpr, BLO
     n = _tanh(tl.load(gates + at + 2 * H, mask=real, other=0.0) + r * m)
     state = tl.load(before + e, mask=real, other=0.0)
     s = (1.0 - z) * (1.0 - n * n)
+    tl.debug_barrier()
     tl.store(keep + e, z, mask=real)
     tl.store(inner + e, s, mask=real)
     tl.store(hidden + at, s * m * r * (1.0 - r), mask=real)

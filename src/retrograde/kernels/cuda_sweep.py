@@ -8,9 +8,13 @@ two P ≥ H, and nothing is read or written beyond H.
 
 A step of a sweep waits for the one before, so latency counts. Hence each sample has its own
 program, which holds the weights in registers while they fit (K P² ≤ 16,384 numbers) and forms g U
-as products of elements and one sum; tensor cores would round to TF32. Products of Jacobians are
-products of matrices: a program takes a tile of rows through a chunk, and forms each step's
-Jacobian, Σ_k diag(s_k) U_k, on the fly.
+as products of elements and one sum. Products of Jacobians are products of matrices: a program takes
+a tile of rows through a chunk, and forms each step's Jacobian, Σ_k diag(s_k) U_k, on the fly. An
+LSTM's two products of a step take turns in one piece of shared memory, so the second one's operands
+are formed after the first.
+
+A sweep writes over what it reads, and a number may be read by more threads than the one that writes
+it. So between the two stands a barrier: that of the loads ahead, or one of its own.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -67,6 +71,7 @@ def products(
     P: tl.constexpr,
     ROWS: tl.constexpr,
     LOSSES: tl.constexpr,
+    TF32: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Program (c·B + b, r): rows r·ROWS … of the product of chunk c of sample b."""
@@ -74,6 +79,7 @@ def products(
     first, end = _steps(pair // samples, length, chunks, chunk)
     b = pair % samples
     n: tl.constexpr = 2 * H if K == 4 else H
+    exact: tl.constexpr = "tf32x3" if TF32 else "ieee"
     i = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     j = tl.arange(0, P)[None, :]
     h = tl.where((i == j) & (j < H), 1.0, 0.0)
@@ -91,21 +97,20 @@ def products(
         at = (end - back) * samples + b
         if LOSSES:
             h += tl.where(i == n, _numbers(dy, at * H, H, P)[None, :], 0.0)
+        kept = tl.zeros((ROWS, P), tl.float32)
+        if K == 3:
+            kept = h * _numbers(keep, at * H, H, P)[None, :]
+        if K == 4:
+            through = _numbers(gates, (at * K + 3) * H, H, P)[:, None] * u3
+            kept = tl.dot(h, through, input_precision=exact)
         jacobian = _numbers(gates, at * K * H, H, P)[:, None] * u0
         if K > 1:
             jacobian += _numbers(gates, (at * K + 1) * H, H, P)[:, None] * u1
             jacobian += _numbers(gates, (at * K + 2) * H, H, P)[:, None] * u2
-        if K == 1:
-            h = tl.dot(h, jacobian, input_precision="ieee")
-        elif K == 3:
-            kept = h * _numbers(keep, at * H, H, P)[None, :]
-            h = tl.dot(h, jacobian, kept, input_precision="ieee")
-        else:
-            d = c + h * _numbers(inner, at * H, H, P)[None, :]
-            through = _numbers(gates, (at * K + 3) * H, H, P)[:, None] * u3
-            h = tl.dot(h, through, input_precision="ieee")
-            h = tl.dot(d, jacobian, h, input_precision="ieee")
-            c = d * _numbers(keep, at * H, H, P)[None, :]
+        if K == 4:
+            h = c + h * _numbers(inner, at * H, H, P)[None, :]
+            c = h * _numbers(keep, at * H, H, P)[None, :]
+        h = tl.dot(h, jacobian, kept, input_precision=exact)
     out = rows + (pair * (n + 1) + i) * n + j
     tl.store(out, h, mask=(i <= n) & (j < H))
     if K == 4:
@@ -235,9 +240,16 @@ def sweep(
         if LOSSES:
             h += _numbers(dy, at * H, H, P)
         slopes = tl.load(gates + at * K * H + gate, mask=real, other=0.0)
+        own = h
+        kept = h
+        if K > 1:
+            own = _numbers(inner, at * H, H, P)
+            kept = _numbers(keep, at * H, H, P)
+        if STAGES == 1:  # several threads may read a number that one of them writes over
+            tl.debug_barrier()
         if K == 4:
-            d = c + h * _numbers(inner, at * H, H, P)
-            c = d * _numbers(keep, at * H, H, P)
+            d = c + h * own
+            c = d * kept
             a = tl.where(k == 3, h[None, :], d[None, :]) * slopes
         else:
             a = h[None, :] * slopes
@@ -246,9 +258,8 @@ def sweep(
             u = _stacked(hidden, K, S, H, P)
         new = tl.sum(tl.reshape(a, (S * P,))[:, None] * u, 0)
         if K == 3:
-            candidate = h * _numbers(inner, at * H, H, P)
-            tl.store(inner + at * H + j, candidate, mask=fits)
-            new += h * _numbers(keep, at * H, H, P)
+            tl.store(inner + at * H + j, h * own, mask=fits)
+            new += h * kept
         h = new
     if pair < samples:
         tl.store(before + b * n + j, h, mask=fits)

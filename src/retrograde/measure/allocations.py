@@ -7,6 +7,9 @@ Only the calling thread is seen. The process has one such profiler, so threads t
 user already runs it, torch's older profiler serves, on a thread of its own, since the two do not
 nest. It gives sizes without addresses, so releases are matched to blocks by size (:func:`_paired`).
 
+On CUDA a block counts as the bytes that were requested (:mod:`retrograde.measure.requests`), beside
+the user's profiler as the bytes of the block.
+
 Known limits: it does not see Python objects, memory that an allocator caches, and memory that a
 library takes from the operating system. A test compares the figures with the resident set.
 """
@@ -22,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -38,6 +41,7 @@ from torch.autograd import profiler
 from torch.overrides import _get_current_function_mode_stack
 
 from retrograde.interrupts import interrupts_put_off
+from retrograde.measure.requests import Event, requests
 from retrograde.units import format_bytes
 
 __all__ = [
@@ -187,7 +191,7 @@ def measure_phases(
             phase()
 
     *_, events = _observe(call, device, oldest=True)
-    ours: list[_Event] = []
+    ours: list[Event] = []
     numbers: list[int] = []
     number = -1
     for event in events:
@@ -208,16 +212,6 @@ def measure_phases(
 _MARK = 1009
 
 
-class _Event(NamedTuple):
-    """An allocation, or with a negative size a release."""
-
-    size: int
-    address: int
-    nanoseconds: int
-    place: str
-    number: int | None
-
-
 def is_profiled() -> bool:
     """Return whether torch's profiler runs, in this thread or by the context manager."""
     ours = torch._C._autograd._profiler_enabled()
@@ -226,20 +220,22 @@ def is_profiled() -> bool:
 
 def _observe(
     fn: Callable[[], T], device: torch.device, *, oldest: bool
-) -> tuple[T, int, int, list[_Event]]:
+) -> tuple[T, int, int, list[Event]]:
     """Run a call and return its value, its start and end in ns, and its memory events."""
     with MEASURING, interrupts_put_off() as interruptible, _uncollected(), unpacked():
         _synchronize(device)
         if is_profiled():
             return _beside(fn, device, oldest)
-        return _alone(fn, device, interruptible)
+        with requests(device) as as_requested:
+            value, start_ns, stop_ns, events = _alone(fn, device, interruptible)
+            return value, start_ns, stop_ns, as_requested(events)
 
 
 def _alone(
     fn: Callable[[], T],
     device: torch.device,
     interruptible: Callable[[], AbstractContextManager[object]],
-) -> tuple[T, int, int, list[_Event]]:
+) -> tuple[T, int, int, list[Event]]:
     """Measure by torch's profiler, limited to memory events. The profiler is always stopped: one
     that an interrupt left running would fail when the process ends."""
     _start_profiler()
@@ -257,9 +253,9 @@ def _alone(
 
 def _beside(
     fn: Callable[[], T], device: torch.device, oldest: bool
-) -> tuple[T, int, int, list[_Event]]:
+) -> tuple[T, int, int, list[Event]]:
     """Measure by torch's older profiler, on a thread that the running one does not watch."""
-    events: list[_Event] = []
+    events: list[Event] = []
 
     def call() -> tuple[T, int, int]:
         config = ProfilerConfig(
@@ -280,7 +276,7 @@ def _beside(
     return *_on_a_fresh_thread(call, device), events
 
 
-def _paired(events: Sequence[Any], start_ns: int, oldest: bool) -> Iterator[_Event]:
+def _paired(events: Sequence[Any], start_ns: int, oldest: bool) -> Iterator[Event]:
     """Iterate over the older profiler's events; each release is matched to a live block of equal
     size. Matching the oldest gives the most that the call may have worked with, the newest the
     least."""
@@ -294,7 +290,7 @@ def _paired(events: Sequence[Any], start_ns: int, oldest: bool) -> Iterator[_Eve
             live[size].append(address)
         elif blocks := live[-size]:
             address = blocks.popleft() if oldest else blocks.pop()
-        yield _Event(size, address, start_ns + number, place, None)
+        yield Event(size, address, start_ns + number, place, None)
 
 
 def _on_a_fresh_thread(call: Callable[[], T], device: torch.device) -> T:
@@ -357,7 +353,7 @@ def _in_use() -> torch.device:
     return torch.device("cpu")
 
 
-def _busiest(events: Sequence[_Event]) -> torch.device:
+def _busiest(events: Sequence[Event]) -> torch.device:
     """Return the accelerator with the most allocated bytes; the CPU if there is none."""
     sums: Counter[tuple[str, int | None]] = Counter()
     for event in events:
@@ -384,11 +380,11 @@ def _start_profiler() -> None:
             del os.environ["KINETO_LOG_LEVEL"]
 
 
-def _is_on(event: _Event, device: torch.device) -> bool:
+def _is_on(event: Event, device: torch.device) -> bool:
     return event.place == device.type and device.index in (None, event.number)
 
 
-def _blocks(events: Sequence[_Event]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _blocks(events: Sequence[Event]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the events that allocated and released each event's block. −1 and the number of events
     stand for none."""
     born, died = [-1] * len(events), [len(events)] * len(events)
@@ -403,14 +399,12 @@ def _blocks(events: Sequence[_Event]) -> tuple[NDArray[np.int64], NDArray[np.int
     return np.array(born, np.int64), np.array(died, np.int64)
 
 
-def _allocations(result: Any) -> Iterator[_Event]:
+def _allocations(result: Any) -> Iterator[Event]:
     pending = list(result.experimental_event_tree())
     while pending:
         event = pending.pop()
         if event.tag == _EventType.Allocation:
             fields = event.extra_fields
             place = fields.device
-            yield _Event(
-                fields.alloc_size, fields.ptr, event.start_time_ns, place.type, place.index
-            )
+            yield Event(fields.alloc_size, fields.ptr, event.start_time_ns, place.type, place.index)
         pending.extend(event.children)

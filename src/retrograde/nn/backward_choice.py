@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from retrograde.errors import CellError
-from retrograde.kernels import LARGEST_SIZE, kernels
+from retrograde.kernels import LARGEST_SIZE, Kernels, kernels
 from retrograde.kernels.cells import Kind
 from retrograde.nn.calibration import BACKWARDS, contenders, timings
 from retrograde.nn.call import check_measurable
@@ -136,13 +136,14 @@ def explain(
     chosen = choose_backward(module, steps, samples, data) if module.backward else None
     weight = cast(Tensor, module._flat_weights[0])
     real = torch.float64 if weight.dtype == torch.float64 else torch.float32
-    use = kernels(weight.device.type, real, module.hidden_size).name
+    loops = kernels(weight.device.type, real, module.hidden_size)
+    use = "torch" if loops.refusal else loops.name
     choice = chosen or "torch"
     kind, size = cast(Kind, module.mode), module.hidden_size
     shape: Any = (samples, module.input_size, size, weight.dtype, weight.device.type)
     return Explanation(
         choice=choice,
-        why=_why(module, weight, use, choice),
+        why=_why(module, weight, loops, choice),
         seconds={name: found[name].seconds(steps) for name in BACKWARDS},
         step_seconds={name: found[name].step_seconds for name in BACKWARDS},
         call_seconds={name: found[name].call_seconds for name in BACKWARDS},
@@ -151,7 +152,7 @@ def explain(
     )
 
 
-def _why(module: "BudgetedRNN", weight: Tensor, use: str, choice: str) -> str:
+def _why(module: "BudgetedRNN", weight: Tensor, use: Kernels, choice: str) -> str:
     """Return the reason, and the obstacle to the compiled kernels if there is one."""
     reason = f"backward={module.backward!r} asks for it"
     if torch.is_autocast_enabled(weight.device.type):
@@ -160,9 +161,11 @@ def _why(module: "BudgetedRNN", weight: Tensor, use: str, choice: str) -> str:
         reason = "backward=None is torch's own pass"
     elif module.backward == "auto":
         reason = "it is expected to be the fastest"
-    if use == "torch" and choice != "torch":
+    if (use.refusal or use.name == "torch") and choice != "torch":
         limit = f"H = {module.hidden_size} > {LARGEST_SIZE} is too large for the compiled kernels"
         if module.hidden_size <= LARGEST_SIZE:
             limit = f"there are no compiled kernels for {weight.dtype} on {weight.device.type}"
+        if use.refusal:
+            limit = f"Triton cannot launch its kernels ({use.refusal})"
         reason += f"; {limit}, so torch's own operations are called step by step"
     return reason

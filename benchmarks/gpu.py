@@ -1,0 +1,460 @@
+"""Claims on a GPU, in one go of under ten minutes: the tests, then what else docs/gpu.md shows.
+
+    python benchmarks/gpu.py --device cuda     # `make gpu`; JSON into results/, and docs/gpu.md
+    python benchmarks/gpu.py --expected        # what counting tells: launches, bytes, FLOPs
+    python benchmarks/gpu.py --quick --out F   # small and on the CPU: only to see that it runs
+
+Each section is a process with a time of its own. What it has no time for, and what fails, is told
+in its row. Needs torch, triton and numba; without pytest the tests are left out, which is told.
+
+- *budgets*: what budgeted recurrent layers request, allocate and reserve;
+- *grid*: rows of ``recurrent_grid.py``, within shares of memory, beside cuDNN;
+- *backward*: from the states alone beside cuDNN, up to 300,000 steps, where cuDNN takes 65,535;
+- *networks*: ten chains beside ``checkpoint_sequential`` and ``torch.compile`` with a budget.
+"""
+
+import argparse
+import gc
+import importlib.util
+import itertools
+import json
+import math
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import chain_networks
+import recurrent_grid
+import retrograde as rg
+import scan_backward
+from retrograde.kernels.cells import GATES
+from retrograde.machine import is_out_of_memory, machine_of
+from retrograde.nn import networks
+from retrograde.scan.block_lengths import scan_plan, sequential_plan
+
+ROOT = Path(__file__).parent.parent
+RESULTS = Path(__file__).parent / "results"
+Row = dict[str, Any]
+
+# Seconds after which a section is stopped, in all less than ten minutes; it begins nothing new in
+# the last tenth of them.
+SECONDS = {"tests": 200, "budgets": 45, "grid": 100, "backward": 90, "networks": 150}
+
+BUDGETS = [
+    ("LSTM", 256, 64, 1000, "5%"),
+    ("LSTM", 64, 16, 1000, "1%"),
+    ("GRU", 256, 64, 1000, "5%"),
+    ("GRU", 64, 16, 1000, "5%"),
+    ("RNN", 64, 16, 1000, "2%"),
+]
+GRID = [recurrent_grid.GRID[number] for number in (0, 1, 8, 18, 24, 25, 7, 28)]
+SHARES = ("50%", "10%", "5%")
+BACKWARD = [
+    scan_backward.Case(cell, length, 16 if length <= 10_000 else 1, 24, hidden)
+    for length in (1000, 10_000, 100_000, 300_000)
+    for hidden in (20, 64)
+    for cell in ("RNN", "GRU", "LSTM")
+]
+WAYS = ("torch", "sequential", "scan")
+
+
+def perceptron() -> list[nn.Module]:
+    """A hundred equal layers."""
+    return [nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(100)]
+
+
+def pyramid() -> list[nn.Module]:
+    """Layers that halve: the first ones hold nearly everything."""
+    widths = [2048, 1024, 512, 256, 128, 64, 32]
+    return [nn.Sequential(nn.Linear(a, b), nn.ReLU()) for a, b in itertools.pairwise(widths)]
+
+
+def convolutions() -> list[nn.Module]:
+    """Thirty equal convolutions with batch normalisation."""
+    block = nn.Sequential
+    parts = [(nn.Conv2d(64, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU()) for _ in range(30)]
+    return [nn.Conv2d(3, 64, 3, padding=1), *(block(*part) for part in parts)]
+
+
+def wide_transformer() -> list[nn.Module]:
+    """An encoder of 24 equal layers of 256."""
+    make = nn.TransformerEncoderLayer
+    return [make(256, 4, 1024, batch_first=True, dropout=0.0) for _ in range(24)]
+
+
+NETWORKS: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...]]] = {
+    **chain_networks.NETWORKS,
+    "perceptron, 100 layers": (perceptron, (4096, 512)),
+    "pyramid": (pyramid, (16_384, 2048)),
+    "LeNet-5": (networks.lenet5, (2048, 3, 32, 32)),
+    "ResNet-34": (networks.resnet34, (32, 3, 32, 32)),
+    "30 convolutions": (convolutions, (32, 3, 32, 32)),
+    "transformer, 24 layers": (wide_transformer, (16, 128, 256)),
+}
+
+
+class Clock:
+    """What is left of a section's time."""
+
+    def __init__(self, seconds: float) -> None:
+        self.end = time.monotonic() + seconds
+
+    def is_over(self) -> bool:
+        return time.monotonic() > self.end
+
+
+def told(measure: Callable[[], Row]) -> Row:
+    """A row, or why there is none; the error's first line is kept."""
+    try:
+        return measure()
+    except Exception as error:
+        name = "out of memory" if is_out_of_memory(error) else type(error).__name__
+        return {"error": f"{name}: {str(error).splitlines()[0] if str(error) else ''}"[:200]}
+    finally:
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+
+def budgets(device: str, quick: bool, clock: Clock) -> Iterator[Row]:
+    """Requested, allocated and reserved bytes against the budget."""
+    for kind, *sizes, memory in BUDGETS:
+        size = (8, 2, 200) if quick else sizes
+        share = "50%" if quick else memory
+        row = told(lambda: held(kind, *size, share, device))  # noqa: B023
+        yield {"name": budget_name(kind, *sizes, memory)} | row
+
+
+def held(kind: str, hidden: int, batch: int, length: int, memory: str, device: str) -> Row:
+    """One budgeted layer: by the measurement, and on a card by the allocator's own statistics."""
+    torch.manual_seed(0)
+    net = getattr(rg, kind)(hidden, hidden, memory=memory, device=device)
+    x = torch.randn(length, batch, hidden, device=device, requires_grad=True)
+    seed = torch.randn(length, batch, hidden, device=device)
+
+    def call() -> list[Tensor]:
+        y, state = net(x)
+        y.backward(seed)
+        return [y, *(state if isinstance(state, tuple) else (state,))]
+
+    outputs = call()
+    tensors = [x, *net.parameters()]
+    handed = sum(t.nbytes for t in (*outputs, *(t.grad for t in tensors)))
+    fit = net.fit(x)
+
+    def forget() -> None:
+        for t in tensors:
+            t.grad = None
+
+    forget()
+    del outputs
+    found = rg.measure(call, device=device).working_bytes
+    forget()
+    row = {
+        "budget_bytes": fit.budget_bytes,
+        "ordinary_bytes": fit.ordinary_bytes,
+        "handed_bytes": handed,
+        "working_bytes": found,
+    }
+    if device == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_stats()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        after = torch.cuda.memory_stats()
+        for key in ("requested", "allocated", "reserved"):
+            first = before[f"{key}_bytes.all.current"]
+            row[f"{key}_growth"] = after[f"{key}_bytes.all.peak"] - first
+    return row
+
+
+def grid(device: str, quick: bool, clock: Clock) -> Iterator[Row]:
+    """Rows of the grid: times over torch's own."""
+    for work in GRID[:2] if quick else GRID:
+        if clock.is_over():
+            yield {"name": str(work), "error": "not reached in time"}
+            continue
+        small = recurrent_grid.Work(work.kind, 4, 8, 2, 60) if quick else work
+
+        def measure(work: recurrent_grid.Work = small) -> Row:
+            contest = recurrent_grid.Contest(work, device, SHARES)
+            held = {name: contest.bytes(name) for name in contest.runs}
+            seconds = contest.seconds(3)
+            return {
+                "torch_ms": 1e3 * seconds["torch"],
+                "ratios": {name: seconds[name] / seconds["torch"] for name in SHARES
+                           if name in seconds},
+                "over": [n for n, fit in contest.fits.items() if held[n] > fit.budget_bytes],
+            }  # fmt: skip
+
+        yield {"name": str(work)} | told(measure)
+
+
+def case_name(case: scan_backward.Case) -> str:
+    return f"{case.cell} {case.inputs}→{case.hidden}, B={case.batch}, T={case.length:,}"
+
+
+def backward(device: str, quick: bool, clock: Clock) -> Iterator[Row]:
+    """Seconds of the backward pass of each way, and the kernel that torch's spends most time in."""
+    for case in BACKWARD[:3] if quick else BACKWARD:
+        row: Row = {"name": case_name(case), "ways": {}}
+        small = scan_backward.Case(case.cell, 60, 2, 3, 5) if quick else case
+        for way in WAYS:
+            if clock.is_over():
+                row["ways"][way] = {"error": "not reached in time"}
+                continue
+            row["ways"][way] = told(lambda w=way, c=small: one_way(c, w, device))  # type: ignore[misc]
+        yield row
+
+
+def one_way(case: scan_backward.Case, way: str, device: str) -> Row:
+    """Medians of three passes; of torch's way also the name of its slowest kernel."""
+    net = scan_backward.modules(case, device)[way]
+    x = torch.randn(case.length, case.batch, case.inputs, device=device)
+    seed = torch.randn(case.length, case.batch, case.hidden, device=device)
+    scan_backward.passes(net, x, seed)
+    seconds = [scan_backward.passes(net, x, seed) for _ in range(3)]
+    forward, back = (statistics.median(part) for part in zip(*seconds, strict=True))
+    row: Row = {"forward_seconds": forward, "backward_seconds": back}
+    if way == "torch" and case.length <= 10_000:
+        row["kernel"] = slowest_kernel(net(x)[0], seed)
+    return row
+
+
+def slowest_kernel(y: Tensor, seed: Tensor) -> str:
+    """What a backward pass spends most time in, which tells cuDNN's algorithm by its name."""
+    from torch.profiler import ProfilerActivity, profile
+
+    on_gpu = y.is_cuda
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=kinds) as profiled:
+        y.backward(seed)
+        if on_gpu:
+            torch.cuda.synchronize()
+    key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    name: str = max(profiled.key_averages(), key=lambda event: getattr(event, key)).key
+    return re.sub(r"[<(].*", "", name.removeprefix("void "))
+
+
+def networks_of_layers(device: str, quick: bool, clock: Clock) -> Iterator[Row]:
+    """Each chain within half and a quarter of its memory; torch.compile last, which takes long."""
+    rows = [
+        one_network(name, device, quick) for name in (list(NETWORKS)[5:7] if quick else NETWORKS)
+    ]
+    for row in rows:
+        if clock.is_over():
+            row["compiled"] = {"error": "not reached in time"}
+        elif "error" not in row:
+            row["compiled"] = told(lambda r=row: compiled(r["name"], device, quick))  # type: ignore[misc]
+        yield row
+
+
+def built(name: str, device: str, quick: bool) -> tuple[nn.Sequential, Tensor, Tensor]:
+    make, shape = NETWORKS[name]
+    torch.manual_seed(0)
+    plain = nn.Sequential(*make()).to(device)
+    x = torch.randn(8 if quick else shape[0], *shape[1:], device=device)
+    return plain, x, torch.randn_like(plain(x).detach())
+
+
+def one_network(name: str, device: str, quick: bool) -> Row:
+    def measure() -> Row:
+        plain, x, seed = built(name, device, quick)
+        parameters = list(plain.parameters())
+        segments = max(2, math.isqrt(len(plain)))
+        contenders: dict[str, Callable[[Tensor], Tensor]] = {
+            "ordinary": plain,
+            f"checkpoint {segments}": chain_networks.checkpointed(plain, segments),
+        }
+        row: Row = {"refused": []}
+        for share in ("50%", "25%"):
+            ours = rg.Sequential(*plain, memory=share)
+            try:
+                row[f"budget {share}"] = ours.fit(x).budget_bytes
+            except rg.BudgetError:
+                row["refused"].append(share)
+                continue
+            contenders[share] = ours
+        ways = {
+            key: chain_networks.Way(net, parameters, x, seed) for key, net in contenders.items()
+        }
+        row["bytes"] = {key: way.peak() for key, way in ways.items()}
+        row["seconds"] = chain_networks.medians(chain_networks.in_turn(ways, 1 if quick else 5))
+        return row
+
+    return {"name": name} | told(measure)
+
+
+def compiled(name: str, device: str, quick: bool) -> Row:
+    """torch.compile told to keep half of the activations; what it means by half is its own."""
+    plain, x, seed = built(name, device, quick)
+    fast = plain if quick else chain_networks.compiled(plain, 0.5)
+    way = chain_networks.Way(fast, list(plain.parameters()), x, seed)
+    return {"bytes": way.peak(), "seconds": statistics.median(way.seconds() for _ in range(5))}
+
+
+def tests(device: str, quick: bool, clock: Clock) -> Iterator[Row]:
+    """What pytest says in its last line."""
+    if importlib.util.find_spec("pytest") is None:
+        yield {"name": "pytest", "error": "pytest is not installed: the tests were not run"}
+        return
+    chosen = ["tests/kernels/test_cuda_limits.py", "-k", "stages"] if quick else ["-m", "gpu"]
+    workers = ["-n", "4"] if importlib.util.find_spec("xdist") else []
+    command = [sys.executable, "-m", "pytest", "--every", *workers, *chosen]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    last = run.stdout.strip().splitlines()[-1:] or [run.stderr[-200:]]
+    yield {"name": "pytest", "result": last[0].strip("= "), "passed": run.returncode == 0}
+
+
+SECTIONS: dict[str, Callable[[str, bool, Clock], Iterator[Row]]] = {
+    "tests": tests,
+    "budgets": budgets,
+    "grid": grid,
+    "backward": backward,
+    "networks": networks_of_layers,
+}
+
+
+def expected() -> dict[str, list[Row]]:
+    """What counting tells of each row, for a card: nothing here is measured."""
+    return {
+        section: expected_of(section) for section in ("budgets", "grid", "backward", "networks")
+    }
+
+
+def expected_of(section: str) -> list[Row]:
+    match section:
+        case "budgets":
+            return [
+                {"name": budget_name(*case), "output_bytes": 4 * case[3] * case[2] * case[1]}
+                for case in BUDGETS
+            ]
+        case "grid":
+            return [
+                {"name": str(work), "gflop": 3e-9 * forward_flops(work), "ratio": 4 / 3}
+                for work in GRID
+            ]
+        case "backward":
+            return [counted_backward(case) for case in BACKWARD]
+    return [counted_network(name) for name in NETWORKS]
+
+
+def budget_name(kind: str, hidden: int, batch: int, length: int, memory: str) -> str:
+    return f"{kind} {hidden}→{hidden}, B={batch}, T={length}, {memory}"
+
+
+def gates_of(kind: str) -> int:
+    return GATES["RNN_TANH" if kind == "RNN" else kind]  # type: ignore[index]
+
+
+def forward_flops(work: recurrent_grid.Work) -> int:
+    """Of one forward pass; with a backward pass it is three times as many."""
+    layers, ways = work.options.get("num_layers", 1), 2 if "bidirectional" in work.options else 1
+    wide, total = work.inputs, 0
+    for _ in range(layers):
+        total += ways * gates_of(work.kind) * work.hidden * (wide + work.hidden)
+        wide = ways * work.hidden
+    return 2 * work.length * work.batch * total
+
+
+def counted_backward(case: scan_backward.Case) -> Row:
+    """The recurrence alone: launches, steps that wait for one another, FLOPs, bytes moved."""
+    kind: Any = "RNN_TANH" if case.cell == "RNN" else case.cell
+    gates, size, rows = gates_of(case.cell), case.hidden, case.length * case.batch
+    shape: Any = (case.batch, case.inputs, size, torch.float32, "cuda")
+    swept = sequential_plan(kind, *shape)
+    scanned = scan_plan(kind, case.length, *shape)
+    state = size * (2 if gates == 4 else 1)
+    whole, block = -(-case.length // scanned.block), min(case.length, scanned.block)
+    return {
+        "name": case_name(case),
+        "sequential_launches": -(-case.length // swept.block),
+        "scan_launches": 3 * whole,
+        "scan_depth": whole * (2 * scanned.chunk + -(-block // scanned.chunk)),
+        "sequential_gflop": 2e-9 * rows * gates * size**2,
+        "scan_gflop": 2e-9 * rows * ((state + 1) * size**2 * (2 if gates == 4 else 1)
+                                     + 2 * gates * size**2),
+        "mib": 4 * rows * size * (2 * gates + (1 if gates == 1 else 4)) / 2**20,
+    }  # fmt: skip
+
+
+def counted_network(name: str) -> Row:
+    """FLOPs of an iteration, and bytes of what the layers hand on, on torch's "meta" device."""
+    make, shape = NETWORKS[name]
+    with torch.device("meta"):
+        plain, x = nn.Sequential(*make()), torch.empty(shape)
+    sizes, counter = [], FlopCounterMode(display=False)
+    with counter, torch.no_grad():
+        for layer in plain:
+            x = layer(x)
+            sizes.append(x.nbytes)
+    return {
+        "name": name,
+        "gflop": 3e-9 * counter.get_total_flops(),
+        "between_bytes": sum(sizes),
+        "ratio": 4 / 3,
+    }
+
+
+def run_section(name: str, options: argparse.Namespace) -> list[Row]:
+    """A section in a process of its own: an error of the device, or a hang, ends there."""
+    command = [sys.executable, __file__, "--section", name, "--device", options.device]
+    command += ["--quick"] if options.quick else []
+    seconds = SECONDS[name] * (10 if options.quick else 1)
+    print(f"{name} …", flush=True)
+    try:
+        run = subprocess.run(
+            command, stdout=subprocess.PIPE, text=True, timeout=seconds, check=False
+        )
+        rows = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+        ended = [] if run.returncode == 0 else [f"ended with {run.returncode}"]
+    except subprocess.TimeoutExpired as stopped:
+        text = (stopped.stdout or b"").decode()
+        rows = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+        ended = ["stopped: its time was over"]
+    passed = {"passed": False} if name == "tests" else {}
+    return rows + [{"name": "the section", "error": reason} | passed for reason in ended]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--expected", action="store_true")
+    parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if options.section:
+        clock = Clock(0.9 * SECONDS[options.section])
+        for row in SECTIONS[options.section](options.device, options.quick, clock):
+            print(json.dumps(row), flush=True)
+        return 0
+    if options.expected:
+        document: Row = {"counted": True, "sections": expected()}
+    else:
+        if options.device == "cpu" and not options.quick:
+            parser.error("on a CPU this only shows that it runs: use --quick --out FILE")
+        sections = {name: run_section(name, options) for name in SECTIONS}
+        document = {"machine": machine_of(options.device), "sections": sections}
+    device = re.sub(r"\W+", "_", document.get("machine", {"device": "expected"})["device"]).lower()
+    path = options.out or RESULTS / f"gpu_{device}.json"
+    path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    print(f"written to {path}")
+    if options.out is None:
+        subprocess.run([sys.executable, ROOT / "benchmarks" / "render_numbers.py"], check=True)
+    failed = [row for row in document["sections"].get("tests", []) if not row.get("passed", True)]
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

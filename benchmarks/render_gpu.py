@@ -1,0 +1,153 @@
+"""The tables of docs/gpu.md: what cards measured, beside what counting tells of every row.
+
+A table for each JSON that ``gpu.py`` wrote on a card; one with empty cells where there is none.
+"""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tables import MIB, size, table, time
+
+__all__ = ["GPU_BLOCKS", "rendered"]
+
+RESULTS = Path(__file__).parent / "results"
+COUNTED = "gpu_expected"
+Row = dict[str, Any]
+
+
+def rendered(section: str, documents: list[Row], counted: list[Row]) -> str:
+    """A section's tables. ``counted`` has its rows in order; a document's may be fewer."""
+    head, cells = TABLES[section]
+    told = []
+    for document in documents or [{}]:
+        found = {row["name"]: row for row in document.get("sections", {}).get(section, [])}
+        rows = [[one["name"], *cells(found.get(one["name"], {}), one)] for one in counted]
+        machine = document.get("machine")
+        where = (
+            f"Measured on {machine['device']}, torch {machine['torch']}; *counted* is not measured."
+            if machine
+            else "**Not measured: no card was at hand.** *Counted* is what counting tells."
+        )
+        stopped = [row["error"] for row in found.values() if row["name"] == "the section"]
+        told.append(table(head, rows) + f"\n{' '.join([where, *stopped])}\n")
+    return "\n".join(told)
+
+
+def ratio(one: Any, other: Any) -> str:
+    return f"{one / other:.3f}" if one is not None and other else ""
+
+
+def budgets(found: Row, counted: Row) -> list[str]:
+    if "error" in found:
+        return [found["error"], "", "", "", size(counted["output_bytes"])]
+    asked, blocks = found.get("requested_growth"), found.get("allocated_growth")
+    reserved = found.get("reserved_growth")
+    return [
+        size(found["budget_bytes"]) if found else "",
+        ratio(found.get("working_bytes"), found.get("budget_bytes")),
+        ratio(blocks, asked),
+        ratio(None if reserved is None else max(0, reserved - 22 * MIB), asked),
+        size(counted["output_bytes"]),
+    ]
+
+
+def grid(found: Row, counted: Row) -> list[str]:
+    ratios = found.get("ratios", {})
+    first = found.get("error") or (time(found["torch_ms"]) if found else "")
+    shares = [f"{ratios[s]:.2f}" if s in ratios else "refused" if ratios else ""
+              for s in ("50%", "10%", "5%")]  # fmt: skip
+    return [first, *shares, f"{counted['gflop']:.3g}", f"{counted['ratio']:.2f}"]
+
+
+def backward(found: Row, counted: Row) -> list[str]:
+    ways = found.get("ways", {})
+    theirs = ways.get("torch", {})
+    taken = theirs.get("backward_seconds")
+    first = theirs.get("error") or ("" if taken is None else time(1e3 * taken))
+    cells = []
+    for way in ("sequential", "scan"):
+        one = ways.get(way, {})
+        own = one.get("backward_seconds")
+        alone = "" if own is None else time(1e3 * own)
+        cells.append(one.get("error") or (f"{taken / own:.2f}×" if taken and own else alone))
+    steps = f"{counted['name'].split('T=')[1]}; {counted['scan_depth']:,}"
+    return [
+        first, theirs.get("kernel", ""), *cells,
+        f"{counted['sequential_launches']}; {counted['scan_launches']}", steps,
+        f"{counted['sequential_gflop']:.3g}; {counted['scan_gflop']:.3g}",
+        f"{counted['mib']:,.0f} MiB",
+    ]  # fmt: skip
+
+
+def networks(found: Row, counted: Row) -> list[str]:
+    taken, held = dict(found.get("seconds", {})), dict(found.get("bytes", {}))
+    compiled = found.get("compiled", {})
+    if "seconds" in compiled:
+        taken["compiled"], held["compiled"] = compiled["seconds"], compiled["bytes"]
+    usual = taken.get("ordinary")
+    first = f"{time(1e3 * usual)}, {size(held['ordinary'])}" if usual else found.get("error", "")
+    theirs = next((key for key in taken if key.startswith("checkpoint")), "")
+
+    def beside(key: str) -> str:
+        if usual and key in taken:
+            return f"{taken[key] / usual:.2f}× in {held[key] / held['ordinary']:.0%}"
+        return "refused" if key in found.get("refused", []) else ""
+
+    return [
+        first, beside("50%"), beside("25%"), beside(theirs),
+        beside("compiled") or compiled.get("error", ""),
+        f"{counted['gflop']:,.0f}", size(counted["between_bytes"]), f"{counted['ratio']:.2f}",
+    ]  # fmt: skip
+
+
+TABLES: dict[str, tuple[list[str], Callable[[Row, Row], list[str]]]] = {
+    "budgets": (
+        ["layer", "budget", "requested ÷ budget (promised: ≤ 1)", "blocks ÷ requested",
+         "(reserved − 22 MiB) ÷ requested (expected: ≤ 1.25)", "counted: outputs, besides"],
+        budgets,
+    ),
+    "grid": (
+        ["network", "cuDNN", "50%", "10%", "5%", "counted: GFLOP of an iteration",
+         "counted: FLOPs with one forward pass more ÷ without"],
+        grid,
+    ),
+    "backward": (
+        ["network", "cuDNN's backward pass", "its kernel", "`\"sequential\"`, times as fast",
+         "`\"scan\"`, times as fast", "counted: launches of the recurrence; of the scan",
+         "counted: steps in turn; of the scan", "counted: GFLOP; of the scan",
+         "counted: bytes moved by a sweep"],
+        backward,
+    ),
+    "networks": (
+        ["chain", "ordinary", "50%", "25%", "`checkpoint_sequential`, √n segments",
+         "`torch.compile`, activation budget 0.5", "counted: GFLOP of an iteration",
+         "counted: what layers hand on", "counted: FLOPs with one forward pass more ÷ without"],
+        networks,
+    ),
+}  # fmt: skip
+
+
+def block(section: str) -> str:
+    paths = sorted(path for path in RESULTS.glob("gpu_*.json") if path.stem != COUNTED)
+    counted = json.loads((RESULTS / f"{COUNTED}.json").read_text())["sections"][section]
+    return rendered(section, [json.loads(path.read_text()) for path in paths], counted)
+
+
+def tests() -> str:
+    """What the tests on each card said."""
+    lines = []
+    for path in sorted(RESULTS.glob("gpu_*.json")):
+        document = json.loads(path.read_text())
+        for row in document["sections"].get("tests", []):
+            told = row.get("result") or row["error"]
+            lines.append(f"- {document['machine']['device']}: {told}\n")
+    return "".join(lines) or "No card was at hand: the tests marked `gpu` were not run.\n"
+
+
+GPU_BLOCKS: dict[str, Callable[[], str]] = {
+    "gpu_tests": tests,
+    **{f"gpu_{section}": partial(block, section) for section in TABLES},
+}

@@ -1,0 +1,65 @@
+"""What Triton's kernels cannot do on a machine, torch's own operations do: with one warning.
+
+Triton needs a C compiler when a kernel is first launched, a ptxas that knows the card, and a card
+with enough shared memory. A kernel that is not launched has written nothing, so the plain form
+begins anew on the same arguments. Its results differ by rounding.
+"""
+
+import functools
+import subprocess
+import warnings
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+__all__ = ["Fallback"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Fallback:
+    """Joins kernels to their plain forms, which all of them run from the first failure on.
+
+    Attributes:
+        reason: why the kernels cannot be launched; None while they can.
+    """
+
+    reason: str | None = None
+
+    def join(self, kernel: Callable[P, T], plain: Callable[P, T]) -> Callable[P, T]:
+        """The kernel, or its plain form once one kernel could not be launched."""
+
+        @functools.wraps(kernel)
+        def call(*args: P.args, **options: P.kwargs) -> T:
+            if self.reason is None:
+                try:
+                    return kernel(*args, **options)
+                except Exception as error:
+                    if not _is_about_launching(error):
+                        raise
+                    self.reason = f"{type(error).__name__}: {error}"
+                    _warn(self.reason)
+            return plain(*args, **options)
+
+        return call
+
+
+def _is_about_launching(error: Exception) -> bool:
+    """Whether an error says that a kernel cannot be compiled, or has no room, on this machine."""
+    kind = type(error)
+    if kind.__module__.startswith("triton."):
+        return kind.__name__ in ("OutOfResources", "PTXASError")
+    # The compiler is not found, fails (no Python.h), or is not what CC says.
+    compiling = subprocess.CalledProcessError, FileNotFoundError
+    return isinstance(error, compiling) or "Failed to find C compiler" in str(error)
+
+
+@functools.cache
+def _warn(reason: str) -> None:
+    warnings.warn(
+        f"Triton cannot launch a kernel here ({reason}): torch's own operations run instead, with "
+        "the same results and slower; Triton needs a C compiler with Python's headers and a GPU "
+        "that it supports",
+        RuntimeWarning,
+        stacklevel=4,
+    )

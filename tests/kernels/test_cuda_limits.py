@@ -1,0 +1,116 @@
+"""Every card gets launches that fit it: by counting, and by compiling for it with no GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from retrograde.kernels.cuda_limits import launch
+
+LIMITS = {"sm_75": 65_536, "sm_80": 166_912, "sm_86": 101_376, "sm_90": 232_448}
+SIZES = [1, 7, 16, 20, 33, 64, 65, 100, 128]
+CARDS = {"80": 166_912, "86": 101_376, "90": 232_448, "120": 101_376}
+GATES = {1: "RNN", 3: "GRU", 4: "LSTM"}
+
+
+@pytest.mark.parametrize("limit", LIMITS.values(), ids=LIMITS)
+@pytest.mark.parametrize("kernel", ["products", "carry", "sweep"])
+def test_a_launch_fits_the_card(kernel, limit):
+    for size in SIZES:
+        for gates in GATES:
+            form = launch(kernel, gates, size, limit, tf32=True)
+            if form is None:
+                assert (kernel, limit) == ("products", 65_536)
+                assert size > 64
+                continue
+            assert form.shared_bytes <= limit
+            assert size <= form.padded <= max(16, 2 * size - 1)
+
+
+def test_less_shared_memory_has_fewer_stages():
+    assert [launch("carry", 4, 64, limit).stages for limit in (232_448, 101_376, 65_536)] == [
+        2,
+        2,
+        1,
+    ]
+    assert [launch("products", 1, 128, limit).stages for limit in (101_376, 82_500)] == [3, 1]
+    assert launch("products", 1, 128, 81_919) is None
+
+
+def test_tensor_cores_are_used_where_they_are_allowed_and_do_not_spill():
+    assert launch("products", 4, 64, 101_376, tf32=True).tf32
+    assert not launch("products", 4, 64, 101_376).tf32
+    assert not launch("products", 4, 65, 101_376, tf32=True).tf32
+    assert not launch("products", 4, 64, 65_536, tf32=True).tf32
+
+
+def compiled(architecture, size, *options):
+    """What the kernels' host code launches, compiled for a card."""
+    pytest.importorskip("triton")
+    program = Path(__file__).with_name("compiled_launches.py")
+    command = [sys.executable, program, architecture, size, *options]
+    compiling = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    run = subprocess.run(command, capture_output=True, text=True, env=compiling)
+    assert run.returncode == 0, run.stderr
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+def assert_fits(reports, limit):
+    """Shared memory, spills, tensor cores; and what is promised of shared memory beforehand."""
+    for report in reports:
+        constants = report["constants"]
+        assert report["shared_bytes"] <= limit, report
+        assert report["spilt_bytes"] <= (320 if constants.get("H", 1) > 64 else 8), report
+        assert report["tensor_cores"] == constants.get("TF32", False), report
+        gates = 4 if constants.get("LSTM") else constants.get("K", 1)
+        if report["kernel"] in ("products", "carry", "sweep"):
+            tf32 = constants.get("TF32", False)
+            form = launch(report["kernel"], gates, constants["H"], limit, tf32)
+            assert report["shared_bytes"] <= form.shared_bytes, report
+
+
+def assert_safe_to_write_over(reports):
+    """The hazard: a sweep's load of a number may be made by several threads, since the compiler
+    lays a load out twice or copies it to all warps. The thread that writes the number over needs
+    only its own copy. Another thread that loads late would then read a gradient for a slope. The
+    interpreter runs one thread, and cannot see it.
+
+    What proves it safe: between the reading and the writing of a step's numbers stands a barrier of
+    all threads. With loads ahead it is the ``bar.sync`` after ``cp.async.wait_group N``, where N
+    allows only copies of later steps to be under way; these are of other numbers. With one stage it
+    is the kernel's own (``gpu.barrier`` in the GPU dialect). So it is in the two kernels that make
+    slopes. See :mod:`oracles.compiled_code`.
+    """
+    expected = {"gru_slopes": ["hidden"], "lstm_slopes": ["gates"], "sweep": ["gates"]}
+    for report in reports:
+        names = expected.get(report["kernel"], [])
+        if report["kernel"] == "sweep" and report["constants"]["K"] == 3:
+            names = ["gates", "inner"]
+        assert report["overwritten"] == names, report
+        assert report["unsafe"] == [], report
+
+
+@pytest.mark.quick(0)
+@pytest.mark.parametrize("architecture", CARDS)
+@pytest.mark.parametrize("size", ["20", "128"])
+def test_kernels_compile_within_a_card(architecture, size):
+    """RNNs with tanh and with ReLU share their kernels: slopes of one gate."""
+    reports = compiled(architecture, size)
+    launches = 3 * 3 * (2 if size == "20" else 1) + 2
+    assert len(reports) == launches
+    assert_fits(reports, CARDS[architecture])
+    assert_safe_to_write_over(reports)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["75", *CARDS])
+@pytest.mark.parametrize("size", ["1", "20", "33", "64", "100", "128", "sparse"])
+def test_every_launch_compiles_within_a_card(architecture, size):
+    limit = {"75": 65_536, **CARDS}[architecture]
+    reports = compiled(architecture, size, "--all")
+    assert len(reports) >= (16 if size == "sparse" else 2 * 2 * 3 + 2)
+    assert_fits(reports, limit)
+    assert_safe_to_write_over(reports)

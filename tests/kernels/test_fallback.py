@@ -1,0 +1,153 @@
+"""Where Triton cannot launch kernels, torch's operations run instead, and one warning says so."""
+
+import subprocess
+import warnings
+
+import pytest
+import torch
+
+import retrograde as rg
+from oracles.cuda_kernels import load
+from retrograde import kernels as house
+from retrograde.cores.recurrent import backward, core, forward
+from retrograde.jacobians import arithmetic
+from retrograde.jacobians.factor import full, identity
+from retrograde.jacobians.pattern import Pattern
+from retrograde.kernels import cells, fallback, sweep
+from retrograde.kernels.cells import Slopes
+from retrograde.nn import backward_choice, calibration
+
+cuda = load("kernels.cuda")
+cuda_sparse = load("jacobians.cuda_products")
+pytestmark = pytest.mark.usefixtures("interpreter")
+
+
+# As triton.runtime.errors has it.
+OutOfResources = type("OutOfResources", (Exception,), {"__module__": "triton.runtime.errors"})
+REFUSALS = {
+    "room": OutOfResources("out of resource: shared memory, Required: 167424"),
+    "no compiler": RuntimeError("Failed to find C compiler. Please specify via CC"),
+    "no headers": subprocess.CalledProcessError(1, "gcc"),
+    "no such compiler": FileNotFoundError("/usr/bin/cc-9"),
+}
+
+
+class Refusing:
+    """A kernel that cannot be launched; counts how often it was tried."""
+
+    def __init__(self, error):
+        self.error, self.tries = error, 0
+
+    def __getitem__(self, grid):
+        return self.launch
+
+    def launch(self, *args, **options):
+        self.tries += 1
+        raise self.error
+
+
+@pytest.fixture
+def refusing(monkeypatch):
+    """Make every launch raise an error; what was cached before and after is forgotten."""
+
+    def forget():
+        house.kernels.cache_clear()
+        arithmetic.sparse_kernels.cache_clear()
+        fallback._warn.cache_clear()
+
+    def refuse(error):
+        forget()
+        kernel = Refusing(error)
+        for module in (cuda.cuda_sweep, cuda.cuda_states):
+            for name in module.__all__:
+                monkeypatch.setattr(module, name, kernel)
+        monkeypatch.setattr(cuda_sparse, "sums", kernel)
+        return kernel
+
+    yield refuse
+    forget()
+
+
+def problem(gates, length=5, samples=3, size=7):
+    torch.manual_seed(0)
+    state = size * (2 if gates == 4 else 1)
+    shape = (length, samples, size)
+    gated = None if gates == 1 else torch.rand(shape)
+    slopes = Slopes(torch.rand(length, samples, gates, size) - 0.5, gated, gated)
+    hidden = torch.rand(gates * size, size) - 0.5
+    return slopes, hidden, torch.rand(shape), torch.rand(samples, state)
+
+
+@pytest.mark.parametrize("way", ["sweep", "scan"])
+@pytest.mark.parametrize("error", REFUSALS.values(), ids=REFUSALS)
+def test_the_plain_form_runs_and_one_warning_says_so(refusing, way, error):
+    kernel = refusing(error)
+    chunk = () if way == "sweep" else (2,)
+
+    def run(size):
+        slopes, *given = problem(3, size=size)
+        theirs = slopes.map(torch.clone)
+        use = house.kernels("cuda", torch.float32, size)
+        found = getattr(use, way)(slopes, *given, *chunk)
+        assert torch.equal(found, getattr(sweep, way)(theirs, *given, *chunk))
+        assert torch.equal(slopes.gates, theirs.gates)
+        assert use.refusal
+
+    with pytest.warns(RuntimeWarning, match="Triton cannot launch a kernel here"):
+        run(7)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(7)
+        run(9)  # by kernels of its own
+    assert kernel.tries == 2  # once for a size
+
+
+def test_slopes_and_sparse_products_go_on_too(refusing):
+    refusing(REFUSALS["room"])
+    pattern = Pattern(identity(2), full(2, 2))
+    values = torch.rand(3, pattern.nnz)
+    ours, plain = arithmetic.sparse_kernels("cuda", torch.float32), arithmetic.plain
+    with pytest.warns(RuntimeWarning, match="Required: 167424"):
+        found = ours.multiply(pattern, pattern, values[0], values)
+    assert torch.equal(found, plain.multiply(pattern, pattern, values[0], values))
+    given = pattern, values, values[:, :4]
+    assert torch.equal(ours.apply(*given), plain.apply(*given))
+    steps, gates = torch.rand(4, 2, 7), torch.rand(4, 2, 28)
+    gru, lstm = house.kernels("cuda", torch.float32, 7).gates
+    for kernel, theirs in ((gru, cells.gru_slopes), (lstm, cells.lstm_slopes)):
+        three = gates[..., :21] if kernel is gru else gates
+        given = (three.clone(), steps) if kernel is gru else (steps, steps[0])
+        given_again = (three.clone(), steps) if kernel is gru else (steps, steps[0])
+        found, expected = kernel(three.clone(), *given), theirs(three.clone(), *given_again)
+        assert torch.equal(found.gates, expected.gates)
+
+
+def test_any_other_error_is_raised(refusing):
+    refusing(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    use = house.kernels("cuda", torch.float32, 7)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        use.sweep(*problem(1))
+    assert use.refusal is None
+
+
+@pytest.mark.parametrize("cell", [rg.GRU, rg.LSTM])
+@pytest.mark.parametrize("way", ["auto", "sequential", "scan"])
+def test_modules_and_their_measurements_go_on(refusing, monkeypatch, tmp_path, cell, way):
+    refusing(REFUSALS["room"])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(calibration, "_KNOWN", {})
+    for module in (backward, core, forward, backward_choice):
+        monkeypatch.setattr(module, "kernels", lambda _, *of: house.kernels("cuda", *of))
+    net = cell(3, 5, backward=way)
+    x = torch.randn(40, 2, 3, requires_grad=True)
+    with pytest.warns(RuntimeWarning, match="Triton cannot launch"):
+        net(x)[0].sum().backward()
+    assert rg.explain(net, x).kernels == "torch"
+    ours = x.grad.clone()
+    x.grad = None
+    plain = getattr(torch.nn, cell.__name__)(3, 5)
+    plain.load_state_dict(net.state_dict())
+    plain(x)[0].sum().backward()
+    torch.testing.assert_close(ours, x.grad, rtol=1e-4, atol=1e-6)
+    net.backward = "scan"
+    assert "Triton cannot launch its kernels" in rg.explain(net, x).why
