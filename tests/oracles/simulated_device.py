@@ -5,7 +5,7 @@ processor's memory, and every operation on one of them comes by :func:`_run`, wh
 
 - refuses operands on two devices, as CUDA does;
 - counts what would be launched, by name: views and empty tensors are free;
-- notes what would wait for the device: ``.item()``, ``.cpu()``, ``nonzero``, ``torch.equal``, masks;
+- notes what would wait for the device: ``.item()``, ``.cpu()``, ``nonzero``, ``torch.equal``;
 - notes what would be uploaded from pageable memory.
 
 torch's recurrent layers are one launch, by the rules of cuDNN: at most 65,535 steps, no backward
@@ -45,7 +45,7 @@ aten = torch.ops.aten
 
 WAITS = {
     *(aten._local_scalar_dense, aten.nonzero, aten.equal, aten.is_nonzero, aten.masked_select),
-    *(aten._unique2, aten.unique_dim, aten.repeat_interleave, aten.bincount, aten.count_nonzero),
+    *(aten._unique2, aten.unique_dim, aten.repeat_interleave, aten.bincount),
 }
 FREE = {
     *(aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided),
@@ -66,10 +66,11 @@ class Book:
         self.calls, self.copied_weights = [], 0
 
     def wait(self, function):
-        """Note an operation that waits for the device, and where the library asks for it."""
+        """Note an operation that waits for the device, if the library asks for it, and where."""
         ours = [f for f in traceback.extract_stack() if SOURCE in f.filename]
-        where = f"{ours[-1].filename.split(SOURCE)[-1]}:{ours[-1].lineno}" if ours else "the test"
-        self.waits.append(f"{function} in {where}")
+        where = f"{ours[-1].filename.split(SOURCE)[-1]}:{ours[-1].lineno}" if ours else ""
+        if ours:
+            self.waits.append(f"{function} in {where}")
 
     @property
     def launched(self):
@@ -102,6 +103,10 @@ class OnChip(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
         return _run(function, args, kwargs or {})
+
+    def tolist(self):
+        BOOK.wait("tolist")
+        return self.inner.tolist()
 
     def untyped_storage(self):
         return self.inner.untyped_storage()
@@ -155,6 +160,8 @@ def _known(tree, known):
     """Tensors as those of the device; what was given is itself."""
 
     def one(t):
+        if isinstance(t, OnChip):
+            return t
         return known[id(t)] if id(t) in known else OnChip(t)
 
     return pytree.tree_map(lambda t: one(t) if isinstance(t, torch.Tensor) else t, tree)
@@ -185,11 +192,13 @@ def kernel(name, reference, launches=1):
     """A kernel of the library's own on the device, by its plain reference."""
 
     def launch(*args, **kwargs):
-        given = pytree.tree_leaves([_parts(a) for a in args])
+        given = pytree.tree_leaves([_parts(a) for a in args if not isinstance(a, list)])
         assert all(isinstance(t, OnChip) for t in given if isinstance(t, torch.Tensor)), name
         BOOK.launches[name] += launches
         known = {id(t.inner): t for t in given if isinstance(t, OnChip)}
         found = reference(*map(_inner, args), **kwargs)
+        for doubts in (a for a in args if isinstance(a, list)):
+            doubts[:] = [_known(t, known) for t in doubts]
         if isinstance(found, Slopes):
             return found.map(lambda t: _known(t, known))
         return _known(found, known)
@@ -202,7 +211,7 @@ def _parts(a):
 
 
 def _inner(a):
-    return a.map(unwrap) if isinstance(a, Slopes) else unwrap(a)
+    return a.map(unwrap) if isinstance(a, Slopes) else a if isinstance(a, list) else unwrap(a)
 
 
 class _Layers(torch.autograd.Function):

@@ -1,0 +1,195 @@
+"""On a device that is not the CPU every entry runs, with few launches, and hardly ever waits."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import retrograde as rg
+from oracles.networks import relative_error
+from oracles.simulated_device import BOOK, CHIP, place, simulated
+
+BATCH, SIZE = 2, 8
+
+
+@pytest.fixture(autouse=True)
+def device():
+    with simulated():
+        yield CHIP
+
+
+class Cell(nn.Module):
+    """A cell of a few plain operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.x, self.h = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+
+    def forward(self, x, h):
+        h = torch.tanh(self.x(x) + self.h(h))
+        return h, h
+
+
+def squares(t, y):
+    return y.square().sum()
+
+
+def recurrent(kind, size=SIZE, **asked):
+    def make(move):
+        net = move(kind(SIZE, size, **asked))
+        return net, lambda x: net(x)[0].square().sum().backward()
+
+    return make
+
+
+def unrolled(**asked):
+    def make(move):
+        cell = move(Cell())
+
+        def run(x):
+            rg.unroll(cell, x, x.new_zeros(BATCH, SIZE), **asked)[0].square().sum().backward()
+
+        return cell, run
+
+    return make
+
+
+def around(move):
+    net = move(rg.Recurrent(Cell(), memory="50%"))
+    return net, lambda x: net(x, x.new_zeros(BATCH, SIZE))[0].square().sum().backward()
+
+
+def streamed(kind):
+    def make(move):
+        net = move(kind())
+        state = (lambda x: None) if isinstance(net, nn.RNNBase) else lambda x: x.new_zeros(2, SIZE)
+        return net, lambda x: rg.bptt(net, x, state(x), loss=squares, memory="50%")
+
+    return make
+
+
+def layers():
+    return [nn.Sequential(nn.Linear(SIZE, SIZE), nn.Tanh()) for _ in range(12)]
+
+
+def chain(**asked):
+    def make(move):
+        net = move(rg.Sequential(*layers(), **asked))
+        return net, lambda x: net(x.flatten(0, 1)).square().sum().backward()
+
+    return make
+
+
+def budgeted(move):
+    net = move(nn.Sequential(*layers()))
+    like = next(net.parameters()).new_ones(BATCH * 40, SIZE)
+    rg.budget(net, memory="70%", sample=like)
+    return net, lambda x: net(x.flatten(0, 1)).square().sum().backward()
+
+
+def bidirectional(**asked):
+    return recurrent(rg.GRU, bidirectional=True, num_layers=2, **asked)
+
+
+WAYS = {
+    "LSTM": recurrent(rg.LSTM, memory="60%"),
+    "GRU": recurrent(rg.GRU, memory="30%"),
+    "RNN": recurrent(rg.RNN, memory="30%"),
+    "three layers": recurrent(rg.LSTM, memory="50%", num_layers=3),
+    "both directions": bidirectional(memory="80%"),
+    "wide": recurrent(rg.GRU, 130, memory="50%"),
+    "wide, auto": recurrent(rg.LSTM, 130, memory="50%", backward="auto"),
+    "auto": recurrent(rg.GRU, memory="50%", backward="auto"),
+    "swept": recurrent(rg.LSTM, backward="sequential", num_layers=2),
+    "scanned": recurrent(rg.LSTM, backward="scan", num_layers=2),
+    "scanned, both directions": bidirectional(backward="scan"),
+    "unroll": unrolled(memory="50%"),
+    "unroll, scanned": unrolled(backward="scan"),
+    "Recurrent": around,
+    "bptt": streamed(lambda: nn.GRU(SIZE, SIZE)),
+    "bptt of a cell": streamed(Cell),
+    "Sequential": chain(memory="70%"),
+    "Sequential, scanned": chain(backward="scan"),
+    "budget": budgeted,
+}
+LENGTHS = {"Recurrent": 40, "unroll": 40, "bptt of a cell": 40, "budget": 40}
+# A scan of a chain waits once in each pass: for the weights that are zero, and for what overflows.
+# Each layer of two directions is a recurrence of its own.
+MOST_WAITS = {"Sequential, scanned": 2, "scanned, both directions": 2}
+OVERFLOWED = "products of Jacobians overflowed, canc"
+
+
+@pytest.mark.quick(99)
+@pytest.mark.parametrize("name", WAYS)
+def test_every_entry_runs_as_on_the_cpu_and_hardly_waits(name):
+    found, length = [], LENGTHS.get(name, 150)
+    for move in (nn.Module.cpu, place):
+        torch.manual_seed(0)
+        module, run = WAYS[name](move)
+        torch.manual_seed(1)
+        x = torch.randn(length, BATCH, SIZE)
+        x = x.to(next(module.parameters()).device).requires_grad_(not name.startswith("bptt"))
+        run(x)  # which plans
+        module.zero_grad()
+        x.grad = None
+        BOOK.clear()
+        run(x)
+        found.append([*(p.grad for p in module.parameters()), x.grad])
+    for ours, theirs in zip(*reversed(found), strict=True):
+        if theirs is not None:
+            assert ours.device == CHIP
+            assert relative_error(ours.cpu(), theirs) <= 1e-5
+    assert len(BOOK.waits) <= MOST_WAITS.get(name, 1), BOOK.waits
+    assert not BOOK.uploads
+
+
+def test_fit_and_measure():
+    x, cell = torch.ones(40, BATCH, SIZE, device=CHIP), place(Cell())
+    fit = rg.fit(cell, x, x.new_zeros(BATCH, SIZE), memory="50%")
+    usual = rg.fit(Cell(), x.cpu(), torch.zeros(BATCH, SIZE), memory="50%")
+    assert fit.peak_bytes == usual.peak_bytes
+    assert rg.measure(lambda: x.exp().sum()).peak_bytes >= x.nbytes
+
+
+@pytest.mark.parametrize("asked", [{"backward": "sequential"}, {"backward": "scan"}])
+@pytest.mark.parametrize(("kind", "most"), [(rg.RNN, 30), (rg.GRU, 36), (rg.LSTM, 42)])
+def test_launches_do_not_grow_with_the_length(kind, most, asked):
+    """Sums over steps are one product, not one for every few thousand rows."""
+    net = place(kind(SIZE, 20, **asked))
+    for length in (1000, 30_000):
+        x = torch.randn(length, 1, SIZE).to(CHIP)
+        net(x)[0].sum().backward()
+        net.zero_grad()
+        BOOK.clear()
+        net(x)[0].sum().backward()
+        assert BOOK.launched <= most, BOOK.launches
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_products_that_overflow_are_found_in_one_wait_and_swept(both):
+    """Half of the units are decoupled, at rest, and multiply what would be their gradient."""
+    torch.manual_seed(0)
+    net = rg.RNN(SIZE, SIZE, bidirectional=both)
+    half = SIZE // 2
+    for name, p in net.named_parameters():
+        p.data[half:] = 0
+        if "hh" in name and p.dim() == 2:
+            p.data[:, half:] = 0
+            p.data[half:, half:] = 1e25 * torch.eye(half)
+    x, found = torch.randn(64, BATCH, SIZE), []
+    for backward, move in (("sequential", nn.Module.cpu), ("scan", place)):
+        net.backward = backward
+        move(net).zero_grad()
+        given = x.to(next(net.parameters()).device).requires_grad_()
+        loss = net(given)[0][:3, :, :half].sum()
+        BOOK.clear()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            loss.backward()
+        assert [str(one.message)[:38] for one in told] == [OVERFLOWED] * (backward == "scan")
+        assert len(BOOK.waits) == (backward == "scan")
+        found.append([given.grad.cpu(), *(p.grad.cpu() for p in net.parameters())])
+    for ours, theirs in zip(*reversed(found), strict=True):
+        assert theirs.isfinite().all()
+        assert relative_error(ours, theirs) <= 1e-5
