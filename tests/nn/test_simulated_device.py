@@ -9,6 +9,7 @@ from torch import nn
 import retrograde as rg
 from oracles.networks import relative_error
 from oracles.simulated_device import BOOK, CHIP, place, simulated
+from retrograde.cores import vendor
 
 BATCH, SIZE = 2, 8
 
@@ -181,7 +182,7 @@ def test_products_that_overflow_are_found_in_one_wait_and_swept(both):
     for backward, move in (("sequential", nn.Module.cpu), ("scan", place)):
         net.backward = backward
         move(net).zero_grad()
-        given = x.to(next(net.parameters()).device).requires_grad_()
+        given = x.to(next(net.parameters()).device).detach().requires_grad_()
         loss = net(given)[0][:3, :, :half].sum()
         BOOK.clear()
         with warnings.catch_warnings(record=True) as told:
@@ -193,3 +194,80 @@ def test_products_that_overflow_are_found_in_one_wait_and_swept(both):
     for ours, theirs in zip(*reversed(found), strict=True):
         assert theirs.isfinite().all()
         assert relative_error(ours, theirs) <= 1e-5
+
+
+def both(make, x, move=place):
+    """What a module gives on the CPU and on the device: outputs and gradients."""
+    found = []
+    for put in (nn.Module.cpu, move):
+        torch.manual_seed(0)
+        net = put(make())
+        given = x.to(next(net.parameters()).device).detach().requires_grad_()
+        y = net(given)[0]
+        y.square().sum().backward()
+        found.append([y.detach(), given.grad, *(p.grad for p in net.parameters())])
+    return found
+
+
+def assert_same(found, most=1e-5):
+    theirs, ours = found
+    for a, b in zip(ours, theirs, strict=True):
+        assert relative_error(a.cpu(), b) <= most
+
+
+@pytest.fixture
+def few_steps(monkeypatch):
+    """As if cuDNN took three hundred steps; returns more."""
+    assert vendor.MOST_STEPS == 65_535
+    monkeypatch.setattr(vendor, "MOST_STEPS", 300)
+    return 905
+
+
+@pytest.mark.parametrize("asked", [{}, {"memory": "64MiB"}, {"memory": "70%"}])
+@pytest.mark.parametrize("more", [{}, {"bidirectional": True}, {"batch_first": True}])
+def test_more_steps_than_a_call_of_cudnn_takes(asked, more, few_steps):
+    shape = (1, few_steps, 2) if "batch_first" in more else (few_steps, 1, 2)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    assert_same(both(lambda: rg.GRU(2, 3, **asked, **more), x), 1e-4)
+    assert max(length for length, *_ in BOOK.calls) <= 300
+
+
+def test_more_steps_without_a_gradient_and_of_several_lengths(few_steps):
+    net, x = rg.LSTM(2, 3, memory="50%"), torch.randn(few_steps, 2, 2)
+    pack = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([few_steps, 150]))
+    with torch.no_grad():
+        usual = [net(x), net(pack)]
+        place(net)
+        found = [net(x.to(CHIP)), net(pack.to(CHIP))]
+    for (y, (h, c)), (v, (g, d)) in zip(found, usual, strict=True):
+        y, v = (t if isinstance(t, torch.Tensor) else t.data for t in (y, v))
+        assert_same([[v, g, d], [y, h, c]])
+
+
+@pytest.mark.parametrize("memory", ["80%", "64MiB"])
+def test_gradients_in_eval_mode(memory):
+    make = lambda: rg.LSTM(SIZE, SIZE, 2, dropout=0.5, memory=memory).eval()  # noqa: E731
+    found = both(make, torch.randn(300, BATCH, SIZE))
+    assert_same(found)
+    assert any(train for _, train, recorded in BOOK.calls if recorded)
+
+
+SLICED = {
+    "both directions": {"bidirectional": True, "num_layers": 2},
+    "dropout": {"dropout": 0.5, "num_layers": 2},
+    "projections": {"proj_size": 4, "bidirectional": True},
+    "one": {},
+}
+
+
+@pytest.mark.parametrize("name", SLICED)
+def test_no_call_copies_weights_or_reserves_what_nothing_uses(name):
+    net = place(rg.LSTM(SIZE, SIZE, memory="70%", **SLICED[name]))
+    x = torch.randn(400, BATCH, SIZE).to(CHIP)
+    net(x)[0].sum().backward()
+    BOOK.clear()
+    net(x)[0].sum().backward()
+    assert BOOK.calls
+    assert BOOK.copied_weights == 0
+    assert all(train == recorded for _, train, recorded in BOOK.calls)
+    assert BOOK.launches["flatten"] <= 4  # once a call: what was sliced, and no more

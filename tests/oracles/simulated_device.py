@@ -27,18 +27,19 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
+from torch.backends import cudnn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 import retrograde.kernels
+from retrograde.cores import vendor
 from retrograde.kernels import cells, sweep
 from retrograde.kernels.cells import Slopes
 from retrograde.measure import allocations
 
 torch.utils.rename_privateuse1_backend("chip")
 CHIP = torch.device("chip", 0)
-MOST_STEPS = 65_535  # of a call of cuDNN
 SOURCE = "src/retrograde/"
 CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 aten = torch.ops.aten
@@ -196,7 +197,8 @@ def kernel(name, reference, launches=1):
         assert all(isinstance(t, OnChip) for t in given if isinstance(t, torch.Tensor)), name
         BOOK.launches[name] += launches
         known = {id(t.inner): t for t in given if isinstance(t, OnChip)}
-        found = reference(*map(_inner, args), **kwargs)
+        with _disable_current_modes():
+            found = reference(*map(_inner, args), **kwargs)
         for doubts in (a for a in args if isinstance(a, list)):
             doubts[:] = [_known(t, known) for t in doubts]
         if isinstance(found, Slopes):
@@ -221,7 +223,7 @@ class _Layers(torch.autograd.Function):
     def forward(ctx, run, train, *tensors):
         leaves = [t.inner.detach().requires_grad_(t.requires_grad) for t in tensors]
         ctx.train, ctx.leaves, ctx.roots = train, leaves, []
-        with torch.set_grad_enabled(train):  # what it would reserve
+        with torch.set_grad_enabled(train), _disable_current_modes():  # what it would reserve
             found = run(*leaves)
         if train:
             ctx.roots = list(found)
@@ -235,7 +237,8 @@ class _Layers(torch.autograd.Function):
         wanted = [t for t in ctx.leaves if t.requires_grad]
         given = [torch.zeros_like(r) if g is None else g.inner
                  for r, g in zip(ctx.roots, gradients, strict=True)]  # fmt: skip
-        found = iter(torch.autograd.grad(ctx.roots, wanted, given, retain_graph=True))
+        with _disable_current_modes():
+            found = iter(torch.autograd.grad(ctx.roots, wanted, given, retain_graph=True))
         return None, None, *(OnChip(next(found)) if t.requires_grad else None for t in ctx.leaves)
 
 
@@ -254,7 +257,7 @@ def layers(name, plain):
         length = len(x) if sizes is None else len(sizes)
         BOOK.calls.append((length, train, torch.is_grad_enabled()))
         BOOK.launches["layers"] += 1
-        if length > MOST_STEPS:
+        if length > vendor.MOST_STEPS:
             raise RuntimeError(f"cuDNN error: CUDNN_STATUS_NOT_SUPPORTED, of {length} steps")
         BOOK.copied_weights += not in_layout(weights)
 
@@ -363,6 +366,7 @@ def simulated():
             plain = getattr(torch._VF, name)
             patch.setattr(torch._VF, name, layers(name, plain), raising=False)
         patch.setattr(torch, "_cudnn_rnn_flatten_weight", flatten_weights)
+        patch.setattr(cudnn, "is_acceptable", lambda t: isinstance(t, OnChip))
         patch.setattr(allocations, "_is_on", lambda event, device: event.place == "cpu")
         found.cache_clear()
         stack.callback(found.cache_clear)

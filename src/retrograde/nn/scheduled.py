@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from retrograde.cores.fastest import Candidate, candidates, fit_fastest, footprints
-from retrograde.cores.fused import Fused, Kernel
+from retrograde.cores.fused import Fused
 from retrograde.cores.ordinary import LONGEST_MEASURED
 from retrograde.cores.recurrent.bytes import Shape
 from retrograde.cores.recurrent.plan import Planner, Sequences
+from retrograde.cores.vendor import Kernel, copied_bytes, laid_out
 from retrograde.nn.call import Call, Plan, StackFit
 from retrograde.nn.ordinary_memory import Ordinary, measure_ordinary
 from retrograde.nn.weights import stand_ins
@@ -171,10 +172,12 @@ def measure_parts(call: Call, memory: Memory | None) -> tuple[Ordinary, list[Par
             width = 2 * call.state[0].shape[-1]
             x = x.new_zeros(*x.shape[:-1], width, requires_grad=True)
         dropout = call.dropout(number, key)
+        copied = sum(copied_bytes(one, apart=dropout is not None) for one in net)
+        net = tuple(laid_out(one, apart=dropout is not None) for one in net)
         known = candidates(
             net,
             call.batch,
-            extra_bytes=_extra_bytes(call, state),
+            extra_bytes=_extra_bytes(call, state) + copied,
             backward=backward,
             dropout=dropout,
             packed=packed is not None,

@@ -19,12 +19,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from retrograde.cores.fused import Fused, Layers
+from retrograde.cores.fused import Fused
 from retrograde.cores.recurrent.backward import LayerBackward
 from retrograde.cores.recurrent.bytes import Means
 from retrograde.cores.recurrent.forward import LayerForward
 from retrograde.cores.recurrent.masks import Masks
 from retrograde.cores.recurrent.pieces import Piece, cut
+from retrograde.cores.vendor import Layers
 from retrograde.discover.surroundings import Ambient
 from retrograde.kernels import blas_kernels, kernels
 from retrograde.kernels.cells import Block, Kept, Weights

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from retrograde.cores.fused import Layers, run_torch
 from retrograde.cores.recurrent.bytes import FORWARD_BYTES
+from retrograde.cores.vendor import Layers, run_torch
 from retrograde.kernels import Forward, kernels
 from retrograde.kernels.cells import Kept, Weights
 
@@ -69,12 +69,13 @@ class LayerForward:
             self.forward(x[part].contiguous(), tuple(state), y[part], gates, cells)
 
 
+@torch.no_grad()
 def run_by_torch(weights: Weights, x: Tensor, state: Tensors, y: Tensor) -> None:
     """Steps by torch's own kernel, which records nothing."""
     biases = [b for b in (weights.bias_inputs, weights.bias_hidden) if b is not None]
     net = Layers(weights.kind, [weights.inputs, weights.hidden, *biases], 1, bool(biases))
     before = [s.unsqueeze(0).contiguous() for s in state]
-    found, after = run_torch(net, x, before, None, train=False)
+    found, after = run_torch(net, x, before, None)
     y.copy_(found)
     for s, new in zip(state, after, strict=True):
         s.copy_(new.squeeze(0))
