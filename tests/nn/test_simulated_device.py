@@ -1,5 +1,7 @@
 """On a device that is not the CPU every entry runs, with few launches, and hardly ever waits."""
 
+import copy
+import random
 import warnings
 
 import pytest
@@ -9,6 +11,7 @@ from torch import nn
 import retrograde as rg
 from oracles.networks import relative_error
 from oracles.simulated_device import BOOK, CHIP, place, simulated
+from oracles.strangers import watched
 from retrograde.cores import vendor
 
 BATCH, SIZE = 2, 8
@@ -114,14 +117,21 @@ WAYS = {
     "Sequential, scanned": chain(backward="scan"),
     "budget": budgeted,
 }
-LENGTHS = {"Recurrent": 40, "unroll": 40, "bptt of a cell": 40, "budget": 40}
+LENGTHS = {
+    "Recurrent": 40,
+    "unroll": 40,
+    "bptt of a cell": 40,
+    "budget": 40,
+    "three layers": 600,
+    "wide, auto": 400,
+}
 # A scan of a chain waits once in each pass: for the weights that are zero, and for what overflows.
 # Each layer of two directions is a recurrence of its own.
 MOST_WAITS = {"Sequential, scanned": 2, "scanned, both directions": 2}
 OVERFLOWED = "products of Jacobians overflowed, canc"
 
 
-@pytest.mark.quick(99)
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("name", WAYS)
 def test_every_entry_runs_as_on_the_cpu_and_hardly_waits(name):
     found, length = [], LENGTHS.get(name, 150)
@@ -271,3 +281,56 @@ def test_no_call_copies_weights_or_reserves_what_nothing_uses(name):
     assert BOOK.copied_weights == 0
     assert all(train == recorded for _, train, recorded in BOOK.calls)
     assert BOOK.launches["flatten"] <= 4  # once a call: what was sliced, and no more
+
+
+def drawn(dice):
+    """A module that held layers run on the device, and an input on the CPU."""
+    one = dice.choice
+    kind, both, layers = one([rg.RNN, rg.GRU, rg.LSTM]), dice.random() < 0.3, one([1, 1, 2, 3])
+    options = {"bidirectional": both, "num_layers": layers}
+    if layers > 1 and dice.random() < 0.3 and not both:
+        options["dropout"] = 0.0
+    width, size, batch = one([1, 8, 40]), one([1, 7, 20, 63, 128]), one([1, 2, 5, 16])
+    x = torch.randn(one([30, 60]), batch, width)
+    if dice.random() < 0.3:
+        x = x.transpose(0, 1).contiguous().transpose(0, 1)
+    return lambda: kind(width, size, memory=1, **options), x, dice.random() < 0.6
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("seed", range(16))
+def test_what_is_counted_is_no_less_than_what_is_taken(seed):
+    """Held layers by torch's operations, from the least budget on."""
+    make, x, needs = drawn(random.Random(seed))
+    torch.manual_seed(seed)
+    theirs = make()
+    theirs.memory = None
+    given = x.clone().requires_grad_(needs)
+    y = theirs(given)[0]
+    dy = torch.randn_like(y)
+    wanted = [given] * needs
+    expected = torch.autograd.grad(y, [*theirs.parameters(), *wanted], dy)
+    ours, dy = place(copy.deepcopy(theirs)), dy.to(CHIP)
+    given = x.to(CHIP).detach().requires_grad_(needs)
+    ours.memory = 1
+    with pytest.raises(rg.BudgetError) as caught:
+        ours.fit(given)
+    least, shares = caught.value.minimum_bytes, []
+    for share in (1.0, 1.5):
+        ours.memory = int(least * share)
+        ours(given)
+
+        def call():
+            found = ours(given)[0]
+            wanted = [given] * needs
+            return found.detach(), torch.autograd.grad(found, [*ours.parameters(), *wanted], dy)
+
+        (_, gradients), taken = watched(call)
+        fit = ours.fit(given)
+        if fit.ordinary:
+            continue  # that is torch's own, which the device imitates
+        assert taken.working_bytes() <= fit.peak_bytes <= ours.memory
+        shares.append(taken.working_bytes() / fit.peak_bytes)
+        for a, b in zip(gradients, expected, strict=True):
+            assert relative_error(a.cpu(), b) <= 2e-4
+    assert max(shares, default=1) >= 0.25  # counted, and not just enough

@@ -22,6 +22,7 @@ from retrograde.cores.recurrent.plan import HeldPlan
 from retrograde.cores.recurrent.ranges import backward_plans, run_held
 from retrograde.cores.vendor import Kernel, Layers, Mode, laid_out, run_torch
 from retrograde.errors import CellError
+from retrograde.kernels import kernels
 from retrograde.nn.weights import last_weights
 from retrograde.plan.fit import Fit, in_one_range
 from retrograde.run.autograd import run_schedule, run_without_gradient
@@ -119,9 +120,13 @@ class Call:
     def runs_held(self) -> bool:
         """Whether held layers can run this, whose bytes are known beforehand."""
         weight, module = self.weights[1], self.module
-        plain = not module.proj_size and not torch.is_autocast_enabled(weight.device.type)
-        real = weight.dtype in (torch.float32, torch.float64)
-        return plain and real and weight.device.type == "cpu" and module.backward != "scan"
+        kind = weight.device.type
+        if module.proj_size or module.backward == "scan" or torch.is_autocast_enabled(kind):
+            return False
+        if kind == "cpu":
+            return weight.dtype in (torch.float32, torch.float64)
+        compiled = kernels(kind, weight.dtype, module.hidden_size).name == "triton"
+        return compiled and self.sizes is None
 
     def nets(self, weights: Tensors) -> list[tuple[Layers, ...]]:
         """The layers of every recurrence, over given weights."""

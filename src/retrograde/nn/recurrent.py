@@ -105,7 +105,8 @@ class BudgetedRNN(nn.RNNBase):
         weights: Any = self._flat_weights
         data = input.data if isinstance(input, PackedSequence) else input
         hidden, found = self._parts(hx), None
-        if hidden is not None and self._options() and self._wants([data, *hidden, *weights]):
+        asked = self._options() and torch.is_grad_enabled()
+        if hidden is not None and asked and self._wants([data, *hidden, *weights]):
             found = self._run(self._read(input, hidden, weights))
         if hidden is not None and found is None and self._is_long(input):
             found = self._read(input, hidden, weights).run_chained()
