@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from resident import chain
 from torch import Tensor, nn
 
 import retrograde as rg
 from alternating import seconds
+from resident import chain
 from retrograde.machine import machine_of
 from small_cells import Own, Spiking, plain
 

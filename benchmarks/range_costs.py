@@ -15,8 +15,9 @@ from typing import cast
 import torch
 
 from retrograde.cores.fastest import candidates
-from retrograde.cores.fused import Fused, Layers
+from retrograde.cores.fused import Fused
 from retrograde.cores.timing import time_steps
+from retrograde.cores.vendor import Layers
 from retrograde.machine import machine_of
 from retrograde.run.core import Core
 from retrograde.run.inputs import Held

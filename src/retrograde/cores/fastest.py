@@ -19,8 +19,9 @@ from torch import Tensor
 
 from retrograde.cores.dropout import Dropout
 from retrograde.cores.footprint import footprint, measured_for
-from retrograde.cores.fused import Fused, Kernel, Layers, run_torch
+from retrograde.cores.fused import Fused
 from retrograde.cores.recurrent.ranges import RunHeld, has_slopes
+from retrograde.cores.vendor import Kernel, Layers, run_torch
 from retrograde.errors import BudgetError
 from retrograde.kernels import kernels
 from retrograde.plan.fit import Curve, Fit, Footprint, Highest, fit, predict_peak_bytes

@@ -5,73 +5,33 @@ other, for a mask belongs to its step (:mod:`retrograde.cores.dropout`). Two dir
 are one recurrence that starts at both ends: while the first runs steps a … b − 1, the second runs
 the steps as far from the other end, reversed; the state is that of both.
 
-torch's kernel (:func:`run_torch`) knows every kind and option;
+torch's kernels (:mod:`retrograde.cores.vendor`) know every kind and option;
 :mod:`retrograde.cores.recurrent.ranges` has ours.
 """
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from retrograde.cores.dropout import Drops, samples_of
+from retrograde.cores.vendor import Kernel, Layers, run_torch
 from retrograde.discover.surroundings import Ambient
 from retrograde.run.autograd_core import AutogradCore
 from retrograde.run.core import Gate
 from retrograde.run.layout import Layout
 
-__all__ = ["HEAP_BYTES", "Fused", "Kernel", "Layers", "Mode", "run_torch"]
+__all__ = ["HEAP_BYTES", "Fused"]
 
 Tensors = list[Tensor]
-
-#: What torch calls its recurrent layers.
-Mode = Literal["RNN_TANH", "RNN_RELU", "GRU", "LSTM"]
 
 #: The most that one recorded range should hold on a CPU. The C library's allocator maps larger
 #: blocks afresh at every call, and the page faults cost more than long ranges save (glibc:
 #: DEFAULT_MMAP_THRESHOLD_MAX, 32 MiB; the margin is for the block's neighbours).
 HEAP_BYTES = 24 * 2**20
-
-
-@dataclass(frozen=True)
-class Layers:
-    """Layers above one another, in one direction. ``weights`` are in torch's order, layer by layer:
-    weight_ih, weight_hh, with biases bias_ih and bias_hh, with projections weight_hr."""
-
-    mode: Mode
-    weights: Tensors
-    count: int
-    bias: bool
-
-    def __getitem__(self, number: int) -> "Layers":
-        """One of them."""
-        each = len(self.weights) // self.count
-        weights = self.weights[number * each : (number + 1) * each]
-        return Layers(self.mode, weights, 1, self.bias)
-
-
-#: ``kernel(layers, x, state, sizes) -> (outputs, state after)``: x is (L, B, I), or packed (rows,
-#: I), sizes then saying how many sequences have each step; a part of the state is (count, B, H).
-Kernel = Callable[[Layers, Tensor, Tensors, Tensor | None], tuple[Tensor, Tensors]]
-
-
-def run_torch(
-    net: Layers, x: Tensor, state: Tensors, sizes: Tensor | None, train: bool = True
-) -> tuple[Tensor, Tensors]:
-    """By torch's kernels: the vendor's (oneDNN, cuDNN), or its own for what those lack."""
-    call = getattr(torch._VF, net.mode.lower())
-    hx: Any = tuple(state) if net.mode == "LSTM" else state[0]
-    dropout, bidirectional, batch_first = 0.0, False, False
-    options = (net.weights, net.bias, net.count, dropout, train, bidirectional)
-    if sizes is None:
-        y, *after = call(x, hx, *options, batch_first)
-    else:
-        y, *after = call(x, sizes, hx, *options)
-    return y, after
 
 
 class Fused(AutogradCore):

@@ -196,7 +196,9 @@ def _check_sum(part: RangeLoss, stream: Stream, state: Tensors) -> None:
         y, _ = part.run(x[0], state)
         ranges = range(start, start + 2), range(start, start + 1), range(start + 1, start + 2)
         losses = [part.loss(r, y[r.start - start : r.stop - start]) for r in ranges]
-    both, first, second = (0.0 if value is None else float(value) for value in losses)
+    zero = torch.zeros((), dtype=torch.float64, device=y.device)
+    sums = [zero if value is None else value.reshape(()).to(zero) for value in losses]
+    both, first, second = torch.stack(sums).tolist()  # waiting for the device once
     if abs(both - first - second) > 0.05 * (abs(first) + abs(second)):
         raise CellError(
             f"the loss of steps {start} and {start + 1} together is {both:.6g}, but theirs are "

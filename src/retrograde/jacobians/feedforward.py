@@ -18,6 +18,7 @@ from retrograde.jacobians.composition import Maker, Path, Piece, observe
 from retrograde.jacobians.csr import CSR
 from retrograde.jacobians.factor import TooManyEntriesError
 from retrograde.jacobians.outline import Gradient, Ledger, ledger_of, outlines
+from retrograde.jacobians.weights import count_weights
 from retrograde.scan.blelloch import hybrid
 from retrograde.scan.counts import blocks
 from retrograde.scan.elements import IDENTITY, UNREAD, Vector, flops
@@ -77,6 +78,7 @@ def observe_steps(layers: Sequence[nn.Module], x: Tensor) -> list[Step]:
     """Run a sequence of layers on x, (samples, …), each detached from the one before. Raises
     ScanError if a layer has no rule or couples samples."""
     steps = []
+    count_weights(layers)
     for layer in layers:
         x = x.detach().requires_grad_()
         y, path = observe(layer, x)
@@ -147,7 +149,7 @@ def scan_gradients(
         _, *scanned = hybrid([*elements, UNREAD], levels=levels)
         parts.append([vector.data for vector in reversed(scanned)])
     joined = parts[0] if len(parts) == 1 else [torch.cat(part) for part in zip(*parts, strict=True)]
-    if levels and not all(bool(g.isfinite().all()) for g in joined):
+    if levels and not bool(torch.stack([g.isfinite().all() for g in joined]).all()):
         warnings.warn(_NOT_FINITE, RuntimeWarning, stacklevel=2)
         return scan_gradients(steps, dy, 0, samples, whole=whole)
     return [g.reshape(shape) for g, shape in zip(joined, shapes, strict=True)]

@@ -4,7 +4,7 @@ Patterns are kept while anything refers to them. Layers of the same shape share 
 iterations of a training.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from functools import cached_property
 from math import prod
 from typing import Any, TypeVar
@@ -13,18 +13,21 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from retrograde.jacobians.arithmetic import sparse_kernels
 from retrograde.jacobians.csr import LayerJacobian
 from retrograde.jacobians.factor import Factor, Ints, band, combined, from_pairs, full, identity
 from retrograde.jacobians.pattern import Pattern
 
-__all__ = ["Sizes", "convolution", "known", "linear"]
+__all__ = ["Sizes", "convolution", "count_weights", "known", "linear"]
 
 P = TypeVar("P", bound=Pattern)
 Sizes = tuple[int, ...]
 
 _PATTERNS: WeakValueDictionary[Hashable, Any] = WeakValueDictionary()
+# How many weights of a tensor are not zero, and the version that was counted.
+_COUNTS: Any = WeakIdKeyDictionary()
 
 
 def known(key: Hashable, make: Callable[[], P]) -> P:
@@ -33,6 +36,17 @@ def known(key: Hashable, make: Callable[[], P]) -> P:
     if found is None:
         found = _PATTERNS[key] = make()
     return found
+
+
+def count_weights(layers: Iterable[nn.Module]) -> None:
+    """Count the weights of layers that are not zero: the device is waited for once, however many
+    layers there are."""
+    own = (getattr(module, "weight", None) for layer in layers for module in layer.modules())
+    weights = [w for w in own if isinstance(w, Tensor)]
+    if weights and len({w.device for w in weights}) == 1:
+        counts = torch.stack([torch.count_nonzero(w.detach()) for w in weights]).tolist()
+        for weight, count in zip(weights, counts, strict=True):
+            _COUNTS[weight] = weight._version, count
 
 
 def linear(layer: nn.Linear, x: Tensor, y: Tensor) -> LayerJacobian:
@@ -125,7 +139,10 @@ def _of_weights(pattern: Weighted, weight: Tensor) -> LayerJacobian:
     """Return the Jacobian whose entries are the weights that are not zero; all samples share it."""
     flat = weight.detach().reshape(-1)
     found: Weighted | Pruned = pattern
-    if int(torch.count_nonzero(flat)) < len(flat):
+    version, count = _COUNTS.get(weight, (None, 0))
+    if version != weight._version:
+        count = int(torch.count_nonzero(flat))
+    if count < len(flat):
         found = pattern.pruned((flat != 0).cpu().numpy())
 
     def values() -> Tensor:

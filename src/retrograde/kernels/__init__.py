@@ -19,7 +19,7 @@ __all__ = ["LARGEST_SIZE", "Backward", "Forward", "Kernels", "blas_kernels", "ke
 LARGEST_SIZE = 128
 
 Sweep = Callable[[Slopes, Tensor, Tensor | None, Tensor], Tensor]
-Scan = Callable[[Slopes, Tensor, Tensor | None, Tensor, int], Tensor]
+Scan = Callable[..., Tensor]
 Recall = Callable[[Weights, Tensor, Tensor, Tensor], Kept]
 Products = Callable[[Slopes, Tensor, Tensor | None], Tensor]
 State = tuple[Tensor, ...]

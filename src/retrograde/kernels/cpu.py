@@ -287,7 +287,14 @@ def sweep(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor) -> Tenso
     return g
 
 
-def scan(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor, chunk: int) -> Tensor:
+def scan(
+    slopes: Slopes,
+    hidden: Tensor,
+    dy: Tensor | None,
+    g: Tensor,
+    chunk: int,
+    doubts: None = None,
+) -> Tensor:
     """As :func:`retrograde.kernels.sweep.scan`, for float32 and float64 on a CPU."""
     length, samples, _, size = slopes.gates.shape
     rest = length % chunk

@@ -16,20 +16,25 @@ never stored, only the products P, one a chunk.
 
 *Exact or refused.* A product of Jacobians can overflow, cancel or meet a NaN where the gradient
 itself, a product with one vector, does not. Then that call is swept step by step, with a warning.
-:func:`safe_chunk` keeps chunks short enough that this is rare.
+:func:`safe_chunk` keeps chunks short enough that this is rare. On a GPU both would wait for the
+device, so there the caller asks once for all of its scans (``doubts``).
 
 These are the plain forms, for any device and dtype, and the oracle of the compiled ones.
 """
 
 import math
 import warnings
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from retrograde.kernels.cells import Slopes, pull
 
-__all__ = ["at_step", "carry", "in_chunks", "products", "safe_chunk", "scan", "sweep", "trusted"]
+__all__ = [
+    "all_trusted", "at_step", "carry", "in_chunks", "products", "safe_chunk", "scan", "sweep",
+    "trusted",
+]  # fmt: skip
 
 # How much larger than any gradient the terms of a product may be: their rounding shows in it.
 _CANCELLATION = 100.0
@@ -47,8 +52,16 @@ def sweep(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor) -> Tenso
     return g
 
 
-def scan(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor, chunk: int) -> Tensor:
-    """As :func:`sweep`, by a scan over chunks of so many steps; the steps before them are swept."""
+def scan(
+    slopes: Slopes,
+    hidden: Tensor,
+    dy: Tensor | None,
+    g: Tensor,
+    chunk: int,
+    doubts: list[Tensor] | None = None,
+) -> Tensor:
+    """As :func:`sweep`, by a scan over chunks of so many steps; the steps before them are swept.
+    ``doubts`` receives what :func:`all_trusted` asks later; None to ask at once, and to sweep."""
     length = slopes.gates.shape[0]
     rest = length % chunk
     if length // chunk < 2:
@@ -56,7 +69,9 @@ def scan(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor, chunk: in
     whole, losses = in_chunks(slopes.at(slice(rest, None)), dy, rest, chunk)
     rows = products(whole, hidden, losses)
     after, before = carry(rows, g)
-    if not trusted(rows, after):
+    if doubts is not None:
+        doubts.append(_sizes(rows, after))
+    elif not trusted(rows, after):
         return sweep(slopes, hidden, dy, g)
     for t in range(chunk - 1, -1, -1):
         if losses is not None:
@@ -85,11 +100,22 @@ def trusted(rows: Tensor, after: Tensor) -> bool:
     """Whether gradients from :func:`products` and :func:`carry` are exact up to rounding, or a
     warning. Rounding errors are as large as the terms, |g| |P|; these must be finite and not far
     larger than the largest gradient."""
+    return all_trusted([_sizes(rows, after)])
+
+
+def _sizes(rows: Tensor, after: Tensor) -> Tensor:
+    """(2,): the largest sum of terms' magnitudes, and the largest gradient's."""
     terms = (after.abs().unsqueeze(-2) @ rows[..., :-1, :].abs()).amax()
-    largest = torch.maximum(after.abs().amax(), rows[..., -1, :].abs().amax())
-    limit = (_CANCELLATION * largest).clamp_max(torch.finfo(rows.dtype).max)
-    if bool(terms <= limit):  # false for NaN too
-        return True
+    return torch.stack([terms, torch.maximum(after.abs().amax(), rows[..., -1, :].abs().amax())])
+
+
+def all_trusted(sizes: Sequence[Tensor]) -> bool:
+    """As :func:`trusted`, for what several scans found, each (2, …); the device is waited for once,
+    however many there are."""
+    most = torch.finfo(sizes[0].dtype).max
+    found = torch.stack([one.flatten(1).amax(1) if one.dim() > 1 else one for one in sizes])
+    if all(terms <= min(_CANCELLATION * largest, most) for terms, largest in found.tolist()):
+        return True  # a NaN is no less than anything
     warnings.warn(
         "products of Jacobians overflowed, cancelled or are not finite, though the gradient itself "
         "may well be: this call is swept step by step, which is exact but slower; clip the "

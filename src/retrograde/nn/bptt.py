@@ -16,8 +16,9 @@ from torch.utils import _pytree as pytree
 from retrograde.cores.cell import Cell, StepCore, later_state
 from retrograde.cores.fastest import Candidate, candidates, fit_fastest, footprints
 from retrograde.cores.footprint import step_bytes
-from retrograde.cores.fused import Fused, Layers, Mode
+from retrograde.cores.fused import Fused
 from retrograde.cores.loss import Loss, RangeLoss, StepLoss, examine_loss
+from retrograde.cores.vendor import Layers, Mode
 from retrograde.discover.referents import find_referents
 from retrograde.discover.surroundings import autocast_as_now
 from retrograde.discover.trees import Structure, flatten, flatten_state

@@ -13,17 +13,19 @@ import torch
 from torch import Tensor
 
 from retrograde.cores.dropout import Dropout, draw_key
-from retrograde.cores.fused import Fused, Kernel, Layers, Mode, run_torch
+from retrograde.cores.fused import Fused
 from retrograde.cores.ordinary import LONGEST_MEASURED
 from retrograde.cores.recurrent.bytes import sums_at_once
 from retrograde.cores.recurrent.core import HeldLayers
 from retrograde.cores.recurrent.masks import Drawn, Hashed
 from retrograde.cores.recurrent.plan import HeldPlan
 from retrograde.cores.recurrent.ranges import backward_plans, run_held
+from retrograde.cores.vendor import Kernel, Layers, Mode, laid_out, run_torch
 from retrograde.errors import CellError
+from retrograde.kernels import kernels
 from retrograde.nn.weights import last_weights
-from retrograde.plan.fit import Fit
-from retrograde.run.autograd import run_schedule
+from retrograde.plan.fit import Fit, in_one_range
+from retrograde.run.autograd import run_schedule, run_without_gradient
 from retrograde.run.core import Core
 from retrograde.run.layout import Rows
 from retrograde.run.transforms import is_unreal
@@ -118,9 +120,13 @@ class Call:
     def runs_held(self) -> bool:
         """Whether held layers can run this, whose bytes are known beforehand."""
         weight, module = self.weights[1], self.module
-        plain = not module.proj_size and not torch.is_autocast_enabled(weight.device.type)
-        real = weight.dtype in (torch.float32, torch.float64)
-        return plain and real and weight.device.type == "cpu" and module.backward != "scan"
+        kind = weight.device.type
+        if module.proj_size or module.backward == "scan" or torch.is_autocast_enabled(kind):
+            return False
+        if kind == "cpu":
+            return weight.dtype in (torch.float32, torch.float64)
+        compiled = kernels(kind, weight.dtype, module.hidden_size).name == "triton"
+        return compiled and self.sizes is None
 
     def nets(self, weights: Tensors) -> list[tuple[Layers, ...]]:
         """The layers of every recurrence, over given weights."""
@@ -147,6 +153,10 @@ class Call:
         """Run every recurrence on torch's kernels by a given schedule."""
         return self.run(Plan(((run_torch, schedule),) * len(self.nets(self.weights))))
 
+    def run_chained(self) -> tuple[Tensor, State]:
+        """As torch's own module, in as many calls as the vendor's kernel needs."""
+        return self.follow(in_one_range(self.length))
+
     def run(self, plan: Plan) -> tuple[Tensor, State]:
         """The outputs, laid out as the inputs are, and the final state."""
         key = draw_key(self.x.device) if self.has_dropout else None
@@ -156,13 +166,18 @@ class Call:
         ) -> tuple[Tensor, Tensors]:
             runner, schedule = plan.parts[number]
             dropout, core = self.dropout(number, key), cast(Core, None)
+            held = isinstance(runner, HeldPlan)
+            net = tuple(laid_out(one, apart=held or dropout is not None) for one in net)
             if isinstance(runner, HeldPlan):
                 layout = Rows(self.length, self.sizes, self.bidirectional)
                 core = self._held(runner, net, layout, dropout)
             else:
                 layout = Rows(self.length, self.sizes, self.bidirectional, dropout is not None)
                 core = Fused(net, runner, dropout, self.sizes is not None)
-            (y,), final = run_schedule(core, schedule, [x], state, layout)
+            if torch.is_grad_enabled():
+                (y,), final = run_schedule(core, schedule, [x], state, layout)
+            else:
+                (y,), final = run_without_gradient(core, layout.read([x]), state, layout)
             return y, final
 
         return self._in_turn(run)
@@ -175,6 +190,7 @@ class Call:
             number: int, net: tuple[Layers, ...], x: Tensor, state: Tensors
         ) -> tuple[Tensor, Tensors]:
             layout = Rows(self.length, self.sizes, self.bidirectional)
+            net = tuple(laid_out(one, apart=True) for one in net)
             plans = backward_plans(backward, net[0], self.length, self.batch)
             return run_held(net, layout, x, state, plans, self._drawn(number, net[0].count))
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from retrograde.cores.vendor import is_too_long
 from retrograde.errors import CellError, InputError, RetrogradeError
 from retrograde.nn import backward_choice as choice
 from retrograde.nn.cache import LRUCache
@@ -83,22 +84,32 @@ class BudgetedRNN(nn.RNNBase):
             BudgetError: the budget is too small for these shapes; the message names the least.
             RetrogradeError: the call is transformed or traced, as by ``torch.func``.
         """
-        if not self._options() or is_exporting():
+        if is_exporting() or not (self._options() or self._is_long(input)):
             return super().forward(input, hx)
         return self._forward_as_asked(input, hx)
+
+    def _is_long(self, input: Any) -> bool:
+        """Whether torch's own pass would fail, as on a GPU at more steps than cuDNN takes."""
+        if isinstance(input, PackedSequence):
+            return is_too_long(input.data, len(input.batch_sizes))
+        at = 1 if self.batch_first and input.dim() == 3 else 0
+        return is_too_long(input, input.shape[at])
 
     @uncompiled
     def _forward_as_asked(self, input: Any, hx: Any) -> Any:
         self._check_asked()
-        if not torch.is_grad_enabled():
+        if not (torch.is_grad_enabled() or self._is_long(input)):
             return super().forward(input, hx)
         # As torch's forward does, and once, for a parametrization may count how often it is asked.
         self._update_flat_weights()  # type: ignore[no-untyped-call]
         weights: Any = self._flat_weights
         data = input.data if isinstance(input, PackedSequence) else input
         hidden, found = self._parts(hx), None
-        if hidden is not None and self._wants([data, *hidden, *weights]):
+        asked = self._options() and torch.is_grad_enabled()
+        if hidden is not None and asked and self._wants([data, *hidden, *weights]):
             found = self._run(self._read(input, hidden, weights))
+        if hidden is not None and found is None and self._is_long(input):
+            found = self._read(input, hidden, weights).run_chained()
         if found is None:
             return super(BudgetedRNN, over_weights(self, weights, type(self))).forward(input, hx)
         return self._laid_out(input, *found)

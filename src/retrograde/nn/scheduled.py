@@ -1,10 +1,11 @@
 """The plan of a recurrent module's call: which core runs it, and by which schedule.
 
-On a CPU the layers are *held* ones (:mod:`retrograde.cores.recurrent`): the outputs that the caller
-has are their states. Their bytes are counted, and the plan is a closed form. Only what ordinary
-backpropagation takes, which a share is of, is measured. All else, such as projections, autocast and
-GPUs, runs torch's kernels in ranges by a schedule; what a range takes is measured once for the
-shapes, whatever the length, and kept.
+On a CPU, and on a GPU where there are compiled kernels, the layers are *held* ones
+(:mod:`retrograde.cores.recurrent`): the outputs that the caller has are their states. Their bytes
+are counted, and the plan is a closed form. Only what ordinary backpropagation takes, which a share
+is of, and what a GPU's forward pass takes besides, is measured. All else, such as projections,
+autocast, wide layers and packed batches on a GPU, runs torch's kernels in ranges by a schedule;
+what a range takes is measured once for the shapes, whatever the length, and kept.
 
 The sequences between layers of two directions, and their gradients, come off the budget first.
 Weights are measured on stand-ins, so that the graph of computed ones is left for the gradient.
@@ -19,10 +20,13 @@ import torch
 from torch import Tensor
 
 from retrograde.cores.fastest import Candidate, candidates, fit_fastest, footprints
-from retrograde.cores.fused import Fused, Kernel
+from retrograde.cores.fused import Fused
 from retrograde.cores.ordinary import LONGEST_MEASURED
-from retrograde.cores.recurrent.bytes import Shape
+from retrograde.cores.recurrent.bytes import Means, Shape
+from retrograde.cores.recurrent.forward import forward_curve
 from retrograde.cores.recurrent.plan import Planner, Sequences
+from retrograde.cores.vendor import Kernel, Layers, copied_bytes, laid_out
+from retrograde.kernels.cells import Weights
 from retrograde.nn.call import Call, Plan, StackFit
 from retrograde.nn.ordinary_memory import Ordinary, measure_ordinary
 from retrograde.nn.weights import stand_ins
@@ -68,7 +72,7 @@ def fit_held(call: Call, memory: Memory | None) -> Plan:
     lengths = Sequences(call.length, call.batch, offsets)
     ordinary = _ordinary(call, memory)
     usual = ordinary(call.length, len(call.x))
-    held, found = _held_planner(call, ordinary).fit(lengths, memory, usual)
+    held, found = _held_planner(call, ordinary, memory).fit(lengths, memory, usual)
     parts = () if held is None else tuple((held, one.schedule) for one in found)
     fit = found[0]
     if len(found) == 1 and not (call.bidirectional and call.module.num_layers > 1):
@@ -78,9 +82,16 @@ def fit_held(call: Call, memory: Memory | None) -> Plan:
     return Plan(parts, StackFit(layers, *sizes))
 
 
-def _held_planner(call: Call, ordinary: Ordinary) -> Planner:
+def _held_planner(call: Call, ordinary: Ordinary, memory: Memory | None) -> Planner:
     nets, x = call.nets(call.weights), call.x
     first, many = nets[0][0], len(nets) > 1
+    by: Means = "loops" if x.device.type == "cpu" else "torch"
+    vendor: list[tuple[Curve, ...]] = [()] * len(nets)
+    copied = 0
+    if by == "torch":
+        measure = partial(_forward_bytes, nets, call, memory)
+        vendor = _known(call, memory, "forward", measure)
+        copied = sum(copied_bytes(one, apart=True) for net in nets for one in net)
     shape = Shape(
         kind=first.mode,
         batch=call.batch,
@@ -94,19 +105,40 @@ def _held_planner(call: Call, ordinary: Ordinary) -> Planner:
         straight=x.is_contiguous(),
         drops=call.has_dropout and not many,
         at_once=call.at_once,
+        onward=by,
+        back=(by,) * first.count,
+        vendor=vendor[0],
     )
     upper = replace(
         shape, width=2 * shape.size, needs_x=True, straight=True, first=call.has_dropout
     )
-    dtype = call.weights[0].dtype
-    back = sequential_plan(shape.kind, call.batch, shape.width, shape.size, dtype, "cpu")
+    uppers = [replace(upper, vendor=own) for own in vendor[1:]]
+    kind, dtype = x.device.type, call.weights[0].dtype
+    back = sequential_plan(shape.kind, call.batch, shape.width, shape.size, dtype, kind)
     return Planner(
-        shapes=(shape, *[upper] * (len(nets) - 1)),
+        shapes=(shape, *uppers),
         most=back.block * call.batch,
-        extra=_extra_bytes(call, call.state),
+        extra=_extra_bytes(call, call.state) + copied,
         gradient_copy=ordinary.gradient_copy,
         torchs=not call.has_dropout,
     )
+
+
+def _forward_bytes(
+    nets: list[tuple[Layers, ...]], call: Call, memory: Memory | None
+) -> list[tuple[Curve, ...]]:
+    """For each recurrence, what the vendor's forward pass of each layer takes, by steps: measured
+    on few, within the budget as soon as that tells."""
+    found = []
+    for net in nets:
+        curves = []
+        for k in range(net[0].count):
+            parts = [w.detach() for w in laid_out(net[0][k]).weights]
+            weights = Weights.of(net[0].mode, parts)
+            state = [call.x.new_zeros(call.batch, weights.size) for _ in call.state]
+            curves.append(forward_curve(weights, state, call.length, memory))
+        found.append(tuple(curves))
+    return found
 
 
 @dataclass
@@ -161,9 +193,7 @@ def measure_parts(call: Call, memory: Memory | None) -> tuple[Ordinary, list[Par
         x = x.new_zeros(call.length * call.batch, x.shape[1])
         packed = torch.full((call.length,), call.batch, device="cpu")
     x.requires_grad_(call.x.requires_grad)
-    backward = call.module.backward
-    if backward == "auto":
-        backward = "scan" if x.is_cuda else None
+    backward = None if call.module.backward == "auto" else call.module.backward
     parts, nets = [], call.nets(stand_ins(call.weights))
     key = torch.zeros((), dtype=torch.int64, device=x.device) if call.has_dropout else None
     for number, (net, state) in enumerate(zip(nets, call.states(), strict=True)):
@@ -171,10 +201,12 @@ def measure_parts(call: Call, memory: Memory | None) -> tuple[Ordinary, list[Par
             width = 2 * call.state[0].shape[-1]
             x = x.new_zeros(*x.shape[:-1], width, requires_grad=True)
         dropout = call.dropout(number, key)
+        copied = sum(copied_bytes(one, apart=dropout is not None) for one in net)
+        net = tuple(laid_out(one, apart=dropout is not None) for one in net)
         known = candidates(
             net,
             call.batch,
-            extra_bytes=_extra_bytes(call, state),
+            extra_bytes=_extra_bytes(call, state) + copied,
             backward=backward,
             dropout=dropout,
             packed=packed is not None,

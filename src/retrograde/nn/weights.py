@@ -8,6 +8,7 @@ runs on stand-ins, in a shell of the module that uses only these weights.
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
@@ -22,12 +23,15 @@ def over_weights(
 ) -> Any:
     """Return a shell of a module over given weights (in torch's order), with its options and mode.
     ``kind`` None means torch's own class. The shell computes no weights. Only its ``forward`` may
-    be called, since a call would run the module's hooks."""
+    be called, since a call would run the module's hooks. In ``eval()`` mode the shell drops
+    nothing, but it trains if gradients are recorded: cuDNN refuses any other backward pass."""
     kind = kind or next(c for c in type(module).__mro__ if c in TORCHS_OWN)
     shell: Any = kind.__new__(kind)
     vars(shell).update(vars(module))
     vars(shell).update(_flat_weights=[*weights], _flat_weights_names=[], _flat_weight_refs=[])
     vars(shell).pop("forward", None)
+    if weights and weights[0].device.type != "cpu" and not module.training:
+        vars(shell).update(training=torch.is_grad_enabled(), dropout=0.0)
     return shell
 
 

@@ -74,8 +74,8 @@ def unpack(stored: Sequence[Tensor | Packed]) -> Tensors:
 
 def stored_memory(stored: Sequence[Tensor | Packed]) -> list[torch.UntypedStorage]:
     """Return the storages of a stored state, each once."""
-    found = (t.values if isinstance(t, Packed) else t for t in stored)
-    return list({s.data_ptr(): s for s in map(Tensor.untyped_storage, found)}.values())
+    found = ((t.values if isinstance(t, Packed) else t).untyped_storage() for t in stored)
+    return list({s.data_ptr(): s for s in found}.values())
 
 
 def laid_bytes(state: Sequence[Tensor]) -> int:

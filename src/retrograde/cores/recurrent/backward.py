@@ -18,14 +18,16 @@ from retrograde.scan.block_lengths import BackwardPlan
 
 __all__ = ["LayerBackward"]
 
-# Rows to a product of sums over steps and samples: one sum over all would round more.
+# Rows to a product of sums over steps and samples on a CPU: one sum over all would round more. On a
+# GPU that would be hundreds of launches for what one product does in blocks of its own.
 _ROWS = 4096
 
 
 class LayerBackward:
     """The backward pass of one layer; ``totals``, by the names of weights, are complete after
     ``finish``. ``rows`` are the most of a piece of several steps. ``at_once`` sums gradients of
-    weights in place, which takes less memory and rounds more."""
+    weights in place, which takes less memory and rounds more. ``doubts`` are those of scans on a
+    GPU (:mod:`retrograde.kernels.sweep`)."""
 
     def __init__(
         self,
@@ -37,21 +39,26 @@ class LayerBackward:
         *,
         means: Means = "loops",
         at_once: bool = False,
+        doubts: list[Tensor] | None = None,
     ) -> None:
-        self.weights, self.totals, self.plan = weights, totals, plan
-        self.rows, self.at_once = rows, at_once
         hidden = weights.hidden
+        on_cpu = hidden.device.type == "cpu"
+        self.weights, self.totals, self.plan = weights, totals, plan
+        self.rows, self.at_once = rows, at_once or not on_cpu
+        self.doubts = None if on_cpu else doubts
         self.use = kernels(hidden.device.type, hidden.dtype, weights.size)
         if means == "blas":
             self.use = blas_kernels()
-        if plan.name == "scan":
+        if plan.name == "scan" and self.doubts is None:
             self.plan = replace(plan, chunk=safe_chunk(hidden, plan.chunk))
         small = batch > 1 and hidden.numel() <= LARGE  # there are samples to share among threads
         loops = means == "loops" and plan.name == "sequential" and self.use.backward is not None
         self.in_one_loop = small and loops
         self.loops: Backward | None = None
         self.samples = -1
-        self.laid_rows = 0 if means == "blas" else LAID_ROWS
+        self.laid_rows = LAID_ROWS if on_cpu else rows  # on a GPU each part is another launch
+        if means == "blas":
+            self.laid_rows = 0
         self.prepared: Tensor | None = None
 
     def add(self, block: Block, dy: Tensor | None, g: Tensor, dx: Tensor | None) -> Tensor:
@@ -66,7 +73,7 @@ class LayerBackward:
         steps = slopes(weights, block.x, block.before, block.after, c, self.use.gates, known)
         if self.plan.name == "scan":
             losses = None if dy is None else _laid(dy, g)
-            g = self.use.scan(steps, weights.hidden, losses, g, self.plan.chunk)
+            g = self.use.scan(steps, weights.hidden, losses, g, self.plan.chunk, self.doubts)
         else:
             if self.prepared is None:
                 self.prepared = self.use.prepare(weights.hidden)

@@ -14,12 +14,14 @@ from retrograde.kernels import cpu_backward
 from retrograde.kernels.cells import GATES, Kind
 from retrograde.kernels.lanes import LANES
 from retrograde.kernels.tiles import PANEL
+from retrograde.plan.fit import Curve
 
 __all__ = ["FORWARD_BYTES", "LAID_ROWS", "LARGE", "Means", "Shape", "sums_at_once"]
 
 #: What runs the layers: one loop for a whole backward pass; loops for the recurrence, and matrix
-#: products for the rest; or a product a step, which needs no copy of the weights.
-Means = Literal["loops", "sweeps", "blas"]
+#: products for the rest; a product a step, which needs no copy of the weights; or on a GPU the
+#: vendor's forward pass, torch's operations and compiled sweeps.
+Means = Literal["loops", "sweeps", "blas", "torch"]
 
 #: What the inputs bring to the gates, that is held at a time.
 FORWARD_BYTES = 2**20
@@ -54,7 +56,8 @@ class Shape:
     """The layers of one or two tracks (directions), and a batch of B; I is ``width``, H is
     ``size``. ``straight`` tells whether inputs are contiguous, ``first`` whether they are dropped
     too. ``item`` is the bytes of a number; ``at_once`` is as for ``LayerBackward``; ``onward`` and
-    ``back`` are as for :class:`~retrograde.cores.recurrent.plan.HeldPlan`."""
+    ``back`` are as for :class:`~retrograde.cores.recurrent.plan.HeldPlan`. ``vendor`` has, for each
+    layer, the bytes of the vendor's forward pass by steps, which are not ours to count."""
 
     kind: Kind
     batch: int
@@ -71,6 +74,7 @@ class Shape:
     at_once: bool = False
     onward: Means = "loops"
     back: tuple[Means, ...] = ()
+    vendor: tuple[Curve, ...] = ()
 
     @property
     def widths(self) -> list[int]:
@@ -88,11 +92,11 @@ class Shape:
 
     def gates(self, rows: int) -> int:
         """Bytes of kept gates and cells."""
-        return self._units(self._lstm * 5 * rows)
+        return self._units(self._keeps * 5 * rows)
 
     def top_gates(self, rows: int) -> int:
         """The same of the top layer alone, in one direction."""
-        return self._lstm * 5 * rows * self.size * self.item
+        return self._keeps * 5 * rows * self.size * self.item
 
     def along(self, rows: int) -> int:
         """What following outputs that are there takes, besides kept gates: states and inputs."""
@@ -103,6 +107,11 @@ class Shape:
     @property
     def _lstm(self) -> bool:
         return self.kind == "LSTM"
+
+    @property
+    def _keeps(self) -> bool:
+        """Whether a forward pass can leave its gates; the vendor's tells none."""
+        return self._lstm and self.onward != "torch"
 
     def _units(self, numbers: int) -> int:
         """Bytes of some numbers for each unit of all layers and tracks."""
@@ -122,6 +131,8 @@ class Shape:
             numbers += rows * width * (self._copies_x(k) + (self.tracks > 1 or self.drops))
             if self.tracks > 1:
                 numbers += 2 * rows * self.size
+            if self.onward == "torch":
+                numbers += rows * self.size  # outputs that the caller has already
             most = max(most, numbers * self.item)
         return most
 
@@ -149,7 +160,7 @@ class Shape:
             if self.tracks > 1 and top:
                 numbers += 2 * rows * size  # its states and their gradients, turned round
             if top:
-                laid = 0 if self._means(k) == "blas" else min(rows, LAID_ROWS)
+                laid = {"blas": 0, "torch": rows}.get(self._means(k), min(rows, LAID_ROWS))
                 numbers += max(laid, self.batch) * size
             if not top:
                 numbers += rows * size  # what the layer above handed on
@@ -157,7 +168,9 @@ class Shape:
                 numbers += rows * width * (2 if self.tracks > 1 or self.drops else 1)
             if k or (self.needs_x and (self.tracks > 1 or not self.straight or self.first)):
                 numbers += rows * width * (3 if self.tracks > 1 or self.drops else 1)
-            if self.loops(k):
+            if self._means(k) == "torch":
+                numbers += self._slopes * rows * size + 2 * gates + 12 * self.batch * size
+            elif self.loops(k):
                 numbers += 0 if kept or not lstm else 5 * rows * size
             elif lstm:
                 numbers += rows * size * (2 if kept else 6) + 2 * gates
@@ -165,13 +178,15 @@ class Shape:
                 numbers += 8 * rows * size + 2 * gates
             else:
                 numbers += 2 * rows * size + 2 * gates
-            if not (self.loops(k) or self.at_once):
+            if not (self.loops(k) or self.at_once or self._means(k) == "torch"):
                 numbers += gates * max(width, size)  # a product, before it is added
             most = max(most, numbers * self.item)
         return most
 
     def pass_rows(self, block: int) -> int:
         """Rows that a forward pass works on at a time, in pieces of some rows."""
+        if self.onward == "torch":
+            return block
         wide = GATES[self.kind] * self.size * self.item
         return max(self.batch, min(FORWARD_BYTES // wide, block))
 
@@ -186,6 +201,11 @@ class Shape:
     def _means(self, k: int) -> Means:
         return self.back[k] if self.back else "loops"
 
+    @property
+    def _slopes(self) -> int:
+        """Numbers for each unit and row while torch's operations make slopes."""
+        return {"LSTM": 9, "GRU": 9}.get(self.kind, 2)
+
     def _width(self, k: int) -> int:
         return self.size if k else self.width
 
@@ -196,6 +216,9 @@ class Shape:
     def _pass(self, k: int, rows: int) -> int:
         """Numbers of a layer's forward pass."""
         gates = GATES[self.kind] * self.size
+        if self.onward == "torch":
+            steps = -(-rows // self.batch)
+            return -(-int(self.vendor[k](steps)) // self.item) if steps else 0
         if self.onward == "blas":
             return (rows * (gates > self.size) + self.batch) * gates + gates
         numbers = _whole(gates, PANEL) * self.size + self.batch * _whole(gates) + gates
@@ -206,7 +229,7 @@ class Shape:
     def _fixed(self, k: int, rows: int) -> int:
         """Numbers that a layer's backward pass holds throughout."""
         size, width, gates = self.size, self._width(k), GATES[self.kind] * self.size
-        if self._means(k) == "blas":
+        if self._means(k) in ("blas", "torch"):
             return self.batch * size
         if not self.loops(k):
             return gates * _whole(size, PANEL) + self.threads * self.batch * _whole(size)

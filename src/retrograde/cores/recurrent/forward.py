@@ -1,14 +1,21 @@
 """One layer in one direction, run forward, recording nothing but an LSTM's gates where asked."""
 
+from functools import partial
+from math import inf
+
 import torch
 from torch import Tensor
 
-from retrograde.cores.fused import Layers, run_torch
+from retrograde.cores.ordinary import FEW_BYTES, FEW_STEPS
 from retrograde.cores.recurrent.bytes import FORWARD_BYTES
+from retrograde.cores.vendor import Layers, run_torch
 from retrograde.kernels import Forward, kernels
 from retrograde.kernels.cells import Kept, Weights
+from retrograde.measure.allocations import measure
+from retrograde.plan.fit import Curve
+from retrograde.units import Memory
 
-__all__ = ["LayerForward", "room_for", "run", "run_by_torch"]
+__all__ = ["LayerForward", "forward_curve", "room_for", "run", "run_by_torch"]
 
 Tensors = list[Tensor]
 
@@ -42,7 +49,7 @@ class LayerForward:
 
     def __init__(self, make: type[Forward] | None, weights: Weights, block: int) -> None:
         self.weights, wide = weights, weights.inputs.shape[0] * weights.inputs.itemsize
-        self.rows = max(1, min(FORWARD_BYTES // wide, block))
+        self.rows = max(1, min(FORWARD_BYTES // wide, block) if make else block)
         self.make = make
         self.forward: Forward | None = None
         self.samples = -1
@@ -69,12 +76,29 @@ class LayerForward:
             self.forward(x[part].contiguous(), tuple(state), y[part], gates, cells)
 
 
+@torch.no_grad()
 def run_by_torch(weights: Weights, x: Tensor, state: Tensors, y: Tensor) -> None:
     """Steps by torch's own kernel, which records nothing."""
     biases = [b for b in (weights.bias_inputs, weights.bias_hidden) if b is not None]
     net = Layers(weights.kind, [weights.inputs, weights.hidden, *biases], 1, bool(biases))
     before = [s.unsqueeze(0).contiguous() for s in state]
-    found, after = run_torch(net, x, before, None, train=False)
+    found, after = run_torch(net, x, before, None)
     y.copy_(found)
     for s, new in zip(state, after, strict=True):
         s.copy_(new.squeeze(0))
+
+
+def forward_curve(weights: Weights, state: Tensors, length: int, memory: Memory | None) -> Curve:
+    """What :func:`run_by_torch` takes, by steps, on zeros; of more than a few steps, no more than a
+    budget in bytes."""
+    most = memory if isinstance(memory, int) else inf
+    points: dict[int, int] = {}
+    for steps in sorted({min(length, n) for n in (1, 2, 4, 16, 64)}):
+        if steps > FEW_STEPS and 4 * max(points.values()) > max(most, FEW_BYTES):
+            break
+        x = state[0].new_zeros(steps, len(state[0]), weights.inputs.shape[1])
+        y = state[0].new_zeros(steps, *state[0].shape)
+        call = partial(run_by_torch, weights, x, state, y)
+        call()  # what a first call allocates for good is not ours
+        points[steps] = measure(call, device=x.device).peak_bytes
+    return Curve(tuple(points.items()))

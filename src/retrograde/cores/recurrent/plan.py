@@ -174,6 +174,8 @@ class Planner:
     def _is_large(self) -> bool:
         """Whether torch's own pass is the faster one, where there is room for it."""
         shape = self.shapes[0]
+        if shape.onward == "torch":
+            return True
         work = 2 * 4 * shape.batch * shape.size * (shape.size + shape.width)
         return shape.kind == "LSTM" and work > _TORCHS
 
@@ -208,6 +210,8 @@ class Planner:
         """What may run the layers, the fastest first: loops want the weights laid out for them,
         of all layers in the backward pass; BLAS, for as many of the lower layers as it takes."""
         shape = self.shapes[0]
+        if shape.onward == "torch":
+            return [HeldPlan(0, onward="torch", back=shape.back)]
         sweeps: tuple[Means, ...] = tuple(["sweeps"] * shape.count)
         blas: tuple[Means, ...] = tuple(["blas"] * shape.count)
         found = [HeldPlan(0)]

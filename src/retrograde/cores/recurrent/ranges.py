@@ -6,9 +6,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from retrograde.cores.fused import Layers
 from retrograde.cores.recurrent.core import HeldLayers
 from retrograde.cores.recurrent.masks import Masks
+from retrograde.cores.vendor import Layers
 from retrograde.plan.fit import in_one_range
 from retrograde.run.autograd import run_schedule
 from retrograde.run.layout import Rows
@@ -69,7 +69,7 @@ class RunHeld:
     def __call__(
         self, net: Layers, x: Tensor, state: Tensors, sizes: Tensor | None
     ) -> tuple[Tensor, Tensors]:
-        """As :func:`retrograde.cores.fused.run_torch`."""
+        """As :func:`retrograde.cores.vendor.run_torch`."""
         rows = Rows(len(x) if sizes is None else len(sizes), sizes)
         plans = backward_plans(self.backward, net, rows.length, state[0].shape[1])
         return run_held((net,), rows, x, state, plans)

@@ -1,0 +1,133 @@
+"""Recurrent layers by torch's kernels: the vendor's (oneDNN, cuDNN), or what torch has instead.
+
+cuDNN has rules of its own. A call has at most 65,535 steps, so longer ones are chained. It goes
+back only through a call that was told to train, and such a call reserves memory, so one that
+nothing records is not told so. Weights that do not lie in its layout are copied by every call, so
+those of a part of a module are laid out once.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.backends import cudnn
+
+__all__ = [
+    "MOST_STEPS", "Kernel", "Layers", "Mode",
+    "copied_bytes", "is_too_long", "laid_out", "run_torch",
+]  # fmt: skip
+
+Tensors = list[Tensor]
+
+#: What torch calls its recurrent layers.
+Mode = Literal["RNN_TANH", "RNN_RELU", "GRU", "LSTM"]
+
+#: The most steps of a call of cuDNN, whose launches have a block for each (pytorch#133751).
+MOST_STEPS = 65_535
+
+# cuDNN's numbers of the modes, as torch passes them.
+_NUMBERS: dict[Mode, int] = {"RNN_RELU": 0, "RNN_TANH": 1, "LSTM": 2, "GRU": 3}
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Layers above one another, in one direction. ``weights`` are in torch's order, layer by layer:
+    weight_ih, weight_hh, with biases bias_ih and bias_hh, with projections weight_hr."""
+
+    mode: Mode
+    weights: Tensors
+    count: int
+    bias: bool
+
+    def __getitem__(self, number: int) -> "Layers":
+        """One of them."""
+        each = len(self.weights) // self.count
+        weights = self.weights[number * each : (number + 1) * each]
+        return Layers(self.mode, weights, 1, self.bias)
+
+
+#: ``kernel(layers, x, state, sizes) -> (outputs, state after)``: x is (L, B, I), or packed (rows,
+#: I), sizes then saying how many sequences have each step; a part of the state is (count, B, H).
+Kernel = Callable[[Layers, Tensor, Tensors, Tensor | None], tuple[Tensor, Tensors]]
+
+
+def is_too_long(x: Tensor, steps: int) -> bool:
+    """Whether one call of the vendor's kernel cannot have so many steps."""
+    return steps > MOST_STEPS and x.device.type not in ("cpu", "meta")
+
+
+def run_torch(
+    net: Layers, x: Tensor, state: Tensors, sizes: Tensor | None
+) -> tuple[Tensor, Tensors]:
+    """All layers over all steps; a :data:`Kernel`."""
+    if is_too_long(x, len(x) if sizes is None else len(sizes)):
+        return _chained(net, x, state, sizes)
+    call = getattr(torch._VF, net.mode.lower())
+    hx: Any = tuple(state) if net.mode == "LSTM" else state[0]
+    dropout, train, bidirectional, batch_first = 0.0, torch.is_grad_enabled(), False, False
+    options = (net.weights, net.bias, net.count, dropout, train, bidirectional)
+    if sizes is None:
+        y, *after = call(x, hx, *options, batch_first)
+    else:
+        y, *after = call(x, sizes, hx, *options)
+    return y, after
+
+
+def _chained(
+    net: Layers, x: Tensor, state: Tensors, sizes: Tensor | None
+) -> tuple[Tensor, Tensors]:
+    """Calls that each begin where the one before ended, of the sequences that still go on."""
+    outputs: Tensors = []
+    batch = state[0].shape[1]
+    parts = x.split(MOST_STEPS) if sizes is None else sizes.split(MOST_STEPS)
+    rows = parts if sizes is None else x.split([int(part.sum()) for part in parts])
+    for own, part in zip(rows, parts, strict=True):
+        alive = batch if sizes is None else int(part[0])
+        now = [s[:, :alive].contiguous() for s in state]
+        y, after = run_torch(net, own, now, None if sizes is None else part)
+        if alive < batch:
+            after = [torch.cat([a, s[:, alive:]], 1) for a, s in zip(after, state, strict=True)]
+        outputs, state = [*outputs, y], after
+    return torch.cat(outputs), state
+
+
+def laid_out(net: Layers, *, apart: bool = False) -> Layers:
+    """Layers with their weights in the vendor's layout: all of them, or ``apart`` each layer's.
+    Gradients go on to the weights that were given, which are returned where they lie so already."""
+    if apart and net.count > 1:
+        each = [laid_out(net[k]).weights for k in range(net.count)]
+        return replace(net, weights=[w for weights in each for w in weights])
+    if not copied_bytes(net):
+        return net
+    return replace(net, weights=list(_Laid.apply(net, *net.weights)))  # type: ignore[no-untyped-call]
+
+
+def copied_bytes(net: Layers, *, apart: bool = False) -> int:
+    """The bytes that :func:`laid_out` takes."""
+    if apart and net.count > 1:
+        return sum(copied_bytes(net[k]) for k in range(net.count))
+    first, memory = net.weights[0], net.weights[0].untyped_storage()
+    if first.device.type == "cpu" or not cudnn.is_acceptable(first):
+        return 0
+    whole = sum(w.nbytes for w in net.weights)
+    alike = all(w.untyped_storage().data_ptr() == memory.data_ptr() for w in net.weights)
+    return 0 if alike and memory.nbytes() == whole else whole
+
+
+class _Laid(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, net: Layers, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        found, each = [w.detach() for w in weights], len(weights) // net.count
+        (rows, size), inputs = weights[1].shape, weights[0].shape[1]
+        hidden = rows // {"LSTM": 4, "GRU": 3}.get(net.mode, 1)
+        projected = size if each % 2 else 0
+        options = each, inputs, _NUMBERS[net.mode], hidden, projected, net.count, False, False
+        torch._cudnn_rnn_flatten_weight(found, *options)  # which moves them
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *gradients
