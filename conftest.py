@@ -11,7 +11,10 @@ from itertools import groupby
 QUICK = 3  # cases of a test that says nothing
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell begins what runs behind it
     signal.signal(signal.SIGINT, signal.default_int_handler)
-collect_ignore_glob = [] if find_spec("jax") else ["src/retrograde/jax/*"]
+# Programs of their own, and a device that torch would keep for the whole process.
+collect_ignore_glob = ["tests/kernels/compiled_launches.py", "tests/*/simulated_device*"]
+if not find_spec("jax"):
+    collect_ignore_glob.append("src/retrograde/jax/*")
 
 
 def pytest_addoption(parser):

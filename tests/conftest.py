@@ -33,11 +33,13 @@ def interpreter(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def no_tf32(request, monkeypatch):
+def no_tf32(request):
     """On a GPU torch's kernels and ours are compared in float32; cuDNN's default would be TF32."""
-    if request.node.get_closest_marker("gpu"):
-        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    with pytest.MonkeyPatch.context() as patch:
+        if request.node.get_closest_marker("gpu"):
+            patch.setattr(torch.backends.cudnn, "allow_tf32", False)
+            patch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+        yield
 
 
 @pytest.fixture

@@ -157,7 +157,8 @@ def test_an_explanation_takes_every_kind_of_input(fixed):
 
 
 def test_an_explanation_names_what_keeps_kernels_from_being_used(fixed, monkeypatch):
-    monkeypatch.setattr(choice, "kernels", lambda *_: type("K", (), {"name": "torch"}))
+    fake = type("K", (), {"name": "torch", "refusal": None})
+    monkeypatch.setattr(choice, "kernels", lambda *_: fake)
     ours = module(backward="scan")
     assert (
         "no compiled kernels for torch.float32 on cpu" in rg.explain(ours, torch.randn(9, 2, 3)).why

@@ -1,8 +1,8 @@
 """What a call requests of torch's CUDA allocator, block by block.
 
-The profiler tells how large a block is: the request rounded up to 512 bytes, and up to 1 MiB more
-where the cache had a larger block at hand. That depends on what ran before, so it can be neither
-planned nor promised. The allocator's own history has the requests.
+The profiler reports the size of a block, which is the request rounded up to 512 bytes. A block that
+the cache had at hand may be up to 1 MiB larger. Block sizes depend on what ran before, so they can
+be neither planned nor promised. The allocator's own history has the requests.
 """
 
 from collections import defaultdict
