@@ -51,6 +51,8 @@ bench: $(STAMP)  ## every claim of speed, both sides in one process; an hour
 	$(BIN)/python benchmarks/recurrent_budget.py
 	$(BIN)/python benchmarks/recurrent_grid.py
 	$(BIN)/python benchmarks/small_cells.py
+	$(BIN)/python benchmarks/first_call.py
+	$(BIN)/python benchmarks/resident.py
 	$(BIN)/python benchmarks/planner.py
 	$(BIN)/python benchmarks/ties.py
 	$(BIN)/python benchmarks/figure_2b.py

@@ -96,6 +96,44 @@ def small_cells() -> str:
     return table(["cell", "plain loop", *keys], rows) + "\n" + source("small_cells_cpu") + "\n"
 
 
+def first_call() -> str:
+    rows = [
+        [
+            row["what"],
+            row["budget"],
+            time(1e3 * row["plain"]),
+            f"{row['first'] / row['plain']:.2f}×",
+            f"{row['allowed'] / row['plain']:.2f}×",
+            f"{row['later'] / row['plain']:.2f}×",
+        ]
+        for row in results("first_call_cpu")["rows"]
+    ]
+    head = ["what", "budget", "plain iteration", "first call", "aimed at", "later call"]
+    return table(head, rows) + "\n" + source("first_call_cpu") + "\n"
+
+
+def resident() -> str:
+    found = results("resident_cpu")
+    budget, first = found["budget_bytes"], found["rows"][0]
+    rows = []
+    for row in found["rows"]:
+        ours, plain = row["ours"], row["torch"]
+        chosen = {k: v for k, v in row["environment"].items() if k != "preload"}
+        asked = [f"`{name}={value}`" for name, value in chosen.items()]
+        if "preload" in row["environment"]:
+            asked.append(f"`LD_PRELOAD=lib{row['environment']['preload']}.so`")
+        rows.append([
+            "<br>".join(asked) or "the C library as it is",
+            f"{size(ours['resident_bytes'])}, {ours['resident_bytes'] / budget:.2f}×",
+            f"{ours['resident_bytes_of_first'] / budget:.2f}×",
+            f"{ours['seconds'] / first['ours']['seconds']:.2f}×",
+            size(plain["resident_bytes"]),
+            f"{plain['seconds'] / first['torch']['seconds']:.2f}×",
+        ])  # fmt: skip
+    head = ["environment", "within 200 MiB", "first call", "time", "torch", "time"]
+    return table(head, rows) + "\n" + source("resident_cpu") + "\n"
+
+
 def chain_least() -> str:
     rows = []
     for row in results("chain_least_cpu")["rows"]:
@@ -403,7 +441,7 @@ BLOCKS: dict[str, Callable[[], str]] = GPU_BLOCKS | {
     for block in (
         front_page, recurrent_grid, small_cells, other_people, library_models, scan_backward,
         scan_choice, planner, chain_networks, sparse_jacobians, rank_jacobians, ranks_memory,
-        million_steps, recipes, chain_least, examples,
+        million_steps, recipes, chain_least, examples, first_call, resident,
         jax_scan, jax_compiling, jax_parallel,
     )
 }  # fmt: skip
