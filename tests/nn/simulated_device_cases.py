@@ -159,6 +159,31 @@ def test_every_entry_runs_as_on_the_cpu_and_hardly_waits(name):
     assert not BOOK.uploads
 
 
+FORMS = {
+    "tensor": lambda x: {"inputs": x},
+    "array": lambda x: {"inputs": x.numpy()},
+    "function": lambda x: {"inputs": lambda t: x[t], "length": len(x)},
+    "iterator": lambda x: {"inputs": iter(x), "length": len(x)},
+}
+
+
+@pytest.mark.parametrize("make", [Cell, lambda: nn.GRU(SIZE, SIZE)], ids=["cell", "GRU"])
+@pytest.mark.parametrize("form", FORMS)
+def test_bptt_reads_main_memory(form, make):
+    """Inputs that never lie on the device as a whole serve a model there."""
+    found = []
+    for move in (nn.Module.cpu, place):
+        torch.manual_seed(0)
+        module, x = move(make()), torch.randn(12, BATCH, SIZE)
+        weight = next(module.parameters())
+        h = weight.new_zeros((BATCH, SIZE) if isinstance(module, Cell) else (1, BATCH, SIZE))
+        rg.bptt(module, state=h, loss=squares, memory="50%", **FORMS[form](x))
+        found.append([p.grad for p in module.parameters()])
+    for ours, theirs in zip(*reversed(found), strict=True):
+        assert ours.device == CHIP
+        assert relative_error(ours.cpu(), theirs) <= 1e-5
+
+
 def test_fit_and_measure():
     x, cell = torch.ones(40, BATCH, SIZE, device=CHIP), place(Cell())
     fit = rg.fit(cell, x, x.new_zeros(BATCH, SIZE), memory="50%")

@@ -9,7 +9,7 @@ import pytest
 CASES = Path(__file__).with_name("simulated_device_cases.py")
 PARTS = (
     "hardly_waits or launches",
-    "fit_and or overflow or steps",
+    "fit_and or overflow or steps or main_memory",
     "eval or copies",
     "no_less",
 )

@@ -13,6 +13,9 @@ values. There are four kinds:
 
 torch allocates what is read, so :mod:`retrograde.measure.allocations` counts it. The pages of a
 memory map belong to the operating system and are not counted.
+
+Inputs in main memory serve a model on a GPU: only the range that is read is moved there, through
+pinned memory, so that the copy does not hold up the program.
 """
 
 import operator
@@ -20,7 +23,6 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Protocol, SupportsIndex
 
 import numpy as np
@@ -63,7 +65,7 @@ class Source(Protocol):
 def open_source(inputs: Any, length: SupportsIndex | None, device: torch.device) -> Source:
     """Make the source of some inputs, and read the first step.
 
-    Arrays are copied to ``device``.
+    Ranges in main memory are moved to ``device`` as they are read.
 
     Raises:
         CellError: the inputs are of no known kind, too short, or differ when read again.
@@ -123,9 +125,10 @@ class Arrays:
         return self.length
 
     def __getitem__(self, index: int | slice) -> Tensors:
+        parts = (t[index] if isinstance(t, Tensor) else _copied(t[index]) for t in self.leaves)
         return [
-            t[index] if isinstance(t, Tensor) else _copied(t[index], self.device)
-            for t in self.leaves
+            _moved(part, self.device) if trained is None else part
+            for part, trained in zip(parts, self.trained, strict=True)
         ]
 
 
@@ -150,7 +153,7 @@ class Steps:
 
     def __getitem__(self, index: int | slice) -> Tensors:
         if not isinstance(index, slice):
-            return self._step(index)
+            return [_moved(x, self.device) for x in self._step(index)]
         start, stop, _ = index.indices(self.length)
         whole = [
             torch.empty((stop - start, *shape), dtype=dtype, device=device)
@@ -159,7 +162,7 @@ class Steps:
         for t in range(start, stop):
             for parts, leaf in zip(whole, self._step(t), strict=True):
                 parts[t - start].copy_(leaf)
-        return whole
+        return [_moved(x, self.device) for x in whole]
 
     def _step(self, t: int) -> Tensors:
         leaves, structure = self._read(t)
@@ -167,7 +170,7 @@ class Steps:
         return leaves
 
     def _read(self, t: int) -> tuple[Tensors, Structure]:
-        return _leaves(self.get(t), t, self.device)
+        return _leaves(self.get(t), t)
 
 
 class Spool:
@@ -215,7 +218,7 @@ class Spool:
             ) from None
 
     def _write(self, item: Any) -> None:
-        leaves, structure = _leaves(item, self.count, self.device)
+        leaves, structure = _leaves(item, self.count)
         if self.form is None:
             self.form = _Form.of(leaves, structure)
         self.form.check(leaves, structure, self.count)
@@ -326,9 +329,9 @@ def _is_array(leaf: Any) -> bool:
     )
 
 
-def _leaves(tree: Any, t: int, device: torch.device) -> tuple[Tensors, Structure]:
+def _leaves(tree: Any, t: int) -> tuple[Tensors, Structure]:
     """Return the tensors of one step's input, which receives no gradient."""
-    tree = pytree.tree_map(partial(_as_tensor, device=device), tree)
+    tree = pytree.tree_map(_as_tensor, tree)
     leaves, structure = flatten(tree, f"input of step {t}")
     if any(x.requires_grad for x in leaves):
         raise CellError(
@@ -339,11 +342,19 @@ def _leaves(tree: Any, t: int, device: torch.device) -> tuple[Tensors, Structure
     return leaves, structure
 
 
-def _as_tensor(leaf: Any, device: torch.device) -> Any:
-    return _copied(leaf, device) if isinstance(leaf, np.ndarray | np.generic) else leaf
+def _as_tensor(leaf: Any) -> Any:
+    return _copied(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf
 
 
-def _copied(array: Any, device: torch.device) -> Tensor:
+def _moved(t: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor in main memory on a device; any other tensor as it is."""
+    if t.device.type != "cpu" or device.type == "cpu":
+        return t
+    pinned = t.pin_memory() if device.type == "cuda" else t
+    return pinned.to(device, non_blocking=True)
+
+
+def _copied(array: Any) -> Tensor:
     """Copy an array into a tensor of torch's own."""
     values = np.asarray(array)
     native = values.dtype.newbyteorder("=")
@@ -356,7 +367,7 @@ def _copied(array: Any, device: torch.device) -> Tensor:
         ) from None
     copy = torch.empty(values.shape, dtype=dtype, device="cpu")
     copy.numpy()[...] = values
-    return copy.to(device)
+    return copy
 
 
 def _raw(t: Tensor) -> memoryview:
