@@ -39,8 +39,8 @@ from retrograde.units import Memory, parse_memory
 
 __all__ = ["GRU", "LSTM", "RNN", "Backward", "BudgetedRNN"]
 
-#: The backward pass: one step after another, by a parallel scan over the steps, or the one that is
-#: expected to be the fastest, torch's own included.
+#: The backward pass: one step after another, by a parallel scan over the steps, or the one with the
+#: least expected time, torch's own included.
 Backward = Literal["sequential", "scan", "auto"]
 
 State = tuple[Tensor, ...]
@@ -81,7 +81,9 @@ class BudgetedRNN(nn.RNNBase):
 
         Raises:
             CellError: the options exclude each other.
-            InputError: the shapes, types or devices do not match the module's.
+            InputError: the number of dimensions, the device or the dtype is wrong.
+            RuntimeError: a size is wrong; the error is torch's own.
+            ScheduleError: the schedule does not fit, or a budget is given too.
             BudgetError: the budget is too small for these shapes; the message names the least one.
             RetrogradeError: the call is transformed or traced, as by ``torch.func``.
         """
@@ -101,7 +103,7 @@ class BudgetedRNN(nn.RNNBase):
         self._check_asked()
         if not (torch.is_grad_enabled() or self._is_long(input)):
             return super().forward(input, hx)
-        # torch's forward does this too. It is done once, since a parametrization may count accesses.
+        # As in torch's forward; only once, since a parametrization may count how often it is read.
         self._update_flat_weights()  # type: ignore[no-untyped-call]
         weights: Any = self._flat_weights
         data = input.data if isinstance(input, PackedSequence) else input
@@ -232,7 +234,7 @@ class BudgetedRNN(nn.RNNBase):
         return tuple(like.new_zeros(layers, samples, size) for size in sizes)
 
     def _parts(self, hx: Any) -> State | None:
-        """Return the tensors of an initial state: () for zeros, None if ``hx`` is no valid state."""
+        """Return the tensors of an initial state: () for zeros, None if it is not a valid one."""
         if hx is None:
             return ()
         if self.mode != "LSTM":
