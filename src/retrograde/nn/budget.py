@@ -133,8 +133,8 @@ def budget(model: nn.Module, memory: Memory, sample: Any) -> Division:
             gradients of the modules: bytes (``67108864``), a size (``"64MiB"``), or a fraction of
             ordinary backpropagation's memory for these modules (``0.05``, ``"5%"``).
         sample: the input of the model: a tuple of arguments, a dict of keyword arguments, or its
-            one argument. It should be the largest input of the training, and the model should be
-            in its training mode. The model is called a few times, which leaves no trace.
+            one argument. It should be the largest input of the training. The model should be in
+            the mode in which it is trained. It is called a few times, which leaves no trace.
 
     Returns:
         A :class:`Division`.
@@ -260,7 +260,7 @@ def _title(name: str, model: nn.Module) -> str:
 
 
 def _divide(needs: Sequence[Watched], total: int) -> list[int]:
-    """Return the budget of each part: its least, and the largest share λ that fits (see above)."""
+    """Return each part's budget: its least, and the largest share λ of the rest that fits."""
     fits = range(_FINENESS + 1)
 
     def parts(share: int) -> list[int]:
