@@ -155,7 +155,7 @@ def budget(model: nn.Module, memory: Memory, sample: Any) -> Division:
     _check(model)
     order = called_in_turn(model, sample)
     refused = order.refusals() if order else {}
-    for apart in (False, True):  # the second takes several times as long
+    for apart in (False, True):  # with True it takes several times as long
         watched = _watched(model, sample, order, refused, apart=apart)
         needs = [one for one in watched if one.calls]
         if not needs:

@@ -108,7 +108,7 @@ class Call:
         self.weights = last_weights(module) if weights is None else weights
         self.given, self.sorts = given, sorts
         self.length = len(x) if sizes is None else len(sizes)
-        # Lengths are rounded down to a power of two, and to 256 at most: one measurement for each.
+        # Lengths are rounded down to a power of two, 256 at most, so that few of them are measured.
         self.measured_length = 1 << min(self.length, LONGEST_MEASURED).bit_length() - 1
         self.batch = state[0].shape[1]
         self.bidirectional = bool(module.bidirectional)

@@ -6,8 +6,9 @@ are counted, and their plan is a closed form. Only two sizes are measured: the m
 backpropagation, which a fraction refers to, and the forward pass of a GPU.
 
 All other calls run torch's kernels in ranges by a schedule. Among them are projections, autocast,
-wide layers, and packed batches on a GPU. The bytes of a range are measured once for the shapes, at
-whatever length, and cached.
+wide layers, and packed batches on a GPU. The bytes of their ranges are measured once for the shapes
+and the budget, and cached. Sequences of 256 steps and more share these measurements; shorter ones
+share them if their lengths have the same highest power of two.
 
 The sequences between layers of two directions, and their gradients, are subtracted from the budget
 first. Measurements use leaves that share the weights' memory, so that the graph of computed weights
