@@ -155,7 +155,7 @@ class Given:
 
     @classmethod
     def state_only(cls) -> "Given":
-        """:meth:`without_tensors` where there is nothing besides the state."""
+        """Return :meth:`without_tensors` of a call that is given only the state."""
         return cls((_Place(0),), {}, 0)
 
 

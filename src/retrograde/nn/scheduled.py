@@ -7,8 +7,8 @@ backpropagation, which a fraction refers to, and the forward pass of a GPU.
 
 All other calls run torch's kernels in ranges by a schedule. Among them are projections, autocast,
 wide layers, and packed batches on a GPU. The bytes of their ranges are measured once for the shapes
-and the budget, and cached. Sequences of 256 steps and more share these measurements; shorter ones
-share them if their lengths have the same highest power of two.
+and the budget, and cached. All sequences of 256 steps and more share these measurements. Shorter
+ones share them if their lengths round down to the same power of two.
 
 The sequences between layers of two directions, and their gradients, are subtracted from the budget
 first. Measurements use leaves that share the weights' memory, so that the graph of computed weights
