@@ -1,4 +1,4 @@
-"""Timing for the scripts here: all sides take turns in one process."""
+"""Timing for these scripts: all contenders take turns in one process."""
 
 import statistics
 from collections.abc import Callable, Mapping

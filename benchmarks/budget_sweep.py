@@ -1,15 +1,17 @@
-"""Claim: a budget is kept by whatever program, from its first call on.
+"""Claim: any program keeps to its budget, from its first call on.
 
-Programs are drawn by seed: cells under ``rg.unroll`` and under ``rg.bptt``, chains under
-``rg.Sequential``. Each is made anew for each of four budgets: the least, one between, 50 %, and
-more than enough. What is told, of the measured peak over the budget, is the worst and whose it is:
+A seed draws the programs: cells under ``rg.unroll`` and ``rg.bptt``, and chains under
+``rg.Sequential``. Each program is built anew for each of four budgets: the least, one in between,
+50 %, and more than enough. The table shows the worst ratio of the measured peak to the budget, and
+the program that has it:
 
-- of the first call, its measurements included;
-- of the first call's own work, apart from its measurements;
-- of the second call.
+- for the first call, its measurements included;
+- for the first call's own work, without its measurements;
+- for the second call.
 
-Also told is what was refused, with the reason, and every reading that is not as it should be: over
-the budget, or with results, gradients, buffers or random states that are not the plain loop's.
+The table also lists the refused programs, with the reasons, and every faulty reading. A reading is
+faulty if the peak is over the budget. It is also faulty if results, gradients, buffers or random
+states differ from those of the plain loop.
 
     python benchmarks/budget_sweep.py                         # JSON into benchmarks/results/
     python benchmarks/budget_sweep.py --cells 20 --chains 10  # a quick look; nothing is written

@@ -1,10 +1,9 @@
-"""Claim: beside a process that keeps one of two cores busy, a recurrent layer slows down at most
-fourfold.
+"""Claim: beside a process that keeps one of two cores busy, a recurrent layer is at most 4× slower.
 
-Every thread of a parallel loop waits at its end for the slowest, and a thread whose core another
-process has taken is slow. torch's LSTM waits after each step; ours waits once a piece of many
-steps. An LSTM and a GRU 40→128, B = 16, T = 500, run forward and backward alone, beside one busy
-process, and beside two. All contenders take turns; medians of rounds are told.
+At its end, a parallel loop waits for its slowest thread, which is one whose core is taken by
+another process. The LSTM of torch waits after each step. Ours waits only after a piece of many
+steps. An LSTM and a GRU 40→128 (B = 16, T = 500) run forward and backward: alone, beside one busy
+process, and beside two. All contenders take turns, and the table shows medians of rounds.
 
     python benchmarks/busy_machine.py   # JSON into benchmarks/results/
 """

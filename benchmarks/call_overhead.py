@@ -1,7 +1,7 @@
-"""Claim: what a call notes, compares and puts back costs microseconds a call, and nothing a step.
+"""Claim: the bookkeeping of a call costs microseconds a call, and nothing a step.
 
-Short iterations (forward and backward), where a call's own cost shows, are timed in this checkout
-and in another one, in turn, each in processes of its own.
+A call notes, compares and restores values. This cost shows in short iterations (forward and
+backward). They are timed in this checkout and in another one, in turn, each in its own processes.
 
     git worktree add ../before e5a067e~1
     python benchmarks/call_overhead.py --against ../before   # JSON into benchmarks/results/

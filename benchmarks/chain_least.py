@@ -1,7 +1,8 @@
-"""Claim: how far below ordinary backpropagation chains of layers go.
+"""Measures how far below ordinary backpropagation's memory chains of layers can train.
 
-Networks on batches of 16 pictures of 32 × 32: what ordinary backpropagation takes, what is seen at
-half and a quarter of that, and the least that fits. Bytes only, so the machine does not matter.
+Networks get batches of 16 images of 32 × 32. The table shows the memory of ordinary
+backpropagation, the measured peaks within half and a quarter of it, and the least budget that fits.
+Only bytes are measured, so the result does not depend on the machine.
 
     python benchmarks/chain_least.py   # JSON into benchmarks/results/; a minute
 """

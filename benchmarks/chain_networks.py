@@ -1,11 +1,15 @@
-"""Claims: a chain keeps its budget, as foreseen, and is faster than ``checkpoint_sequential``.
+"""Claims: a chain keeps to its budget, as predicted, and is faster than ``checkpoint_sequential``.
 
-Four networks whose layers differ (ResNet-18's, VGG-11) or hardly do (a mixer of 48 blocks, a
-transformer encoder of 12): each within ten budgets from the least to ordinary backpropagation's.
-For each budget the peak of an iteration, measured, against the budget and against what was
-foreseen; the seconds of an iteration against those foreseen; and, in turn in one process, those of
-``torch.utils.checkpoint.checkpoint_sequential`` with the number of segments that is its fastest
-among those whose measured peak fits the same budget. Gradients are compared bit for bit.
+There are four networks. The layers of two are unequal (ResNet-18, VGG-11), those of two are nearly
+equal (a mixer of 48 blocks, a transformer encoder of 12 layers). Each runs within ten budgets, from
+the least one to ordinary backpropagation's memory. For each budget, three things are compared:
+
+- the measured peak of an iteration, with the budget and with the predicted peak;
+- the seconds of an iteration, with the predicted seconds;
+- the seconds, in turn in one process, with those of ``checkpoint_sequential``. It gets its fastest
+  number of segments among those whose measured peak fits the same budget.
+
+Gradients are compared bit for bit.
 
     python benchmarks/chain_networks.py                  # JSON into benchmarks/results/
     python benchmarks/chain_networks.py --device cuda    # beside torch.compile's memory budget, too

@@ -1,13 +1,14 @@
-"""Claim: the fastest schedule of a heterogeneous chain of hundreds of layers, within seconds.
+"""Claim: the fastest schedule of an unequal chain of hundreds of layers is found within seconds.
 
-Random chains, whose sizes span two decades and have no common divisor, at 30 % of what ordinary
-backpropagation holds. Then long ones, planned and certified: a thousand layers to within 1 % in 10
-seconds is the claim; random ones, and a network of convolutions, norms, activations and sums, for
-several budgets. Three thousand for information.
+Random chains get 30 % of ordinary backpropagation's memory. Their sizes span two decades and have
+no common divisor. Then long chains are planned for several budgets, with a certified gap: random
+ones, and a network of convolutions, norms, activations and sums. The claim is 1,000 layers to
+within 1 % in 10 seconds; 3,000 layers are shown for information.
 
-For scale, the recurrence that others solve (Beaumont et al., *Optimal checkpointing for
-heterogeneous chains*, 2019; rotor), written here in plain Python from the mathematics. On one core,
-with compiled code cached; medians. Peak memory is that of a new process.
+For scale, the script also times the recurrence that others solve. It is rotor's (Beaumont et al.,
+*Optimal checkpointing for heterogeneous chains*, 2019), written here in plain Python from the
+mathematics. All run on one core, with compiled code cached. Times are medians; peak memory is that
+of a new process.
 
     python benchmarks/chain_planner.py           # JSON into benchmarks/results/
     python benchmarks/chain_planner.py --slow    # plain Python at 100 × 100 too

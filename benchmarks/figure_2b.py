@@ -1,9 +1,11 @@
 """Claim: figure 2(b) of Gruslys et al. (2016), measured: HSM's time per step levels off.
 
-Seconds of one gradient step, forward and backward, of an LSTM from 256 to 256 at batch 64, with
-10, 50, 100, 500 and 1000 hidden states in memory, beside ``torch.nn.LSTM``. All take turns in one
-process; medians. Where memory lies in a process makes its kernels quick or slow for good, by a
-factor of two on some virtual machines, so several processes measure, and the least counts.
+The table shows the seconds of one gradient step, forward and backward, of an LSTM 256→256 at batch
+64, beside ``torch.nn.LSTM``. The memory has room for 10, 50, 100, 500 and 1000 hidden states. All
+take turns in one process; times are medians.
+
+The place of a process's memory makes its kernels fast or slow for good, by a factor of two on some
+virtual machines. So several processes measure, and the least time counts.
 
     python benchmarks/figure_2b.py                  # JSON into benchmarks/results/
     python benchmarks/figure_2b.py --ship           # and into papers/, for `retrograde figures`

@@ -1,9 +1,9 @@
-"""Claim: the first call of a cell takes at most three plain loops and 0.3 s, of a chain three
-iterations; a chain's first call with another batch size takes one and a half.
+"""Claim: a cell's first call takes at most 3 plain loops and 0.3 s; a chain's, 3 iterations.
 
-A first call tries, measures and plans. Each is timed with a module made anew, in turn with the
-plain loop, in one process; medians of rounds are told. A chain's iteration with a budget takes
-longer than a plain one at every call, so the later call is told beside the first one.
+The first call of a chain with another batch size takes 1.5 iterations. A first call tries, measures
+and plans. Each is timed with a new module, in turn with the plain loop, in one process; the table
+shows medians of rounds. With a budget, every iteration of a chain takes longer than a plain one. So
+the table shows a later call beside the first one.
 
     python benchmarks/first_call.py   # JSON into benchmarks/results/; two minutes
     pip install ncps                  # for its LTC cell; skipped where it is absent

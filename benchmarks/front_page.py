@@ -1,11 +1,13 @@
-"""Claim: what README's table and picture show: whole training iterations, and the whole process.
+"""Claim: the table and the picture of README show whole training iterations and the whole process.
 
-Each row is one training iteration: data, forward pass, loss, backward pass. It is run as torch runs
-it, within a budget, and with ``torch.utils.checkpoint`` used with care: over segments of the
-sequence without a copy of the outputs (the fastest of 4, 8, 16 and 32 segments), or around each
-layer. All take turns in one process; medians of rounds are told. *Total* bytes are everything that
-is alive at the peak but the weights: data, outputs, gradients and temporaries. The budget's bytes
-are what it counts: working memory, without data, outputs and gradients that the caller keeps.
+Each row is one training iteration: data, forward pass, loss, backward pass. It runs in three ways:
+as torch runs it, within a budget, and with ``torch.utils.checkpoint`` used with care. The latter
+checkpoints each layer, or segments of the sequence without a copy of the outputs: the fastest of 4,
+8, 16 and 32 segments. All take turns in one process, and the table shows medians of rounds.
+
+*Total* bytes are everything that is alive at the peak except the weights: data, outputs, gradients
+and temporaries. The budget's bytes are the working memory that it counts, without data, outputs and
+gradients that the caller keeps.
 
 The picture is the resident memory of two fresh processes over three iterations each.
 

@@ -1,15 +1,17 @@
-"""Claims on a GPU, in one go of under ten minutes: the tests, then what else docs/gpu.md shows.
+"""Claims on a GPU, in one run of less than ten minutes: the tests, then the rest of docs/gpu.md.
 
     python benchmarks/gpu.py --device cuda     # `make gpu`; JSON into results/, and docs/gpu.md
     python benchmarks/gpu.py --expected        # what counting tells: launches, bytes, FLOPs
     python benchmarks/gpu.py --quick --out F   # small and on the CPU: only to see that it runs
 
-Each section is a process with a time of its own. What it has no time for, and what fails, is told
-in its row. Needs torch, triton and numba; without pytest the tests are left out, which is told.
+Each section is a process with a time limit of its own. The row of a part that fails, or that has no
+time left, says so. The script needs torch, triton and numba. Without pytest it skips the tests, and
+says so.
 
-- *budgets*: what budgeted recurrent layers request, allocate and reserve;
-- *grid*: rows of ``recurrent_grid.py``, within shares of memory, beside cuDNN;
-- *backward*: from the states alone beside cuDNN, up to 300,000 steps, where cuDNN takes 65,535;
+- *budgets*: the bytes that budgeted recurrent layers request, allocate and reserve;
+- *grid*: rows of ``recurrent_grid.py``, within fractions of memory, beside cuDNN;
+- *backward*: the backward pass from the states alone, beside cuDNN, up to 300,000 steps; cuDNN
+  takes at most 65,535;
 - *networks*: ten chains beside ``checkpoint_sequential`` and ``torch.compile`` with a budget.
 """
 

@@ -1,10 +1,10 @@
-"""Claim: models that nobody here wrote train within a budget as they are, exactly, at what price.
+"""Claim: models of other libraries train within a budget, unchanged and exactly, at a known cost.
 
-Each model (``tests/oracles/library_models.py``) makes training steps as it is, with one
-``torch.utils.checkpoint`` around each block, and by ``rg.budget`` at shares of its memory and at
-its least, all in turn in one process. Told are medians of rounds against the model as it is, the
-working bytes of a step beyond parameters' gradients, what ``rg.budget`` itself takes, and whether
-all gradients have the same bits.
+Each model (``tests/oracles/library_models.py``) makes training steps in several ways, in turn in
+one process: unchanged, with one ``torch.utils.checkpoint`` around each block, and by ``rg.budget``.
+The budgets are fractions of its memory, and its least. The table shows medians of rounds relative
+to the unchanged model, and the working bytes of a step besides the parameters' gradients. It also
+shows the cost of ``rg.budget`` itself, and whether all gradients have the same bits.
 
     pip install transformers timm torchvision
     python benchmarks/library_models.py   # JSON into benchmarks/results/; what is absent is skipped

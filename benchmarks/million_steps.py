@@ -1,19 +1,24 @@
 """Claim: a million steps of an LSTM are backpropagated within 4 MiB, each step run under 3 times.
 
-An LSTM 64→64, batch 4, over 10⁶ steps from a memory-mapped file; the loss predicts the next input.
-One process, one after the other: a plain forward pass without gradients, in blocks, over the same
-file with the same loss; and ``retrograde.bptt`` within the budget. What is told:
+An LSTM 64→64 at batch 4 runs over 10⁶ steps of a memory-mapped file, and its loss predicts the next
+input. One process runs two things in sequence. The first is a plain forward pass without gradients,
+in blocks, over the same file with the same loss. The second is ``retrograde.bptt`` within the
+budget. The results are:
 
-- seconds of both (the first call, with its measuring and planning; and the second, without);
-- forward steps a step, as counted by the progress that ``bptt`` tells, and how often a step's loss
-  was computed;
-- bytes. The profiler follows every allocation and keeps an event for each, too many for 10⁶ steps.
-  So the exact peak is measured on ``--exact`` steps within the same budget, where the schedule
-  fills the same memory. At full length what is sampled is the resident set of the process, above
-  what is left of it after a warm-up of some thousand steps, the C library's free pages being given
-  back first. It counts what torch's allocators do not hand out as well: the schedule, Python's
-  objects, free pages between others; and, in the first call, planning. It does not count pages of
-  the file.
+- the seconds of both. The first call of ``bptt`` also measures and plans, the second does not;
+- forward steps a step, counted from the progress that ``bptt`` reports, and how often the loss of a
+  step was computed;
+- bytes, as follows.
+
+The profiler follows every allocation and keeps an event for each, which is too many for 10⁶ steps.
+So the exact peak is measured on ``--exact`` steps within the same budget, where the schedule fills
+the same memory. At full length, the resident set of the process is sampled instead. It is counted
+from its size after a warm-up of some thousand steps, when the C library has returned its free
+pages.
+
+The resident set also includes memory that torch's allocators do not provide: the schedule, Python's
+objects, and free pages between others. In the first call it includes the planning. It does not
+include pages of the file.
 
     python benchmarks/million_steps.py                  # JSON into benchmarks/results/
     python benchmarks/million_steps.py --length 20000   # a quick look
@@ -106,8 +111,11 @@ class Task:
 
 
 def resident_bytes() -> int:
-    """Of this process, without the pages of mapped files, and with what was swapped out meanwhile:
-    a system short of memory takes pages away that a garbage collection then brings back."""
+    """Return the resident bytes of this process, without the pages of mapped files.
+
+    Swapped pages are included: a system short of memory swaps pages out, and a garbage collection
+    brings them back.
+    """
     lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
     found = [int(line[1]) for line in lines if line[0] in ("RssAnon:", "VmSwap:")]
     if not found:
@@ -116,15 +124,17 @@ def resident_bytes() -> int:
 
 
 def trimmed_bytes() -> int:
-    """The resident set, once the C library's free pages are given back."""
+    """Return the resident bytes after the C library has returned its free pages."""
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     return resident_bytes()
 
 
 def sampled(call: Callable[[], object]) -> tuple[object, float, int, int]:
-    """What a call returns, its seconds, and by how much the resident set grew: at most, and in the
-    end, when free pages are given back."""
+    """Return a call's result, its seconds, and the growth of the resident set.
+
+    The growth is given twice: at its most, and at the end, when free pages are returned.
+    """
     stop, most = threading.Event(), [0]
     before = trimmed_bytes()
 
@@ -145,7 +155,7 @@ def sampled(call: Callable[[], object]) -> tuple[object, float, int, int]:
 
 
 def run(length: int, memory: str, exact: int, path: Path) -> dict[str, object]:
-    """Everything that is told, for one file."""
+    """Return all results for one file."""
     task = Task(write_inputs(path, length))
     exact = min(exact, length)
     task.bptt(memory, min(3000, length - 1))  # what is loaded and compiled once

@@ -1,9 +1,9 @@
-"""Claim: cells that nobody here wrote run within a budget as they are, exactly, at what price.
+"""Claim: cells of other libraries run within a budget, unchanged and exactly, at a known cost.
 
-Each cell (``tests/oracles/third_party.py``) is run forward and backward by the plain loop and by
-``rg.unroll`` within shares of its memory, all in turn in one process. Told are medians of rounds
-against the plain loop, what the first call takes, the working bytes, and whether outputs and the
-inputs' gradients have the plain loop's bits.
+Each cell (``tests/oracles/third_party.py``) runs forward and backward by the plain loop, and by
+``rg.unroll`` within fractions of its memory, in turn in one process. The table shows medians of
+rounds relative to the plain loop, the first call's time, and the working bytes. It also shows
+whether outputs and the inputs' gradients have the bits of the plain loop.
 
     pip install snntorch spikingjelly norse ncps torchdiffeq mambapy minGRU-pytorch dnc
     python benchmarks/other_people.py   # JSON into benchmarks/results/; what is absent is skipped

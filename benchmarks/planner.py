@@ -1,9 +1,10 @@
 """Claim: exact plans for 100,000 steps, of any policy, within seconds; costs within microseconds.
 
-The planner beside those that others use, where they are installed: ``pyrevolve`` (Revolve in C++)
-and ``checkpoint_schedules`` (Revolve in Python; Maddison's mixed policy, equal sizes only), each
-iterated over to its end. The two sides take turns in one process, on one core, with compiled code
-warm; medians. What a new process pays is timed in new processes, with the compiled code cached.
+The planner runs beside others, if these are installed: ``pyrevolve`` (Revolve in C++) and
+``checkpoint_schedules`` (Revolve in Python; Maddison's mixed policy, for equal sizes only). Each of
+these schedules is iterated to its end. The two sides take turns in one process, on one core, with
+compiled code warm; times are medians. The additional time of a new process is measured in new
+processes, with the compiled code cached.
 
     python benchmarks/planner.py                # JSON into benchmarks/results/
     python benchmarks/planner.py --slow         # Mixed at 10,000 steps too: about a minute each

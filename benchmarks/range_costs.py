@@ -1,8 +1,8 @@
-"""What a call and a step of every kernel take: the figures in ``retrograde/cores/fastest.py``.
+"""Measures the cost of a call and of a step of every kernel, as in ``retrograde/cores/fastest.py``.
 
-Ranges of 1 and of 64 steps are run forward, keeping nothing, and recorded and backpropagated, by
-the executor itself; a step is what a further step takes, a call what is left: medians, in
-microseconds.
+The executor runs ranges of 1 and of 64 steps: forward without keeping anything, and recorded and
+backpropagated. The cost of a step is the time of one more step, and the cost of a call is the rest.
+Values are medians, in microseconds.
 
     python benchmarks/range_costs.py          # JSON into benchmarks/results/
 """

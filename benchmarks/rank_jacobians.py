@@ -1,8 +1,9 @@
 """Claim: a rank's Jacobian in closed form takes a fraction of a sweep for each of its columns.
 
-What a tree or a gather across ranks needs of each rank: what its steps do to any gradient. Both
-ways of finding it, and one plain sweep for comparison, take turns in one process: by a backward
-pass for each column through what was recorded (side by side where autograd can), and from slopes.
+A tree or a gather across ranks needs the Jacobian of each rank: the effect of its steps on any
+gradient. It is found in two ways. One is a backward pass through the recorded steps for each
+column, side by side where autograd allows it. The other is the closed form, from slopes. Both take
+turns in one process, with one plain sweep for comparison.
 
     python benchmarks/rank_jacobians.py                 # JSON into benchmarks/results/
     python benchmarks/rank_jacobians.py --device cuda

@@ -1,8 +1,8 @@
-"""Claim: cut along time, a sequence takes each of p ranks a p-th of the memory.
+"""Claim: if a sequence is divided along time among p ranks, each holds a p-th of the memory.
 
-One long sequence through an LSTM, on 1, 2, 4 and 8 processes of this machine: the most that a rank
-holds in a forward and backward pass, by a line and by a tree, without a budget and within one of a
-tenth on each rank. The gradients are those of one process.
+One long sequence goes through an LSTM on 1, 2, 4 and 8 processes of this machine. The table shows
+the peak memory of a rank in a forward and backward pass, by a line and by a tree. Ranks run without
+a budget, and within 10 % each. The gradients are those of one process.
 
     python benchmarks/ranks_memory.py            # JSON into benchmarks/results/
     python benchmarks/ranks_memory.py --quick    # short, and nothing is written

@@ -1,7 +1,7 @@
-"""Runs every recipe of ``examples/recipes`` and writes what each saves.
+"""Runs every recipe of ``examples/recipes`` and writes the memory that each saves.
 
-The figures are those that the recipes print: peak bytes of an iteration, and medians of times taken
-in turns. One recipe compares accuracies instead.
+The figures are those that the recipes print: peak bytes of an iteration, and medians of times that
+are taken in turns. One recipe compares accuracies instead.
 
     pip install '.[recipes]'
     python benchmarks/recipes.py   # JSON into benchmarks/results/; three minutes

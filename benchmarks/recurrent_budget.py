@@ -1,11 +1,12 @@
 """Claim: recurrent networks train within 5 % of ordinary BPTT's memory at about its time.
 
-Ways to the same gradient, alternating in one process: torch's own module (or the plain loop over a
-cell); ours at each budget; √T segments by ``torch.utils.checkpoint``. A timed call is forward and
-backward with a ready-made output gradient, gradients of inputs and parameters included. Bytes are
-working bytes: what is released again within the call. On a virtual machine the pace of two cores
-can differ from process to process, so the whole is done in several processes, and what is told is
-the median process, with the range.
+Several ways to the same gradient alternate in one process. These are torch's own module (or the
+plain loop over a cell), ours at each budget, and √T segments by ``torch.utils.checkpoint``. A timed
+call is forward and backward with a ready-made output gradient; gradients of inputs and parameters
+are included. Bytes are working bytes, which are released again within the call.
+
+On a virtual machine, the speed of two cores can differ from process to process. So several
+processes measure everything, and the table shows the median process, with the range.
 
     python benchmarks/recurrent_budget.py                # every case; JSON into benchmarks/results/
     python benchmarks/recurrent_budget.py --device cuda

@@ -1,14 +1,15 @@
 """Claim: a budget costs a recurrent layer little time, whatever its kind, size and options.
 
-Each workload of a grid is run forward and backward by torch's own module, by ours within shares of
-its memory, and, where there is one direction and nothing is dropped, by ``torch.utils.checkpoint``
-over segments: its outputs are backpropagated segment by segment, without a copy of the sequence.
-Ours is then given the bytes of each number of segments too. All alternate in one process; medians
-of rounds are told, and of every column the worst row and the geometric mean. Packed batches are
-also run padded, by torch and by ours.
+Each workload of a grid runs forward and backward by torch's own module, and by ours within
+fractions of its memory. If it has one direction and no dropout, it also runs by
+``torch.utils.checkpoint`` over segments. Their outputs are backpropagated segment by segment,
+without a copy of the sequence. Ours then gets the bytes of each number of segments too.
 
-Bytes are working bytes: what is released again within the call. The least time that one forward
-pass more can take is told beside: (3 + 1) / 3, all at the rate of torch's own pass.
+All alternate in one process. The table shows medians of rounds, and for every column the worst row
+and the geometric mean. Torch's module and ours also run packed batches as padded ones.
+
+Bytes are working bytes, which are released again within the call. The table also shows the least
+time of one additional forward pass: (3 + 1) / 3, all at the rate of torch's own pass.
 
     python benchmarks/recurrent_grid.py            # JSON into benchmarks/results/
     python benchmarks/recurrent_grid.py --only 3   # one workload; nothing is written
@@ -177,7 +178,7 @@ class Contest:
         return outputs, state
 
     def forget(self) -> None:
-        """Let go of gradients."""
+        """Drop the gradients."""
         self.leaf.grad = None
         if self.work.packed:
             self.padded.grad = None

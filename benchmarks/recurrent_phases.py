@@ -1,9 +1,9 @@
 """Claim: each phase of a recurrent layer runs near the rate of the machine's matrix products.
 
-A layer is run forward and backward by torch, by ours with all gates kept, and by ours with none
-kept (half of the steps' share of memory is more than that takes). F = 2·T·B·K·H·(I + H) FLOPs are
-one forward pass; a backward pass has 2 F, and recomputed gates another F. Beside each phase's rate
-stands that of one matrix product of the shape of all gates, which is the limit.
+A layer runs forward and backward by torch, by ours with all gates kept, and by ours with none kept.
+The latter has the least budget, and room for pieces of a thousand rows. A forward pass has F FLOPs,
+a backward pass 2 F, and recomputed gates another F, where F = 2·T·B·K·H·(I + H). Beside the rate
+of each phase is its limit: the rate of one matrix product of the shape of all gates.
 
     python benchmarks/recurrent_phases.py   # JSON into benchmarks/results/
 """

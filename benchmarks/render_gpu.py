@@ -1,6 +1,7 @@
-"""The tables of docs/gpu.md: what cards measured, beside what counting tells of every row.
+"""The tables of docs/gpu.md: the measurements of cards, beside counted values for every row.
 
-A table for each JSON that ``gpu.py`` wrote on a card; one with empty cells where there is none.
+There is a table for each JSON that ``gpu.py`` wrote on a card. Without any, one table has empty
+cells.
 """
 
 import json

@@ -1,7 +1,8 @@
 """Renders every table of measured numbers in README and docs from the JSON of the benchmarks.
 
 A block of a page begins with ``<!-- numbers: NAME -->`` and ends with ``<!-- end numbers -->``. It
-holds what the function NAME makes of the results. A test fails where a page and the results differ.
+holds the text that the function NAME makes of the results. A test fails if a page and the results
+differ.
 
     python benchmarks/render_numbers.py   # rewrites the pages; `make numbers`
 """

@@ -1,10 +1,11 @@
-"""Claim: resident memory follows a budget once the C library returns or reuses what is released.
+"""Claim: resident memory follows a budget if the C library returns or reuses released memory.
 
 A chain of 74 layers (convolution, batch normalisation, ReLU; 96 by 96 pixels, 16 samples) is
 trained in fresh processes: as torch runs it, and within 200 MiB. Each process has one allocator:
-glibc's as it is, glibc's under other settings, or another library that is preloaded. *Resident* is
-the peak growth of the resident set over iterations 3 to 8, from what the process held after tiny
-iterations of both kinds. Linux records the peak itself, so nothing is sampled.
+glibc's with its own settings, glibc's with other settings, or another library that is preloaded.
+*Resident* is the peak growth of the resident set over iterations 3 to 8. It counts from the
+resident set after tiny iterations of both kinds. Linux records the peak itself, so nothing is
+sampled.
 
     python benchmarks/resident.py     # JSON into benchmarks/results/; six minutes
     apt-get install libjemalloc2 libtcmalloc-minimal4 libmimalloc2.0   # skipped where absent

@@ -1,11 +1,13 @@
 """Claim: the backward pass from the states alone, by steps or by a scan, is faster than torch's.
 
-``torch.nn``'s RNN, GRU and LSTM, and ours under ``backward="sequential"``, ``"scan"`` and
-``"auto"``, alternating in one process: seconds of the forward and of the backward pass, and the
-bytes that are kept between them, besides what the caller has anyway. The sizes are those of Wang
-(BPPSA, 2020): H = 20, B = 16. Then together with a budget: a GRU through 30,000 steps in 5 % of
-ordinary memory. On a virtual machine the pace of two cores can differ from process to process, so
-several processes measure, and what is told is the median process by the backward pass's ratio.
+The RNN, GRU and LSTM of ``torch.nn`` alternate in one process with ours under
+``backward="sequential"``, ``"scan"`` and ``"auto"``. The table shows the seconds of the forward and
+of the backward pass. It also shows the bytes that are kept between them, besides those that the
+caller holds anyway. The sizes are those of Wang (BPPSA, 2020): H = 20, B = 16. Then a GRU runs
+through 30,000 steps in 5 % of ordinary memory, with a budget and ``backward`` together.
+
+On a virtual machine, the speed of two cores can differ from process to process. So several
+processes measure, and the table shows the median process, by the ratio of the backward passes.
 
     python benchmarks/scan_backward.py               # JSON into benchmarks/results/
     python benchmarks/scan_backward.py --device cuda

@@ -1,10 +1,10 @@
 """Claim: ``backward="auto"`` is within 10 % of the best way, over a grid of cells and sizes.
 
-At every point of the grid ``torch.nn``'s own pass, the sequential sweep and the scan take turns in
-one process, forward and backward together, and so does ``"auto"``, which decided by its own
-calibration (made afresh, in a folder of its own). What is told is the time of the way that it chose
-over the time of the best one, both as measured here, side by side; what ``"auto"`` costs beyond the
-way it chose is in its own column.
+At every point of the grid, four ways take turns in one process, forward and backward together. They
+are the pass of ``torch.nn``, the sequential sweep, the scan, and ``"auto"``. The latter decides by
+its own calibration, made afresh in a folder of its own. The table shows the time of the chosen way
+relative to the best one, both as measured here. The cost of ``"auto"`` beyond its chosen way has a
+column of its own.
 
     python benchmarks/scan_choice.py                 # JSON into benchmarks/results/
     python benchmarks/scan_choice.py --device cuda

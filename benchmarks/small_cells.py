@@ -1,9 +1,10 @@
 """Claim: a small cell within a budget takes little longer than the plain loop; compiled, less.
 
-What a step of a small cell takes is mostly Python. Cells of a few operations are run forward and
-backward by the plain loop and by ``rg.unroll`` within shares of their memory, as they are and with
-``compile=True``, all in turn in one process. Told are medians against the plain loop, what the
-first calls take, working bytes, and the largest relative difference of any gradient.
+Most of the time of a small cell's step is Python. Cells of a few operations run forward and
+backward by the plain loop, and by ``rg.unroll`` within fractions of their memory. The latter runs
+with and without ``compile=True``. All take turns in one process. The table shows medians relative
+to the plain loop, the times of first calls, the working bytes, and the largest relative difference
+of any gradient.
 
     python benchmarks/small_cells.py   # JSON into benchmarks/results/; five minutes
 """

@@ -1,10 +1,12 @@
-"""Claims: Jacobians made analytically, and products planned beforehand, are faster by far.
+"""Claims: analytic Jacobians, and products that are planned beforehand, are faster by far.
 
 Table 3.1 of Wang, *BPPSA* (2020): the transposed Jacobians of VGG-11's first convolution, ReLU and
-max-pooling on a 32×32 image, made analytically, against autograd one column at a time (each column
-is one backward pass for one output). Then products of Jacobians at VGG-11's shapes, pruned to 3 %
-and not, for a batch: the numeric phase of a plan against ``scipy.sparse``'s product, sample by
-sample, as that has no batches. Both sides take turns in one process; medians.
+max-pooling on a 32×32 image. The analytic ones are compared with autograd, which takes one backward
+pass for each column, that is, for each output.
+
+Then Jacobians are multiplied at VGG-11's shapes, pruned to 3 % and not pruned, for a batch. The
+numeric phase of a plan is compared with the product of ``scipy.sparse``, sample by sample, since
+that has no batches. Both sides take turns in one process; times are medians.
 
     python benchmarks/sparse_jacobians.py          # JSON into benchmarks/results/
     python benchmarks/sparse_jacobians.py --ship   # and into papers/, for `retrograde figures`

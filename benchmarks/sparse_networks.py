@@ -1,10 +1,12 @@
-"""Claims: scans over sparse Jacobians give ordinary gradients, and pruned networks gain by them.
+"""Claims: scans over sparse Jacobians give ordinary gradients, and make pruned networks faster.
 
-First LeNet-5, VGG-11, a small ResNet and a perceptron in float64: every gradient by the linear
-scan, Blelloch's and a hybrid one of one level, against ordinary backpropagation, with seconds, the
-bytes foreseen for Jacobians and products, and the greatest relative difference. Then VGG-11 in
-float32, pruned to 3 %: the seconds of a backward pass by torch, by ``algorithm="auto"``, and by
-each scan, all in turn in one process; medians.
+First, LeNet-5, VGG-11, a small ResNet and a perceptron run in float64. Every gradient is computed
+by the linear scan, by Blelloch's, and by a hybrid scan of one level, and compared with ordinary
+backpropagation. The table shows seconds, the predicted bytes of Jacobians and products, and the
+largest relative difference.
+
+Then VGG-11 runs in float32, pruned to 3 %. The table shows the seconds of a backward pass by torch,
+by ``algorithm="auto"``, and by each scan. All take turns in one process; times are medians.
 
     python benchmarks/sparse_networks.py             # JSON into benchmarks/results/; 8 GiB
 """

@@ -1,4 +1,4 @@
-"""Tables of the pages, and how bytes and times are written in them."""
+"""Tables of the pages, and the format of bytes and times in them."""
 
 __all__ = ["MIB", "size", "table", "time"]
 

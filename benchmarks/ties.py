@@ -1,10 +1,10 @@
 """Claim: of equally cheap schedules, the planner's has fewer actions than the paper's rule gives.
 
-Algorithm 1 of Gruslys et al. (2016) keeps the first y that is best, and a hidden state before an
-internal one. Here that rule is followed part by part, with the same costs, and the actions of both
-schedules are counted, adjacent ranges merged; and the launches of this planner's, one for each
-range that is run or backpropagated, beside one for each step. Nothing is timed, so the figures are
-the same on every machine.
+Algorithm 1 of Gruslys et al. (2016) takes the first best y, and prefers a hidden state to an
+internal one. Here that rule is followed part by part, with the same costs. The actions of both
+schedules are counted, with adjacent ranges merged. The launches of this planner's schedule are
+counted too: one for each range that is run or backpropagated, beside one for each step. Nothing is
+timed, so the figures are the same on every machine.
 
     python benchmarks/ties.py             # a table, and JSON into benchmarks/results/
 """

@@ -1,22 +1,27 @@
 """``budget``: one memory budget for all the recurrent modules and deep chains of a model.
 
-What is given a part is every recurrent module; every ``Sequential`` of two layers or more that has
-no recurrent module in it and stands in no other such one; and every run of layers that the model
-calls one after the other (:mod:`retrograde.nn.call_order`). The model is run on a sample. There
-each of them is asked, for the very input that it is given, how little memory it can do with (mᵢ)
-and how much ordinary backpropagation would take (oᵢ). All then get their least, and the same share
-λ of what they could use beyond it,
+Three kinds of parts get a share of the budget:
 
-    bᵢ = mᵢ + λ (oᵢ − mᵢ),    λ ≤ 1 the largest with    Σ over calls min(bᵢ, o of the call) ≤ total,
+- every recurrent module;
+- every ``Sequential`` of at least two layers that contains no recurrent module, and is in no other
+  such ``Sequential``;
+- every run of layers that the model calls one after the other (:mod:`retrograde.nn.call_order`).
 
-since what one call holds stays until it is backpropagated: the calls of a forward pass add up. The
-sum is an upper bound, for only one module at a time is at its own peak.
+The model runs on a sample. For the input of each part, two sizes are found: the least memory of the
+part (mᵢ), and the memory of ordinary backpropagation (oᵢ). Every part then gets its least memory,
+and the same share λ of the memory that it could use beyond that:
 
-In that run these modules record nothing (:mod:`retrograde.nn.sample_run`), so it takes what the
-rest of the model takes. Modules are replaced by :mod:`retrograde.nn.replace_modules`.
+    bᵢ = mᵢ + λ (oᵢ − mᵢ),    λ ≤ 1 the largest with    Σ over calls min(bᵢ, o of the call) ≤ total.
 
-Known limits: what a model changes in place and is no buffer (a list that it appends to) is not put
-back; a model whose forward pass differentiates through such a module cannot be run so.
+The calls of a forward pass add up, since a call holds its memory until it is backpropagated. The
+sum is an upper bound, since only one module at a time is at its own peak.
+
+In the run on the sample the parts record nothing (:mod:`retrograde.nn.sample_run`), so it takes
+only the memory of the rest of the model. :mod:`retrograde.nn.replace_modules` replaces the modules.
+
+Known limits: values that a model changes in place are not put back unless they are buffers (a list
+that it appends to, for example). The forward pass of the model must not differentiate through one
+of the parts.
 """
 
 from bisect import bisect_right
@@ -48,20 +53,20 @@ from retrograde.units import Memory, aligned, as_bytes, format_bytes, parse_memo
 
 __all__ = ["Division", "Share", "budget"]
 
-_TOLD = 3  # reasons in one message
+_TOLD = 3  # the most reasons in one message
 _NO_USE = "hardly holds more than it has to: a budget would gain nothing"
-_FINENESS = 2**40  # parts that λ is counted in: finer than the bytes of any memory
+_FINENESS = 2**40  # λ is a multiple of 1 / this, which is finer than a byte of any memory
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one module was given, and why. Bytes are those of one call.
+    """The share of one module, and the sizes that it depends on. Bytes are those of one call.
 
     Attributes:
         calls: how often a forward pass calls it with something to backpropagate.
         budget_bytes: its ``memory``.
-        minimum_bytes: the least that it can do with.
-        ordinary_bytes: what ordinary backpropagation would hold; of several calls, the largest.
+        minimum_bytes: its least budget.
+        ordinary_bytes: the memory of ordinary backpropagation, of the largest call.
     """
 
     calls: int
@@ -72,17 +77,17 @@ class Share:
 
 @dataclass(frozen=True)
 class Division:
-    """How a budget was divided; ``print`` shows it as a table.
+    """A divided budget; ``print`` shows it as a table.
 
     Attributes:
         model: the model, the same object that was given.
         shares: by the names of :meth:`torch.nn.Module.named_modules`; "" is the model itself.
-        left: modules left as they were: the sample gave them nothing to backpropagate.
+        left: the modules that are unchanged, since the sample gave them nothing to backpropagate.
         total_bytes: the budget.
-        minimum_bytes: the least budget that would have done. Where that has every layer run whole,
-            less may do: a smaller budget is tried with parts of layers run by themselves.
-        ordinary_bytes: what ordinary backpropagation of these modules would hold.
-        refused: what could not be given a budget, and why.
+        minimum_bytes: the least budget. If it is that of whole layers, a smaller one may also fit:
+            a smaller budget is tried with parts of layers that are recomputed on their own.
+        ordinary_bytes: the memory of ordinary backpropagation of these modules.
+        refused: the modules that cannot have a budget, and the reasons.
     """
 
     model: nn.Module = field(repr=False)
@@ -108,34 +113,35 @@ class Division:
 
 
 def budget(model: nn.Module, memory: Memory, sample: Any) -> Division:
-    """Give what is deep or long in a model one memory budget, divided by what each part needs.
+    """Divide one memory budget among the recurrent modules and deep chains of a model.
 
     Every ``torch.nn.RNN``, ``GRU``, ``LSTM`` and ``Sequential`` in the model, at any depth, becomes
-    the module of this library with the same parameters, and gets its part as ``memory``; modules of
-    this library get another ``memory`` (in place of a ``schedule``, too), and recurrent ones keep
-    their ``backward``. A ``Sequential`` within another one, with fewer than two layers, with
-    recurrent modules in it or with a ``backward`` is left as it is. Layers that the model calls
-    itself, each on what the one before returned, as a transformer's blocks, become one chain.
+    the module of this library with the same parameters. Its ``memory`` is its share. Modules of
+    this library get a new ``memory``, which also replaces a ``schedule``; recurrent modules keep
+    their ``backward``.
 
-    All this is done in place, the model itself included: optimizers, hooks, references and
-    ``state_dict`` stay good. Nothing is changed if anything is refused.
+    Some ``Sequential`` modules stay as they are: those inside another one, with fewer than two
+    layers, with recurrent modules inside, or with a ``backward``. Layers that the model itself
+    calls one after the other, such as the blocks of a transformer, become one chain.
+
+    All changes are in place, even if the model itself is such a module. Optimizers, hooks,
+    references and ``state_dict`` stay valid. If the call raises an error, nothing is changed.
 
     Args:
         model: any module with recurrent modules or Sequentials in it, or one of these.
-        memory: for all calls of one forward and backward pass, beyond what the modules hand on
-            (outputs, gradients): bytes (``67108864``), a size (``"64MiB"``), or a fraction of what
-            ordinary backpropagation of these modules would hold (``0.05``, ``"5%"``).
-        sample: what the model is called with: a tuple is its arguments, a dict its keyword
-            arguments, anything else its one argument. It should be the largest that training will
-            bring, and the model in the mode in which it will be trained. The model is called a few
-            times, and of that no trace is left.
+        memory: the budget for all calls of one forward and backward pass, beyond the outputs and
+            gradients of the modules: bytes (``67108864``), a size (``"64MiB"``), or a fraction of
+            ordinary backpropagation's memory for these modules (``0.05``, ``"5%"``).
+        sample: the input of the model: a tuple of arguments, a dict of keyword arguments, or its
+            one argument. It should be the largest input of the training. The model should be in
+            the mode in which it is trained. It is called a few times, which leaves no trace.
 
     Returns:
         A :class:`Division`.
 
     Raises:
-        BudgetError: the budget is too small; the message names the least.
-        CellError: there is nothing to swap, or a module cannot be kept to a budget.
+        BudgetError: the budget is too small; the message names the least one.
+        CellError: there is nothing to replace, or a module cannot be kept to a budget.
         UnitError: the memory cannot be read.
 
     Example:
@@ -149,7 +155,7 @@ def budget(model: nn.Module, memory: Memory, sample: Any) -> Division:
     _check(model)
     order = called_in_turn(model, sample)
     refused = order.refusals() if order else {}
-    for apart in (False, True):  # the second takes several times as long
+    for apart in (False, True):  # with True it takes several times as long
         watched = _watched(model, sample, order, refused, apart=apart)
         needs = [one for one in watched if one.calls]
         if not needs:
@@ -194,9 +200,11 @@ def _watched(
     *,
     apart: bool,
 ) -> list[Watched]:
-    """All that is to be budgeted, watched in a run on the sample, with parts of layers ``apart``
-    where they can be. A chain that turns out not to be one is added to what is refused, and the
-    model is run again."""
+    """Run the model on the sample, and return its parts with their calls and sizes.
+
+    ``apart`` says whether parts of layers may be recomputed on their own. If a run of layers turns
+    out not to be a chain, it is added to ``refused``, and the model runs again.
+    """
     while True:
         runs = [run for run in order.preferred if run_name(run) not in refused] if order else []
         watched: list[Watched] = [*_modules(model, runs, order)]
@@ -222,9 +230,9 @@ def _watched(
 def _modules(
     model: nn.Module, runs: Sequence[Layers], order: CallOrder | None
 ) -> Iterator[WatchedModule]:
-    """Every module to be budgeted, once, whatever it is called, but for layers called in turn."""
+    """Yield every module to be budgeted once, except those in runs of called layers."""
     called = [part for run in runs for one in run for part in one.module.modules()]
-    taken = {id(part) for part in called}  # by a chain
+    taken = {id(part) for part in called}  # modules that belong to a chain
     for name, m in model.named_modules():
         if isinstance(m, nn.RNNBase):
             yield WatchedModule(name, m, _title(name, model))
@@ -252,7 +260,7 @@ def _title(name: str, model: nn.Module) -> str:
 
 
 def _divide(needs: Sequence[Watched], total: int) -> list[int]:
-    """Each module's least, and the same share of what it could use beyond, as large as fits."""
+    """Return each part's budget: its least, and the largest share λ of the rest that fits."""
     fits = range(_FINENESS + 1)
 
     def parts(share: int) -> list[int]:

@@ -1,7 +1,8 @@
-"""One call of a recurrent module: its recurrences, and how a plan of them is run.
+"""One call of a recurrent module: its recurrences, and how a plan runs them.
 
-Layers of one direction are one recurrence. A layer with two directions needs the whole of the layer
-below it, so there every layer is a recurrence of its own, and the sequences between them are held.
+Layers of one direction are one recurrence. A layer with two directions needs all outputs of the
+layer below it. So with two directions every layer is a recurrence of its own, and the sequences
+between the layers are held.
 """
 
 import copy
@@ -39,15 +40,18 @@ __all__ = ["Call", "Plan", "StackFit", "check_measurable"]
 
 Tensors = list[Tensor]
 State = tuple[Tensor, ...]
-# Runs one recurrence, by its number, layers, inputs and state: outputs, and the last state.
+# Runs one recurrence, given its number, layers, inputs and state. Returns the outputs and the last
+# state.
 RunOne = Callable[[int, tuple[Layers, ...], Tensor, Tensors], tuple[Tensor, Tensors]]
 
 
 @dataclass(frozen=True)
 class StackFit:
-    """What a budget buys for layers with two directions, each a recurrence of its own. ``layers``
-    is empty where torch's own module is run. Its bytes are those of each layer's share, or for held
-    layers those of all layers."""
+    """The fit for layers with two directions, each of which is a recurrence of its own.
+
+    ``layers`` is empty if torch's own module runs. The bytes in each of ``layers`` are those of
+    that layer's share; for held layers, they are those of all layers together.
+    """
 
     layers: tuple[Fit, ...]
     peak_bytes: int
@@ -57,32 +61,34 @@ class StackFit:
 
     @property
     def ordinary(self) -> bool:
-        """Whether torch's own module is run."""
+        """Whether torch's own module runs."""
         return not self.layers
 
     @property
     def forward_steps(self) -> int:
-        """Forward steps of all layers, the first sweeps included."""
+        """The forward steps of all layers, the first sweeps included."""
         return sum(fit.forward_steps for fit in self.layers)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a module is to be run: for each recurrence what runs it, and its schedule. ``parts`` is
-    empty to run torch's own module; ``fit`` is None where the schedule was given."""
+    """How a module runs: for each recurrence, its kernel or held plan, and its schedule.
+
+    ``parts`` is empty if torch's own module runs. ``fit`` is None if the caller gave the schedule.
+    """
 
     parts: tuple[tuple[Kernel | HeldPlan, Schedule], ...]
     fit: Fit | StackFit | None = None
 
 
 class Call:
-    """One call of one of our modules.
+    """One call of a recurrent module of this library.
 
     Args:
         x: inputs (T, B, I), or packed (rows, I).
         state: (h,), or (h, c), each (layers · directions, B, H).
-        sizes: of a packed batch: how many sequences have each step.
-        weights: as torch orders them; None for those last computed.
+        sizes: for a packed batch, the number of sequences that have each step.
+        weights: in torch's order; None for the weights that were last computed.
         given: whether the caller gave the state; otherwise it is zeros.
         sorts: whether a packed batch had to be sorted.
     """
@@ -102,7 +108,7 @@ class Call:
         self.weights = last_weights(module) if weights is None else weights
         self.given, self.sorts = given, sorts
         self.length = len(x) if sizes is None else len(sizes)
-        # Lengths of one power of two are measured once; from 256 on all.
+        # Lengths are rounded down to a power of two, 256 at most, so that few of them are measured.
         self.measured_length = 1 << min(self.length, LONGEST_MEASURED).bit_length() - 1
         self.batch = state[0].shape[1]
         self.bidirectional = bool(module.bidirectional)
@@ -110,7 +116,7 @@ class Call:
         self.has_dropout = bool(module.dropout and module.training and module.num_layers > 1)
 
     def of_length(self, length: int) -> "Call":
-        """A call of another length, to be planned and not to be run."""
+        """Return the same call with another length, which can be planned but not run."""
         other = copy.copy(self)
         other.length = length
         other.at_once = sums_at_once(length, self.batch)
@@ -118,7 +124,7 @@ class Call:
 
     @property
     def runs_held(self) -> bool:
-        """Whether held layers can run this, whose bytes are known beforehand."""
+        """Whether held layers can run this call; their bytes are counted, not measured."""
         weight, module = self.weights[1], self.module
         kind = weight.device.type
         if module.proj_size or module.backward == "scan" or torch.is_autocast_enabled(kind):
@@ -129,7 +135,7 @@ class Call:
         return compiled and self.sizes is None
 
     def nets(self, weights: Tensors) -> list[tuple[Layers, ...]]:
-        """The layers of every recurrence, over given weights."""
+        """Return the layers of every recurrence, with the given weights."""
         module = self.module
         count = module.num_layers * (2 if self.bidirectional else 1)
         stack = Layers(cast(Mode, module.mode), weights, count, module.bias)
@@ -138,13 +144,13 @@ class Call:
         return [(stack[2 * k], stack[2 * k + 1]) for k in range(module.num_layers)]
 
     def states(self) -> list[Tensors]:
-        """The initial state of every recurrence."""
+        """Return the initial state of every recurrence."""
         if not self.bidirectional or self.module.num_layers == 1:
             return [list(self.state)]
         return [list(parts) for parts in zip(*(s.split(2) for s in self.state), strict=True)]
 
     def dropout(self, number: int, key: Tensor | None) -> Dropout | None:
-        """The dropout before the layers of a recurrence, by its number."""
+        """Return the dropout before the layers of the recurrence with this number."""
         if key is None or (self.bidirectional and number == 0):
             return None
         return Dropout(float(self.module.dropout), key, number, first=self.bidirectional)
@@ -154,11 +160,11 @@ class Call:
         return self.run(Plan(((run_torch, schedule),) * len(self.nets(self.weights))))
 
     def run_chained(self) -> tuple[Tensor, State]:
-        """As torch's own module, in as many calls as the vendor's kernel needs."""
+        """Run as torch's own module does, in as many calls as the vendor's kernel needs."""
         return self.follow(in_one_range(self.length))
 
     def run(self, plan: Plan) -> tuple[Tensor, State]:
-        """The outputs, laid out as the inputs are, and the final state."""
+        """Run a plan. Returns the outputs, laid out as the inputs are, and the final state."""
         key = draw_key(self.x.device) if self.has_dropout else None
 
         def run(
@@ -183,8 +189,10 @@ class Call:
         return self._in_turn(run)
 
     def run_back(self, backward: Literal["sequential", "scan"]) -> tuple[Tensor, State]:
-        """As :meth:`run`, without a budget: gates are kept, and gradients are found as asked.
-        Dropout masks are drawn as torch draws them."""
+        """Run without a budget: gates are kept, and the backward pass is the given one.
+
+        Dropout masks are drawn as torch draws them. The results are laid out as :meth:`run`'s.
+        """
 
         def run(
             number: int, net: tuple[Layers, ...], x: Tensor, state: Tensors
@@ -225,7 +233,7 @@ class Call:
         )
 
     def _drawn(self, number: int, count: int) -> Drawn | None:
-        """What is dropped before the layers of a recurrence, drawn as torch draws it."""
+        """Draw the dropout masks before the layers of a recurrence, as torch draws them."""
         if not self.has_dropout or (self.bidirectional and number == 0):
             return None
         layers = [0] if self.bidirectional else [*range(1, count)]
@@ -234,7 +242,7 @@ class Call:
         return Drawn.like(layers, like, float(self.module.dropout))
 
     def shapes(self) -> Any:
-        """All that the bytes of a range depend on, but for its length."""
+        """Return everything that the bytes of a range depend on, except its length."""
         module, x, kind = self.module, self.x, self.x.device.type
         return (
             (module.backward, self.has_dropout and module.dropout, x.shape[1:]),
@@ -244,17 +252,19 @@ class Call:
             *((t.dtype, t.requires_grad) for t in (x, *self.state)),
             *((w.dtype, w.requires_grad, w.is_contiguous()) for w in self.weights),
             (x.device, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
-            torch.get_num_threads(),  # each has room of its own
+            torch.get_num_threads(),  # each thread has a buffer of its own
         )
 
     def check_measurable(self) -> None:
-        """Refuse to measure what has no bytes, or takes none; see :func:`check_measurable`."""
+        """Raise CellError if the bytes of this call cannot be measured."""
         check_measurable([self.x, *self.state, *self.weights])
 
 
 def check_measurable(tensors: Tensors) -> None:
-    """Raise CellError if bytes cannot be measured: a tensor is fake or on the meta device, or none
-    requires a gradient."""
+    """Raise CellError if the bytes of a call cannot be measured.
+
+    That is so if a tensor is fake or on the meta device, or if no tensor requires a gradient.
+    """
     if is_unreal(tensors):
         places = ", ".join(sorted({str(t.device) for t in tensors}))
         raise CellError(
@@ -269,8 +279,10 @@ def check_measurable(tensors: Tensors) -> None:
 
 
 def _apart(weights: Tensors) -> Tensors:
-    """The weights, as views where one is used twice or computed from another, so that autograd
-    gives each its own share of the gradient."""
+    """Return the weights, as views if one is used twice or computed from another tensor.
+
+    Autograd then gives each view its own share of the gradient.
+    """
     if all(w.is_leaf for w in weights) and len({id(w) for w in weights}) == len(weights):
         return weights
     return [w.view_as(w) for w in weights]

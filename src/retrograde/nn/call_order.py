@@ -1,9 +1,10 @@
-"""Which modules a model calls one after the other, each on what the one before put out.
+"""Runs of layers: modules that a model calls one after the other, each on the previous output.
 
-The model is run once, without gradients, while every call of a module is noted: what it was given,
-what it returned, and the calls within it. A run of calls is then looked for from the outside in. A
-``Sequential`` is seen through, for its layers are called one after the other, too. A part that
-holds more than a quarter of what the model holds is opened, if runs within it hold nearly all.
+The model is called once, without gradients, and every call of a module is recorded: its arguments,
+its result, and the calls within it. Runs are then found from the outermost calls inward. The layers
+of a ``Sequential`` count as calls of the model, since it calls them one after the other too. The
+search opens a module that holds more than a quarter of the model's bytes, if runs within it hold
+nearly all of these.
 """
 
 import weakref
@@ -36,24 +37,24 @@ from retrograde.nn.sequential import Sequential
 __all__ = ["CallOrder", "Layers", "ModuleCall", "held_outputs", "noted"]
 
 _BUDGETED = (nn.RNNBase, Sequential, Recurrent)
-_OPENED = 1 / 4  # of what the model holds
+_OPENED = 1 / 4  # of the model's bytes: a module with more is opened
 _NEARLY_ALL = 0.9
-_SMALL = 1 / 64  # of it: a run that is left alone
+_SMALL = 1 / 64  # of the model's bytes: a run with less is ignored
 
 
 @dataclass(eq=False)
 class ModuleCall:
-    """One call of a module. Tensors are known by numbers, so that none is held.
+    """One call of a module. It has numbers instead of tensors, so that it keeps none alive.
 
     Attributes:
-        given: the number of each tensor among its arguments, by their places or names. A tensor
-            that was written to has another number.
-        more: the numbers of tensors further inside of arguments.
-        made: the number of the tensor that it returned.
-        slot: which of them is the state, in a run.
-        refusal: why it cannot be a layer of a called chain, if it cannot.
+        given: the number of each tensor that is an argument, by position or name. A write to a
+            tensor gives it another number.
+        more: the numbers of tensors inside other arguments, such as lists.
+        made: the number of the returned tensor.
+        slot: the argument that is the state, in a run.
+        refusal: the reason why it cannot be a layer of a called chain, or None.
         inside: the calls within it.
-        held: bytes of all that was returned within it.
+        held: the bytes of all tensors returned within it.
     """
 
     name: str
@@ -63,21 +64,21 @@ class ModuleCall:
     slot: int | str = 0
     made: int | None = None
     refusal: str | None = None
-    around: set[int] = field(default_factory=set)  # what the Sequentials around it were given
+    around: set[int] = field(default_factory=set)  # the arguments of the Sequentials around it
     takes_state_only: bool = False
-    told: bool = False  # whether a user may want to know of it
+    told: bool = False  # whether the refusal is of interest to a user
     inside: list["ModuleCall"] = field(default_factory=list)
     held: int = 0
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
     contents: Contents | None = None
 
     def slot_of(self, number: int | None) -> int | str | None:
-        """Which argument a tensor was."""
+        """Return the argument that was the tensor with this number."""
         return next((slot for slot, given in self.given.items() if given == number), None)
 
     @property
     def more_given(self) -> set[int]:
-        """The tensors that it was given besides the state."""
+        """The numbers of the tensors that it was given besides the state."""
         return (self.more | {*self.given.values()}) - {self.given[self.slot]}
 
 
@@ -86,14 +87,14 @@ Layers = list[ModuleCall]
 
 
 class _Numbers:
-    """A number for each tensor and version of it, for as long as the tensor lives."""
+    """A number for each version of a tensor, as long as the tensor lives."""
 
     def __init__(self) -> None:
         self.known: dict[tuple[int, int], tuple[weakref.ref[Tensor], int]] = {}
         self.next = 0
 
     def of(self, t: Tensor, at: int) -> int:
-        """The number of a tensor when it had a version."""
+        """Return the number of a tensor at a version."""
         known = self.known.get((id(t), at))
         if known is None or known[0]() is not t:
             self.next += 1
@@ -103,7 +104,7 @@ class _Numbers:
 
 @contextmanager
 def noted(model: nn.Module) -> Iterator[ModuleCall]:
-    """Note every call of a module of a model within a block; what is yielded holds the calls."""
+    """Record every call of a model's modules within a block; the yielded call contains them."""
     names = {id(module): name for name, module in model.named_modules()}
     top = ModuleCall("", model)
     stack, numbers = [top], _Numbers()
@@ -152,7 +153,7 @@ def noted(model: nn.Module) -> Iterator[ModuleCall]:
 
 
 class CallOrder:
-    """What the calls of a model tell of its layers."""
+    """The calls of a model, and the runs of layers among them."""
 
     def __init__(self, top: ModuleCall) -> None:
         self.top, self.every = top, [*_all(top)]
@@ -160,29 +161,32 @@ class CallOrder:
         times = Counter(id(call.module) for call in self.every)
         fit = (c for c in self.every if c.refusal is None and times[id(c.module)] == 1)
         self.ready = {id(call) for call in fit}
-        self.preferred: list[Layers] = []  # the runs that are to be chains
+        self.preferred: list[Layers] = []  # the runs that should become chains
 
     def runs(self) -> list[Layers]:
-        """The runs of two calls and more, from the outside in."""
+        """Return the runs of at least two calls, the outermost possible; small runs are ignored."""
         runs = [_trimmed(run) for run in _runs(self.top, self.ready, _OPENED * self.whole)]
         least = _SMALL * self.whole
         return [run for run in runs if len(run) > 1 and sum(c.held for c in run) >= least]
 
     def runs_within(self, modules: Collection[nn.Module]) -> list[Layers]:
-        """The runs within the calls of some modules, of layers that take the state only."""
+        """Return the runs within the calls of some modules, if all layers take only the state."""
         ids = {id(module) for module in modules}
         calls = (call for call in self.every if id(call.module) in ids and call.inside)
         runs = [run for call in calls for run in _runs(call, self.ready, float("inf"))]
         return [run for run in runs if all(call.takes_state_only for call in run)]
 
     def refusals(self) -> dict[str, str]:
-        """Why the larger parts of a model that could not be layers of a chain could not."""
+        """Return the reasons why larger modules of the model cannot be layers of a chain."""
         large = (call for call in self.every if call.held >= _SMALL * self.whole)
         return {call.name: call.refusal for call in large if call.refusal and call.told}
 
 
 def held_outputs(run: Layers) -> dict[str, list[str]]:
-    """For each layer the ones before the last whose outputs a ``Sequential`` around it holds."""
+    """Return, for each layer, the earlier layers whose outputs a ``Sequential`` around it holds.
+
+    Its own input, which is the output of the layer before it, is not counted.
+    """
     names: dict[int | None, str] = {}
     found: dict[str, list[str]] = {}
     for call in run:
@@ -194,7 +198,7 @@ def held_outputs(run: Layers) -> dict[str, list[str]]:
 
 
 def _runs(around: ModuleCall, ready: set[int], large: float) -> list[Layers]:
-    """The runs of the calls within one, from the outside in."""
+    """Return the runs among the calls within one call, the outermost possible."""
     found: list[Layers] = []
     current: Layers = []
 
@@ -228,14 +232,17 @@ def _runs(around: ModuleCall, ready: set[int], large: float) -> list[Layers]:
 
 
 def _is_better(runs: list[Layers], call: ModuleCall) -> bool:
-    """Whether runs within a call hold nearly all of what it holds, in smaller parts."""
+    """Return whether runs within a call hold nearly all of its bytes, each layer less than half."""
     held = [one.held for run in runs for one in run]
     return sum(held) >= _NEARLY_ALL * call.held > 0 and max(held) < call.held / 2
 
 
 def _opened(around: ModuleCall, ready: set[int]) -> list[ModuleCall]:
-    """The calls within one; in the place of a ``Sequential``, or of a module that only calls one
-    layer after the other, those within it."""
+    """Return the calls within one call.
+
+    A ``Sequential`` is replaced by the calls within it, and so is a module that only calls one
+    layer after the other.
+    """
     found = []
     for call in around.inside:
         layers = _opened(call, ready) if call.inside else []
@@ -259,7 +266,7 @@ def _is_sequential(module: nn.Module) -> bool:
 
 
 def _is_straight(call: ModuleCall, layers: Layers, ready: set[int]) -> bool:
-    """Whether a call hands its input to the first layer, and returns what the last one made."""
+    """Return whether a call only calls its layers in turn, and returns the last one's output."""
     if id(call) not in ready:
         return False
     uses = _uses(layers)
@@ -273,13 +280,15 @@ def _is_straight(call: ModuleCall, layers: Layers, ready: set[int]) -> bool:
 
 
 def _uses(calls: Layers) -> Counter[int | None]:
-    """How many of some calls are given each tensor."""
+    """Count, for each tensor, the calls that are given it."""
     return Counter(n for call in calls for n in call.more | {*call.given.values()})
 
 
 def _trimmed(run: Layers) -> Layers:
-    """A run from the first layer on that is given all that later ones are given besides the state,
-    for it tells what they will be given."""
+    """Cut off the first layers of a run, until its first layer is given all tensors of later ones.
+
+    The states are not counted. The arguments of the first layer then determine those of the others.
+    """
     more = [call.more_given for call in run]
     return next(run[k:] for k, given in enumerate(more) if all(m <= given for m in more[k:]))
 
@@ -287,7 +296,7 @@ def _trimmed(run: Layers) -> Layers:
 def _refusal(
     call: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> str | None:
-    """Why a call cannot be that of a layer of a chain."""
+    """Return the reason why a call cannot be that of a layer of a chain, or None."""
     module = call.module
     if not call.given:
         return "is given no tensor"

@@ -1,14 +1,17 @@
 """A chain whose layers a model calls itself, within a byte budget.
 
-A model may call its layers in a loop of its own, as the blocks of a transformer, or ``layer1`` to
-``layer4`` of a ResNet one after the other. Each such layer keeps its class; its ``forward`` becomes
-a :class:`Turn`, which hands the call on to the one :class:`CalledChain` of all of them. The chain
-is measured and planned as a ``Sequential`` is (:mod:`retrograde.nn.chain_plans`), and run call by
+A model may call its layers itself: the blocks of a transformer in a loop, or ``layer1`` to
+``layer4`` of a ResNet in turn. Each such layer keeps its class. Its ``forward`` becomes a
+:class:`Turn`, which passes the call to the :class:`CalledChain` of all of them. The chain is
+measured and planned as a ``Sequential`` is (:mod:`retrograde.nn.chain_plans`), and runs call by
 call (:mod:`retrograde.cores.chain.called`).
 
-What a layer is given besides the state (a mask, positions, options) is handed to it again when it
-is run again. A layer that is called on something else than the output of the one before runs as it
-is; a warning says so.
+A layer may have arguments besides the state: a mask, positions, options. When the layer is
+recomputed, it gets them again. A layer whose state is not the output of the layer before it runs by
+ordinary backpropagation, and a warning says so.
+
+A *rider* is an activation that writes to its input, such as an in-place ReLU. It is a part of the
+layer before it.
 """
 
 import warnings
@@ -52,7 +55,7 @@ __all__ = [
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 CHANGES = "changes a list or a dict that it is given: expected it to return what is new"
-_ACTIVATIONS = {  # whose results depend on their input alone
+_ACTIVATIONS = {  # their results depend on their input alone
     getattr(nn, name)
     for name in (
         "Threshold", "ReLU", "ReLU6", "Hardtanh", "Hardsigmoid", "SiLU", "Mish", "Hardswish",
@@ -64,7 +67,7 @@ _MARK = "_retrograde_passage"  # an attribute of the tensor that a layer hands o
 
 @dataclass(frozen=True)
 class Given:
-    """The arguments of a layer. ``slot`` tells which of them is the state: a number or a name."""
+    """The arguments of a layer. ``slot`` is the position or name of the state among them."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -72,7 +75,7 @@ class Given:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], slot: int | str) -> "Given":
-        """What a call is given now, whatever the caller's lists and dicts hold later."""
+        """Return the arguments of a call, with copies of the caller's lists and dicts."""
         args, kwargs = pytree.tree_map(lambda leaf: leaf, (args, kwargs))
         return cls(args, kwargs, slot)
 
@@ -83,27 +86,27 @@ class Given:
         return found
 
     def leaves(self) -> list[Any]:
-        """All that is given besides the state."""
+        """Return all arguments besides the state, as the leaves of a pytree."""
         return [
             leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if leaf is not self.state
         ]
 
     def tensors(self) -> list[Tensor]:
-        """The tensors among :meth:`leaves`."""
+        """Return the tensors among :meth:`leaves`."""
         return [leaf for leaf in self.leaves() if isinstance(leaf, Tensor)]
 
     def wanting(self) -> list[Tensor]:
-        """Those of :meth:`tensors` that a gradient is wanted for, each once."""
+        """Return those of :meth:`tensors` that require a gradient, each once."""
         return list({id(t): t for t in self.tensors() if t.requires_grad}.values())
 
     def kind(self) -> Hashable:
-        """All that bytes depend on besides the state."""
+        """Return their key: the structure, the tensors' signatures, and the other values."""
         leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
         known = (signature(v) if isinstance(v, Tensor) else (type(v), v) for v in leaves)
         return str(spec), tuple(known)
 
     def refusal(self) -> str | None:
-        """Why a layer that is given this cannot be run again, if it cannot."""
+        """Return the reason why a layer cannot be recomputed with these arguments, or None."""
         for leaf in self.leaves():
             if not isinstance(leaf, (Tensor, *_PLAIN)):
                 return (
@@ -113,18 +116,18 @@ class Given:
         return None
 
     def at(self, x: Tensor) -> "Given":
-        """The same with another state."""
+        """Return these arguments with another state."""
         return self.replaced({id(self.state): x})
 
     def replaced(self, others: dict[int, Tensor]) -> "Given":
-        """The same with other tensors in the place of some, known by their ids."""
+        """Return these arguments with some tensors replaced, by their ids."""
         args, kwargs = pytree.tree_map(
             lambda leaf: others.get(id(leaf), leaf), (self.args, self.kwargs)
         )
         return Given(args, kwargs, self.slot)
 
     def without_tensors(self, first: "Given") -> "Given":
-        """The same, its tensors replaced by where the first layer of the chain is given them."""
+        """Return these arguments, each tensor replaced by its place in the first layer's."""
         theirs = {id(t): k for k, t in enumerate([first.state, *first.tensors()])}
         state = self.state
 
@@ -137,7 +140,11 @@ class Given:
         return Given(args, kwargs, self.slot)
 
     def with_tensors(self, first: "Given") -> "Given | None":
-        """The reverse of :meth:`without_tensors`, for another call; None if that is not known."""
+        """Return these arguments with the tensors of another call of the chain.
+
+        It reverses :meth:`without_tensors`. The result is None if the first layer is not given one
+        of the tensors.
+        """
         tensors = dict(enumerate([first.state, *first.tensors()]))
         leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
         if any(isinstance(leaf, _Place) and leaf.number not in tensors for leaf in leaves):
@@ -148,22 +155,22 @@ class Given:
 
     @classmethod
     def state_only(cls) -> "Given":
-        """:meth:`without_tensors` where there is nothing besides the state."""
+        """Return :meth:`without_tensors` of a call that is given only the state."""
         return cls((_Place(0),), {}, 0)
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor comes from: its number among the first layer's, the state's being 0."""
+    """The number of a tensor among those that the first layer is given; 0 is the state."""
 
-    number: int  # less than 0 where the first layer is not given it
+    number: int  # negative if the first layer is not given it
 
 
 class _Held:
-    """What a layer is given; kept apart from the layer, for it is no part of what that is.
+    """The arguments that a layer has while it is planned. They are no part of the layer itself.
 
     Attributes:
-        leaves: what stands for a tensor that a gradient is wanted for, by its number and kind.
+        leaves: the stand-ins of tensors that require a gradient, by number and kind.
     """
 
     def __init__(self) -> None:
@@ -172,8 +179,10 @@ class _Held:
 
 
 class CalledLayer(nn.Module):
-    """A layer of a chain for planning: a function of the state, given the rest. ``riders`` are
-    activations that write to what it returns."""
+    """A layer of a chain while it is planned: a function of the state, with the rest held fixed.
+
+    ``riders`` are the activations that write to the layer's output.
+    """
 
     def __init__(self, name: str, layer: nn.Module, riders: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -190,8 +199,10 @@ class CalledLayer(nn.Module):
         return self.run(value, self.held.given)
 
     def hold(self, given: Given | None) -> None:
-        """Give it this, whatever state it is called on. Tensors that want a gradient become
-        parameters of it, by something that stands for them."""
+        """Hold these arguments, besides the state; None to hold nothing.
+
+        Each tensor that requires a gradient is replaced by a stand-in, a parameter of this module.
+        """
         found = {} if given is None else {id(t): t for t in given.wanting()}
         others = {key: self._leaf(k, t) for k, (key, t) in enumerate(found.items())}
         self.held.given = None if given is None else given.replaced(others)
@@ -207,7 +218,7 @@ class CalledLayer(nn.Module):
         return self.held.leaves[key]
 
     def run(self, value: Any, given: Given) -> Any:
-        """What the model makes of a state with the layer and its riders."""
+        """Run the layer and its riders on a state. Raises CellError if it changes its arguments."""
         given = given.at(state_of(value))
         before = Contents((given.args, given.kwargs))
         value = own_forward(self.layer)(*given.args, **given.kwargs)
@@ -220,7 +231,7 @@ class CalledLayer(nn.Module):
 
 @dataclass(frozen=True)
 class _Bound:
-    """A layer as it is called in one pass of the model."""
+    """A layer with the arguments and the autocast options of one pass of the model."""
 
     layer: CalledLayer
     given: Given
@@ -233,13 +244,13 @@ class _Bound:
 
 @dataclass
 class _Passage:
-    """A pass of a model through a chain. It goes with the tensor between two layers.
+    """A pass of a model through a chain. It is an attribute of the tensor between two layers.
 
     Attributes:
-        active: the layers that do something, each with the number of its link.
-        run: None where ordinary backpropagation fits the budget.
-        next: the call whose turn it is.
-        version: of the tensor that was handed on.
+        active: the layers that do not just return their input, each with the number of its link.
+        run: None if ordinary backpropagation fits the budget.
+        next: the number of the next call.
+        version: the version of the tensor between the two layers.
     """
 
     chain: "CalledChain"
@@ -252,27 +263,30 @@ class _Passage:
 
 
 class Contents:
-    """What lists and dicts held when a call began."""
+    """The contents of lists and dicts when a call began."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
         self.leaves, self.spec = pytree.tree_flatten(value)
 
     def changed(self) -> bool:
-        """Whether they hold anything else by now."""
+        """Return whether the contents are different by now."""
         leaves, spec = pytree.tree_flatten(self.value)
         same = spec == self.spec and all(a is b for a, b in zip(leaves, self.leaves, strict=True))
         return not same
 
 
 class Called(Protocol):
-    """What a :class:`Turn` hands calls on to."""
+    """The receiver of the calls of a :class:`Turn`."""
 
     def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
 
 class Turn:
-    """The ``forward`` of a module that called chains call, by chain and number of the call."""
+    """The ``forward`` of a module in a chain, which passes its calls to the chain.
+
+    A rider may be called at several places, each of which is a chain and a number in it.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -281,7 +295,7 @@ class Turn:
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         chain, number = self.places[0]
-        if rides(self.module):  # it may be called elsewhere, too
+        if rides(self.module):  # it may also be called outside of its chains
             passage = _passage_of(args[0]) if args else None
             if passage is None or (passage.chain, passage.next) not in self.places:
                 return own_forward(self.module)(*args, **kwargs)
@@ -293,10 +307,10 @@ class CalledChain:
     """Layers that a model calls one after the other, each once.
 
     Args:
-        calls: the modules that are called, by name. One that writes to what the layer before it
-            returned is a part of that layer.
-        sample: what each layer is given; None for the state only.
-        holds: for a layer, the earlier ones whose outputs the model holds while it calls it.
+        calls: the called modules, by name, in the order of the calls. Riders are parts of the
+            layers before them.
+        sample: the arguments of each layer; None if each is given the state only.
+        holds: for each layer, the earlier layers whose outputs the model holds while it calls it.
     """
 
     def __init__(
@@ -308,7 +322,7 @@ class CalledChain:
         self.calls = [*calls]
         starts = [i for i, (_, module) in enumerate(calls) if not rides(module)]
         self.layers = []
-        self.parts: list[tuple[int, int]] = []  # of each call: its layer, and 0 or the rider
+        self.parts: list[tuple[int, int]] = []  # each call's layer, and 0 or its rider
         for k, (start, stop) in enumerate(pairwise([*starts, len(calls)])):
             self.layers.append(CalledLayer(*calls[start], [m for _, m in calls[start + 1 : stop]]))
             self.parts += [(k, part) for part in range(stop - start)]
@@ -323,21 +337,21 @@ class CalledChain:
 
     @property
     def title(self) -> str:
-        """Its first and its last layer."""
+        """The names of its first and its last module."""
         return f"{self.calls[0][0]} … {self.calls[-1][0]}"
 
     def fit(self, memory: Memory, given: Sequence[Given]) -> ChainFit:
-        """What a budget buys for layers that are given this; errors are a ``Sequential``'s."""
+        """Return the fit for layers with these arguments; errors are those of a ``Sequential``."""
         with self._given(given):
             network = self._network(self._active())
             return self.plans.find(network, memory, given[0].state, given[0].kind())[1]
 
     def install(self) -> None:
-        """Have the layers called through the chain from now on."""
+        """Pass the calls of the layers to this chain from now on."""
         take_turns(self, [module for _, module in self.calls])
 
     def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the model calls of the chain, by its number."""
+        """Run the call of the model that has this number in the chain."""
         k, part = self.parts[number]
         module = self.calls[number][1]
         given = self._read(k, part, args, kwargs)
@@ -355,7 +369,11 @@ class CalledChain:
         return result
 
     def _passage(self, number: int, given: Given) -> _Passage | None:
-        """The pass that a call belongs to, if it is on what the call before it put out."""
+        """Return the pass of a call whose state is the output of the call before it.
+
+        The call of the first active layer begins a pass. Otherwise the result is None, and the
+        first such call of an active layer warns.
+        """
         passage = _passage_of(given.state)
         if passage is not None and passage.chain is self and passage.next == number:
             return passage
@@ -397,7 +415,7 @@ class CalledChain:
         k, _ = self.parts[number]
         layer, wanting = self.layers[k], given.wanting()
         autocast = autocast_as_now(x.device)
-        # What is kept for a rerun must hold neither the state nor the graph of what is given.
+        # Recomputation keeps these arguments, so they must hold neither the state nor a graph.
         leaves = {id(t): t.detach().requires_grad_() for t in wanting}
         kept = given.replaced({id(x): torch.empty(0, device="cpu"), **leaves})
         at = passage.active[k]
@@ -426,7 +444,7 @@ class CalledChain:
         return link.returned.unflatten([y])
 
     def _ride(self, passage: _Passage, number: int, y: Tensor) -> Tensor:
-        """Run a rider on what its layer put out."""
+        """Run a rider on the output of its layer."""
         assert passage.links is not None
         assert passage.run is not None
         k, part = self.parts[number]
@@ -438,7 +456,10 @@ class CalledChain:
     def _read(
         self, k: int, part: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Given | None:
-        """What a layer or a rider is given, None where nothing is to be done about it."""
+        """Return the arguments of a layer or a rider; None if no gradient is recorded.
+
+        The result is also None if the state is not a tensor.
+        """
         slot = 0 if part else self.sample[k].slot
         held: Any = kwargs if isinstance(slot, str) else dict(enumerate(args))
         if not torch.is_grad_enabled() or not isinstance(held.get(slot), Tensor):
@@ -449,7 +470,7 @@ class CalledChain:
         return given
 
     def _active(self) -> list[int]:
-        """The layers that do something, in the mode in which they are."""
+        """Return the layers that do not just return their input, in their present mode."""
         return [k for k, one in enumerate(self.layers) if not passes_through(one.layer)]
 
     def _network(self, active: Sequence[int]) -> nn.Sequential:
@@ -461,7 +482,7 @@ class CalledChain:
 
     @contextmanager
     def _given(self, given: Sequence[Given | None]) -> Iterator[None]:
-        """Let the layers be given this while they are planned, by one thread at a time."""
+        """Hold these arguments in the layers while they are planned, in one thread at a time."""
         with MEASURING:
             for one, what in zip(self.layers, given, strict=True):
                 one.hold(what)
@@ -476,14 +497,14 @@ class CalledChain:
 
 
 def passes_through(layer: nn.Module) -> bool:
-    """Whether a layer returns the very tensor that it is given."""
+    """Return whether a layer returns the very tensor that it is given."""
     if isinstance(layer, nn.Identity):
         return True
     return isinstance(layer, _DropoutNd) and (not layer.training or layer.p == 0)
 
 
 def state_of(value: Any) -> Tensor:
-    """The one tensor of what a layer returned; raises CellError if there is none, or several."""
+    """Return the only tensor in a layer's result. Raises CellError if it has none, or several."""
     found = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
     if len(found) != 1:
         raise CellError(f"a layer returned {len(found)} tensors: expected one")
@@ -491,32 +512,32 @@ def state_of(value: Any) -> Tensor:
 
 
 def take_turns(called: Called, modules: Sequence[nn.Module]) -> None:
-    """Have the calls of some modules handed on, by their numbers."""
+    """Pass the calls of some modules to ``called``, with their numbers."""
     for number, module in enumerate(modules):
         turn = vars(module).setdefault("forward", Turn(module))
         turn.places.append((called, number))
 
 
 def release(modules: Iterable[nn.Module]) -> None:
-    """Have no module called through a chain any more."""
+    """Give all modules their own forward pass again, so that no chain gets their calls."""
     for module in modules:
         if isinstance(vars(module).get("forward"), Turn):
             del vars(module)["forward"]
 
 
 def rides(module: nn.Module) -> bool:
-    """Whether a module is an activation that writes to its input, and does nothing else."""
+    """Return whether a module is a rider: an activation that works in place."""
     return type(module) in _ACTIVATIONS and bool(getattr(module, "inplace", False))
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:
-    """The forward pass of a module's class."""
+    """Return the forward pass of a module's class, without a :class:`Turn`."""
     forward: Callable[..., Any] = partial(type(module).forward, module)
     return forward
 
 
 def _passage_of(t: Any) -> _Passage | None:
-    """The pass that a tensor belongs to, unless it was written to since it was handed on."""
+    """Return the pass that a tensor belongs to; None if it was written to since then."""
     passage: _Passage | None = getattr(t, _MARK, None)
     return passage if passage is not None and passage.version == version(t) else None
 

@@ -1,11 +1,11 @@
 """A chain of layers within a byte budget: measured once, planned once, run by its schedule.
 
-At the first call for an input of some kind every layer is tried, measured, and a schedule is found
-for the budget; later calls look it up. What is measured depends on shapes, so it is kept by them; a
-link holds parameters and buffers, so links are kept by these.
+The first call for a kind of input tries every layer, measures it, and finds a schedule for the
+budget. Later calls look these up. Measurements depend on shapes, so shapes are their key. A link
+(layers that run as one) holds parameters and buffers, so these are in the key of links.
 
-Seconds decide which schedule is fastest, and no two measurements agree. So another process may
-follow another schedule; the gradient is the same, bit for bit.
+Measured times decide which schedule is fastest, and they vary from run to run. So another process
+may follow another schedule; its gradient is the same, bit for bit.
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
@@ -33,20 +33,23 @@ from retrograde.units import Memory, as_bytes, format_bytes
 
 __all__ = ["LEAST", "ChainFit", "Plans", "measure_network", "named_layers"]
 
-#: A ``memory``: as little as the layers can do with.
+#: A ``memory``: the least budget of the layers.
 LEAST = "least"
 
 Tensors = list[Tensor]
 
 _MOST_LINKS = 8
-_LEVELS = 1000  # that bytes are counted in: more hardly find a faster schedule, and take longer
+_LEVELS = 1000  # of memory for the planner: more take longer, and rarely give a faster schedule
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True, eq=False)
 class ChainFit:
-    """What a budget buys for a chain; ``print`` shows it. ``chain`` leaves out the layers before
-    the first gradient, ``peak_bytes`` includes them; ``minimum_bytes`` is the least budget."""
+    """The schedule of a chain for a budget, and its bytes; ``print`` shows it.
+
+    ``chain`` leaves out the layers before the first gradient, and ``peak_bytes`` includes them.
+    ``minimum_bytes`` is the least budget.
+    """
 
     chain: Chain
     schedule: Schedule
@@ -57,12 +60,12 @@ class ChainFit:
 
     @property
     def ordinary(self) -> bool:
-        """Whether ordinary backpropagation fits the budget, and so is what is done."""
+        """Whether ordinary backpropagation fits the budget. If so, it is what runs."""
         return self.budget_bytes >= self.ordinary_bytes
 
     @property
     def seconds(self) -> float:
-        """An iteration, as predicted."""
+        """The predicted time of an iteration."""
         return float(self.schedule.seconds or 0.0)
 
     def __str__(self) -> str:
@@ -78,21 +81,25 @@ class ChainFit:
 
 @dataclass
 class Plans:
-    """What was found for recent calls of one module."""
+    """The measurements, schedules and links of the recent calls of one module."""
 
     chains: LRUCache[tuple[Chain, int]] = field(default_factory=LRUCache)
     fits: LRUCache[ChainFit] = field(default_factory=LRUCache)
     links: LRUCache[Links] = field(default_factory=partial(LRUCache, most=_MOST_LINKS))
     moving: set[tuple[int, Any]] = field(
         default_factory=set
-    )  # what layers change: (id of its holder, name)
-    #: Of layers that a model calls: whose outputs it holds meanwhile, by names. None for others.
+    )  # the values that layers change: (id of the holder, name)
+    #: For each layer of a called chain, the layers whose outputs the model holds while it calls
+    #: that layer, by name. None for a Sequential.
     holds: dict[str, list[str]] | None = None
 
     def fit(self, net: nn.Sequential, memory: Memory, input: Any) -> ChainFit:
-        """The schedule of the layers for a budget and an input of this kind. Raises BudgetError,
-        which names the least budget, or CellError if a layer cannot be run exactly or nothing
-        requires a gradient."""
+        """Return the schedule of the layers for a budget and an input of this kind.
+
+        Raises:
+            BudgetError: the budget is too small; the message names the least budget.
+            CellError: a layer cannot be run exactly, or nothing requires a gradient.
+        """
         leaves, structure = flatten(input, "input")
         call = _Call.of(net, leaves, structure)
         self._links(call)
@@ -101,15 +108,23 @@ class Plans:
     def find(
         self, net: nn.Sequential, memory: Memory, x: Tensor, given: Hashable
     ) -> tuple[Links, ChainFit]:
-        """The links of a called chain, and :meth:`fit`; ``given`` is all that bytes depend on
-        besides the layers and the input."""
+        """Return the links of a called chain, and the result of :meth:`fit`.
+
+        ``given`` is everything that the bytes depend on besides the layers and the input.
+        """
         call = _Call.of(net, *flatten(x, "input"), given)
         return self._links(call), self._fitted(memory, call)
 
     def run(self, net: nn.Sequential, memory: Memory, input: Any) -> Any:
-        """The output of the last layer, its gradient within a budget; None to run torch's own pass.
-        Raises BudgetError, which names the least budget, or CellError if a layer cannot be run
-        exactly."""
+        """Run the layers so that their gradient stays within a budget.
+
+        Returns the output of the last layer, or None where torch's own pass should run. That is so
+        if nothing requires a gradient, a tensor is not real, or ordinary backpropagation fits.
+
+        Raises:
+            BudgetError: the budget is too small; the message names the least budget.
+            CellError: a layer cannot be run exactly.
+        """
         if not torch.is_grad_enabled():
             return None
         leaves, structure = flatten(input, "input")
@@ -148,14 +163,17 @@ class Plans:
 
         known = len(self.moving)
         found = self.links.get(call.key(self.moving), find, of=call.tensors)
-        if len(self.moving) > known:  # what a layer itself changes is no part of the key
+        if len(self.moving) > known:  # values that layers change are not part of the key
             self.links.get(call.key(self.moving), lambda: found, of=call.tensors)
         return found
 
 
 def measure_network(net: nn.Sequential, input: Any, repeats: int) -> Chain:
-    """Measure the layers of a network, without those before the first gradient, timing ``repeats``
-    times. Raises CellError if a layer cannot be run exactly or nothing requires a gradient."""
+    """Measure the layers of a network from the first gradient on, and time each ``repeats`` times.
+
+    Raises:
+        CellError: a layer cannot be run exactly, or nothing requires a gradient.
+    """
     leaves, structure = flatten(input, "input")
     return _measure(examine_layers(_apart(net), leaves, structure), leaves, repeats)
 
@@ -173,7 +191,7 @@ def _measure(
 
 
 def _holding(chain: Chain, holds: dict[str, list[str]]) -> Chain:
-    """The chain, where running a layer takes the outputs that its caller holds meanwhile, too."""
+    """Add to a layer's transient bytes the outputs that the model holds while it calls it."""
     if not holds:
         return chain
     output = dict(zip(chain.names, chain.output_bytes, strict=True))
@@ -204,11 +222,11 @@ def _fit(chain: Chain, before: int, memory: Memory) -> ChainFit:
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """A call, and what is looked up for it.
+    """A call, and the parts of the keys by which its results are cached.
 
     Attributes:
-        known: all that bytes and seconds depend on, except what the layers refer to.
-        found: what the layers refer to.
+        known: everything that bytes and seconds depend on, except the values the layers refer to.
+        found: the values that the layers refer to.
         parts: the layers, and all modules in them.
         tensors: the parameters and buffers that links hold.
     """
@@ -223,14 +241,18 @@ class _Call:
     identities: dict[int, Hashable] = field(default_factory=dict)
 
     def shapes(self, moving: Collection[tuple[int, Any]]) -> Hashable:
-        """All that bytes and seconds depend on, the layers themselves (their ids) included."""
+        """Return the key of measurements: everything that bytes and seconds depend on.
+
+        The layers' ids are in it. ``moving`` are the values that layers change.
+        """
         if len(moving) not in self.identities:
             places = _still(self.found.places, moving)
             self.identities[len(moving)] = identity(self.found, places)
         return self.known, self.identities[len(moving)]
 
     def key(self, moving: Collection[tuple[int, Any]]) -> Hashable:
-        """All that links depend on: besides, the very objects that hold what layers refer to."""
+        """Return the key of links: :meth:`shapes`, the tensors, and the holders of the values that
+        the layers refer to."""
         holders = tuple(id(place.holder) for place in self.found.places)
         return self.shapes(moving), tuple(map(id, self.tensors)), holders
 
@@ -238,7 +260,7 @@ class _Call:
     def of(
         cls, net: nn.Sequential, leaves: Tensors, structure: Structure, given: Hashable = None
     ) -> "_Call":
-        found = find_referents([*net])  # what the chain itself is, is no part of what it takes
+        found = find_referents([*net])  # the chain itself does not affect the bytes of its layers
         parts = found.parts()
         named = [
             named
@@ -261,11 +283,11 @@ class _Call:
 
 
 def _still(places: Sequence[Place], moving: Collection[tuple[int, Any]]) -> Iterator[Place]:
-    """The places, without those that layers change."""
+    """Yield the places of values that no layer changes."""
     holders = {holder for holder, _ in moving}
     for place in places:
         if getattr(place, "registered", None) is not None:
-            continue  # tensors are known by themselves
+            continue  # parameters and buffers are in the key already
         if id(place.holder) not in holders:
             yield place
         elif not place.growing:
@@ -275,9 +297,11 @@ def _still(places: Sequence[Place], moving: Collection[tuple[int, Any]]) -> Iter
 def named_layers(
     net: nn.Sequential, opens: Callable[[nn.Sequential], bool], prefix: str = ""
 ) -> Iterator[tuple[str, nn.Module]]:
-    """The layers with dotted names; a nested chain without hooks is taken apart if ``opens`` says
-    so."""
-    for name, layer in net._modules.items():  # a layer may come twice
+    """Yield the layers with dotted names.
+
+    The layers of a nested chain without hooks are yielded one by one where ``opens`` returns true.
+    """
+    for name, layer in net._modules.items():  # one layer may stand in it twice
         if (
             isinstance(layer, nn.Sequential)
             and opens(layer)
@@ -289,7 +313,7 @@ def named_layers(
 
 
 def _apart(net: nn.Sequential) -> list[tuple[str, nn.Module]]:
-    """The layers of a chain: nested ones with a budget or a scan of their own stay whole."""
+    """Return the layers of a chain; a nested chain with its own budget or scan stays whole."""
 
     def opens(nested: nn.Sequential) -> bool:
         options = vars(nested)

@@ -1,16 +1,16 @@
-"""torch's recurrent modules with arguments more: ``memory``, ``schedule`` and ``backward``.
+"""torch's recurrent modules with three more arguments: ``memory``, ``schedule`` and ``backward``.
 
-A subclass keeps torch's constructor, parameters and ``state_dict``; only the way in which the
-gradient is computed changes. Where nothing is asked, or no gradient is wanted, or tensors are not
-real (:func:`retrograde.run.transforms.is_unreal`), torch's own forward pass is run.
+A subclass keeps torch's constructor, parameters and ``state_dict``. Only the computation of the
+gradient changes. Torch's own forward pass runs if no option is set, no gradient is wanted, or a
+tensor is not real (:func:`retrograde.run.transforms.is_unreal`).
 
-- ``memory`` runs ranges of steps on the fastest kernels as a schedule says that fits the budget
-  (:mod:`retrograde.nn.scheduled`; Gruslys et al., 2016); ``schedule`` says so itself.
-- ``backward`` recomputes what it needs from the hidden states, which are the outputs, and goes
+- ``memory`` runs ranges of steps on the fastest kernels, by a schedule that fits the budget
+  (:mod:`retrograde.nn.scheduled`; Gruslys et al., 2016). ``schedule`` gives that schedule itself.
+- ``backward`` recomputes what it needs from the hidden states, which are the outputs. It goes back
   through the steps one by one in a compiled loop, or by a parallel scan over their Jacobians
-  (:mod:`retrograde.scan`; Wang, BPPSA, 2020). With a budget, every range is run so.
+  (:mod:`retrograde.scan`; Wang, BPPSA, 2020). With a budget, it does so in every range.
 
-Known limit, refused with a message: under ``backward``, projections.
+Known limit: ``backward`` refuses projections with an error.
 """
 
 from typing import Any, Literal, get_args
@@ -39,15 +39,15 @@ from retrograde.units import Memory, parse_memory
 
 __all__ = ["GRU", "LSTM", "RNN", "Backward", "BudgetedRNN"]
 
-#: One step after another; by a parallel scan over steps; whichever is expected to be fastest,
-#: torch's own backward pass included.
+#: The backward pass: one step after another, by a parallel scan over the steps, or the one with the
+#: least expected time, torch's own included.
 Backward = Literal["sequential", "scan", "auto"]
 
 State = tuple[Tensor, ...]
 
 
 class BudgetedRNN(nn.RNNBase):
-    """What :class:`RNN`, :class:`GRU` and :class:`LSTM` share; not for use on its own."""
+    """The base class of :class:`RNN`, :class:`GRU` and :class:`LSTM`; not for use on its own."""
 
     memory: Memory | None
     backward: Backward | None
@@ -75,13 +75,16 @@ class BudgetedRNN(nn.RNNBase):
 
         Args:
             input: (T, B, I), or (B, T, I) with ``batch_first``, (T, I) without a batch, or a
-                ``PackedSequence``; the outputs are laid out likewise.
-            hx: the initial state, (layers · directions, B, H), or without B; an LSTM's is the
-                pair (h, c). None for zeros.
+                ``PackedSequence``. The outputs have the same layout.
+            hx: the initial state, (layers · directions, B, H), or without B; for an LSTM, the pair
+                (h, c). None means zeros.
 
         Raises:
-            CellError: the options exclude each other, or the shapes do not fit.
-            BudgetError: the budget is too small for these shapes; the message names the least.
+            CellError: the options exclude each other.
+            InputError: the number of dimensions, the device or the dtype is wrong.
+            RuntimeError: a size is wrong; the error is torch's own.
+            ScheduleError: the schedule does not fit, or a budget is given too.
+            BudgetError: the budget is too small for these shapes; the message names the least one.
             RetrogradeError: the call is transformed or traced, as by ``torch.func``.
         """
         if is_exporting() or not (self._options() or self._is_long(input)):
@@ -89,7 +92,7 @@ class BudgetedRNN(nn.RNNBase):
         return self._forward_as_asked(input, hx)
 
     def _is_long(self, input: Any) -> bool:
-        """Whether torch's own pass would fail, as on a GPU at more steps than cuDNN takes."""
+        """Return whether torch's own pass would fail: on a GPU, cuDNN takes only so many steps."""
         if isinstance(input, PackedSequence):
             return is_too_long(input.data, len(input.batch_sizes))
         at = 1 if self.batch_first and input.dim() == 3 else 0
@@ -100,7 +103,7 @@ class BudgetedRNN(nn.RNNBase):
         self._check_asked()
         if not (torch.is_grad_enabled() or self._is_long(input)):
             return super().forward(input, hx)
-        # As torch's forward does, and once, for a parametrization may count how often it is asked.
+        # As in torch's forward; only once, since a parametrization may count how often it is read.
         self._update_flat_weights()  # type: ignore[no-untyped-call]
         weights: Any = self._flat_weights
         data = input.data if isinstance(input, PackedSequence) else input
@@ -115,12 +118,12 @@ class BudgetedRNN(nn.RNNBase):
         return self._laid_out(input, *found)
 
     def _options(self) -> list[str]:
-        """The names of what is asked beyond torch's own."""
+        """Return the names of the options that are set."""
         asked = {"memory": self.memory, "schedule": self.schedule, "backward": self.backward}
         return [name for name, value in asked.items() if value is not None]
 
     def _wants(self, tensors: list[Any]) -> bool:
-        """Whether a call on these is ours to run, or to refuse: else torch does it."""
+        """Return whether this library runs or refuses a call on these; if not, torch runs it."""
         if not all(isinstance(t, Tensor) for t in tensors):
             return False
         if is_unreal(tensors) and len({t.device for t in tensors}) == 1:
@@ -131,20 +134,20 @@ class BudgetedRNN(nn.RNNBase):
         return wanted
 
     def fit(self, input: Tensor | PackedSequence, hx: Any = None) -> Fit | StackFit:
-        """The fit that a call with this input would use: schedule, bytes, least budget.
+        """Return the fit that a call with this input would use: schedule, bytes, least budget.
 
-        A :class:`~retrograde.nn.call.StackFit` where several layers have two directions.
+        It is a :class:`~retrograde.nn.call.StackFit` if several layers have two directions.
 
         Raises:
             BudgetError: the budget is too small for these shapes.
-            CellError: as :meth:`forward`; also where no ``memory`` is set.
+            CellError: as :meth:`forward`; also if no ``memory`` is set.
         """
         if self.memory is None:
             raise CellError("there is no budget to fit: give memory=, such as memory=0.05")
         return self._fit_within(self.memory, input, hx)
 
     def _fit_within(self, memory: Memory, input: Any, hx: Any = None) -> Fit | StackFit:
-        """What :meth:`fit` would tell, were the budget another one; nothing is changed."""
+        """Return the result of :meth:`fit` for another budget; nothing is changed."""
         self._check_asked()
         if self.backward is not None:
             choice.check_slopes(self)
@@ -155,7 +158,7 @@ class BudgetedRNN(nn.RNNBase):
         return found
 
     def extra_repr(self) -> str:
-        """torch's own, and what was asked beyond it."""
+        """Return torch's own text, and the options that are set."""
         asked = {"memory": self.memory, "backward": self.backward}
         more = [f"{name}={value!r}" for name, value in asked.items() if value is not None]
         return ", ".join([super().extra_repr(), *more])
@@ -167,9 +170,14 @@ class BudgetedRNN(nn.RNNBase):
         }
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """What ``torch.jit.script`` compiles in this module's place: torch's own over the same
-        parameters and hooks. Raises RetrogradeError if an option is set, or for a derived class or
-        a parametrization."""
+        """Return the module that ``torch.jit.script`` compiles instead of this one.
+
+        It is torch's own, with the same parameters and hooks.
+
+        Raises:
+            RetrogradeError: an option is set, the class is derived from ours, or a weight has a
+                parametrization.
+        """
         if self._options():
             given = " and ".join(f"{name}=" for name in self._options())
             raise RetrogradeError(
@@ -189,7 +197,7 @@ class BudgetedRNN(nn.RNNBase):
         return plain
 
     def _check_asked(self) -> None:
-        """Refuse what cannot be asked together."""
+        """Raise if an option is unknown, or two options exclude each other."""
         if self.backward is not None and self.backward not in get_args(Backward):
             names = ", ".join(map(repr, get_args(Backward)))
             raise CellError(
@@ -204,9 +212,9 @@ class BudgetedRNN(nn.RNNBase):
         refuse_both(self.memory, self.schedule)
 
     def _run(self, call: Call) -> tuple[Tensor, State] | None:
-        """Outputs and final state, laid out as the call's inputs; or None to run torch's own."""
+        """Return outputs and final state in the layout of the call, or None to run torch's own."""
         if not call.batch:
-            return None  # without a sample nothing is held, and nothing takes time
+            return None  # an empty batch needs no memory and no time
         if self.memory is None and self.schedule is None:
             backward = choice.choose_backward(self, call.length, call.batch, call.x)
             return None if backward is None else call.run_back(backward)
@@ -226,7 +234,7 @@ class BudgetedRNN(nn.RNNBase):
         return tuple(like.new_zeros(layers, samples, size) for size in sizes)
 
     def _parts(self, hx: Any) -> State | None:
-        """The parts of an initial state, none for zeros; or None where torch has no such state."""
+        """Return the tensors of an initial state: () for zeros, None if it is not a valid one."""
         if hx is None:
             return ()
         if self.mode != "LSTM":
@@ -234,7 +242,7 @@ class BudgetedRNN(nn.RNNBase):
         return tuple(hx) if isinstance(hx, tuple | list) and len(hx) == 2 else None
 
     def _call_of(self, input: Any, hx: Any) -> Call:
-        """The call with these arguments, on the weights as they were last computed."""
+        """Return the call with these arguments, with the weights as they were last computed."""
         hidden = self._parts(hx)
         if hidden is None:
             raise InputError(
@@ -244,7 +252,7 @@ class BudgetedRNN(nn.RNNBase):
         return self._read(input, hidden)
 
     def _read(self, input: Any, hidden: State, weights: list[Tensor] | None = None) -> Call:
-        """The call with these arguments: inputs time first or packed, and the initial state."""
+        """Return the call with these arguments, its inputs time first or packed."""
         given = bool(hidden)
         if not isinstance(input, PackedSequence):
             x, state = self._time_major(input, hidden)
@@ -282,7 +290,7 @@ class BudgetedRNN(nn.RNNBase):
         return x, state
 
     def _check_arguments(self, x: Tensor, state: State, sizes: Tensor | None) -> None:
-        """As torch checks shapes; and that all is in one place and of one type."""
+        """Check shapes as torch does, and that all tensors have one device and one dtype."""
         device, dtype = self._flat_weights[0].device, self._flat_weights[0].dtype  # type: ignore[union-attr]
         for name, t in (("the input", x), *(("the initial state", s) for s in state)):
             if t.device != device:
@@ -316,35 +324,35 @@ def _ordered(state: State, order: Tensor | None) -> State:
 
 
 class RNN(BudgetedRNN, nn.RNN):
-    """``torch.nn.RNN`` whose gradient is computed as asked: in parallel, or within a budget.
+    """``torch.nn.RNN`` whose gradient is computed in parallel, or within a memory budget.
 
     Args:
         input_size: numbers in the input of a step, I.
         hidden_size: units, H.
-        num_layers: layers, each on the outputs of the one before.
+        num_layers: layers, each of which reads the outputs of the one before.
         nonlinearity: ``"tanh"`` or ``"relu"``.
-        bias: whether there are biases.
+        bias: whether the layers have biases.
         batch_first: whether inputs and outputs are (B, T, …), not (T, B, …).
-        dropout: the share of outputs that is dropped between layers.
+        dropout: the fraction of outputs that is dropped between layers.
         bidirectional: whether each layer goes through the sequence in both directions.
-        proj_size: refused but for 0, as torch refuses it.
-        device: of the parameters.
-        dtype: of the parameters.
+        proj_size: must be 0, as in torch.
+        device: the device of the parameters.
+        dtype: the dtype of the parameters.
         memory: the budget for the backward pass, beyond inputs, outputs and gradients: bytes
-            (``67108864``), a size (``"64MiB"``), or a fraction of what ordinary backpropagation
-            of the same module and shapes would hold (``0.05``, ``"5%"``). None: no limit.
-        backward: ``"sequential"``, ``"scan"``, ``"auto"``, or None for torch's own backward pass,
-            or, with a budget, for the fastest that fits. See :data:`Backward`, and
-            :func:`retrograde.explain` for what ``"auto"`` chooses.
-        schedule: a schedule to follow in place of a budget, for sequences of its length only.
+            (``67108864``), a size (``"64MiB"``), or a fraction of ordinary backpropagation's memory
+            for the same module and shapes (``0.05``, ``"5%"``). None: no limit.
+        backward: ``"sequential"``, ``"scan"``, ``"auto"``, or None: torch's own backward pass, or
+            with a budget the fastest one that fits. See :data:`Backward`;
+            :func:`retrograde.explain` shows what ``"auto"`` chooses.
+        schedule: a schedule to follow instead of a budget, for sequences of its length only.
 
-    The last three may be changed at any time, as attributes.
+    ``memory``, ``backward`` and ``schedule`` are attributes, and may be changed at any time.
 
     Raises:
         UnitError: the memory cannot be read.
-        CellError: ``backward`` is unknown, or does not go with a schedule or with projections.
+        CellError: ``backward`` is unknown, or given together with a schedule or projections.
         ScheduleError: both memory and schedule are given; at a call, the schedule does not fit.
-        BudgetError: at a call, the memory is too little for these shapes.
+        BudgetError: at a call, the memory is too small for these shapes.
 
     Example:
         >>> rnn = RNN(4, 8, backward="scan")
@@ -428,7 +436,7 @@ class _Gated(BudgetedRNN):
 
 
 class GRU(_Gated, nn.GRU):
-    """``torch.nn.GRU`` whose gradient is computed as asked: in parallel, or within a budget.
+    """``torch.nn.GRU`` whose gradient is computed in parallel, or within a memory budget.
 
     Arguments and errors are those of :class:`RNN`, without ``nonlinearity``.
 
@@ -442,10 +450,10 @@ class GRU(_Gated, nn.GRU):
 
 
 class LSTM(_Gated, nn.LSTM):
-    """``torch.nn.LSTM`` whose gradient is computed as asked: in parallel, or within a budget.
+    """``torch.nn.LSTM`` whose gradient is computed in parallel, or within a memory budget.
 
-    Arguments and errors are those of :class:`RNN`, without ``nonlinearity``; ``proj_size`` is the
-    size that outputs are projected to, 0 for none.
+    Arguments and errors are those of :class:`RNN`, without ``nonlinearity``. ``proj_size`` is the
+    size to which the outputs are projected; 0 means no projection.
 
     Example:
         >>> lstm = LSTM(32, 32, memory="10%")

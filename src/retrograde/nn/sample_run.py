@@ -1,7 +1,7 @@
-"""What the modules of a model are called with, and would take, in one run on a sample.
+"""A run of a model on a sample, which finds the calls of its modules and the bytes of each.
 
-In that run the modules that are to be given a budget record nothing, so it takes what the rest of
-the model takes. No trace of it is left.
+In this run the modules that will get a budget record nothing, so it takes only the memory of the
+rest of the model. The run leaves no trace.
 """
 
 import sys
@@ -59,12 +59,15 @@ __all__ = [
 ]
 
 _USEFUL = 0.9
-_NEARLY_ALL = 0.9  # of a run within one Sequential, which is then given a budget by itself
+_NEARLY_ALL = 0.9  # a Sequential with this part of a run gets the budget, not the run
 
 
 class Watched(ABC):
-    """What is to be given a part of a budget, with the calls that were seen. ``calls`` counts them
-    for each kind of input; ``sizes`` has each kind's least bytes and ordinary backpropagation's."""
+    """A module or a run of layers that will get a part of a budget, and its calls.
+
+    ``calls`` counts the calls for each kind of input. ``sizes`` has, for each kind, the least bytes
+    and those of ordinary backpropagation.
+    """
 
     def __init__(self, name: str, title: str, within: Sequence[Layers] = ()) -> None:
         self.name, self.title = name, title
@@ -72,18 +75,18 @@ class Watched(ABC):
             CalledChain([(one.name, one.module) for one in run], None, held_outputs(run))
             for run in within
         ]
-        self.apart = False  # whether parts of layers may be run by themselves
-        self.whole_layers = 0  # the least bytes with every layer run whole
+        self.apart = False  # whether parts of layers may be recomputed on their own
+        self.whole_layers = 0  # the least bytes if every layer is recomputed whole
         self.calls: dict[Hashable, int] = {}
         self.sizes: dict[Hashable, tuple[int, int]] = {}
 
     @abstractmethod
     def watched(self) -> AbstractContextManager[None]:
-        """Have its calls watched."""
+        """Watch its calls within a block."""
 
     @abstractmethod
     def give(self, part: int) -> None:
-        """Keep it to a part of the budget from now on."""
+        """Give it this part of the budget, in bytes, from now on."""
 
     @property
     def minimum_bytes(self) -> int:
@@ -95,21 +98,23 @@ class Watched(ABC):
 
     @property
     def useless(self) -> bool:
-        """Whether a budget could not save a tenth of what it holds."""
+        """Whether a budget would save less than a tenth of its bytes."""
         return False
 
     def used(self, part: int) -> int:
-        """What all calls take, each being given a part."""
+        """Return the bytes of all calls if each has this part of the budget."""
         return sum(calls * min(part, self.sizes[kind][1]) for kind, calls in self.calls.items())
 
     def part(self, share: int, of: int) -> int:
-        """The part that a share of what it could use comes to."""
+        """Return the least bytes, plus ``share / of`` of what it could use beyond them."""
         least = self.minimum_bytes
         return least + max(0, self.ordinary_bytes - least) * share // of
 
     def _least(self, fit: Callable[[], ChainFit]) -> tuple[int, int]:
-        """The least bytes of a chain and those of ordinary backpropagation, where chains within its
-        layers may be run again on their own."""
+        """Return the least bytes of a chain, and those of ordinary backpropagation.
+
+        If ``apart`` is set, the chains within its layers may be recomputed on their own.
+        """
         whole = fit()
         least = min(whole.minimum_bytes, whole.ordinary_bytes)
         self.whole_layers = max(self.whole_layers, least)
@@ -117,13 +122,13 @@ class Watched(ABC):
             try:
                 with self._opened():
                     least = min(least, fit().minimum_bytes)
-            except CellError:  # then every layer is run whole
+            except CellError:  # then every layer is recomputed whole
                 self.within = []
         return least, whole.ordinary_bytes
 
     @contextmanager
     def _opened(self) -> Iterator[None]:
-        """Run chains within its layers with as little as they can do with."""
+        """Give the chains within its layers their least budgets, within a block."""
         modules = [module for chain in self.within for _, module in chain.calls]
         self._open()
         try:
@@ -137,7 +142,7 @@ class Watched(ABC):
             chain.install()
 
     def _seen(self, kind: Hashable, ask: Callable[[], tuple[int, int]]) -> None:
-        """Count a call, whose bytes are asked for if its kind is new."""
+        """Count a call; ``ask`` finds its bytes if its kind of input is new."""
         if kind not in self.sizes:
             self.sizes[kind] = self._named(ask)
         self.calls[kind] = self.calls.get(kind, 0) + 1
@@ -160,7 +165,7 @@ class Watched(ABC):
 
 
 class WatchedModule(Watched):
-    """A module that is to become its ``twin``."""
+    """A module that will become its ``twin``."""
 
     def __init__(
         self, name: str, module: Swappable, title: str, within: Sequence[Layers] = ()
@@ -177,7 +182,7 @@ class WatchedModule(Watched):
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Have torch's forward pass of the module watched, which a derived class may wrap."""
+        """Watch torch's forward pass of the module, even if a derived class wraps it."""
         kind, base = type(self.module), wrapped(type(self.module))
         if base is None:
             vars(self.module)["forward"] = self._watch(self.module.forward)
@@ -194,7 +199,7 @@ class WatchedModule(Watched):
             self.module.__class__ = kind
 
     def _watch(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """The module's forward pass, which learns what it is called with and records nothing."""
+        """Return a forward pass that runs the module, notes its arguments, and records nothing."""
 
         @uncompiled
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -212,13 +217,16 @@ class WatchedModule(Watched):
         return forward
 
     def _trained(self) -> list[Tensor]:
-        """What it may have to pass a gradient to: weights may be computed outside the module."""
+        """Return the weights and parameters that may get a gradient.
+
+        The weights of a recurrent module may be computed outside of it.
+        """
         if isinstance(self.module, nn.RNNBase):
             return last_weights(self.module)
         return [*self.module.parameters()]
 
     def _ask(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, int]:
-        """The least bytes for a call, and those of ordinary backpropagation."""
+        """Return the least bytes for a call, and those of ordinary backpropagation."""
         if isinstance(self.module, nn.RNNBase):  # a hook may have just computed a weight
             now, names = vars(self.module), self.module._flat_weights_names
             vars(self.twin).update({name: now[name] for name in names if name in now})
@@ -234,7 +242,7 @@ class WatchedModule(Watched):
 
 
 class NotAChainError(CellError):
-    """Layers that seemed to be a chain are none, or cannot be run exactly."""
+    """A run of layers is no chain after all, or its layers cannot be run exactly."""
 
     def __init__(self, chain: "WatchedChain", reason: str) -> None:
         super().__init__(f"{chain.name} {reason}")
@@ -242,7 +250,7 @@ class NotAChainError(CellError):
 
 
 class WatchedChain(Watched):
-    """Layers that the model calls one after the other, each with the argument that is the state."""
+    """A run of layers, which the model calls one after the other."""
 
     def __init__(self, layers: Layers, within: Sequence[Layers] = ()) -> None:
         name = run_name(layers)
@@ -272,7 +280,7 @@ class WatchedChain(Watched):
         yield
 
     def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A layer's forward pass, which records nothing."""
+        """Run the forward pass of a layer, and record nothing."""
         layer, slot = self.run[number].module, self.run[number].slot
         k = self.layers.index(self.run[number])
         forward = own_forward(layer)
@@ -287,7 +295,7 @@ class WatchedChain(Watched):
             first = x.detach().clone().requires_grad_(x.requires_grad)
             self.given.append(given.at(first))
         else:
-            self.given.append(given.at(self.given[0].state))  # no state but the first is held
+            self.given.append(given.at(self.given[0].state))  # only the first state is held
         used = [*_tensors((args, kwargs)), *layer.parameters()]
         self._check_real(used)
         with torch.no_grad():
@@ -311,13 +319,16 @@ class WatchedChain(Watched):
 
 
 def run_name(run: Layers) -> str:
-    """What a run of layers is called."""
+    """Return the name of a run of layers."""
     return f"{run[0].name} … {run[-1].name}"
 
 
 def called_in_turn(model: nn.Module, sample: Any) -> CallOrder | None:
-    """The calls of a model on a sample, if it may call layers one after the other."""
-    model = getattr(model, "_orig_mod", model)  # of what is compiled
+    """Return the calls of a model on a sample, with its preferred runs of layers.
+
+    The result is None if the model has too few parts for a run of layers, or if it raises.
+    """
+    model = getattr(model, "_orig_mod", model)  # if it is compiled
     sequences: list[nn.Sequential] = []
     inside: set[int] = set()
     for m in model.modules():
@@ -328,12 +339,12 @@ def called_in_turn(model: nn.Module, sample: Any) -> CallOrder | None:
     others = [m for m in model.modules() if not isinstance(m, aside) and id(m) not in inside]
     layers = (m for m in model.modules() if id(m) in inside and not isinstance(m, aside))
     blocks = any(any(m.children()) for m in layers)
-    if len(sequences) + len(others) < 3 and not blocks:  # the model itself is one of them
+    if len(sequences) + len(others) < 3 and not blocks:  # the model itself is one of ``others``
         return None
     try:
         with untouched(model), _eager(), noted(model) as top:
             run_model(model, sample)
-    except Exception:  # whatever it is, the run that counts will meet it, and tell
+    except Exception:  # the run that measures will raise it again
         return None
     order = CallOrder(top)
     order.preferred = _preferred(order.runs(), sequences, order)
@@ -343,15 +354,18 @@ def called_in_turn(model: nn.Module, sample: Any) -> CallOrder | None:
 def _preferred(
     runs: list[Layers], sequences: list[nn.Sequential], order: CallOrder
 ) -> list[Layers]:
-    """The runs that are better than the Sequentials that they share layers with: together their
-    largest layers hold less. One that is hardly more than a Sequential is not."""
+    """Return the runs that are better than the Sequentials that they share layers with.
+
+    Runs that meet the same Sequential are compared together. They are better if the sum of their
+    largest layers is less, and no Sequential has nearly all of their bytes.
+    """
     held: Counter[int] = Counter()
     for call in order.every:
         held[id(call.module)] += call.held
     owned = [{id(m) for _, m in named_layers(one, lambda _: True)} for one in sequences]
     parts = [{id(part) for part in one.modules()} for one in sequences]
     found: list[Layers] = []
-    groups: list[tuple[list[Layers], set[int]]] = []  # of runs, by the Sequentials that they meet
+    groups: list[tuple[list[Layers], set[int]]] = []  # runs, and the Sequentials they meet
     for run in runs:
         inside = {id(part) for one in run for part in one.module.modules()}
         met = {k for k, part in enumerate(parts) if part & inside}
@@ -375,7 +389,7 @@ def _preferred(
 
 @contextmanager
 def _eager() -> Iterator[None]:
-    """Compile nothing, and warn of nothing."""
+    """Switch off compilation and warnings within a block."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if "torch._dynamo" not in sys.modules:
@@ -389,7 +403,7 @@ def run_model(model: nn.Module, sample: Any) -> None:
     """Call a model on a sample: a tuple is its arguments, a dict its keyword arguments."""
     if isinstance(sample, dict):
         model(**sample)
-    elif type(sample) is tuple:  # not one with names, such as a PackedSequence
+    elif type(sample) is tuple:  # not a named tuple, such as a PackedSequence
         model(*sample)
     else:
         model(sample)
@@ -402,12 +416,12 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _sizes(args: tuple[Any, ...]) -> list[Hashable]:
-    """What a packed sequence's bytes depend on, besides its tensors' shapes."""
+    """Return the sizes of packed sequences, on which their bytes depend besides the shapes."""
     return [tuple(a.batch_sizes.tolist()) for a in args if isinstance(a, PackedSequence)]
 
 
 def _as_if_recorded(outputs: Any, given: Sequence[Tensor]) -> Any:
-    """Outputs that require a gradient as recorded ones do; they may be written to."""
+    """Return outputs that require a gradient as recorded ones do; they may be written to."""
     if isinstance(outputs, PackedSequence):
         return outputs._replace(data=_as_if_recorded(outputs.data, given))
     if not isinstance(outputs, Tensor):
@@ -418,7 +432,7 @@ def _as_if_recorded(outputs: Any, given: Sequence[Tensor]) -> Any:
 
 
 class _Recorded(torch.autograd.Function):
-    """The same tensor, with a history that nothing is kept for."""
+    """The same tensor, with a history that keeps nothing in memory."""
 
     @staticmethod
     def forward(ctx: Any, t: Tensor, *given: Tensor) -> Tensor:
@@ -436,8 +450,10 @@ class _Recorded(torch.autograd.Function):
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Put back, after the block, what a forward pass leaves behind (rule 3): random states,
-    buffers, gradients, and the attributes of all modules."""
+    """Restore, after the block, everything that a forward pass changes in a model (rule 3).
+
+    These are random states, buffers, gradients, and the attributes of all modules.
+    """
     found = find_referents([model])
     parts = found.parts()
     devices = {t.device for t in (*model.parameters(), *model.buffers())} or {torch.device("cpu")}
@@ -447,7 +463,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
     tables = [held for part in parts for held in (part._buffers, part._parameters, part._modules)]
     before = [(held, dict(held)) for held in (*owned, *tables)]
     flat = [part._flat_weights for part in parts if isinstance(part, nn.RNNBase)]
-    weights = [(held, [*held]) for held in flat]  # which torch changes with an attribute
+    weights = [(held, [*held]) for held in flat]  # torch changes them with an attribute
     buffers = tuple({id(b): b for part in parts for b in part.buffers(recurse=False)}.values())
     values = tuple(b.detach().clone() for b in buffers)
     grads = [(p, p.grad) for p in model.parameters()]

@@ -1,14 +1,18 @@
 """The plan of a recurrent module's call: which core runs it, and by which schedule.
 
-On a CPU, and on a GPU where there are compiled kernels, the layers are *held* ones
-(:mod:`retrograde.cores.recurrent`): the outputs that the caller has are their states. Their bytes
-are counted, and the plan is a closed form. Only what ordinary backpropagation takes, which a share
-is of, and what a GPU's forward pass takes besides, is measured. All else, such as projections,
-autocast, wide layers and packed batches on a GPU, runs torch's kernels in ranges by a schedule;
-what a range takes is measured once for the shapes, whatever the length, and kept.
+On a CPU, and on a GPU with compiled kernels, the layers are *held* layers
+(:mod:`retrograde.cores.recurrent`): the outputs that the caller holds are their states. Their bytes
+are counted, and their plan is a closed form. Only two sizes are measured: the memory of ordinary
+backpropagation, which a fraction refers to, and the forward pass of a GPU.
 
-The sequences between layers of two directions, and their gradients, come off the budget first.
-Weights are measured on stand-ins, so that the graph of computed ones is left for the gradient.
+All other calls run torch's kernels in ranges by a schedule. Among them are projections, autocast,
+wide layers, and packed batches on a GPU. The bytes of their ranges are measured once for the shapes
+and the budget, and cached. All sequences of 256 steps and more share these measurements. Shorter
+ones share them if their lengths round down to the same power of two.
+
+The sequences between layers of two directions, and their gradients, are subtracted from the budget
+first. Measurements use leaves that share the weights' memory, so that the graph of computed weights
+stays intact for the gradient.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,8 +47,12 @@ T = TypeVar("T")
 
 
 def find_plan(call: Call, memory: Memory) -> Plan:
-    """The fastest plan of a call that fits a budget; remembered by the module. Raises BudgetError,
-    which names the least budget."""
+    """Return the fastest plan of a call that fits a budget; the module caches it.
+
+    Raises:
+        BudgetError: the budget is too small; the message names the least budget.
+        CellError: the bytes of the call cannot be measured.
+    """
 
     def find() -> Plan:
         if call.runs_held:
@@ -60,13 +68,17 @@ def find_plan(call: Call, memory: Memory) -> Plan:
 
 
 def ordinary_bytes(call: Call, memory: Memory | None) -> int:
-    """What ordinary backpropagation takes, measured within a budget."""
+    """Return the bytes of ordinary backpropagation, measured within a budget."""
     return _ordinary(call, memory)(call.length, len(call.x))
 
 
 def fit_held(call: Call, memory: Memory | None) -> Plan:
-    """The plan of held layers within a budget. Raises BudgetError, which names the least budget, or
-    CellError as :func:`~retrograde.nn.call.check_measurable`."""
+    """Return the plan of held layers within a budget.
+
+    Raises:
+        BudgetError: the budget is too small; the message names the least budget.
+        CellError: the bytes of the call cannot be measured.
+    """
     call.check_measurable()
     offsets = None if call.sizes is None else [0, *call.sizes.cumsum(0).tolist()]
     lengths = Sequences(call.length, call.batch, offsets)
@@ -127,8 +139,10 @@ def _held_planner(call: Call, ordinary: Ordinary, memory: Memory | None) -> Plan
 def _forward_bytes(
     nets: list[tuple[Layers, ...]], call: Call, memory: Memory | None
 ) -> list[tuple[Curve, ...]]:
-    """For each recurrence, what the vendor's forward pass of each layer takes, by steps: measured
-    on few, within the budget as soon as that tells."""
+    """Measure the vendor's forward pass: for each recurrence and layer, its bytes by steps.
+
+    Few steps are measured first. More steps are measured only if the budget has room for them.
+    """
     found = []
     for net in nets:
         curves = []
@@ -143,14 +157,14 @@ def _forward_bytes(
 
 @dataclass
 class Part:
-    """A recurrence, the cores that can run it, and what their ranges take.
+    """A recurrence, the cores that can run it, and the bytes of their ranges.
 
     Attributes:
-        inputs: to measure by.
+        inputs: the inputs of the measurements.
         ordinary: the bytes of ordinary backpropagation of the whole call.
-        gradient_copy: as :class:`~retrograde.nn.ordinary_memory.Ordinary` has it.
-        sizes: a footprint for each core, shared with the module's cache; :meth:`fit`
-            overwrites it with footprints that know further lengths.
+        gradient_copy: as in :class:`~retrograde.nn.ordinary_memory.Ordinary`.
+        sizes: a footprint for each core, shared with the module's cache. :meth:`fit` replaces
+            these by footprints that have further lengths.
     """
 
     cores: list[Candidate]
@@ -166,25 +180,28 @@ class Part:
 
     @property
     def most_bytes(self) -> int:
-        """What torch's kernel would use."""
+        """The bytes that torch's kernel would use."""
         return max(self.minimum_bytes, self._sizes()[0].overhead_bytes(len(self.inputs)))
 
     def fit(self, memory: Memory | None) -> tuple[Kernel, Fit]:
-        """The fastest kernel and its schedule within a budget."""
+        """Return the fastest kernel within a budget, and its fit."""
         sizes = self._sizes()
         number, found = fit_fastest(self.cores, sizes, self.inputs, self.state, memory)
-        self.sizes[:] = sizes  # with the lengths that were measured
+        self.sizes[:] = sizes  # with the lengths that were measured now
         return cast(Fused, self.cores[number].core).kernel, found
 
     def _sizes(self) -> list[Footprint]:
-        """The footprints, with what ordinary backpropagation takes at this length."""
+        """Return the footprints, with the bytes of ordinary backpropagation at this length."""
         more = self.gradient_copy
         return [replace(size, ordinary=self.ordinary, gradient_copy=more) for size in self.sizes]
 
 
 def measure_parts(call: Call, memory: Memory | None) -> tuple[Ordinary, list[Part]]:
-    """Measure what ordinary backpropagation takes, and what the ranges of every recurrence take.
-    Raises CellError as :func:`~retrograde.nn.call.check_measurable`."""
+    """Measure the bytes of ordinary backpropagation, and of the ranges of every recurrence.
+
+    Raises:
+        CellError: the bytes of the call cannot be measured.
+    """
     call.check_measurable()
     ordinary = _ordinary(call, memory)
     usual = Curve(((call.length, ordinary(call.length, len(call.x))),))
@@ -222,7 +239,7 @@ def measure_parts(call: Call, memory: Memory | None) -> tuple[Ordinary, list[Par
 
 
 def _divide(call: Call, memory: Memory | None, parts: list[Part], known: Ordinary) -> Plan:
-    """Every layer's share of the budget; or torch's own module where that is no slower."""
+    """Divide the budget among the layers, or run torch's own module if it is no slower."""
     ordinary = known(call.length, len(call.x))
     budget = ordinary if memory is None else as_bytes(memory, ordinary)
     held, minima = _between(call), [part.minimum_bytes for part in parts]
@@ -253,23 +270,29 @@ def _divide(call: Call, memory: Memory | None, parts: list[Part], known: Ordinar
 
 
 def _between(call: Call) -> int:
-    """The bytes of the sequences between layers, of one gradient of such a sequence, and of the
-    initial states' gradients. These are held until all layers' are there."""
+    """Return the bytes that are held between layers of two directions.
+
+    These are the sequences between layers, one gradient of such a sequence, and the gradients of
+    the initial states. The latter are held until those of all layers are known.
+    """
     rows, width = call.x[..., 0].numel(), 2 * call.state[0].shape[-1]
     whole = rows * width * call.x.element_size() * call.module.num_layers
     return whole + 2 * sum(s.nbytes for s in call.state)
 
 
 def _extra_bytes(call: Call, state: Sequence[Tensor]) -> int:
-    """The further bytes of a packed batch: states of sequences that have ended, their gradients,
-    and sorted copies."""
+    """Return the additional bytes of a packed batch: states of sequences that have ended, their
+    gradients, and sorted copies."""
     if call.sizes is None:
         return 0
     return (6 if call.sorts else 3) * sum(s.nbytes for s in state)
 
 
 def _ordinary(call: Call, memory: Memory | None) -> Ordinary:
-    """What ordinary backpropagation takes, by length; measured at another length if that serves."""
+    """Return the bytes of ordinary backpropagation, by length.
+
+    A measurement at another length is reused if a new one would give the same result.
+    """
     shapes, steps = call.shapes(), 1
     while steps <= LONGEST_MEASURED:
         found = call.module._fits.known(("ordinary", repr(memory), steps, shapes))
@@ -280,6 +303,6 @@ def _ordinary(call: Call, memory: Memory | None) -> Ordinary:
 
 
 def _known(call: Call, memory: Memory | None, what: Any, find: Callable[[], T]) -> T:
-    """What was learnt of these shapes; no more than the budget has room for."""
+    """Return the cached result for these shapes and this budget, or find it."""
     key = what, repr(memory), call.measured_length, call.shapes()
     return cast(T, call.module._fits.get(key, find))

@@ -1,8 +1,8 @@
 """``torch.nn.Sequential`` within a byte budget, or backpropagated by a parallel scan.
 
-Two kinds, one constructor. With ``memory=`` alone it is a deep chain, run by a schedule
-(:mod:`retrograde.nn.chain_plans`). With ``backward="scan"`` its backward pass is a scan over
-Jacobians (:mod:`retrograde.nn.chain_scan`), and ``memory`` bounds what these take.
+With ``memory=`` alone, the layers are a chain that runs by a schedule
+(:mod:`retrograde.nn.chain_plans`). With ``backward="scan"``, the backward pass is a scan over
+Jacobians (:mod:`retrograde.nn.chain_scan`), and ``memory`` bounds the bytes of these.
 """
 
 from collections import OrderedDict
@@ -29,29 +29,29 @@ _ALGORITHMS = ("auto", "linear", "blelloch", "hybrid")
 
 
 class Sequential(nn.Sequential):
-    """Layers in turn, as :class:`torch.nn.Sequential`, within a budget or by a parallel scan.
+    """:class:`torch.nn.Sequential`, backpropagated within a budget or by a parallel scan.
 
     Parameters, ``state_dict``, indexing and hooks on outputs are torch's. Within a budget, outputs
-    and gradients are ordinary backpropagation's, bit for bit where the layers are deterministic;
-    by the scan, but for the order of additions.
+    and gradients are those of ordinary backpropagation, bit for bit if the layers are
+    deterministic. By the scan, they differ only through the order of additions.
 
     Args:
-        layers: modules, or one ordered dict of them. Within a budget any will do: dropout, batch
-            normalisation, residual blocks, layers that hand on pytrees of tensors. For the scan
-            each needs a transposed Jacobian: torch's convolutions, linear layers, activations,
-            poolings, padding, dropout, batch normalisation in evaluation mode,
-            ``torch.nn.Sequential``, :class:`retrograde.Residual`, and what
-            :func:`retrograde.scan.register_layer` was told.
+        layers: modules, or one ordered dict of them. Within a budget, any layers are allowed:
+            dropout, batch normalisation, residual blocks, layers that return pytrees of tensors.
+            For the scan, each layer needs a transposed Jacobian: torch's convolutions, linear
+            layers, activations, poolings, padding, dropout, batch normalisation in evaluation
+            mode, ``torch.nn.Sequential``, :class:`retrograde.Residual`, and layers registered
+            with :func:`retrograde.scan.register_layer`.
         memory: the budget for a forward and backward pass, beyond the output and the gradients that
-            the caller is handed: bytes (``67108864``), a size (``"2GiB"``), or a fraction of what
-            ordinary backpropagation would hold (``0.5``, ``"50%"``). None: torch's own pass. With
-            ``backward="scan"``: what Jacobians and their products may take; None: half the
-            machine's. Samples are taken fewer at a time where all would take more.
+            the caller gets: bytes (``67108864``), a size (``"2GiB"``), or a fraction of ordinary
+            backpropagation's memory (``0.5``, ``"50%"``). None: torch's own pass. With
+            ``backward="scan"``: the bytes for Jacobians and their products; None: half of the
+            device's memory. If all samples need more, fewer are processed at a time.
         backward: ``"scan"``, or None for the layers' own backward passes.
         algorithm: ``"linear"``, ``"blelloch"``, ``"hybrid"`` with some ``levels``, or ``"auto"``:
-            as many levels as make the critical path shortest, in FLOPs; where that is none, the
-            gradient goes back through the layers themselves, and no Jacobian is made.
-        levels: of ``"hybrid"``.
+            the number of levels with the shortest critical path, in FLOPs, of those that fit. If
+            it is 0, or none fits, the layers' own backward passes run, without Jacobians.
+        levels: the levels of ``"hybrid"``.
 
     Raises:
         ScanError: an option is unknown.
@@ -88,16 +88,16 @@ class Sequential(nn.Sequential):
         """Run the layers.
 
         Args:
-            input: what the first layer takes: a tensor, or within a budget a pytree of them; for
-                the scan one tensor (samples, …).
+            input: the input of the first layer: a tensor, or within a budget a pytree of tensors.
+                For the scan, one tensor (samples, …).
 
         Returns:
             The last layer's output.
 
         Raises:
-            BudgetError: the memory is too small; the message names the least.
-            CellError: within a budget, where a layer cannot be run exactly.
-            ScanError: under ``backward="scan"``, where a layer has no Jacobian, or none that fits.
+            BudgetError: the memory is too small; the message names the least budget.
+            CellError: within a budget, a layer cannot be run exactly.
+            ScanError: with ``backward="scan"``, a layer has no Jacobian, or none that fits.
         """
         found = None
         if self.backward is not None:
@@ -107,17 +107,17 @@ class Sequential(nn.Sequential):
         return super().forward(input) if found is None else found  # type: ignore[no-untyped-call]
 
     def fit(self, input: Any) -> ChainFit:
-        """What the budget buys for an input; nothing is trained.
+        """Return the schedule that the budget gives for an input; nothing is trained.
 
         Args:
-            input: as for a call; every layer is measured on one like it.
+            input: as for a call; every layer is measured on an input like it.
 
         Returns:
             A :class:`~retrograde.nn.chain_plans.ChainFit`; ``print`` shows it.
 
         Raises:
             BudgetError: as for a call.
-            CellError: as for a call; also there is no budget to fit.
+            CellError: as for a call; also if ``memory`` is None or ``backward`` is set.
         """
         if self.backward is not None or self.memory is None:
             raise CellError(
@@ -127,26 +127,26 @@ class Sequential(nn.Sequential):
         return self._fit_within(self.memory, input)
 
     def _fit_within(self, memory: Memory, input: Any) -> ChainFit:
-        """What :meth:`fit` would tell, were the budget another one; nothing is changed."""
+        """Return the result of :meth:`fit` for another budget; nothing is changed."""
         return self._plans.fit(self, memory, input)
 
     def outlook(self, steps: Sequence[Step], *, whole: bool) -> ScanChoice:
-        """What each scan would take for a batch, and which one is chosen; remembered by shape.
+        """Return the chosen scan for a batch, and the costs of each; cached by shape.
 
         Args:
-            steps: the layers, run on the batch.
-            whole: whether the gradient of the first one's input is wanted too.
+            steps: the layers, as run on the batch.
+            whole: whether the gradient of the first layer's input is also wanted.
 
         Returns:
             The choice.
 
         Raises:
-            ScanError: what was asked for does not fit.
+            ScanError: the scan that the options name does not fit.
         """
         return self._scan().choose(steps, whole=whole)
 
     def explain(self, input: Tensor) -> ScanChoice:
-        """Which scan a call would be backpropagated by, and why; nothing is trained.
+        """Return the scan that a call would use, and the reason; nothing is trained.
 
         Args:
             input: as for a call; the layers are run on it.
@@ -175,7 +175,7 @@ class Sequential(nn.Sequential):
         )
 
     def extra_repr(self) -> str:
-        """What it has besides its layers."""
+        """Return the options that are set."""
         names = ("memory", "backward", "algorithm", "levels")
         options = {name: vars(self)[name] for name in names}
         return ", ".join(f"{k}={v!r}" for k, v in options.items() if v not in (None, "auto"))
@@ -185,12 +185,12 @@ class Sequential(nn.Sequential):
         return {**super().__getstate__(), **fresh}  # type: ignore[misc, no-untyped-call]
 
 
-# One that stands inside another layer is part of that one's Jacobian.
+# A chain inside another layer is part of that layer's Jacobian.
 register_layer(Sequential, parts=lambda net: nn.Sequential(*net))
 
 
 def _flat(net: nn.Sequential) -> list[nn.Module]:
-    """The layers, those of nested ones in their place."""
+    """Return the layers, with the layers of nested chains in place of these."""
     opens = (nn.Sequential, Sequential)
     return [layer for _, layer in named_layers(net, lambda nested: type(nested) in opens)]
 
@@ -210,4 +210,4 @@ def _check_options(backward: Any, algorithm: Any, levels: Any, memory: Memory | 
     if memory is not None and backward is None:
         parse_memory(memory)
     elif memory is not None:
-        room(memory, torch.device("cpu"))  # refuses what cannot be read
+        room(memory, torch.device("cpu"))  # raises if it cannot be read
