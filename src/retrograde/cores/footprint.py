@@ -174,9 +174,7 @@ def _ordinary(
 
 
 def step_bytes(core: Core, inputs: Inputs, state: Tensors) -> Hashable:
-    """Return the bytes of one step, measured quickly to check whether a known footprint
-    still holds.
-    """
+    """Return one step's bytes, measured quickly to check whether a known footprint still holds."""
     with core.ambient.measured(), muted_hooks(core.parameters):
         _measure_range(core, inputs, state, 1)  # a first call's permanent allocations do not count
         return _measure_range(core, inputs, state, 1)
