@@ -125,10 +125,10 @@ class RangeLoss:
 
 
 def as_summand(value: Any, where: str, device: torch.device) -> Tensor:
-    """Return a loss as a new scalar in double precision, since there may be millions; None gives
-    zero.
+    """Return a loss as a new scalar, or zero for None, in double precision.
 
-    Raises CellError if the loss is no real scalar tensor, or lacks a gradient where it needs one.
+    A sum may have millions of these. Raises CellError if the loss is no real scalar tensor, or
+    lacks a gradient where it needs one.
     """
     if value is None:
         return torch.zeros((), dtype=torch.float64, device=device)
@@ -168,11 +168,10 @@ class _Probing:
 def examine_loss(
     part: StepLoss | RangeLoss, stream: Stream, state: Tensors, state_spec: Structure
 ) -> tuple[StepCore, Stream]:
-    """Return the core of a cell or kernel with its loss, and inputs of a step with a loss to
-    measure by.
+    """Return the core of a cell or kernel with its loss, and inputs to measure it by.
 
-    Raises CellError also if a kernel's loss draws random numbers, changes buffers, or is no sum
-    over steps.
+    The inputs are those of a step that has a loss. Raises CellError also if a kernel's loss draws
+    random numbers, changes buffers, or is no sum over steps.
     """
     fused = isinstance(part, RangeLoss)
     pairs = zip(stream[0:1] if fused else stream[0], stream.differentiable, strict=True)
