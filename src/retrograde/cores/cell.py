@@ -215,9 +215,7 @@ def _core_like(
     state_spec: Structure,
     device: torch.device,
 ) -> StepCore:
-    """Return a core whose steps return what step 0 did, without parameters and without
-    surroundings.
-    """
+    """Return a core whose steps return what step 0 did, with no parameters and no surroundings."""
     outputs, states, output_spec, after_spec = result
     settles = _settles(result, state, state_spec)
     if settles:
