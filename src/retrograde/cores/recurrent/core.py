@@ -123,8 +123,8 @@ class HeldLayers(RangeCore):
     def advance(
         self, inputs: Inputs, start: int, stops: Sequence[int], state: Tensors, emit: Emit | None
     ) -> list[Tensors]:
-        """Run a few steps at a time through all layers, in memory that does not grow with their
-        number.
+        """Run a few steps at a time through all layers; memory does not grow with the
+        number of steps.
         """
         found, after = [], [_copied(s) for s in state]
         (track,) = self.layers
