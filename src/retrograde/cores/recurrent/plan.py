@@ -292,7 +292,7 @@ class Planner:
     def _time_in_ranges(
         self, lengths: Sequences, plan: HeldPlan, budget: int, sizes: Footprint
     ) -> float:
-        """Return the nominal microseconds that depend on the plan, for ranges of one or more
+        """Return the nominal microseconds that depend on the plan, for ranges of any number of
         pieces.
 
         If recomputed steps have a single layer, products follow its outputs. If they have several
@@ -423,15 +423,14 @@ class Planner:
         return held + max(gates + first, ceil(self._waiting(rows)) + later)
 
     def _waiting(self, rows: int) -> float:
-        """Return the bytes of gates that wait while another track or a layer above is
+        """Return the bytes of gates that wait while another track or a higher layer is
         backpropagated.
         """
         *lower, top = (shape.gates(rows) for shape in self.shapes)
         return sum(lower) + (top / 2 if self.shapes[0].tracks > 1 else 0)
 
     def _sizes(self, lengths: Sequences, plan: HeldPlan) -> tuple[int, int, int]:
-        """Return the bytes held throughout, at the peak while gates are kept, and at the later
-        peak.
+        """Return the bytes held throughout, at the peak while gates are kept, and at a later peak.
 
         Kept gates are not included. Gates are kept until the backward pass has passed their pieces.
         """
