@@ -123,9 +123,7 @@ class HeldLayers(RangeCore):
     def advance(
         self, inputs: Inputs, start: int, stops: Sequence[int], state: Tensors, emit: Emit | None
     ) -> list[Tensors]:
-        """Run a few steps at a time through all layers; memory does not grow with the
-        number of steps.
-        """
+        """Run a few steps at a time through all layers; memory does not grow with their number."""
         found, after = [], [_copied(s) for s in state]
         (track,) = self.layers
         if emit is None and self.count == 1 and self.follows:
