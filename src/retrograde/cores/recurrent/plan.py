@@ -292,8 +292,7 @@ class Planner:
     def _time_in_ranges(
         self, lengths: Sequences, plan: HeldPlan, budget: int, sizes: Footprint
     ) -> float:
-        """Return the nominal microseconds that depend on the plan, for ranges of any number of
-        pieces.
+        """Return the nominal microseconds that depend on the plan, if steps run in several ranges.
 
         If recomputed steps have a single layer, products follow its outputs. If they have several
         layers, all but the top one run step by step. If a range has several pieces, the gates of
@@ -423,8 +422,8 @@ class Planner:
         return held + max(gates + first, ceil(self._waiting(rows)) + later)
 
     def _waiting(self, rows: int) -> float:
-        """Return the bytes of gates that wait while another track or a higher layer is
-        backpropagated.
+        """Return the bytes of gates that wait during the backward pass of another track or
+        layer.
         """
         *lower, top = (shape.gates(rows) for shape in self.shapes)
         return sum(lower) + (top / 2 if self.shapes[0].tracks > 1 else 0)
