@@ -267,8 +267,8 @@ def _tensors_of(results: list[Result]) -> Tensors:
 class _Trying:
     """A trial of a cell: one step, or two if the first one changes the state's structure.
 
-    It finds which parts of the state the cell writes to, and clones those for it. Raises CellError
-    if the cell writes to an input, or changes the state's structure again.
+    It finds which parts of the state the cell writes to. The core clones these before each step.
+    Raises CellError if the cell writes to an input, or changes the state's structure again.
     """
 
     cell: Cell
