@@ -54,9 +54,7 @@ class CalledRun:
         self.order = [k for k in reversed(range(len(links))) if k not in self.recorded]
         self.run = self._fresh_run()
         self.first: Tensors = []  # the state before all links, until the last link has run
-        self.handed: list[
-            tuple[int, weakref.ref[Tensor], int]
-        ] = []  # stored states and their versions
+        self.handed: list[tuple[int, weakref.ref[Tensor], int]] = []  # states and their versions
         self.ridden: Tensors = []  # the arguments of a link whose riders have not run yet
         self.walk: Iterator[None] | None = None
         self.done = 0  # how many of ``order`` the walk has backpropagated
