@@ -243,9 +243,7 @@ def _laid(t: Tensor) -> Laid:
 
 
 def made_up(laid: Sequence[Laid]) -> Tensors:
-    """Return tensors of the given form, filled with ones, or with zeros where they may be
-    indices.
-    """
+    """Return tensors of the given form, of ones, or of zeros where they may be indices."""
     found = []
     for shape, stride, dtype, device, size in laid:
         value = 1 if dtype.is_floating_point or dtype.is_complex else 0
