@@ -220,9 +220,7 @@ class _LinkMeasurement:
         first = number + 1  # memory held earlier is not the link's
         last = first + 8  # memory released then is the caller's
         output, recorded = advance.growth(), record.growth(first, last)
-        gradient = (
-            min(self.given_bytes, before) if self.k else 0
-        )  # the first link's belongs to the caller
+        gradient = min(self.given_bytes, before) if self.k else 0  # link 0's is the caller's
         backward = back.peak(first, last)
         ones = sum(int(t.nbytes) for t in _ones(self.core.links[self.k]) if t is not None)
         return _Size(
@@ -241,9 +239,7 @@ class _LinkMeasurement:
 def _measure_links(
     core: ChainCore, first: Tensors, firsts: Sequence[int], *, called: bool
 ) -> tuple[dict[int, _Size], dict[int, tuple[float, float]]]:
-    """Measure the first link of every make: bytes, and seconds that include the counting
-    of bytes.
-    """
+    """Measure the first link of every make: bytes, and seconds that include counting the bytes."""
     run: list[_LinkMeasurement] = []
     phases: list[list[Callable[[], None]]] = []
     for k, apart in _to_run(core.links, firsts):
