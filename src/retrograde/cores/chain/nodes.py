@@ -119,7 +119,7 @@ class _Call:
     def back(
         self, start: int, stop: int, needed: Sequence[bool]
     ) -> tuple[list[Gradient], list[Gradient]]:
-        """Backpropagate a node. Return the gradients of the state before it, and of its
+        """Backpropagate a node. Return the gradients of the state before it and of its
         parameters.
         """
         self.check_input("between the forward pass and the backward pass")
