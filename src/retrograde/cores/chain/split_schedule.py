@@ -26,7 +26,7 @@ from retrograde.schedule import (
 
 __all__ = ["SplitSchedule", "loads_of", "split_schedule"]
 
-_TOGETHER = 0.01  # most parameters of a node, as a share of what ordinary backpropagation holds
+_TOGETHER = 0.01  # bytes of a node's parameters, as a share of ordinary backpropagation's
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,7 @@ def _cuts(actions: Sequence[Action]) -> set[int]:
 def _divide(
     cuts: set[int], ranges: list[tuple[int, int]], links: Sequence[Link], most: float
 ) -> None:
-    """Add cuts so that nodes have few parameters, and links with shared ones are nodes of their
-    own.
+    """Add cuts so that nodes have few parameters, and links with shared ones are separate nodes.
 
     A node returns its gradients together. Those of shared parameters must be summed in autograd's
     order.
