@@ -35,9 +35,7 @@ Tensors = list[Tensor]
 
 
 class _Costs(NamedTuple):
-    """The nominal costs of a kernel, by the names above; the rate is in operations per
-    microsecond.
-    """
+    """The nominal costs of a kernel, by the names above; rates in operations per microsecond."""
 
     step: float
     rate: float
