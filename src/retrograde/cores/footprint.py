@@ -36,9 +36,9 @@ from retrograde.units import Memory, as_bytes
 
 __all__ = ["Shapes", "footprint", "gradients_like", "measured_for", "noting", "step_bytes"]
 
-# The cost of a call of autograd's engine, in forward steps. A cell's range that is recorded as one
-# graph and backpropagated takes it, besides its steps. It is nominal, for a cell of a dozen small
-# operations.
+# The nominal cost, in forward steps, of recording a range of a cell's steps as one graph and
+# backpropagating it. The steps themselves are not included. It is mostly a call of autograd's
+# engine, for a cell of a dozen small operations.
 _RECORD_STEPS = 6.0
 
 Tensors = list[Tensor]
@@ -60,9 +60,7 @@ class _Bytes:
         return max(self.advance, self.record, self.held + self.backward)
 
     def above(self, other: "_Bytes") -> int:
-        """Return by how much this range exceeds another, at the moment where the excess is
-        largest.
-        """
+        """Return the most by which this range exceeds another, over all kinds of bytes."""
         pairs = zip(astuple(self), astuple(other), strict=True)
         return int(max(0, *(mine - theirs for mine, theirs in pairs)))
 
@@ -246,7 +244,7 @@ def _advance_bytes(core: Core, inputs: Inputs, state: Tensors, steps: int) -> in
 
 
 def _stored_bytes(core: Core, inputs: Inputs, state: Tensors) -> tuple[int, int]:
-    """Return the bytes of a state after a step: of its stored form, and those added while
+    """Return the bytes of a state after a step: of its stored form, and in addition while
     current.
     """
     (after,) = core.advance(inputs, 0, [1], state, None)
@@ -310,8 +308,9 @@ def _measure_tape(
 
 
 def _rounded(t: Any) -> int:
-    """Return the bytes of a tensor or storage as an allocator counts them: CUDA's rounds
-    up to 512.
+    """Return the bytes of a tensor or storage as an allocator counts them.
+
+    CUDA's allocator rounds up to 512 bytes.
     """
     size = t.nbytes() if isinstance(t, torch.UntypedStorage) else int(t.nbytes)
     return -(-size // 512) * 512 if t.is_cuda else size
