@@ -26,11 +26,12 @@ __all__ = [
 #: The number of steps that are always measured, whatever memory they take.
 FEW_STEPS = 8
 
-#: The bytes that measuring may always take. Kernels allocate memory by pages, which would hide the
-#: growth of smaller amounts.
+#: The bytes that measuring may always take. Kernels allocate memory by pages, so small amounts
+#: would show no growth.
 FEW_BYTES = 2**20
 
-# A measured call also holds outputs, their gradients, and the gradients that it computed.
+# A measured call takes up to this many times the predicted bytes. It also holds outputs, their
+# gradients, and the gradients that it computed.
 _BESIDE = 1.25
 
 #: The most steps that are measured to learn what one more step adds.
@@ -170,7 +171,5 @@ def _run_summing(core: AutogradCore, inputs: Tensors, state: Tensors) -> tuple[T
 
 
 def expanded(t: Tensor) -> Tensor:
-    """Return ones of a tensor's shape that share one element, as ``sum().backward()``
-    makes them.
-    """
+    """Return ones of a tensor's shape that share one element, as ``sum().backward()`` does."""
     return torch.ones((), dtype=t.dtype, device=t.device).expand(t.shape)
