@@ -121,7 +121,7 @@ class LayerBackward:
     def _parts(self, dy: Tensor | None, samples: int) -> list[slice]:
         """Return the steps to backpropagate at a time, from the last to the first.
 
-        There are few at a time if the outputs' gradient must be copied into contiguous memory.
+        There are few at a time if the outputs' gradient must be copied first.
         """
         if dy is None or (dy.is_contiguous() and dy.dtype == self.weights.hidden.dtype):
             return [slice(None)]
