@@ -154,9 +154,7 @@ class Shape:
         return numbers * self.item
 
     def fixed(self, rows: int) -> int:
-        """Return the bytes that the backward pass holds from start to end, besides the
-        gradients.
-        """
+        """Return the bytes that a whole backward pass holds, besides the gradients."""
         numbers = sum(self._fixed(k, rows) for k in range(self.count))
         return numbers * self.item + self.state * 3
 
@@ -167,9 +165,7 @@ class Shape:
         for k in range(self.count):
             width, gates = self._width(k), GATES[self.kind] * size
             top = k == self.count - 1
-            numbers = (
-                rows * size + 2 * self.batch * 2 * size
-            )  # states before each step, and the state before the piece
+            numbers = rows * size + 2 * self.batch * 2 * size  # states before steps, and the piece
             if self.tracks > 1 and top:
                 numbers += 2 * rows * size  # its states and their gradients, reversed in time
             if top:
