@@ -168,9 +168,7 @@ class HeldLayers(RangeCore):
         if doubts and not all_trusted(doubts):
             self.plans = [replace(plan, name="sequential") for plan in self.plans]
             for total in (*gradients.parameters, *gradients.inputs):
-                _ = (
-                    total is None or total.zero_()
-                )  # a scan covers all steps, so these began at zero
+                _ = total is None or total.zero_()  # they began at zero: a scan covers all steps
             states = self._through(again, gradients, doubts)
         gradients.states = states
 
