@@ -36,8 +36,7 @@ def room_for(weights: Weights, x: Tensor) -> Kept | None:
 def run(
     weights: Weights, x: Tensor, state: tuple[Tensor, ...], kept: Kept | None = None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Run inputs x (L, B, I) by the fastest kernel. Return the outputs (L, B, H) and the state
-    after.
+    """Run inputs x (L, B, I) by the fastest kernel. Return outputs (L, B, H) and the state after.
 
     A state is (h,) or (h, c), each (B, H). ``kept``, from :func:`room_for`, receives an LSTM's
     gates and cells.
@@ -72,10 +71,7 @@ class LayerForward:
             run_by_torch(self.weights, x, state, y)
             return
         if self.samples != x.shape[1]:
-            self.samples, self.forward = (
-                x.shape[1],
-                None,
-            )  # release the old one before the new one is made
+            self.samples, self.forward = x.shape[1], None  # release the old one first
             self.forward = self.make(self.weights, self.samples)
         assert self.forward is not None
         steps = max(1, self.rows // self.samples)
