@@ -54,8 +54,7 @@ def cut(
 
 
 def runs(offsets: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the runs of steps with equally many sequences in a packed batch, as (steps,
-    sequences).
+    """Return the runs (steps, sequences) of steps with equally many sequences in a packed batch.
 
     ``offsets`` gives the first row of every step, and at the end the total number of rows.
     """
