@@ -198,14 +198,13 @@ class Planner:
     def _fastest(
         self, lengths: Sequences, budget: int, told: dict[str, int]
     ) -> tuple[HeldPlan, tuple[Fit, ...]]:
-        """Return the plan of least nominal time, in one range of all steps if any such
-        plan fits.
+        """Return the plan of least nominal time.
+
+        Ranges of a part of the steps are planned only if no plan with one range of all steps fits.
         """
         shape, best, least = self.shapes[0], None, inf
         blocks = _blocks(shape, lengths, self.most)
-        if all(
-            shape.loops(k) for k in range(shape.count)
-        ):  # one loop needs no pieces for the cache
+        if all(shape.loops(k) for k in range(shape.count)):  # no pieces needed for the cache
             whole = self._keeping(lengths, HeldPlan(lengths.length * shape.batch), budget)
             if whole is not None and not self._again(lengths, whole):
                 return whole, self._told(lengths, whole, told)
@@ -227,10 +226,11 @@ class Planner:
 
     @cached_property
     def _means(self) -> list[HeldPlan]:
-        """What may run the layers, the fastest first.
+        """The means that may run the layers, the fastest first.
 
-        Loops need a copy of the weights in their own layout, in the backward pass of all layers at
-        once. BLAS needs none, so it runs as many of the lower layers as the budget requires.
+        Loops need copies of the weights in a layout of their own. The backward pass holds the
+        copies of all layers at once. BLAS needs no copies, so it runs as many of the lower layers
+        as the budget requires.
         """
         shape = self.shapes[0]
         if shape.onward == "torch":
@@ -249,8 +249,9 @@ class Planner:
     ) -> tuple[HeldPlan, tuple[Fit, ...]]:
         """Return a plan in ranges of steps.
 
-        The means and the length of a piece are those of least nominal time, if ranges were single
-        pieces that Revolve recomputes. Then the ranges themselves are planned.
+        First the means and the length of a piece are chosen, by nominal time. For this, ranges have
+        equal length and Revolve decides which of them are recomputed. Then the ranges themselves
+        are planned.
         """
         found: list[tuple[float, HeldPlan, Footprint]] = []
         for means in self._means:
@@ -264,9 +265,7 @@ class Planner:
         return plan, (replace(fits, minimum_bytes=told["minimum_bytes"]),)
 
     def _keeping(self, lengths: Sequences, plan: HeldPlan, budget: int) -> HeldPlan | None:
-        """Return the plan with as many gates kept as memory allows; None if the plan does
-        not fit.
-        """
+        """Return the plan with as many gates kept as memory allows; None if it does not fit."""
         held, first, later = self._sizes(lengths, plan)
         room = budget - held
         if max(first, later) > room:
@@ -292,11 +291,12 @@ class Planner:
     def _time_in_ranges(
         self, lengths: Sequences, plan: HeldPlan, budget: int, sizes: Footprint
     ) -> float:
-        """Return the nominal microseconds that depend on the plan, if steps run in several ranges.
+        """Return the least nominal microseconds that depend on the plan, over some lengths of
+        ranges.
 
-        If recomputed steps have a single layer, products follow its outputs. If they have several
-        layers, all but the top one run step by step. If a range has several pieces, the gates of
-        most are computed again.
+        A range has 1, 2, 4, … pieces. If recomputed steps have a single layer, products follow its
+        outputs. If they have several layers, all but the top one run step by step. If a range has
+        several pieces, the gates of most are computed again.
         """
         shape, length, best = self.shapes[0], lengths.length, inf
         steps = piece = max(1, plan.block // shape.batch)
@@ -422,8 +422,9 @@ class Planner:
         return held + max(gates + first, ceil(self._waiting(rows)) + later)
 
     def _waiting(self, rows: int) -> float:
-        """Return the bytes of gates that wait during the backward pass of another track or
-        layer.
+        """Return the bytes of gates that wait while others are backpropagated.
+
+        These are the gates of another track, or of a lower layer.
         """
         *lower, top = (shape.gates(rows) for shape in self.shapes)
         return sum(lower) + (top / 2 if self.shapes[0].tracks > 1 else 0)
