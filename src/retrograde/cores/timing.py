@@ -39,9 +39,7 @@ class LinearTime:
 
 @dataclass(frozen=True)
 class RangeTimes:
-    """The times of running a range without recording, of recording it, and of
-    backpropagating it.
-    """
+    """The times of a range: run without recording, recorded, and backpropagated."""
 
     forward: LinearTime
     record: LinearTime
