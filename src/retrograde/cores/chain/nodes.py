@@ -119,9 +119,7 @@ class _Call:
     def back(
         self, start: int, stop: int, needed: Sequence[bool]
     ) -> tuple[list[Gradient], list[Gradient]]:
-        """Backpropagate a node. Return the gradients of the state before it and of its
-        parameters.
-        """
+        """Backpropagate a node. Return the gradients of the state before it and its parameters."""
         self.check_input("between the forward pass and the backward pass")
         self._check_turn(stop)
         ours, self.core.needed[start] = self.gradients, needed
