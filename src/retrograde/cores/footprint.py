@@ -244,7 +244,7 @@ def _advance_bytes(core: Core, inputs: Inputs, state: Tensors, steps: int) -> in
 
 
 def _stored_bytes(core: Core, inputs: Inputs, state: Tensors) -> tuple[int, int]:
-    """Return the bytes of a state after a step: of its stored form, and in addition while
+    """Return the bytes of a state after a step: those stored, and those added while it is
     current.
     """
     (after,) = core.advance(inputs, 0, [1], state, None)
