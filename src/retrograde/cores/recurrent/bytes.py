@@ -165,7 +165,7 @@ class Shape:
         for k in range(self.count):
             width, gates = self._width(k), GATES[self.kind] * size
             top = k == self.count - 1
-            numbers = rows * size + 2 * self.batch * 2 * size  # states before steps, and the piece
+            numbers = rows * size + 2 * self.batch * 2 * size  # before steps; entering states
             if self.tracks > 1 and top:
                 numbers += 2 * rows * size  # its states and their gradients, reversed in time
             if top:
