@@ -291,12 +291,11 @@ class Planner:
     def _time_in_ranges(
         self, lengths: Sequences, plan: HeldPlan, budget: int, sizes: Footprint
     ) -> float:
-        """Return the least nominal microseconds that depend on the plan, over some lengths of
-        ranges.
+        """Return the least nominal microseconds of a plan, over ranges of 1, 2, 4, … pieces.
 
-        A range has 1, 2, 4, … pieces. If recomputed steps have a single layer, products follow its
-        outputs. If they have several layers, all but the top one run step by step. If a range has
-        several pieces, the gates of most are computed again.
+        Only what depends on the plan is counted. If recomputed steps have a single layer, products
+        follow its outputs. If they have several layers, all but the top one run step by step. If a
+        range has several pieces, the gates of most are computed again.
         """
         shape, length, best = self.shapes[0], lengths.length, inf
         steps = piece = max(1, plan.block // shape.batch)
@@ -404,7 +403,7 @@ class Planner:
     def _between(self, lengths: Sequences) -> int:
         """Return the bytes of sequences between layers of two directions, and of their gradients.
 
-        One gradient is held; two are where the current layer is neither the first nor the last.
+        One gradient is held at a time, or two if there are more than two layers.
         """
         shape, many = self.shapes[0], len(self.shapes)
         if many == 1:
