@@ -14,8 +14,9 @@ MOST_WORDS = 25
 
 # The rooms and files that are still to be read. This list may only shrink.
 NOT_YET = (
-    *("kernels", "cores", "jax", "nn/budget", "nn/call", "nn/chain_plans", "nn/recurrent"),
+    *("kernels", "jax", "nn/budget", "nn/call", "nn/chain_plans", "nn/recurrent"),
     *("nn/sample_run", "nn/scheduled", "nn/sequential"),
+    *("cores/cell", "cores/chain/called", "cores/chain/nodes"),  # error messages alone
 )
 
 # Phrases that were habits here, and made sentences into riddles.
