@@ -1,1 +1,1 @@
-"""What a range of steps can be: a cell, or recurrent layers by several kernels."""
+"""Cores, each of which runs ranges of steps: any cell, recurrent layers, or a chain of layers."""

@@ -1,7 +1,7 @@
-"""Any cell as a core, called once a step; what the executor must know of it is learnt by one trial.
+"""Any cell as a core, called once per step; one trial step finds what the executor must know of it.
 
-What the user wrote as pytrees, closures or modules becomes a pure function of the inputs and the
-state, on flat lists of tensors, before any work starts.
+Before any work starts, the user's pytrees, closures or modules become a pure function of the inputs
+and the state, on flat lists of tensors.
 """
 
 import weakref
@@ -38,19 +38,23 @@ Result = tuple[Tensors, Tensors, Structure, Structure]  # outputs, state, and th
 
 @dataclass
 class Settled:
-    """What earlier calls of the same cell have shown: ``walked``, that no step of a whole call used
-    a tensor that it was not known to use."""
+    """What earlier calls of the same cell have shown.
+
+    ``walked`` says that in a whole call no step used a tensor that was not known before.
+    """
 
     walked: bool = False
 
 
 @dataclass(frozen=True)
 class StepCore(AutogradCore):
-    """Any cell ``cell(x_t, state) -> (y_t, state)``, called once a step; made by :func:`examine`.
+    """Any cell ``cell(x_t, state) -> (y_t, state)``, called once per step; made by :func:`examine`.
+
     ``quiet`` is the cell without the work that only outputs need; None to run all of it. ``copied``
-    marks the parts of the state that the cell writes to, and gets clones of. ``first_spec`` is the
-    structure of the initial state where step 0 settles another, and ``first_like`` its tensors;
-    ``made`` counts the leaves that step 0 makes then."""
+    marks the parts of the state that the cell writes to, and receives as clones. ``first_spec`` is
+    the structure of the initial state, if step 0 changes it to another. Then ``first_like``
+    describes the initial state's tensors, and ``made`` counts the leaves that step 0 creates.
+    """
 
     cell: Cell
     input_spec: Structure
@@ -119,7 +123,7 @@ class StepCore(AutogradCore):
         return _call(cell, *self._arguments(inputs, state))
 
     def _arguments(self, inputs: Tensors, state: Tensors) -> tuple[Any, Any]:
-        """The input and the state of a step, as the cell takes them."""
+        """Return the input and the state of a step, as the cell takes them."""
         spec = self.state_spec
         if self.first_spec is not None and tuple(map(like_of, state)) == self.first_like:
             spec = self.first_spec
@@ -136,10 +140,12 @@ def examine(
     state_spec: Structure,
     made_of: Sequence[Any] | None = None,
 ) -> StepCore:
-    """Make a cell's core from one trial step on its flat input and state, which leaves no trace.
-    Captured tensors that require a gradient (rule 5), generators and buffers (rules 2 and 3) are
-    looked for in ``made_of``, by default in the cell. Raises CellError if the cell cannot be run
-    exactly (rule 6)."""
+    """Make a cell's core from one trial step on its flat input and state; leave no trace.
+
+    ``made_of``, by default the cell, is searched for captured tensors that require a gradient (rule
+    5). It is searched for generators and buffers too (rules 2 and 3). Raises CellError if the cell
+    cannot be run exactly (rule 6).
+    """
     device = device_of(*state, *inputs)
     _check_trackable([*inputs, *state])
     x = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
@@ -159,7 +165,8 @@ def examine(
     )
     if core.first_spec is None:
         return core
-    # A cell that begins by itself may make leaves; nobody has these once the trial is let go of.
+    # A cell whose step 0 makes the state may create leaves. Nothing refers to these once the trial
+    # is released.
     pairs = zip(core.outside.parameters, core.outside.targets, strict=True)
     references = [(weakref.ref(p), None if t is p else t) for p, t in pairs]
     core = replace(core, outside=Outside([], []))
@@ -173,8 +180,11 @@ def examine(
 
 
 def later_state(core: StepCore, inputs: Inputs, state: Tensors) -> Tensors:
-    """A state as later steps have it, to measure them by. Of two precisions that it has, the larger
-    one is taken (rule 7); where step 0 settles its structure, that step is run."""
+    """Return a state of the form that later steps have, to measure them by.
+
+    If the state has one precision before a step and another after it, the larger one is taken (rule
+    7). If step 0 changes the structure of the state, that step is run.
+    """
     if core.first_spec is None:
         pairs = zip(state, core.state_like, strict=True)
         return [s.to(torch.promote_types(s.dtype, dtype)) for s, (_, dtype, _) in pairs]
@@ -186,9 +196,11 @@ def later_state(core: StepCore, inputs: Inputs, state: Tensors) -> Tensors:
 def begin(
     cell: Cell, inputs: Tensors, input_spec: Structure, state: Tensors, state_spec: Structure
 ) -> tuple[StepCore, Tensors, Tensors]:
-    """Run step 0 where nothing will be differentiated: a core without parameters, the outputs, and
-    the state after. Raises CellError if the step changed the structure, a shape or a dtype of its
-    state."""
+    """Run step 0 where nothing will be differentiated.
+
+    Return a core without parameters, the outputs, and the state after. Raises CellError if the step
+    changed the structure, a shape or a dtype of its state.
+    """
     result = _call(cell, input_spec.unflatten(inputs), state_spec.unflatten(state))
     device = device_of(*state, *inputs)
     core = _core_like(result, cell, input_spec, state, state_spec, device)
@@ -203,7 +215,7 @@ def _core_like(
     state_spec: Structure,
     device: torch.device,
 ) -> StepCore:
-    """A core whose steps return what step 0 did; without parameters, and with no surroundings."""
+    """Return a core whose steps return what step 0 did, with no parameters and no surroundings."""
     outputs, states, output_spec, after_spec = result
     settles = _settles(result, state, state_spec)
     if settles:
@@ -227,8 +239,11 @@ def _core_like(
 
 
 def _settled(states: Tensors, given: Tensors, device: torch.device) -> tuple[Like, ...]:
-    """The form of a state after a step. It is that before the step, but under autocast a float32
-    state often becomes half precision from step 0 on."""
+    """Return the form of a state after a step.
+
+    It is the form before the step, with one exception: under autocast a float32 state often becomes
+    half precision from step 0 on.
+    """
     like = [like_of(t) for t in given]
     if torch.is_autocast_enabled(device.type) and len(states) == len(given):
         for i, (t, (shape, dtype, place)) in enumerate(zip(states, like, strict=True)):
@@ -238,7 +253,7 @@ def _settled(states: Tensors, given: Tensors, device: torch.device) -> tuple[Lik
 
 
 def _settles(result: Result, given: Tensors, spec: Structure) -> bool:
-    """Whether step 0 made a state of another structure where a None or a number was given."""
+    """Return whether step 0 changed the structure of a state that held a None or a number."""
     _, states, _, after_spec = result
     differs = after_spec != spec and [*map(like_of, states)] != [*map(like_of, given)]
     return differs and spec.has_more_than_tensors
@@ -250,10 +265,10 @@ def _tensors_of(results: list[Result]) -> Tensors:
 
 @dataclass
 class _Trying:
-    """A trial of a cell, of one step, or of two if the first one settles the state's structure.
+    """A trial of a cell: one step, or two if the first one changes the state's structure.
 
-    It finds which parts of the state the cell writes to; those are cloned for it. Raises CellError
-    if it writes to an input, or changes the state's structure again.
+    It finds which parts of the state the cell writes to. The core clones these before each step.
+    Raises CellError if the cell writes to an input, or changes the state's structure again.
     """
 
     cell: Cell
@@ -289,7 +304,7 @@ class _Trying:
         return self()
 
     def _step(self, state: Tensors, spec: Structure) -> tuple[Result, tuple[bool, ...]]:
-        """What a step returns, and which parts of the state it writes to."""
+        """Return a step's results, and which parts of the state the step writes to."""
         x, s = self.inputs, [t.clone() for t in state] if self.clones else state
         versions = [version(t) for t in x], [version(t) for t in s]
         result = _call(self.cell, self.input_spec.unflatten(x), spec.unflatten(s))
@@ -298,22 +313,22 @@ class _Trying:
         return result, tuple(version(t) != then for t, then in zip(s, versions[1], strict=True))
 
 
-# What autograd says of a write to a leaf, or to a view of one.
+# autograd's message about a write to a leaf, or to a view of one.
 _ON_A_LEAF = "leaf Variable that requires grad"
 _WRITES = (
     "the cell writes in place to its input, or to a parameter: expected it to leave them as they "
-    "are, for they are used again; return new tensors instead (x = x + 1, not x += 1)"
+    "are, because they are used again; return new tensors instead (x = x + 1, not x += 1)"
 )
 
 
 def _copied(state: Tensors, copied: Sequence[bool]) -> Tensors:
-    if len(copied) != len(state):  # the first one, of another structure
+    if len(copied) != len(state):  # the initial state, of another structure
         copied = (True,) * len(state)
     return [t.clone() if copy else t for t, copy in zip(state, copied, strict=True)]
 
 
 def _check_apart(result: Result, written: Sequence[bool]) -> None:
-    """Refuse a state that the next step would write to where it is an output too, or twice one."""
+    """Refuse a state that a step writes to, if it shares memory with an output or another state."""
     outputs, states, *_ = result
     for i, (state, writes) in enumerate(zip(states, written, strict=False)):
         others = [*outputs, *states[:i], *states[i + 1 :]]
@@ -338,7 +353,7 @@ def _check_trackable(tensors: Tensors) -> None:
 
 
 def as_pair(result: Any) -> tuple[Any, Any]:
-    """What a cell returned; a :class:`CellError` unless it is an output and a state."""
+    """Return what a cell returned; raise :class:`CellError` unless it is an output and a state."""
     if not isinstance(result, tuple) or len(result) != 2:
         given = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
         raise CellError(
@@ -374,7 +389,10 @@ def _check_like(
 
 
 def _check_aliases(outputs: Tensors, states: Tensors, aliases: Sequence[int | None]) -> None:
-    """An output that is the state has its gradient added where the state is used next."""
+    """Check that outputs which are the state at step 0 are so at every step.
+
+    The gradient of such an output is added where the next step uses the state.
+    """
     for i, (y, alias) in enumerate(zip(outputs, aliases, strict=True)):
         if alias is not None and y is not states[alias]:
             raise CellError(
@@ -384,11 +402,11 @@ def _check_aliases(outputs: Tensors, states: Tensors, aliases: Sequence[int | No
 
 
 def like_of(t: Tensor) -> Like:
-    """What another tensor must have to be like this one."""
+    """Return the shape, dtype and device that a tensor must have to be like this one."""
     return t.shape, t.dtype, t.device
 
 
 def device_of(*tensors: Tensor) -> torch.device:
-    """The device of some tensors, of which those of single numbers may be on the CPU."""
+    """Return the device of some tensors, of which those of single numbers may be on the CPU."""
     devices = [t.device for t in tensors]
     return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))

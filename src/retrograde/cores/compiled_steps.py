@@ -1,13 +1,14 @@
-"""A cell whose steps are compiled by ``torch.compile``: a block of them is one call.
+"""A cell whose steps are compiled by ``torch.compile``: one call runs a block of steps.
 
-What a small cell takes is mostly Python and the start of each operation. A compiled block of
-:data:`BLOCK` steps pays for both once, and its elementwise operations are one loop. To a schedule
-a block is what a step is elsewhere, so a rerun calls the same function on the same blocks. Steps
-that are left at the end of a sequence are run as they are: compiled, each number of them would be a
-function of its own.
+A small cell spends most of its time in Python and in launching operations. A compiled block of
+:data:`BLOCK` steps pays for both once, and fuses its elementwise operations into one loop. A
+schedule counts blocks instead of steps, so recomputation calls the same function on the same
+blocks. The last steps of a sequence, fewer than a block, run uncompiled. Compiling them would take
+one more function for each possible number of steps.
 
-Known limits: results differ from the plain loop's by rounding, for compiled operations are fused.
-A cell must be one graph to ``torch.compile``, draw no random numbers, and change nothing.
+Known limits: results differ from the plain loop's by rounding, because compiled operations are
+fused. ``torch.compile`` must be able to make one graph of the cell. The cell must draw no random
+numbers and change nothing outside itself.
 """
 
 import weakref
@@ -28,7 +29,8 @@ from retrograde.run.layout import Blocks, Layout
 
 __all__ = ["BLOCK", "CompiledSteps", "compiled_steps"]
 
-#: Steps of a compiled block. Twice as many take twice as long to compile, and are little faster.
+#: The number of steps in a compiled block. Twice as many take twice as long to compile, and run
+#: hardly faster.
 BLOCK = 8
 
 Tensors = list[Tensor]
@@ -36,7 +38,7 @@ Tensors = list[Tensor]
 
 @dataclass(frozen=True)
 class CompiledSteps(StepCore):
-    """A cell, called for a block of steps, which ``block`` runs."""
+    """A cell that is called for a block of steps at a time; ``block`` is the compiled function."""
 
     block: "_Block | None" = None
 
@@ -51,7 +53,7 @@ class CompiledSteps(StepCore):
         if begins or len(inputs[0]) < BLOCK:
             return self._plainly(inputs, state)
         assert self.block is not None
-        with autocast_as_now(self.ambient.device):  # as in reruns, whose autocast is replayed
+        with autocast_as_now(self.ambient.device):  # recomputation replays the same autocast
             states = _alike(state)
             return self.block(self.cell, self.input_spec, self.state_spec, inputs, states)
 
@@ -65,11 +67,11 @@ class CompiledSteps(StepCore):
         self, layout: Layout, inputs: Tensors, state: Tensors, gate: Gate
     ) -> tuple[Tensors, Tensors, Tensors]:
         assert isinstance(layout, Blocks)
-        read = layout.steps.read(inputs)  # what is compiled has no second derivatives
+        read = layout.steps.read(inputs)  # compiled blocks have no second derivatives
         return *self._plainly(read[slice(0, len(read))], state), self.parameters
 
     def _plainly(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
-        """Steps one after the other, as they are."""
+        """Run steps one after the other, uncompiled."""
         found = []
         for x in zip(*(t.unbind() for t in inputs), strict=True):
             y, state = super().again(list(x), state)
@@ -78,8 +80,10 @@ class CompiledSteps(StepCore):
 
 
 def compiled_steps(core: StepCore) -> CompiledSteps:
-    """A cell's core, to be called by compiled blocks. Raises CellError if its steps do more than
-    compute."""
+    """Return a core that calls a cell by compiled blocks.
+
+    Raises CellError if the cell's steps do more than compute outputs and a state.
+    """
     does = _does(core)
     if does is not None:
         raise CellError(
@@ -95,7 +99,7 @@ def compiled_steps(core: StepCore) -> CompiledSteps:
 
 
 def _does(core: StepCore) -> str | None:
-    """What a cell's steps do that a compiled block of them would not do exactly."""
+    """Return what a cell's steps do that a compiled block would not reproduce exactly, or None."""
     if core.ambient.draws:
         return "draws random numbers"
     if core.ambient.moves or core.ambient.left:
@@ -113,7 +117,7 @@ def _does(core: StepCore) -> str | None:
 def _run_block(
     cell: Any, input_spec: Structure, state_spec: Structure, inputs: Tensors, state: Tensors
 ) -> tuple[Tensors, Tensors]:
-    """A block of steps: the outputs of all, stacked, and the state after them."""
+    """Run a block of steps. Return the stacked outputs, and the state after the last step."""
     found, carried = [], state_spec.unflatten(state)
     for k in range(BLOCK):
         y, carried = as_pair(cell(input_spec.unflatten([x[k] for x in inputs]), carried))
@@ -123,8 +127,10 @@ def _run_block(
 
 
 def _alike(state: Tensors) -> Tensors:
-    """A state as that of any other block, so that one compiled function serves all: its parts are
-    different tensors, and are followed by autograd where anything is."""
+    """Return a state of the same form for every block, so that one compiled function serves all.
+
+    Its parts are distinct tensors. While gradients are enabled, autograd follows each of them.
+    """
     if not torch.is_grad_enabled():
         return [t.detach() for t in state]
     seen: set[int] = set()
@@ -136,8 +142,11 @@ def _alike(state: Tensors) -> Tensors:
 
 
 class _Block:
-    """A compiled :func:`_run_block` for one cell. It has a code object of its own, since
-    ``torch.compile`` keeps a few variants of each, for instance one of another batch size."""
+    """A compiled :func:`_run_block` for one cell.
+
+    Each instance copies the code object, because ``torch.compile`` limits the variants that it
+    keeps for one. Another batch size, for instance, is another variant.
+    """
 
     def __init__(self) -> None:
         self.compiled: Callable[..., tuple[Tensors, Tensors]] | None = None
@@ -148,7 +157,7 @@ class _Block:
             self.compiled = torch.compile(own, fullgraph=True)
         try:
             return self.compiled(*arguments)
-        except torch._dynamo.exc.FailOnRecompileLimitHit:  # begin anew
+        except torch._dynamo.exc.FailOnRecompileLimitHit:  # discard all variants and compile again
             self.compiled = None
             return self(*arguments)
         except torch._dynamo.exc.TorchDynamoException as error:
@@ -159,5 +168,6 @@ class _Block:
             ) from error
 
 
-# For each module, and for each code of a function, which may be a closure made anew at every call.
+# The keys are modules and code objects of functions. A function itself would not do, because a
+# closure may be created anew at every call.
 _BLOCKS: "weakref.WeakKeyDictionary[Any, _Block]" = weakref.WeakKeyDictionary()

@@ -1,8 +1,8 @@
-"""Dropout between layers whose mask belongs to the step, whatever range that is run in (rule 2).
+"""Dropout between layers, where a step's mask is the same in whatever range it runs (rule 2).
 
-Nothing is drawn but one number, the key of a call. Whether element k of sample b is dropped at step
-t before layer l is a hash of (key, l, t, b, k). So a step can be run again in another range, and a
-backward pass computes its mask instead of keeping it.
+Only one number is drawn, the key of a call. Whether element k of sample b is dropped at step t
+before layer l is a hash of (key, l, t, b, k). So a step can be recomputed in another range. A
+backward pass recomputes the mask instead of keeping it.
 """
 
 from dataclasses import dataclass
@@ -13,28 +13,28 @@ from torch import Tensor
 
 __all__ = ["Dropout", "Drops", "draw_key", "samples_of"]
 
-# Odd constants with their bits well spread: splitmix64's, and those of a 32-bit hash of low bias.
+# Odd constants with well-spread bits: splitmix64's, and those of a 32-bit hash of low bias.
 _GAMMA, _MIX_1, _MIX_2 = (
     value - 2**64 for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
 _SPREAD, _SHORT_1, _SHORT_2 = 0x9E3779B9 - 2**32, 0x7FEB352D, 0x846CA68B - 2**32
-# How many elements are worked on at a time: what fits a cache, or fills a device.
+# How many elements are processed at a time: as many as fit a CPU's cache, or occupy a GPU.
 _ELEMENTS = {"cpu": 2**15, "cuda": 2**22}
 
 
 def draw_key(device: torch.device) -> Tensor:
-    """The key of a call, drawn from the device's default generator."""
+    """Draw the key of a call from the device's default generator."""
     return torch.randint(2**62, (), device=device)
 
 
 def samples_of(sizes: Tensor) -> Tensor:
-    """The sequence that every row of a packed batch belongs to, by the sizes of its steps."""
+    """Return the sequence that every row of a packed batch belongs to; ``sizes`` is per step."""
     first = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
     return torch.arange(len(first), device=sizes.device) - first
 
 
 class Drops(Protocol):
-    """Drops what comes to a layer in some steps, as :class:`Dropout` does."""
+    """A function that drops elements of a layer's input at some steps, as :class:`Dropout` does."""
 
     @property
     def first(self) -> bool: ...
@@ -46,9 +46,11 @@ class Drops(Protocol):
 
 @dataclass(frozen=True)
 class Dropout:
-    """Elements become zero with probability p, the others are divided by 1 − p. ``key`` is from
-    :func:`draw_key`, and ``layer`` is the number of the core's first layer in the module. ``first``
-    tells whether the core's inputs are dropped too."""
+    """Dropout that zeroes elements with probability p and divides the others by 1 − p.
+
+    ``key`` is from :func:`draw_key`. ``layer`` is the number of the core's first layer in the
+    module. ``first`` says whether the core's own inputs are dropped too.
+    """
 
     p: float
     key: Tensor
@@ -58,8 +60,11 @@ class Dropout:
     def __call__(
         self, x: Tensor, number: int, steps: Tensor, sizes: Tensor | None = None
     ) -> Tensor:
-        """Drop what layer ``number`` of the core receives at consecutive ``steps`` (L,). x is (L,
-        B, H), or packed (rows, H) with ``sizes`` (L,), the sequences of each step."""
+        """Drop elements of the input of layer ``number`` of the core at consecutive ``steps`` (L,).
+
+        x is (L, B, H). If packed it is (rows, H), and ``sizes`` (L,) gives the sequences at each
+        step.
+        """
         real = x.dtype in (torch.float32, torch.float64) and not x.requires_grad
         if real and x.device.type == "cpu" and sizes is None and x.is_contiguous() and self.p < 1:
             from retrograde.kernels.cpu_masks import drop
@@ -75,19 +80,19 @@ class Dropout:
         return _Drop.apply(x, seeds, self.p)  # type: ignore[no-any-return, no-untyped-call]
 
     def _seed(self, number: int) -> Tensor:
-        """64 bits of the call and the layer."""
+        """Return 64 bits that depend on the call and the layer."""
         return _mixed(self.key + (self.layer + number + 1))
 
 
 def _mixed(z: Tensor) -> Tensor:
-    """64 bits, each of which depends on all that went in."""
+    """Return 64 bits, each of which depends on all bits of ``z``."""
     z = (z ^ _shifted(z, 30, 64)) * _MIX_1
     z = (z ^ _shifted(z, 27, 64)) * _MIX_2
     return z ^ _shifted(z, 31, 64)
 
 
 def _shifted(z: Tensor, bits: int, width: int) -> Tensor:
-    """To the right, zeros coming in."""
+    """Shift to the right, and fill with zeros."""
     return (z >> bits).bitwise_and_((1 << (width - bits)) - 1)
 
 
@@ -105,7 +110,7 @@ class _Drop(torch.autograd.Function):
 
 
 def _dropped(x: Tensor, seeds: Tensor, p: float) -> Tensor:
-    """Each row with the mask of its seed, some rows at a time."""
+    """Apply to each row the mask of its seed, a few rows at a time."""
     out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     if p == 1:
         return out

@@ -1,9 +1,9 @@
-"""The fastest core and schedule within a budget, of several cores that compute the same.
+"""The fastest core and schedule within a budget, among several cores that compute the same.
 
-A plan of few, long ranges wins where calls are dear, one of little recomputation where steps are;
-and which kernel is the fastest depends on both. The costs are nominal: what
-``benchmarks/range_costs.py`` measured once, and not the user's machine, so that a budget gives the
-same schedule, and the same sums, on every run. In microseconds, for layers of W weights:
+A plan of few, long ranges wins where calls are expensive. A plan of little recomputation wins where
+steps are. Which kernel is the fastest depends on both. The costs are nominal: they are what
+``benchmarks/range_costs.py`` measured once, and not the user's machine. So a budget gives the same
+schedule, and the same sums, on every run. In microseconds, for layers of W weights:
 
     forward step  = step + flops / rate
     advancing     = call + weight · W        a call, besides its steps
@@ -35,7 +35,7 @@ Tensors = list[Tensor]
 
 
 class _Costs(NamedTuple):
-    """What a kernel takes, by the letters above; rates in operations a microsecond."""
+    """The nominal costs of a kernel, by the names above; rates in operations per microsecond."""
 
     step: float
     rate: float
@@ -46,7 +46,8 @@ class _Costs(NamedTuple):
     weighed: float = 0.0
 
 
-# With what the executor adds to a call, some 40 µs to advance and 130 to record and go back.
+# These include what the executor adds to a call: some 40 µs to advance, and 130 µs to record and to
+# backpropagate.
 _CPU = {
     "LSTM": _Costs(step=1.2, rate=1.6e5, backward=2.2, call=130, record=500),
     "GRU": _Costs(step=14, rate=1.1e5, backward=3.0, call=70, record=300),
@@ -55,7 +56,7 @@ _CPU = {
         step=0.2, rate=1.35e5, backward=2.0, call=130, record=600, weight=9e-4, weighed=5e-3
     ),
 }
-# Not measured: launches count, arithmetic hardly does.
+# These are not measured. On a GPU launches cost time, and arithmetic hardly does.
 _CUDA = _Costs(step=5, rate=2e7, backward=2.0, call=100, record=400)
 
 
@@ -82,9 +83,11 @@ def candidates(
     whole: bool = True,
     extra_bytes: int = 0,
 ) -> list[Candidate]:
-    """The cores that can run ``nets``, the layers of one direction or a layer for each of two.
-    ``backward`` is None if none was asked for. ``whole`` tells whether torch's own module can run
-    them too; with enough memory it does."""
+    """Return the cores that can run ``nets``: all layers of one direction, or one for each of two.
+
+    ``backward`` is None if the caller asked for neither way. ``whole`` says whether torch's own
+    module can run the layers too. With enough memory it does.
+    """
     on_cpu = nets[0].weights[0].device.type == "cpu"
     usual = _CPU[nets[0].mode.split("_")[0]] if on_cpu else _CUDA
     compiled = _CPU["compiled"] if on_cpu else _CUDA
@@ -120,8 +123,11 @@ def footprints(
     memory: Memory | None = None,
     first: Tensors | None = None,
 ) -> list[Footprint]:
-    """Measure each candidate as :func:`footprint` does, which see for ``first``; what ``ordinary``
-    backpropagation takes, if None, on the first."""
+    """Measure each candidate as :func:`footprint` does, which explains ``first``.
+
+    ``ordinary`` gives the bytes of ordinary backpropagation. If it is None, they are measured on
+    the first candidate.
+    """
     found: list[Footprint] = []
     for one in several:
         sizes = footprint(one.core, inputs, state, ordinary=ordinary, memory=memory, first=first)
@@ -142,9 +148,12 @@ def footprints(
 def fit_measured(
     core: Core, inputs: Inputs, state: Tensors, memory: Memory | None, sizes: Footprint
 ) -> tuple[Fit, Footprint]:
-    """The fastest schedule for a core within a budget, and its footprint. Where steps are not seen
-    to take the same, each length that the schedule uses is measured, until the predicted peak is
-    within the budget. Raises BudgetError if the least schedule does not fit."""
+    """Return the fastest schedule for a core within a budget, and its footprint.
+
+    If steps are not known to take equal bytes, each length that the schedule uses is measured. This
+    repeats until the predicted peak is within the budget. Raises BudgetError if even the smallest
+    schedule does not fit.
+    """
     while True:
         found = fit(len(inputs), memory, sizes)
         if found.ordinary or not core.joins or sizes.even:
@@ -161,8 +170,10 @@ def fit_fastest(
     state: Tensors,
     memory: Memory | None,
 ) -> tuple[int, Fit]:
-    """The number of the fastest candidate within a budget, and its fit; ``sizes`` are updated in
-    place. Raises BudgetError if the budget is too small for every core."""
+    """Return the number of the fastest candidate within a budget, and its fit.
+
+    ``sizes`` are updated in place. Raises BudgetError if the budget is too small for every core.
+    """
     length = len(inputs)
     minimum = min(size.least_bytes(length) for size in sizes)
     best: tuple[int, Fit] | None = None

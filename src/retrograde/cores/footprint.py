@@ -1,9 +1,9 @@
-"""The bytes that the steps of a core take, which the planner needs; measured on short ranges.
+"""The bytes that a core's steps take, measured on short ranges for the planner.
 
-The executor's own functions are run on the caller's own tensors, so every temporary of every kernel
-is counted. A core that is called step by step is measured on one step. A fused kernel is measured
-on ranges of a few lengths: its bytes are affine in the length, and the larger lengths decide the
-slope.
+The executor's own functions run on the caller's own tensors, so every temporary of every kernel is
+counted. A core that is called step by step is measured on one step. If its steps can share one
+graph, ranges of up to eight steps are measured too. A fused kernel is measured on ranges of up to
+64 steps. Its bytes are affine in the length, and the larger lengths determine the slope.
 """
 
 from collections.abc import Hashable, Sequence
@@ -36,9 +36,9 @@ from retrograde.units import Memory, as_bytes
 
 __all__ = ["Shapes", "footprint", "gradients_like", "measured_for", "noting", "step_bytes"]
 
-# What recording a range of a cell's steps as one graph, and going back through it, costs besides
-# the steps, in forward steps: a call of autograd's engine. Nominal, for a cell of a dozen small
-# operations.
+# The nominal cost, in forward steps, of recording a range of a cell's steps as one graph and
+# backpropagating it. The steps themselves are not included. It is mostly a call of autograd's
+# engine, for a cell of a dozen small operations.
 _RECORD_STEPS = 6.0
 
 Tensors = list[Tensor]
@@ -47,7 +47,7 @@ Shapes = list[tuple[torch.Size, torch.dtype]]
 
 @dataclass(frozen=True)
 class _Bytes:
-    """The bytes of one range, as :class:`Footprint` has them."""
+    """The bytes of one range, named as in :class:`Footprint`."""
 
     advance: int
     held: int
@@ -56,11 +56,11 @@ class _Bytes:
 
     @property
     def most(self) -> int:
-        """What the range takes at its peak."""
+        """The peak bytes of the range."""
         return max(self.advance, self.record, self.held + self.backward)
 
     def above(self, other: "_Bytes") -> int:
-        """How many more than another range it takes, at any moment."""
+        """Return the most by which this range exceeds another, over all kinds of bytes."""
         pairs = zip(astuple(self), astuple(other), strict=True)
         return int(max(0, *(mine - theirs for mine, theirs in pairs)))
 
@@ -74,14 +74,17 @@ def footprint(
     memory: Memory | None = None,
     first: Tensors | None = None,
 ) -> Footprint:
-    """Measure what the first few steps of a core take, and ``ordinary`` backpropagation if that is
-    None. ``first`` is the initial state, where it has another structure than ``state``. Beyond
-    :data:`FEW_STEPS` steps and :data:`FEW_BYTES` the measuring itself keeps to the budget,
-    ``memory``."""
+    """Measure the bytes of the first few steps of a core.
+
+    ``ordinary`` gives the bytes of ordinary backpropagation; if None, they are measured too.
+    ``first`` is the initial state, if its structure differs from that of ``state``. Measurements
+    that exceed both :data:`FEW_STEPS` steps and :data:`FEW_BYTES` bytes stay within the budget
+    ``memory``.
+    """
     length, device = len(inputs), core.ambient.device
     begins = state if first is None else first
     with core.ambient.measured(), muted_hooks(core.parameters):
-        _measure_range(core, inputs, state, 1)  # what a first call allocates for good is not ours
+        _measure_range(core, inputs, state, 1)  # a first call's permanent allocations do not count
         final = 0
         if ordinary is None:
             assert isinstance(core, AutogradCore), "what ordinary autograd takes is to be told"
@@ -93,7 +96,8 @@ def footprint(
             if budget is not None and steps > FEW_STEPS and known(steps) > max(budget, FEW_BYTES):
                 break  # no schedule has room for such a range
             points[steps] = _measure_range(core, inputs, state, steps)
-        # Two steps may take more than one: a state that is a view, what a step leaves behind.
+        # Two steps may take more than one, if a state is a view, or if a step leaves something
+        # behind.
         further = 0 if length < 2 or core.joins else _advance_bytes(core, inputs, state, 2)
         more = 0
         if [*map(like_of, begins)] != [*map(like_of, state)]:
@@ -104,9 +108,9 @@ def footprint(
             single, blocks = inputs.steps, inputs.layout
         trial = _first_step_bytes(cast(StepCore, core), single, begins) if tries else 0
         stored, laid = (0, 0) if core.fused else _stored_bytes(core, inputs, state)
-    # Numbers of a state are tensors of ours, before the call and after it.
+    # A state's plain numbers become tensors of ours, before the call and after it.
     numbers = 2 * sum(_rounded(t) for t in begins if not t.dim())
-    if not core.joins:  # any range is single steps: what is held grows, the rest does not
+    if not core.joins:  # ranges are single steps: only held bytes grow
         one = replace(points[1], advance=max(points[1].advance, further))
         for n in (2, 3):
             points[n] = replace(one, held=n * one.held, record=one.record + (n - 1) * one.held)
@@ -118,13 +122,13 @@ def footprint(
         return Curve(tuple((L, getattr(size, kind)) for L, size in points.items()))
 
     gradient = sum(_rounded(t) for t in state if t.is_floating_point() or t.is_complex())
-    gradient *= 2 if core.fused else 1  # a kernel may need zeros for a state without a gradient
+    gradient *= 2 if core.fused else 1  # a kernel may need zeros where a state has no gradient
     ambient = sum(map(_rounded, core.ambient.capture())) + core.ambient.place_bytes
-    gradient += ambient  # what is put back after the last rerun
-    if core.sums:  # what the loss's own gradient takes
+    gradient += ambient  # restored after the last recomputation
+    if core.sums:  # the loss's own gradient
         gradient += _rounded(torch.ones((), dtype=torch.float64, device=device))
     return Footprint(
-        # A cell without a state is planned like one of a single byte.
+        # A cell without a state is planned as if its state took one byte.
         state_bytes=(max(stored, sum(map(_rounded, state))) + ambient) or 1,
         advance=curve("advance"),
         held=curve("held"),
@@ -137,7 +141,7 @@ def footprint(
         scheduled=core.sums,
         unit=f"blocks of {blocks.size} steps" if blocks else "steps",
         even=told is not None,
-        # The surroundings at the call's beginning, for a second backward pass.
+        # The surroundings at the beginning of the call are kept for a second backward pass.
         call_bytes=laid + more + (0 if core.sums else ambient),
         final_bytes=final,
         trial_bytes=trial + numbers,
@@ -148,8 +152,11 @@ def footprint(
 def _ordinary(
     core: AutogradCore, inputs: Inputs, state: Tensors, memory: Memory | None
 ) -> tuple[Highest, int]:
-    """What ordinary backpropagation takes by the number of steps, and what may come on top. That is
-    a loss of the final state, and copies of gradients that are expanded scalars."""
+    """Return the bytes of ordinary backpropagation by number of steps, and the most to be added.
+
+    A loss of the final state may add bytes, and so may copies of gradients that are expanded
+    scalars.
+    """
     told = measure(lambda: outputs_tell(core, inputs, state), device=core.ambient.device).value
 
     def measured(steps: int) -> tuple[int, int]:
@@ -165,25 +172,29 @@ def _ordinary(
 
 
 def step_bytes(core: Core, inputs: Inputs, state: Tensors) -> Hashable:
-    """What one step takes: quickly measured, to tell whether a known footprint still holds."""
+    """Return one step's bytes, measured quickly to check whether a known footprint still holds."""
     with core.ambient.measured(), muted_hooks(core.parameters):
-        _measure_range(core, inputs, state, 1)  # what a first call allocates for good is not ours
+        _measure_range(core, inputs, state, 1)  # a first call's permanent allocations do not count
         return _measure_range(core, inputs, state, 1)
 
 
 def _lengths(core: Core) -> tuple[int, ...]:
-    """The lengths of ranges to measure: a kernel's own room grows with them only up to some."""
+    """Return the lengths of ranges to measure.
+
+    A fused kernel's own workspace grows only up to some length.
+    """
     if core.fused:
         return 1, 2, 4, 16, 64
     return (1, 2, 4, 8) if core.joins else (1,)
 
 
 def _evenly(core: Core, inputs: Inputs, points: dict[int, _Bytes]) -> dict[int, _Bytes] | None:
-    """The bytes of ranges, one more told, if every further step of a cell is seen to take what the
-    steps before it took; so no longer range has to be measured. None if it is not.
+    """Return the points with one more length predicted, or None if steps are not seen to be equal.
 
-    What grows unseen with a range is the gradients of its inputs, twice, while what it holds
-    shrinks. A number in the state may make a later step another one.
+    If every further step of a cell takes what the steps before it took, no longer range has to be
+    measured. The gradients of a range's inputs are held twice, and grow with its length. The peak
+    may hide that growth, while the bytes that the tape holds shrink. A number in the state may make
+    a later step different.
     """
     if core.fused or not isinstance(core, StepCore) or core.numbers or max(points) < 8:
         return None
@@ -204,12 +215,12 @@ def _evenly(core: Core, inputs: Inputs, points: dict[int, _Bytes]) -> dict[int, 
 def measured_for(
     schedule: Schedule, sizes: Footprint, core: Core, inputs: Inputs, state: Tensors
 ) -> Footprint:
-    """Correct a footprint by measuring the very lengths that a schedule is going to use."""
+    """Correct a footprint by measuring exactly those lengths that a schedule will use."""
     advances = {a.stop - a.start for a in schedule if isinstance(a, Advance)}
     records = {a.stop - a.start for a in schedule if isinstance(a, Record)}
     with core.ambient.measured(), muted_hooks(core.parameters):
         unknown = sorted(advances - {L for L, _ in sizes.advance.points})
-        # A cell's range is its steps: no shorter one takes more than the longest.
+        # A cell's range is single steps, so no shorter range takes more than the longest.
         lengths = unknown if core.fused else unknown[-1:]
         taken = {steps: _advance_bytes(core, inputs, state, steps) for steps in lengths}
         points = dict(sizes.advance.points)
@@ -228,18 +239,20 @@ def measured_for(
 
 def _advance_bytes(core: Core, inputs: Inputs, state: Tensors, steps: int) -> int:
     device = core.ambient.device
-    emit = noting([])  # the first sweep's, which runs all of the core
+    emit = noting([])  # as in the first sweep, which runs the whole core
     return measure(lambda: core.advance(inputs, 0, [steps], state, emit), device=device).peak_bytes
 
 
 def _stored_bytes(core: Core, inputs: Inputs, state: Tensors) -> tuple[int, int]:
-    """A state after a step: what it takes as it is stored, and besides while it is current."""
+    """Return the bytes of a state after a step: those stored, and those added while it is
+    current.
+    """
     (after,) = core.advance(inputs, 0, [1], state, None)
     return sum(map(_rounded, stored_memory(pack(after)))), laid_bytes(after)
 
 
 def _first_step_bytes(core: StepCore, inputs: Inputs, state: Tensors) -> int:
-    """The peak of the trial step that precedes every call of a cell."""
+    """Return the peak bytes of the trial step that precedes every call of a cell."""
 
     def call() -> object:
         pairs = zip(inputs[0], inputs.differentiable, strict=True)
@@ -260,14 +273,14 @@ def _measure_range(core: Core, inputs: Inputs, state: Tensors, steps: int) -> _B
 def _measure_tape(
     core: Core, inputs: Inputs, state: Tensors, steps: int, *, begun: bool = True
 ) -> _Bytes:
-    """A range that keeps nothing, one that is recorded, and going back through that."""
+    """Measure a range three ways: run without recording, recorded, and backpropagated."""
     shapes: Shapes = []
     tapes: list[Tape] = []
     kept: list[Tape] = []
     gradients: list[Gradients] = []
 
     def sweep() -> None:
-        if core.ambient.left:  # what the step before left is still there
+        if core.ambient.left:  # the previous step's leftovers are still there
             core.advance(inputs, 0, [1], state, noting(shapes))
         core.advance(inputs, 0, [steps], state, noting(shapes))
 
@@ -287,7 +300,7 @@ def _measure_tape(
     def back() -> None:
         core.backpropagate(tapes.pop(), gradients[0])
 
-    # What was left before is released first, or its release would be taken for room.
+    # Earlier leftovers are released first. Otherwise their release would count as free memory.
     bar = core.ambient.bar
     phases = [bar, sweep, bar, again, bar, run, prepare, back, gradients.clear]
     _, swept, *_, recorded, _, backward, _ = measure_phases(phases, device=core.ambient.device)
@@ -295,13 +308,16 @@ def _measure_tape(
 
 
 def _rounded(t: Any) -> int:
-    """The bytes of a tensor (or state) as an allocator counts them: CUDA's rounds up to 512."""
+    """Return the bytes of a tensor or storage as an allocator counts them.
+
+    CUDA's allocator rounds up to 512 bytes.
+    """
     size = t.nbytes() if isinstance(t, torch.UntypedStorage) else int(t.nbytes)
     return -(-size // 512) * 512 if t.is_cuda else size
 
 
 def noting(shapes: Shapes) -> Emit:
-    """An emitter that keeps no output, only the shapes and dtypes."""
+    """Return an emitter that keeps no output, only the shapes and dtypes."""
 
     def emit(start: int, stop: int, values: Tensors) -> None:
         shapes[:] = [(y.shape, y.dtype) for y in values]
@@ -310,7 +326,7 @@ def noting(shapes: Shapes) -> Emit:
 
 
 def gradients_like(core: Core, tape: Tape, shapes: Shapes, steps: int) -> Gradients:
-    """Gradients of the layout that costs most: expanded scalars, which kernels must copy."""
+    """Return gradients of the most expensive layout: expanded scalars, which kernels must copy."""
     device = core.ambient.device
     return _Probe(
         outputs=[
@@ -336,14 +352,14 @@ def gradients_like(core: Core, tape: Tape, shapes: Shapes, steps: int) -> Gradie
 
 @dataclass
 class _Probe(Gradients):
-    """Gradients of one call, wherever its steps are."""
+    """Gradients of one call that do not depend on where its steps are in the sequence."""
 
     layout: Straight
 
     def of_outputs(self, index: int | slice) -> Sequence[Tensor | None]:
         if not isinstance(index, slice) or self.layout.fused:
             return self.outputs
-        steps = index.stop - index.start  # of a cell, recorded together
+        steps = index.stop - index.start  # a cell's steps that are recorded together
         return [None if t is None else t.expand(steps, *t.shape) for t in self.outputs]
 
     def take_inputs(self, index: int | slice, shares: list[Tensor | None]) -> None:

@@ -1,12 +1,12 @@
-"""Recurrent layers as a core: a range of steps is one call of a kernel, which autograd records.
+"""Recurrent layers as a core: one kernel call runs a range of steps, and autograd records it.
 
-Several layers of one direction are one call. With dropout between them they are run one after the
-other, for a mask belongs to its step (:mod:`retrograde.cores.dropout`). Two directions of one layer
-are one recurrence that starts at both ends: while the first runs steps a … b − 1, the second runs
-the steps as far from the other end, reversed; the state is that of both.
+Several layers of one direction are one call. With dropout between them they run one after the
+other, because a mask belongs to its step (:mod:`retrograde.cores.dropout`). Two directions of one
+layer are one recurrence that starts at both ends. While the first direction runs steps a … b − 1,
+the second runs the steps equally far from the other end, reversed. The state is that of both.
 
-torch's kernels (:mod:`retrograde.cores.vendor`) know every kind and option;
-:mod:`retrograde.cores.recurrent.ranges` has ours.
+torch's kernels (:mod:`retrograde.cores.vendor`) support every kind of layer and every option. Our
+own kernels are in :mod:`retrograde.cores.recurrent.ranges`.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -28,16 +28,19 @@ __all__ = ["HEAP_BYTES", "Fused"]
 
 Tensors = list[Tensor]
 
-#: The most that one recorded range should hold on a CPU. The C library's allocator maps larger
-#: blocks afresh at every call, and the page faults cost more than long ranges save (glibc:
-#: DEFAULT_MMAP_THRESHOLD_MAX, 32 MiB; the margin is for the block's neighbours).
+#: The most bytes that one recorded range should hold on a CPU. The C library's allocator maps
+#: larger blocks afresh at every call, and the page faults cost more than long ranges save. (glibc's
+#: DEFAULT_MMAP_THRESHOLD_MAX is 32 MiB; the margin is for the block's neighbours.)
 HEAP_BYTES = 24 * 2**20
 
 
 class Fused(AutogradCore):
-    """Recurrent layers, a range of steps being one call; ``nets`` are the layers of one direction,
-    or one layer for each of two. A call's leaves are those of :class:`retrograde.run.layout.Rows`:
-    for every direction its inputs, then step numbers if there is dropout, then sizes if packed."""
+    """Recurrent layers, where one call runs a range of steps.
+
+    ``nets`` holds the layers of one direction, or one layer for each of two. A call's leaves are
+    those of :class:`retrograde.run.layout.Rows`. For each direction they are its inputs, then step
+    numbers if there is dropout, then sizes if the batch is packed.
+    """
 
     fused, sums = True, False
 
@@ -97,7 +100,7 @@ class Fused(AutogradCore):
     def _run(
         self, number: int, x: Tensor, steps: Tensor | None, sizes: Tensor | None, state: Tensors
     ) -> tuple[Tensor, Tensors]:
-        """One direction; in a packed batch, of the sequences that have any of the steps."""
+        """Run one direction; in a packed batch, only the sequences that have any of the steps."""
         net, order = self.nets[number], None
         if self.dropout and steps is not None and self.dropout.first:
             x = self.dropout(x, 0, steps, sizes)
@@ -118,7 +121,7 @@ class Fused(AutogradCore):
     def _layers(
         self, net: Layers, x: Tensor, steps: Tensor | None, sizes: Tensor | None, state: Tensors
     ) -> tuple[Tensor, Tensors]:
-        """All layers at once, or one after the other where something is dropped between them."""
+        """Run all layers in one call, or one after the other if there is dropout between them."""
         state = [s.contiguous() for s in state]
         if self.dropout is None or steps is None or net.count == 1:
             return self.kernel(net, x, state, sizes)
@@ -132,7 +135,7 @@ class Fused(AutogradCore):
 
 
 def _backwards(x: Tensor, sizes: Tensor | None) -> Tensor:
-    """The order of rows in which every sequence's steps are reversed; its own inverse."""
+    """Return the order of rows that reverses every sequence's steps; it is its own inverse."""
     if sizes is None:
         return torch.arange(len(x) - 1, -1, -1, device=x.device)
     first = sizes.cumsum(0) - sizes

@@ -1,11 +1,11 @@
-"""A recurrence and its loss as one core: its only output is the loss of a step, or of a range.
+"""A recurrence and its loss as one core, whose only output is the loss of a step or of a range.
 
 So outputs are dropped as soon as their loss is known, and losses are summed over calls
 (``Core.sums``). The loss is examined and measured with the cell, so its parameters get gradients
-and its bytes count. A run that needs only the state leaves the loss out, unless it or the cell
-draws random numbers or changes buffers.
+and its bytes count. A run that needs only the state skips the loss. It does not if the loss or the
+cell draws random numbers or changes buffers.
 
-A step's loss may be None. A cell is examined at a step that has one, if one of the first
+A step's loss may be None. A cell is examined at a step that has a loss, if one of the first
 :data:`PROBED` steps or the last one has.
 """
 
@@ -25,7 +25,7 @@ from retrograde.run.sources import Stream
 
 __all__ = ["PROBED", "Loss", "RangeLoss", "StepLoss", "examine_loss"]
 
-#: How many of the first steps are tried for one that has a loss.
+#: How many of the first steps are searched for one that has a loss.
 PROBED = 512
 
 Tensors = list[Tensor]
@@ -34,8 +34,10 @@ Loss = Callable[[Any, Any], Tensor | None]
 
 @dataclass(frozen=True)
 class StepLoss:
-    """A cell and its ``loss(t, y_t)``, a scalar or None, as a cell with the input (x_t, t). Losses
-    are summed on ``device``."""
+    """A cell and its ``loss(t, y_t)`` as one cell with the input (x_t, t).
+
+    The loss is a scalar or None. Losses are summed on ``device``.
+    """
 
     cell: Cell
     loss: Loss
@@ -43,15 +45,15 @@ class StepLoss:
 
     @property
     def made_of(self) -> list[Any]:
-        """Where to look for what the core depends on."""
+        """The objects in which to search for what the core depends on."""
         return [self.cell, self.loss]
 
     def run(self, x: Any, state: Any) -> tuple[Any, Any]:
-        """The output and the state after the step."""
+        """Return the output and the state after the step."""
         return as_pair(self.cell(x, state))
 
     def told(self, number: int, y: Any) -> Tensor | None:
-        """The loss of a step."""
+        """Return the loss of a step."""
         return self.loss(number, y)
 
     def __call__(self, inputs: Any, state: Any) -> tuple[Tensor, Any]:
@@ -61,14 +63,17 @@ class StepLoss:
         return as_summand(self.told(step, y), f"step {step}", self.device), after
 
     def quiet(self, inputs: Any, state: Any) -> tuple[None, Any]:
-        """The state only."""
+        """Return the state only."""
         return None, self.run(inputs[0], state)[1]
 
 
 @dataclass(frozen=True)
 class RangeLoss:
-    """A fused kernel and ``loss(range, y)``, y (L, B, H): the sum of the steps' losses, or None.
-    ``parameters`` are what the loss may use that requires a gradient; None if not known yet."""
+    """A fused kernel and ``loss(range, y)``, where y is (L, B, H).
+
+    The loss is the sum of the steps' losses, or None. ``parameters`` are the tensors that require a
+    gradient and that the loss may use; None if they are not known yet.
+    """
 
     kernel: Fused
     loss: Loss
@@ -77,16 +82,16 @@ class RangeLoss:
 
     @property
     def made_of(self) -> list[Any]:
-        """Where to look for what the core depends on."""
+        """The objects in which to search for what the core depends on."""
         return [[net.weights for net in self.kernel.nets], self.loss]
 
     def run(self, x: Any, state: Any) -> tuple[Tensor, Tensors]:
-        """The outputs and the state after the range."""
+        """Return the outputs and the state after the range."""
         (y,), after = self.kernel([x], state)
         return y, after
 
     def told(self, number: int, y: Any) -> Tensor | None:
-        """The loss of one step."""
+        """Return the loss of one step."""
         return self.loss(range(number, number + 1), y[:1])
 
     def __call__(self, inputs: Any, state: Any) -> tuple[Tensor, Tensors]:
@@ -102,11 +107,11 @@ class RangeLoss:
         return summand, after
 
     def quiet(self, inputs: Any, state: Any) -> tuple[None, Tensors]:
-        """The state only."""
+        """Return the state only."""
         return None, self.run(inputs[0], state)[1]
 
     def _check(self, summand: Tensor, y: Tensor, mark: int, where: str) -> None:
-        """Rule 5, for the loss only: the kernel's graph may be long, and is known."""
+        """Check rule 5 for the loss only, because the kernel's graph may be long, and is known."""
         parameters = self.parameters or ()
         edges = {(t.grad_fn, t.output_nr) for t in (y, *parameters) if t.grad_fn is not None}
         leaves, older = foreign_tensors([summand], mark, edges)
@@ -120,8 +125,11 @@ class RangeLoss:
 
 
 def as_summand(value: Any, where: str, device: torch.device) -> Tensor:
-    """A loss as a new scalar, zero for None; in double precision, since there may be millions.
-    Raises CellError if it is no real scalar tensor, or has no gradient where it should."""
+    """Return a loss as a new scalar, or zero for None, in double precision.
+
+    A sum may have millions of these. Raises CellError if the loss is no real scalar tensor, or
+    lacks a gradient where it needs one.
+    """
     if value is None:
         return torch.zeros((), dtype=torch.float64, device=device)
     remedy = "return a scalar tensor, or None where there is no loss"
@@ -141,7 +149,7 @@ def as_summand(value: Any, where: str, device: torch.device) -> Tensor:
 
 @dataclass
 class _Probing:
-    """A cell with loss, that looks for a step with a loss by itself."""
+    """A cell with its loss, which searches for a step that has a loss."""
 
     part: StepLoss | RangeLoss
     numbers: Iterable[int]
@@ -160,9 +168,11 @@ class _Probing:
 def examine_loss(
     part: StepLoss | RangeLoss, stream: Stream, state: Tensors, state_spec: Structure
 ) -> tuple[StepCore, Stream]:
-    """The core of a cell or kernel with its loss, and inputs to measure it by, of a step with a
-    loss. Raises CellError also if a kernel's loss draws random numbers, changes buffers or is no
-    sum over steps."""
+    """Return the core of a cell or kernel with its loss, and inputs to measure it by.
+
+    The inputs are those of a step that has a loss. Raises CellError also if a kernel's loss draws
+    random numbers, changes buffers, or is no sum over steps.
+    """
     fused = isinstance(part, RangeLoss)
     pairs = zip(stream[0:1] if fused else stream[0], stream.differentiable, strict=True)
     inputs = [x.detach().requires_grad_(wanted) for x, wanted in pairs]
@@ -189,7 +199,7 @@ def examine_loss(
 
 
 def _check_sum(part: RangeLoss, stream: Stream, state: Tensors) -> None:
-    """Refuse a loss that depends on how steps are divided into ranges: a mean over time, say."""
+    """Refuse a loss that depends on how steps are divided into ranges, such as a mean over time."""
     *x, numbers = stream[0:2]
     start = int(numbers[0])
     with torch.no_grad():
@@ -198,7 +208,7 @@ def _check_sum(part: RangeLoss, stream: Stream, state: Tensors) -> None:
         losses = [part.loss(r, y[r.start - start : r.stop - start]) for r in ranges]
     zero = torch.zeros((), dtype=torch.float64, device=y.device)
     sums = [zero if value is None else value.reshape(()).to(zero) for value in losses]
-    both, first, second = torch.stack(sums).tolist()  # waiting for the device once
+    both, first, second = torch.stack(sums).tolist()  # one wait for the device
     if abs(both - first - second) > 0.05 * (abs(first) + abs(second)):
         raise CellError(
             f"the loss of steps {start} and {start + 1} together is {both:.6g}, but theirs are "

@@ -1,7 +1,8 @@
-"""What ordinary backpropagation takes, in bytes: measured on few steps, for any number of them.
+"""The bytes of ordinary backpropagation, measured on few steps and extrapolated to any number.
 
-A budget may be a share of it, and what fits ordinary backpropagation is left to it. Forward and
-backward are each affine in the steps, but for a kernel's own room that hides the first ones.
+A budget may be a share of these bytes. If ordinary backpropagation fits into a budget, it is what
+runs. The bytes of the forward pass and of the backward pass are each affine in the number of steps.
+At few steps a kernel's own workspace may hide that growth.
 """
 
 from collections.abc import Callable
@@ -22,16 +23,18 @@ __all__ = [
     "even_from", "expanded", "measure_pass", "ordinary_bytes", "ordinary_curve", "outputs_tell",
 ]  # fmt: skip
 
-#: How many steps are measured in any case, in whatever memory they take.
+#: The number of steps that are always measured, whatever memory they take.
 FEW_STEPS = 8
 
-#: Bytes that measuring may take in any case: kernels hand out memory by pages, which hide less.
+#: The bytes that measuring may always take. Kernels allocate memory by pages, so small amounts
+#: would show no growth.
 FEW_BYTES = 2**20
 
-# What a measured call holds besides: outputs, their gradients, and what it found.
+# A measured call takes up to this many times the predicted bytes. It also holds outputs, their
+# gradients, and the gradients that it computed.
 _BESIDE = 1.25
 
-#: How far ordinary backpropagation is followed to learn what a step adds.
+#: The most steps that are measured to learn what one more step adds.
 LONGEST_MEASURED = 256
 
 Tensors = list[Tensor]
@@ -40,9 +43,12 @@ Tensors = list[Tensor]
 def ordinary_curve(
     measured: Callable[[int], tuple[int, ...]], length: int, memory: Memory | None = None
 ) -> Highest:
-    """Measure at doubling lengths, until the bytes grow evenly or would leave the budget
-    ``memory``. ``measured`` gives the bytes at each phase's peak; phases are followed apart, since
-    their slopes differ. The budget holds beyond :data:`FEW_STEPS` steps and :data:`FEW_BYTES`."""
+    """Measure at doubling lengths, until bytes grow evenly or would exceed the budget ``memory``.
+
+    ``measured`` returns the bytes at each phase's peak. Each phase has a curve of its own, because
+    their slopes differ. The budget limits only measurements that exceed both :data:`FEW_STEPS`
+    steps and :data:`FEW_BYTES` bytes.
+    """
     points = {steps: measured(steps) for steps in sorted({1, min(2, length)})}
     while (last := max(points)) < min(length, LONGEST_MEASURED):
         steps, known = min(2 * last, length), Highest.of(points)
@@ -57,14 +63,19 @@ def ordinary_curve(
 
 
 def even_from(found: Highest) -> int | None:
-    """The steps from which on bytes grow evenly, so that no longer call needs to be measured; None
-    if that has not been seen."""
+    """Return the steps from which on bytes grow evenly, so that no longer call needs measuring.
+
+    Return None if even growth has not been seen.
+    """
     last = found.curves[0].points[-1][0]
     return last if last >= 16 and all(map(_is_even, found.curves)) else None
 
 
 def _is_even(curve: Curve) -> bool:
-    """Whether the last two slopes are equal; a kernel's own room may hide the growth at first."""
+    """Return whether the last two slopes are equal and positive.
+
+    At first a kernel's own workspace may hide the growth.
+    """
     (a, low), (b, middle), (c, high) = curve.points[-3:]
     slopes = (middle - low) / (b - a), (high - middle) / (c - b)
     return slopes[1] > 0 and abs(slopes[1] - slopes[0]) <= 1e-3 * slopes[1]
@@ -76,14 +87,19 @@ def measure_pass(
     drop: Callable[[], None],
     device: torch.device,
 ) -> tuple[int, int]:
-    """The working bytes at the peak of forward, and of backward. What ``drop`` releases would be
-    the caller's, and does not count."""
+    """Return the working bytes at the peak of the forward pass, and of the backward pass.
+
+    Memory that ``drop`` releases would belong to the caller, so it does not count.
+    """
     one, other, _ = measure_phases([forward, backward, drop], device=device)
     return one.peak(0, 2), one.growth(0, 2) + other.peak(0, 2)
 
 
 def outputs_tell(core: AutogradCore, inputs: Inputs, state: Tensors) -> bool:
-    """Whether the outputs' gradient goes through all of the state; else a loss may be of that."""
+    """Return whether the gradient of the outputs flows through every part of the state.
+
+    Otherwise a loss may also depend on the final state.
+    """
     if core.fused or core.sums or len(inputs) < 2:
         return core.fused or core.sums
     with torch.enable_grad(), core.recording():
@@ -108,10 +124,12 @@ def ordinary_bytes(
     whole: bool,
     like: Callable[[Tensor], Tensor] = torch.ones_like,
 ) -> tuple[int, int]:
-    """The working bytes, forward and backward, of ordinary backpropagation through the first steps.
-    The gradient, made by ``like``, starts at the outputs, and if ``whole`` at the final state too.
+    """Return the working bytes, forward and backward, of ordinary backpropagation.
+
+    It runs through the first ``steps`` steps. The gradient, made by ``like``, starts at the
+    outputs, and if ``whole`` at the final state too.
     """
-    numbers = inputs[0:steps][-1:] if core.sums else []  # ours, and not the caller's
+    numbers = inputs[0:steps][-1:] if core.sums else []  # allocated here, not by the caller
     roots: Tensors = []
     leaves: Tensors = []
     handed: list[Any] = []
@@ -144,7 +162,7 @@ def ordinary_bytes(
 
 
 def _run_summing(core: AutogradCore, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
-    """All steps of a cell with its loss, as a plain loop sums it."""
+    """Run all steps of a cell with its loss, and sum the losses as a plain loop would."""
     total: Tensor | None = None
     for x in zip(*(t.unbind() for t in inputs), strict=True):
         (value,), state = core(list(x), state)
@@ -153,5 +171,5 @@ def _run_summing(core: AutogradCore, inputs: Tensors, state: Tensors) -> tuple[T
 
 
 def expanded(t: Tensor) -> Tensor:
-    """Ones like a tensor that are one number, as ``sum().backward()`` makes them."""
+    """Return ones of a tensor's shape that share one element, as ``sum().backward()`` does."""
     return torch.ones((), dtype=t.dtype, device=t.device).expand(t.shape)

@@ -1,7 +1,7 @@
-"""The seconds that the steps of a core take: for each kind of call, the call and each step of it.
+"""The measured seconds of a core's steps: for each kind of call, per call and per step.
 
 A core that is called step by step is timed on one step. A fused kernel is timed on ranges of two
-lengths, whose difference is what steps cost.
+lengths, and the difference gives the cost of a step.
 """
 
 import statistics
@@ -27,19 +27,19 @@ Tensors = list[Tensor]
 
 @dataclass(frozen=True)
 class LinearTime:
-    """The seconds of ranges: for a call (0 for a core called step by step), and for each step."""
+    """The seconds of ranges: per call (0 for a core that is called step by step), and per step."""
 
     call_seconds: float
     step_seconds: float
 
     def __call__(self, calls: int, steps: int) -> float:
-        """The seconds that some calls of so many steps in all take."""
+        """Return the seconds of ``calls`` calls that run ``steps`` steps in all."""
         return calls * self.call_seconds + steps * self.step_seconds
 
 
 @dataclass(frozen=True)
 class RangeTimes:
-    """What the three kinds of ranges take: that keep nothing, are recorded, are backpropagated."""
+    """The times of a range: run without recording, recorded, and backpropagated."""
 
     forward: LinearTime
     record: LinearTime
@@ -47,7 +47,7 @@ class RangeTimes:
 
 
 class Stopwatch:
-    """Collects the seconds of laps; a device finishes its work within a lap."""
+    """A collector of seconds by lap; a lap waits until the device has finished its work."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -61,8 +61,10 @@ class Stopwatch:
 
 
 def time_steps(core: Core, inputs: Inputs, state: Tensors, repeats: int) -> RangeTimes:
-    """Median seconds of short ranges, run from the first step by the executor's own functions; no
-    trace is left."""
+    """Return median seconds of short ranges from the first step; leave no trace.
+
+    The executor's own functions run them.
+    """
 
     def trial(watch: Stopwatch, steps: int) -> None:
         shapes: Shapes = []
@@ -81,7 +83,10 @@ def time_steps(core: Core, inputs: Inputs, state: Tensors, repeats: int) -> Rang
 def time_calls(
     calls: Sequence[Callable[[int], object]], steps: int, repeats: int, device: torch.device
 ) -> RangeTimes:
-    """Median seconds of three calls in turn for a number of steps: forward, record, backward."""
+    """Return median seconds of three calls: forward, record, backward.
+
+    Each call takes a number of steps, and the three run in turn.
+    """
 
     def trial(watch: Stopwatch, length: int) -> None:
         for call in calls:
@@ -108,6 +113,6 @@ def _range_times(
 
 
 def linear_time(short: float, long: float, steps: int) -> LinearTime:
-    """From the seconds of one step, and of a range."""
+    """Return the time per call and per step, from the seconds of one step and of a range."""
     step = short if steps == 1 else min(max(0.0, (long - short) / (steps - 1)), long / steps)
     return LinearTime(max(0.0, short - step), step)

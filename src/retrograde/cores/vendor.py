@@ -1,9 +1,9 @@
-"""Recurrent layers by torch's kernels: the vendor's (oneDNN, cuDNN), or what torch has instead.
+"""Recurrent layers by torch's kernels: the vendor's (oneDNN, cuDNN) or torch's own.
 
-cuDNN has rules of its own. A call has at most 65,535 steps, so longer ones are chained. It goes
-back only through a call that was told to train, and such a call reserves memory, so one that
-nothing records is not told so. Weights that do not lie in its layout are copied by every call, so
-those of a part of a module are laid out once.
+Three rules of cuDNN matter here. A call has at most 65,535 steps. So longer sequences are split
+into several calls. A call can be backpropagated only if it ran in training mode. Training mode
+reserves memory, so a call that nothing records runs without it. Every call copies weights that are
+not in cuDNN's layout. So the weights of a part of a module are put into that layout once.
 """
 
 from collections.abc import Callable
@@ -21,20 +21,23 @@ __all__ = [
 
 Tensors = list[Tensor]
 
-#: What torch calls its recurrent layers.
+#: torch's names for its recurrent layers.
 Mode = Literal["RNN_TANH", "RNN_RELU", "GRU", "LSTM"]
 
-#: The most steps of a call of cuDNN, whose launches have a block for each (pytorch#133751).
+#: The most steps of a call of cuDNN, which launches one block for each step (pytorch#133751).
 MOST_STEPS = 65_535
 
-# cuDNN's numbers of the modes, as torch passes them.
+# cuDNN's numbers for the modes, as torch passes them.
 _NUMBERS: dict[Mode, int] = {"RNN_RELU": 0, "RNN_TANH": 1, "LSTM": 2, "GRU": 3}
 
 
 @dataclass(frozen=True)
 class Layers:
-    """Layers above one another, in one direction. ``weights`` are in torch's order, layer by layer:
-    weight_ih, weight_hh, with biases bias_ih and bias_hh, with projections weight_hr."""
+    """Layers above one another, in one direction.
+
+    ``weights`` are in torch's order, layer by layer: weight_ih, weight_hh, with biases bias_ih and
+    bias_hh, with projections weight_hr.
+    """
 
     mode: Mode
     weights: Tensors
@@ -42,26 +45,27 @@ class Layers:
     bias: bool
 
     def __getitem__(self, number: int) -> "Layers":
-        """One of them."""
+        """Return one of the layers."""
         each = len(self.weights) // self.count
         weights = self.weights[number * each : (number + 1) * each]
         return Layers(self.mode, weights, 1, self.bias)
 
 
-#: ``kernel(layers, x, state, sizes) -> (outputs, state after)``: x is (L, B, I), or packed (rows,
-#: I), sizes then saying how many sequences have each step; a part of the state is (count, B, H).
+#: ``kernel(layers, x, state, sizes) -> (outputs, state after)``. x is (L, B, I), or packed (rows,
+#: I). If packed, ``sizes`` gives the number of sequences at each step. Each part of the state is
+#: (count, B, H).
 Kernel = Callable[[Layers, Tensor, Tensors, Tensor | None], tuple[Tensor, Tensors]]
 
 
 def is_too_long(x: Tensor, steps: int) -> bool:
-    """Whether one call of the vendor's kernel cannot have so many steps."""
+    """Return whether a sequence has more steps than one call of the vendor's kernel can run."""
     return steps > MOST_STEPS and x.device.type not in ("cpu", "meta")
 
 
 def run_torch(
     net: Layers, x: Tensor, state: Tensors, sizes: Tensor | None
 ) -> tuple[Tensor, Tensors]:
-    """All layers over all steps; a :data:`Kernel`."""
+    """Run all layers over all steps; this is a :data:`Kernel`."""
     if is_too_long(x, len(x) if sizes is None else len(sizes)):
         return _chained(net, x, state, sizes)
     call = getattr(torch._VF, net.mode.lower())
@@ -78,7 +82,10 @@ def run_torch(
 def _chained(
     net: Layers, x: Tensor, state: Tensors, sizes: Tensor | None
 ) -> tuple[Tensor, Tensors]:
-    """Calls that each begin where the one before ended, of the sequences that still go on."""
+    """Run several calls, each of which starts from the state where the one before ended.
+
+    In a packed batch each call has only the sequences that still continue.
+    """
     outputs: Tensors = []
     batch = state[0].shape[1]
     parts = x.split(MOST_STEPS) if sizes is None else sizes.split(MOST_STEPS)
@@ -94,8 +101,11 @@ def _chained(
 
 
 def laid_out(net: Layers, *, apart: bool = False) -> Layers:
-    """Layers with their weights in the vendor's layout: all of them, or ``apart`` each layer's.
-    Gradients go on to the weights that were given, which are returned where they lie so already."""
+    """Return layers whose weights are in the vendor's layout.
+
+    All weights are laid out together, or with ``apart`` each layer's by itself. Gradients flow back
+    to the given weights. Weights that are in that layout already are returned as they are.
+    """
     if apart and net.count > 1:
         each = [laid_out(net[k]).weights for k in range(net.count)]
         return replace(net, weights=[w for weights in each for w in weights])
@@ -105,7 +115,7 @@ def laid_out(net: Layers, *, apart: bool = False) -> Layers:
 
 
 def copied_bytes(net: Layers, *, apart: bool = False) -> int:
-    """The bytes that :func:`laid_out` takes."""
+    """Return the bytes that :func:`laid_out` allocates."""
     if apart and net.count > 1:
         return sum(copied_bytes(net[k]) for k in range(net.count))
     first, memory = net.weights[0], net.weights[0].untyped_storage()
@@ -125,7 +135,7 @@ class _Laid(torch.autograd.Function):
         hidden = rows // {"LSTM": 4, "GRU": 3}.get(net.mode, 1)
         projected = size if each % 2 else 0
         options = each, inputs, _NUMBERS[net.mode], hidden, projected, net.count, False, False
-        torch._cudnn_rnn_flatten_weight(found, *options)  # which moves them
+        torch._cudnn_rnn_flatten_weight(found, *options)  # moves the weights into one buffer
         return tuple(found)
 
     @staticmethod

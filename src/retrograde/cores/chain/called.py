@@ -1,13 +1,13 @@
-"""A chain whose layers a model calls itself, one after the other.
+"""A chain whose layers are called by the model itself, one after the other.
 
-The first sweep follows the schedule call by call. A layer that is recorded is an ordinary layer of
-the caller's graph; one that is run again becomes a node, which hands a real tensor on, for the
-model may look at it. So gradients of states come by autograd, and whatever else the model does with
-a state is differentiated by autograd too.
+The first sweep follows the schedule call by call. A recorded layer stays an ordinary layer of the
+caller's graph. A layer that is recomputed becomes a node. The node returns a real tensor, because
+the model may read it. So autograd computes the gradients of states, and differentiates whatever
+else the model does with a state.
 
-The nodes perform the rest of the schedule as long as their gradients arrive in its order. A layer
-whose turn it is not, since the model uses a part of the chain only, or goes back twice, is run
-again from the nearest state that is stored.
+The nodes perform the rest of the schedule as long as their gradients arrive in its order. If the
+model uses only a part of the chain, or backpropagates twice, a gradient may arrive out of order.
+Then its layer is recomputed from the nearest stored state.
 """
 
 import weakref
@@ -53,11 +53,11 @@ class CalledRun:
                     pass
         self.order = [k for k in reversed(range(len(links))) if k not in self.recorded]
         self.run = self._fresh_run()
-        self.first: Tensors = []  # the state before all links, as long as there are links to come
-        self.handed: list[tuple[int, weakref.ref[Tensor], int]] = []  # what is kept, its versions
-        self.ridden: Tensors = []  # what a link was given, whose riders are to come
+        self.first: Tensors = []  # the state before all links, until the last link has run
+        self.handed: list[tuple[int, weakref.ref[Tensor], int]] = []  # states and their versions
+        self.ridden: Tensors = []  # the arguments of a link whose riders have not run yet
         self.walk: Iterator[None] | None = None
-        self.done = 0  # how many of ``order`` the walk has gone back through
+        self.done = 0  # how many of ``order`` the walk has backpropagated
         self.gradients = self.core.gradients()
 
     def step(
@@ -66,10 +66,10 @@ class CalledRun:
         """Run link k in the caller's graph.
 
         Args:
-            again: the link as it is run again, which holds nothing of the caller's graph.
-            now: the link as it is run now, without its riders.
+            again: the link for recomputation, which holds nothing of the caller's graph.
+            now: the link for the present run, without its riders.
             x: the state before it.
-            used: what of the caller's a gradient is wanted for, as ``again.own`` has it.
+            used: the caller's tensors that a gradient is wanted for, in the order of ``again.own``.
             ridden: whether :meth:`ride` follows.
         """
         self.core.bind(k, again)
@@ -94,7 +94,7 @@ class CalledRun:
         return result
 
     def ride(self, k: int, rider: Callable[[Tensor], Tensor], y: Tensor, *, last: bool) -> Tensor:
-        """Run a rider of link k, which writes to what the link put out."""
+        """Run a rider of link k, a layer that writes to the link's output in place."""
         if k in self.recorded:
             return rider(y)
         if not last:
@@ -106,8 +106,10 @@ class CalledRun:
     def back(
         self, k: int, gradient: Tensor, needed: Sequence[bool], first: Tensor
     ) -> tuple[Gradient, list[Gradient]]:
-        """Go back through link k: the gradients of the state before it, and of its parameters.
-        ``first`` is the state before all links."""
+        """Backpropagate link k. Return the gradients of the state before it, and of its parameters.
+
+        ``first`` is the state before all links.
+        """
         self._check_unchanged()
         if self.order[0] == k and self.walk is not None:  # a second pass
             self.walk, self.done = None, 0
@@ -134,7 +136,7 @@ class CalledRun:
         return state, parameters
 
     def _alone(self, k: int, first: Tensor) -> None:
-        """Go back through a link whose turn it is not."""
+        """Backpropagate a link whose gradient arrived out of the schedule's order."""
         held = self.run.stored
         at = max((at for at in held if at <= k), default=0)
         state = unpack(held[at][0]) if at in held else [first]
@@ -154,27 +156,27 @@ class CalledRun:
         )
 
     def _check_unchanged(self) -> None:
-        """Refuse a stored state that was written to, for it is used again."""
+        """Refuse a stored state that was written to, because it is used again."""
         for k, reference, then in self.handed:
             t = reference()
             if t is not None and version(t) != then:
                 name = self.core.links[k].name
                 raise RetrogradeError(
                     f"the input of layer {name} was written to in place between the forward pass "
-                    "and the backward pass: expected it to stay as it was, for it is used again; "
-                    "clone() it first"
+                    "and the backward pass: expected it to stay as it was, because it is used "
+                    "again; clone() it first"
                 )
 
 
 def _write(rider: Callable[[Tensor], Tensor], y: Tensor) -> Tensor:
-    """Have a rider write to a tensor, past autograd."""
+    """Let a rider write to a tensor, unseen by autograd."""
     with torch.no_grad():
         rider(y.detach())
     return y
 
 
 class _Begin(torch.autograd.Function):
-    """What a link that is run again put out, before its riders write to it."""
+    """The output of a recomputed link, before its riders write to it."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, *tensors: Tensor) -> Tensor:
@@ -192,7 +194,7 @@ class _Begin(torch.autograd.Function):
 
 
 class _Step(torch.autograd.Function):
-    """A link that is run again; its last rider, if there is one, writes to the state it put out."""
+    """A recomputed link; its last rider, if it has one, writes to the link's output."""
 
     @staticmethod
     def forward(
@@ -207,7 +209,7 @@ class _Step(torch.autograd.Function):
     ) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.call, ctx.k = call, k
-        ctx.save_for_backward(first)  # which autograd lets go of when it is done
+        ctx.save_for_backward(first)  # autograd releases it after the backward pass
         if rider is None:
             return y.detach()
         rider(y)

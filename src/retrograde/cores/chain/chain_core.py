@@ -1,8 +1,8 @@
 """A chain as a core: each step is a link, a function of its own whose only input is the state.
 
-A link that is run again finds the random numbers and the buffers of its first run, and leaves no
-trace (rules 2 and 3). These few bytes are kept with the link, not with a state. A tape holds a
-graph and no tensor besides, so a state that no layer refers to is released.
+A link that is recomputed gets the random numbers and buffers of its first run, and leaves no trace
+(rules 2 and 3). These few bytes are kept with the link, not with a state. A tape holds a graph and
+no other tensor, so a state that no layer refers to is released.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ from retrograde.run.layout import Straight
 
 __all__ = ["NO_INPUTS", "ChainCore", "LinkTape"]
 
-#: A link has no input but the state.
+#: A link's only input is the state.
 NO_INPUTS = Held([])
 
 Tensors = list[Tensor]
@@ -33,9 +33,12 @@ Gradient = Tensor | None
 
 @dataclass
 class LinkTape(Tape):
-    """Recorded links. ``input_edges`` are the edges of the state before them, None where no
-    gradient is wanted. Their backward pass begins at ``root`` (None if nothing passes a gradient
-    on), and takes the gradient of the state after them from ``seeds``."""
+    """Recorded links.
+
+    ``input_edges`` are the edges of the state before them, None for a tensor that needs no
+    gradient. The backward pass starts at ``root``, which is None if no output passes a gradient on.
+    It takes the gradient of the state after them from ``seeds``.
+    """
 
     input_edges: list[GradientEdge | None]
     root: GradientEdge | None
@@ -43,8 +46,10 @@ class LinkTape(Tape):
 
 
 class _Leave(torch.autograd.Function):
-    """The end of a recorded link: its backward pass takes the gradients out of ``seeds``. A
-    gradient given to ``torch.autograd.grad`` itself would be held until that returns."""
+    """The end of a recorded link, whose backward pass takes the gradients out of ``seeds``.
+
+    ``torch.autograd.grad`` would hold gradients passed to it until it returns.
+    """
 
     @staticmethod
     def forward(ctx: Any, seeds: list[Gradient], *state: Tensor) -> Tensor:
@@ -59,8 +64,11 @@ class _Leave(torch.autograd.Function):
 
 
 class ChainCore(RangeCore):
-    """The links of one call, at least one. ``needed`` tells, by a tape's first link, which of the
-    tape's parameters want a gradient; by default all do."""
+    """The links of one call, at least one.
+
+    ``needed`` says, by a tape's first link, which of the tape's parameters need a gradient. By
+    default all do.
+    """
 
     fused = False
 
@@ -70,12 +78,12 @@ class ChainCore(RangeCore):
         self.parameters = []
         self.needed: dict[int, Sequence[bool]] = {}
         self._before: list[tuple[Snapshot, Marks, Trail] | None] = [None] * len(links)
-        #: Generators that no link draws from, but that moved while they ran the first time.
+        #: Generators that no link draws from, but that moved while links ran the first time.
         self.watched: set[Source] = set()
         self._versions = [[version(t) for t in link.reads] for link in links]
 
     def bind(self, k: int, link: Link) -> None:
-        """Let link k be another one, with what it is given in this call."""
+        """Replace link k by one that holds what it is given in this call."""
         self.links[k] = link
         self._versions[k] = [version(t) for t in link.reads]
 
@@ -87,13 +95,16 @@ class ChainCore(RangeCore):
         states: Sequence[Gradient] = (),
         outside: AbstractContextManager[Any] | None = None,
     ) -> Gradients:
-        """What a backward pass starts from: the gradient of a state, and nothing collected yet."""
+        """Return the gradients that a backward pass starts from.
+
+        They are those of a state; nothing is collected yet.
+        """
         length = len(self.links)
         layout = Straight(length, False)
         return Gradients([], [*states], [], [], length, layout, outside or nullcontext())
 
     def own(self, start: int, stop: int) -> Tensors:
-        """The parameters of some links that a gradient is wanted for."""
+        """Return the parameters of some links that need a gradient."""
         return [p for link in self.links[start:stop] for p in link.own]
 
     def advance(
@@ -139,7 +150,7 @@ class ChainCore(RangeCore):
         )
 
     def backpropagate(self, tape: LinkTape, gradients: Gradients) -> None:
-        """Backpropagate the links of a tape; ``gradients.parameters`` become those of its own."""
+        """Backpropagate the links of a tape; ``gradients.parameters`` become those of its links."""
         own = self.own(tape.start, tape.stop)
         needed = self.needed.get(tape.start, [True] * len(own))
         tape.seeds += (g for g, p in zip(gradients.states, tape.passes, strict=True) if p)
@@ -157,7 +168,7 @@ class ChainCore(RangeCore):
 
     @contextmanager
     def surroundings(self, k: int) -> Iterator[None]:
-        """Run link k as it was run the first time."""
+        """Return a context in which link k runs as it ran the first time."""
         before, link = self._before[k], self.links[k]
         ambient = link.ambient
         if before is None:

@@ -1,9 +1,9 @@
-"""Dividing the layers of a chain into links, by a trial call of each layer.
+"""Divide the layers of a chain into links, by a trial call of each layer.
 
-A trial leaves no trace. It tells what a layer reads, writes and draws, and whether its output
-shares memory with its input. Torch's own modules of one make, given tensors of one form, behave
-alike, so one trial serves all of them. If a layer of another kind comes later, every layer before
-it is tried, because that layer has to see a real state.
+A trial leaves no trace. It shows what a layer reads, writes and draws, and whether its output
+shares memory with its input. Modules of torch's own behave alike if they are of one make and get
+tensors of one form. So one trial serves all of them. If a layer of another kind comes later, every
+layer before it is tried, because that layer must get a real state.
 """
 
 from collections.abc import Hashable, Sequence
@@ -57,7 +57,10 @@ def examine_layers(
 
 
 def _parted(prefix: list[Link], chain: list[Link]) -> Links:
-    """The links; a generator that none of them draws from is left to be watched over all."""
+    """Return the links as prefix and chain.
+
+    A generator that no link draws from is checked once over the whole chain, not per link.
+    """
     drawn = {source for link in chain for source in link.ambient.sources}
     still = {s: None for link in chain for s in link.ambient.steady.sources if s not in drawn}
     watching = []
@@ -70,8 +73,11 @@ def _parted(prefix: list[Link], chain: list[Link]) -> Links:
 
 @dataclass(frozen=True)
 class _State:
-    """A state between two layers. Without ``tensors`` only its form is known. ``made_by`` tells,
-    by the address of memory, which link made it."""
+    """A state between two layers.
+
+    Without ``tensors`` only its form is known. ``made_by`` maps the address of memory to the link
+    that made it.
+    """
 
     laid: tuple[Laid, ...]
     wanted: tuple[bool, ...]
@@ -80,13 +86,13 @@ class _State:
     made_by: dict[int, int]
 
     def values(self) -> Tensors:
-        """The tensors, or tensors of the same form."""
+        """Return the tensors, or made-up tensors of the same form."""
         return made_up(self.laid) if self.tensors is None else self.tensors
 
 
 @dataclass(frozen=True, eq=False)
 class _Tried:
-    """What a trial call of some layers showed.
+    """The result of a trial call of some layers.
 
     Attributes:
         trial: the surroundings; it holds no tensor that the call made.
@@ -106,12 +112,12 @@ class _Tried:
     shared: list[int]
 
     def serves_others(self) -> bool:
-        """Whether layers of the same make need no trial of their own."""
+        """Return whether layers of the same make need no trial of their own."""
         simple = not self.shared or self.wrote or not self.link.output_bytes
         return self.link.make is not None and self.trial.repeatable() and simple
 
     def on(self, name: str, layers: tuple[nn.Module, ...]) -> "_Tried":
-        """What a trial of other layers of the same make would show."""
+        """Return what a trial of other layers of the same make would show."""
         found = find_referents(layers)
         ambient = self.trial.on(found)
         own = _parameters_of(name, found.parts())
@@ -128,7 +134,7 @@ class _Tried:
 
 
 class _Examination:
-    """The links of the layers so far."""
+    """The links of the layers examined so far."""
 
     def __init__(
         self, layers: Sequence[tuple[str, nn.Module]], state: Tensors, structure: Structure
@@ -142,7 +148,7 @@ class _Examination:
         self.known: dict[Hashable, _Tried] = {}
 
     def add(self, number: int, name: str, layer: nn.Module) -> None:
-        """Let one more layer be a link, or a part of the last link."""
+        """Make one more layer a link, or a part of the last link."""
         links = self.links
         tried = self._try(number, name, (layer,), self.after)
         apart = tried.link.output_bytes and not (len(links) == 1 and not links[0].output_bytes)
@@ -220,12 +226,12 @@ def _try(name: str, layers: tuple[nn.Module, ...], state: _State) -> _Tried:
 
 
 def _parts(layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules in some layers, each once."""
+    """Return the modules in some layers, each once."""
     return list({id(part): part for layer in layers for part in layer.modules()}.values())
 
 
 def _reads(found: Referents, ambient: Ambient) -> Tensors:
-    """The parameters, buffers and captured tensors that a link reads and does not change."""
+    """Return the parameters, buffers and captured tensors that a link reads and does not change."""
     changing = {id(b) for b in ambient.buffers}
     tables = (table for part in found.parts() for table in (part._parameters, part._buffers))
     owned = (t for table in tables for t in table.values() if t is not None)
@@ -237,7 +243,7 @@ def _laid(t: Tensor) -> Laid:
 
 
 def made_up(laid: Sequence[Laid]) -> Tensors:
-    """Tensors of some form, of ones; of zeros where they may be indices."""
+    """Return tensors of the given form, of ones, or of zeros where they may be indices."""
     found = []
     for shape, stride, dtype, device, size in laid:
         value = 1 if dtype.is_floating_point or dtype.is_complex else 0
@@ -247,8 +253,11 @@ def made_up(laid: Sequence[Laid]) -> Tensors:
 
 
 def _make(parts: Sequence[nn.Module]) -> Hashable:
-    """What some modules are, if all are torch's own, without hooks: classes, options, sizes, and
-    which of them share a module or a tensor. Else None."""
+    """Return a description of some modules, equal for modules that behave alike.
+
+    It has their classes, options and sizes, and which of them share a module or a tensor. It is
+    None unless all are torch's own, without hooks.
+    """
     numbers: dict[int, int] = {}
 
     def number(value: object) -> int:
@@ -279,7 +288,7 @@ _SIMPLE = (bool, int, float, str, tuple, torch.Size)
 
 
 def _parameters_of(name: str, parts: Sequence[nn.Module]) -> Tensors:
-    """The parameters of a link that a gradient is wanted for, each once."""
+    """Return the parameters of a link that need a gradient, each once."""
     found = (p for part in parts for p in part._parameters.values() if p is not None)
     every = {id(p): p for p in found}.values()
     if any(p.grad_fn is not None for p in every):
@@ -291,7 +300,7 @@ def _parameters_of(name: str, parts: Sequence[nn.Module]) -> Tensors:
 
 
 def _storages(tensors: Tensors) -> dict[int, int]:
-    """The memory of some tensors: its address, and its bytes."""
+    """Return the memory of some tensors, as a map from its address to its bytes."""
     kinds = {str(t.layout) for t in tensors if t.layout is not torch.strided}
     if kinds:
         raise CellError(

@@ -1,15 +1,17 @@
-"""What the links of a chain take: bytes as they are allocated, seconds as they pass.
+"""Measurements of the links of a chain: the bytes that they allocate and the seconds that they
+take.
 
-Both are measured link by link with the core's own functions: one that keeps nothing, one that is
-recorded, one that is backpropagated. What a tape refers to is found by letting go of the link's
-input, and of its output, and looking what is released.
+Both are measured link by link with the core's own functions: run without recording, record,
+backpropagate. To find what a tape refers to, the link's input and then its output are released, and
+the memory that this frees is counted.
 
-No more is held meanwhile than one link takes, its output once more, the gradients of its parameters
-and, for the first link, a copy of its input. A budget that has room for these is kept meanwhile.
+Measuring holds at most what one link takes, a second copy of its output, and the gradients of its
+parameters. For the first link it also holds a copy of its input. If a budget has room for these,
+measuring keeps to it.
 
-Of links that are torch's own modules of one make, given tensors of one form, the first is measured.
-The others are run only if a link that is not torch's own comes behind them, whose input must be a
-real one.
+Links that consist of torch's own modules, are of one make and get tensors of one form are measured
+once. The others of that make run only if a link that is not torch's own follows them, because its
+input must be real.
 """
 
 import statistics
@@ -35,18 +37,20 @@ __all__ = ["measure_chain", "prefix_bytes"]
 
 Tensors = list[Tensor]
 Gradient = Tensor | None
-Seconds = list[tuple[float, float]]  # of each link: forward, and backward
-_MORE_SECONDS = 0.25  # for timing alone
-_TOKEN_BYTES = 8  # an element for each state of the chain, in the caller's graph
+Seconds = list[tuple[float, float]]  # for each link: forward, and backward
+_MORE_SECONDS = 0.25  # for timing without counting bytes
+_TOKEN_BYTES = 8  # one element for each state of the chain, in the caller's graph
 
 
 def measure_chain(
     links: Links, state: Tensors, repeats: int | None = None, *, called: bool = False
 ) -> Chain:
-    """Measure every link for a flat input, and leave no trace of it. Seconds are medians of
-    ``repeats`` further passes, by default up to three within :data:`_MORE_SECONDS`. With no repeats
-    they come from the pass that counts bytes. Of links that are ``called`` one by one, autograd
-    holds the gradient of the output until a link is done."""
+    """Measure every link for a flat input, and leave no trace of it.
+
+    Seconds are medians of ``repeats`` further passes, by default up to three within
+    :data:`_MORE_SECONDS`. With no repeats they come from the pass that counts bytes. If links are
+    ``called`` one by one, autograd holds the gradient of a link's output until that link is done.
+    """
     device, before = state[0].device, len(links.prefix)
     core = ChainCore(links.chain, device)
     firsts = _firsts(links.chain)
@@ -59,7 +63,7 @@ def measure_chain(
         seconds = [once]
         if repeats is None:
             repeats = min(3, int(_MORE_SECONDS / max(sum(map(sum, once.values())), 1e-9)))
-        if repeats:  # the others were taken while memory was watched
+        if repeats:  # the first pass was timed while memory was watched
             seconds = [_seconds(core, first, firsts) for _ in range(repeats)]
     sizes = [found[one] for one in firsts]
     times = [[each[one] for one in firsts] for each in seconds]
@@ -74,14 +78,14 @@ def measure_chain(
         names=[link.name for link in links.chain],
         input_bytes=sum(t.nbytes for t in state),
         overhead_bytes=_overhead(links, device),
-        hands_on=[  # what the prefix made is held anyhow
+        hands_on=[  # the prefix's outputs are held anyway
             [at - before + 1 for at in link.hands_on if at >= before] for link in links.chain
         ],
     )
 
 
 def _firsts(links: Sequence[Link]) -> list[int]:
-    """For each link the first one like it, itself if there is none before it."""
+    """Return, for each link, the first link like it: itself if there is none before it."""
     known: dict[Hashable, int] = {}
     found = []
     for k, link in enumerate(links):
@@ -95,7 +99,7 @@ def _firsts(links: Sequence[Link]) -> list[int]:
 
 
 def _to_run(links: Sequence[Link], firsts: Sequence[int]) -> list[tuple[int, bool]]:
-    """The links to run, in turn, and whether their input has to be made up."""
+    """Return the links to run, in turn, and whether their input has to be made up."""
     real = max((k for k, link in enumerate(links) if link.make is None), default=0)
     chosen = [k for k, one in enumerate(firsts) if one == k or k < real]
     return [(k, k > 0 and (not n or chosen[n - 1] != k - 1)) for n, k in enumerate(chosen)]
@@ -109,7 +113,7 @@ def _run_prefix(links: Links, state: Tensors) -> Tensors:
 
 
 def prefix_bytes(links: Links, state: Tensors) -> int:
-    """The peak of the links before the first gradient, which run before the others."""
+    """Return the peak bytes of the prefix, the links before the first gradient, which run first."""
     with ExitStack() as stack, torch.no_grad():
         for link in links.prefix:
             stack.enter_context(link.ambient.measured())
@@ -118,7 +122,7 @@ def prefix_bytes(links: Links, state: Tensors) -> int:
 
 
 class _Size(NamedTuple):
-    """Bytes of one link, as :class:`retrograde.schedule.Chain` has them."""
+    """The bytes of one link, named as in :class:`retrograde.schedule.Chain`."""
 
     output_bytes: int
     output_gradient_bytes: int
@@ -132,8 +136,11 @@ class _Size(NamedTuple):
 
 
 class _LinkMeasurement:
-    """One link, phase by phase. It alone holds its input, which ``take`` moves from the link
-    before, so clearing a list shows what memory the link still refers to."""
+    """One link, measured phase by phase.
+
+    It alone holds its input, which ``take`` moves here from the previous link. So clearing a list
+    shows what memory the link still refers to.
+    """
 
     def __init__(
         self, core: ChainCore, k: int, take: Callable[[], Tensors], *, called: bool
@@ -141,7 +148,7 @@ class _LinkMeasurement:
         self.core, self.k, self.take, self.called = core, k, take, called
         self.last = k == len(core.links) - 1
         self.state: Tensors = []
-        self.output: Tensors = []  # for the link behind
+        self.output: Tensors = []  # for the next link
         self.after: Tensors = []
         self.tape: list[LinkTape] = []
         self.gradients: list[Gradient] = []
@@ -163,7 +170,7 @@ class _LinkMeasurement:
         return state
 
     def begin(self) -> None:
-        """Run the link the first time; what follows are reruns."""
+        """Run the link for the first time; the runs that follow are recomputations."""
         self.state += self.take()
         self.output += self._run()
         memory = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in self.state)}
@@ -204,13 +211,16 @@ class _LinkMeasurement:
             self.for_caller += gradients.states
 
     def size(self, phases: Sequence[Phase], number: int, before: int) -> _Size:
-        """What the phases showed, of which the first has a number; ``before`` is what the gradient
-        of the input is taken to be."""
+        """Return the sizes that the phases showed.
+
+        ``number`` is the index of the first phase. ``before`` is the size that the gradient of the
+        input is taken to have.
+        """
         _, advance, _, record, less_input, less_output, _, back, _, _ = phases[:10]
-        first = number + 1  # what there was before is not the link's
-        last = first + 8  # what is let go of then is the caller's
+        first = number + 1  # memory held earlier is not the link's
+        last = first + 8  # memory released then is the caller's
         output, recorded = advance.growth(), record.growth(first, last)
-        gradient = min(self.given_bytes, before) if self.k else 0  # else it is the caller's
+        gradient = min(self.given_bytes, before) if self.k else 0  # link 0's is the caller's
         backward = back.peak(first, last)
         ones = sum(int(t.nbytes) for t in _ones(self.core.links[self.k]) if t is not None)
         return _Size(
@@ -229,7 +239,7 @@ class _LinkMeasurement:
 def _measure_links(
     core: ChainCore, first: Tensors, firsts: Sequence[int], *, called: bool
 ) -> tuple[dict[int, _Size], dict[int, tuple[float, float]]]:
-    """Measure the first link of every make: bytes, and seconds that the watching is a part of."""
+    """Measure the first link of every make: bytes, and seconds that include counting the bytes."""
     run: list[_LinkMeasurement] = []
     phases: list[list[Callable[[], None]]] = []
     for k, apart in _to_run(core.links, firsts):
@@ -258,21 +268,24 @@ def _measure_links(
 def _seconds(
     core: ChainCore, first: Tensors, firsts: Sequence[int]
 ) -> dict[int, tuple[float, float]]:
-    """The seconds of the same links, with memory not watched. A link is recorded only after the
-    next one was run, since its data would otherwise still be in the cache."""
+    """Return the seconds of the same links while memory is not watched.
+
+    A link is recorded only after the next one was run. Otherwise its data would still be in the
+    cache.
+    """
     watches: dict[int, Stopwatch] = {}
     pending: list[tuple[int, Tensors]] = []
     state = [*first]
     for k, apart in _to_run(core.links, firsts):
         if apart:
-            state = []  # what the link before put out goes first
+            state = []  # the previous link's output is released first
             state = made_up(core.links[k].laid)
         watch = Stopwatch(core.ambient.device)
         with watch.lap():
             core.advance(NO_INPUTS, k, [k + 1], state, None)
         if pending:
             _back(core, *pending.pop(), watches)
-        # Once more, for its output was not held meanwhile.
+        # The link runs once more, because its output was not held in the meantime.
         (after,) = core.advance(NO_INPUTS, k, [k + 1], state, None)
         if firsts[k] == k:
             watches[k] = watch
@@ -285,7 +298,7 @@ def _seconds(
 
 
 def _back(core: ChainCore, k: int, state: Tensors, watches: dict[int, Stopwatch]) -> None:
-    """Time recording a link, and going back through it; its input is let go of."""
+    """Time recording a link and backpropagating it; its input is released."""
     watch = watches[k]
     with watch.lap():
         tape = core.record(NO_INPUTS, k, k + 1, state, None)
@@ -296,13 +309,13 @@ def _back(core: ChainCore, k: int, state: Tensors, watches: dict[int, Stopwatch]
 
 
 def _forward_and_backward(watches: Iterable[Stopwatch]) -> Seconds:
-    """Forward; and backward, with what recording takes longer."""
+    """Return the forward seconds, and the backward seconds plus the extra cost of recording."""
     laps = (watch.seconds for watch in watches)
     return [(forward, backward + max(0.0, record - forward)) for forward, record, backward in laps]
 
 
 def _ones(link: Link) -> list[Gradient]:
-    """A gradient of a link's output."""
+    """Return a gradient of a link's output, made of ones."""
     return [
         torch.ones(shape, dtype=dtype, device=device) if passes else None
         for (shape, dtype, device), passes in zip(link.like, link.passes, strict=True)
@@ -312,8 +325,10 @@ def _ones(link: Link) -> list[Gradient]:
 def _medians(
     links: Sequence[Link], sizes: Sequence[_Size], seconds: Sequence[Seconds]
 ) -> tuple[list[float], list[float]]:
-    """Median forward and backward seconds, over repeats and over links of equal make and size.
-    Differences between equal links are noise, which a solver would exploit."""
+    """Return median forward and backward seconds, over repeats and links of equal make and size.
+
+    Differences between equal links are noise, which a solver would exploit.
+    """
     makes: list[Hashable] = [
         (str(link.layers), tuple(p.shape for p in link.own), link.like, size)
         for link, size in zip(links, sizes, strict=True)
@@ -330,7 +345,10 @@ def _medians(
 
 
 def _overhead(links: Links, device: torch.device) -> int:
-    """What is held from first to last: what the prefix made, what first runs began with, tokens."""
+    """Return the bytes that are held from first to last.
+
+    These are the prefix's output, the surroundings at first runs, and tokens.
+    """
     snapshots = [link.ambient.capture() for link in links.chain]
     ours = (t for snapshot in snapshots for t in snapshot if t.is_cuda == (device.type == "cuda"))
     tokens = sum(len(link.like) for link in links.chain) * _TOKEN_BYTES

@@ -1,8 +1,8 @@
-"""The links of a deep chain: its layers, as far as each can be run apart from the others.
+"""The links of a deep chain: its layers, grouped where they cannot run separately.
 
-A layer that writes to its input (an in-place ReLU), or that only reshapes it (``Flatten``), shares
-memory with the layer before it. Both become one link, so a state that is kept is never written to.
-What a link depends on besides its input is learnt from one trial call, of which no trace is left.
+A layer that writes to its input (an in-place ReLU), or only reshapes it (``Flatten``), shares
+memory with the layer before it. Both become one link, so no later layer writes to a state that is
+kept. One trial call finds what a link depends on besides its input. The trial leaves no trace.
 """
 
 from collections.abc import Collection, Hashable, Sequence
@@ -29,17 +29,17 @@ class Link:
     """One layer, or a few that share memory; ``given`` and ``returned`` are structures.
 
     Attributes:
-        wanted: which tensors of its input a gradient is wanted for.
+        wanted: which tensors of its input need a gradient.
         passes: which tensors of its output pass a gradient on.
-        own: its parameters that a gradient is wanted for, each once.
+        own: its parameters that need a gradient, each once.
         leaves: the nodes of ``own`` in a graph.
-        reads: parameters, buffers and captured tensors, without the buffers it changes.
-        output_bytes: what its output takes beyond the memory of its input.
-        hands_on: numbers of the earlier links whose output it hands on unchanged.
+        reads: parameters, buffers and captured tensors, without the buffers that it changes.
+        output_bytes: the bytes of its output that do not share the memory of its input.
+        hands_on: numbers of the earlier links whose output it returns unchanged.
         laid: how each tensor of its input lies in memory: shape, strides, dtype, device, and the
-            bytes around it.
-        make: all that its bytes and seconds depend on besides ``laid``, if it is made of torch's
-            own modules; else None.
+            bytes of the whole storage.
+        make: everything besides ``laid`` that determines its bytes and seconds, if it consists of
+            torch's own modules; else None.
     """
 
     name: str
@@ -59,8 +59,11 @@ class Link:
     make: Hashable
 
     def run(self, state: Tensors) -> Tensors:
-        """The next state; refused if it differs in form from the trial's, or if its input was
-        written to."""
+        """Return the next state.
+
+        Raises CellError if that state differs in form from the trial's, or if the link writes to
+        its input.
+        """
         versions = [version(t) for t in state]
         outputs, returned = run_layers(self.layers, self.given, state, self.name)
         if versions != [version(t) for t in state]:
@@ -76,8 +79,11 @@ class Link:
 
 @dataclass(frozen=True, eq=False)
 class Links:
-    """All links of a chain: ``prefix``, through which no gradient goes and which runs once, and
-    ``chain``. No link of ``chain`` draws from the generators in ``steady``."""
+    """All links of a chain.
+
+    No gradient goes through the links of ``prefix``, and these run once. ``chain`` has the others,
+    none of which draws from the generators in ``steady``.
+    """
 
     prefix: tuple[Link, ...]
     chain: tuple[Link, ...]
@@ -85,13 +91,15 @@ class Links:
 
     @property
     def returned(self) -> Structure:
-        """The structure of the last one's output."""
+        """The structure of the last link's output."""
         return (*self.prefix, *self.chain)[-1].returned
 
 
 class _Enter(torch.autograd.Function):
-    """A state as the layer before would have returned it: autograd would hold a leaf, even one
-    that no layer refers to, as long as the graph."""
+    """A state in the form that a preceding layer would have returned.
+
+    Autograd would hold a leaf as long as the graph, even one that no layer refers to.
+    """
 
     @staticmethod
     def forward(ctx: object, anchor: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
@@ -103,8 +111,10 @@ class _Enter(torch.autograd.Function):
 
 
 def enter(state: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensor]:
-    """A state to record a link from, with gradients where they are ``wanted``, and the leaf that it
-    comes from in the graph."""
+    """Return a state from which to record a link, and the leaf that it comes from in the graph.
+
+    The state's tensors require a gradient where one is ``wanted``.
+    """
     anchor = torch.empty(0, device="cpu", requires_grad=True)
     x = [t.detach() for t in state]
     if any(wanted):
@@ -114,7 +124,7 @@ def enter(state: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensor]:
     return x, anchor
 
 
-#: What is raised where a layer changes a state that is used again: the layer, and whose state.
+#: The message about a layer that writes to a state that is used again: the layer, and whose state.
 WRITES = (
     "layer {} writes in place to {}, which is used again: expected it to leave that as it is; give "
     "it inplace=False, or let it return a new tensor"
@@ -124,9 +134,11 @@ WRITES = (
 def check_leaves(
     name: str, outputs: Tensors, mark: int, known: Tensors, nodes: Collection[Any] = ()
 ) -> None:
-    """Raise CellError if a link uses a tensor other than ``known`` whose gradient would be lost
-    (rule 5). ``mark`` is autograd's sequence number when recording began. ``nodes``, those of known
-    leaves, only save time."""
+    """Raise CellError if a link uses an unknown tensor whose gradient would be lost (rule 5).
+
+    ``known`` are the tensors that it may use. ``mark`` is autograd's sequence number at the start
+    of recording. ``nodes``, those of known leaves, only save time.
+    """
     leaves, older = foreign_tensors(outputs, mark, expected=nodes)
     if older or (leaves and not {id(t) for t in leaves} <= {id(t) for t in known}):
         raise CellError(
@@ -139,7 +151,7 @@ def check_leaves(
 def run_layers(
     layers: Sequence[nn.Module], given: Structure, state: Tensors, name: str
 ) -> tuple[Tensors, Structure]:
-    """Run layers in turn on a flat state: the flat output, and its structure."""
+    """Run layers in turn on a flat state. Return the flat output, and its structure."""
     value = given.unflatten(state)
     del state
     for layer in layers:

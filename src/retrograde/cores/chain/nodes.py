@@ -1,12 +1,13 @@
 """A chain in the caller's graph.
 
-Links that run once stay ordinary layers of the caller's graph; only links that are run again become
-nodes. So the gradients of parameters are handed over when they are known, as ordinary autograd
-does, and what nobody asks for is not computed.
+Links that run once stay ordinary layers of the caller's graph; only recomputed links become nodes.
+So each node returns the gradients of its parameters as soon as they are known, as in ordinary
+autograd. Gradients that nobody asks for are not computed.
 
-The first sweep follows the schedule up to its first ``Backward``; later each node performs it up to
-the ``Backward`` of its own link. Between two nodes stands a token of the state's shape, without its
-memory: the gradient itself is handed on here, and released when the link behind it is done.
+The first sweep follows the schedule up to its first ``Backward``. Later each node performs the
+schedule up to the ``Backward`` of its own link. Two nodes are connected by a token: a tensor of the
+state's shape, without its memory. The gradient itself is passed on by this module, and released
+when the link that needed it is done.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,8 +34,7 @@ Gradient = Tensor | None
 
 
 def run_chain(links: Links, schedule: Schedule, state: Tensors) -> Tensors:
-    """Run a chain on a flat input so that ``schedule`` computes its gradient, one step for each
-    link."""
+    """Run a chain on a flat input so that ``schedule`` computes its gradient, one step per link."""
     device = state[0].device
     with autocast_as_now(device), torch.no_grad():
         for link in links.prefix:
@@ -77,7 +77,7 @@ class _Call:
         self.reached = 0
 
     def forward(self, state: Tensors) -> Tensors:
-        """Make the first sweep, in the caller's graph."""
+        """Run the first sweep in the caller's graph."""
         links = self.core.links
         for action in self.split.sweep:
             match action:
@@ -98,8 +98,11 @@ class _Call:
         return state
 
     def begin(self, stop: int, gradients: Sequence[Gradient]) -> list[Gradient]:
-        """Take over the gradient of state ``stop``, and return tokens of it. At the last range a
-        backward pass begins; a second one first repeats what it needs of the first sweep."""
+        """Take over the gradient of state ``stop``, and return tokens of it.
+
+        A backward pass begins at the last range. A second one first repeats the part of the first
+        sweep that it needs.
+        """
         after = self.split.after(stop)
         if after is not None:
             self._check_turn(after)
@@ -116,7 +119,7 @@ class _Call:
     def back(
         self, start: int, stop: int, needed: Sequence[bool]
     ) -> tuple[list[Gradient], list[Gradient]]:
-        """Go back through a node: the gradients of the state before it, and of its parameters."""
+        """Backpropagate a node. Return the gradients of the state before it and its parameters."""
         self.check_input("between the forward pass and the backward pass")
         self._check_turn(stop)
         ours, self.core.needed[start] = self.gradients, needed
@@ -137,11 +140,11 @@ class _Call:
         return _tokens(ours.states), parameters
 
     def check_input(self, when: str) -> None:
-        """Refuse an input that was written to, for it is used again."""
+        """Refuse an input that was written to, because it is used again."""
         if self.versions != [version(t) for t in self.state]:
             raise RetrogradeError(
                 f"the input of the chain was written to in place {when}: expected it to stay as it "
-                "was, for it is used again; clone() it first"
+                "was, because it is used again; clone() it first"
             )
 
     def _check_turn(self, reached: int) -> None:
@@ -161,12 +164,12 @@ def _tokens(gradients: Sequence[Gradient]) -> list[Gradient]:
 
 
 def _token(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of one zero, whatever its shape."""
+    """Return a tensor of any shape that takes the memory of one zero."""
     return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
 def _returned(ctx: Any, results: Tensors, link: Link) -> tuple[Tensor, ...]:
-    """What a function returns for the output of a link; some of it may pass no gradient on."""
+    """Return a link's output from a function, and mark the parts that pass no gradient on."""
     ctx.set_materialize_grads(False)
     passes = zip(results, link.passes, strict=True)
     ctx.mark_non_differentiable(*(t for t, differentiable in passes if not differentiable))
@@ -174,7 +177,10 @@ def _returned(ctx: Any, results: Tensors, link: Link) -> tuple[Tensor, ...]:
 
 
 class _Node(torch.autograd.Function):
-    """Links that are run again: returns a token, and goes back by the schedule."""
+    """Links that are recomputed.
+
+    The forward pass returns tokens, and the backward pass follows the schedule.
+    """
 
     @staticmethod
     def forward(
@@ -197,7 +203,7 @@ class _Node(torch.autograd.Function):
 
 
 class _Handover(torch.autograd.Function):
-    """Where the nodes end and ordinary layers begin: tokens on one side, tensors on the other."""
+    """The boundary between nodes and ordinary layers: it takes tokens and returns tensors."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, stop: int, *tokens: Tensor) -> tuple[Tensor, ...]:

@@ -1,8 +1,8 @@
-"""What a call does to follow a schedule of a chain.
+"""How a call follows a schedule of a chain.
 
-The first sweep is made in the caller's graph, where what is recorded are ordinary layers and links
-that are run again are nodes. So no state can be loaded from the sweep's recordings; one that will
-be loaded is stored. What is left of the schedule is what the nodes do.
+The first sweep runs in the caller's graph. There recorded links stay ordinary layers, and
+recomputed links are nodes. So no state can be loaded from the sweep's recordings. A state that will
+be loaded is stored instead. The nodes perform the rest of the schedule.
 """
 
 from bisect import bisect_left, bisect_right
@@ -26,19 +26,19 @@ from retrograde.schedule import (
 
 __all__ = ["SplitSchedule", "loads_of", "split_schedule"]
 
-_TOGETHER = 0.01  # of what ordinary backpropagation holds
+_TOGETHER = 0.01  # bytes of a node's parameters, as a share of ordinary backpropagation's
 
 
 @dataclass(frozen=True)
 class SplitSchedule:
-    """What a call does to follow a schedule.
+    """A schedule, split into the parts that a call performs.
 
     Attributes:
         sweep: the actions up to the first ``Backward``, in the caller's graph.
-        actions: what a second backward pass repeats of the sweep, then the others.
-        begin: where in ``actions`` a backward pass begins.
-        repeated: how many links a second backward pass repeats, at most.
-        starts: where each range of links that are run again starts.
+        actions: the part of the sweep that a second backward pass repeats, then the other actions.
+        begin: the index in ``actions`` at which a backward pass begins.
+        repeated: the most links that a second backward pass repeats.
+        starts: where each range of recomputed links starts.
         cuts: where the nodes of these ranges begin and end.
     """
 
@@ -50,17 +50,17 @@ class SplitSchedule:
     cuts: list[int]
 
     def nodes(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """The nodes for a range of links that are run again."""
+        """Return the nodes for a range of recomputed links."""
         inside = self.cuts[bisect_right(self.cuts, start) : bisect_left(self.cuts, stop)]
         return list(pairwise([start, *inside, stop]))
 
     def after(self, stop: int) -> int | None:
-        """The start of the nodes that follow a range of them; None after the last."""
+        """Return the start of the next range of nodes at or after ``stop``; None after the last."""
         return next((start for start in self.starts if start >= stop), None)
 
 
 def split_schedule(schedule: Schedule, links: Sequence[Link]) -> SplitSchedule:
-    """How a call follows a schedule that goes straight up to its first ``Backward``."""
+    """Split a schedule that goes straight up to its first ``Backward``."""
     every = _held_in_sweep(tuple(schedule))
     first = next(i for i, action in enumerate(every) if isinstance(action, Backward))
     sweep, rest = every[:first], every[first:]
@@ -81,7 +81,7 @@ def split_schedule(schedule: Schedule, links: Sequence[Link]) -> SplitSchedule:
 
 
 def _cuts(actions: Sequence[Action]) -> set[int]:
-    """Where a node has to begin or to end, for something else happens there."""
+    """Return where a node has to begin or end: at recordings, backward actions and loads."""
     found: set[int] = set()
     for action in actions:
         match action:
@@ -95,9 +95,11 @@ def _cuts(actions: Sequence[Action]) -> set[int]:
 def _divide(
     cuts: set[int], ranges: list[tuple[int, int]], links: Sequence[Link], most: float
 ) -> None:
-    """Add cuts so that a node has few parameters, and a link with shared ones is a node of its own.
-    A node hands over its gradients together, and those of shared parameters must be summed in
-    autograd's order."""
+    """Add cuts so that nodes have few parameters, and links with shared ones are separate nodes.
+
+    A node returns its gradients together. Those of shared parameters must be summed in autograd's
+    order.
+    """
     uses = Counter(id(p) for link in links for p in link.own)
     shares = [any(uses[id(p)] > 1 for p in link.own) for link in links]
     sizes = [sum(p.nbytes for p in link.own) for link in links]
@@ -112,8 +114,11 @@ def _divide(
 
 
 def _held_in_sweep(actions: tuple[Action, ...]) -> list[Action]:
-    """The actions, rewritten so that no state is loaded from the sweep's recordings; such a state
-    is stored. A store that nothing loads is left out, since the graph holds what it needs."""
+    """Rewrite the actions so that no state is loaded from the sweep's recordings.
+
+    Such a state is stored. A store that nothing loads is left out, since the graph holds what it
+    needs.
+    """
     first = next(i for i, action in enumerate(actions) if isinstance(action, Backward))
     origins = _origins(actions)
     last_load = {
@@ -141,9 +146,11 @@ def _held_in_sweep(actions: tuple[Action, ...]) -> list[Action]:
 
 
 def loads_of(actions: Sequence[Action]) -> frozenset[tuple[int, int]]:
-    """The states that are loaded from a recording instead of a store, as pairs (number of the
-    recording action, number of the state). The action is needed because a layer may be recorded
-    again and again."""
+    """Return the states that are loaded from a recording instead of a store.
+
+    They are pairs (number of the recording action, number of the state). The action is needed
+    because a layer may be recorded again and again.
+    """
     origins = _origins(actions)
     return frozenset(
         (origins[i], action.at)
@@ -153,7 +160,10 @@ def loads_of(actions: Sequence[Action]) -> frozenset[tuple[int, int]]:
 
 
 def _origins(actions: Sequence[Action]) -> dict[int, int]:
-    """For each load and release of a state, the number of the action that stored or recorded it."""
+    """Return, for each load and release of a state, the action that stored or recorded it.
+
+    Actions are given by number.
+    """
     recorded: dict[int, int] = {}
     stored: dict[int, int] = {}
     found: dict[int, int] = {}

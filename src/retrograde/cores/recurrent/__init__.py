@@ -1,1 +1,1 @@
-"""Recurrent layers as cores: by loops of our own from held outputs, or by torch's kernels."""
+"""Recurrent layers as cores: our own loops, which start from held outputs, or torch's kernels."""

@@ -1,8 +1,9 @@
-"""One layer in one direction, backpropagated a piece after another, from the last to the first.
+"""One layer in one direction, backpropagated piece by piece, from the last to the first.
 
-The gates of a piece are recomputed from its inputs and states, where they were not kept. Then the
-recurrence runs over their slopes (:mod:`retrograde.kernels.sweep`), and the gradients of the gates
-are multiplied by the inputs, the states and the weights. Small layers on a CPU do all in one loop.
+The gates of a piece are recomputed from its inputs and states, unless they were kept. Then the
+backward recurrence runs over their slopes (:mod:`retrograde.kernels.sweep`). Matrix products of the
+gates' gradients with inputs, states and weights give the other gradients. For small layers on a CPU
+one compiled loop does all of this.
 """
 
 from dataclasses import replace
@@ -18,16 +19,20 @@ from retrograde.scan.block_lengths import BackwardPlan
 
 __all__ = ["LayerBackward"]
 
-# Rows to a product of sums over steps and samples on a CPU: one sum over all would round more. On a
-# GPU that would be hundreds of launches for what one product does in blocks of its own.
+# On a CPU, sums over steps and samples are matrix products of so many rows each. A single sum over
+# all rows would round more. On a GPU, hundreds of launches would replace one product that sums in
+# blocks by itself.
 _ROWS = 4096
 
 
 class LayerBackward:
-    """The backward pass of one layer; ``totals``, by the names of weights, are complete after
-    ``finish``. ``rows`` are the most of a piece of several steps. ``at_once`` sums gradients of
-    weights in place, which takes less memory and rounds more. ``doubts`` are those of scans on a
-    GPU (:mod:`retrograde.kernels.sweep`)."""
+    """The backward pass of one layer.
+
+    ``totals``, by the names of the weights, are complete after ``finish``. ``rows`` is the most
+    rows of a piece of several steps. ``at_once`` sums gradients of weights in place, which takes
+    less memory and rounds more. ``doubts`` collects the doubts of scans on a GPU
+    (:mod:`retrograde.kernels.sweep`).
+    """
 
     def __init__(
         self,
@@ -51,7 +56,7 @@ class LayerBackward:
             self.use = blas_kernels()
         if plan.name == "scan" and self.doubts is None:
             self.plan = replace(plan, chunk=safe_chunk(hidden, plan.chunk))
-        small = batch > 1 and hidden.numel() <= LARGE  # there are samples to share among threads
+        small = batch > 1 and hidden.numel() <= LARGE  # there are samples to divide among threads
         loops = means == "loops" and plan.name == "sequential" and self.use.backward is not None
         self.in_one_loop = small and loops
         self.loops: Backward | None = None
@@ -62,9 +67,11 @@ class LayerBackward:
         self.prepared: Tensor | None = None
 
     def add(self, block: Block, dy: Tensor | None, g: Tensor, dx: Tensor | None) -> Tensor:
-        """Go back through a piece: from g, of the state after it (n, H) or (n, 2 H) for (h, c), to
-        before it. ``dy`` (L, n, H), in any layout, is the loss's gradient of the outputs, None for
-        zero. ``dx`` takes the inputs' gradients (L, n, I); the block's kept gates are overwritten.
+        """Backpropagate a piece, and return the gradient of the state before it.
+
+        g is the gradient of the state after it, (n, H), or (n, 2 H) for (h, c). ``dy`` (L, n, H),
+        in any layout, is the loss's gradient of the outputs, None for zero. ``dx`` receives the
+        gradients of the inputs (L, n, I). The block's kept gates are overwritten.
         """
         if self.in_one_loop:
             return self._in_one_loop(block, dy, g, dx)
@@ -80,12 +87,12 @@ class LayerBackward:
             for part in self._parts(dy, samples=len(g)):
                 losses = None if dy is None else _laid(dy[part], g)
                 g = self.use.sweep(steps.at(part), self.prepared, losses, g)
-                del losses  # before the next one is laid out
+                del losses  # before the next copy is made
         self._add_products(steps, block, dx)
         return g
 
     def finish(self) -> None:
-        """Add what was summed apart to the totals."""
+        """Add the sums that were kept separately to the totals."""
         if self.loops is not None:
             self.loops.finish()
         self.loops = None
@@ -112,8 +119,10 @@ class LayerBackward:
         return g
 
     def _parts(self, dy: Tensor | None, samples: int) -> list[slice]:
-        """Steps to go through at a time, from the last to the first: few, where the outputs'
-        gradient has to be laid out for them."""
+        """Return the steps to backpropagate at a time, from the last to the first.
+
+        There are few at a time if the outputs' gradient must be copied first.
+        """
         if dy is None or (dy.is_contiguous() and dy.dtype == self.weights.hidden.dtype):
             return [slice(None)]
         steps = max(1, self.laid_rows // samples)
@@ -127,7 +136,7 @@ class LayerBackward:
         if total is not None:
             self.totals["bias_hidden"] += total
         self._add("hidden", flat, block.before.flatten(0, 1))
-        if self.weights.kind == "GRU":  # as the input weights see the third gate
+        if self.weights.kind == "GRU":  # the input weights' part of the third gate
             assert steps.inner is not None
             gates[:, 2].copy_(steps.inner.flatten(0, 1))
             total = flat.sum(0) if biased else None
@@ -138,7 +147,7 @@ class LayerBackward:
             torch.mm(flat, self.weights.inputs, out=dx.flatten(0, 1))
 
     def _add(self, name: str, gates: Tensor, by: Tensor) -> None:
-        """total += gatesᵀ by; of many rows in all, in parts, which are not added one by one."""
+        """Add gatesᵀ · ``by`` to a total. Many rows are summed in parts, which rounds less."""
         if self.at_once:
             self.totals[name].addmm_(gates.t(), by)
             return
@@ -147,5 +156,5 @@ class LayerBackward:
 
 
 def _laid(dy: Tensor, like: Tensor) -> Tensor:
-    """A gradient in one piece of memory, in the type that is computed in."""
+    """Return a gradient in contiguous memory, in the dtype of the computation."""
     return dy.to(like.dtype).contiguous()

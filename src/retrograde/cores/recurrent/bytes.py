@@ -1,9 +1,9 @@
-"""The bytes that held layers take, counted allocation by allocation without running anything.
+"""The bytes of held layers, counted allocation by allocation without running anything.
 
-Everything that :class:`~retrograde.cores.recurrent.core.HeldLayers` allocates is a number of times
-the units, the inputs or the weights. So its peak is a closed form of the shape, of the length of a
-piece and of the steps whose gates are kept. ``tests/cores/recurrent/test_held.py`` compares it with
-what is measured.
+Everything that :class:`~retrograde.cores.recurrent.core.HeldLayers` allocates is proportional to
+the units, the inputs or the weights. So its peak has a closed form. It depends on the shape, the
+length of a piece, and the number of steps whose gates are kept.
+``tests/cores/recurrent/test_held.py`` compares it with the measured peak.
 """
 
 from dataclasses import dataclass
@@ -18,26 +18,29 @@ from retrograde.plan.fit import Curve
 
 __all__ = ["FORWARD_BYTES", "LAID_ROWS", "LARGE", "Means", "Shape", "sums_at_once"]
 
-#: What runs the layers: one loop for a whole backward pass; loops for the recurrence, and matrix
-#: products for the rest; a product a step, which needs no copy of the weights; or on a GPU the
-#: vendor's forward pass, torch's operations and compiled sweeps.
+#: What runs the layers. ``"loops"`` is one loop for a whole backward pass. ``"sweeps"`` is loops
+#: for the recurrence, and matrix products for the rest. ``"blas"`` is one product per step, which
+#: needs no copy of the weights. ``"torch"``, on a GPU, is the vendor's forward pass, torch's
+#: operations and compiled sweeps.
 Means = Literal["loops", "sweeps", "blas", "torch"]
 
-#: What the inputs bring to the gates, that is held at a time.
+#: The bytes of the inputs' contribution to the gates that are held at a time.
 FORWARD_BYTES = 2**20
 
-#: The most numbers in hidden weights whose products our own loops do faster than BLAS.
+#: The most numbers in hidden weights for which our own loops are faster than BLAS.
 LARGE = 2**18
 
-#: Rows of the outputs' gradient that are laid out at a time, where they have to be; a step if lean.
+#: The rows of the outputs' gradient that are copied into contiguous memory at a time, if they must
+#: be. BLAS copies one step at a time.
 LAID_ROWS = 128
 
-# Rows whose gradients may be added to a total without an order: sums of 64 each, one by one.
+# The most rows whose gradients may be added to a total in place, one sum of 64 rows after the
+# other.
 _FEW_ROWS = 2**14
 
 
 def sums_at_once(length: int, batch: int) -> bool:
-    """Whether T × B is so small that summing weights' gradients in place rounds little."""
+    """Return whether T × B is so small that summing weights' gradients in place rounds little."""
     return length * batch <= _FEW_ROWS
 
 
@@ -46,18 +49,22 @@ def _whole(width: int, unit: int = LANES) -> int:
 
 
 def _panels(count: int, width: int, samples: int) -> int:
-    """Numbers of a matrix in panels; none where few samples read it as it is."""
+    """Return the numbers of a matrix copied into panels; none if few samples read it uncopied."""
     as_it_is = samples <= 4 and count * width <= 2**15 and width % LANES == 0
     return 0 if as_it_is else count * _whole(width, PANEL)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The layers of one or two tracks (directions), and a batch of B; I is ``width``, H is
-    ``size``. ``straight`` tells whether inputs are contiguous, ``first`` whether they are dropped
-    too. ``item`` is the bytes of a number; ``at_once`` is as for ``LayerBackward``; ``onward`` and
-    ``back`` are as for :class:`~retrograde.cores.recurrent.plan.HeldPlan`. ``vendor`` has, for each
-    layer, the bytes of the vendor's forward pass by steps, which are not ours to count."""
+    """The layers of one or two tracks (directions), and a batch of B samples.
+
+    ``width`` is I and ``size`` is H. ``item`` is the bytes of a number. ``straight`` says whether
+    inputs are contiguous, ``drops`` whether there is dropout between layers, and ``first`` whether
+    inputs are dropped too. ``at_once`` is as for ``LayerBackward``. ``onward`` and ``back`` are as
+    for :class:`~retrograde.cores.recurrent.plan.HeldPlan`. ``vendor`` has, for each layer, the
+    bytes of the vendor's forward pass by steps. These are measured, because they cannot be counted
+    here.
+    """
 
     kind: Kind
     batch: int
@@ -78,28 +85,28 @@ class Shape:
 
     @property
     def widths(self) -> list[int]:
-        """The inputs of each layer, from the lowest up."""
+        """The number of inputs of each layer, from the lowest up."""
         return [self._width(k) for k in range(self.count)]
 
     @property
     def state(self) -> int:
-        """Bytes of a state of all layers and tracks."""
+        """The bytes of a state of all layers and tracks."""
         return self._units((1 + self._lstm) * self.batch)
 
     def mark(self, pieces: int) -> int:
-        """Bytes of the marks of so many pieces of the whole batch."""
+        """Return the bytes of the marks of ``pieces`` pieces of the whole batch."""
         return self._units(self._lstm * pieces * self.batch)
 
     def gates(self, rows: int) -> int:
-        """Bytes of kept gates and cells."""
+        """Return the bytes of kept gates and cells, in all layers and tracks."""
         return self._units(self._keeps * 5 * rows)
 
     def top_gates(self, rows: int) -> int:
-        """The same of the top layer alone, in one direction."""
+        """Return the bytes of kept gates and cells in the top layer alone, in one direction."""
         return self._keeps * 5 * rows * self.size * self.item
 
     def along(self, rows: int) -> int:
-        """What following outputs that are there takes, besides kept gates: states and inputs."""
+        """Return the bytes of following existing outputs, besides kept gates: states and inputs."""
         top = self.count - 1
         numbers = rows * (self.size + self._width(top) * (self._copies_x(top) + self.drops))
         return (numbers + 4 * (self.batch + 1) * self.size) * self.item
@@ -110,20 +117,22 @@ class Shape:
 
     @property
     def _keeps(self) -> bool:
-        """Whether a forward pass can leave its gates; the vendor's tells none."""
+        """Whether a forward pass can keep its gates; the vendor's cannot."""
         return self._lstm and self.onward != "torch"
 
     def _units(self, numbers: int) -> int:
-        """Bytes of some numbers for each unit of all layers and tracks."""
+        """Return the bytes of so many numbers for each unit of all layers and tracks."""
         return numbers * self.count * self.tracks * self.size * self.item
 
     def below(self, rows: int) -> int:
-        """Bytes of the outputs of all layers but the top one."""
+        """Return the bytes of the outputs of all layers but the top one."""
         return (self.count - 1) * rows * self.size * self.item
 
     def forward(self, rows: int, pass_rows: int) -> int:
-        """The most that a layer's forward pass takes besides, for pieces of some rows, with room
-        for the gates of some."""
+        """Return the peak of the working bytes of a layer's forward pass.
+
+        A piece has ``rows`` rows, and ``pass_rows`` is the rows that the gates' buffer holds.
+        """
         most = 0
         for k in range(self.count):
             width = self._width(k)
@@ -132,12 +141,12 @@ class Shape:
             if self.tracks > 1:
                 numbers += 2 * rows * self.size
             if self.onward == "torch":
-                numbers += rows * self.size  # outputs that the caller has already
+                numbers += rows * self.size  # outputs that the caller already holds
             most = max(most, numbers * self.item)
         return most
 
     def advance(self, pass_rows: int) -> int:
-        """What running any number of steps takes that keeps nothing."""
+        """Return the working bytes of running any number of steps without recording."""
         numbers = 0
         rows = max(pass_rows, self.batch)
         for k in range(self.count):
@@ -145,25 +154,25 @@ class Shape:
         return numbers * self.item
 
     def fixed(self, rows: int) -> int:
-        """What the backward pass holds from its beginning to its end, besides the gradients."""
+        """Return the bytes that a whole backward pass holds, besides the gradients."""
         numbers = sum(self._fixed(k, rows) for k in range(self.count))
         return numbers * self.item + self.state * 3
 
     def piece(self, rows: int, *, kept: bool) -> int:
-        """The most that going back through a piece of some rows takes."""
+        """Return the peak of the working bytes of backpropagating a piece of ``rows`` rows."""
         most = 0
         size, lstm = self.size, self._lstm
         for k in range(self.count):
             width, gates = self._width(k), GATES[self.kind] * size
             top = k == self.count - 1
-            numbers = rows * size + 2 * self.batch * 2 * size  # before, and what enters
+            numbers = rows * size + 2 * self.batch * 2 * size  # before steps; entering states
             if self.tracks > 1 and top:
-                numbers += 2 * rows * size  # its states and their gradients, turned round
+                numbers += 2 * rows * size  # its states and their gradients, reversed in time
             if top:
                 laid = {"blas": 0, "torch": rows}.get(self._means(k), min(rows, LAID_ROWS))
                 numbers += max(laid, self.batch) * size
             if not top:
-                numbers += rows * size  # what the layer above handed on
+                numbers += rows * size  # the gradient from the layer above
             if self._copies_x(k):
                 numbers += rows * width * (2 if self.tracks > 1 or self.drops else 1)
             if k or (self.needs_x and (self.tracks > 1 or not self.straight or self.first)):
@@ -184,14 +193,14 @@ class Shape:
         return most
 
     def pass_rows(self, block: int) -> int:
-        """Rows that a forward pass works on at a time, in pieces of some rows."""
+        """Return the rows that a forward pass processes at a time, in pieces of ``block`` rows."""
         if self.onward == "torch":
             return block
         wide = GATES[self.kind] * self.size * self.item
         return max(self.batch, min(FORWARD_BYTES // wide, block))
 
     def loops(self, k: int) -> bool:
-        """Whether one loop does the backward pass of a layer."""
+        """Return whether one loop does the whole backward pass of layer k."""
         return (
             self._means(k) == "loops"
             and self.batch > 1
@@ -203,7 +212,7 @@ class Shape:
 
     @property
     def _slopes(self) -> int:
-        """Numbers for each unit and row while torch's operations make slopes."""
+        """The numbers for each unit and row while torch's operations compute slopes."""
         return {"LSTM": 9, "GRU": 9}.get(self.kind, 2)
 
     def _width(self, k: int) -> int:
@@ -214,7 +223,7 @@ class Shape:
         return dropped or (k == 0 and (self.tracks > 1 or not self.straight))
 
     def _pass(self, k: int, rows: int) -> int:
-        """Numbers of a layer's forward pass."""
+        """Return the numbers that a layer's forward pass allocates."""
         gates = GATES[self.kind] * self.size
         if self.onward == "torch":
             steps = -(-rows // self.batch)
@@ -227,7 +236,7 @@ class Shape:
         return numbers
 
     def _fixed(self, k: int, rows: int) -> int:
-        """Numbers that a layer's backward pass holds throughout."""
+        """Return the numbers that a layer's backward pass holds throughout."""
         size, width, gates = self.size, self._width(k), GATES[self.kind] * self.size
         if self._means(k) in ("blas", "torch"):
             return self.batch * size
@@ -244,7 +253,7 @@ class Shape:
         row = (1 if self.kind.startswith("RNN") else 4) * size
         sums = gates * _whole(width) + hidden * _whole(size) + row
         numbers += parts * sums
-        if self.at_once:  # one thread sums where the gradients are
+        if self.at_once:  # one thread sums directly into the gradients
             numbers -= gates * width * (width % LANES == 0)
             numbers -= hidden * size * (size % LANES == 0 and not gru)
         room = max(

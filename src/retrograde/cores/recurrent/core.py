@@ -1,13 +1,13 @@
 """Recurrent layers whose outputs the caller holds anyway, so that few states need to be kept.
 
-The outputs of RNN and GRU are their hidden states; those of an LSTM are half of them. So a recorded
-range holds, of its top layer, only an LSTM's c at the first step of each piece (a *mark*), and of
-the layers below their outputs too. The backward pass recomputes the gates of a piece from these, by
-one matrix product. As many last steps as there is memory for keep their gates instead: five numbers
-a unit and step.
+The outputs of RNN and GRU are their hidden states; those of an LSTM are half of its states. So
+little else has to be recorded. A recorded range keeps an LSTM's c before each piece (a *mark*). It
+also keeps the outputs of all layers below the top one. The backward pass recomputes the gates of a
+piece from these by one matrix product. The last steps keep their gates instead, as many as memory
+allows, at five numbers per unit and step.
 
-Two directions are two tracks: the second is run from the last step to the first. In a packed batch
-its sequences join it one after another, at their ends.
+Two directions are two tracks. The second track runs from the last step to the first. In a packed
+batch, each sequence joins the second track at that sequence's own last step.
 """
 
 from collections.abc import Sequence
@@ -42,9 +42,12 @@ Tensors = list[Tensor]
 
 @dataclass
 class _Held(Tape):
-    """What a recorded range holds: the state before it, and h of all layers ``below`` the top
-    (rows, H). For each track, layer and piece of an LSTM there is c before the piece (n, H) in
-    ``marks``, or gates and cells in ``kept``."""
+    """The contents of a recorded range.
+
+    They are the state before it (``first``), and h of all layers ``below`` the top one (rows, H).
+    For each track, layer and piece of an LSTM there is an entry in one of two dicts. ``marks`` has
+    c before the piece (n, H), and ``kept`` its gates and cells.
+    """
 
     first: Tensors
     below: Tensors
@@ -53,9 +56,11 @@ class _Held(Tape):
 
 
 class HeldLayers(RangeCore):
-    """Layers above one another in one direction, or one layer in two; without projections. The
-    ``plans`` are from the lowest layer up, and the first one's ``block`` is the steps of a piece.
-    The last ``kept`` steps of each track of an LSTM keep their gates."""
+    """Several layers in one direction, or one layer in two directions; without projections.
+
+    ``plans`` go from the lowest layer up, and the first plan's ``block`` is the steps of a piece.
+    The last ``kept`` steps of each track of an LSTM keep their gates.
+    """
 
     def __init__(
         self,
@@ -86,16 +91,17 @@ class HeldLayers(RangeCore):
         loops = kernels(weight.device.type, weight.dtype, self.size)
         self.forward = blas_kernels().forward if onward == "blas" else loops.forward
         self.recall = loops.recall
-        #: Whether a second run can follow the outputs of the top layer, with no step by step.
+        #: Whether a second run can take h from the outputs of the top layer, instead of running
+        #: step by step.
         self.follows = self.kind != "LSTM" or self.recall is not None
 
     @cached_property
     def sizes(self) -> list[int] | None:
-        """Of a packed batch, how many sequences have each step."""
+        """The number of sequences at each step of a packed batch, or None."""
         return None if self.rows.sizes is None else self.rows.sizes.tolist()
 
     def room(self, inputs: Inputs) -> Tensors:
-        """Where the outputs of all steps go, which this core writes itself."""
+        """Return buffers for the outputs of all steps, which this core writes itself."""
         x = cast(RowInputs, inputs).x
         return [x.new_empty(*x.shape[:-1], self.size * len(self.tracks))]
 
@@ -117,7 +123,7 @@ class HeldLayers(RangeCore):
     def advance(
         self, inputs: Inputs, start: int, stops: Sequence[int], state: Tensors, emit: Emit | None
     ) -> list[Tensors]:
-        """Some steps at a time through all layers, in the same room whatever their number."""
+        """Run a few steps at a time through all layers; memory does not grow with their number."""
         found, after = [], [_copied(s) for s in state]
         (track,) = self.layers
         if emit is None and self.count == 1 and self.follows:
@@ -162,17 +168,17 @@ class HeldLayers(RangeCore):
         if doubts and not all_trusted(doubts):
             self.plans = [replace(plan, name="sequential") for plan in self.plans]
             for total in (*gradients.parameters, *gradients.inputs):
-                _ = total is None or total.zero_()  # a scan is of all steps: nothing was there
+                _ = total is None or total.zero_()  # they began at zero: a scan covers all steps
             states = self._through(again, gradients, doubts)
         gradients.states = states
 
     @property
     def scans(self) -> bool:
-        """Whether layers go back by a scan."""
+        """Whether layers are backpropagated by a scan."""
         return any(plan.name == "scan" for plan in self.plans)
 
     def _through(self, tape: _Held, gradients: Gradients, doubts: list[Tensor]) -> list[Any]:
-        """Go through a tape: the gradients of the state before it."""
+        """Backpropagate a tape. Return the gradients of the state before it."""
         given = [
             torch.zeros_like(t) if g is None else g
             for t, g in zip(tape.state_after, gradients.states, strict=True)
@@ -189,7 +195,7 @@ class HeldLayers(RangeCore):
     def _record(
         self, tape: _Held, inputs: Inputs, number: int, k: int, weights: Weights, emit: Emit | None
     ) -> None:
-        """Run a layer; its state goes from before to after."""
+        """Run a layer over a range; its state goes from before the range to after it."""
         top, own = k == self.count - 1, number * self.count + k
         emits = emit not in (None, discard)
         pieces = self._pieces(number, tape.start, tape.stop)
@@ -215,7 +221,7 @@ class HeldLayers(RangeCore):
                 tape.kept[number, k, piece] = room
             x = self._given(tape, inputs, number, k, piece)
             y = self._output(inputs, number, piece) if top else self._below(tape, k, piece)
-            # The caller's outputs are there already if this is a second run.
+            # In a second run the caller's outputs exist already.
             direct = not top or (emits and y.is_contiguous() and len(self.tracks) == 1)
             into = y if direct else _room(x, self.size)
             run(x, state, into, room)
@@ -232,8 +238,10 @@ class HeldLayers(RangeCore):
         weights: Weights,
         state: Tensors,
     ) -> Kept | None:
-        """Bring the state of a top layer whose outputs are there already to after a piece, without
-        a recurrence of h; an LSTM's gates, which that takes."""
+        """Move a top layer's state from before a piece to after it, when its outputs exist already.
+
+        No recurrence of h is run. Return an LSTM's gates, which its c needs; None for other layers.
+        """
         h, *c = state
         if not c:
             h.copy_(self._output(inputs, number, piece)[0 if number else -1])
@@ -251,7 +259,7 @@ class HeldLayers(RangeCore):
     def _backpropagate(
         self, tape: _Held, gradients: Gradients, number: int, g: Tensor, doubts: list[Tensor]
     ) -> None:
-        """Go through a track; g (layers, B, n) goes from after the range to before it."""
+        """Backpropagate a track; g (layers, B, n) goes from after the range to before it."""
         pieces = self._pieces(number, tape.start, tape.stop)
         rows, totals = self.block, self._totals(number, gradients.parameters)
         each = zip(self.layers[number], totals, self.plans, self.back, strict=True)
@@ -287,7 +295,7 @@ class HeldLayers(RangeCore):
     def _block(
         self, tape: _Held, read: Inputs, number: int, k: int, piece: Piece, earlier: list[Piece]
     ) -> Block:
-        """A piece, as its backward pass needs it."""
+        """Return a piece in the form that its backward pass needs."""
         own = number * self.count + k
         after = self._states(tape, read, number, k, piece)
         entering = tape.first[0][own, : piece.samples]
@@ -302,14 +310,16 @@ class HeldLayers(RangeCore):
         return Block(x, before, after, c, kept).cast(self.real)
 
     def _states(self, tape: _Held, inputs: Inputs, number: int, k: int, piece: Piece) -> Tensor:
-        """h after every step of a piece (L, n, H)."""
+        """Return h after every step of a piece (L, n, H)."""
         if k < self.count - 1:
             return self._below(tape, k, piece)
         return self._read(self._output(inputs, number, piece), number)
 
     def _pieces(self, number: int, start: int, stop: int) -> list[Piece]:
-        """The pieces of a range, in the order in which a track comes to them; where the gates begin
-        to be kept, a piece begins."""
+        """Return the pieces of a range, in the order in which a track runs them.
+
+        A new piece begins where gates begin to be kept.
+        """
         edge = self.kept if number else self.rows.length - self.kept
         bounds = [start, *([edge] if start < edge < stop else []), stop]
         pieces = [
@@ -320,8 +330,11 @@ class HeldLayers(RangeCore):
         return pieces[::-1] if number else pieces
 
     def _keeps(self, tape: _Held, number: int, k: int, piece: Piece) -> bool:
-        """Whether the gates of a piece are kept: if it is among the last steps, or if it is a
-        recorded part of the steps, whose top layer goes back next."""
+        """Return whether the gates of a piece are kept.
+
+        They are kept for the last steps of each track. A recorded range of one piece that is only a
+        part of all steps keeps those of its top layer, which is backpropagated next.
+        """
         if self.kind != "LSTM" or self.forward is None:
             return False
         if len(piece) == tape.stop - tape.start < self.rows.length:
@@ -329,56 +342,62 @@ class HeldLayers(RangeCore):
         return piece.stop <= self.kept if number else piece.start >= self.rows.length - self.kept
 
     def _rows(self, t: Tensor, piece: Piece) -> Tensor:
-        """The rows of a piece, of a tensor over all steps (L, n, …), in the order of the steps."""
+        """Return a piece's rows of a tensor over all steps (L, n, …), in the order of the steps."""
         if self.sizes is None:
             return t[piece.start : piece.stop]
         rows = t[self.rows.offsets[piece.start] : self.rows.offsets[piece.stop]]
         return rows.view(len(piece), piece.samples, -1)
 
     def _columns(self, t: Tensor, number: int, piece: Piece) -> Tensor:
-        """The same of what the tracks have side by side, for one of them."""
+        """Return a piece's rows for one track, from a tensor that has the tracks side by side."""
         return self._rows(t, piece)[..., number * self.size : (number + 1) * self.size]
 
     def _read(self, t: Tensor, number: int) -> Tensor:
-        """What is in the order of the steps as a track comes to it, in one piece of memory."""
+        """Return a tensor in contiguous memory, with its steps in the order of a track.
+
+        The given tensor is in the order of the steps.
+        """
         return (t.flip(0) if number else t).to(self.real).contiguous()
 
     def _direct(self, into: Tensor | None) -> Tensor | None:
-        """Where gradients of inputs go, if they can be written there as they are found."""
+        """Return where the gradients of inputs can be written directly; None if they cannot."""
         drops = self.masks is not None and self.masks.first
         alike = into is not None and into.is_contiguous() and into.dtype == self.real
         return into if alike and len(self.tracks) == 1 and not drops else None
 
     def _x(self, inputs: Inputs, number: int, piece: Piece) -> Tensor:
-        """The inputs of a piece (L, n, I), as its track comes to them."""
+        """Return the inputs of a piece (L, n, I), in the order in which its track runs them."""
         x = self._dropped(self._rows(cast(RowInputs, inputs).x.detach(), piece), 0, piece)
         return (x.flip(0) if number else x).contiguous()
 
     def _given(self, tape: _Held, inputs: Inputs, number: int, k: int, piece: Piece) -> Tensor:
-        """What a layer is given of a piece."""
+        """Return a layer's inputs for a piece."""
         if k == 0:
             return self._x(inputs, number, piece)
         return self._dropped(self._below(tape, k - 1, piece), k, piece)
 
     def _below(self, tape: _Held, k: int, piece: Piece) -> Tensor:
-        """The outputs of a layer that is not the top one (L, n, H)."""
+        """Return the outputs of a layer that is not the top one (L, n, H)."""
         at = [self._offset(t) - self._offset(tape.start) for t in (piece.start, piece.stop)]
         return tape.below[k][at[0] : at[1]].view(len(piece), piece.samples, -1)
 
     def _offset(self, step: int) -> int:
-        """The row at which a step begins."""
+        """Return the row at which a step begins."""
         return step * self.batch if self.sizes is None else self.rows.offsets[step]
 
     def _output(self, inputs: Inputs, number: int, piece: Piece) -> Tensor:
-        """Where the outputs of a piece are (L, n, H), in the order of the steps."""
+        """Return a view of the outputs of a piece (L, n, H), in the order of the steps."""
         return self._columns(cast(Tensor, cast(RowInputs, inputs).outputs), number, piece)
 
     def _dropped(self, x: Tensor, k: int, piece: Piece) -> Tensor:
-        """What comes to a layer, after dropout; a gradient likewise."""
+        """Apply dropout to a layer's input, or to that input's gradient."""
         return x if self.masks is None else self.masks(x, k, piece, self._offset(piece.start))
 
     def _totals(self, number: int, parameters: list[Tensor | None]) -> list[dict[str, Tensor]]:
-        """By layer, where the gradients of its weights go, by name; for frozen ones, nowhere."""
+        """Return, for each layer, the sums of its weights' gradients by name.
+
+        A frozen weight gets a sum of its own, which is discarded.
+        """
         known = {id(w): t for w, t in zip(self.parameters, parameters, strict=True)}
         found = []
         for k, weights in enumerate(self.layers[number]):

@@ -1,4 +1,4 @@
-"""One layer in one direction, run forward, recording nothing but an LSTM's gates where asked."""
+"""The forward pass of one layer in one direction; it records at most an LSTM's gates."""
 
 from functools import partial
 from math import inf
@@ -21,7 +21,10 @@ Tensors = list[Tensor]
 
 
 def room_for(weights: Weights, x: Tensor) -> Kept | None:
-    """Where an LSTM's forward pass can leave its gates and cells; None where it cannot."""
+    """Return buffers for the gates and cells of an LSTM's forward pass.
+
+    Return None where the forward pass cannot keep them.
+    """
     make = kernels(x.device.type, x.dtype, weights.size).forward
     if weights.kind != "LSTM" or make is None:
         return None
@@ -33,9 +36,11 @@ def room_for(weights: Weights, x: Tensor) -> Kept | None:
 def run(
     weights: Weights, x: Tensor, state: tuple[Tensor, ...], kept: Kept | None = None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Run inputs x (L, B, I) by the fastest kernel: the outputs (L, B, H), and the state after. A
-    state is (h,) or (h, c), each (B, H). ``kept``, from :func:`room_for`, receives an LSTM's gates
-    and cells."""
+    """Run inputs x (L, B, I) by the fastest kernel. Return outputs (L, B, H) and the state after.
+
+    A state is (h,) or (h, c), each (B, H). ``kept``, from :func:`room_for`, receives an LSTM's
+    gates and cells.
+    """
     make = kernels(x.device.type, x.dtype, weights.size).forward
     after = [s.clone(memory_format=torch.contiguous_format) for s in state]
     y = x.new_empty(*x.shape[:2], weights.size)
@@ -44,8 +49,10 @@ def run(
 
 
 class LayerForward:
-    """A layer run forward in pieces of at most ``block`` rows; by torch's own kernel if ``make`` is
-    None."""
+    """The forward pass of a layer, in pieces of at most ``block`` rows.
+
+    torch's own kernel runs it if ``make`` is None.
+    """
 
     def __init__(self, make: type[Forward] | None, weights: Weights, block: int) -> None:
         self.weights, wide = weights, weights.inputs.shape[0] * weights.inputs.itemsize
@@ -55,13 +62,16 @@ class LayerForward:
         self.samples = -1
 
     def __call__(self, x: Tensor, state: Tensors, y: Tensor, kept: Kept | None = None) -> None:
-        """Run inputs x (L, n, I) into y (L, n, H); the state, (h,) or (h, c), each (n, H), is
-        overwritten. ``kept`` takes an LSTM's gates and cells."""
+        """Run inputs x (L, n, I) and write the outputs to y (L, n, H).
+
+        The state is (h,) or (h, c), each (n, H), and is overwritten. ``kept`` receives an LSTM's
+        gates and cells.
+        """
         if self.make is None:
             run_by_torch(self.weights, x, state, y)
             return
         if self.samples != x.shape[1]:
-            self.samples, self.forward = x.shape[1], None  # let go of first
+            self.samples, self.forward = x.shape[1], None  # release the old one first
             self.forward = self.make(self.weights, self.samples)
         assert self.forward is not None
         steps = max(1, self.rows // self.samples)
@@ -78,7 +88,7 @@ class LayerForward:
 
 @torch.no_grad()
 def run_by_torch(weights: Weights, x: Tensor, state: Tensors, y: Tensor) -> None:
-    """Steps by torch's own kernel, which records nothing."""
+    """Run steps by torch's own kernel, which records nothing."""
     biases = [b for b in (weights.bias_inputs, weights.bias_hidden) if b is not None]
     net = Layers(weights.kind, [weights.inputs, weights.hidden, *biases], 1, bool(biases))
     before = [s.unsqueeze(0).contiguous() for s in state]
@@ -89,8 +99,10 @@ def run_by_torch(weights: Weights, x: Tensor, state: Tensors, y: Tensor) -> None
 
 
 def forward_curve(weights: Weights, state: Tensors, length: int, memory: Memory | None) -> Curve:
-    """What :func:`run_by_torch` takes, by steps, on zeros; of more than a few steps, no more than a
-    budget in bytes."""
+    """Measure the peak bytes of :func:`run_by_torch` by number of steps, on zeros.
+
+    Ranges of more than a few steps are measured only as far as a budget in bytes allows.
+    """
     most = memory if isinstance(memory, int) else inf
     points: dict[int, int] = {}
     for steps in sorted({min(length, n) for n in (1, 2, 4, 16, 64)}):
@@ -99,6 +111,6 @@ def forward_curve(weights: Weights, state: Tensors, length: int, memory: Memory 
         x = state[0].new_zeros(steps, len(state[0]), weights.inputs.shape[1])
         y = state[0].new_zeros(steps, *state[0].shape)
         call = partial(run_by_torch, weights, x, state, y)
-        call()  # what a first call allocates for good is not ours
+        call()  # a first call's permanent allocations do not count
         points[steps] = measure(call, device=x.device).peak_bytes
     return Curve(tuple(points.items()))

@@ -1,8 +1,8 @@
-"""Dropout before a layer: the mask of a step belongs to it, whatever piece it is run in (rule 2).
+"""Dropout before a layer. A step's mask is the same in whatever piece the step runs (rule 2).
 
-Under a budget a mask is a hash (:mod:`retrograde.cores.dropout`), which is made anew instead of
-being kept. Without one it is drawn as torch draws it, so that the same seed drops the same units,
-and kept, one byte a unit and step.
+Under a budget a mask is a hash (:mod:`retrograde.cores.dropout`), which is recomputed instead of
+kept. Without a budget torch draws the mask, so the same seed drops the same units as torch's own
+module. That mask is kept, at one byte per unit and step.
 """
 
 from dataclasses import dataclass
@@ -29,28 +29,30 @@ class Hashed:
         return self.dropout.first
 
     def __call__(self, x: Tensor, number: int, piece: Piece, row: int) -> Tensor:
-        """Apply dropout to a layer's input (L, n, H), or to a gradient that goes back from it. It
-        is that of a piece, in the order of the steps, which begins at ``row`` of all rows."""
+        """Apply dropout to one piece of a layer's input (L, n, H), or of that input's gradient.
+
+        The piece is in the order of the steps, and begins at row ``row`` of all rows.
+        """
         if number == 0 and not self.first:
             return x
         steps = torch.arange(piece.start, piece.stop, device=x.device)
         return self.dropout(x.contiguous(), number, steps)
 
     def of_all_steps(self) -> Dropout:
-        """The same, for a call that autograd records."""
+        """Return the same masks for a call that autograd records."""
         return self.dropout
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """Masks (rows, H) that are kept, by the numbers of the layers that they come before."""
+    """Masks (rows, H) that are kept, keyed by the number of the layer that each precedes."""
 
     masks: dict[int, Tensor]
     p: float
 
     @classmethod
     def like(cls, layers: list[int], x: Tensor, p: float) -> "Drawn":
-        """Masks for tensors like one (rows, H), drawn as torch draws them."""
+        """Draw a mask of the form of ``x`` (rows, H) for each layer, as torch draws it."""
         ones = torch.ones_like(x)
         return cls({k: functional.dropout(ones, p) > 0 for k in layers}, p)
 
@@ -65,7 +67,7 @@ class Drawn:
         return self._apply(x, mask[row : row + piece.rows])
 
     def of_all_steps(self) -> "_DrawnOfAll":
-        """The same, for a call that autograd records."""
+        """Return the same masks for a call that autograd records."""
         return _DrawnOfAll(self)
 
     def _apply(self, x: Tensor, mask: Tensor) -> Tensor:
@@ -75,7 +77,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class _DrawnOfAll:
-    """Masks of all steps, called as :class:`~retrograde.cores.dropout.Dropout` is."""
+    """Masks of all steps, with the call signature of :class:`~retrograde.cores.dropout.Dropout`."""
 
     drawn: Drawn
 

@@ -1,7 +1,8 @@
-"""Steps that are run in one go: at most a block of them, all with the same number of sequences.
+"""Pieces: neighbouring steps that run in one go, all with the same number of sequences.
 
-A packed batch holds its steps one after the other, each with as many rows as sequences are left.
-Where that number does not change, steps are a plain tensor (L, n, …), so nothing is padded.
+A packed batch stores its steps one after the other. Each step has as many rows as there are
+sequences that still continue. Where that number does not change, steps are a plain tensor (L, n,
+…), so nothing is padded.
 """
 
 from collections.abc import Sequence
@@ -24,15 +25,17 @@ class Piece:
 
     @property
     def rows(self) -> int:
-        """Steps of samples."""
+        """The number of rows; one row is one step of one sample."""
         return len(self) * self.samples
 
 
 def cut(
     start: int, stop: int, block: int, samples: int, sizes: Sequence[int] | None = None
 ) -> list[Piece]:
-    """The pieces of steps ``start`` … ``stop − 1``, in order. A piece has at most ``block``
-    rows, or one step. ``sizes`` are the sequences of each step of a packed batch.
+    """Return the pieces of steps ``start`` … ``stop − 1``, in order.
+
+    A piece has at most ``block`` rows, or one step where even that has more. ``sizes`` gives the
+    number of sequences at each step of a packed batch.
 
     Example:
         >>> [(p.start, p.stop, p.samples) for p in cut(0, 5, 6, 3, [3, 3, 3, 1, 1])]
@@ -51,7 +54,9 @@ def cut(
 
 
 def runs(offsets: Sequence[int]) -> list[tuple[int, int]]:
-    """Runs of steps with equally many sequences in a packed batch, as pairs (steps, sequences).
-    ``offsets`` are the first row of every step, and the number of all rows."""
+    """Return the runs (steps, sequences) of steps with equally many sequences in a packed batch.
+
+    ``offsets`` gives the first row of every step, and at the end the total number of rows.
+    """
     sizes = (b - a for a, b in pairwise(offsets))
     return [(len(list(group)), size) for size, group in groupby(sizes)]

@@ -1,13 +1,14 @@
-"""Which steps keep their gates, and how long a piece is: the fastest way to run held layers.
+"""The fastest way to run held layers: the length of a piece, and the steps that keep their gates.
 
-Where the caller holds the outputs, and the sequences between layers fit, no step is run forward
-more than twice, and the second time all steps of a piece are one matrix product. So the plan is a
-closed form: pieces as long as the cache allows and the budget has room for, and the rest of the
-budget for gates, which saves a recomputation each. Where the sequences between layers, or the marks
-of an LSTM, do not fit, ranges of steps are planned as for any other core.
+If the caller holds the outputs and the sequences between layers fit, every step runs forward at
+most twice. The second run computes all steps of a piece by one matrix product. So the plan is a
+closed form. Pieces are as long as the cache and the budget allow. The rest of the budget keeps
+gates, each of which saves a recomputation. If the sequences between layers, or an LSTM's marks, do
+not fit, ranges of steps are planned as for any other core.
 
-What fits is compared by its nominal time: operations at the rate of a machine with two cores, and
-what pieces, calls and single steps cost besides. No clock is read, so a budget gives one plan.
+Plans that fit are compared by nominal time. That is operations at the rate of a machine with two
+cores, plus the costs of pieces, calls and single steps. No clock is read, so a budget gives one
+plan.
 """
 
 from bisect import bisect_right
@@ -26,25 +27,32 @@ from retrograde.units import Memory, as_bytes, asks_for_all
 
 __all__ = ["HeldPlan", "Planner", "Sequences"]
 
-# Nominal costs, in forward steps: a call that advances, and one that records and goes back.
+# Nominal costs, in forward steps: of a call that advances, and of one that records a range and
+# backpropagates it.
 _CALL_STEPS, _RECORD_STEPS = 5.0, 15.0
-# Nominal microseconds of two cores: operations to one; of a number of an LSTM's gates and of its
-# elements; of a call that runs a range.
+# Nominal costs on two cores. ``_RATE`` is operations per microsecond. ``_ELEMENT`` is microseconds
+# per number of a gate, for its elementwise work. ``_CALL`` is microseconds per call that runs a
+# range.
 _RATE, _ELEMENT, _CALL = 1.35e5, 2.5e-3, 100.0
-# Of a piece of a layer, and for each of its weights: one loop sums their gradients apart.
+# Microseconds for a piece of a layer, and for each of its weights. The key says whether one loop
+# runs the backward pass, which sums the gradients of weights separately.
 _PIECE: dict[bool, tuple[float, float]] = {True: (180.0, 3e-4), False: (230.0, 1.1e-3)}
-# Of a step by BLAS in one direction, and for each hidden weight, which is not laid out for it.
+# Microseconds for a step by BLAS in one direction, and for each hidden weight, which is not laid
+# out for BLAS.
 _STEP, _STEP_WEIGHT = 11.0, 1.7e-4
-_SWEEPS = 0.6  # forward passes that a GRU's separate sweeps take beyond one loop
-_TORCHS = 3e6  # operations of a step from which on oneDNN's LSTM is as fast as ours
-_THREAD_ROWS = 128  # no thread of a backward pass has room for more
+_SWEEPS = 0.6  # forward passes that a GRU's separate sweeps cost more than one loop
+_TORCHS = 3e6  # operations per step above which oneDNN's LSTM is as fast as ours
+_THREAD_ROWS = 128  # the most rows that a thread of a backward pass buffers
 
 
 @dataclass(frozen=True)
 class HeldPlan:
-    """How held layers are run: in pieces of ``block`` rows, with gates kept for the last ``kept``
-    steps of each track. ``onward`` runs all layers forward; ``back`` has what goes back through
-    each, from the lowest up, or loops through all if it is empty."""
+    """How held layers run: in pieces of ``block`` rows, with gates kept for the last steps.
+
+    ``kept`` is the number of those steps in each track. ``onward`` runs all layers forward.
+    ``back`` names what backpropagates each layer, from the lowest up; if it is empty, loops
+    backpropagate all.
+    """
 
     block: int
     kept: int = 0
@@ -54,8 +62,10 @@ class HeldPlan:
 
 @dataclass(frozen=True)
 class Sequences:
-    """The lengths of a batch: T, B and, if packed, ``offsets``: the first row of every step, then
-    the number of rows."""
+    """The lengths of a batch: T, B and, if packed, ``offsets``.
+
+    ``offsets`` gives the first row of every step, and at the end the number of rows.
+    """
 
     length: int
     batch: int
@@ -63,38 +73,41 @@ class Sequences:
 
     @cached_property
     def runs(self) -> list[tuple[int, int]]:
-        """How many steps in a row have the same number of sequences, and which."""
+        """Runs of neighbouring steps with equally many sequences, as (steps, sequences)."""
         return [(self.length, self.batch)] if self.offsets is None else runs(self.offsets)
 
     @property
     def rows(self) -> int:
-        """Steps of sequences in all."""
+        """The rows of all steps; one row is one step of one sequence."""
         return self.length * self.batch if self.offsets is None else self.offsets[-1]
 
     def pieces(self, block: int) -> int:
-        """The sequences in the pieces of some rows, added up, in units of the batch, rounded up."""
+        """Return the number of sequences summed over all pieces, in units of the batch, rounded up.
+
+        Each piece has at most ``block`` rows.
+        """
         total = sum(n * -(-steps // max(1, block // n)) for steps, n in self.runs)
         return -(-total // self.batch)
 
     def largest(self, block: int) -> int:
-        """The most rows of a piece."""
+        """Return the most rows of a piece."""
         return max(n * min(steps, max(1, block // n)) for steps, n in self.runs)
 
     def last(self, steps: int, both: bool) -> int:
-        """Rows of the last steps; in two directions, of a direction on average."""
+        """Return the rows of the last steps; with two directions, the average over both."""
         if self.offsets is None:
             return steps * self.batch
         late = self.offsets[-1] - self.offsets[self.length - steps]
         return -(-(late + self.offsets[steps]) // 2) if both else late
 
     def most_kept(self, rows: int, both: bool) -> int:
-        """The most last steps that have at most so many rows."""
+        """Return the largest number of last steps that have at most ``rows`` rows."""
         steps = range(self.length + 1)
         return bisect_right(steps, rows, key=lambda k: self.last(k, both)) - 1
 
 
 def _blocks(shape: Shape, lengths: Sequences, most: int) -> list[int]:
-    """Lengths of a piece to try, the longest first."""
+    """Return the lengths of a piece to try, in rows, the longest first."""
     found, steps = [], max(1, min(most // shape.batch, lengths.length))
     while steps > 1:
         found.append(steps * shape.batch)
@@ -109,8 +122,8 @@ class Planner:
     Attributes:
         shapes: of one recurrence; with several layers in two directions, one for each layer.
         most: the rows of a piece that the cache allows.
-        extra: bytes that may come on top at any moment.
-        gradient_copy: bytes a step that torch's own pass takes on top.
+        extra: bytes that may be added at any moment.
+        gradient_copy: bytes per step that torch's own pass takes in addition.
         torchs: whether torch's own module computes the same.
     """
 
@@ -121,7 +134,7 @@ class Planner:
     torchs: bool = True
 
     def least_bytes(self, lengths: Sequences) -> int:
-        """The least budget for held layers."""
+        """Return the smallest budget for held layers."""
         shape = self.shapes[0]
         plan = replace(self._means[-1], block=shape.batch)
         least = self._peak(lengths, plan)
@@ -137,15 +150,18 @@ class Planner:
     def fit(
         self, lengths: Sequences, memory: Memory | None, ordinary: int
     ) -> tuple[HeldPlan | None, tuple[Fit, ...]]:
-        """The fastest plan within a budget (``ordinary`` bytes if ``memory`` is None), and a fit
-        for each recurrence. The plan is None, with one fit, where torch's own module is to run.
-        Raises BudgetError, which names the least, if the memory is too little."""
+        """Return the fastest plan within a budget, and a fit for each recurrence.
+
+        The budget is ``ordinary`` bytes if ``memory`` is None. The plan is None, with one fit, if
+        torch's own module is to run. Raises BudgetError, which states the minimum, if the memory is
+        too small.
+        """
         budget = ordinary if memory is None else as_bytes(memory, ordinary)
         least, length = self.least_bytes(lengths), lengths.length
         usual = ordinary + self.gradient_copy * length + self.extra
         minimum = min(least, usual) if self.torchs else least
         if self.torchs and asks_for_all(memory):
-            budget = max(budget, usual)  # whatever torch's own pass takes
+            budget = max(budget, usual)  # all that torch's own pass takes
         if budget < minimum:
             raise refusal(length, memory, budget, minimum, ordinary)
         told = {"budget_bytes": budget, "ordinary_bytes": ordinary, "minimum_bytes": minimum}
@@ -155,7 +171,7 @@ class Planner:
         return self._fastest(lengths, budget, told)
 
     def _run_by(self, plan: HeldPlan) -> list[Shape]:
-        """The shapes, with what a plan runs them by."""
+        """Return the shapes, with a plan's ``onward`` and ``back``."""
         key = plan.onward, plan.back
         if key not in self._known:
             self._known[key] = [replace(s, onward=key[0], back=key[1]) for s in self.shapes]
@@ -167,12 +183,12 @@ class Planner:
 
     @property
     def _ranges(self) -> bool:
-        """Whether a part of the steps can be run at a time."""
+        """Whether a range can be a part of the steps."""
         return len(self.shapes) == 1 and self.shapes[0].tracks == 1
 
     @property
     def _is_large(self) -> bool:
-        """Whether torch's own pass is the faster one, where there is room for it."""
+        """Whether torch's own pass is faster, if there is memory for it."""
         shape = self.shapes[0]
         if shape.onward == "torch":
             return True
@@ -182,10 +198,13 @@ class Planner:
     def _fastest(
         self, lengths: Sequences, budget: int, told: dict[str, int]
     ) -> tuple[HeldPlan, tuple[Fit, ...]]:
-        """The plan of least nominal time; in one range of all steps if any fits."""
+        """Return the plan of least nominal time.
+
+        Ranges of a part of the steps are planned only if no plan with one range of all steps fits.
+        """
         shape, best, least = self.shapes[0], None, inf
         blocks = _blocks(shape, lengths, self.most)
-        if all(shape.loops(k) for k in range(shape.count)):  # these need no pieces for the cache
+        if all(shape.loops(k) for k in range(shape.count)):  # no pieces needed for the cache
             whole = self._keeping(lengths, HeldPlan(lengths.length * shape.batch), budget)
             if whole is not None and not self._again(lengths, whole):
                 return whole, self._told(lengths, whole, told)
@@ -197,18 +216,22 @@ class Planner:
                 if time < least:
                     best, least = plan, time
                 elif time > longer:
-                    break  # shorter pieces save memory, but no more time
+                    break  # shorter pieces save memory, but not time
                 longer = time
             if best is not None and best.block == blocks[0]:
-                break  # no other means has longer pieces
+                break  # no other means allows longer pieces
         if best is not None:
             return best, self._told(lengths, best, told)
         return self._in_ranges(lengths, blocks, budget, told)
 
     @cached_property
     def _means(self) -> list[HeldPlan]:
-        """What may run the layers, the fastest first: loops want the weights laid out for them,
-        of all layers in the backward pass; BLAS, for as many of the lower layers as it takes."""
+        """The means that may run the layers, the fastest first.
+
+        Loops need copies of the weights in a layout of their own. The backward pass holds the
+        copies of all layers at once. BLAS needs no copies, so it runs as many of the lower layers
+        as the budget requires.
+        """
         shape = self.shapes[0]
         if shape.onward == "torch":
             return [HeldPlan(0, onward="torch", back=shape.back)]
@@ -224,8 +247,12 @@ class Planner:
     def _in_ranges(
         self, lengths: Sequences, blocks: list[int], budget: int, told: dict[str, int]
     ) -> tuple[HeldPlan, tuple[Fit, ...]]:
-        """A plan in ranges of steps. What runs them, and the piece, are those of least nominal time
-        if ranges are single pieces, as Revolve would run them again; then ranges are planned."""
+        """Return a plan in ranges of steps.
+
+        First the means and the length of a piece are chosen, by nominal time. For this, ranges have
+        equal length and Revolve decides which of them are recomputed. Then the ranges themselves
+        are planned.
+        """
         found: list[tuple[float, HeldPlan, Footprint]] = []
         for means in self._means:
             for block in blocks:
@@ -238,7 +265,7 @@ class Planner:
         return plan, (replace(fits, minimum_bytes=told["minimum_bytes"]),)
 
     def _keeping(self, lengths: Sequences, plan: HeldPlan, budget: int) -> HeldPlan | None:
-        """The plan with as many gates kept as there is room for; None where none fits."""
+        """Return the plan with as many gates kept as memory allows; None if it does not fit."""
         held, first, later = self._sizes(lengths, plan)
         room = budget - held
         if max(first, later) > room:
@@ -253,20 +280,23 @@ class Planner:
         return replace(plan, kept=max(0, kept))
 
     def _again(self, lengths: Sequences, plan: HeldPlan) -> int:
-        """Steps whose gates are computed a second time, which memory would spare: an LSTM's."""
+        """Return how many steps' gates are recomputed for lack of memory; only an LSTM's are."""
         return lengths.length - plan.kept if self.shapes[0].kind == "LSTM" else 0
 
     def _time(self, lengths: Sequences, plan: HeldPlan) -> float:
-        """Nominal microseconds of what depends on the plan, if all steps are one range."""
+        """Return the nominal microseconds that depend on the plan, if all steps are one range."""
         again = self._again(lengths, plan) / lengths.length
         return self._pass_time(lengths, plan, onward=1.0, again=again)
 
     def _time_in_ranges(
         self, lengths: Sequences, plan: HeldPlan, budget: int, sizes: Footprint
     ) -> float:
-        """The same of ranges, of one piece or several. Steps that run a second time follow the
-        outputs of a single layer by products; of several layers all but the top one run step by
-        step. Where a range has several pieces, the gates of most are computed again."""
+        """Return the least nominal microseconds of a plan, over ranges of 1, 2, 4, … pieces.
+
+        Only what depends on the plan is counted. If recomputed steps have a single layer, products
+        follow its outputs. If they have several layers, all but the top one run step by step. If a
+        range has several pieces, the gates of most are computed again.
+        """
         shape, length, best = self.shapes[0], lengths.length, inf
         steps = piece = max(1, plan.block // shape.batch)
         weights = sum(4 * shape.size * (shape.size + width) for width in shape.widths)
@@ -289,8 +319,11 @@ class Planner:
     def _pass_time(
         self, lengths: Sequences, plan: HeldPlan, *, onward: float, again: float
     ) -> float:
-        """Nominal microseconds: ``onward`` forward passes step by step, gates computed ``again``
-        by products, as a part of all, and a backward pass."""
+        """Return the nominal microseconds of a forward and a backward pass.
+
+        ``onward`` counts forward passes step by step. ``again`` is the share of gates that products
+        recompute.
+        """
         shape = self._run_by(plan)[0]
         pieces, gates, total = lengths.pieces(plan.block), GATES[shape.kind], 0.0
         for k, width in enumerate(shape.widths):
@@ -308,7 +341,7 @@ class Planner:
         return total
 
     def _told(self, lengths: Sequences, plan: HeldPlan, told: dict[str, int]) -> tuple[Fit, ...]:
-        """The fit of each recurrence; bytes are those of all of them."""
+        """Return the fit of each recurrence; its bytes are those of all recurrences together."""
         length, again = lengths.length, self._again(lengths, plan)
         one = whole_fit(
             length,
@@ -322,8 +355,11 @@ class Planner:
         return (one,) * len(self.shapes)
 
     def _footprint(self, plan: HeldPlan, lengths: Sequences, ordinary: int) -> Footprint:
-        """What ranges of steps take, for any schedule over them. A range of one piece keeps the
-        gates of its top layer, which a longer one needs again when it goes back."""
+        """Return the bytes of ranges of steps, for any schedule over them.
+
+        A range of one piece keeps the gates of its top layer. A longer range recomputes them in its
+        backward pass.
+        """
         shape = self._run_by(plan)[0]
         length, block = lengths.length, plan.block
         step, most = shape.below(shape.batch), max(1, block // shape.batch)
@@ -365,8 +401,10 @@ class Planner:
         )
 
     def _between(self, lengths: Sequences) -> int:
-        """The sequences between layers of two directions, and the gradient of one; of two, where
-        the layer that goes back is neither the first nor the last."""
+        """Return the bytes of sequences between layers of two directions, and of their gradients.
+
+        One gradient is held at a time, or two if there are more than two layers.
+        """
         shape, many = self.shapes[0], len(self.shapes)
         if many == 1:
             return 0
@@ -374,7 +412,7 @@ class Planner:
         return lengths.rows * 2 * shape.size * shape.item * sequences + 2 * many * shape.state
 
     def _peak(self, lengths: Sequences, plan: HeldPlan) -> int:
-        """The most bytes of a call."""
+        """Return the peak bytes of a call."""
         held, first, later = self._sizes(lengths, plan)
         rows = lengths.last(plan.kept, self.shapes[0].tracks > 1)
         gates = sum(shape.gates(rows) for shape in self.shapes)
@@ -383,24 +421,29 @@ class Planner:
         return held + max(gates + first, ceil(self._waiting(rows)) + later)
 
     def _waiting(self, rows: int) -> float:
-        """Bytes of gates that wait while another track, or a layer above, goes back."""
+        """Return the bytes of gates that wait while others are backpropagated.
+
+        These are the gates of another track, or of a lower layer.
+        """
         *lower, top = (shape.gates(rows) for shape in self.shapes)
         return sum(lower) + (top / 2 if self.shapes[0].tracks > 1 else 0)
 
     def _sizes(self, lengths: Sequences, plan: HeldPlan) -> tuple[int, int, int]:
-        """Bytes besides kept gates: held throughout, at the peak while gates are kept, and later.
-        Gates are kept until the backward pass is through their pieces."""
+        """Return the bytes held throughout, at the peak while gates are kept, and at a later peak.
+
+        Kept gates are not included. Gates are kept until the backward pass has passed their pieces.
+        """
         shapes = self._run_by(plan)
         rows = threads = lengths.largest(plan.block)
-        pieces = lengths.pieces(plan.block) + 1  # one more where the gates begin to be kept
+        pieces = lengths.pieces(plan.block) + 1  # one more begins where gates begin to be kept
         held = sum(s.mark(pieces) + s.below(lengths.rows) + 2 * s.state for s in shapes)
         held += self._between(lengths) + self.extra
-        if lengths.offsets is not None:  # fewer sequences may have more rows at a time in a thread
+        if lengths.offsets is not None:  # with fewer sequences a thread may have more rows
             threads = max(rows, min(plan.block, _THREAD_ROWS))
             held += held // 64 + _THREAD_ROWS * shapes[0].item
         forward = max(s.forward(rows, s.pass_rows(rows)) for s in shapes)
         keeping = forward
-        if self._ranges and shapes[0].count == 1:  # nothing runs forward beside kept gates
+        if self._ranges and shapes[0].count == 1:  # no forward pass runs while gates are kept
             keeping = shapes[0].forward(rows, 0)
         first = max(s.fixed(threads) + s.piece(rows, kept=True) for s in shapes)
         later = max(s.fixed(threads) + s.piece(rows, kept=False) for s in shapes)

@@ -20,7 +20,7 @@ Tensors = list[Tensor]
 
 
 def has_slopes(net: Layers) -> bool:
-    """Whether held layers can run these: without projections, and not under autocast."""
+    """Return whether held layers can run these: they need no projections and no autocast."""
     plain = len(net.weights) == net.count * (4 if net.bias else 2)
     return plain and not torch.is_autocast_enabled(net.weights[0].device.type)
 
@@ -28,7 +28,7 @@ def has_slopes(net: Layers) -> bool:
 def backward_plans(
     name: Literal["sequential", "scan"], net: Layers, steps: int, samples: int
 ) -> list[BackwardPlan]:
-    """How each layer goes back, by the sizes that suit the machine."""
+    """Return how each layer is backpropagated, with the block sizes that suit the machine."""
     found = []
     for k in range(net.count):
         w, u = net[k].weights[:2]
@@ -47,8 +47,10 @@ def run_held(
     plans: list[BackwardPlan],
     masks: Masks | None = None,
 ) -> tuple[Tensor, Tensors]:
-    """Run all steps, keeping all gates that can be kept: the outputs, and the state after them. x
-    is laid out as ``rows`` tells; each part of the state is (layers, B, H)."""
+    """Run all steps, and keep all gates that can be kept. Return the outputs, and the state after.
+
+    x has the layout that ``rows`` describes; each part of the state is (layers, B, H).
+    """
     core = HeldLayers(nets, rows, state[0].shape[1], plans, kept=rows.length, masks=masks)
     if not torch.is_grad_enabled() and len(nets) == 1:
         inputs = rows.read([x], core.room(rows.read([x])))
@@ -62,14 +64,14 @@ def run_held(
 
 @dataclass(frozen=True)
 class RunHeld:
-    """A kernel: runs held layers over a range, and goes backward by steps or by a scan."""
+    """A kernel that runs held layers over a range, and backpropagates by steps or by a scan."""
 
     backward: Literal["sequential", "scan"] = "sequential"
 
     def __call__(
         self, net: Layers, x: Tensor, state: Tensors, sizes: Tensor | None
     ) -> tuple[Tensor, Tensors]:
-        """As :func:`retrograde.cores.vendor.run_torch`."""
+        """Run a range with the arguments of :func:`retrograde.cores.vendor.run_torch`."""
         rows = Rows(len(x) if sizes is None else len(sizes), sizes)
         plans = backward_plans(self.backward, net, rows.length, state[0].shape[1])
         return run_held((net,), rows, x, state, plans)
