@@ -1,8 +1,8 @@
 """Carry out a table by two compiled loops, one for each direction.
 
 The size of each compiled loop is that of a few steps, whatever the length. A loop follows the rows
-of the table. It contains one inner loop for each kind of row, so it needs no branches: an inner
-loop whose kind is not next runs zero times. States are in preallocated slots, internal states on a
+of the table. It contains one inner loop for each kind of row. An inner loop whose kind is not next
+runs zero times, so no branches are needed. States are in preallocated slots, internal states on a
 preallocated tape.
 """
 
@@ -85,7 +85,7 @@ class Sweeps:
         slots = _write([zeros(c, table.slots) for c in step.carry], table.first, init)
         recording = Kind.RECORD in table.rows[: table.forward, 0]
         # The carry is a part of the state. If it were read from the slots afterwards, XLA would
-        # copy the slots, since it does not know that only the backward sweep writes to them later.
+        # copy them: it does not know that only the backward sweep writes to them later.
         ys = [zeros(y, self.order.length) for y in step.y]
         state = _State(init, ys, slots, self._tape() if recording else [])
         carry, ys, slots, tape, _ = self._follow(0, table.forward, self._runs(consts, xs), state)

@@ -1,13 +1,13 @@
 """A schedule as a table of integers, which one compiled loop can follow.
 
-Each row is one range of steps. It names the slot of the state before the range, the slot of the
-state after it, and the place of its internal states on the tape. The table also says how many
+Each row is one range of steps. It names the slots of the states before and after the range, and
+the place of its internal states on the tape. The table also says how many
 slots and how long a tape the rows need. This module uses no arrays of JAX.
 
 A single recorded step that is backpropagated at once needs no tape. It is a ``STEP`` row, which
 runs the step and backpropagates it. The last range of the forward sweep cannot be one, since its
-outputs are needed before its gradient arrives. If that range is short, it may be recomputed
-instead of recorded. The tape is then empty while the caller's outputs and their gradients are made.
+outputs are needed before its gradient arrives. If that range is short, it may be run
+without recording, and recorded only in the backward pass. The tape is then empty while the caller's outputs and their gradients are made.
 """
 
 from bisect import bisect_left, bisect_right
