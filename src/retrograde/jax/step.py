@@ -62,9 +62,7 @@ def is_real(x: Any) -> bool:
 
 def bytes_of(values: Iterable[Any]) -> int:
     """Return the bytes of arrays, or of arrays of these types."""
-    return sum(
-        math.prod(v.shape) * v.dtype.itemsize for v in values
-    )  # random keys have an itemsize too
+    return sum(math.prod(v.shape) * v.dtype.itemsize for v in values)  # keys have a size too
 
 
 def some_of(values: Sequence[Any], mask: Iterable[bool]) -> Arrays:

@@ -1,13 +1,14 @@
 """A schedule as a table of integers, which one compiled loop can follow.
 
 Each row is one range of steps. It names the slots of the states before and after the range, and
-the place of its internal states on the tape. The table also says how many
-slots and how long a tape the rows need. This module uses no arrays of JAX.
+the place of its internal states on the tape. The table also says how many slots and how long a
+tape the rows need. This module does not use JAX.
 
 A single recorded step that is backpropagated at once needs no tape. It is a ``STEP`` row, which
 runs the step and backpropagates it. The last range of the forward sweep cannot be one, since its
-outputs are needed before its gradient arrives. If that range is short, it may be run
-without recording, and recorded only in the backward pass. The tape is then empty while the caller's outputs and their gradients are made.
+outputs are needed before its gradient arrives. If that range is short, it may be run without
+recording, and recorded only in the backward pass. The tape is then empty while the caller's
+outputs and their gradients are made.
 """
 
 from bisect import bisect_left, bisect_right
@@ -104,15 +105,13 @@ class _Filler:
         self.free: list[int] = []
         self.slots, self.tape, self.height = 1, 0, 0  # slot 0 takes states that are not kept
         self.here = 0  # the current state's slot
-        self.recorded: list[
-            tuple[int, int, bool]
-        ] = []  # start, stop, whether only loads need the state at stop
+        self.recorded: list[tuple[int, int, bool]] = []  # start, stop, whether only loads need stop
         self.first, self.forward = 0, -1
 
     def add(self, action: Action, after: Action | None) -> None:
         match action:
             case Store(at):
-                if at not in self.at:  # later states are written to their slots by the rows before
+                if at not in self.at:  # the initial state; later states have a slot already
                     assert at == 0, "a state is stored when it is reached"
                     self.first = self._hold(at)
                 self.here = self.at[at]
