@@ -14,7 +14,7 @@ MOST_WORDS = 25
 
 # The rooms and files that are still to be read. This list may only shrink.
 NOT_YET = (
-    *("kernels", "cores", "nn/budget", "nn/call", "nn/chain_plans", "nn/recurrent"),
+    *("cores", "nn/budget", "nn/call", "nn/chain_plans", "nn/recurrent"),
     *("nn/sample_run", "nn/scheduled", "nn/sequential"),
 )
 
