@@ -17,8 +17,9 @@ are stored, one for each chunk, never the Jacobian of a step.
 
 *Exact or refused.* A product of Jacobians can overflow, cancel or contain a NaN even if the
 gradient itself does not. That call is then swept step by step, with a warning. :func:`safe_chunk`
-keeps chunks short, so that this is rare. On a GPU both checks would wait for the device. There the
-caller collects ``doubts``, and checks all of its scans at once.
+keeps chunks short, so that this is rare. On a GPU, :func:`safe_chunk` and the check of each scan
+would wait for the device. There the caller skips the first, collects ``doubts``, and checks all of
+its scans at once.
 
 These are the plain forms for any device and dtype. They are the reference of the compiled forms.
 """
