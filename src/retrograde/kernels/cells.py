@@ -79,7 +79,7 @@ class Weights:
 
     @property
     def size(self) -> int:
-        """H, the number of hidden units."""
+        """Return H, the number of hidden units."""
         return self.hidden.shape[1]
 
     def tensors(self) -> dict[str, Tensor]:
@@ -93,7 +93,7 @@ class Weights:
 
     @property
     def state_size(self) -> int:
-        """The length of a state: H, or 2 H for (h, c)."""
+        """Return the length of a state: H, or 2 H for (h, c)."""
         return (2 if self.kind == "LSTM" else 1) * self.size
 
 
@@ -305,8 +305,8 @@ def _joined(before: Tensor, kept: Tensor | None, rows: Tensor) -> Tensor:
 def jacobians(steps: Slopes, hidden: Tensor) -> Tensor:
     """Return the dense transposed Jacobians (∂s_t/∂s_{t−1})ᵀ (L, B, n, n).
 
-    These are the elements of W20's scan. They multiply a gradient from the left, as a column. n is
-    H, or 2 H for (h, c).
+    These are the elements of W20's scan. The gradient that they multiply is a column. n is H, or
+    2 H for (h, c).
     """
     weights = hidden.unflatten(0, (-1, hidden.shape[1]))
     parts = steps.gates.unsqueeze(-1) * weights
