@@ -81,7 +81,7 @@ class Kernels:
 
     @property
     def refusal(self) -> str | None:
-        """The reason why torch's operations replace the compiled kernels, or None."""
+        """Return the reason why torch's operations replace the compiled kernels, or None."""
         return None if self.fallback is None else self.fallback.reason
 
 
