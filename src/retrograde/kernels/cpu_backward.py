@@ -9,7 +9,8 @@ Array names are those of ``cpu_sweep`` and ``cpu_slopes``, and these:
 
 - ``x`` and ``dx`` (L, B, I): inputs and their gradients; ``dx`` may have no steps;
 - ``before`` and ``after`` (L, B, H): h before and after each step;
-- ``inputs``: the input weights (K·H, I), in panels;
+- ``inputs`` and ``hidden``: the input weights (K·H, I) and the hidden weights (K·H, H), in panels
+  or, if small, with one dimension more (1, K·H, …);
 - ``g``: the gradient of the state after all steps, overwritten by that before them;
 - ``to_inputs`` (K·H, W), ``to_hidden`` (K·H, W') and ``to_biases`` (N,): receive the sums;
 - ``room``: scratch memory (:func:`room_for`).
