@@ -9,8 +9,8 @@ shorter than the others. The carry also measures whether the products can be tru
 too little shared memory for the scan (sm_75 from 65 units on), the block is swept instead.
 
 *TF32*: sums are float32. If ``torch.backends.cudnn`` allows torch's own recurrent kernels to round
-to TF32, products of up to 64 units use the tensor cores. Each is then the sum of three products in
-TF32, exact to about 2⁻²¹. Otherwise the tensor cores are not used.
+to TF32, products of up to 64 units use the tensor cores (sm_80 and later). Each is then the sum of
+three products in TF32, exact to about 2⁻²¹. Otherwise the tensor cores are not used.
 
 *Sizes* (:mod:`retrograde.kernels.cuda_limits`) depend only on the card, the cell and P, the least
 power of two from 16 on that is no less than H. A sweep keeps U in registers, but for an LSTM of
