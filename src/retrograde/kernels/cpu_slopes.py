@@ -104,7 +104,7 @@ def lstm_slopes(
                 i, f = load(flat, v, left), load(flat, v + size, left)
                 g, o = load(flat, v + 2 * size, left), load(flat, v + 3 * size, left)
                 cell, one = load(cells, state, left), like(i, 1)
-                tanh_c = quotient(load(h, at, left), o)  # h = o tanh c; every use is times o
+                tanh_c = quotient(load(h, at, left), o)  # h = o tanh c; each use is times o
                 store(flat, v, g * i * (one - i), left)
                 store(flat, v + size, cell * f * (one - f), left)
                 store(flat, v + 2 * size, i * (one - g * g), left)
