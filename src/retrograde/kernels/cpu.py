@@ -253,9 +253,10 @@ _COMPACT = 2**15
 
 
 def _readable(w: Tensor, rows: int) -> Tensor:
-    """Return a matrix for products with ``rows`` rows.
+    """Return a matrix (R, N) for products with ``rows`` rows.
 
-    It is in panels, except if it is small and each of its numbers is read only once.
+    It is in panels, unless copying does not pay: it is then returned as (1, R, N). That is so if it
+    is small, its rows are whole vectors, and each of its numbers is read only once.
     """
     read_once = rows <= _TILE_ROWS and w.numel() <= _COMPACT
     return w.detach().unsqueeze(0) if read_once and _has_whole_vectors(w) else panels(w)
