@@ -30,7 +30,7 @@ def kron(
 ) -> None:
     """Write left·scale + right to ``out`` for the entries of a Kronecker product.
 
-    The rows ``first`` to ``last`` are those of the left factor.
+    The rows first … last − 1 are those of the left factor.
     """
     rows, total = len(right_ptr) - 1, right_ptr[-1]
     for i in range(first, last):
