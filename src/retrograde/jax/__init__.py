@@ -1,7 +1,7 @@
-"""The same schedules inside a compiled scan: ``import retrograde.jax as rj``. It needs JAX.
+"""Schedules inside a compiled JAX scan: ``import retrograde.jax as rj``. JAX must be installed.
 
-:func:`scan` has the signature of ``jax.lax.scan`` and one argument more; :func:`fit` says what a
-budget buys. See ``docs/jax.md``.
+:func:`scan` is ``jax.lax.scan`` with a memory budget or a schedule for its backward pass.
+:func:`fit` returns the plan that a budget allows, without running it. See ``docs/jax.md``.
 """
 
 from retrograde.jax.scan import fit, scan

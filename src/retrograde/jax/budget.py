@@ -1,7 +1,8 @@
-"""From bytes to a schedule for a scan: sizes come from the types of one step, none is run.
+"""Find a schedule for a scan from a budget in bytes.
 
-Counted are stored states, recorded steps, the carry and its cotangent, and what one step works
-with. Constants, inputs, outputs and the gradients of all three are the caller's.
+Sizes come from the types of one step; no step is run. The budget covers stored states, recorded
+steps, the carry, its cotangent, and the temporary arrays of one step. It does not cover constants,
+inputs, outputs or the gradients of these.
 """
 
 from dataclasses import dataclass, replace
@@ -15,23 +16,28 @@ from retrograde.units import Memory, parse_memory
 
 __all__ = ["Asked", "find_table", "fit_scan"]
 
-# Bytes that a buffer is rounded up by; some are loop counters.
+# The bytes by which each buffer is rounded up. Some buffers are loop counters.
 _ALIGNMENT = 64
 
-# What starting a range costs, in steps; a loop's iteration is compiled, so it is little.
+# The cost of starting a range, in steps. It is small, since a loop's iteration is compiled.
 _CALL_STEPS = 0.25
 _RECORD_STEPS = 0.5
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a caller asked of the backward pass: a budget or a schedule; neither for all at once."""
+    """What a caller asks for: a budget, a schedule, or neither, which keeps all residuals."""
 
     memory: Memory | None = None
     schedule: Schedule | None = None
 
     def check(self, length: int) -> None:
-        """Raise ScheduleError or UnitError before any work."""
+        """Check the arguments before any work.
+
+        Raises:
+            ScheduleError: both are given, or the schedule is illegal or of another length.
+            UnitError: the memory cannot be read.
+        """
         if self.memory is not None:
             parse_memory(self.memory)
         if self.memory is not None and self.schedule is not None:
@@ -42,15 +48,19 @@ class Asked:
                 f"plan one for {length}"
             )
         if self.schedule is not None:
-            _ = self.schedule.cost  # replayed, and so checked
+            _ = self.schedule.cost  # computing the cost replays and so checks the schedule
 
 
 def fit_scan(recorded: Recorded, length: int, memory: Memory) -> tuple[Fit, Table | None]:
-    """What a budget buys, and the table that keeps to it; None to hold all residuals, as
-    ``jax.lax.scan`` does. Raises BudgetError, which names the least.
+    """Return the fit for a budget, and the table that stays within it.
 
-    Slots and tape are buffers of fixed size, while a plan's states give way to recorded steps as
-    it goes on. So plans are made for less and less, until the buffers of one are in the budget."""
+    The table is None if all residuals fit, as ``jax.lax.scan`` holds them. A plan reuses the memory
+    of freed states for recorded steps, but the slots and the tape are buffers of fixed size. So
+    plans are made for smaller and smaller budgets, until the buffers of one are within the budget.
+
+    Raises:
+        BudgetError: the budget is too small; the message names the least.
+    """
     sizes = _footprint(recorded)
     first = found = fit(length, memory, sizes)
     while not found.ordinary:
@@ -71,7 +81,7 @@ def fit_scan(recorded: Recorded, length: int, memory: Memory) -> tuple[Fit, Tabl
 
 
 def _footprint(recorded: Recorded) -> Footprint:
-    """What the carry, a recorded step and the work of a step take."""
+    """Return the bytes of the carry, of a recorded step and of a step's temporary arrays."""
     state, held = bytes_of(recorded.step.carry), bytes_of(recorded.held)
     work = recorded.work + held + 2 * state
     return Footprint(
@@ -91,7 +101,7 @@ def _footprint(recorded: Recorded) -> Footprint:
 
 
 def find_table(recorded: Recorded, length: int, asked: Asked) -> Table | None:
-    """The table to follow; None to hold all residuals."""
+    """Return the table to follow, or None to hold all residuals."""
     if asked.schedule is not None:
         return table_of(asked.schedule)
     assert asked.memory is not None, "without either, jax.lax.scan is called"

@@ -1,15 +1,17 @@
 """The backward pass of a recurrence as an associative scan (W20), a chunk of steps at a time.
 
-With the cotangent g_k of the carry before step k, J_k the Jacobian of step k in its carry, and d_k
-what output k alone brings to g_k, backpropagation is the affine recurrence
+Let g_k be the cotangent of the carry before step k. Let J_k be the Jacobian of step k with respect
+to its carry. Let d_k be the contribution of output k to g_k. Backpropagation is then the affine
+recurrence
 
     g_k = J_kᵀ g_{k+1} + d_k.
 
-All J_k and d_k of a chunk are found at once from the carries, which the forward pass keeps. An
-associative scan over pairs (Jᵀ, d) composes them, and gives every g of the chunk. Then one
-vector-Jacobian product of all steps side by side gives the gradients of constants and inputs. A
-carry of n numbers costs n² of them a step: this is for small carries. Under ``jax.vmap`` each
-sample has Jacobians of its own.
+The forward pass keeps the carries. All J_k and d_k of a chunk are computed from them at once. An
+associative scan over the pairs (Jᵀ, d) gives every g of the chunk. One vector-Jacobian product of
+all steps side by side then gives the gradients of constants and inputs.
+
+A step's Jacobian has n² numbers for a carry of n, so this is for small carries. Under ``jax.vmap``
+each sample has its own Jacobians.
 """
 
 import math
@@ -32,8 +34,13 @@ Arrays = list[Any]
 def scan_in_parallel(
     step: Step, init: Arrays, xs: Arrays, order: Order, chunk: int | None
 ) -> tuple[Arrays, Arrays]:
-    """The last carry and the outputs, to be differentiated by the scan. Raises CellError for a
-    carry that is not of real numbers."""
+    """Return the last carry and the outputs, whose backward pass is the associative scan.
+
+    ``chunk`` is the number of steps scanned at once, the square root of the length if None.
+
+    Raises:
+        CellError: the carry is empty, or not of real numbers.
+    """
     if not all(map(is_real, step.carry)) or not step.carry:
         types = ", ".join(str(c.dtype) for c in step.carry) or "nothing"
         raise CellError(
@@ -43,7 +50,7 @@ def scan_in_parallel(
     size = min(length, math.isqrt(length) if chunk is None else chunk)
 
     def plainly(consts: Arrays, init: Arrays, xs: Arrays) -> Any:
-        """Outputs, and the carry before every step."""
+        """Return the last carry, and the outputs with the carry before every step."""
 
         def one(carry: Arrays, x: Arrays) -> Any:
             after, y = step(consts, carry, x)
@@ -66,7 +73,7 @@ def scan_in_parallel(
         rows = carries, xs, some_of(g_ys, map(is_real, step.y))
         if order.reverse:
             rows = jax.tree.map(lambda t: t[::-1], rows)
-        first = length % size  # the shorter chunk comes first
+        first = length % size  # the first chunk may be shorter
         parts = jax.tree.map(lambda t: t[first:].reshape(-1, size, *t.shape[1:]), rows)
 
         def of_chunk(state: Any, part: Any) -> Any:
@@ -93,8 +100,10 @@ def scan_in_parallel(
 
 
 def _chunk(step: Step, consts: Arrays, g: Array, carries: Arrays, xs: Arrays, g_ys: Arrays) -> Any:
-    """Backpropagate a chunk of steps, all at once: the cotangent before it, and the gradients of
-    constants and inputs."""
+    """Backpropagate all steps of a chunk at once.
+
+    The results are the cotangent before the chunk, and the gradients of constants and inputs.
+    """
     unravel = ravel_pytree([c[0] for c in carries])[1]
     hs = jax.vmap(lambda carry: ravel_pytree(carry)[0])(carries)
 
@@ -103,7 +112,7 @@ def _chunk(step: Step, consts: Arrays, g: Array, carries: Arrays, xs: Arrays, g_
         return ravel_pytree(after)[0], real_of(y)
 
     def slopes(h: Array, x: Arrays, g_y: Arrays) -> tuple[Array, Array]:
-        """What a step does to any cotangent g, which becomes g·P + d."""
+        """Return P and d of a step, which turns a cotangent g into g·P + d."""
         (after, y), pull = jax.vjp(lambda h: run(consts, h, x), h)
         units = varied(jnp.eye(len(h), dtype=h.dtype), after)
         columns = jax.vmap(lambda e: pull((e, jax.tree.map(zeros, y)))[0])(units)

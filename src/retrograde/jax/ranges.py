@@ -1,8 +1,9 @@
-"""A table carried out: two compiled loops, one for each direction, whose size is that of a step.
+"""Carry out a table by two compiled loops, one for each direction.
 
-Each loop follows the rows of the table. It is a loop of loops, one for each kind of row, so that no
-branch has to be taken: a loop whose kind is not next runs zero times. States lie in preallocated
-slots, internal states on a preallocated tape.
+The size of each compiled loop is that of a few steps, whatever the length. A loop follows the rows
+of the table. It contains one inner loop for each kind of row. An inner loop whose kind is not next
+runs zero times, so no branches are needed. States are in preallocated slots, internal states on a
+preallocated tape.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,20 +21,20 @@ from retrograde.jax.table import Kind, Table
 __all__ = ["Order", "Sweeps"]
 
 Arrays = list[Any]
-Held = tuple[Arrays, Arrays]  # slots and tape
-Row = tuple[Array, ...]  # start, stop, load, store, tape
+Held = tuple[Arrays, Arrays]  # the slots and the tape
+Row = tuple[Array, ...]  # start, stop, load, store, tape; see Table
 
 
 @dataclass(frozen=True)
 class Order:
-    """How many steps there are, from which end, and how many of them a loop runs at once."""
+    """The number of steps, the end to begin at, and how many steps a loop runs at once."""
 
     length: int
     reverse: bool
     unroll: int
 
     def read(self, arrays: Arrays, step: Any) -> Arrays:
-        """One step of arrays over all steps."""
+        """Return one step's part of arrays that have all steps."""
         return _read(arrays, self._at(step))
 
     def write(self, arrays: Arrays, step: Any, values: Sequence[Any]) -> Arrays:
@@ -43,7 +44,7 @@ class Order:
         return self.length - 1 - step if self.reverse else step
 
     def each(self, start: Any, stop: Any, body: Callable[[Any, Any], Any], carried: Any) -> Any:
-        """Run ``body`` for start … stop − 1, several at once as long as there are enough."""
+        """Run ``body`` for start … stop − 1, ``unroll`` steps at once while enough remain."""
         if self.unroll < 2:
             return lax.fori_loop(start, stop, body, carried)
 
@@ -58,7 +59,7 @@ class Order:
 
 
 class _State(NamedTuple):
-    """What rows read and write. The carry and outputs are empty lists where nobody wants them."""
+    """The arrays that rows read and write. Carry and outputs are empty in the backward sweep."""
 
     carry: Arrays
     ys: Arrays
@@ -72,19 +73,19 @@ Perform = Callable[[Row, _State], _State]
 
 @dataclass(frozen=True)
 class Sweeps:
-    """Both sweeps of a schedule over a recorded step."""
+    """The forward and the backward sweep of a table over a recorded step."""
 
     recorded: Recorded
     table: Table
     order: Order
 
     def forward(self, consts: Arrays, init: Arrays, xs: Arrays) -> tuple[Arrays, Arrays, Held]:
-        """The carry after all steps, the outputs, and what is held for the backward sweep."""
+        """Return the carry after all steps, the outputs, and the slots and tape that are held."""
         table, step = self.table, self.recorded.step
         slots = _write([zeros(c, table.slots) for c in step.carry], table.first, init)
         recording = Kind.RECORD in table.rows[: table.forward, 0]
-        # The carry goes along by itself. Read from the slots afterwards, it would make XLA copy
-        # these, for nothing says that the backward sweep writes to them later.
+        # The carry is a part of the state. If it were read from the slots afterwards, XLA would
+        # copy them: it does not know that only the backward sweep writes to them later.
         ys = [zeros(y, self.order.length) for y in step.y]
         state = _State(init, ys, slots, self._tape() if recording else [])
         carry, ys, slots, tape, _ = self._follow(0, table.forward, self._runs(consts, xs), state)
@@ -93,12 +94,16 @@ class Sweeps:
     def backward(
         self, consts: Arrays, xs: Arrays, held: Held, after: Arrays, g_ys: Arrays
     ) -> tuple[Arrays, Arrays, Arrays]:
-        """From cotangents of the last carry and of the outputs (None: zero) to those of the
-        constants, of the carry and of the inputs that want one."""
+        """Return the cotangents of constants, of the first carry and of inputs.
+
+        ``after`` and ``g_ys`` are the cotangents of the last carry and of the outputs, where None
+        means zero. Constants and inputs without a gradient get None.
+        """
         slots, tape = held
         if not tape:
             tape = self._tape()
-            # Tied to a gradient, or XLA may make the tape while the outputs still take memory.
+            # The tape depends on a gradient here. Otherwise XLA may allocate it while the
+            # outputs still take memory.
             for g in [g for g in jax.tree.leaves((g_ys, after)) if g.size][:1]:
                 there = jnp.isnan(g.ravel()[0])
                 tape = [jnp.where(there, jnp.ones_like(b), b) if is_real(b) else b for b in tape]
@@ -112,12 +117,12 @@ class Sweeps:
         return found
 
     def _runs(self, consts: Arrays, xs: Arrays) -> dict[Kind, Perform]:
-        """Rows that run steps."""
+        """Return the functions of the rows that run steps, by kind."""
         recorded, order = self.recorded, self.order
 
         def run(row: Row, state: _State, recording: bool) -> _State:
             start, stop, load, store, base = row
-            # Recorded steps are counted by their places on the tape.
+            # The loop counts recorded steps by their places on the tape.
             first, ahead = (base, start - base) if recording else (start, 0)
 
             def one(n: Any, inner: Any) -> Any:
@@ -141,12 +146,12 @@ class Sweeps:
         }
 
     def _backs(self, consts: Arrays, xs: Arrays, g_ys: Arrays) -> dict[Kind, Perform]:
-        """Rows that backpropagate steps."""
+        """Return the functions of the rows that backpropagate steps, by kind."""
         recorded, order, places = self.recorded, self.order, self.table.tape
         fixed = recorded.fixed(*consts)
 
         def pulled(k: Any, held: Arrays, x: Arrays, g_y: Arrays, totals: Any) -> Any:
-            """Backpropagate one step; ``g_y`` are the cotangents of its outputs."""
+            """Backpropagate step ``k``; ``g_y`` are the cotangents of its outputs."""
             g_consts, g_carry, g_xs = totals
             residuals = recorded.residuals(held=held, fixed=fixed, consts=consts, x=x)
             shares, g_carry, g_x = recorded.pull(residuals, g_carry, filled(g_y, recorded.step.y))
@@ -163,8 +168,8 @@ class Sweeps:
                 held, x = _read(state.tape, place), order.read(xs, k)
                 return order.read(g_ys, k - 1), pulled(k, held, x, g_y, totals)
 
-            # XLA vectorizes a kernel for the CPU if all that it reads has one index, computed from
-            # one counter. So places are counted from the end, and cotangents read a step ahead.
+            # XLA vectorizes a kernel for the CPU if all its reads have one index that comes from
+            # one counter. So places are counted from the end, and cotangents are read a step ahead.
             carried = order.read(g_ys, stop - 1), state.totals
             return state._replace(totals=order.each(end - (stop - start), end, one, carried)[1])
 
@@ -182,11 +187,11 @@ class Sweeps:
     def _follow(
         self, first: int, stop: int, kinds: Mapping[Kind, Perform], state: _State
     ) -> _State:
-        """Carry out the rows ``first`` … ``stop − 1``."""
+        """Carry out the rows first … stop − 1."""
         rows = jnp.asarray(self.table.rows)
 
         def rows_of(kind: Kind, now: Any) -> Any:
-            """All rows of a kind that are next."""
+            """Carry out rows while the next one is of a kind."""
             return lax.while_loop(
                 lambda now: (now[0] < stop) & (rows[now[0], 0] == kind),
                 lambda now: (now[0] + 1, kinds[kind](tuple(rows[now[0]][1:]), now[1])),

@@ -1,4 +1,4 @@
-"""``scan``: ``jax.lax.scan`` whose gradient keeps to a memory budget."""
+"""``scan``: ``jax.lax.scan`` whose backward pass stays within a memory budget."""
 
 import warnings
 from collections.abc import Callable
@@ -48,38 +48,41 @@ def scan(
     backward: Literal["scan"] | None = None,
     chunk: int | None = None,
 ) -> tuple[Carry, Any]:
-    """``jax.lax.scan`` with an exact gradient that takes no more than ``memory``.
+    """Scan as ``jax.lax.scan`` does, with an exact gradient that takes no more than ``memory``.
 
-    Outputs and gradients are those of ``jax.lax.scan``. Steps are run again in the backward pass,
-    by the schedule that costs least within the budget (G16). The compiled program is as large as a
-    few steps, whatever the length. Without a gradient it is ``jax.lax.scan`` itself.
+    Outputs and gradients are those of ``jax.lax.scan``. The backward pass recomputes steps by the
+    cheapest schedule within the budget (G16). The size of the compiled program is that of a few
+    steps, whatever the length. Without a gradient, ``jax.lax.scan`` itself runs.
 
     Args:
-        f: ``f(carry, x) -> (carry, y)``; what it closes over gets its gradient too.
+        f: ``f(carry, x) -> (carry, y)``; values that it closes over get their gradients too.
         init: the first carry, any pytree of arrays, whose structure and types every step keeps.
         xs: inputs, a pytree of arrays with time as their first dimension (T, …); or None.
         length: the number of steps; needed where ``xs`` is None.
         reverse: whether to begin with the last input.
         unroll: how many steps a compiled loop runs at once.
-        memory: the budget of the backward pass, beside constants, inputs, outputs and gradients:
-            bytes (``67108864``), a size (``"64MiB"``), or a fraction of what ``jax.lax.scan`` holds
-            of the steps (``0.05``, ``"5%"``). None: as ``jax.lax.scan``.
-        schedule: the schedule to follow, in place of a budget.
-        backward: ``"scan"``: by an associative scan over the Jacobians of the carry (W20), for
-            carries of few numbers; all carries are held. ``chunk`` steps are scanned at once.
-        chunk: as above; the square root of the length by default.
+        memory: the budget of the backward pass, besides constants, inputs, outputs and gradients.
+            It is bytes (``67108864``), a size (``"64MiB"``), or a fraction (``0.05``, ``"5%"``) of
+            the bytes that ``jax.lax.scan`` holds of the steps. None: as ``jax.lax.scan``.
+        schedule: the schedule to follow, instead of a budget.
+        backward: ``"scan"`` backpropagates by an associative scan over the Jacobians of the carry
+            (W20). It is for carries of few numbers, and holds all carries.
+        chunk: how many steps ``backward="scan"`` scans at once. The default is the square root of
+            the length.
 
     Returns:
         The last carry, and the outputs stacked along a new first dimension (T, …).
 
     Raises:
-        BudgetError: at tracing, the budget is too small; the message names the least.
+        BudgetError: the budget is too small, which is found at tracing. The message names the
+            least.
         CellError: the function has effects, or changes the structure or a type of its carry.
         ScheduleError: the schedule is for another length, or is not legal.
         UnitError: the memory cannot be read.
 
-    Forward-mode derivatives go through ``memory=None`` only, for this is a ``jax.custom_vjp``.
-    Second derivatives hold what ``jax.lax.scan`` holds, and say so in a warning.
+    With a budget, a schedule or ``backward``, forward-mode derivatives raise an error, since this
+    is a ``jax.custom_vjp``. Second derivatives with a budget hold as much as ``jax.lax.scan`` does,
+    and warn about it.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -121,8 +124,10 @@ def scan(
 
 def fit(f: Callable[..., Any], init: Any, xs: Any = None, length: int | None = None, *,
         memory: Memory) -> Fit:  # fmt: skip
-    """What a budget buys for a scan whose constants and inputs all want a gradient: its peak, the
-    least budget, forward steps. Nothing is run; arguments, and errors, are those of :func:`scan`.
+    """Return the fit for a scan and a budget: its peak memory, the least budget, forward steps.
+
+    All constants and inputs count as having gradients. Nothing is run. Arguments and errors are
+    those of :func:`scan`.
 
     Example:
         >>> found = fit(lambda h, x: (jnp.tanh(h + x), None), jnp.zeros(64), jnp.ones((100, 64)),
@@ -147,7 +152,7 @@ def fit(f: Callable[..., Any], init: Any, xs: Any = None, length: int | None = N
 
 @dataclass(frozen=True)
 class _Scan:
-    """A scan over a traced step, whose derivative follows a schedule."""
+    """A scan over a traced step, whose backward pass follows a schedule."""
 
     step: Step
     order: Order
@@ -159,7 +164,7 @@ class _Scan:
         return run(consts, init, xs)
 
     def plainly(self, consts: Arrays, init: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
-        """As ``jax.lax.scan`` runs it."""
+        """Run the scan by ``jax.lax.scan``."""
         order = self.order
         return lax.scan(
             lambda carry, x: self.step(consts, carry, x),
@@ -167,7 +172,7 @@ class _Scan:
         )  # fmt: skip
 
     def _vjp(self, *operands: Arrays) -> Any:
-        """The results, and a function from cotangents to gradients, both by ``jax.lax.scan``."""
+        """Return the results and a function from cotangents to gradients, by ``jax.lax.scan``."""
 
         def run(*operands: Arrays) -> Any:
             found = self.plainly(*operands)
@@ -180,7 +185,7 @@ class _Scan:
         return found, Partial(back, pull)
 
     def _forward(self, *parts: Any) -> Any:
-        """The results, and a function from cotangents to gradients."""
+        """Return the results, and a function from cotangents to gradients, by the schedule."""
         wanted = [[p.perturbed and is_real(p.value) for p in part] for part in parts]
         consts, init, xs = operands = [[p.value for p in part] for part in parts]
         one_step = consts, init, [x[0] for x in xs]
@@ -203,7 +208,7 @@ class _Scan:
         return (after, ys), Partial(_differentiated_as(plain_back, back), consts, xs, held, init)
 
     def _backward(self, back: Any, cotangents: Any) -> Any:
-        """The gradients. Cotangents of integers, and zeros, become None."""
+        """Return the gradients. Symbolic zeros, and cotangents of integers, become None first."""
         after, g_ys = (
             [
                 g if is_real(t) and not isinstance(g, jax.custom_derivatives.SymbolicZero) else None
@@ -215,7 +220,10 @@ class _Scan:
 
 
 def _differentiated_as(plain: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
-    """``run`` with the derivative of ``plain``, whose results are the first ones of ``run``."""
+    """Return ``run`` with the derivative of ``plain``.
+
+    The results of ``plain`` are the first results of ``run``; derivatives of the others are zero.
+    """
 
     @jax.custom_jvp
     def call(*operands: Any) -> Any:
@@ -239,7 +247,11 @@ _BEYOND = (
 
 
 def _length(xs: Any, length: int | None) -> int:
-    """The number of steps; CellError if it is not told, told twice, or none."""
+    """Return the number of steps.
+
+    Raises:
+        CellError: the number is missing, contradictory or zero.
+    """
     lengths = {int(x.shape[0]) if getattr(x, "ndim", 0) else -1 for x in jax.tree.leaves(xs)}
     if length is not None:
         lengths.add(int(length))

@@ -1,11 +1,11 @@
-"""One step of a scan as a program with all its operands in the open, and its recorded twin.
+"""One step of a scan as a program of all its operands, and its recorded form.
 
-The function is traced once. What it closes over, tracers of an outer transformation included,
-becomes an operand, so gradients reach it. The recorded twin returns the internal state too: the
-residuals of the step's vector-Jacobian product. Weights and inputs are not stored among these, and
-residuals of constants alone are found once for all steps.
+The function is traced once. Values that it closes over become operands, tracers of an outer
+transformation included, so gradients reach them. The recorded form also returns the internal
+state: the residuals of the step's vector-Jacobian product. It does not store weights and inputs
+among these. Residuals that depend on constants alone are computed once for all steps.
 
-Lists of gradients have None in place of values that have no gradient.
+Lists of gradients have None for values that have no gradient.
 """
 
 import math
@@ -38,7 +38,7 @@ Arrays = list[Any]
 
 
 def zeros(like: Any, count: int | None = None) -> Array:
-    """Zeros of the type of an array, or that a type tells; or so many of them."""
+    """Return zeros of the type of an array or of a type, or ``count`` of them stacked."""
     kind = jax.typeof(like) if isinstance(like, Array) else like
     return varied(
         jnp.zeros(kind.shape if count is None else (count, *kind.shape), kind.dtype), kind
@@ -46,39 +46,42 @@ def zeros(like: Any, count: int | None = None) -> Array:
 
 
 def varied(x: Array, like: Any) -> Array:
-    """What is the same on all devices of a mesh (``shard_map``), as what varies as ``like``."""
+    """Return ``x``, equal on all devices of a mesh, typed as varying over the axes of ``like``.
+
+    Inside ``shard_map``, JAX requires this of values that are combined with varying ones.
+    """
     kind = jax.typeof(like) if isinstance(like, Array) else like
     axes = tuple(sorted(kind.manual_axis_type.varying))
     return lax.pcast(x, axes, to="varying") if axes else x
 
 
 def is_real(x: Any) -> bool:
-    """Whether gradients go through values of this type."""
+    """Return whether values of this type have gradients."""
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
 def bytes_of(values: Iterable[Any]) -> int:
-    """What arrays take, or would take."""
+    """Return the bytes of arrays, or of arrays of these types."""
     return sum(math.prod(v.shape) * v.dtype.itemsize for v in values)  # keys have a size too
 
 
 def some_of(values: Sequence[Any], mask: Iterable[bool]) -> Arrays:
-    """The values under the mask, and None for others."""
+    """Return the values where the mask is true, and None elsewhere."""
     return [v if chosen else None for v, chosen in zip(values, mask, strict=True)]
 
 
 def real_of(values: Sequence[Any]) -> Arrays:
-    """The real values, and None for others."""
+    """Return the values whose type has gradients, and None for others."""
     return some_of(values, map(is_real, values))
 
 
 def merged(values: Sequence[Any], some: Sequence[Any]) -> Arrays:
-    """The values, each replaced by its counterpart unless that is None."""
+    """Return the values, each replaced by its counterpart unless that is None."""
     return [v if new is None else new for v, new in zip(values, some, strict=True)]
 
 
 def filled(gradients: Sequence[Any], types: Sequence[Any], count: int | None = None) -> Arrays:
-    """The gradients, with zeros for the real values that lack one."""
+    """Return the gradients, with zeros for the real values that lack one."""
     return [
         zeros(t, count) if g is None and is_real(t) else g
         for g, t in zip(gradients, types, strict=True)
@@ -87,7 +90,7 @@ def filled(gradients: Sequence[Any], types: Sequence[Any], count: int | None = N
 
 @dataclass(frozen=True)
 class Step:
-    """``program(*consts, *carry, *x) -> (*carry, *y)``, and the types of these."""
+    """``program(*consts, *carry, *x) -> (*carry, *y)``, with constants and result types."""
 
     program: Callable[..., Arrays]
     consts: Arrays
@@ -100,9 +103,14 @@ class Step:
 
 
 def trace_step(f: Callable[..., Any], init: Any, x: Any) -> tuple[Step, Arrays, Any]:
-    """The step that a scanned function is, the leaves of the first carry, and the structure of an
-    output. ``x`` is one input, of which only the types are looked at. Raises CellError if the carry
-    does not keep its structure and types, or if the function has effects."""
+    """Trace a scanned function.
+
+    Returns the step, the leaves of the first carry, and the structure of one step's output. Of
+    ``x``, one input, only the types are used.
+
+    Raises:
+        CellError: the carry does not keep its structure and types, or the function has effects.
+    """
     carry, tree = jax.tree.flatten(jax.tree.map(jnp.asarray, init))
     closed, result = jax.make_jaxpr(f, return_shape=True)(jax.tree.unflatten(tree, carry), x)
     if not isinstance(result, tuple) or len(result) != 2:
@@ -124,7 +132,7 @@ def trace_step(f: Callable[..., Any], init: Any, x: Any) -> tuple[Step, Arrays, 
         )
     after, y = closed.out_avals[: len(carry)], closed.out_avals[len(carry) :]
     pairs = [*zip(carry, after, strict=True)]
-    # A carry that begins as a Python number takes the type that a step gives it.
+    # A carry that begins as a Python number gets the type that a step returns for it.
     if any(leaf.aval.weak_type and leaf.dtype != out.dtype for leaf, out in pairs):
         settled = [leaf.astype(out.dtype) if leaf.aval.weak_type else leaf for leaf, out in pairs]
         return trace_step(f, jax.tree.unflatten(tree, settled), x)
@@ -142,18 +150,18 @@ def trace_step(f: Callable[..., Any], init: Any, x: Any) -> tuple[Step, Arrays, 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A step that returns its internal state as well.
+    """A step that also returns its internal state.
 
     Attributes:
-        wanted: which constants, and which inputs, have a gradient.
+        wanted: which constants have a gradient, and which inputs.
         program: ``program(*consts, *carry, *x) -> (*carry, *y, *held)``.
         held: types of the residuals that are stored; the carry may be among them.
-        fixed: ``fixed(*consts)``, the residuals that are the same for all steps.
-        sources: where each residual is: its group (held, fixed, consts or x), and its number there.
-        pull: from residuals, and cotangents of the carry after and of the outputs, those of the
-            constants, of the carry and of the inputs.
-        work: the most bytes that a recorded step, or its way back, holds for itself, and what the
-            fixed residuals take.
+        fixed: ``fixed(*consts)`` returns the residuals that are the same for all steps.
+        sources: for each residual, its group (held, fixed, consts or x) and its number there.
+        pull: maps residuals, and cotangents of the carry after and of the outputs, to cotangents.
+            These are of the constants, of the carry before and of the inputs.
+        work: bytes of temporary arrays. They are the peak of a recorded step or of its backward
+            pass, whichever is larger, plus the fixed residuals.
     """
 
     step: Step
@@ -168,8 +176,11 @@ class Recorded:
     @classmethod
     def of(cls, step: Step, operands: Sequence[Arrays], wanted_consts: Sequence[bool],
            wanted_x: Sequence[bool]) -> "Recorded":  # fmt: skip
-        """The recorded twin of a step, with gradients for the constants and inputs that want one.
-        Of the operands (constants, a carry, an input) only the types are looked at."""
+        """Return the recorded form of a step.
+
+        It has gradients of the wanted constants and inputs. Of the operands (constants, a carry,
+        an input) only the types are used.
+        """
         trees: list[Any] = []
 
         def run(consts: Arrays, carry: Arrays, x: Arrays) -> Arrays:
@@ -226,18 +237,18 @@ class Recorded:
         )
 
     def __call__(self, consts: Arrays, carry: Arrays, x: Arrays) -> tuple[Arrays, Arrays, Arrays]:
-        """The carry after, the outputs, and what the tape holds."""
+        """Run the step; return the carry after it, the outputs, and the residuals to store."""
         found = list(self.program(*consts, *carry, *x))
         n, m = len(self.step.carry), len(self.step.carry) + len(self.step.y)
         return found[:n], found[n:m], found[m:]
 
     def residuals(self, **groups: Arrays) -> Arrays:
-        """What the pullback needs, from what the tape holds, fixed residuals, and operands."""
+        """Return all residuals in order, from those held, the fixed ones, and the operands."""
         return [groups[group][i] for group, i in self.sources]
 
 
 def _same(jaxpr: Any, consts: int) -> set[Any]:
-    """The variables of a program that depend on its first operands alone."""
+    """Return the variables of a program that depend on its first ``consts`` operands alone."""
     same = {*jaxpr.constvars, *jaxpr.invars[:consts]}
     for eqn in jaxpr.eqns:
         if all(isinstance(v, Literal) or v in same for v in eqn.invars):
@@ -246,7 +257,7 @@ def _same(jaxpr: Any, consts: int) -> set[Any]:
 
 
 def _peak(jaxpr: Any) -> int:
-    """The most bytes that a program holds, besides its operands, run operation by operation."""
+    """Return the peak memory of a program run operation by operation, without its operands."""
     last = {v: n for n, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if isinstance(v, Var)}
     last |= {v: len(jaxpr.eqns) for v in jaxpr.outvars if isinstance(v, Var)}
     ends: dict[int, int] = {}

@@ -1,13 +1,14 @@
 """A schedule as a table of integers, which one compiled loop can follow.
 
-Each row is one range of steps: where its first state lies, where its last one goes, and where its
-internal states are on the tape. States lie in slots and internal states on a stack, so the table
-also says how many of each there must be. It knows no arrays and no JAX.
+Each row is one range of steps. It names the slots of the states before and after the range, and
+the place of its internal states on the tape. The table also says how many slots and how long a
+tape the rows need. This module does not use JAX.
 
-A single recorded step that is backpropagated at once needs no tape: it is a ``STEP`` row, which
-runs the step and goes back through it. The last range of the forward sweep is recorded in any case,
-since its outputs are wanted before its gradient is there. If it is short, it may be run again
-instead, so that nothing is on the tape while the caller's outputs and their gradients are made.
+A single recorded step that is backpropagated at once needs no tape. It is a ``STEP`` row, which
+runs the step and backpropagates it. The last range of the forward sweep cannot be one, since its
+outputs are needed before its gradient arrives. If that range is short, it may be run without
+recording, and recorded only in the backward pass. The tape is then empty while the caller's
+outputs and their gradients are made.
 """
 
 from bisect import bisect_left, bisect_right
@@ -24,8 +25,11 @@ __all__ = ["Kind", "Table", "table_of"]
 
 
 class Kind(IntEnum):
-    """What a row does: run steps; run and record them; go back through recorded ones; run one step
-    and go back through it; nothing any more."""
+    """What a row does.
+
+    ADVANCE runs steps, RECORD runs and records them, and TAPE backpropagates recorded steps. STEP
+    runs one step and backpropagates it. END is the last row.
+    """
 
     ADVANCE = 0
     RECORD = 1
@@ -36,12 +40,12 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Table:
-    """Rows (kind, start, stop, load, store, tape), the last one being the end.
+    """Rows (kind, start, stop, load, store, tape), the last of kind END.
 
     Attributes:
-        forward: rows of the forward sweep, which come first.
-        slots: states that are held at most, the current one included.
-        tape: steps that are recorded at once, at most.
+        forward: the number of rows of the forward sweep, which come first.
+        slots: the most states that are held at once, the current one included.
+        tape: the most recorded steps that are held at once.
         first: the slot of the initial state.
     """
 
@@ -53,17 +57,17 @@ class Table:
 
     @property
     def steps(self) -> int:
-        """Forward steps in all."""
+        """Return the number of forward steps that the rows run."""
         kind, start, stop = self.rows[:, :3].T
         return int((stop - start)[kind != Kind.TAPE].sum())
 
 
-# The last range is run again if it is no longer than this share of all.
+# The last range is recomputed if it is no longer than this fraction of the length.
 _SHORT = 1 / 7
 
 
 def table_of(schedule: Schedule, again: bool = False) -> Table:
-    """The table of a legal schedule; ``again``: a short last range may be run again."""
+    """Return the table of a legal schedule. With ``again``, a short last range is recomputed."""
     actions = [*_split(schedule)]
     filler = _Filler({a.at for a in actions if isinstance(a, Load)})
     for action, after in zip(actions, [*actions[1:], None], strict=True):
@@ -75,8 +79,10 @@ def table_of(schedule: Schedule, again: bool = False) -> Table:
 
 
 def _split(schedule: Schedule) -> Iterable[Action]:
-    """The actions, with records divided where a state within them is loaded, and where a backward
-    range begins."""
+    """Return the actions, with records divided.
+
+    The cuts are where a state within a record is loaded, and where a backward range begins.
+    """
     actions = [*schedule]
     loaded = {a.at for a in actions if isinstance(a, Load)}
     cuts = sorted(loaded | {a.start for a in actions if isinstance(a, Backward)})
@@ -90,22 +96,22 @@ def _split(schedule: Schedule) -> Iterable[Action]:
 
 
 class _Filler:
-    """Makes the rows one by one, and keeps the books of slots and tape."""
+    """Makes the rows one by one, and assigns slots and places on the tape."""
 
     def __init__(self, loaded: set[int]) -> None:
         self.loaded = loaded
         self.rows: list[tuple[int, ...]] = []
-        self.at: dict[int, int] = {}  # held states: their slots
+        self.at: dict[int, int] = {}  # the slot of each held state
         self.free: list[int] = []
-        self.slots, self.tape, self.height = 1, 0, 0  # slot 0 is for states that are not kept
-        self.here = 0  # the slot of the current state
+        self.slots, self.tape, self.height = 1, 0, 0  # slot 0 takes states that are not kept
+        self.here = 0  # the current state's slot
         self.recorded: list[tuple[int, int, bool]] = []  # start, stop, whether only loads need stop
         self.first, self.forward = 0, -1
 
     def add(self, action: Action, after: Action | None) -> None:
         match action:
             case Store(at):
-                if at not in self.at:  # the initial state; others are put where they are kept
+                if at not in self.at:  # the initial state; later states have a slot already
                     assert at == 0, "a state is stored when it is reached"
                     self.first = self._hold(at)
                 self.here = self.at[at]
@@ -127,13 +133,15 @@ class _Filler:
                 self._back(start)
 
     def run_last_again(self, length: int) -> None:
-        """Record the last range at the beginning of the backward pass, if it is short and nothing
-        else is recorded before."""
+        """Record the last range at the beginning of the backward pass instead.
+
+        This is done only if the range is short and the forward sweep records nothing else.
+        """
         *before, last = self.rows[: self.forward]
         kind, start, stop, load, _, _ = last
         recorded = any(row[0] == Kind.RECORD for row in before)
         if kind == Kind.RECORD and not recorded and stop - start <= _SHORT * length:
-            aside = self.slots  # a slot of its own: the first state of the range is wanted again
+            aside = self.slots  # a new slot, since the state before the range is read again
             self.slots += 1
             self.rows.insert(self.forward - 1, (Kind.ADVANCE, start, stop, load, aside, 0))
 
@@ -159,7 +167,7 @@ class _Filler:
         self.here = store
 
     def _hold(self, state: int) -> int:
-        """A slot for a state."""
+        """Return a free slot, a new one if need be, for a state."""
         if not self.free:
             self.free.append(self.slots)
             self.slots += 1

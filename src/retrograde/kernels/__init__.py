@@ -1,4 +1,4 @@
-"""The compiled forms of a layer's passes, each loaded when it is first used."""
+"""Choose the compiled kernels of a layer's passes, and import them when they are first used."""
 
 import functools
 import importlib.util
@@ -15,7 +15,7 @@ from retrograde.kernels.fallback import Fallback
 
 __all__ = ["LARGEST_SIZE", "Backward", "Forward", "Kernels", "blas_kernels", "kernels"]
 
-#: The most hidden units that the CUDA kernels hold on the chip.
+#: The largest H for which there are CUDA kernels, which hold a layer on the chip.
 LARGEST_SIZE = 128
 
 Sweep = Callable[[Slopes, Tensor, Tensor | None, Tensor], Tensor]
@@ -26,7 +26,7 @@ State = tuple[Tensor, ...]
 
 
 class Forward(Protocol):
-    """As :class:`retrograde.kernels.cpu.Forward`."""
+    """The interface of :class:`retrograde.kernels.cpu.Forward`."""
 
     def __init__(self, weights: Weights, samples: int) -> None: ...
 
@@ -38,7 +38,7 @@ class Forward(Protocol):
 
 
 class Backward(Protocol):
-    """As :class:`retrograde.kernels.cpu.Backward`."""
+    """The interface of :class:`retrograde.kernels.cpu.Backward`."""
 
     def __init__(
         self,
@@ -61,9 +61,11 @@ def _as_it_is(hidden: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Kernels:
-    """One implementation of the recurrence; signatures are those in ``sweep``, ``cells`` and
-    ``cpu``. ``forward`` and ``backward`` (slopes, sweep and sums in one) are None unless faster
-    than torch's own. ``prepare`` turns hidden weights into the form that many sweeps read fastest.
+    """One implementation of the recurrence, with the signatures of ``sweep``, ``cells``, ``cpu``.
+
+    ``backward`` does slopes, sweep and weight gradients in one loop. ``forward`` and ``backward``
+    are None where torch's own are as fast. ``prepare`` returns the hidden weights in the form that
+    sweeps read fastest.
     """
 
     name: str
@@ -79,13 +81,13 @@ class Kernels:
 
     @property
     def refusal(self) -> str | None:
-        """Why torch's operations run in place of compiled kernels; None while they need not."""
+        """Return the reason why torch's operations replace the compiled kernels, or None."""
         return None if self.fallback is None else self.fallback.reason
 
 
 @functools.cache
 def kernels(device: str, dtype: torch.dtype, size: int) -> Kernels:
-    """The fastest implementation for a type of device, a dtype and H: compiled if there is one."""
+    """Return the fastest implementation for a device type, a dtype and H hidden units."""
     if device == "cpu" and dtype in (torch.float32, torch.float64):
         from retrograde.kernels import cpu
 
@@ -108,7 +110,7 @@ def kernels(device: str, dtype: torch.dtype, size: int) -> Kernels:
 
 
 def blas_kernels() -> Kernels:
-    """What takes least memory on a CPU: a sweep and a forward pass with no copy of the weights."""
+    """Return the CPU kernels that take least memory: they make no copy of the weights."""
     from retrograde.kernels import cpu, cpu_blas
 
     slopes = cpu.gru_slopes, cpu.lstm_slopes

@@ -1,8 +1,9 @@
-"""The transposed Jacobians of torch's recurrent cells, as a backward pass multiplies by them.
+"""The transposed Jacobians of torch's recurrent cells, in the factors that a backward pass uses.
 
-A step of a cell turns the gradient of the state after it into that of the state before it. In all
-of torch's cells that is a product with three parts: *slopes*, numbers that depend on the step;
-the hidden weights U, that do not; and, in GRU and LSTM, a path that keeps a part of the state:
+The backward pass of a step turns the gradient of the state after it into that of the state before
+it. In all of torch's cells this product has three parts. The *slopes* are numbers that depend on
+the step. The hidden weights U are the same for all steps. GRU and LSTM also have a path that keeps
+a part of the state:
 
     RNN    g ← (g ∘ s) U                     s = 1 − h_t² (tanh), 1 where h_t > 0 (ReLU)
     GRU    g ← g ∘ z + (g ∘ s_r) U_r + (g ∘ s_z) U_z + (g ∘ s_m) U_n           W20, eq. 4.4
@@ -12,12 +13,14 @@ the hidden weights U, that do not; and, in GRU and LSTM, a path that keeps a par
            g_c ← d ∘ f;  e = o (1 − tanh² c);  s_i = g i (1 − i);  s_f = c_{t−1} f (1 − f);
                s_g = i (1 − g²);  s_o = tanh(c) o (1 − o)
 
-The LSTM's is the product of two sparse factors, [[I, e], [0, I]] and [[s_o U_o, 0], [a, f]], with
-a = s_i U_i + s_f U_f + s_g U_g. Only :func:`jacobians` forms the dense matrix, to be looked at.
+With a = s_i U_i + s_f U_f + s_g U_g, the LSTM's Jacobian is the product of two sparse factors,
+``[[I, e], [0, I]]`` and ``[[s_o U_o, 0], [a, f]]``. Only :func:`jacobians` forms the dense matrix,
+for inspection.
 
-Slopes are functions of the states, so one matrix product computes them for many steps at once: a
-backward pass keeps the hidden states alone (and an LSTM's c between blocks of steps). ``g ∘ s`` is
-the gradient of the gates; one product for many steps gives those of inputs and of weights.
+Slopes are functions of the states, so one matrix product computes them for many steps at once. A
+backward pass therefore keeps only the hidden states, and an LSTM's c between blocks of steps. The
+gradient of the gates is ``g ∘ s``. One product for many steps turns it into the gradients of inputs
+and of weights.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,18 +50,21 @@ __all__ = [
 #: The cells, by torch's own names for them.
 Kind = Literal["RNN_TANH", "RNN_RELU", "GRU", "LSTM"]
 
-#: How many gates, that is, blocks of rows in its weights, a cell has.
+#: The number K of gates of each cell; its weights have H rows for each gate.
 GATES: dict[Kind, int] = {"RNN_TANH": 1, "RNN_RELU": 1, "GRU": 3, "LSTM": 4}
 
 
-#: What turns a GRU's, and an LSTM's, gates into slopes.
+#: The functions that turn gates into slopes: a GRU's and an LSTM's.
 GateSlopes = tuple[Callable[[Tensor, Tensor, Tensor], "Slopes"], Callable[..., "Slopes"]]
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A layer's parameters in one direction, K gates: torch's weight_ih (K·H, I), weight_hh (K·H,
-    H), and bias_ih and bias_hh (K·H,), or None."""
+    """A layer's parameters in one direction, for K gates.
+
+    They are torch's weight_ih (K·H, I), weight_hh (K·H, H), and bias_ih and bias_hh (K·H,), or
+    None.
+    """
 
     kind: Kind
     inputs: Tensor
@@ -68,45 +74,51 @@ class Weights:
 
     @classmethod
     def of(cls, kind: Kind, parameters: Sequence[Tensor]) -> "Weights":
-        """From the parameters of a layer in torch's order, with biases or without."""
+        """Return the weights from a layer's parameters in torch's order, with or without biases."""
         return cls(kind, *parameters, *(None,) * (4 - len(parameters)))  # type: ignore[arg-type]
 
     @property
     def size(self) -> int:
-        """H, the number of hidden units."""
+        """Return H, the number of hidden units."""
         return self.hidden.shape[1]
 
     def tensors(self) -> dict[str, Tensor]:
-        """The parameters by name, those that are absent left out."""
+        """Return the parameters by name, without absent ones."""
         return {name: t for name, t in vars(self).items() if isinstance(t, Tensor)}
 
     def cast(self, dtype: torch.dtype) -> "Weights":
-        """The same in another dtype."""
+        """Return the weights in another dtype."""
         parts: Any = {name: t.to(dtype) for name, t in self.tensors().items()}
         return replace(self, **parts)
 
     @property
     def state_size(self) -> int:
-        """The length of a state: H, or 2 H for (h, c)."""
+        """Return the length of a state: H, or 2 H for (h, c)."""
         return (2 if self.kind == "LSTM" else 1) * self.size
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What an LSTM may keep: gates i, f, g, o (L, B, 4 H), and c before each step (L, B, H)."""
+    """What an LSTM's forward pass may keep.
+
+    ``gates`` are i, f, g, o (L, B, 4 H), and ``cells`` is c before each step (L, B, H).
+    """
 
     gates: Tensor
     cells: Tensor
 
     def at(self, steps: slice) -> "Kept":
-        """Those of some steps, as views."""
+        """Return views of some steps."""
         return Kept(self.gates[steps], self.cells[steps])
 
 
 @dataclass(frozen=True)
 class Block:
-    """Steps of a layer for its backward pass: x (L, B, I), h before and after each step (L, B, H).
-    An LSTM has c before the first step (B, H), and what its forward pass kept."""
+    """A block of a layer's steps for its backward pass.
+
+    It has x (L, B, I), and h before and after each step (L, B, H). For an LSTM it has c before the
+    first step (B, H), and the kept gates and cells if there are any.
+    """
 
     x: Tensor
     before: Tensor
@@ -115,26 +127,26 @@ class Block:
     kept: Kept | None = None
 
     def at(self, steps: slice) -> "Block":
-        """Some steps, as views; c is what it was before all of them."""
+        """Return views of some steps; c stays that before the whole block."""
         kept = None if self.kept is None else self.kept.at(steps)
         parts = {name: getattr(self, name)[steps] for name in ("x", "before", "after")}
         return replace(self, **parts, kept=kept)
 
     def cast(self, dtype: torch.dtype) -> "Block":
-        """The same in another dtype."""
+        """Return the block in another dtype."""
         parts: Any = {name: getattr(self, name).to(dtype) for name in ("x", "before", "after")}
         return replace(self, **parts, c=None if self.c is None else self.c.to(dtype))
 
 
 @dataclass
 class Slopes:
-    """What the gradients of L steps of B samples are multiplied by; see the module's legend.
+    """The factors of the gradients of L steps of B samples; see the module's legend.
 
     Attributes:
-        gates: (L, B, K, H): s of every gate, as the hidden weights see it.
+        gates: (L, B, K, H): s of every gate, for products with the hidden weights.
         keep: (L, B, H): the GRU's z, the LSTM's f; None for an RNN.
-        inner: (L, B, H): the GRU's s_n, which is the third gate as the input weights
-            see it; the LSTM's e, from h to c; None for an RNN.
+        inner: (L, B, H): the GRU's s_n, which replaces s_m in products with the input weights;
+            the LSTM's e, from h to c; None for an RNN.
     """
 
     gates: Tensor
@@ -142,13 +154,13 @@ class Slopes:
     inner: Tensor | None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Slopes":
-        """The same, each tensor changed."""
+        """Return the slopes with a function applied to each tensor."""
         keep = None if self.keep is None else change(self.keep)
         inner = None if self.inner is None else change(self.inner)
         return Slopes(change(self.gates), keep, inner)
 
     def at(self, index: int | slice) -> "Slopes":
-        """Those of some steps, as views."""
+        """Return views of some steps."""
         return self.map(lambda t: t[index])
 
 
@@ -161,9 +173,12 @@ def slopes(
     gates: GateSlopes | None = None,
     known: Tensor | None = None,
 ) -> Slopes:
-    """The slopes of all L steps at once, from x (L, B, I) and h before and after each step (L, B,
-    H). An LSTM needs c before the first step (B, H); its kept gates ``known`` (L, B, 4 H) are
-    overwritten. ``gates`` are faster forms of :func:`gru_slopes` and :func:`lstm_slopes`."""
+    """Return the slopes of all L steps, computed at once.
+
+    ``x`` is (L, B, I), ``before`` and ``after`` are h before and after each step (L, B, H). An LSTM
+    needs c before the first step (B, H). If its gates ``known`` (L, B, 4 H) were kept, they are
+    overwritten. ``gates`` may be faster forms of :func:`gru_slopes` and :func:`lstm_slopes`.
+    """
     by_gru, by_lstm = gates or (gru_slopes, lstm_slopes)
     with torch.no_grad():
         match weights.kind:
@@ -190,9 +205,12 @@ def slopes(
 
 
 def gru_slopes(inputs: Tensor, hidden: Tensor, before: Tensor) -> Slopes:
-    """A GRU's slopes from what inputs and states contribute to its gates, each (L, B, 3 H) and with
-    its biases. ``inputs`` may be overwritten, and the result takes the place of ``hidden``.
-    ``before`` is h before each step (L, B, H)."""
+    """Return a GRU's slopes.
+
+    ``inputs`` and ``hidden`` (L, B, 3 H) are what inputs and states contribute to the gates, biases
+    included. ``inputs`` may be overwritten, and the result overwrites ``hidden``. ``before`` is h
+    before each step (L, B, H).
+    """
     size = before.shape[-1]
     rz, n, m = inputs[..., : 2 * size], inputs[..., 2 * size :], hidden[..., 2 * size :]
     rz.add_(hidden[..., : 2 * size]).sigmoid_()
@@ -208,9 +226,12 @@ def gru_slopes(inputs: Tensor, hidden: Tensor, before: Tensor) -> Slopes:
 
 
 def lstm_slopes(gates: Tensor, after: Tensor, c: Tensor, known: bool = False) -> Slopes:
-    """An LSTM's slopes from what enters its gates (L, B, 4 H), or if ``known`` from i, f, g, o
-    themselves. The result takes the place of ``gates``; c is that before the first step (B, H).
-    Faster forms take tanh c = h / o from h after each step, ``after`` (L, B, H)."""
+    """Return an LSTM's slopes.
+
+    ``gates`` (L, B, 4 H) are the sums that enter the gates, or i, f, g, o themselves if ``known``.
+    The result overwrites them. ``c`` is that before the first step (B, H). Faster forms compute
+    tanh c = h / o from ``after``, h after each step (L, B, H).
+    """
     size = c.shape[-1]
     i, f, g, o = gates.chunk(4, -1)
     if not known:
@@ -230,7 +251,7 @@ def lstm_slopes(gates: Tensor, after: Tensor, c: Tensor, known: bool = False) ->
 
 
 def _cell_states(keep: Tensor, gain: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    """An LSTM's c before and after each step: c_t = f_t c_{t−1} + (i g)_t."""
+    """Return an LSTM's c before and after each step: c_t = f_t c_{t−1} + (i g)_t."""
     states = c.new_empty(len(keep) + 1, *c.shape)
     states[0] = c
     for t in range(len(keep)):
@@ -239,24 +260,30 @@ def _cell_states(keep: Tensor, gain: Tensor, c: Tensor) -> tuple[Tensor, Tensor]
 
 
 def pull(step: Slopes, hidden: Tensor, rows: Tensor) -> Tensor:
-    """Take gradients ``rows`` (B, R, n) back through a step: ``rows`` times Jacobian. B is any
-    batch shape, R rows to a sample, n = H, or 2 H for (h, c); slopes are (B, K, H) and (B, H)."""
+    """Multiply gradients ``rows`` (B, R, n) by the Jacobian of one step.
+
+    B is any batch shape, R the rows of a sample. n is H, or 2 H for (h, c). The slopes are
+    (B, K, H) and (B, H).
+    """
     gates, kept = _gates(step, rows)
     return _joined(gates.flatten(-2) @ hidden, kept, rows)
 
 
 def pull_to_inputs(step: Slopes, weights: Weights, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """As :func:`pull`, and the gradients of the step's inputs (B, R, I)."""
+    """Return the result of :func:`pull`, and the gradients of the step's inputs (B, R, I)."""
     gates, kept = _gates(step, rows)
     before = _joined(gates.flatten(-2) @ weights.hidden, kept, rows)
-    if weights.kind == "GRU":  # as the input weights see the third gate
+    if weights.kind == "GRU":  # the third gate's slope differs for the input weights
         assert step.inner is not None
         torch.mul(rows, step.inner.unsqueeze(-2), out=gates[..., 2, :])
     return before, gates.flatten(-2) @ weights.inputs
 
 
 def _gates(step: Slopes, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Gradients of the gates (B, R, K, H), and of what a GRU's h or an LSTM's c keeps (B, R, H)."""
+    """Return the gradients of the gates (B, R, K, H), and those that bypass the gates (B, R, H).
+
+    The latter go to a GRU's h or an LSTM's c before the step. An RNN has none.
+    """
     keep, size = step.keep, step.gates.shape[-1]
     if step.gates.shape[-2] < 4:
         gates = rows.unsqueeze(-2) * step.gates.unsqueeze(-3)
@@ -276,8 +303,11 @@ def _joined(before: Tensor, kept: Tensor | None, rows: Tensor) -> Tensor:
 
 
 def jacobians(steps: Slopes, hidden: Tensor) -> Tensor:
-    """The transposed Jacobians (∂s_t/∂s_{t−1})ᵀ, (L, B, n, n), dense: the elements of W20's scan.
-    They multiply a gradient as a column; n = H, or 2 H for (h, c)."""
+    """Return the dense transposed Jacobians (∂s_t/∂s_{t−1})ᵀ (L, B, n, n).
+
+    These are the elements of W20's scan. The gradient that they multiply is a column. n is H, or
+    2 H for (h, c).
+    """
     weights = hidden.unflatten(0, (-1, hidden.shape[1]))
     parts = steps.gates.unsqueeze(-1) * weights
     keep = steps.keep

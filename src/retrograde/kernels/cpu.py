@@ -1,14 +1,14 @@
-"""A recurrent layer on a CPU, compiled: samples, or chunks of steps, shared among threads.
+"""A recurrent layer on a CPU, by compiled loops that share samples, or chunks, among threads.
 
-A step is a few products of elements and one product of a short vector with the hidden weights.
-torch spends microseconds on calling each; here a step of a sample is a loop, and each thread takes
-some samples through all the steps. The inputs' part of the gates is one matrix product for a whole
-block of steps.
+A step of a sample is a few elementwise products, and one product of a short vector with the hidden
+weights. The call of each takes torch microseconds. Here a step is a compiled loop, and each thread
+takes its samples through all steps. The inputs' part of the gates is one matrix product for a
+whole block of steps. The dtype is float32 or float64.
 
 The references of the backward pass are the functions of the same names in
-:mod:`retrograde.kernels.sweep` and :mod:`retrograde.kernels.cells`; that of :class:`Forward` is
-torch's own kernel. The loops are in ``cpu_states``, ``cpu_backward``, ``cpu_slopes`` and
-``cpu_sweep``, their vectors and products in ``lanes`` and ``tiles``.
+:mod:`retrograde.kernels.sweep` and :mod:`retrograde.kernels.cells`. The reference of
+:class:`Forward` is torch's own kernel. The loops are in ``cpu_states``, ``cpu_backward``,
+``cpu_slopes`` and ``cpu_sweep``. Vectors are in ``lanes``, and matrix products in ``tiles``.
 """
 
 import functools
@@ -41,13 +41,13 @@ __all__ = [
 
 State = tuple[Tensor, ...]
 
-#: Multiplications that are worth a thread of their own: about a tenth of a millisecond.
+#: The multiplications for which one more thread pays; they take about a tenth of a millisecond.
 THREAD_WORK = _THREAD_WORK = 2_000_000
-_ELEMENT_WORK = 40  # of a row of slopes, in the same unit
+_ELEMENT_WORK = 40  # the work of one element of the slopes, in multiplications
 
 
 class Forward:
-    """A layer's forward pass for B samples, a range of steps after another."""
+    """A layer's forward pass for B samples, one range of steps at each call."""
 
     def __init__(self, weights: Weights, samples: int) -> None:
         self.weights, self.rows = weights, weights.inputs.shape[0]
@@ -57,16 +57,23 @@ class Forward:
         self.work = samples * self.rows * (weights.size + _ELEMENT_WORK // 4)
 
     def room(self, steps: int) -> Tensor:
-        """Room for the gates of some steps (L, B, K·H)."""
+        """Return an uninitialized tensor for the gates of ``steps`` steps (L, B, K·H)."""
         samples = len(self.sums) // int(whole_vectors(self.rows))
         return self.sums.new_empty(steps, samples, self.rows)
 
     def __call__(
         self, x: Tensor, state: State, outputs: Tensor, gates: Tensor, cells: Tensor | None = None
     ) -> None:
-        """Run inputs x (L, B, I); the state, (h,) or (h, c), each (B, H) and contiguous, is
-        overwritten. ``outputs`` take h (L, B, H), ``cells`` an LSTM's c before each step. ``gates``
-        (L, B, K·H) are overwritten, with i, f, g, o for an LSTM; an RNN's may be the outputs."""
+        """Run the layer on inputs x (L, B, I).
+
+        Args:
+            x: the inputs.
+            state: (h,) or (h, c), each (B, H) and contiguous; overwritten by the state after.
+            outputs: receives h after each step (L, B, H).
+            gates: scratch memory (L, B, K·H). An LSTM's receive i, f, g, o. An RNN's may be the
+                same tensor as the outputs.
+            cells: receives an LSTM's c before each step (L, B, H), if given.
+        """
         kind = self.weights.kind
         _drive(self.weights.inputs, self.bias, x, gates)
         arrays: list[Any] = [gates.numpy(), *self.fixed, *(t.numpy() for t in (*state, outputs))]
@@ -87,7 +94,7 @@ _RUN = {
 
 
 def _biases(weights: Weights) -> tuple[Tensor | None, list[Tensor]]:
-    """The bias of the inputs' part of the gates; and, for a GRU, that of the state's part."""
+    """Return the bias of the inputs' part of the gates, and a list with that of a GRU's state."""
     inputs, hidden = weights.bias_inputs, weights.bias_hidden
     if weights.kind == "GRU":
         rows = weights.hidden.shape[0]
@@ -96,7 +103,7 @@ def _biases(weights: Weights) -> tuple[Tensor | None, list[Tensor]]:
 
 
 def _drive(inputs: Tensor, bias: Tensor | None, x: Tensor, out: Tensor) -> None:
-    """out ← x Wᵀ + bias."""
+    """Write x Wᵀ + bias to ``out``."""
     flat, into = x.flatten(0, 1), out.flatten(0, 1)
     if bias is None:
         torch.mm(flat, inputs.t(), out=into)
@@ -105,17 +112,18 @@ def _drive(inputs: Tensor, bias: Tensor | None, x: Tensor, out: Tensor) -> None:
 
 
 class Backward:
-    """A layer's backward pass, a block of steps after another, from the last to the first.
+    """A layer's backward pass, one block of steps at a time, from the last block to the first.
 
-    The sums for the weights are added to their gradients by :meth:`finish`, and not before: a sum
-    of many small numbers rounds less than adding each to a large total.
+    Each thread sums the gradients of the weights in its own arrays. :meth:`finish` adds these to
+    the totals, since adding each small number to a large total would round more.
 
     Args:
         weights: the layer's parameters.
         totals: the gradients of the weights, by name, to which those of the blocks are added.
         samples: B.
         steps: the most steps of a block.
-        at_once: add every few dozen steps to totals of whole vectors, which takes less memory.
+        at_once: let the first thread add directly to totals whose rows are whole vectors, every
+            few dozen steps. This takes less memory and rounds more.
     """
 
     def __init__(
@@ -151,20 +159,20 @@ class Backward:
             ]
             for name, shape in shapes.items()
         }
-        numbers_between = max(  # fewer samples may have more rows at a time
+        numbers_between = max(  # a thread with fewer samples may have more rows
             cpu_backward.room_for(weights.kind, steps, last - first, width, size)
             for first, last in self.parts
         )
         self.room = hidden.new_empty(len(self.parts), numbers_between)
 
     def add(self, block: Block, dy: Tensor | None, g: Tensor, dx: Tensor | None) -> Tensor:
-        """Go through a block.
+        """Backpropagate a block.
 
         Args:
-            block: its inputs and states; an LSTM's with its gates and cells.
+            block: the inputs and states; an LSTM's must have its kept gates and cells.
             dy: the loss's gradient of each output (L, B, H), or None for zero.
-            g: of the state after the block (B, n).
-            dx: takes the gradients of the inputs (L, B, I), if they are wanted.
+            g: the gradient of the state after the block (B, n).
+            dx: receives the gradients of the inputs (L, B, I); None if they are not needed.
 
         Returns:
             The gradient of the state before the block.
@@ -184,7 +192,7 @@ class Backward:
         return g
 
     def finish(self) -> None:
-        """Add what was summed to the totals."""
+        """Add the sums of all threads to the totals, and set the sums to zero."""
         for first, *others in self.sums.values():
             for other in others:
                 first += other
@@ -192,7 +200,7 @@ class Backward:
         inputs, hidden, biases = (first for first, *_ in self.sums.values())
         if not self.direct["inputs"]:
             totals["inputs"] += inputs[:, : totals["inputs"].shape[1]]
-        if kind == "GRU":  # rows: n as states see it, r, z, n as inputs see it
+        if kind == "GRU":  # the rows of the sums are m, r, z, n
             totals["hidden"][: 2 * size] += hidden[size:, :size]
             totals["hidden"][2 * size :] += hidden[:size, :size]
         elif not self.direct["hidden"]:
@@ -208,12 +216,12 @@ class Backward:
                 part.zero_()
 
 
-# Gradients of gates in a row; a GRU's third gate has two, as inputs and as states see it.
+# Gate gradients in a row, in multiples of H. A GRU has four: those of m = U_n h + b, r, z and n.
 _ROW = {"RNN_TANH": 1, "RNN_RELU": 1, "GRU": 4, "LSTM": 4}
 
 
 def _loop(weights: Weights) -> tuple[Any, list[Any], Tensor]:
-    """The loop for a cell, what it is given first, and the hidden weights as it orders them."""
+    """Return the loop of a cell, its first arguments, and the hidden weights in its order."""
     match weights.kind:
         case "GRU":
             zero = weights.hidden.new_zeros(weights.hidden.shape[0])
@@ -230,7 +238,7 @@ def _loop(weights: Weights) -> tuple[Any, list[Any], Tensor]:
 
 
 def _given(kind: Kind, block: Block) -> list[Tensor]:
-    """What a loop is given of a block, besides the gradients."""
+    """Return the arrays of a block that a loop reads."""
     inputs = [block.x, block.before]
     if kind == "LSTM":
         assert block.kept is not None
@@ -238,14 +246,18 @@ def _given(kind: Kind, block: Block) -> list[Tensor]:
     return inputs if kind == "GRU" else [block.after, *inputs]
 
 
-# Rows of a tile of a product; the most numbers in a matrix that stays in the caches although its
-# rows lie apart.
+# The rows of a tile of a product, and the most numbers of a matrix that is read without panels.
+# Such a matrix stays in the caches although its rows are not in panels.
 _TILE_ROWS = 4
 _COMPACT = 2**15
 
 
 def _readable(w: Tensor, rows: int) -> Tensor:
-    """A matrix for products with some rows: as it is if each number is read once, or in panels."""
+    """Return a matrix (R, N) for products with ``rows`` rows.
+
+    It is in panels, unless copying does not pay: it is then returned as (1, R, N). That is so if it
+    is small, its rows are whole vectors, and each of its numbers is read only once.
+    """
     read_once = rows <= _TILE_ROWS and w.numel() <= _COMPACT
     return w.detach().unsqueeze(0) if read_once and _has_whole_vectors(w) else panels(w)
 
@@ -255,9 +267,12 @@ def _has_whole_vectors(matrix: Tensor) -> bool:
 
 
 def recall(weights: Weights, x: Tensor, before: Tensor, c: Tensor) -> Kept:
-    """An LSTM's gates i, f, g, o and c before each step, by matrix products and no recurrence of h.
-    From x (L, B, I) and h before each step (L, B, H); c (B, H) goes from before the first step to
-    after the last."""
+    """Recompute an LSTM's gates i, f, g, o, and c before each step, from the kept h.
+
+    This takes matrix products, and a recurrence of c but none of h. ``x`` is (L, B, I), ``before``
+    is h before each step (L, B, H). ``c`` (B, H), before the first step, is overwritten by that
+    after the last.
+    """
     gates = before.new_empty(*before.shape[:2], 4 * weights.size)
     cells, (bias, _) = before.new_empty(before.shape), _biases(weights)
     _drive(weights.inputs, bias, x, gates)
@@ -269,8 +284,10 @@ def recall(weights: Weights, x: Tensor, before: Tensor, c: Tensor) -> Kept:
 
 
 def sweep(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor) -> Tensor:
-    """As :func:`retrograde.kernels.sweep.sweep`, for float32 and float64 on a CPU; the hidden
-    weights may be in panels."""
+    """Do the same as :func:`retrograde.kernels.sweep.sweep`, for either dtype on a CPU.
+
+    The hidden weights may be in panels.
+    """
     samples, size = slopes.gates.shape[1], slopes.gates.shape[3]
     gates = slopes.gates.flatten(-2).numpy()
     absent = np.empty((0, 0, 0), gates.dtype)
@@ -295,7 +312,7 @@ def scan(
     chunk: int,
     doubts: None = None,
 ) -> Tensor:
-    """As :func:`retrograde.kernels.sweep.scan`, for float32 and float64 on a CPU."""
+    """Do the same as :func:`retrograde.kernels.sweep.scan`, for either dtype on a CPU."""
     length, samples, _, size = slopes.gates.shape
     rest = length % chunk
     if length // chunk < 2:
@@ -313,7 +330,7 @@ def scan(
 
 
 def products(chunks: Slopes, hidden: Tensor, losses: Tensor | None) -> Tensor:
-    """As :func:`retrograde.kernels.sweep.products`, for float32 and float64 on a CPU."""
+    """Do the same as :func:`retrograde.kernels.sweep.products`, for either dtype on a CPU."""
     count, _, samples, _, size = chunks.gates.shape
     lstm = chunks.gates.shape[-2] == 4
     n = size * (2 if lstm else 1)
@@ -327,7 +344,7 @@ def products(chunks: Slopes, hidden: Tensor, losses: Tensor | None) -> Tensor:
 
 
 def _arrays(chunks: Slopes, hidden: Tensor, losses: Tensor | None) -> tuple[Any, ...]:
-    """Chunks as the loops have them."""
+    """Return the arrays of chunks, in the order of the loops' arguments."""
     absent = np.empty((len(chunks.gates), 0, 0, 0), hidden.numpy().dtype)
     keep, inner, terms = (
         absent if t is None else t.numpy() for t in (chunks.keep, chunks.inner, losses)
@@ -336,7 +353,7 @@ def _arrays(chunks: Slopes, hidden: Tensor, losses: Tensor | None) -> tuple[Any,
 
 
 def gru_slopes(inputs: Tensor, hidden: Tensor, before: Tensor) -> Slopes:
-    """As :func:`retrograde.kernels.cells.gru_slopes`, for float32 and float64 on a CPU."""
+    """Do the same as :func:`retrograde.kernels.cells.gru_slopes`, for either dtype on a CPU."""
     length, samples, size = before.shape
     rows = length * samples
     keep, inner = before.new_empty(before.shape), before.new_empty(before.shape)
@@ -347,7 +364,7 @@ def gru_slopes(inputs: Tensor, hidden: Tensor, before: Tensor) -> Slopes:
 
 
 def lstm_slopes(gates: Tensor, after: Tensor, c: Tensor, known: bool = False) -> Slopes:
-    """As :func:`retrograde.kernels.cells.lstm_slopes`, for float32 and float64 on a CPU."""
+    """Do the same as :func:`retrograde.kernels.cells.lstm_slopes`, for either dtype on a CPU."""
     length, samples, size = after.shape
     work = length * samples * size * _ELEMENT_WORK
     if not known:
@@ -360,14 +377,17 @@ def lstm_slopes(gates: Tensor, after: Tensor, c: Tensor, known: bool = False) ->
 
 
 def _share(kernel: Callable[[int, int], None], count: int, work: int) -> None:
-    """Call a kernel on ranges of samples, or of chunks, on as many threads as the work pays."""
+    """Call a kernel on ranges of samples or chunks, on as many threads as pay for the work."""
     share(kernel, ranges(count, 1 + work // THREAD_WORK))
 
 
 def _share_with_room(
     kernel: Any, arrays: tuple[Any, ...], parts: list[Range], numbers: int, like: Tensor
 ) -> None:
-    """The same for a kernel that needs room, which torch allocates, so that it is counted."""
+    """Call a kernel that needs scratch memory on ranges.
+
+    torch allocates that memory, so that measurements count it.
+    """
     room = like.new_empty(len(parts), numbers)
 
     def loop(first: int, last: int) -> None:

@@ -1,15 +1,21 @@
 """The loops of :mod:`retrograde.kernels.cpu` that do a layer's whole backward pass.
 
-A thread takes its samples from the last step to the first, a few steps at a time: slopes, the
-recurrence, and the products with inputs, states and weights. So what passes from one to the next
-stays in that core's cache, and cores exchange nothing but one sum of weights' gradients each.
+A thread takes its samples from the last step to the first, a few steps at a time. For these steps
+it computes slopes, the recurrence, and the products with inputs, states and weights. So
+intermediate results stay in the cache of one core. Each core passes on only its sums of the
+weights' gradients.
 
-Arrays are those of ``cpu_sweep`` and ``cpu_slopes``; besides, ``x`` and ``dx`` (L, B, I), which may
-have no steps; ``before`` and ``after``, h before and after each step; ``inputs``, the weights
-(K·H, I) in panels. ``g`` goes from the gradient of the state after all steps to that before them.
-``to_inputs`` (K·H, W), ``to_hidden`` (K·H, W') and ``to_biases`` (N,) receive the sums; ``room`` is
-for what is in between (:func:`room_for`). The arrays are single parameters, not grouped in tuples,
-since numba takes 0.4 µs longer for each array that it is handed in a tuple.
+Array names are those of ``cpu_sweep`` and ``cpu_slopes``, and these:
+
+- ``x`` and ``dx`` (L, B, I): inputs and their gradients; ``dx`` may have no steps;
+- ``before`` and ``after`` (L, B, H): h before and after each step;
+- ``inputs`` and ``hidden``: the input weights (K·H, I) and the hidden weights (K·H, H), in panels
+  or, if small, with one dimension more (1, K·H, …);
+- ``g``: the gradient of the state after all steps, overwritten by that before them;
+- ``to_inputs`` (K·H, W), ``to_hidden`` (K·H, W') and ``to_biases`` (N,): receive the sums;
+- ``room``: scratch memory (:func:`room_for`).
+
+Arrays are single parameters, since numba takes 0.4 µs longer for each array in a tuple.
 """
 
 from typing import Any
@@ -30,7 +36,7 @@ from retrograde.kernels.tiles import PANEL, add_outer, product, whole_vectors
 
 __all__ = ["backward_gru", "backward_lstm", "backward_rnn", "room_for"]
 
-# Gate gradients are buffered per thread, in rows (one row is one step of one sample); the buffer is
+# Gate gradients are buffered per thread, in rows (one row is one step of one sample). The buffer is
 # halved at four samples or fewer, where it would dominate.
 _ROWS = 64
 _ROWS_OF_FEW = 32
@@ -39,30 +45,34 @@ _FEW = 4
 
 @compiled  # type: ignore[untyped-decorator]
 def row_length(numbers: int) -> Any:
-    """Numbers from one row to the next: never a power of two, or all would share a cache line."""
+    """Return the distance from one row to the next, in numbers.
+
+    One vector is added. Otherwise, if H is a power of two, all rows would compete for the same few
+    lines of the cache.
+    """
     return whole_vectors(numbers) + LANES
 
 
 @compiled  # type: ignore[untyped-decorator]
 def steps_at_once(samples: int, length: int) -> Any:
-    """Steps whose gates' gradients a thread holds at a time."""
+    """Return the number of steps whose gate gradients a thread buffers at a time."""
     rows = _ROWS_OF_FEW if samples <= _FEW else _ROWS
     return max(1, min(rows // samples, length))
 
 
 def room_for(kind: str, length: int, samples: int, inputs: int, size: int) -> int:
-    """Numbers in the ``room`` of a thread, for a block's steps, the thread's samples, I and H."""
+    """Return the size of a thread's ``room``, for ``length`` steps of its samples, I and H."""
     rows = int(steps_at_once(samples, length)) * samples
     gates = 1 if kind.startswith("RNN") else 4
     fixed = rows * int(row_length(gates * size)) + samples * int(whole_vectors(size))
     if kind == "GRU":
         fixed += 2 * samples * int(whole_vectors(3 * size))
-    return fixed + rows * PANEL * -(-max(inputs, size) // PANEL)  # holds the rows of dx, too
+    return fixed + rows * PANEL * -(-max(inputs, size) // PANEL)  # also holds rows of dx
 
 
 @compiled  # type: ignore[untyped-decorator]
 def _divided(room: Reals, first: int, second: int) -> tuple[Reals, Reals, Reals]:
-    """Two parts of some length, set to zero, and the rest."""
+    """Return two parts of given lengths, set to zero, and the rest."""
     room[: first + second] = 0
     return room[:first], room[first : first + second], room[first + second :]
 
@@ -85,7 +95,7 @@ def backward_rnn(
     first: int,
     last: int,
 ) -> None:
-    """RNN, with tanh or ReLU, samples first … last − 1."""
+    """Backpropagate an RNN with tanh or ReLU, for samples first … last − 1."""
     samples, size = g.shape
     stride, wide = row_length(size), whole_vectors(size)
     steps = steps_at_once(last - first, before.shape[0])
@@ -136,7 +146,10 @@ def backward_lstm(
     first: int,
     last: int,
 ) -> None:
-    """LSTM, from its gates i, f, g, o (L, B, 4 H) and c before each step (L, B, H)."""
+    """Backpropagate an LSTM, for samples first … last − 1.
+
+    ``gates`` are i, f, g, o (L, B, 4 H), ``cells`` is c before each step (L, B, H).
+    """
     samples, size = g.shape[0], g.shape[1] // 2
     stride, wide = row_length(4 * size), whole_vectors(size)
     steps = steps_at_once(last - first, before.shape[0])
@@ -156,7 +169,7 @@ def backward_lstm(
                     dh, one = load(known, of_h + j, left), like(i, 1)
                     if losses.shape[0]:
                         dh = dh + load(terms, at, left)
-                    tanh_c = quotient(load(h, at, left), o)  # h = o tanh c; o = 0 makes all 0
+                    tanh_c = quotient(load(h, at, left), o)  # h = o tanh c; 0 if o is 0
                     dc = load(known, of_h + size + j, left) + dh * o * (one - tanh_c * tanh_c)
                     store(known, of_h + size + j, dc * f, left)
                     store(s, w, dc * n * i * (one - i), left)
@@ -194,10 +207,16 @@ def backward_gru(
     first: int,
     last: int,
 ) -> None:
-    """GRU, its gates recomputed from transposed weights (I, 3 H) and (H, 3 H), in panels, and
-    biases (2, 3 H). A row has the gradients of m = U_n h + b_n (which n reads through r), of r, z
-    and n. Hidden weights, rows in the order n, r, z, see the first three, input weights the last
-    three; ``to_hidden`` and ``to_biases`` are in these orders."""
+    """Backpropagate a GRU, for samples first … last − 1.
+
+    Its gates are recomputed from transposed weights in panels, ``from_inputs`` (I, 3 H) and
+    ``from_states`` (H, 3 H), and ``biases`` (2, 3 H).
+
+    A buffered row has the gradients of m, r, z and n, in this order. Here m = U_n h + b_n, and n
+    depends on r m. The first three are multiplied by ``hidden``, whose rows are in the order n, r,
+    z. The last three are multiplied by ``inputs``. The rows of ``to_hidden`` and ``to_inputs`` are
+    in the same orders, and ``to_biases`` is in the order of a buffered row.
+    """
     samples, size = g.shape
     stride, wide, each = row_length(4 * size), whole_vectors(size), last - first
     width, three = x.shape[2], whole_vectors(3 * size)
@@ -243,7 +262,7 @@ def backward_gru(
 
 @compiled  # type: ignore[untyped-decorator]
 def _add_bias(s: Reals, stride: int, rows: int, total: Reals) -> None:
-    """total += the sum of some rows."""
+    """Add the sum of ``rows`` rows to ``total``."""
     size = total.shape[0]
     for j in range(0, size, LANES):
         left = size - j
@@ -257,7 +276,7 @@ def _add_bias(s: Reals, stride: int, rows: int, total: Reals) -> None:
 def _add_weights(
     s: Reals, stride: int, by: Reals, total: Reals, room: Reals, first: int, last: int
 ) -> None:
-    """total += sᵀ by, for some samples of ``by`` (L, B, N)."""
+    """Add sᵀ by to ``total``, for samples first … last − 1 of ``by`` (L, B, N)."""
     size, samples, flat = by.shape[2], by.shape[1], by.reshape(-1)
     count = -(-size // PANEL)
     rows = by.shape[0] * (last - first)
@@ -279,7 +298,7 @@ def _add_weights(
 def _to_inputs(
     s: Reals, stride: int, inputs: Reals, dx: Reals, room: Reals, first: int, last: int
 ) -> None:
-    """The samples' rows of dx (L, B, I) ← s W."""
+    """Write s W to the rows of ``dx`` (L, B, I) of samples first … last − 1."""
     size, samples, flat = dx.shape[2], dx.shape[1], dx.reshape(-1)
     width, each = whole_vectors(size), last - first
     rows = dx.shape[0] * each

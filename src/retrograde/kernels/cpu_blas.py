@@ -1,10 +1,12 @@
-"""A recurrent layer on a CPU in hardly any memory: a matrix product a step, by BLAS.
+"""A recurrent layer on a CPU with little extra memory: one BLAS matrix product for each step.
 
-:mod:`retrograde.kernels.cpu` copies the weights into panels. Here BLAS reads them where they are,
-and only a step's elements are a compiled loop: nearly as fast for layers of many units, slower for
-small ones. Arrays of these loops are named as in ``cpu_states`` and ``cpu_sweep``, and are of one
-step. Those files have the same elements inside their loops over steps, where a call a step would
-take a tenth to three quarters more time.
+:mod:`retrograde.kernels.cpu` copies the weights into panels. Here BLAS reads the weights in place,
+and only the elementwise part of a step is a compiled loop. This is nearly as fast for layers of
+many units, and slower for small layers.
+
+Arrays are named as in ``cpu_states`` and ``cpu_sweep``, but have one step. Those files repeat the
+elementwise part inside their loops over steps. A call for each step would take a tenth to three
+quarters more time there.
 """
 
 import functools
@@ -22,25 +24,25 @@ __all__ = ["Forward", "sweep"]
 
 State = tuple[Tensor, ...]
 
-# Elements of a step that are worth a thread of their own.
+# The elements of a step for which one more thread pays.
 _THREAD_ELEMENTS = 2**13
 
 
 class Forward:
-    """As :class:`retrograde.kernels.cpu.Forward`."""
+    """As :class:`retrograde.kernels.cpu.Forward`, but without a copy of the weights."""
 
     def __init__(self, weights: Weights, samples: int) -> None:
         self.weights = weights
         self.sums = weights.hidden.new_empty(samples, weights.hidden.shape[0])
 
     def room(self, steps: int) -> Tensor:
-        """Room for the gates of some steps (L, B, K·H)."""
+        """Return an uninitialized tensor for the gates of ``steps`` steps (L, B, K·H)."""
         return self.sums.new_empty(steps, *self.sums.shape)
 
     def __call__(
         self, x: Tensor, state: State, outputs: Tensor, gates: Tensor, cells: Tensor | None = None
     ) -> None:
-        """Run some steps; as :meth:`retrograde.kernels.cpu.Forward.__call__`."""
+        """Do the same as :meth:`retrograde.kernels.cpu.Forward.__call__`."""
         weights, hidden = self.weights, self.weights.hidden.t()
         into = torch.mm(x.flatten(0, 1), weights.inputs.t(), out=gates.flatten(0, 1))
         gru = weights.kind == "GRU"
@@ -69,7 +71,7 @@ class Forward:
 
 
 def sweep(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor) -> Tensor:
-    """As :func:`retrograde.kernels.sweep.sweep`, for float32 and float64 on a CPU."""
+    """Do the same as :func:`retrograde.kernels.sweep.sweep`, for float32 and float64 on a CPU."""
     length, samples, _, size = slopes.gates.shape
     g = g.clone(memory_format=torch.contiguous_format)
     lstm, flat = g.shape[-1] == 2 * size, slopes.gates.flatten(-2)
@@ -90,13 +92,13 @@ def sweep(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor) -> Tenso
 
 
 def _share(loop: Callable[[int, int], None], like: Tensor) -> None:
-    """Call a loop on ranges of samples, on as many threads as the elements pay."""
+    """Call a loop on ranges of samples, on as many threads as pay for the elements."""
     share(loop, ranges(len(like), 1 + like.numel() // _THREAD_ELEMENTS))
 
 
 @compiled  # type: ignore[untyped-decorator]
 def _step_rnn(sums: Reals, h: Reals, outputs: Reals, relu: bool, first: int, last: int) -> None:
-    """RNN: ``sums`` (B, H) is all that enters, and may be the outputs."""
+    """Run a step of an RNN on ``sums`` (B, H), which may be the outputs' memory."""
     size = h.shape[1]
     z, states, y = sums.reshape(-1), h.reshape(-1), outputs.reshape(-1)
     for b in range(first, last):
@@ -112,7 +114,10 @@ def _step_rnn(sums: Reals, h: Reals, outputs: Reals, relu: bool, first: int, las
 def _step_gru(
     driven: Reals, sums: Reals, bias: Reals, h: Reals, outputs: Reals, first: int, last: int
 ) -> None:
-    """GRU: from what the inputs bring, and ``sums`` (B, 3 H), U h without its bias."""
+    """Run a step of a GRU.
+
+    ``driven`` is the inputs' part of the gates, ``sums`` (B, 3 H) is U h without its ``bias``.
+    """
     size = h.shape[1]
     x, u, states, y = driven.reshape(-1), sums.reshape(-1), h.reshape(-1), outputs.reshape(-1)
     for b in range(first, last):
@@ -132,7 +137,11 @@ def _step_gru(
 def _step_lstm(
     gates: Reals, h: Reals, c: Reals, outputs: Reals, before: Reals, first: int, last: int
 ) -> None:
-    """LSTM: ``gates`` (B, 4 H), all that enters, become i, f, g, o; ``before``, if any, takes c."""
+    """Run a step of an LSTM.
+
+    ``gates`` (B, 4 H) are the sums that enter the gates, overwritten by i, f, g, o. ``before``
+    receives c before the step, unless it is empty.
+    """
     size = h.shape[1]
     z, states, y = gates.reshape(-1), h.reshape(-1), outputs.reshape(-1)
     cells, cells_before = c.reshape(-1), before.reshape(-1)
@@ -166,7 +175,11 @@ def _back_state(
     first: int,
     last: int,
 ) -> None:
-    """RNN and GRU: gates (B, K·H) and inner become gradients, before what passes them by."""
+    """Backpropagate the elementwise part of a step of an RNN or GRU.
+
+    Gradients overwrite the slopes ``gates`` (B, K·H) and ``inner``. ``before`` receives the part of
+    the gradient that bypasses the gates.
+    """
     size, width = g.shape[1], gates.shape[1]
     s, kept, s_n = gates.reshape(-1), keep.reshape(-1), inner.reshape(-1)
     known, terms, past = g.reshape(-1), losses.reshape(-1), before.reshape(-1)
@@ -189,7 +202,11 @@ def _back_state(
 def _back_lstm(
     gates: Reals, keep: Reals, inner: Reals, losses: Reals, g: Reals, first: int, last: int
 ) -> None:
-    """LSTM: gates (B, 4 H) become gradients; of g (B, 2 H), that of c goes to before the step."""
+    """Backpropagate the elementwise part of a step of an LSTM.
+
+    Gradients overwrite the slopes ``gates`` (B, 4 H). In ``g`` (B, 2 H), the gradient of c after
+    the step is overwritten by that of c before it.
+    """
     size = g.shape[1] // 2
     s, f, e = gates.reshape(-1), keep.reshape(-1), inner.reshape(-1)
     known, terms = g.reshape(-1), losses.reshape(-1)

@@ -1,4 +1,4 @@
-"""Dropout by a hash, compiled: the loop of :class:`retrograde.cores.dropout.Dropout` on a CPU."""
+"""Dropout by a hash: the compiled loop of :class:`retrograde.cores.dropout.Dropout` on a CPU."""
 
 import functools
 from typing import Any
@@ -16,12 +16,15 @@ _GAMMA, _MIX_1, _MIX_2 = (
     np.uint64(value) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
 _SPREAD, _SHORT_1, _SHORT_2 = (np.uint32(v) for v in (0x9E3779B9, 0x7FEB352D, 0x846CA68B))
-_ROW_WORK = 2**16  # numbers that are worth a thread of their own
+_ROW_WORK = 2**16  # the numbers for which one more thread pays
 
 
 def drop(x: Tensor, seed: int, p: float, start: int) -> Tensor:
-    """Drop numbers of x (L, B, W), contiguous and float32 or float64, with probability p. ``seed``
-    is of the call and layer, ``start`` the first step's number."""
+    """Return x (L, B, W) after dropout with probability p.
+
+    ``x`` must be contiguous, and float32 or float64. ``seed`` belongs to the call and the layer,
+    and ``start`` is the number of the first step.
+    """
     out = x.new_empty(x.shape)
     samples, width = x.shape[1:]
     rows = len(x) * samples
@@ -37,7 +40,7 @@ def drop(x: Tensor, seed: int, p: float, start: int) -> Tensor:
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def _mixed(z: Any) -> Any:
-    """64 bits, each of which depends on all that went in (splitmix64)."""
+    """Return 64 bits, each of which depends on all bits of z (splitmix64)."""
     z = (z ^ (z >> np.uint64(30))) * _MIX_1
     z = (z ^ (z >> np.uint64(27))) * _MIX_2
     return z ^ (z >> np.uint64(31))
@@ -69,5 +72,6 @@ def _drop(
             v = np.uint32(v ^ (v >> np.uint32(15)))
             v = np.uint32(v * _SHORT_2)
             v = np.uint32(v ^ (v >> np.uint32(16)))
-            # The sign bit is turned, for the limit is one of signed numbers.
+            # The reference compares signed numbers. Unsigned ones are in the same order after the
+            # sign bit is flipped.
             left[j] = given[j] / keep if (v ^ np.uint32(0x80000000)) >= limit else zero

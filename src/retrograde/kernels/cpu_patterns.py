@@ -1,7 +1,8 @@
-"""Loops over sparsity patterns, compiled: Kronecker products, products, and what lands where.
+"""Compiled loops over sparsity patterns: Kronecker products, products, and lists of their terms.
 
 Patterns are in compressed rows: row i has the columns ``indices[indptr[i] : indptr[i + 1]]``, in
-ascending order. Each loop takes the rows ``first`` to ``last``, so that threads can share them.
+ascending order. Loops with ``first`` and ``last`` take the rows first … last − 1, so that threads
+can share them.
 """
 
 from typing import Any
@@ -27,7 +28,10 @@ def kron(
     scale: int,
     out: _Ints,
 ) -> None:
-    """out ← left·scale + right for the entries of a Kronecker product, rows of the left factor."""
+    """Write left·scale + right to ``out`` for the entries of a Kronecker product.
+
+    The rows first … last − 1 are those of the left factor.
+    """
     rows, total = len(right_ptr) - 1, right_ptr[-1]
     for i in range(first, last):
         at = left_ptr[i] * total
@@ -50,7 +54,7 @@ def count_columns(
     seen: _Ints,
     counts: _Ints,
 ) -> None:
-    """How many columns each row of a product has; ``seen`` has a −1 for each column."""
+    """Count the columns of each row of a product; ``seen`` starts with a −1 for each column."""
     for i in range(first, last):
         found = 0
         for p in range(left_ptr[i], left_ptr[i + 1]):
@@ -74,7 +78,10 @@ def fill_columns(
     ptr: _Ints,
     indices: _Ints,
 ) -> None:
-    """The columns of each row of a product, in ascending order; ``seen`` as for counting."""
+    """Write the columns of each row of a product to ``indices``, in ascending order.
+
+    ``seen`` starts with a −1 for each column.
+    """
     for i in range(first, last):
         at = ptr[i]
         for p in range(left_ptr[i], left_ptr[i + 1]):
@@ -108,9 +115,13 @@ def land(
     lefts: _Ints,
     rights: _Ints,
 ) -> None:
-    """List which entries are multiplied, ordered by the entry of the product that they land in.
-    ``place`` has a number for each column. ``ends``, zeros, one for each entry of the product and
-    one more, becomes the offsets of their terms in ``lefts`` and ``rights``."""
+    """List the terms of each entry of a product.
+
+    A term is an entry of the left factor times one of the right factor. Their numbers go to
+    ``lefts`` and ``rights``, ordered by the entry of the product. ``ends`` starts with zeros, one
+    more than the product has entries; it receives the offsets of each entry's terms. ``place`` is
+    scratch memory with a number for each column.
+    """
     rows = len(ptr) - 1
     for once in range(2):
         for i in range(rows):

@@ -1,6 +1,6 @@
 """The loops of :mod:`retrograde.kernels.cpu` that turn gates into slopes.
 
-Rows are steps of samples; otherwise the names are those of :mod:`retrograde.kernels.cells`.
+A row is one step of one sample. Other names are those of :mod:`retrograde.kernels.cells`.
 """
 
 from retrograde.kernels.lanes import (
@@ -22,7 +22,11 @@ __all__ = ["gru_slopes", "lstm_cells", "lstm_gates", "lstm_slopes"]
 def gru_slopes(
     inputs: Reals, hidden: Reals, before: Reals, keep: Reals, inner: Reals, first: int, last: int
 ) -> None:
-    """What enters the gates of some rows: hidden ← s_r, s_z, s_m; inner ← s_n; keep ← z."""
+    """Compute a GRU's slopes for rows first … last − 1.
+
+    ``inputs`` and ``hidden`` are the two parts of the sums that enter the gates. ``hidden`` is
+    overwritten by s_r, s_z and s_m. ``inner`` receives s_n, and ``keep`` receives z.
+    """
     size = before.shape[1]
     x, u, h = inputs.reshape(-1), hidden.reshape(-1), before.reshape(-1)
     kept, s_n = keep.reshape(-1), inner.reshape(-1)
@@ -44,7 +48,7 @@ def gru_slopes(
 
 @compiled  # type: ignore[untyped-decorator]
 def lstm_gates(sums: Reals, first: int, last: int) -> None:
-    """What enters the gates of rows first … last − 1 becomes i, f, g, o."""
+    """Overwrite the sums that enter an LSTM's gates by i, f, g, o, for rows first … last − 1."""
     size, flat = sums.shape[1] // 4, sums.reshape(-1)
     for row in range(first, last):
         for j in range(0, size, LANES):
@@ -57,8 +61,11 @@ def lstm_gates(sums: Reals, first: int, last: int) -> None:
 
 @compiled  # type: ignore[untyped-decorator]
 def lstm_cells(gates: Reals, c: Reals, cells: Reals, first: int, last: int) -> None:
-    """What enters the gates of samples first … last − 1 becomes i, f, g, o; cells ← c before each
-    step; ``c`` (B, H) goes from before the first step to after the last."""
+    """Compute an LSTM's gates and c, for samples first … last − 1.
+
+    ``gates`` are the sums that enter the gates, overwritten by i, f, g, o. ``cells`` receives c
+    before each step. ``c`` (B, H), before the first step, is overwritten by that after the last.
+    """
     samples, size = c.shape
     flat, state, before = gates.reshape(-1), c.reshape(-1), cells.reshape(-1)
     for t in range(gates.shape[0]):
@@ -81,8 +88,11 @@ def lstm_cells(gates: Reals, c: Reals, cells: Reals, first: int, last: int) -> N
 def lstm_slopes(
     gates: Reals, after: Reals, c: Reals, keep: Reals, inner: Reals, first: int, last: int
 ) -> None:
-    """Samples first … last − 1: gates i, f, g, o ← s_i, s_f, s_g, s_o; inner ← e; keep ← f. c (B,
-    H) goes from before the first step to after the last."""
+    """Compute an LSTM's slopes for samples first … last − 1.
+
+    ``gates`` are i, f, g, o, overwritten by s_i, s_f, s_g, s_o. ``inner`` receives e, and ``keep``
+    receives f. ``c`` (B, H), before the first step, is overwritten by that after the last.
+    """
     samples, size = c.shape
     flat, h, cells = gates.reshape(-1), after.reshape(-1), c.reshape(-1)
     kept, e = keep.reshape(-1), inner.reshape(-1)
@@ -94,7 +104,7 @@ def lstm_slopes(
                 i, f = load(flat, v, left), load(flat, v + size, left)
                 g, o = load(flat, v + 2 * size, left), load(flat, v + 3 * size, left)
                 cell, one = load(cells, state, left), like(i, 1)
-                tanh_c = quotient(load(h, at, left), o)  # h = o tanh c; o = 0 makes all below 0
+                tanh_c = quotient(load(h, at, left), o)  # h = o tanh c; each use is times o
                 store(flat, v, g * i * (one - i), left)
                 store(flat, v + size, cell * f * (one - f), left)
                 store(flat, v + 2 * size, i * (one - g * g), left)

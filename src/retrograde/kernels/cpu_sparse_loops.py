@@ -1,11 +1,13 @@
-"""The loops of :mod:`retrograde.jacobians.cpu_products`, compiled.
+"""The compiled loops of :mod:`retrograde.jacobians.cpu_products`.
 
-Values of a sparse matrix are a flat array in which an entry's numbers for all samples lie side by
-side: (nnz, S), S samples, or (nnz,) where all share them (``wide`` is S then, or 1). A vector of
-eight samples goes through a product at a time, from sample ``at`` on; ``left`` of them exist. With
-one sample there is nothing to lay side by side, and numbers are taken one by one.
+A sparse matrix is given by the offsets of its rows, the columns of its entries, and their values.
+The values are a flat array, (nnz, S), in which an entry's numbers for all S samples are adjacent.
+They are (nnz,) if all samples share them. The parameters ``…wide`` are S or 1 accordingly.
 
-The other layout is (S, rows, columns), for dense factors.
+The loops ``…_lanes`` compute eight samples at a time, as one vector. Of the samples from ``at`` on,
+``left`` exist. The loops ``…_one`` are for one sample, and compute one number at a time.
+
+Dense factors have another layout, (S, rows, columns).
 """
 
 import numpy as np
@@ -49,8 +51,11 @@ def multiply_lanes(
     c_wide: int,
     sums: Reals,
 ) -> None:
-    """Rows of c ← a·b, whose pattern is known; without offsets c is full. ``sums`` has room for a
-    vector for each column."""
+    """Write rows first … last − 1 of a·b to ``c``, whose pattern is known.
+
+    If ``c_ptr`` is empty, ``c`` is a full matrix. ``sums`` is scratch memory, a vector for each
+    column.
+    """
     columns = len(sums) // LANES
     zero = like(load(sums, 0, LANES), 0)
     whole = len(c_ptr) == 0
@@ -98,7 +103,7 @@ def multiply_one(
     c: Reals,
     sums: Reals,
 ) -> None:
-    """The same for one sample; ``sums`` has a number for each column."""
+    """Write rows of a·b to ``c`` for one sample; ``sums`` has a number for each column."""
     columns = len(sums)
     whole = len(c_ptr) == 0
     for i in range(first, last):
@@ -139,7 +144,7 @@ def scale_lanes(
     c: Reals,
     samples: int,
 ) -> None:
-    """c ← diag(d)·x, or x·diag(d), for entries of some rows."""
+    """Write diag(d)·x, or x·diag(d) if ``by_column``, to ``c`` for rows first … last − 1."""
     for i in range(first, last):
         for p in range(ptr[i], ptr[i + 1]):
             k = of[p] if by_column else i
@@ -154,7 +159,7 @@ def scale_lanes(
 def scale_one(
     first: int, last: int, ptr: _Ints, of: _Ints, x: Reals, d: Reals, by_column: bool, c: Reals
 ) -> None:
-    """The same for one sample."""
+    """Write diag(d)·x, or x·diag(d) if ``by_column``, to ``c`` for one sample."""
     for i in range(first, last):
         for p in range(ptr[i], ptr[i + 1]):
             c[p] = x[p] * d[of[p] if by_column else i]
@@ -172,7 +177,7 @@ def apply_lanes(
     samples: int,
     out: Reals,
 ) -> None:
-    """out ← a·x for x (columns, S), out (rows, S)."""
+    """Write rows of a·x to ``out`` (rows, S), for x (columns, S)."""
     for i in range(first, last):
         for at in range(0, samples, LANES):
             left = samples - at
@@ -189,7 +194,7 @@ def apply_lanes(
 
 @compiled  # type: ignore[untyped-decorator]
 def apply_one(first: int, last: int, ptr: _Ints, of: _Ints, a: Reals, x: Reals, out: Reals) -> None:
-    """out ← a·x for one sample."""
+    """Write rows of a·x to ``out`` for one sample."""
     for i in range(first, last):
         total = out.dtype.type(0)
         for p in range(ptr[i], ptr[i + 1]):
@@ -210,8 +215,11 @@ def sparse_times_full(
     columns: int,
     out: Reals,
 ) -> None:
-    """Rows of out ← a·b, those of all samples numbered through; a (S, nnz), b (S, inner, columns).
-    A factor that all samples share has a step of 0."""
+    """Write rows first … last − 1 of a·b to ``out``, for a (S, nnz) and b (S, inner, columns).
+
+    The rows of all samples are numbered consecutively. ``a_step`` and ``b_step`` are the distances
+    between samples, 0 for a factor that all samples share.
+    """
     rows = len(ptr) - 1
     for row in range(first, last):
         sample, i = row // rows, row % rows
@@ -243,8 +251,11 @@ def full_times_sparse(
     out: Reals,
     room: Reals,
 ) -> None:
-    """Blocks of eight rows of out ← a·b, numbered through all samples; a (S, rows, inner), b (S,
-    nnz). ``room`` is for inner + columns vectors, a block's rows side by side."""
+    """Write blocks first … last − 1 of a·b to ``out``, for a (S, rows, inner) and b (S, nnz).
+
+    A block is eight rows, and the blocks of all samples are numbered consecutively. ``room`` is
+    scratch memory for inner + columns vectors, in which a block's rows are adjacent.
+    """
     blocks = -(-rows // LANES)
     sums = room[inner * LANES :]
     for block in range(first, last):
@@ -269,7 +280,7 @@ def full_times_sparse(
 
 @compiled  # type: ignore[untyped-decorator]
 def take(first: int, last: int, x: Reals, places: _Ints, out: Reals) -> None:
-    """out ← x at some places."""
+    """Write x at ``places`` to ``out``."""
     for p in range(first, last):
         out[p] = x[places[p]]
 
@@ -286,8 +297,11 @@ def mark(
     columns: int,
     out: Reals,
 ) -> None:
-    """out ← 1 at the entries (chosen input, output), for outputs numbered through all samples.
-    ``inputs`` and ``outputs`` are counts of a channel, ``columns`` is the outputs of a sample."""
+    """Write 1 to ``out`` at the entries (chosen input, output).
+
+    ``first`` to ``last`` are outputs, numbered consecutively over all samples. ``inputs`` and
+    ``outputs`` are the counts of one channel, ``columns`` is the count of a sample's outputs.
+    """
     for place in range(first, last):
         sample, column = place // columns, place % columns
         row = column // outputs * inputs + chosen[place]

@@ -1,9 +1,13 @@
 """The loops of :mod:`retrograde.kernels.cpu` that run a layer forward.
 
-``driven`` (L, B, K·H) is what the inputs bring to the gates, biases included, ``hidden`` the
-transposed hidden weights (H, K·H), in panels; ``h`` and ``c`` (B, H) go from the state before the
-first step to that after the last, ``outputs`` (L, B, H) takes h after each step. Samples
-first … last − 1 are run; ``sums`` has room for a row of whole vectors of every sample.
+They run the samples first … last − 1. Their arrays are:
+
+- ``driven`` (L, B, K·H): the inputs' part of the gates, with the biases;
+- ``bias`` (3 H): a GRU's bias_hh, which is not a part of ``driven``;
+- ``hidden`` (H, K·H): the transposed hidden weights, in panels;
+- ``h`` and ``c`` (B, H): the state before the first step, overwritten by that after the last;
+- ``outputs`` (L, B, H): receives h after each step;
+- ``sums``: scratch memory, a row of whole vectors for each sample.
 """
 
 from retrograde.kernels.lanes import LANES, Reals, compiled, load, positive, sigmoid, store, tanh
@@ -23,7 +27,7 @@ def run_rnn(
     first: int,
     last: int,
 ) -> None:
-    """RNN, with tanh or ReLU."""
+    """Run an RNN with tanh or ReLU."""
     samples, size = h.shape
     width = whole_vectors(size)
     x, states, y = driven.reshape(-1), h.reshape(-1), outputs.reshape(-1)
@@ -52,7 +56,7 @@ def run_gru(
     first: int,
     last: int,
 ) -> None:
-    """GRU; ``bias`` (3 H) is what U h gets besides."""
+    """Run a GRU; ``bias`` (3 H) is added to U h."""
     samples, size = h.shape
     width = whole_vectors(3 * size)
     x, states, y = driven.reshape(-1), h.reshape(-1), outputs.reshape(-1)
@@ -86,8 +90,11 @@ def run_lstm(
     first: int,
     last: int,
 ) -> None:
-    """LSTM; ``driven`` becomes the gates i, f, g, o; ``before`` (L, B, H), if any, takes c before
-    each step."""
+    """Run an LSTM.
+
+    The gates i, f, g, o overwrite ``driven``. ``before`` (L, B, H) receives c before each step,
+    unless it is empty.
+    """
     samples, size = h.shape
     width = whole_vectors(4 * size)
     gates, states, y = driven.reshape(-1), h.reshape(-1), outputs.reshape(-1)

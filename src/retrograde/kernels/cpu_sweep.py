@@ -1,9 +1,11 @@
-"""The loops of :mod:`retrograde.kernels.cpu` that follow the steps: sweeps, chunks' products.
+"""The loops of :mod:`retrograde.kernels.cpu` for the sweep, and for the products of chunks.
 
-Arrays in place of tensors, and otherwise the names of :mod:`retrograde.kernels.cells`: ``gates``
-(L, B, K·H), ``keep`` and ``inner`` (L, B, H), ``losses`` (L, B, H); with chunks, (C, L, B, …).
-``hidden`` (K·H, H) is in panels. An array that is absent has no steps. ``room`` is for what is in
-between (:func:`room_to_sweep`, :func:`room_for_products`).
+The names are those of :mod:`retrograde.kernels.cells`, but of arrays instead of tensors:
+
+- ``gates`` (L, B, K·H), ``keep``, ``inner`` and ``losses`` (L, B, H); with chunks, (C, L, B, …).
+  An array that is absent has no steps;
+- ``hidden`` (K·H, H), in panels;
+- ``room``: scratch memory (:func:`room_to_sweep`, :func:`room_for_products`).
 """
 
 from retrograde.kernels.lanes import LANES, Reals, compiled, load, store
@@ -21,12 +23,15 @@ __all__ = [
 
 
 def room_to_sweep(samples: int, size: int) -> int:
-    """Numbers that a thread needs room for, to sweep some samples of H units."""
+    """Return the size of a thread's ``room`` for sweeping some samples of H units."""
     return samples * int(whole_vectors(size))
 
 
 def room_for_products(size: int, parts: int) -> int:
-    """The same for products of Jacobians of states that have one or two parts of H units."""
+    """Return the size of a thread's ``room`` for products of Jacobians.
+
+    A state has one part of H units, or two for (h, c).
+    """
     rows = parts * size + 1
     matrices = parts * -(-size // PANEL) * size * PANEL
     return matrices + rows * (int(whole_vectors(size)) + (2 * size if parts == 2 else 0))
@@ -44,7 +49,10 @@ def sweep_state(
     first: int,
     last: int,
 ) -> None:
-    """RNN and GRU, samples first … last − 1; g (B, H) goes from after the last to before step 0."""
+    """Sweep samples first … last − 1 of an RNN or GRU.
+
+    ``g`` (B, H), the gradient after the last step, is overwritten by that before step 0.
+    """
     size, width = g.shape[1], gates.shape[2]
     wide, samples = whole_vectors(size), gates.shape[1]
     before = room[: (last - first) * wide]
@@ -81,7 +89,10 @@ def sweep_lstm(
     first: int,
     last: int,
 ) -> None:
-    """LSTM, samples first … last − 1; g (B, 2 H) goes from after the last to before step 0."""
+    """Sweep samples first … last − 1 of an LSTM.
+
+    ``g`` (B, 2 H), the gradient after the last step, is overwritten by that before step 0.
+    """
     size, samples = g.shape[1] // 2, gates.shape[1]
     wide = whole_vectors(size)
     before = room[: (last - first) * wide]
@@ -120,7 +131,7 @@ def sweep_chunks(
     first: int,
     last: int,
 ) -> None:
-    """Chunks first … last − 1, each swept from the gradient after it (C, B, n)."""
+    """Sweep chunks first … last − 1, each from the gradient ``after`` it (C, B, n)."""
     samples = gates.shape[2]
     for c in range(first, last):
         arrays = gates[c], keep[c], inner[c], hidden, losses[c], after[c], room, 0, samples
@@ -142,7 +153,10 @@ def products_state(
     first: int,
     last: int,
 ) -> None:
-    """RNN and GRU, chunks first … last − 1: rows (C, B, H + 1, H) ← the products P, and d."""
+    """Write the products P, and d, of chunks first … last − 1 to ``rows`` (C, B, H + 1, H).
+
+    This is for RNN and GRU.
+    """
     size = rows.shape[-1]
     wide = whole_vectors(size)
     panel, whole = hidden.shape[2], hidden.shape[0] * size * hidden.shape[2]
@@ -177,8 +191,11 @@ def products_lstm(
     first: int,
     last: int,
 ) -> None:
-    """LSTM, chunks first … last − 1: rows (C, B, 2 H + 1, 2 H) ← the products P, then the losses'
-    part. By two factors of the Jacobian: d = g_c + g_h e; g_h ← d a + g_h (s_o U_o); g_c ← d f."""
+    """Write the products P, and d, of an LSTM's chunks to ``rows`` (C, B, 2 H + 1, 2 H).
+
+    The chunks are first … last − 1. A step multiplies by the two factors of the Jacobian:
+    d = g_c + g_h e; g_h ← d a + g_h (s_o U_o); g_c ← d f.
+    """
     size = rows.shape[-1] // 2
     wide = whole_vectors(size)
     whole, count = hidden.shape[0] * size * hidden.shape[2], 2 * size + 1
@@ -218,7 +235,10 @@ def _identity(row: Reals) -> None:
 
 @compiled  # type: ignore[untyped-decorator]
 def _sum_scaled(gates: Reals, hidden: Reals, first: int, last: int, out: Reals) -> None:
-    """out ← Σ_k diag(gates_k) U_k over some gates k, for gates (K·H,), all matrices in panels."""
+    """Write Σ_k diag(gates_k) U_k to ``out``, for gates first … last − 1 of ``gates`` (K·H,).
+
+    All matrices are in panels.
+    """
     size = out.shape[1]
     out[:] = 0
     for p in range(out.shape[0]):

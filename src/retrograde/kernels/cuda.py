@@ -1,21 +1,21 @@
 """The backward recurrence on a GPU, in Triton: a sweep in one launch, a scan in three.
 
 The references are the functions of the same names in :mod:`retrograde.kernels.sweep` and
-:mod:`retrograde.kernels.cells`. The same call gives the same bits: no sizes are tuned at run time
-and nothing is added atomically.
+:mod:`retrograde.kernels.cells`. The same call gives the same bits, since no sizes are tuned at run
+time and nothing is added atomically.
 
-The scan has the three phases of :mod:`retrograde.kernels.sweep`, except that the first chunk may be
-shorter than the others. The carry measures whether the products may be trusted. Where a card has
-no room for the scan (sm_75 from 65 units on), the sweep takes its place.
+The scan has the three phases of :mod:`retrograde.kernels.sweep`, but here the first chunk may be
+shorter than the others. The carry also measures whether the products can be trusted. If a card has
+too little shared memory for the scan (sm_75 from 65 units on), the block is swept instead.
 
-*TF32*: sums are float32. Where ``torch.backends.cudnn`` lets torch's own recurrent kernels round to
-TF32, up to 64 units are multiplied on the tensor cores, each product in three of TF32, whose sum is
-exact to about 2⁻²¹; else none is.
+*TF32*: sums are float32. If ``torch.backends.cudnn`` allows torch's own recurrent kernels to round
+to TF32, products of up to 64 units use the tensor cores (sm_80 and later). Each is then the sum of
+three products in TF32, exact to about 2⁻²¹. Otherwise the tensor cores are not used.
 
-*Sizes* (:mod:`retrograde.kernels.cuda_limits`) are fixed by the card and P, the power of two from
-16 on that holds H. A sweep keeps U in registers; of an LSTM of more than 64 units it reads U at
-each step. A product has tiles of 32 rows, of which a thread has 8 or 16 numbers. Most loads run two
-steps ahead.
+*Sizes* (:mod:`retrograde.kernels.cuda_limits`) depend only on the card, the cell and P, the least
+power of two from 16 on that is no less than H. A sweep keeps U in registers, but for an LSTM of
+more than 64 units it reads U at each step. A product has tiles of 16 or 32 rows, of which a thread
+has 8 or 16 numbers. Most loads are issued two steps ahead.
 """
 
 import functools
@@ -33,16 +33,16 @@ from retrograde.kernels.cuda_limits import Launch, launch
 
 __all__ = ["gru_slopes", "lstm_slopes", "scan", "sweep"]
 
-# Steps that a program takes at a time of c, and how many numbers of c it has: 32 bytes, the least
-# that memory delivers.
+# A program computes c for this many steps at a time, and for this many numbers of c. Eight numbers
+# are 32 bytes, the smallest transfer of the memory.
 _TIME, _LANES = 128, 8
 _BLOCK = 512
-# Bytes of shared memory that the interpreter is taken to have: sm_90's.
+# The shared memory in bytes that is assumed for Triton's interpreter, which is that of sm_90.
 _INTERPRETED = 232_448
 
 
 def sweep(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor) -> Tensor:
-    """As :func:`retrograde.kernels.sweep.sweep`, for float32 on a GPU, in one launch."""
+    """Do the same as :func:`retrograde.kernels.sweep.sweep`, for float32, in one launch."""
     g, length = g.contiguous(), slopes.gates.shape[0]
     return _sweep_chunks(slopes, hidden, dy, g, 1, max(1, length))
 
@@ -55,7 +55,7 @@ def scan(
     chunk: int,
     doubts: list[Tensor] | None = None,
 ) -> Tensor:
-    """As :func:`retrograde.kernels.sweep.scan`, for float32 on a GPU, in three launches."""
+    """Do the same as :func:`retrograde.kernels.sweep.scan`, for float32, in three launches."""
     length, samples, gates, size = slopes.gates.shape
     form = launch("products", gates, size, _limit(g), _tf32())
     carry = launch("carry", gates, size, _limit(g))
@@ -79,13 +79,13 @@ def scan(
     if doubts is not None:
         doubts.append(sizes)
     elif not _trusted(sizes):
-        reference.trusted(rows, after)  # which says so
+        reference.trusted(rows, after)  # warns
         return sweep(slopes, hidden, dy, g)
     return _sweep_chunks(slopes, hidden, dy, after, chunks, chunk)
 
 
 def gru_slopes(inputs: Tensor, hidden: Tensor, before: Tensor) -> Slopes:
-    """As :func:`retrograde.kernels.cells.gru_slopes`, for float32 on a GPU, in one launch."""
+    """Do the same as :func:`retrograde.kernels.cells.gru_slopes`, for float32, in one launch."""
     assert hidden.is_contiguous()
     size, numbers = before.shape[-1], before.numel()
     keep, inner = hidden.new_empty(before.shape), hidden.new_empty(before.shape)
@@ -98,8 +98,10 @@ def gru_slopes(inputs: Tensor, hidden: Tensor, before: Tensor) -> Slopes:
 
 
 def lstm_slopes(gates: Tensor, after: Tensor, c: Tensor, known: bool = False) -> Slopes:
-    """As :func:`retrograde.kernels.cells.lstm_slopes`, for float32 on a GPU, in one launch.
-    ``after`` is unused; ``known`` must be false, since on a GPU no forward pass keeps the gates."""
+    """Do the same as :func:`retrograde.kernels.cells.lstm_slopes`, for float32, in one launch.
+
+    ``after`` is unused. ``known`` must be false, since no forward pass on a GPU keeps the gates.
+    """
     assert gates.is_contiguous()
     assert not known
     length, samples, size = *gates.shape[:2], c.shape[-1]
@@ -119,7 +121,7 @@ def _sweep_chunks(
     length, samples, gates, size = slopes.gates.shape
     before = after.new_empty(samples, after.shape[-1])
     form = launch("sweep", gates, size, _limit(after))
-    assert form is not None  # it fits every card
+    assert form is not None  # a sweep fits every card
     given = *_arrays(slopes, hidden, dy), after, before, samples, length, chunks, chunk
     with _device_of(after):
         cuda_sweep.sweep[(chunks * samples,)](
@@ -134,12 +136,12 @@ def _sweep_chunks(
 
 
 def _device_of(t: Tensor) -> AbstractContextManager[object]:
-    """Launches go to the current device, so let that be the tensor's; or the interpreter's."""
+    """Return a context in which a tensor's card is the current device, where launches go."""
     return torch.cuda.device(t.device) if t.is_cuda else nullcontext()
 
 
 def _limit(t: Tensor) -> int:
-    """The bytes of shared memory that a program may have on a tensor's card."""
+    """Return the bytes of shared memory that a program may have on a tensor's card."""
     if not t.is_cuda:
         return _INTERPRETED
     return _shared_memory(t.device.index)
@@ -152,7 +154,7 @@ def _shared_memory(card: int) -> int:
 
 
 def _tf32() -> bool:
-    """Whether torch lets its own recurrent kernels round to TF32."""
+    """Return whether torch allows its own recurrent kernels to round to TF32."""
     cudnn: Any = torch.backends.cudnn
     if hasattr(cudnn, "rnn"):
         return bool(cudnn.rnn.fp32_precision == "tf32")
@@ -161,12 +163,12 @@ def _tf32() -> bool:
 
 def _constants(form: Launch, size: int) -> dict[str, int]:
     found = {"H": size, "P": form.padded, "STAGES": form.stages, "num_warps": form.warps}
-    # Left to itself, ptxas gives 16 warps 64 registers a thread, and spills twice as much.
+    # Without this limit, ptxas uses 64 registers a thread for 16 warps, and spills twice as much.
     return found | ({"maxnreg": 128} if form.warps == 16 else {})
 
 
 def _arrays(slopes: Slopes, hidden: Tensor, dy: Tensor | None) -> tuple[Tensor, ...]:
-    """Gates, what is kept, inner slopes, weights, losses; the gates in place of those absent."""
+    """Return gates, keep, inner, weights and losses; the gates stand in for absent ones."""
     gates, keep, inner = slopes.gates, slopes.keep, slopes.inner
     assert gates.dtype == torch.float32
     assert gates.shape[-1] <= LARGEST_SIZE
@@ -182,6 +184,9 @@ def _arrays(slopes: Slopes, hidden: Tensor, dy: Tensor | None) -> tuple[Tensor, 
 
 
 def _trusted(sizes: Tensor) -> bool:
-    """As :func:`retrograde.kernels.sweep.trusted`, from what the carry measured."""
+    """Return whether the products can be trusted, from the sizes that the carry measured.
+
+    The rule is that of :func:`retrograde.kernels.sweep.trusted`.
+    """
     terms, largest = sizes.amax(1).tolist()
     return bool(terms <= min(reference._CANCELLATION * largest, torch.finfo(sizes.dtype).max))

@@ -1,23 +1,25 @@
-"""How the recurrent CUDA kernels are launched on a card, by its shared memory.
+"""Choose how the recurrent CUDA kernels are launched on a card, by its shared memory.
 
-The limit is what one program may have: 232,448 bytes on sm_90 and sm_100, 166,912 on sm_80, 101,376
-on sm_86, 89 and 120, 65,536 on sm_75. P is the power of two from 16 on that holds H, K the number
-of gates. In shared memory are, as the compiler lays them out (a test compiles and compares):
+The limit is the shared memory of one program. It is 232,448 bytes on sm_90 and sm_100, 166,912 on
+sm_80, 101,376 on sm_86, 89 and 120, and 65,536 on sm_75. P is the least power of two from 16 on
+that is no less than H, and K is the number of gates. Shared memory holds these arrays, as the
+compiler lays them out (a test compiles and compares):
 
-- *products*: a product's operands, a tile of rows (R, P) and a Jacobian (P, P). For three products
-  in TF32 that make one in float32, the rows are there twice;
+- *products*: the operands of a product, which are a tile of rows (R, P) and a Jacobian (P, P). If
+  three products in TF32 replace one in float32, the rows are there twice;
 - *carry*: P² numbers of each quadrant of a product, for every step that is loaded ahead;
-- all of them: vectors of P numbers, one for each array and step loaded ahead, and P for each warp
-  or gate, through which threads exchange numbers.
+- all kernels: a vector of P numbers for each array and each step that is loaded ahead. Besides, P
+  numbers for each warp or gate, through which threads exchange values.
 
-sm_75 cannot load ahead, so it has one stage. What does not fit with one stage is not launched.
+sm_75 cannot load ahead, so it has one stage. A kernel that does not fit with one stage is not
+launched.
 """
 
 from typing import NamedTuple
 
 __all__ = ["Launch", "launch"]
 
-# Warps to a program, and stages of its pipeline, by P and by the number of gates.
+# The warps of a program and the stages of its pipeline, by P and by the number of gates.
 _PREFERRED = {
     "products": {
         16: {1: (1, 3), 3: (1, 3), 4: (1, 3)},
@@ -38,13 +40,16 @@ _PREFERRED = {
         128: {1: (8, 3), 3: (16, 3), 4: (16, 1)},
     },
 }
-# Cards with more shared memory, sm_80 and later, load ahead and have TF32.
+# Cards with more shared memory than this, sm_80 and later, can load ahead and have TF32.
 _MODERN = 100_000
 
 
 class Launch(NamedTuple):
-    """P, rows of a tile, warps, stages, whether matrices are multiplied in three products in TF32,
-    and the most bytes of shared memory that all this takes."""
+    """How a kernel is launched.
+
+    ``padded`` is P, and ``rows`` are those of a tile. ``tf32`` means that a matrix product is three
+    products in TF32. ``shared_bytes`` is the most shared memory that the launch takes.
+    """
 
     padded: int
     rows: int
@@ -55,13 +60,15 @@ class Launch(NamedTuple):
 
 
 def launch(kernel: str, gates: int, size: int, limit: int, tf32: bool = False) -> Launch | None:
-    """How "products", "carry" or "sweep" is launched for K gates and H ≤ 128 units in float32, None
-    if it does not fit; ``tf32`` allows the tensor cores."""
+    """Return how "products", "carry" or "sweep" is launched, or None if it does not fit.
+
+    ``gates`` is K, and ``size`` is H ≤ 128. ``tf32`` allows the tensor cores. The dtype is float32.
+    """
     padded = max(16, 1 << (size - 1).bit_length())
     warps, stages = _PREFERRED[kernel][padded][gates]
     rows = 16 if size * (2 if gates == 4 else 1) < 16 else 32
     modern = limit > _MODERN
-    tf32 = tf32 and modern and kernel == "products" and padded < 128  # which would spill
+    tf32 = tf32 and modern and kernel == "products" and padded < 128  # 128 would spill registers
     for tried in range(stages if modern else 1, 0, -1):
         numbers, vectors = padded * max(warps, 4), gates + 4
         if kernel == "products":

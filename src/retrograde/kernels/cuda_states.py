@@ -1,12 +1,14 @@
-"""Device code, in Triton, of what precedes the backward recurrence: an LSTM's c, and the slopes.
+"""Triton kernels of the slopes, and of an LSTM's c, which the backward recurrence needs.
 
-:mod:`retrograde.kernels.cuda` launches them; the references are the functions of the same names in
-:mod:`retrograde.kernels.cells`. Arrays are contiguous and float32. One launch does what torch does
-in a dozen, which take most of the time at a thousand steps of a small layer. A barrier stands
-between the reading of what is written over and the writing: several threads may read a number.
+:mod:`retrograde.kernels.cuda` launches them. The references are the functions of the same names in
+:mod:`retrograde.kernels.cells`. Arrays are contiguous and float32. One launch replaces about a
+dozen of torch's. At a thousand steps of a small layer, those would take most of the time.
 
-c_t = f_t c_{t−1} + i_t g_t is itself a scan, of numbers: a program has a few of the B·H sequences
-of c, takes TIME steps of them at a time, and carries c from one such block to the next.
+Results overwrite inputs, and several threads may read a number that one of them overwrites. So a
+barrier separates the reads from the writes.
+
+c_t = f_t c_{t−1} + i_t g_t is itself a scan, of numbers. A program has a few of the B·H sequences
+of c. It takes TIME steps of them at a time, and carries c from one such block to the next.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -30,7 +32,10 @@ def _sigmoid(x):
 
 @_inlined
 def _tanh(x):
-    """As exact as float32 is, near zero too, where 1 − e^{−2|x|} would cancel."""
+    """Return tanh x to the accuracy of float32.
+
+    A series is used near zero, where 1 − e^{−2|x|} would cancel.
+    """
     e = tl.exp(-2.0 * tl.abs(x))
     far = (1.0 - e) / (1.0 + e)
     y = x * x
@@ -42,13 +47,13 @@ def _tanh(x):
 
 @_inlined
 def _then(f, c, next_f, next_c):
-    """Two steps c → f c + gain as one."""
+    """Compose two steps of the form c → f c + gain."""
     return f * next_f, c * next_f + next_c
 
 
 @_inlined
 def _last(c, row, TIME: tl.constexpr):
-    """The last row of a block, (1, LANES)."""
+    """Return the last row of a block, (1, LANES)."""
     return tl.sum(tl.where(row == TIME - 1, c, 0.0), 0)[None, :]
 
 
@@ -56,8 +61,11 @@ def _last(c, row, TIME: tl.constexpr):
 def lstm_slopes(
     gates, keep, inner, c, steps, width, H: tl.constexpr, TIME: tl.constexpr, LANES: tl.constexpr
 ):
-    """Program p: numbers p·LANES … of the B·H = width of c, all steps. ``gates`` (L, B, 4 H) go
-    from sums of inputs to slopes."""
+    """Compute an LSTM's slopes.
+
+    Program p takes all steps of LANES numbers of c, from number p·LANES on. There are B·H = width
+    numbers in all. ``gates`` (L, B, 4 H) are sums that enter the gates, overwritten by slopes.
+    """
     lane = tl.program_id(0) * LANES + tl.arange(0, LANES)[None, :]
     row = tl.arange(0, TIME)[:, None]
     known = tl.load(c + lane, mask=lane < width, other=0.0)
@@ -91,7 +99,11 @@ def lstm_slopes(
 
 @_compiled
 def gru_slopes(gates, hidden, before, keep, inner, numbers, H: tl.constexpr, BLOCK: tl.constexpr):
-    """Program p: numbers p·BLOCK … of the L·B·H; hidden (L, B, 3 H), from sums to slopes."""
+    """Compute a GRU's slopes.
+
+    Program p takes BLOCK of the L·B·H numbers, from number p·BLOCK on. ``hidden`` (L, B, 3 H) are
+    the states' part of the sums that enter the gates, overwritten by slopes.
+    """
     e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     real = e < numbers
     at = e // H * (3 * H) + e % H

@@ -1,20 +1,23 @@
-"""Device code, in Triton, of the backward recurrence: products, carry, sweeps.
+"""Triton kernels of the backward recurrence: products, carry and sweeps.
 
-:mod:`retrograde.kernels.cuda` launches them; the references are the functions of the same names in
-:mod:`retrograde.kernels.sweep`. Arrays are contiguous, in the order of the references, and float32;
-a state's n numbers are H of h and, for an LSTM, H of c. A chunk c has the steps from c·L − pad up
-to (c + 1)·L − pad, the first those of them that are not negative. Tiles are padded to a power of
-two P ≥ H, and nothing is read or written beyond H.
+:mod:`retrograde.kernels.cuda` launches them. The references are the functions of the same names in
+:mod:`retrograde.kernels.sweep`. Arrays are contiguous, float32, and in the references' order of
+dimensions. The n numbers of a state are H of h and, for an LSTM, H of c.
 
-A step of a sweep waits for the one before, so latency counts. Hence each sample has its own
-program, which holds the weights in registers while they fit (K P² ≤ 16,384 numbers) and forms g U
-as products of elements and one sum. Products of Jacobians are products of matrices: a program takes
-a tile of rows through a chunk, and forms each step's Jacobian, Σ_k diag(s_k) U_k, on the fly. An
-LSTM's two products of a step take turns in one piece of shared memory, so the second one's operands
-are formed after the first.
+Chunks of L steps are counted from the end of the block, so the first chunk may be shorter. Tiles
+are padded to a power of two P ≥ H, and nothing is read or written beyond H.
 
-A sweep writes over what it reads, and a number may be read by more threads than the one that writes
-it. So between the two stands a barrier: that of the loads ahead, or one of its own.
+Each step of a sweep waits for the step before, so latency matters most. Each sample of a chunk has
+its own program. It holds the weights in registers, except for an LSTM of more than 64 units. It
+computes g U as elementwise products and one sum.
+
+The products of Jacobians are matrix products. A program takes a tile of rows through a chunk. It
+forms the Jacobian of each step, Σ_k diag(s_k) U_k, when it needs it. The two products of an LSTM's
+step use the same shared memory in turn, so the operands of the second are formed after the first.
+
+A sweep overwrites its input, and several threads may read a number that one of them overwrites. So
+a barrier separates the reads from the writes. The loads ahead have such a barrier. With one stage
+there are no loads ahead, so the kernel has its own.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -27,21 +30,21 @@ import triton.language as tl
 
 __all__ = ["carry", "products", "sweep"]
 
-# Lengths and counts change from call to call: they are numbers to the compiled code, not constants.
+# Lengths and counts change from call to call, so the compiled code does not specialize on them.
 _compiled: Any = triton.jit(do_not_specialize=["samples", "length", "chunks", "chunk"])
 _inlined: Any = triton.jit
 
 
 @_inlined
 def _steps(chunk_index, length, chunks, chunk):
-    """The first step of a chunk, and the first after it."""
+    """Return the first step of a chunk, and the first step after it."""
     end = length - (chunks - 1 - chunk_index) * chunk
     return tl.maximum(end - chunk, 0), end
 
 
 @_inlined
 def _weights(hidden, gate: tl.constexpr, H: tl.constexpr, P: tl.constexpr):
-    """U of one gate, (P, P)."""
+    """Load U of one gate, (P, P)."""
     i = tl.arange(0, P)[:, None]
     j = tl.arange(0, P)[None, :]
     return tl.load(hidden + (gate * H + i) * H + j, mask=(i < H) & (j < H), other=0.0)
@@ -49,7 +52,7 @@ def _weights(hidden, gate: tl.constexpr, H: tl.constexpr, P: tl.constexpr):
 
 @_inlined
 def _numbers(array, start, H: tl.constexpr, P: tl.constexpr):
-    """H numbers from one on, (P,)."""
+    """Load H numbers of an array from ``start`` on, padded with zeros, (P,)."""
     j = tl.arange(0, P)
     return tl.load(array + start + j, mask=j < H, other=0.0)
 
@@ -74,7 +77,11 @@ def products(
     TF32: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Program (c·B + b, r): rows r·ROWS … of the product of chunk c of sample b."""
+    """Compute the products of Jacobians.
+
+    Program (c·B + b, r) computes ROWS rows of the product of chunk c and sample b, from row r·ROWS
+    on.
+    """
     pair = tl.program_id(0).to(tl.int64)
     first, end = _steps(pair // samples, length, chunks, chunk)
     b = pair % samples
@@ -127,7 +134,7 @@ def _quadrant(
     H: tl.constexpr,
     P: tl.constexpr,
 ):
-    """H rows and H columns of a product, from a row and a column on, (P, P)."""
+    """Load H rows and H columns of a product, from row ``top`` and column ``left`` on, (P, P)."""
     i = tl.arange(0, P)[:, None]
     j = tl.arange(0, P)[None, :]
     at = (pair * (n + 1) + top + i) * n + left + j
@@ -136,7 +143,7 @@ def _quadrant(
 
 @_inlined
 def _worst(worst, terms):
-    """The larger, where a NaN is larger than all."""
+    """Return the larger number, where a NaN counts as infinity."""
     return tl.maximum(worst, tl.where(terms == terms, terms, float("inf")))
 
 
@@ -153,9 +160,11 @@ def carry(
     P: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Program b: sample b, from the last chunk to the first. Into ``sizes`` (2, B) go the largest
-    sum of terms' magnitudes, infinite after a NaN, and the largest gradient's, for
-    ``sweep.trusted``."""
+    """Carry the gradient from the last chunk to the first; program b has sample b.
+
+    ``sizes`` (2, B) receives what ``sweep.trusted`` needs. The first row has the largest sum of
+    terms' magnitudes, infinite after a NaN. The second has the largest gradient's magnitude.
+    """
     b = tl.program_id(0).to(tl.int64)
     n: tl.constexpr = 2 * H if LSTM else H
     j = tl.arange(0, P)
@@ -194,7 +203,7 @@ def carry(
 
 @_inlined
 def _stacked(hidden, K: tl.constexpr, S: tl.constexpr, H: tl.constexpr, P: tl.constexpr):
-    """U of all gates, one above the other, (S P, P)."""
+    """Load U of all gates, stacked by rows, (S P, P)."""
     i = tl.arange(0, S * P)[:, None]
     j = tl.arange(0, P)[None, :]
     mask = (i // P < K) & (i % P < H) & (j < H)
@@ -222,7 +231,10 @@ def sweep(
     HELD: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Program c·B + b: chunk c of sample b, its slopes turned into gradients of the gates."""
+    """Sweep every chunk; program c·B + b has chunk c of sample b.
+
+    Gradients of the gates overwrite the slopes.
+    """
     pair = tl.program_id(0).to(tl.int64)
     first, end = _steps(pair // samples, length, chunks, chunk)
     b = pair % samples
@@ -245,7 +257,7 @@ def sweep(
         if K > 1:
             own = _numbers(inner, at * H, H, P)
             kept = _numbers(keep, at * H, H, P)
-        if STAGES == 1:  # several threads may read a number that one of them writes over
+        if STAGES == 1:  # several threads may read a number that one overwrites
             tl.debug_barrier()
         if K == 4:
             d = c + h * own

@@ -1,8 +1,8 @@
-"""What Triton's kernels cannot do on a machine, torch's own operations do: with one warning.
+"""Fall back to torch's own operations where Triton cannot launch a kernel, with one warning.
 
-Triton needs a C compiler when a kernel is first launched, a ptxas that knows the card, and a card
-with enough shared memory. A kernel that is not launched has written nothing, so the plain form
-begins anew on the same arguments. Its results differ by rounding.
+Triton needs a C compiler when a kernel is first launched. It also needs a ptxas that supports the
+card, and a card with enough shared memory. A kernel that was not launched has written nothing, so
+the plain form can run on the same arguments. Its results differ by rounding.
 """
 
 import functools
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Fallback:
-    """Joins kernels to their plain forms, which all of them run from the first failure on.
+    """Joins kernels to their plain forms. After one kernel fails, all plain forms run instead.
 
     Attributes:
         reason: why the kernels cannot be launched; None while they can.
@@ -27,7 +27,7 @@ class Fallback:
     reason: str | None = None
 
     def join(self, kernel: Callable[P, T], plain: Callable[P, T]) -> Callable[P, T]:
-        """The kernel, or its plain form once one kernel could not be launched."""
+        """Return a function that runs the kernel, or its plain form once a launch has failed."""
 
         @functools.wraps(kernel)
         def call(*args: P.args, **options: P.kwargs) -> T:
@@ -45,11 +45,11 @@ class Fallback:
 
 
 def _is_about_launching(error: Exception) -> bool:
-    """Whether an error says that a kernel cannot be compiled, or has no room, on this machine."""
+    """Return whether an error says that this machine cannot compile a kernel or has no room."""
     kind = type(error)
     if kind.__module__.startswith("triton."):
         return kind.__name__ in ("OutOfResources", "PTXASError")
-    # The compiler is not found, fails (no Python.h), or is not what CC says.
+    # The compiler is missing, fails (no Python.h), or is not where CC points.
     compiling = subprocess.CalledProcessError, FileNotFoundError
     return isinstance(error, compiling) or "Failed to find C compiler" in str(error)
 

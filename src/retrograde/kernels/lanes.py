@@ -1,17 +1,17 @@
 """Vectors of eight numbers in numba: loads, stores, arithmetic, sigmoid and tanh.
 
-Left to itself, the compiler vectorises a loop over a layer's units only after checking that no two
-of its arrays overlap, and runs the last few units one by one. With a handful of arrays and 20 units
-little is left of the gain. So the loops here say what is a vector:
+The compiler can vectorize a loop over a layer's units by itself. But it then checks that no two
+arrays overlap, and runs the last few units one by one. With a handful of arrays and 20 units, this
+loses most of the gain. So the loops here use vectors explicitly:
 
     for j in range(0, size, LANES):
         left = size - j  # lanes that exist: the others are zero when loaded, and never stored
         x = load(array, start + j, left)
         store(array, start + j, sigmoid(x) * x, left)
 
-LLVM turns such a vector into whatever the machine has. numba would call the C library's exp for one
-number at a time; here e^x is a power of two times a short series, exact to two units in the last
-place.
+LLVM maps such a vector to the vector instructions of the machine. numba would call the C library's
+exp for one number at a time. Here e^x is a power of two times a short series, accurate to two
+units in the last place.
 """
 
 import math
@@ -44,26 +44,26 @@ __all__ = [
     "vector_of",
 ]
 
-#: Numbers to a vector.
+#: The numbers of a vector.
 LANES = 8
 
-# Sums may be taken in any order, as every BLAS does; infinities and NaNs keep their meaning.
+# Terms may be added in any order, as in every BLAS. Infinities and NaNs keep their meaning.
 _MATH = {"contract", "reassoc", "nsz", "arcp"}
 
-#: The decorator of all loops: compiled once, kept on disk, run without a lock.
+#: The decorator of all loops. They are compiled once, cached on disk, and hold no Python lock.
 compiled: Any = njit(cache=True, nogil=True, fastmath=_MATH, error_model="numpy")
 
-#: An array as the loops take it.
+#: The type of an array of real numbers.
 Reals = NDArray[np.floating[Any]]
 
-#: numba's decorator of functions that write LLVM's code themselves.
+#: numba's decorator of functions that generate LLVM code.
 intrinsic: Any = extending.intrinsic
 
 _CONTRACT = ("contract",)
 
 
 class Lanes(types.Type):  # type: ignore[misc]
-    """numba's type of a vector of :data:`LANES` numbers."""
+    """The numba type of a vector of :data:`LANES` numbers."""
 
     def __init__(self, dtype: Any) -> None:
         self.dtype = dtype
@@ -78,7 +78,7 @@ class _LanesModel(models.PrimitiveModel):  # type: ignore[misc]
 
 
 def vector_of(element: Any) -> Any:
-    """LLVM's type of a vector of an element's type."""
+    """Return the LLVM type of a vector whose numbers have the type ``element``."""
     return ir.VectorType(element, LANES)
 
 
@@ -87,7 +87,7 @@ def _constant(kind: Any, value: float) -> Any:
 
 
 def broadcast(builder: Any, number: Any) -> Any:
-    """Write the code of a vector that has a number in every lane."""
+    """Write the code of a vector that has ``number`` in every lane."""
     place = ir.IntType(32)
     undefined = ir.Constant(vector_of(number.type), ir.Undefined)
     first = builder.insert_element(undefined, number, place(0))
@@ -95,20 +95,20 @@ def broadcast(builder: Any, number: Any) -> Any:
 
 
 def _at(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> tuple[Any, int]:
-    """A pointer to the vector that begins at an index of a flat array, and its alignment."""
+    """Return a pointer to the vector at an index of a flat array, and its alignment."""
     data = context.make_array(array_type)(context, builder, array).data
     pointer = vector_of(data.type.pointee).as_pointer()
     return builder.bitcast(builder.gep(data, [index]), pointer), array_type.dtype.bitwidth // 8
 
 
 def _mask(builder: Any, left: Any) -> Any:
-    """Which lanes exist, of which there are ``left``."""
+    """Write the code of a mask that is true in the first ``left`` lanes."""
     numbers = ir.Constant(vector_of(left.type), list(range(LANES)))
     return builder.icmp_signed("<", numbers, broadcast(builder, left))
 
 
 def _masked(builder: Any, name: str, kind: Any, result: Any, arguments: list[Any]) -> Any:
-    """Call LLVM's masked load or store."""
+    """Write a call of LLVM's masked load or store."""
     element = "f64" if isinstance(kind.element, ir.DoubleType) else "f32"
     full = f"llvm.masked.{name}.v{LANES}{element}.p0"
     signature = ir.FunctionType(result, [a.type for a in arguments])
@@ -118,7 +118,7 @@ def _masked(builder: Any, name: str, kind: Any, result: Any, arguments: list[Any
 
 @intrinsic  # type: ignore[untyped-decorator]
 def load(_: Any, array: Any, index: Any, left: Any) -> Any:
-    """The vector at an index of a flat array, of which ``left`` numbers exist; the rest is zero."""
+    """Return the vector at an index of a flat array; lanes from ``left`` on are zero."""
     kind = Lanes(array.dtype)
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -162,7 +162,7 @@ def store(_: Any, array: Any, index: Any, value: Any, left: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def spread(_: Any, array: Any, index: Any) -> Any:
-    """The number at an index of a flat array, in every lane."""
+    """Return a vector with the number at an index of a flat array in every lane."""
     kind = Lanes(array.dtype)
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -174,7 +174,7 @@ def spread(_: Any, array: Any, index: Any) -> Any:
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def like(_: Any, x: Any, value: Any) -> Any:
-    """A whole number, written out, in every lane."""
+    """Return a vector of the type of ``x`` with a literal integer in every lane."""
     number = float(value.literal_value)
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -184,7 +184,7 @@ def like(_: Any, x: Any, value: Any) -> Any:
 
 
 def _arithmetic(name: str) -> Any:
-    """Vectors with vectors, by one of LLVM's instructions."""
+    """Return numba's overload of an operator for two vectors, by an LLVM instruction."""
 
     @intrinsic  # type: ignore[untyped-decorator]
     def operation(_: Any, a: Any, b: Any) -> Any:
@@ -193,7 +193,7 @@ def _arithmetic(name: str) -> Any:
 
         return a(a, b), code
 
-    def choose(a, b):  # type: ignore[no-untyped-def] # numba compares the names, and no more
+    def choose(a, b):  # type: ignore[no-untyped-def] # numba compares argument names
         vectors = isinstance(a, Lanes) and isinstance(b, Lanes)
         return (lambda a, b: operation(a, b)) if vectors else None
 
@@ -206,7 +206,7 @@ for _operator, _name in ((operator.add, "fadd"), (operator.sub, "fsub"), (operat
 
 @intrinsic  # type: ignore[untyped-decorator]
 def quotient(_: Any, a: Any, b: Any) -> Any:
-    """a / b, and 0 where b is 0."""
+    """Return a / b, and 0 where b is 0."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         zero = _constant(args[0].type, 0.0)
@@ -217,7 +217,7 @@ def quotient(_: Any, a: Any, b: Any) -> Any:
 
 
 def _of_a_vector(write: Callable[[Any, Any, Any, Any], Any]) -> Any:
-    """The function of a vector x whose code ``write(builder, x, zero, one)`` writes."""
+    """Return a function of a vector x, whose code ``write(builder, x, zero, one)`` writes."""
 
     @intrinsic  # type: ignore[untyped-decorator]
     def operation(_: Any, x: Any) -> Any:
@@ -232,19 +232,19 @@ def _of_a_vector(write: Callable[[Any, Any, Any, Any], Any]) -> Any:
 
 @_of_a_vector
 def positive(builder: Any, x: Any, zero: Any, one: Any) -> Any:
-    """x, and 0 where x is not above it; a NaN stays one."""
+    """Write the code of max(x, 0); a NaN stays a NaN."""
     return builder.select(builder.fcmp_ordered("<=", x, zero), zero, x)
 
 
 @_of_a_vector
 def one_above(builder: Any, x: Any, zero: Any, one: Any) -> Any:
-    """1 where x is above 0 or NaN, 0 elsewhere: the slope of :func:`positive`."""
+    """Write the code of the slope of :func:`positive`: 1 where x > 0 or x is NaN, else 0."""
     return builder.select(builder.fcmp_ordered("<=", x, zero), zero, one)
 
 
 @_of_a_vector
 def sigmoid(builder: Any, x: Any, zero: Any, one: Any) -> Any:
-    """1 / (1 + e^{−x}), as 1 or e^{−|x|} over their sum."""
+    """Write the code of 1 / (1 + e^{−x}), as 1 or e^{−|x|} over 1 + e^{−|x|}."""
     less = builder.fcmp_ordered("<", x, zero)
     _, e = _exponential(builder, builder.select(less, x, builder.fneg(x)))
     return builder.fdiv(builder.select(less, e, one), builder.fadd(one, e))
@@ -252,18 +252,21 @@ def sigmoid(builder: Any, x: Any, zero: Any, one: Any) -> Any:
 
 @_of_a_vector
 def tanh(builder: Any, x: Any, zero: Any, one: Any) -> Any:
-    """(1 − e^{−2|x|}) / (1 + e^{−2|x|}), with the sign of x."""
+    """Write the code of (1 − e^{−2|x|}) / (1 + e^{−2|x|}), with the sign of x."""
     less = builder.fcmp_ordered("<", x, zero)
     twice = builder.fadd(x, x)
     less_one, e = _exponential(builder, builder.select(less, twice, builder.fneg(twice)))
-    found = builder.fdiv(less_one, builder.fadd(one, e))  # that of −|x|
+    found = builder.fdiv(less_one, builder.fadd(one, e))  # tanh of −|x|
     return builder.select(less, found, builder.fneg(found))
 
 
 def _exponential(builder: Any, x: Any) -> tuple[Any, Any]:
-    """Write the code of e^x − 1 and e^x for a vector x ≤ 0, constant below the least normal
-    exponent. x = k ln 2 + r, |r| ≤ ln 2 / 2; e^x = 2^k e^r; e^r − 1 by its series. ln 2 is
-    subtracted in two parts, of which k times the first is exact (Cody and Waite, 1980)."""
+    """Write the code of e^x − 1 and e^x for a vector x ≤ 0.
+
+    x = k ln 2 + r with |r| ≤ ln 2 / 2, so e^x = 2^k e^r, and e^r − 1 is a series. The
+    number ln 2 is subtracted in two parts, of which k times the first is exact (Cody and Waite,
+    1980). Results are constant for x below the least normal exponent.
+    """
     single = isinstance(x.type.element, ir.FloatType)
     high, terms, least = (0.693359375, 7, -87.0) if single else (0.693147180369123816, 13, -708.0)
     low = -2.12194440054690583e-4 if single else 1.90821492927058770e-10
@@ -275,7 +278,7 @@ def _exponential(builder: Any, x: Any) -> tuple[Any, Any]:
     def add_product(a: Any, b: Any, c: Any) -> Any:
         return builder.fadd(builder.fmul(a, b, flags=_CONTRACT), c, flags=_CONTRACT)
 
-    small = builder.fcmp_ordered("<", x, number(least))  # a NaN stays one
+    small = builder.fcmp_ordered("<", x, number(least))  # a NaN stays a NaN
     y = builder.select(small, number(least), x)
     name = f"llvm.rint.v{LANES}f{size}"
     signature = ir.FunctionType(x.type, [x.type])

@@ -1,7 +1,8 @@
-"""Large pages for large results.
+"""Ask for large pages behind large results.
 
-A product is written once, soon read and freed. In pages of 4 KiB, getting the memory takes longer
-than filling it; numpy asks for large pages by itself, torch's CPU allocator does not.
+A product is written once, read soon and freed. In pages of 4 KiB, the system takes longer to
+provide the memory than the product takes to fill it. Unlike numpy,
+torch's CPU allocator does not ask for large pages.
 """
 
 import ctypes
@@ -13,12 +14,12 @@ from torch import Tensor
 
 __all__ = ["in_large_pages"]
 
-_LEAST = 2**22  # bytes, as numpy has it
+_LEAST = 2**22  # bytes, numpy's threshold
 _PAGE = mmap.PAGESIZE
 
 
 def in_large_pages(fresh: Tensor) -> Tensor:
-    """Ask for large pages behind a contiguous tensor not yet written, and return the tensor."""
+    """Ask for large pages behind a contiguous tensor not yet written; return the tensor."""
     advise = _advise() if fresh.nbytes >= _LEAST else None
     if advise is not None:
         start = -(-fresh.data_ptr() // _PAGE) * _PAGE
@@ -31,7 +32,7 @@ _HUGE = getattr(mmap, "MADV_HUGEPAGE", 14)
 
 @functools.cache
 def _advise() -> Any:
-    """The C library's ``madvise``, or None."""
+    """Return the C library's ``madvise``, or None."""
     try:
         function = ctypes.CDLL(None, use_errno=True).madvise
     except (OSError, AttributeError):

@@ -1,25 +1,27 @@
-"""The backward recurrence over a block of steps, one after another or by a chunked scan.
+"""The backward recurrence over a block of steps, step by step or by a chunked scan.
 
-Both turn the slopes of a block (:mod:`retrograde.kernels.cells`), in place, into the gradients of
-the gates, and return the gradient of the state before the block.
+:func:`sweep` and :func:`scan` turn the slopes of a block (:mod:`retrograde.kernels.cells`) into the
+gradients of the gates, in place. They return the gradient of the state before the block.
 
-:func:`sweep` goes step by step. :func:`scan` is W20's scan in its three-phase form: the block is
-cut into chunks of L steps, and each phase treats all chunks at once:
+:func:`sweep` goes step by step. :func:`scan` is W20's scan in three phases. The block is cut into
+chunks of L steps:
 
-1. *products*: the basis of the state space, and a zero, are taken backwards through each chunk.
-   That gives the product P of the chunk's Jacobians, and its own loss terms' gradient d;
+1. *products*: the unit vectors of the state space and a zero vector are backpropagated through
+   every chunk at once. This gives the product P of a chunk's Jacobians, and the gradient d of the
+   chunk's own losses;
 2. *carry*: g ← g P + d, from the last chunk to the first;
-3. *local sweeps*: with the gradient after each chunk known, every chunk is swept.
+3. *local sweeps*: every chunk is swept at once, from the gradient after it.
 
-So the latency falls from T steps to 2 L + T / L, for n + 1 times the arithmetic. A Jacobian is
-never stored, only the products P, one a chunk.
+The latency falls from T steps to 2 L + T / L, for n + 1 times the arithmetic. Only the products P
+are stored, one for each chunk, never the Jacobian of a step.
 
-*Exact or refused.* A product of Jacobians can overflow, cancel or meet a NaN where the gradient
-itself, a product with one vector, does not. Then that call is swept step by step, with a warning.
-:func:`safe_chunk` keeps chunks short enough that this is rare. On a GPU both would wait for the
-device, so there the caller asks once for all of its scans (``doubts``).
+*Exact or refused.* A product of Jacobians can overflow, cancel or contain a NaN even if the
+gradient itself does not. That call is then swept step by step, with a warning. :func:`safe_chunk`
+keeps chunks short, so that this is rare. On a GPU, :func:`safe_chunk` and the check of each scan
+would wait for the device. There the caller skips the first, collects ``doubts``, and checks all of
+its scans at once.
 
-These are the plain forms, for any device and dtype, and the oracle of the compiled ones.
+These are the plain forms for any device and dtype. They are the reference of the compiled forms.
 """
 
 import math
@@ -36,14 +38,18 @@ __all__ = [
     "trusted",
 ]  # fmt: skip
 
-# How much larger than any gradient the terms of a product may be: their rounding shows in it.
+# How much larger than every gradient the terms of a product may be. Larger terms would leave
+# rounding errors that show in the gradient.
 _CANCELLATION = 100.0
 
 
 def sweep(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor) -> Tensor:
-    """Backpropagate a block step by step, from g (B, n) after it to the gradient of the state
-    before it. ``dy`` (L, B, H) is the loss's gradient of the outputs, None for zero; n = H, or 2 H
-    for (h, c). ``slopes`` become the gradients of the gates."""
+    """Backpropagate a block step by step; return the gradient of the state before it.
+
+    ``g`` (B, n) is the gradient of the state after the block, n = H, or 2 H for (h, c). ``dy``
+    (L, B, H) is the loss's gradient of the outputs, None for zero. The gradients of the gates
+    overwrite ``slopes``.
+    """
     size = hidden.shape[1]
     for t in range(slopes.gates.shape[0] - 1, -1, -1):
         if dy is not None:
@@ -60,8 +66,12 @@ def scan(
     chunk: int,
     doubts: list[Tensor] | None = None,
 ) -> Tensor:
-    """As :func:`sweep`, by a scan over chunks of so many steps; the steps before them are swept.
-    ``doubts`` receives what :func:`all_trusted` asks later; None to ask at once, and to sweep."""
+    """Do the same as :func:`sweep`, by a scan over chunks of ``chunk`` steps.
+
+    The first steps, if they fill no chunk, are swept. If ``doubts`` is a list, the numbers that
+    :func:`all_trusted` needs later are appended to it. If it is None, the check is made here, and a
+    refused block is swept.
+    """
     length = slopes.gates.shape[0]
     rest = length % chunk
     if length // chunk < 2:
@@ -81,9 +91,11 @@ def scan(
 
 
 def products(chunks: Slopes, hidden: Tensor, losses: Tensor | None) -> Tensor:
-    """The first phase: (C, B, n + 1, n), for each chunk its product of Jacobians P, and in the last
-    row d. A gradient g after a chunk is g P + d before it. Slopes are (C, L, B, …), ``losses`` (C,
-    L, B, H) or None."""
+    """Return the result of the first phase, (C, B, n + 1, n).
+
+    It has for each chunk the product of Jacobians P, and d as the last row. A gradient g after a
+    chunk is g P + d before it. The slopes are (C, L, B, …), ``losses`` (C, L, B, H) or None.
+    """
     count, length, samples, _, size = chunks.gates.shape
     n = size * (2 if chunks.gates.shape[-2] == 4 else 1)
     like = chunks.gates
@@ -97,25 +109,29 @@ def products(chunks: Slopes, hidden: Tensor, losses: Tensor | None) -> Tensor:
 
 
 def trusted(rows: Tensor, after: Tensor) -> bool:
-    """Whether gradients from :func:`products` and :func:`carry` are exact up to rounding, or a
-    warning. Rounding errors are as large as the terms, |g| |P|; these must be finite and not far
-    larger than the largest gradient."""
+    """Return whether the gradients of :func:`carry` are exact up to rounding; warn if not.
+
+    Rounding errors grow with the terms |g| |P|. So the terms must be finite, and not far larger
+    than the largest gradient.
+    """
     return all_trusted([_sizes(rows, after)])
 
 
 def _sizes(rows: Tensor, after: Tensor) -> Tensor:
-    """(2,): the largest sum of terms' magnitudes, and the largest gradient's."""
+    """Return the largest sum of terms' magnitudes, and the largest gradient's magnitude, (2,)."""
     terms = (after.abs().unsqueeze(-2) @ rows[..., :-1, :].abs()).amax()
     return torch.stack([terms, torch.maximum(after.abs().amax(), rows[..., -1, :].abs().amax())])
 
 
 def all_trusted(sizes: Sequence[Tensor]) -> bool:
-    """As :func:`trusted`, for what several scans found, each (2, …); the device is waited for once,
-    however many there are."""
+    """Return whether all of several scans are trusted, as :func:`trusted` does for one.
+
+    ``sizes`` has a tensor (2, …) for each scan. The device is waited for only once.
+    """
     most = torch.finfo(sizes[0].dtype).max
     found = torch.stack([one.flatten(1).amax(1) if one.dim() > 1 else one for one in sizes])
     if all(terms <= min(_CANCELLATION * largest, most) for terms, largest in found.tolist()):
-        return True  # a NaN is no less than anything
+        return True  # a NaN fails every comparison
     warnings.warn(
         "products of Jacobians overflowed, cancelled or are not finite, though the gradient itself "
         "may well be: this call is swept step by step, which is exact but slower; clip the "
@@ -127,7 +143,7 @@ def all_trusted(sizes: Sequence[Tensor]) -> bool:
 
 
 def carry(rows: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """The second phase: the gradient after each chunk (C, B, n), and that before the first."""
+    """Do the second phase: return the gradient after each chunk (C, B, n), and before the first."""
     after = g.new_empty((rows.shape[0], *g.shape))
     for c in range(rows.shape[0] - 1, -1, -1):
         after[c] = g
@@ -136,9 +152,12 @@ def carry(rows: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def safe_chunk(hidden: Tensor, chunk: int) -> int:
-    """The longest chunk, from 1 to ``chunk``, whose products should not overflow the dtype's range.
-    A step's Jacobian is taken to be at most 1 + ‖U‖₂, with ‖U‖₂ ≤ √(‖U‖₁ ‖U‖_∞). Typical products
-    grow far less, so a chunk is not cut at the growth that :func:`trusted` refuses."""
+    """Return the longest chunk, from 1 to ``chunk``, whose products should not overflow.
+
+    The norm of a step's Jacobian is estimated as 1 + ‖U‖₂, with ‖U‖₂ ≤ √(‖U‖₁ ‖U‖_∞). Typical
+    products grow far less. So the limit is the range of the dtype, not the smaller growth at which
+    :func:`trusted` refuses.
+    """
     magnitudes = hidden.abs()
     norm = math.sqrt(float(magnitudes.sum(0).amax() * magnitudes.sum(1).amax()))
     if not math.isfinite(norm):
@@ -150,7 +169,7 @@ def safe_chunk(hidden: Tensor, chunk: int) -> int:
 
 
 def _step(step: Slopes, hidden: Tensor, g: Tensor) -> Tensor:
-    """One step, its slopes turned into gradients of the gates."""
+    """Backpropagate one step; the gradients of the gates overwrite its slopes."""
     size = hidden.shape[1]
     if step.gates.shape[-2] < 4:
         step.gates.mul_(g.unsqueeze(-2))
@@ -172,8 +191,10 @@ def _step(step: Slopes, hidden: Tensor, g: Tensor) -> Tensor:
 def in_chunks(
     slopes: Slopes, dy: Tensor | None, rest: int, chunk: int
 ) -> tuple[Slopes, Tensor | None]:
-    """Slopes and losses with chunks as a first dimension, as views; ``dy`` has ``rest`` steps more
-    at its beginning."""
+    """Return views of slopes and losses with chunks as the first dimension.
+
+    ``dy`` has ``rest`` more steps at its beginning, which are skipped.
+    """
 
     def cut(t: Tensor) -> Tensor:
         found: Tensor = t.unflatten(0, (-1, chunk))
@@ -183,5 +204,5 @@ def in_chunks(
 
 
 def at_step(chunks: Slopes, t: int) -> Slopes:
-    """The slopes of step t of every chunk, as views."""
+    """Return views of the slopes of step t of every chunk."""
     return chunks.map(lambda part: part[:, t])

@@ -1,9 +1,9 @@
-"""Products of small matrices in numba, their sums held in registers.
+"""Products of small matrices in numba, with the sums held in registers.
 
-A tile of sums, four rows by three vectors, stays in registers for the whole sum, as in BLAS
-libraries. That reaches nine tenths of a machine's arithmetic, at sizes at which a call of BLAS
-costs more than it computes. A number's sum is taken in the same order in every tile, so a row's
-result does not depend on the rows beside it.
+A tile of sums has four rows and three vectors. As in BLAS libraries, it stays in registers until
+its sums are complete. This reaches nine tenths of the processor's peak, at sizes where the call of
+a BLAS function takes longer than its arithmetic. Every tile adds the terms of a sum in the same
+order, so a row's result does not depend on the rows beside it.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from retrograde.kernels.lanes import LANES, Reals, broadcast, compiled, intrinsi
 
 __all__ = ["PANEL", "add_outer", "panels", "product", "whole_vectors"]
 
-#: Columns to a panel.
+#: The columns of a panel.
 PANEL = 3 * LANES
 
 _INDEX = ir.IntType(64)
@@ -24,9 +24,12 @@ _INDEX = ir.IntType(64)
 
 @compiled  # type: ignore[untyped-decorator]
 def product(a: Reals, start: int, stride: int, rows: int, u: Reals, width: int, out: Reals) -> None:
-    """out += a @ u, flat a and out. Rows of a begin at ``start``, ``stride`` apart, and have R
-    numbers. u is in :func:`panels` (P, R, PANEL), or as it is (1, R, W). W and ``width``, the row
-    length of out, are multiples of :data:`LANES`."""
+    """Add a @ u to out.
+
+    ``a`` and ``out`` are flat. The rows of ``a`` begin at ``start``, ``stride`` apart, and have R
+    numbers. ``u`` is in :func:`panels` (P, R, PANEL), or a plain matrix (1, R, W). W and
+    ``width``, the row length of ``out``, are multiples of :data:`LANES`.
+    """
     count = -(-width // PANEL)
     for p in range(count):
         left = width - p * PANEL
@@ -44,7 +47,7 @@ def product(a: Reals, start: int, stride: int, rows: int, u: Reals, width: int, 
             _tile(a, at, stride, 1, u, p, out, row * width + p * PANEL, width, 1, 9)
             p += 3
         vectors = (width - p * PANEL) // LANES
-        if vectors == 8:  # few sums would wait for one another
+        if vectors == 8:  # additions to few sums would wait for one another
             _tile(a, at, stride, 1, u, p, out, row * width + p * PANEL, width, 1, 8)
             p += 3
         elif vectors >= 6:
@@ -57,8 +60,11 @@ def product(a: Reals, start: int, stride: int, rows: int, u: Reals, width: int, 
 
 @compiled  # type: ignore[untyped-decorator]
 def add_outer(a: Reals, column: int, stride: int, u: Reals, out: Reals) -> None:
-    """out += aᵀ @ u, out (N, W), W a multiple of :data:`LANES`; u is in :func:`panels` (P, R,
-    PANEL). a is flat: R rows, ``stride`` apart, of which the N columns from ``column`` on count."""
+    """Add aᵀ @ u to out (N, W), where W is a multiple of :data:`LANES`.
+
+    ``a`` is flat and has R rows, ``stride`` apart. Only its N columns from ``column`` on are used.
+    ``u`` is in :func:`panels` (P, R, PANEL).
+    """
     columns, width = out.shape
     flat = out.reshape(-1)
     for p in range(u.shape[0]):
@@ -79,7 +85,7 @@ def add_outer(a: Reals, column: int, stride: int, u: Reals, out: Reals) -> None:
 def _one_row(
     a: Reals, at: int, to_term: int, u: Reals, p: int, out: Reals, row: int, width: int
 ) -> None:
-    """A panel's part of one row of ``out``, which begins at ``row``."""
+    """Add one panel's part to the row of ``out`` that begins at ``row``."""
     left, to = width - p * PANEL, row + p * PANEL
     if left >= PANEL:
         _tile(a, at, 0, to_term, u, p, out, to, width, 1, 3)
@@ -90,8 +96,10 @@ def _one_row(
 
 
 def panels(u: Tensor) -> Tensor:
-    """A matrix (R, N) in panels of three vectors' columns, (P, R, PANEL), the last filled up with
-    zeros. A contiguous panel stays in the nearest cache while rows pass by."""
+    """Return a copy of a matrix (R, N) in panels (P, R, PANEL), the last one padded with zeros.
+
+    A panel is contiguous, so it stays in the nearest cache while many rows are multiplied by it.
+    """
     found = u.new_empty(-(-u.shape[1] // PANEL), len(u), PANEL)
     _pack(u.detach().numpy(), found.numpy())
     return found
@@ -116,7 +124,7 @@ def _pack(u: Any, panels: Any) -> None:
 
 @compiled  # type: ignore[untyped-decorator]
 def whole_vectors(width: int) -> Any:
-    """The least multiple of :data:`LANES` that holds a number of columns."""
+    """Return the least multiple of :data:`LANES` that is no less than ``width``."""
     return -(-width // LANES) * LANES
 
 
@@ -135,9 +143,12 @@ def _tile(
     rows: Any,
     vectors: Any,
 ) -> Any:
-    """A tile of ``out`` += ``a @ u`` at ``to``: ``rows`` by ``vectors``, both literal numbers. Rows
-    of a begin at ``at``, ``to_row`` apart, their terms ``to_term`` apart. Columns begin with panel
-    number ``panel`` of u, (panels, terms, PANEL) or (1, terms, W)."""
+    """Add one tile of a @ u to ``out`` at ``to``.
+
+    The tile has ``rows`` rows and ``vectors`` vectors, both literal numbers. Rows of ``a`` begin at
+    ``at``, ``to_row`` apart, and their terms are ``to_term`` apart. The columns begin with panel
+    number ``panel`` of ``u``, which is (panels, terms, PANEL) or (1, terms, W).
+    """
     n = types.intp
     signature = types.void(a, n, n, n, u, n, out, n, n, rows, vectors)
     shape = rows.literal_value, vectors.literal_value
@@ -155,7 +166,7 @@ def _tile(
 
 
 class _Tile:
-    """Writes the code of a tile: a loop over the terms of the sums, which are all in registers."""
+    """Writes LLVM's code of a tile: a loop over terms that adds to sums in registers."""
 
     def __init__(self, builder: Any, pointers: list[Any], item_bytes: int) -> None:
         self.builder, self.item_bytes = builder, item_bytes
@@ -165,7 +176,7 @@ class _Tile:
     def add(
         self, shape: tuple[int, int], of_a: Any, panel: Any, of_out: Any, of_u: list[Any]
     ) -> None:
-        """The tile of ``shape`` (rows, vectors); for the places see :func:`_tile`."""
+        """Write the code of a tile of ``shape`` (rows, vectors), with :func:`_tile`'s places."""
         b, (rows, vectors) = self.builder, shape
         (at, to_row, to_term), (to, width), (count, terms, wide) = of_a, of_out, of_u
         alone = b.icmp_signed("==", count, _INDEX(1))
@@ -200,7 +211,7 @@ class _Tile:
             b.store(total, self._vector_at(self.out, place), align=self.item_bytes)
 
     def _column(self, panel: Any, vector: int, to_panel: Any) -> Any:
-        """Where, in ``u``, a vector's column begins, counted from the first one of a panel."""
+        """Return where in ``u`` a vector begins; ``vector`` counts from the panel's first one."""
         panels, rest = divmod(vector, 3)
         return self._plus(self.builder.mul(self._plus(panel, panels), to_panel), rest * LANES)
 
