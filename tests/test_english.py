@@ -67,7 +67,7 @@ def long_sentences(path):
                     yield f"{path.name}:{line}: {len(words)} words: {sentence}"
 
 
-FILES = [path for path in sorted(PACKAGE.rglob("*.py"))]
+FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 @pytest.mark.quick(999)
