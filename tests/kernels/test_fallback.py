@@ -24,11 +24,12 @@ pytestmark = pytest.mark.usefixtures("interpreter")
 
 # As triton.runtime.errors has it.
 OutOfResources = type("OutOfResources", (Exception,), {"__module__": "triton.runtime.errors"})
+# Made anew at each launch: an error that is raised holds the frames that it went through.
 REFUSALS = {
-    "room": OutOfResources("out of resource: shared memory, Required: 167424"),
-    "no compiler": RuntimeError("Failed to find C compiler. Please specify via CC"),
-    "no headers": subprocess.CalledProcessError(1, "gcc"),
-    "no such compiler": FileNotFoundError("/usr/bin/cc-9"),
+    "room": lambda: OutOfResources("out of resource: shared memory, Required: 167424"),
+    "no compiler": lambda: RuntimeError("Failed to find C compiler. Please specify via CC"),
+    "no headers": lambda: subprocess.CalledProcessError(1, "gcc"),
+    "no such compiler": lambda: FileNotFoundError("/usr/bin/cc-9"),
 }
 
 
@@ -43,7 +44,7 @@ class Refusing:
 
     def launch(self, *args, **options):
         self.tries += 1
-        raise self.error
+        raise self.error()
 
 
 @pytest.fixture
@@ -123,7 +124,7 @@ def test_slopes_and_sparse_products_go_on_too(refusing):
 
 
 def test_any_other_error_is_raised(refusing):
-    refusing(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    refusing(lambda: RuntimeError("CUDA error: an illegal memory access was encountered"))
     use = house.kernels("cuda", torch.float32, 7)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         use.sweep(*problem(1))
