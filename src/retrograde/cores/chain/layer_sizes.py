@@ -38,7 +38,7 @@ __all__ = ["measure_chain", "prefix_bytes"]
 Tensors = list[Tensor]
 Gradient = Tensor | None
 Seconds = list[tuple[float, float]]  # for each link: forward, and backward
-_MORE_SECONDS = 0.25  # for timing without counting bytes
+_MORE_SECONDS = 0.1  # for timing without counting bytes
 _TOKEN_BYTES = 8  # one element for each state of the chain, in the caller's graph
 
 
