@@ -14,8 +14,8 @@ values. There are four kinds:
 torch allocates what is read, so :mod:`retrograde.measure.allocations` counts it. The pages of a
 memory map belong to the operating system and are not counted.
 
-Inputs in main memory serve a model on a GPU: only the range that is read is moved there, through
-pinned memory, so that the copy does not hold up the program.
+Inputs in main memory serve a model on a GPU. Only the range that is read is moved there, through
+pinned memory, so that the program need not wait for the copy.
 """
 
 import operator
