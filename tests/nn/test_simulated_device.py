@@ -15,7 +15,7 @@ PARTS = (
 )
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("part", PARTS)
 def test_cases(part, request):
     every = ["--every"] if request.config.getoption("--every") else []
