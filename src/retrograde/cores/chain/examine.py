@@ -193,7 +193,8 @@ def _try(name: str, layers: tuple[nn.Module, ...], state: _State) -> _Tried:
         check_leaves(name, outputs, mark, [anchor, *own, *x])
         return outputs, returned
 
-    trial = try_out(call, find_referents(layers), device_of(*inputs), lambda result: result[0])
+    found = find_referents(layers)
+    trial = try_out(call, found, device_of(*inputs), lambda result: result[0])
     outputs, returned = trial.value
     inside, outside = _storages(inputs), _storages(outputs)
     made = {key: size for key, size in outside.items() if key not in inside}
@@ -208,7 +209,7 @@ def _try(name: str, layers: tuple[nn.Module, ...], state: _State) -> _Tried:
         ambient=trial.ambient,
         own=own,
         leaves=[get_gradient_edge(p).node for p in own],
-        reads=_reads(find_referents(layers), trial.ambient),
+        reads=_reads(found, trial.ambient),
         output_bytes=sum(made.values()),
         hands_on=(),
         laid=state.laid,
