@@ -14,12 +14,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
 from sequences import Batch, Model, main
 
 BATCH, HIDDEN, CLASSES = 64, 64, 10
+ANGLE, SCALE, MOVE = 0.2, 0.1, 0.07  # radians; of the size; of half the width: one pixel
 
 
 class Digits:
@@ -32,22 +33,32 @@ class Digits:
     title = "Sequential MNIST"
     loss_label = "cross entropy (nats)"
     learning_rate = 1e-2
-    iterations = 2500
+    iterations = 6000
 
     def __init__(self, folder: Path) -> None:
         with np.load(folder / "mnist.npz") as data:
-            self.training = pixels(data["train_x"]), torch.from_numpy(data["train_y"]).long()
-            self.testing = pixels(data["test_x"]), torch.from_numpy(data["test_y"]).long()
+            names = "train_x", "train_y", "test_x", "test_y"
+            x, y, held_x, held_y = (torch.from_numpy(data[name]) for name in names)
+        self.training = x.float(), y.long()
+        self.testing = pixels(held_x), held_y.long()
 
     def model(self) -> Model:
         """Units that remember up to the whole image."""
-        return Model(1, HIDDEN, CLASSES, steps=len(self.training[0]))
+        return Model(1, HIDDEN, CLASSES, steps=len(self.testing[0]))
 
     def batch(self, iteration: int) -> Batch:
-        """Images at random."""
-        x, y = self.training
-        chosen = torch.randint(len(y), (BATCH,), generator=torch.Generator().manual_seed(iteration))
-        return Batch(x[:, chosen].contiguous(), y[chosen])
+        """Images at random, each turned, scaled and moved a little, as another hand would."""
+        images, labels = self.training
+        generator = torch.Generator().manual_seed(iteration)
+        chosen = torch.randint(len(labels), (BATCH,), generator=generator)
+        angle, scale, right, down = 2 * torch.rand(4, BATCH, generator=generator) - 1
+        turned = torch.polar(1 + SCALE * scale, ANGLE * angle)
+        rows = turned.real, -turned.imag, MOVE * right, turned.imag, turned.real, MOVE * down
+        maps = torch.stack(rows, -1).unflatten(-1, (2, 3))
+        given = images[chosen].unsqueeze(1)
+        grid = functional.affine_grid(maps, list(given.shape), align_corners=False)
+        moved = functional.grid_sample(given, grid, align_corners=False)
+        return Batch(pixels(moved), labels[chosen])
 
     def longest(self) -> Batch:
         """All images have the same length."""
@@ -59,10 +70,10 @@ class Digits:
         return [Batch(*part) for part in zip(x.split(500, 1), y.split(500), strict=True)]
 
 
-def pixels(images: NDArray[np.uint8]) -> Tensor:
-    """Images (n, height, width) as (height · width, n, 1), of about zero mean and unit variance."""
-    x = torch.from_numpy(images).flatten(1).float() / 255
-    return ((x - 0.13) / 0.31).T.unsqueeze(-1)
+def pixels(images: Tensor) -> Tensor:
+    """Images (n, …) of 0 to 255 as (pixels, n, 1), of about zero mean and unit variance."""
+    x = images.flatten(1) / 255
+    return ((x - 0.13) / 0.31).T.unsqueeze(-1).contiguous()
 
 
 def run(arguments: Sequence[str] | None = None) -> None:

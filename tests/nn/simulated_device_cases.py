@@ -177,7 +177,7 @@ def test_bptt_reads_main_memory(form, make):
         module, x = move(make()), torch.randn(12, BATCH, SIZE)
         weight = next(module.parameters())
         h = weight.new_zeros((BATCH, SIZE) if isinstance(module, Cell) else (1, BATCH, SIZE))
-        rg.bptt(module, state=h, loss=squares, memory="50%", **FORMS[form](x))
+        rg.bptt(module, state=h, loss=squares, memory="75%", **FORMS[form](x))
         found.append([p.grad for p in module.parameters()])
     for ours, theirs in zip(*reversed(found), strict=True):
         assert ours.device == CHIP
@@ -356,8 +356,6 @@ def test_what_is_counted_is_no_less_than_what_is_taken(seed):
 
         (_, gradients), taken = watched(call)
         fit = ours.fit(given)
-        if fit.ordinary:
-            continue  # that is torch's own, which the device imitates
         assert taken.working_bytes() <= fit.peak_bytes <= ours.memory
         shares.append(taken.working_bytes() / fit.peak_bytes)
         for a, b in zip(gradients, expected, strict=True):

@@ -222,11 +222,11 @@ class _Layers(torch.autograd.Function):
     @staticmethod
     def forward(ctx, run, train, *tensors):
         leaves = [t.inner.detach().requires_grad_(t.requires_grad) for t in tensors]
-        ctx.train, ctx.leaves, ctx.roots = train, leaves, []
+        ctx.train, ctx.leaves = train, leaves
         with torch.set_grad_enabled(train), _disable_current_modes():  # what it would reserve
             found = run(*leaves)
         if train:
-            ctx.roots = list(found)
+            ctx.save_for_backward(*map(OnChip, found))  # which autograd releases in time
         return tuple(OnChip(t.detach()) for t in found)
 
     @staticmethod
@@ -235,10 +235,11 @@ class _Layers(torch.autograd.Function):
             raise RuntimeError("cudnn RNN backward can only be called in training mode")
         BOOK.launches["backward of layers"] += 1
         wanted = [t for t in ctx.leaves if t.requires_grad]
+        roots = unwrap(ctx.saved_tensors)
         given = [torch.zeros_like(r) if g is None else g.inner
-                 for r, g in zip(ctx.roots, gradients, strict=True)]  # fmt: skip
+                 for r, g in zip(roots, gradients, strict=True)]  # fmt: skip
         with _disable_current_modes():
-            found = iter(torch.autograd.grad(ctx.roots, wanted, given, retain_graph=True))
+            found = iter(torch.autograd.grad(roots, wanted, given, retain_graph=True))
         return None, None, *(OnChip(next(found)) if t.requires_grad else None for t in ctx.leaves)
 
 

@@ -39,7 +39,7 @@ LEAST = "least"
 Tensors = list[Tensor]
 
 _MOST_LINKS = 8
-_LEVELS = 1000  # of memory for the planner: more take longer, and rarely give a faster schedule
+_LEVELS = 250  # of memory for the planner: 1,000 take longer, and gave the same schedules
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
