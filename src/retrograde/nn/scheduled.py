@@ -15,7 +15,7 @@ first. Measurements use leaves that share the weights' memory, so that the graph
 stays intact for the gradient.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -85,6 +85,13 @@ def fit_held(call: Call, memory: Memory | None) -> Plan:
     ordinary = _ordinary(call, memory)
     usual = ordinary(call.length, len(call.x))
     held, found = _held_planner(call, ordinary, memory).fit(lengths, memory, usual)
+    planned: set[int] = set()
+    while held is not None and held.onward == "torch":  # between measured lengths bytes are guessed
+        steps = min(call.length, max(1, held.block // call.batch))
+        if steps in planned:
+            break
+        planned.add(steps)
+        held, found = _held_planner(call, ordinary, memory, planned).fit(lengths, memory, usual)
     parts = () if held is None else tuple((held, one.schedule) for one in found)
     fit = found[0]
     if len(found) == 1 and not (call.bidirectional and call.module.num_layers > 1):
@@ -94,15 +101,17 @@ def fit_held(call: Call, memory: Memory | None) -> Plan:
     return Plan(parts, StackFit(layers, *sizes))
 
 
-def _held_planner(call: Call, ordinary: Ordinary, memory: Memory | None) -> Planner:
+def _held_planner(
+    call: Call, ordinary: Ordinary, memory: Memory | None, planned: Collection[int] = ()
+) -> Planner:
     nets, x = call.nets(call.weights), call.x
     first, many = nets[0][0], len(nets) > 1
     by: Means = "loops" if x.device.type == "cpu" else "torch"
     vendor: list[tuple[Curve, ...]] = [()] * len(nets)
     copied = 0
     if by == "torch":
-        measure = partial(_forward_bytes, nets, call, memory)
-        vendor = _known(call, memory, "forward", measure)
+        measure = partial(_forward_bytes, nets, call, memory, planned)
+        vendor = _known(call, memory, ("forward", *sorted(planned)), measure)
         copied = sum(copied_bytes(one, apart=True) for net in nets for one in net)
     shape = Shape(
         kind=first.mode,
@@ -137,11 +146,12 @@ def _held_planner(call: Call, ordinary: Ordinary, memory: Memory | None) -> Plan
 
 
 def _forward_bytes(
-    nets: list[tuple[Layers, ...]], call: Call, memory: Memory | None
+    nets: list[tuple[Layers, ...]], call: Call, memory: Memory | None, planned: Collection[int]
 ) -> list[tuple[Curve, ...]]:
     """Measure the vendor's forward pass: for each recurrence and layer, its bytes by steps.
 
-    Few steps are measured first. More steps are measured only if the budget has room for them.
+    Few steps are measured first. More steps are measured if the budget has room for them, and those
+    that a plan runs at a time.
     """
     found = []
     for net in nets:
@@ -150,7 +160,7 @@ def _forward_bytes(
             parts = [w.detach() for w in laid_out(net[0][k]).weights]
             weights = Weights.of(net[0].mode, parts)
             state = [call.x.new_zeros(call.batch, weights.size) for _ in call.state]
-            curves.append(forward_curve(weights, state, call.length, memory))
+            curves.append(forward_curve(weights, state, call.length, memory, planned))
         found.append(tuple(curves))
     return found
 

@@ -1,5 +1,6 @@
 """The forward pass of one layer in one direction; it records at most an LSTM's gates."""
 
+from collections.abc import Collection
 from functools import partial
 from math import inf
 
@@ -98,16 +99,20 @@ def run_by_torch(weights: Weights, x: Tensor, state: Tensors, y: Tensor) -> None
         s.copy_(new.squeeze(0))
 
 
-def forward_curve(weights: Weights, state: Tensors, length: int, memory: Memory | None) -> Curve:
+def forward_curve(
+    weights: Weights, state: Tensors, length: int, memory: Memory | None, planned: Collection[int]
+) -> Curve:
     """Measure the peak bytes of :func:`run_by_torch` by number of steps, on zeros.
 
-    Ranges of more than a few steps are measured only as far as a budget in bytes allows.
+    Ranges of more than a few steps are measured only as far as a budget in bytes allows. Lengths
+    that are ``planned`` are measured in any case.
     """
     most = memory if isinstance(memory, int) else inf
     points: dict[int, int] = {}
-    for steps in sorted({min(length, n) for n in (1, 2, 4, 16, 64)}):
-        if steps > FEW_STEPS and 4 * max(points.values()) > max(most, FEW_BYTES):
-            break
+    for steps in sorted({min(length, n) for n in (1, 2, 4, 16, 64, *planned)}):
+        beyond = steps > FEW_STEPS and 4 * max(points.values()) > max(most, FEW_BYTES)
+        if beyond and steps not in planned:
+            continue
         x = state[0].new_zeros(steps, len(state[0]), weights.inputs.shape[1])
         y = state[0].new_zeros(steps, *state[0].shape)
         call = partial(run_by_torch, weights, x, state, y)
