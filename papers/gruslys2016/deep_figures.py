@@ -33,6 +33,7 @@ __all__ = [
 _ORDINARY = "ordinary"
 _MIB = 2**20
 _PER_INCH = 15.2  # characters of a caption
+_BELOW_LEGEND = 0.6  # the share of the height that points have; the legend has the rest
 _PURPLE = "#CC79A7"
 _COLOURS = (BLUE, _PURPLE, GREEN, INK)
 _POLICIES = {"msm": (BLUE, 2.4, "-"), "hsm": (_PURPLE, 1.6, "--"), "ism": (INK, 1.4, ":")}
@@ -209,7 +210,8 @@ def _finish_trade_off(ax: Axes, found: Deep) -> None:
         textcoords="offset points", ha="right", va="top", fontsize=9, color=GREEN,
     )  # fmt: skip
     ax.set_xlim(0, 1.05 * ax.get_xlim()[1])
-    ax.set_ylim(min(0.9, ax.get_ylim()[0]), 1 + 1.45 * (highest - 1))
+    lowest = min(0.9, ax.get_ylim()[0])
+    ax.set_ylim(lowest, lowest + (highest - lowest) / _BELOW_LEGEND)
     ax.legend(loc="upper right", frameon=False, fontsize=9)
     tidy(
         ax,
