@@ -66,6 +66,10 @@ def test_planned_and_measured_are_two_panels_of_one_scale():
     figure = figures.draw_planned(curve, curve, 2**21, (other, other))
     left, right = figure.axes
     assert left.get_ylim() == right.get_ylim()
+    assert left.get_xlim() == right.get_xlim()
+    assert right.get_xlim()[1] >= 2.0
+    longer = figures.draw_planned(curve, figures.Curve((0.0, 3.0), (2**20, 0)), 2**21)
+    assert longer.axes[0].get_xlim()[1] >= 3.0
     assert [text.get_text() for text in right.get_legend().get_texts()] == [
         "ordinary backpropagation, peak 4 MiB",
         "within the budget, peak 1 MiB",

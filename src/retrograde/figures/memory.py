@@ -195,7 +195,7 @@ def _finish(ax: Axes, title: str, unit: str, highest: float) -> None:
     columns = 2 if entries < _LONG else 1
     # Leave room for the legend, which must not hide a peak.
     ax.set_ylim(0, (1.3 if entries < _LONG else 1.42) * highest)
-    ax.set_xlim(left=0)
+    ax.set_xlim(left=0, auto=True)  # a panel that shares the axis may still be drawn
     ax.xaxis.set_major_locator(MaxNLocator(6))
     ax.legend(loc="upper left", frameon=False, fontsize=9, ncols=columns, borderaxespad=0.2)
     x, y = "time since the start of forward (s)", f"working memory ({unit})"
