@@ -45,7 +45,7 @@ def test_bitstreams_write_numbers_and_figures(tmp_path):
     assert written == files("figure_5_1", "figure_5_2") | {"bitstream.json"}
     output = " ".join(result.output.split())
     for expected in (
-        "as there, but for length 20 (there 1000), learning rate 0.001 (there 3e-05), "
+        "as there, but for length 20 (there 1000), learning rate 0.0003 (there 3e-05), "
         "epochs 0.0015 (there 50)",
         "greatest difference from torch's loss in any of 3 iterations: scan",
         "Speed-up: backward pass / whole iteration",

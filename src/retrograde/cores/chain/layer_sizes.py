@@ -47,9 +47,10 @@ def measure_chain(
 ) -> Chain:
     """Measure every link for a flat input, and leave no trace of it.
 
-    Seconds are medians of ``repeats`` further passes, by default up to three within
-    :data:`_MORE_SECONDS`. With no repeats they come from the pass that counts bytes. If links are
-    ``called`` one by one, autograd holds the gradient of a link's output until that link is done.
+    Seconds are medians of ``repeats`` further passes, by default one, and up to three within
+    :data:`_MORE_SECONDS`. With no repeats they come from the pass that counts bytes, in which
+    kernels may still be compiled. If links are ``called`` one by one, autograd holds the gradient
+    of a link's output until that link is done.
     """
     device, before = state[0].device, len(links.prefix)
     core = ChainCore(links.chain, device)
@@ -62,7 +63,8 @@ def measure_chain(
         found, once = _measure_links(core, first, firsts, called=called)
         seconds = [once]
         if repeats is None:
-            repeats = min(3, int(_MORE_SECONDS / max(sum(map(sum, once.values())), 1e-9)))
+            more = int(_MORE_SECONDS / max(sum(map(sum, once.values())), 1e-9))
+            repeats = min(3, max(1, more))
         if repeats:  # the first pass was timed while memory was watched
             seconds = [_seconds(core, first, firsts) for _ in range(repeats)]
     sizes = [found[one] for one in firsts]
