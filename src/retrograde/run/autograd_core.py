@@ -190,7 +190,8 @@ class AutogradCore(ABC):
         index = slice(tape.start, tape.stop) if joint else window(self, tape.start, tape.stop)
         begun = _begun(gradients.parameters, joint)
         seeded = _seeded(self, tape, gradients, index)
-        seeded += zip(map(_edge, self.targets), begun, strict=True)
+        totals = zip(self.targets, begun, strict=True)
+        seeded += ((_edge(t), total) for t, total in totals if total is not None)
         # Edges without a gradient are freed before any gradient is allocated.
         tape.output_edges, tape.state_edges = [], []
         given = [(edge, g) for edge, g in seeded if edge is not None and g is not None]
