@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 import retrograde as rg
+from retrograde.cores.chain import layer_sizes
 from retrograde.cores.chain.chain_core import ChainCore
 from retrograde.cores.chain.examine import examine_layers
 from retrograde.discover.trees import flatten
@@ -794,3 +795,13 @@ def test_the_profile_of_a_network_is_its_chain():
     assert "1-2" in str(chain)
     with pytest.raises(CellError, match="neither a state nor steps"):
         rg.profile(nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2), length=5)
+
+
+def test_layers_that_take_long_are_timed_once_more_than_counted(monkeypatch):
+    """The pass that counts bytes may also compile kernels."""
+    real, passes = layer_sizes._seconds, []
+    monkeypatch.setattr(layer_sizes, "_MORE_SECONDS", 0.0)
+    monkeypatch.setattr(layer_sizes, "_seconds", lambda *a: passes.append(1) or real(*a))
+    x = torch.randn(16, 3, 8, 8)
+    rg.Sequential(*convolutional(), memory="90%")(x)
+    assert len(passes) == 1

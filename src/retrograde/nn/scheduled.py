@@ -15,7 +15,7 @@ first. Measurements use leaves that share the weights' memory, so that the graph
 stays intact for the gradient.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -27,9 +27,9 @@ from retrograde.cores.fastest import Candidate, candidates, fit_fastest, footpri
 from retrograde.cores.fused import Fused
 from retrograde.cores.ordinary import LONGEST_MEASURED
 from retrograde.cores.recurrent.bytes import Means, Shape
-from retrograde.cores.recurrent.forward import forward_curve
+from retrograde.cores.recurrent.forward import forward_bytes, forward_curve
 from retrograde.cores.recurrent.plan import Planner, Sequences
-from retrograde.cores.vendor import Kernel, Layers, copied_bytes, laid_out
+from retrograde.cores.vendor import Kernel, copied_bytes, laid_out
 from retrograde.kernels.cells import Weights
 from retrograde.nn.call import Call, Plan, StackFit
 from retrograde.nn.ordinary_memory import Ordinary, measure_ordinary
@@ -84,14 +84,14 @@ def fit_held(call: Call, memory: Memory | None) -> Plan:
     lengths = Sequences(call.length, call.batch, offsets)
     ordinary = _ordinary(call, memory)
     usual = ordinary(call.length, len(call.x))
-    held, found = _held_planner(call, ordinary, memory).fit(lengths, memory, usual)
-    planned: set[int] = set()
+    planner = _held_planner(call, ordinary, memory)
+    held, found = planner.fit(lengths, memory, usual)
     while held is not None and held.onward == "torch":  # between measured lengths bytes are guessed
         steps = min(call.length, max(1, held.block // call.batch))
-        if steps in planned:
+        if steps in dict(planner.shapes[0].vendor[0].points):
             break
-        planned.add(steps)
-        held, found = _held_planner(call, ordinary, memory, planned).fit(lengths, memory, usual)
+        planner = _measured_at(planner, call, steps)
+        held, found = planner.fit(lengths, memory, usual)
     parts = () if held is None else tuple((held, one.schedule) for one in found)
     fit = found[0]
     if len(found) == 1 and not (call.bidirectional and call.module.num_layers > 1):
@@ -101,17 +101,14 @@ def fit_held(call: Call, memory: Memory | None) -> Plan:
     return Plan(parts, StackFit(layers, *sizes))
 
 
-def _held_planner(
-    call: Call, ordinary: Ordinary, memory: Memory | None, planned: Collection[int] = ()
-) -> Planner:
+def _held_planner(call: Call, ordinary: Ordinary, memory: Memory | None) -> Planner:
     nets, x = call.nets(call.weights), call.x
     first, many = nets[0][0], len(nets) > 1
     by: Means = "loops" if x.device.type == "cpu" else "torch"
     vendor: list[tuple[Curve, ...]] = [()] * len(nets)
     copied = 0
     if by == "torch":
-        measure = partial(_forward_bytes, nets, call, memory, planned)
-        vendor = _known(call, memory, ("forward", *sorted(planned)), measure)
+        vendor = _known(call, memory, "forward", partial(_forward_curves, call, memory))
         copied = sum(copied_bytes(one, apart=True) for net in nets for one in net)
     shape = Shape(
         kind=first.mode,
@@ -145,24 +142,39 @@ def _held_planner(
     )
 
 
-def _forward_bytes(
-    nets: list[tuple[Layers, ...]], call: Call, memory: Memory | None, planned: Collection[int]
-) -> list[tuple[Curve, ...]]:
+def _forward_curves(call: Call, memory: Memory | None) -> list[tuple[Curve, ...]]:
     """Measure the vendor's forward pass: for each recurrence and layer, its bytes by steps.
 
-    Few steps are measured first. More steps are measured if the budget has room for them, and those
-    that a plan runs at a time.
+    Few steps are measured first. More steps are measured only if the budget has room for them.
     """
-    found = []
-    for net in nets:
-        curves = []
+    return [
+        tuple(forward_curve(weights, state, call.length, memory) for weights, state in net)
+        for net in _forward_arguments(call)
+    ]
+
+
+def _measured_at(planner: Planner, call: Call, steps: int) -> Planner:
+    """Return a planner for which the vendor's forward pass is measured at one more length."""
+    shapes = []
+    for shape, net in zip(planner.shapes, _forward_arguments(call), strict=True):
+        sizes = (forward_bytes(*arguments, steps) for arguments in net)
+        curves = zip(shape.vendor, sizes, strict=True)
+        vendor = tuple(curve.through(steps, size) for curve, size in curves)
+        shapes.append(replace(shape, vendor=vendor))
+    return replace(planner, shapes=tuple(shapes))
+
+
+def _forward_arguments(call: Call) -> Iterator[list[tuple[Weights, Tensors]]]:
+    """Iterate over the recurrences: for each layer, weights and a state to measure it with."""
+    for net in call.nets(call.weights):
+        layers = []
         for k in range(net[0].count):
             parts = [w.detach() for w in laid_out(net[0][k]).weights]
             weights = Weights.of(net[0].mode, parts)
-            state = [call.x.new_zeros(call.batch, weights.size) for _ in call.state]
-            curves.append(forward_curve(weights, state, call.length, memory, planned))
-        found.append(tuple(curves))
-    return found
+            layers.append(
+                (weights, [call.x.new_zeros(call.batch, weights.size) for _ in call.state])
+            )
+        yield layers
 
 
 @dataclass

@@ -1,6 +1,5 @@
 """The forward pass of one layer in one direction; it records at most an LSTM's gates."""
 
-from collections.abc import Collection
 from functools import partial
 from math import inf
 
@@ -16,7 +15,7 @@ from retrograde.measure.allocations import measure
 from retrograde.plan.fit import Curve
 from retrograde.units import Memory
 
-__all__ = ["LayerForward", "forward_curve", "room_for", "run", "run_by_torch"]
+__all__ = ["LayerForward", "forward_bytes", "forward_curve", "room_for", "run", "run_by_torch"]
 
 Tensors = list[Tensor]
 
@@ -99,23 +98,24 @@ def run_by_torch(weights: Weights, x: Tensor, state: Tensors, y: Tensor) -> None
         s.copy_(new.squeeze(0))
 
 
-def forward_curve(
-    weights: Weights, state: Tensors, length: int, memory: Memory | None, planned: Collection[int]
-) -> Curve:
-    """Measure the peak bytes of :func:`run_by_torch` by number of steps, on zeros.
+def forward_curve(weights: Weights, state: Tensors, length: int, memory: Memory | None) -> Curve:
+    """Measure :func:`forward_bytes` by number of steps.
 
-    Ranges of more than a few steps are measured only as far as a budget in bytes allows. Lengths
-    that are ``planned`` are measured in any case.
+    Ranges of more than a few steps are measured only as far as a budget in bytes allows.
     """
     most = memory if isinstance(memory, int) else inf
     points: dict[int, int] = {}
-    for steps in sorted({min(length, n) for n in (1, 2, 4, 16, 64, *planned)}):
-        beyond = steps > FEW_STEPS and 4 * max(points.values()) > max(most, FEW_BYTES)
-        if beyond and steps not in planned:
-            continue
-        x = state[0].new_zeros(steps, len(state[0]), weights.inputs.shape[1])
-        y = state[0].new_zeros(steps, *state[0].shape)
-        call = partial(run_by_torch, weights, x, state, y)
-        call()  # a first call's permanent allocations do not count
-        points[steps] = measure(call, device=x.device).peak_bytes
+    for steps in sorted({min(length, n) for n in (1, 2, 4, 16, 64)}):
+        if steps > FEW_STEPS and 4 * max(points.values()) > max(most, FEW_BYTES):
+            break
+        points[steps] = forward_bytes(weights, state, steps)
     return Curve(tuple(points.items()))
+
+
+def forward_bytes(weights: Weights, state: Tensors, steps: int) -> int:
+    """Measure the peak bytes of :func:`run_by_torch` for a number of steps, on zeros."""
+    x = state[0].new_zeros(steps, len(state[0]), weights.inputs.shape[1])
+    y = state[0].new_zeros(steps, *state[0].shape)
+    call = partial(run_by_torch, weights, x, state, y)
+    call()  # a first call's permanent allocations do not count
+    return measure(call, device=x.device).peak_bytes
