@@ -29,6 +29,7 @@ def load(name):
     return module
 
 
+@pytest.mark.quick(0)
 def test_a_memory_cell_trains_within_5_percent(capsys):
     load("memory_cell").main(["--steps", "1"])
     *losses, ordinary, budget, peak = capsys.readouterr().out.splitlines()

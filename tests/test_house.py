@@ -108,6 +108,7 @@ def test_nothing_is_loaded_before_it_is_needed(statement, absent):
     assert not modules_after(statement) & absent
 
 
+@pytest.mark.quick(0)
 def test_plan_is_the_function_whichever_module_comes_first():
     code = "import retrograde as rg; rg.LSTM; rg.unroll; print(rg.plan(1000, 50).cost)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -50,7 +50,7 @@ def recipe(monkeypatch):
     return load
 
 
-@pytest.mark.quick(99)
+@pytest.mark.quick(1)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", QUICK)
 def test_a_recipe_saves_memory_and_keeps_the_gradient(name, recipe, capsys):

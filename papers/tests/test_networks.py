@@ -25,7 +25,7 @@ def ignore(*_):
     pass
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("source", ["noise", "cifar"])
 def test_lenet_learns_the_same_by_the_scan(source, request):
     folder = request.getfixturevalue("cifar") if source == "cifar" else None

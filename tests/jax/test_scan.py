@@ -101,6 +101,7 @@ def test_options_of_lax_scan(asked):
     assert_near(found, expected)
 
 
+@pytest.mark.quick(0)
 def test_no_inputs_and_no_gradient_for_some():
     weights, h, xs = case(60)
 
@@ -113,7 +114,7 @@ def test_no_inputs_and_no_gradient_for_some():
     assert_equal(jax.grad(lambda x: gru(rj.scan, weights, h, x, memory="30%"))(xs), expected)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("keyed", ["carry", "input", "closed over"])
 @pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
 def test_random_keys(keyed, make):
@@ -136,6 +137,7 @@ def test_random_keys(keyed, make):
     assert_equal(jax.jit(jax.grad(lambda s: loss(s, rj.scan, memory="20%")))(0.5), expected)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("memory", ["30%", "10%"])
 def test_parts_without_numbers(memory):
     """The first real part of the carry, and of the outputs, may be an empty array."""
@@ -182,7 +184,7 @@ def test_second_derivatives_hold_all_and_say_so(second):
     assert_near(found, jax.jit(second(theirs))(0.3))
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "asked", [{}, {"chunk": 1}, {"chunk": 5}, {"chunk": 99}, {"reverse": True}]
 )

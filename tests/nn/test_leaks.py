@@ -292,7 +292,7 @@ def calls_of(monkeypatch, place, name):
     return seen
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("way", "place", "kernel", "where"),
     [

@@ -192,6 +192,7 @@ def test_the_clock_agrees_on_a_gather_whose_links_do_not_fill():
     assert taken("gather", 5, model, near=expected) == expected
 
 
+@pytest.mark.quick(0)
 def test_the_tree_wins_from_where_the_model_says():
     first = CLOCK.first_ranks_where("tree", beats="linear")
     assert 8 < first < 16
