@@ -126,7 +126,7 @@ def test_some_of_the_ways_and_a_budget_in_bytes(name, sequences, folder, capsys)
     assert "ordinary :" not in printed
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("name", ["sequential_mnist", "ecg"])
 def test_training_goes_on_exactly_where_it_was_interrupted(
     name, sequences, folder, tmp_path, monkeypatch

@@ -64,6 +64,7 @@ def test_every_part_of_the_house_has_a_level():
     assert parts <= LEVEL.keys()
 
 
+@pytest.mark.quick(0)
 def test_the_wheel_holds_the_library_only(tmp_path):
     copy = tmp_path / "copy"  # where nothing was built before
     shutil.copytree(PACKAGE, copy / "src" / "retrograde", ignore=shutil.ignore_patterns("*.pyc"))
