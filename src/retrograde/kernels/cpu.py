@@ -42,7 +42,7 @@ __all__ = [
 State = tuple[Tensor, ...]
 
 #: The multiplications for which one more thread pays; they take about a tenth of a millisecond.
-THREAD_WORK = _THREAD_WORK = 2_000_000
+THREAD_WORK = 2_000_000
 _ELEMENT_WORK = 40  # the work of one element of the slopes, in multiplications
 
 
