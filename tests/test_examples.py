@@ -114,7 +114,7 @@ def test_long_sequences_train_within_5_percent_as_they_do_ordinarily(
     assert (tmp_path / f"{name}.svg").exists()
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("name", SEQUENCES)
 def test_some_of_the_ways_and_a_budget_in_bytes(name, sequences, folder, capsys):
     given = ["--data", str(folder), "--steps", "1", "--way", "truncated", "budgeted"]

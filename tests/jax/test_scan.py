@@ -173,7 +173,7 @@ def test_transformations_compose():
         jax.jvp(ours, (0.3,), (1.0,))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(0)
 @pytest.mark.parametrize(
     "second", [lambda loss: jax.grad(jax.grad(loss)), lambda loss: jax.hessian(loss)]
 )

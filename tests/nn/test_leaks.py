@@ -57,7 +57,7 @@ def check_iterations(way, count):
         gc.enable()
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("way", WITH_MEMORY)
 def test_iterations_of_changing_lengths_hold_no_more_than_the_first(way):
     check_iterations(way, 15)

@@ -336,6 +336,7 @@ def test_explain_of_layers_without_parameters_and_of_other_modules():
         rg.explain(nn.Linear(2, 2), torch.ones(2, 2))
 
 
+@pytest.mark.quick(0)
 def test_the_scan_is_chosen_once_a_shape():
     """Also where patterns are put together: residual blocks, pruned layers, padding of any mode."""
     layers = [

@@ -283,7 +283,7 @@ def test_fake_tensors_run_torchs_own_and_nothing_of_it_is_kept(way):
     assert_nothing_was_kept(ours, inputs())
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(0)
 @EVERY_OPTION
 def test_what_is_traced_or_functional_is_torchs_own(way):
     ours, theirs = gru(**way), nn.GRU(5, 7, dtype=DOUBLE)

@@ -402,7 +402,7 @@ def test_what_is_let_go_of_early_does_not_spoil_the_bound():
     assert least_seconds(chain, ordinary.peak, Kinds(True, True)) <= ordinary.seconds
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
 def test_a_thousand_layers_within_a_hundredth(share):
     """With fewer levels than by default, for time; sizes without a common divisor."""

@@ -55,7 +55,7 @@ def test_auto_finds_the_same(size):
     assert len({report.way for report in reports}) == 1
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(0)
 @pytest.mark.parametrize(("numbers", "way"), [(4, "gather"), (2000, "tree"), (20_000, "linear")])
 def test_auto_weighs_latency_against_payload(numbers, way):
     """Small matrices are told to all; larger ones go up a tree; the largest are not sent at all."""

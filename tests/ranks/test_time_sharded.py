@@ -184,6 +184,7 @@ def test_other_layouts(layout, way):
     torch.testing.assert_close(grads[0], net.weight_hh_l0.grad)
 
 
+@pytest.mark.quick(0)
 def test_auto_hands_over_in_a_line_until_waiting_is_dearer_than_a_jacobian():
     """Sweeps that take long make ranks wait; a state of few numbers makes a Jacobian cheap."""
     thin, wide = rg.RNN(2, 2), rg.RNN(2, 400)
