@@ -31,7 +31,7 @@ class Compiled:
     """In place of a kernel: a launch compiles it for its arguments."""
 
     def __init__(self, kernel, name):
-        self.kernel, self.name = kernel, name
+        self.kernel, self.name, self.known = kernel, name, []
 
     def __getitem__(self, grid):
         return self.launch
@@ -57,6 +57,9 @@ class Compiled:
             {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
         )
         options = {"num_warps": num_warps, "maxnreg": maxnreg}
+        if (key := (types, constants, aligned, options)) in self.known:
+            return
+        self.known.append(key)
         built = triton.compile(source, target=GPUTarget("cuda", ARCHITECTURE, 32), options=options)
         ir, ptx = built.asm["ttgir"], built.asm["ptx"]
         report = {
@@ -91,10 +94,10 @@ def registers(ptx):
 def recurrences(size, all_of_them):
     import torch
 
-    from retrograde.kernels import cuda, cuda_states, cuda_sweep
+    from retrograde.kernels import LARGEST_SIZE, cuda, cuda_limits, cuda_states, cuda_steps, cuda_sweep
     from retrograde.kernels.cells import Slopes
 
-    for module in (cuda_sweep, cuda_states):
+    for module in (cuda_sweep, cuda_states, cuda_steps):
         for name in module.__all__:
             setattr(module, name, Compiled(getattr(module, name), name))
     cuda._trusted = lambda sizes: True
@@ -105,9 +108,16 @@ def recurrences(size, all_of_them):
         gated = None if gates == 1 else steps
         slopes = Slopes(torch.zeros(4, 2, gates, size), gated, gated)
         for dy in (steps, None) if all_of_them else (steps,):
-            for tf32 in (True, False) if all_of_them or size == 20 else (False,):
+            both = all_of_them or size == 20 or size > LARGEST_SIZE
+            for tf32 in (True, False) if both else (False,):
                 cuda._tf32 = lambda tf32=tf32: tf32
-                cuda.scan(slopes, torch.zeros(gates * size, size), dy, state, 2)
+                weights = torch.zeros(gates * size, size)
+                if size > LARGEST_SIZE:
+                    for many in (1, 10**6):  # tiles of 32, and of 16
+                        cuda_limits._MANY_TILES = many
+                        cuda.sweep(slopes, weights, dy, state)
+                else:
+                    cuda.scan(slopes, weights, dy, state, 2)
     cuda.gru_slopes(torch.zeros(4, 2, 3 * size), torch.zeros(4, 2, 3 * size), steps)
     cuda.lstm_slopes(torch.zeros(4, 2, 4 * size), steps, steps[0])
 

@@ -96,6 +96,37 @@ def test_sweep(fences, kind, length, samples, size, loss):
 
 @pytest.mark.parametrize("kind", GATES)
 @pytest.mark.parametrize(
+    ("length", "samples", "size", "loss"),
+    [(1, 1, 129, True), (2, 17, 130, False), (3, 3, 257, True)],
+)
+def test_wide_sweep(fences, kind, length, samples, size, loss):
+    given = problem(kind, length, samples, size, loss)
+    assert_equal_to_the_plain_form(fences, cuda.sweep, sweep.sweep, given)
+
+
+@pytest.mark.parametrize("kind", GATES)
+@pytest.mark.parametrize("loss", [True, False])
+def test_launches_of_a_wide_sweep_are_recorded_once_and_serve_other_blocks(
+    fences, monkeypatch, kind, loss
+):
+    """Blocks of 5 and 7 steps, recorded by 4: the last launches of a block have no step to do."""
+    steps, hidden, dy, g = problem(kind, 24, 3, 7, loss)
+    recordings = []
+    monkeypatch.setattr(cuda, "_RECORDED", 4)
+    monkeypatch.setattr(cuda, "recorded", lambda launch, _: recordings.append(launch) or launch)
+
+    def in_blocks(steps, hidden, dy, g):
+        wide = cuda.WideSweep(hidden)
+        for a, b in ((19, 24), (12, 19), (5, 12), (4, 5), (0, 4)):
+            g = wide.sweep(steps.at(slice(a, b)), None if dy is None else dy[a:b], g)
+        return g
+
+    assert_equal_to_the_plain_form(fences, in_blocks, sweep.sweep, (steps, hidden, dy, g))
+    assert len(recordings) == 1
+
+
+@pytest.mark.parametrize("kind", GATES)
+@pytest.mark.parametrize(
     ("length", "samples", "size", "loss", "chunk"),
     [
         (2, 1, 1, True, 1),
@@ -276,7 +307,8 @@ def test_three_products_in_tf32_are_as_exact_as_float32_on_a_gpu(monkeypatch, ki
 def test_what_is_supported():
     assert kernels("cuda", torch.float32, 1).name == "triton"
     assert kernels("cuda", torch.float32, 128).name == "triton"
-    assert kernels("cuda", torch.float32, 129).name == "torch"
+    wide = kernels("cuda", torch.float32, 129)
+    assert (wide.name, wide.scan) == ("triton", sweep.scan)
     assert kernels("cuda", torch.float64, 20).name == "torch"
 
 
@@ -300,6 +332,34 @@ def test_long_and_wide_on_a_gpu(kind, length, samples, size, chunk):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert_close(results(cuda.scan, on_the_gpu, given, chunk), expected, 1e-5)
+
+
+@on_a_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", GATES)
+@pytest.mark.parametrize("allowed", [True, False])
+@pytest.mark.parametrize(
+    ("length", "samples", "size"), [(1000, 1, 129), (400, 64, 256), (100, 200, 515), (70, 3, 1024)]
+)
+def test_wide_layers_on_a_gpu(monkeypatch, kind, allowed, length, samples, size):
+    """Recorded and replayed, in one block and in two, with and without TF32's three products."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", allowed)
+    given = problem(kind, length, samples, size)
+    expected = results(cpu.sweep, in_float64, given)
+
+    def in_blocks(steps, hidden, dy, g):
+        wide, edge = cuda.WideSweep(hidden), length // 3
+        g = wide.sweep(steps.at(slice(edge, None)), dy[edge:], g)
+        return wide.sweep(steps.at(slice(0, edge)), dy[:edge], g)
+
+    def on_the_gpu(t):
+        return None if t is None else t.to(DEVICE, torch.float32)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        swept = results(cuda.sweep, on_the_gpu, given)
+        assert_close(swept, expected, 1e-5)
+        assert all(map(torch.equal, results(in_blocks, on_the_gpu, given), swept))
 
 
 @on_a_gpu

@@ -206,6 +206,20 @@ def test_launches_do_not_grow_with_the_length(kind, most, asked):
         assert BOOK.launched <= most, BOOK.launches
 
 
+@pytest.mark.parametrize("kind", [rg.RNN, rg.GRU, rg.LSTM])
+def test_launches_of_a_wide_layer_are_those_of_its_graph(kind):
+    """With a budget there is no second pass by cuDNN: products follow the outputs."""
+    net = place(kind(SIZE, 129, memory="40%"))
+    x = torch.randn(960, 1, SIZE).to(CHIP)
+    net(x)[0].sum().backward()
+    BOOK.clear()
+    net(x)[0].sum().backward()
+    assert BOOK.launches["backward of layers"] == 0
+    assert all(not train for _, train, _ in BOOK.calls)
+    assert sum(length for length, *_ in BOOK.calls) == 960  # each step forward once
+    assert BOOK.launched <= 960 / 32 + 60 * len(BOOK.calls), BOOK.launches
+
+
 @pytest.mark.parametrize("both", [False, True])
 def test_products_that_overflow_are_found_in_one_wait_and_swept(both):
     """Half of the units are decoupled, at rest, and multiply what would be their gradient."""
@@ -319,7 +333,7 @@ def drawn(dice):
     options = {"bidirectional": both, "num_layers": layers}
     if layers > 1 and dice.random() < 0.3 and not both:
         options["dropout"] = 0.0
-    width, size, batch = one([1, 8, 40]), one([1, 7, 20, 63, 128]), one([1, 2, 5, 16])
+    width, size, batch = one([1, 8, 40]), one([1, 7, 20, 63, 128, 150]), one([1, 2, 5, 16])
     x = torch.randn(one([30, 60]), batch, width)
     if dice.random() < 0.3:
         x = x.transpose(0, 1).contiguous().transpose(0, 1)

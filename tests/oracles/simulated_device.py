@@ -10,7 +10,8 @@ processor's memory, and every operation on one of them comes by :func:`_run`, wh
 
 torch's recurrent layers are one launch, by the rules of cuDNN: at most 65,535 steps, no backward
 pass unless ``train``, and a copy of weights that do not lie in its layout. Triton's kernels are
-replaced by their plain references, one launch each and three for a scan. Allocations are those of
+replaced by their plain references, one launch each, three for a scan, and one for 32 steps of a
+wide sweep. Allocations are those of
 the processor's memory, which the library's measurements are told to take for the device's.
 
 *What this does not prove:* that Triton's kernels compile and compute (``tests/kernels`` does), what
@@ -208,6 +209,20 @@ def kernel(name, reference, launches=1):
     return launch
 
 
+class WideSweep:
+    """A wide layer's sweep by the plain one: a launch a step, of which a graph makes 32 in one."""
+
+    def __init__(self, hidden):
+        self.hidden, self.table = hidden, hidden.new_empty(6, dtype=torch.int64)
+
+    def sweep(self, slopes, dy, g):
+        length = len(slopes.gates)
+        states = g.new_empty(length + 1, *g.shape)
+        found = kernel("steps", sweep.sweep, 2 + -(-length // 32))(slopes, self.hidden, dy, g)
+        assert len(states) == length + 1  # held until here
+        return found.clone()
+
+
 def _parts(a):
     return list(vars(a).values()) if isinstance(a, Slopes) else a
 
@@ -350,6 +365,7 @@ def simulated():
     _register()
     triton = types.ModuleType("retrograde.kernels.cuda")
     triton.sweep, triton.scan = kernel("sweep", sweep.sweep), kernel("scan", sweep.scan, 3)
+    triton.WideSweep = WideSweep
     triton.gru_slopes = kernel("slopes", cells.gru_slopes)
     triton.lstm_slopes = kernel("slopes", cells.lstm_slopes)
     found = retrograde.kernels.kernels

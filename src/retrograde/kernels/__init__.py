@@ -13,14 +13,18 @@ from retrograde.kernels import cells, sweep
 from retrograde.kernels.cells import Block, GateSlopes, Kept, Slopes, Weights
 from retrograde.kernels.fallback import Fallback
 
-__all__ = ["LARGEST_SIZE", "Backward", "Forward", "Kernels", "blas_kernels", "kernels"]
+__all__ = [
+    "LARGEST_SIZE", "Backward", "BlockSweep", "Forward", "Kernels", "blas_kernels", "kernels",
+]  # fmt: skip
 
-#: The largest H for which there are CUDA kernels, which hold a layer on the chip.
+#: The largest H for which a CUDA program can hold a layer on the chip. A wider layer is swept by one
+#: launch a step, and has no compiled scan.
 LARGEST_SIZE = 128
 
 Sweep = Callable[[Slopes, Tensor, Tensor | None, Tensor], Tensor]
 Scan = Callable[..., Tensor]
 Recall = Callable[[Weights, Tensor, Tensor, Tensor], Kept]
+BlockSweep = Callable[[Slopes, Tensor | None, Tensor], Tensor]
 Products = Callable[[Slopes, Tensor, Tensor | None], Tensor]
 State = tuple[Tensor, ...]
 
@@ -65,7 +69,8 @@ class Kernels:
 
     ``backward`` does slopes, sweep and weight gradients in one loop. ``forward`` and ``backward``
     are None where torch's own are as fast. ``prepare`` returns the hidden weights in the form that
-    sweeps read fastest.
+    sweeps read fastest. ``wide`` makes the sweep of a layer that is too wide for ``scan``'s kernels;
+    then ``scan`` is torch's operations.
     """
 
     name: str
@@ -77,7 +82,15 @@ class Kernels:
     backward: type[Backward] | None = None
     recall: Recall | None = None
     prepare: Callable[[Tensor], Tensor] = _as_it_is
+    wide: Callable[[Tensor], BlockSweep] | None = None
     fallback: Fallback | None = None
+
+    def sweep_with(self, hidden: Tensor) -> BlockSweep:
+        """Return the sweep with these hidden weights, for many blocks."""
+        if self.wide is not None:
+            return self.wide(hidden)
+        prepared = self.prepare(hidden)
+        return lambda slopes, dy, g: self.sweep(slopes, prepared, dy, g)
 
     @property
     def refusal(self) -> str | None:
@@ -94,8 +107,7 @@ def kernels(device: str, dtype: torch.dtype, size: int) -> Kernels:
         slopes = cpu.gru_slopes, cpu.lstm_slopes
         layer = cpu.Forward, cpu.Backward, cpu.recall, cpu.panels
         return Kernels("numba", cpu.sweep, cpu.scan, slopes, cpu.products, *layer)
-    fits = dtype == torch.float32 and size <= LARGEST_SIZE
-    if device == "cuda" and fits and importlib.util.find_spec("triton"):
+    if device == "cuda" and dtype == torch.float32 and importlib.util.find_spec("triton"):
         from retrograde.kernels import cuda
 
         either = Fallback()
@@ -103,8 +115,19 @@ def kernels(device: str, dtype: torch.dtype, size: int) -> Kernels:
             either.join(cuda.gru_slopes, cells.gru_slopes),
             either.join(cuda.lstm_slopes, cells.lstm_slopes),
         )
-        loops = either.join(cuda.sweep, sweep.sweep), either.join(cuda.scan, sweep.scan)
-        return Kernels("triton", *loops, gates, sweep.products, fallback=either)
+        swept = either.join(cuda.sweep, sweep.sweep)
+        if size > LARGEST_SIZE:
+
+            def wide(hidden: Tensor) -> BlockSweep:
+                def plain(slopes: Slopes, dy: Tensor | None, g: Tensor) -> Tensor:
+                    return sweep.sweep(slopes, hidden, dy, g)
+
+                return either.join(cuda.WideSweep(hidden).sweep, plain)
+
+            loops = swept, sweep.scan, gates, sweep.products
+            return Kernels("triton", *loops, wide=wide, fallback=either)
+        scanned = either.join(cuda.scan, sweep.scan)
+        return Kernels("triton", swept, scanned, gates, sweep.products, fallback=either)
     slopes = cells.gru_slopes, cells.lstm_slopes
     return Kernels("torch", sweep.sweep, sweep.scan, slopes, sweep.products)
 

@@ -1,5 +1,8 @@
 """The backward recurrence on a GPU, in Triton: a sweep in one launch, a scan in three.
 
+A layer of more than 128 units does not fit one program. Its sweep is one launch a step
+(:class:`WideSweep`), and it has no scan here.
+
 The references are the functions of the same names in :mod:`retrograde.kernels.sweep` and
 :mod:`retrograde.kernels.cells`. The same call gives the same bits, since no sizes are tuned at run
 time and nothing is added atomically.
@@ -19,6 +22,7 @@ has 8 or 16 numbers. Most loads are issued two steps ahead.
 """
 
 import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -26,25 +30,91 @@ import torch
 import triton
 from torch import Tensor
 
-from retrograde.kernels import LARGEST_SIZE, cuda_states, cuda_sweep
+from retrograde.kernels import LARGEST_SIZE, cuda_states, cuda_steps, cuda_sweep
 from retrograde.kernels import sweep as reference
 from retrograde.kernels.cells import Slopes
-from retrograde.kernels.cuda_limits import Launch, launch
+from retrograde.kernels.cuda_graph import recorded
+from retrograde.kernels.cuda_limits import Launch, launch, step_launch
 
-__all__ = ["gru_slopes", "lstm_slopes", "scan", "sweep"]
+__all__ = ["WideSweep", "gru_slopes", "lstm_slopes", "scan", "sweep"]
 
 # A program computes c for this many steps at a time, and for this many numbers of c. Eight numbers
 # are 32 bytes, the smallest transfer of the memory.
 _TIME, _LANES = 128, 8
 _BLOCK = 512
+# A wide sweep's launches that are recorded together. They are recorded once twice as many are due.
+_RECORDED = 32
 # The shared memory in bytes that is assumed for Triton's interpreter, which is that of sm_90.
 _INTERPRETED = 232_448
 
 
 def sweep(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor) -> Tensor:
-    """Do the same as :func:`retrograde.kernels.sweep.sweep`, for float32, in one launch."""
-    g, length = g.contiguous(), slopes.gates.shape[0]
-    return _sweep_chunks(slopes, hidden, dy, g, 1, max(1, length))
+    """Do the same as :func:`retrograde.kernels.sweep.sweep`, for float32.
+
+    It is one launch for up to 128 units, and a :class:`WideSweep` beyond.
+    """
+    length, _, _, size = slopes.gates.shape
+    if size > LARGEST_SIZE:
+        return WideSweep(hidden).sweep(slopes, dy, g)
+    return _sweep_chunks(slopes, hidden, dy, g.contiguous(), 1, max(1, length))
+
+
+class WideSweep:
+    """Sweeps of one layer's blocks, for any number of units, in one launch a step.
+
+    If there are many steps, launches are recorded as a CUDA graph and replayed. ``hidden`` must not
+    change between sweeps.
+    """
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden.contiguous()
+        self.table = torch.empty(6, dtype=torch.int64, device=hidden.device)
+        self.steps, self.alike = 0, (0, False)
+        self.replay: Callable[[], None] | None = None
+
+    def sweep(self, slopes: Slopes, dy: Tensor | None, g: Tensor) -> Tensor:
+        """Do the same as :func:`retrograde.kernels.sweep.sweep` for a block."""
+        length, samples, gates, size = slopes.gates.shape
+        states = g.new_empty(length + 1, samples, g.shape[-1])
+        states[length] = g
+        slopes_of, keep, inner, _, losses = _arrays(slopes, self.hidden, dy)
+        numbers = length * samples * size
+        arrays = slopes_of, keep, inner, losses
+        form = {"K": gates, "H": size, "LOSSES": dy is not None}
+        with _device_of(g):
+            cuda_steps.begin[(1,)](self.table, *arrays, states, length, num_warps=1)
+            self._run(length, samples, form)
+            cuda_steps.finish[(-(-numbers // _BLOCK),)](
+                slopes_of, inner, losses, states, numbers, samples,
+                **form, BLOCK=_BLOCK, num_warps=4,
+            )  # fmt: skip
+        return states[0].clone()  # a view would hold all states
+
+    def _run(self, length: int, samples: int, form: dict[str, Any]) -> None:
+        options = step_launch(samples, form["K"], form["H"], _limit(self.hidden), _tf32())
+        tile = options["TILE"]
+        grid = -(-samples // tile), -(-form["H"] // tile)
+
+        def launch(back: int) -> None:
+            cuda_steps.step[grid](self.table, self.hidden, samples, back, **form, **options)
+
+        def launch_many() -> None:
+            for back in range(1, _RECORDED + 1):
+                launch(back)
+            self.table[5:].sub_(_RECORDED)
+
+        if self.alike != (alike := (samples, form["LOSSES"])):
+            self.steps, self.alike, self.replay = 0, alike, None
+        self.steps += length
+        if self.replay is None and self.steps >= 2 * _RECORDED:
+            launch(length + 1)  # does nothing, but is compiled
+            self.replay = recorded(launch_many, self.hidden.device)
+        if self.replay is None:
+            for back in range(1, length + 1):
+                launch(back)
+        else:
+            for _ in range(-(-length // _RECORDED)):
+                self.replay()
 
 
 def scan(
@@ -57,6 +127,7 @@ def scan(
 ) -> Tensor:
     """Do the same as :func:`retrograde.kernels.sweep.scan`, for float32, in three launches."""
     length, samples, gates, size = slopes.gates.shape
+    assert size <= LARGEST_SIZE
     form = launch("products", gates, size, _limit(g), _tf32())
     carry = launch("carry", gates, size, _limit(g))
     if length // chunk < 2 or form is None or carry is None:
@@ -171,7 +242,6 @@ def _arrays(slopes: Slopes, hidden: Tensor, dy: Tensor | None) -> tuple[Tensor, 
     """Return gates, keep, inner, weights and losses; the gates stand in for absent ones."""
     gates, keep, inner = slopes.gates, slopes.keep, slopes.inner
     assert gates.dtype == torch.float32
-    assert gates.shape[-1] <= LARGEST_SIZE
     for overwritten in (gates, inner):
         assert overwritten is None or overwritten.is_contiguous()
     return (

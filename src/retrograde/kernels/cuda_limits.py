@@ -8,16 +8,18 @@ compiler lays them out (a test compiles and compares):
 - *products*: the operands of a product, which are a tile of rows (R, P) and a Jacobian (P, P). If
   three products in TF32 replace one in float32, the rows are there twice;
 - *carry*: P² numbers of each quadrant of a product, for every step that is loaded ahead;
-- all kernels: a vector of P numbers for each array and each step that is loaded ahead. Besides, P
+- *step* (of layers with more than 128 units): tiles of states, slopes and weights, for every part of
+  the product that is loaded ahead;
+- all others: a vector of P numbers for each array and each step that is loaded ahead. Besides, P
   numbers for each warp or gate, through which threads exchange values.
 
 sm_75 cannot load ahead, so it has one stage. A kernel that does not fit with one stage is not
 launched.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-__all__ = ["Launch", "launch"]
+__all__ = ["Launch", "launch", "step_launch"]
 
 # The warps of a program and the stages of its pipeline, by P and by the number of gates.
 _PREFERRED = {
@@ -40,6 +42,8 @@ _PREFERRED = {
         128: {1: (8, 3), 3: (16, 3), 4: (16, 1)},
     },
 }
+# A step of a wide layer has tiles of 32 if there are this many of them, and of 16 otherwise.
+_MANY_TILES = 128
 # Cards with more shared memory than this, sm_80 and later, can load ahead and have TF32.
 _MODERN = 100_000
 
@@ -79,3 +83,21 @@ def launch(kernel: str, gates: int, size: int, limit: int, tf32: bool = False) -
         if taken <= limit:
             return Launch(padded, rows, warps, tried, tf32, taken)
     return None
+
+
+def step_launch(
+    samples: int, gates: int, size: int, limit: int, tf32: bool = False
+) -> dict[str, Any]:
+    """Return the options of a wide layer's step: its tile, warps, stages, and whether it has TF32.
+
+    ``gates`` is K, and ``size`` is H, any number. The dtype is float32.
+    """
+    modern = limit > _MODERN
+    tile = 32 if -(-samples // 32) * -(-size // 32) >= _MANY_TILES else 16
+    return {
+        "TILE": tile,
+        "DEPTH": 32,
+        "TF32": tf32 and modern,
+        "STAGES": (2 if gates == 4 else 3) if modern else 1,
+        "num_warps": 4,
+    }

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from retrograde.cores.recurrent.bytes import LAID_ROWS, LARGE, Means
-from retrograde.kernels import Backward, blas_kernels, kernels
+from retrograde.kernels import Backward, BlockSweep, blas_kernels, kernels
 from retrograde.kernels.cells import Block, Slopes, Weights, slopes
 from retrograde.kernels.sweep import safe_chunk
 from retrograde.scan.block_lengths import BackwardPlan
@@ -64,7 +64,7 @@ class LayerBackward:
         self.laid_rows = LAID_ROWS if on_cpu else rows  # on a GPU each part is another launch
         if means == "blas":
             self.laid_rows = 0
-        self.prepared: Tensor | None = None
+        self.sweep: BlockSweep | None = None
 
     def add(self, block: Block, dy: Tensor | None, g: Tensor, dx: Tensor | None) -> Tensor:
         """Backpropagate a piece, and return the gradient of the state before it.
@@ -82,11 +82,10 @@ class LayerBackward:
             losses = None if dy is None else _laid(dy, g)
             g = self.use.scan(steps, weights.hidden, losses, g, self.plan.chunk, self.doubts)
         else:
-            if self.prepared is None:
-                self.prepared = self.use.prepare(weights.hidden)
+            self.sweep = self.sweep or self.use.sweep_with(weights.hidden)
             for part in self._parts(dy, samples=len(g)):
                 losses = None if dy is None else _laid(dy[part], g)
-                g = self.use.sweep(steps.at(part), self.prepared, losses, g)
+                g = self.sweep(steps.at(part), losses, g)
                 del losses  # before the next copy is made
         self._add_products(steps, block, dx)
         return g
