@@ -94,7 +94,14 @@ def registers(ptx):
 def recurrences(size, all_of_them):
     import torch
 
-    from retrograde.kernels import LARGEST_SIZE, cuda, cuda_limits, cuda_states, cuda_steps, cuda_sweep
+    from retrograde.kernels import (
+        LARGEST_SIZE,
+        cuda,
+        cuda_limits,
+        cuda_states,
+        cuda_steps,
+        cuda_sweep,
+    )
     from retrograde.kernels.cells import Slopes
 
     for module in (cuda_sweep, cuda_states, cuda_steps):

@@ -59,7 +59,7 @@ def refusing(monkeypatch):
     def refuse(error):
         forget()
         kernel = Refusing(error)
-        for module in (cuda.cuda_sweep, cuda.cuda_states):
+        for module in (cuda.cuda_sweep, cuda.cuda_states, cuda.cuda_steps):
             for name in module.__all__:
                 monkeypatch.setattr(module, name, kernel)
         monkeypatch.setattr(cuda_sparse, "sums", kernel)
@@ -101,6 +101,19 @@ def test_the_plain_form_runs_and_one_warning_says_so(refusing, way, error):
         run(7)
         run(9)  # by kernels of its own
     assert kernel.tries == 2  # once for a size
+
+
+def test_wide_layers_go_on_too(refusing):
+    kernel = refusing(REFUSALS["no compiler"])
+    use = house.kernels("cuda", torch.float32, 129)
+    slopes, hidden, dy, g = problem(4, size=129)
+    theirs, swept = slopes.map(torch.clone), use.sweep_with(hidden)
+    with pytest.warns(RuntimeWarning, match="Failed to find C compiler"):
+        g = swept(slopes.at(slice(3, None)), dy[3:], g)
+    g = swept(slopes.at(slice(0, 3)), dy[:3], g)
+    assert torch.equal(g, sweep.sweep(theirs, hidden, dy, problem(4, size=129)[3]))
+    assert torch.equal(slopes.gates, theirs.gates)
+    assert kernel.tries == 1
 
 
 def test_slopes_and_sparse_products_go_on_too(refusing):

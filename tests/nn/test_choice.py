@@ -157,15 +157,18 @@ def test_an_explanation_takes_every_kind_of_input(fixed):
 
 
 def test_an_explanation_names_what_keeps_kernels_from_being_used(fixed, monkeypatch):
-    fake = type("K", (), {"name": "torch", "refusal": None})
+    fake = type("K", (), {"name": "torch", "refusal": None, "wide": None})
     monkeypatch.setattr(choice, "kernels", lambda *_: fake)
     ours = module(backward="scan")
     assert (
         "no compiled kernels for torch.float32 on cpu" in rg.explain(ours, torch.randn(9, 2, 3)).why
     )
     ours = rg.GRU(3, 200, backward="scan")
+    fake.name, fake.wide = "triton", object()
     why = rg.explain(ours, torch.randn(9, 2, 3)).why
-    assert "H = 200 > 128 is too large for the compiled kernels" in why
+    assert "H = 200 > 128 is too large for the scan's kernels" in why
+    ours.backward = "sequential"
+    assert rg.explain(ours, torch.randn(9, 2, 3)).why == "backward='sequential' asks for it"
 
 
 def test_a_module_that_is_none_of_ours_cannot_be_explained():

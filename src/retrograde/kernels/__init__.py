@@ -17,8 +17,8 @@ __all__ = [
     "LARGEST_SIZE", "Backward", "BlockSweep", "Forward", "Kernels", "blas_kernels", "kernels",
 ]  # fmt: skip
 
-#: The largest H for which a CUDA program can hold a layer on the chip. A wider layer is swept by one
-#: launch a step, and has no compiled scan.
+#: The largest H for which a CUDA program can hold a layer on the chip. A wider layer is swept by
+#: one launch a step, and has no compiled scan.
 LARGEST_SIZE = 128
 
 Sweep = Callable[[Slopes, Tensor, Tensor | None, Tensor], Tensor]
@@ -69,8 +69,8 @@ class Kernels:
 
     ``backward`` does slopes, sweep and weight gradients in one loop. ``forward`` and ``backward``
     are None where torch's own are as fast. ``prepare`` returns the hidden weights in the form that
-    sweeps read fastest. ``wide`` makes the sweep of a layer that is too wide for ``scan``'s kernels;
-    then ``scan`` is torch's operations.
+    sweeps read fastest. ``wide`` makes the sweep of a layer that is too wide for the scan's
+    kernels; then ``scan`` is torch's operations.
     """
 
     name: str

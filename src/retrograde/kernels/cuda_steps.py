@@ -102,9 +102,7 @@ def step(
             for k in tl.static_range(K):
                 a = tl.load(gates + (at * K + k) * H + i, mask=known, other=0.0)
                 a *= h if k == 3 else d
-                u = tl.load(
-                    hidden + (k * H + down) * H + j, mask=(down < H) & (j < H), other=0.0
-                )
+                u = tl.load(hidden + (k * H + down) * H + j, mask=(down < H) & (j < H), other=0.0)
                 total = tl.dot(a, u, total, input_precision=exact)
         tl.store(before + j, total, mask=real)
         if K == 4:

@@ -161,11 +161,13 @@ def _why(module: "BudgetedRNN", weight: Tensor, use: Kernels, choice: str) -> st
         reason = "backward=None is torch's own pass"
     elif module.backward == "auto":
         reason = "it is expected to be the fastest"
-    if (use.refusal or use.name == "torch") and choice != "torch":
-        limit = f"H = {module.hidden_size} > {LARGEST_SIZE} is too large for the compiled kernels"
-        if module.hidden_size <= LARGEST_SIZE:
-            limit = f"there are no compiled kernels for {weight.dtype} on {weight.device.type}"
-        if use.refusal:
-            limit = f"Triton cannot launch its kernels ({use.refusal})"
-        reason += f"; {limit}, so torch's own operations are called step by step"
+    obstacle = None
+    if use.refusal:
+        obstacle = f"Triton cannot launch its kernels ({use.refusal})"
+    elif use.name == "torch":
+        obstacle = f"there are no compiled kernels for {weight.dtype} on {weight.device.type}"
+    elif use.wide is not None and choice == "scan":
+        obstacle = f"H = {module.hidden_size} > {LARGEST_SIZE} is too large for the scan's kernels"
+    if obstacle and choice != "torch":
+        reason += f"; {obstacle}, so torch's own operations are called step by step"
     return reason

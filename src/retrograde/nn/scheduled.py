@@ -6,7 +6,7 @@ are counted, and their plan is a closed form. Only two sizes are measured: the m
 backpropagation, which a fraction refers to, and the forward pass of a GPU.
 
 All other calls run torch's kernels in ranges by a schedule. Among them are projections, autocast,
-wide layers, and packed batches on a GPU. The bytes of their ranges are measured once for the shapes
+and on a GPU float64 and packed batches. The bytes of their ranges are measured once for the shapes
 and the budget, and cached. All sequences of 256 steps and more share these measurements. Shorter
 ones share them if their lengths round down to the same power of two.
 
