@@ -815,3 +815,24 @@ def test_bad_budgets_and_schedules_are_refused_before_any_work():
         call(cell, memory=0.5, schedule=rg.plan(6, 2))
     with pytest.raises(rg.ScheduleError, match="for 5 steps, but the inputs have 6"):
         call(schedule=rg.plan(5, 2))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("memory", ["50%", "10%", "2%"])
+def test_main_memory_is_read_ahead_on_a_gpu(memory):
+    """The loss keeps the card busy, so that a copy that does not wait would be seen."""
+    found = []
+    for where in ("cuda", "cpu"):
+        torch.manual_seed(0)
+        module = nn.GRU(64, 64, device="cuda")
+        x = torch.randn(2000, 8, 64, device="cuda").to(where)
+
+        def loss(steps, y):
+            torch.cuda._sleep(2_000_000)
+            return y.square().sum()
+
+        rg.bptt(module, x, loss=loss, memory=memory)
+        found.append([p.grad for p in module.parameters()])
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours - theirs).norm() <= 1e-4 * theirs.norm()

@@ -322,10 +322,11 @@ def test_bad_input():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("memory", ["5%", "60%"])
-def test_on_a_gpu(memory):
-    theirs, ours = pair(64, 64, memory=memory, device="cuda")
+@pytest.mark.parametrize("size", [64, 256])
+def test_on_a_gpu(memory, size):
+    theirs, ours = pair(64, size, memory=memory, device="cuda")
     x = torch.randn(500, 16, 64, device="cuda", requires_grad=True)
-    seed = torch.randn(500, 16, 64, device="cuda")
+    seed = torch.randn(500, 16, size, device="cuda")
     outcomes = []
     for net in (theirs, ours):
         x.grad = None

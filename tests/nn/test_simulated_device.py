@@ -9,8 +9,8 @@ import pytest
 CASES = Path(__file__).with_name("simulated_device_cases.py")
 PARTS = (
     "hardly_waits or launches",
-    "fit_and or overflow or steps or main_memory",
-    "eval or copies",
+    "fit_and or overflow or steps or main_memory or under_way",
+    "eval or no_call",
     "no_less",
 )
 

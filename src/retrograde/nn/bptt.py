@@ -22,17 +22,19 @@ from retrograde.cores.vendor import Layers, Mode
 from retrograde.discover.referents import find_referents
 from retrograde.discover.surroundings import autocast_as_now
 from retrograde.discover.trees import Structure, flatten, flatten_state
-from retrograde.errors import CellError, RetrogradeError
+from retrograde.errors import BudgetError, CellError, RetrogradeError
 from retrograde.nn.cache import CellFits, signature
 from retrograde.nn.recurrent import BudgetedRNN
 from retrograde.nn.unroll import check_schedule, refuse_both
 from retrograde.plan import plan
 from retrograde.plan.fit import Fit
 from retrograde.run.core import Core
+from retrograde.run.moved import Moved
 from retrograde.run.sources import Arrays, Spool, Steps, Stream, open_source
 from retrograde.run.streaming import Progress, TakeInput, run_stream
 from retrograde.run.transforms import refuse_transforms, uncompiled
 from retrograde.schedule import Schedule
+from retrograde.schedule.schedule import forward_ranges
 from retrograde.units import Memory, parse_memory
 
 __all__ = ["bptt"]
@@ -40,7 +42,7 @@ __all__ = ["bptt"]
 Tensors = list[Tensor]
 
 # A cell with its loss is measured once for its shapes and a budget: the core, and its fit.
-_FITS: CellFits[tuple[int, Fit]] = CellFits()
+_FITS: CellFits[tuple[int, Fit, bool]] = CellFits()
 
 _RANGES = {nn.LSTM.forward, nn.GRU.forward, nn.RNN.forward, BudgetedRNN.forward}
 
@@ -122,11 +124,14 @@ def bptt(
             "nothing requires a gradient: expected a parameter, an initial state or an input that "
             "does, or input_gradient="
         )
+    source = task.stream.source
+    ahead = isinstance(source, Moved) and isinstance(source.source, Arrays)
     if schedule is None and memory is None:
         schedule = plan(len(task.stream), policy="store-all")
     elif schedule is None:
-        core, schedule = _fitted(task, inputs, cast(Memory, memory))
-    total, after = run_stream(core, task.stream, schedule, task.state, input_gradient, progress)
+        core, schedule, ahead = _fitted(task, inputs, cast(Memory, memory))
+    more: Any = (input_gradient, progress)
+    total, after = run_stream(core, task.stream, schedule, task.state, *more, ahead=ahead)
     return total, task.state_spec.unflatten(after)
 
 
@@ -254,9 +259,11 @@ def _module_state(module: nn.RNNBase, stream: Stream, state: Any) -> tuple[Tenso
     return states, state_spec
 
 
-def _fitted(task: _Task, inputs: Any, memory: Memory) -> tuple[Core, Schedule]:
-    """Return the core and the schedule for a budget."""
+def _fitted(task: _Task, inputs: Any, memory: Memory) -> tuple[Core, Schedule, bool]:
+    """Return the core and the schedule for a budget, and whether ranges may be copied ahead."""
     source, first = task.stream.source, cast(StepCore, task.cores[0].core)
+    moved = source if isinstance(source, Moved) else None
+    source = source if moved is None else moved.source
     parts = [(first.found, first.ambient.steady.places)]
     read: tuple[Any, ...] = (type(source),)
     if isinstance(source, Arrays):
@@ -273,11 +280,30 @@ def _fitted(task: _Task, inputs: Any, memory: Memory) -> tuple[Core, Schedule]:
     def step() -> Hashable:
         return step_bytes(first, task.probed, later())
 
-    def find() -> tuple[int, Fit]:
+    def find() -> tuple[int, Fit, bool]:
         state = later()
         sizes = footprints(task.cores, task.probed, state, memory=memory, first=task.state)
-        return fit_fastest(task.cores, sizes, task.probed, state, memory)
+        number, found = fit_fastest(task.cores, sizes, task.probed, state, memory)
+        if moved is None or not (first.fused and isinstance(source, Arrays)):
+            return number, found, False
+        # A range that is copied ahead takes room, at most as much as the longest one.
+        steps, (other, fit) = 0, (number, found)
+        while _longest(fit.schedule) > steps:
+            steps = _longest(fit.schedule)
+            room = moved.step_bytes * steps
+            more = [replace(size, extra_bytes=size.extra_bytes + room) for size in sizes]
+            try:
+                other, fit = fit_fastest(task.cores, more, task.probed, state, memory)
+            except BudgetError:
+                return number, found, False
+        return other, replace(fit, minimum_bytes=found.minimum_bytes), True
 
-    (number, found), settled = _FITS.fit(parts, shapes, (repr(memory), len(source)), step, find)
+    key = repr(memory), len(source)
+    (number, found, ahead), settled = _FITS.fit(parts, shapes, key, step, find)
     core = replace(cast(StepCore, task.cores[number].core), settled=settled)
-    return core, found.schedule
+    return core, found.schedule, ahead
+
+
+def _longest(schedule: Schedule) -> int:
+    starts, stops = forward_ranges(schedule)
+    return int((stops - starts).max())

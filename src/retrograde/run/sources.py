@@ -14,8 +14,7 @@ values. There are four kinds:
 torch allocates what is read, so :mod:`retrograde.measure.allocations` counts it. The pages of a
 memory map belong to the operating system and are not counted.
 
-Inputs in main memory serve a model on a GPU. Only the range that is read is moved there, through
-pinned memory, so that the program need not wait for the copy.
+Inputs in main memory serve a model on a GPU: :mod:`retrograde.run.moved` moves what is read.
 """
 
 import operator
@@ -34,6 +33,7 @@ from retrograde.discover.generators import OwnRandom, random_position
 from retrograde.discover.trees import Structure, flatten
 from retrograde.errors import CellError
 from retrograde.run.inputs import check_length
+from retrograde.run.moved import Moved
 
 __all__ = ["Arrays", "Source", "Spool", "Steps", "Stream", "open_source"]
 
@@ -77,9 +77,14 @@ def open_source(inputs: Any, length: SupportsIndex | None, device: torch.device)
                 [2., 2.]])])
     """
     steps = None if length is None else _whole(length)
+    source = _opened(inputs, steps, device)
+    return source if device.type == "cpu" else Moved(source, device)
+
+
+def _opened(inputs: Any, steps: int | None, device: torch.device) -> "Arrays | Steps":
     leaves = [leaf for leaf in pytree.tree_leaves(inputs) if leaf is not None]
     if all(map(_is_array, leaves)):
-        return Arrays.of(inputs, steps, device)
+        return Arrays.of(inputs, steps)
     if hasattr(inputs, "__next__"):
         return Steps(Spool(inputs, device), _told(steps, inputs), device)
     if hasattr(inputs, "__getitem__") and not isinstance(inputs, list | tuple | dict):
@@ -102,7 +107,6 @@ class Arrays:
     leaves: list[Any]
     structure: Structure
     length: int
-    device: torch.device
     trained: list[Tensor | None] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -110,7 +114,7 @@ class Arrays:
         object.__setattr__(self, "trained", trained)
 
     @classmethod
-    def of(cls, inputs: Any, length: int | None, device: torch.device) -> "Arrays":
+    def of(cls, inputs: Any, length: int | None) -> "Arrays":
         """Make the source from a pytree, of which the first ``length`` steps are used."""
         stand_in = torch.empty(0, device="cpu")
         shape = pytree.tree_map(lambda leaf: None if leaf is None else stand_in, inputs)
@@ -119,24 +123,20 @@ class Arrays:
         there = check_length(leaves)
         if length is not None and length > there:
             raise CellError(f"the inputs have {there} steps: expected {length}, as length= says")
-        return cls(leaves, structure, there if length is None else length, device)
+        return cls(leaves, structure, there if length is None else length)
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int | slice) -> Tensors:
-        parts = (t[index] if isinstance(t, Tensor) else _copied(t[index]) for t in self.leaves)
-        return [
-            _moved(part, self.device) if trained is None else part
-            for part, trained in zip(parts, self.trained, strict=True)
-        ]
+        return [t[index] if isinstance(t, Tensor) else _copied(t[index]) for t in self.leaves]
 
 
 class Steps:
     """An object that returns the input of a step by its number, in any order and repeatedly."""
 
     def __init__(self, get: Callable[[int], Any], length: int, device: torch.device) -> None:
-        self.get, self.length, self.device = get, length, device
+        self.get, self.length = get, length
         position = random_position(device)
         with torch.enable_grad():  # so that an input with a history is detected at once
             leaves, self.structure = self._read(0)
@@ -153,7 +153,7 @@ class Steps:
 
     def __getitem__(self, index: int | slice) -> Tensors:
         if not isinstance(index, slice):
-            return [_moved(x, self.device) for x in self._step(index)]
+            return self._step(index)
         start, stop, _ = index.indices(self.length)
         whole = [
             torch.empty((stop - start, *shape), dtype=dtype, device=device)
@@ -162,7 +162,7 @@ class Steps:
         for t in range(start, stop):
             for parts, leaf in zip(whole, self._step(t), strict=True):
                 parts[t - start].copy_(leaf)
-        return [_moved(x, self.device) for x in whole]
+        return whole
 
     def _step(self, t: int) -> Tensors:
         leaves, structure = self._read(t)
@@ -344,14 +344,6 @@ def _leaves(tree: Any, t: int) -> tuple[Tensors, Structure]:
 
 def _as_tensor(leaf: Any) -> Any:
     return _copied(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf
-
-
-def _moved(t: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor in main memory on a device; any other tensor as it is."""
-    if t.device.type != "cpu" or device.type == "cpu":
-        return t
-    pinned = t.pin_memory() if device.type == "cuda" else t
-    return pinned.to(device, non_blocking=True)
 
 
 def _copied(array: Any) -> Tensor:

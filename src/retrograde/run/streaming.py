@@ -11,6 +11,7 @@ leaf, as in an ordinary backward pass.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from retrograde.errors import CellError
 from retrograde.run.core import Core, Gradients
 from retrograde.run.executor import Run
 from retrograde.run.layout import Straight
+from retrograde.run.moved import Moved
 from retrograde.run.sources import Stream
 from retrograde.schedule import Schedule
 from retrograde.schedule.schedule import forward_ranges
@@ -43,10 +45,13 @@ def run_stream(
     state: Tensors,
     take_input: TakeInput | None = None,
     progress: Progress | None = None,
+    *,
+    ahead: bool = False,
 ) -> tuple[Tensor, Tensors]:
     """Run a recurrence with its loss, backpropagate it, and accumulate the gradients.
 
-    Returns the sum of all losses in double precision, and the state after the last step.
+    Returns the sum of all losses in double precision, and the state after the last step. ``ahead``
+    allows arrays in main memory to be copied to a GPU one range ahead.
 
     Raises:
         CellError: a property of the core found at one step does not hold at another.
@@ -69,7 +74,13 @@ def run_stream(
     mine = [*state, *core.parameters, *(t for t in stream.source.trained if t is not None)]
     versions, marks = [version(t) for t in mine], core.ambient.steady.marks()
     run = Run(core, schedule, len(stream))
-    with autocast_as_now(device), muted_hooks(core.parameters):
+    source = stream.source
+    copying: AbstractContextManager[None] = nullcontext()
+    if ahead and core.fused and isinstance(source, Moved):
+        copying = source.ahead(
+            zip(*(one.tolist() for one in forward_ranges(schedule)), strict=True)
+        )
+    with autocast_as_now(device), muted_hooks(core.parameters), copying:
         after = run.forward(inputs, state, lambda start, stop, values: _add(total, values))
         gradients.states = [None] * len(after)
         moved = core.ambient.steady.changes(marks)
