@@ -6,8 +6,8 @@ contiguous, float32, and in the reference's order of dimensions.
 
 A step is a matrix product of the gates' gradients (B, K·H) with the hidden weights. Each program
 computes a tile of the product, and forms the operand that it needs from slopes and states. No
-kernel reads what the same launch writes: a step's states have a row of their own, and ``finish``
-turns all slopes into gradients of the gates afterwards.
+kernel reads what another program of the same launch writes. For this, each step's states have a row
+of their own. ``finish`` turns all slopes into gradients of the gates afterwards.
 
 Launches can be recorded once and replayed for other blocks. So a step reads the addresses of its
 arrays, and its own number, from a table on the card. ``begin`` writes the table.
