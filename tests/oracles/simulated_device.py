@@ -196,14 +196,12 @@ def kernel(name, reference, launches=1):
     """A kernel of the library's own on the device, by its plain reference."""
 
     def launch(*args, **kwargs):
-        given = pytree.tree_leaves([_parts(a) for a in args if not isinstance(a, list)])
+        given = pytree.tree_leaves([_parts(a) for a in args])
         assert all(isinstance(t, OnChip) for t in given if isinstance(t, torch.Tensor)), name
         BOOK.launches[name] += launches
         known = {id(t.inner): t for t in given if isinstance(t, OnChip)}
         with _disable_current_modes():
             found = reference(*map(_inner, args), **kwargs)
-        for doubts in (a for a in args if isinstance(a, list)):
-            doubts[:] = [_known(t, known) for t in doubts]
         if isinstance(found, Slopes):
             return found.map(lambda t: _known(t, known))
         return _known(found, known)
@@ -256,7 +254,7 @@ def _parts(a):
 
 
 def _inner(a):
-    return a.map(unwrap) if isinstance(a, Slopes) else a if isinstance(a, list) else unwrap(a)
+    return a.map(unwrap) if isinstance(a, Slopes) else unwrap(a)
 
 
 class _Layers(torch.autograd.Function):

@@ -310,7 +310,6 @@ def scan(
     dy: Tensor | None,
     g: Tensor,
     chunk: int,
-    doubts: None = None,
 ) -> Tensor:
     """Do the same as :func:`retrograde.kernels.sweep.scan`, for either dtype on a CPU."""
     length, samples, _, size = slopes.gates.shape

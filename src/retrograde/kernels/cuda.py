@@ -8,8 +8,10 @@ The references are the functions of the same names in :mod:`retrograde.kernels.s
 time and nothing is added atomically.
 
 The scan has the three phases of :mod:`retrograde.kernels.sweep`, but here the first chunk may be
-shorter than the others. The carry also measures whether the products can be trusted. If a card has
-too little shared memory for the scan (sm_75 from 65 units on), the block is swept instead.
+shorter than the others. The carry also measures, for each sample, whether the products can be
+trusted. A sample for which they cannot is swept step by step within the last launch, so the program
+need not wait. If a card has too little shared memory for the scan (sm_75 from 65 units on), the
+block is swept instead.
 
 *TF32*: sums are float32. If ``torch.backends.cudnn`` allows torch's own recurrent kernels to round
 to TF32, products of up to 64 units use the tensor cores (sm_80 and later). Each is then the sum of
@@ -35,6 +37,7 @@ from retrograde.kernels import sweep as reference
 from retrograde.kernels.cells import Slopes
 from retrograde.kernels.cuda_graph import recorded
 from retrograde.kernels.cuda_limits import Launch, launch, step_launch
+from retrograde.kernels.verdicts import Verdicts
 
 __all__ = ["WideSweep", "gru_slopes", "lstm_slopes", "scan", "sweep"]
 
@@ -123,7 +126,6 @@ def scan(
     dy: Tensor | None,
     g: Tensor,
     chunk: int,
-    doubts: list[Tensor] | None = None,
 ) -> Tensor:
     """Do the same as :func:`retrograde.kernels.sweep.scan`, for float32, in three launches."""
     length, samples, gates, size = slopes.gates.shape
@@ -147,12 +149,16 @@ def scan(
             **_constants(form, size),
         )
         cuda_sweep.carry[(samples,)](*carried, LSTM=gates == 4, **_constants(carry, size))
-    if doubts is not None:
-        doubts.append(sizes)
-    elif not _trusted(sizes):
-        reference.trusted(rows, after)  # warns
-        return sweep(slopes, hidden, dy, g)
-    return _sweep_chunks(slopes, hidden, dy, after, chunks, chunk)
+    del rows  # before more is allocated
+    distrusted = torch.zeros(1, dtype=torch.int32, device=g.device)
+    before = _sweep_chunks(slopes, hidden, dy, after, chunks, chunk, (sizes, distrusted))
+    _verdicts().add(distrusted)
+    return before
+
+
+@functools.cache
+def _verdicts() -> Verdicts:
+    return Verdicts(reference.warn_of_sweep)
 
 
 def gru_slopes(inputs: Tensor, hidden: Tensor, before: Tensor) -> Slopes:
@@ -186,21 +192,35 @@ def lstm_slopes(gates: Tensor, after: Tensor, c: Tensor, known: bool = False) ->
 
 
 def _sweep_chunks(
-    slopes: Slopes, hidden: Tensor, dy: Tensor | None, after: Tensor, chunks: int, chunk: int
+    slopes: Slopes,
+    hidden: Tensor,
+    dy: Tensor | None,
+    after: Tensor,
+    chunks: int,
+    chunk: int,
+    check: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Sweep each chunk from the gradient after it; return the gradient before the first."""
+    """Sweep each chunk from the gradient after it; return the gradient before the first.
+
+    ``check`` has the sizes that the carry measured, and a number that becomes 1 if a sample is
+    distrusted.
+    """
     length, samples, gates, size = slopes.gates.shape
     before = after.new_empty(samples, after.shape[-1])
     form = launch("sweep", gates, size, _limit(after))
     assert form is not None  # a sweep fits every card
-    given = *_arrays(slopes, hidden, dy), after, before, samples, length, chunks, chunk
+    sizes, distrusted = check or (before, before)
+    given = *_arrays(slopes, hidden, dy), after, before, sizes, distrusted
+    counts = samples, length, chunks, chunk
     with _device_of(after):
         cuda_sweep.sweep[(chunks * samples,)](
             *given,
+            *counts,
             K=gates,
             S=1 if gates == 1 else 4,
             LOSSES=dy is not None,
             HELD=gates < 4 or size <= 64,
+            CHECKED=check is not None,
             **_constants(form, size),
         )
     return before
@@ -251,12 +271,3 @@ def _arrays(slopes: Slopes, hidden: Tensor, dy: Tensor | None) -> tuple[Tensor, 
         hidden.contiguous(),
         gates if dy is None else dy.contiguous(),
     )
-
-
-def _trusted(sizes: Tensor) -> bool:
-    """Return whether the products can be trusted, from the sizes that the carry measured.
-
-    The rule is that of :func:`retrograde.kernels.sweep.trusted`.
-    """
-    terms, largest = sizes.amax(1).tolist()
-    return bool(terms <= min(reference._CANCELLATION * largest, torch.finfo(sizes.dtype).max))

@@ -25,10 +25,17 @@ there are no loads ahead, so the kernel has its own.
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
+from retrograde.kernels.sweep import CANCELLATION
+
 __all__ = ["carry", "products", "sweep"]
+
+# When a sample's products are trusted, as in ``sweep.trusted``.
+LIMIT = tl.constexpr(CANCELLATION)
+MOST = tl.constexpr(torch.finfo(torch.float32).max)
 
 # Lengths and counts change from call to call, so the compiled code does not specialize on them.
 _compiled: Any = triton.jit(do_not_specialize=["samples", "length", "chunks", "chunk"])
@@ -162,8 +169,8 @@ def carry(
 ):
     """Carry the gradient from the last chunk to the first; program b has sample b.
 
-    ``sizes`` (2, B) receives what ``sweep.trusted`` needs. The first row has the largest sum of
-    terms' magnitudes, infinite after a NaN. The second has the largest gradient's magnitude.
+    ``sizes`` (2, B) receives what tells whether products are trusted. The first row has the largest
+    sum of terms' magnitudes, infinite after a NaN. The second has the largest gradient's magnitude.
     """
     b = tl.program_id(0).to(tl.int64)
     n: tl.constexpr = 2 * H if LSTM else H
@@ -219,6 +226,8 @@ def sweep(
     dy,
     after,
     before,
+    sizes,
+    distrusted,
     samples,
     length,
     chunks,
@@ -229,23 +238,34 @@ def sweep(
     P: tl.constexpr,
     LOSSES: tl.constexpr,
     HELD: tl.constexpr,
+    CHECKED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Sweep every chunk; program c·B + b has chunk c of sample b.
 
-    Gradients of the gates overwrite the slopes.
+    Gradients of the gates overwrite the slopes. If ``sizes`` are checked and a sample's products
+    cannot be trusted, the program of its first chunk sweeps all steps, and the others none.
     """
     pair = tl.program_id(0).to(tl.int64)
     first, end = _steps(pair // samples, length, chunks, chunk)
     b = pair % samples
+    start = pair
+    if CHECKED:
+        terms = tl.load(sizes + b)
+        largest = tl.load(sizes + samples + b)
+        trusted = (terms <= LIMIT * largest) & (terms <= MOST)
+        start = tl.where(trusted, pair, (chunks - 1) * samples + b)
+        first = tl.where(trusted, first, 0)
+        end = tl.where(trusted, end, tl.where(pair < samples, length, 0))
+        tl.store(distrusted, 1, mask=trusted == 0)
     n: tl.constexpr = 2 * H if K == 4 else H
     j = tl.arange(0, P)
     fits = j < H
     k = tl.arange(0, S)[:, None]
     gate = k * H + j[None, :]
     real = (k < K) & fits[None, :]
-    h = _numbers(after, pair * n, H, P)
-    c = _numbers(after, pair * n + H, H, P) if K == 4 else h
+    h = _numbers(after, start * n, H, P)
+    c = _numbers(after, start * n + H, H, P) if K == 4 else h
     u = _stacked(hidden, K, S, H, P)
     for back in tl.range(1, (end - first + 1).to(tl.int32), num_stages=STAGES):
         at = (end - back) * samples + b
@@ -273,7 +293,7 @@ def sweep(
             tl.store(inner + at * H + j, h * own, mask=fits)
             new += h * kept
         h = new
-    if pair < samples:
+    if tl.program_id(0) < samples:
         tl.store(before + b * n + j, h, mask=fits)
         if K == 4:
             tl.store(before + b * n + H + j, c, mask=fits)

@@ -16,17 +16,15 @@ The latency falls from T steps to 2 L + T / L, for n + 1 times the arithmetic. O
 are stored, one for each chunk, never the Jacobian of a step.
 
 *Exact or refused.* A product of Jacobians can overflow, cancel or contain a NaN even if the
-gradient itself does not. That call is then swept step by step, with a warning. :func:`safe_chunk`
-keeps chunks short, so that this is rare. On a GPU, :func:`safe_chunk` and the check of each scan
-would wait for the device. There the caller skips the first, collects ``doubts``, and checks all of
-its scans at once.
+gradient itself does not. That block is then swept step by step, with a warning. :func:`safe_chunk`
+keeps chunks short, so that this is rare. On a GPU the caller skips it, because it would wait for
+the device.
 
 These are the plain forms for any device and dtype. They are the reference of the compiled forms.
 """
 
 import math
 import warnings
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -34,13 +32,13 @@ from torch import Tensor
 from retrograde.kernels.cells import Slopes, pull
 
 __all__ = [
-    "all_trusted", "at_step", "carry", "in_chunks", "products", "safe_chunk", "scan", "sweep",
-    "trusted",
+    "CANCELLATION", "at_step", "carry", "in_chunks", "products", "safe_chunk", "scan", "sweep",
+    "trusted", "warn_of_sweep",
 ]  # fmt: skip
 
-# How much larger than every gradient the terms of a product may be. Larger terms would leave
-# rounding errors that show in the gradient.
-_CANCELLATION = 100.0
+#: How much larger than every gradient the terms of a product may be. Larger terms would leave
+#: rounding errors that show in the gradient.
+CANCELLATION = 100.0
 
 
 def sweep(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor) -> Tensor:
@@ -64,13 +62,11 @@ def scan(
     dy: Tensor | None,
     g: Tensor,
     chunk: int,
-    doubts: list[Tensor] | None = None,
 ) -> Tensor:
     """Do the same as :func:`sweep`, by a scan over chunks of ``chunk`` steps.
 
-    The first steps, if they fill no chunk, are swept. If ``doubts`` is a list, the numbers that
-    :func:`all_trusted` needs later are appended to it. If it is None, the check is made here, and a
-    refused block is swept.
+    The first steps, if they fill no chunk, are swept. So is a block whose products cannot be
+    trusted.
     """
     length = slopes.gates.shape[0]
     rest = length % chunk
@@ -79,9 +75,7 @@ def scan(
     whole, losses = in_chunks(slopes.at(slice(rest, None)), dy, rest, chunk)
     rows = products(whole, hidden, losses)
     after, before = carry(rows, g)
-    if doubts is not None:
-        doubts.append(_sizes(rows, after))
-    elif not trusted(rows, after):
+    if not trusted(rows, after):
         return sweep(slopes, hidden, dy, g)
     for t in range(chunk - 1, -1, -1):
         if losses is not None:
@@ -114,32 +108,24 @@ def trusted(rows: Tensor, after: Tensor) -> bool:
     Rounding errors grow with the terms |g| |P|. So the terms must be finite, and not far larger
     than the largest gradient.
     """
-    return all_trusted([_sizes(rows, after)])
-
-
-def _sizes(rows: Tensor, after: Tensor) -> Tensor:
-    """Return the largest sum of terms' magnitudes, and the largest gradient's magnitude, (2,)."""
-    terms = (after.abs().unsqueeze(-2) @ rows[..., :-1, :].abs()).amax()
-    return torch.stack([terms, torch.maximum(after.abs().amax(), rows[..., -1, :].abs().amax())])
-
-
-def all_trusted(sizes: Sequence[Tensor]) -> bool:
-    """Return whether all of several scans are trusted, as :func:`trusted` does for one.
-
-    ``sizes`` has a tensor (2, …) for each scan. The device is waited for only once.
-    """
-    most = torch.finfo(sizes[0].dtype).max
-    found = torch.stack([one.flatten(1).amax(1) if one.dim() > 1 else one for one in sizes])
-    if all(terms <= min(_CANCELLATION * largest, most) for terms, largest in found.tolist()):
+    found = (after.abs().unsqueeze(-2) @ rows[..., :-1, :].abs()).amax()
+    sizes = torch.maximum(after.abs().amax(), rows[..., -1, :].abs().amax())
+    terms, largest = torch.stack([found, sizes]).tolist()
+    if terms <= min(CANCELLATION * largest, torch.finfo(rows.dtype).max):
         return True  # a NaN fails every comparison
+    warn_of_sweep()
+    return False
+
+
+def warn_of_sweep() -> None:
+    """Warn that a block was swept, since its products could not be trusted."""
     warnings.warn(
         "products of Jacobians overflowed, cancelled or are not finite, though the gradient itself "
         "may well be: this call is swept step by step, which is exact but slower; clip the "
         'weights, or use backward="sequential" (for rg.unroll, backward=None)',
         RuntimeWarning,
-        stacklevel=2,
+        stacklevel=3,
     )
-    return False
 
 
 def carry(rows: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:

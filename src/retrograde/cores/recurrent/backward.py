@@ -30,8 +30,7 @@ class LayerBackward:
 
     ``totals``, by the names of the weights, are complete after ``finish``. ``rows`` is the most
     rows of a piece of several steps. ``at_once`` sums gradients of weights in place, which takes
-    less memory and rounds more. ``doubts`` collects the doubts of scans on a GPU
-    (:mod:`retrograde.kernels.sweep`).
+    less memory and rounds more.
     """
 
     def __init__(
@@ -44,17 +43,15 @@ class LayerBackward:
         *,
         means: Means = "loops",
         at_once: bool = False,
-        doubts: list[Tensor] | None = None,
     ) -> None:
         hidden = weights.hidden
         on_cpu = hidden.device.type == "cpu"
         self.weights, self.totals, self.plan = weights, totals, plan
         self.rows, self.at_once = rows, at_once or not on_cpu
-        self.doubts = None if on_cpu else doubts
         self.use = kernels(hidden.device.type, hidden.dtype, weights.size)
         if means == "blas":
             self.use = blas_kernels()
-        if plan.name == "scan" and self.doubts is None:
+        if plan.name == "scan" and on_cpu:  # a GPU would have to be waited for
             self.plan = replace(plan, chunk=safe_chunk(hidden, plan.chunk))
         small = batch > 1 and hidden.numel() <= LARGE  # there are samples to divide among threads
         loops = means == "loops" and plan.name == "sequential" and self.use.backward is not None
@@ -80,7 +77,7 @@ class LayerBackward:
         steps = slopes(weights, block.x, block.before, block.after, c, self.use.gates, known)
         if self.plan.name == "scan":
             losses = None if dy is None else _laid(dy, g)
-            g = self.use.scan(steps, weights.hidden, losses, g, self.plan.chunk, self.doubts)
+            g = self.use.scan(steps, weights.hidden, losses, g, self.plan.chunk)
         else:
             self.sweep = self.sweep or self.use.sweep_with(weights.hidden)
             for part in self._parts(dy, samples=len(g)):

@@ -29,7 +29,6 @@ from retrograde.cores.vendor import Layers
 from retrograde.discover.surroundings import Ambient
 from retrograde.kernels import blas_kernels, kernels
 from retrograde.kernels.cells import Block, Kept, Weights
-from retrograde.kernels.sweep import all_trusted
 from retrograde.run.core import Emit, Gate, Gradients, RangeCore, Tape, discard
 from retrograde.run.inputs import Inputs
 from retrograde.run.layout import Layout, RowInputs, Rows
@@ -162,23 +161,6 @@ class HeldLayers(RangeCore):
 
     @torch.no_grad()
     def backpropagate(self, tape: Any, gradients: Gradients) -> None:
-        doubts: list[Tensor] = []
-        again = replace(tape, marks={**tape.marks}, below=[*tape.below]) if self.scans else tape
-        states = self._through(tape, gradients, doubts)
-        if doubts and not all_trusted(doubts):
-            self.plans = [replace(plan, name="sequential") for plan in self.plans]
-            for total in (*gradients.parameters, *gradients.inputs):
-                _ = total is None or total.zero_()  # they began at zero: a scan covers all steps
-            states = self._through(again, gradients, doubts)
-        gradients.states = states
-
-    @property
-    def scans(self) -> bool:
-        """Whether layers are backpropagated by a scan."""
-        return any(plan.name == "scan" for plan in self.plans)
-
-    def _through(self, tape: _Held, gradients: Gradients, doubts: list[Tensor]) -> list[Any]:
-        """Backpropagate a tape. Return the gradients of the state before it."""
         given = [
             torch.zeros_like(t) if g is None else g
             for t, g in zip(tape.state_after, gradients.states, strict=True)
@@ -187,10 +169,13 @@ class HeldLayers(RangeCore):
         for number in range(len(self.tracks)):
             at = slice(number * self.count, (number + 1) * self.count)
             g = torch.cat([s[at].to(self.real) for s in given], -1)
-            self._backpropagate(tape, gradients, number, g, doubts)
+            self._backpropagate(tape, gradients, number, g)
             firsts.append(g)
         g = torch.cat(firsts) if len(firsts) > 1 else firsts[0]
-        return [part.to(tape.first[0].dtype).contiguous() for part in g.split(self.size, -1)]
+        states: list[Any] = [
+            part.to(tape.first[0].dtype).contiguous() for part in g.split(self.size, -1)
+        ]
+        gradients.states = states
 
     def _record(
         self, tape: _Held, inputs: Inputs, number: int, k: int, weights: Weights, emit: Emit | None
@@ -256,14 +241,12 @@ class HeldLayers(RangeCore):
             x = self._given(tape, inputs, number, self.count - 1, piece)
         return self.recall(weights, x, before, *c)
 
-    def _backpropagate(
-        self, tape: _Held, gradients: Gradients, number: int, g: Tensor, doubts: list[Tensor]
-    ) -> None:
+    def _backpropagate(self, tape: _Held, gradients: Gradients, number: int, g: Tensor) -> None:
         """Backpropagate a track; g (layers, B, n) goes from after the range to before it."""
         pieces = self._pieces(number, tape.start, tape.stop)
         rows, totals = self.block, self._totals(number, gradients.parameters)
         each = zip(self.layers[number], totals, self.plans, self.back, strict=True)
-        options: Any = {"at_once": self.at_once, "doubts": doubts}
+        options: Any = {"at_once": self.at_once}
         passes = [
             LayerBackward(w.cast(self.real), total, plan, self.batch, rows, means=means, **options)
             for w, total, plan, means in each
