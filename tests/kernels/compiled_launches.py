@@ -124,6 +124,7 @@ def recurrences(size, all_of_them):
                         cuda.sweep(slopes, weights, dy, state)
                 else:
                     cuda.scan(slopes, weights, dy, state, 2)
+                    cuda.sweep(slopes, weights, dy, state)
     cuda.gru_slopes(torch.zeros(4, 2, 3 * size), torch.zeros(4, 2, 3 * size), steps)
     cuda.lstm_slopes(torch.zeros(4, 2, 4 * size), steps, steps[0])
 
