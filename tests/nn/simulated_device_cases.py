@@ -405,7 +405,7 @@ def test_what_is_counted_is_no_less_than_what_is_taken(seed):
     with pytest.raises(rg.BudgetError) as caught:
         ours.fit(given)
     least, shares = caught.value.minimum_bytes, []
-    for share in (1.0, 1.5):
+    for share in (1.0, 1.5, 3.0):
         ours.memory = int(least * share)
         ours(given)
 
@@ -420,4 +420,4 @@ def test_what_is_counted_is_no_less_than_what_is_taken(seed):
         shares.append(taken.working_bytes() / fit.peak_bytes)
         for a, b in zip(gradients, expected, strict=True):
             assert relative_error(a.cpu(), b) <= 2e-4
-    assert max(shares, default=1) >= 0.25  # counted, and not just enough
+    assert max(shares, default=1) >= 0.5  # counted, and not just enough

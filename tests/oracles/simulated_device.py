@@ -280,7 +280,8 @@ class _Layers(torch.autograd.Function):
         given = [torch.zeros_like(r) if g is None else g.inner
                  for r, g in zip(roots, gradients, strict=True)]  # fmt: skip
         with _disable_current_modes():
-            found = iter(torch.autograd.grad(roots, wanted, given, retain_graph=True))
+            keeps = torch._C._autograd._get_current_graph_task_keep_graph()
+            found = iter(torch.autograd.grad(roots, wanted, given, retain_graph=keeps))
         return None, None, *(OnChip(next(found)) if t.requires_grad else None for t in ctx.leaves)
 
 

@@ -1,6 +1,7 @@
 """The memory of ordinary backpropagation through a recurrent module, measured on torch's own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,7 @@ from retrograde.nn.weights import over_weights, stand_ins
 from retrograde.plan.fit import Highest
 from retrograde.units import Memory
 
-__all__ = ["Ordinary", "measure_ordinary"]
+__all__ = ["Ordinary", "measure_ordinary", "measure_whole"]
 
 State = tuple[Tensor, ...]
 
@@ -40,6 +41,13 @@ class Ordinary:
         ends = [even_from(curves) for curves in (self.full, self.single) if curves is not None]
         return all(end is not None and end <= steps for end in ends)
 
+    def is_certain(self, steps: int) -> bool:
+        """Return whether the bytes of so many steps were measured, or follow from even growth."""
+        curves = [each for each in (self.full, self.single) if each is not None]
+        return all(
+            even_from(each) is not None or each.curves[0].points[-1][0] >= steps for each in curves
+        )
+
     def __call__(self, steps: int, rows: int) -> int:
         """Return the bytes for so many steps; ``rows`` are those of a packed batch."""
         if self.single is None or self.batch == 1:
@@ -51,34 +59,47 @@ class Ordinary:
 def measure_ordinary(call: Call, memory: Memory | None) -> Ordinary:
     """Measure torch's own module on short sequences; a packed batch has sequences of one length.
     Measurements of more than a few steps keep to the budget, too."""
-    x, packed, length = call.x, call.sizes is not None, call.measured_length
-    if packed:
-        x = x.new_zeros(length, call.batch, x.shape[1]).requires_grad_(x.requires_grad)
-    state = call.state if call.given else None
-    shell = over_weights(call.module, stand_ins(call.weights))
-    devices = [x.device] if x.is_cuda else []
-
-    def taker(batch: int, expanded: bool = False) -> Callable[[int], tuple[int, int]]:
-        kept = None if state is None else tuple(s[:, :batch] for s in state)
-
-        def measured(steps: int) -> tuple[int, int]:
-            given = x[:steps, :batch].detach()
-            if packed:
-                given = given.flatten(0, 1)
-            given.requires_grad_(x.requires_grad)
-            sizes = torch.full((steps,), batch, device="cpu") if packed else None
-            passing = _Pass(shell, given, kept, sizes, call.sorts, expanded)
-            return measure_pass(passing.forward, passing.backward, passing.handed.clear, x.device)
-
-        return measured
-
-    batch = call.batch
-    with torch.enable_grad(), torch.random.fork_rng(devices):
-        full = ordinary_curve(taker(batch), length, memory)
-        single = ordinary_curve(taker(1), length, memory) if packed else None
+    batch, packed, length = call.batch, call.sizes is not None, call.measured_length
+    with _apart(call.x):
+        full = ordinary_curve(_taker(call, batch), length, memory)
+        single = ordinary_curve(_taker(call, 1), length, memory) if packed else None
         steps = full.curves[0].points[-1][0]
-        more = max(0, max(taker(batch, expanded=True)(steps)) - full(steps))
+        more = max(0, max(_taker(call, batch, expanded=True)(steps)) - full(steps))
     return Ordinary(batch, full, single, -(-more // steps))
+
+
+def measure_whole(call: Call) -> int:
+    """Measure torch's own module on all steps of a call that is not packed."""
+    with _apart(call.x):
+        return max(_taker(call, call.batch)(call.length))
+
+
+@contextmanager
+def _apart(x: Tensor) -> Iterator[None]:
+    """Record gradients, and leave the random state as it is."""
+    with torch.enable_grad(), torch.random.fork_rng([x.device] if x.is_cuda else []):
+        yield
+
+
+def _taker(call: Call, batch: int, expanded: bool = False) -> Callable[[int], tuple[int, int]]:
+    """Return what measures the first steps of a call, for its first ``batch`` sequences."""
+    x, packed = call.x, call.sizes is not None
+    if packed:
+        zeros = x.new_zeros(call.measured_length, call.batch, x.shape[1])
+        x = zeros.requires_grad_(x.requires_grad)
+    kept = tuple(s[:, :batch] for s in call.state) if call.given else None
+    shell = over_weights(call.module, stand_ins(call.weights))
+
+    def measured(steps: int) -> tuple[int, int]:
+        given = x[:steps, :batch].detach()
+        if packed:
+            given = given.flatten(0, 1)
+        given.requires_grad_(x.requires_grad)
+        sizes = torch.full((steps,), batch, device="cpu") if packed else None
+        passing = _Pass(shell, given, kept, sizes, call.sorts, expanded)
+        return measure_pass(passing.forward, passing.backward, passing.handed.clear, x.device)
+
+    return measured
 
 
 @dataclass

@@ -32,7 +32,7 @@ from retrograde.cores.recurrent.plan import Planner, Sequences
 from retrograde.cores.vendor import Kernel, copied_bytes, laid_out
 from retrograde.kernels.cells import Weights
 from retrograde.nn.call import Call, Plan, StackFit
-from retrograde.nn.ordinary_memory import Ordinary, measure_ordinary
+from retrograde.nn.ordinary_memory import Ordinary, measure_ordinary, measure_whole
 from retrograde.nn.weights import stand_ins
 from retrograde.plan.fit import Curve, Fit, Footprint, refusal
 from retrograde.run.inputs import Inputs
@@ -86,6 +86,10 @@ def fit_held(call: Call, memory: Memory | None) -> Plan:
     usual = ordinary(call.length, len(call.x))
     planner = _held_planner(call, ordinary, memory)
     held, found = planner.fit(lengths, memory, usual)
+    if held is None and planner.shapes[0].onward == "torch" and not asks_for_all(memory):
+        # What is extrapolated would not show another phase that takes most at this length.
+        usual = max(usual, measure_whole(call))
+        held, found = planner.fit(lengths, memory, usual)
     while held is not None and held.onward == "torch":  # between measured lengths bytes are guessed
         steps = min(call.length, max(1, held.block // call.batch))
         if steps in dict(planner.shapes[0].vendor[0].points):
@@ -136,9 +140,11 @@ def _held_planner(call: Call, ordinary: Ordinary, memory: Memory | None) -> Plan
     return Planner(
         shapes=(shape, *uppers),
         most=back.block * call.batch,
-        extra=_extra_bytes(call, call.state) + copied,
+        extra=_extra_bytes(call, call.state),
+        copied=copied,
         gradient_copy=ordinary.gradient_copy,
         torchs=not call.has_dropout,
+        certain=by == "loops" or ordinary.is_certain(call.length),
     )
 
 

@@ -178,7 +178,8 @@ class Shape:
             if k or (self.needs_x and (self.tracks > 1 or not self.straight or self.first)):
                 numbers += rows * width * (3 if self.tracks > 1 or self.drops else 1)
             if self._means(k) == "torch":
-                numbers += self._slopes * rows * size + 2 * gates + 12 * self.batch * size
+                steps = (10 if lstm else 3) * self.batch * size  # of the sweep, step by step
+                numbers += self._slopes * rows * size + 2 * gates + steps
             elif self.loops(k):
                 numbers += 0 if kept or not lstm else 5 * rows * size
             elif lstm:

@@ -106,15 +106,6 @@ class Sequences:
         return bisect_right(steps, rows, key=lambda k: self.last(k, both)) - 1
 
 
-def _blocks(shape: Shape, lengths: Sequences, most: int) -> list[int]:
-    """Return the lengths of a piece to try, in rows, the longest first."""
-    found, steps = [], max(1, min(most // shape.batch, lengths.length))
-    while steps > 1:
-        found.append(steps * shape.batch)
-        steps = steps * 2 // 3
-    return [*found, shape.batch]
-
-
 @dataclass(frozen=True)
 class Planner:
     """Plans for held layers, for any lengths.
@@ -123,22 +114,27 @@ class Planner:
         shapes: of one recurrence; with several layers in two directions, one for each layer.
         most: the rows of a piece that the cache allows.
         extra: bytes that may be added at any moment.
+        copied: bytes of weights that are copied into the vendor's layout.
         gradient_copy: bytes per step that torch's own pass takes in addition.
         torchs: whether torch's own module computes the same.
+        certain: whether the bytes of torch's own pass are known for these lengths. If they are
+            extrapolated from too few steps, they are not taken for the smallest budget.
     """
 
     shapes: tuple[Shape, ...]
     most: int
     extra: int = 0
+    copied: int = 0
     gradient_copy: int = 0
     torchs: bool = True
+    certain: bool = True
 
     def least_bytes(self, lengths: Sequences) -> int:
         """Return the smallest budget for held layers."""
         shape = self.shapes[0]
         plan = replace(self._means[-1], block=shape.batch)
         least = self._peak(lengths, plan)
-        for block in _blocks(shape, lengths, self.most)[-2::-1]:
+        for block in self._blocks(lengths, certain=True)[-2::-1]:
             peak = self._peak(lengths, replace(plan, block=block))
             if peak > 1.1 * least:
                 break  # fewer marks, but more for a piece than they take
@@ -159,7 +155,10 @@ class Planner:
         budget = ordinary if memory is None else as_bytes(memory, ordinary)
         least, length = self.least_bytes(lengths), lengths.length
         usual = ordinary + self.gradient_copy * length + self.extra
-        minimum = min(least, usual) if self.torchs else least
+        if self.shapes[0].onward == "torch":
+            # If the caller drops the final state, it is not handed on, and its gradient is zeros.
+            usual += 3 * sum(shape.state for shape in self.shapes)
+        minimum = min(least, usual) if self.torchs and self.certain else least
         if self.torchs and asks_for_all(memory):
             budget = max(budget, usual)  # all that torch's own pass takes
         if budget < minimum:
@@ -169,6 +168,21 @@ class Planner:
             peak = {"peak_bytes": usual, "forward_steps": length, "calls": 2, "time": 3.0 * length}
             return None, (replace(whole_fit(length, length, **peak, **told), ordinary=True),)
         return self._fastest(lengths, budget, told)
+
+    def _blocks(self, lengths: Sequences, *, certain: bool = False) -> list[int]:
+        """Return the lengths of a piece to try, in rows, the longest first; the last is one step.
+
+        The lengths at which the vendor's forward pass was measured are among them. If the bytes
+        must be ``certain``, there are no others.
+        """
+        batch = self.shapes[0].batch
+        longest = steps = max(1, min(self.most // batch, lengths.length))
+        curves = [dict(curve.points) for shape in self.shapes for curve in shape.vendor]
+        found = {n for n in (curves[0] if curves else ()) if all(n in one for one in curves)}
+        while steps > 1 and not (certain and curves):
+            found.add(steps)
+            steps = steps * 2 // 3
+        return [n * batch for n in sorted({1, *found}, reverse=True) if n <= longest]
 
     def _run_by(self, plan: HeldPlan) -> list[Shape]:
         """Return the shapes, with a plan's ``onward`` and ``back``."""
@@ -203,7 +217,7 @@ class Planner:
         Ranges of a part of the steps are planned only if no plan with one range of all steps fits.
         """
         shape, best, least = self.shapes[0], None, inf
-        blocks = _blocks(shape, lengths, self.most)
+        blocks = self._blocks(lengths)
         if all(shape.loops(k) for k in range(shape.count)):  # no pieces needed for the cache
             whole = self._keeping(lengths, HeldPlan(lengths.length * shape.batch), budget)
             if whole is not None and not self._again(lengths, whole):
@@ -397,7 +411,7 @@ class Planner:
             call_steps=_CALL_STEPS,
             record_steps=_RECORD_STEPS,
             scheduled=True,
-            extra_bytes=self.extra,
+            extra_bytes=self.extra + self.copied,
         )
 
     def _between(self, lengths: Sequences) -> int:
@@ -437,7 +451,7 @@ class Planner:
         rows = threads = lengths.largest(plan.block)
         pieces = lengths.pieces(plan.block) + 1  # one more begins where gates begin to be kept
         held = sum(s.mark(pieces) + s.below(lengths.rows) + 2 * s.state for s in shapes)
-        held += self._between(lengths) + self.extra
+        held += self._between(lengths) + self.extra + self.copied
         if lengths.offsets is not None:  # with fewer sequences a thread may have more rows
             threads = max(rows, min(plan.block, _THREAD_ROWS))
             held += held // 64 + _THREAD_ROWS * shapes[0].item
