@@ -240,7 +240,7 @@ class Shape:
         """Return the numbers that a layer's backward pass holds throughout."""
         size, width, gates = self.size, self._width(k), GATES[self.kind] * self.size
         if self._means(k) in ("blas", "torch"):
-            return self.batch * size
+            return self.batch * size + 16  # a wide sweep's table, and the random state of its graph
         if not self.loops(k):
             return gates * _whole(size, PANEL) + self.threads * self.batch * _whole(size)
         steps = max(1, rows // self.batch)
