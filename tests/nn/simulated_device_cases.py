@@ -251,9 +251,10 @@ def test_launches_do_not_grow_with_the_length(kind, most, asked):
 
 
 @pytest.mark.parametrize("kind", [rg.RNN, rg.GRU, rg.LSTM])
-def test_launches_of_a_wide_layer_are_those_of_its_graph(kind):
-    """With a budget there is no second pass by cuDNN: products follow the outputs."""
-    net = place(kind(SIZE, 129, memory="40%"))
+@pytest.mark.parametrize("backward", [None, "auto"])
+def test_launches_of_a_wide_layer_are_those_of_its_graph(kind, backward):
+    """With a budget there is no second pass by cuDNN, and no scan: products follow the outputs."""
+    net = place(kind(SIZE, 129, memory="40%", backward=backward))
     x = torch.randn(960, 1, SIZE).to(CHIP)
     net(x)[0].sum().backward()
     BOOK.clear()
