@@ -109,7 +109,10 @@ def test_wide_sweep(fences, kind, length, samples, size, loss):
 def test_launches_of_a_wide_sweep_are_recorded_once_and_serve_other_blocks(
     fences, monkeypatch, kind, loss
 ):
-    """Blocks of 5 and 7 steps, recorded by 4: the last launches of a block have no step to do."""
+    """Blocks of 5 and 7 steps, recorded by 4: the last launches of a block have no step to do.
+
+    Those of the second block are recorded.
+    """
     steps, hidden, dy, g = problem(kind, 24, 3, 7, loss)
     recordings = []
     monkeypatch.setattr(cuda, "_RECORDED", 4)

@@ -3,6 +3,7 @@ import json
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +57,17 @@ def test_the_accelerator_that_a_call_allocates_on_is_counted(asked, peak, monkey
     monkeypatch.setattr(allocations, "_allocations", lambda result: iter(events))
     monkeypatch.setattr(allocations, "_synchronize", lambda device: None)
     assert measure(lambda: None, device=asked).peak_bytes == peak
+
+
+def test_a_card_in_use_is_waited_for_and_its_requests_are_read(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(allocations, "_synchronize", asked.append)
+    monkeypatch.setattr(allocations, "requests", lambda d: asked.append(d) or nullcontext(list))
+    measure(lambda: None)
+    assert {str(device) for device in asked} == {"cuda:3"}
+    assert len(asked) >= 2
 
 
 def ordinary():

@@ -345,8 +345,9 @@ def test_more_steps_without_a_gradient_and_of_several_lengths(few_steps):
 
 
 @pytest.mark.parametrize("memory", ["80%", "64MiB"])
-def test_gradients_in_eval_mode(memory):
-    make = lambda: rg.LSTM(SIZE, SIZE, 2, dropout=0.5, memory=memory).eval()  # noqa: E731
+@pytest.mark.parametrize("more", [{}, {"proj_size": 4}], ids=["held", "projected"])
+def test_gradients_in_eval_mode(memory, more):
+    make = lambda: rg.LSTM(SIZE, SIZE, 2, dropout=0.5, memory=memory, **more).eval()  # noqa: E731
     found = both(make, torch.randn(300, BATCH, SIZE))
     assert_same(found)
     assert any(train for _, train, recorded in BOOK.calls if recorded)

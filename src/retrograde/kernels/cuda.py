@@ -45,7 +45,7 @@ __all__ = ["WideSweep", "gru_slopes", "lstm_slopes", "scan", "sweep"]
 # are 32 bytes, the smallest transfer of the memory.
 _TIME, _LANES = 128, 8
 _BLOCK = 512
-# A wide sweep's launches that are recorded together. They are recorded once twice as many are due.
+# The most launches of a wide sweep that are recorded together. Recording pays for twice as many.
 _RECORDED = 32
 # The shared memory in bytes that is assumed for Triton's interpreter, which is that of sm_90.
 _INTERPRETED = 232_448
@@ -72,7 +72,7 @@ class WideSweep:
     def __init__(self, hidden: Tensor) -> None:
         self.hidden = hidden.contiguous()
         self.table = torch.empty(6, dtype=torch.int64, device=hidden.device)
-        self.steps, self.alike = 0, (0, False)
+        self.steps, self.alike, self.recorded = 0, (0, False), 0
         self.replay: Callable[[], None] | None = None
 
     def sweep(self, slopes: Slopes, dy: Tensor | None, g: Tensor) -> Tensor:
@@ -102,21 +102,22 @@ class WideSweep:
             cuda_steps.step[grid](self.table, self.hidden, samples, back, **form, **options)
 
         def launch_many() -> None:
-            for back in range(1, _RECORDED + 1):
+            for back in range(1, self.recorded + 1):
                 launch(back)
-            self.table[5:].sub_(_RECORDED)
+            self.table[5:].sub_(self.recorded)
 
         if self.alike != (alike := (samples, form["LOSSES"])):
             self.steps, self.alike, self.replay = 0, alike, None
         self.steps += length
         if self.replay is None and self.steps >= 2 * _RECORDED:
             launch(length + 1)  # does nothing, but is compiled
+            self.recorded = -(-length // -(-length // _RECORDED))  # blocks mostly have one length
             self.replay = recorded(launch_many, self.hidden.device)
         if self.replay is None:
             for back in range(1, length + 1):
                 launch(back)
         else:
-            for _ in range(-(-length // _RECORDED)):
+            for _ in range(-(-length // self.recorded)):
                 self.replay()
 
 
