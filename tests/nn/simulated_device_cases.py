@@ -389,7 +389,7 @@ def drawn(dice):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("seed", range(32))
+@pytest.mark.parametrize("seed", [*range(32), 42, 56, 62, 74])  # the last ones failed once
 def test_what_is_counted_is_no_less_than_what_is_taken(seed):
     """Held layers by torch's operations, from the least budget on."""
     make, x, needs = drawn(random.Random(seed))
