@@ -74,13 +74,16 @@ def backward(found: Row, counted: Row) -> list[str]:
         own = one.get("backward_seconds")
         alone = "" if own is None else time(1e3 * own)
         cells.append(one.get("error") or (f"{taken / own:.2f}×" if taken and own else alone))
-    steps = f"{counted['name'].split('T=')[1]}; {counted['scan_depth']:,}"
-    return [
-        first, theirs.get("kernel", ""), *cells,
-        f"{counted['sequential_launches']}; {counted['scan_launches']}", steps,
-        f"{counted['sequential_gflop']:.3g}; {counted['scan_gflop']:.3g}",
-        f"{counted['mib']:,.0f} MiB",
-    ]  # fmt: skip
+    pairs = [
+        (str(counted["sequential_launches"]), f"{counted.get('scan_launches')}"),
+        (counted["name"].split("T=")[1], f"{counted.get('scan_depth', 0):,}"),
+        (f"{counted['sequential_gflop']:.3g}", f"{counted.get('scan_gflop', 0):.3g}"),
+    ]
+    if "scan_gflop" in counted:
+        told = [f"{swept}; {scanned}" for swept, scanned in pairs]
+    else:
+        cells[1], told = "no kernels", [swept for swept, _ in pairs]
+    return [first, theirs.get("kernel", ""), *cells, *told, f"{counted['mib']:,.0f} MiB"]
 
 
 def networks(found: Row, counted: Row) -> list[str]:
