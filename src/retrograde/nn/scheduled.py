@@ -29,7 +29,7 @@ from retrograde.cores.ordinary import LONGEST_MEASURED
 from retrograde.cores.recurrent.bytes import Means, Shape
 from retrograde.cores.recurrent.forward import forward_bytes, forward_curve
 from retrograde.cores.recurrent.plan import Planner, Sequences
-from retrograde.cores.vendor import Kernel, copied_bytes, laid_out
+from retrograde.cores.vendor import Kernel, copied_bytes, is_too_long, laid_out
 from retrograde.kernels.cells import Weights
 from retrograde.nn.call import Call, Plan, StackFit
 from retrograde.nn.ordinary_memory import Ordinary, measure_ordinary, measure_whole
@@ -143,7 +143,7 @@ def _held_planner(call: Call, ordinary: Ordinary, memory: Memory | None) -> Plan
         extra=_extra_bytes(call, call.state),
         copied=copied,
         gradient_copy=ordinary.gradient_copy,
-        torchs=not call.has_dropout,
+        torchs=not (call.has_dropout or is_too_long(x, call.length)),
         certain=by == "loops" or ordinary.is_certain(call.length),
     )
 
