@@ -131,10 +131,9 @@ LENGTHS = {
     "three layers": 600,
     "wide, auto": 400,
 }
-# Where the program waits for the device in one call. A scan of a chain waits once in each pass: for
-# the weights that are zero, and for what overflows. A scan of any cell waits for what overflows.
-# Streaming a module waits for the loss of two steps, which shows whether losses add up.
-WAITS = {"Sequential, scanned": 2, "unroll, scanned": 1, "bptt": 1}
+# Where the program waits for the device in one call. Scans of chains and of any cell wait for what
+# overflows. Streaming a module waits for the loss of two steps, which shows whether losses add up.
+WAITS = {"Sequential, scanned": 1, "unroll, scanned": 1, "bptt": 1}
 OVERFLOWED = "products of Jacobians overflowed, canc"
 
 
@@ -263,6 +262,38 @@ def test_launches_of_a_wide_layer_are_those_of_its_graph(kind, backward):
     assert all(not train for _, train, _ in BOOK.calls)
     assert sum(length for length, *_ in BOOK.calls) == 960  # each step forward once
     assert BOOK.launched <= 960 / 32 + 60 * len(BOOK.calls), BOOK.launches
+
+
+def test_weights_that_change_are_not_counted_at_each_call():
+    """Those without a zero are assumed to have none, which is exact when some become zero.
+
+    Those with zeros are counted at each call, since one that is not zero any more would be missed.
+    """
+    net, theirs = place(nn.Sequential(*layers())), nn.Sequential(*layers())
+    ours = rg.Sequential(*net, backward="scan")
+    waits = []
+    for change in (None, 1.01, 0.0, 1.01, "prune", "grow"):
+        for part in net:
+            weight = part[0].weight
+            with torch.no_grad():
+                if change == "prune":
+                    part[0].weight = nn.Parameter(weight * (weight > 0))
+                elif change == "grow":
+                    weight += 0.01
+                elif change is not None:
+                    weight[0] *= change
+        theirs.load_state_dict({k: t.cpu() for k, t in net.state_dict().items()})
+        x = torch.randn(BATCH, SIZE)
+        BOOK.clear()
+        ours(x.to(CHIP)).square().sum().backward()
+        waits.append(len([one for one in BOOK.waits if "weights.py" in one]))
+        theirs(x).square().sum().backward()
+        for a, b in zip(net.parameters(), theirs.parameters(), strict=True):
+            assert relative_error(a.grad.cpu(), b.grad) <= 1e-5
+            a.grad = b.grad = None
+    assert waits[:4] == [1, 0, 0, 0]
+    assert waits[4] > 0
+    assert waits[5] > 0
 
 
 @pytest.mark.parametrize("both", [False, True])

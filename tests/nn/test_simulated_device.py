@@ -8,7 +8,7 @@ import pytest
 
 CASES = Path(__file__).with_name("simulated_device_cases.py")
 PARTS = (
-    "hardly_waits or launches",
+    "hardly_waits or launches or weights_that",
     "fit_and or overflow or steps or main_memory or under_way",
     "eval or no_call",
     "no_less",

@@ -28,6 +28,9 @@ Sizes = tuple[int, ...]
 _PATTERNS: WeakValueDictionary[Hashable, Any] = WeakValueDictionary()
 # How many weights of a tensor are not zero, and the version that was counted.
 _COUNTS: Any = WeakIdKeyDictionary()
+# On a GPU, weights without a zero are counted again after so many changes. A pattern of all weights
+# is exact whatever they are, and counting waits for the device.
+_CHANGES = 100
 
 
 def known(key: Hashable, make: Callable[[], P]) -> P:
@@ -39,14 +42,21 @@ def known(key: Hashable, make: Callable[[], P]) -> P:
 
 
 def count_weights(layers: Iterable[nn.Module]) -> None:
-    """Count the weights of layers that are not zero: the device is waited for once, however many
-    layers there are."""
+    """Count the weights of layers that are not zero, unless they need not be: the device is waited
+    for once, however many layers there are."""
     own = (getattr(module, "weight", None) for layer in layers for module in layer.modules())
-    weights = [w for w in own if isinstance(w, Tensor)]
+    weights = [w for w in own if isinstance(w, Tensor) and not _may_be_any(w)]
     if weights and len({w.device for w in weights}) == 1:
         counts = torch.stack([torch.count_nonzero(w.detach()) for w in weights]).tolist()
         for weight, count in zip(weights, counts, strict=True):
             _COUNTS[weight] = weight._version, count
+
+
+def _may_be_any(weight: Tensor) -> bool:
+    """Return whether weights on a GPU are taken to have no zeros, since they had none before."""
+    version, count = _COUNTS.get(weight, (0, -1))
+    recent = 0 <= weight._version - version < _CHANGES
+    return weight.device.type != "cpu" and count == weight.numel() and recent
 
 
 def linear(layer: nn.Linear, x: Tensor, y: Tensor) -> LayerJacobian:
@@ -140,7 +150,7 @@ def _of_weights(pattern: Weighted, weight: Tensor) -> LayerJacobian:
     flat = weight.detach().reshape(-1)
     found: Weighted | Pruned = pattern
     version, count = _COUNTS.get(weight, (None, 0))
-    if version != weight._version:
+    if version != weight._version and not _may_be_any(weight):
         count = int(torch.count_nonzero(flat))
     if count < len(flat):
         found = pattern.pruned((flat != 0).cpu().numpy())
