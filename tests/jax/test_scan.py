@@ -80,7 +80,7 @@ def ways(length):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("length", [53, 1, 2, 3, 64])
+@pytest.mark.parametrize("length", [3, 1, 2, 53, 64])
 def test_gradients_are_bitwise_those_of_lax_scan(length):
     arguments = case(length)
     expected = gradients(lambda *a: gru(jax.lax.scan, *a), *arguments)

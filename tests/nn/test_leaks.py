@@ -240,7 +240,7 @@ def least_for_fragile():
     return least(lambda memory: rg.unroll(Fragile(), x, h, memory=memory))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("kind", ["memory", "schedule"])
 def test_an_exception_at_any_call_of_the_cell(kind):
     asked = {"memory": least_for_fragile()} if kind == "memory" else {"schedule": rg.plan(5, 2)}
