@@ -55,7 +55,7 @@ def test_a_section_runs_and_its_table_shows_it(gpu, render, section):
         assert blank <= set(columns[3:5]) if section == "budgets" else not blank
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(0)
 def test_budgets_are_kept_as_the_page_says(gpu):
     for row in rows_of(gpu, "budgets"):
         assert row["working_bytes"] <= row["budget_bytes"] < row["ordinary_bytes"]
