@@ -127,6 +127,7 @@ def test_kernels_of_wide_layers_compile_within_a_card(architecture):
 def test_every_launch_compiles_within_a_card(architecture, size):
     limit = {"75": 65_536, **CARDS}[architecture]
     reports = compiled(architecture, size, "--all")
-    assert len(reports) >= (16 if size == "sparse" else 2 * 3 + 2)
+    least = 8 if architecture == "75" else 22  # sm_75 only sweeps more than 64 units
+    assert len(reports) >= (16 if size == "sparse" else least)
     assert_fits(reports, limit)
     assert_safe_to_write_over(reports)

@@ -124,8 +124,7 @@ def bptt(
             "nothing requires a gradient: expected a parameter, an initial state or an input that "
             "does, or input_gradient="
         )
-    source = task.stream.source
-    ahead = isinstance(source, Moved) and isinstance(source.source, Arrays)
+    ahead = _copied_bytes(task) > 0
     if schedule is None and memory is None:
         schedule = plan(len(task.stream), policy="store-all")
     elif schedule is None:
@@ -262,8 +261,7 @@ def _module_state(module: nn.RNNBase, stream: Stream, state: Any) -> tuple[Tenso
 def _fitted(task: _Task, inputs: Any, memory: Memory) -> tuple[Core, Schedule, bool]:
     """Return the core and the schedule for a budget, and whether ranges may be copied ahead."""
     source, first = task.stream.source, cast(StepCore, task.cores[0].core)
-    moved = source if isinstance(source, Moved) else None
-    source = source if moved is None else moved.source
+    source = source.source if isinstance(source, Moved) else source
     parts = [(first.found, first.ambient.steady.places)]
     read: tuple[Any, ...] = (type(source),)
     if isinstance(source, Arrays):
@@ -284,13 +282,14 @@ def _fitted(task: _Task, inputs: Any, memory: Memory) -> tuple[Core, Schedule, b
         state = later()
         sizes = footprints(task.cores, task.probed, state, memory=memory, first=task.state)
         number, found = fit_fastest(task.cores, sizes, task.probed, state, memory)
-        if moved is None or not (first.fused and isinstance(source, Arrays)):
+        step_bytes = _copied_bytes(task)
+        if not step_bytes:
             return number, found, False
         # A range that is copied ahead takes room, at most as much as the longest one.
         steps, (other, fit) = 0, (number, found)
         while _longest(fit.schedule) > steps:
             steps = _longest(fit.schedule)
-            room = moved.step_bytes * steps
+            room = step_bytes * steps
             more = [replace(size, extra_bytes=size.extra_bytes + room) for size in sizes]
             try:
                 other, fit = fit_fastest(task.cores, more, task.probed, state, memory)
@@ -302,6 +301,16 @@ def _fitted(task: _Task, inputs: Any, memory: Memory) -> tuple[Core, Schedule, b
     (number, found, ahead), settled = _FITS.fit(parts, shapes, key, step, find)
     core = replace(cast(StepCore, task.cores[number].core), settled=settled)
     return core, found.schedule, ahead
+
+
+def _copied_bytes(task: _Task) -> int:
+    """Return the bytes of a step that can be copied to a GPU ahead; 0 if none can.
+
+    Only arrays are read ahead, since a function or an iterator may depend on what was computed.
+    """
+    source = task.stream.source
+    moves = isinstance(source, Moved) and isinstance(source.source, Arrays)
+    return cast(Moved, source).step_bytes if moves and task.cores[0].core.fused else 0
 
 
 def _longest(schedule: Schedule) -> int:

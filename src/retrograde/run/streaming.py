@@ -76,7 +76,7 @@ def run_stream(
     run = Run(core, schedule, len(stream))
     source = stream.source
     copying: AbstractContextManager[None] = nullcontext()
-    if ahead and core.fused and isinstance(source, Moved):
+    if ahead and isinstance(source, Moved):
         copying = source.ahead(
             zip(*(one.tolist() for one in forward_ranges(schedule)), strict=True)
         )

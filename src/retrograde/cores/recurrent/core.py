@@ -246,9 +246,10 @@ class HeldLayers(RangeCore):
         pieces = self._pieces(number, tape.start, tape.stop)
         rows, totals = self.block, self._totals(number, gradients.parameters)
         each = zip(self.layers[number], totals, self.plans, self.back, strict=True)
-        options: Any = {"at_once": self.at_once}
         passes = [
-            LayerBackward(w.cast(self.real), total, plan, self.batch, rows, means=means, **options)
+            LayerBackward(
+                w.cast(self.real), total, plan, self.batch, rows, means=means, at_once=self.at_once
+            )
             for w, total, plan, means in each
         ]
         (total_dx,), (seeds,) = gradients.inputs, gradients.outputs
