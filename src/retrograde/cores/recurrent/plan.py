@@ -156,7 +156,8 @@ class Planner:
         least, length = self.least_bytes(lengths), lengths.length
         usual = ordinary + self.gradient_copy * length + self.extra
         if self.shapes[0].onward == "torch":
-            # If the caller drops the final state, it is not handed on, and its gradient is zeros.
+            # A caller that drops the final state is not handed it. Then torch holds that state,
+            # zeros for its gradient, and the gradient of the initial state.
             usual += 3 * sum(shape.state for shape in self.shapes)
         minimum = min(least, usual) if self.torchs and self.certain else least
         if self.torchs and asks_for_all(memory):
