@@ -465,8 +465,7 @@ def test_a_layer_out_of_turn_is_run_as_it_is_and_said_to():
     with pytest.warns(UserWarning, match=r"layer blocks\.5 was not called on the output"):
         found = trained(ours, x)
     same(found, trained(theirs, x))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with pytest.warns(UserWarning, match="beyond the budget"):  # at every pass
         trained(ours, x)
 
 

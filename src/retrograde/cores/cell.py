@@ -139,12 +139,14 @@ def examine(
     state: Tensors,
     state_spec: Structure,
     made_of: Sequence[Any] | None = None,
+    *,
+    reruns: bool = True,
 ) -> StepCore:
     """Make a cell's core from one trial step on its flat input and state; leave no trace.
 
     ``made_of``, by default the cell, is searched for captured tensors that require a gradient (rule
-    5). It is searched for generators and buffers too (rules 2 and 3). Raises CellError if the cell
-    cannot be run exactly (rule 6).
+    5). It is searched for generators and buffers too (rules 2 and 3). ``reruns`` says whether steps
+    will be recomputed. Raises CellError if the cell cannot be run exactly (rule 6).
     """
     device = device_of(*state, *inputs)
     _check_trackable([*inputs, *state])
@@ -152,7 +154,7 @@ def examine(
     s = [as_leaf(t) for t in state]
     found = find_referents([cell] if made_of is None else made_of)
     step = _Trying(cell, x, input_spec, s, state_spec)
-    trial = try_out(step, found, device, _tensors_of)
+    trial = try_out(step, found, device, _tensors_of, reruns=reruns)
     core = _core_like(trial.value[0], cell, input_spec, state, state_spec, device)
     outputs, states, *_ = trial.value[0]
     core = replace(

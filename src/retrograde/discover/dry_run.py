@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from retrograde.discover.captured import distinct, foreign_tensors
-from retrograde.discover.generators import Source, Watch, is_alone, sources
+from retrograde.discover.generators import Source, Watch, draws_python, is_alone, sources
 from retrograde.discover.places import Paused, Place, Seen, Table, tensors_in, within
 from retrograde.discover.referents import Referents
 from retrograde.discover.surroundings import Ambient, Left, Steady, put_back, version
+from retrograde.discover.trial_watch import watched
 from retrograde.errors import CellError
 from retrograde.measure.allocations import MEASURING, unpacked
 
@@ -40,6 +41,7 @@ class DryRun(Generic[T]):
     mark: int  # autograd's sequence number when it began
     found: Referents  # the referents, without objects that only earlier calls left there
     written: tuple[bool, ...]  # whether it writes to the tensors of each owner
+    decides: bool  # whether it draws numbers of Python's, which may decide what it computes
 
     def repeatable(self) -> bool:
         """Return whether the call changes nothing but random states and tensors."""
@@ -61,15 +63,25 @@ def try_out(
     found: Referents,
     device: torch.device,
     results: Callable[[T], Sequence[Tensor]],
+    *,
+    reruns: bool = True,
 ) -> DryRun[T]:
     """Run a call with autograd recording, and restore what it drew and changed.
 
+    ``reruns`` says whether the call will be run again for the backward pass.
+
     Raises:
         CellError: the call replaced a buffer by another tensor, changed a value that cannot be
-            restored, or reads a tensor that it left before.
+            restored, reads a tensor that it left before, takes a gradient, or has a site of Pyro's.
     """
     generators = _GeneratorStates(sources(device, found.generators))
-    with MEASURING, unpacked(), _rewritten(found, device) as written, put_back(found.places):
+    with (
+        MEASURING,
+        unpacked(),
+        _rewritten(found, device) as written,
+        put_back(found.places),
+        watched(reruns=reruns) as watch,
+    ):
         before = [place.note() for place in found.places]
         try:
             with torch.enable_grad():
@@ -84,9 +96,9 @@ def try_out(
                 drawn = generators.moved()
                 if drawn and not is_alone():
                     del value
-                    with Watch(drawn) as watch:
+                    with Watch(drawn) as ours:
                         mark, value = _marked(call)
-                    drawn = tuple(source for source in drawn if source in watch.drawn)
+                    drawn = tuple(source for source in drawn if source in ours.drawn)
         except BaseException:
             generators.put_back(generators.moved())
             raise
@@ -99,7 +111,9 @@ def try_out(
     steady = Steady(unmoved, others, _untouched(found.places, last))
     parts = tuple(found.parts())
     ambient = Ambient(device, drawn, changed, places, left, steady, parts, place_bytes)
-    return DryRun(value, ambient, mark, found, tuple(owner.changed for owner in written.owners))
+    decides = watch.decides or any(map(draws_python, drawn))
+    changing = tuple(owner.changed for owner in written.owners)
+    return DryRun(value, ambient, mark, found, changing, decides)
 
 
 def assigned_tensors(
@@ -279,8 +293,8 @@ def _bytes_of(first: list[_Change], last: list[_Change]) -> int:
 
 
 _ADVANCES = (
-    "the cell advances the generator in {}, which cannot be reset for a rerun: expected a list, "
-    "a tuple or an iterator over one; or give its values as inputs"
+    "the cell advances {}, a generator or itertools.cycle, which cannot be reset for a rerun: "
+    "expected a list, a tuple or an iterator over one; or give its values as inputs"
 )
 _REPLACES = (
     "the cell replaced a {} of its module: expected it to change it in place "

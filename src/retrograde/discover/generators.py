@@ -32,6 +32,7 @@ __all__ = [
     "PythonValue",
     "Source",
     "Watch",
+    "draws_python",
     "is_alone",
     "is_generator",
     "random_position",
@@ -69,7 +70,8 @@ class _Torch:
         # A state has five thousand bytes, so a copy draws its next number instead.
         if self.generator.device.type == "cpu":
             ahead = self.generator.clone_state()
-            return int(torch.randint(2**62, (), generator=ahead, device="cpu"))
+            with torch._C.DisableTorchFunction():  # type: ignore[attr-defined]
+                return int(torch.randint(2**62, (), generator=ahead, device="cpu"))
         if self.generator.device.type == "cuda":
             return self.generator.initial_seed(), self.generator.get_offset()
         return bytes(self.generator.get_state().numpy())
@@ -196,6 +198,11 @@ def _is_off(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     given |= {p.name: value for p, value in zip(parameters, args, strict=False)} | kwargs
     is_evaluated = given.get("train") is False or given.get("training") is False
     return is_evaluated or 0 in (given.get("dropout_p"), given.get("dropout"))
+
+
+def draws_python(source: Source) -> bool:
+    """Return whether the numbers that a source draws are Python's or NumPy's."""
+    return isinstance(source, _Other)
 
 
 def is_alone() -> bool:

@@ -8,8 +8,8 @@ noted, compared later, and restored.
 Values are noted by reference, since whatever can change inside a value is a place of its own. An
 iterator cannot be reset, so a copy replaces it.
 
-Known limit: a generator (a function with ``yield``) cannot be copied. A cell that advances one is
-detected, and refused.
+Known limit: a generator (a function with ``yield``) and ``itertools.cycle`` cannot be copied. A cell
+that advances one is detected, and refused.
 """
 
 import copy
@@ -96,10 +96,10 @@ class _Cursor(Bookmark):
 
 
 class Paused(Bookmark):
-    """A generator, which cannot be reset."""
+    """A generator, or an iterator over a cycle, which cannot be reset."""
 
     def __init__(self, value: Any) -> None:
-        self.value, self.frame = value, _frame(value)
+        self.value, self.frame = value, _position(value)
 
     def same(self, other: Any) -> bool:
         return (
@@ -188,7 +188,7 @@ class Place(ABC):
             seen.pop(key, None)
         for key, value in seen.items():
             if type(value) in _MARKS:
-                seen[key] = _MARKS[type(value)](value)
+                seen[key] = _mark(value)
         return seen
 
     def changed(self, seen: Seen) -> set[Any]:
@@ -467,6 +467,22 @@ def _equal(a: Any, b: Any) -> bool:
     return isinstance(a, int | float | complex | str | bytes | frozenset | range) and bool(a == b)
 
 
+def _mark(value: Any) -> Bookmark:
+    kind = _MARKS[type(value)]
+    return Paused(value) if kind is _Cursor and _has_cycle(value) else kind(value)
+
+
+def _has_cycle(iterator: Any) -> bool:
+    """Return whether an iterator is, or reads, a cycle, whose copies share a list with it."""
+    if isinstance(iterator, itertools.cycle):
+        return True
+    if _MARKS.get(type(iterator)) is not _Cursor or type(iterator) in _UNORDERED:
+        return False
+    _, given, *state = iterator.__reduce__()
+    inner = state[0] if state and isinstance(state[0], tuple) else ()
+    return any(map(_has_cycle, (*given, *inner)))
+
+
 def _copied(iterator: Any) -> Any:
     """Return a copy of an iterator, which does not move; iterators that it reads are copied too."""
     if type(iterator) not in _MARKS or isinstance(iterator, io.IOBase):
@@ -491,6 +507,8 @@ def _position(iterator: Any) -> Any:
         return _frame(iterator)
     make, given, *state = iterator.__reduce__()
     inner = state[0] if state else None
+    if isinstance(iterator, itertools.cycle):  # its list grows
+        inner = (len(inner[0]), inner[1])
     inner = tuple(map(_position, inner)) if isinstance(inner, tuple) else inner
     return make, tuple(map(_position, given)), inner
 

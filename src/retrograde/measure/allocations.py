@@ -58,7 +58,7 @@ class _Turn:
         self._lock = threading.Lock()
         self._holder: object = None
         self._mine: contextvars.ContextVar[object] = contextvars.ContextVar("turn", default=None)
-        self._depth = 0
+        self.depth = 0
 
     def __enter__(self) -> None:
         mine = self._mine.get()
@@ -66,11 +66,11 @@ class _Turn:
             self._lock.acquire()
             self._holder = object()
             self._mine.set(self._holder)
-        self._depth += 1
+        self.depth += 1
 
     def __exit__(self, *_: object) -> None:
-        self._depth -= 1
-        if not self._depth:
+        self.depth -= 1
+        if not self.depth:
             self._holder = None
             self._lock.release()
 

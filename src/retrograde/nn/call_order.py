@@ -21,6 +21,7 @@ from torch.nn.modules import container
 from torch.utils import _pytree as pytree
 
 from retrograde.discover.surroundings import version
+from retrograde.discover.trial_watch import in_checkpoint
 from retrograde.errors import CellError
 from retrograde.nn.any_recurrent import Recurrent
 from retrograde.nn.called_chain import (
@@ -67,6 +68,7 @@ class ModuleCall:
     around: set[int] = field(default_factory=set)  # the arguments of the Sequentials around it
     takes_state_only: bool = False
     told: bool = False  # whether the refusal is of interest to a user
+    checkpoints: bool = False  # whether torch.utils.checkpoint runs it, or a call within it
     inside: list["ModuleCall"] = field(default_factory=list)
     held: int = 0
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
@@ -113,6 +115,8 @@ def noted(model: nn.Module) -> Iterator[ModuleCall]:
         call = ModuleCall(names[id(module)], module)
         call.versions = [(t, version(t)) for t in _tensors((args, kwargs))]
         call.contents = Contents((args, kwargs))
+        call.checkpoints = in_checkpoint()
+        call.told = call.checkpoints and not stack[-1].checkpoints
         stack[-1].inside.append(call)
         stack.append(call)
 
@@ -131,6 +135,7 @@ def noted(model: nn.Module) -> Iterator[ModuleCall]:
             else:
                 call.more |= {number(t) for t in _tensors(value)}
         call.takes_state_only = len(args) == 1 and not kwargs
+        call.checkpoints |= any(one.checkpoints for one in call.inside)
         call.refusal = _refusal(call, args, kwargs, result)
         call.versions, call.contents = [], None
         found = _tensors(result)
@@ -161,7 +166,9 @@ class CallOrder:
         times = Counter(id(call.module) for call in self.every)
         fit = (c for c in self.every if c.refusal is None and times[id(c.module)] == 1)
         self.ready = {id(call) for call in fit}
+        self.names = [call.name for call in self.every]
         self.preferred: list[Layers] = []  # the runs that should become chains
+        self.refused: dict[str, str] = {}  # those that cannot, and the reasons
 
     def runs(self) -> list[Layers]:
         """Return the runs of at least two calls, the outermost possible; small runs are ignored."""
@@ -179,7 +186,8 @@ class CallOrder:
     def refusals(self) -> dict[str, str]:
         """Return the reasons why larger modules of the model cannot be layers of a chain."""
         large = (call for call in self.every if call.held >= _SMALL * self.whole)
-        return {call.name: call.refusal for call in large if call.refusal and call.told}
+        told = {call.name: call.refusal for call in large if call.refusal and call.told}
+        return self.refused | told
 
 
 def held_outputs(run: Layers) -> dict[str, list[str]]:
@@ -298,6 +306,8 @@ def _refusal(
 ) -> str | None:
     """Return the reason why a call cannot be that of a layer of a chain, or None."""
     module = call.module
+    if call.checkpoints:
+        return "is run again by torch.utils.checkpoint: turn the model's own checkpointing off"
     if not call.given:
         return "is given no tensor"
     own = vars(module).get("forward")

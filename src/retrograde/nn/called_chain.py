@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 
 from retrograde.cores.chain.called import CalledRun
 from retrograde.cores.chain.links import Links
-from retrograde.discover.surroundings import Marks, autocast_as_now, version
+from retrograde.discover.surroundings import autocast_as_now, version
 from retrograde.errors import CellError
 from retrograde.measure.allocations import MEASURING
 from retrograde.nn.cache import signature
@@ -257,7 +257,6 @@ class _Passage:
     active: dict[int, int]
     links: Links | None = None
     run: CalledRun | None = None
-    marks: Marks | None = None
     next: int = 0
     version: int = 0
 
@@ -333,7 +332,6 @@ class CalledChain:
         self.memory: Memory = "100%"
         self.networks: dict[tuple[int, ...], nn.Sequential] = {}
         self.plans = Plans(holds=holds)
-        self.warned = False
 
     @property
     def title(self) -> str:
@@ -371,8 +369,8 @@ class CalledChain:
     def _passage(self, number: int, given: Given) -> _Passage | None:
         """Return the pass of a call whose state is the output of the call before it.
 
-        The call of the first active layer begins a pass. Otherwise the result is None, and the
-        first such call of an active layer warns.
+        The call of the first active layer begins a pass. Otherwise the result is None, and the call
+        of an active layer warns.
         """
         passage = _passage_of(given.state)
         if passage is not None and passage.chain is self and passage.next == number:
@@ -381,8 +379,7 @@ class CalledChain:
         active = self._active()
         if part == 0 and k == min(active, default=0):
             return self._begin(active, given)
-        if k in active and not self.warned:
-            self.warned = True
+        if k in active:
             warnings.warn(
                 f"layer {self.calls[number][0]} was not called on the output of the layer before "
                 "it, as it was for the sample: it is run by ordinary backpropagation, beyond the "
@@ -434,13 +431,8 @@ class CalledChain:
         at -= len(links.prefix)
         if at < 0:
             return link.returned.unflatten(now.run([x]))
-        if at == 0:
-            passage.marks = links.steady.marks()
         used = [*wanting, *parameters]
         y = run.step(at, again, now, x, used, ridden=bool(layer.riders))
-        if at == len(links.chain) - 1 and passage.marks is not None:
-            moved = links.steady.changes(passage.marks, f"one of the layers {self.title}")
-            run.core.watched.update(moved)
         return link.returned.unflatten([y])
 
     def _ride(self, passage: _Passage, number: int, y: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from retrograde.discover.trees import Structure, flatten
 from retrograde.errors import BudgetError, CellError
 from retrograde.nn.cache import LRUCache, identity, signature
 from retrograde.plan.chain.search import chain_minimum, plan_chain, record_everything
-from retrograde.run.transforms import is_unreal, refuse_transforms
+from retrograde.run.transforms import is_unreal, refuse_sharded, refuse_transforms
 from retrograde.schedule import Chain, Schedule
 from retrograde.units import Memory, as_bytes, format_bytes
 
@@ -102,8 +102,7 @@ class Plans:
         """
         leaves, structure = flatten(input, "input")
         call = _Call.of(net, leaves, structure)
-        self._links(call)
-        return self._fitted(memory, call)
+        return self._fitted(memory, call, self._links(call))
 
     def find(
         self, net: nn.Sequential, memory: Memory, x: Tensor, given: Hashable
@@ -113,7 +112,8 @@ class Plans:
         ``given`` is everything that the bytes depend on besides the layers and the input.
         """
         call = _Call.of(net, *flatten(x, "input"), given)
-        return self._links(call), self._fitted(memory, call)
+        links = self._links(call)
+        return links, self._fitted(memory, call, links)
 
     def run(self, net: nn.Sequential, memory: Memory, input: Any) -> Any:
         """Run the layers so that their gradient stays within a budget.
@@ -136,27 +136,26 @@ class Plans:
             return None
         refuse_transforms(wanted)
         links = self._links(call)
-        found = self._fitted(memory, call) if links.chain else None
+        found = self._fitted(memory, call, links) if links.chain else None
         if found is None or found.ordinary:
             return None
         return links.returned.unflatten(run_chain(links, found.schedule, leaves))
 
-    def _fitted(self, memory: Memory, call: "_Call") -> ChainFit:
+    def _fitted(self, memory: Memory, call: "_Call", links: Links) -> ChainFit:
         def find() -> ChainFit:
-            links = self._links(call)
-
             def sizes() -> tuple[Chain, int]:
                 chain = _measure(links, call.leaves, called=self.holds is not None)
                 return _holding(chain, self.holds or {}), prefix_bytes(links, call.leaves)
 
             return _fit(*self.chains.get(key, sizes, of=call.parts), memory)
 
-        key = call.shapes(self.moving)
+        key = call.shapes(self.moving), len(links.prefix), len(links.chain)
         return self.fits.get((key, memory), find, of=call.parts)
 
     def _links(self, call: "_Call") -> Links:
         def find() -> Links:
-            links = examine_layers(_apart(call.net), call.leaves, call.structure)
+            layers, called = _apart(call.net), self.holds is not None
+            links = examine_layers(layers, call.leaves, call.structure, called=called)
             for link in (*links.prefix, *links.chain):
                 self.moving.update(link.ambient.names_changed())
             return links
@@ -274,6 +273,7 @@ class _Call:
                 "the layers have parameters without a shape yet: expected all of them; call the "
                 "lazy model once before, with memory=None"
             )
+        refuse_sharded(net.modules(), net.parameters())
         layers = tuple(map(id, parts))
         names = tuple(name if t is not None else None for name, t in named)
         owned = tuple((t.shape, t.dtype, t.device, t.requires_grad) for t in tensors)

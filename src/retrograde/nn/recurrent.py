@@ -31,6 +31,7 @@ from retrograde.plan.fit import Fit
 from retrograde.run.transforms import (
     is_exporting,
     is_unreal,
+    refuse_sharded,
     refuse_transforms,
     uncompiled,
 )
@@ -131,6 +132,7 @@ class BudgetedRNN(nn.RNNBase):
         wanted = any(t.requires_grad for t in tensors)
         if wanted:
             refuse_transforms(tensors, self._options())
+            refuse_sharded([self], self._flat_weights)
         return wanted
 
     def fit(self, input: Tensor | PackedSequence, hx: Any = None) -> Fit | StackFit:

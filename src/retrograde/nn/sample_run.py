@@ -4,6 +4,7 @@ In this run the modules that will get a budget record nothing, so it takes only 
 rest of the model. The run leaves no trace.
 """
 
+import random
 import sys
 import warnings
 from abc import ABC, abstractmethod
@@ -22,6 +23,7 @@ from torch.utils import _pytree as pytree
 from retrograde.discover.generators import sources
 from retrograde.discover.referents import find_referents
 from retrograde.discover.surroundings import Ambient
+from retrograde.discover.trial_watch import DrawWatch
 from retrograde.errors import BudgetError, CellError
 from retrograde.nn.cache import signature
 from retrograde.nn.call_order import CallOrder, Layers, held_outputs, noted
@@ -59,6 +61,11 @@ __all__ = [
 ]
 
 _USEFUL = 0.9
+_ALMOST_ONE = 1 - 2**-24
+_DRAWN = (
+    "run or are skipped by random numbers: expected the same layers at every call; set the model's "
+    "layer drop to 0"
+)
 _NEARLY_ALL = 0.9  # a Sequential with this part of a run gets the budget, not the run
 
 
@@ -342,13 +349,28 @@ def called_in_turn(model: nn.Module, sample: Any) -> CallOrder | None:
     if len(sequences) + len(others) < 3 and not blocks:  # the model itself is one of ``others``
         return None
     try:
-        with untouched(model), _eager(), noted(model) as top:
-            run_model(model, sample)
+        order, draws, python = _noted(model, sample)
     except Exception:  # the run that measures will raise it again
         return None
-    order = CallOrder(top)
     order.preferred = _preferred(order.runs(), sequences, order)
+    if order.preferred and draws:
+        others = [_noted(model, sample, fill)[0].names for fill in (0.0, _ALMOST_ONE)]
+        python = python or others != [order.names] * 2
+    if python:
+        order.refused = {run_name(run): _DRAWN for run in order.preferred}
     return order
+
+
+def _noted(
+    model: nn.Module, sample: Any, fill: float | None = None
+) -> tuple[CallOrder, bool, bool]:
+    """Return the calls of a model on a sample, and whether it draws numbers by which it may decide:
+    by torch, or by Python's ``random``. The first are replaced by ``fill``, if that is given."""
+    with untouched(model), _eager():
+        before = random.getstate()
+        with DrawWatch(fill) as watch, noted(model) as top:
+            run_model(model, sample)
+        return CallOrder(top), watch.decides, before != random.getstate()
 
 
 def _preferred(

@@ -6,8 +6,8 @@ and it provides totals for the parameters' gradients. It does so by ordinary aut
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -31,6 +31,7 @@ __all__ = [
     "Tape",
     "as_leaf",
     "discard",
+    "unrecorded",
     "window",
 ]
 
@@ -51,6 +52,21 @@ NO_SECOND_ORDER = (
 def discard(start: int, stop: int, outputs: Tensors) -> None:
     """The :data:`Emit` of a repeated forward pass, whose outputs the caller has already. The
     backward pass uses no ``Emit`` at all."""
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Run steps without a graph, in a block, by the kernels that run with one.
+
+    Without gradients, torch's attention takes another path in ``eval()`` mode, with other bits.
+    """
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 class Core(Protocol):

@@ -14,7 +14,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from retrograde.discover.surroundings import Snapshot, Trail
-from retrograde.run.core import Core, Emit, Gradients, Tape
+from retrograde.run.core import Core, Emit, Gradients, Tape, unrecorded
 from retrograde.run.inputs import Inputs
 from retrograde.run.states import Packed, each_once, unpack
 from retrograde.schedule import Action, Advance, Backward, Free, Load, Record, Schedule, Store
@@ -139,9 +139,10 @@ class Run:
             stops.append(after.stop)
             self.done += 2
         state, self.state = self.state, []
-        *between, (self.position, self.state) = zip(
-            stops, self.core.advance(inputs, start, stops, state, emit), strict=True
-        )
+        with unrecorded():
+            states = self.core.advance(inputs, start, stops, state, emit)
+        *between, (self.position, self.state) = zip(stops, states, strict=True)
+        del states
         for at, state in between:
             self.stored[at] = (state, self.core.ambient.capture())
         self.trail.arrive(self.position)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import _functorch, _TorchDispatchModeKey
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -27,6 +27,7 @@ __all__ = [
     "is_transformed",
     "is_unreal",
     "refuse_batches",
+    "refuse_sharded",
     "refuse_transforms",
     "uncompiled",
 ]
@@ -116,6 +117,27 @@ def refuse_transforms(tensors: Iterable[Tensor], options: Sequence[str] = ("memo
         raise RetrogradeError(
             f"torch.jit.trace cannot follow a call with {given}: expected a call that is not "
             f"traced; trace it under torch.no_grad(), or without {given}"
+        )
+
+
+def refuse_sharded(modules: Iterable[nn.Module], parameters: Iterable[Tensor]) -> None:
+    """Refuse modules whose parameters FSDP2 gathers for a call and frees after it.
+
+    Raises:
+        RetrogradeError: ``fully_shard`` was applied to a module or to one around it, or a
+            parameter is a DTensor.
+    """
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    states = sys.modules.get("torch.distributed._composable_state")  # FSDP2 marks only its roots
+    roots = [m for m in getattr(states, "_module_state_mapping", ()) if isinstance(m, kind)]
+    sharded = {id(part) for root in roots for part in root.modules()}
+    if any(type(p).__name__ == "DTensor" for p in parameters) or (
+        sharded and any(id(m) in sharded for m in modules)
+    ):
+        raise RetrogradeError(
+            "got parameters that torch.distributed shards, and gathers only for a call: expected "
+            "whole parameters, since a recomputation needs them again; use DDP, or leave memory= "
+            "and rg.budget out of what fully_shard shards"
         )
 
 

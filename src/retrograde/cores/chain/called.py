@@ -23,6 +23,7 @@ from retrograde.cores.chain.links import Link
 from retrograde.cores.chain.split_schedule import loads_of, split_schedule
 from retrograde.discover.surroundings import autocast_as_now, version
 from retrograde.errors import RetrogradeError
+from retrograde.run.core import unrecorded
 from retrograde.run.executor import Run
 from retrograde.run.states import unpack
 from retrograde.run.transforms import NO_FORWARD_MODE, refuse_batches, uncompiled
@@ -84,7 +85,7 @@ class CalledRun:
             repeated = k < self.split.repeated
             with self.core.surroundings(k) if repeated else nullcontext():
                 return now.run([x])[0]
-        with self.core.surroundings(k), torch.no_grad():
+        with unrecorded(), self.core.surroundings(k):
             y = now.run([x.detach()])[0].detach()
         if ridden:
             self.ridden = [first, x, *used]

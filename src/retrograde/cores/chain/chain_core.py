@@ -18,7 +18,7 @@ from retrograde.cores.chain.links import Link, check_leaves, enter
 from retrograde.discover.generators import Source
 from retrograde.discover.surroundings import Ambient, Marks, Snapshot, Trail, muted_hooks, version
 from retrograde.errors import RetrogradeError
-from retrograde.run.core import Emit, Gradients, RangeCore, Tape
+from retrograde.run.core import Emit, Gradients, RangeCore, Tape, unrecorded
 from retrograde.run.inputs import Held, Inputs
 from retrograde.run.layout import Straight
 
@@ -112,7 +112,7 @@ class ChainCore(RangeCore):
     ) -> list[Tensors]:
         found = []
         for k in range(start, stops[-1]):
-            with self.surroundings(k), torch.no_grad():
+            with unrecorded(), self.surroundings(k):
                 state = self.links[k].run(state)
             if k + 1 in stops:
                 found.append([t.detach() for t in state])

@@ -6,6 +6,8 @@ tensors of one form. So one trial serves all of them. If a layer of another kind
 layer before it is tried, because that layer must get a real state.
 """
 
+import gc
+import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -36,9 +38,15 @@ Tensors = list[Tensor]
 
 
 def examine_layers(
-    layers: Sequence[tuple[str, nn.Module]], state: Tensors, structure: Structure
+    layers: Sequence[tuple[str, nn.Module]],
+    state: Tensors,
+    structure: Structure,
+    *,
+    called: bool = False,
 ) -> Links:
     """Divide one or more named layers into links, by trial calls that leave no trace.
+
+    If the layers are ``called`` by a model, it may draw random numbers between them.
 
     Raises:
         CellError: a layer cannot be run exactly; the message names it.
@@ -53,6 +61,8 @@ def examine_layers(
         found.add(number, name, layer)
     links = found.links
     start = 1 + max((k for k, link in enumerate(links) if not any(link.passes)), default=-1)
+    if called:
+        return Links(tuple(links[:start]), tuple(links[start:]), Steady())
     return _parted(links[:start], links[start:])
 
 
@@ -174,13 +184,24 @@ class _Examination:
         key = _make(_parts(layers)), state.laid, state.wanted, str(state.structure)
         if number > self.needs_values and key in self.known:
             return self.known[key].on(name, layers)
-        tried = _try(name, layers, state)
+        anchors: list[weakref.ref[Tensor]] = []
+        tried = _try(name, layers, state, anchors)
+        if any(anchor() is not None for anchor in anchors):
+            gc.collect()  # of cycles
+            if any(anchor() is not None for anchor in anchors):
+                raise CellError(_LEAVES.format(name, "a place that cannot be found"))
         if tried.serves_others():
             self.known[key] = replace(tried, outputs=None)
         return tried
 
 
-def _try(name: str, layers: tuple[nn.Module, ...], state: _State) -> _Tried:
+def _try(
+    name: str,
+    layers: tuple[nn.Module, ...],
+    state: _State,
+    anchors: "list[weakref.ref[Tensor]]",
+) -> _Tried:
+    """Try some layers on a state. An anchor lives as long as a graph that begins at the state."""
     parts = _parts(layers)
     own = _parameters_of(name, parts)
     inputs = state.values()
@@ -189,6 +210,7 @@ def _try(name: str, layers: tuple[nn.Module, ...], state: _State) -> _Tried:
     def call() -> tuple[Tensors, Structure]:
         mark = torch._C._autograd._get_sequence_nr()
         x, anchor = enter(inputs, state.wanted)
+        anchors.append(weakref.ref(anchor))
         outputs, returned = run_layers(layers, state.structure, x, name)
         check_leaves(name, outputs, mark, [anchor, *own, *x])
         return outputs, returned
@@ -196,6 +218,11 @@ def _try(name: str, layers: tuple[nn.Module, ...], state: _State) -> _Tried:
     found = find_referents(layers)
     trial = try_out(call, found, device_of(*inputs), lambda result: result[0])
     outputs, returned = trial.value
+    if trial.decides:
+        raise CellError(_DECIDES.format(name))
+    for left in trial.ambient.left:
+        for key in set(left.keys) - _computed_names(left.place.holder):
+            raise CellError(_LEAVES.format(name, left.place.called(key)))
     inside, outside = _storages(inputs), _storages(outputs)
     made = {key: size for key, size in outside.items() if key not in inside}
     link = Link(
@@ -224,6 +251,24 @@ def _try(name: str, layers: tuple[nn.Module, ...], state: _State) -> _Tried:
         made=[*made],
         shared=[key for key in outside if key in inside],
     )
+
+
+_DECIDES = (
+    "layer {} draws random numbers of Python's, which may decide what it computes, so its bytes "
+    "cannot be known before: expected drawn tensors; multiply by a drawn mask, as "
+    "torchvision.ops.StochasticDepth does, or use memory=None"
+)
+_LEAVES = (
+    "layer {} leaves a tensor with a gradient in {}: expected it to return it, since within a "
+    "budget it would have none; return it, leave its detach(), or use memory=None"
+)
+
+
+def _computed_names(attributes: Any) -> set[str]:
+    """Return the names of weights that torch's hooks compute before each call, as pruning does."""
+    hooks = attributes.get("_forward_pre_hooks", {}) if isinstance(attributes, dict) else {}
+    options = (vars(hook).values() for hook in hooks.values() if hasattr(hook, "__dict__"))
+    return {value for values in options for value in values if isinstance(value, str)}
 
 
 def _parts(layers: Sequence[nn.Module]) -> list[nn.Module]:

@@ -58,8 +58,7 @@ def measure_chain(
     with ExitStack() as stack:
         for link in (*links.prefix, *links.chain):
             stack.enter_context(link.ambient.measured())
-        with torch.no_grad():
-            first = _run_prefix(links, state)
+        first = [t.detach() for t in _after_prefix(links, state)]
         found, once = _measure_links(core, first, firsts, called=called)
         seconds = [once]
         if repeats is None:
@@ -107,19 +106,17 @@ def _to_run(links: Sequence[Link], firsts: Sequence[int]) -> list[tuple[int, boo
     return [(k, k > 0 and (not n or chosen[n - 1] != k - 1)) for n, k in enumerate(chosen)]
 
 
-def _run_prefix(links: Links, state: Tensors) -> Tensors:
-    state = [t.detach() for t in state]
-    for link in links.prefix:
-        state = link.run(state)
-    return state
+def _after_prefix(links: Links, state: Tensors) -> Tensors:
+    with torch.enable_grad():
+        return links.enter([t.detach().requires_grad_(t.requires_grad) for t in state])
 
 
 def prefix_bytes(links: Links, state: Tensors) -> int:
     """Return the peak bytes of the prefix, the links before the first gradient, which run first."""
-    with ExitStack() as stack, torch.no_grad():
+    with ExitStack() as stack:
         for link in links.prefix:
             stack.enter_context(link.ambient.measured())
-        (phase,) = measure_phases([lambda: _run_prefix(links, state)], device=state[0].device)
+        (phase,) = measure_phases([lambda: _after_prefix(links, state)], device=state[0].device)
         return phase.peak()
 
 

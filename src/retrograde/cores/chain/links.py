@@ -61,8 +61,8 @@ class Link:
     def run(self, state: Tensors) -> Tensors:
         """Return the next state.
 
-        Raises CellError if that state differs in form from the trial's, or if the link writes to
-        its input.
+        Raises CellError if that state differs in form from the trial's, if it has a gradient that
+        the trial's had not, or if the link writes to its input.
         """
         versions = [version(t) for t in state]
         outputs, returned = run_layers(self.layers, self.given, state, self.name)
@@ -74,6 +74,12 @@ class Link:
                 f"layer {self.name} returned another structure, shape or dtype than for an input "
                 "like this before: expected the same every time; use memory=None"
             )
+        wanting = zip(outputs, self.passes, strict=True)
+        if torch.is_grad_enabled() and any(t.requires_grad > passes for t, passes in wanting):
+            raise CellError(
+                f"layer {self.name} passes a gradient on, which it did not do when tried: expected "
+                "the same at every call; use memory=None"
+            )
         return outputs
 
 
@@ -81,8 +87,8 @@ class Link:
 class Links:
     """All links of a chain.
 
-    No gradient goes through the links of ``prefix``, and these run once. ``chain`` has the others,
-    none of which draws from the generators in ``steady``.
+    No gradient goes through the links of ``prefix``, and these run once, as ordinary layers.
+    ``chain`` has the others. Generators in ``steady`` move while none of them runs, if at all.
     """
 
     prefix: tuple[Link, ...]
@@ -93,6 +99,12 @@ class Links:
     def returned(self) -> Structure:
         """The structure of the last link's output."""
         return (*self.prefix, *self.chain)[-1].returned
+
+    def enter(self, state: Tensors) -> Tensors:
+        """Run the prefix, and return the state after it."""
+        for link in self.prefix:
+            state = link.run(state)
+        return state
 
 
 class _Enter(torch.autograd.Function):

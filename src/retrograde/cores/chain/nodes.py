@@ -36,9 +36,8 @@ Gradient = Tensor | None
 def run_chain(links: Links, schedule: Schedule, state: Tensors) -> Tensors:
     """Run a chain on a flat input so that ``schedule`` computes its gradient, one step per link."""
     device = state[0].device
-    with autocast_as_now(device), torch.no_grad():
-        for link in links.prefix:
-            state = link.run(state)
+    with autocast_as_now(device):
+        state = links.enter(state)
     call = _Call(links.chain, schedule, state, device)
     first, last = links.chain[0].name, links.chain[-1].name
     still = links.steady.marks()

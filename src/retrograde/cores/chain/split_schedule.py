@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from retrograde.cores.chain.links import Link
+from retrograde.errors import CellError
 from retrograde.schedule import (
     Action,
     Advance,
@@ -61,6 +62,11 @@ class SplitSchedule:
 
 def split_schedule(schedule: Schedule, links: Sequence[Link]) -> SplitSchedule:
     """Split a schedule that goes straight up to its first ``Backward``."""
+    if schedule.length != len(links):
+        raise CellError(
+            f"the schedule is for {schedule.length} layers, but {len(links)} run: expected layers "
+            "that do the same at every call; use memory=None"
+        )
     every = _held_in_sweep(tuple(schedule))
     first = next(i for i, action in enumerate(every) if isinstance(action, Backward))
     sweep, rest = every[:first], every[first:]

@@ -1,0 +1,128 @@
+"""What a call does, while it is tried, that no rerun within a budget could repeat.
+
+A gradient that is taken inside a call needs a graph, which a first run without gradients has not.
+Pyro would record a site again at every rerun. A drawn number that becomes a number of Python's may
+decide what a call computes, and so how many bytes it takes, as layer drop does.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _functorch
+from torch.overrides import TorchFunctionMode
+
+from retrograde.errors import CellError
+from retrograde.measure.allocations import MEASURING
+
+__all__ = ["DrawWatch", "in_checkpoint", "watched"]
+
+_FEW = 64  # numbers: more are drawn for a mask, not for a decision
+_UNIFORM = {"rand", "rand_like", "uniform_"}
+_DRAWS = _UNIFORM | {
+    "bernoulli", "bernoulli_", "exponential_", "multinomial", "normal", "normal_", "poisson",
+    "randint", "randint_like", "randn", "randn_like", "random_", "randperm",
+}  # fmt: skip
+_TO_PYTHON = {
+    "__array__", "__bool__", "__float__", "__index__", "__int__",
+    "allclose", "equal", "is_nonzero", "item", "numpy", "tolist",
+}  # fmt: skip
+_GRADIENTS = {
+    torch.autograd.grad: "torch.autograd.grad",
+    torch.autograd.backward: "torch.autograd.backward",
+    Tensor.backward: "Tensor.backward",
+}
+
+
+class DrawWatch(TorchFunctionMode):
+    """Watches what becomes of random numbers that torch draws.
+
+    ``decides`` says whether one became a number of Python's. With ``fill``, this number replaces
+    all uniform draws of few numbers, which shows what they decide.
+    """
+
+    def __init__(self, fill: float | None = None) -> None:
+        super().__init__()
+        self.fill, self.decides = fill, False
+        self.drawn: dict[int, Tensor] = {}  # by id; held, so that no id is used again
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        few = isinstance(result, Tensor) and result.numel() <= _FEW
+        if few and name in _DRAWS:
+            self.drawn[id(result)] = result
+            if self.fill is not None and name in _UNIFORM:
+                result.fill_(self.fill)
+        elif self.drawn and any(id(value) in self.drawn for value in args):
+            if few:
+                self.drawn[id(result)] = result
+            self.decides = self.decides or name in _TO_PYTHON
+        return result
+
+
+class _TrialWatch(DrawWatch):
+    """Watches a trial call, and refuses one that takes a gradient, or checkpoints by itself."""
+
+    depth = 0
+    outside = False
+
+    def __enter__(self) -> Any:
+        self.depth, self.outside = MEASURING.depth, in_checkpoint()
+        return super().__enter__()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        ours = MEASURING.depth > self.depth  # a measurement within the trial
+        if func in _GRADIENTS and not ours and _functorch.peek_interpreter_stack() is None:
+            raise CellError(
+                f"the cell calls {_GRADIENTS[func]}, which needs a graph, but within a budget a "
+                "step first runs without one: expected a step without gradients inside; take them "
+                "by torch.func.grad, or use memory=None"
+            )
+        if in_checkpoint() and not self.outside:
+            raise CellError(
+                "the cell runs torch.utils.checkpoint, but within a budget it is recomputed anyway: "
+                "expected it without; turn its checkpointing off, or use memory=None"
+            )
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@contextmanager
+def watched(*, reruns: bool) -> Iterator[DrawWatch]:
+    """Watch a trial call, and refuse what no rerun could repeat, if there will be ``reruns``."""
+    with _sites(reruns), _TrialWatch() if reruns else DrawWatch() as watch:
+        yield watch
+
+
+@contextmanager
+def _sites(refuse: bool) -> Iterator[None]:
+    """Keep Pyro's sites in a block from the caller's handlers, or refuse them."""
+    poutine: Any = sys.modules.get("pyro.poutine")
+    if poutine is None:
+        yield
+        return
+    with poutine.block(), poutine.trace() as sites:
+        yield
+    names = [name for name, site in sites.trace.nodes.items() if site["type"] in ("sample", "param")]
+    if names and refuse:
+        raise CellError(
+            f"the cell has the Pyro site {names[0]!r}, which would be recorded again at every "
+            "rerun: expected a cell without sites; sample before, and give the values as inputs, "
+            "or use memory=None"
+        )
+
+
+def in_checkpoint() -> bool:
+    """Return whether ``torch.utils.checkpoint`` runs the caller of this function."""
+    module = sys.modules.get("torch.utils.checkpoint")
+    frame = sys._getframe() if module is not None else None
+    while frame is not None and frame.f_code.co_filename != module.__file__:  # type: ignore[union-attr]
+        frame = frame.f_back
+    return frame is not None
