@@ -3,10 +3,16 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+CHECK_PYTHON = @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "found Python \
+	%s: expected 3.11 or newer; name one: make PYTHON=python3.12" % sys.version.split()[0])'
+# Ignores the settings that this machine has for uv, so it asks the public index. Nothing is installed.
+RESOLVE := env $$(env | sed -n 's/^\(UV_[^=]*\)=.*/-u \1/p') \
+	$(BIN)/uv pip compile --quiet --no-config --system-certs
 
-.PHONY: demo test test-every test-all lint format numbers docs wheel bench gpu clean
+.PHONY: demo test test-every test-all lint format numbers docs check-install wheel bench gpu clean
 
 $(STAMP): pyproject.toml papers/pyproject.toml constraints.txt
+	$(CHECK_PYTHON)
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cli,dev,docs]' -e papers
 	$(BIN)/python -m retrograde.precompile
@@ -39,7 +45,18 @@ numbers: $(STAMP)  ## the tables of README and docs, from what the benchmarks wr
 docs: $(STAMP)  ## the documentation site, in build/site; a warning fails it
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
+check-install: $(STAMP)  ## whether the pinned versions and every extra resolve on other machines
+	@if echo pip | $(RESOLVE) --no-cache --no-deps - 2>&1 | grep -q 'Failed to fetch'; \
+	then echo 'skipped: no package index is reached'; exit; fi; \
+	for version in 3.11 3.13; do \
+	    printf '%s\n' '-e .[cli,dev,docs,interchange,jax,recipes]' '-e papers[irmas]' | \
+	    $(RESOLVE) -c constraints.txt --python-version $$version --python-platform linux - \
+	        >/dev/null || exit; \
+	    echo "Python $$version: all extras resolve"; \
+	done
+
 wheel:  ## README's first code, on the built wheel, in an environment of its own
+	$(CHECK_PYTHON)
 	rm -rf build/wheel && $(PYTHON) -m venv build/wheel/venv
 	build/wheel/venv/bin/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
 	build/wheel/venv/bin/python -m pip install --quiet -c constraints.txt build/wheel/*.whl

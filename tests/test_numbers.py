@@ -32,3 +32,15 @@ def test_every_block_is_shown_somewhere_and_every_result_has_its_script():
 
 def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 110
+
+
+def test_readme_says_where_checkpointing_is_better():
+    better = [
+        row["network"]
+        for row in numbers.results("front_page_cpu")["rows"]
+        if row["checkpoint"]
+        and all(row["checkpoint"][key] < row["ours"][key] for key in ("ms", "total_bytes"))
+    ]
+    last = numbers.front_page().split("\n\n")[0].splitlines()[-1]
+    assert [last.split(" | ")[0]] == [f"| {name}" for name in better]
+    assert "is better in time and in memory (last row below)" in (ROOT / "README.md").read_text()

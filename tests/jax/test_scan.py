@@ -92,13 +92,35 @@ def test_gradients_are_bitwise_those_of_lax_scan(length):
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(
-    "asked", [{"unroll": 3, "reverse": True}, {"reverse": True}, {"unroll": 3}]
+    "asked",
+    [{"unroll": 3, "reverse": True}, {"reverse": True}, {"unroll": 3}, {"_split_transpose": True}],
 )
 def test_options_of_lax_scan(asked):
     arguments = case(53)
     expected = gradients(lambda *a: gru(jax.lax.scan, *a, **asked), *arguments)
     found = gradients(lambda *a: gru(rj.scan, *a, memory="30%", **asked), *arguments)
     assert_near(found, expected)
+
+
+@pytest.mark.parametrize("inputs", [True, False])
+@pytest.mark.parametrize("asked", [{"memory": 1}, {"backward": "scan", "reverse": True}, {}])
+def test_no_steps_are_as_in_lax_scan(asked, inputs):
+    weights, h, xs = case(0)
+
+    def run(scan, weights, h, xs, **asked):
+        def step(h, x):
+            return jnp.tanh(h @ weights["w"][:7, :7]), (h, x)
+
+        found = scan(step, h, xs if inputs else None, length=0, **asked)
+        return sum(map(jnp.sum, jax.tree.leaves(found))), found
+
+    def graded(scan, **asked):
+        loss = jax.value_and_grad(lambda *a: run(scan, *a, **asked), (0, 1, 2), has_aux=True)
+        return jax.jit(loss)(weights, h, xs)
+
+    found, expected = graded(rj.scan, **asked), graded(jax.lax.scan)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    assert_equal(found, expected)
 
 
 @pytest.mark.quick(0)
@@ -344,9 +366,11 @@ def test_bad_input_is_refused_before_any_work(step, asked, error, message):
         rj.scan(step, jnp.zeros(3), ONES, **asked)
 
 
-def test_no_steps_and_integers_are_refused():
-    with pytest.raises(rg.CellError, match="0 steps"):
-        rj.scan(lambda h, x: (h, x), jnp.zeros(3), ONES[:0], memory="50%")
+def test_too_few_steps_and_integers_are_refused():
+    with pytest.raises(rg.CellError, match="-2 steps: expected at least 0"):
+        rj.scan(lambda h, x: (h, x), jnp.zeros(3), length=-2, memory="50%")
+    with pytest.raises(rg.CellError, match="0 steps: expected at least 1"):
+        rj.fit(lambda h, x: (h, x), jnp.zeros(3), ONES[:0], memory="50%")
     with pytest.raises(rg.CellError, match="expected real numbers"):
         rj.scan(lambda h, x: (h + 1, x), 0, ONES, backward="scan")
 

@@ -5,8 +5,11 @@ import random
 import time
 
 import pytest
+import torch
 
+import retrograde as rg
 from retrograde.plan.fit import Curve, Footprint, fit
+from retrograde.units import format_bytes
 
 module = importlib.import_module("retrograde.plan.fit")
 
@@ -74,3 +77,15 @@ def test_what_a_schedule_runs_as_a_whole_is_held_to_what_the_schedule_takes():
     assert at_once.peak_bytes <= whole
     found = fit(20, "100%", sizes)
     assert found.peak_bytes <= found.budget_bytes == sizes.ordinary(20)
+
+
+def test_a_plan_that_recomputes_does_not_say_that_it_stores_all():
+    found = rg.LSTM(64, 64, memory="5%").fit(torch.randn(1000, 16, 64))
+    assert found.forward_steps > 1000
+    assert "store-all" not in f"{found} {found!r}"
+    assert str(found) == (
+        f"{format_bytes(found.peak_bytes)} of {format_bytes(found.budget_bytes)} allowed; ordinary "
+        f"backpropagation holds {format_bytes(found.ordinary_bytes)}, and "
+        f"{format_bytes(found.minimum_bytes)} would do\n"
+        f"{found.forward_steps:,} steps run forward for 1,000"
+    )

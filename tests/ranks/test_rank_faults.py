@@ -1,7 +1,9 @@
-"""Ranks that end or hang: the others say which, and nobody waits for ever."""
+"""Ranks that end or hang are named, and nobody waits for ever; ranks that are done leave."""
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from datetime import timedelta
 
@@ -117,3 +119,38 @@ def test_the_others_name_the_rank_that_is_lost(tmp_path, place, how, way):
     for rank, seconds, said in survivors(tmp_path, place, how, way):
         assert said.startswith(f"rank {rank} cannot continue: rank {LOST} has ended"), (rank, said)
         assert seconds < 2 * TIMEOUT + 2 * _A_MOMENT
+
+
+A_JOB = """
+import torch
+from torch import distributed, nn
+import retrograde as rg
+
+torch.set_num_threads(1)
+distributed.init_process_group("gloo")
+torch.manual_seed(0)
+time = rg.TimeSharded(rg.LSTM(3, 4))
+time(torch.ones(5, 2, 3))[0].sum().backward()
+layers = rg.LayerSharded.cut(nn.Sequential(*(nn.Linear(6, 6) for _ in range(8))))
+layers(*([torch.ones(2, 6)] * (distributed.get_rank() == 0))).sum().backward()
+for sharded in (time, layers):
+    sharded.links.add_up(torch.ones(1))  # gloo's threads may still hold this at the end
+distributed.destroy_process_group()
+try:
+    time(torch.ones(5, 2, 3))
+except rg.RankError as error:
+    said = str(error)
+assert said.startswith("the process group has been destroyed"), said
+"""
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize(
+    ("size", "runs"),
+    [(3, 2), *(pytest.param(size, 10, marks=pytest.mark.slow) for size in (3, 4, 8))],
+)
+def test_a_job_whose_modules_live_to_the_end_exits_with_status_0(size, runs):
+    torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {size} --no-python"
+    job = [sys.executable, *torchrun.split(), sys.executable, "-c", A_JOB]
+    found = [subprocess.run(job, capture_output=True, text=True) for _ in range(runs)]
+    assert [run.returncode for run in found] == [0] * runs, [run.stderr for run in found]

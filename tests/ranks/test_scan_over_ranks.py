@@ -174,7 +174,7 @@ def test_messages_go_by_way_of_the_gpu_of_the_module(backend, place, monkeypatch
     on_cpu = SimpleNamespace(is_cuda=False, device=torch.device("cpu"))
     on_gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 3))
     module = SimpleNamespace(parameters=lambda: iter([on_cpu, on_gpu]))
-    links = links_of(SimpleNamespace(), module)
+    links = links_of(torch.nn.Module(), module)  # any object stands for the group
     assert (str(links.device), str(links.gpu)) == (place, "cuda:3")
 
 

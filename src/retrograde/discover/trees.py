@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from retrograde.errors import CellError
 
-__all__ = ["Structure", "flatten", "flatten_state"]
+__all__ = ["Structure", "flatten", "flatten_inputs", "flatten_state"]
 
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
@@ -127,6 +127,24 @@ def _take(leaf: Any, name: str, numbers: bool, found: list[Tensor]) -> type | _F
         f"the {name} holds a {type(leaf).__name__}: expected a pytree of tensors; "
         "turn numbers into tensors"
     )
+
+
+def flatten_inputs(tree: Any) -> tuple[list[Tensor], Structure]:
+    """:func:`flatten` for the inputs of all steps, with time first.
+
+    Raises:
+        CellError: as for :func:`flatten`; also for a list of tensors of one shape, which looks like
+            one tensor for each step.
+    """
+    if type(tree) is list and len(tree) > 1 and all(isinstance(t, Tensor) for t in tree):
+        shapes = {t.shape for t in tree}
+        if len(shapes) == 1:
+            raise CellError(
+                f"the inputs are a list of {len(tree)} tensors of shape {tuple(tree[0].shape)}: "
+                "expected tensors with time first; of one tensor for each step make "
+                "torch.stack(inputs), and of several tensors for every step a tuple"
+            )
+    return flatten(tree, "inputs")
 
 
 def flatten_state(tree: Any, name: str = "state") -> tuple[list[Tensor], Structure]:

@@ -42,6 +42,7 @@ def scan(
     length: int | None = None,
     reverse: bool = False,
     unroll: int = 1,
+    _split_transpose: bool = False,
     *,
     memory: Memory | None = None,
     schedule: Schedule | None = None,
@@ -61,6 +62,7 @@ def scan(
         length: the number of steps; needed where ``xs`` is None.
         reverse: whether to begin with the last input.
         unroll: how many steps a compiled loop runs at once.
+        _split_transpose: has no effect, as in ``jax.lax.scan`` since JAX 0.10.
         memory: the budget of the backward pass, besides constants, inputs, outputs and gradients.
             It is bytes (``67108864``), a size (``"64MiB"``), or a fraction (``0.05``, ``"5%"``) of
             the bytes that ``jax.lax.scan`` holds of the steps. None: as ``jax.lax.scan``.
@@ -94,7 +96,7 @@ def scan(
         >>> bool(jax.grad(lambda w: loss(scan, w, memory="25%"))(0.5) == theirs)
         True
     """
-    asked, count = Asked(memory, schedule), _length(xs, length)
+    asked, count = Asked(memory, schedule), _length(xs, length, least=0)
     asked.check(count)
     if backward not in (None, "scan"):
         raise CellError(f"unknown backward={backward!r}: expected 'scan', or None for one by one")
@@ -110,7 +112,7 @@ def scan(
         )
     if unroll < 0:
         raise CellError(f"got unroll={unroll}: expected how many steps a loop runs at once")
-    if backward is None and asked == Asked():
+    if not count or (backward is None and asked == Asked()):
         return lax.scan(f, init, xs, length, reverse, unroll)
     xs = jax.tree.map(jnp.asarray, xs)
     step, carry, y_tree = trace_step(f, init, jax.tree.map(lambda x: x[0], xs))
@@ -135,7 +137,7 @@ def fit(f: Callable[..., Any], init: Any, xs: Any = None, length: int | None = N
         >>> found.peak_bytes <= found.budget_bytes, 100 < found.forward_steps < 300
         (True, True)
     """
-    count = _length(xs, length)
+    count = _length(xs, length, least=1)
     Asked(memory).check(count)
     found: list[Fit] = []
 
@@ -246,11 +248,11 @@ _BEYOND = (
 )
 
 
-def _length(xs: Any, length: int | None) -> int:
+def _length(xs: Any, length: int | None, least: int) -> int:
     """Return the number of steps.
 
     Raises:
-        CellError: the number is missing, contradictory or zero.
+        CellError: the number is missing, contradictory or too small.
     """
     lengths = {int(x.shape[0]) if getattr(x, "ndim", 0) else -1 for x in jax.tree.leaves(xs)}
     if length is not None:
@@ -262,6 +264,6 @@ def _length(xs: Any, length: int | None) -> int:
             "steps, the first dimension of each input, or length= where there is none"
         )
     (count,) = lengths
-    if count < 1:
-        raise CellError(f"the scan has {count} steps: expected at least one")
+    if count < least:
+        raise CellError(f"the scan has {count} steps: expected at least {least}")
     return count

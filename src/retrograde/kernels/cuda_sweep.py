@@ -253,7 +253,7 @@ def sweep(
     if CHECKED:
         terms = tl.load(sizes + b)
         largest = tl.load(sizes + samples + b)
-        trusted = (terms <= LIMIT * largest) & (terms <= MOST)
+        trusted = (terms <= largest * LIMIT) & (terms <= MOST)
         start = tl.where(trusted, pair, (chunks - 1) * samples + b)
         first = tl.where(trusted, first, 0)
         end = tl.where(trusted, end, tl.where(pair < samples, length, 0))

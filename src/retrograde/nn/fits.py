@@ -9,7 +9,7 @@ from torch import nn
 
 from retrograde.cores.cell import later_state
 from retrograde.cores.timing import time_steps
-from retrograde.discover.trees import flatten, flatten_state
+from retrograde.discover.trees import flatten_inputs, flatten_state
 from retrograde.errors import CellError
 from retrograde.nn.any_recurrent import Recurrent
 from retrograde.nn.call import StackFit
@@ -88,7 +88,7 @@ def fit(
         if stateful:
             cell = Stateful.of(cell, stateful, inputs, state)
             state = cell.first(state)
-        leaves, spec = flatten(inputs, "inputs")
+        leaves, spec = flatten_inputs(inputs)
         layout = Straight(check_length(leaves), fused=False)
         call = CellCall(leaves, spec, layout, memory, None, compile=compile)
     with torch.enable_grad():

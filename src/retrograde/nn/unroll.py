@@ -13,7 +13,7 @@ from retrograde.cores.compiled_steps import BLOCK, compiled_steps
 from retrograde.cores.fastest import fit_measured
 from retrograde.cores.footprint import footprint, step_bytes
 from retrograde.discover.surroundings import autocast_as_now
-from retrograde.discover.trees import Structure, flatten, flatten_state
+from retrograde.discover.trees import Structure, flatten, flatten_inputs, flatten_state
 from retrograde.errors import CellError, ScheduleError
 from retrograde.nn.cache import CellFits, signature
 from retrograde.nn.stateful import Stateful
@@ -116,7 +116,7 @@ def unroll(
             held, inputs, held.first(state), memory=memory, schedule=schedule, backward=backward
         )
         return outputs, held.leave(last)
-    leaves, input_spec = flatten(inputs, "inputs")
+    leaves, input_spec = flatten_inputs(inputs)
     layout = Straight(check_length(leaves), fused=False)
     call = CellCall(leaves, input_spec, layout, memory, schedule, backward, compile)
     outputs, spec, last = call.run(cell, state)

@@ -194,7 +194,7 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Fit:
-    """A schedule for a budget, with its predicted time and peak.
+    """A schedule for a budget, with its predicted time and peak; ``print`` shows it.
 
     Attributes:
         block: the steps of one recorded range.
@@ -219,6 +219,14 @@ class Fit:
     minimum_bytes: int
     ordinary: bool
     seconds: float | None = None
+
+    def __str__(self) -> str:
+        return (
+            f"{format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)} allowed; "
+            f"ordinary backpropagation holds {format_bytes(self.ordinary_bytes)}, and "
+            f"{format_bytes(self.minimum_bytes)} would do\n"
+            f"{self.forward_steps:,} steps run forward for {self.schedule.length:,}"
+        )
 
 
 def fit(length: int, memory: Memory | None, footprint: Footprint) -> Fit:
@@ -440,7 +448,7 @@ def whole_fit(length: int, block: int, **found: Any) -> Fit:
 def in_one_range(length: int, units: Units | None = None) -> Schedule:
     """Return the schedule that records all steps in one range."""
     actions: list[Action] = [Store(0), Record(0, length), Backward(0, length), Free(0)]
-    return Schedule.from_actions(actions, length=length, policy="store-all", units=units)
+    return Schedule.from_actions(actions, length=length, policy="one-range", units=units)
 
 
 def _whole(length: int, budget: int, footprint: Footprint) -> Fit:

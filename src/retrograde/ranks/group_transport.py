@@ -5,9 +5,13 @@ Sending does not block while few messages are underway.
 
 The error of torch may only say that a connection broke. So each rank that sees a failure records it
 in the group's store; the rank without a record failed first.
+
+The links refer to the group weakly. ``destroy_process_group()`` joins gloo's threads only if
+nothing else holds the group, and a thread that drops a tensor while Python ends aborts the process.
 """
 
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -54,16 +58,32 @@ class GroupLinks:
                 "there is no process group: expected torch.distributed.init_process_group() to "
                 "have been called in each process; start the program with torchrun"
             )
-        self.group: Any = group if group is not None else distributed.group.WORLD
-        self.rank = distributed.get_rank(self.group)
+        group = distributed.group.WORLD if group is None else group
+        self.rank = distributed.get_rank(group)
         if self.rank < 0:
             raise RankError("this process is not in the group: expected one of its ranks to call")
-        self.size = distributed.get_world_size(self.group)
+        self.size = distributed.get_world_size(group)
+        self._group: Callable[[], Any] = weakref.ref(group)
         self.traffic = Traffic()
         self.gpu = _gpu_of(module)
-        needed = self.gpu if distributed.get_backend(self.group) == "nccl" else "cpu"
+        needed = self.gpu if distributed.get_backend(group) == "nccl" else "cpu"
         self.device = torch.device(needed) if device is None else device
         self._underway: list[tuple[Any, int, Tensor]] = []  # keeps the tensor alive
+
+    @property
+    def group(self) -> Any:
+        """The process group.
+
+        Raises:
+            RankError: it has been destroyed.
+        """
+        group = self._group()
+        if group is None:
+            raise RankError(
+                "the process group has been destroyed: expected it to last; make the module again "
+                "with a new group"
+            )
+        return group
 
     def send(self, element: Any, to: int) -> None:
         parcel = Parcel.of(element)
@@ -134,6 +154,8 @@ class GroupLinks:
         """Make a call of torch's that involves another rank, or all of them (None)."""
         try:
             return call()
+        except RankError:
+            raise
         except RuntimeError as error:
             raise self._lost(error, other) from error
 

@@ -100,7 +100,7 @@ def _start(report: Report, given: dict[str, Any], console: Console) -> tuple[Run
 
 def _train(report: Report, run: Run, comparison: Comparison, console: Console) -> None:
     """Train to the end, with a checkpoint after every iteration, and write the report."""
-    report.draw_plan(_fit(run).schedule, comparison)
+    report.draw_plan(_fit(run), comparison)
     with _progress(console, run, comparison) as show:
         while run.done < run.options.iterations:
             run.step()

@@ -9,6 +9,7 @@ import os
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from retrograde import figures
 from retrograde.errors import UnitError
 from retrograde.files import try_folder
 from retrograde.machine import processor_name
-from retrograde.schedule import Schedule
+from retrograde.plan.fit import Fit
+from retrograde.schedule import Action, Advance, Backward, Free, Load, Record, Schedule, Store
 from retrograde.training.checkpoint import check_snapshot, load_checkpoint, save_checkpoint
 from retrograde.training.comparison import Comparison, Side
 from retrograde.training.folder import write_figure, write_whole
@@ -67,7 +69,7 @@ class Report:
         except (TrainingError, UnitError) as error:
             raise TrainingError(f"cannot resume from {self.checkpoint}: {error}") from error
 
-    def draw_plan(self, schedule: Schedule, comparison: Comparison) -> None:
+    def draw_plan(self, fit: Fit, comparison: Comparison) -> None:
         """Write the pictures known before training: the schedule, and memory over time."""
         ordinary = comparison.ordinary
         figure = figures.draw_memory(
@@ -76,7 +78,7 @@ class Report:
             None if ordinary is None else ordinary.curve,
         )
         with self._writing():
-            write_figure(figures.draw_schedule(schedule), self.folder, "schedule")
+            write_figure(figures.draw_schedule(_steps_of(fit)), self.folder, "schedule")
             write_figure(figure, self.folder, "memory")
 
     def finish(self, run: Run, comparison: Comparison) -> None:
@@ -109,6 +111,23 @@ class Report:
                 f"cannot write {error.filename}: {error.strerror}; {saved}: make room there, or "
                 f"make it a folder that can be written, {remedy}"
             ) from error
+
+
+def _steps_of(fit: Fit) -> Schedule:
+    """Return the schedule to draw. Gates that a range recomputes are recomputed piece by piece."""
+    length = fit.schedule.length
+    edge = fit.forward_steps - fit.schedule.cost  # gates are kept from here on
+    if not edge:
+        return fit.schedule
+    bounds = [*range(0, edge, fit.block), edge]
+    actions: list[Action] = []
+    for start, stop in pairwise(bounds):
+        actions += [Store(start), Advance(start, stop)]
+    if edge < length:
+        actions += [Record(edge, length), Backward(edge, length)]
+    for start, stop in reversed([*pairwise(bounds)]):
+        actions += [Load(start), Record(start, stop), Backward(start, stop), Free(start)]
+    return Schedule.from_actions(actions, length=length, policy="recompute-gates")
 
 
 def _metrics(run: Run, comparison: Comparison) -> dict[str, Any]:

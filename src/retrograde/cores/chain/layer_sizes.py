@@ -195,7 +195,8 @@ class _LinkMeasurement:
             self.for_caller += self.after
 
     def seed(self) -> None:
-        self.gradients += _ones(self.core.links[self.k])
+        # The caller's gradient may lie in memory so that the last link has to copy it.
+        self.gradients += _ones(self.core.links[self.k], turned=self.last)
 
     def backpropagate(self) -> None:
         with self.watch.lap():
@@ -313,12 +314,14 @@ def _forward_and_backward(watches: Iterable[Stopwatch]) -> Seconds:
     return [(forward, backward + max(0.0, record - forward)) for forward, record, backward in laps]
 
 
-def _ones(link: Link) -> list[Gradient]:
-    """Return a gradient of a link's output, made of ones."""
-    return [
-        torch.ones(shape, dtype=dtype, device=device) if passes else None
+def _ones(link: Link, *, turned: bool = False) -> list[Gradient]:
+    """Return a gradient of a link's output, made of ones; ``turned`` has its strides reversed."""
+    order = -1 if turned else 1
+    ones = [
+        torch.ones(shape[::order], dtype=dtype, device=device) if passes else None
         for (shape, dtype, device), passes in zip(link.like, link.passes, strict=True)
     ]
+    return [g.permute(*reversed(range(g.dim()))) if turned and g is not None else g for g in ones]
 
 
 def _medians(

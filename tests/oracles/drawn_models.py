@@ -1,0 +1,314 @@
+"""Models with habits that a budget must keep exact or refuse: drawn by number, each by itself.
+
+A model is a few blocks, called by a loop or a ``Sequential``. Drawn for each: the blocks, the last
+layer, where auxiliary losses are left, how layers are skipped at random, what is drawn between
+layers, and how the gradient of the output lies in memory.
+
+    reading = read(17, 1.15)   # model 17 within 1.15 times its least budget
+"""
+
+import gc
+import random
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import retrograde as rg
+
+__all__ = ["BUDGETS", "Reading", "draw", "read"]
+
+#: Budgets: the least, shares between it and ordinary backpropagation, and all of the latter.
+BUDGETS = (0.0, 0.1, 0.35, 0.7, 1.0)
+SLACK_BYTES = 64  # torch's own scalars
+
+
+class Registry:
+    """A place for losses that no attribute of a module leads to."""
+
+    def __init__(self):
+        self.inner = {"more": {"even more": {"losses": []}}}
+
+    @property
+    def losses(self):
+        return self.inner["more"]["even more"]["losses"]
+
+
+class Block(nn.Module):
+    """A block with a habit; ``aux`` and ``skip`` name it."""
+
+    def __init__(self, kind, width, aux, skip, p, registry):
+        super().__init__()
+        self.kind, self.leaves, self.skip, self.p = kind, aux, skip, p
+        self.registry = registry
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.dropout = nn.Dropout(0.2 if kind == "dropout" else 0.0)
+
+    def inner(self, x):
+        if self.kind == "tanh":
+            return torch.tanh(self.down(torch.relu(self.up(x))))
+        if self.kind == "in place":
+            return x + self.down(functional.relu_(self.up(x)))
+        if self.kind == "gated":
+            return x * torch.sigmoid(self.down(functional.gelu(self.up(x))))
+        return x + self.dropout(self.down(functional.gelu(self.up(self.norm(x)))))
+
+    def forward(self, x):
+        if self.training and self.skip == "torch" and torch.rand(()) < self.p:
+            return x
+        if self.training and self.skip == "python" and random.random() < self.p:
+            return x
+        y = self.inner(x)
+        if self.training and self.skip == "mask":
+            y = x + (y - x) * torch.bernoulli(torch.full((len(x), 1), 1 - self.p))
+        if self.leaves == "attribute":
+            self.aux = y.square().mean()
+        elif self.leaves == "detached":
+            self.aux = y.detach().square().mean()
+        elif self.leaves == "registry":
+            self.registry.losses.append(y.square().mean())
+        return y
+
+
+class LayerDrop(nn.Module):
+    """A wrapper that skips its layer at random."""
+
+    def __init__(self, layer, p):
+        super().__init__()
+        self.layer, self.p = layer, p
+
+    def forward(self, x):
+        return x if self.training and torch.rand(1) < self.p else self.layer(x)
+
+
+class Model(nn.Module):
+    """Blocks in a loop."""
+
+    def __init__(self, layers, drop, p, between, registry):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.drop, self.p, self.between = drop, p, between
+        self.registry = registry
+
+    def forward(self, x):
+        for layer in self.layers:
+            if self.between == "noise":
+                x = x + 0.1 * torch.randn_like(x)
+            elif self.between == "discarded":
+                torch.rand(3)
+            if self.training and self.drop == "torch" and torch.rand([]) < self.p:
+                continue
+            if self.training and self.drop == "python" and random.random() < self.p:
+                continue
+            x = layer(x)
+        return x
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What was drawn; ``print`` shows it."""
+
+    number: int
+    how: str
+    kinds: tuple[str, ...]
+    width: int
+    batch: int
+    last: str
+    aux: str
+    skip: str
+    p: float
+    between: str
+    loss: str
+
+    def model(self):
+        torch.manual_seed(self.number)
+        registry = Registry()
+        layers = []
+        for k, kind in enumerate(self.kinds):
+            odd = k % 2 or self.number % 3
+            skip = self.skip if odd and self.skip in ("torch", "python", "mask") else ""
+            block = Block(kind, self.width, self.aux if odd else "", skip, self.p, registry)
+            layers.append(LayerDrop(block, self.p) if self.skip == "wrapper" else block)
+        last = {
+            "softmax": lambda: nn.Softmax(-1), "tanh": nn.Tanh, "norm": lambda: nn.LayerNorm(self.width),
+            "linear": lambda: nn.Linear(self.width, self.width), "": None,
+        }[self.last]  # fmt: skip
+        layers += [last()] if last else []
+        if self.aux == "hook":
+            for layer in layers[1:3]:
+                layer.register_forward_hook(lambda *a: registry.losses.append(a[-1].square().mean()))
+        if self.how == "Sequential":
+            model = nn.Sequential(*layers)
+            model.registry = registry
+            return model
+        drop = self.skip.removeprefix("model ") if self.skip.startswith("model ") else ""
+        model = Model(layers, drop, self.p, self.between, registry)
+        return model
+
+    def input(self):
+        torch.manual_seed(self.number + 1)
+        return torch.randn(self.batch, self.width, requires_grad=self.number % 2 == 0)
+
+
+def draw(number):
+    """Draw a model; the number is all that it takes."""
+    of = random.Random(number).choice
+    kinds = ("plain", "tanh", "in place", "gated", "dropout")
+    one = of([True, False])
+    blocks = of([3, 4, 5, 7])
+    how = of(["Sequential", "loop", "loop"])
+    return Drawn(
+        number=number,
+        how=how,
+        kinds=(of(kinds),) * blocks if one else tuple(of(kinds) for _ in range(blocks)),
+        width=of([8, 33, 64]),
+        batch=of([16, 65, 200]),
+        last=of(["", "", "linear", "softmax", "tanh", "norm"]),
+        aux=of(["", "", "", "", "", "", "attribute", "detached", "detached", "registry", "hook"]),
+        skip=of(["", "", "", "", "", "torch", "python", "mask", "mask", "wrapper", "model torch", "model python"]),
+        p=of([0.0, 0.1, 0.5, 0.9]),
+        between=of(["", "", "noise", "discarded"]),
+        loss=of(["sum", "dense", "strided", "expanded", "part"]),
+    )
+
+
+def auxiliary(model):
+    """The auxiliary losses that a forward pass has left."""
+    left = [m.aux for m in model.modules() if isinstance(getattr(m, "aux", None), torch.Tensor)]
+    return [*left, *model.registry.losses]
+
+
+def given_gradient(drawn, y):
+    """The gradient of the output, as the loss hands it in; None for a loss that is a sum."""
+    torch.manual_seed(drawn.number + 2)
+    if drawn.loss == "strided":
+        return torch.randn(y.shape[::-1]).t()
+    if drawn.loss == "expanded":
+        return torch.randn(y.shape[-1:]).expand(y.shape)
+    return torch.randn(y.shape) if drawn.loss == "dense" else None
+
+
+def step(drawn, model, x, seed, gradient):
+    """One training step, up to the gradients. Returns the output, as the caller holds it."""
+    model.registry.losses.clear()
+    torch.manual_seed(seed)
+    random.seed(seed)
+    y = model(x)
+    total = [] if gradient is not None else [(y[..., ::2] if drawn.loss == "part" else y).sum()]
+    total += auxiliary(model)
+    if gradient is not None:
+        torch.autograd.backward([y, *(t for t in total if t.requires_grad)], [gradient, *(None for t in total if t.requires_grad)])
+    elif total[0].requires_grad:
+        sum(total).backward()
+    model.registry.losses.clear()
+    return y
+
+
+def left_behind(model, x):
+    """Everything that a step leaves behind, to compare."""
+    grads = [p.grad for p in (*model.parameters(), x)]
+    return [*grads, torch.rand(2), random.random()]
+
+
+def equal(a, b):
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and torch.equal(a, b)
+    return a == b
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What came of one model within one budget: refused before training, wrong, or its peak."""
+
+    drawn: Drawn
+    budget: float
+    refused: str = ""
+    wrong: str = ""
+    budget_bytes: int = 0
+    peak_bytes: int = 0
+    warned: str = ""
+
+    @property
+    def good(self):
+        return bool(self.refused) or not (
+            self.wrong or self.peak_bytes > self.budget_bytes + SLACK_BYTES
+        )
+
+
+def clear(model, x):
+    for t in (*model.parameters(), x):
+        t.grad = None
+    gc.collect()
+
+
+def budgeted(drawn, model, x, share):
+    """The model within a share of what is between its least and its ordinary bytes; the bytes."""
+
+    def least_and_ordinary():
+        try:
+            found = apply(1)
+        except rg.BudgetError as refusal:
+            least = refusal.minimum_bytes
+        else:
+            least = found.minimum_bytes
+        found = apply("100%")
+        return least, found.ordinary_bytes
+
+    def apply(memory):
+        if drawn.how == "Sequential":
+            ours.memory = memory
+            return ours.fit(x)
+        return rg.budget(ours, memory, (x,))
+
+    ours = model
+    if drawn.how == "Sequential":
+        ours = rg.Sequential(*model, memory=1)
+        ours.registry = model.registry
+    least, ordinary = least_and_ordinary()
+    total = least + max(0, round(share * (ordinary - least)))
+    apply(total)
+    return ours, total
+
+
+def read(number, share, steps=4):
+    """Train a drawn model within a budget, beside the same model without one."""
+    drawn = draw(number)
+    plain, x = drawn.model(), drawn.input()
+    ours = drawn.model()
+    theirs_x = x.detach().clone().requires_grad_(x.requires_grad)
+    torch.manual_seed(number + 3)
+    random.seed(number + 3)
+    gradient = given_gradient(drawn, torch.empty(x.shape))
+    try:
+        ours, total = budgeted(drawn, ours, x, share)
+    except rg.RetrogradeError as refusal:
+        return Reading(drawn, share, refused=str(refusal))
+    peak, warned = 0, ""
+    for seed in range(steps):
+        clear(ours, x)
+        clear(plain, theirs_x)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            try:
+                if seed:
+                    measured = rg.measure(lambda s=seed: step(drawn, ours, x, s, gradient))
+                    y, peak = measured.value, max(peak, measured.working_bytes)
+                else:
+                    y = step(drawn, ours, x, seed, gradient)
+            except rg.RetrogradeError as refusal:
+                if seed == 0 and drawn.how == "Sequential" and not any(p.grad is not None for p in ours.parameters()):
+                    return Reading(drawn, share, refused=str(refusal))
+                return Reading(drawn, share, wrong=f"step {seed}: {refusal}")
+            except Exception as error:
+                return Reading(drawn, share, wrong=f"step {seed}: {type(error).__name__} {error}")
+            mine = [y.detach(), *left_behind(ours, x)]
+        warned = warned or "".join(str(one.message) for one in told)
+        other = step(drawn, plain, theirs_x, seed, gradient)
+        theirs = [other.detach(), *left_behind(plain, theirs_x)]
+        if not all(map(equal, mine, theirs)) or len(mine) != len(theirs):
+            return Reading(drawn, share, wrong=f"step {seed}: other bits")
+        del y, other
+    return Reading(drawn, share, "", "", total, peak, warned)
