@@ -377,7 +377,8 @@ def test_a_parametrized_module_stays_parametrized():
 
 def test_the_division_is_a_table():
     division = rg.budget(Pair(), "25%", leaf(100, 4, 24))
-    head, first, second, last = str(division).splitlines()
+    head, first, second, last, covered = str(division).splitlines()
+    assert covered.startswith("budgeted modules hold ")
     assert head.split() == ["module", "calls", "budget", "share", "least", "ordinary"]
     assert first.split()[:2] == ["first", "1"]
     assert second.split()[:2] == ["second", "1"]

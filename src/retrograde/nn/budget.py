@@ -44,8 +44,8 @@ from retrograde.nn.sample_run import (
     Watched,
     WatchedChain,
     WatchedModule,
+    bytes_elsewhere,
     called_in_turn,
-    run_model,
     run_name,
     untouched,
 )
@@ -88,6 +88,7 @@ class Division:
             a smaller budget is tried with parts of layers that are recomputed on their own.
         ordinary_bytes: the memory of ordinary backpropagation of these modules.
         refused: the modules that cannot have a budget, and the reasons.
+        elsewhere_bytes: what the rest of the model holds for its backward pass, beyond the budget.
     """
 
     model: nn.Module = field(repr=False)
@@ -97,6 +98,7 @@ class Division:
     minimum_bytes: int
     ordinary_bytes: int
     refused: dict[str, str] = field(default_factory=dict)
+    elsewhere_bytes: int = 0
 
     def __str__(self) -> str:
         names = {name: _title(name, self.model) for name in (*self.shares, *self.left)}
@@ -107,9 +109,12 @@ class Division:
         calls = sum(share.calls for share in self.shares.values())
         sizes = self.total_bytes, self.minimum_bytes, self.ordinary_bytes
         rows.append(_row("all", calls, *sizes))
+        held = format_bytes(self.ordinary_bytes)
+        whole = format_bytes(self.ordinary_bytes + self.elsewhere_bytes)
+        covered = f"budgeted modules hold {held} of the model's {whole}"
         left = [f"left as it was, with nothing to backpropagate: {names[n]}" for n in self.left]
         left += [f"left as it was: {name} {reason}" for name, reason in self.refused.items()]
-        return "\n".join([aligned(rows), *left])
+        return "\n".join([aligned(rows), covered, *left])
 
 
 def budget(model: nn.Module, memory: Memory, sample: Any) -> Division:
@@ -156,7 +161,7 @@ def budget(model: nn.Module, memory: Memory, sample: Any) -> Division:
     order = called_in_turn(model, sample)
     refused = order.refusals() if order else {}
     for apart in (False, True):  # with True it takes several times as long
-        watched = _watched(model, sample, order, refused, apart=apart)
+        watched, elsewhere = _watched(model, sample, order, refused, apart=apart)
         needs = [one for one in watched if one.calls]
         if not needs:
             names = ", ".join(one.title for one in watched)
@@ -170,6 +175,8 @@ def budget(model: nn.Module, memory: Memory, sample: Any) -> Division:
         total = as_bytes(memory, ordinary)
         if total >= least or not any(one.within for one in needs):
             break
+    if isinstance(parse_memory(memory), int) and total < elsewhere:
+        raise BudgetError(_elsewhere(memory, total, ordinary, elsewhere), max(least, elsewhere))
     if total < least:
         raise BudgetError(_too_little(memory, total, least, ordinary, needs), least)
     shares = {}
@@ -179,7 +186,7 @@ def budget(model: nn.Module, memory: Memory, sample: Any) -> Division:
         calls = sum(one.calls.values())
         shares[one.name] = Share(calls, part, one.minimum_bytes, one.ordinary_bytes)
     left = tuple(one.name for one in watched if not one.calls)
-    return Division(model, shares, left, total, least, ordinary, refused)
+    return Division(model, shares, left, total, least, ordinary, refused, elsewhere)
 
 
 def _check(model: nn.Module) -> None:
@@ -199,8 +206,9 @@ def _watched(
     refused: dict[str, str],
     *,
     apart: bool,
-) -> list[Watched]:
-    """Run the model on the sample, and return its parts with their calls and sizes.
+) -> tuple[list[Watched], int]:
+    """Run the model on the sample. Return its parts with their calls and sizes, and the bytes that
+    the rest of it holds.
 
     ``apart`` says whether parts of layers may be recomputed on their own. If a run of layers turns
     out not to be a chain, it is added to ``refused``, and the model runs again.
@@ -216,7 +224,7 @@ def _watched(
                 for one in watched:
                     one.apart = apart
                     stack.enter_context(one.watched())
-                run_model(model, sample)
+                elsewhere = bytes_elsewhere(model, sample)
         except NotAChainError as refusal:
             refused[refusal.chain.name] = refusal.reason
             continue
@@ -224,7 +232,7 @@ def _watched(
         watched = [one for one in watched if not one.useless]
         if not watched:
             raise CellError(_nothing(model, refused))
-        return watched
+        return watched, elsewhere
 
 
 def _modules(
@@ -282,6 +290,15 @@ def _too_little(
         f"({format_bytes(least)}) together, that is {least / ordinary:.2%} of ordinary "
         f"backpropagation's; most of it is for {most.title}: raise the budget, or make the batch "
         "or the state smaller"
+    )
+
+
+def _elsewhere(memory: Memory, total: int, ordinary: int, elsewhere: int) -> str:
+    held, whole = format_bytes(elsewhere), format_bytes(ordinary + elsewhere)
+    return (
+        f"the memory {memory!r} is {total} bytes ({format_bytes(total)}), but what cannot be "
+        f"budgeted holds {elsewhere} bytes ({held}) of the model's {whole}: raise the budget, make "
+        "the batch smaller, or give a share, such as '50%', of the budgeted modules' memory alone"
     )
 
 

@@ -7,10 +7,12 @@ rest of the model. The run leaves no trace.
 import random
 import sys
 import warnings
+import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -54,6 +56,7 @@ __all__ = [
     "Watched",
     "WatchedChain",
     "WatchedModule",
+    "bytes_elsewhere",
     "called_in_turn",
     "run_model",
     "run_name",
@@ -421,14 +424,39 @@ def _eager() -> Iterator[None]:
             yield
 
 
-def run_model(model: nn.Module, sample: Any) -> None:
+def run_model(model: nn.Module, sample: Any) -> Any:
     """Call a model on a sample: a tuple is its arguments, a dict its keyword arguments."""
     if isinstance(sample, dict):
-        model(**sample)
-    elif type(sample) is tuple:  # not a named tuple, such as a PackedSequence
-        model(*sample)
-    else:
-        model(sample)
+        return model(**sample)
+    if type(sample) is tuple:  # not a named tuple, such as a PackedSequence
+        return model(*sample)
+    return model(sample)
+
+
+@dataclass(eq=False)
+class _Saved:
+    """A tensor that autograd saves."""
+
+    tensor: Tensor
+
+
+def bytes_elsewhere(model: nn.Module, sample: Any) -> int:
+    """Run a model whose parts are watched. Return the bytes that the rest of it holds for its
+    backward pass, beside its parameters, its input and its output."""
+    alive: weakref.WeakSet[_Saved] = weakref.WeakSet()
+
+    def pack(t: Tensor) -> _Saved:
+        saved = _Saved(t.detach())
+        alive.add(saved)
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
+        output = run_model(model, sample)
+    others = [*model.parameters(), *model.buffers(), *_tensors(sample), *_tensors(output)]
+    apart = {t.untyped_storage().data_ptr() for t in others if t.layout is torch.strided}
+    saved = (one.tensor.untyped_storage() for one in alive if one.tensor.layout is torch.strided)
+    sizes = {memory.data_ptr(): memory.nbytes() for memory in saved}
+    return sum(size for at, size in sizes.items() if at not in apart)
 
 
 def _tensors(value: Any) -> list[Tensor]:
