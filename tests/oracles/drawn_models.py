@@ -230,12 +230,15 @@ class Reading:
     budget_bytes: int = 0
     peak_bytes: int = 0
     warned: str = ""
+    whole: bool = True  # whether the budget covers all that the model holds
+
+    @property
+    def over(self):
+        return self.whole and self.peak_bytes > self.budget_bytes + SLACK_BYTES
 
     @property
     def good(self):
-        return bool(self.refused) or not (
-            self.wrong or self.peak_bytes > self.budget_bytes + SLACK_BYTES
-        )
+        return not (self.wrong or self.over or self.warned)
 
 
 def clear(model, x):
@@ -269,8 +272,8 @@ def budgeted(drawn, model, x, share):
         ours.registry = model.registry
     least, ordinary = least_and_ordinary()
     total = least + max(0, round(share * (ordinary - least)))
-    apply(total)
-    return ours, total
+    found = apply(total)
+    return ours, total, getattr(found, "elsewhere_bytes", 0) == 0
 
 
 def read(number, share, steps=4):
@@ -283,7 +286,7 @@ def read(number, share, steps=4):
     random.seed(number + 3)
     gradient = given_gradient(drawn, torch.empty(x.shape))
     try:
-        ours, total = budgeted(drawn, ours, x, share)
+        ours, total, whole = budgeted(drawn, ours, x, share)
     except rg.RetrogradeError as refusal:
         return Reading(drawn, share, refused=str(refusal))
     peak, warned = 0, ""
@@ -311,4 +314,4 @@ def read(number, share, steps=4):
         if not all(map(equal, mine, theirs)) or len(mine) != len(theirs):
             return Reading(drawn, share, wrong=f"step {seed}: other bits")
         del y, other
-    return Reading(drawn, share, "", "", total, peak, warned)
+    return Reading(drawn, share, "", "", total, peak, warned, whole)

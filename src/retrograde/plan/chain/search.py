@@ -88,9 +88,10 @@ def plan_chain(
     ordinary = record_everything(chain)
     room = as_bytes(memory, ordinary.peak)
     solver = Solver.of(chain, policy)
-    if solver.table.kinds.records and room >= ordinary.peak:
+    records = solver.table.kinds.records
+    if records and room >= ordinary.peak:
         return replace(ordinary, policy=policy, memory=room, bound=ordinary.seconds)
-    solver.check(room)
+    solver.check(room, ordinary.peak if records else None)
     filled = solver.filled(room, levels)
     schedule = filled.schedule(room)
     bound = None if any(chain.hands_on) else filled.bound(room)

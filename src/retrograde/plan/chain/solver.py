@@ -68,15 +68,16 @@ class Solver:
         """The smallest budget, in bytes."""
         return int(self.table.kept[0, -1]) + self.chain.standing_bytes
 
-    def check(self, room: int) -> None:
-        """Refuse a budget that is too small."""
+    def check(self, room: int, ordinary: int | None = None) -> None:
+        """Refuse a budget that is too small; the bytes of ordinary backpropagation may be less."""
         if room < self.least:
+            least = self.least if ordinary is None else min(self.least, ordinary)
             layer = self.tightest()
             raise BudgetError(
-                f"memory is {room} bytes ({format_bytes(room)}): expected at least {self.least} "
-                f"({format_bytes(self.least)}), which layer {self.chain.names[layer]!r} needs, "
+                f"memory is {room} bytes ({format_bytes(room)}): expected at least {least} "
+                f"({format_bytes(least)}), which layer {self.chain.names[layer]!r} needs, "
                 f"for the policy {self.policy!r}; give that much, or a smaller batch",
-                self.least,
+                least,
             )
 
     def tightest(self) -> int:
