@@ -4,7 +4,6 @@ import copy
 import gc
 import pickle
 import random
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest

@@ -11,6 +11,7 @@ import gc
 import random
 import warnings
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -133,20 +134,23 @@ class Drawn:
             block = Block(kind, self.width, self.aux if odd else "", skip, self.p, registry)
             layers.append(LayerDrop(block, self.p) if self.skip == "wrapper" else block)
         last = {
-            "softmax": lambda: nn.Softmax(-1), "tanh": nn.Tanh, "norm": lambda: nn.LayerNorm(self.width),
-            "linear": lambda: nn.Linear(self.width, self.width), "": None,
-        }[self.last]  # fmt: skip
-        layers += [last()] if last else []
+            "softmax": lambda: nn.Softmax(-1),
+            "tanh": nn.Tanh,
+            "norm": lambda: nn.LayerNorm(self.width),
+            "linear": lambda: nn.Linear(self.width, self.width),
+        }
+        layers += [last[self.last]()] if self.last else []
         if self.aux == "hook":
             for layer in layers[1:3]:
-                layer.register_forward_hook(lambda *a: registry.losses.append(a[-1].square().mean()))
+                layer.register_forward_hook(
+                    lambda *a: registry.losses.append(a[-1].square().mean())
+                )
         if self.how == "Sequential":
             model = nn.Sequential(*layers)
             model.registry = registry
             return model
         drop = self.skip.removeprefix("model ") if self.skip.startswith("model ") else ""
-        model = Model(layers, drop, self.p, self.between, registry)
-        return model
+        return Model(layers, drop, self.p, self.between, registry)
 
     def input(self):
         torch.manual_seed(self.number + 1)
@@ -168,7 +172,22 @@ def draw(number):
         batch=of([16, 65, 200]),
         last=of(["", "", "linear", "softmax", "tanh", "norm"]),
         aux=of(["", "", "", "", "", "", "attribute", "detached", "detached", "registry", "hook"]),
-        skip=of(["", "", "", "", "", "torch", "python", "mask", "mask", "wrapper", "model torch", "model python"]),
+        skip=of(
+            [
+                "",
+                "",
+                "",
+                "",
+                "",
+                "torch",
+                "python",
+                "mask",
+                "mask",
+                "wrapper",
+                "model torch",
+                "model python",
+            ]
+        ),
         p=of([0.0, 0.1, 0.5, 0.9]),
         between=of(["", "", "noise", "discarded"]),
         loss=of(["sum", "dense", "strided", "expanded", "part"]),
@@ -176,19 +195,20 @@ def draw(number):
 
 
 def auxiliary(model):
-    """The auxiliary losses that a forward pass has left."""
+    """The auxiliary losses that a forward pass has left, as far as they have a gradient."""
     left = [m.aux for m in model.modules() if isinstance(getattr(m, "aux", None), torch.Tensor)]
-    return [*left, *model.registry.losses]
+    return [t for t in (*left, *model.registry.losses) if t.requires_grad]
 
 
-def given_gradient(drawn, y):
+def given_gradient(drawn):
     """The gradient of the output, as the loss hands it in; None for a loss that is a sum."""
     torch.manual_seed(drawn.number + 2)
+    shape = drawn.batch, drawn.width
     if drawn.loss == "strided":
-        return torch.randn(y.shape[::-1]).t()
+        return torch.randn(shape[::-1]).t()
     if drawn.loss == "expanded":
-        return torch.randn(y.shape[-1:]).expand(y.shape)
-    return torch.randn(y.shape) if drawn.loss == "dense" else None
+        return torch.randn(drawn.width).expand(shape)
+    return torch.randn(shape) if drawn.loss == "dense" else None
 
 
 def step(drawn, model, x, seed, gradient):
@@ -197,12 +217,12 @@ def step(drawn, model, x, seed, gradient):
     torch.manual_seed(seed)
     random.seed(seed)
     y = model(x)
-    total = [] if gradient is not None else [(y[..., ::2] if drawn.loss == "part" else y).sum()]
-    total += auxiliary(model)
-    if gradient is not None:
-        torch.autograd.backward([y, *(t for t in total if t.requires_grad)], [gradient, *(None for t in total if t.requires_grad)])
-    elif total[0].requires_grad:
-        sum(total).backward()
+    more = auxiliary(model)
+    if gradient is None:
+        given, gradients = [(y[..., ::2] if drawn.loss == "part" else y).sum()], [None]
+    else:
+        given, gradients = [y], [gradient]
+    torch.autograd.backward([*given, *more], [*gradients, *(None for _ in more)])
     model.registry.losses.clear()
     return y
 
@@ -248,70 +268,62 @@ def clear(model, x):
 
 
 def budgeted(drawn, model, x, share):
-    """The model within a share of what is between its least and its ordinary bytes; the bytes."""
+    """Give a model a share of what is between its least and its ordinary bytes.
 
-    def least_and_ordinary():
-        try:
-            found = apply(1)
-        except rg.BudgetError as refusal:
-            least = refusal.minimum_bytes
-        else:
-            least = found.minimum_bytes
-        found = apply("100%")
-        return least, found.ordinary_bytes
+    Returns the model, its budget, and whether that covers all that the model holds.
+    """
+    if drawn.how == "Sequential":
+        registry, model = model.registry, rg.Sequential(*model, memory=1)
+        model.registry = registry
 
     def apply(memory):
-        if drawn.how == "Sequential":
-            ours.memory = memory
-            return ours.fit(x)
-        return rg.budget(ours, memory, (x,))
+        if drawn.how == "loop":
+            return rg.budget(model, memory, (x,))
+        model.memory = memory
+        return model.fit(x)
 
-    ours = model
-    if drawn.how == "Sequential":
-        ours = rg.Sequential(*model, memory=1)
-        ours.registry = model.registry
-    least, ordinary = least_and_ordinary()
+    try:
+        least = apply(1).minimum_bytes
+    except rg.BudgetError as refusal:
+        least = refusal.minimum_bytes
+    ordinary = apply("100%").ordinary_bytes
     total = least + max(0, round(share * (ordinary - least)))
     found = apply(total)
-    return ours, total, getattr(found, "elsewhere_bytes", 0) == 0
+    return model, total, getattr(found, "elsewhere_bytes", 0) == 0
 
 
 def read(number, share, steps=4):
     """Train a drawn model within a budget, beside the same model without one."""
     drawn = draw(number)
-    plain, x = drawn.model(), drawn.input()
-    ours = drawn.model()
+    plain, ours, x = drawn.model(), drawn.model(), drawn.input()
     theirs_x = x.detach().clone().requires_grad_(x.requires_grad)
     torch.manual_seed(number + 3)
     random.seed(number + 3)
-    gradient = given_gradient(drawn, torch.empty(x.shape))
+    gradient = given_gradient(drawn)
     try:
         ours, total, whole = budgeted(drawn, ours, x, share)
     except rg.RetrogradeError as refusal:
         return Reading(drawn, share, refused=str(refusal))
-    peak, warned = 0, ""
-    for seed in range(steps):
-        clear(ours, x)
-        clear(plain, theirs_x)
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
+    peak = 0
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for seed in range(steps):
+            clear(ours, x)
+            clear(plain, theirs_x)
             try:
                 if seed > 1:  # the first two measure layers, before and after a value is left
-                    measured = rg.measure(lambda s=seed: step(drawn, ours, x, s, gradient))
+                    measured = rg.measure(partial(step, drawn, ours, x, seed, gradient))
                     y, peak = measured.value, max(peak, measured.working_bytes)
                 else:
                     y = step(drawn, ours, x, seed, gradient)
-            except rg.RetrogradeError as refusal:
-                if seed == 0 and drawn.how == "Sequential" and not any(p.grad is not None for p in ours.parameters()):
-                    return Reading(drawn, share, refused=str(refusal))
-                return Reading(drawn, share, wrong=f"step {seed}: {refusal}")
             except Exception as error:
                 return Reading(drawn, share, wrong=f"step {seed}: {type(error).__name__} {error}")
             mine = [y.detach(), *left_behind(ours, x)]
-        warned = warned or "".join(str(one.message) for one in told)
-        other = step(drawn, plain, theirs_x, seed, gradient)
-        theirs = [other.detach(), *left_behind(plain, theirs_x)]
-        if not all(map(equal, mine, theirs)) or len(mine) != len(theirs):
-            return Reading(drawn, share, wrong=f"step {seed}: other bits")
-        del y, other
+            y = None
+            other = step(drawn, plain, theirs_x, seed, gradient)
+            theirs = [other.detach(), *left_behind(plain, theirs_x)]
+            if not all(map(equal, mine, theirs)):
+                return Reading(drawn, share, wrong=f"step {seed}: other bits")
+            other = None
+    warned = "; ".join(str(one.message) for one in told)
     return Reading(drawn, share, "", "", total, peak, warned, whole)

@@ -8,8 +8,8 @@ noted, compared later, and restored.
 Values are noted by reference, since whatever can change inside a value is a place of its own. An
 iterator cannot be reset, so a copy replaces it.
 
-Known limit: a generator (a function with ``yield``) and ``itertools.cycle`` cannot be copied. A cell
-that advances one is detected, and refused.
+Known limit: a generator (a function with ``yield``) and ``itertools.cycle`` cannot be copied. A
+cell that advances one is detected, and refused.
 """
 
 import copy
@@ -506,7 +506,7 @@ def _position(iterator: Any) -> Any:
     if isinstance(iterator, GeneratorType):
         return _frame(iterator)
     make, given, *state = iterator.__reduce__()
-    inner = state[0] if state else None
+    inner: Any = state[0] if state else None
     if isinstance(iterator, itertools.cycle):  # its list grows
         inner = (len(inner[0]), inner[1])
     inner = tuple(map(_position, inner)) if isinstance(inner, tuple) else inner

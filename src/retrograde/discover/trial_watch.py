@@ -74,7 +74,7 @@ class _TrialWatch(DrawWatch):
 
     def __enter__(self) -> Any:
         self.depth, self.outside = MEASURING.depth, in_checkpoint()
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -88,8 +88,8 @@ class _TrialWatch(DrawWatch):
             )
         if in_checkpoint() and not self.outside:
             raise CellError(
-                "the cell runs torch.utils.checkpoint, but within a budget it is recomputed anyway: "
-                "expected it without; turn its checkpointing off, or use memory=None"
+                "the cell runs torch.utils.checkpoint, but within a budget it is recomputed "
+                "anyway: expected it without; turn its checkpointing off, or use memory=None"
             )
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -110,7 +110,9 @@ def _sites(refuse: bool) -> Iterator[None]:
         return
     with poutine.block(), poutine.trace() as sites:
         yield
-    names = [name for name, site in sites.trace.nodes.items() if site["type"] in ("sample", "param")]
+    names = [
+        name for name, site in sites.trace.nodes.items() if site["type"] in ("sample", "param")
+    ]
     if names and refuse:
         raise CellError(
             f"the cell has the Pyro site {names[0]!r}, which would be recorded again at every "

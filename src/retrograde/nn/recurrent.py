@@ -132,7 +132,7 @@ class BudgetedRNN(nn.RNNBase):
         wanted = any(t.requires_grad for t in tensors)
         if wanted:
             refuse_transforms(tensors, self._options())
-            refuse_sharded([self], self._flat_weights)
+            refuse_sharded([self], tensors)
         return wanted
 
     def fit(self, input: Tensor | PackedSequence, hx: Any = None) -> Fit | StackFit:

@@ -356,11 +356,12 @@ def called_in_turn(model: nn.Module, sample: Any) -> CallOrder | None:
     except Exception:  # the run that measures will raise it again
         return None
     order.preferred = _preferred(order.runs(), sequences, order)
-    if order.preferred and draws:
-        others = [_noted(model, sample, fill)[0].names for fill in (0.0, _ALMOST_ONE)]
-        python = python or others != [order.names] * 2
-    if python:
-        order.refused = {run_name(run): _DRAWN for run in order.preferred}
+    names = [run_name(run) for run in order.preferred]
+    fills = (0.0, _ALMOST_ONE) if draws else ()
+    if any(_noted(model, sample, fill)[0].names != order.names for fill in fills):
+        order.refused = dict.fromkeys(names or ["its layers"], _DRAWN)
+    elif python:
+        order.refused = dict.fromkeys(names, _DRAWN)
     return order
 
 

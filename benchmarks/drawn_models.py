@@ -1,0 +1,100 @@
+"""Claim: a model with unusual habits is right within its budget, or refused before it is trained.
+
+Models are drawn by number (:mod:`oracles.drawn_models`): auxiliary losses in attributes, lists and
+hooks; layers that are skipped at random, by torch or by Python; draws between layers; gradients of
+the output that are expanded or strided. Each is trained for four steps within each of five budgets,
+from the least to all of ordinary backpropagation's memory, beside the same model without a budget.
+Outputs, gradients and random states must be equal in every bit. From the third step on, the peak
+must be within the budget, if the budget covers all that the model holds.
+
+    python benchmarks/drawn_models.py               # JSON into benchmarks/results/
+    python benchmarks/drawn_models.py --models 20   # a quick look; nothing is written
+"""
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from oracles.drawn_models import BUDGETS, SLACK_BYTES, Reading, read
+from retrograde.machine import machine_of
+
+RESULTS = Path(__file__).parent / "results"
+MODELS = 500
+
+
+def readings(number: int) -> list[Reading]:
+    """One model within all budgets."""
+    torch.set_num_threads(1)
+    return [read(number, share) for share in BUDGETS]
+
+
+def outcome(reading: Reading) -> str:
+    if reading.refused:
+        return "refused"
+    if not reading.good:
+        return "wrong" if reading.wrong else "over" if reading.over else "warned"
+    return "kept" if reading.whole else "kept by what it covers"
+
+
+def reason(reading: Reading) -> str:
+    """A refusal without the names and sizes of its model."""
+    known = {
+        "leaves a tensor": "a layer leaves a tensor with a gradient",
+        "draws random numbers of Python": "a layer draws numbers that may decide what it computes",
+        "run or are skipped": "layers run or are skipped by random numbers",
+        "hardly holds more": "a budget would gain nothing",
+    }
+    found = [text for part, text in known.items() if part in reading.refused]
+    return found[0] if found else re.sub(r"\d[\d.]*( \w?iB)?", "…", reading.refused)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", type=int, default=MODELS)
+    parser.add_argument("--first", type=int, default=0)
+    options = parser.parse_args()
+    start = time.perf_counter()
+    numbers = range(options.first, options.first + options.models)
+    with get_context("spawn").Pool(2, maxtasksperchild=50) as pool:
+        found = [one for each in pool.imap(readings, numbers) for one in each]
+    counts = Counter(map(outcome, found))
+    bad = [one for one in found if not (one.good or one.refused)]
+    reasons = Counter(reason(one) for one in found if one.refused)
+    kept = [one for one in found if outcome(one) == "kept"]
+    worst = max((one.peak_bytes / one.budget_bytes for one in kept), default=0.0)
+    print(f"{len(numbers)} models, {len(found)} readings: {dict(counts)}")
+    print(f"highest peak over its budget: {worst:.4f}")
+    for text, count in reasons.most_common():
+        print(f"  refused {count} times: {text}")
+    for one in bad:
+        print(f"  {outcome(one)}: {one}")
+    if options.models >= MODELS:
+        document = {
+            "machine": machine_of("cpu"),
+            "models": len(numbers),
+            "budgets": BUDGETS,
+            "slack_bytes": SLACK_BYTES,
+            "readings": len(found),
+            "outcomes": dict(counts),
+            "reasons": dict(reasons),
+            "worst": round(worst, 4),
+            "bad": [asdict(one) for one in bad],
+            "seconds": round(time.perf_counter() - start, 1),
+        }
+        path = RESULTS / "drawn_models_cpu.json"
+        path.write_text(json.dumps(document, indent=1) + "\n")
+        print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()

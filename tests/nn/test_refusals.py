@@ -1,0 +1,541 @@
+"""What would be wrong or over budget in silence is right, or refused by name before it is trained.
+
+Each test fails if its repair is taken out.
+"""
+
+import copy
+import itertools
+import random
+import sys
+from functools import partial
+from types import ModuleType
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
+
+import retrograde as rg
+from oracles.drawn_models import BUDGETS, draw, read
+
+WIDTH = 24
+
+
+class Block(nn.Module):
+    """A residual block; ``habit`` is called with the block, its input and its output."""
+
+    def __init__(self, habit=None, enter=None):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.habit, self.enter = habit, enter
+
+    def forward(self, x):
+        if self.enter is not None and self.enter(self):
+            return x
+        y = x + self.down(torch.relu(self.up(x)))
+        if self.habit is not None:
+            self.habit(self, y)
+        return y
+
+
+class Loop(nn.Module):
+    """Blocks in a loop; ``between`` is called before each, and skips it if it returns true."""
+
+    def __init__(self, blocks, between=lambda model: False, run=lambda block, x: block(x)):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.between, self.run = between, run
+
+    def forward(self, x):
+        for block in self.blocks:
+            if not self.between(self):
+                x = self.run(block, x)
+        return x
+
+
+def inputs(*, grad=False):
+    torch.manual_seed(1)
+    return torch.randn(64, WIDTH, requires_grad=grad)
+
+
+def blocks(count=6, **options):
+    torch.manual_seed(0)
+    return [Block(**options) for _ in range(count)]
+
+
+def gradients(model, x, loss=lambda model, y: y.square().mean(), seed=2):
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    loss(model, model(x)).backward()
+    return [p.grad for p in model.parameters()]
+
+
+def assert_same(a, b):
+    assert len(a) == len(b) > 0
+    for mine, theirs in zip(a, b, strict=True):
+        assert (mine is None) == (theirs is None)
+        assert mine is None or torch.equal(mine, theirs)
+
+
+def assert_as_without(ours, theirs, x, **options):
+    for seed in range(4):
+        mine = gradients(ours, x, seed=seed, **options)
+        assert_same(mine, gradients(theirs, x, seed=seed, **options))
+
+
+def leave(block, y):
+    block.aux = y.square().mean()
+
+
+def leave_deep(block, y):
+    HIDDEN["a"]["b"]["c"]["d"].append(y.square().mean())
+
+
+HIDDEN = {"a": {"b": {"c": {"d": []}}}}
+
+
+@pytest.mark.parametrize(
+    ("habit", "where"),
+    [(leave, r"in Block\.aux"), (leave_deep, "in a place that cannot be found")],
+)
+@pytest.mark.quick(2)
+def test_an_auxiliary_loss_is_refused_by_name(habit, where):
+    x = inputs()
+    told = rf"layer \S+ leaves a tensor with a gradient {where}: expected it to return it"
+    with pytest.raises(rg.CellError, match=told):
+        rg.Sequential(*blocks(habit=habit), memory="50%")(x)
+    with pytest.raises(rg.CellError, match=told):
+        rg.budget(Loop(blocks(habit=habit)), "50%", x)
+    HIDDEN["a"]["b"]["c"]["d"].clear()
+
+
+def test_a_pruned_weight_is_no_auxiliary_loss_until_the_loss_uses_it():
+    def pruned():
+        found = blocks()
+        for block in found:
+            prune.l1_unstructured(block.up, "weight", 0.5)
+        return found
+
+    def loss(model, y):
+        return y.square().mean() + model[1].up.weight.square().sum()
+
+    x = inputs()
+    ours, theirs = rg.Sequential(*pruned(), memory="45%"), nn.Sequential(*pruned())
+    assert_as_without(ours, theirs, x)
+    with pytest.raises(rg.RetrogradeError, match=r"the loss depends on Linear\.weight, where"):
+        gradients(ours, x, loss=loss)
+
+
+def by_torch(_):
+    return torch.rand(()) < 0.5
+
+
+def by_python(_):
+    return random.random() < 0.5
+
+
+def by_a_list(_):
+    return torch.empty(3).uniform_()[1:].tolist()[0] < 0.5
+
+
+@pytest.mark.parametrize("enter", [by_torch, by_python, by_a_list])
+@pytest.mark.quick(3)
+def test_a_layer_that_may_skip_itself_is_refused(enter):
+    x, told = inputs(), "draws random numbers of Python's, which may decide what it computes"
+    for seed in range(3):  # whether it is skipped when tried, or not
+        torch.manual_seed(seed)
+        random.seed(seed)
+        with pytest.raises(rg.CellError, match=told):
+            rg.Sequential(*blocks(enter=enter), memory="50%")(x)
+        with pytest.raises(rg.CellError, match=f"{told}|run or are skipped by random numbers"):
+            rg.budget(Loop(blocks(enter=enter)), "50%", x)
+
+
+def test_stochastic_depth_by_a_mask_is_exact():
+    class Masked(Block):
+        def forward(self, x):
+            keep = torch.bernoulli(torch.full((len(x), 1), 0.7))
+            return x + (super().forward(x) - x) * keep
+
+    def masked():
+        torch.manual_seed(0)
+        return [Masked() for _ in range(6)]
+
+    x = inputs()
+    ours, theirs = Loop(masked()), Loop(masked())
+    rg.budget(ours, "50%", x)
+    assert_as_without(ours, theirs, x)
+
+
+def test_a_first_layer_that_passes_no_gradient_when_tried_is_named_later():
+    class Warm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return self.inner(x) if x[0, 0] > 0 else x * 1.0
+
+    x = inputs()
+    x[0, 0] = -1.0
+    net = rg.Sequential(Warm(), *blocks(), memory="45%")
+    net(x)
+    x[0, 0] = 1.0
+    with pytest.raises(rg.CellError, match="layer 0 passes a gradient on, which it did not"):
+        net(x)
+
+
+def test_a_schedule_has_the_length_of_what_it_runs():
+    class Toggled(nn.Module):
+        """It returns its input, depending on a parameter that may be replaced."""
+
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return self.inner(x) if self.inner.weight[0, 0] > 0 else x
+
+    x, toggled = inputs(), Toggled()
+    ours = rg.Sequential(*blocks(3), toggled, *blocks(3), memory="45%")
+    theirs = nn.Sequential(*ours)
+    for value in (1.0, -1.0, 1.0):
+        weight = toggled.inner.weight.detach().clone()
+        weight[0, 0] = value
+        toggled.inner.weight = nn.Parameter(weight)
+        mine = gradients(ours, x)
+        assert_same(mine, gradients(theirs, x))
+
+
+def test_layer_drop_of_a_model_is_refused_and_is_exact_at_0():
+    class Dropping(Loop):
+        p = 0.0
+
+        def __init__(self):
+            super().__init__(blocks(), lambda model: torch.rand([]) < model.p)
+
+    x = inputs()
+    ours, theirs = Dropping(), Dropping()
+    rg.budget(ours, "45%", x)
+    assert_as_without(ours, theirs, x)
+    for p, seed in itertools.product((0.01, 0.5, 0.99), range(3)):
+        torch.manual_seed(seed)
+        ours = Dropping()
+        ours.p = p
+        with pytest.raises(rg.CellError, match="are skipped by random numbers: expected the same"):
+            rg.budget(ours, "45%", x)
+    by_coin = Loop(blocks(), lambda _: random.random() < 0.01)
+    with pytest.raises(rg.CellError, match="are skipped by random numbers: expected the same"):
+        rg.budget(by_coin, "45%", x)
+
+
+def test_numbers_drawn_between_layers_change_nothing():
+    def draws(_):
+        torch.rand(3)
+
+    x = inputs()
+    ours, theirs = Loop(blocks(), draws), Loop(blocks(), draws)
+    rg.budget(ours, "45%", x)
+    assert_as_without(ours, theirs, x)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: itertools.cycle([1.0, 2.0, 3.0]),
+        lambda: map(float, itertools.cycle([1, 2])),
+        lambda: zip(itertools.count(), itertools.cycle([1.0, 2.0]), strict=False),
+    ],
+)
+@pytest.mark.parametrize("memory", [None, "40%"])
+@pytest.mark.parametrize("advanced", [0, 1, 5])
+@pytest.mark.quick(4)
+def test_a_cycle_is_refused(make, memory, advanced):
+    numbers = make()
+    for _ in range(advanced):
+        next(numbers)
+
+    def cell(x, h):
+        factor = next(numbers)
+        h = torch.tanh(x + h) * (factor if isinstance(factor, float) else factor[1])
+        return h, h
+
+    state = torch.zeros(2, 3, requires_grad=True)
+    with pytest.raises(rg.CellError, match=r"'numbers', a generator or itertools\.cycle, which"):
+        rg.unroll(cell, torch.randn(20, 2, 3), state, memory=memory)
+
+
+@pytest.mark.parametrize("last", [nn.Softmax(-1), nn.Tanh(), nn.LayerNorm(64)])
+@pytest.mark.parametrize("loss", ["strided", "expanded"])
+@pytest.mark.quick(6)
+def test_the_gradient_of_the_output_may_lie_in_memory_in_any_way(last, loss):
+    size = 64
+    x = torch.randn(256, size)
+
+    class Narrow(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(size, size), nn.Linear(size, size)
+
+        def forward(self, x):
+            return torch.tanh(x + self.b(torch.relu(self.a(x))))
+
+    net = rg.Sequential(*(Narrow() for _ in range(4)), copy.deepcopy(last), memory=1)
+    with pytest.raises(rg.BudgetError) as caught:
+        net(x)
+    net.memory = caught.value.minimum_bytes
+    given = torch.randn(size, 256).t() if loss == "strided" else torch.ones(()).expand(256, size)
+
+    def call():
+        y = net(x)
+        y.backward(given)
+        return y
+
+    call()
+    net.zero_grad()
+    assert rg.measure(call).working_bytes <= net.memory
+
+
+def test_the_least_is_not_more_than_ordinary_backpropagation_takes():
+    class Pair(nn.Module):
+        def __init__(self, last=False):
+            super().__init__()
+            self.inner, self.last = nn.Linear(WIDTH, WIDTH), last
+
+        def forward(self, given):
+            x, more = given if isinstance(given, tuple) else (given, (given > 0).float())
+            y = torch.tanh(self.inner(x))
+            return y + more if self.last else (y, more)
+
+    net = rg.Sequential(Pair(), Pair(), Pair(last=True), memory="100%")
+    x = inputs()
+    ordinary = net.fit(x).ordinary_bytes
+    net.memory = 1
+    with pytest.raises(rg.BudgetError, match=f"expected at least {ordinary} ") as caught:
+        net(x)
+    assert caught.value.minimum_bytes == ordinary
+    net.memory = ordinary
+    net(x).sum().backward()
+    net.memory = ordinary - 1
+    with pytest.raises(rg.BudgetError):
+        net(x)
+
+
+class Staged(nn.Module):
+    """A stem that can be budgeted, before blocks with a cache, which cannot."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())
+        self.rest = Loop(blocks(habit=leave))
+
+    def forward(self, x):
+        return self.rest(self.stem(x))
+
+
+def test_what_a_budget_covers_is_said_and_a_budget_that_the_rest_exceeds_is_refused():
+    x, model = inputs(), Staged()
+    division = rg.budget(model, "100%", x)
+    saved = set()
+
+    def pack(t):
+        saved.add((t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()))
+        return t
+
+    theirs = Staged()
+    h = theirs.stem(x).detach()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = theirs.rest(h)
+    own = {t.untyped_storage().data_ptr() for t in (*theirs.parameters(), y)}
+    assert division.elsewhere_bytes == sum(size for at, size in saved if at not in own) > 0
+    assert "budgeted modules hold" in str(division)
+    elsewhere = division.elsewhere_bytes
+    with pytest.raises(rg.BudgetError, match=f"cannot be budgeted holds {elsewhere} ") as caught:
+        rg.budget(model, elsewhere - 1, x)
+    rg.budget(model, caught.value.minimum_bytes, x)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_checkpoints_within_a_model_are_refused_in_the_run_on_the_sample(reentrant):
+    run = partial(checkpoint, use_reentrant=reentrant)
+    model = Loop(blocks(), run=run)
+    with pytest.raises(rg.CellError, match=r"run again by torch\.utils\.checkpoint: turn the"):
+        rg.budget(model, "60%", inputs())
+
+    class Inside(Block):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=reentrant)
+
+    with pytest.raises(rg.CellError, match=r"runs torch\.utils\.checkpoint, but within a budget"):
+        rg.Sequential(*(Inside() for _ in range(4)), memory="60%")(inputs(grad=True))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_layers_within_a_checkpoint_of_the_callers_are_exact(reentrant):
+    x = inputs(grad=True)
+    ours, theirs = rg.Sequential(*blocks(), memory="45%"), nn.Sequential(*blocks())
+    run = partial(checkpoint, use_reentrant=reentrant)
+    y, z = run(ours, x), run(theirs, x)
+    assert torch.equal(y, z)
+
+
+def step_with(gradient_of):
+    w = torch.randn(3, 3, requires_grad=True)
+
+    def cell(x, h):
+        h = torch.tanh(h - 0.1 * gradient_of(lambda v: ((v @ w) - x).square().sum(), h) + x)
+        return h, h
+
+    return cell, w
+
+
+def by_grad(f, h):
+    h = h if h.requires_grad else h.detach().requires_grad_()
+    return torch.autograd.grad(f(h), h, create_graph=True)[0]
+
+
+def by_func(f, h):
+    return torch.func.grad(f)(h)
+
+
+def test_a_gradient_taken_inside_a_cell_is_refused_unless_by_torch_func():
+    x, state = torch.randn(12, 2, 3), torch.zeros(2, 3, requires_grad=True)
+    cell, _ = step_with(by_grad)
+    with pytest.raises(rg.CellError, match=r"calls torch\.autograd\.grad.*torch\.func\.grad"):
+        rg.unroll(cell, x, state, memory="60%")
+    rg.unroll(cell, x, state)[0].sum().backward()  # without a budget it runs
+    cell, w = step_with(by_func)
+    found = []
+    for memory in (None, "60%"):
+        w.grad = None
+        rg.unroll(cell, x, state, memory=memory)[0].sum().backward()
+        found.append(w.grad)
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
+def test_a_pyro_site_within_a_cell_is_refused(monkeypatch):
+    """With a stand-in, for Pyro brings torch extensions; its handlers are a block and a trace."""
+    sites = {}
+
+    class Handler:
+        nodes = sites
+        trace = property(lambda self: self)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            return None
+
+    poutine = ModuleType("pyro.poutine")
+    poutine.block = poutine.trace = Handler
+    monkeypatch.setitem(sys.modules, "pyro.poutine", poutine)
+
+    def cell(x, h):
+        sites["z"] = {"type": "sample"}
+        h = torch.tanh(x + h)
+        return h, h
+
+    x, state = torch.randn(12, 2, 3), torch.zeros(2, 3, requires_grad=True)
+    with pytest.raises(rg.CellError, match="the cell has the Pyro site 'z', which would be"):
+        rg.unroll(cell, x, state, memory="60%")
+    rg.unroll(cell, x, state)[0].sum().backward()
+
+
+def test_a_pyro_site_within_a_cell_is_refused_by_pyro_itself():
+    pyro = pytest.importorskip("pyro")
+
+    def cell(x, h):
+        h = torch.tanh(pyro.sample("z", pyro.distributions.Normal(x, 1.0)) + h)
+        return h, h
+
+    x, state = torch.randn(12, 2, 3), torch.zeros(2, 3, requires_grad=True)
+    with (
+        pyro.poutine.trace() as outer,
+        pytest.raises(rg.CellError, match="the cell has the Pyro site 'z', which would be"),
+    ):
+        rg.unroll(cell, x, state, memory="60%")
+    assert not outer.trace.nodes
+
+
+def test_a_list_of_steps_is_refused():
+    x, state = [torch.randn(2, 3) for _ in range(4)], torch.zeros(2, 3)
+
+    def cell(x, h):
+        h = torch.tanh(h + (x[0] + x[1] if isinstance(x, list | tuple) else x))
+        return h, h
+
+    with pytest.raises(rg.CellError, match=r"list of 4 tensors of shape \(2, 3\).*torch\.stack"):
+        rg.unroll(cell, x, state)
+    with pytest.raises(rg.CellError, match=r"torch\.stack"):
+        rg.fit(cell, x, state, memory="50%")
+    rg.unroll(cell, tuple(x[:2]), torch.zeros(3))  # two tensors, of two steps each
+    rg.unroll(cell, torch.stack(x), state)
+
+
+def test_attention_in_eval_mode_has_the_bits_of_a_recorded_call():
+    torch.manual_seed(0)
+    make = partial(nn.TransformerEncoderLayer, WIDTH, 4, 2 * WIDTH, batch_first=True)
+    layers = [make() for _ in range(5)]
+    x = torch.randn(4, 16, WIDTH, requires_grad=True)
+    ours = rg.Sequential(*copy.deepcopy(layers), memory="45%").eval()
+    theirs = nn.Sequential(*layers).eval()
+    assert torch.equal(ours(x), theirs(x))
+    assert_as_without(ours, theirs, x)
+    with torch.no_grad():
+        assert torch.equal(ours(x), theirs(x))
+    called = Loop(copy.deepcopy(layers)).eval()
+    rg.budget(called, "45%", x)
+    assert torch.equal(called(x), theirs(x))
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+@pytest.fixture
+def mesh(tmp_path):
+    pytest.importorskip("torch.distributed.fsdp")
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield dist.device_mesh.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("each", [True, False])
+def test_parameters_that_fsdp2_shards_are_refused(mesh, each):
+    fully_shard = pytest.importorskip("torch.distributed.fsdp").fully_shard
+    x, told = inputs(), r"parameters that torch\.distributed shards, and gathers only for a call"
+    chain, loop = nn.Sequential(*blocks()), Loop(blocks())
+    model = nn.Sequential(nn.LSTM(WIDTH, WIDTH), nn.Identity())
+    sequence = torch.randn(60, 4, WIDTH)
+    for net, sample in ((chain, x), (loop, x), (model, sequence)):
+        rg.budget(net, "60%", sample)
+        parts = {chain: [*chain], loop: [*loop.blocks], model: [model[0]]}[net]
+        for part in parts if each else []:
+            fully_shard(part, mesh=mesh)
+        fully_shard(net, mesh=mesh)
+        with pytest.raises(rg.RetrogradeError, match=told):
+            net(sample)
+
+
+@pytest.mark.quick(6)
+@pytest.mark.parametrize("number", range(40))
+def test_drawn_models_are_right_within_their_budgets_or_refused(number):
+    for share in BUDGETS[:: 2 if number % 2 else 1]:
+        reading = read(number, share)
+        assert reading.good, reading
+        if reading.refused:
+            return
+
+
+def test_the_drawn_models_are_of_all_kinds():
+    drawn = [draw(number) for number in range(500)]
+    for name in ("how", "last", "aux", "skip", "p", "between", "loss"):
+        counts = [
+            sum(getattr(one, name) == value for one in drawn)
+            for value in {getattr(one, name) for one in drawn}
+        ]
+        assert len(counts) > 1 < min(counts)
