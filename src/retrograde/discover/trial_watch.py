@@ -1,8 +1,8 @@
 """What a call does, while it is tried, that no rerun within a budget could repeat.
 
 A gradient that is taken inside a call needs a graph, which a first run without gradients has not.
-Pyro would record a site again at every rerun. A drawn number that becomes a number of Python's may
-decide what a call computes, and so how many bytes it takes, as layer drop does.
+Pyro would record a site again at every rerun. A drawn number that becomes a number of Python's, as
+in layer drop, may decide what a call computes. Then its bytes are not known before.
 """
 
 import sys

@@ -59,7 +59,9 @@ def measure_chain(
         for link in (*links.prefix, *links.chain):
             stack.enter_context(link.ambient.measured())
         first = [t.detach() for t in _after_prefix(links, state)]
-        found, once = _measure_links(core, first, firsts, called=called)
+        found, once, turns = _measure_links(core, first, firsts, called=called)
+        if turns:
+            found, once, _ = _measure_links(core, first, firsts, called=called, turned=True)
         seconds = [once]
         if repeats is None:
             more = int(_MORE_SECONDS / max(sum(map(sum, once.values())), 1e-9))
@@ -142,10 +144,12 @@ class _LinkMeasurement:
     """
 
     def __init__(
-        self, core: ChainCore, k: int, take: Callable[[], Tensors], *, called: bool
+        self, core: ChainCore, k: int, take: Callable[[], Tensors], *, called: bool, turned: bool
     ) -> None:
         self.core, self.k, self.take, self.called = core, k, take, called
         self.last = k == len(core.links) - 1
+        # The caller's gradient may lie in memory so that a link has to copy it.
+        self.turned, self.turns = turned or self.last, False
         self.state: Tensors = []
         self.output: Tensors = []  # for the next link
         self.after: Tensors = []
@@ -195,8 +199,7 @@ class _LinkMeasurement:
             self.for_caller += self.after
 
     def seed(self) -> None:
-        # The caller's gradient may lie in memory so that the last link has to copy it.
-        self.gradients += _ones(self.core.links[self.k], turned=self.last)
+        self.gradients += _ones(self.core.links[self.k], turned=self.turned)
 
     def backpropagate(self) -> None:
         with self.watch.lap():
@@ -205,6 +208,7 @@ class _LinkMeasurement:
             self.gradients.clear()
             self.core.backpropagate(self.tape.pop(), gradients)
             held.clear()
+        self.turns = any(g is not None and not g.is_contiguous() for g in gradients.states)
         self.gradients += gradients.states
         self.for_caller += gradients.parameters
         if self.k == 0:
@@ -237,9 +241,18 @@ class _LinkMeasurement:
 
 
 def _measure_links(
-    core: ChainCore, first: Tensors, firsts: Sequence[int], *, called: bool
-) -> tuple[dict[int, _Size], dict[int, tuple[float, float]]]:
-    """Measure the first link of every make: bytes, and seconds that include counting the bytes."""
+    core: ChainCore,
+    first: Tensors,
+    firsts: Sequence[int],
+    *,
+    called: bool,
+    turned: bool = False,
+) -> tuple[dict[int, _Size], dict[int, tuple[float, float]], bool]:
+    """Measure the first link of every make: bytes, and seconds that include counting the bytes.
+
+    The last link gets a gradient with reversed strides, and with ``turned`` every link. The third
+    result says whether the last link hands such strides on.
+    """
     run: list[_LinkMeasurement] = []
     phases: list[list[Callable[[], None]]] = []
     for k, apart in _to_run(core.links, firsts):
@@ -250,7 +263,7 @@ def _measure_links(
             take = run[-1].give
         if run and apart:
             phases[-1].append(run[-1].output.clear)
-        run.append(_LinkMeasurement(core, k, take, called=called))
+        run.append(_LinkMeasurement(core, k, take, called=called, turned=turned))
         phases.append(run[-1].phases(whole=firsts[k] == k))
     found = iter(measure_phases([*chain(*phases)], device=core.ambient.device))
     sizes: dict[int, _Size] = {}
@@ -262,7 +275,7 @@ def _measure_links(
             sizes[one.k] = one.size(seen, number, before)
         number += len(own)
     seconds = _forward_and_backward(one.watch for one in run if one.k in sizes)
-    return sizes, dict(zip(sizes, seconds, strict=True))
+    return sizes, dict(zip(sizes, seconds, strict=True)), run[-1].turns
 
 
 def _seconds(

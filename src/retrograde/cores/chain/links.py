@@ -61,8 +61,8 @@ class Link:
     def run(self, state: Tensors) -> Tensors:
         """Return the next state.
 
-        Raises CellError if that state differs in form from the trial's, if it has a gradient that
-        the trial's had not, or if the link writes to its input.
+        Raises CellError if that state differs in form from the trial's, or passes a gradient on
+        that the trial's did not. Raises it too if the link writes to its input.
         """
         versions = [version(t) for t in state]
         outputs, returned = run_layers(self.layers, self.given, state, self.name)
