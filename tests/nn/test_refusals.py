@@ -7,6 +7,7 @@ import copy
 import itertools
 import random
 import sys
+from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
 
@@ -419,25 +420,21 @@ def test_a_gradient_taken_inside_a_cell_is_refused_unless_by_torch_func():
 
 
 def test_a_pyro_site_within_a_cell_is_refused(monkeypatch):
-    """With a stand-in, for Pyro brings torch extensions; its handlers are a block and a trace."""
-    sites = {}
+    """With a stand-in for Pyro, whose handler is a block that is asked what it hides."""
+    handlers = []
 
-    class Handler:
-        nodes = sites
-        trace = property(lambda self: self)
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            return None
+    @contextmanager
+    def block(hide_fn):
+        handlers.append(hide_fn)
+        yield
+        handlers.pop()
 
     poutine = ModuleType("pyro.poutine")
-    poutine.block = poutine.trace = Handler
+    poutine.block = block
     monkeypatch.setitem(sys.modules, "pyro.poutine", poutine)
 
     def cell(x, h):
-        sites["z"] = {"type": "sample"}
+        assert all(hides({"type": "sample", "name": "z"}) for hides in handlers)
         h = torch.tanh(x + h)
         return h, h
 

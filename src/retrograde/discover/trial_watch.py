@@ -108,11 +108,15 @@ def _sites(refuse: bool) -> Iterator[None]:
     if poutine is None:
         yield
         return
-    with poutine.block(), poutine.trace() as sites:
+    names: list[str] = []
+
+    def hides(site: dict[str, Any]) -> bool:
+        if site["type"] in ("sample", "param"):
+            names.append(site["name"])
+        return True
+
+    with poutine.block(hide_fn=hides):
         yield
-    names = [
-        name for name, site in sites.trace.nodes.items() if site["type"] in ("sample", "param")
-    ]
     if names and refuse:
         raise CellError(
             f"the cell has the Pyro site {names[0]!r}, which would be recorded again at every "
