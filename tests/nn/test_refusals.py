@@ -253,7 +253,7 @@ def test_numbers_drawn_between_layers_change_nothing():
 )
 @pytest.mark.parametrize("memory", [None, "40%"])
 @pytest.mark.parametrize("advanced", [0, 1, 5])
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 def test_a_cycle_is_refused(make, memory, advanced):
     numbers = make()
     for _ in range(advanced):
@@ -271,7 +271,7 @@ def test_a_cycle_is_refused(make, memory, advanced):
 
 @pytest.mark.parametrize("last", [nn.Softmax(-1), nn.Tanh(), nn.LayerNorm(64)])
 @pytest.mark.parametrize("loss", ["strided", "expanded"])
-@pytest.mark.quick(6)
+@pytest.mark.quick(2)
 def test_the_gradient_of_the_output_may_lie_in_memory_in_any_way(last, loss):
     size = 64
     x = torch.randn(256, size)
@@ -518,7 +518,7 @@ def test_parameters_that_fsdp2_shards_are_refused(mesh, each):
             net(sample)
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("number", range(40))
 def test_drawn_models_are_right_within_their_budgets_or_refused(number):
     for share in BUDGETS[:: 2 if number % 2 else 1]:

@@ -69,11 +69,12 @@ class DrawWatch(TorchFunctionMode):
 class _TrialWatch(DrawWatch):
     """Watches a trial call, and refuses one that takes a gradient, or checkpoints by itself."""
 
-    depth = 0
-    outside = False
+    depth: int
+    outside: bool
+    hooks: Any
 
     def __enter__(self) -> Any:
-        self.depth, self.outside = MEASURING.depth, in_checkpoint()
+        self.depth, self.outside, self.hooks = MEASURING.depth, in_checkpoint(), _hooks()
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_function__(
@@ -86,7 +87,9 @@ class _TrialWatch(DrawWatch):
                 "step first runs without one: expected a step without gradients inside; take them "
                 "by torch.func.grad, or use memory=None"
             )
-        if in_checkpoint() and not self.outside:
+        # A checkpoint works by hooks, or without gradients; to look for one takes some µs.
+        unusual = _hooks() != self.hooks or not torch.is_grad_enabled()
+        if unusual and not self.outside and in_checkpoint():
             raise CellError(
                 "the cell runs torch.utils.checkpoint, but within a budget it is recomputed "
                 "anyway: expected it without; turn its checkpointing off, or use memory=None"
@@ -123,6 +126,10 @@ def _sites(refuse: bool) -> Iterator[None]:
             "rerun: expected a cell without sites; sample before, and give the values as inputs, "
             "or use memory=None"
         )
+
+
+def _hooks() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def in_checkpoint() -> bool:

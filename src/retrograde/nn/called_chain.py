@@ -333,11 +333,6 @@ class CalledChain:
         self.networks: dict[tuple[int, ...], nn.Sequential] = {}
         self.plans = Plans(holds=holds)
 
-    @property
-    def title(self) -> str:
-        """The names of its first and its last module."""
-        return f"{self.calls[0][0]} … {self.calls[-1][0]}"
-
     def fit(self, memory: Memory, given: Sequence[Given]) -> ChainFit:
         """Return the fit for layers with these arguments; errors are those of a ``Sequential``."""
         with self._given(given):
