@@ -1,4 +1,4 @@
-"""``backward="auto"`` measures and keeps what it measured: in a folder of the test's own."""
+"""Fixtures: a folder for what ``backward="auto"`` measured, and a process without other threads."""
 
 import pytest
 
@@ -11,3 +11,11 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(calibration, "_KNOWN", {})
     return tmp_path / "cache"
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """No other thread could draw random numbers, even if one of another test's is alive."""
+    from retrograde.discover import surroundings
+
+    monkeypatch.setattr(surroundings, "is_alone", lambda: True)

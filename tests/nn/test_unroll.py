@@ -267,6 +267,7 @@ def test_dropout_belongs_to_the_step_and_leaves_the_generator_as_ordinary_traini
     assert torch.equal(torch.get_rng_state(), drawn)
 
 
+@pytest.mark.usefixtures("alone")
 def test_random_numbers_only_at_later_steps_are_refused():
     def cell(x, state):
         h, k = state

@@ -114,6 +114,7 @@ def test_a_buffer_that_changes_at_later_steps_only_is_refused():
         rg.unroll(Counting(), x, (h, torch.tensor(0)), schedule=rg.plan(5, 2))
 
 
+@pytest.mark.usefixtures("alone")
 def test_a_generator_that_is_drawn_from_at_later_steps_only_is_refused():
     def cell(x, s):
         h = torch.tanh(x + s[0]) * (random.random() if s[1] > 2 else 1)
