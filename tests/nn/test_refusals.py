@@ -142,8 +142,16 @@ def by_a_list(_):
     return torch.empty(3).uniform_()[1:].tolist()[0] < 0.5
 
 
-@pytest.mark.parametrize("enter", [by_torch, by_python, by_a_list])
-@pytest.mark.quick(3)
+def by_one_of_several(_):
+    return any(p < 0.3 for p in torch.rand(3))
+
+
+def by_a_stack(_):
+    return bool(torch.stack([torch.rand(()), torch.rand(())]).min() < 0.5)
+
+
+@pytest.mark.parametrize("enter", [by_torch, by_python, by_a_list, by_one_of_several, by_a_stack])
+@pytest.mark.quick(5)
 def test_a_layer_that_may_skip_itself_is_refused(enter):
     x, told = inputs(), "draws random numbers of Python's, which may decide what it computes"
     for seed in range(3):  # whether it is skipped when tried, or not
@@ -378,11 +386,25 @@ def test_checkpoints_within_a_model_are_refused_in_the_run_on_the_sample(reentra
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_layers_within_a_checkpoint_of_the_callers_are_exact(reentrant):
-    x = inputs(grad=True)
-    ours, theirs = rg.Sequential(*blocks(), memory="45%"), nn.Sequential(*blocks())
     run = partial(checkpoint, use_reentrant=reentrant)
-    y, z = run(ours, x), run(theirs, x)
-    assert torch.equal(y, z)
+    found = []
+    for net in (rg.Sequential(*blocks(), memory="45%"), nn.Sequential(*blocks())):
+        x = inputs(grad=True)
+        y = run(net, x)
+        y.square().mean().backward()
+        found.append([y, x.grad, *(p.grad for p in net.parameters())])
+    assert_same(*found)
+
+
+def test_a_model_that_draws_until_a_number_is_large_is_tried_to_the_end():
+    def draws_on(_):
+        while torch.rand(()) < 0.5:
+            pass
+
+    x = inputs()
+    ours, theirs = Loop(blocks(), draws_on), Loop(blocks(), draws_on)
+    rg.budget(ours, "50%", x)
+    assert_as_without(ours, theirs, x)
 
 
 def step_with(gradient_of):

@@ -136,14 +136,13 @@ def flatten_inputs(tree: Any) -> tuple[list[Tensor], Structure]:
         CellError: as for :func:`flatten`; also for a list of tensors of one shape, which looks like
             one tensor for each step.
     """
-    if type(tree) is list and len(tree) > 1 and all(isinstance(t, Tensor) for t in tree):
-        shapes = {t.shape for t in tree}
-        if len(shapes) == 1:
-            raise CellError(
-                f"the inputs are a list of {len(tree)} tensors of shape {tuple(tree[0].shape)}: "
-                "expected tensors with time first; of one tensor for each step make "
-                "torch.stack(inputs), and of several tensors for every step a tuple"
-            )
+    shapes = {getattr(t, "shape", None) for t in tree} if type(tree) is list else set()
+    if len(shapes) == 1 < len(tree) and None not in shapes:
+        raise CellError(
+            f"the inputs are a list of {len(tree)} tensors of shape {tuple(tree[0].shape)}: "
+            "expected tensors with time first; of one tensor for each step make "
+            "torch.stack(inputs), and of several tensors for every step a tuple"
+        )
     return flatten(tree, "inputs")
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._C import _functorch
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from retrograde.errors import CellError
 from retrograde.measure.allocations import MEASURING
@@ -21,6 +22,7 @@ from retrograde.measure.allocations import MEASURING
 __all__ = ["DrawWatch", "in_checkpoint", "watched"]
 
 _FEW = 64  # numbers: more are drawn for a mask, not for a decision
+_MOST_FILLED = 1000  # a loop that draws until a number is large enough has to end
 _UNIFORM = {"rand", "rand_like", "uniform_"}
 _DRAWS = _UNIFORM | {
     "bernoulli", "bernoulli_", "exponential_", "multinomial", "normal", "normal_", "poisson",
@@ -54,14 +56,16 @@ class DrawWatch(TorchFunctionMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
-        few = isinstance(result, Tensor) and result.numel() <= _FEW
-        if few and name in _DRAWS:
-            self.drawn[id(result)] = result
-            if self.fill is not None and name in _UNIFORM:
-                result.fill_(self.fill)
-        elif self.drawn and any(id(value) in self.drawn for value in args):
-            if few:
-                self.drawn[id(result)] = result
+        draws = name in _DRAWS
+        if not draws and not self.drawn:
+            return result
+        if draws or any(id(v) in self.drawn for v in pytree.tree_leaves((args, kwargs))):
+            leaves = pytree.tree_leaves(result)
+            few = [t for t in leaves if isinstance(t, Tensor) and t.numel() <= _FEW]
+            if self.fill is not None and name in _UNIFORM and len(self.drawn) < _MOST_FILLED:
+                for t in few:
+                    t.fill_(self.fill)
+            self.drawn.update((id(t), t) for t in few)
             self.decides = self.decides or name in _TO_PYTHON
         return result
 

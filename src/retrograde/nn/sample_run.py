@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -434,30 +433,29 @@ def run_model(model: nn.Module, sample: Any) -> Any:
     return model(sample)
 
 
-@dataclass(eq=False)
-class _Saved:
-    """A tensor that autograd saves."""
-
-    tensor: Tensor
-
-
 def bytes_elsewhere(model: nn.Module, sample: Any) -> int:
     """Run a model whose parts are watched. Return the bytes that the rest of it holds for its
     backward pass, beside its parameters, its input and its output."""
-    alive: weakref.WeakSet[_Saved] = weakref.WeakSet()
+    saved: list[weakref.ref[Tensor]] = []
 
-    def pack(t: Tensor) -> _Saved:
-        saved = _Saved(t.detach())
-        alive.add(saved)
-        return saved
+    def pack(t: Tensor) -> Tensor:
+        t = t.detach()  # as an output of its own node it would keep that node alive
+        saved.append(weakref.ref(t))
+        return t
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         output = run_model(model, sample)
     others = [*model.parameters(), *model.buffers(), *_tensors(sample), *_tensors(output)]
-    apart = {t.untyped_storage().data_ptr() for t in others if t.layout is torch.strided}
-    saved = (one.tensor.untyped_storage() for one in alive if one.tensor.layout is torch.strided)
-    sizes = {memory.data_ptr(): memory.nbytes() for memory in saved}
-    return sum(size for at, size in sizes.items() if at not in apart)
+    held = [t for reference in saved if (t := reference()) is not None]
+    apart = dict(map(_memory, others))
+    return sum(size for at, size in dict(map(_memory, held)).items() if at not in apart)
+
+
+def _memory(t: Tensor) -> tuple[int, int]:
+    """Return the address and the bytes of a tensor's memory; of a sparse tensor nothing."""
+    if t.layout is not torch.strided:
+        return 0, 0
+    return t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()
 
 
 def _tensors(value: Any) -> list[Tensor]:

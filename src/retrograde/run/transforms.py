@@ -131,8 +131,9 @@ def refuse_sharded(modules: Iterable[nn.Module], parameters: Iterable[Tensor]) -
     states = sys.modules.get("torch.distributed._composable_state")  # FSDP2 marks only its roots
     roots = [m for m in getattr(states, "_module_state_mapping", ()) if isinstance(m, kind)]
     sharded = {id(part) for root in roots for part in root.modules()}
-    if any(type(p).__name__ == "DTensor" for p in parameters) or (
-        sharded and any(id(m) in sharded for m in modules)
+    spread: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    if (sharded and any(id(m) in sharded for m in modules)) or (
+        spread is not None and any(isinstance(p, spread) for p in parameters)
     ):
         raise RetrogradeError(
             "got parameters that torch.distributed shards, and gathers only for a call: expected "

@@ -111,11 +111,12 @@ class ChainCore(RangeCore):
         self, inputs: Inputs, start: int, stops: Sequence[int], state: Tensors, emit: Emit | None
     ) -> list[Tensors]:
         found = []
-        for k in range(start, stops[-1]):
-            with unrecorded(), self.surroundings(k):
-                state = self.links[k].run(state)
-            if k + 1 in stops:
-                found.append([t.detach() for t in state])
+        with unrecorded():
+            for k in range(start, stops[-1]):
+                with self.surroundings(k):
+                    state = self.links[k].run(state)
+                if k + 1 in stops:
+                    found.append([t.detach() for t in state])
         return found
 
     def record(
