@@ -21,7 +21,7 @@ LEVELS = [
     {"scan", "run"},
     {"jacobians"},
     {"cores"},
-    {"nn", "jax"},
+    {"nn", "jax", "models"},
     {"ranks", "figures"},
     {"training", "profile_command"},
     {"cli", "precompile"},

@@ -7,7 +7,6 @@ scan over the steps' Jacobians (Wang, BPPSA, 2020; :mod:`retrograde.scan`).
 Names are loaded on first use. So planning needs no torch, and importing this package loads neither
 torch nor numba. The imports below and the literals of ``__all__`` are for type checkers and
 editors; they import nothing when the package runs.
-``__all__``; neither imports anything when the package runs.
 """
 
 import sys
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     )
     from retrograde.interchange import from_checkpoint_schedules, to_checkpoint_schedules
     from retrograde.measure.allocations import Measurement, measure
+    from retrograde.models.lean import lean
     from retrograde.nn.any_recurrent import Recurrent
     from retrograde.nn.backward_choice import Explanation, explain
     from retrograde.nn.bptt import bptt
@@ -79,6 +79,9 @@ _come_from("retrograde.interchange")
 
 __all__ += ["Measurement", "measure"]
 _come_from("retrograde.measure.allocations")
+
+__all__ += ["lean"]
+_come_from("retrograde.models.lean")
 
 __all__ += ["Recurrent"]
 _come_from("retrograde.nn.any_recurrent")

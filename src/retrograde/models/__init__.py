@@ -1,0 +1,1 @@
+"""Layers of any model: what the backward pass can compute again is not kept."""

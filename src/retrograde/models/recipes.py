@@ -1,0 +1,280 @@
+"""Values that autograd saves, and how those that were let go are computed again.
+
+What autograd saves of one storage has a *box*, which the saved tensors share. It holds the tensor,
+or the *recipe*: the operation that computed it, with what that read. A recipe is read from the
+nodes of autograd's graph. It ends at boxes, at parameters, and at numbers.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from retrograde.models.cheap import CHEAP, FAST_POWERS, NORM_OF_RUNNING, Operation
+
+__all__ = ["CHANGED", "MOST_OPERATIONS", "NOTED", "Box", "Held", "Packed", "Recipe", "Search", "Step"]
+
+#: What starting an operation costs, in bytes written.
+START_BYTES = 2048
+#: Operations that one value may take: recursion is no deeper.
+MOST_OPERATIONS = 16
+#: Keys in the metadata of a node: what was noted of it, and that its result changed unseen. An
+#: integer is the key of the box of this output.
+NOTED, CHANGED = "retrograde noted", "retrograde changed"
+
+Shape = tuple[torch.Size, tuple[int, ...], int]
+
+
+def shape_of(tensor: Tensor) -> Shape:
+    """Return size, strides and offset."""
+    return tensor.size(), tensor.stride(), tensor.storage_offset()
+
+
+class Held(NamedTuple):
+    """A tensor that is held itself, at its version."""
+
+    tensor: Tensor
+    version: int
+
+    def open(self) -> Tensor:
+        """Return the tensor, unless it was overwritten."""
+        return unchanged(self.tensor, self.version)
+
+
+class Packed(NamedTuple):
+    """A saved tensor: a view of what a box holds."""
+
+    box: "Box"
+    shape: Shape
+
+    def open(self) -> Tensor:
+        """Return the tensor, computed again if it was let go."""
+        data = self.box.open()
+        return data if shape_of(data) == self.shape else data.as_strided(*self.shape)
+
+
+class Box:
+    """What autograd saves of a storage: the tensor, or its recipe."""
+
+    __slots__ = ("__weakref__", "alias", "data", "dtype", "nbytes", "overwritten", "recipe", "shape", "storage", "version")  # fmt: skip
+
+    def __init__(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
+        self.alias, self.storage = ref(tensor), ref(storage)
+        self.shape, self.dtype, self.version = shape_of(tensor), tensor.dtype, tensor._version
+        self.nbytes = storage.nbytes()
+        self.data: Tensor | None = None
+        self.recipe: Recipe | None = None
+        self.overwritten = False
+
+    def keep(self, tensor: Tensor) -> None:
+        """Hold the tensor. The alias does not hold the node that would hold it."""
+        self.data, self.recipe = tensor.detach(), None
+
+    def is_current(self) -> bool:
+        """Whether nothing was written to the storage since."""
+        tensor = self.data if self.data is not None else self.alias()
+        return not self.overwritten and (tensor is None or tensor._version == self.version)
+
+    def open(self) -> Tensor:
+        """Return the tensor, computed again if it was let go.
+
+        Raises:
+            RuntimeError: as ordinary autograd's, if the tensor was overwritten after it was saved.
+        """
+        recipe = self.recipe
+        if self.data is not None:
+            return unchanged(self.data, self.version)
+        tensor = self.alias()
+        if tensor is not None:  # somebody holds it in any case
+            self.keep(unchanged(tensor, self.version))
+        else:
+            if self.overwritten:
+                raise RuntimeError(_MODIFIED.format(list(self.shape[0]), self.version + 1, self.version))
+            assert recipe is not None
+            result = recipe.step.open()
+            if shape_of(result) != self.shape:
+                size, stride, _ = self.shape
+                whole = torch.empty_strided(size, stride, dtype=result.dtype, device=result.device)
+                result = whole.copy_(result)
+            self.data, self.version = result, result._version
+        self.recipe = None
+        assert self.data is not None
+        return self.data
+
+
+_MODIFIED = (
+    "one of the variables needed for gradient computation has been modified by an inplace "
+    "operation: a tensor of sizes {} is at version {}; expected version {} instead"
+)
+
+
+def unchanged(tensor: Tensor, version: int) -> Tensor:
+    """Return a tensor, unless it was overwritten after it was saved."""
+    if tensor._version != version:
+        raise RuntimeError(_MODIFIED.format(list(tensor.shape), tensor._version, version))
+    return tensor
+
+
+@dataclass(slots=True)
+class Step:
+    """An operation that is called again, with its arguments. A view's ``nbytes`` is zero."""
+
+    operation: Operation
+    args: list[Any]
+    kwargs: dict[str, Any]
+    nbytes: int
+
+    def open(self) -> Tensor:
+        """Compute the value."""
+        args = [a.open() if type(a) in _OPENED else a for a in self.args]
+        return self.operation.call(*args, **self.kwargs)
+
+    def peak(self) -> tuple[int, int]:
+        """Return the bytes that computing takes at most, and those that stay, the result's too."""
+        held = most = 0
+        for arg in self.args:
+            if type(arg) is Step:
+                peak, stays = arg.peak()
+            elif type(arg) is Packed and arg.box.data is None and arg.box.recipe is not None:
+                peak, stays = arg.box.recipe.peak, arg.box.nbytes
+            else:
+                continue
+            most, held = max(most, held + peak), held + stays
+        return max(most, held + self.nbytes), self.nbytes or held
+
+
+_OPENED = {Step, Held, Packed}
+
+
+class Recipe(NamedTuple):
+    """How a value is computed, with the operations of what it reads and the bytes it takes."""
+
+    step: Step
+    operations: int
+    peak: int
+
+
+class Unknown(Exception):
+    """A value cannot be computed again from what is held."""
+
+
+class Search:
+    """Finds how a value is computed.
+
+    Attributes:
+        own: boxes that the nodes of the operations save themselves: they live as long in any case.
+        apart: other boxes that are read.
+        operations: how many operations are called.
+        cost: the bytes that they write, each as often as its operation has passes.
+    """
+
+    def __init__(self, parameters_stay: bool) -> None:
+        self.own, self.apart = set[Box](), set[Box]()
+        self.operations = 0
+        self.cost = 0.0
+        self._parameters_stay = parameters_stay
+
+    def step(self, node: Node, nr: int, is_goal: bool = True) -> Step:
+        """Return how an output of a node is computed.
+
+        Raises:
+            Unknown: it cannot be.
+        """
+        operation = CHEAP.get(node.name())
+        if operation is None or CHANGED in node.metadata:
+            raise Unknown
+        name = operation.name
+        if name == "NativeBatchNorm" and not node._saved_training:  # type: ignore[attr-defined]
+            operation = NORM_OF_RUNNING
+        if not (operation.layout or is_goal) or (name == "Pow" and node._saved_exponent not in FAST_POWERS):  # type: ignore[attr-defined]
+            raise Unknown
+        edges = node.next_functions
+        if name.startswith(("Native", "Cudnn")) and (nr or edges[0][0] is None):
+            raise Unknown  # its weight may be unknown
+        result = node._input_metadata[nr]  # type: ignore[attr-defined]
+        if name == "ToCopy":
+            source, at = edges[0]
+            if source is None or source._input_metadata[at].device != result.device:  # type: ignore[attr-defined]
+                raise Unknown
+        args, kwargs = list[Any](), dict[str, Any]()
+        for word in operation.reads:
+            saved, colon, edge = word.partition(":")
+            if word == ":*":
+                args += [self._value(*one, False) for one in edges]
+            elif colon or saved == "?":
+                arg = self._saved(node, saved) if colon and saved else None
+                one = edges[int(edge[0])] if colon else (None, 0)
+                if arg is None and one[0] is not None:
+                    arg = self._value(*one, is_goal and name == "UnsafeView")
+                elif arg is None and (not word.endswith("?") or NOTED not in node.metadata):
+                    raise Unknown
+                args.append(node.metadata[NOTED] if arg is None else arg)
+            elif word[0] == ".":
+                args.append(_signed(getattr(node, f"_saved_{word[1:]}")))
+            elif word[-1] == "=":
+                kwargs[word[:-1]] = getattr(node, f"_saved_{word[:-1]}")
+            elif word == "nr":
+                args.append(nr)
+            elif word in ("shape", "dtype"):
+                args.append(getattr(result, word))
+            else:
+                args.append(self._saved(node, word))
+        nbytes = 0
+        if operation.passes:
+            nbytes = math.prod(result.shape) * result.dtype.itemsize
+            self.operations += 1
+            self.cost += operation.passes * nbytes + START_BYTES
+        if self.operations > MOST_OPERATIONS:
+            raise Unknown
+        return Step(operation, args, kwargs, nbytes)
+
+    def _saved(self, node: Node, name: str) -> Any:
+        """Return what a node saved, or None if it saved no such tensor."""
+        data = getattr(node, f"_raw_saved_{name}").data
+        if type(data) is Packed:
+            if not data.box.is_current():
+                raise Unknown
+            self._read(self.own, data.box)
+        elif type(data) is Held:
+            self._check(data)
+        elif data is not None and not (type(data) is Tensor and data.dim() == 0):
+            raise Unknown  # another hook's, or of before
+        return data
+
+    def _value(self, node: Node | None, nr: int, is_copied: bool) -> Any:
+        """Return the value at an edge."""
+        if node is None:
+            raise Unknown
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            held = Held(leaf, leaf._version)
+            self._check(held)
+            return held
+        at = node.metadata.get(nr)
+        box = at() if at is not None else None
+        if box is not None and box.is_current() and CHANGED not in node.metadata:
+            keeps = hasattr(node, "_raw_saved_result") or hasattr(node, "_raw_saved_output")
+            self._read(self.own if keeps else self.apart, box)
+            return Packed(box, box.shape)
+        return self.step(node, nr, is_copied)
+
+    def _read(self, boxes: set[Box], box: Box) -> None:
+        boxes.add(box)
+        if box.data is None and box.recipe is not None:
+            self.operations += box.recipe.operations
+
+    def _check(self, held: Held) -> None:
+        stays = self._parameters_stay and type(held.tensor) in (Tensor, nn.Parameter)
+        if not stays or held.tensor._version != held.version:
+            raise Unknown
+
+
+def _signed(value: Any) -> Any:
+    """Return an attribute whose negative numbers torch shows as unsigned."""
+    if isinstance(value, tuple):
+        return tuple(map(_signed, value))
+    return value - 2**64 if type(value) is int and value >= 2**63 else value
