@@ -97,6 +97,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
+    torch.use_deterministic_algorithms(True)  # else ordinary gradients of embeddings differ too
     rows = []
     for name in options.models:
         built = build(name, large=True)

@@ -50,7 +50,8 @@ def _transformers(name: str, large: bool) -> Built | None:
         "num_attention_heads": 4, "intermediate_size": 4 * width,
     }  # fmt: skip
     few = {**common, "intermediate_size": 3 * width, "num_key_value_heads": 2}
-    image = torch.randn(batch, 3, 64 if large else 32, 64 if large else 32)
+    side = 32 if not large else 64 if name == "ViT" else 128
+    image = torch.randn(batch, 3, side, side)
     patches = {"image_size": image.shape[-1], "patch_size": 8}
     if name == "GPT-2":
         config = hf.GPT2Config(

@@ -22,15 +22,21 @@ class Operation(NamedTuple):
         name: of the operation, for reports.
         call: computes its first result.
         passes: its nominal cost: the time of a simple pointwise operation on as many bytes is 1.
-        reads: what it is called with, as words.
+        reads: what it is called with: kind, name, edge.
         layout: whether its result's strides follow from its arguments.
+        copies: whether it copies what it reads, so that strides of that do not matter.
+        over: the same in place, or None.
+        check: returns the operation of a node, or None if its result is unknown.
     """
 
     name: str
     call: Callable[..., Any]
     passes: float
-    reads: tuple[str, ...]
+    reads: tuple[tuple[int, str, int], ...]
     layout: bool = True
+    copies: bool = False
+    over: Callable[..., Any] | None = None
+    check: Callable[..., "Operation | None"] | None = None
 
 
 def _normalized(
@@ -51,6 +57,22 @@ def _normalized(
     return torch.batch_norm(x, weight, bias, None, None, True, 0.0, eps, True)
 
 
+def _add(x: Any, y: Any, alpha: Any) -> Tensor:
+    return torch.add(x, y, alpha=alpha)
+
+
+def _sub(x: Any, y: Any, alpha: Any) -> Tensor:
+    return torch.sub(x, y, alpha=alpha)
+
+
+def _rsub(x: Any, y: Any, alpha: Any) -> Tensor:
+    return torch.rsub(x, y, alpha=alpha)
+
+
+def _gelu(x: Tensor, approximate: str) -> Tensor:
+    return _aten.gelu(x, approximate=approximate)
+
+
 def _first(call: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args: call(*args)[0]
 
@@ -64,9 +86,9 @@ def _nth(call: Callable[..., Any]) -> Callable[..., Any]:
 # noted; ``?`` what was noted; ``:*`` the values at all edges; ``.a`` an attribute; ``a=`` one by its
 # name. ``shape``, ``dtype`` and ``nr`` are those of the result.
 _TABLE: list[tuple[str, Callable[..., Any], float, str]] = [
-    ("Add", torch.add, 1, ":0? :1? alpha="),
-    ("Sub", torch.sub, 1, ":0? :1? alpha="),
-    ("RsubBackward1", torch.rsub, 1, ":0 ? alpha="),
+    ("Add", _add, 1, ":0? :1? .alpha"),
+    ("Sub", _sub, 1, ":0? :1? .alpha"),
+    ("RsubBackward1", _rsub, 1, ":0 ? .alpha"),
     ("Mul", torch.mul, 1, "self:0 other:1"),
     ("Div", torch.div, 1, "self:0 other:1"),
     ("Neg", torch.neg, 1, ":0"),
@@ -74,7 +96,7 @@ _TABLE: list[tuple[str, Callable[..., Any], float, str]] = [
     ("Pow", torch.pow, 1, "self:0 .exponent"),
     ("Relu", torch.relu, 1, ":0"),
     ("Silu", _aten.silu, 1.5, "self:0"),
-    ("Gelu", _aten.gelu, 1.5, "self:0 approximate="),
+    ("Gelu", _gelu, 1.5, "self:0 .approximate"),
     ("LeakyRelu", _aten.leaky_relu, 1, "self:0 .negative_slope"),
     ("Hardtanh", _aten.hardtanh, 1, "self:0 .min_val .max_val"),
     ("Hardswish", _aten.hardswish, 1, "self:0"),
@@ -115,22 +137,70 @@ _TABLE: list[tuple[str, Callable[..., Any], float, str]] = [
     ("Unbind", _nth(torch.unbind), 0, ":0 .dim nr"),
 ]
 
-#: A batch normalisation in evaluation, whose node has the same name.
-NORM_OF_RUNNING = Operation(
+#: What a word says that an operation reads.
+VALUE, SAVED, ATTRIBUTE, NOTED_VALUE, VALUES, RESULT = range(6)
+
+
+def _parsed(word: str) -> tuple[int, str, int]:
+    saved, colon, edge = word.partition(":")
+    if word == ":*":
+        return VALUES, "", 0
+    if word[-1] == "?":
+        return NOTED_VALUE, "", int(edge[0]) if colon else -1
+    if colon:
+        return VALUE, saved and f"_raw_saved_{saved}", int(edge)
+    if word[0] == ".":
+        return ATTRIBUTE, f"_saved_{word[1:]}", 0
+    if word in ("shape", "dtype", "nr"):
+        return RESULT, word, 0
+    return SAVED, f"_raw_saved_{word}", 0
+
+
+def _operation(node: str, call: Callable[..., Any], passes: float, reads: str) -> Operation:
+    name = node.partition("Backward")[0]
+    layout = name not in ("ToCopy", "Clone")
+    words = tuple(map(_parsed, reads.split()))
+    return Operation(name, call, passes, words, layout, name == "UnsafeView", _OVER.get(name), _CHECKS.get(name))
+
+
+def _norm(node: Any, nr: int, edges: Any) -> Operation | None:
+    if nr or edges[0][0] is None:  # its weight may be unknown
+        return None
+    training = getattr(node, "_saved_training", True)
+    return CHEAP[node.name()] if training else _NORM_OF_RUNNING
+
+
+def _power(node: Any, nr: int, edges: Any) -> Operation | None:
+    """Of exponents, a CPU computes these by products and roots."""
+    fast = node._saved_exponent in (2, 3, 0.5, -0.5, -1, -2)
+    return CHEAP[node.name()] if fast else None
+
+
+def _cast(node: Any, nr: int, edges: Any) -> Operation | None:
+    source, at = edges[0]
+    same = source._input_metadata[at].device == node._input_metadata[nr].device
+    return CHEAP[node.name()] if same else None
+
+
+_OVER: dict[str, Callable[..., Any]] = {
+    "Add": lambda x, y, alpha: x.add_(y, alpha=alpha),
+    "Mul": torch.Tensor.mul_,
+    "Relu": torch.relu_,
+    "Silu": _aten.silu_,
+}
+_CHECKS: dict[str, Callable[..., Operation | None]] = {
+    **dict.fromkeys(("NativeLayerNorm", "NativeGroupNorm", "NativeBatchNorm"), _norm),
+    **{"CudnnBatchNorm": _norm, "Pow": _power, "ToCopy": _cast},
+}
+_NORM_OF_RUNNING = _operation(
     "NativeBatchNorm",
     lambda x, weight, bias, mean, variance, eps: torch.batch_norm(
         x, weight, bias, mean, variance, False, 0.0, eps, True
     ),
     1,
-    ("input", "weight", ":2?", "running_mean", "running_var", ".eps"),
+    "input weight :2? running_mean running_var .eps",
 )
-#: Exponents that a CPU computes by products and roots.
-FAST_POWERS = {2, 3, 0.5, -0.5, -1, -2}
-
 #: Cheap operations by the name of their node.
-CHEAP: dict[str, Operation] = {}
-for _node, _call, _passes, _reads in _TABLE:
-    _name, _found, _ = _node.partition("Backward")
-    CHEAP[_node if _found else f"{_node}Backward0"] = Operation(
-        _name, _call, _passes, tuple(_reads.split()), _name not in ("ToCopy", "Clone")
-    )
+CHEAP = {
+    row[0] if "Backward" in row[0] else f"{row[0]}Backward0": _operation(*row) for row in _TABLE
+}

@@ -14,12 +14,20 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from retrograde.models.cheap import CHEAP, FAST_POWERS, NORM_OF_RUNNING, Operation
+from retrograde.models.cheap import (
+    ATTRIBUTE,
+    CHEAP,
+    NOTED_VALUE,
+    SAVED,
+    VALUE,
+    VALUES,
+    Operation,
+)
 
 __all__ = ["CHANGED", "MOST_OPERATIONS", "NOTED", "Box", "Held", "Packed", "Recipe", "Search", "Step"]
 
 #: What starting an operation costs, in bytes written.
-START_BYTES = 2048
+START_BYTES = 64 * 1024
 #: Operations that one value may take: recursion is no deeper.
 MOST_OPERATIONS = 16
 #: Keys in the metadata of a node: what was noted of it, and that its result changed unseen. An
@@ -121,17 +129,21 @@ def unchanged(tensor: Tensor, version: int) -> Tensor:
 
 @dataclass(slots=True)
 class Step:
-    """An operation that is called again, with its arguments. A view's ``nbytes`` is zero."""
+    """An operation that is called again, with its arguments.
+
+    A view's ``nbytes`` is zero. ``over``: the result takes the place of the first argument.
+    """
 
     operation: Operation
     args: list[Any]
-    kwargs: dict[str, Any]
     nbytes: int
+    over: bool = False
 
     def open(self) -> Tensor:
         """Compute the value."""
-        args = [a.open() if type(a) in _OPENED else a for a in self.args]
-        return self.operation.call(*args, **self.kwargs)
+        call = self.operation.over if self.over else self.operation.call
+        assert call is not None
+        return call(*[a.open() if type(a) in _OPENED else a for a in self.args])
 
     def peak(self) -> tuple[int, int]:
         """Return the bytes that computing takes at most, and those that stay, the result's too."""
@@ -144,7 +156,7 @@ class Step:
             else:
                 continue
             most, held = max(most, held + peak), held + stays
-        return max(most, held + self.nbytes), self.nbytes or held
+        return max(most, held + (0 if self.over else self.nbytes)), self.nbytes or held
 
 
 _OPENED = {Step, Held, Packed}
@@ -185,62 +197,68 @@ class Search:
             Unknown: it cannot be.
         """
         operation = CHEAP.get(node.name())
-        if operation is None or CHANGED in node.metadata:
-            raise Unknown
-        name = operation.name
-        if name == "NativeBatchNorm" and not node._saved_training:  # type: ignore[attr-defined]
-            operation = NORM_OF_RUNNING
-        if not (operation.layout or is_goal) or (name == "Pow" and node._saved_exponent not in FAST_POWERS):  # type: ignore[attr-defined]
+        notes = node.metadata
+        if operation is None or CHANGED in notes or not (operation.layout or is_goal):
             raise Unknown
         edges = node.next_functions
-        if name.startswith(("Native", "Cudnn")) and (nr or edges[0][0] is None):
-            raise Unknown  # its weight may be unknown
-        result = node._input_metadata[nr]  # type: ignore[attr-defined]
-        if name == "ToCopy":
-            source, at = edges[0]
-            if source is None or source._input_metadata[at].device != result.device:  # type: ignore[attr-defined]
+        if operation.check is not None:
+            operation = operation.check(node, nr, edges)
+            if operation is None:
                 raise Unknown
-        args, kwargs = list[Any](), dict[str, Any]()
-        for word in operation.reads:
-            saved, colon, edge = word.partition(":")
-            if word == ":*":
-                args += [self._value(*one, False) for one in edges]
-            elif colon or saved == "?":
-                arg = self._saved(node, saved) if colon and saved else None
-                one = edges[int(edge[0])] if colon else (None, 0)
-                if arg is None and one[0] is not None:
-                    arg = self._value(*one, is_goal and name == "UnsafeView")
-                elif arg is None and (not word.endswith("?") or NOTED not in node.metadata):
+        result = None
+        args: list[Any] = []
+        for kind, name, edge in operation.reads:
+            if kind == SAVED:
+                args.append(self._saved(node, name))
+            elif kind == VALUE:
+                arg = self._saved(node, name) if name else None
+                if arg is None:
+                    source, at = edges[edge]
+                    if source is not None:
+                        arg = self._value(source, at, is_goal and operation.copies)
+                    else:
+                        raise Unknown
+                args.append(arg)
+            elif kind == ATTRIBUTE:
+                args.append(_signed(getattr(node, name)))
+            elif kind == NOTED_VALUE:
+                source, at = edges[edge] if edge >= 0 else (None, 0)
+                if source is not None:
+                    args.append(self._value(source, at, False))
+                elif NOTED in notes:
+                    args.append(notes[NOTED])
+                else:
                     raise Unknown
-                args.append(node.metadata[NOTED] if arg is None else arg)
-            elif word[0] == ".":
-                args.append(_signed(getattr(node, f"_saved_{word[1:]}")))
-            elif word[-1] == "=":
-                kwargs[word[:-1]] = getattr(node, f"_saved_{word[:-1]}")
-            elif word == "nr":
+            elif kind == VALUES:
+                args += [self._value(*one, False) for one in edges]
+            elif name == "nr":
                 args.append(nr)
-            elif word in ("shape", "dtype"):
-                args.append(getattr(result, word))
             else:
-                args.append(self._saved(node, word))
+                result = node._input_metadata[nr]  # type: ignore[attr-defined]
+                args.append(getattr(result, name))
         nbytes = 0
         if operation.passes:
+            result = result or node._input_metadata[nr]  # type: ignore[attr-defined]
             nbytes = math.prod(result.shape) * result.dtype.itemsize
             self.operations += 1
             self.cost += operation.passes * nbytes + START_BYTES
-        if self.operations > MOST_OPERATIONS:
-            raise Unknown
-        return Step(operation, args, kwargs, nbytes)
+            if self.operations > MOST_OPERATIONS:
+                raise Unknown
+        first = args[0]
+        over = operation.over is not None and type(first) is Step and first.nbytes == nbytes
+        return Step(operation, args, nbytes, over)
 
     def _saved(self, node: Node, name: str) -> Any:
         """Return what a node saved, or None if it saved no such tensor."""
-        data = getattr(node, f"_raw_saved_{name}").data
+        data = getattr(node, name).data
         if type(data) is Packed:
             if not data.box.is_current():
                 raise Unknown
             self._read(self.own, data.box)
         elif type(data) is Held:
-            self._check(data)
+            tensor = data.tensor
+            if tensor._version != data.version or (tensor.requires_grad and not self._parameters_stay):
+                raise Unknown
         elif data is not None and not (type(data) is Tensor and data.dim() == 0):
             raise Unknown  # another hook's, or of before
         return data
@@ -251,9 +269,9 @@ class Search:
             raise Unknown
         leaf = getattr(node, "variable", None)
         if leaf is not None:
-            held = Held(leaf, leaf._version)
-            self._check(held)
-            return held
+            if not self._parameters_stay or type(leaf) not in (Tensor, nn.Parameter):
+                raise Unknown
+            return Held(leaf, leaf._version)
         at = node.metadata.get(nr)
         box = at() if at is not None else None
         if box is not None and box.is_current() and CHANGED not in node.metadata:
@@ -266,11 +284,6 @@ class Search:
         boxes.add(box)
         if box.data is None and box.recipe is not None:
             self.operations += box.recipe.operations
-
-    def _check(self, held: Held) -> None:
-        stays = self._parameters_stay and type(held.tensor) in (Tensor, nn.Parameter)
-        if not stays or held.tensor._version != held.version:
-            raise Unknown
 
 
 def _signed(value: Any) -> Any:

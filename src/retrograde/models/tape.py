@@ -41,8 +41,8 @@ __all__ = ["Tape", "unpack"]
 
 #: What a byte is worth, in bytes written by an operation of one pass.
 WORTH = 5.0
-#: Smaller values are kept.
-LEAST_BYTES = 1024
+#: Smaller values are kept: what the tape does for one takes as long as to write so many bytes.
+LEAST_BYTES = 128 * 1024
 #: In the metadata of a node: the version of its result, if autograd followed the changes in place.
 VERSION = "retrograde version"
 
@@ -123,6 +123,10 @@ class Tape(TorchFunctionMode):
             version = tensor._version
             if tensor.requires_grad and tensor.is_leaf:
                 return Held(tensor, version)
+            storage = tensor.untyped_storage()
+            if storage.nbytes() < LEAST_BYTES:
+                self.kept += storage.nbytes()
+                return Held(tensor.detach(), version)
             kind = type(tensor)
             plain = (kind is Tensor or kind is nn.Parameter) and not (
                 _keys_of(tensor).raw_repr() & _STRANGE
@@ -130,7 +134,6 @@ class Tape(TorchFunctionMode):
             base = tensor if tensor._base is None else tensor._base
             if not plain or base.dtype is not tensor.dtype or _graph_task() >= 0:
                 return Held(tensor.detach(), version)
-            storage = tensor.untyped_storage()
             box = self._box_of(storage)
             if box is not None:
                 if box.version == version and box.dtype is tensor.dtype:
@@ -153,7 +156,7 @@ class Tape(TorchFunctionMode):
         packed = node._raw_saved_other.data  # type: ignore[attr-defined]
         box = packed.box if type(packed) is Packed else None
         noise = box.data if box is not None else None
-        if box is None or noise is None or noise.numel() * 4 < LEAST_BYTES or not 0 < p < 1:
+        if box is None or noise is None or not 0 < p < 1:
             return
         self._settle()
         if not noise.is_floating_point() or noise.itemsize < 2 or noise.numel() > self._credit:
@@ -167,7 +170,7 @@ class Tape(TorchFunctionMode):
                 _NOISES.add((p, noise.dtype))
         at = Box(mask, mask.untyped_storage())
         at.keep(mask)
-        step = Step(_NOISE, [Packed(at, at.shape), one], {}, box.nbytes)
+        step = Step(_NOISE, [Packed(at, at.shape), one], box.nbytes)
         self.kept -= box.nbytes - at.nbytes
         box.data = None
         self._release(box, Recipe(step, 1, box.nbytes))
@@ -186,7 +189,7 @@ class Tape(TorchFunctionMode):
 
     def _let_go(self, box: Box, node: Node, base: Tensor, grad_is_to_come: bool) -> bool:
         """Keep the recipe of a value instead of it, if the rules allow that."""
-        if box.nbytes < LEAST_BYTES or base.numel() * base.itemsize != box.nbytes:
+        if base.numel() * base.itemsize != box.nbytes:
             return False
         if not self._is_followed(box.version, node, base):
             return False
