@@ -91,6 +91,8 @@ _TABLE: list[tuple[str, Callable[..., Any], float, str]] = [
     ("RsubBackward1", _rsub, 1, ":0 ? .alpha"),
     ("Mul", torch.mul, 1, "self:0 other:1"),
     ("Div", torch.div, 1, "self:0 other:1"),
+    ("MulBackward1", torch.mul, 1, ":0 .other"),
+    ("DivBackward1", torch.div, 1, ":0 .other"),
     ("Neg", torch.neg, 1, ":0"),
     ("Abs", torch.abs, 1, "self:0"),
     ("Pow", torch.pow, 1, "self:0 .exponent"),

@@ -17,7 +17,7 @@ from torch.autograd.graph import Node
 from retrograde.models.cheap import (
     ATTRIBUTE,
     CHEAP,
-    NOTED_VALUE,
+    RESULT,
     SAVED,
     VALUE,
     VALUES,
@@ -170,10 +170,6 @@ class Recipe(NamedTuple):
     peak: int
 
 
-class Unknown(Exception):
-    """A value cannot be computed again from what is held."""
-
-
 class Search:
     """Finds how a value is computed.
 
@@ -184,66 +180,57 @@ class Search:
         cost: the bytes that they write, each as often as its operation has passes.
     """
 
+    __slots__ = ("_parameters_stay", "apart", "cost", "operations", "own")
+
     def __init__(self, parameters_stay: bool) -> None:
-        self.own, self.apart = set[Box](), set[Box]()
+        self.own: list[Box] = []
+        self.apart: list[Box] = []
         self.operations = 0
         self.cost = 0.0
         self._parameters_stay = parameters_stay
 
-    def step(self, node: Node, nr: int, is_goal: bool = True) -> Step:
-        """Return how an output of a node is computed.
-
-        Raises:
-            Unknown: it cannot be.
-        """
+    def step(self, node: Node, nr: int, is_goal: bool = True) -> Step | None:
+        """Return how an output of a node is computed, or None if it cannot be."""
         operation = CHEAP.get(node.name())
-        notes = node.metadata
-        if operation is None or CHANGED in notes or not (operation.layout or is_goal):
-            raise Unknown
-        edges = node.next_functions
+        if operation is None or not (operation.layout or is_goal):
+            return None
+        notes, edges = node.metadata, node.next_functions
         if operation.check is not None:
             operation = operation.check(node, nr, edges)
-            if operation is None:
-                raise Unknown
-        result = None
+        if operation is None or CHANGED in notes:
+            return None
         args: list[Any] = []
         for kind, name, edge in operation.reads:
-            if kind == SAVED:
-                args.append(self._saved(node, name))
-            elif kind == VALUE:
-                arg = self._saved(node, name) if name else None
-                if arg is None:
-                    source, at = edges[edge]
-                    if source is not None:
-                        arg = self._value(source, at, is_goal and operation.copies)
-                    else:
-                        raise Unknown
-                args.append(arg)
-            elif kind == ATTRIBUTE:
-                args.append(_signed(getattr(node, name)))
-            elif kind == NOTED_VALUE:
-                source, at = edges[edge] if edge >= 0 else (None, 0)
-                if source is not None:
-                    args.append(self._value(source, at, False))
-                elif NOTED in notes:
-                    args.append(notes[NOTED])
-                else:
-                    raise Unknown
+            if kind == ATTRIBUTE:
+                arg = _signed(getattr(node, name))
+            elif kind == RESULT:
+                arg = nr if name == "nr" else getattr(node._input_metadata[nr], name)  # type: ignore[attr-defined]
             elif kind == VALUES:
                 args += [self._value(*one, False) for one in edges]
-            elif name == "nr":
-                args.append(nr)
+                if None in args:
+                    return None
+                continue
             else:
-                result = node._input_metadata[nr]  # type: ignore[attr-defined]
-                args.append(getattr(result, name))
+                arg = self._saved(node, name) if name else None
+                if arg is None and kind != SAVED:
+                    source, at = edges[edge] if edge >= 0 else (None, 0)
+                    if source is not None:
+                        arg = self._value(source, at, is_goal and operation.copies)
+                    if arg is None and (source is not None or kind == VALUE or NOTED not in notes):
+                        return None
+                    if source is None:
+                        arg = notes[NOTED]
+                elif arg is _UNKNOWN:
+                    return None
+            args.append(arg)
         nbytes = 0
         if operation.passes:
-            result = result or node._input_metadata[nr]  # type: ignore[attr-defined]
+            result = node._input_metadata[nr]  # type: ignore[attr-defined]
             nbytes = math.prod(result.shape) * result.dtype.itemsize
             self.operations += 1
             self.cost += operation.passes * nbytes + START_BYTES
             if self.operations > MOST_OPERATIONS:
-                raise Unknown
+                return None
         first = args[0]
         over = operation.over is not None and type(first) is Step and first.nbytes == nbytes
         return Step(operation, args, nbytes, over)
@@ -252,38 +239,41 @@ class Search:
         """Return what a node saved, or None if it saved no such tensor."""
         data = getattr(node, name).data
         if type(data) is Packed:
-            if not data.box.is_current():
-                raise Unknown
-            self._read(self.own, data.box)
-        elif type(data) is Held:
+            return data if self._read(self.own, data.box) else _UNKNOWN
+        if type(data) is Held:
             tensor = data.tensor
-            if tensor._version != data.version or (tensor.requires_grad and not self._parameters_stay):
-                raise Unknown
-        elif data is not None and not (type(data) is Tensor and data.dim() == 0):
-            raise Unknown  # another hook's, or of before
-        return data
+            stays = self._parameters_stay or not tensor.requires_grad
+            return data if stays and tensor._version == data.version else _UNKNOWN
+        if data is None or (type(data) is Tensor and data.dim() == 0):
+            return data
+        return _UNKNOWN  # another hook's, or of before
 
     def _value(self, node: Node | None, nr: int, is_copied: bool) -> Any:
-        """Return the value at an edge."""
+        """Return the value at an edge, or None if it is unknown."""
         if node is None:
-            raise Unknown
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            if not self._parameters_stay or type(leaf) not in (Tensor, nn.Parameter):
-                raise Unknown
-            return Held(leaf, leaf._version)
+            return None
         at = node.metadata.get(nr)
         box = at() if at is not None else None
-        if box is not None and box.is_current() and CHANGED not in node.metadata:
+        if box is not None and CHANGED not in node.metadata:
             keeps = hasattr(node, "_raw_saved_result") or hasattr(node, "_raw_saved_output")
-            self._read(self.own if keeps else self.apart, box)
-            return Packed(box, box.shape)
-        return self.step(node, nr, is_copied)
+            if self._read(self.own if keeps else self.apart, box):
+                return Packed(box, box.shape)
+        leaf = getattr(node, "variable", None)
+        if leaf is None:
+            return self.step(node, nr, is_copied)
+        stays = self._parameters_stay and type(leaf) in (Tensor, nn.Parameter)
+        return Held(leaf, leaf._version) if stays else None
 
-    def _read(self, boxes: set[Box], box: Box) -> None:
-        boxes.add(box)
+    def _read(self, boxes: list[Box], box: Box) -> bool:
+        if not box.is_current():
+            return False
+        boxes.append(box)
         if box.data is None and box.recipe is not None:
             self.operations += box.recipe.operations
+        return True
+
+
+_UNKNOWN = object()
 
 
 def _signed(value: Any) -> Any:

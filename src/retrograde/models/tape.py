@@ -33,7 +33,6 @@ from retrograde.models.recipes import (
     Recipe,
     Search,
     Step,
-    Unknown,
     shape_of,
 )
 
@@ -60,6 +59,9 @@ _no_function = torch._C.DisableTorchFunction
 
 def unpack(packed: Packed | Held) -> Tensor:
     """Return what was saved, computed again if it was let go."""
+    if type(packed) is Held:
+        with _no_function():
+            return packed.open()
     with (
         _no_function(),
         torch._C._DisableTorchDispatch(),
@@ -163,9 +165,9 @@ class Tape(TorchFunctionMode):
             return
         with torch.no_grad():
             one = torch.ones((), dtype=noise.dtype, device=noise.device).div_(1 - p)
-            mask = noise != 0
+            mask = noise.bool().view(torch.uint8)  # numbers are converted faster than truth
             if (p, noise.dtype) not in _NOISES:
-                if not torch.equal(mask * one, noise):
+                if not torch.equal(_noise(mask, one), noise):
                     return
                 _NOISES.add((p, noise.dtype))
         at = Box(mask, mask.untyped_storage())
@@ -194,15 +196,14 @@ class Tape(TorchFunctionMode):
         if not self._is_followed(box.version, node, base):
             return False
         search = Search(self._parameters_stay)
-        try:
-            step = search.step(node, base.output_nr)
-        except Unknown:
+        step = search.step(node, base.output_nr)
+        if step is None or search.cost > WORTH * box.nbytes:
+            return False
+        if sum(one.nbytes for one in set(search.apart).difference(search.own)) > box.nbytes:
             return False
         peak = max(step.peak()[0], box.nbytes)
         self._settle()
-        apart = sum(one.nbytes for one in search.apart - search.own)
-        moment = peak - box.nbytes * (2 if grad_is_to_come else 1)
-        if search.cost > WORTH * box.nbytes or apart > box.nbytes or moment > self._credit:
+        if peak - box.nbytes * (2 if grad_is_to_come else 1) > self._credit:
             return False
         self._release(box, Recipe(step, search.operations, peak))
         return True
@@ -310,7 +311,11 @@ def _note_touched(tape: Tape, result: Any, args: Any, kwargs: Any) -> None:
         tape._touched(args[0])
 
 
-_NOISE = Operation("Dropout", torch.mul, 3, ())
+def _noise(mask: Tensor, one: Tensor) -> Tensor:
+    return mask.to(one.dtype).mul_(one)
+
+
+_NOISE = Operation("Dropout", _noise, 1, ())
 _NOISES = set[tuple[float, torch.dtype]]()  # whose noise was seen to have two values
 _NOTES: dict[Any, Callable[..., None]] = {
     **dict.fromkeys((functional.layer_norm, torch.layer_norm), _note_eps),
