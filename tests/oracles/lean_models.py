@@ -30,9 +30,9 @@ def _of(model: nn.Module, *args: Any, **kwargs: Any) -> Built:
 
 
 def encoder(large: bool, norm_first: bool = True) -> Built:
-    width, layers, tokens = (256, 6, 128) if large else (32, 2, 16)
+    width, layers, tokens = (384, 4, 128) if large else (32, 2, 16)
     layer = nn.TransformerEncoderLayer(
-        width, 4, 4 * width, 0.1, "gelu", batch_first=True, norm_first=norm_first
+        width, width // 64 or 4, 4 * width, 0.1, "gelu", batch_first=True, norm_first=norm_first
     )
     net = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
     return _of(net, torch.randn(8 if large else 2, tokens, width))
@@ -43,19 +43,20 @@ def _transformers(name: str, large: bool) -> Built | None:
         return None
     import transformers as hf
 
-    width, layers, tokens, batch = (256, 4, 128, 8) if large else (32, 2, 16, 2)
+    width, layers, tokens, batch = (384, 4, 128, 8) if large else (32, 2, 16, 2)
     ids = torch.randint(0, 200, (batch, tokens))
     common = {
         "vocab_size": 200, "hidden_size": width, "num_hidden_layers": layers,
-        "num_attention_heads": 4, "intermediate_size": 4 * width,
+        "num_attention_heads": width // 64 or 4, "intermediate_size": 4 * width,
     }  # fmt: skip
     few = {**common, "intermediate_size": 3 * width, "num_key_value_heads": 2}
-    side = 32 if not large else 64 if name == "ViT" else 128
+    heads = common["num_attention_heads"]
+    side = 32 if not large else 64 if name in ("ViT", "ResNet-50") else 128
     image = torch.randn(batch, 3, side, side)
     patches = {"image_size": image.shape[-1], "patch_size": 8}
     if name == "GPT-2":
         config = hf.GPT2Config(
-            vocab_size=200, n_positions=256, n_embd=width, n_layer=layers, n_head=4, use_cache=False
+            vocab_size=200, n_positions=256, n_embd=width, n_layer=layers, n_head=heads, use_cache=False
         )
         return _of(hf.GPT2LMHeadModel(config), ids, labels=ids)
     if name == "BERT":
@@ -63,23 +64,23 @@ def _transformers(name: str, large: bool) -> Built | None:
     if name == "Llama":
         return _of(hf.LlamaModel(hf.LlamaConfig(**few, use_cache=False)), ids)
     if name == "Gemma 2":
-        config = hf.Gemma2Config(**few, head_dim=width // 4, use_cache=False)
+        config = hf.Gemma2Config(**few, head_dim=width // heads, use_cache=False)
         return _of(hf.Gemma2Model(config), ids)
     if name == "T5":
         config = hf.T5Config(
             vocab_size=200,
             d_model=width,
-            d_kv=width // 4,
+            d_kv=width // heads,
             d_ff=4 * width,
             num_layers=layers // 2,
-            num_heads=4,
+            num_heads=heads,
             use_cache=False,
         )
         return _of(hf.T5Model(config), input_ids=ids, decoder_input_ids=ids)
     if name == "Whisper":
         config = hf.WhisperConfig(
             vocab_size=200, num_mel_bins=20, d_model=width, encoder_layers=layers // 2,
-            decoder_layers=layers // 2, encoder_attention_heads=4, decoder_attention_heads=4,
+            decoder_layers=layers // 2, encoder_attention_heads=heads, decoder_attention_heads=heads,
             encoder_ffn_dim=4 * width, decoder_ffn_dim=4 * width, max_source_positions=tokens,
             use_cache=False, pad_token_id=0, bos_token_id=1, eos_token_id=2,
             decoder_start_token_id=1,
@@ -101,20 +102,20 @@ def _transformers(name: str, large: bool) -> Built | None:
         return _of(hf.ViTModel(hf.ViTConfig(**sizes, **patches)), image)
     if name == "Swin":
         config = hf.SwinConfig(
-            image_size=image.shape[-1], patch_size=4, embed_dim=width // 4, depths=[2, 2],
-            num_heads=[2, 4], window_size=4,
+            image_size=image.shape[-1], patch_size=4, embed_dim=96 if large else 16, depths=[2, 2],
+            num_heads=[3, 6] if large else [2, 4], window_size=4,
         )  # fmt: skip
         return _of(hf.SwinModel(config), image)
     if name == "ConvNeXt":
-        sizes = [width // 8, width // 4, width // 2]
+        sizes = [96, 192, 384] if large else [8, 16, 32]
         return _of(
             hf.ConvNextModel(hf.ConvNextConfig(hidden_sizes=sizes, depths=[2, 2, 2], num_stages=3)),
             image,
         )
     if name == "ResNet-50":
-        sizes = [width // 2, width, 2 * width, 4 * width] if large else [16, 32, 32, 32]
+        sizes = [256, 512, 1024, 2048] if large else [16, 32, 32, 32]
         depths = [3, 4, 6, 3] if large else [1, 1, 1, 1]
-        config = hf.ResNetConfig(embedding_size=width // 4, hidden_sizes=sizes, depths=depths)
+        config = hf.ResNetConfig(embedding_size=64 if large else 8, hidden_sizes=sizes, depths=depths)
         return _of(hf.ResNetModel(config), image)
     raise ValueError(name)
 
@@ -289,7 +290,7 @@ def _own(name: str, large: bool) -> Built:
     if name == "ResNet-18":
         return resnet18(large)
     if name in ("U-Net", "U-Net, groups"):
-        net: nn.Module = UNet(32 if large else 8, 4 if large else 2, name != "U-Net")
+        net: nn.Module = UNet(64 if large else 8, 4 if large else 2, name != "U-Net")
         return _of(net, torch.randn(4 if large else 2, 3, 64 if large else 16, 64 if large else 16))
     if name == "Recommender":
         rows, width, tables = (4096, 64, 8) if large else (32, 8, 3)

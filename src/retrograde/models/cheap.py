@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["CHEAP", "FAST_POWERS", "NORM_OF_RUNNING", "Operation"]
+__all__ = ["CHEAP", "KEEP_RESULT", "Operation"]
 
 _aten = torch.ops.aten
 
@@ -139,6 +139,15 @@ _TABLE: list[tuple[str, Callable[..., Any], float, str]] = [
     ("Unbind", _nth(torch.unbind), 0, ":0 .dim nr"),
 ]
 
+#: Nodes that save their result: it lives until they are run.
+KEEP_RESULT = {
+    *(f"{name}Backward0" for name in ("Relu", "Sigmoid", "Tanh", "Exp", "Sqrt", "Rsqrt")),
+    *("ReciprocalBackward0", "SoftmaxBackward0", "SafeSoftmaxBackward0", "LogSoftmaxBackward0"),
+    "ScaledDotProductFlashAttentionForCpuBackward0",
+    "ScaledDotProductFlashAttentionBackward0",
+    "ScaledDotProductEfficientAttentionBackward0",
+    "ScaledDotProductCudnnAttentionBackward0",
+}
 #: What a word says that an operation reads.
 VALUE, SAVED, ATTRIBUTE, NOTED_VALUE, VALUES, RESULT = range(6)
 

@@ -4,7 +4,8 @@ from typing import Any
 
 from torch.autograd.graph import saved_tensors_hooks
 
-from retrograde.models.tape import Tape, unpack
+from retrograde.models.recipes import unpack
+from retrograde.models.tape import Tape
 from retrograde.units import format_bytes
 
 

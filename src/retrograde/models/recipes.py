@@ -17,6 +17,7 @@ from torch.autograd.graph import Node
 from retrograde.models.cheap import (
     ATTRIBUTE,
     CHEAP,
+    KEEP_RESULT,
     RESULT,
     SAVED,
     VALUE,
@@ -42,8 +43,11 @@ def shape_of(tensor: Tensor) -> Shape:
     return tensor.size(), tensor.stride(), tensor.storage_offset()
 
 
+no_function = torch._C.DisableTorchFunction
+
+
 class Held(NamedTuple):
-    """A tensor that is held itself, at its version."""
+    """A tensor that is read as it is, at its version."""
 
     tensor: Tensor
     version: int
@@ -127,6 +131,19 @@ def unchanged(tensor: Tensor, version: int) -> Tensor:
     return tensor
 
 
+def unpack(packed: Packed | tuple[Tensor, int]) -> Tensor:
+    """Return what was saved, computed again if it was let go."""
+    with no_function():
+        if type(packed) is tuple:
+            return unchanged(*packed)
+        with (
+            torch._C._DisableTorchDispatch(),
+            torch._C._AutoDispatchBelowAutograd(),
+            torch._C._DisableAutocast(),
+        ):
+            return packed.open()
+
+
 @dataclass(slots=True)
 class Step:
     """An operation that is called again, with its arguments.
@@ -189,8 +206,11 @@ class Search:
         self.cost = 0.0
         self._parameters_stay = parameters_stay
 
-    def step(self, node: Node, nr: int, is_goal: bool = True) -> Step | None:
-        """Return how an output of a node is computed, or None if it cannot be."""
+    def step(self, node: Node, nr: int, nbytes: int = 0, is_goal: bool = True) -> Step | None:
+        """Return how an output of a node is computed, or None if it cannot be.
+
+        ``nbytes`` is its size, if that is known.
+        """
         operation = CHEAP.get(node.name())
         if operation is None or not (operation.layout or is_goal):
             return None
@@ -223,10 +243,12 @@ class Search:
                 elif arg is _UNKNOWN:
                     return None
             args.append(arg)
-        nbytes = 0
-        if operation.passes:
-            result = node._input_metadata[nr]  # type: ignore[attr-defined]
-            nbytes = math.prod(result.shape) * result.dtype.itemsize
+        if not operation.passes:
+            nbytes = 0
+        else:
+            if not nbytes:
+                result = node._input_metadata[nr]  # type: ignore[attr-defined]
+                nbytes = math.prod(result.shape) * result.dtype.itemsize
             self.operations += 1
             self.cost += operation.passes * nbytes + START_BYTES
             if self.operations > MOST_OPERATIONS:
@@ -237,16 +259,22 @@ class Search:
 
     def _saved(self, node: Node, name: str) -> Any:
         """Return what a node saved, or None if it saved no such tensor."""
-        data = getattr(node, name).data
+        saved = getattr(node, name)
+        data = saved.data
+        if data is None:
+            return None
         if type(data) is Packed:
             return data if self._read(self.own, data.box) else _UNKNOWN
-        if type(data) is Held:
-            tensor = data.tensor
-            stays = self._parameters_stay or not tensor.requires_grad
-            return data if stays and tensor._version == data.version else _UNKNOWN
-        if data is None or (type(data) is Tensor and data.dim() == 0):
-            return data
-        return _UNKNOWN  # another hook's, or of before
+        if type(data) is tuple and saved.unpack_hook is unpack:
+            tensor, version = data
+        elif type(data) in (Tensor, nn.Parameter) and saved.unpack_hook is None:
+            tensor = data if data.is_leaf else data.detach()  # saved without hooks
+            version = data._version if data.requires_grad and data.is_leaf else 0
+        else:
+            return _UNKNOWN  # another hook's
+        if tensor.requires_grad and not self._parameters_stay:
+            return _UNKNOWN
+        return Held(tensor, version) if tensor._version == version else _UNKNOWN
 
     def _value(self, node: Node | None, nr: int, is_copied: bool) -> Any:
         """Return the value at an edge, or None if it is unknown."""
@@ -255,12 +283,11 @@ class Search:
         at = node.metadata.get(nr)
         box = at() if at is not None else None
         if box is not None and CHANGED not in node.metadata:
-            keeps = hasattr(node, "_raw_saved_result") or hasattr(node, "_raw_saved_output")
-            if self._read(self.own if keeps else self.apart, box):
+            if self._read(self.own if node.name() in KEEP_RESULT else self.apart, box):
                 return Packed(box, box.shape)
         leaf = getattr(node, "variable", None)
         if leaf is None:
-            return self.step(node, nr, is_copied)
+            return self.step(node, nr, 0, is_copied)
         stays = self._parameters_stay and type(leaf) in (Tensor, nn.Parameter)
         return Held(leaf, leaf._version) if stays else None
 

@@ -23,7 +23,7 @@ from torch.autograd.graph import Node
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from retrograde.models.cheap import Operation
+from retrograde.models.cheap import CHEAP, Operation
 from retrograde.models.recipes import (
     CHANGED,
     NOTED,
@@ -33,10 +33,11 @@ from retrograde.models.recipes import (
     Recipe,
     Search,
     Step,
+    no_function,
     shape_of,
 )
 
-__all__ = ["Tape", "unpack"]
+__all__ = ["Tape"]
 
 #: What a byte is worth, in bytes written by an operation of one pass.
 WORTH = 5.0
@@ -53,22 +54,10 @@ for _name in (
 ):
     _STRANGE |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _name)).raw_repr()
 _keys_of = torch._C._dispatch_keys
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _graph_task = torch._C._current_graph_task_id
-_no_function = torch._C.DisableTorchFunction
-
-
-def unpack(packed: Packed | Held) -> Tensor:
-    """Return what was saved, computed again if it was let go."""
-    if type(packed) is Held:
-        with _no_function():
-            return packed.open()
-    with (
-        _no_function(),
-        torch._C._DisableTorchDispatch(),
-        torch._C._AutoDispatchBelowAutograd(),
-        torch._C._DisableAutocast(),
-    ):
-        return packed.open()
 
 
 class Tape(TorchFunctionMode):
@@ -105,7 +94,16 @@ class Tape(TorchFunctionMode):
             except RuntimeError:  # an inference tensor: nothing of it is ever saved
                 return func(*args, **(kwargs or {}))
             self._call = first, before
-            result = func(*args, **kwargs) if kwargs else func(*args)
+            quiet = _QUIET.get(func)
+            hooks = _top_hooks(True) if quiet is not None and not before else None
+            if hooks and hooks[0] == self.pack and quiet(args, kwargs or {}):
+                _pop_hooks()
+                try:
+                    result = func(*args, **kwargs) if kwargs else func(*args)
+                finally:
+                    _push_hooks(*hooks)
+            else:
+                result = func(*args, **kwargs) if kwargs else func(*args)
             self._call = None, 0
             if first._version != before:
                 self._changed(first)
@@ -119,39 +117,44 @@ class Tape(TorchFunctionMode):
             note(self, result, args, kwargs or {})
         return result
 
-    def pack(self, tensor: Tensor) -> Packed | Held:
+    def pack(self, tensor: Tensor) -> Packed | tuple[Tensor, int]:
         """Save a tensor, or what it can be computed from."""
-        with _no_function():
-            version = tensor._version
-            if tensor.requires_grad and tensor.is_leaf:
-                return Held(tensor, version)
-            storage = tensor.untyped_storage()
-            if storage.nbytes() < LEAST_BYTES:
-                self.kept += storage.nbytes()
-                return Held(tensor.detach(), version)
-            kind = type(tensor)
-            plain = (kind is Tensor or kind is nn.Parameter) and not (
-                _keys_of(tensor).raw_repr() & _STRANGE
-            )
-            base = tensor if tensor._base is None else tensor._base
-            if not plain or base.dtype is not tensor.dtype or _graph_task() >= 0:
-                return Held(tensor.detach(), version)
-            box = self._box_of(storage)
-            if box is not None:
-                if box.version == version and box.dtype is tensor.dtype:
-                    return Packed(box, shape_of(tensor))
-                if box.dtype is not tensor.dtype:
-                    return Held(tensor.detach(), version)
-                box.overwritten = True
-            box = Box(base, storage)
-            self._boxes[storage._cdata] = ref(box)
-            node = base.grad_fn
-            if node is None or not self._let_go(box, node, base, tensor.requires_grad):
-                box.keep(base)
-                self.kept += box.nbytes
-            if node is not None:
-                node.metadata[base.output_nr] = ref(box)
-            return Packed(box, shape_of(tensor))
+        if torch._C._is_torch_function_mode_enabled():
+            with no_function():
+                return self._pack(tensor)
+        return self._pack(tensor)
+
+    def _pack(self, tensor: Tensor) -> Packed | tuple[Tensor, int]:
+        version = tensor._version
+        if tensor.requires_grad and tensor.is_leaf:
+            return tensor, version
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < LEAST_BYTES:
+            self.kept += storage.nbytes()
+            return tensor.detach(), version
+        kind = type(tensor)
+        plain = (kind is Tensor or kind is nn.Parameter) and not (
+            _keys_of(tensor).raw_repr() & _STRANGE
+        )
+        base = tensor if tensor._base is None else tensor._base
+        if not plain or base.dtype is not tensor.dtype or _graph_task() >= 0:
+            return tensor.detach(), version
+        box = self._box_of(storage)
+        if box is not None:
+            if box.dtype is not tensor.dtype:
+                return tensor.detach(), version
+            if box.version == version:
+                return Packed(box, shape_of(tensor))
+            box.overwritten = True
+        box = Box(base, storage)
+        self._boxes[storage._cdata] = ref(box)
+        node = base.grad_fn
+        if node is None or not self._let_go(box, node, base, tensor.requires_grad):
+            box.keep(base)
+            self.kept += box.nbytes
+        if node is not None:
+            node.metadata[base.output_nr] = ref(box)
+        return Packed(box, shape_of(tensor))
 
     def note_noise(self, node: Node, p: float) -> None:
         """Let go the noise of a dropout, zeros and one other number: a mask of bytes is enough."""
@@ -179,7 +182,7 @@ class Tape(TorchFunctionMode):
 
     def close(self) -> None:
         """End the pass. What the caller still holds is not computed a second time beside it."""
-        with _no_function():
+        with no_function():
             for one in self._gone:
                 self._take_back(one())
         self._boxes, self._gone, self._pending = {}, [], []
@@ -196,7 +199,7 @@ class Tape(TorchFunctionMode):
         if not self._is_followed(box.version, node, base):
             return False
         search = Search(self._parameters_stay)
-        step = search.step(node, base.output_nr)
+        step = search.step(node, base.output_nr, box.nbytes)
         if step is None or search.cost > WORTH * box.nbytes:
             return False
         if sum(one.nbytes for one in set(search.apart).difference(search.own)) > box.nbytes:
@@ -314,6 +317,24 @@ def _note_touched(tape: Tape, result: Any, args: Any, kwargs: Any) -> None:
 def _noise(mask: Tensor, one: Tensor) -> Tensor:
     return mask.to(one.dtype).mul_(one)
 
+
+def _is_kept(args: Any, kwargs: Any) -> bool:
+    """Whether a normalisation saves nothing that could be let go: an input that is kept."""
+    first = args[0] if args else kwargs["input"]
+    node = first.grad_fn if first._base is None else None
+    return node is not None and node.name() not in CHEAP
+
+
+def _is_kept_in_training(args: Any, kwargs: Any) -> bool:
+    training = args[5] if len(args) > 5 else kwargs.get("training")
+    return training is True and _is_kept(args, kwargs)
+
+
+_QUIET: dict[Any, Callable[..., bool]] = {
+    **dict.fromkeys((functional.layer_norm, torch.layer_norm), _is_kept),
+    **dict.fromkeys((functional.group_norm, torch.group_norm), _is_kept),
+    **dict.fromkeys((functional.batch_norm, torch.batch_norm), _is_kept_in_training),
+}
 
 _NOISE = Operation("Dropout", _noise, 1, ())
 _NOISES = set[tuple[float, torch.dtype]]()  # whose noise was seen to have two values
