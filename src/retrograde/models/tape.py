@@ -35,6 +35,7 @@ from retrograde.models.recipes import (
     Step,
     no_function,
     shape_of,
+    unpack,
 )
 
 __all__ = ["Tape"]
@@ -77,54 +78,50 @@ class Tape(TorchFunctionMode):
         self._gone: list[ref[Box]] = []
         self._pending: list[Box] = []  # let go, and perhaps not released yet
         self._credit = 0  # bytes that were let go, and are released
-        self._call: tuple[Any, int] = (None, 0)  # a first argument, and its version before
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call a function, and note what it changes in place."""
-        if torch.compiler.is_compiling():
-            return func(*args, **(kwargs or {}))
         first = args[0] if args else None
-        if kwargs:
+        if kwargs is None:
+            kwargs = {}
+        elif kwargs:
             first = kwargs.get("out", kwargs.get("input", first))
-        if isinstance(first, Tensor):
-            try:
-                before = first._version
-            except RuntimeError:  # an inference tensor: nothing of it is ever saved
-                return func(*args, **(kwargs or {}))
-            self._call = first, before
-            quiet = _QUIET.get(func)
-            hooks = _top_hooks(True) if quiet is not None and not before else None
-            if hooks and hooks[0] == self.pack and quiet(args, kwargs or {}):
-                _pop_hooks()
-                try:
-                    result = func(*args, **kwargs) if kwargs else func(*args)
-                finally:
-                    _push_hooks(*hooks)
-            else:
-                result = func(*args, **kwargs) if kwargs else func(*args)
-            self._call = None, 0
-            if first._version != before:
-                self._changed(first)
-        else:
-            result = func(*args, **(kwargs or {}))
+        if torch.compiler.is_compiling() or not isinstance(first, Tensor):
+            result = func(*args, **kwargs)
             if isinstance(first, (list, tuple)) and getattr(func, "__name__", "")[:2] == "_f":
                 for one in first:  # _foreach_add_ and its like
                     self._changed(one)
-        note = _NOTES.get(func)
+            return result
+        try:
+            before = first._version
+        except RuntimeError:  # an inference tensor: nothing of it is ever saved
+            return func(*args, **kwargs)
+        quiet, note = _SPECIAL.get(func, _PLAIN)
+        if quiet is not None and not before and quiet(args, kwargs) and self._is_top():
+            _pop_hooks()
+            try:
+                result = func(*args, **kwargs)
+            finally:
+                _push_hooks(self.pack, unpack)
+        else:
+            result = func(*args, **kwargs)
+        if first._version != before:
+            self._changed(first)
         if note is not None:
-            note(self, result, args, kwargs or {})
+            note(self, result, args, kwargs)
         return result
+
+    def _is_top(self) -> bool:
+        hooks = _top_hooks(True)
+        return hooks is not None and hooks[0] == self.pack
 
     def pack(self, tensor: Tensor) -> Packed | tuple[Tensor, int]:
         """Save a tensor, or what it can be computed from."""
         if torch._C._is_torch_function_mode_enabled():
             with no_function():
-                return self._pack(tensor)
-        return self._pack(tensor)
-
-    def _pack(self, tensor: Tensor) -> Packed | tuple[Tensor, int]:
+                return self.pack(tensor)
         version = tensor._version
         if tensor.requires_grad and tensor.is_leaf:
             return tensor, version
@@ -196,7 +193,7 @@ class Tape(TorchFunctionMode):
         """Keep the recipe of a value instead of it, if the rules allow that."""
         if base.numel() * base.itemsize != box.nbytes:
             return False
-        if not self._is_followed(box.version, node, base):
+        if not self._is_followed(box.version, node):
             return False
         search = Search(self._parameters_stay)
         step = search.step(node, base.output_nr, box.nbytes)
@@ -211,14 +208,15 @@ class Tape(TorchFunctionMode):
         self._release(box, Recipe(step, search.operations, peak))
         return True
 
-    def _is_followed(self, version: int, node: Node, base: Tensor) -> bool:
+    def _is_followed(self, version: int, node: Node) -> bool:
         """Whether each change in place of a tensor is in the graph."""
         if not version or node.metadata.get(VERSION) == version:
             return True
-        first, before = self._call  # is it this call that saves the first argument it changed?
-        old = node.next_functions[0][0]
-        known = not before or (old is not None and old.metadata.get(VERSION) == before)
-        return first is base and version == before + 1 and known
+        saved = getattr(node, "_raw_saved_result", None)
+        if saved is None or saved.data is not None:
+            return False
+        old = node.next_functions[0][0]  # this is a change in place that is saving its own result
+        return version == 1 or (old is not None and old.metadata.get(VERSION) == version - 1)
 
     def _release(self, box: Box, recipe: Recipe) -> None:
         box.recipe = recipe
@@ -330,26 +328,22 @@ def _is_kept_in_training(args: Any, kwargs: Any) -> bool:
     return training is True and _is_kept(args, kwargs)
 
 
-_QUIET: dict[Any, Callable[..., bool]] = {
-    **dict.fromkeys((functional.layer_norm, torch.layer_norm), _is_kept),
-    **dict.fromkeys((functional.group_norm, torch.group_norm), _is_kept),
-    **dict.fromkeys((functional.batch_norm, torch.batch_norm), _is_kept_in_training),
-}
-
 _NOISE = Operation("Dropout", _noise, 1, ())
 _NOISES = set[tuple[float, torch.dtype]]()  # whose noise was seen to have two values
-_NOTES: dict[Any, Callable[..., None]] = {
-    **dict.fromkeys((functional.layer_norm, torch.layer_norm), _note_eps),
-    **dict.fromkeys((functional.group_norm, torch.group_norm), _note_bias(3)),
-    functional.batch_norm: _note_bias(4),
-    torch.batch_norm: _note_bias(2),
-    **dict.fromkeys((functional.dropout, torch.dropout), _note_dropout),
-    functional.scaled_dot_product_attention: _note_attention,
-    **dict.fromkeys((Tensor.detach, torch.detach, Tensor.data.__get__), _note_touched),
+_PLAIN = None, None
+# Whether a function saves nothing that could be let go, and what is noted after it.
+_SPECIAL: dict[Any, tuple[Callable[..., bool] | None, Callable[..., None] | None]] = {
+    **dict.fromkeys((functional.layer_norm, torch.layer_norm), (_is_kept, _note_eps)),
+    **dict.fromkeys((functional.group_norm, torch.group_norm), (_is_kept, _note_bias(3))),
+    functional.batch_norm: (_is_kept_in_training, _note_bias(4)),
+    torch.batch_norm: (_is_kept_in_training, _note_bias(2)),
+    **dict.fromkeys((functional.dropout, torch.dropout), (None, _note_dropout)),
+    functional.scaled_dot_product_attention: (None, _note_attention),
+    **dict.fromkeys((Tensor.detach, torch.detach, Tensor.data.__get__), (None, _note_touched)),
 }
-for _name in ("add", "sub", "subtract", "rsub", "__add__", "__radd__", "__sub__", "__rsub__"):
-    for _place in (torch, Tensor):
+for _place in (torch, Tensor):
+    for _name in ("add", "sub", "subtract", "rsub", "__add__", "__radd__", "__sub__", "__rsub__"):
         if hasattr(_place, _name):
-            _NOTES[getattr(_place, _name)] = _note_other
+            _SPECIAL[getattr(_place, _name)] = None, _note_other
 for _name in ("add_", "sub_", "__iadd__", "__isub__"):
-    _NOTES[getattr(Tensor, _name)] = _note_other
+    _SPECIAL[getattr(Tensor, _name)] = None, _note_other
