@@ -51,7 +51,7 @@ def _transformers(name: str, large: bool) -> Built | None:
     }  # fmt: skip
     few = {**common, "intermediate_size": 3 * width, "num_key_value_heads": 2}
     heads = common["num_attention_heads"]
-    side = 32 if not large else 64 if name in ("ViT", "ResNet-50") else 128
+    side = 32 if not large else 64 if name == "ViT" else 128
     image = torch.randn(batch, 3, side, side)
     patches = {"image_size": image.shape[-1], "patch_size": 8}
     if name == "GPT-2":

@@ -58,7 +58,7 @@ class Held(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A saved tensor: a view of what a box holds."""
+    """A saved tensor: what a box holds, or a view of it. The shape is then not the box's own."""
 
     box: "Box"
     shape: Shape
@@ -66,7 +66,7 @@ class Packed(NamedTuple):
     def open(self) -> Tensor:
         """Return the tensor, computed again if it was let go."""
         data = self.box.open()
-        return data if shape_of(data) == self.shape else data.as_strided(*self.shape)
+        return data if self.shape is self.box.shape else data.as_strided(*self.shape)
 
 
 class Box:
@@ -133,15 +133,20 @@ def unchanged(tensor: Tensor, version: int) -> Tensor:
 
 def unpack(packed: Packed | tuple[Tensor, int]) -> Tensor:
     """Return what was saved, computed again if it was let go."""
-    with no_function():
-        if type(packed) is tuple:
-            return unchanged(*packed)
-        with (
-            torch._C._DisableTorchDispatch(),
-            torch._C._AutoDispatchBelowAutograd(),
-            torch._C._DisableAutocast(),
-        ):
-            return packed.open()
+    if torch._C._is_torch_function_mode_enabled():
+        with no_function():
+            return unpack(packed)
+    if type(packed) is tuple:
+        return unchanged(*packed)
+    box, shape = packed
+    if box.data is not None and shape is box.shape:
+        return unchanged(box.data, box.version)
+    with (
+        torch._C._DisableTorchDispatch(),
+        torch._C._AutoDispatchBelowAutograd(),
+        torch._C._DisableAutocast(),
+    ):
+        return packed.open()
 
 
 @dataclass(slots=True)

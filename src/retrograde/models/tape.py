@@ -141,7 +141,8 @@ class Tape(TorchFunctionMode):
             if box.dtype is not tensor.dtype:
                 return tensor.detach(), version
             if box.version == version:
-                return Packed(box, shape_of(tensor))
+                shape = shape_of(tensor)
+                return Packed(box, box.shape if shape == box.shape else shape)
             box.overwritten = True
         box = Box(base, storage)
         self._boxes[storage._cdata] = ref(box)
@@ -151,7 +152,7 @@ class Tape(TorchFunctionMode):
             self.kept += box.nbytes
         if node is not None:
             node.metadata[base.output_nr] = ref(box)
-        return Packed(box, shape_of(tensor))
+        return Packed(box, box.shape if base is tensor else shape_of(tensor))
 
     def note_noise(self, node: Node, p: float) -> None:
         """Let go the noise of a dropout, zeros and one other number: a mask of bytes is enough."""
