@@ -188,6 +188,7 @@ class Recipe(NamedTuple):
     """How a value is computed, with the operations of what it reads and the bytes it takes."""
 
     step: Step
+    reads: list[Box]
     operations: int
     peak: int
 

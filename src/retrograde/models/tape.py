@@ -58,6 +58,7 @@ _keys_of = torch._C._dispatch_keys
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_newest = torch._C._autograd._get_sequence_nr
 _graph_task = torch._C._current_graph_task_id
 
 
@@ -77,27 +78,30 @@ class Tape(TorchFunctionMode):
         self._boxes: dict[int, ref[Box]] = {}  # by the address of the storage
         self._gone: list[ref[Box]] = []
         self._pending: list[Box] = []  # let go, and perhaps not released yet
+        self._is_changing = False  # a function runs that changes its first argument in place
         self._credit = 0  # bytes that were let go, and are released
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call a function, and note what it changes in place."""
-        first = args[0] if args else None
-        if kwargs is None:
-            kwargs = {}
-        elif kwargs:
-            first = kwargs.get("out", kwargs.get("input", first))
-        if torch.compiler.is_compiling() or not isinstance(first, Tensor):
-            result = func(*args, **kwargs)
-            if isinstance(first, (list, tuple)) and getattr(func, "__name__", "")[:2] == "_f":
-                for one in first:  # _foreach_add_ and its like
-                    self._changed(one)
-            return result
-        try:
-            before = first._version
-        except RuntimeError:  # an inference tensor: nothing of it is ever saved
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
             return func(*args, **kwargs)
+        first = kwargs.get("out", args[0] if args else kwargs.get("input"))
+        if not isinstance(first, Tensor):
+            result = func(*args, **kwargs)
+            if "out" in kwargs or getattr(func, "__name__", "")[:2] == "_f":  # _foreach_add_
+                for one in first if isinstance(first, (list, tuple)) else ():
+                    self._changed(one, False)
+            return result
+        if first.is_inference():  # nothing of it is ever saved
+            return func(*args, **kwargs)
+        before, newest = first._version, _newest()
+        name = getattr(func, "__name__", "")
+        if name in _CHANGING or (name[-1:] == "_" and name[-2:] != "__") or kwargs.get("inplace"):
+            self._save_dependents(first)
+            self._is_changing = True
         quiet, note = _SPECIAL.get(func, _PLAIN)
         if quiet is not None and not before and quiet(args, kwargs) and self._is_top():
             _pop_hooks()
@@ -107,8 +111,9 @@ class Tape(TorchFunctionMode):
                 _push_hooks(self.pack, unpack)
         else:
             result = func(*args, **kwargs)
+        self._is_changing = False
         if first._version != before:
-            self._changed(first)
+            self._changed(first, first.requires_grad and _newest() > newest)
         if note is not None:
             note(self, result, args, kwargs)
         return result
@@ -176,7 +181,7 @@ class Tape(TorchFunctionMode):
         step = Step(_NOISE, [Packed(at, at.shape), one], box.nbytes)
         self.kept -= box.nbytes - at.nbytes
         box.data = None
-        self._release(box, Recipe(step, 1, box.nbytes))
+        self._release(box, Recipe(step, [at], 1, box.nbytes))
 
     def close(self) -> None:
         """End the pass. What the caller still holds is not computed a second time beside it."""
@@ -194,7 +199,7 @@ class Tape(TorchFunctionMode):
         """Keep the recipe of a value instead of it, if the rules allow that."""
         if base.numel() * base.itemsize != box.nbytes:
             return False
-        if not self._is_followed(box.version, node):
+        if not self._is_followed(box.version, node) or (self._is_changing and not box.version):
             return False
         search = Search(self._parameters_stay)
         step = search.step(node, base.output_nr, box.nbytes)
@@ -206,7 +211,7 @@ class Tape(TorchFunctionMode):
         self._settle()
         if peak - box.nbytes * (2 if grad_is_to_come else 1) > self._credit:
             return False
-        self._release(box, Recipe(step, search.operations, peak))
+        self._release(box, Recipe(step, search.own + search.apart, search.operations, peak))
         return True
 
     def _is_followed(self, version: int, node: Node) -> bool:
@@ -245,17 +250,24 @@ class Tape(TorchFunctionMode):
                 still.append(box)
         self._pending = still
 
-    def _changed(self, tensor: Tensor) -> None:
-        """Note a change in place."""
+    def _save_dependents(self, tensor: Tensor) -> None:
+        """Compute what would be computed from a tensor that is about to be changed in place."""
+        box = self._box_of(tensor.untyped_storage())
+        for other in [one() for one in self._gone] if box and box.is_current() else ():
+            recipe = other.recipe if other is not None else None
+            if other is not None and recipe is not None and box in recipe.reads:
+                self.let_go[recipe.step.operation.name] -= other.nbytes
+                unpack(Packed(other, other.shape))
+                self.kept += other.nbytes
+
+    def _changed(self, tensor: Tensor, followed: bool) -> None:
+        """Note a change in place, and whether it made a new node."""
         box = self._box_of(tensor.untyped_storage())
         if box is not None and box.version != tensor._version:
             box.overwritten = True
-        if not tensor.requires_grad:
-            return
-        node = tensor.grad_fn
-        if torch.is_grad_enabled() and node is not None:
-            node.metadata[VERSION] = tensor._version
-        elif node is None:
+        if followed and tensor.grad_fn is not None:
+            tensor.grad_fn.metadata[VERSION] = tensor._version
+        elif tensor.requires_grad and tensor.is_leaf:
             self._parameters_stay = False
         else:
             self._touched(tensor)
@@ -331,6 +343,8 @@ def _is_kept_in_training(args: Any, kwargs: Any) -> bool:
 
 _NOISE = Operation("Dropout", _noise, 1, ())
 _NOISES = set[tuple[float, torch.dtype]]()  # whose noise was seen to have two values
+_CHANGING = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow", "matmul")}
+_CHANGING |= {"__setitem__"}
 _PLAIN = None, None
 # Whether a function saves nothing that could be let go, and what is noted after it.
 _SPECIAL: dict[Any, tuple[Callable[..., bool] | None, Callable[..., None] | None]] = {
