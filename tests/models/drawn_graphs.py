@@ -71,7 +71,7 @@ class Graph(nn.Module):
         draw = random.Random(self.seed)
         torch.manual_seed(self.seed)
         values = [x, self.product(draw, x)]
-        for _ in range(draw.randint(3, 14)):
+        for _ in range(draw.randint(4, 20)):
             a = draw.choice(values[-3:])
             kind = draw.random()
             if kind < 0.35:

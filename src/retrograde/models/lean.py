@@ -1,34 +1,153 @@
-"""``rg.lean()``: the tape of a forward pass, without what is cheap to compute again."""
+"""``rg.lean()``: a forward pass that saves less, since its backward pass computes cheap values again."""
 
-from typing import Any
+import threading
+import warnings
+from types import TracebackType
+from typing import Any, TypeVar, overload
 
+import torch
+from torch import nn
+from torch._C import _autograd
 from torch.autograd.graph import saved_tensors_hooks
 
 from retrograde.models.recipes import unpack
 from retrograde.models.tape import Tape
 from retrograde.units import format_bytes
 
+__all__ = ["Lean", "lean"]
+
+Module = TypeVar("Module", bound=nn.Module)
+_running = threading.local()  # the passes of wrapped models that have begun
+
 
 class Lean:
-    def __init__(self):
-        self.tape = None
+    """A forward pass with a lean tape. ``print`` of it says what was let go.
 
-    def __enter__(self):
-        self.tape = Tape()
-        self.hooks = saved_tensors_hooks(self.tape.pack, unpack)
-        self.tape.__enter__()
-        self.hooks.__enter__()
+    Attributes:
+        kept_bytes: of the tensors that were saved and kept, parameters not counted.
+        let_go_bytes: of those that were let go, by the operation that computes them again.
+        aside: why ordinary autograd runs instead, or None.
+    """
+
+    def __init__(self) -> None:
+        self.aside: str | None = "no pass was begun"
+        self._tape: Tape | None = None
+        self._hooks: Any = None
+
+    @property
+    def kept_bytes(self) -> int:
+        return self._tape.kept if self._tape else 0
+
+    @property
+    def let_go_bytes(self) -> dict[str, int]:
+        found = self._tape.let_go.most_common() if self._tape else []
+        return {name: size for name, size in found if size}
+
+    def __enter__(self) -> "Lean":
+        if torch.compiler.is_compiling():
+            return self
+        self.aside = _why_not()
+        if self.aside is None:
+            from torch.distributed import _composable_state
+
+            sharded = bool(getattr(_composable_state, "_module_state_mapping", None))
+            self._tape = Tape(parameters_stay=not sharded)
+            self._hooks = saved_tensors_hooks(self._tape.pack, unpack)
+            self._tape.__enter__()
+            self._hooks.__enter__()
         return self
 
-    def __exit__(self, *e):
-        self.hooks.__exit__(*e)
-        self.tape.__exit__(*e)
-        self.tape.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if torch.compiler.is_compiling() or self._hooks is None:
+            return
+        hooks, self._hooks = self._hooks, None
+        hooks.__exit__(kind, error, trace)
+        self._tape.__exit__(kind, error, trace)  # type: ignore[union-attr]
+        self._tape.close()  # type: ignore[union-attr]
 
-    def __str__(self):
-        t = self.tape
-        return f"kept {format_bytes(t.kept)}, let go {format_bytes(sum(t.let_go.values()))}: " + ", ".join(f"{n} {format_bytes(b)}" for n, b in t.let_go.most_common())
+    def __str__(self) -> str:
+        if self.aside is not None:
+            return f"ordinary autograd: {self.aside}"
+        found = self.let_go_bytes
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in found.items())
+        total = f"kept {format_bytes(self.kept_bytes)}, let go {format_bytes(sum(found.values()))}"
+        return f"{total}: {parts}" if parts else total
 
 
-def lean():
-    return Lean()
+@overload
+def lean() -> Lean: ...
+@overload
+def lean(model: Module) -> Module: ...
+def lean(model: nn.Module | None = None) -> Any:
+    """Save less in a forward pass, and compute it again in the backward pass, with the same bits.
+
+    Autograd keeps what cheap operations made, although it keeps what they made it from: activations,
+    normalisations, products, casts, dropout. Within this context such tensors are let go. The
+    backward pass computes each when it is first read, by the same function.
+
+    Args:
+        model: wrap its forward for good, and return it; without one, return a context manager.
+            The wrapped model's state dict, copies and pickles are what they were.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        RuntimeError: this torch is too old.
+
+    Example:
+        >>> import torch, retrograde as rg
+        >>> model = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.GELU(),
+        ...                             torch.nn.Linear(1024, 256))
+        >>> with rg.lean() as tape:
+        ...     loss = model(torch.randn(64, 256)).square().mean()
+        >>> loss.backward()
+        >>> print(tape)
+        kept 384 KiB, let go 256 KiB: Gelu 256 KiB
+    """
+    if not hasattr(_autograd.SavedTensor, "data"):
+        raise RuntimeError(
+            f"rg.lean() needs a torch whose saved tensors can be looked at, not {torch.__version__}: "
+            "install torch 2.13 or later"
+        )
+    if model is None:
+        return Lean()
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"rg.lean() takes a torch.nn.Module, or nothing to return a context manager, not "
+            f"{type(model).__name__}: wrap the module that holds the forward pass"
+        )
+    if hasattr(model, "_orig_mod"):
+        warnings.warn(
+            "rg.lean() steps aside for what torch.compile made: the compiler already computes cheap "
+            "operations again, so nothing changes",
+            stacklevel=2,
+        )
+    elif _begin not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_begin)
+        model.register_forward_hook(_end, always_call=True)
+    return model
+
+
+def _why_not() -> str | None:
+    """Return why a pass is left to ordinary autograd, or None."""
+    if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
+        return "nothing is saved without gradients"
+    if not _autograd._saved_tensors_hooks_is_enabled():
+        return "torch.func takes no hooks for saved tensors"
+    hooks = _autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None:
+        return None
+    nested = isinstance(getattr(hooks[0], "__self__", None), Tape)
+    return "another lean pass runs" if nested else "hooks of the caller's save its tensors"
+
+
+def _begin(module: nn.Module, args: Any) -> None:
+    if not torch.compiler.is_compiling():
+        _running.passes = [*getattr(_running, "passes", []), Lean().__enter__()]
+
+
+def _end(module: nn.Module, args: Any, result: Any) -> None:
+    if not torch.compiler.is_compiling():
+        *_running.passes, last = _running.passes
+        last.__exit__(None, None, None)

@@ -1,8 +1,8 @@
 """Values that autograd saves, and how those that were let go are computed again.
 
 What autograd saves of one storage has a *box*, which the saved tensors share. It holds the tensor,
-or the *recipe*: the operation that computed it, with what that read. A recipe is read from the
-nodes of autograd's graph. It ends at boxes, at parameters, and at numbers.
+or a *recipe*: the cheap operation that computed it, and what that read. Recipes are read from the
+nodes of autograd's graph. They end at boxes, at parameters, and at numbers.
 """
 
 import math
@@ -15,17 +15,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from retrograde.models.cheap import (
-    ATTRIBUTE,
-    CHEAP,
-    KEEP_RESULT,
-    RESULT,
-    SAVED,
-    VALUE,
-    VALUES,
-    Operation,
-)
+    ATTRIBUTE, CHEAP, KEEP_RESULT, LIST, NOTED, RESULT, SAVED, Operation
+)  # fmt: skip
 
-__all__ = ["CHANGED", "MOST_OPERATIONS", "NOTED", "Box", "Held", "Packed", "Recipe", "Search", "Step"]
+__all__ = ["CHANGED", "KNOWN", "Box", "Held", "Packed", "Search", "Step", "shape_of", "unpack"]
 
 #: What starting an operation costs, in bytes written.
 START_BYTES = 64 * 1024
@@ -33,17 +26,22 @@ START_BYTES = 64 * 1024
 MOST_OPERATIONS = 16
 #: Keys in the metadata of a node: what was noted of it, and that its result changed unseen. An
 #: integer is the key of the box of this output.
-NOTED, CHANGED = "retrograde noted", "retrograde changed"
+KNOWN, CHANGED = "retrograde known", "retrograde changed"
 
-Shape = tuple[torch.Size, tuple[int, ...], int]
+_Shape = tuple[torch.Size, tuple[int, ...], int]
 
 
-def shape_of(tensor: Tensor) -> Shape:
+def shape_of(tensor: Tensor) -> _Shape:
     """Return size, strides and offset."""
     return tensor.size(), tensor.stride(), tensor.storage_offset()
 
 
-no_function = torch._C.DisableTorchFunction
+def _overwritten(size: torch.Size, found: int, expected: int) -> RuntimeError:
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: a tensor of sizes {list(size)} is at version {found}; expected version "
+        f"{expected} instead"
+    )
 
 
 class Held(NamedTuple):
@@ -53,15 +51,17 @@ class Held(NamedTuple):
     version: int
 
     def open(self) -> Tensor:
-        """Return the tensor, unless it was overwritten."""
-        return unchanged(self.tensor, self.version)
+        """Return the tensor; raise what autograd raises if it was overwritten since."""
+        if self.tensor._version != self.version:
+            raise _overwritten(self.tensor.shape, self.tensor._version, self.version)
+        return self.tensor
 
 
 class Packed(NamedTuple):
     """A saved tensor: what a box holds, or a view of it. The shape is then not the box's own."""
 
     box: "Box"
-    shape: Shape
+    shape: _Shape
 
     def open(self) -> Tensor:
         """Return the tensor, computed again if it was let go."""
@@ -70,21 +70,31 @@ class Packed(NamedTuple):
 
 
 class Box:
-    """What autograd saves of a storage: the tensor, or its recipe."""
+    """What autograd saves of a storage: the tensor, or its recipe.
 
-    __slots__ = ("__weakref__", "alias", "data", "dtype", "nbytes", "overwritten", "recipe", "shape", "storage", "version")  # fmt: skip
+    ``reads`` are the boxes that the recipe reads, ``operations`` how many it calls with those of
+    its boxes, ``peak`` the bytes that it takes.
+    """
+
+    __slots__ = (
+        "__weakref__", "alias", "data", "dtype", "nbytes", "operations", "overwritten", "peak",
+        "reads", "recipe", "shape", "storage", "version",
+    )  # fmt: skip
 
     def __init__(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
         self.alias, self.storage = ref(tensor), ref(storage)
         self.shape, self.dtype, self.version = shape_of(tensor), tensor.dtype, tensor._version
-        self.nbytes = storage.nbytes()
+        self.nbytes = self.peak = storage.nbytes()
         self.data: Tensor | None = None
-        self.recipe: Recipe | None = None
-        self.overwritten = False
+        self.recipe: Step | None = None
+        self.reads: list[Box] = []
+        self.operations, self.overwritten = 0, False
 
-    def keep(self, tensor: Tensor) -> None:
-        """Hold the tensor. The alias does not hold the node that would hold it."""
-        self.data, self.recipe = tensor.detach(), None
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Hold a tensor. Its alias does not hold the node that would hold it."""
+        self.data, self.version = tensor.detach(), tensor._version
+        self.recipe, self.reads, self.operations = None, [], 0
+        return self.data
 
     def is_current(self) -> bool:
         """Whether nothing was written to the storage since."""
@@ -92,61 +102,36 @@ class Box:
         return not self.overwritten and (tensor is None or tensor._version == self.version)
 
     def open(self) -> Tensor:
-        """Return the tensor, computed again if it was let go.
-
-        Raises:
-            RuntimeError: as ordinary autograd's, if the tensor was overwritten after it was saved.
-        """
+        """Return the tensor, computed again if it was let go."""
         recipe = self.recipe
         if self.data is not None:
-            return unchanged(self.data, self.version)
+            return Held(self.data, self.version).open()
         tensor = self.alias()
         if tensor is not None:  # somebody holds it in any case
-            self.keep(unchanged(tensor, self.version))
-        else:
-            if self.overwritten:
-                raise RuntimeError(_MODIFIED.format(list(self.shape[0]), self.version + 1, self.version))
-            assert recipe is not None
-            result = recipe.step.open()
-            if shape_of(result) != self.shape:
-                size, stride, _ = self.shape
-                whole = torch.empty_strided(size, stride, dtype=result.dtype, device=result.device)
-                result = whole.copy_(result)
-            self.data, self.version = result, result._version
-        self.recipe = None
-        assert self.data is not None
-        return self.data
+            return self.keep(Held(tensor, self.version).open())
+        if self.overwritten:
+            raise _overwritten(self.shape[0], self.version + 1, self.version)
+        assert recipe is not None
+        result = recipe.open()
+        if shape_of(result) != self.shape:
+            whole = torch.empty_strided(*self.shape[:2], dtype=result.dtype, device=result.device)
+            result = whole.copy_(result)
+        return self.keep(result)
 
 
-_MODIFIED = (
-    "one of the variables needed for gradient computation has been modified by an inplace "
-    "operation: a tensor of sizes {} is at version {}; expected version {} instead"
-)
-
-
-def unchanged(tensor: Tensor, version: int) -> Tensor:
-    """Return a tensor, unless it was overwritten after it was saved."""
-    if tensor._version != version:
-        raise RuntimeError(_MODIFIED.format(list(tensor.shape), tensor._version, version))
-    return tensor
-
-
-def unpack(packed: Packed | tuple[Tensor, int]) -> Tensor:
+def unpack(packed: Packed | Held) -> Tensor:
     """Return what was saved, computed again if it was let go."""
     if torch._C._is_torch_function_mode_enabled():
-        with no_function():
+        with torch._C.DisableTorchFunction():
             return unpack(packed)
-    if type(packed) is tuple:
-        return unchanged(*packed)
-    box, shape = packed
-    if box.data is not None and shape is box.shape:
-        return unchanged(box.data, box.version)
-    with (
-        torch._C._DisableTorchDispatch(),
-        torch._C._AutoDispatchBelowAutograd(),
-        torch._C._DisableAutocast(),
-    ):
-        return packed.open()
+    if type(packed) is Packed and (packed.box.data is None or packed.shape is not packed.box.shape):
+        with (
+            torch._C._DisableTorchDispatch(),
+            torch._C._AutoDispatchBelowAutograd(),
+            torch._C._DisableAutocast(),
+        ):
+            return packed.open()
+    return Held(*packed).open() if type(packed) is tuple else packed.open()
 
 
 @dataclass(slots=True)
@@ -171,26 +156,17 @@ class Step:
         """Return the bytes that computing takes at most, and those that stay, the result's too."""
         held = most = 0
         for arg in self.args:
+            peak = stays = 0
             if type(arg) is Step:
                 peak, stays = arg.peak()
-            elif type(arg) is Packed and arg.box.data is None and arg.box.recipe is not None:
-                peak, stays = arg.box.recipe.peak, arg.box.nbytes
-            else:
-                continue
+            elif type(arg) is Packed and arg.box.data is None:
+                peak, stays = arg.box.peak, arg.box.nbytes
             most, held = max(most, held + peak), held + stays
         return max(most, held + (0 if self.over else self.nbytes)), self.nbytes or held
 
 
 _OPENED = {Step, Held, Packed}
-
-
-class Recipe(NamedTuple):
-    """How a value is computed, with the operations of what it reads and the bytes it takes."""
-
-    step: Step
-    reads: list[Box]
-    operations: int
-    peak: int
+_UNKNOWN = object()
 
 
 class Search:
@@ -203,89 +179,73 @@ class Search:
         cost: the bytes that they write, each as often as its operation has passes.
     """
 
-    __slots__ = ("_parameters_stay", "apart", "cost", "operations", "own")
-
     def __init__(self, parameters_stay: bool) -> None:
         self.own: list[Box] = []
         self.apart: list[Box] = []
-        self.operations = 0
-        self.cost = 0.0
+        self.operations, self.cost = 0, 0.0
         self._parameters_stay = parameters_stay
 
-    def step(self, node: Node, nr: int, nbytes: int = 0, is_goal: bool = True) -> Step | None:
+    def step(self, node: Node, nr: int, nbytes: int = 0, copied: bool = True) -> Step | None:
         """Return how an output of a node is computed, or None if it cannot be.
 
-        ``nbytes`` is its size, if that is known.
+        ``nbytes`` is its size, if known. ``copied``: its strides do not matter, as it is copied.
         """
-        operation = CHEAP.get(node.name())
-        if operation is None or not (operation.layout or is_goal):
-            return None
-        notes, edges = node.metadata, node.next_functions
-        if operation.check is not None:
+        operation, notes, edges = CHEAP.get(node.name()), node.metadata, node.next_functions
+        if operation is not None and operation.check is not None:
             operation = operation.check(node, nr, edges)
         if operation is None or CHANGED in notes:
             return None
+        if operation.name in ("Clone", "ToCopy") and not copied:
+            return None  # its strides are not known
         args: list[Any] = []
         for kind, name, edge in operation.reads:
             if kind == ATTRIBUTE:
-                arg = _signed(getattr(node, name))
+                args.append(_signed(getattr(node, name)))
             elif kind == RESULT:
-                arg = nr if name == "nr" else getattr(node._input_metadata[nr], name)  # type: ignore[attr-defined]
-            elif kind == VALUES:
+                args.append(nr if name == "nr" else getattr(_result(node, nr), name))
+            elif kind == LIST:
                 args += [self._value(*one, False) for one in edges]
-                if None in args:
-                    return None
-                continue
             else:
                 arg = self._saved(node, name) if name else None
                 if arg is None and kind != SAVED:
                     source, at = edges[edge] if edge >= 0 else (None, 0)
                     if source is not None:
-                        arg = self._value(source, at, is_goal and operation.copies)
-                    if arg is None and (source is not None or kind == VALUE or NOTED not in notes):
-                        return None
-                    if source is None:
-                        arg = notes[NOTED]
-                elif arg is _UNKNOWN:
-                    return None
-            args.append(arg)
-        if not operation.passes:
-            nbytes = 0
-        else:
-            if not nbytes:
-                result = node._input_metadata[nr]  # type: ignore[attr-defined]
-                nbytes = math.prod(result.shape) * result.dtype.itemsize
-            self.operations += 1
-            self.cost += operation.passes * nbytes + START_BYTES
-            if self.operations > MOST_OPERATIONS:
+                        arg = self._value(source, at, copied and operation.name == "UnsafeView")
+                    else:
+                        arg = notes.get(KNOWN, _UNKNOWN) if kind == NOTED else _UNKNOWN
+                args.append(arg)
+            if args and args[-1] is _UNKNOWN:
                 return None
-        first = args[0]
-        over = operation.over is not None and type(first) is Step and first.nbytes == nbytes
-        return Step(operation, args, nbytes, over)
+        if not operation.passes:
+            return Step(operation, args, 0) if _UNKNOWN not in args else None
+        if not nbytes:
+            nbytes = math.prod(_result(node, nr).shape) * _result(node, nr).dtype.itemsize
+        self.operations += 1
+        self.cost += operation.passes * nbytes + START_BYTES
+        if self.operations > MOST_OPERATIONS or (operation.reads[-1][0] == LIST and _UNKNOWN in args):
+            return None
+        over = operation.over and type(args[0]) is Step and args[0].nbytes == nbytes
+        return Step(operation, args, nbytes, bool(over))
 
     def _saved(self, node: Node, name: str) -> Any:
         """Return what a node saved, or None if it saved no such tensor."""
         saved = getattr(node, name)
         data = saved.data
-        if data is None:
-            return None
         if type(data) is Packed:
             return data if self._read(self.own, data.box) else _UNKNOWN
-        if type(data) is tuple and saved.unpack_hook is unpack:
-            tensor, version = data
-        elif type(data) in (Tensor, nn.Parameter) and saved.unpack_hook is None:
-            tensor = data if data.is_leaf else data.detach()  # saved without hooks
-            version = data._version if data.requires_grad and data.is_leaf else 0
-        else:
-            return _UNKNOWN  # another hook's
-        if tensor.requires_grad and not self._parameters_stay:
-            return _UNKNOWN
-        return Held(tensor, version) if tensor._version == version else _UNKNOWN
+        if type(data) in (Tensor, nn.Parameter) and saved.unpack_hook is None:
+            free = data.requires_grad and data.is_leaf  # saved without hooks
+            data = Held(data if data.is_leaf else data.detach(), data._version if free else 0)
+        if type(data) is not Held:
+            return None if data is None else _UNKNOWN  # another hook's
+        tensor, version = data
+        stays = self._parameters_stay or not tensor.requires_grad
+        return data if stays and tensor._version == version else _UNKNOWN
 
-    def _value(self, node: Node | None, nr: int, is_copied: bool) -> Any:
-        """Return the value at an edge, or None if it is unknown."""
+    def _value(self, node: Node | None, nr: int, copied: bool) -> Any:
+        """Return the value at an edge."""
         if node is None:
-            return None
+            return _UNKNOWN
         at = node.metadata.get(nr)
         box = at() if at is not None else None
         if box is not None and CHANGED not in node.metadata:
@@ -293,20 +253,18 @@ class Search:
                 return Packed(box, box.shape)
         leaf = getattr(node, "variable", None)
         if leaf is None:
-            return self.step(node, nr, 0, is_copied)
+            return self.step(node, nr, 0, copied) or _UNKNOWN
         stays = self._parameters_stay and type(leaf) in (Tensor, nn.Parameter)
-        return Held(leaf, leaf._version) if stays else None
+        return Held(leaf, leaf._version) if stays else _UNKNOWN
 
     def _read(self, boxes: list[Box], box: Box) -> bool:
-        if not box.is_current():
-            return False
         boxes.append(box)
-        if box.data is None and box.recipe is not None:
-            self.operations += box.recipe.operations
-        return True
+        self.operations += box.operations
+        return box.is_current()
 
 
-_UNKNOWN = object()
+def _result(node: Any, nr: int) -> Any:
+    return node._input_metadata[nr]
 
 
 def _signed(value: Any) -> Any:

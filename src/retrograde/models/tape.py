@@ -1,7 +1,5 @@
 """The tape of one forward pass: which saved tensors are let go.
 
-When autograd saves a tensor, the tape looks for the recipe of its storage. The rules:
-
 1. The same function on the same strides: a value has the same bits when it is computed again.
 2. What a recipe reads is held at no cost if the recipe's own nodes save it, since those are still
    to come when the value is read. What others saved may not be larger than what is let go.
@@ -19,24 +17,15 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch._C import _autograd
 from torch.autograd.graph import Node
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from retrograde.models.cheap import CHEAP, Operation
 from retrograde.models.recipes import (
-    CHANGED,
-    NOTED,
-    Box,
-    Held,
-    Packed,
-    Recipe,
-    Search,
-    Step,
-    no_function,
-    shape_of,
-    unpack,
-)
+    CHANGED, KNOWN, Box, Held, Packed, Search, Step, shape_of, unpack
+)  # fmt: skip
 
 __all__ = ["Tape"]
 
@@ -49,17 +38,8 @@ VERSION = "retrograde version"
 
 # Dispatch keys of tensors that are more than their storage, size and strides.
 _STRANGE = 0
-for _name in (
-    *("Negative", "Conjugate", "ZeroTensor", "Python"),
-    *("Quantized", "Sparse", "SparseCsr", "NestedTensor"),
-):
-    _STRANGE |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _name)).raw_repr()
-_keys_of = torch._C._dispatch_keys
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
-_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
-_newest = torch._C._autograd._get_sequence_nr
-_graph_task = torch._C._current_graph_task_id
+for _key in "Negative Conjugate ZeroTensor Python Quantized Sparse SparseCsr NestedTensor".split():
+    _STRANGE |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _key)).raw_repr()
 
 
 class Tape(TorchFunctionMode):
@@ -70,16 +50,15 @@ class Tape(TorchFunctionMode):
         let_go: bytes of what is saved and let go, by operation.
     """
 
-    def __init__(self, parameters_stay: bool = True) -> None:
+    def __init__(self, parameters_stay: bool) -> None:
         super().__init__()
-        self.kept = 0
-        self.let_go = Counter[str]()
+        self.kept, self.let_go = 0, Counter[str]()
         self._parameters_stay = parameters_stay
         self._boxes: dict[int, ref[Box]] = {}  # by the address of the storage
         self._gone: list[ref[Box]] = []
         self._pending: list[Box] = []  # let go, and perhaps not released yet
-        self._is_changing = False  # a function runs that changes its first argument in place
         self._credit = 0  # bytes that were let go, and are released
+        self._is_changing = False  # a function runs that changes its first argument in place
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -89,106 +68,112 @@ class Tape(TorchFunctionMode):
         if torch.compiler.is_compiling():
             return func(*args, **kwargs)
         first = kwargs.get("out", args[0] if args else kwargs.get("input"))
+        name = getattr(func, "__name__", "")
         if not isinstance(first, Tensor):
             result = func(*args, **kwargs)
-            if "out" in kwargs or getattr(func, "__name__", "")[:2] == "_f":  # _foreach_add_
+            if "out" in kwargs or name[:2] == "_f":  # _foreach_add_ and its like
                 for one in first if isinstance(first, (list, tuple)) else ():
                     self._changed(one, False)
             return result
         if first.is_inference():  # nothing of it is ever saved
             return func(*args, **kwargs)
-        before, newest = first._version, _newest()
-        name = getattr(func, "__name__", "")
+        before, newest = first._version, _autograd._get_sequence_nr()
         if name in _CHANGING or (name[-1:] == "_" and name[-2:] != "__") or kwargs.get("inplace"):
-            self._save_dependents(first)
+            self._open_dependents(first)
             self._is_changing = True
-        quiet, note = _SPECIAL.get(func, _PLAIN)
-        if quiet is not None and not before and quiet(args, kwargs) and self._is_top():
-            _pop_hooks()
+        if func in _SHARING:
+            self.touch(first)
+        quiet, note = _SPECIAL.get(func, (None, None))
+        if quiet is not None and not before and quiet(args, kwargs) and self.is_on_top():
+            _autograd._pop_saved_tensors_default_hooks()
             try:
                 result = func(*args, **kwargs)
             finally:
-                _push_hooks(self.pack, unpack)
+                _autograd._push_saved_tensors_default_hooks(self.pack, unpack)
         else:
             result = func(*args, **kwargs)
         self._is_changing = False
         if first._version != before:
-            self._changed(first, first.requires_grad and _newest() > newest)
-        if note is not None:
-            note(self, result, args, kwargs)
+            self._changed(first, _autograd._get_sequence_nr() > newest)
+        if note is not None and isinstance(result, Tensor) and result.grad_fn is not None:
+            note(self, result.grad_fn, args, kwargs)
         return result
 
-    def _is_top(self) -> bool:
-        hooks = _top_hooks(True)
+    def is_on_top(self) -> bool:
+        """Whether no other hooks were entered since this tape's."""
+        hooks = _autograd._top_saved_tensors_default_hooks(True)
         return hooks is not None and hooks[0] == self.pack
 
-    def pack(self, tensor: Tensor) -> Packed | tuple[Tensor, int]:
+    def pack(self, tensor: Tensor) -> Packed | Held | tuple[Tensor, int]:
         """Save a tensor, or what it can be computed from."""
         if torch._C._is_torch_function_mode_enabled():
-            with no_function():
+            with torch._C.DisableTorchFunction():
                 return self.pack(tensor)
         version = tensor._version
         if tensor.requires_grad and tensor.is_leaf:
-            return tensor, version
-        storage = tensor.untyped_storage()
-        if storage.nbytes() < LEAST_BYTES:
-            self.kept += storage.nbytes()
-            return tensor.detach(), version
-        kind = type(tensor)
-        plain = (kind is Tensor or kind is nn.Parameter) and not (
-            _keys_of(tensor).raw_repr() & _STRANGE
-        )
-        base = tensor if tensor._base is None else tensor._base
-        if not plain or base.dtype is not tensor.dtype or _graph_task() >= 0:
-            return tensor.detach(), version
+            return Held(tensor, version)
+        if tensor.is_cuda and torch.cuda.current_stream() != torch.cuda.default_stream():
+            return tensor.detach(), version  # no recipe reads it: that would need another stream
+        storage, base = tensor.untyped_storage(), tensor if tensor._base is None else tensor._base
         box = self._box_of(storage)
-        if box is not None:
-            if box.dtype is not tensor.dtype:
-                return tensor.detach(), version
-            if box.version == version:
-                shape = shape_of(tensor)
-                return Packed(box, box.shape if shape == box.shape else shape)
-            box.overwritten = True
-        box = Box(base, storage)
-        self._boxes[storage._cdata] = ref(box)
-        node = base.grad_fn
-        if node is None or not self._let_go(box, node, base, tensor.requires_grad):
-            box.keep(base)
-            self.kept += box.nbytes
-        if node is not None:
-            node.metadata[base.output_nr] = ref(box)
-        return Packed(box, box.shape if base is tensor else shape_of(tensor))
-
-    def note_noise(self, node: Node, p: float) -> None:
-        """Let go the noise of a dropout, zeros and one other number: a mask of bytes is enough."""
-        packed = node._raw_saved_other.data  # type: ignore[attr-defined]
-        box = packed.box if type(packed) is Packed else None
-        noise = box.data if box is not None else None
-        if box is None or noise is None or not 0 < p < 1:
-            return
-        self._settle()
-        if not noise.is_floating_point() or noise.itemsize < 2 or noise.numel() > self._credit:
-            return
-        with torch.no_grad():
-            one = torch.ones((), dtype=noise.dtype, device=noise.device).div_(1 - p)
-            mask = noise.bool().view(torch.uint8)  # numbers are converted faster than truth
-            if (p, noise.dtype) not in _NOISES:
-                if not torch.equal(_noise(mask, one), noise):
-                    return
-                _NOISES.add((p, noise.dtype))
-        at = Box(mask, mask.untyped_storage())
-        at.keep(mask)
-        step = Step(_NOISE, [Packed(at, at.shape), one], box.nbytes)
-        self.kept -= box.nbytes - at.nbytes
-        box.data = None
-        self._release(box, Recipe(step, [at], 1, box.nbytes))
+        if (
+            storage.nbytes() < LEAST_BYTES
+            or type(tensor) not in (Tensor, nn.Parameter)
+            or torch._C._dispatch_keys(tensor).raw_repr() & _STRANGE
+            or (base if box is None else box).dtype is not tensor.dtype
+            or torch._C._current_graph_task_id() >= 0
+        ):
+            self.kept += storage.nbytes() if box is None else 0
+            return Held(tensor.detach(), version)
+        if box is not None and box.version != version:
+            box.overwritten, box = True, None
+        if box is None:
+            box = Box(base, storage)
+            self._boxes[storage._cdata] = ref(box)
+            node = base.grad_fn
+            if node is None or not self._let_go(box, node, base, tensor.requires_grad):
+                box.keep(base)
+                self.kept += box.nbytes
+            if node is not None:
+                node.metadata[base.output_nr] = ref(box)
+        shape = shape_of(tensor)
+        return Packed(box, box.shape if shape == box.shape else shape)
 
     def close(self) -> None:
         """End the pass. What the caller still holds is not computed a second time beside it."""
-        with no_function():
+        with torch._C.DisableTorchFunction():
             for one in self._gone:
                 self._take_back(one())
         self._boxes, self._gone, self._pending = {}, [], []
+
+    def touch(self, tensor: Tensor) -> None:
+        """Note that a value may change, or may live on, without autograd's knowledge."""
+        base = tensor if tensor._base is None else tensor._base
+        if base.grad_fn is not None:
+            base.grad_fn.metadata[CHANGED] = True
+            self._take_back(self._box_of(base.untyped_storage()))
+
+    def note_noise(self, node: Any, p: float) -> None:
+        """Let go the noise of a dropout, zeros and one other number: a mask of bytes is enough."""
+        packed = node._raw_saved_other.data if node.name() == "MulBackward0" else None
+        box = packed.box if type(packed) is Packed else None
+        noise = box.data if box is not None else None
+        if box is None or noise is None or not noise.is_floating_point() or not 0 < p < 1:
+            return
+        self._settle()
+        with torch.no_grad():
+            one = torch.ones((), dtype=noise.dtype, device=noise.device).div_(1 - p)
+            mask = noise.bool().view(torch.uint8)  # numbers are converted faster than truth
+            if mask.nbytes > min(self._credit, noise.nbytes // 2):
+                return
+            if (p, noise.dtype) not in _NOISES and not torch.equal(_noise(mask, one), noise):
+                return
+            _NOISES.add((p, noise.dtype))
+        at = Box(mask, mask.untyped_storage())
+        at.keep(mask)
+        self.kept -= box.nbytes - at.nbytes
+        box.data = None
+        self._release(box, Step(_NOISE, [Packed(at, at.shape), Held(one, one._version)], box.nbytes), [at], 1)
 
     def _box_of(self, storage: torch.UntypedStorage) -> Box | None:
         at = self._boxes.get(storage._cdata)
@@ -197,9 +182,8 @@ class Tape(TorchFunctionMode):
 
     def _let_go(self, box: Box, node: Node, base: Tensor, grad_is_to_come: bool) -> bool:
         """Keep the recipe of a value instead of it, if the rules allow that."""
-        if base.numel() * base.itemsize != box.nbytes:
-            return False
-        if not self._is_followed(box.version, node) or (self._is_changing and not box.version):
+        whole = base.numel() * base.itemsize == box.nbytes
+        if not whole or not self._is_followed(box.version, node):
             return False
         search = Search(self._parameters_stay)
         step = search.step(node, base.output_nr, box.nbytes)
@@ -211,122 +195,94 @@ class Tape(TorchFunctionMode):
         self._settle()
         if peak - box.nbytes * (2 if grad_is_to_come else 1) > self._credit:
             return False
-        self._release(box, Recipe(step, search.own + search.apart, search.operations, peak))
+        box.peak = peak
+        self._release(box, step, search.own + search.apart, search.operations)
         return True
 
-    def _is_followed(self, version: int, node: Node) -> bool:
-        """Whether each change in place of a tensor is in the graph."""
-        if not version or node.metadata.get(VERSION) == version:
-            return True
+    def _is_followed(self, version: int, node: Any) -> bool:
+        """Whether each change in place of a result is in the graph."""
+        if version == node.metadata.get(VERSION, 0):
+            return version > 0 or not self._is_changing
         saved = getattr(node, "_raw_saved_result", None)
         if saved is None or saved.data is not None:
             return False
         old = node.next_functions[0][0]  # this is a change in place that is saving its own result
         return version == 1 or (old is not None and old.metadata.get(VERSION) == version - 1)
 
-    def _release(self, box: Box, recipe: Recipe) -> None:
-        box.recipe = recipe
-        self.let_go[recipe.step.operation.name] += box.nbytes
+    def _release(self, box: Box, recipe: Step, reads: list[Box], operations: int) -> None:
+        box.recipe, box.reads, box.operations = recipe, reads, operations
+        self.let_go[recipe.operation.name] += box.nbytes
         self._gone.append(ref(box))
         self._pending.append(box)
 
-    def _take_back(self, box: Box | None) -> None:
+    def _take_back(self, box: Box | None, compute: bool = False) -> None:
         """Keep what was let go, if somebody holds it in any case."""
-        if box is None or box.data is not None or box.recipe is None or not box.is_current():
-            return
-        tensor = box.alias()
-        if tensor is not None:
-            self.let_go[box.recipe.step.operation.name] -= box.nbytes
-            self.kept += box.nbytes
-            box.keep(tensor)
+        if box is not None and box.recipe is not None and box.is_current():
+            if compute or box.alias() is not None:
+                self.let_go[box.recipe.operation.name] -= box.nbytes
+                self.kept += box.nbytes
+                unpack(Packed(box, box.shape))
+
+    def _open_dependents(self, tensor: Tensor) -> None:
+        """Compute what would be computed from a tensor that is about to be changed in place."""
+        box = self._box_of(tensor.untyped_storage())
+        if box is not None and box.is_current():
+            for one in [one() for one in self._gone]:
+                if one is not None and box in one.reads:
+                    self._take_back(one, True)
 
     def _settle(self) -> None:
         """Count what was let go and is released by now."""
-        still = []
-        for box in self._pending:
-            if box.storage() is None:
-                self._credit += box.nbytes
-            else:
-                still.append(box)
-        self._pending = still
-
-    def _save_dependents(self, tensor: Tensor) -> None:
-        """Compute what would be computed from a tensor that is about to be changed in place."""
-        box = self._box_of(tensor.untyped_storage())
-        for other in [one() for one in self._gone] if box and box.is_current() else ():
-            recipe = other.recipe if other is not None else None
-            if other is not None and recipe is not None and box in recipe.reads:
-                self.let_go[recipe.step.operation.name] -= other.nbytes
-                unpack(Packed(other, other.shape))
-                self.kept += other.nbytes
+        self._credit += sum(box.nbytes for box in self._pending if box.storage() is None)
+        self._pending = [box for box in self._pending if box.storage() is not None]
 
     def _changed(self, tensor: Tensor, followed: bool) -> None:
         """Note a change in place, and whether it made a new node."""
         box = self._box_of(tensor.untyped_storage())
         if box is not None and box.version != tensor._version:
             box.overwritten = True
-        if followed and tensor.grad_fn is not None:
-            tensor.grad_fn.metadata[VERSION] = tensor._version
-        elif tensor.requires_grad and tensor.is_leaf:
-            self._parameters_stay = False
-        else:
-            self._touched(tensor)
-
-    def _touched(self, tensor: Tensor) -> None:
-        """Note that a value may change, or may live on, without autograd's knowledge."""
         base = tensor if tensor._base is None else tensor._base
-        for one in (tensor, base):
-            if one.grad_fn is not None:
-                one.grad_fn.metadata[CHANGED] = True
-        self._take_back(self._box_of(base.untyped_storage()))
+        if base.is_leaf:
+            self._parameters_stay &= not base.requires_grad
+        elif not followed:
+            self.touch(base)
+        elif base is tensor:
+            tensor.grad_fn.metadata[VERSION] = tensor._version  # type: ignore[union-attr]
 
 
-def _note_other(tape: Tape, result: Any, args: Any, kwargs: Any) -> None:
-    """Note the number that is added or subtracted."""
+def _argument(args: Any, kwargs: Any, position: int, name: str, default: Any) -> Any:
+    return args[position] if len(args) > position else kwargs.get(name, default)
+
+
+def _note_number(tape: Tape, node: Node, args: Any, kwargs: Any) -> None:
     for one in (*args[:2], kwargs.get("other")):
-        if isinstance(one, (int, float)) and result.grad_fn is not None:
-            result.grad_fn.metadata[NOTED] = one
+        if isinstance(one, (int, float)):
+            node.metadata[KNOWN] = one
 
 
-def _note_eps(tape: Tape, result: Any, args: Any, kwargs: Any) -> None:
-    if result.grad_fn is not None:
-        result.grad_fn.metadata[NOTED] = args[4] if len(args) > 4 else kwargs.get("eps", 1e-5)
+def _note_eps(tape: Tape, node: Node, args: Any, kwargs: Any) -> None:
+    node.metadata[KNOWN] = _argument(args, kwargs, 4, "eps", 1e-5)
 
 
 def _note_bias(position: int) -> Callable[..., None]:
-    def note(tape: Tape, result: Any, args: Any, kwargs: Any) -> None:
-        bias = args[position] if len(args) > position else kwargs.get("bias")
-        if result.grad_fn is not None and (bias is None or not bias.requires_grad):
-            held = None if bias is None else Held(bias, bias._version)
-            result.grad_fn.metadata[NOTED] = held
+    def note(tape: Tape, node: Node, args: Any, kwargs: Any) -> None:
+        bias = _argument(args, kwargs, position, "bias", None)
+        node.metadata[KNOWN] = bias if bias is None else Held(bias, bias._version)
 
     return note
 
 
-def _note_dropout(tape: Tape, result: Any, args: Any, kwargs: Any) -> None:
-    """Let go the noise of a dropout on a CPU: zeros and one other number."""
-    node, p = result.grad_fn, args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-    if node is not None and node.name() == "MulBackward0":
-        tape.note_noise(node, p)
+def _note_dropout(tape: Tape, node: Node, args: Any, kwargs: Any) -> None:
+    tape.note_noise(node, _argument(args, kwargs, 1, "p", 0.5))
 
 
-def _note_attention(tape: Tape, result: Any, args: Any, kwargs: Any) -> None:
-    node, p = result.grad_fn, args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
+def _note_attention(tape: Tape, node: Node | None, args: Any, kwargs: Any) -> None:
+    p = _argument(args, kwargs, 4, "dropout_p", 0.0)
     for _ in range(8 if p else 0):  # attention without a kernel of its own
-        if node is None or node.name() == "MulBackward0":
-            break
-        node = node.next_functions[0][0]
-    if p and node is not None and node.name() == "MulBackward0":
+        if node is not None and node.name() != "MulBackward0":
+            node = node.next_functions[0][0]
+    if p and node is not None:
         tape.note_noise(node, p)
-
-
-def _note_touched(tape: Tape, result: Any, args: Any, kwargs: Any) -> None:
-    if args[0].grad_fn is not None:
-        tape._touched(args[0])
-
-
-def _noise(mask: Tensor, one: Tensor) -> Tensor:
-    return mask.to(one.dtype).mul_(one)
 
 
 def _is_kept(args: Any, kwargs: Any) -> bool:
@@ -337,28 +293,30 @@ def _is_kept(args: Any, kwargs: Any) -> bool:
 
 
 def _is_kept_in_training(args: Any, kwargs: Any) -> bool:
-    training = args[5] if len(args) > 5 else kwargs.get("training")
-    return training is True and _is_kept(args, kwargs)
+    return _argument(args, kwargs, 5, "training", False) is True and _is_kept(args, kwargs)
 
 
-_NOISE = Operation("Dropout", _noise, 1, ())
+def _noise(mask: Tensor, one: Tensor) -> Tensor:
+    return mask.to(one.dtype).mul_(one)
+
+
+_NOISE = Operation("Dropout", _noise, 1, (), None, None)
 _NOISES = set[tuple[float, torch.dtype]]()  # whose noise was seen to have two values
-_CHANGING = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow", "matmul")}
-_CHANGING |= {"__setitem__"}
-_PLAIN = None, None
+_CHANGING = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow")} | {"__setitem__"}
+_SHARING = {torch.detach, Tensor.detach, Tensor.data.__get__}  # their results share memory unseen
 # Whether a function saves nothing that could be let go, and what is noted after it.
 _SPECIAL: dict[Any, tuple[Callable[..., bool] | None, Callable[..., None] | None]] = {
-    **dict.fromkeys((functional.layer_norm, torch.layer_norm), (_is_kept, _note_eps)),
-    **dict.fromkeys((functional.group_norm, torch.group_norm), (_is_kept, _note_bias(3))),
+    functional.layer_norm: (_is_kept, _note_eps),
+    torch.layer_norm: (_is_kept, _note_eps),
+    functional.group_norm: (_is_kept, _note_bias(3)),
+    torch.group_norm: (_is_kept, _note_bias(3)),
     functional.batch_norm: (_is_kept_in_training, _note_bias(4)),
     torch.batch_norm: (_is_kept_in_training, _note_bias(2)),
-    **dict.fromkeys((functional.dropout, torch.dropout), (None, _note_dropout)),
+    functional.dropout: (None, _note_dropout),
+    torch.dropout: (None, _note_dropout),
     functional.scaled_dot_product_attention: (None, _note_attention),
-    **dict.fromkeys((Tensor.detach, torch.detach, Tensor.data.__get__), (None, _note_touched)),
 }
 for _place in (torch, Tensor):
-    for _name in ("add", "sub", "subtract", "rsub", "__add__", "__radd__", "__sub__", "__rsub__"):
+    for _name in "add sub subtract rsub __add__ __radd__ __sub__ __rsub__ add_ sub_ __iadd__ __isub__".split():
         if hasattr(_place, _name):
-            _SPECIAL[getattr(_place, _name)] = None, _note_other
-for _name in ("add_", "sub_", "__iadd__", "__isub__"):
-    _SPECIAL[getattr(Tensor, _name)] = None, _note_other
+            _SPECIAL[getattr(_place, _name)] = None, _note_number
