@@ -254,7 +254,7 @@ class Language(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.embed, self.drop = nn.Embedding(200, width), nn.Dropout(0.2)
-        self.lstm, self.norm = rg.LSTM(width, width, memory="50%"), nn.LayerNorm(width)
+        self.lstm, self.norm = rg.LSTM(width, width, memory="80%"), nn.LayerNorm(width)
         self.logits = nn.Linear(width, 200)
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -157,8 +157,8 @@ _CHECKS = {
 
 
 def _operation(node: str, call: Any, passes: float, reads: str) -> tuple[str, Operation]:
-    name = node.partition("Backward")[0]
-    node = node if node != name or name == "evaluation" else f"{name}Backward0"
+    name = node.partition("Backward")[0] if node != "evaluation" else "NativeBatchNorm"
+    node = node if "Backward" in node or node == "evaluation" else f"{name}Backward0"
     return node, Operation(name, call, passes, _words(reads), _OVER.get(name), _CHECKS.get(name))
 
 

@@ -161,11 +161,11 @@ class Tape(TorchFunctionMode):
         if box is None or noise is None or not noise.is_floating_point() or not 0 < p < 1:
             return
         self._settle()
+        if noise.numel() > min(self._credit, noise.nbytes // 2):
+            return
         with torch.no_grad():
             one = torch.ones((), dtype=noise.dtype, device=noise.device).div_(1 - p)
             mask = noise.bool().view(torch.uint8)  # numbers are converted faster than truth
-            if mask.nbytes > min(self._credit, noise.nbytes // 2):
-                return
             if (p, noise.dtype) not in _NOISES and not torch.equal(_noise(mask, one), noise):
                 return
             _NOISES.add((p, noise.dtype))

@@ -123,3 +123,35 @@ class Graph(nn.Module):
             return a
         draw.choice(IN_PLACE)(a)
         return a
+
+
+def train(seed, way, rows=8):
+    """Run a graph and a backward pass of the seed's kind; return what it leaves, or the error."""
+    graph = Graph(seed)
+    x = torch.rand(rows, WIDTH, requires_grad=seed % 3 > 0)
+    draw, kind, context = random.Random(seed), seed % 5, None
+    try:
+        with way() as context:
+            outputs, inner = graph(x)
+        loss = sum(one.float().square().mean() for one in outputs)
+        found = [one.detach().clone() for one in outputs]
+        if not loss.requires_grad:
+            return found, context
+        parameters = [p for p in graph.parameters() if p.requires_grad]
+        if kind == 1:
+            loss.backward(retain_graph=True)
+        elif kind == 2 and inner:  # a partial backward pass
+            one = draw.choice(inner)
+            found += torch.autograd.grad(loss, one, retain_graph=True, materialize_grads=True)
+        elif kind == 3 and outputs[-1].requires_grad:
+            outputs[-1].float().sum().backward(retain_graph=True)
+        del inner
+        if kind == 4:  # second derivatives
+            first = torch.autograd.grad(loss, parameters, create_graph=True, materialize_grads=True)
+            penalty = sum(one.square().sum() for one in first)
+            loss = penalty if penalty.requires_grad else loss
+        loss.backward()
+        left = [p.grad for p in (x, *parameters) if p.grad is not None]
+        return [*found, *left, *graph.buffers()], context
+    except (RuntimeError, ValueError) as error:
+        return str(error)[:60], context
