@@ -108,7 +108,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--heap", choices=["kept", "trimmed"], default="kept")
     options = parser.parse_args()
-    if options.heap == "kept" and not HEAP.keys() <= os.environ.keys():  # read when a process starts
+    if (
+        options.heap == "kept" and not HEAP.keys() <= os.environ.keys()
+    ):  # read when a process starts
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | HEAP)
     warnings.simplefilter("ignore")
     rows = []

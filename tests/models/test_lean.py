@@ -5,16 +5,16 @@ import gc
 import io
 import pickle
 import threading
-import warnings
+import time
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import retrograde as rg
-from oracles.drawn_graphs import WIDTH, Graph, train
+from oracles.drawn_graphs import train
 from oracles.lean_models import OTHERS, OWN, build
 from oracles.processes import spawn
 from retrograde.models import recipes, tape
@@ -90,7 +90,10 @@ OPERATIONS = {
         lambda x, m: functional.gelu(x),
         lambda x, m: functional.gelu(x, approximate="tanh"),
     ],
-    "Silu": [lambda x, m: functional.silu(x), lambda x, m: functional.silu(x.clone(), inplace=True)],
+    "Silu": [
+        lambda x, m: functional.silu(x),
+        lambda x, m: functional.silu(x.clone(), inplace=True),
+    ],
     "Relu": [lambda x, m: functional.relu(x * m.weight), lambda x, m: (x * m.weight).relu_()],
     "LeakyRelu": [lambda x, m: functional.leaky_relu(x, 0.3)],
     "Hardtanh": [lambda x, m: functional.relu6(x)],
@@ -104,7 +107,11 @@ OPERATIONS = {
     "Rsqrt": [lambda x, m: torch.rsqrt(x * x + 1)],
     "Reciprocal": [lambda x, m: 1 / (x * x + 1)],
     "Pow": [lambda x, m: x**2, lambda x, m: x**3],
-    "Mul": [lambda x, m: x * m.weight, lambda x, m: x.sigmoid() * 0.3, lambda x, m: x * torch.sin(x)],
+    "Mul": [
+        lambda x, m: x * m.weight,
+        lambda x, m: x.sigmoid() * 0.3,
+        lambda x, m: x * torch.sin(x),
+    ],
     "Div": [lambda x, m: x.sigmoid() / 3, lambda x, m: x / (m.weight + 1)],
     "Add": [lambda x, m: (x * x) + 1, lambda x, m: torch.add(x * x, m.bias, alpha=2)],
     "Sub": [lambda x, m: (x * x) - 2.5, lambda x, m: x * x - m.bias],
@@ -127,7 +134,9 @@ OPERATIONS = {
         lambda x, m: functional.batch_norm(x, None, None, m.weight, m.bias, True),
         lambda x, m: functional.batch_norm(x, None, None, training=True),
         lambda x, m: functional.batch_norm(x, m.bias.detach(), m.weight.detach(), m.weight, m.bias),
-        lambda x, m: functional.batch_norm(x.t().contiguous().t(), None, None, m.weight, None, True),
+        lambda x, m: functional.batch_norm(
+            x.t().contiguous().t(), None, None, m.weight, None, True
+        ),
     ],
     "Cat": [lambda x, m: torch.cat([x * x, x.exp()], -1)],
     "Stack": [lambda x, m: torch.stack([x * x, x.exp()]).sum(0) * x],
@@ -136,7 +145,10 @@ OPERATIONS = {
     "Clone": [lambda x, m: torch.sigmoid(x).t().contiguous().t()],
     "UnsafeView": [lambda x, m: torch.sigmoid(x).view(-1, 4, 16).transpose(1, 2).reshape(-1, 64)],
     "Embedding": [lambda x, m: functional.embedding(torch.arange(len(x)) % 16, m.last.weight)],
-    "Dropout": [lambda x, m: functional.dropout(x, 0.4), lambda x, m: functional.dropout(x, 0.1) * 2],
+    "Dropout": [
+        lambda x, m: functional.dropout(x, 0.4),
+        lambda x, m: functional.dropout(x, 0.1) * 2,
+    ],
 }
 
 
@@ -240,3 +252,412 @@ def test_drawn_graphs_have_the_same_bits_errors_and_memory(hundred):
         ]
         assert sizes[1] <= sizes[0], seed
     assert gone > 25
+
+
+# ---------------------------------------------------------------------------------------------
+# The rules
+
+
+def calls(monkeypatch):
+    """Note the operations that are called again."""
+    names, original = [], recipes.Step.open
+
+    def noting(self):
+        names.append(self.operation.name)
+        return original(self)
+
+    monkeypatch.setattr(recipes.Step, "open", noting)
+    return names
+
+
+def test_readers_share_what_is_computed_once_and_no_longer_than_they_live(monkeypatch):
+    names = calls(monkeypatch)
+    first, left, right = nn.Linear(16, 64), nn.Linear(64, 8), nn.Linear(64, 8)
+    with rg.lean():
+        y = functional.gelu(first(torch.randn(8, 16)))
+        loss = (left(y) * right(y)).sum()
+        del y
+    loss.backward(retain_graph=True)
+    assert names == ["Gelu"]
+    loss.backward(retain_graph=True)
+    assert names == ["Gelu"]
+    gc.collect()
+    before = rg.measure(lambda: None).working_bytes
+    del loss
+    assert before == 0
+
+
+def test_nothing_is_held_apart_that_is_larger_than_what_is_let_go():
+    def apart(dtype):
+        def run(x, m):
+            y = functional.gelu(x)  # saves x; the sum below does not
+            return torch.relu((x + 1).to(dtype)) * y.mean()
+
+        return Apply(run)
+
+    x = torch.randn(48, 16)
+    assert "Relu" in check(apart(torch.float32), x).let_go_bytes
+    assert "Relu" not in check(apart(torch.bfloat16), x).let_go_bytes
+
+
+def test_what_a_recipe_takes_for_a_moment_is_covered():
+    """Three products at once are two more than the gradient to come covers, without any credit."""
+
+    def three(x, m):
+        return x * m.weight + (x * m.bias + x * m.last.weight[0, :64])
+
+    with_credit = Apply(three)
+    without = copy.deepcopy(with_credit)
+    without.before = nn.Identity()
+    x = torch.randn(48, 16)
+    assert "Add" in check(with_credit, x).let_go_bytes
+    check(without, x, gone=False)
+    for model in (mlp(), mlp(nn.LayerNorm(64), nn.GELU()), mlp(nn.BatchNorm1d(64), nn.ReLU(True))):
+        assert peak(model, x, rg.lean) <= peak(model, x, Ordinary)
+
+
+def test_dear_operations_are_not_called_again():
+    for dear in (torch.tanh, torch.sin, torch.erf, lambda x: x.sigmoid() ** 1.5, torch.sinc):
+        check(mlp(Call(dear)), torch.rand(8, 16), gone=False)
+
+
+def test_a_chain_of_many_operations_is_cut():
+    def chain(x):
+        for _ in range(200):
+            x = functional.silu(x)
+        return x
+
+    context = check(mlp(Call(chain)), torch.randn(8, 16))
+    assert context.kept_bytes > 200 // recipes.MOST_OPERATIONS * 8 * 64 * 4
+
+
+class Call(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def test_relu_in_place_on_a_normalisation_gains():
+    model = mlp(nn.BatchNorm1d(64), nn.ReLU(inplace=True))
+    assert check(model, torch.randn(8, 16)).let_go_bytes == {"Relu": 8 * 64 * 4}
+
+
+def test_what_was_changed_after_it_was_saved_raises_what_autograd_raises():
+    for way in (Ordinary, rg.lean):
+        first, last = nn.Linear(16, 64), nn.Linear(64, 8)
+        with way():
+            y = functional.gelu(first(torch.randn(8, 16)))
+            loss = last(y).sum()
+            y.add_(1)
+        with pytest.raises(RuntimeError, match=r"modified by an\s+inplace operation"):
+            loss.backward()
+
+
+def test_a_change_that_autograd_does_not_follow_is_kept():
+    def change(x):
+        y = functional.silu(x)
+        with torch.no_grad():
+            y.mul_(3)
+        z = functional.silu(x)
+        z.data.mul_(2)
+        w = functional.silu(x)
+        w.detach().mul_(2)
+        v = functional.silu(x)
+        torch._foreach_mul_([v.detach()], 2.0)
+        return torch.relu(y + 1) * torch.relu(z + 2) * torch.relu(w + 3) * torch.relu(v + 1)
+
+    torch.manual_seed(0)
+    check(Apply(lambda x, m: change(x)), torch.randn(48, 16))
+
+
+def test_a_parameter_that_changed_raises():
+    model = mlp(nn.LayerNorm(64), nn.GELU())
+    with rg.lean():
+        loss = model(torch.randn(8, 16)).sum()
+    with torch.no_grad():
+        model[1].bias.add_(1)
+    with pytest.raises(RuntimeError, match=r"modified by an\s+inplace operation"):
+        loss.backward()
+
+
+def test_what_the_caller_holds_is_not_computed_again(monkeypatch):
+    names = calls(monkeypatch)
+    model = mlp()
+    with rg.lean() as context:
+        y = functional.gelu(model[0](torch.randn(8, 16)))
+        loss = model[2](y).sum()
+    assert context.let_go_bytes == {}
+    loss.backward()
+    assert names == []
+
+
+# ---------------------------------------------------------------------------------------------
+# What a caller may do beside it
+
+
+def test_second_derivatives():
+    found = []
+    for way in (Ordinary, rg.lean):
+        model, x = mlp(nn.LayerNorm(64), nn.SiLU()), torch.randn(8, 16, requires_grad=True)
+        torch.manual_seed(2)
+        x = torch.randn(8, 16, requires_grad=True)
+        with way():
+            y = model(x).square().sum()
+        (grad,) = torch.autograd.grad(y, x, create_graph=True)
+        grad.square().sum().backward()
+        found.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+def test_hooks_of_modules_and_tensors_see_what_they_see_without_it():
+    seen = {way: [] for way in (Ordinary, rg.lean)}
+    for way, values in seen.items():
+        model = mlp()
+        model[1].register_full_backward_hook(lambda m, i, o, v=values: v.extend([*i, *o]))
+        model[0].register_forward_hook(lambda m, a, y, v=values: y.register_hook(v.append) and None)
+        gradients(model, torch.ones(8, 16), way)
+    assert all(map(torch.equal, *seen.values()))
+    assert len(seen[rg.lean]) == 3
+
+
+def test_threads_have_passes_of_their_own():
+    model, x = mlp(nn.LayerNorm(64), nn.GELU()), torch.randn(32, 16)
+    expected, _ = gradients(copy.deepcopy(model), x)
+    found = {}
+
+    def run(i):
+        net = copy.deepcopy(model)
+        for _ in range(20):
+            found[i] = gradients(net, x, rg.lean)[0]
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert all(all(map(torch.equal, expected, grads)) for grads in found.values())
+    assert len(found) == 4
+
+
+def test_a_backward_pass_in_another_thread_and_two_passes_interleaved():
+    model, x = mlp(), torch.randn(8, 16)
+    expected, _ = gradients(copy.deepcopy(model), x, loss_of=lambda y: y.square().mean() * 2)
+    model.zero_grad()
+    losses = []
+    for _ in range(2):
+        with rg.lean():
+            losses.append(model(x).square().mean())
+    for loss in losses:
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+    assert all(map(torch.allclose, [p.grad for p in model.parameters()], expected))
+
+
+def test_an_error_in_the_middle_ends_the_pass():
+    model = rg.lean(mlp(Call(lambda x: 1 / 0)))
+    with pytest.raises(ZeroDivisionError):
+        model(torch.randn(8, 16))
+    with pytest.raises(ZeroDivisionError), rg.lean():
+        model(torch.randn(8, 16))
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert torch.overrides._len_torch_function_stack() == 0
+    check(mlp(), torch.randn(8, 16))
+
+
+def test_an_inner_pass_steps_aside():
+    with rg.lean() as outer, rg.lean() as inner:
+        loss = rg.lean(mlp())(torch.randn(8, 16)).sum()
+    loss.backward()
+    assert inner.aside == "another lean pass runs"
+    assert str(inner) == "ordinary autograd: another lean pass runs"
+    assert outer.let_go_bytes == {"Gelu": 8 * 64 * 4}
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint_inside_and_outside(reentrant):
+    blocks = nn.ModuleList(mlp(nn.LayerNorm(64), nn.GELU()) for _ in range(3))
+
+    class Inside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = blocks
+
+        def forward(self, x):
+            for i, block in enumerate(self.blocks):
+                x = checkpoint(block, x, use_reentrant=reentrant) if i == 1 else block(x)
+            return x
+
+    x = torch.randn(32, 16, requires_grad=True)
+    check(Inside(), x)
+    blocks.zero_grad()
+    expected, _ = gradients(copy.deepcopy(blocks[0]), x)
+    found, _ = gradients(
+        Call(lambda x: checkpoint(rg.lean(blocks[0]), x, use_reentrant=reentrant)), x
+    )
+    assert found == []
+    assert all(map(torch.equal, [p.grad for p in blocks[0].parameters()], expected))
+    if not reentrant:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t), rg.lean() as aside:
+            pass
+        assert aside.aside == "hooks of the caller's save its tensors"
+
+
+def test_save_on_cpu_inside_and_outside():
+    class Inside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.last = mlp(nn.LayerNorm(64), nn.GELU()), mlp()
+
+        def forward(self, x):
+            with torch.autograd.graph.save_on_cpu():
+                x = self.net[1](self.net[0](x))
+            return self.last(self.net[3](self.net[2](x)))
+
+    check(Inside(), torch.randn(8, 16))
+    with torch.autograd.graph.save_on_cpu():
+        assert "hooks of the caller" in str(gradients(mlp(), torch.randn(8, 16), rg.lean)[1])
+
+
+def test_torch_func():
+    model, x = mlp(), torch.randn(8, 16)
+    parameters = dict(model.named_parameters())
+
+    def loss(parameters):
+        with rg.lean() as context:
+            y = torch.func.functional_call(model, parameters, x).square().mean()
+        assert context.aside == "torch.func takes no hooks for saved tensors"
+        return y
+
+    found = torch.func.grad(loss)(parameters)
+    expected, _ = gradients(model, x)
+    assert all(map(torch.equal, found.values(), expected))
+    with rg.lean(), pytest.raises(RuntimeError, match="saved tensor hooks"):
+        torch.func.grad(lambda x: x.square().sum())(x)
+
+
+def test_without_gradients_it_steps_aside():
+    for way in (torch.no_grad, torch.inference_mode):
+        with way(), rg.lean() as context:
+            mlp()(torch.randn(8, 16))
+        assert context.aside == "nothing is saved without gradients"
+    with rg.lean():  # a frozen part
+        with torch.inference_mode():
+            y = mlp()(torch.randn(8, 16)).add_(1)
+        mlp()(y.clone()).sum().backward()
+
+
+def test_compiled_parts():
+    model = mlp(nn.LayerNorm(64), nn.GELU())
+    compiled = torch.compile(model[1:3], backend="aot_eager")
+    both = nn.Sequential(model[0], compiled, model[3], *mlp())
+    x = torch.randn(8, 16)
+    expected, _ = gradients(both, x)
+    found, context = gradients(both, x, rg.lean)
+    assert all(map(torch.equal, found, expected))
+    assert context.let_go_bytes == {"Gelu": 8 * 64 * 4}
+    with pytest.warns(UserWarning, match="steps aside for what torch.compile made"):
+        assert rg.lean(compiled) is compiled
+
+    @torch.compile(backend="aot_eager")
+    def inside(x):
+        with rg.lean():
+            return model(x).square().mean()
+
+    inside(x)
+    whole = torch.compile(rg.lean(mlp()), backend="aot_eager")
+    assert whole(x).shape == (8, 16)
+
+
+def test_a_wrapped_model_is_the_model(tmp_path):
+    model, x = mlp(nn.LayerNorm(64), nn.GELU()), torch.randn(8, 16)
+    keys, expected = list(model.state_dict()), gradients(copy.deepcopy(model), x)[0]
+    assert rg.lean(model) is model
+    assert rg.lean(rg.lean(model)) is model
+    assert len(model._forward_pre_hooks) == len(model._forward_hooks) == 1
+    assert list(model.state_dict()) == keys
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    buffer = io.BytesIO(pickle.dumps(model))
+    for one in (model, copy.deepcopy(model), loaded, pickle.load(buffer)):
+        names = gradients(one, x)[0]
+        assert all(map(torch.equal, names, expected))
+
+
+def test_a_wrapped_model_lets_go(monkeypatch):
+    names = calls(monkeypatch)
+    gradients(rg.lean(mlp()), torch.randn(8, 16))
+    assert names == ["Gelu"]
+
+
+def test_wrong_inputs():
+    with pytest.raises(TypeError, match=r"rg.lean\(\) takes a torch.nn.Module, or nothing"):
+        rg.lean(3)
+    assert str(rg.lean()) == "ordinary autograd: no pass was begun"
+
+
+def test_an_old_torch_is_refused(monkeypatch):
+    monkeypatch.setattr(torch._C._autograd, "SavedTensor", object)
+    with pytest.raises(RuntimeError, match=r"rg.lean\(\) needs a torch"):
+        rg.lean()
+
+
+def test_unrolled_steps():
+    cell = nn.GRUCell(16, 16)
+
+    class Unrolled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell, self.net = cell, mlp()
+
+        def forward(self, xs):
+            step = lambda x, h: (functional.gelu(self.cell(x, h)),) * 2  # noqa: E731
+            ys, _ = rg.unroll(step, self.net(xs), torch.zeros(4, 16), memory="60%")
+            return self.net(ys)
+
+    check(Unrolled(), torch.randn(20, 4, 16))
+
+
+def _a_rank(rank, folder, kind):
+    from torch import distributed
+    from torch.nn.parallel import DistributedDataParallel
+
+    tape.LEAST_BYTES, recipes.START_BYTES = 256, 0
+    torch.set_num_threads(1)
+    store = distributed.FileStore(str(folder / "store"), 2)
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    try:
+        x, found = torch.randn(8, 16, generator=torch.Generator().manual_seed(rank)), []
+        for lean in (False, True):
+            net = mlp(nn.LayerNorm(64), nn.GELU())
+            if kind == "data":
+                net = DistributedDataParallel(rg.lean(net) if lean else net)
+            else:
+                from torch.distributed.device_mesh import init_device_mesh
+                from torch.distributed.fsdp import fully_shard
+
+                mesh = init_device_mesh("cpu", (2,))
+                for layer in net:
+                    if list(layer.parameters()):
+                        fully_shard(layer, mesh=mesh)
+                net = fully_shard(net, mesh=mesh)
+            for _ in range(2):
+                with rg.lean() if lean else Ordinary() as context:
+                    loss = net(x).square().mean()
+                loss.backward()
+            found.append([getattr(p.grad, "_local_tensor", p.grad) for p in net.parameters()])
+        assert all(map(torch.equal, *found))
+        expected = {"Gelu", "NativeLayerNorm"} if kind == "data" else {"Gelu"}
+        assert context.let_go_bytes.keys() == expected  # shards of parameters do not stay
+        distributed.barrier()  # gloo's threads forget the forward pass before they are joined
+        time.sleep(0.2)
+    finally:
+        distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["data", "shards"])
+def test_two_processes(tmp_path, kind):
+    spawn(_a_rank, (tmp_path, kind), 2)

@@ -41,7 +41,14 @@ VIEWS = [
     lambda x: x.chunk(2, 0)[1], lambda x: x.unflatten(1, (4, -1)).permute(0, 2, 1).flatten(1),
     lambda x: x.unsqueeze(0).squeeze(0), lambda x: torch.stack([x, x])[1], lambda x: torch.stack(x.unbind(0)[:2]),
 ]  # fmt: skip
-BINARY = [torch.add, torch.mul, torch.sub, lambda x, y: x + y.mean(0), lambda x, y: x * y[:1], torch.maximum]
+BINARY = [
+    torch.add,
+    torch.mul,
+    torch.sub,
+    lambda x, y: x + y.mean(0),
+    lambda x, y: x * y[:1],
+    torch.maximum,
+]
 
 
 class Graph(nn.Module):
@@ -52,7 +59,9 @@ class Graph(nn.Module):
         torch.manual_seed(seed)
         self.seed = seed
         self.products = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.norms = nn.ModuleList([nn.BatchNorm1d(WIDTH), nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH, eps=1e-2)])
+        self.norms = nn.ModuleList(
+            [nn.BatchNorm1d(WIDTH), nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH, eps=1e-2)]
+        )
         self.scale = nn.Parameter(torch.rand(WIDTH))
         for norm in self.norms:
             nn.init.uniform_(norm.weight)
@@ -94,7 +103,9 @@ class Graph(nn.Module):
             elif kind < 0.88:
                 new = a * self.scale
             elif kind < 0.91:
-                new = functional.scaled_dot_product_attention(a[None], a[None], a[None], dropout_p=0.1)[0]
+                new = functional.scaled_dot_product_attention(
+                    a[None], a[None], a[None], dropout_p=0.1
+                )[0]
             elif kind < 0.93:
                 new = a + a.detach()
             else:

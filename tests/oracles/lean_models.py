@@ -56,7 +56,12 @@ def _transformers(name: str, large: bool) -> Built | None:
     patches = {"image_size": image.shape[-1], "patch_size": 8}
     if name == "GPT-2":
         config = hf.GPT2Config(
-            vocab_size=200, n_positions=256, n_embd=width, n_layer=layers, n_head=heads, use_cache=False
+            vocab_size=200,
+            n_positions=256,
+            n_embd=width,
+            n_layer=layers,
+            n_head=heads,
+            use_cache=False,
         )
         return _of(hf.GPT2LMHeadModel(config), ids, labels=ids)
     if name == "BERT":
@@ -115,7 +120,9 @@ def _transformers(name: str, large: bool) -> Built | None:
     if name == "ResNet-50":
         sizes = [256, 512, 1024, 2048] if large else [16, 32, 32, 32]
         depths = [3, 4, 6, 3] if large else [1, 1, 1, 1]
-        config = hf.ResNetConfig(embedding_size=64 if large else 8, hidden_sizes=sizes, depths=depths)
+        config = hf.ResNetConfig(
+            embedding_size=64 if large else 8, hidden_sizes=sizes, depths=depths
+        )
         return _of(hf.ResNetModel(config), image)
     raise ValueError(name)
 

@@ -167,9 +167,5 @@ CHEAP = dict(_operation(*row) for row in _TABLE)
 #: Nodes that save their result, which so lives until they are run.
 KEEP_RESULT = {
     f"{name}Backward0"
-    for name in (
-        "Relu Sigmoid Tanh Exp Sqrt Rsqrt Reciprocal Softmax SafeSoftmax LogSoftmax "
-        "ScaledDotProductFlashAttentionForCpu ScaledDotProductFlashAttention "
-        "ScaledDotProductEfficientAttention ScaledDotProductCudnnAttention"
-    ).split()
+    for name in ["Relu", "Sigmoid", "Tanh", "Exp", "Sqrt", "Rsqrt", "Reciprocal", "Softmax", "SafeSoftmax", "LogSoftmax", "ScaledDotProductFlashAttentionForCpu", "ScaledDotProductFlashAttention", "ScaledDotProductEfficientAttention", "ScaledDotProductCudnnAttention"]
 }

@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from retrograde.models.cheap import (
-    ATTRIBUTE, CHEAP, KEEP_RESULT, LIST, NOTED, RESULT, SAVED, Operation
+    ATTRIBUTE,
+    CHEAP,
+    KEEP_RESULT,
+    LIST,
+    NOTED,
+    RESULT,
+    SAVED,
+    Operation,
 )  # fmt: skip
 
 __all__ = ["CHANGED", "KNOWN", "Box", "Held", "Packed", "Search", "Step", "shape_of", "unpack"]
@@ -222,7 +229,9 @@ class Search:
             nbytes = math.prod(_result(node, nr).shape) * _result(node, nr).dtype.itemsize
         self.operations += 1
         self.cost += operation.passes * nbytes + START_BYTES
-        if self.operations > MOST_OPERATIONS or (operation.reads[-1][0] == LIST and _UNKNOWN in args):
+        if self.operations > MOST_OPERATIONS or (
+            operation.reads[-1][0] == LIST and _UNKNOWN in args
+        ):
             return None
         over = operation.over and type(args[0]) is Step and args[0].nbytes == nbytes
         return Step(operation, args, nbytes, bool(over))

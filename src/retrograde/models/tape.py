@@ -24,7 +24,15 @@ from torch.overrides import TorchFunctionMode
 
 from retrograde.models.cheap import CHEAP, Operation
 from retrograde.models.recipes import (
-    CHANGED, KNOWN, Box, Held, Packed, Search, Step, shape_of, unpack
+    CHANGED,
+    KNOWN,
+    Box,
+    Held,
+    Packed,
+    Search,
+    Step,
+    shape_of,
+    unpack,
 )  # fmt: skip
 
 __all__ = ["Tape"]
@@ -38,7 +46,7 @@ VERSION = "retrograde version"
 
 # Dispatch keys of tensors that are more than their storage, size and strides.
 _STRANGE = 0
-for _key in "Negative Conjugate ZeroTensor Python Quantized Sparse SparseCsr NestedTensor".split():
+for _key in ["Negative", "Conjugate", "ZeroTensor", "Python", "Quantized", "Sparse", "SparseCsr", "NestedTensor"]:
     _STRANGE |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _key)).raw_repr()
 
 
@@ -61,7 +69,11 @@ class Tape(TorchFunctionMode):
         self._is_changing = False  # a function runs that changes its first argument in place
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Call a function, and note what it changes in place."""
         kwargs = kwargs or {}
@@ -173,7 +185,9 @@ class Tape(TorchFunctionMode):
         at.keep(mask)
         self.kept -= box.nbytes - at.nbytes
         box.data = None
-        self._release(box, Step(_NOISE, [Packed(at, at.shape), Held(one, one._version)], box.nbytes), [at], 1)
+        self._release(
+            box, Step(_NOISE, [Packed(at, at.shape), Held(one, one._version)], box.nbytes), [at], 1
+        )
 
     def _box_of(self, storage: torch.UntypedStorage) -> Box | None:
         at = self._boxes.get(storage._cdata)
@@ -317,6 +331,6 @@ _SPECIAL: dict[Any, tuple[Callable[..., bool] | None, Callable[..., None] | None
     functional.scaled_dot_product_attention: (None, _note_attention),
 }
 for _place in (torch, Tensor):
-    for _name in "add sub subtract rsub __add__ __radd__ __sub__ __rsub__ add_ sub_ __iadd__ __isub__".split():
+    for _name in ["add", "sub", "subtract", "rsub", "__add__", "__radd__", "__sub__", "__rsub__", "add_", "sub_", "__iadd__", "__isub__"]:
         if hasattr(_place, _name):
             _SPECIAL[getattr(_place, _name)] = None, _note_number
