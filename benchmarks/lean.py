@@ -5,7 +5,7 @@ turn in one process: their peak of working memory, the median of their time, and
 outputs, gradients and buffers, in training, in evaluation and with autocast.
 
     pip install transformers
-    python benchmarks/lean.py                 # JSON into benchmarks/results/; what is absent is skipped
+    python benchmarks/lean.py                 # JSON into benchmarks/results/
     python benchmarks/lean.py --models GPT-2  # a quick look; nothing is written
     python benchmarks/lean.py --heap trimmed
 
@@ -23,6 +23,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def measured(name: str, model: nn.Module, loss_of: Any, rounds: int) -> dict[str
     for bf16 in (False, True):
         for key, way in ways.items():
             clear(model)
-            size = rg.measure(lambda way=way: step(model, loss_of, way, bf16)).working_bytes
+            size = rg.measure(partial(step, model, loss_of, way, bf16)).working_bytes
             row[f"{key}{'_bf16' if bf16 else ''}_bytes"] = size
     taken: dict[str, list[float]] = {key: [] for key in ways}
     for i in range(rounds):
@@ -124,7 +125,8 @@ def main() -> None:
         bits = "same bits" if all(row["bits"].values()) else f"OTHER BITS {row['bits']}"
         print(
             f"{name:20} {row['ordinary_bytes'] / 2**20:7.1f} MiB × {row['memory']:.2f}"
-            f" (bf16 {row['memory_bf16']:.2f}), {row['ordinary_ms']:7.1f} ms × {row['time']:.2f}, {bits}",
+            f" (bf16 {row['memory_bf16']:.2f}), {row['ordinary_ms']:7.1f} ms × {row['time']:.2f},"
+            f" {bits}",
             flush=True,
         )
     for key in ("memory", "memory_bf16", "time"):

@@ -46,9 +46,12 @@ def _transformers(name: str, large: bool) -> Built | None:
     width, layers, tokens, batch = (384, 4, 128, 8) if large else (32, 2, 16, 2)
     ids = torch.randint(0, 200, (batch, tokens))
     common = {
-        "vocab_size": 200, "hidden_size": width, "num_hidden_layers": layers,
-        "num_attention_heads": width // 64 or 4, "intermediate_size": 4 * width,
-    }  # fmt: skip
+        "vocab_size": 200,
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": width // 64 or 4,
+        "intermediate_size": 4 * width,
+    }
     few = {**common, "intermediate_size": 3 * width, "num_key_value_heads": 2}
     heads = common["num_attention_heads"]
     side = 32 if not large else 64 if name == "ViT" else 128
@@ -84,32 +87,50 @@ def _transformers(name: str, large: bool) -> Built | None:
         return _of(hf.T5Model(config), input_ids=ids, decoder_input_ids=ids)
     if name == "Whisper":
         config = hf.WhisperConfig(
-            vocab_size=200, num_mel_bins=20, d_model=width, encoder_layers=layers // 2,
-            decoder_layers=layers // 2, encoder_attention_heads=heads, decoder_attention_heads=heads,
-            encoder_ffn_dim=4 * width, decoder_ffn_dim=4 * width, max_source_positions=tokens,
-            use_cache=False, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+            vocab_size=200,
+            num_mel_bins=20,
+            d_model=width,
+            encoder_layers=layers // 2,
+            decoder_layers=layers // 2,
+            encoder_attention_heads=heads,
+            decoder_attention_heads=heads,
+            encoder_ffn_dim=4 * width,
+            decoder_ffn_dim=4 * width,
+            max_source_positions=tokens,
+            use_cache=False,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
             decoder_start_token_id=1,
-        )  # fmt: skip
+        )
         features = torch.randn(batch, 20, 2 * tokens)
         return _of(hf.WhisperModel(config), features, decoder_input_ids=ids[:, : tokens // 2])
     if name in ("Wav2Vec2", "Conformer"):
         kind = "Wav2Vec2Conformer" if name == "Conformer" else "Wav2Vec2"
         sizes = {key: one for key, one in common.items() if key != "vocab_size"}
         config = getattr(hf, f"{kind}Config")(
-            **sizes, conv_dim=(width // 2,) * 4, conv_stride=(5, 4, 2, 2),
+            **sizes,
+            conv_dim=(width // 2,) * 4,
+            conv_stride=(5, 4, 2, 2),
             conv_kernel=(10, 4, 3, 2),
-            num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4, mask_time_prob=0.0,
+            num_conv_pos_embeddings=16,
+            num_conv_pos_embedding_groups=4,
+            mask_time_prob=0.0,
             layerdrop=0.0,
-        )  # fmt: skip
+        )
         return _of(getattr(hf, f"{kind}Model")(config), torch.randn(batch, 80 * tokens))
     if name == "ViT":
         sizes = {key: one for key, one in common.items() if key != "vocab_size"}
         return _of(hf.ViTModel(hf.ViTConfig(**sizes, **patches)), image)
     if name == "Swin":
         config = hf.SwinConfig(
-            image_size=image.shape[-1], patch_size=4, embed_dim=96 if large else 16, depths=[2, 2],
-            num_heads=[3, 6] if large else [2, 4], window_size=4,
-        )  # fmt: skip
+            image_size=image.shape[-1],
+            patch_size=4,
+            embed_dim=96 if large else 16,
+            depths=[2, 2],
+            num_heads=[3, 6] if large else [2, 4],
+            window_size=4,
+        )
         return _of(hf.SwinModel(config), image)
     if name == "ConvNeXt":
         sizes = [96, 192, 384] if large else [8, 16, 32]
@@ -318,13 +339,31 @@ def _own(name: str, large: bool) -> Built:
 
 
 OWN = [
-    "Encoder", "Encoder, norm last", "ResNet-18", "U-Net", "U-Net, groups", "Recommender", "Field",
-    "LSTM by hand", "LSTM language model", "Gated",
-]  # fmt: skip
+    "Encoder",
+    "Encoder, norm last",
+    "ResNet-18",
+    "U-Net",
+    "U-Net, groups",
+    "Recommender",
+    "Field",
+    "LSTM by hand",
+    "LSTM language model",
+    "Gated",
+]
 OTHERS = [
-    "GPT-2", "BERT", "Llama", "Gemma 2", "T5", "Whisper", "Wav2Vec2", "Conformer", "ViT", "Swin",
-    "ConvNeXt", "ResNet-50",
-]  # fmt: skip
+    "GPT-2",
+    "BERT",
+    "Llama",
+    "Gemma 2",
+    "T5",
+    "Whisper",
+    "Wav2Vec2",
+    "Conformer",
+    "ViT",
+    "Swin",
+    "ConvNeXt",
+    "ResNet-50",
+]
 
 
 def build(name: str, large: bool = False) -> Built | None:

@@ -1,4 +1,4 @@
-"""``rg.lean()``: a forward pass that saves less, since its backward pass computes cheap values again."""
+"""``rg.lean()``: a forward pass that saves less, as cheap values are computed again backward."""
 
 import threading
 import warnings
@@ -53,7 +53,7 @@ class Lean:
             sharded = bool(getattr(_composable_state, "_module_state_mapping", None))
             self._tape = Tape(parameters_stay=not sharded)
             self._hooks = saved_tensors_hooks(self._tape.pack, unpack)
-            self._tape.__enter__()
+            self._tape.__enter__()  # type: ignore[no-untyped-call]
             self._hooks.__enter__()
         return self
 
@@ -86,9 +86,9 @@ def lean(model: Module) -> Module: ...
 def lean(model: nn.Module | None = None) -> Any:
     """Save less in a forward pass, and compute it again in the backward pass, with the same bits.
 
-    Autograd keeps what cheap operations made, although it keeps what they made it from: activations,
-    normalisations, products, casts, dropout. Within this context such tensors are let go. The
-    backward pass computes each when it is first read, by the same function.
+    Autograd keeps what cheap operations made, although it keeps what they made it from:
+    activations, normalisations, products, casts, dropout. Within this context such tensors are let
+    go. The backward pass computes each when it is first read, by the same function.
 
     Args:
         model: wrap its forward for good, and return it; without one, return a context manager.
@@ -110,7 +110,7 @@ def lean(model: nn.Module | None = None) -> Any:
     """
     if not hasattr(_autograd.SavedTensor, "data"):
         raise RuntimeError(
-            f"rg.lean() needs a torch whose saved tensors can be looked at, not {torch.__version__}: "
+            f"rg.lean() needs a torch that shows what its nodes saved, not {torch.__version__}: "
             "install torch 2.13 or later"
         )
     if model is None:
@@ -122,7 +122,7 @@ def lean(model: nn.Module | None = None) -> Any:
         )
     if hasattr(model, "_orig_mod"):
         warnings.warn(
-            "rg.lean() steps aside for what torch.compile made: the compiler already computes cheap "
+            "rg.lean() steps aside for what torch.compile made: the compiler itself computes cheap "
             "operations again, so nothing changes",
             stacklevel=2,
         )
@@ -136,7 +136,7 @@ def _why_not() -> str | None:
     """Return why a pass is left to ordinary autograd, or None."""
     if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
         return "nothing is saved without gradients"
-    if not _autograd._saved_tensors_hooks_is_enabled():
+    if not _autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
         return "torch.func takes no hooks for saved tensors"
     hooks = _autograd._top_saved_tensors_default_hooks(True)
     if hooks is None:

@@ -12,16 +12,13 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 
 from retrograde.models.cheap import (
     ATTRIBUTE,
     CHEAP,
     KEEP_RESULT,
     LIST,
-    NOTED,
     RESULT,
-    SAVED,
     Operation,
 )  # fmt: skip
 
@@ -35,7 +32,7 @@ MOST_OPERATIONS = 16
 #: integer is the key of the box of this output.
 KNOWN, CHANGED = "retrograde known", "retrograde changed"
 
-_Shape = tuple[torch.Size, tuple[int, ...], int]
+_Shape = tuple[torch.Size, tuple[int, ...], Any]
 
 
 def shape_of(tensor: Tensor) -> _Shape:
@@ -145,24 +142,28 @@ def unpack(packed: Packed | Held) -> Tensor:
 class Step:
     """An operation that is called again, with its arguments.
 
-    A view's ``nbytes`` is zero. ``over``: the result takes the place of the first argument.
+    ``nr``: which of its results, or -1 if it has one. A view's ``nbytes`` is zero. ``over``: the
+    result takes the place of the first argument.
     """
 
     operation: Operation
     args: list[Any]
+    keywords: dict[str, Any]
+    nr: int
     nbytes: int
     over: bool = False
 
     def open(self) -> Tensor:
         """Compute the value."""
-        call = self.operation.over if self.over else self.operation.call
-        assert call is not None
-        return call(*[a.open() if type(a) in _OPENED else a for a in self.args])
+        call: Any = self.operation.over if self.over else self.operation.call
+        result = call(*map(_opened, self.args), **self.keywords)
+        found: Tensor = result if self.nr < 0 else result[self.nr]
+        return found
 
     def peak(self) -> tuple[int, int]:
         """Return the bytes that computing takes at most, and those that stay, the result's too."""
         held = most = 0
-        for arg in self.args:
+        for arg in self.args[0] if type(self.args[0]) is list else self.args:
             peak = stays = 0
             if type(arg) is Step:
                 peak, stays = arg.peak()
@@ -172,7 +173,12 @@ class Step:
         return max(most, held + (0 if self.over else self.nbytes)), self.nbytes or held
 
 
-_OPENED = {Step, Held, Packed}
+def _opened(arg: Any) -> Any:
+    if type(arg) is list:
+        return [_opened(one) for one in arg]
+    return arg.open() if type(arg) in (Step, Held, Packed) else arg
+
+
 _UNKNOWN = object()
 
 
@@ -192,7 +198,7 @@ class Search:
         self.operations, self.cost = 0, 0.0
         self._parameters_stay = parameters_stay
 
-    def step(self, node: Node, nr: int, nbytes: int = 0, copied: bool = True) -> Step | None:
+    def step(self, node: Any, nr: int, nbytes: int = 0, copied: bool = True) -> Step | None:
         """Return how an output of a node is computed, or None if it cannot be.
 
         ``nbytes`` is its size, if known. ``copied``: its strides do not matter, as it is copied.
@@ -205,40 +211,45 @@ class Search:
         if operation.name in ("Clone", "ToCopy") and not copied:
             return None  # its strides are not known
         args: list[Any] = []
-        for kind, name, edge in operation.reads:
-            if kind == ATTRIBUTE:
-                args.append(_signed(getattr(node, name)))
+        keywords: dict[str, Any] = {}
+        for kind, name, edge, keyword in operation.reads:
+            if kind == LIST:
+                arg: Any = [self._value(one, at, False) for one, at in edges]
+                arg = _UNKNOWN if _UNKNOWN in arg else arg
             elif kind == RESULT:
-                args.append(nr if name == "nr" else getattr(_result(node, nr), name))
-            elif kind == LIST:
-                args += [self._value(*one, False) for one in edges]
+                arg = getattr(node._input_metadata[nr], name)
+            elif kind == ATTRIBUTE:
+                arg = getattr(node, name, _UNKNOWN)
+                arg = notes.get(KNOWN, _UNKNOWN) if arg is _UNKNOWN else _signed(arg)
             else:
-                arg = self._saved(node, name) if name else None
-                if arg is None and kind != SAVED:
-                    source, at = edges[edge] if edge >= 0 else (None, 0)
-                    if source is not None:
-                        arg = self._value(source, at, copied and operation.name == "UnsafeView")
-                    else:
-                        arg = notes.get(KNOWN, _UNKNOWN) if kind == NOTED else _UNKNOWN
-                args.append(arg)
-            if args and args[-1] is _UNKNOWN:
+                saved = getattr(node, name, None)
+                arg = self._saved(saved) if saved is not None else None
+                source, at = edges[edge] if edge < len(edges) else (None, 0)
+                if arg is None and source is not None:
+                    arg = self._value(source, at, copied and operation.name == "UnsafeView")
+                elif arg is None and (saved is None or operation.check is None):
+                    arg = notes.get(KNOWN, _UNKNOWN)
+            if arg is _UNKNOWN:
                 return None
+            if keyword:
+                keywords[keyword] = arg
+            else:
+                args.append(arg)
+        nr = nr if operation.is_many else -1
         if not operation.passes:
-            return Step(operation, args, 0) if _UNKNOWN not in args else None
+            return Step(operation, args, keywords, nr, 0)
         if not nbytes:
-            nbytes = math.prod(_result(node, nr).shape) * _result(node, nr).dtype.itemsize
+            result = node._input_metadata[max(nr, 0)]
+            nbytes = math.prod(result.shape) * result.dtype.itemsize
         self.operations += 1
         self.cost += operation.passes * nbytes + START_BYTES
-        if self.operations > MOST_OPERATIONS or (
-            operation.reads[-1][0] == LIST and _UNKNOWN in args
-        ):
+        if self.operations > MOST_OPERATIONS:
             return None
         over = operation.over and type(args[0]) is Step and args[0].nbytes == nbytes
-        return Step(operation, args, nbytes, bool(over))
+        return Step(operation, args, keywords, nr, nbytes, bool(over))
 
-    def _saved(self, node: Node, name: str) -> Any:
+    def _saved(self, saved: Any) -> Any:
         """Return what a node saved, or None if it saved no such tensor."""
-        saved = getattr(node, name)
         data = saved.data
         if type(data) is Packed:
             return data if self._read(self.own, data.box) else _UNKNOWN
@@ -251,15 +262,15 @@ class Search:
         stays = self._parameters_stay or not tensor.requires_grad
         return data if stays and tensor._version == version else _UNKNOWN
 
-    def _value(self, node: Node | None, nr: int, copied: bool) -> Any:
+    def _value(self, node: Any, nr: int, copied: bool) -> Any:
         """Return the value at an edge."""
         if node is None:
             return _UNKNOWN
         at = node.metadata.get(nr)
         box = at() if at is not None else None
-        if box is not None and CHANGED not in node.metadata:
-            if self._read(self.own if node.name() in KEEP_RESULT else self.apart, box):
-                return Packed(box, box.shape)
+        boxes = self.own if node.name() in KEEP_RESULT else self.apart
+        if box is not None and CHANGED not in node.metadata and self._read(boxes, box):
+            return Packed(box, box.shape)
         leaf = getattr(node, "variable", None)
         if leaf is None:
             return self.step(node, nr, 0, copied) or _UNKNOWN
@@ -270,10 +281,6 @@ class Search:
         boxes.append(box)
         self.operations += box.operations
         return box.is_current()
-
-
-def _result(node: Any, nr: int) -> Any:
-    return node._input_metadata[nr]
 
 
 def _signed(value: Any) -> Any:

@@ -18,7 +18,6 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch._C import _autograd
-from torch.autograd.graph import Node
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -46,7 +45,10 @@ VERSION = "retrograde version"
 
 # Dispatch keys of tensors that are more than their storage, size and strides.
 _STRANGE = 0
-for _key in ["Negative", "Conjugate", "ZeroTensor", "Python", "Quantized", "Sparse", "SparseCsr", "NestedTensor"]:
+for _key in (
+    *("Negative", "Conjugate", "ZeroTensor", "Python"),
+    *("Quantized", "Sparse", "SparseCsr", "NestedTensor"),
+):
     _STRANGE |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _key)).raw_repr()
 
 
@@ -142,7 +144,7 @@ class Tape(TorchFunctionMode):
         if box is None:
             box = Box(base, storage)
             self._boxes[storage._cdata] = ref(box)
-            node = base.grad_fn
+            node: Any = base.grad_fn
             if node is None or not self._let_go(box, node, base, tensor.requires_grad):
                 box.keep(base)
                 self.kept += box.nbytes
@@ -161,8 +163,9 @@ class Tape(TorchFunctionMode):
     def touch(self, tensor: Tensor) -> None:
         """Note that a value may change, or may live on, without autograd's knowledge."""
         base = tensor if tensor._base is None else tensor._base
-        if base.grad_fn is not None:
-            base.grad_fn.metadata[CHANGED] = True
+        node: Any = base.grad_fn
+        if node is not None:
+            node.metadata[CHANGED] = True
             self._take_back(self._box_of(base.untyped_storage()))
 
     def note_noise(self, node: Any, p: float) -> None:
@@ -186,7 +189,10 @@ class Tape(TorchFunctionMode):
         self.kept -= box.nbytes - at.nbytes
         box.data = None
         self._release(
-            box, Step(_NOISE, [Packed(at, at.shape), Held(one, one._version)], box.nbytes), [at], 1
+            box,
+            Step(_NOISE, [Packed(at, at.shape), Held(one, one._version)], {}, -1, box.nbytes),
+            [at],
+            1,
         )
 
     def _box_of(self, storage: torch.UntypedStorage) -> Box | None:
@@ -194,7 +200,7 @@ class Tape(TorchFunctionMode):
         box = at() if at is not None else None
         return box if box is not None and box.storage() is storage else None
 
-    def _let_go(self, box: Box, node: Node, base: Tensor, grad_is_to_come: bool) -> bool:
+    def _let_go(self, box: Box, node: Any, base: Tensor, grad_is_to_come: bool) -> bool:
         """Keep the recipe of a value instead of it, if the rules allow that."""
         whole = base.numel() * base.itemsize == box.nbytes
         if not whole or not self._is_followed(box.version, node):
@@ -231,11 +237,12 @@ class Tape(TorchFunctionMode):
 
     def _take_back(self, box: Box | None, compute: bool = False) -> None:
         """Keep what was let go, if somebody holds it in any case."""
-        if box is not None and box.recipe is not None and box.is_current():
-            if compute or box.alias() is not None:
-                self.let_go[box.recipe.operation.name] -= box.nbytes
-                self.kept += box.nbytes
-                unpack(Packed(box, box.shape))
+        if box is None or box.recipe is None or not box.is_current():
+            return
+        if compute or box.alias() is not None:
+            self.let_go[box.recipe.operation.name] -= box.nbytes
+            self.kept += box.nbytes
+            unpack(Packed(box, box.shape))
 
     def _open_dependents(self, tensor: Tensor) -> None:
         """Compute what would be computed from a tensor that is about to be changed in place."""
@@ -261,36 +268,37 @@ class Tape(TorchFunctionMode):
         elif not followed:
             self.touch(base)
         elif base is tensor:
-            tensor.grad_fn.metadata[VERSION] = tensor._version  # type: ignore[union-attr]
+            node: Any = tensor.grad_fn
+            node.metadata[VERSION] = tensor._version
 
 
 def _argument(args: Any, kwargs: Any, position: int, name: str, default: Any) -> Any:
     return args[position] if len(args) > position else kwargs.get(name, default)
 
 
-def _note_number(tape: Tape, node: Node, args: Any, kwargs: Any) -> None:
+def _note_number(tape: Tape, node: Any, args: Any, kwargs: Any) -> None:
     for one in (*args[:2], kwargs.get("other")):
         if isinstance(one, (int, float)):
             node.metadata[KNOWN] = one
 
 
-def _note_eps(tape: Tape, node: Node, args: Any, kwargs: Any) -> None:
+def _note_eps(tape: Tape, node: Any, args: Any, kwargs: Any) -> None:
     node.metadata[KNOWN] = _argument(args, kwargs, 4, "eps", 1e-5)
 
 
 def _note_bias(position: int) -> Callable[..., None]:
-    def note(tape: Tape, node: Node, args: Any, kwargs: Any) -> None:
+    def note(tape: Tape, node: Any, args: Any, kwargs: Any) -> None:
         bias = _argument(args, kwargs, position, "bias", None)
         node.metadata[KNOWN] = bias if bias is None else Held(bias, bias._version)
 
     return note
 
 
-def _note_dropout(tape: Tape, node: Node, args: Any, kwargs: Any) -> None:
+def _note_dropout(tape: Tape, node: Any, args: Any, kwargs: Any) -> None:
     tape.note_noise(node, _argument(args, kwargs, 1, "p", 0.5))
 
 
-def _note_attention(tape: Tape, node: Node | None, args: Any, kwargs: Any) -> None:
+def _note_attention(tape: Tape, node: Any, args: Any, kwargs: Any) -> None:
     p = _argument(args, kwargs, 4, "dropout_p", 0.0)
     for _ in range(8 if p else 0):  # attention without a kernel of its own
         if node is not None and node.name() != "MulBackward0":
@@ -314,10 +322,11 @@ def _noise(mask: Tensor, one: Tensor) -> Tensor:
     return mask.to(one.dtype).mul_(one)
 
 
-_NOISE = Operation("Dropout", _noise, 1, (), None, None)
+_NOISE = Operation("Dropout", _noise, 1)
 _NOISES = set[tuple[float, torch.dtype]]()  # whose noise was seen to have two values
 _CHANGING = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow")} | {"__setitem__"}
-_SHARING = {torch.detach, Tensor.detach, Tensor.data.__get__}  # their results share memory unseen
+# Their results share memory unseen.
+_SHARING = {torch.detach, Tensor.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
 # Whether a function saves nothing that could be let go, and what is noted after it.
 _SPECIAL: dict[Any, tuple[Callable[..., bool] | None, Callable[..., None] | None]] = {
     functional.layer_norm: (_is_kept, _note_eps),
@@ -330,7 +339,9 @@ _SPECIAL: dict[Any, tuple[Callable[..., bool] | None, Callable[..., None] | None
     torch.dropout: (None, _note_dropout),
     functional.scaled_dot_product_attention: (None, _note_attention),
 }
-for _place in (torch, Tensor):
-    for _name in ["add", "sub", "subtract", "rsub", "__add__", "__radd__", "__sub__", "__rsub__", "add_", "sub_", "__iadd__", "__isub__"]:
-        if hasattr(_place, _name):
-            _SPECIAL[getattr(_place, _name)] = None, _note_number
+for _name in ("add", "sub", "subtract", "rsub"):
+    _SPECIAL[getattr(torch, _name)] = None, _note_number
+for _name in ("add", "sub", "subtract", "add_", "sub_"):
+    _SPECIAL[getattr(Tensor, _name)] = None, _note_number
+for _name in ("add", "radd", "sub", "rsub", "iadd", "isub"):
+    _SPECIAL[getattr(Tensor, f"__{_name}__")] = None, _note_number
