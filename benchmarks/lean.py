@@ -29,6 +29,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
@@ -103,9 +108,107 @@ def measured(name: str, model: nn.Module, loss_of: Any, rounds: int) -> dict[str
     return row
 
 
+def is_small(module: nn.Module) -> bool:
+    """Whether a module is a normalisation or an activation."""
+    name = type(module).__name__
+    return any(part in name for part in ("Norm", "GELU", "SiLU", "ReLU", "Activation"))
+
+
+def is_block(module: nn.Module, parent: nn.Module | None) -> bool:
+    """Whether a module is one of several alike, of some size, in a list."""
+    listed = isinstance(parent, (nn.ModuleList, nn.Sequential)) and not is_small(module)
+    return listed and len(list(module.children())) > 1
+
+
+def keep_products(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """A policy of selective checkpointing: products, convolutions and attention are kept."""
+    name = func.__name__.partition(".")[0]
+    dear = ("mm", "addmm", "bmm", "baddbmm", "convolution")
+    kept = name in dear or "attention" in name
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def checkpointed(model: nn.Module, which: Callable[..., bool], **options: Any) -> nn.Module:
+    """A copy of a model whose chosen modules are checkpointed."""
+    model = copy.deepcopy(model)
+    parents = {child: parent for parent in model.modules() for child in parent.children()}
+    for module in [m for m in model.modules() if which(m, parents.get(m))]:
+        module.forward = partial(checkpoint, module.forward, use_reentrant=False, **options)
+    return model
+
+
+def beside(name: str, model: nn.Module, loss_of: Any, rounds: int) -> dict[str, Any]:
+    """Memory and time of other ways to less memory, all in turn; ordinary autograd is 1."""
+    selective = partial(create_selective_checkpoint_contexts, keep_products)
+    compiled = copy.deepcopy(model)
+    compiled.compile()
+    ways: dict[str, tuple[nn.Module, Any]] = {
+        "ordinary": (model, contextlib.nullcontext),
+        "lean": (model, rg.lean),
+        "selective checkpoint": (
+            checkpointed(model, is_block, context_fn=selective),
+            contextlib.nullcontext,
+        ),
+        "checkpoint of blocks": (checkpointed(model, is_block), contextlib.nullcontext),
+        "checkpoint by hand": (
+            checkpointed(model, lambda m, parent: is_small(m)),
+            contextlib.nullcontext,
+        ),
+        "torch.compile": (compiled, contextlib.nullcontext),
+    }
+    sizes, taken = {}, {key: list[float]() for key in ways}
+    for i in range(rounds + 2):
+        for key, (net, way) in ways.items():
+            clear(net)
+            if i == 1:
+                sizes[key] = rg.measure(partial(step, net, loss_of, way)).working_bytes
+                continue
+            start = time.perf_counter()
+            step(net, loss_of, way)
+            if i > 1:
+                taken[key].append(time.perf_counter() - start)
+    median = {key: sorted(seconds)[rounds // 2] for key, seconds in taken.items()}
+    row: dict[str, Any] = {"model": name}
+    for key in ways:
+        memory, slower = sizes[key] / sizes["ordinary"], median[key] / median["ordinary"]
+        row[key] = {"memory": round(memory, 3), "time": round(slower, 3)}
+        print(f"{name:12} {key:22} memory {memory:.2f}, time {slower:.2f}", flush=True)
+    return row
+
+
+def overhead() -> dict[str, float]:
+    """Microseconds that the tape itself takes, on tensors that take none, and for tiny layers."""
+    x = torch.randn(4, 64, requires_grad=True)
+    sizes = {"call": lambda: x.shape, "saved tensor": lambda: torch.sin(x)}
+    found = {}
+    for key, one in sizes.items():
+        each: dict[Any, list[float]] = {contextlib.nullcontext: [], rg.lean: []}
+        for _ in range(15):
+            for way, seconds in each.items():
+                with way():
+                    start = time.perf_counter()
+                    for _ in range(2000):
+                        one()
+                    seconds.append((time.perf_counter() - start) / 2000)
+        plain, lean = (sorted(seconds)[7] for seconds in each.values())
+        found[f"{key}_us"] = round(1e6 * (lean - plain), 2)
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(20)))
+    batch = torch.randn(32, 64)
+    rows = measured("20 layers of 64", net, lambda net: net(batch).square().mean(), 201)
+    found["tiny_layers_time"] = rows["time"]
+    wide = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(20)))
+    batch = torch.randn(1024, 64)
+    rows = measured("20 layers of 64", wide, lambda net: net(batch).square().mean(), 101)
+    gone = rows["lean_ms"] - rows["ordinary_ms"]
+    found["let_go_us"] = round(1e3 * gone / 19, 1)  # the recomputation of 256 KiB too
+    print(found)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="*", default=[*OWN, *OTHERS])
+    parser.add_argument("--beside", nargs="*", default=["Encoder", "ResNet-18", "GPT-2", "Llama"])
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--heap", choices=["kept", "trimmed"], default="kept")
     options = parser.parse_args()
@@ -132,10 +235,12 @@ def main() -> None:
     for key in ("memory", "memory_bf16", "time"):
         found = [row[key] for row in rows]
         print(f"{key}: {sum(found) / len(found):.3f} on average, {max(found):.3f} at worst")
+    others = [beside(name, *build(name, large=True), 9) for name in options.beside]
     if options.models == [*OWN, *OTHERS] and len(rows) == len(options.models):
         path = RESULTS / f"lean_cpu{'_trimmed' if options.heap == 'trimmed' else ''}.json"
         machine = machine_of(torch.device("cpu"))
-        path.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+        result = {"machine": machine, "rows": rows, "beside": others, "overhead": overhead()}
+        path.write_text(json.dumps(result, indent=1) + "\n")
         print(f"written to {path}")
 
 
