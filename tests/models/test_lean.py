@@ -594,14 +594,14 @@ def test_a_wrapped_model_lets_go(monkeypatch):
 
 
 def test_wrong_inputs():
-    with pytest.raises(TypeError, match=r"rg.lean\(\) takes a torch.nn.Module, or nothing"):
+    with pytest.raises(rg.CellError, match=r"rg.lean\(\) takes a torch.nn.Module, or nothing"):
         rg.lean(3)
     assert str(rg.lean()) == "ordinary autograd: no pass was begun"
 
 
 def test_an_old_torch_is_refused(monkeypatch):
     monkeypatch.setattr(torch._C._autograd, "SavedTensor", object)
-    with pytest.raises(RuntimeError, match=r"rg.lean\(\) needs a torch"):
+    with pytest.raises(rg.RetrogradeError, match=r"rg.lean\(\) needs a torch"):
         rg.lean()
 
 
@@ -661,3 +661,57 @@ def _a_rank(rank, folder, kind):
 @pytest.mark.parametrize("kind", ["data", "shards"])
 def test_two_processes(tmp_path, kind):
     spawn(_a_rank, (tmp_path, kind), 2)
+
+
+# ---------------------------------------------------------------------------------------------
+# Training libraries
+
+
+def test_the_trainer_of_transformers(tmp_path):
+    hf = pytest.importorskip("transformers")
+    config = hf.GPT2Config(vocab_size=50, n_positions=32, n_embd=32, n_layer=2, n_head=2)
+    ids = torch.randint(0, 50, (8, 16))
+    data = [{"input_ids": one, "labels": one} for one in ids]
+
+    def trained(wrap, **options):
+        torch.manual_seed(0)
+        model = wrap(hf.GPT2LMHeadModel(config))
+        arguments = hf.TrainingArguments(
+            tmp_path, max_steps=3, report_to=[], use_cpu=True, save_strategy="no", **options
+        )
+        hf.Trainer(model, arguments, train_dataset=data).train()
+        return list(model.parameters())
+
+    expected = trained(lambda model: model)
+    assert all(map(torch.equal, trained(rg.lean), expected))
+    trained(rg.lean, gradient_checkpointing=True)
+
+
+def test_the_trainer_of_lightning():
+    lightning = pytest.importorskip("lightning")
+
+    class Regressor(lightning.LightningModule):
+        def __init__(self, wrap):
+            super().__init__()
+            self.model = wrap(mlp(nn.LayerNorm(64), nn.GELU()))
+
+        def training_step(self, batch, index):
+            return self.model(batch).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters())
+
+    def trained(wrap):
+        model = Regressor(wrap)
+        trainer = lightning.Trainer(
+            accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=8))
+        return list(model.parameters())
+
+    data = torch.randn(16, 16)
+    torch.manual_seed(0)
+    norm = nn.LayerNorm(64)
+    del norm
+    assert all(map(torch.equal, trained(rg.lean), trained(lambda model: model)))

@@ -10,6 +10,7 @@ from torch import nn
 from torch._C import _autograd
 from torch.autograd.graph import saved_tensors_hooks
 
+from retrograde.errors import CellError, RetrogradeError
 from retrograde.models.recipes import unpack
 from retrograde.models.tape import Tape
 from retrograde.units import format_bytes
@@ -24,7 +25,7 @@ class Lean:
     """A forward pass with a lean tape. ``print`` of it says what was let go.
 
     Attributes:
-        kept_bytes: of the tensors that were saved and kept, parameters not counted.
+        kept_bytes: of the tensors that were saved and kept, but for parameters and small ones.
         let_go_bytes: of those that were let go, by the operation that computes them again.
         aside: why ordinary autograd runs instead, or None.
     """
@@ -95,8 +96,8 @@ def lean(model: nn.Module | None = None) -> Any:
             The wrapped model's state dict, copies and pickles are what they were.
 
     Raises:
-        TypeError: ``model`` is not a module.
-        RuntimeError: this torch is too old.
+        CellError: ``model`` is not a module.
+        RetrogradeError: this torch is too old.
 
     Example:
         >>> import torch, retrograde as rg
@@ -106,17 +107,17 @@ def lean(model: nn.Module | None = None) -> Any:
         ...     loss = model(torch.randn(64, 256)).square().mean()
         >>> loss.backward()
         >>> print(tape)
-        kept 384 KiB, let go 256 KiB: Gelu 256 KiB
+        kept 256 KiB, let go 256 KiB: Gelu 256 KiB
     """
     if not hasattr(_autograd.SavedTensor, "data"):
-        raise RuntimeError(
+        raise RetrogradeError(
             f"rg.lean() needs a torch that shows what its nodes saved, not {torch.__version__}: "
             "install torch 2.13 or later"
         )
     if model is None:
         return Lean()
     if not isinstance(model, nn.Module):
-        raise TypeError(
+        raise CellError(
             f"rg.lean() takes a torch.nn.Module, or nothing to return a context manager, not "
             f"{type(model).__name__}: wrap the module that holds the forward pass"
         )

@@ -1,10 +1,10 @@
 """The tape of one forward pass: which saved tensors are let go.
 
 1. The same function on the same strides: a value has the same bits when it is computed again.
-2. What a recipe reads is held at no cost if the recipe's own nodes save it, since those are still
-   to come when the value is read. What others saved may not be larger than what is let go.
-3. What a recipe takes for a moment is covered: by the gradient that its reader is about to
-   allocate, and by what values before it have let go. So the peak is never above ordinary's.
+2. What a recipe reads is held at no cost if the recipe's own nodes save it: they run after the
+   reader. What others saved may not be larger than what is let go.
+3. What a recipe takes for a moment is covered by the gradient that its reader will allocate, and
+   by what was let go before. So the peak is never above ordinary's.
 4. What was changed in place is kept, unless autograd followed the change. What was changed after
    it was saved raises what autograd raises.
 5. A recipe that costs more than its bytes are worth is not used.
@@ -12,7 +12,7 @@
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -56,7 +56,7 @@ class Tape(TorchFunctionMode):
     """Saves for one forward pass, and notes what no node of the graph knows.
 
     Attributes:
-        kept: bytes of what is saved and kept, parameters not counted.
+        kept: bytes of what is saved and kept; parameters and small tensors are not counted.
         let_go: bytes of what is saved and let go, by operation.
     """
 
@@ -81,24 +81,27 @@ class Tape(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
             return func(*args, **kwargs)
-        first = kwargs.get("out", args[0] if args else kwargs.get("input"))
-        name = getattr(func, "__name__", "")
+        rule = _RULES.get(func) or _rule_of(func)
+        first = args[0] if args else kwargs.get("input")
+        if kwargs:
+            first = kwargs.get("out", first)
         if not isinstance(first, Tensor):
             result = func(*args, **kwargs)
-            if "out" in kwargs or name[:2] == "_f":  # _foreach_add_ and its like
+            if rule.changes or "out" in kwargs:
                 for one in first if isinstance(first, (list, tuple)) else ():
                     self._changed(one, False)
             return result
-        if first.is_inference():  # nothing of it is ever saved
+        try:
+            before, newest = first._version, _autograd._get_sequence_nr()
+        except RuntimeError:  # an inference tensor: nothing of it is ever saved
             return func(*args, **kwargs)
-        before, newest = first._version, _autograd._get_sequence_nr()
-        if name in _CHANGING or (name[-1:] == "_" and name[-2:] != "__") or kwargs.get("inplace"):
+        if rule.changes or (kwargs and kwargs.get("inplace")):
             self._open_dependents(first)
             self._is_changing = True
-        if func in _SHARING:
+        if rule.shares:
             self.touch(first)
-        quiet, note = _SPECIAL.get(func, (None, None))
-        if quiet is not None and not before and quiet(args, kwargs) and self.is_on_top():
+        if rule.quiet and rule.quiet(args, kwargs) and self.is_on_top():
+            self._count(first)
             _autograd._pop_saved_tensors_default_hooks()
             try:
                 result = func(*args, **kwargs)
@@ -109,8 +112,8 @@ class Tape(TorchFunctionMode):
         self._is_changing = False
         if first._version != before:
             self._changed(first, _autograd._get_sequence_nr() > newest)
-        if note is not None and isinstance(result, Tensor) and result.grad_fn is not None:
-            note(self, result.grad_fn, args, kwargs)
+        if rule.note and isinstance(result, Tensor) and result.grad_fn is not None:
+            rule.note(self, result.grad_fn, args, kwargs)
         return result
 
     def is_on_top(self) -> bool:
@@ -126,19 +129,21 @@ class Tape(TorchFunctionMode):
         version = tensor._version
         if tensor.requires_grad and tensor.is_leaf:
             return Held(tensor, version)
-        if tensor.is_cuda and torch.cuda.current_stream() != torch.cuda.default_stream():
-            return tensor.detach(), version  # no recipe reads it: that would need another stream
-        storage, base = tensor.untyped_storage(), tensor if tensor._base is None else tensor._base
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < LEAST_BYTES:
+            return Held(tensor.detach(), version)
+        base = tensor if tensor._base is None else tensor._base
         box = self._box_of(storage)
         if (
-            storage.nbytes() < LEAST_BYTES
-            or type(tensor) not in (Tensor, nn.Parameter)
+            type(tensor) not in (Tensor, nn.Parameter)
             or torch._C._dispatch_keys(tensor).raw_repr() & _STRANGE
             or (base if box is None else box).dtype is not tensor.dtype
             or torch._C._current_graph_task_id() >= 0
         ):
-            self.kept += storage.nbytes() if box is None else 0
+            self._count(tensor)
             return Held(tensor.detach(), version)
+        if tensor.is_cuda and torch.cuda.current_stream() != torch.cuda.default_stream():
+            return tensor.detach(), version  # no recipe reads it: that would need another stream
         if box is not None and box.version != version:
             box.overwritten, box = True, None
         if box is None:
@@ -147,11 +152,16 @@ class Tape(TorchFunctionMode):
             node: Any = base.grad_fn
             if node is None or not self._let_go(box, node, base, tensor.requires_grad):
                 box.keep(base)
-                self.kept += box.nbytes
+                self.kept += 0 if base.is_leaf and base.requires_grad else box.nbytes
             if node is not None:
                 node.metadata[base.output_nr] = ref(box)
         shape = shape_of(tensor)
         return Packed(box, box.shape if shape == box.shape else shape)
+
+    def _count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() >= LEAST_BYTES and self._box_of(storage) is None:
+            self.kept += storage.nbytes()
 
     def close(self) -> None:
         """End the pass. What the caller still holds is not computed a second time beside it."""
@@ -310,8 +320,17 @@ def _note_attention(tape: Tape, node: Any, args: Any, kwargs: Any) -> None:
 def _is_kept(args: Any, kwargs: Any) -> bool:
     """Whether a normalisation saves nothing that could be let go: an input that is kept."""
     first = args[0] if args else kwargs["input"]
-    node = first.grad_fn if first._base is None else None
+    node = first.grad_fn if first._base is None and not first._version else None
     return node is not None and node.name() not in CHEAP
+
+
+def _are_small(args: Any, kwargs: Any) -> bool:
+    """Whether a function is given nothing that could be let go."""
+    tensors = [one for one in args if isinstance(one, Tensor)]
+    return all(
+        one.untyped_storage().nbytes() < LEAST_BYTES or (one.requires_grad and one.is_leaf)
+        for one in tensors
+    )
 
 
 def _is_kept_in_training(args: Any, kwargs: Any) -> bool:
@@ -324,6 +343,37 @@ def _noise(mask: Tensor, one: Tensor) -> Tensor:
 
 _NOISE = Operation("Dropout", _noise, 1)
 _NOISES = set[tuple[float, torch.dtype]]()  # whose noise was seen to have two values
+
+
+class Rule(NamedTuple):
+    """What a function means to the tape.
+
+    Attributes:
+        changes: whether it changes its first argument in place.
+        shares: whether its result shares memory that autograd does not follow.
+        quiet: whether a call saves nothing that could be let go.
+        note: notes of its node what that does not know.
+    """
+
+    changes: bool
+    shares: bool
+    quiet: Callable[..., bool] | None
+    note: Callable[..., None] | None
+
+
+_RULES: dict[Any, Rule] = {}
+
+
+def _rule_of(func: Any) -> Rule:
+    name = getattr(func, "__name__", "")
+    own = name[-1:] == "_" and name[-2:] != "__"  # add_, but not __add__
+    changes = own or name in _CHANGING
+    quiet, note = _SPECIAL.get(func, (None, None))
+    quiet = None if name == "__get__" else quiet or _are_small
+    rule = _RULES[func] = Rule(changes, func in _SHARING, quiet, note)
+    return rule
+
+
 _CHANGING = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow")} | {"__setitem__"}
 # Their results share memory unseen.
 _SHARING = {torch.detach, Tensor.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
