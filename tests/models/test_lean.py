@@ -539,6 +539,18 @@ def test_torch_func():
         torch.func.grad(lambda x: x.square().sum())(x)
 
 
+def test_tensors_that_are_more_than_a_storage():
+    def strange(x):
+        sparse = torch.eye(64).to_sparse()
+        y = torch.sparse.mm(sparse, x.t()).t()
+        z = torch.complex(y, x * 2).conj()
+        nested = torch.nested.nested_tensor([x, y * 1])
+        both = torch.nested.to_padded_tensor(nested * 2, 0.0).sum(0)
+        return (z * z.imag * (z + 1)).real + both
+
+    check(Apply(lambda x, m: strange(x)), torch.randn(48, 16))
+
+
 def test_without_gradients_it_steps_aside():
     for way in (torch.no_grad, torch.inference_mode):
         with way(), rg.lean() as context:

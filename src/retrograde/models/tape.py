@@ -12,7 +12,7 @@
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import torch
@@ -42,14 +42,6 @@ WORTH = 5.0
 LEAST_BYTES = 128 * 1024
 #: In the metadata of a node: the version of its result, if autograd followed the changes in place.
 VERSION = "retrograde version"
-
-# Dispatch keys of tensors that are more than their storage, size and strides.
-_STRANGE = 0
-for _key in (
-    *("Negative", "Conjugate", "ZeroTensor", "Python"),
-    *("Quantized", "Sparse", "SparseCsr", "NestedTensor"),
-):
-    _STRANGE |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _key)).raw_repr()
 
 
 class Tape(TorchFunctionMode):
@@ -81,13 +73,13 @@ class Tape(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
             return func(*args, **kwargs)
-        rule = _RULES.get(func) or _rule_of(func)
+        changes, shares, quiet, note = _RULES.get(func) or _rule_of(func)
         first = args[0] if args else kwargs.get("input")
         if kwargs:
             first = kwargs.get("out", first)
         if not isinstance(first, Tensor):
             result = func(*args, **kwargs)
-            if rule.changes or "out" in kwargs:
+            if changes or "out" in kwargs:
                 for one in first if isinstance(first, (list, tuple)) else ():
                     self._changed(one, False)
             return result
@@ -95,12 +87,12 @@ class Tape(TorchFunctionMode):
             before, newest = first._version, _autograd._get_sequence_nr()
         except RuntimeError:  # an inference tensor: nothing of it is ever saved
             return func(*args, **kwargs)
-        if rule.changes or (kwargs and kwargs.get("inplace")):
+        if changes or (kwargs and kwargs.get("inplace")):
             self._open_dependents(first)
             self._is_changing = True
-        if rule.shares:
+        if shares:
             self.touch(first)
-        if rule.quiet and rule.quiet(args, kwargs) and self.is_on_top():
+        if quiet is not None and quiet(args, kwargs) and self.is_on_top():
             self._count(first)
             _autograd._pop_saved_tensors_default_hooks()
             try:
@@ -112,8 +104,8 @@ class Tape(TorchFunctionMode):
         self._is_changing = False
         if first._version != before:
             self._changed(first, _autograd._get_sequence_nr() > newest)
-        if rule.note and isinstance(result, Tensor) and result.grad_fn is not None:
-            rule.note(self, result.grad_fn, args, kwargs)
+        if note is not None and isinstance(result, Tensor) and result.grad_fn is not None:
+            note(self, result.grad_fn, args, kwargs)
         return result
 
     def is_on_top(self) -> bool:
@@ -129,17 +121,12 @@ class Tape(TorchFunctionMode):
         version = tensor._version
         if tensor.requires_grad and tensor.is_leaf:
             return Held(tensor, version)
-        storage = tensor.untyped_storage()
-        if storage.nbytes() < LEAST_BYTES:
+        if not _large(tensor):
             return Held(tensor.detach(), version)
-        base = tensor if tensor._base is None else tensor._base
+        storage, base = tensor.untyped_storage(), tensor if tensor._base is None else tensor._base
         box = self._box_of(storage)
-        if (
-            type(tensor) not in (Tensor, nn.Parameter)
-            or torch._C._dispatch_keys(tensor).raw_repr() & _STRANGE
-            or (base if box is None else box).dtype is not tensor.dtype
-            or torch._C._current_graph_task_id() >= 0
-        ):
+        dtype = base.dtype if box is None else box.dtype
+        if dtype is not tensor.dtype or torch._C._current_graph_task_id() >= 0:
             self._count(tensor)
             return Held(tensor.detach(), version)
         if tensor.is_cuda and torch.cuda.current_stream() != torch.cuda.default_stream():
@@ -159,9 +146,8 @@ class Tape(TorchFunctionMode):
         return Packed(box, box.shape if shape == box.shape else shape)
 
     def _count(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage.nbytes() >= LEAST_BYTES and self._box_of(storage) is None:
-            self.kept += storage.nbytes()
+        if _large(tensor) and self._box_of(tensor.untyped_storage()) is None:
+            self.kept += _large(tensor)
 
     def close(self) -> None:
         """End the pass. What the caller still holds is not computed a second time beside it."""
@@ -176,7 +162,7 @@ class Tape(TorchFunctionMode):
         node: Any = base.grad_fn
         if node is not None:
             node.metadata[CHANGED] = True
-            self._take_back(self._box_of(base.untyped_storage()))
+            self._take_back(self._box_of(base.untyped_storage()) if _large(base) else None)
 
     def note_noise(self, node: Any, p: float) -> None:
         """Let go the noise of a dropout, zeros and one other number: a mask of bytes is enough."""
@@ -256,7 +242,7 @@ class Tape(TorchFunctionMode):
 
     def _open_dependents(self, tensor: Tensor) -> None:
         """Compute what would be computed from a tensor that is about to be changed in place."""
-        box = self._box_of(tensor.untyped_storage())
+        box = self._box_of(tensor.untyped_storage()) if _large(tensor) else None
         if box is not None and box.is_current():
             for one in [one() for one in self._gone]:
                 if one is not None and box in one.reads:
@@ -269,7 +255,7 @@ class Tape(TorchFunctionMode):
 
     def _changed(self, tensor: Tensor, followed: bool) -> None:
         """Note a change in place, and whether it made a new node."""
-        box = self._box_of(tensor.untyped_storage())
+        box = self._box_of(tensor.untyped_storage()) if _large(tensor) else None
         if box is not None and box.version != tensor._version:
             box.overwritten = True
         base = tensor if tensor._base is None else tensor._base
@@ -292,14 +278,12 @@ def _note_number(tape: Tape, node: Any, args: Any, kwargs: Any) -> None:
             node.metadata[KNOWN] = one
 
 
-def _note_eps(tape: Tape, node: Any, args: Any, kwargs: Any) -> None:
-    node.metadata[KNOWN] = _argument(args, kwargs, 4, "eps", 1e-5)
+def _note_of(*argument: Any) -> Callable[..., None]:
+    """Note an argument that the node does not keep."""
 
-
-def _note_bias(position: int) -> Callable[..., None]:
     def note(tape: Tape, node: Any, args: Any, kwargs: Any) -> None:
-        bias = _argument(args, kwargs, position, "bias", None)
-        node.metadata[KNOWN] = bias if bias is None else Held(bias, bias._version)
+        one = _argument(args, kwargs, *argument)
+        node.metadata[KNOWN] = Held(one, one._version) if isinstance(one, Tensor) else one
 
     return note
 
@@ -324,17 +308,25 @@ def _is_kept(args: Any, kwargs: Any) -> bool:
     return node is not None and node.name() not in CHEAP
 
 
+def _is_kept_in_training(args: Any, kwargs: Any) -> bool:
+    return _argument(args, kwargs, 5, "training", False) is True and _is_kept(args, kwargs)
+
+
 def _are_small(args: Any, kwargs: Any) -> bool:
     """Whether a function is given nothing that could be let go."""
     tensors = [one for one in args if isinstance(one, Tensor)]
-    return all(
-        one.untyped_storage().nbytes() < LEAST_BYTES or (one.requires_grad and one.is_leaf)
-        for one in tensors
-    )
+    return all((one.requires_grad and one.is_leaf) or not _large(one) for one in tensors)
 
 
-def _is_kept_in_training(args: Any, kwargs: Any) -> bool:
-    return _argument(args, kwargs, 5, "training", False) is True and _is_kept(args, kwargs)
+def _large(tensor: Tensor) -> int:
+    """Return the bytes of a storage, or 0 if it is small or the tensor is more than a storage."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        return 0
+    odd = tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor() or tensor.is_quantized
+    if odd or tensor.is_nested or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return 0
+    size = tensor.untyped_storage().nbytes()
+    return size if size >= LEAST_BYTES else 0
 
 
 def _noise(mask: Tensor, one: Tensor) -> Tensor:
@@ -343,55 +335,35 @@ def _noise(mask: Tensor, one: Tensor) -> Tensor:
 
 _NOISE = Operation("Dropout", _noise, 1)
 _NOISES = set[tuple[float, torch.dtype]]()  # whose noise was seen to have two values
-
-
-class Rule(NamedTuple):
-    """What a function means to the tape.
-
-    Attributes:
-        changes: whether it changes its first argument in place.
-        shares: whether its result shares memory that autograd does not follow.
-        quiet: whether a call saves nothing that could be let go.
-        note: notes of its node what that does not know.
-    """
-
-    changes: bool
-    shares: bool
-    quiet: Callable[..., bool] | None
-    note: Callable[..., None] | None
-
-
-_RULES: dict[Any, Rule] = {}
-
-
-def _rule_of(func: Any) -> Rule:
-    name = getattr(func, "__name__", "")
-    own = name[-1:] == "_" and name[-2:] != "__"  # add_, but not __add__
-    changes = own or name in _CHANGING
-    quiet, note = _SPECIAL.get(func, (None, None))
-    quiet = None if name == "__get__" else quiet or _are_small
-    rule = _RULES[func] = Rule(changes, func in _SHARING, quiet, note)
-    return rule
-
-
 _CHANGING = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow")} | {"__setitem__"}
 # Their results share memory unseen.
 _SHARING = {torch.detach, Tensor.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
-# Whether a function saves nothing that could be let go, and what is noted after it.
+# Whether a function saves nothing that could be let go, and what is noted of its node.
 _SPECIAL: dict[Any, tuple[Callable[..., bool] | None, Callable[..., None] | None]] = {
-    functional.layer_norm: (_is_kept, _note_eps),
-    torch.layer_norm: (_is_kept, _note_eps),
-    functional.group_norm: (_is_kept, _note_bias(3)),
-    torch.group_norm: (_is_kept, _note_bias(3)),
-    functional.batch_norm: (_is_kept_in_training, _note_bias(4)),
-    torch.batch_norm: (_is_kept_in_training, _note_bias(2)),
-    functional.dropout: (None, _note_dropout),
-    torch.dropout: (None, _note_dropout),
+    functional.batch_norm: (_is_kept_in_training, _note_of(4, "bias", None)),
+    torch.batch_norm: (_is_kept_in_training, _note_of(2, "bias", None)),
     functional.scaled_dot_product_attention: (None, _note_attention),
 }
-for _name in ("add", "sub", "subtract", "rsub"):
-    _SPECIAL[getattr(torch, _name)] = None, _note_number
-for _name in ("add", "sub", "subtract", "add_", "sub_"):
+for _place in (functional, torch):
+    _SPECIAL[_place.layer_norm] = _is_kept, _note_of(4, "eps", 1e-5)
+    _SPECIAL[_place.group_norm] = _is_kept, _note_of(3, "bias", None)
+    _SPECIAL[_place.dropout] = None, _note_dropout
+for _name in ("add", "sub", "subtract", "rsub", "add_", "sub_", "__add__", "__radd__", "__sub__"):
+    _SPECIAL[getattr(torch, _name, None)] = _SPECIAL[getattr(Tensor, _name, None)] = (
+        None,
+        _note_number,
+    )
+for _name in ("__rsub__", "__iadd__", "__isub__"):
     _SPECIAL[getattr(Tensor, _name)] = None, _note_number
-for _name in ("add", "radd", "sub", "rsub", "iadd", "isub"):
-    _SPECIAL[getattr(Tensor, f"__{_name}__")] = None, _note_number
+
+# Of functions that were called: whether they change their first argument in place, whether their
+# results share memory unseen, and what is special.
+_RULES: dict[Any, tuple[bool, bool, Callable[..., bool] | None, Callable[..., None] | None]] = {}
+
+
+def _rule_of(func: Any) -> Any:
+    name = getattr(func, "__name__", "")
+    changes = (name[-1:] == "_" and name[-2:] != "__") or name in _CHANGING  # add_, not __add__
+    quiet, note = _SPECIAL.get(func, (None if name == "__get__" else _are_small, None))
+    rule = _RULES[func] = changes, func in _SHARING, quiet, note
+    return rule
