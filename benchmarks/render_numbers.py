@@ -490,7 +490,13 @@ def lean_beside() -> str:
     found = results("lean_cpu")["beside"]
     ways = [key for key in found[0] if key not in ("model", "ordinary")]
     rows = [
-        [way, *(f"{row[way]['memory']:.2f}, {row[way]['time']:.2f}×" for row in found)]
+        [
+            way,
+            *(
+                f"{row[way]['memory']:.2f}, {row[way]['time']:.2f}×" if way in row else "fails"
+                for row in found
+            ),
+        ]
         for way in ways
     ]
     return table(["memory, time", *(row["model"] for row in found)], rows)

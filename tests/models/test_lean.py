@@ -373,6 +373,41 @@ def test_a_change_that_autograd_does_not_follow_is_kept():
     check(Apply(lambda x, m: change(x)), torch.randn(48, 16))
 
 
+def test_a_parameter_that_changes_in_the_pass_is_read_before():
+    def scale(x, m, change):
+        y = functional.silu(x) * m.weight
+        change(m.weight)
+        return y * torch.relu(x * m.weight)
+
+    def set_data(p):
+        p.data = p.data * 2
+
+    for change in (lambda p: p.data.mul_(2), set_data):
+        check(Apply(lambda x, m, change=change: scale(x, m, change)), torch.randn(48, 16))
+
+    def in_place(x, m):
+        y = torch.relu(torch.sigmoid(x) + m.bias)
+        with torch.no_grad():
+            m.bias.mul_(2)
+        return y
+
+    check(Apply(in_place), torch.randn(48, 16))
+
+
+def test_a_value_of_before_may_have_changed_unseen():
+    model, found = mlp(), []
+    for way in (Ordinary, rg.lean):
+        model.zero_grad()
+        y = model[0](torch.ones(8, 16)) * 2
+        alias = y.detach()
+        with way():
+            alias.mul_(3)
+            loss = model[2](functional.gelu(mlp()[0](torch.ones(8, 16))) * torch.relu(y)).sum()
+        loss.backward()
+        found.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
 def test_a_parameter_that_changed_raises():
     model = mlp(nn.LayerNorm(64), nn.GELU())
     with rg.lean():

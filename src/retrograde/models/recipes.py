@@ -192,11 +192,11 @@ class Search:
         cost: the bytes that they write, each as often as its operation has passes.
     """
 
-    def __init__(self, parameters_stay: bool) -> None:
+    def __init__(self, parameters_stay: bool, first: int) -> None:
         self.own: list[Box] = []
         self.apart: list[Box] = []
         self.operations, self.cost = 0, 0.0
-        self._parameters_stay = parameters_stay
+        self._parameters_stay, self._first = parameters_stay, first
 
     def step(self, node: Any, nr: int, nbytes: int = 0, copied: bool = True) -> Step | None:
         """Return how an output of a node is computed, or None if it cannot be.
@@ -206,8 +206,8 @@ class Search:
         operation, notes, edges = CHEAP.get(node.name()), node.metadata, node.next_functions
         if operation is not None and operation.check is not None:
             operation = operation.check(node, nr, edges)
-        if operation is None or CHANGED in notes:
-            return None
+        if operation is None or CHANGED in notes or node._sequence_nr() < self._first:
+            return None  # a node of before may have changed unseen
         if operation.name in ("Clone", "ToCopy") and not copied:
             return None  # its strides are not known
         args: list[Any] = []

@@ -55,7 +55,7 @@ class Tape(TorchFunctionMode):
     def __init__(self, parameters_stay: bool) -> None:
         super().__init__()
         self.kept, self.let_go = 0, Counter[str]()
-        self._parameters_stay = parameters_stay
+        self._parameters_stay, self._first = parameters_stay, _autograd._get_sequence_nr()
         self._boxes: dict[int, ref[Box]] = {}  # by the address of the storage
         self._gone: list[ref[Box]] = []
         self._pending: list[Box] = []  # let go, and perhaps not released yet
@@ -91,7 +91,7 @@ class Tape(TorchFunctionMode):
             self._open_dependents(first)
             self._is_changing = True
         if shares:
-            self.touch(first)
+            self.touch(first, shares == "data")
         if quiet is not None and quiet(args, kwargs) and self.is_on_top():
             self._count(first)
             _autograd._pop_saved_tensors_default_hooks()
@@ -156,10 +156,14 @@ class Tape(TorchFunctionMode):
                 self._take_back(one())
         self._boxes, self._gone, self._pending = {}, [], []
 
-    def touch(self, tensor: Tensor) -> None:
+    def touch(self, tensor: Tensor, is_parameter: bool = False) -> None:
         """Note that a value may change, or may live on, without autograd's knowledge."""
         base = tensor if tensor._base is None else tensor._base
         node: Any = base.grad_fn
+        if is_parameter and base.is_leaf and base.requires_grad and self._parameters_stay:
+            self._parameters_stay = False
+            for one in list(self._gone):
+                self._take_back(one(), True)
         if node is not None:
             node.metadata[CHANGED] = True
             self._take_back(self._box_of(base.untyped_storage()) if _large(base) else None)
@@ -201,7 +205,7 @@ class Tape(TorchFunctionMode):
         whole = base.numel() * base.itemsize == box.nbytes
         if not whole or not self._is_followed(box.version, node):
             return False
-        search = Search(self._parameters_stay)
+        search = Search(self._parameters_stay, self._first)
         step = search.step(node, base.output_nr, box.nbytes)
         if step is None or search.cost > WORTH * box.nbytes:
             return False
@@ -242,6 +246,8 @@ class Tape(TorchFunctionMode):
 
     def _open_dependents(self, tensor: Tensor) -> None:
         """Compute what would be computed from a tensor that is about to be changed in place."""
+        if (tensor if tensor._base is None else tensor._base).is_leaf:
+            self.touch(tensor, True)
         box = self._box_of(tensor.untyped_storage()) if _large(tensor) else None
         if box is not None and box.is_current():
             for one in [one() for one in self._gone]:
@@ -336,8 +342,9 @@ def _noise(mask: Tensor, one: Tensor) -> Tensor:
 _NOISE = Operation("Dropout", _noise, 1)
 _NOISES = set[tuple[float, torch.dtype]]()  # whose noise was seen to have two values
 _CHANGING = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow")} | {"__setitem__"}
-# Their results share memory unseen.
-_SHARING = {torch.detach, Tensor.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
+# What shares memory unseen; ``.data`` has versions of its own too.
+_SHARING = {torch.detach: "detach", Tensor.detach: "detach"}
+_SHARING |= dict.fromkeys((Tensor.data.__get__, Tensor.data.__set__), "data")  # type: ignore[attr-defined]
 # Whether a function saves nothing that could be let go, and what is noted of its node.
 _SPECIAL: dict[Any, tuple[Callable[..., bool] | None, Callable[..., None] | None]] = {
     functional.batch_norm: (_is_kept_in_training, _note_of(4, "bias", None)),
@@ -358,12 +365,12 @@ for _name in ("__rsub__", "__iadd__", "__isub__"):
 
 # Of functions that were called: whether they change their first argument in place, whether their
 # results share memory unseen, and what is special.
-_RULES: dict[Any, tuple[bool, bool, Callable[..., bool] | None, Callable[..., None] | None]] = {}
+_RULES: dict[Any, tuple[bool, str, Callable[..., bool] | None, Callable[..., None] | None]] = {}
 
 
 def _rule_of(func: Any) -> Any:
     name = getattr(func, "__name__", "")
     changes = (name[-1:] == "_" and name[-2:] != "__") or name in _CHANGING  # add_, not __add__
     quiet, note = _SPECIAL.get(func, (None if name == "__get__" else _are_small, None))
-    rule = _RULES[func] = changes, func in _SHARING, quiet, note
+    rule = _RULES[func] = changes, _SHARING.get(func, ""), quiet, note
     return rule
