@@ -79,6 +79,19 @@ def same_bits(model: nn.Module, loss_of: Any, train: bool, bf16: bool) -> bool:
     return all(map(torch.equal, *found))
 
 
+def times(model: nn.Module, loss_of: Any, rounds: int) -> dict[str, float]:
+    """Median milliseconds of both ways, in turn."""
+    ways = {"ordinary": contextlib.nullcontext, "lean": rg.lean}
+    taken: dict[str, list[float]] = {key: [] for key in ways}
+    for i in range(rounds):
+        for key, way in list(ways.items())[:: 1 - 2 * (i % 2)]:  # who goes first has a warmer heap
+            clear(model)
+            start = time.perf_counter()
+            step(model, loss_of, way)
+            taken[key].append(time.perf_counter() - start)
+    return {key: 1e3 * sorted(seconds)[rounds // 2] for key, seconds in taken.items()}
+
+
 def measured(name: str, model: nn.Module, loss_of: Any, rounds: int) -> dict[str, Any]:
     """A row of the table."""
     row: dict[str, Any] = {"model": name}
@@ -87,24 +100,16 @@ def measured(name: str, model: nn.Module, loss_of: Any, rounds: int) -> dict[str
         for mode in ("train", "eval")
         for bf16 in (False, True)
     }
-    ways = {"ordinary": contextlib.nullcontext, "lean": rg.lean}
     for bf16 in (False, True):
-        for key, way in ways.items():
+        end = "_bf16" if bf16 else ""
+        for key, way in (("ordinary", contextlib.nullcontext), ("lean", rg.lean)):
             clear(model)
             size = rg.measure(partial(step, model, loss_of, way, bf16)).working_bytes
-            row[f"{key}{'_bf16' if bf16 else ''}_bytes"] = size
-    taken: dict[str, list[float]] = {key: [] for key in ways}
-    for i in range(rounds):
-        for key, way in list(ways.items())[:: 1 - 2 * (i % 2)]:  # who goes first has a warmer heap
-            clear(model)
-            start = time.perf_counter()
-            step(model, loss_of, way)
-            taken[key].append(time.perf_counter() - start)
-    for key, seconds in taken.items():
-        row[f"{key}_ms"] = round(1e3 * sorted(seconds)[rounds // 2], 2)
-    row["memory"] = round(row["lean_bytes"] / row["ordinary_bytes"], 3)
-    row["memory_bf16"] = round(row["lean_bf16_bytes"] / row["ordinary_bf16_bytes"], 3)
-    row["time"] = round(row["lean_ms"] / row["ordinary_ms"], 3)
+            row[f"{key}{end}_bytes"] = size
+        row[f"memory{end}"] = round(size / row[f"ordinary{end}_bytes"], 3)
+    taken = times(model, loss_of, rounds)
+    row |= {f"{key}_ms": round(taken[key], 2) for key in taken}
+    row["time"] = round(taken["lean"] / taken["ordinary"], 3)
     return row
 
 
@@ -171,7 +176,7 @@ def beside(name: str, model: nn.Module, loss_of: Any, rounds: int) -> dict[str, 
             start = time.perf_counter()
             step(net, loss_of, way)
             taken[key].append(time.perf_counter() - start)
-    median = {key: sorted(seconds)[rounds // 2] for key, seconds in taken.items()}
+    median = {key: sorted(seconds)[rounds // 2] for key, seconds in taken.items() if seconds}
     row: dict[str, Any] = {"model": name}
     for key in ways:
         memory, slower = sizes[key] / sizes["ordinary"], median[key] / median["ordinary"]
@@ -198,12 +203,12 @@ def overhead() -> dict[str, float]:
         found[f"{key}_us"] = round(1e6 * (lean - plain), 2)
     net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(20)))
     batch = torch.randn(32, 64)
-    rows = measured("20 layers of 64", net, lambda net: net(batch).square().mean(), 201)
-    found["tiny_layers_time"] = rows["time"]
+    taken = times(net, lambda net: net(batch).square().mean(), 201)
+    found["tiny_layers_time"] = round(taken["lean"] / taken["ordinary"], 3)
     wide = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(20)))
     batch = torch.randn(1024, 64)
-    rows = measured("20 layers of 64", wide, lambda net: net(batch).square().mean(), 101)
-    gone = rows["lean_ms"] - rows["ordinary_ms"]
+    taken = times(wide, lambda net: net(batch).square().mean(), 101)
+    gone = taken["lean"] - taken["ordinary"]
     found["let_go_us"] = round(1e3 * gone / 19, 1)  # the recomputation of 256 KiB too
     print(found)
     return found
@@ -212,7 +217,7 @@ def overhead() -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="*", default=[*OWN, *OTHERS])
-    parser.add_argument("--beside", nargs="*", default=["Encoder", "ResNet-18", "GPT-2", "Llama"])
+    parser.add_argument("--beside", nargs="*", default=["Encoder", "GPT-2", "Llama", "ResNet-18"])
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--heap", choices=["kept", "trimmed"], default="kept")
     options = parser.parse_args()
@@ -221,14 +226,25 @@ def main() -> None:
     ):  # read when a process starts
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | HEAP)
     warnings.simplefilter("ignore")
-    rows = []
+    path = RESULTS / "lean_cpu.json"
+    whole = options.models == [*OWN, *OTHERS]
+    if options.heap == "trimmed":
+        result = json.loads(path.read_text())
+        for row in result["rows"]:
+            taken = times(*build(row["model"], large=True), options.rounds)
+            row["time_trimmed"] = round(taken["lean"] / taken["ordinary"], 3)
+            print(f"{row['model']:20} {row['time_trimmed']:.2f}", flush=True)
+        path.write_text(json.dumps(result, indent=1) + "\n")
+        return
+    result = {"machine": machine_of(torch.device("cpu")), "rows": []}
     for name in options.models:
         built = build(name, large=True)
         if built is None:
             print(f"{name:20} skipped: its library is not installed")
+            whole = False
             continue
         row = measured(name, *built, options.rounds)
-        rows.append(row)
+        result["rows"].append(row)
         bits = "same bits" if all(row["bits"].values()) else f"OTHER BITS {row['bits']}"
         print(
             f"{name:20} {row['ordinary_bytes'] / 2**20:7.1f} MiB × {row['memory']:.2f}"
@@ -237,22 +253,15 @@ def main() -> None:
             flush=True,
         )
     for key in ("memory", "memory_bf16", "time"):
-        found = [row[key] for row in rows]
+        found = [row[key] for row in result["rows"]]
         print(f"{key}: {sum(found) / len(found):.3f} on average, {max(found):.3f} at worst")
-    if options.heap == "trimmed" and options.models == [*OWN, *OTHERS]:
-        path, times = RESULTS / "lean_cpu.json", {row["model"]: row["time"] for row in rows}
-        result = json.loads(path.read_text())
-        for row in result["rows"]:
-            row["time_trimmed"] = times[row["model"]]
-        path.write_text(json.dumps(result, indent=1) + "\n")
-        return
-    others = [beside(name, *build(name, large=True), 9) for name in options.beside]
-    if options.models == [*OWN, *OTHERS] and len(rows) == len(options.models):
-        path = RESULTS / "lean_cpu.json"
-        machine = machine_of(torch.device("cpu"))
-        result = {"machine": machine, "rows": rows, "beside": others, "overhead": overhead()}
-        path.write_text(json.dumps(result, indent=1) + "\n")
-        print(f"written to {path}")
+    result["overhead"] = overhead()
+    result["beside"] = []
+    for name in options.beside:
+        result["beside"].append(beside(name, *build(name, large=True), 9))
+        if whole:
+            path.write_text(json.dumps(result, indent=1) + "\n")
+            print(f"written to {path}")
 
 
 if __name__ == "__main__":
