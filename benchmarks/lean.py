@@ -38,6 +38,7 @@ from torch.utils.checkpoint import (
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import retrograde as rg
+from alternating import medians
 from oracles.lean_models import OTHERS, OWN, build
 from retrograde.machine import machine_of
 
@@ -161,24 +162,20 @@ def beside(name: str, model: nn.Module, loss_of: Any, rounds: int) -> dict[str, 
         ),
         "torch.compile": (compiled, contextlib.nullcontext),
     }
-    sizes, taken = {}, {key: list[float]() for key in ways}
-    for key, (net, way) in list(ways.items()):
-        try:
-            step(net, loss_of, way)
-        except RuntimeError:  # a ReLU in place may not be checkpointed
-            del ways[key]
-    for i in range(rounds + 1):
-        for key, (net, way) in ways.items():
+    calls = {}
+    for key, (net, way) in ways.items():
+
+        def call(net: nn.Module = net, way: Any = way) -> None:
             clear(net)
-            if i == 0:
-                sizes[key] = rg.measure(partial(step, net, loss_of, way)).working_bytes
-                continue
-            start = time.perf_counter()
             step(net, loss_of, way)
-            taken[key].append(time.perf_counter() - start)
-    median = {key: sorted(seconds)[rounds // 2] for key, seconds in taken.items() if seconds}
+
+        with contextlib.suppress(RuntimeError):  # a ReLU in place may not be checkpointed
+            call()
+            calls[key] = call
+    sizes = {key: rg.measure(call).working_bytes for key, call in calls.items()}
+    median = medians(calls, rounds)
     row: dict[str, Any] = {"model": name}
-    for key in ways:
+    for key in calls:
         memory, slower = sizes[key] / sizes["ordinary"], median[key] / median["ordinary"]
         row[key] = {"memory": round(memory, 3), "time": round(slower, 3)}
         print(f"{name:12} {key:22} memory {memory:.2f}, time {slower:.2f}", flush=True)
@@ -221,9 +218,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--heap", choices=["kept", "trimmed"], default="kept")
     options = parser.parse_args()
-    if (
-        options.heap == "kept" and not HEAP.keys() <= os.environ.keys()
-    ):  # read when a process starts
+    if options.heap == "kept" and not HEAP.keys() <= os.environ.keys():
+        # They are read when a process starts.
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | HEAP)
     warnings.simplefilter("ignore")
     path = RESULTS / "lean_cpu.json"

@@ -1,5 +1,6 @@
 """``rg.lean()``: a forward pass that saves less, as cheap values are computed again backward."""
 
+import sys
 import threading
 import warnings
 from types import TracebackType
@@ -47,11 +48,12 @@ class Lean:
     def __enter__(self) -> "Lean":
         if torch.compiler.is_compiling():
             return self
+        if self._hooks is not None:
+            raise RetrogradeError("this lean pass has begun already: make another by rg.lean()")
         self.aside = _why_not()
         if self.aside is None:
-            from torch.distributed import _composable_state
-
-            sharded = bool(getattr(_composable_state, "_module_state_mapping", None))
+            fsdp = sys.modules.get("torch.distributed._composable_state")
+            sharded = bool(getattr(fsdp, "_module_state_mapping", None))
             self._tape = Tape(parameters_stay=not sharded)
             self._hooks = saved_tensors_hooks(self._tape.pack, unpack)
             self._tape.__enter__()  # type: ignore[no-untyped-call]
@@ -148,10 +150,11 @@ def _why_not() -> str | None:
 
 def _begin(module: nn.Module, args: Any) -> None:
     if not torch.compiler.is_compiling():
-        _running.passes = [*getattr(_running, "passes", []), Lean().__enter__()]
+        _running.passes = [*getattr(_running, "passes", []), (module, Lean().__enter__())]
 
 
 def _end(module: nn.Module, args: Any, result: Any) -> None:
     if not torch.compiler.is_compiling():
-        *_running.passes, last = _running.passes
-        last.__exit__(None, None, None)
+        passes = getattr(_running, "passes", [])
+        if passes and passes[-1][0] is module:  # else an earlier hook failed, and none began
+            passes.pop()[1].__exit__(None, None, None)

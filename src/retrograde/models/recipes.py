@@ -20,7 +20,7 @@ from retrograde.models.cheap import (
     LIST,
     RESULT,
     Operation,
-)  # fmt: skip
+)
 
 __all__ = ["CHANGED", "KNOWN", "Box", "Held", "Packed", "Search", "Step", "shape_of", "unpack"]
 

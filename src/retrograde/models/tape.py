@@ -32,7 +32,7 @@ from retrograde.models.recipes import (
     Step,
     shape_of,
     unpack,
-)  # fmt: skip
+)
 
 __all__ = ["Tape"]
 
@@ -129,8 +129,10 @@ class Tape(TorchFunctionMode):
         if dtype is not tensor.dtype or torch._C._current_graph_task_id() >= 0:
             self._count(tensor)
             return Held(tensor.detach(), version)
-        if tensor.is_cuda and torch.cuda.current_stream() != torch.cuda.default_stream():
-            return tensor.detach(), version  # no recipe reads it: that would need another stream
+        if tensor.is_cuda:
+            stream = torch.cuda.current_stream(tensor.device)
+            if stream != torch.cuda.default_stream(tensor.device):
+                return tensor.detach(), version  # a recipe would need another stream
         if box is not None and box.version != version:
             box.overwritten, box = True, None
         if box is None:
@@ -288,8 +290,9 @@ def _note_of(*argument: Any) -> Callable[..., None]:
     """Note an argument that the node does not keep."""
 
     def note(tape: Tape, node: Any, args: Any, kwargs: Any) -> None:
-        one = _argument(args, kwargs, *argument)
-        node.metadata[KNOWN] = Held(one, one._version) if isinstance(one, Tensor) else one
+        if "Norm" in node.name():  # elsewhere it is made of other operations
+            one = _argument(args, kwargs, *argument)
+            node.metadata[KNOWN] = Held(one, one._version) if isinstance(one, Tensor) else one
 
     return note
 
@@ -355,13 +358,11 @@ for _place in (functional, torch):
     _SPECIAL[_place.layer_norm] = _is_kept, _note_of(4, "eps", 1e-5)
     _SPECIAL[_place.group_norm] = _is_kept, _note_of(3, "bias", None)
     _SPECIAL[_place.dropout] = None, _note_dropout
-for _name in ("add", "sub", "subtract", "rsub", "add_", "sub_", "__add__", "__radd__", "__sub__"):
-    _SPECIAL[getattr(torch, _name, None)] = _SPECIAL[getattr(Tensor, _name, None)] = (
-        None,
-        _note_number,
-    )
-for _name in ("__rsub__", "__iadd__", "__isub__"):
-    _SPECIAL[getattr(Tensor, _name)] = None, _note_number
+for _name in ("add", "sub", "subtract", "rsub", "add_", "sub_"):
+    for _function in (getattr(torch, _name, None), getattr(Tensor, _name, None)):
+        _SPECIAL[_function] = None, _note_number
+for _name in ("add", "radd", "sub", "rsub", "iadd", "isub"):
+    _SPECIAL[getattr(Tensor, f"__{_name}__")] = None, _note_number
 
 # Of functions that were called: whether they change their first argument in place, whether their
 # results share memory unseen, and what is special.
