@@ -358,11 +358,11 @@ for _place in (functional, torch):
     _SPECIAL[_place.layer_norm] = _is_kept, _note_of(4, "eps", 1e-5)
     _SPECIAL[_place.group_norm] = _is_kept, _note_of(3, "bias", None)
     _SPECIAL[_place.dropout] = None, _note_dropout
-for _name in ("add", "sub", "subtract", "rsub", "add_", "sub_"):
-    for _function in (getattr(torch, _name, None), getattr(Tensor, _name, None)):
-        _SPECIAL[_function] = None, _note_number
-for _name in ("add", "radd", "sub", "rsub", "iadd", "isub"):
-    _SPECIAL[getattr(Tensor, f"__{_name}__")] = None, _note_number
+for _name in ("add", "sub", "subtract", "rsub"):
+    _SPECIAL[getattr(torch, _name)] = None, _note_number
+_BY_SIGN = ("__add__", "__radd__", "__iadd__", "__sub__", "__rsub__", "__isub__")
+for _name in ("add", "sub", "subtract", "add_", "sub_", *_BY_SIGN):
+    _SPECIAL[getattr(Tensor, _name)] = None, _note_number
 
 # Of functions that were called: whether they change their first argument in place, whether their
 # results share memory unseen, and what is special.
