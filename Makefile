@@ -75,7 +75,6 @@ bench: $(STAMP)  ## every claim of speed, both sides in one process; an hour
 	$(BIN)/python benchmarks/figure_2b.py
 	$(BIN)/python benchmarks/million_steps.py
 	$(BIN)/python benchmarks/scan_backward.py
-	$(BIN)/python benchmarks/scan_choice.py
 	$(BIN)/python benchmarks/sparse_jacobians.py
 	$(BIN)/python benchmarks/sparse_networks.py
 	$(BIN)/python benchmarks/chain_planner.py

@@ -25,7 +25,7 @@ RESULTS = Path(__file__).parent / "results"
 OPTIONS = {
     "50%": {"memory": "50%"},
     "10%": {"memory": "10%"},
-    "sequential": {"backward": "sequential"},
+    "100%": {"memory": "100%"},
 }
 
 

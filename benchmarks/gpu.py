@@ -70,7 +70,7 @@ BACKWARD = [
 # Wider than what a program can hold: one launch a step, in graphs of at most 32; no scan.
 BACKWARD += [scan_backward.Case(cell, 1000, 64, 256, 256) for cell in ("RNN", "GRU", "LSTM")]
 GRAPH = 32
-WAYS = ("torch", "sequential", "scan")
+WAYS = ("torch", "100%", "scan")
 
 
 def perceptron() -> list[nn.Module]:

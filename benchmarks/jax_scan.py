@@ -10,8 +10,7 @@ All take turns in one process. Bytes are what XLA allocates besides operands and
 and their gradients are included. The expected time of a schedule is (steps / length + 2) / 3, where
 steps are its forward steps, and ordinary backpropagation takes 1.
 
-Then the script measures the compilation for 10³ and 10⁶ steps. Last, it compares the backward pass
-as a parallel scan over Jacobians with the sequential one.
+Then the script measures the compilation for 10³ and 10⁶ steps.
 
     python benchmarks/jax_scan.py            # JSON into benchmarks/results/; twenty minutes
     python benchmarks/jax_scan.py --only GRU
@@ -250,39 +249,6 @@ def compiling() -> list[dict[str, Any]]:
     return rows
 
 
-def in_parallel(rounds: int) -> list[dict[str, Any]]:
-    """The backward pass as a parallel scan, for carries of few numbers; one sample."""
-    rows = []
-    for size in (1, 2, 4, 8, 16):
-        keys = jax.random.split(jax.random.key(0), 2)
-        length = 10_000
-        u = 0.5 * jax.random.normal(keys[0], (size, size))
-
-        def step(u: Any) -> Any:
-            def tanh(h: Any, x: Any) -> tuple[Any, Any]:
-                h = jnp.tanh(h @ u + x)
-                return h, h
-
-            return tanh
-
-        xs = jax.random.normal(keys[1], (length, size))
-        case = Case(f"RNN {size}", step, u, jnp.zeros(size), xs, length)
-        ways = {"lax": case.gradient(jax.lax.scan), "10%": case.gradient(within(memory="10%"))}
-        for chunk in (100, 1000, 10_000):
-            ways[f"scan, chunks of {chunk}"] = case.gradient(within(backward="scan", chunk=chunk))
-        expected = ways["lax"]()
-        taken = medians(ways, rounds)
-        rows.append({
-            "carry": size,
-            "lax_ms": round(1e3 * taken["lax"], 2),
-            "ratios": {name: round(one / taken["lax"], 3) for name, one in taken.items()},
-            "bytes": {name: temporary(call) for name, call in ways.items()},
-            "worst_difference": {name: difference(call(), expected) for name, call in ways.items()},
-        })  # fmt: skip
-        print(rows[-1], flush=True)
-    return rows
-
-
 CASES = [
     *[lambda c=cell: gated(c, 20, 1_000) for cell in ("GRU", "LSTM")],
     *[lambda c=cell: gated(c, 20, 10_000) for cell in ("GRU", "LSTM")],
@@ -315,7 +281,7 @@ def main() -> None:
         jax.clear_caches()
     if only:
         return
-    found = {"rows": rows, "compiling": compiling(), "in_parallel": in_parallel(7)}
+    found = {"rows": rows, "compiling": compiling()}
     machine = {**machine_of(torch.device("cpu")), "jax": jax.__version__}
     path = RESULTS / "jax_scan_cpu.json"
     path.write_text(json.dumps({"machine": machine, **found}, indent=1) + "\n")

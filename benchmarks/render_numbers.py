@@ -207,17 +207,6 @@ def jax_compiling() -> str:
     return table(head, rows) + "\n" + source("jax_scan_cpu") + "\n"
 
 
-def jax_parallel() -> str:
-    found = results("jax_scan_cpu")["in_parallel"]
-    ways = [k for k in found[0]["ratios"] if k != "lax"]
-    rows = [
-        [str(row["carry"]), time(row["lax_ms"]), *(f"{row['ratios'][k]:.2f}" for k in ways)]
-        for row in found
-    ]
-    head = ["carry", "`lax.scan`", *ways]
-    return table(head, rows) + "\n" + source("jax_scan_cpu") + "\n"
-
-
 def other_people() -> str:
     rows = []
     for row in results("other_people_cpu")["rows"]:
@@ -254,7 +243,7 @@ def scan_backward() -> str:
     for row in results("scan_backward_cpu")["results"]:
         case, ways = row["case"], row["ways"]
         cells = []
-        for way in ("sequential", "scan"):
+        for way in ("100%", "scan"):
             low, high = (f(ways[way]["backward_speedup_of_processes"]) for f in (min, max))
             taken = time(1e3 * ways[way]["backward_seconds"])
             speed = ways[way]["backward_speedup"]
@@ -264,21 +253,16 @@ def scan_backward() -> str:
             f"{case['cell']} {case['inputs']}→{case['hidden']}, T = {case['length']:,}{asked}",
             time(1e3 * ways["torch"]["backward_seconds"]),
             *cells,
-            f"{ways['sequential']['step_speedup']:.2g}×",
+            f"{ways['100%']['step_speedup']:.2g}×",
         ])  # fmt: skip
-    head = ["network, B = 16", "torch's backward pass", '`"sequential"`', '`"scan"`', "both passes"]
+    head = [
+        "network, B = 16",
+        "torch's backward pass",
+        '`memory="100%"`',
+        '`backward="scan"`',
+        "both passes",
+    ]
     return table(head, rows) + "\n" + source("scan_backward_cpu") + "\n"
-
-
-def scan_choice() -> str:
-    points = results("scan_choice_cpu")["points"]
-    against = sorted(point["choice_against_best"] for point in points)
-    within = sum(one <= 1.10 for one in against)
-    return (
-        'Over a grid of cells, sizes, lengths and batches, `"auto"` chose a way within 10 % of '
-        f"the best at {within} of {len(points)} points; the worst took {against[-1]:.3f} times "
-        f"the best. {source('scan_choice_cpu')}\n"
-    )
 
 
 def planner() -> str:
@@ -517,9 +501,9 @@ BLOCKS: dict[str, Callable[[], str]] = GPU_BLOCKS | {
     block.__name__: block
     for block in (
         front_page, recurrent_grid, small_cells, other_people, library_models, scan_backward,
-        scan_choice, planner, chain_networks, sparse_jacobians, rank_jacobians, ranks_memory,
+        planner, chain_networks, sparse_jacobians, rank_jacobians, ranks_memory,
         million_steps, recipes, chain_least, examples, first_call, resident,
-        jax_scan, jax_compiling, jax_parallel, five_percent, lean, lean_front, lean_beside,
+        jax_scan, jax_compiling, five_percent, lean, lean_front, lean_beside,
         lean_overhead,
     )
 }  # fmt: skip

@@ -48,7 +48,7 @@ Ways = Annotated[
     str,
     typer.Option(
         help="What takes turns: torch (torch's own module, which the others are compared with), "
-        "sequential, scan, auto."
+        "sequential, scan."
     ),
 ]
 Batches = Annotated[str, typer.Option(help="Batch sizes at which seconds are measured.")]

@@ -20,7 +20,7 @@ __all__ = [
     "parse_numbers",
 ]
 
-WAYS = ("torch", "sequential", "scan", "auto")
+WAYS = ("torch", "sequential", "scan")
 SETS = ("s", "m", "l")
 CELLS = {"bitstream": "rnn", "instruments": "gru"}
 

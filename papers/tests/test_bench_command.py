@@ -93,7 +93,7 @@ def test_a_part_may_be_measured_anew_and_the_other_is_kept(tmp_path):
         (["bitstream", "--iterations", 0], "--iterations is 0: expected a number above 0"),
         (["bitstream", "--epochs", 1, "--iterations", 1], "both given; name one of them"),
         (["bitstream", "--ways", "torch,magic"], "--ways names 'magic': expected some of torch"),
-        (["bitstream", "--ways", "scan,auto"], "expected torch, which is what the others"),
+        (["bitstream", "--ways", "scan,sequential"], "expected torch, which is what the others"),
         (["bitstream", "--lengths", "10,many"], "--lengths is '10,many': expected whole numbers"),
         (["bitstream", "--batches", "0"], "--batches is '0': expected whole numbers above 0"),
         (["bitstream", "--batches", "40000"], "a batch of 40,000: there are 32,000 training"),

@@ -3,7 +3,7 @@
 Wang, *BPPSA* (2020), sections 4.1 and 4.2: a tanh RNN, or a GRU, of 20 hidden units.
 """
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,5 +64,6 @@ def core_of(cell: str, way: str, features: int, hidden: int) -> nn.RNNBase:
     if way == "torch":
         plain: nn.RNNBase = {"rnn": nn.RNN, "gru": nn.GRU}[cell](features, hidden)
         return plain
-    made: nn.RNNBase = {"rnn": RNN, "gru": GRU}[cell](features, hidden, backward=cast(Any, way))
+    asked: dict[str, Any] = {"memory": "100%"} if way == "sequential" else {"backward": way}
+    made: nn.RNNBase = {"rnn": RNN, "gru": GRU}[cell](features, hidden, **asked)
     return made

@@ -64,7 +64,7 @@ def conclude(console: Console, curves: Curves) -> None:
     console.print(
         f"[dim]Loss: mean of the last {curves.every}. Right: held-out sequences; chance is "
         f"{1 / float(curves.settings['classes']):.0%}. Medians of times. First: a call that trains "
-        "nothing, in which kernels are compiled and auto measures.[/]"
+        "nothing, in which kernels are compiled.[/]"
     )
 
 

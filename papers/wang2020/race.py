@@ -56,7 +56,7 @@ class Runner:
     """A network in training, one way.
 
     Attributes:
-        way: ``"torch"``, or what ``backward=`` takes.
+        way: ``"torch"``, ``"sequential"`` (a full budget) or ``"scan"``.
         model: the network.
         optimizer: of its parameters.
         first: seconds of the first call, see :meth:`warm_up`.

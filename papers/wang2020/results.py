@@ -2,7 +2,7 @@
 
 ``retrograde bench bitstream`` and ``retrograde bench instruments`` write such a file; figures 5.1
 to 5.4 are drawn from the two under ``data/`` unless others are given. Everything is kept by *way*:
-``"torch"`` is torch's own module, the others are what ``backward=`` takes.
+``"torch"`` is torch's own module, ``"sequential"`` one compiled sweep, ``"scan"`` the scan.
 """
 
 import json
@@ -39,7 +39,7 @@ class Curves:
         backward: likewise of its backward pass.
         update: likewise of the optimizer's step.
         first: by way, seconds of the first call, which trains nothing and is not in ``seconds``:
-            there kernels are compiled and ``auto`` measures.
+            there kernels are compiled.
         difference: by way, the greatest distance of a single iteration's loss from torch's.
         accuracy: by way, share of the held-out sequences that are classified rightly in the end.
     """

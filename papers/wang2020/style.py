@@ -3,11 +3,11 @@
 Its captions draw torch in red and the scan in blue.
 """
 
-from retrograde_papers.curves import BLUE, GREEN, RED, VIOLET
+from retrograde_papers.curves import BLUE, GREEN, RED
 
 __all__ = ["colour_of", "label_of"]
 
-_COLOURS = {"torch": RED, "sequential": GREEN, "scan": BLUE, "auto": VIOLET}
+_COLOURS = {"torch": RED, "sequential": GREEN, "scan": BLUE}
 
 
 def colour_of(way: str) -> str:
@@ -22,4 +22,5 @@ def label_of(way: str, cell: object) -> str:
         >>> label_of("torch", "gru"), label_of("scan", "gru")
         ('torch.nn.GRU', 'backward="scan"')
     """
-    return f"torch.nn.{str(cell).upper()}" if way == "torch" else f'backward="{way}"'
+    names = {"torch": f"torch.nn.{str(cell).upper()}", "sequential": "one compiled sweep"}
+    return names.get(way, f'backward="{way}"')

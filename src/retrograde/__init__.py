@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from retrograde.measure.allocations import Measurement, measure
     from retrograde.models.lean import lean
     from retrograde.nn.any_recurrent import Recurrent
-    from retrograde.nn.backward_choice import Explanation, explain
     from retrograde.nn.bptt import bptt
     from retrograde.nn.budget import Division, Share, budget
     from retrograde.nn.fits import fit
@@ -86,9 +85,6 @@ _come_from("retrograde.models.lean")
 __all__ += ["Recurrent"]
 _come_from("retrograde.nn.any_recurrent")
 
-__all__ += ["Explanation", "explain"]
-_come_from("retrograde.nn.backward_choice")
-
 __all__ += ["bptt"]
 _come_from("retrograde.nn.bptt")
 
@@ -132,12 +128,19 @@ __all__ += [
 ]
 _come_from("retrograde.schedule")
 
+#: Names that went, and what to use instead.
+_GONE = {
+    "Explanation": "retrograde.nn.chain_scan.ScanChoice",
+    "explain": "Sequential.explain; for recurrent layers, memory='100%' is the fast backward pass",
+}
+
 
 def __getattr__(name: str) -> Any:
     if name == "scan":
         return import_module("retrograde.scan")
     if name not in _HOME_OF:
-        raise AttributeError(f"module 'retrograde' has no attribute {name!r}")
+        instead = f" any more: use {_GONE[name]}" if name in _GONE else ""
+        raise AttributeError(f"module 'retrograde' has no attribute {name!r}{instead}")
     try:
         value = getattr(import_module(_HOME_OF[name]), name)
     except ModuleNotFoundError as error:

@@ -28,7 +28,6 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
     {"memory": "100%"},
     {"memory": "40%"},
     {"memory": "70%", "bidirectional": True, "num_layers": 2, "dropout": 0.1},
-    {"backward": "sequential"},
     {"backward": "scan"},
 )
 

@@ -206,30 +206,6 @@ def test_second_derivatives_hold_all_and_say_so(second):
     assert_near(found, jax.jit(second(theirs))(0.3))
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize(
-    "asked", [{}, {"chunk": 1}, {"chunk": 5}, {"chunk": 99}, {"reverse": True}]
-)
-@pytest.mark.parametrize("length", [1, 2, 53])
-def test_the_scan_over_jacobians_gives_the_same_gradient(length, asked):
-    weights, h, xs = case(length)
-
-    def loss(scan, weights, h, xs, **asked):
-        def step(h, x):
-            h = jnp.tanh(jnp.concatenate([x, h]) @ weights["w"][:, :7])
-            return h, (h.sum(), jnp.int32(1))
-
-        last, (ys, ones) = scan(step, h, xs, **asked)
-        return (ys**2).sum() + last.sum() + 0.0 * ones.sum()
-
-    theirs = {k: v for k, v in asked.items() if k == "reverse"}
-    expected = gradients(lambda *a: loss(jax.lax.scan, *a, **theirs), weights, h[0], xs[:, 0])
-    found = gradients(
-        lambda *a: loss(rj.scan, *a, backward="scan", **asked), weights, h[0], xs[:, 0]
-    )
-    assert_near(found, expected)
-
-
 def equations(jaxpr):
     """The equations of a program, those of its loops' bodies included."""
     from jax.extend.core import jaxprs_in_params
@@ -348,10 +324,6 @@ ONES = np.ones((10, 3))
         (lambda h, x: (h, x), {"schedule": rg.plan(11, 2)}, rg.ScheduleError, "plan one for 10"),
         (lambda h, x: (h, x), {"memory": 5, "schedule": rg.plan(10, 2)}, rg.ScheduleError, "both"),
         (lambda h, x: (h, x), {"memory": 5, "length": 9}, rg.CellError, "one number of steps"),
-        (lambda h, x: (h, x), {"memory": 5, "backward": "scan"}, rg.CellError, "together"),
-        (lambda h, x: (h, x), {"backward": "chop"}, rg.CellError, "unknown backward"),
-        (lambda h, x: (h, x), {"backward": "scan", "chunk": 0}, rg.CellError, "at least one step"),
-        (lambda h, x: (h, x), {"memory": "50%", "chunk": 5}, rg.CellError, "backward='scan' with"),
         (lambda h, x: (h, x), {"memory": "50%", "unroll": -2}, rg.CellError, "got unroll=-2"),
         (
             lambda h, x: (jax.debug.print("{}", h), (h, x))[1],
@@ -371,8 +343,6 @@ def test_too_few_steps_and_integers_are_refused():
         rj.scan(lambda h, x: (h, x), jnp.zeros(3), length=-2, memory="50%")
     with pytest.raises(rg.CellError, match="0 steps: expected at least 1"):
         rj.fit(lambda h, x: (h, x), jnp.zeros(3), ONES[:0], memory="50%")
-    with pytest.raises(rg.CellError, match="expected real numbers"):
-        rj.scan(lambda h, x: (h + 1, x), 0, ONES, backward="scan")
 
 
 @pytest.mark.quick(0)

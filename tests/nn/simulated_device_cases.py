@@ -108,9 +108,7 @@ WAYS = {
     "three layers": recurrent(rg.LSTM, memory="50%", num_layers=3),
     "both directions": bidirectional(memory="80%"),
     "wide": recurrent(rg.GRU, 130, memory="50%"),
-    "wide, auto": recurrent(rg.LSTM, 130, memory="50%", backward="auto"),
-    "auto": recurrent(rg.GRU, memory="50%", backward="auto"),
-    "swept": recurrent(rg.LSTM, backward="sequential", num_layers=2),
+    "wide LSTM": recurrent(rg.LSTM, 130, memory="50%"),
     "scanned": recurrent(rg.LSTM, backward="scan", num_layers=2),
     "scanned, both directions": bidirectional(backward="scan"),
     "scanned in ranges": recurrent(rg.GRU, memory="60%", backward="scan"),
@@ -129,7 +127,7 @@ LENGTHS = {
     "bptt of a cell": 40,
     "budget": 40,
     "three layers": 600,
-    "wide, auto": 400,
+    "wide LSTM": 400,
 }
 # Where the program waits for the device in one call. Scans of chains and of any cell wait for what
 # overflows. Streaming a module waits for the loss of two steps, which shows whether losses add up.
@@ -235,7 +233,7 @@ def test_fit_and_measure():
     assert rg.measure(lambda: x.exp().sum()).peak_bytes >= x.nbytes
 
 
-@pytest.mark.parametrize("asked", [{"backward": "sequential"}, {"backward": "scan"}])
+@pytest.mark.parametrize("asked", [{"memory": "60%"}, {"backward": "scan"}])
 @pytest.mark.parametrize(("kind", "most"), [(rg.RNN, 30), (rg.GRU, 36), (rg.LSTM, 42)])
 def test_launches_do_not_grow_with_the_length(kind, most, asked):
     """Sums over steps are one product, not one for every few thousand rows."""
@@ -250,10 +248,9 @@ def test_launches_do_not_grow_with_the_length(kind, most, asked):
 
 
 @pytest.mark.parametrize("kind", [rg.RNN, rg.GRU, rg.LSTM])
-@pytest.mark.parametrize("backward", [None, "auto"])
-def test_launches_of_a_wide_layer_are_those_of_its_graph(kind, backward):
+def test_launches_of_a_wide_layer_are_those_of_its_graph(kind):
     """With a budget there is no second pass by cuDNN, and no scan: products follow the outputs."""
-    net = place(kind(SIZE, 129, memory="40%", backward=backward))
+    net = place(kind(SIZE, 129, memory="40%"))
     x = torch.randn(960, 1, SIZE).to(CHIP)
     net(x)[0].sum().backward()
     BOOK.clear()
@@ -308,8 +305,8 @@ def test_products_that_overflow_are_swept_without_a_wait(both):
             p.data[:, half:] = 0
             p.data[half:, half:] = 1e25 * torch.eye(half)
     x, found = torch.randn(64, BATCH, SIZE), []
-    for backward, move in (("sequential", nn.Module.cpu), ("scan", place)):
-        net.backward = backward
+    for backward, move in ((None, nn.Module.cpu), ("scan", place)):
+        net.backward, net.memory = backward, None if backward else "100%"
         move(net).zero_grad()
         given = x.to(next(net.parameters()).device).detach().requires_grad_()
         loss = net(given)[0][:3, :, :half].sum()

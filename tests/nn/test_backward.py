@@ -1,4 +1,4 @@
-"""``rg.RNN``, ``rg.GRU`` and ``rg.LSTM`` with ``backward=``: every option, every way of calling."""
+"""``rg.RNN``, ``rg.GRU`` and ``rg.LSTM``, scanned and swept: every option, every way of calling."""
 
 import copy
 import io
@@ -23,7 +23,8 @@ from oracles.networks import (
 )
 
 EVERY_CELL = pytest.mark.parametrize("cell", CELLS)
-BOTH_WAYS = pytest.mark.parametrize("way", ["sequential", "scan"])
+WAYS = {"sweep": {"memory": "100%"}, "scan": {"backward": "scan"}}
+BOTH_WAYS = pytest.mark.parametrize("way", WAYS)
 DOUBLE = torch.float64
 
 
@@ -33,7 +34,7 @@ def inputs(*shape, dtype=DOUBLE):
 
 def both(cell, way, x, *, batch=None, seeds=None, **options):
     """Gradients of ours and of torch's; a random initial state where the batch is told."""
-    theirs, ours = pair(cell, 5, 7, backward=way, dtype=DOUBLE, **options)
+    theirs, ours = pair(cell, 5, 7, **WAYS[way], dtype=DOUBLE, **options)
     state = None if batch is None else state_of(ours, *batch)
     found = []
     for net in (ours, theirs):
@@ -45,7 +46,7 @@ def both(cell, way, x, *, batch=None, seeds=None, **options):
 @EVERY_CELL
 @BOTH_WAYS
 def test_gradcheck_passes(cell, way):
-    _, ours = pair(cell, 3, 2, backward=way, dtype=DOUBLE)
+    _, ours = pair(cell, 3, 2, **WAYS[way], dtype=DOUBLE)
     x, state = inputs(9, 2, 3).requires_grad_(), state_of(ours, 2)
     leaves = (x, *state, *ours.parameters())
 
@@ -53,6 +54,20 @@ def test_gradcheck_passes(cell, way):
         return tuple(call(ours, x, rest[: len(state)]))
 
     assert torch.autograd.gradcheck(outputs, leaves)
+
+
+@pytest.mark.parametrize("word", ["sequential", "auto"])
+def test_the_old_words_say_what_to_write(word):
+    with pytest.raises(rg.CellError, match=f"backward='{word}' is no more: write memory='100%'"):
+        rg.GRU(5, 7, backward=word)
+    ours = rg.GRU(5, 7)
+    ours.backward = word
+    with pytest.raises(rg.CellError, match="is no more"):
+        ours(inputs(9, 2, 5, dtype=torch.float32))
+    with pytest.raises(rg.CellError, match="unknown backward='chop': expected 'scan', or None"):
+        rg.GRU(5, 7, backward="chop")
+    with pytest.raises(rg.CellError, match="proj_size=3 has no Jacobian here: expected an LSTM"):
+        rg.LSTM(5, 7, proj_size=3, backward="scan")
 
 
 OPTIONS = [
@@ -102,7 +117,7 @@ def test_without_a_batch(cell, way, options):
 @pytest.mark.parametrize("options", [{}, *OPTIONS[:5]], ids=str)
 def test_outputs_are_torchs(cell, way, dtype, options):
     """To rounding: on a CPU the forward pass is a compiled loop of our own."""
-    theirs, ours = pair(cell, 5, 7, backward=way, dtype=dtype, **options)
+    theirs, ours = pair(cell, 5, 7, **WAYS[way], dtype=dtype, **options)
     x, state = inputs(100, 3, 5, dtype=dtype), state_of(ours, 3, dtype=dtype)
     for training in (True, False):
         ours.train(training), theirs.train(training)
@@ -145,7 +160,7 @@ def test_packed_sequences(cell, way, lengths, options, given):
 @EVERY_CELL
 @BOTH_WAYS
 def test_packed_outputs_are_packed_as_torchs(cell, way):
-    theirs, ours = pair(cell, 5, 7, backward=way, dtype=DOUBLE, bidirectional=True)
+    theirs, ours = pair(cell, 5, 7, **WAYS[way], dtype=DOUBLE, bidirectional=True)
     packed = packed_by([4, 20, 1, 9], True)
     (a, last), (b, their_last) = ours(packed), theirs(packed)
     assert isinstance(a, PackedSequence)
@@ -202,7 +217,7 @@ def test_gradients_and_inputs_that_are_expanded_or_not_contiguous(cell, way, bat
         "strided": inputs(40, 20, 14)[::2, :, ::2],
     }
     for seed in seeds.values():
-        theirs, ours = pair(cell, 5, 7, backward=way, dtype=DOUBLE, batch_first=batch_first)
+        theirs, ours = pair(cell, 5, 7, **WAYS[way], dtype=DOUBLE, batch_first=batch_first)
         rest = [None] * (2 if cell == "LSTM" else 1)
         found, expected = (gradients(net, x, None, [seed, *rest]) for net in (ours, theirs))
         assert_close(found, expected, 1e-10)
@@ -215,7 +230,7 @@ def test_gradients_and_inputs_that_are_expanded_or_not_contiguous(cell, way, bat
 )
 @pytest.mark.parametrize("x_too", [True, False])
 def test_frozen_parameters_and_inputs_without_a_gradient(cell, way, frozen, x_too):
-    theirs, ours = pair(cell, 5, 7, backward=way, dtype=DOUBLE, num_layers=2)
+    theirs, ours = pair(cell, 5, 7, **WAYS[way], dtype=DOUBLE, num_layers=2)
     for net in (theirs, ours):
         for name, p in net.named_parameters():
             hit = frozen in ("all", name) or (frozen == "all of a layer" and name.endswith("l0"))
@@ -235,7 +250,7 @@ def test_frozen_parameters_and_inputs_without_a_gradient(cell, way, frozen, x_to
 @EVERY_CELL
 @BOTH_WAYS
 def test_going_backward_twice_and_adding_up(cell, way):
-    theirs, ours = pair(cell, 5, 7, backward=way, dtype=DOUBLE)
+    theirs, ours = pair(cell, 5, 7, **WAYS[way], dtype=DOUBLE)
     x = inputs(20, 3, 5).requires_grad_()
     found = []
     for net in (ours, theirs):
@@ -251,7 +266,7 @@ def test_going_backward_twice_and_adding_up(cell, way):
 @EVERY_CELL
 @BOTH_WAYS
 def test_a_gradient_taken_twice_is_the_same(cell, way):
-    _, ours = pair(cell, 5, 7, backward=way)
+    _, ours = pair(cell, 5, 7, **WAYS[way])
     x = inputs(130, 3, 5, dtype=torch.float32).requires_grad_()
     y = ours(x)[0]
     leaves, seed = [x, *ours.parameters()], torch.randn_like(y)
@@ -263,7 +278,7 @@ def test_a_gradient_taken_twice_is_the_same(cell, way):
 @BOTH_WAYS
 def test_an_output_written_to_is_noticed(cell, way):
     """Outputs are the tape: what would spoil it is refused, as torch refuses it for its own."""
-    _, ours = pair(cell, 5, 7, backward=way)
+    _, ours = pair(cell, 5, 7, **WAYS[way])
     y = ours(inputs(20, 3, 5, dtype=torch.float32))[0]
     loss = y.square().sum()
     with torch.no_grad():
@@ -273,21 +288,21 @@ def test_an_output_written_to_is_noticed(cell, way):
 
 
 @EVERY_CELL
-@pytest.mark.parametrize("way", ["sequential", "scan", "auto"])
-def test_without_gradients_it_is_torchs_own(cell, way, monkeypatch, cache):
-    theirs, ours = pair(cell, 5, 7, backward=way)
-    monkeypatch.setattr("retrograde.nn.call.Call.run_back", None)
+@BOTH_WAYS
+def test_without_gradients_it_is_torchs_own(cell, way, monkeypatch):
+    theirs, ours = pair(cell, 5, 7, **WAYS[way])
+    monkeypatch.setattr("retrograde.nn.call.Call.run_scan", None)
+    monkeypatch.setattr("retrograde.nn.call.Call.run", None)
     x = inputs(20, 3, 5, dtype=torch.float32)
     with torch.no_grad():
         found, expected = call(ours, x), call(theirs, x)
     assert all(map(torch.equal, found, expected))
     ours.requires_grad_(False)
     assert not call(ours, x)[0].requires_grad
-    assert not cache.exists()
 
 
 @EVERY_CELL
-@pytest.mark.parametrize("way", ["sequential", "scan", "auto", None])
+@pytest.mark.parametrize("way", ["scan", None])
 def test_it_copies_saves_and_loads(cell, way):
     theirs, ours = pair(cell, 5, 7, backward=way, num_layers=2)
     assert ours.state_dict().keys() == theirs.state_dict().keys()
@@ -311,7 +326,7 @@ def test_it_copies_saves_and_loads(cell, way):
 @EVERY_CELL
 @BOTH_WAYS
 def test_weights_changed_between_calls_are_the_ones_used(cell, way):
-    theirs, ours = pair(cell, 5, 7, backward=way, dtype=DOUBLE)
+    theirs, ours = pair(cell, 5, 7, **WAYS[way], dtype=DOUBLE)
     x = inputs(20, 3, 5).requires_grad_()
     for net in (ours, theirs):
         gradients(net, x)
@@ -319,7 +334,7 @@ def test_weights_changed_between_calls_are_the_ones_used(cell, way):
             for p in net.parameters():
                 p.mul_(1.3)
     assert_close(gradients(ours, x), gradients(theirs, x), 1e-10)
-    ours.backward = None
+    ours.backward = ours.memory = None
     assert_close(gradients(ours, x), gradients(theirs, x), 0)
 
 
@@ -327,7 +342,7 @@ def test_weights_changed_between_calls_are_the_ones_used(cell, way):
 @BOTH_WAYS
 def test_a_module_in_half_precision(cell, way):
     """Its gradients are as close to float32's on the same numbers as bfloat16's own rounding."""
-    theirs, ours = pair(cell, 5, 7, backward=way, num_layers=2)
+    theirs, ours = pair(cell, 5, 7, **WAYS[way], num_layers=2)
     ours, theirs = ours.to(torch.bfloat16), theirs.to(torch.bfloat16).float()
     x = inputs(50, 3, 5, dtype=torch.bfloat16).requires_grad_()
     found = gradients(ours, x)
@@ -337,14 +352,12 @@ def test_a_module_in_half_precision(cell, way):
 
 
 @EVERY_CELL
-@BOTH_WAYS
-def test_under_autocast_it_is_torchs_own_pass(cell, way):
-    theirs, ours = pair(cell, 5, 7, backward=way)
+def test_under_autocast_a_scan_is_torchs_own_pass(cell):
+    theirs, ours = pair(cell, 5, 7, backward="scan")
     x = inputs(20, 3, 5, dtype=torch.float32).requires_grad_()
     run_or_skip(theirs, x)
     with torch.autocast("cpu", torch.bfloat16):
         found, expected = gradients(ours, x), gradients(theirs, x)
-        assert rg.explain(ours, x).choice == "torch"
     assert_close(found, expected, 0)
 
 
@@ -355,11 +368,10 @@ def kept_bytes(net, x):
     return found.retained_bytes - sum(t.nbytes for t in found.value)
 
 
-@pytest.mark.parametrize("cell", CELLS)
-@BOTH_WAYS
+@EVERY_CELL
 @pytest.mark.parametrize("grad", [True, False])
-def test_a_third_of_torchs_memory_is_kept_at_most(cell, way, grad):
-    theirs, ours = pair(cell, 24, 20, backward=way)
+def test_a_third_of_torchs_memory_is_kept_at_most(cell, grad):
+    theirs, ours = pair(cell, 24, 20, backward="scan")
     x = inputs(1000, 16, 24, dtype=torch.float32).requires_grad_(grad)
     ours_kept, theirs_kept, outputs = kept_bytes(ours, x), kept_bytes(theirs, x), 1000 * 16 * 20 * 4
     assert ours_kept <= theirs_kept / 3
@@ -371,10 +383,10 @@ def test_a_third_of_torchs_memory_is_kept_at_most(cell, way, grad):
         assert ours_kept + outputs <= (theirs_kept + outputs) / 3
 
 
-def explosive(gain, way, dtype=torch.float32):
+def explosive(gain, dtype=torch.float32):
     """Two of four units are decoupled from all else, at rest where tanh is steepest: each step
     multiplies what would be their gradient by the gain."""
-    pair_ = pair("RNN_TANH", 5, 4, backward=way, dtype=dtype)
+    pair_ = pair("RNN_TANH", 5, 4, backward="scan", dtype=dtype)
     with torch.no_grad():
         for net in pair_:
             hidden, *rest = net.weight_hh_l0, net.weight_ih_l0, net.bias_ih_l0, net.bias_hh_l0
@@ -398,7 +410,7 @@ def first_steps_loss():
 def test_products_that_overflow_where_the_gradient_does_not(gain, guarded, monkeypatch):
     """Short chunks make them fit; where they do not, they are thrown away, and that is told."""
     x = inputs(64, 3, 5, dtype=torch.float32).requires_grad_()
-    theirs, ours = explosive(gain, "scan")
+    theirs, ours = explosive(gain)
     seeds = first_steps_loss()
     if guarded:
         with warnings.catch_warnings():
@@ -411,7 +423,7 @@ def test_products_that_overflow_where_the_gradient_does_not(gain, guarded, monke
         with pytest.warns(RuntimeWarning, match="swept step by step") as told:
             found = gradients(ours, x, None, seeds)
         assert len(told) == 1
-    ours.backward = "sequential"
+    ours.backward, ours.memory = None, "100%"
     assert all(t.isfinite().all() for t in found.values())
     assert_close(found, gradients(ours, x, None, seeds), 2e-6)
     assert_close(found, gradients(theirs, x, None, seeds), 2e-6)
@@ -435,7 +447,7 @@ def test_products_that_cancel_are_thrown_away_too():
 @BOTH_WAYS
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_sample_that_is_no_number_spoils_no_other(cell, way, bad):
-    theirs, ours = pair(cell, 5, 7, backward=way, dtype=DOUBLE)
+    theirs, ours = pair(cell, 5, 7, **WAYS[way], dtype=DOUBLE)
     x, state = inputs(80, 3, 5), state_of(ours, 3)
     x[40, 1, 2] = bad
     x.requires_grad_()
@@ -453,7 +465,7 @@ def test_a_sample_that_is_no_number_spoils_no_other(cell, way, bad):
 @BOTH_WAYS
 @pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
 def test_healthy_runs_give_no_warning(cell, way, dtype):
-    _, ours = pair(cell, 5, 20, backward=way, dtype=dtype)
+    _, ours = pair(cell, 5, 20, **WAYS[way], dtype=dtype)
     x = inputs(700, 3, 5, dtype=dtype).requires_grad_()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -462,10 +474,9 @@ def test_healthy_runs_give_no_warning(cell, way, dtype):
 
 
 @EVERY_CELL
-@BOTH_WAYS
-@pytest.mark.parametrize("memory", [None, "30%"])
-def test_one_dtype_and_one_device_or_an_error_that_names_both(cell, way, memory):
-    _, ours = pair(cell, 5, 7, backward=way, memory=memory)
+@pytest.mark.parametrize("asked", [*WAYS.values(), {"backward": "scan", "memory": "30%"}], ids=str)
+def test_one_dtype_and_one_device_or_an_error_that_names_both(cell, asked):
+    _, ours = pair(cell, 5, 7, **asked)
     with pytest.raises(rg.CellError, match=r"input is torch\.float64, .* are torch\.float32"):
         ours(inputs(200, 3, 5))
     state = state_of(ours, 3, dtype=torch.bfloat16)
@@ -481,7 +492,7 @@ def test_one_dtype_and_one_device_or_an_error_that_names_both(cell, way, memory)
 @EVERY_CELL
 @BOTH_WAYS
 def test_a_packed_sequence_of_another_dtype_names_both_too(cell, way):
-    _, ours = pair(cell, 5, 7, backward=way)
+    _, ours = pair(cell, 5, 7, **WAYS[way])
     for state in (None, state_of(ours, 4, dtype=torch.float32)):
         with pytest.raises(rg.CellError, match=r"is torch\.float64, .* are torch\.float32"):
             call(ours, packed_by([4, 3, 2, 1], False), state)
@@ -490,7 +501,7 @@ def test_a_packed_sequence_of_another_dtype_names_both_too(cell, way):
 @EVERY_CELL
 @BOTH_WAYS
 def test_shapes_that_do_not_fit_are_refused_as_torch_refuses_them(cell, way):
-    theirs, ours = pair(cell, 5, 7, backward=way)
+    theirs, ours = pair(cell, 5, 7, **WAYS[way])
     x = torch.zeros(9, 3, 5)
     wrong_state = torch.zeros(1, 4, 7)
     hx = (wrong_state, wrong_state) if cell == "LSTM" else wrong_state

@@ -200,7 +200,7 @@ def unrolled(cell):
 CALLS = {
     "unroll": lambda: unrolled(Cell()),
     "LSTM": lambda: outputs_of(rg.LSTM(SIZE, SIZE, memory="50%")),
-    "GRU": lambda: outputs_of(rg.GRU(SIZE, SIZE, memory="50%", backward="sequential")),
+    "GRU": lambda: outputs_of(rg.GRU(SIZE, SIZE, memory="50%", backward="scan")),
     "Sequential": lambda: rg.Sequential(*layers(), memory="70%"),
 }
 

@@ -201,12 +201,12 @@ def test_the_model_may_be_a_recurrent_module():
 
 
 def test_modules_of_ours_get_another_memory_and_keep_their_backward():
-    gru = rg.GRU(8, 8, memory="90%", backward="sequential")
+    gru = rg.GRU(8, 8, memory="90%", backward="scan")
     lstm = rg.LSTM(8, 8, schedule=rg.plan(50, 4))
     model = nn.ModuleDict({"gru": gru, "lstm": lstm})
     model.forward = lambda x: lstm(gru(x)[0])[0]
     division = rg.budget(model, "70%", leaf(50, 2, 8))
-    assert (gru.memory, gru.backward) == (division.shares["gru"].budget_bytes, "sequential")
+    assert (gru.memory, gru.backward) == (division.shares["gru"].budget_bytes, "scan")
     assert (lstm.memory, lstm.schedule) == (division.shares["lstm"].budget_bytes, None)
     model(leaf(40, 2, 8)).sum().backward()  # of another length than the schedule had
 

@@ -97,7 +97,7 @@ def budgeted():
 WAYS = {
     "LSTM": recurrent(rg.LSTM, memory="30%"),
     "GRU, both directions": recurrent(rg.GRU, memory="60%", bidirectional=True, num_layers=2),
-    "GRU, swept": recurrent(rg.GRU, memory="30%", backward="auto"),
+    "GRU, swept": recurrent(rg.GRU, memory="30%"),
     "RNN, scanned": recurrent(rg.RNN, backward="scan"),
     "packed": packed,
     "unroll": unrolled(memory="50%"),

@@ -99,9 +99,7 @@ WAYS = [
     {"memory": "60%"},
     {"memory": "20%"},
     {"memory": 1.0},
-    {"backward": "sequential"},
     {"backward": "scan"},
-    {"backward": "auto"},
     {"memory": "40%", "backward": "scan"},
     {"schedule": rg.plan(STEPS, 5)},
 ]
@@ -161,7 +159,6 @@ def test_what_is_only_measured_leaves_no_trace(computed):
         x = inputs().requires_grad_()
         rnn.fit(x)
         rg.profile(rnn, x, repeats=1)
-        rg.explain(rnn, x)
 
     plain, plain_state = trained(net(computed, "GRU", rg, memory="70%"))
     ours, state = trained(net(computed, "GRU", rg, memory="70%"), measure)
@@ -203,7 +200,7 @@ def test_measuring_computes_no_weight_and_a_call_as_often_as_torchs():
             return 1.0 * weight
 
     seen = []
-    for of, way in ((nn, {}), (rg, {}), (rg, {"memory": "60%"}), (rg, {"backward": "auto"})):
+    for of, way in ((nn, {}), (rg, {}), (rg, {"memory": "60%"}), (rg, {"backward": "scan"})):
         rnn = of.LSTM(5, 7, dtype=DOUBLE, **way)
         parametrize.register_parametrization(rnn, "weight_hh_l0", Counted())
         Counted.calls = 0
@@ -218,13 +215,13 @@ def test_measuring_computes_no_weight_and_a_call_as_often_as_torchs():
 
 
 def test_hooks_of_a_module_are_not_run_by_what_is_measured():
-    rnn, seen = rg.GRU(5, 7, backward="auto", dtype=DOUBLE), []
+    rnn, seen = rg.GRU(5, 7, memory="60%", dtype=DOUBLE), []
     rnn.register_forward_hook(lambda *_: seen.append("forward"))
     for p in rnn.parameters():
         p.register_hook(lambda g: seen.append("parameter"))
     rnn(inputs())
     assert seen == ["forward"]
-    rg.explain(rnn, inputs())
+    rnn.fit(inputs())
     assert seen == ["forward"]
 
 
@@ -237,7 +234,7 @@ def test_what_a_class_of_its_own_adds_is_not_measured():
         def forward(self, x, hx=None):
             return super().forward(self.norm(x.flatten(0, 1)).unflatten(0, x.shape[:2]), hx)
 
-    ours = Normed(5, 7, dtype=DOUBLE, backward="auto")
+    ours = Normed(5, 7, dtype=DOUBLE, memory="60%")
     ours(inputs())[0].sum().backward()
     assert ours.norm.num_batches_tracked == 1
 
@@ -310,7 +307,6 @@ def test_what_has_no_bytes_is_not_measured():
     for ask in (
         lambda: gru(memory="60%", device="meta").fit(x),
         lambda: rg.profile(nn.GRU(5, 7, device="meta", dtype=DOUBLE), x),
-        lambda: rg.explain(gru(backward="auto", device="meta"), x),
         lambda: rg.budget(nn.GRU(5, 7, device="meta", dtype=DOUBLE), "60%", x),
     ):
         with pytest.raises(
@@ -417,8 +413,7 @@ def test_a_state_may_be_a_list(way):
 
 def test_what_has_nothing_to_backpropagate_is_not_measured():
     frozen = gru(memory="60%").requires_grad_(False)
-    asks = (frozen.fit, lambda x: rg.profile(frozen, x), lambda x: rg.explain(frozen, x))
-    for ask in asks:
+    for ask in (frozen.fit, lambda x: rg.profile(frozen, x)):
         with pytest.raises(rg.CellError, match="nothing to backpropagate: expected a weight or an"):
             ask(inputs())
         assert ask(inputs().requires_grad_())
@@ -431,9 +426,7 @@ def test_a_fit_for_what_is_no_state_says_what_is():
         rg.GRU(5, 7, memory=1.0).fit(inputs(), (inputs(1, 3, 7),))
 
 
-BATCHED = pytest.mark.parametrize(
-    "way", [way for way in WAYS if way not in ({"memory": 1.0}, {"backward": "auto"})], ids=str
-)
+BATCHED = pytest.mark.parametrize("way", [way for way in WAYS if way != {"memory": 1.0}], ids=str)
 
 
 @BATCHED

@@ -84,9 +84,9 @@ WAYS = {
     "LSTM": (nn.LSTM, rg.LSTM, {"memory": "60%"}),
     "RNN": (nn.RNN, rg.RNN, {"memory": "40%"}),
     "GRU, scanned in ranges": (nn.GRU, rg.GRU, {"memory": "40%", "backward": "scan"}),
-    "LSTM, swept in ranges": (nn.LSTM, rg.LSTM, {"memory": "40%", "backward": "sequential"}),
+    "LSTM, swept in ranges": (nn.LSTM, rg.LSTM, {"memory": "40%"}),
     "GRU, scanned": (nn.GRU, rg.GRU, {"backward": "scan"}),
-    "LSTM, swept": (nn.LSTM, rg.LSTM, {"backward": "sequential"}),
+    "LSTM, swept": (nn.LSTM, rg.LSTM, {"memory": "100%"}),
 }
 
 

@@ -77,7 +77,7 @@ def candidates(
     nets: tuple[Layers, ...],
     batch: int,
     *,
-    backward: Literal["sequential", "scan"] | None = None,
+    backward: Literal["scan"] | None = None,
     dropout: Dropout | None = None,
     packed: bool = False,
     whole: bool = True,
@@ -85,7 +85,7 @@ def candidates(
 ) -> list[Candidate]:
     """Return the cores that can run ``nets``: all layers of one direction, or one for each of two.
 
-    ``backward`` is None if the caller asked for neither way. ``whole`` says whether torch's own
+    ``backward`` is None if the caller asked for no scan. ``whole`` says whether torch's own
     module can run the layers too. With enough memory it does.
     """
     on_cpu = nets[0].weights[0].device.type == "cpu"

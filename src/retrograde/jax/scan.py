@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,6 @@ from jax.tree_util import Partial
 
 from retrograde.errors import CellError
 from retrograde.jax.budget import Asked, find_table, fit_scan
-from retrograde.jax.parallel import scan_in_parallel
 from retrograde.jax.ranges import Order, Sweeps
 from retrograde.jax.step import (
     Recorded,
@@ -46,8 +45,6 @@ def scan(
     *,
     memory: Memory | None = None,
     schedule: Schedule | None = None,
-    backward: Literal["scan"] | None = None,
-    chunk: int | None = None,
 ) -> tuple[Carry, Any]:
     """Scan as ``jax.lax.scan`` does, with an exact gradient that takes no more than ``memory``.
 
@@ -67,10 +64,6 @@ def scan(
             It is bytes (``67108864``), a size (``"64MiB"``), or a fraction (``0.05``, ``"5%"``) of
             the bytes that ``jax.lax.scan`` holds of the steps. None: as ``jax.lax.scan``.
         schedule: the schedule to follow, instead of a budget.
-        backward: ``"scan"`` backpropagates by an associative scan over the Jacobians of the carry
-            (W20). It is for carries of few numbers, and holds all carries.
-        chunk: how many steps ``backward="scan"`` scans at once. The default is the square root of
-            the length.
 
     Returns:
         The last carry, and the outputs stacked along a new first dimension (T, …).
@@ -82,7 +75,7 @@ def scan(
         ScheduleError: the schedule is for another length, or is not legal.
         UnitError: the memory cannot be read.
 
-    With a budget, a schedule or ``backward``, forward-mode derivatives raise an error, since this
+    With a budget or a schedule, forward-mode derivatives raise an error, since this
     is a ``jax.custom_vjp``. Second derivatives with a budget hold as much as ``jax.lax.scan`` does,
     and warn about it.
 
@@ -98,29 +91,14 @@ def scan(
     """
     asked, count = Asked(memory, schedule), _length(xs, length, least=0)
     asked.check(count)
-    if backward not in (None, "scan"):
-        raise CellError(f"unknown backward={backward!r}: expected 'scan', or None for one by one")
-    if backward is not None and asked != Asked():
-        raise CellError(
-            "got backward='scan' together with memory= or schedule=: expected one of them, since "
-            "the scan over Jacobians holds all carries; leave the other out"
-        )
-    if chunk is not None and (backward is None or chunk < 1):
-        raise CellError(
-            f"got chunk={chunk} with backward={backward!r}: expected a chunk of at least one step, "
-            "and backward='scan' with it"
-        )
     if unroll < 0:
         raise CellError(f"got unroll={unroll}: expected how many steps a loop runs at once")
-    if not count or (backward is None and asked == Asked()):
+    if not count or asked == Asked():
         return lax.scan(f, init, xs, length, reverse, unroll)
     xs = jax.tree.map(jnp.asarray, xs)
     step, carry, y_tree = trace_step(f, init, jax.tree.map(lambda x: x[0], xs))
     leaves, order = jax.tree.leaves(xs), Order(count, reverse, unroll)
-    if backward is not None:
-        after, ys = scan_in_parallel(step, carry, leaves, order, chunk)
-    else:
-        after, ys = _Scan(step, order, asked)(step.consts, carry, leaves)
+    after, ys = _Scan(step, order, asked)(step.consts, carry, leaves)
     return jax.tree.unflatten(jax.tree.structure(init), after), jax.tree.unflatten(y_tree, ys)
 
 

@@ -26,11 +26,9 @@ __all__ = [
     "bytes_of",
     "filled",
     "is_real",
-    "merged",
     "real_of",
     "some_of",
     "trace_step",
-    "varied",
     "zeros",
 ]
 
@@ -40,19 +38,9 @@ Arrays = list[Any]
 def zeros(like: Any, count: int | None = None) -> Array:
     """Return zeros of the type of an array or of a type, or ``count`` of them stacked."""
     kind = jax.typeof(like) if isinstance(like, Array) else like
-    return varied(
-        jnp.zeros(kind.shape if count is None else (count, *kind.shape), kind.dtype), kind
-    )
-
-
-def varied(x: Array, like: Any) -> Array:
-    """Return ``x``, equal on all devices of a mesh, typed as varying over the axes of ``like``.
-
-    Inside ``shard_map``, JAX requires this of values that are combined with varying ones.
-    """
-    kind = jax.typeof(like) if isinstance(like, Array) else like
-    axes = tuple(sorted(kind.manual_axis_type.varying))
-    return lax.pcast(x, axes, to="varying") if axes else x
+    found = jnp.zeros(kind.shape if count is None else (count, *kind.shape), kind.dtype)
+    axes = tuple(sorted(kind.manual_axis_type.varying))  # of a mesh, inside ``shard_map``
+    return lax.pcast(found, axes, to="varying") if axes else found
 
 
 def is_real(x: Any) -> bool:
@@ -73,11 +61,6 @@ def some_of(values: Sequence[Any], mask: Iterable[bool]) -> Arrays:
 def real_of(values: Sequence[Any]) -> Arrays:
     """Return the values whose type has gradients, and None for others."""
     return some_of(values, map(is_real, values))
-
-
-def merged(values: Sequence[Any], some: Sequence[Any]) -> Arrays:
-    """Return the values, each replaced by its counterpart unless that is None."""
-    return [v if new is None else new for v, new in zip(values, some, strict=True)]
 
 
 def filled(gradients: Sequence[Any], types: Sequence[Any], count: int | None = None) -> Arrays:
@@ -185,7 +168,7 @@ class Recorded:
 
         def run(consts: Arrays, carry: Arrays, x: Arrays) -> Arrays:
             def of(*some: Arrays) -> tuple[Any, Any]:
-                after, y = step(*map(merged, (consts, carry, x), some))
+                after, y = step(*map(_merged, (consts, carry, x), some))
                 return (real_of(after), real_of(y)), (after, y)
 
             given = some_of(consts, wanted_consts), real_of(carry), some_of(x, wanted_x)
@@ -245,6 +228,11 @@ class Recorded:
     def residuals(self, **groups: Arrays) -> Arrays:
         """Return all residuals in order, from those held, the fixed ones, and the operands."""
         return [groups[group][i] for group, i in self.sources]
+
+
+def _merged(values: Sequence[Any], some: Sequence[Any]) -> Arrays:
+    """Return the values, each replaced by its counterpart unless that is None."""
+    return [v if new is None else new for v, new in zip(values, some, strict=True)]
 
 
 def _same(jaxpr: Any, consts: int) -> set[Any]:

@@ -122,7 +122,7 @@ def warn_of_sweep() -> None:
     warnings.warn(
         "products of Jacobians overflowed, cancelled or are not finite, though the gradient itself "
         "may well be: this call is swept step by step, which is exact but slower; clip the "
-        'weights, or use backward="sequential" (for rg.unroll, backward=None)',
+        "weights, or use backward=None",
         RuntimeWarning,
         stacklevel=3,
     )

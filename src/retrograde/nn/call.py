@@ -8,7 +8,7 @@ between the layers are held.
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -188,8 +188,8 @@ class Call:
 
         return self._in_turn(run)
 
-    def run_back(self, backward: Literal["sequential", "scan"]) -> tuple[Tensor, State]:
-        """Run without a budget: gates are kept, and the backward pass is the given one.
+    def run_scan(self) -> tuple[Tensor, State]:
+        """Run without a budget: gates are kept, and the backward pass is a scan.
 
         Dropout masks are drawn as torch draws them. The results are laid out as :meth:`run`'s.
         """
@@ -199,7 +199,7 @@ class Call:
         ) -> tuple[Tensor, Tensors]:
             layout = Rows(self.length, self.sizes, self.bidirectional)
             net = tuple(laid_out(one, apart=True) for one in net)
-            plans = backward_plans(backward, net[0], self.length, self.batch)
+            plans = backward_plans("scan", net[0], self.length, self.batch)
             return run_held(net, layout, x, state, plans, self._drawn(number, net[0].count))
 
         return self._in_turn(run)

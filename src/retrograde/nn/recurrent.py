@@ -6,14 +6,14 @@ tensor is not real (:func:`retrograde.run.transforms.is_unreal`).
 
 - ``memory`` runs ranges of steps on the fastest kernels, by a schedule that fits the budget
   (:mod:`retrograde.nn.scheduled`; Gruslys et al., 2016). ``schedule`` gives that schedule itself.
-- ``backward`` recomputes what it needs from the hidden states, which are the outputs. It goes back
-  through the steps one by one in a compiled loop, or by a parallel scan over their Jacobians
-  (:mod:`retrograde.scan`; Wang, BPPSA, 2020). With a budget, it does so in every range.
+- ``backward="scan"`` recomputes what it needs from the hidden states, which are the outputs. It
+  goes back by a parallel scan over the Jacobians of the steps (:mod:`retrograde.scan`; Wang, BPPSA,
+  2020). With a budget, it does so in every range.
 
-Known limit: ``backward`` refuses projections with an error.
+Known limit: ``backward="scan"`` refuses projections with an error.
 """
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 from retrograde.cores.vendor import is_too_long
 from retrograde.errors import CellError, InputError, RetrogradeError
-from retrograde.nn import backward_choice as choice
 from retrograde.nn.cache import LRUCache
 from retrograde.nn.call import Call, StackFit
 from retrograde.nn.scheduled import find_plan
@@ -40,9 +39,8 @@ from retrograde.units import Memory, parse_memory
 
 __all__ = ["GRU", "LSTM", "RNN", "Backward", "BudgetedRNN"]
 
-#: The backward pass: one step after another, by a parallel scan over the steps, or the one with the
-#: least expected time, torch's own included.
-Backward = Literal["sequential", "scan", "auto"]
+#: The backward pass: by a parallel scan over the steps.
+Backward = Literal["scan"]
 
 State = tuple[Tensor, ...]
 
@@ -151,8 +149,6 @@ class BudgetedRNN(nn.RNNBase):
     def _fit_within(self, memory: Memory, input: Any, hx: Any = None) -> Fit | StackFit:
         """Return the result of :meth:`fit` for another budget; nothing is changed."""
         self._check_asked()
-        if self.backward is not None:
-            choice.check_slopes(self)
         call = self._call_of(input, hx)
         call.check_measurable()
         found = find_plan(call, memory).fit
@@ -200,11 +196,18 @@ class BudgetedRNN(nn.RNNBase):
 
     def _check_asked(self) -> None:
         """Raise if an option is unknown, or two options exclude each other."""
-        if self.backward is not None and self.backward not in get_args(Backward):
-            names = ", ".join(map(repr, get_args(Backward)))
+        asked: Any = self.backward
+        if asked in ("sequential", "auto"):
             raise CellError(
-                f"unknown backward={self.backward!r}: expected one of {names}, or None for "
-                "torch's own"
+                f"backward={asked!r} is no more: write memory='100%', whose backward pass is the "
+                "fastest sequential one"
+            )
+        if asked not in (None, "scan"):
+            raise CellError(f"unknown backward={asked!r}: expected 'scan', or None for torch's own")
+        if asked is not None and self.proj_size:
+            raise CellError(
+                f"proj_size={self.proj_size} has no Jacobian here: expected an LSTM without "
+                "projections; use backward=None, or a Linear layer after the LSTM"
             )
         if self.backward is not None and self.schedule is not None:
             raise CellError(
@@ -218,10 +221,8 @@ class BudgetedRNN(nn.RNNBase):
         if not call.batch:
             return None  # an empty batch needs no memory and no time
         if self.memory is None and self.schedule is None:
-            backward = choice.choose_backward(self, call.length, call.batch, call.x)
-            return None if backward is None else call.run_back(backward)
-        if self.backward is not None:
-            choice.check_slopes(self)
+            # Torch's kernels know which part of a cell autocast runs in which type.
+            return None if torch.is_autocast_enabled(call.x.device.type) else call.run_scan()
         if self.schedule is not None:
             check_schedule(self.schedule, call.length)
             return call.follow(self.schedule)
@@ -343,9 +344,8 @@ class RNN(BudgetedRNN, nn.RNN):
         memory: the budget for the backward pass, beyond inputs, outputs and gradients: bytes
             (``67108864``), a size (``"64MiB"``), or a fraction of ordinary backpropagation's memory
             for the same module and shapes (``0.05``, ``"5%"``). None: no limit.
-        backward: ``"sequential"``, ``"scan"``, ``"auto"``, or None: torch's own backward pass, or
-            with a budget the fastest one that fits. See :data:`Backward`;
-            :func:`retrograde.explain` shows what ``"auto"`` chooses.
+        backward: ``"scan"``: by a parallel scan over the steps. None: torch's own backward pass,
+            or with a budget the fastest one that fits.
         schedule: a schedule to follow instead of a budget, for sequences of its length only.
 
     ``memory``, ``backward`` and ``schedule`` are attributes, and may be changed at any time.

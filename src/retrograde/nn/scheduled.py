@@ -238,7 +238,6 @@ def measure_parts(call: Call, memory: Memory | None) -> tuple[Ordinary, list[Par
         x = x.new_zeros(call.length * call.batch, x.shape[1])
         packed = torch.full((call.length,), call.batch, device="cpu")
     x.requires_grad_(call.x.requires_grad)
-    backward = None if call.module.backward == "auto" else call.module.backward
     parts, nets = [], call.nets(stand_ins(call.weights))
     key = torch.zeros((), dtype=torch.int64, device=x.device) if call.has_dropout else None
     for number, (net, state) in enumerate(zip(nets, call.states(), strict=True)):
@@ -252,7 +251,7 @@ def measure_parts(call: Call, memory: Memory | None) -> tuple[Ordinary, list[Par
             net,
             call.batch,
             extra_bytes=_extra_bytes(call, state) + copied,
-            backward=backward,
+            backward=call.module.backward,
             dropout=dropout,
             packed=packed is not None,
             whole=not call.has_dropout and len(nets) == 1,
