@@ -345,3 +345,17 @@ def test_on_a_gpu(memory, size):
         t.grad.nbytes for t in (x, *ours.parameters())
     )
     assert grown <= budget + handed
+
+
+@pytest.mark.parametrize("options", [{"proj_size": 3}, {"dtype": torch.bfloat16}], ids=str)
+def test_several_layers_of_two_directions_that_must_run_in_ranges_are_refused(options):
+    net = rg.LSTM(5, 7, 2, bidirectional=True, memory="60%", **options)
+    x = torch.randn(60, 3, 5, dtype=net.weight_hh_l0.dtype)
+    with pytest.raises(rg.BudgetError, match="make each of the 2 layers of two dir") as refused:
+        net(x)
+    for memory in ("100%", refused.value.minimum_bytes):
+        net.memory = memory
+        assert net.fit(x).ordinary
+        net(x)[0].sum().backward()
+    with pytest.raises(rg.CellError, match="got memory='50%' and backward='scan' for several"):
+        rg.GRU(5, 7, 2, bidirectional=True, memory="50%", backward="scan")

@@ -29,7 +29,7 @@ from retrograde.errors import BudgetError, CellError
 from retrograde.nn.chain_plans import measure_network
 from retrograde.nn.recurrent import BudgetedRNN
 from retrograde.nn.replace_modules import twin
-from retrograde.nn.scheduled import measure_parts
+from retrograde.nn.scheduled import measure_ranges
 from retrograde.nn.step_costs import Costs, HeldCosts, time_held
 from retrograde.plan import least_memory
 from retrograde.plan.arguments import integer
@@ -349,19 +349,19 @@ def _of_module(
             "tensor (T, B, I); for packed sequences, pad them"
         )
     call = cast(BudgetedRNN, twin(module))._call_of(input, hx)
-    ordinary, (part, *others) = measure_parts(call, None)
-    if others:
+    if call.bidirectional and module.num_layers > 1:
         raise CellError(
             f"profile does not run a {type(module).__name__} with bidirectional=True and "
             f"num_layers={module.num_layers}: expected one recurrence; module.fit(input) shows "
             "the effect of its memory"
         )
+    ranges = measure_ranges(call, None)
     costs = [
         Costs(
-            replace(size, ordinary=ordinary.full),
-            time_steps(one.core, part.inputs, part.state, repeats),
+            replace(size, ordinary=ranges.ordinary.full),
+            time_steps(one.core, ranges.inputs, ranges.state, repeats),
         )
-        for one, size in zip(part.cores, part.sizes, strict=True)
+        for one, size in zip(ranges.cores, ranges.sizes, strict=True)
     ]
     if call.runs_held:
         costs = [HeldCosts(costs[0].sizes, time_held(call, repeats), call)]

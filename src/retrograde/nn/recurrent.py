@@ -214,6 +214,11 @@ class BudgetedRNN(nn.RNNBase):
                 f"got a schedule and backward={self.backward!r}: a schedule says itself how to go "
                 "backward; leave one out"
             )
+        if asked and self.memory is not None and self.bidirectional and self.num_layers > 1:
+            raise CellError(
+                f"got memory={self.memory!r} and backward='scan' for several layers of two "
+                "directions: expected one of both, or one layer a module; leave one out"
+            )
         refuse_both(self.memory, self.schedule)
 
     def _run(self, call: Call) -> tuple[Tensor, State] | None:

@@ -8,14 +8,14 @@ backpropagation, which a fraction refers to, and the forward pass of a GPU.
 All other calls run torch's kernels in ranges by a schedule. Among them are projections, autocast,
 and on a GPU float64 and packed batches. The bytes of their ranges are measured once for the shapes
 and the budget, and cached. All sequences of 256 steps and more share these measurements. Shorter
-ones share them if their lengths round down to the same power of two.
+ones share them if their lengths round down to the same power of two. Several layers of two
+directions are then refused within a budget, since each would need a share of its own.
 
-The sequences between layers of two directions, and their gradients, are subtracted from the budget
-first. Measurements use leaves that share the weights' memory, so that the graph of computed weights
+Measurements use leaves that share the weights' memory, so that the graph of computed weights
 stays intact for the gradient.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -29,18 +29,19 @@ from retrograde.cores.ordinary import LONGEST_MEASURED
 from retrograde.cores.recurrent.bytes import Means, Shape
 from retrograde.cores.recurrent.forward import forward_bytes, forward_curve
 from retrograde.cores.recurrent.plan import Planner, Sequences
-from retrograde.cores.vendor import Kernel, copied_bytes, is_too_long, laid_out
+from retrograde.cores.vendor import copied_bytes, is_too_long, laid_out
+from retrograde.errors import BudgetError
 from retrograde.kernels.cells import Weights
 from retrograde.nn.call import Call, Plan, StackFit
 from retrograde.nn.ordinary_memory import Ordinary, measure_ordinary, measure_whole
 from retrograde.nn.weights import stand_ins
-from retrograde.plan.fit import Curve, Fit, Footprint, refusal
+from retrograde.plan.fit import Curve, Footprint, refusal
 from retrograde.run.inputs import Inputs
 from retrograde.run.layout import Rows
 from retrograde.scan.block_lengths import sequential_plan
 from retrograde.units import Memory, as_bytes, asks_for_all
 
-__all__ = ["Part", "find_plan", "fit_held", "measure_parts", "ordinary_bytes"]
+__all__ = ["Ranges", "find_plan", "fit_held", "measure_ranges", "ordinary_bytes"]
 
 Tensors = list[Tensor]
 T = TypeVar("T")
@@ -57,11 +58,8 @@ def find_plan(call: Call, memory: Memory) -> Plan:
     def find() -> Plan:
         if call.runs_held:
             return fit_held(call, memory)
-        ordinary, parts = measure_parts(call, memory)
-        if len(parts) > 1:
-            return _divide(call, memory, parts, ordinary)
-        kernel, found = parts[0].fit(memory)
-        return Plan(() if found.ordinary else ((kernel, found.schedule),), found)
+        one = not call.bidirectional or call.module.num_layers == 1
+        return _fit_ranges(call, memory) if one else _fit_whole(call, memory)
 
     key = repr(memory), call.length, len(call.x), call.shapes()
     return cast(Plan, call.module._fits.get(key, find))
@@ -140,7 +138,7 @@ def _held_planner(call: Call, ordinary: Ordinary, memory: Memory | None) -> Plan
     return Planner(
         shapes=(shape, *uppers),
         most=back.block * call.batch,
-        extra=_extra_bytes(call, call.state),
+        extra=_extra_bytes(call),
         copied=copied,
         gradient_copy=ordinary.gradient_copy,
         torchs=not (call.has_dropout or is_too_long(x, call.length)),
@@ -183,49 +181,27 @@ def _forward_arguments(call: Call) -> Iterator[list[tuple[Weights, Tensors]]]:
         yield layers
 
 
-@dataclass
-class Part:
-    """A recurrence, the cores that can run it, and the bytes of their ranges.
+@dataclass(frozen=True)
+class Ranges:
+    """The cores that can run a recurrence in ranges, and the bytes of these.
 
     Attributes:
         inputs: the inputs of the measurements.
-        ordinary: the bytes of ordinary backpropagation of the whole call.
-        gradient_copy: as in :class:`~retrograde.nn.ordinary_memory.Ordinary`.
-        sizes: a footprint for each core, shared with the module's cache. :meth:`fit` replaces
-            these by footprints that have further lengths.
+        ordinary: the bytes of ordinary backpropagation.
+        sizes: a footprint for each core.
+        known: these as the module's cache has them, without this length's ordinary bytes.
     """
 
     cores: list[Candidate]
     inputs: Inputs
     state: Tensors
-    ordinary: Curve
-    gradient_copy: int
+    ordinary: Ordinary
     sizes: list[Footprint]
-
-    @property
-    def minimum_bytes(self) -> int:
-        return min(size.least_bytes(len(self.inputs)) for size in self._sizes())
-
-    @property
-    def most_bytes(self) -> int:
-        """The bytes that torch's kernel would use."""
-        return max(self.minimum_bytes, self._sizes()[0].overhead_bytes(len(self.inputs)))
-
-    def fit(self, memory: Memory | None) -> tuple[Kernel, Fit]:
-        """Return the fastest kernel within a budget, and its fit."""
-        sizes = self._sizes()
-        number, found = fit_fastest(self.cores, sizes, self.inputs, self.state, memory)
-        self.sizes[:] = sizes  # with the lengths that were measured now
-        return cast(Fused, self.cores[number].core).kernel, found
-
-    def _sizes(self) -> list[Footprint]:
-        """Return the footprints, with the bytes of ordinary backpropagation at this length."""
-        more = self.gradient_copy
-        return [replace(size, ordinary=self.ordinary, gradient_copy=more) for size in self.sizes]
+    known: list[Footprint]
 
 
-def measure_parts(call: Call, memory: Memory | None) -> tuple[Ordinary, list[Part]]:
-    """Measure the bytes of ordinary backpropagation, and of the ranges of every recurrence.
+def measure_ranges(call: Call, memory: Memory | None) -> Ranges:
+    """Measure the bytes of the ranges of a call that is one recurrence.
 
     Raises:
         CellError: the bytes of the call cannot be measured.
@@ -238,81 +214,65 @@ def measure_parts(call: Call, memory: Memory | None) -> tuple[Ordinary, list[Par
         x = x.new_zeros(call.length * call.batch, x.shape[1])
         packed = torch.full((call.length,), call.batch, device="cpu")
     x.requires_grad_(call.x.requires_grad)
-    parts, nets = [], call.nets(stand_ins(call.weights))
+    (net,), (state,) = call.nets(stand_ins(call.weights)), call.states()
     key = torch.zeros((), dtype=torch.int64, device=x.device) if call.has_dropout else None
-    for number, (net, state) in enumerate(zip(nets, call.states(), strict=True)):
-        if number == 1:
-            width = 2 * call.state[0].shape[-1]
-            x = x.new_zeros(*x.shape[:-1], width, requires_grad=True)
-        dropout = call.dropout(number, key)
-        copied = sum(copied_bytes(one, apart=dropout is not None) for one in net)
-        net = tuple(laid_out(one, apart=dropout is not None) for one in net)
-        known = candidates(
-            net,
-            call.batch,
-            extra_bytes=_extra_bytes(call, state) + copied,
-            backward=call.module.backward,
-            dropout=dropout,
-            packed=packed is not None,
-            whole=not call.has_dropout and len(nets) == 1,
-        )
-        read = Rows(call.length, packed, call.bidirectional, dropout is not None).read([x])
-        start = [s.detach() for s in state]
-        alike = number > 0, *(w.requires_grad for one in net for w in one.weights)
-        measure = partial(footprints, known, read, start, usual, memory)
-        sizes = _known(call, memory, alike, measure)
-        parts.append(Part(known, read, start, usual, ordinary.gradient_copy, sizes))
-    return ordinary, parts
+    dropout = call.dropout(0, key)
+    copied = sum(copied_bytes(one, apart=dropout is not None) for one in net)
+    net = tuple(laid_out(one, apart=dropout is not None) for one in net)
+    cores = candidates(
+        net,
+        call.batch,
+        extra_bytes=_extra_bytes(call) + copied,
+        backward=call.module.backward,
+        dropout=dropout,
+        packed=packed is not None,
+        whole=not call.has_dropout,
+    )
+    read = Rows(call.length, packed, call.bidirectional, dropout is not None).read([x])
+    start = [s.detach() for s in state]
+    alike = "ranges", *(w.requires_grad for one in net for w in one.weights)
+    known = _known(call, memory, alike, partial(footprints, cores, read, start, usual, memory))
+    more = ordinary.gradient_copy
+    sizes = [replace(size, ordinary=usual, gradient_copy=more) for size in known]
+    return Ranges(cores, read, start, ordinary, sizes, known)
 
 
-def _divide(call: Call, memory: Memory | None, parts: list[Part], known: Ordinary) -> Plan:
-    """Divide the budget among the layers, or run torch's own module if it is no slower."""
-    ordinary = known(call.length, len(call.x))
-    budget = ordinary if memory is None else as_bytes(memory, ordinary)
-    held, minima = _between(call), [part.minimum_bytes for part in parts]
-    least = held + sum(minima)
-    usual = ordinary + known.gradient_copy * call.length + _extra_bytes(call, call.state)
-    minimum = least if call.has_dropout else min(least, usual)
-    if budget < minimum and not call.has_dropout and asks_for_all(memory):
-        budget = usual
-    if budget < minimum:
-        raise refusal(call.length, memory, budget, minimum, ordinary)
-    whole = Plan((), StackFit((), usual, budget, ordinary, minimum))
-    if budget < least:
-        return whole
-    wants = [part.most_bytes - part.minimum_bytes + 1 for part in parts]
-    shares = [
-        at_least + (budget - least) * want // sum(wants)
-        for at_least, want in zip(minima, wants, strict=True)
-    ]
-    found = [part.fit(share) for part, share in zip(parts, shares, strict=True)]
-    if not call.has_dropout and budget >= usual:
-        time = sum(part.sizes[0].least_time(call.length) for part in parts)
-        if time <= sum(fit.time for _, fit in found):
-            return whole
-    fits = tuple(fit for _, fit in found)
-    peak = held + sum(fit.peak_bytes for fit in fits)
-    chosen = tuple((kernel, fit.schedule) for kernel, fit in found)
-    return Plan(chosen, StackFit(fits, peak, budget, ordinary, minimum))
+def _fit_ranges(call: Call, memory: Memory) -> Plan:
+    """Return the fastest kernel within a budget, and its schedule."""
+    found = measure_ranges(call, memory)
+    number, fit = fit_fastest(found.cores, found.sizes, found.inputs, found.state, memory)
+    found.known[:] = found.sizes  # with the lengths that were measured now
+    kernel = cast(Fused, found.cores[number].core).kernel
+    return Plan(() if fit.ordinary else ((kernel, fit.schedule),), fit)
 
 
-def _between(call: Call) -> int:
-    """Return the bytes that are held between layers of two directions.
+def _fit_whole(call: Call, memory: Memory) -> Plan:
+    """Return the plan of torch's own module, or refuse: no other runs these layers.
 
-    These are the sequences between layers, one gradient of such a sequence, and the gradients of
-    the initial states. The latter are held until those of all layers are known.
+    Raises:
+        BudgetError: the budget is below what that module takes.
     """
-    rows, width = call.x[..., 0].numel(), 2 * call.state[0].shape[-1]
-    whole = rows * width * call.x.element_size() * call.module.num_layers
-    return whole + 2 * sum(s.nbytes for s in call.state)
+    known = _ordinary(call, memory)
+    ordinary = known(call.length, len(call.x))
+    usual = ordinary + known.gradient_copy * call.length + _extra_bytes(call)
+    budget = max(as_bytes(memory, ordinary), usual if asks_for_all(memory) else 0)
+    if budget < usual:
+        refused = refusal(call.length, memory, budget, usual, ordinary)
+        raise BudgetError(
+            f"{refused}; or make each of the {call.module.num_layers} layers of two directions a "
+            "module of its own: with projections, autocast or half precision, and on a GPU with "
+            "float64 or packed batches, only a single one of these is run within a budget",
+            usual,
+        )
+    return Plan((), StackFit((), usual, budget, ordinary, usual))
 
 
-def _extra_bytes(call: Call, state: Sequence[Tensor]) -> int:
+def _extra_bytes(call: Call) -> int:
     """Return the additional bytes of a packed batch: states of sequences that have ended, their
     gradients, and sorted copies."""
     if call.sizes is None:
         return 0
-    return (6 if call.sorts else 3) * sum(s.nbytes for s in state)
+    return (6 if call.sorts else 3) * sum(s.nbytes for s in call.state)
 
 
 def _ordinary(call: Call, memory: Memory | None) -> Ordinary:
