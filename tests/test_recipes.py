@@ -21,6 +21,7 @@ QUICK = {
     "spiking": ({"steps": 100}, 0),
     "rollout": ({"steps": 80}, ROUNDING),
     "library_model": ({"layers": 6, "length": 64}, 0),
+    "with_trainer": ({"layers": 2, "length": 64}, 0),
     "with_equinox": ({"steps": 600}, ROUNDING),
     "with_flax": ({"steps": 200}, ROUNDING),
 }
@@ -31,6 +32,7 @@ LIBRARY = {
     "spiking": "snntorch",
     "rollout": "torchdiffeq",
     "library_model": "transformers",
+    "with_trainer": "transformers",
     "with_equinox": "equinox",
     "with_flax": "flax",
 }
