@@ -1,6 +1,6 @@
 """A training step leaves behind what ordinary training leaves: random states, buffers, statistics.
 
-Bit for bit, after one step and after several, within every budget (rules 2 and 3 of the design).
+Bit for bit, after one step and after several, within every budget (rules 2 and 3).
 """
 
 import copy

@@ -2,7 +2,7 @@
 
 A step draws from torch's default generators, from Python's or NumPy's global ones, or from a
 generator that it refers to. (A coin for teacher forcing is often Python's.) A recomputation must
-draw the same numbers (rule 2 of the design). So the states of these generators are stored with
+draw the same numbers (rule 2). So the states of these generators are stored with
 every hidden state.
 
 A generator that moved does not show who drew from it: another thread may have, such as a loader

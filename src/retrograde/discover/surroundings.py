@@ -3,7 +3,7 @@
 A step may draw random numbers, change buffers of its module (running statistics), count in Python,
 and run under autocast. A value that it reads may have changed before the rerun: a mask that was
 assigned again, a module that was put in evaluation mode. A recomputation must repeat the first run
-and leave no trace (rules 2 to 4 of the design). So its surroundings are those of the first run.
+and leave no trace (rules 2 to 4). So its surroundings are those of the first run.
 What steps change is stored with every hidden state. What they only read is noted once a call, and
 restored if it differs. At the end everything is as ordinary training leaves it.
 
