@@ -94,17 +94,12 @@ def registers(ptx):
 def recurrences(size, all_of_them):
     import torch
 
-    from retrograde.kernels import (
-        LARGEST_SIZE,
-        cuda,
-        cuda_limits,
-        cuda_states,
-        cuda_steps,
-        cuda_sweep,
-    )
+    from retrograde.kernels import LARGEST_SIZE
     from retrograde.kernels.cells import Slopes
+    from retrograde.kernels.cuda import launch as cuda
+    from retrograde.kernels.cuda import limits, slope_kernels, step_kernels, sweep_kernels
 
-    for module in (cuda_sweep, cuda_states, cuda_steps):
+    for module in (sweep_kernels, slope_kernels, step_kernels):
         for name in module.__all__:
             setattr(module, name, Compiled(getattr(module, name), name))
     cuda._limit = lambda t: LIMITS[ARCHITECTURE]
@@ -120,7 +115,7 @@ def recurrences(size, all_of_them):
                 weights = torch.zeros(gates * size, size)
                 if size > LARGEST_SIZE:
                     for many in (1, 10**6):  # tiles of 32, and of 16
-                        cuda_limits._MANY_TILES = many
+                        limits._MANY_TILES = many
                         cuda.sweep(slopes, weights, dy, state)
                 else:
                     cuda.scan(slopes, weights, dy, state, 2)

@@ -13,7 +13,7 @@ from retrograde.kernels.cells import Slopes, Weights
 GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
 TOLERANCE = 2e-6
 
-cuda = load("kernels.cuda")
+cuda = load("kernels.cuda.launch")
 pytestmark = [pytest.mark.usefixtures("interpreter"), *([pytest.mark.gpu] if COMPILED else [])]
 on_a_gpu = pytest.mark.skipif(not COMPILED, reason="needs a CUDA device")
 # What is read where it should not be shows as a NaN; what a NaN is written over, as another number.
@@ -269,9 +269,9 @@ def test_a_card_with_little_shared_memory_sweeps_where_the_scan_has_no_room(
     monkeypatch.setattr(cuda, "_limit", lambda t: 65_536)
     launched = []
     for name in ("products", "sweep"):
-        kernel = getattr(cuda.cuda_sweep, name)
+        kernel = getattr(cuda.sweep_kernels, name)
         seen = Noted(kernel, lambda options, name=name: launched.append(name))
-        monkeypatch.setattr(cuda.cuda_sweep, name, seen)
+        monkeypatch.setattr(cuda.sweep_kernels, name, seen)
     for size, expected in ((20, ["products", "sweep"]), (65, ["sweep"])):
         given = problem(kind, 2, 1, size)
         assert_equal_to_the_plain_form(fences, cuda.scan, sweep.scan, given, 1)
@@ -298,7 +298,7 @@ def test_products_use_tf32_where_torchs_recurrent_kernels_may(monkeypatch, allow
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", allowed)
     launched = []
     monkeypatch.setattr(
-        cuda.cuda_sweep, "products", Noted(cuda.cuda_sweep.products, launched.append)
+        cuda.sweep_kernels, "products", Noted(cuda.sweep_kernels.products, launched.append)
     )
     for size in (7, 65):
         given = problem("RNN", 2, 1, size)

@@ -5,8 +5,8 @@ import warnings
 import pytest
 import torch
 
-from retrograde.kernels import cuda_graph
-from retrograde.kernels.cuda_graph import recorded
+from retrograde.kernels.cuda import graph
+from retrograde.kernels.cuda.graph import recorded
 
 CARD = torch.device("cuda", 0)
 
@@ -35,7 +35,7 @@ def log(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: Graph(found))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: "another stream")
     monkeypatch.setattr(torch.cuda, "stream", lambda _: warnings.catch_warnings())
-    cuda_graph._warn.cache_clear()
+    graph._warn.cache_clear()
     return found
 
 

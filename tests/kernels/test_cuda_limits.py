@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from retrograde.kernels.cuda_limits import launch
+from retrograde.kernels.cuda.limits import launch
 
 LIMITS = {"sm_75": 65_536, "sm_80": 166_912, "sm_86": 101_376, "sm_90": 232_448}
 SIZES = [1, 7, 16, 20, 33, 64, 65, 100, 128]

@@ -16,7 +16,7 @@ from retrograde.jacobians.pattern import Pattern
 from retrograde.kernels import cells, fallback, sweep
 from retrograde.kernels.cells import Slopes
 
-cuda = load("kernels.cuda")
+cuda = load("kernels.cuda.launch")
 cuda_sparse = load("jacobians.cuda_products")
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -58,7 +58,7 @@ def refusing(monkeypatch):
     def refuse(error):
         forget()
         kernel = Refusing(error)
-        for module in (cuda.cuda_sweep, cuda.cuda_states, cuda.cuda_steps):
+        for module in (cuda.sweep_kernels, cuda.slope_kernels, cuda.step_kernels):
             for name in module.__all__:
                 monkeypatch.setattr(module, name, kernel)
         monkeypatch.setattr(cuda_sparse, "sums", kernel)

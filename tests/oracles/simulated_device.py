@@ -34,7 +34,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-import retrograde.kernels
+import retrograde.kernels.cuda
 from retrograde.cores import vendor
 from retrograde.kernels import cells, sweep
 from retrograde.kernels.cells import Slopes
@@ -390,7 +390,7 @@ def _register():
 def simulated():
     """Within it there is a device ``chip``; yields its :class:`Book`."""
     _register()
-    triton = types.ModuleType("retrograde.kernels.cuda")
+    triton = types.ModuleType("retrograde.kernels.cuda.launch")
     triton.sweep, triton.scan = kernel("sweep", sweep.sweep), kernel("scan", sweep.scan, 3)
     triton.WideSweep = WideSweep
     triton.gru_slopes = kernel("slopes", cells.gru_slopes)
@@ -402,7 +402,7 @@ def simulated():
 
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setitem(sys.modules, triton.__name__, triton)
-        patch.setattr(retrograde.kernels, "cuda", triton, raising=False)
+        patch.setattr(retrograde.kernels.cuda, "launch", triton, raising=False)
         for module in [m for n, m in sys.modules.items() if n.startswith("retrograde.")]:
             if getattr(module, "kernels", None) is found:
                 patch.setattr(module, "kernels", kernels)

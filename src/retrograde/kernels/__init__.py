@@ -108,7 +108,7 @@ def kernels(device: str, dtype: torch.dtype, size: int) -> Kernels:
         layer = cpu.Forward, cpu.Backward, cpu.recall, cpu.panels
         return Kernels("numba", cpu.sweep, cpu.scan, slopes, cpu.products, *layer)
     if device == "cuda" and dtype == torch.float32 and importlib.util.find_spec("triton"):
-        from retrograde.kernels import cuda
+        from retrograde.kernels.cuda import launch as cuda
 
         either = Fallback()
         gates = (

@@ -1,7 +1,7 @@
 """Triton kernels of the backward recurrence of wide layers, whose weights do not fit one program.
 
-:mod:`retrograde.kernels.cuda` launches them: ``begin`` once for a block, ``step`` once for each
-step, and ``finish`` once. The reference is :func:`retrograde.kernels.sweep.sweep`. Arrays are
+:mod:`retrograde.kernels.cuda.launch` launches them: ``begin`` once for a block, ``step`` once for
+each step, and ``finish`` once. The reference is :func:`retrograde.kernels.sweep.sweep`. Arrays are
 contiguous, float32, and in the reference's order of dimensions.
 
 A step is a matrix product of the gates' gradients (B, K·H) with the hidden weights. Each program

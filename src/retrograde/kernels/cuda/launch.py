@@ -17,7 +17,7 @@ block is swept instead.
 to TF32, products of up to 64 units use the tensor cores (sm_80 and later). Each is then the sum of
 three products in TF32, exact to about 2⁻²¹. Otherwise the tensor cores are not used.
 
-*Sizes* (:mod:`retrograde.kernels.cuda_limits`) depend only on the card, the cell and P, the least
+*Sizes* (:mod:`retrograde.kernels.cuda.limits`) depend only on the card, the cell and P, the least
 power of two from 16 on that is no less than H. A sweep keeps U in registers, but for an LSTM of
 more than 64 units it reads U at each step. A product has tiles of 16 or 32 rows, of which a thread
 has 8 or 16 numbers. Most loads are issued two steps ahead.
@@ -32,11 +32,12 @@ import torch
 import triton
 from torch import Tensor
 
-from retrograde.kernels import LARGEST_SIZE, cuda_states, cuda_steps, cuda_sweep
+from retrograde.kernels import LARGEST_SIZE
 from retrograde.kernels import sweep as reference
 from retrograde.kernels.cells import Slopes
-from retrograde.kernels.cuda_graph import recorded
-from retrograde.kernels.cuda_limits import Launch, launch, step_launch
+from retrograde.kernels.cuda import slope_kernels, step_kernels, sweep_kernels
+from retrograde.kernels.cuda.graph import recorded
+from retrograde.kernels.cuda.limits import Launch, launch, step_launch
 from retrograde.kernels.verdicts import Verdicts
 
 __all__ = ["WideSweep", "gru_slopes", "lstm_slopes", "scan", "sweep"]
@@ -66,7 +67,7 @@ class WideSweep:
     """Sweeps of one layer's blocks, for any number of units, in one launch a step.
 
     If there are many steps, launches are recorded as a CUDA graph and replayed. ``hidden`` must not
-    change between sweeps.
+    change between sweep_kernels.
     """
 
     def __init__(self, hidden: Tensor) -> None:
@@ -85,9 +86,9 @@ class WideSweep:
         arrays = slopes_of, keep, inner, losses
         form = {"K": gates, "H": size, "LOSSES": dy is not None}
         with _device_of(g):
-            cuda_steps.begin[(1,)](self.table, *arrays, states, length, num_warps=1)
+            step_kernels.begin[(1,)](self.table, *arrays, states, length, num_warps=1)
             self._run(length, samples, form)
-            cuda_steps.finish[(-(-numbers // _BLOCK),)](
+            step_kernels.finish[(-(-numbers // _BLOCK),)](
                 slopes_of, inner, losses, states, numbers, samples,
                 **form, BLOCK=_BLOCK, num_warps=4,
             )  # fmt: skip
@@ -99,7 +100,7 @@ class WideSweep:
         grid = -(-samples // tile), -(-form["H"] // tile)
 
         def launch(back: int) -> None:
-            cuda_steps.step[grid](self.table, self.hidden, samples, back, **form, **options)
+            step_kernels.step[grid](self.table, self.hidden, samples, back, **form, **options)
 
         def launch_many() -> None:
             for back in range(1, self.recorded + 1):
@@ -141,7 +142,7 @@ def scan(
     given = *_arrays(slopes, hidden, dy), rows, samples, length, chunks, chunk
     carried = rows, g.contiguous(), after, sizes, samples, chunks
     with _device_of(g):
-        cuda_sweep.products[(chunks * samples, -(-(n + 1) // form.rows))](
+        sweep_kernels.products[(chunks * samples, -(-(n + 1) // form.rows))](
             *given,
             K=gates,
             ROWS=form.rows,
@@ -149,7 +150,7 @@ def scan(
             TF32=form.tf32,
             **_constants(form, size),
         )
-        cuda_sweep.carry[(samples,)](*carried, LSTM=gates == 4, **_constants(carry, size))
+        sweep_kernels.carry[(samples,)](*carried, LSTM=gates == 4, **_constants(carry, size))
     del rows  # before more is allocated
     distrusted = torch.zeros(1, dtype=torch.int32, device=g.device)
     before = _sweep_chunks(slopes, hidden, dy, after, chunks, chunk, (sizes, distrusted))
@@ -169,7 +170,7 @@ def gru_slopes(inputs: Tensor, hidden: Tensor, before: Tensor) -> Slopes:
     keep, inner = hidden.new_empty(before.shape), hidden.new_empty(before.shape)
     arrays = inputs.contiguous(), hidden, before.contiguous(), keep, inner
     with _device_of(hidden):
-        cuda_states.gru_slopes[(-(-numbers // _BLOCK),)](
+        slope_kernels.gru_slopes[(-(-numbers // _BLOCK),)](
             *arrays, numbers, H=size, BLOCK=_BLOCK, num_warps=4
         )
     return Slopes(hidden.view(*before.shape[:-1], 3, size), keep, inner)
@@ -186,7 +187,7 @@ def lstm_slopes(gates: Tensor, after: Tensor, c: Tensor, known: bool = False) ->
     keep, inner = (gates.new_empty(length, samples, size) for _ in range(2))
     given = gates, keep, inner, c.contiguous(), length, c.numel()
     with _device_of(gates):
-        cuda_states.lstm_slopes[(-(-c.numel() // _LANES),)](
+        slope_kernels.lstm_slopes[(-(-c.numel() // _LANES),)](
             *given, H=size, TIME=_TIME, LANES=_LANES, num_warps=8
         )
     return Slopes(gates.view(length, samples, 4, size), keep, inner)
@@ -214,7 +215,7 @@ def _sweep_chunks(
     given = *_arrays(slopes, hidden, dy), after, before, sizes, distrusted
     counts = samples, length, chunks, chunk
     with _device_of(after):
-        cuda_sweep.sweep[(chunks * samples,)](
+        sweep_kernels.sweep[(chunks * samples,)](
             *given,
             *counts,
             K=gates,

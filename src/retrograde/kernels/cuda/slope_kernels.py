@@ -1,6 +1,6 @@
 """Triton kernels of the slopes, and of an LSTM's c, which the backward recurrence needs.
 
-:mod:`retrograde.kernels.cuda` launches them. The references are the functions of the same names in
+:mod:`retrograde.kernels.cuda.launch` launches them. The references have the same names in
 :mod:`retrograde.kernels.cells`. Arrays are contiguous and float32. One launch replaces about a
 dozen of torch's. At a thousand steps of a small layer, those would take most of the time.
 

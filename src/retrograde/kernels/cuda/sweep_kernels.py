@@ -1,6 +1,6 @@
 """Triton kernels of the backward recurrence: products, carry and sweeps.
 
-:mod:`retrograde.kernels.cuda` launches them. The references are the functions of the same names in
+:mod:`retrograde.kernels.cuda.launch` launches them. The references have the same names in
 :mod:`retrograde.kernels.sweep`. Arrays are contiguous, float32, and in the references' order of
 dimensions. The n numbers of a state are H of h and, for an LSTM, H of c.
 
