@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retrograde.jacobians.csr import CSR
-from retrograde.jacobians.transposed import transposed_jacobian
 from retrograde.machine import machine_of
 from retrograde.nn.networks import vgg11
+from retrograde.scan.sparse.csr import CSR
+from retrograde.scan.sparse.transposed import transposed_jacobian
 from wang2020.pruning import prune_weights
 
 ROOT = Path(__file__).parent
@@ -79,7 +79,7 @@ def generation(layer: nn.Module, shape: Sequence[int], rounds: int, columns: int
 
 def values_of(layer: nn.Module, x: Tensor) -> Callable[[], Tensor]:
     """What a training does in each iteration: the values, of a layer that was run."""
-    from retrograde.jacobians.composition import observe
+    from retrograde.scan.sparse.composition import observe
 
     with torch.enable_grad():
         _, path = observe(layer, x.clone().requires_grad_())

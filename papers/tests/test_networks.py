@@ -43,7 +43,7 @@ def test_lenet_learns_the_same_by_the_scan(source, request):
 
 
 def test_a_wrong_gradient_would_be_seen(monkeypatch):
-    from retrograde.jacobians import feedforward as chain
+    from retrograde.scan.sparse import feedforward as chain
 
     right = chain.scan_gradients
     monkeypatch.setattr(

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retrograde.jacobians.feedforward import Split, Step, observe_steps, split_of
-from retrograde.jacobians.outline import Outline
 from retrograde.scan.counts import most_levels
 from retrograde.scan.elements import flops
+from retrograde.scan.sparse.feedforward import Split, Step, observe_steps, split_of
+from retrograde.scan.sparse.outline import Outline
 from retrograde.scan.work_report import Product
 from wang2020.flops import Counted, Point
 

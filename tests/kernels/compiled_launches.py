@@ -127,9 +127,9 @@ def recurrences(size, all_of_them):
 def sparse_products():
     import torch
 
-    from retrograde.jacobians import cuda_products as cuda_sparse
-    from retrograde.jacobians.factor import full, identity
-    from retrograde.jacobians.pattern import Pattern
+    from retrograde.scan.sparse import cuda_products as cuda_sparse
+    from retrograde.scan.sparse.factor import full, identity
+    from retrograde.scan.sparse.pattern import Pattern
 
     cuda_sparse.sums = Compiled(cuda_sparse.sums, "sums")
     pattern = Pattern(identity(2), full(2, 2))

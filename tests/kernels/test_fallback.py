@@ -10,14 +10,14 @@ import retrograde as rg
 from oracles.cuda_kernels import load
 from retrograde import kernels as house
 from retrograde.cores.recurrent import backward, core, forward
-from retrograde.jacobians import arithmetic
-from retrograde.jacobians.factor import full, identity
-from retrograde.jacobians.pattern import Pattern
 from retrograde.kernels import cells, fallback, sweep
 from retrograde.kernels.cells import Slopes
+from retrograde.scan.sparse import arithmetic
+from retrograde.scan.sparse.factor import full, identity
+from retrograde.scan.sparse.pattern import Pattern
 
 cuda = load("kernels.cuda.launch")
-cuda_sparse = load("jacobians.cuda_products")
+cuda_sparse = load("scan.sparse.cuda_products")
 pytestmark = pytest.mark.usefixtures("interpreter")
 
 

@@ -9,7 +9,8 @@ import sys
 import pytest
 import torch
 
-from retrograde import jacobians, kernels
+from retrograde import kernels
+from retrograde.scan import sparse
 
 COMPILED = torch.cuda.is_available()
 DEVICE = "cuda" if COMPILED else "cpu"
@@ -30,9 +31,9 @@ def load(name):
 def forget():
     """What was perhaps imported before, to compile; triton decides that when it is imported."""
     for name in list(sys.modules):
-        if re.match(r"triton(?!\._C)|retrograde\.(kernels|jacobians)\.cuda", name):
+        if re.match(r"triton(?!\._C)|retrograde\.(kernels|scan\.sparse)\.cuda", name):
             del sys.modules[name]
-    for room in (kernels, jacobians):
+    for room in (kernels, sparse):
         for name in [name for name in vars(room) if name.startswith("cuda")]:
             delattr(room, name)
 

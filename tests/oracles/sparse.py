@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from retrograde.jacobians.factor import from_pairs, full, identity
-from retrograde.jacobians.pattern import Pattern
+from retrograde.scan.sparse.factor import from_pairs, full, identity
+from retrograde.scan.sparse.pattern import Pattern
 
 __all__ = [
     "bumps",

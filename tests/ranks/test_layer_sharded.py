@@ -12,11 +12,11 @@ from torch import nn
 import retrograde as rg
 from oracles.processes import spawn
 from retrograde.errors import CellError, RankError
-from retrograde.jacobians.factor import from_pairs, full, identity
-from retrograde.jacobians.pattern import Pattern, Product
 from retrograde.nn.networks import lenet5
 from retrograde.ranks.group_transport import GroupLinks
 from retrograde.ranks.transport import Parcel, Simulated, simulate
+from retrograde.scan.sparse.factor import from_pairs, full, identity
+from retrograde.scan.sparse.pattern import Pattern, Product
 
 DOUBLE = torch.float64
 WAYS = ["linear", "tree", "gather"]

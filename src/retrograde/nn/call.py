@@ -16,6 +16,7 @@ from torch import Tensor
 from retrograde.cores.dropout import Dropout, draw_key
 from retrograde.cores.fused import Fused
 from retrograde.cores.ordinary import LONGEST_MEASURED
+from retrograde.cores.recurrent.block_lengths import BackwardPlan
 from retrograde.cores.recurrent.bytes import sums_at_once
 from retrograde.cores.recurrent.core import HeldLayers
 from retrograde.cores.recurrent.masks import Drawn, Hashed
@@ -30,7 +31,6 @@ from retrograde.run.autograd import run_schedule, run_without_gradient
 from retrograde.run.core import Core
 from retrograde.run.layout import Rows
 from retrograde.run.transforms import is_unreal
-from retrograde.scan.block_lengths import BackwardPlan
 from retrograde.schedule import Schedule
 
 if TYPE_CHECKING:

@@ -16,7 +16,10 @@ from torch import Tensor, nn
 from retrograde.discover.captured import foreign_tensors
 from retrograde.discover.surroundings import muted_hooks
 from retrograde.errors import RetrogradeError, ScanError
-from retrograde.jacobians.feedforward import (
+from retrograde.nn.cache import LRUCache
+from retrograde.run.transforms import refuse_transforms
+from retrograde.scan.counts import most_levels
+from retrograde.scan.sparse.feedforward import (
     Algorithm,
     Split,
     Step,
@@ -24,10 +27,7 @@ from retrograde.jacobians.feedforward import (
     scan_gradients,
     split_of,
 )
-from retrograde.jacobians.transposed import room
-from retrograde.nn.cache import LRUCache
-from retrograde.run.transforms import refuse_transforms
-from retrograde.scan.counts import most_levels
+from retrograde.scan.sparse.transposed import room
 from retrograde.units import Memory, aligned, format_bytes
 
 __all__ = ["SCAN_CHOICES", "ChainScan", "ScanChoice"]

@@ -6,7 +6,7 @@ images of 32×32 pixels in three colours.
 
 from torch import nn
 
-from retrograde.jacobians.composition import Residual
+from retrograde.scan.sparse.composition import Residual
 
 __all__ = ["lenet5", "resnet18", "resnet34", "vgg11"]
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from retrograde.cores.fastest import Candidate, candidates, fit_fastest, footprints
 from retrograde.cores.fused import Fused
 from retrograde.cores.ordinary import LONGEST_MEASURED
+from retrograde.cores.recurrent.block_lengths import sequential_plan
 from retrograde.cores.recurrent.bytes import Means, Shape
 from retrograde.cores.recurrent.forward import forward_bytes, forward_curve
 from retrograde.cores.recurrent.plan import Planner, Sequences
@@ -38,7 +39,6 @@ from retrograde.nn.weights import stand_ins
 from retrograde.plan.fit import Curve, Footprint, refusal
 from retrograde.run.inputs import Inputs
 from retrograde.run.layout import Rows
-from retrograde.scan.block_lengths import sequential_plan
 from retrograde.units import Memory, as_bytes, asks_for_all
 
 __all__ = ["Ranges", "find_plan", "fit_held", "measure_ranges", "ordinary_bytes"]

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from retrograde.errors import CellError, ScanError
-from retrograde.jacobians.composition import Residual
-from retrograde.jacobians.feedforward import Algorithm, Step
-from retrograde.jacobians.rules import register_layer
-from retrograde.jacobians.transposed import room
 from retrograde.nn.cache import LRUCache
 from retrograde.nn.chain_plans import ChainFit, Plans, named_layers
 from retrograde.nn.chain_scan import SCAN_CHOICES, ChainScan, ScanChoice
 from retrograde.run.transforms import uncompiled
+from retrograde.scan.sparse.composition import Residual
+from retrograde.scan.sparse.feedforward import Algorithm, Step
+from retrograde.scan.sparse.rules import register_layer
+from retrograde.scan.sparse.transposed import room
 from retrograde.units import Memory, parse_memory
 
 __all__ = ["Residual", "Sequential"]

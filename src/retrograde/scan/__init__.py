@@ -15,10 +15,10 @@ from retrograde.scan.elements import IDENTITY, UNREAD, Affine, Dense, Diagonal, 
 from retrograde.scan.work_report import Report
 
 if TYPE_CHECKING:
-    from retrograde.jacobians.csr import CSR
-    from retrograde.jacobians.rules import register_layer
-    from retrograde.jacobians.transposed import transposed_jacobian
     from retrograde.ranks.scan_over_ranks import scan_ranks
+    from retrograde.scan.sparse.csr import CSR
+    from retrograde.scan.sparse.rules import register_layer
+    from retrograde.scan.sparse.transposed import transposed_jacobian
 
 __all__ = [
     "CSR",
@@ -42,10 +42,10 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CSR": "retrograde.jacobians.csr",
-    "register_layer": "retrograde.jacobians.rules",
+    "CSR": "retrograde.scan.sparse.csr",
+    "register_layer": "retrograde.scan.sparse.rules",
     "scan_ranks": "retrograde.ranks.scan_over_ranks",
-    "transposed_jacobian": "retrograde.jacobians.transposed",
+    "transposed_jacobian": "retrograde.scan.sparse.transposed",
 }
 
 

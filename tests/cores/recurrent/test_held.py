@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 import retrograde as rg
 from oracles.networks import relative_error
 from oracles.strangers import watched
+from retrograde.cores.recurrent.block_lengths import BackwardPlan
 from retrograde.cores.recurrent.bytes import Shape, sums_at_once
 from retrograde.cores.recurrent.core import HeldLayers
 from retrograde.cores.recurrent.masks import Drawn
@@ -19,7 +20,6 @@ from retrograde.cores.vendor import Layers
 from retrograde.plan.fit import whole_fit
 from retrograde.run.autograd import run_schedule
 from retrograde.run.layout import Rows
-from retrograde.scan.block_lengths import BackwardPlan
 
 DOUBLE = torch.float64
 KINDS = [nn.RNN, nn.GRU, nn.LSTM]

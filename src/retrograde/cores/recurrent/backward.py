@@ -11,11 +11,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from retrograde.cores.recurrent.block_lengths import BackwardPlan
 from retrograde.cores.recurrent.bytes import LAID_ROWS, LARGE, Means
 from retrograde.kernels import Backward, BlockSweep, blas_kernels, kernels
 from retrograde.kernels.cells import Block, Slopes, Weights, slopes
 from retrograde.kernels.sweep import safe_chunk
-from retrograde.scan.block_lengths import BackwardPlan
 
 __all__ = ["LayerBackward"]
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from retrograde.cores.fused import Fused
 from retrograde.cores.recurrent.backward import LayerBackward
+from retrograde.cores.recurrent.block_lengths import BackwardPlan
 from retrograde.cores.recurrent.bytes import Means
 from retrograde.cores.recurrent.forward import LayerForward
 from retrograde.cores.recurrent.masks import Masks
@@ -32,7 +33,6 @@ from retrograde.kernels.cells import Block, Kept, Weights
 from retrograde.run.core import Emit, Gate, Gradients, RangeCore, Tape, discard
 from retrograde.run.inputs import Inputs
 from retrograde.run.layout import Layout, RowInputs, Rows
-from retrograde.scan.block_lengths import BackwardPlan
 
 __all__ = ["HeldLayers"]
 

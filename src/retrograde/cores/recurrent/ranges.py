@@ -6,13 +6,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from retrograde.cores.recurrent.block_lengths import BackwardPlan, scan_plan, sequential_plan
 from retrograde.cores.recurrent.core import HeldLayers
 from retrograde.cores.recurrent.masks import Masks
 from retrograde.cores.vendor import Layers
 from retrograde.plan.fit import in_one_range
 from retrograde.run.autograd import run_schedule
 from retrograde.run.layout import Rows
-from retrograde.scan.block_lengths import BackwardPlan, scan_plan, sequential_plan
 
 __all__ = ["RunHeld", "backward_plans", "has_slopes", "run_held"]
 

@@ -17,8 +17,6 @@ from torch.autograd.function import once_differentiable
 from retrograde.discover.captured import foreign_tensors
 from retrograde.discover.surroundings import muted_hooks
 from retrograde.errors import CellError, ScanError
-from retrograde.jacobians.csr import CSR
-from retrograde.jacobians.pattern import Pattern
 from retrograde.machine import now
 from retrograde.ranks import base
 from retrograde.ranks.agreement import Guard, Told
@@ -27,6 +25,8 @@ from retrograde.ranks.layers.way_timer import WayTimer
 from retrograde.ranks.scan_over_ranks import RankReport, RankWay
 from retrograde.ranks.way_back import Gradient, WayBack
 from retrograde.scan.elements import combine
+from retrograde.scan.sparse.csr import CSR
+from retrograde.scan.sparse.pattern import Pattern
 
 __all__ = ["Crossing", "Memo", "cross"]
 

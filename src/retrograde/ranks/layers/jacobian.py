@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from retrograde.errors import ScanError
-from retrograde.jacobians.composition import Joined, Maker, Path, Piece, Residual, observe
-from retrograde.jacobians.csr import CSR
-from retrograde.jacobians.outline import ledger_of, outlines
-from retrograde.jacobians.pattern import Pattern
-from retrograde.jacobians.rules import parts_of, rule_of
-from retrograde.jacobians.transposed import room
 from retrograde.machine import now
 from retrograde.scan.any_cell import unit_vectors
 from retrograde.scan.elements import IDENTITY, Dense, flops
+from retrograde.scan.sparse.composition import Joined, Maker, Path, Piece, Residual, observe
+from retrograde.scan.sparse.csr import CSR
+from retrograde.scan.sparse.outline import ledger_of, outlines
+from retrograde.scan.sparse.pattern import Pattern
+from retrograde.scan.sparse.rules import parts_of, rule_of
+from retrograde.scan.sparse.transposed import room
 from retrograde.units import format_bytes
 
 __all__ = ["has_rules", "joined", "operations_a_second", "run", "run_with_jacobian"]

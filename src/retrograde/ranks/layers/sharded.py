@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, distributed, nn
 
 from retrograde.errors import CellError, RankError
-from retrograde.jacobians.composition import couples_samples
 from retrograde.ranks.agreement import Guard, Told
 from retrograde.ranks.base import Sharded, links_of
 from retrograde.ranks.layers.crossing import Crossing, Memo, cross
@@ -29,6 +28,7 @@ from retrograde.ranks.layers.way_timer import WayTimer
 from retrograde.ranks.scan_over_ranks import RankReport, RankWay
 from retrograde.ranks.transport import Links
 from retrograde.run.transforms import uncompiled
+from retrograde.scan.sparse.composition import couples_samples
 
 __all__ = ["LayerSharded"]
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retrograde.jacobians.transposed import room
 from retrograde.machine import now
 from retrograde.ranks.agreement import Guard, Told
 from retrograde.ranks.cost_model import RankModel
@@ -23,6 +22,7 @@ from retrograde.ranks.time.piece import Piece
 from retrograde.ranks.transport import Links
 from retrograde.ranks.way_back import Gradient
 from retrograde.scan.elements import IDENTITY, Dense, Vector, combine
+from retrograde.scan.sparse.transposed import room
 
 __all__ = ["choose"]
 

@@ -1,17 +1,17 @@
 """Outlines: Jacobians with sizes only, to predict the cost of a scan before it runs.
 
-An :class:`Outline` is to a :class:`~retrograde.jacobians.csr.CSR` as a pattern is to a matrix. The
-scan algorithms run over outlines as over matrices. So FLOPs, levels and bytes are those of the real
-run, not of a model of it.
+An :class:`Outline` is to a :class:`~retrograde.scan.sparse.csr.CSR` as a pattern is to a matrix.
+The scan algorithms run over outlines as over matrices. So FLOPs, levels and bytes are those of the
+real run, not of a model of it.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from retrograde.jacobians.composition import Maker, Path, Piece
-from retrograde.jacobians.factor import MOST_ENTRIES
-from retrograde.jacobians.pattern import Pattern
+from retrograde.scan.sparse.composition import Maker, Path, Piece
+from retrograde.scan.sparse.factor import MOST_ENTRIES
+from retrograde.scan.sparse.pattern import Pattern
 
 __all__ = ["Gradient", "Ledger", "Outline", "ledger_of", "outlines"]
 

@@ -6,13 +6,13 @@ import torch
 from hypothesis import given, settings
 
 from oracles.sparse import dense, factor_of, matching
-from retrograde.jacobians import arithmetic
-from retrograde.jacobians import cpu_products as cpu_sparse
-from retrograde.jacobians import pattern as products
-from retrograde.jacobians.arithmetic import apply, multiply, plain, spread_out
-from retrograde.jacobians.csr import CSR
-from retrograde.jacobians.factor import full, identity
-from retrograde.jacobians.pattern import Pattern
+from retrograde.scan.sparse import arithmetic
+from retrograde.scan.sparse import cpu_products as cpu_sparse
+from retrograde.scan.sparse import pattern as products
+from retrograde.scan.sparse.arithmetic import apply, multiply, plain, spread_out
+from retrograde.scan.sparse.csr import CSR
+from retrograde.scan.sparse.factor import full, identity
+from retrograde.scan.sparse.pattern import Pattern
 
 SHARING = [(None, None), (9, None), (None, 9), *((s, s) for s in (1, 2, 7, 8, 9, 17))]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6}

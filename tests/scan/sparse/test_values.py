@@ -5,10 +5,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from retrograde.jacobians import arithmetic
-from retrograde.jacobians import cpu_products as cpu_sparse
-from retrograde.jacobians.composition import observe
-from retrograde.jacobians.transposed import transposed_jacobian
+from retrograde.scan.sparse import arithmetic
+from retrograde.scan.sparse import cpu_products as cpu_sparse
+from retrograde.scan.sparse.composition import observe
+from retrograde.scan.sparse.transposed import transposed_jacobian
 
 
 def pattern_of(layer, x):

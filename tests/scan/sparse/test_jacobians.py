@@ -13,11 +13,11 @@ from torch.nn.utils import parametrizations, prune
 import retrograde as rg
 from oracles.sparse import bumps, dense, guaranteed, jacobians
 from retrograde.errors import ScanError, UnitError
-from retrograde.jacobians.factor import full, identity
-from retrograde.jacobians.pattern import Pattern
-from retrograde.jacobians.rules import rule_of
 from retrograde.scan import CSR, Affine, Dense, Diagonal, Vector, combine, transposed_jacobian
 from retrograde.scan.elements import flops
+from retrograde.scan.sparse.factor import full, identity
+from retrograde.scan.sparse.pattern import Pattern
+from retrograde.scan.sparse.rules import rule_of
 
 DOUBLE = torch.float64
 

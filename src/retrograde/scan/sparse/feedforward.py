@@ -14,14 +14,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from retrograde.jacobians.composition import Maker, Path, Piece, observe
-from retrograde.jacobians.csr import CSR
-from retrograde.jacobians.factor import TooManyEntriesError
-from retrograde.jacobians.outline import Gradient, Ledger, ledger_of, outlines
-from retrograde.jacobians.weights import count_weights
 from retrograde.scan.blelloch import hybrid
 from retrograde.scan.counts import blocks
 from retrograde.scan.elements import IDENTITY, UNREAD, Vector, flops
+from retrograde.scan.sparse.composition import Maker, Path, Piece, observe
+from retrograde.scan.sparse.csr import CSR
+from retrograde.scan.sparse.factor import TooManyEntriesError
+from retrograde.scan.sparse.outline import Gradient, Ledger, ledger_of, outlines
+from retrograde.scan.sparse.weights import count_weights
 from retrograde.scan.work_report import Report
 
 __all__ = ["Algorithm", "Split", "Step", "observe_steps", "scan_gradients", "split_of"]

@@ -1,7 +1,7 @@
 """Products with sparse transposed Jacobians in plain torch, and the choice of faster kernels.
 
 Values are (nnz,) where all samples share them, or (samples, nnz); a gradient is (columns,) or
-(samples, columns). :class:`~retrograde.jacobians.pattern.Product` has the position of every result.
+(samples, columns). A :class:`~retrograde.scan.sparse.pattern.Product` has the place of each result.
 So a product is gather, multiply, segmented sum. It needs no search and no merging of indices, which
 are most of the work of a general sparse product (W20, sections 3.3 and 4.3).
 
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retrograde.jacobians.pattern import Pattern, Product
 from retrograde.kernels.fallback import Fallback
+from retrograde.scan.sparse.pattern import Pattern, Product
 
 __all__ = ["SparseKernels", "apply", "multiply", "plain", "sparse_kernels", "spread_out"]
 
@@ -123,11 +123,11 @@ def sparse_kernels(device: str, dtype: torch.dtype) -> SparseKernels:
     """Return the fastest implementation for a type of device, such as "cpu" or "cuda"."""
     real = dtype in (torch.float32, torch.float64)
     if device == "cpu" and real:
-        from retrograde.jacobians import cpu_products as cpu
+        from retrograde.scan.sparse import cpu_products as cpu
 
         return SparseKernels("numba", cpu.scale, cpu.multiply, cpu.apply, cpu.take, cpu.mark)
     if device == "cuda" and real and importlib.util.find_spec("triton"):
-        from retrograde.jacobians import cuda_products as cuda
+        from retrograde.scan.sparse import cuda_products as cuda
 
         either = Fallback()
         multiply = either.join(cuda.multiply, plain.multiply)

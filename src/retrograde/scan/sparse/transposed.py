@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from retrograde.errors import ScanError
-from retrograde.jacobians.composition import Piece, observe
-from retrograde.jacobians.csr import CSR
-from retrograde.jacobians.outline import ledger_of, outlines
+from retrograde.scan.sparse.composition import Piece, observe
+from retrograde.scan.sparse.csr import CSR
+from retrograde.scan.sparse.outline import ledger_of, outlines
 from retrograde.units import Memory, as_bytes, format_bytes
 
 __all__ = ["room", "transposed_jacobian"]

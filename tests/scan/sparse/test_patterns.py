@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from oracles.sparse import dense, drawn_factors, factor_of, factors, kron, matching
 from retrograde.errors import ScanError
-from retrograde.jacobians import pattern as products
-from retrograde.jacobians.factor import (
+from retrograde.scan.sparse import pattern as products
+from retrograde.scan.sparse.factor import (
     TooManyEntriesError,
     combined,
     from_arrays,
@@ -18,7 +18,7 @@ from retrograde.jacobians.factor import (
     merged,
     multiplied,
 )
-from retrograde.jacobians.pattern import Pattern, Product, aligned
+from retrograde.scan.sparse.pattern import Pattern, Product, aligned
 
 SIZE = st.integers(1, 7)
 some = settings(deadline=None, derandomize=True, max_examples=80)

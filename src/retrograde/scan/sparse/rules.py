@@ -31,11 +31,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from retrograde.errors import RetrogradeError, ScanError
-from retrograde.jacobians.arithmetic import sparse_kernels
-from retrograde.jacobians.csr import CSR, LayerJacobian
-from retrograde.jacobians.factor import adaptive, band, identity, padding
-from retrograde.jacobians.pattern import Pattern
-from retrograde.jacobians.weights import Sizes, convolution, known, linear
+from retrograde.scan.sparse.arithmetic import sparse_kernels
+from retrograde.scan.sparse.csr import CSR, LayerJacobian
+from retrograde.scan.sparse.factor import adaptive, band, identity, padding
+from retrograde.scan.sparse.pattern import Pattern
+from retrograde.scan.sparse.weights import Sizes, convolution, known, linear
 
 __all__ = ["Parts", "Rule", "parts_of", "register_layer", "rule_of"]
 
@@ -54,7 +54,7 @@ def register_layer(
     Args:
         kinds: classes of the layer.
         jacobian: ``jacobian(layer, x, y)`` returns the transposed Jacobian of ``y = layer(x)``
-            as a :class:`~retrograde.jacobians.csr.CSR`, (inputs, outputs) of one sample,
+            as a :class:`~retrograde.scan.sparse.csr.CSR`, (inputs, outputs) of one sample,
             flattened. x and y are (samples, …), and y is differentiable in x. The pattern
             may depend on shapes only: a zero that depends on the input is an entry.
         parts: instead of ``jacobian``: ``parts(layer)`` returns a module with the same outputs,

@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retrograde.errors import ScanError
-from retrograde.jacobians.factor import (
+from retrograde.scan.sparse.factor import (
     MOST_ENTRIES,
     Factor,
     Integers,
@@ -300,7 +300,7 @@ class Product:
     @cached_property
     def landing(self) -> Landing:
         """The terms of the product, and the entry that each adds to, written out."""
-        from retrograde.kernels.cpu_patterns import land
+        from retrograde.scan.sparse.cpu_patterns import land
 
         a, b = map(merged, self._factors)
         lefts, rights = np.empty((2, self.terms), np.int32)

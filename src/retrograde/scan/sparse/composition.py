@@ -19,9 +19,9 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from torch.nn.utils.parametrize import cached
 
 from retrograde.errors import ScanError
-from retrograde.jacobians.csr import CSR, LayerJacobian
-from retrograde.jacobians.pattern import Pattern
-from retrograde.jacobians.rules import Rule, parts_of, rule_of
+from retrograde.scan.sparse.csr import CSR, LayerJacobian
+from retrograde.scan.sparse.pattern import Pattern
+from retrograde.scan.sparse.rules import Rule, parts_of, rule_of
 
 __all__ = ["Joined", "Maker", "Path", "Piece", "Residual", "couples_samples", "observe"]
 

@@ -1,6 +1,6 @@
 """Products with sparse transposed Jacobians on a GPU, in Triton.
 
-The references are the functions of :mod:`retrograde.jacobians.arithmetic`. Matrix products and
+The references are the functions of :mod:`retrograde.scan.sparse.arithmetic`. Matrix products and
 products with a gradient are the same sums: for each sample, entry e of the result is
 
     Σ a[lefts[t]] · b[rights[t]],    ends[e] ≤ t < ends[e + 1].
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from retrograde.jacobians.pattern import Pattern
+from retrograde.scan.sparse.pattern import Pattern
 
 __all__ = ["apply", "multiply"]
 
@@ -34,7 +34,7 @@ _inlined: Any = triton.jit
 
 
 def multiply(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> Tensor:
-    """As :func:`retrograde.jacobians.arithmetic.multiply_sparse`, on a GPU, in one launch."""
+    """As :func:`retrograde.scan.sparse.arithmetic.multiply_sparse`, on a GPU, in one launch."""
     landing = left.product(right).landing
     names = "ends", "lefts", "rights"
     ends, lefts, rights = (landing.tensor(name, a.device) for name in names)
@@ -42,7 +42,7 @@ def multiply(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> Tensor:
 
 
 def apply(pattern: Pattern, values: Tensor, x: Tensor) -> Tensor:
-    """As :func:`retrograde.jacobians.arithmetic.apply_sparse`, on a GPU, in one launch."""
+    """As :func:`retrograde.scan.sparse.arithmetic.apply_sparse`, on a GPU, in one launch."""
     ends, rights = (pattern.tensor(name, x.device) for name in ("indptr", "indices"))
     return _sums(ends, None, rights, values, x)
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from retrograde.errors import ScanError
-from retrograde.jacobians.arithmetic import apply, multiply, spread_out
-from retrograde.jacobians.factor import from_pairs, full, identity
-from retrograde.jacobians.pattern import Pattern
 from retrograde.scan.elements import Dense, Diagonal, Vector, check_product
+from retrograde.scan.sparse.arithmetic import apply, multiply, spread_out
+from retrograde.scan.sparse.factor import from_pairs, full, identity
+from retrograde.scan.sparse.pattern import Pattern
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array

@@ -184,8 +184,8 @@ def _kron(left: Factor, right: Factor) -> Factor:
 def combined(left: tuple[Ints, Ints], right: tuple[Ints, Ints], scale: int) -> Ints:
     """Return left·scale + right for each entry of a Kronecker product, in the order of its rows.
     Each side is the offsets of its rows, and a number for each entry."""
-    from retrograde.kernels.cpu_patterns import kron
     from retrograde.kernels.team import ranges, share
+    from retrograde.scan.sparse.cpu_patterns import kron
 
     rows = len(left[0]) - 1
     out = np.empty(len(left[1]) * len(right[1]), np.int32)
@@ -202,8 +202,8 @@ def multiplied(left: Factor, right: Factor, most: int = MOST_ENTRIES) -> Factor:
         return left
     if left.kind == right.kind == "full":
         return full(left.rows, right.columns)
-    from retrograde.kernels.cpu_patterns import count_columns, fill_columns
     from retrograde.kernels.team import ranges, share
+    from retrograde.scan.sparse.cpu_patterns import count_columns, fill_columns
 
     parts = ranges(left.rows, left.rows)
     arrays = left.indptr, left.indices, right.indptr, right.indices

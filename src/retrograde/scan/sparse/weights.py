@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from retrograde.jacobians.arithmetic import sparse_kernels
-from retrograde.jacobians.csr import LayerJacobian
-from retrograde.jacobians.factor import Factor, Ints, band, combined, from_pairs, full, identity
-from retrograde.jacobians.pattern import Pattern
+from retrograde.scan.sparse.arithmetic import sparse_kernels
+from retrograde.scan.sparse.csr import LayerJacobian
+from retrograde.scan.sparse.factor import Factor, Ints, band, combined, from_pairs, full, identity
+from retrograde.scan.sparse.pattern import Pattern
 
 __all__ = ["Sizes", "convolution", "count_weights", "known", "linear"]
 

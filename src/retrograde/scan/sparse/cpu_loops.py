@@ -1,4 +1,4 @@
-"""The compiled loops of :mod:`retrograde.jacobians.cpu_products`.
+"""The compiled loops of :mod:`retrograde.scan.sparse.cpu_products`.
 
 A sparse matrix is given by the offsets of its rows, the columns of its entries, and their values.
 The values are a flat array, (nnz, S), in which an entry's numbers for all S samples are adjacent.

@@ -1,6 +1,6 @@
 """Products with sparse transposed Jacobians on CPUs, by numba.
 
-The references are the functions of :mod:`retrograde.jacobians.arithmetic`. A row of a product is
+The references are the functions of :mod:`retrograde.scan.sparse.arithmetic`. A row of a product is
 summed in a dense buffer, one number a column, and its known entries are gathered from there.
 The samples of an entry are adjacent, so one look at the indices serves eight samples, by one
 instruction.
@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from retrograde.jacobians.pattern import Pattern
-from retrograde.kernels import cpu_sparse_loops as loops
 from retrograde.kernels.lanes import LANES
 from retrograde.kernels.pages import in_large_pages
 from retrograde.kernels.team import Range, share
+from retrograde.scan.sparse import cpu_loops as loops
+from retrograde.scan.sparse.pattern import Pattern
 
 __all__ = ["apply", "mark", "multiply", "scale", "take"]
 
@@ -29,7 +29,7 @@ _NONE = np.empty(0, np.int32)
 
 
 def multiply(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> Tensor:
-    """As :func:`retrograde.jacobians.arithmetic.multiply_sparse`."""
+    """As :func:`retrograde.scan.sparse.arithmetic.multiply_sparse`."""
     if "full" in (left.kind, right.kind):
         return _multiply_full(left, right, a, b)
     result = left.product(right).result
@@ -57,7 +57,7 @@ def multiply(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> Tensor:
 
 
 def scale(pattern: Pattern, values: Tensor, diagonal: Tensor, by_column: bool) -> Tensor:
-    """As :func:`retrograde.jacobians.arithmetic.scale`."""
+    """As :func:`retrograde.scan.sparse.arithmetic.scale`."""
     if pattern.kind == "full":
         whole = values.reshape(*values.shape[:-1], *pattern.shape)
         return (whole * (diagonal[..., None, :] if by_column else diagonal[..., None])).flatten(-2)
@@ -94,7 +94,7 @@ def _scale_one_by_one(
 
 
 def apply(pattern: Pattern, values: Tensor, x: Tensor) -> Tensor:
-    """As :func:`retrograde.jacobians.arithmetic.apply_sparse`."""
+    """As :func:`retrograde.scan.sparse.arithmetic.apply_sparse`."""
     samples, found = _room(pattern.shape[0], values, x)
     given = x.expand(samples, -1) if samples > 1 else x
     (a, wide), (vector, _), (out, _) = map(_side_by_side, (values, given, found))
@@ -111,7 +111,7 @@ def apply(pattern: Pattern, values: Tensor, x: Tensor) -> Tensor:
 
 
 def take(weights: Tensor, pattern: Any) -> Tensor:
-    """As :func:`retrograde.jacobians.arithmetic.take`."""
+    """As :func:`retrograde.scan.sparse.arithmetic.take`."""
     found = in_large_pages(weights.new_empty(pattern.nnz))
     x, out, places = weights.numpy(), found.numpy(), pattern.sources
     pieces = _pieces(pattern.nnz, pattern.nnz)
@@ -120,7 +120,7 @@ def take(weights: Tensor, pattern: Any) -> Tensor:
 
 
 def mark(pattern: Pattern, x: Tensor, chosen: Tensor) -> Tensor:
-    """As :func:`retrograde.jacobians.arithmetic.mark`."""
+    """As :func:`retrograde.scan.sparse.arithmetic.mark`."""
     found = x.new_zeros(len(x), pattern.nnz)
     inputs, outputs, columns = x[0, 0].numel(), chosen[0, 0].numel(), pattern.shape[1]
     places, out = chosen.contiguous().view(-1).numpy(), found.view(-1).numpy()

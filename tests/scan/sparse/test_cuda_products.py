@@ -5,14 +5,14 @@ import pytest
 import torch
 
 from oracles.cuda_kernels import COMPILED, DEVICE, load
-from retrograde.jacobians import cpu_products as cpu_sparse
-from retrograde.jacobians.arithmetic import apply_sparse, multiply_sparse, sparse_kernels
-from retrograde.jacobians.factor import from_pairs, full
-from retrograde.jacobians.pattern import Pattern
+from retrograde.scan.sparse import cpu_products as cpu_sparse
+from retrograde.scan.sparse.arithmetic import apply_sparse, multiply_sparse, sparse_kernels
+from retrograde.scan.sparse.factor import from_pairs, full
+from retrograde.scan.sparse.pattern import Pattern
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6}
 
-cuda_sparse = load("jacobians.cuda_products")
+cuda_sparse = load("scan.sparse.cuda_products")
 pytestmark = [pytest.mark.usefixtures("interpreter"), *([pytest.mark.gpu] if COMPILED else [])]
 on_a_gpu = pytest.mark.skipif(not COMPILED, reason="needs a CUDA device")
 dtypes = pytest.mark.parametrize("dtype", TOLERANCE)
