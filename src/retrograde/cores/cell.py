@@ -19,31 +19,20 @@ from retrograde.discover.referents import Referents, find_referents
 from retrograde.discover.surroundings import Ambient, version
 from retrograde.discover.trees import Structure, flatten, flatten_state
 from retrograde.errors import CellError
-from retrograde.run.autograd_core import AutogradCore
+from retrograde.run.autograd_core import AutogradCore, Settled
 from retrograde.run.core import as_leaf
 from retrograde.run.inputs import Inputs
+from retrograde.run.states import Like, like_of
 
 __all__ = [
-    "Cell", "Like", "Settled", "StepCore",
-    "as_pair", "begin", "device_of", "examine", "later_state", "like_of",
+    "Cell", "StepCore", "as_pair", "begin", "examine", "later_state",
 ]  # fmt: skip
 
 Cell = Callable[[Any, Any], tuple[Any, Any]]
 Tensors = list[Tensor]
-Like = tuple[torch.Size, torch.dtype, torch.device]
 _AFTER = "state that the cell returned"
 
 Result = tuple[Tensors, Tensors, Structure, Structure]  # outputs, state, and their structures
-
-
-@dataclass
-class Settled:
-    """What earlier calls of the same cell have shown.
-
-    ``walked`` says that in a whole call no step used a tensor that was not known before.
-    """
-
-    walked: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,6 +63,7 @@ class StepCore(AutogradCore):
     first_like: tuple[Like, ...] = ()
     made: int = 0
     settled: Settled = field(default_factory=Settled)
+    tried = True
 
     @property
     def parameters(self) -> Tensors:
@@ -85,7 +75,6 @@ class StepCore(AutogradCore):
 
     @property
     def numbers(self) -> bool:
-        """Whether the state holds numbers."""
         return any(not shape and place.type == "cpu" for shape, _, place in self.state_like)
 
     def recording(self) -> AbstractContextManager[Any]:
@@ -118,6 +107,11 @@ class StepCore(AutogradCore):
         x, s = self._arguments(inputs, state)
         _, after = as_pair((self.quiet or self.cell)(x, s))
         return flatten_state(after, _AFTER)[0]
+
+    def try_first(self, inputs: Tensors, state: Tensors) -> object:
+        return examine(
+            self.cell, inputs, self.input_spec, state, self.first_spec or self.state_spec
+        )
 
     def _run(self, cell: Cell, inputs: Tensors, state: Tensors) -> Result:
         return _call(cell, *self._arguments(inputs, state))
@@ -401,14 +395,3 @@ def _check_aliases(outputs: Tensors, states: Tensors, aliases: Sequence[int | No
                 f"tensor {i} of the cell's output is its new state at step 0, but another tensor "
                 "at a later step: expected the same at every step; return state.clone() as output"
             )
-
-
-def like_of(t: Tensor) -> Like:
-    """Return the shape, dtype and device that a tensor must have to be like this one."""
-    return t.shape, t.dtype, t.device
-
-
-def device_of(*tensors: Tensor) -> torch.device:
-    """Return the device of some tensors, of which those of single numbers may be on the CPU."""
-    devices = [t.device for t in tensors]
-    return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))

@@ -20,12 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retrograde.cores.cell import StepCore, as_pair, like_of
+from retrograde.cores.cell import StepCore, as_pair
 from retrograde.discover.surroundings import autocast_as_now
 from retrograde.discover.trees import Structure, flatten, flatten_state
 from retrograde.errors import CellError
 from retrograde.run.core import Gate, as_leaf
 from retrograde.run.layout import Blocks, Layout
+from retrograde.run.states import like_of
 
 __all__ = ["BLOCK", "CompiledSteps", "compiled_steps"]
 

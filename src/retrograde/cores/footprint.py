@@ -8,13 +8,11 @@ graph, ranges of up to eight steps are measured too. A fused kernel is measured 
 
 from collections.abc import Hashable, Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from retrograde.cores.cell import StepCore, examine, like_of
-from retrograde.cores.fused import HEAP_BYTES
 from retrograde.cores.ordinary import (
     FEW_BYTES,
     FEW_STEPS,
@@ -30,12 +28,24 @@ from retrograde.run.autograd_core import AutogradCore
 from retrograde.run.core import Core, Emit, Gradients, Tape
 from retrograde.run.inputs import Inputs
 from retrograde.run.layout import BlockInputs, Straight
-from retrograde.run.states import laid_bytes, pack, stored_memory
+from retrograde.run.states import laid_bytes, like_of, pack, stored_memory
 from retrograde.schedule import Advance, Record, Schedule
 from retrograde.units import Memory, as_bytes
 
-__all__ = ["Shapes", "footprint", "gradients_like", "measured_for", "noting", "step_bytes"]
+__all__ = [
+    "HEAP_BYTES",
+    "Shapes",
+    "footprint",
+    "gradients_like",
+    "measured_for",
+    "noting",
+    "step_bytes",
+]
 
+#: The most bytes that one recorded range should hold on a CPU. The C library's allocator maps
+#: larger blocks afresh at every call, and the page faults cost more than long ranges save. (glibc's
+#: DEFAULT_MMAP_THRESHOLD_MAX is 32 MiB; the margin is for the block's neighbours.)
+HEAP_BYTES = 24 * 2**20
 # The nominal cost, in forward steps, of recording a range of a cell's steps as one graph and
 # backpropagating it. The steps themselves are not included. It is mostly a call of autograd's
 # engine, for a cell of a dozen small operations.
@@ -102,11 +112,10 @@ def footprint(
         more = 0
         if [*map(like_of, begins)] != [*map(like_of, state)]:
             more = _measure_range(core, inputs, begins, 1).above(points[1])
-        tries = isinstance(core, StepCore) and not core.fused
         single, blocks = inputs, None
         if isinstance(inputs, BlockInputs):
             single, blocks = inputs.steps, inputs.layout
-        trial = _first_step_bytes(cast(StepCore, core), single, begins) if tries else 0
+        trial = _first_step_bytes(core, single, begins)
         stored, laid = (0, 0) if core.fused else _stored_bytes(core, inputs, state)
     # A state's plain numbers become tensors of ours, before the call and after it.
     numbers = 2 * sum(_rounded(t) for t in begins if not t.dim())
@@ -196,7 +205,8 @@ def _evenly(core: Core, inputs: Inputs, points: dict[int, _Bytes]) -> dict[int, 
     may hide that growth, while the bytes that the tape holds shrink. A number in the state may make
     a later step different.
     """
-    if core.fused or not isinstance(core, StepCore) or core.numbers or max(points) < 8:
+    cell = isinstance(core, AutogradCore) and core.tried and not core.numbers
+    if core.fused or not cell or max(points) < 8:
         return None
     two, four, eight = ([*map(int, astuple(points[n]))] for n in (2, 4, 8))
     _, held, record, backward = ((b - a) / 2 for a, b in zip(two, four, strict=True))
@@ -251,13 +261,15 @@ def _stored_bytes(core: Core, inputs: Inputs, state: Tensors) -> tuple[int, int]
     return sum(map(_rounded, stored_memory(pack(after)))), laid_bytes(after)
 
 
-def _first_step_bytes(core: StepCore, inputs: Inputs, state: Tensors) -> int:
+def _first_step_bytes(core: Core, inputs: Inputs, state: Tensors) -> int:
     """Return the peak bytes of the trial step that precedes every call of a cell."""
+    if core.fused or not (isinstance(core, AutogradCore) and core.tried):
+        return 0
 
     def call() -> object:
         pairs = zip(inputs[0], inputs.differentiable, strict=True)
         x = [t.detach().requires_grad_(wanted) for t, wanted in pairs]
-        return x, examine(core.cell, x, core.input_spec, state, core.first_spec or core.state_spec)
+        return x, core.try_first(x, state)
 
     return measure(call, device=core.ambient.device).peak_bytes
 

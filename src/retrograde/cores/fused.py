@@ -24,14 +24,9 @@ from retrograde.run.autograd_core import AutogradCore
 from retrograde.run.core import Gate
 from retrograde.run.layout import Layout
 
-__all__ = ["HEAP_BYTES", "Fused"]
+__all__ = ["Fused"]
 
 Tensors = list[Tensor]
-
-#: The most bytes that one recorded range should hold on a CPU. The C library's allocator maps
-#: larger blocks afresh at every call, and the page faults cost more than long ranges save. (glibc's
-#: DEFAULT_MMAP_THRESHOLD_MAX is 32 MiB; the margin is for the block's neighbours.)
-HEAP_BYTES = 24 * 2**20
 
 
 class Fused(AutogradCore):

@@ -15,8 +15,9 @@ from torch.nn.utils.rnn import PackedSequence
 from retrograde.cores.cell import Cell, as_pair
 from retrograde.discover.trees import flatten, flatten_state
 from retrograde.errors import CellError, InputError
-from retrograde.nn.unroll import CellCall, refuse_both, refuse_compiled
+from retrograde.nn.unroll import CellCall, refuse_compiled
 from retrograde.plan.fit import Fit
+from retrograde.run.autograd import refuse_both
 from retrograde.run.inputs import check_length
 from retrograde.run.layout import Layout, Ragged, Straight
 from retrograde.run.transforms import uncompiled

@@ -25,9 +25,9 @@ from retrograde.discover.trees import Structure, flatten, flatten_state
 from retrograde.errors import BudgetError, CellError, RetrogradeError
 from retrograde.nn.cache import CellFits, signature
 from retrograde.nn.recurrent import BudgetedRNN
-from retrograde.nn.unroll import check_schedule, refuse_both
 from retrograde.plan import plan
 from retrograde.plan.fit import Fit
+from retrograde.run.autograd import check_schedule, refuse_both
 from retrograde.run.core import Core
 from retrograde.run.moved import Moved
 from retrograde.run.sources import Arrays, Spool, Steps, Stream, open_source

@@ -24,9 +24,9 @@ from retrograde.errors import CellError, InputError, RetrogradeError
 from retrograde.nn.cache import LRUCache
 from retrograde.nn.call import Call, StackFit
 from retrograde.nn.scheduled import find_plan
-from retrograde.nn.unroll import check_schedule, refuse_both
 from retrograde.nn.weights import over_weights
 from retrograde.plan.fit import Fit
+from retrograde.run.autograd import check_schedule, refuse_both
 from retrograde.run.transforms import (
     is_exporting,
     is_unreal,

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from retrograde.cores.cell import as_pair, device_of, like_of
+from retrograde.cores.cell import as_pair
 from retrograde.discover.dry_run import assigned_tensors
 from retrograde.discover.places import Place, Table
 from retrograde.discover.referents import find_referents
 from retrograde.discover.trees import flatten_state
 from retrograde.errors import CellError
+from retrograde.run.states import device_of, like_of
 
 __all__ = ["Stateful"]
 

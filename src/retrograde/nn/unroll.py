@@ -8,18 +8,24 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from retrograde.cores.cell import Cell, Settled, StepCore, as_pair, begin, examine, later_state
+from retrograde.cores.cell import Cell, StepCore, as_pair, begin, examine, later_state
 from retrograde.cores.compiled_steps import BLOCK, compiled_steps
 from retrograde.cores.fastest import fit_measured
 from retrograde.cores.footprint import footprint, step_bytes
 from retrograde.discover.surroundings import autocast_as_now
 from retrograde.discover.trees import Structure, flatten, flatten_inputs, flatten_state
-from retrograde.errors import CellError, ScheduleError
+from retrograde.errors import CellError
 from retrograde.nn.cache import CellFits, signature
 from retrograde.nn.stateful import Stateful
 from retrograde.plan.fit import Fit
-from retrograde.run.autograd import run_schedule, run_unrecorded, run_without_gradient
-from retrograde.run.autograd_core import run_ordinary
+from retrograde.run.autograd import (
+    check_schedule,
+    refuse_both,
+    run_schedule,
+    run_unrecorded,
+    run_without_gradient,
+)
+from retrograde.run.autograd_core import Settled, run_ordinary
 from retrograde.run.inputs import Inputs, check_length
 from retrograde.run.layout import Blocks, Layout, Straight
 from retrograde.run.transforms import (
@@ -32,7 +38,7 @@ from retrograde.scan.any_cell import run_cell
 from retrograde.schedule import Schedule
 from retrograde.units import Memory, parse_memory
 
-__all__ = ["CellCall", "check_schedule", "refuse_both", "refuse_compiled", "unroll"]
+__all__ = ["CellCall", "refuse_compiled", "unroll"]
 
 Tensors = list[Tensor]
 
@@ -283,12 +289,6 @@ def _scanned(core: StepCore, leaves: Tensors, states: Tensors) -> tuple[Tensors,
     return run_cell(step, core.parameters, leaves, states, chunk)
 
 
-def refuse_both(memory: Memory | None, schedule: Schedule | None) -> None:
-    """Refuse a budget together with a schedule, by a ScheduleError."""
-    if memory is not None and schedule is not None:
-        raise ScheduleError("given both memory and schedule: expected one; leave one out")
-
-
 def refuse_compiled(**options: object) -> None:
     """Refuse options for single steps together with compiled blocks, by a CellError."""
     for name, value in options.items():
@@ -297,13 +297,3 @@ def refuse_compiled(**options: object) -> None:
                 f"got compile=True together with {name}=: expected one of them, since "
                 f"compile=True runs blocks of steps and {name}= works on single steps"
             )
-
-
-def check_schedule(schedule: Schedule, length: int) -> None:
-    """Refuse a schedule for another length, or one that is not legal, by a ScheduleError."""
-    if schedule.length != length:
-        raise ScheduleError(
-            f"the schedule is for {schedule.length} steps, but the inputs have {length}: "
-            f"plan one for {length}"
-        )
-    _ = schedule.cost  # replays the schedule once, which checks it

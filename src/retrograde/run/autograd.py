@@ -19,7 +19,7 @@ from retrograde.discover.surroundings import (
     muted_hooks,
     version,
 )
-from retrograde.errors import CellError, RetrogradeError
+from retrograde.errors import CellError, RetrogradeError, ScheduleError
 from retrograde.run.core import Core, Gradients, discard, window
 from retrograde.run.executor import Run
 from retrograde.run.inputs import Inputs
@@ -27,12 +27,31 @@ from retrograde.run.layout import Layout, Straight
 from retrograde.run.second_order import differentiable_gradients
 from retrograde.run.transforms import NO_FORWARD_MODE, refuse_batches, uncompiled
 from retrograde.schedule import Schedule
+from retrograde.units import Memory
 
-__all__ = ["run_schedule", "run_unrecorded", "run_without_gradient"]
+__all__ = [
+    "check_schedule", "refuse_both", "run_schedule", "run_unrecorded", "run_without_gradient",
+]  # fmt: skip
 
 Tensors = list[Tensor]
 
 _OTHERS = 5  # the number of the node's arguments before the tensors
+
+
+def refuse_both(memory: Memory | None, schedule: Schedule | None) -> None:
+    """Refuse a budget together with a schedule, by a ScheduleError."""
+    if memory is not None and schedule is not None:
+        raise ScheduleError("given both memory and schedule: expected one; leave one out")
+
+
+def check_schedule(schedule: Schedule, length: int) -> None:
+    """Refuse a schedule for another length, or one that is not legal, by a ScheduleError."""
+    if schedule.length != length:
+        raise ScheduleError(
+            f"the schedule is for {schedule.length} steps, but the inputs have {length}: "
+            f"plan one for {length}"
+        )
+    _ = schedule.cost  # replays the schedule once, which checks it
 
 
 def run_schedule(

@@ -38,12 +38,22 @@ from retrograde.run.layout import Layout
 from retrograde.run.states import Packed, apart, each_once, pack
 from retrograde.schedule import Action, Backward, Load
 
-__all__ = ["AutogradCore", "run_ordinary"]
+__all__ = ["AutogradCore", "Settled", "run_ordinary"]
 
 Tensors = list[Tensor]
 Gradient = Tensor | None
 
 _NOTHING = torch.empty(0, device="cpu")
+
+
+@dataclass
+class Settled:
+    """What earlier calls of the same cell have shown.
+
+    ``walked`` says that in a whole call no step used a tensor that was not known before.
+    """
+
+    walked: bool = False
 
 
 @dataclass
@@ -69,6 +79,7 @@ class AutogradCore(ABC):
     strides = False
     made = 0  # leaves that step 0 makes itself
     per_call = 1  # steps of a call, if it is not fused
+    tried = False  # whether a trial step precedes every call
 
     @property
     def watched(self) -> bool:
@@ -105,6 +116,15 @@ class AutogradCore(ABC):
     @abstractmethod
     def carry(self, inputs: Tensors, state: Tensors) -> Tensors:
         """As a call, but return the state only; work for the outputs alone may be skipped."""
+
+    @property
+    def numbers(self) -> bool:
+        """Whether the state holds numbers."""
+        return False
+
+    def try_first(self, inputs: Tensors, state: Tensors) -> object:
+        """Run the trial step that precedes every call, and return what it holds."""
+        return None
 
     @property
     def joins(self) -> bool:

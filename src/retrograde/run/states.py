@@ -17,11 +17,15 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["Packed", "apart", "each_once", "laid_bytes", "pack", "stored_memory", "unpack"]
+__all__ = [
+    "Like", "Packed", "apart", "device_of", "each_once", "laid_bytes", "like_of", "pack",
+    "stored_memory", "unpack",
+]  # fmt: skip
 
 T = TypeVar("T")
 S = TypeVar("S")
 Tensors = list[Tensor]
+Like = tuple[torch.Size, torch.dtype, torch.device]
 
 #: Allocations begin at a multiple of so many bytes.
 _ALIGNMENT = 64
@@ -108,3 +112,14 @@ def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
 def _shift(t: Tensor) -> int:
     """Return how many numbers lie between an aligned address and the first number of a tensor."""
     return t.data_ptr() % _ALIGNMENT // t.itemsize
+
+
+def like_of(t: Tensor) -> Like:
+    """Return the shape, dtype and device that a tensor must have to be like this one."""
+    return t.shape, t.dtype, t.device
+
+
+def device_of(*tensors: Tensor) -> torch.device:
+    """Return the device of some tensors, of which those of single numbers may be on the CPU."""
+    devices = [t.device for t in tensors]
+    return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))

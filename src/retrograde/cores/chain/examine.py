@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from retrograde.cores.cell import device_of, like_of
 from retrograde.cores.chain.links import (
     WRITES,
     Laid,
@@ -31,6 +30,7 @@ from retrograde.discover.referents import MODULE_TABLES, Referents, find_referen
 from retrograde.discover.surroundings import Ambient, Steady, version
 from retrograde.discover.trees import Structure
 from retrograde.errors import CellError
+from retrograde.run.states import device_of, like_of
 
 __all__ = ["examine_layers", "made_up"]
 

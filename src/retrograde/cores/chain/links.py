@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retrograde.cores.cell import Like, like_of
 from retrograde.discover.captured import foreign_tensors
 from retrograde.discover.surroundings import Ambient, Steady, version
 from retrograde.discover.trees import Structure, flatten
 from retrograde.errors import CellError
+from retrograde.run.states import Like, like_of
 
 __all__ = ["WRITES", "Laid", "Link", "Links", "check_leaves", "enter", "run_layers"]
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, inf
 
-from retrograde.cores.fused import HEAP_BYTES
+from retrograde.cores.footprint import HEAP_BYTES
 from retrograde.cores.recurrent.bytes import Means, Shape
 from retrograde.cores.recurrent.pieces import runs
 from retrograde.kernels.cells import GATES
