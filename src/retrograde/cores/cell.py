@@ -22,7 +22,7 @@ from retrograde.errors import CellError
 from retrograde.run.autograd_core import AutogradCore, Settled
 from retrograde.run.core import as_leaf
 from retrograde.run.inputs import Inputs
-from retrograde.run.states import Like, like_of
+from retrograde.run.states import Like, device_of, like_of
 
 __all__ = [
     "Cell", "StepCore", "as_pair", "begin", "examine", "later_state",
