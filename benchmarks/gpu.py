@@ -38,11 +38,11 @@ import chain_networks
 import recurrent_grid
 import retrograde as rg
 import scan_backward
-from retrograde.cores.recurrent.block_lengths import scan_plan, sequential_plan
 from retrograde.kernels import LARGEST_SIZE
 from retrograde.kernels.cells import GATES
 from retrograde.machine import is_out_of_memory, machine_of
-from retrograde.nn import networks
+from retrograde.models import networks
+from retrograde.recurrent.block_lengths import scan_plan, sequential_plan
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"

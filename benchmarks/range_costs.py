@@ -1,4 +1,4 @@
-"""Measures the cost of a call and of a step of every kernel, as in ``retrograde/cores/fastest.py``.
+"""Measures the cost of a call and of a step of every kernel, as in ``recurrent/fastest.py``.
 
 The executor runs ranges of 1 and of 64 steps: forward without keeping anything, and recorded and
 backpropagated. The cost of a step is the time of one more step, and the cost of a call is the rest.
@@ -14,13 +14,13 @@ from typing import cast
 
 import torch
 
-from retrograde.cores.fastest import candidates
-from retrograde.cores.fused import Fused
-from retrograde.cores.timing import time_steps
-from retrograde.cores.vendor import Layers
 from retrograde.machine import machine_of
+from retrograde.recurrent.fastest import candidates
+from retrograde.recurrent.fused import Fused
+from retrograde.recurrent.vendor import Layers
 from retrograde.run.core import Core
 from retrograde.run.inputs import Held
+from retrograde.sizes.timing import time_steps
 
 RESULTS = Path(__file__).parent / "results"
 SIZES = [(16, 1), (64, 1), (256, 1), (16, 16), (64, 16), (256, 16), (64, 64), (256, 64)]

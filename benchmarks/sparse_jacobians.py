@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from retrograde.machine import machine_of
-from retrograde.nn.networks import vgg11
+from retrograde.models.networks import vgg11
 from retrograde.scan.sparse.csr import CSR
 from retrograde.scan.sparse.transposed import transposed_jacobian
 from wang2020.pruning import prune_weights

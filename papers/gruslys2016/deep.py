@@ -22,9 +22,9 @@ from retrograde.errors import BudgetError
 from retrograde.figures.memory import Curve, planned_memory
 from retrograde.machine import machine_of
 from retrograde.measure.allocations import Measurement, measure
-from retrograde.nn.chain_plans import ChainFit
-from retrograde.nn.networks import resnet18, resnet34, vgg11
-from retrograde.nn.sequential import Sequential
+from retrograde.models.chain_plans import ChainFit
+from retrograde.models.networks import resnet18, resnet34, vgg11
+from retrograde.models.sequential import Sequential
 from retrograde.plan.chain.search import chain_minimum, chain_trade_off, record_everything
 from retrograde.schedule import Chain
 from retrograde.units import format_bytes, parse_memory

@@ -15,8 +15,8 @@ import torch
 
 from gruslys2016.timed import Seconds
 from retrograde.machine import machine_of, now
-from retrograde.nn import LSTM
 from retrograde.plan import cost, plan
+from retrograde.recurrent.modules import LSTM
 
 __all__ = ["LENGTHS", "MEMORIES", "expected_seconds", "measure_seconds"]
 

@@ -13,7 +13,7 @@ from gruslys2016.deep import Options, run_ways
 from gruslys2016.deep_results import Deep
 from retrograde.cli import app
 from retrograde.errors import BudgetError
-from retrograde.nn.networks import resnet18, resnet34
+from retrograde.models.networks import resnet18, resnet34
 from retrograde_papers.images import load_images, noise_images
 from retrograde_papers.options import ExperimentError
 

@@ -36,7 +36,7 @@ def test_without_the_package_one_line_says_how_to_get_it(monkeypatch):
 @pytest.mark.quick(0)
 def test_the_library_does_not_load_the_papers():
     code = (
-        "import sys, retrograde.cli, retrograde.nn, retrograde.figures, retrograde.training\n"
+        "import sys, retrograde.cli, retrograde.models, retrograde.figures, retrograde.training\n"
         "print({'gruslys2016', 'wang2020', 'retrograde_papers'} & {*sys.modules})"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"

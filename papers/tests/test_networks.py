@@ -9,7 +9,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from retrograde.cli import app
-from retrograde.nn.networks import vgg11
+from retrograde.models.networks import vgg11
 from retrograde_papers.images import Images, load_images, noise_images
 from retrograde_papers.options import ExperimentError
 from wang2020.convergence import Comparison, compare
@@ -47,7 +47,7 @@ def test_a_wrong_gradient_would_be_seen(monkeypatch):
 
     right = chain.scan_gradients
     monkeypatch.setattr(
-        "retrograde.nn.chain_scan.scan_gradients",
+        "retrograde.scan.chain_scan.scan_gradients",
         lambda *args, **options: [1.01 * g for g in right(*args, **options)],
     )
     found = compare(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from retrograde.nn.networks import vgg11
+from retrograde.models.networks import vgg11
 from retrograde.scan.blelloch import blelloch
 from retrograde.scan.elements import UNREAD
 from retrograde.scan.work_report import Report

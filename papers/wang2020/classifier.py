@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retrograde.nn.recurrent import GRU, RNN
+from retrograde.recurrent.modules import GRU, RNN
 
 __all__ = ["Classifier", "classifiers"]
 

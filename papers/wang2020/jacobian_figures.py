@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from retrograde.figures.style import BLUE, GREEN, GREY, INK, ORANGE, tidy
-from retrograde.nn.networks import vgg11
+from retrograde.models.networks import vgg11
 from retrograde.scan.blelloch import pairs
 from retrograde.scan.counts import most_levels
 from retrograde.scan.sparse.csr import CSR

@@ -13,7 +13,7 @@ from gruslys2016.deep_results import Deep
 from retrograde.console import new_table
 from retrograde.files import check_folder, write_file, write_text
 from retrograde.machine import machine_of
-from retrograde.nn.networks import vgg11
+from retrograde.models.networks import vgg11
 from retrograde.units import format_bytes
 from retrograde_papers.images import Images
 from retrograde_papers.plates import write_plate

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import prune
 
-from retrograde.nn.networks import vgg11
+from retrograde.models.networks import vgg11
 from retrograde_papers.images import Images
 from retrograde_papers.options import ExperimentError, check_batch, check_positive, check_seed
 

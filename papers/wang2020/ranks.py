@@ -2,7 +2,7 @@
 
 Processes meet over gloo, with one thread each. Links are measured between two of them, a rank's
 own work on one while the others rest; then all go back through a GRU of
-:class:`retrograde.nn.TimeSharded` in each way.
+:class:`retrograde.TimeSharded` in each way.
 """
 
 import time
@@ -22,13 +22,13 @@ from torch import Tensor, distributed, multiprocessing
 from retrograde.console import new_table
 from retrograde.files import check_folder, write_text
 from retrograde.machine import check_parallel, machine_of
-from retrograde.nn.recurrent import GRU
 from retrograde.ranks.cost_model import LinkSpeed, RankModel, measure_links
 from retrograde.ranks.group_transport import GroupLinks
 from retrograde.ranks.scan_over_ranks import RankWay
 from retrograde.ranks.time.piece import Piece
 from retrograde.ranks.time.sharded import TimeSharded
 from retrograde.ranks.transport import Links, Parcel, Simulated
+from retrograde.recurrent.modules import GRU
 from retrograde.scan.elements import combine
 from retrograde.units import format_bytes
 from retrograde_papers.options import ExperimentError, check_positive, check_seed

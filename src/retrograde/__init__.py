@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from retrograde import scan as scan
+    from retrograde.cells.any_recurrent import Recurrent
+    from retrograde.cells.bptt import bptt
+    from retrograde.cells.unroll import unroll
     from retrograde.errors import (
         BudgetError,
         CellError,
@@ -27,18 +30,15 @@ if TYPE_CHECKING:
     )
     from retrograde.interchange import from_checkpoint_schedules, to_checkpoint_schedules
     from retrograde.measure.allocations import Measurement, measure
+    from retrograde.models.budget import Division, Share, budget
+    from retrograde.models.fits import fit
     from retrograde.models.lean import lean
-    from retrograde.nn.any_recurrent import Recurrent
-    from retrograde.nn.bptt import bptt
-    from retrograde.nn.budget import Division, Share, budget
-    from retrograde.nn.fits import fit
-    from retrograde.nn.profile import Offer, Offers, Profile, profile
-    from retrograde.nn.recurrent import GRU, LSTM, RNN
-    from retrograde.nn.sequential import Residual, Sequential
-    from retrograde.nn.unroll import unroll
+    from retrograde.models.profile import Offer, Offers, Profile, profile
+    from retrograde.models.sequential import Residual, Sequential
     from retrograde.plan import TradeOff, cost, least_memory, longest, plan, split, trade_off
     from retrograde.ranks.layers.sharded import LayerSharded
     from retrograde.ranks.time.sharded import TimeSharded
+    from retrograde.recurrent.modules import GRU, LSTM, RNN
     from retrograde.schedule import (
         Advance,
         Backward,
@@ -83,28 +83,28 @@ __all__ += ["lean"]
 _come_from("retrograde.models.lean")
 
 __all__ += ["Recurrent"]
-_come_from("retrograde.nn.any_recurrent")
+_come_from("retrograde.cells.any_recurrent")
 
 __all__ += ["bptt"]
-_come_from("retrograde.nn.bptt")
+_come_from("retrograde.cells.bptt")
 
 __all__ += ["Division", "Share", "budget"]
-_come_from("retrograde.nn.budget")
+_come_from("retrograde.models.budget")
 
 __all__ += ["fit"]
-_come_from("retrograde.nn.fits")
+_come_from("retrograde.models.fits")
 
 __all__ += ["Offer", "Offers", "Profile", "profile"]
-_come_from("retrograde.nn.profile")
+_come_from("retrograde.models.profile")
 
 __all__ += ["GRU", "LSTM", "RNN"]
-_come_from("retrograde.nn.recurrent")
+_come_from("retrograde.recurrent.modules")
 
 __all__ += ["Residual", "Sequential"]
-_come_from("retrograde.nn.sequential")
+_come_from("retrograde.models.sequential")
 
 __all__ += ["unroll"]
-_come_from("retrograde.nn.unroll")
+_come_from("retrograde.cells.unroll")
 
 __all__ += ["TradeOff", "cost", "least_memory", "longest", "plan", "split", "trade_off"]
 _come_from("retrograde.plan")
@@ -130,7 +130,7 @@ _come_from("retrograde.schedule")
 
 #: Names that went, and what to use instead.
 _GONE = {
-    "Explanation": "retrograde.nn.chain_scan.ScanChoice",
+    "Explanation": "retrograde.scan.chain_scan.ScanChoice",
     "explain": "Sequential.explain; for recurrent layers, memory='100%' is the fast backward pass",
 }
 

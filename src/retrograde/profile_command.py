@@ -10,7 +10,7 @@ from retrograde.console import Device, Threads, clean_errors, require
 from retrograde.errors import RetrogradeError
 
 if TYPE_CHECKING:
-    from retrograde.nn.profile import Offer, Offers
+    from retrograde.models.profile import Offer, Offers
 
 __all__ = ["profile"]
 
@@ -45,7 +45,7 @@ def profile(
         import torch
 
         from retrograde.machine import check_device, machine_of, use_threads
-        from retrograde.nn.profile import profile
+        from retrograde.models.profile import profile
         from retrograde.units import parse_memory
 
         if cell not in _CELLS:

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from retrograde.cores.chain import examine
 from retrograde.discover.trees import flatten
+from retrograde.models.chain import examine
 
 
 def triples(inplace):

@@ -2,12 +2,12 @@
 
 import torch
 
-from retrograde.cores import footprint as module
-from retrograde.cores.cell import examine
+from retrograde.cells.cell import examine
 from retrograde.discover.trees import flatten
 from retrograde.plan.fit import Curve, Footprint
 from retrograde.run.inputs import Held
 from retrograde.schedule import Advance, Record
+from retrograde.sizes import footprint as module
 
 
 def test_no_length_of_an_advance_is_told_less_than_the_longest_takes(monkeypatch):

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from oracles.networks import relative_error
-from retrograde.cores.recurrent.forward import run, run_by_torch
 from retrograde.kernels import cpu, cpu_backward, cpu_slopes, cpu_states, cpu_sweep
 from retrograde.kernels import sweep as plain
 from retrograde.kernels.cells import GATES, Block, Kept, Weights, slopes
+from retrograde.recurrent.forward import run, run_by_torch
 
 EVERY_CELL = pytest.mark.parametrize("kind", GATES)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -9,9 +9,9 @@ import torch
 import retrograde as rg
 from oracles.cuda_kernels import load
 from retrograde import kernels as house
-from retrograde.cores.recurrent import backward, core, forward
 from retrograde.kernels import cells, fallback, sweep
 from retrograde.kernels.cells import Slopes
+from retrograde.recurrent import backward, core, forward
 from retrograde.scan.sparse import arithmetic
 from retrograde.scan.sparse.factor import full, identity
 from retrograde.scan.sparse.pattern import Pattern

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from retrograde.measure import patience
-from retrograde.nn.cache import LRUCache
+from retrograde.sizes.cache import LRUCache
 
 
 @pytest.mark.parametrize("terminal", [False, True])

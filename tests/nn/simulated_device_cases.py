@@ -17,7 +17,7 @@ import retrograde as rg
 from oracles.networks import relative_error
 from oracles.simulated_device import BOOK, CHIP, LateStream, place, simulated
 from oracles.strangers import watched
-from retrograde.cores import vendor
+from retrograde.recurrent import vendor
 
 BATCH, SIZE = 2, 8
 

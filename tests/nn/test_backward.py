@@ -291,8 +291,8 @@ def test_an_output_written_to_is_noticed(cell, way):
 @BOTH_WAYS
 def test_without_gradients_it_is_torchs_own(cell, way, monkeypatch):
     theirs, ours = pair(cell, 5, 7, **WAYS[way])
-    monkeypatch.setattr("retrograde.nn.call.Call.run_scan", None)
-    monkeypatch.setattr("retrograde.nn.call.Call.run", None)
+    monkeypatch.setattr("retrograde.recurrent.call.Call.run_scan", None)
+    monkeypatch.setattr("retrograde.recurrent.call.Call.run", None)
     x = inputs(20, 3, 5, dtype=torch.float32)
     with torch.no_grad():
         found, expected = call(ours, x), call(theirs, x)
@@ -417,9 +417,7 @@ def test_products_that_overflow_where_the_gradient_does_not(gain, guarded, monke
             warnings.simplefilter("error")
             found = gradients(ours, x, None, seeds)
     else:
-        monkeypatch.setattr(
-            "retrograde.cores.recurrent.backward.safe_chunk", lambda hidden, chunk: chunk
-        )
+        monkeypatch.setattr("retrograde.recurrent.backward.safe_chunk", lambda hidden, chunk: chunk)
         with pytest.warns(RuntimeWarning, match="swept step by step") as told:
             found = gradients(ours, x, None, seeds)
         assert len(told) == 1

@@ -236,7 +236,7 @@ def test_what_is_measured_beside_a_profiler_is_not_kept():
     cell, (x, h) = Cell(), data()
     with torch.profiler.profile():
         unroll(cell, x, h, "40%")
-    from retrograde.nn import unroll as module
+    from retrograde.cells import unroll as module
 
     before = len(module._FITS)
     unroll(cell, x, h, "40%")

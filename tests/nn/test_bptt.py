@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 import retrograde as rg
-from retrograde.nn import bptt as streamed
+from retrograde.cells import bptt as streamed
 
 D = torch.float64
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import retrograde as rg
-from retrograde.cores.chain.called import CalledRun
-from retrograde.nn.called_chain import Turn
+from retrograde.models.called_chain import Turn
+from retrograde.models.chain.called import CalledRun
 
 WIDTH = 24
 
@@ -363,7 +363,9 @@ def test_the_first_step_in_training_measures_nothing_again(in_sequence, part_by_
     x = x if in_sequence else inputs()
     division = rg.budget(model, least_of(model, x) if part_by_part else "60%", x)
     assert division.total_bytes < division.ordinary_bytes
-    monkeypatch.setattr("retrograde.nn.chain_plans.examine_layers", lambda *_: pytest.fail("again"))
+    monkeypatch.setattr(
+        "retrograde.models.chain_plans.examine_layers", lambda *_: pytest.fail("again")
+    )
     trained(model, x)
 
 

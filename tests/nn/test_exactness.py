@@ -34,10 +34,10 @@ from oracles.networks import (
     seeds_for,
     state_of,
 )
-from retrograde.cores.recurrent.block_lengths import scan_plan
-from retrograde.cores.recurrent.forward import room_for, run
 from retrograde.kernels.cells import Weights
-from retrograde.nn.scheduled import find_plan
+from retrograde.recurrent.block_lengths import scan_plan
+from retrograde.recurrent.forward import room_for, run
+from retrograde.recurrent.scheduled import find_plan
 
 SIZES, LENGTHS, BATCHES = (1, 7, 20, 33, 64, 128), (1, 2, 3, 63, 64, 65, 1000, 5000), (1, 3, 16)
 GAINS = (0.1, 0.9, 1.5, 2.2)

@@ -9,7 +9,7 @@ from torch import nn
 import retrograde as rg
 from oracles.loops import least
 from oracles.strangers import watched
-from retrograde.cores.ordinary import FEW_BYTES, FEW_STEPS
+from retrograde.sizes.ordinary import FEW_BYTES, FEW_STEPS
 
 DOUBLE = torch.float64
 SMALL = 4096  # bytes that a call holds besides: random states, scalars

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import retrograde as rg
-from retrograde.nn.call import StackFit
+from retrograde.recurrent.call import StackFit
 
 
 def step_of(cell):

@@ -11,15 +11,15 @@ from torch import nn
 
 import retrograde as rg
 from oracles.loops import WAYS, assert_bitwise, both, gradients, least, loop
-from retrograde.cores.recurrent.backward import LayerBackward
-from retrograde.cores.recurrent.core import HeldLayers
+from retrograde.cells import bptt as streamed
+from retrograde.cells import unroll as unrolling
 from retrograde.discover.referents import find_referents
 from retrograde.kernels import cpu
-from retrograde.nn import bptt as streamed
-from retrograde.nn import unroll as unrolling
-from retrograde.nn.cache import CellFits, LRUCache, identity
+from retrograde.recurrent.backward import LayerBackward
+from retrograde.recurrent.core import HeldLayers
 from retrograde.run.core import Tape
 from retrograde.run.executor import Run
+from retrograde.sizes.cache import CellFits, LRUCache, identity
 
 DOUBLE = torch.float64
 WITH_MEMORY = [way for way in WAYS if "memory" in WAYS[way][2]]

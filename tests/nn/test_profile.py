@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import retrograde as rg
-from retrograde.cores.timing import LinearTime, RangeTimes, linear_time
-from retrograde.nn.replace_modules import twin
+from retrograde.models.replace_modules import twin
+from retrograde.sizes.timing import LinearTime, RangeTimes, linear_time
 
 
 def make_cell(size=12, batch=4):

@@ -152,7 +152,7 @@ def test_inputs_that_are_expanded_or_not_contiguous(way, layout):
 def forbid(monkeypatch):
     for name in ("nn.unroll.fit_measured", "nn.scheduled.fit_fastest"):
         monkeypatch.setattr(f"retrograde.{name}", None)
-    monkeypatch.setattr("retrograde.nn.unroll.examine", None)
+    monkeypatch.setattr("retrograde.cells.unroll.examine", None)
 
 
 @EVERY_BUDGET

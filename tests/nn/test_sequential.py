@@ -13,9 +13,8 @@ from torch.nn.utils import parametrizations, prune
 
 import retrograde as rg
 from retrograde.errors import RetrogradeError, ScanError, UnitError
-from retrograde.nn import chain_scan
-from retrograde.nn.networks import lenet5, vgg11
-from retrograde.scan import CSR
+from retrograde.models.networks import lenet5, vgg11
+from retrograde.scan import CSR, chain_scan
 from retrograde.scan.counts import most_levels
 
 DOUBLE = torch.float64

@@ -14,8 +14,8 @@ from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
 import retrograde as rg
 from oracles.loops import assert_bitwise, loop
-from retrograde.nn import bptt as streaming
-from retrograde.nn import unroll as unrolling
+from retrograde.cells import bptt as streaming
+from retrograde.cells import unroll as unrolling
 
 DOUBLE = torch.float64
 STEPS, SAMPLES, SIZE = 40, 4, 6

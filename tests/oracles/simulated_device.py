@@ -35,10 +35,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 import retrograde.kernels.cuda
-from retrograde.cores import vendor
 from retrograde.kernels import cells, sweep
 from retrograde.kernels.cells import Slopes
 from retrograde.measure import allocations
+from retrograde.recurrent import vendor
 from retrograde.run import moved
 
 torch.utils.rename_privateuse1_backend("chip")

@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 
 import retrograde as rg
 from oracles.loops import leaves_of, loop
-from retrograde.cores.ordinary import FEW_BYTES, FEW_STEPS
+from retrograde.sizes.ordinary import FEW_BYTES, FEW_STEPS
 
 #: Bytes that a call may take besides its budget.
 SLACK_BYTES = 0

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from retrograde.errors import RankError, ScanError
-from retrograde.nn.recurrent import GRU
 from retrograde.ranks.cost_model import (
     RankModel,
     measure_links,
@@ -24,6 +23,7 @@ from retrograde.ranks.cost_model import (
 from retrograde.ranks.scan_over_ranks import messages, scan_ranks
 from retrograde.ranks.time.sharded import TimeSharded
 from retrograde.ranks.transport import simulate
+from retrograde.recurrent.modules import GRU
 
 WAYS = ["linear", "tree", "gather"]
 # Whole numbers and halves, so that sums are exact in any order.

@@ -12,7 +12,7 @@ from torch import nn
 import retrograde as rg
 from oracles.processes import spawn
 from retrograde.errors import CellError, RankError
-from retrograde.nn.networks import lenet5
+from retrograde.models.networks import lenet5
 from retrograde.ranks.group_transport import GroupLinks
 from retrograde.ranks.transport import Parcel, Simulated, simulate
 from retrograde.scan.sparse.factor import from_pairs, full, identity

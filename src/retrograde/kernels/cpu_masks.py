@@ -1,4 +1,4 @@
-"""Dropout by a hash: the compiled loop of :class:`retrograde.cores.dropout.Dropout` on a CPU."""
+"""Dropout by a hash: the compiled loop of :mod:`retrograde.recurrent.dropout` on a CPU."""
 
 import functools
 from typing import Any

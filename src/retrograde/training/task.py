@@ -15,7 +15,7 @@ from pydoc_data.topics import topics
 import torch
 from torch import Tensor, nn
 
-from retrograde.nn import LSTM
+from retrograde.recurrent.modules import LSTM
 from retrograde.training.options import TrainingError
 from retrograde.units import Memory
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from oracles.networks import CELLS
-from retrograde.cores.recurrent.block_lengths import scan_plan, sequential_plan, step_numbers
+from retrograde.recurrent.block_lengths import scan_plan, sequential_plan, step_numbers
 
 
 @pytest.mark.parametrize("kind", CELLS)

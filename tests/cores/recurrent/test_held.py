@@ -11,13 +11,13 @@ from torch.nn.utils.rnn import pack_padded_sequence
 import retrograde as rg
 from oracles.networks import relative_error
 from oracles.strangers import watched
-from retrograde.cores.recurrent.block_lengths import BackwardPlan
-from retrograde.cores.recurrent.bytes import Shape, sums_at_once
-from retrograde.cores.recurrent.core import HeldLayers
-from retrograde.cores.recurrent.masks import Drawn
-from retrograde.cores.recurrent.plan import HeldPlan, Planner, Sequences
-from retrograde.cores.vendor import Layers
 from retrograde.plan.fit import whole_fit
+from retrograde.recurrent.block_lengths import BackwardPlan
+from retrograde.recurrent.bytes import Shape, sums_at_once
+from retrograde.recurrent.core import HeldLayers
+from retrograde.recurrent.masks import Drawn
+from retrograde.recurrent.plan import HeldPlan, Planner, Sequences
+from retrograde.recurrent.vendor import Layers
 from retrograde.run.autograd import run_schedule
 from retrograde.run.layout import Rows
 

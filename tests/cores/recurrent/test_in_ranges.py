@@ -9,8 +9,8 @@ from torch import nn
 import retrograde as rg
 from oracles.networks import relative_error
 from oracles.strangers import watched
-from retrograde.cores.recurrent.forward import LayerForward
-from retrograde.cores.recurrent.plan import HeldPlan
+from retrograde.recurrent.forward import LayerForward
+from retrograde.recurrent.plan import HeldPlan
 
 
 def drawn(dice):

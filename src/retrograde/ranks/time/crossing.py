@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from retrograde.nn.recurrent import BudgetedRNN
 from retrograde.ranks import base
 from retrograde.ranks.agreement import Guard
 from retrograde.ranks.scan_over_ranks import RankReport, RankWay
@@ -20,6 +19,7 @@ from retrograde.ranks.time.piece import Piece, State, by_sweeps
 from retrograde.ranks.time.range_map import by_slopes, has_closed_form
 from retrograde.ranks.transport import Links
 from retrograde.ranks.way_back import Gradient, WayBack
+from retrograde.recurrent.modules import BudgetedRNN
 from retrograde.units import parse_memory
 
 __all__ = ["Crossing", "added_up", "cross"]

@@ -22,13 +22,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from retrograde.cores.recurrent.forward import room_for, run
 from retrograde.kernels import kernels
 from retrograde.kernels.cells import Kind, Slopes, Weights, pull, pull_to_inputs, slopes
 from retrograde.kernels.sweep import at_step, in_chunks
-from retrograde.nn.recurrent import BudgetedRNN
 from retrograde.ranks.time.piece import State
 from retrograde.ranks.way_back import Gradient
+from retrograde.recurrent.forward import room_for, run
+from retrograde.recurrent.modules import BudgetedRNN
 from retrograde.scan.elements import IDENTITY, Affine, Dense, Vector
 
 __all__ = ["by_slopes", "has_closed_form", "range_map"]

@@ -19,13 +19,13 @@ from torch import Tensor, distributed, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from retrograde.errors import CellError
-from retrograde.nn.recurrent import BudgetedRNN
 from retrograde.ranks.agreement import Guard, Told
 from retrograde.ranks.base import Sharded
 from retrograde.ranks.scan_over_ranks import RankReport, RankWay
 from retrograde.ranks.time.choice import choose
 from retrograde.ranks.time.crossing import Crossing, added_up, cross
 from retrograde.ranks.transport import Links
+from retrograde.recurrent.modules import BudgetedRNN
 from retrograde.run.transforms import uncompiled
 
 __all__ = ["TimeSharded"]

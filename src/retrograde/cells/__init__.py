@@ -1,0 +1,1 @@
+"""Any step function within a budget: ``unroll``, ``Recurrent``, ``bptt``."""

@@ -1,0 +1,318 @@
+"""``bptt``: backpropagation through time for a sequence that is never held, within a budget.
+
+It is the streaming form of algorithm 2 of Gruslys et al., *Memory-Efficient Backpropagation Through
+Time* (2016). Inputs are read when a step needs them, the loss is computed step by step, and outputs
+are dropped at once. Only what the schedule keeps is in memory.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import Any, SupportsIndex, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from retrograde.cells.cell import Cell, StepCore, later_state
+from retrograde.cells.loss import Loss, RangeLoss, StepLoss, examine_loss
+from retrograde.discover.referents import find_referents
+from retrograde.discover.surroundings import autocast_as_now
+from retrograde.discover.trees import Structure, flatten, flatten_state
+from retrograde.errors import BudgetError, CellError, RetrogradeError
+from retrograde.plan import plan
+from retrograde.plan.fit import Fit
+from retrograde.recurrent.fastest import Candidate, candidates, fit_fastest, footprints
+from retrograde.recurrent.fused import Fused
+from retrograde.recurrent.modules import BudgetedRNN
+from retrograde.recurrent.vendor import Layers, Mode
+from retrograde.run.autograd import check_schedule, refuse_both
+from retrograde.run.core import Core
+from retrograde.run.moved import Moved
+from retrograde.run.sources import Arrays, Spool, Steps, Stream, open_source
+from retrograde.run.streaming import Progress, TakeInput, run_stream
+from retrograde.run.transforms import refuse_transforms, uncompiled
+from retrograde.schedule import Schedule
+from retrograde.schedule.schedule import forward_ranges
+from retrograde.sizes.cache import CellFits, signature
+from retrograde.sizes.footprint import step_bytes
+from retrograde.units import Memory, parse_memory
+
+__all__ = ["bptt"]
+
+Tensors = list[Tensor]
+
+# A cell with its loss is measured once for its shapes and a budget: the core, and its fit.
+_FITS: CellFits[tuple[int, Fit, bool]] = CellFits()
+
+_RANGES = {nn.LSTM.forward, nn.GRU.forward, nn.RNN.forward, BudgetedRNN.forward}
+
+
+@uncompiled
+def bptt(
+    cell: Cell | nn.RNNBase,
+    inputs: Any,
+    state: Any = None,
+    *,
+    loss: Loss,
+    memory: Memory | None = None,
+    schedule: Schedule | None = None,
+    length: SupportsIndex | None = None,
+    input_gradient: TakeInput | None = None,
+    progress: Progress | None = None,
+) -> tuple[Tensor, Any]:
+    """Backpropagate the sum of the losses of all steps; neither inputs nor outputs are ever held.
+
+    The gradients are those of the loop ``y, state = cell(x[t], state); total += loss(t, y)`` and
+    ``total.backward()``. They accumulate into ``.grad`` of parameters, captured tensors, the
+    initial state, and input tensors that require a gradient.
+
+    Args:
+        cell: ``cell(x_t, state) -> (y_t, state)``, as for :func:`retrograde.unroll`. Or an LSTM, a
+            GRU or an RNN, of torch's or of this library, in one direction and without dropout
+            between layers, with inputs (B, I) a step. Then one call of the fused kernel runs a
+            range of steps, and the budget is the one given here.
+        inputs: a pytree of tensors or arrays (a memory map, a data set in a file), each with time
+            first; anything that has a length and is indexed by the step; a function of the step; or
+            an iterator, whose items are kept in a temporary file. A step is read more than once,
+            and must give the same values.
+        state: the initial state, a pytree of tensors; for a module torch's, or None for zeros.
+        loss: ``loss(t, y_t)``, a scalar tensor, or None for a step without one. With a module it is
+            ``loss(range, y)`` with y (steps, B, H), the *sum* of the losses of those steps. The
+            budget determines how long ranges are. It is called again for steps that run again.
+        memory: the budget. It does not count inputs given as tensors, parameters, gradients and
+            results; it does count inputs that are read from elsewhere. Bytes (``67108864``), a size
+            (``"64MiB"``), or a fraction of ordinary backpropagation's memory (``0.05``, ``"5%"``).
+            None: every step is kept.
+        schedule: the schedule to follow, instead of a budget.
+        length: the number of steps, where the inputs do not have it, or fewer than they have.
+        input_gradient: called as ``input_gradient(t, gradient)`` with the gradient of each step's
+            input, from the last step to the first; with a module t is a range. None stands for an
+            input without a gradient.
+        progress: called as ``progress(done, work)``, in forward and backward steps.
+
+    Returns:
+        The sum of the losses, a detached scalar in double precision, and the detached final state.
+
+    Raises:
+        BudgetError: the budget is too small; the message names the smallest one that is enough.
+        CellError: cell, loss or inputs cannot be run exactly. As with every exception, every
+            ``.grad`` is unchanged then.
+        RetrogradeError: gradients are disabled.
+        ScheduleError: the schedule is for another length, or is not legal.
+        UnitError: the memory cannot be read.
+
+    Example:
+        >>> import torch
+        >>> lstm = torch.nn.LSTM(3, 5)
+        >>> def read(t):
+        ...     return torch.full((2, 3), t / 200)
+        >>> total, (h, c) = bptt(
+        ...     lstm, read, loss=lambda steps, y: y.square().sum(), length=200, memory="20%"
+        ... )
+        >>> total.dtype, h.shape, lstm.weight_hh_l0.grad.shape
+        (torch.float64, torch.Size([1, 2, 5]), torch.Size([20, 5]))
+    """
+    _check_asked(loss, memory, schedule)
+    refuse_transforms(flatten_state(state)[0])
+    prepare = _module if getattr(type(cell), "forward", None) in _RANGES else _cell
+    task = prepare(cast(Any, cell), inputs, state, loss, length, input_gradient is not None)
+    if schedule is not None:
+        check_schedule(schedule, len(task.stream))
+    core = task.cores[0].core
+    if not (core.parameters or any(task.stream.wanted) or any(s.requires_grad for s in task.state)):
+        raise CellError(
+            "nothing requires a gradient: expected a parameter, an initial state or an input that "
+            "does, or input_gradient="
+        )
+    ahead = _copied_bytes(task) > 0
+    if schedule is None and memory is None:
+        schedule = plan(len(task.stream), policy="store-all")
+    elif schedule is None:
+        core, schedule, ahead = _fitted(task, inputs, cast(Memory, memory))
+    more: Any = (input_gradient, progress)
+    total, after = run_stream(core, task.stream, schedule, task.state, *more, ahead=ahead)
+    return total, task.state_spec.unflatten(after)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A prepared call. It has equivalent cores (torch's choice first), the inputs, the inputs to
+    measure with, the flat initial state, and the structure of the last state."""
+
+    cores: list[Candidate]
+    stream: Stream
+    probed: Stream
+    state: Tensors
+    state_spec: Structure
+
+
+def _check_asked(loss: Any, memory: Memory | None, schedule: Schedule | None) -> None:
+    if memory is not None:
+        parse_memory(memory)
+    refuse_both(memory, schedule)
+    if not callable(loss):
+        raise CellError(
+            f"loss is a {type(loss).__name__}: expected a function of the step and its output"
+        )
+    if not torch.is_grad_enabled():
+        raise RetrogradeError(
+            "gradients are disabled (by torch.no_grad() or the like), but bptt computes only "
+            "gradients: call it outside of that, or run the forward pass alone"
+        )
+
+
+def _cell(
+    cell: Cell,
+    inputs: Any,
+    state: Any,
+    loss: Loss,
+    length: SupportsIndex | None,
+    wants_inputs: bool,
+) -> _Task:
+    """Prepare any cell, where a step is a call."""
+    states, state_spec = flatten_state(state)
+    tensors = [t for t in (*states, *pytree.tree_leaves(inputs)) if isinstance(t, Tensor)]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    with autocast_as_now(device):
+        stream = Stream.of(open_source(inputs, length, device), wants_inputs)
+        core, probed = examine_loss(StepLoss(cell, loss, device), stream, states, state_spec)
+    return _Task([Candidate(core)], stream, probed, states, core.state_spec)
+
+
+def _module(
+    module: nn.RNNBase,
+    inputs: Any,
+    state: Any,
+    loss: Loss,
+    length: SupportsIndex | None,
+    wants_inputs: bool,
+) -> _Task:
+    """Prepare a recurrent module, where a range of steps is a call."""
+    _check_module(module)
+    module._update_flat_weights()  # type: ignore[no-untyped-call]  # as torch's forward does
+    weights = cast(Tensors, module._flat_weights)
+    device = weights[0].device
+    net = Layers(cast(Mode, module.mode), weights, module.num_layers, module.bias)
+    with autocast_as_now(device):
+        stream = Stream.of(open_source(inputs, length, device), wants_inputs)
+        states, state_spec = _module_state(module, stream, state)
+        list_spec = flatten(states, "state")[1]
+        kernels = candidates((net,), states[0].shape[1])
+        # A trial must fit the least budget, but oneDNN's LSTM copies its weights.
+        lightest = kernels[-1 if module.mode == "LSTM" else 0]
+        part = RangeLoss(cast(Fused, lightest.core), loss, device)
+        core, probed = examine_loss(part, stream, states, list_spec)
+    cores = [replace(one, core=_with_kernel(core, cast(Fused, one.core))) for one in kernels]
+    return _Task(cores, stream, probed, states, state_spec)
+
+
+def _with_kernel(core: StepCore, kernel: Fused) -> StepCore:
+    part = replace(cast(RangeLoss, core.cell), kernel=kernel)
+    return replace(core, cell=part, quiet=part.quiet)
+
+
+def _check_module(module: nn.RNNBase) -> None:
+    """Refuse modules that cannot be run in ranges."""
+    dropped = module.dropout and module.training and module.num_layers > 1
+    refused = {
+        "bidirectional=True": module.bidirectional,
+        f"dropout={module.dropout} between layers": dropped,
+        "batch_first=True": module.batch_first,
+        "a forward hook": module._forward_hooks or module._forward_pre_hooks,
+    }
+    for option, given in refused.items():
+        if given:
+            raise CellError(
+                f"bptt does not run a {type(module).__name__} with {option}: expected one "
+                "direction, no dropout between layers, time first and no hooks; or write a cell, "
+                "whose every step is a call"
+            )
+
+
+def _module_state(module: nn.RNNBase, stream: Stream, state: Any) -> tuple[Tensors, Structure]:
+    """Return the initial state, flat, and the structure of torch's; zeros if there is none."""
+    (x, *more), weight = stream.source[0], cast(Tensor, module._flat_weights[0])
+    if more or x.dim() != 2 or x.shape[1] != module.input_size:
+        found = ", ".join(str(tuple(t.shape)) for t in (x, *more))
+        raise CellError(
+            f"the input of a step is {found}: expected one tensor (B, {module.input_size}), that "
+            f"is inputs (T, B, {module.input_size})"
+        )
+    sizes = [module.proj_size or module.hidden_size]
+    sizes += [module.hidden_size] if module.mode == "LSTM" else []
+    shapes = [(module.num_layers, x.shape[0], size) for size in sizes]
+    if state is None:
+        zeros = [weight.new_zeros(shape) for shape in shapes]
+        state = tuple(zeros) if module.mode == "LSTM" else zeros[0]
+    states, state_spec = flatten(state, "state")
+    given = [tuple(s.shape) for s in states]
+    if given != shapes:
+        raise CellError(f"the initial state has the shapes {given}: expected {shapes}")
+    for name, t in (("the input", x), *(("the initial state", s) for s in states)):
+        cast_anyway = torch.is_autocast_enabled(weight.device.type)
+        if t.device != weight.device or (t.dtype != weight.dtype and not cast_anyway):
+            raise CellError(
+                f"{name} is {t.dtype} on {t.device}, the parameters are {weight.dtype} on "
+                f"{weight.device}: convert one of them, with .to(...)"
+            )
+    return states, state_spec
+
+
+def _fitted(task: _Task, inputs: Any, memory: Memory) -> tuple[Core, Schedule, bool]:
+    """Return the core and the schedule for a budget, and whether ranges may be copied ahead."""
+    source, first = task.stream.source, cast(StepCore, task.cores[0].core)
+    source = source.source if isinstance(source, Moved) else source
+    parts = [(first.found, first.ambient.steady.places)]
+    read: tuple[Any, ...] = (type(source),)
+    if isinstance(source, Arrays):
+        read += tuple(isinstance(t, Tensor) for t in source.leaves)
+    elif not (isinstance(source, Steps) and isinstance(source.get, Spool)):
+        reading = find_referents([inputs])  # the bytes of reading depend on it
+        parts.append((reading, tuple(reading.places)))
+    tensors = map(signature, (*source[0], *task.state, *first.parameters))
+    shapes = torch.get_num_threads(), task.stream.wanted, read, *tensors
+
+    def later() -> Tensors:
+        return later_state(first, task.probed, task.state)
+
+    def step() -> Hashable:
+        return step_bytes(first, task.probed, later())
+
+    def find() -> tuple[int, Fit, bool]:
+        state = later()
+        sizes = footprints(task.cores, task.probed, state, memory=memory, first=task.state)
+        number, found = fit_fastest(task.cores, sizes, task.probed, state, memory)
+        step_bytes = _copied_bytes(task)
+        if not step_bytes:
+            return number, found, False
+        # A range that is copied ahead takes room, at most as much as the longest one.
+        steps, (other, fit) = 0, (number, found)
+        while _longest(fit.schedule) > steps:
+            steps = _longest(fit.schedule)
+            room = step_bytes * steps
+            more = [replace(size, extra_bytes=size.extra_bytes + room) for size in sizes]
+            try:
+                other, fit = fit_fastest(task.cores, more, task.probed, state, memory)
+            except BudgetError:
+                return number, found, False
+        return other, replace(fit, minimum_bytes=found.minimum_bytes), True
+
+    key = repr(memory), len(source)
+    (number, found, ahead), settled = _FITS.fit(parts, shapes, key, step, find)
+    core = replace(cast(StepCore, task.cores[number].core), settled=settled)
+    return core, found.schedule, ahead
+
+
+def _copied_bytes(task: _Task) -> int:
+    """Return the bytes of a step that can be copied to a GPU ahead; 0 if none can.
+
+    Only arrays are read ahead, since a function or an iterator may depend on what was computed.
+    """
+    source = task.stream.source
+    moves = isinstance(source, Moved) and isinstance(source.source, Arrays)
+    return cast(Moved, source).step_bytes if moves and task.cores[0].core.fused else 0
+
+
+def _longest(schedule: Schedule) -> int:
+    starts, stops = forward_ranges(schedule)
+    return int((stops - starts).max())

@@ -1,0 +1,174 @@
+"""A cell whose steps are compiled by ``torch.compile``: one call runs a block of steps.
+
+A small cell spends most of its time in Python and in launching operations. A compiled block of
+:data:`BLOCK` steps pays for both once, and fuses its elementwise operations into one loop. A
+schedule counts blocks instead of steps, so recomputation calls the same function on the same
+blocks. The last steps of a sequence, fewer than a block, run uncompiled. Compiling them would take
+one more function for each possible number of steps.
+
+Known limits: results differ from the plain loop's by rounding, because compiled operations are
+fused. ``torch.compile`` must be able to make one graph of the cell. The cell must draw no random
+numbers and change nothing outside itself.
+"""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retrograde.cells.cell import StepCore, as_pair
+from retrograde.discover.surroundings import autocast_as_now
+from retrograde.discover.trees import Structure, flatten, flatten_state
+from retrograde.errors import CellError
+from retrograde.run.core import Gate, as_leaf
+from retrograde.run.layout import Blocks, Layout
+from retrograde.run.states import like_of
+
+__all__ = ["BLOCK", "CompiledSteps", "compiled_steps"]
+
+#: The number of steps in a compiled block. Twice as many take twice as long to compile, and run
+#: hardly faster.
+BLOCK = 8
+
+Tensors = list[Tensor]
+
+
+@dataclass(frozen=True)
+class CompiledSteps(StepCore):
+    """A cell that is called for a block of steps at a time; ``block`` is the compiled function."""
+
+    block: "_Block | None" = None
+
+    per_call = BLOCK
+
+    @property
+    def joins(self) -> bool:
+        return False
+
+    def __call__(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
+        begins = self.first_spec is not None and tuple(map(like_of, state)) == self.first_like
+        if begins or len(inputs[0]) < BLOCK:
+            return self._plainly(inputs, state)
+        assert self.block is not None
+        with autocast_as_now(self.ambient.device):  # recomputation replays the same autocast
+            states = _alike(state)
+            return self.block(self.cell, self.input_spec, self.state_spec, inputs, states)
+
+    def again(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
+        return self(inputs, state)
+
+    def carry(self, inputs: Tensors, state: Tensors) -> Tensors:
+        return self(inputs, state)[1]
+
+    def ordinary(
+        self, layout: Layout, inputs: Tensors, state: Tensors, gate: Gate
+    ) -> tuple[Tensors, Tensors, Tensors]:
+        assert isinstance(layout, Blocks)
+        read = layout.steps.read(inputs)  # compiled blocks have no second derivatives
+        return *self._plainly(read[slice(0, len(read))], state), self.parameters
+
+    def _plainly(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
+        """Run steps one after the other, uncompiled."""
+        found = []
+        for x in zip(*(t.unbind() for t in inputs), strict=True):
+            y, state = super().again(list(x), state)
+            found.append(y)
+        return [torch.stack(ys) for ys in zip(*found, strict=True)], state
+
+
+def compiled_steps(core: StepCore) -> CompiledSteps:
+    """Return a core that calls a cell by compiled blocks.
+
+    Raises CellError if the cell's steps do more than compute outputs and a state.
+    """
+    does = _does(core)
+    if does is not None:
+        raise CellError(
+            f"the cell {does}: expected a function of its input and its state under compile=True; "
+            "leave compile=True out"
+        )
+    cell: Any = core.cell
+    key = cell if isinstance(cell, nn.Module) else getattr(cell, "__code__", type(cell))
+    block = _BLOCKS.setdefault(key, _Block())
+    known = {field.name: getattr(core, field.name) for field in fields(core)}
+    known["aliases"] = (None,) * len(core.aliases)  # outputs are stacked
+    return CompiledSteps(**known, block=block)
+
+
+def _does(core: StepCore) -> str | None:
+    """Return what a cell's steps do that a compiled block would not reproduce exactly, or None."""
+    if core.ambient.draws:
+        return "draws random numbers"
+    if core.ambient.moves or core.ambient.left:
+        return "changes its buffers or attributes"
+    if any(core.copied):
+        return "writes in place to its state"
+    if core.targets is not core.parameters:
+        return (
+            "captures tensors that were computed from one another, or from a parameter that it "
+            "uses too"
+        )
+    return "has numbers in its state" if core.numbers else None
+
+
+def _run_block(
+    cell: Any, input_spec: Structure, state_spec: Structure, inputs: Tensors, state: Tensors
+) -> tuple[Tensors, Tensors]:
+    """Run a block of steps. Return the stacked outputs, and the state after the last step."""
+    found, carried = [], state_spec.unflatten(state)
+    for k in range(BLOCK):
+        y, carried = as_pair(cell(input_spec.unflatten([x[k] for x in inputs]), carried))
+        found.append(flatten(y, "output of the cell")[0])
+    outputs = [torch.stack(ys) for ys in zip(*found, strict=True)]
+    return outputs, flatten_state(carried)[0]
+
+
+def _alike(state: Tensors) -> Tensors:
+    """Return a state of the same form for every block, so that one compiled function serves all.
+
+    Its parts are distinct tensors. While gradients are enabled, autograd follows each of them.
+    """
+    if not torch.is_grad_enabled():
+        return [t.detach() for t in state]
+    seen: set[int] = set()
+    found = []
+    for t in state:
+        found.append((t.view_as(t) if id(t) in seen else t) if t.requires_grad else as_leaf(t))
+        seen.add(id(t))
+    return found
+
+
+class _Block:
+    """A compiled :func:`_run_block` for one cell.
+
+    Each instance copies the code object, because ``torch.compile`` limits the variants that it
+    keeps for one. Another batch size, for instance, is another variant.
+    """
+
+    def __init__(self) -> None:
+        self.compiled: Callable[..., tuple[Tensors, Tensors]] | None = None
+
+    def __call__(self, *arguments: Any) -> tuple[Tensors, Tensors]:
+        if self.compiled is None:
+            own = FunctionType(_run_block.__code__.replace(), globals(), _run_block.__name__)
+            self.compiled = torch.compile(own, fullgraph=True)
+        try:
+            return self.compiled(*arguments)
+        except torch._dynamo.exc.FailOnRecompileLimitHit:  # discard all variants and compile again
+            self.compiled = None
+            return self(*arguments)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise CellError(
+                f"torch.compile cannot make one graph of the cell's steps ({reason}): expected a "
+                "cell that it takes with fullgraph=True, and a C++ compiler; leave compile=True out"
+            ) from error
+
+
+# The keys are modules and code objects of functions. A function itself would not do, because a
+# closure may be created anew at every call.
+_BLOCKS: "weakref.WeakKeyDictionary[Any, _Block]" = weakref.WeakKeyDictionary()

@@ -1,0 +1,219 @@
+"""A recurrence and its loss as one core, whose only output is the loss of a step or of a range.
+
+So outputs are dropped as soon as their loss is known, and losses are summed over calls
+(``Core.sums``). The loss is examined and measured with the cell, so its parameters get gradients
+and its bytes count. A run that needs only the state skips the loss. It does not if the loss or the
+cell draws random numbers or changes buffers.
+
+A step's loss may be None. A cell is examined at a step that has a loss, if one of the first
+:data:`PROBED` steps or the last one has.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retrograde.cells.cell import Cell, StepCore, as_pair, examine
+from retrograde.discover.captured import foreign_tensors
+from retrograde.discover.trees import Structure, flatten
+from retrograde.errors import CellError
+from retrograde.recurrent.fused import Fused
+from retrograde.run.sources import Stream
+
+__all__ = ["PROBED", "Loss", "RangeLoss", "StepLoss", "examine_loss"]
+
+#: How many of the first steps are searched for one that has a loss.
+PROBED = 512
+
+Tensors = list[Tensor]
+Loss = Callable[[Any, Any], Tensor | None]
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """A cell and its ``loss(t, y_t)`` as one cell with the input (x_t, t).
+
+    The loss is a scalar or None. Losses are summed on ``device``.
+    """
+
+    cell: Cell
+    loss: Loss
+    device: torch.device
+
+    @property
+    def made_of(self) -> list[Any]:
+        """The objects in which to search for what the core depends on."""
+        return [self.cell, self.loss]
+
+    def run(self, x: Any, state: Any) -> tuple[Any, Any]:
+        """Return the output and the state after the step."""
+        return as_pair(self.cell(x, state))
+
+    def told(self, number: int, y: Any) -> Tensor | None:
+        """Return the loss of a step."""
+        return self.loss(number, y)
+
+    def __call__(self, inputs: Any, state: Any) -> tuple[Tensor, Any]:
+        x, number = inputs
+        y, after = self.run(x, state)
+        step = int(number)
+        return as_summand(self.told(step, y), f"step {step}", self.device), after
+
+    def quiet(self, inputs: Any, state: Any) -> tuple[None, Any]:
+        """Return the state only."""
+        return None, self.run(inputs[0], state)[1]
+
+
+@dataclass(frozen=True)
+class RangeLoss:
+    """A fused kernel and ``loss(range, y)``, where y is (L, B, H).
+
+    The loss is the sum of the steps' losses, or None. ``parameters`` are the tensors that require a
+    gradient and that the loss may use; None if they are not known yet.
+    """
+
+    kernel: Fused
+    loss: Loss
+    device: torch.device
+    parameters: Sequence[Tensor] | None = None
+
+    @property
+    def made_of(self) -> list[Any]:
+        """The objects in which to search for what the core depends on."""
+        return [[net.weights for net in self.kernel.nets], self.loss]
+
+    def run(self, x: Any, state: Any) -> tuple[Tensor, Tensors]:
+        """Return the outputs and the state after the range."""
+        (y,), after = self.kernel([x], state)
+        return y, after
+
+    def told(self, number: int, y: Any) -> Tensor | None:
+        """Return the loss of one step."""
+        return self.loss(range(number, number + 1), y[:1])
+
+    def __call__(self, inputs: Any, state: Any) -> tuple[Tensor, Tensors]:
+        x, numbers = inputs
+        y, after = self.run(x, state)
+        steps = range(int(numbers[0]), int(numbers[0]) + len(numbers))
+        mark = torch._C._autograd._get_sequence_nr()
+        value = self.loss(steps, y)
+        where = f"steps {steps.start} … {steps.stop - 1}"
+        summand = as_summand(value, where, self.device)
+        if self.parameters is not None and summand.requires_grad:
+            self._check(summand, y, mark, where)
+        return summand, after
+
+    def quiet(self, inputs: Any, state: Any) -> tuple[None, Tensors]:
+        """Return the state only."""
+        return None, self.run(inputs[0], state)[1]
+
+    def _check(self, summand: Tensor, y: Tensor, mark: int, where: str) -> None:
+        """Check rule 5 for the loss only, because the kernel's graph may be long, and is known."""
+        parameters = self.parameters or ()
+        edges = {(t.grad_fn, t.output_nr) for t in (y, *parameters) if t.grad_fn is not None}
+        leaves, older = foreign_tensors([summand], mark, edges)
+        known = {id(p) for p in parameters}
+        if any(id(t) not in known for t in leaves) or older - edges:
+            raise CellError(
+                f"at {where} the loss uses a tensor that requires a gradient and that it did not "
+                "use when it was examined: expected the same parameters at every step; let an "
+                "nn.Module own them, or use them at every step"
+            )
+
+
+def as_summand(value: Any, where: str, device: torch.device) -> Tensor:
+    """Return a loss as a new scalar, or zero for None, in double precision.
+
+    A sum may have millions of these. Raises CellError if the loss is no real scalar tensor, or
+    lacks a gradient where it needs one.
+    """
+    if value is None:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    remedy = "return a scalar tensor, or None where there is no loss"
+    if not isinstance(value, Tensor):
+        raise CellError(f"the loss of {where} is a {type(value).__name__}: {remedy}")
+    if value.shape != () or not value.is_floating_point():
+        raise CellError(
+            f"the loss of {where} has the shape {tuple(value.shape)} and is {value.dtype}: {remedy}"
+        )
+    if torch.is_grad_enabled() and not value.requires_grad:
+        raise CellError(
+            f"the loss of {where} does not require a gradient: expected one that depends on the "
+            f"output or on a parameter; {remedy}"
+        )
+    return value.to(device=device, dtype=torch.float64, copy=True)
+
+
+@dataclass
+class _Probing:
+    """A cell with its loss, which searches for a step that has a loss."""
+
+    part: StepLoss | RangeLoss
+    numbers: Iterable[int]
+    found: int = 0
+
+    def __call__(self, inputs: Any, state: Any) -> tuple[Tensor, Any]:
+        y, after = self.part.run(inputs[0], state)
+        for number in self.numbers:
+            value = self.part.told(number, y)
+            if value is not None:
+                self.found = number
+                return as_summand(value, f"step {number}", self.part.device), after
+        return as_summand(None, "", self.part.device), after
+
+
+def examine_loss(
+    part: StepLoss | RangeLoss, stream: Stream, state: Tensors, state_spec: Structure
+) -> tuple[StepCore, Stream]:
+    """Return the core of a cell or kernel with its loss, and inputs to measure it by.
+
+    The inputs are those of a step that has a loss. Raises CellError also if a kernel's loss draws
+    random numbers, changes buffers, or is no sum over steps.
+    """
+    fused = isinstance(part, RangeLoss)
+    pairs = zip(stream[0:1] if fused else stream[0], stream.differentiable, strict=True)
+    inputs = [x.detach().requires_grad_(wanted) for x, wanted in pairs]
+    tree = (stream.source.structure.unflatten(inputs[:-1]), inputs[-1])
+    _, input_spec = flatten(tree, "inputs")
+    last = len(stream) - 1
+    numbers = dict.fromkeys((0, last, *range(1, min(last, PROBED))))
+    probing = _Probing(part, numbers)
+    core = examine(probing, inputs, input_spec, state, state_spec, part.made_of)
+    plain = not core.ambient.moves
+    if isinstance(part, RangeLoss):
+        if not plain:
+            raise CellError(
+                "the loss draws random numbers or changes buffers: expected neither with a module, "
+                "whose ranges depend on the budget; pass a cell that runs one step, such as an "
+                "nn.LSTMCell, instead of the module"
+            )
+        part = replace(part, parameters=tuple(core.targets))
+    core = replace(core, cell=part, fused=fused, sums=True, quiet=part.quiet if plain else None)
+    probed = stream.probing(probing.found)
+    if isinstance(part, RangeLoss) and len(stream) > 1:
+        _check_sum(part, probed, state)
+    return core, probed
+
+
+def _check_sum(part: RangeLoss, stream: Stream, state: Tensors) -> None:
+    """Refuse a loss that depends on how steps are divided into ranges, such as a mean over time."""
+    *x, numbers = stream[0:2]
+    start = int(numbers[0])
+    with torch.no_grad():
+        y, _ = part.run(x[0], state)
+        ranges = range(start, start + 2), range(start, start + 1), range(start + 1, start + 2)
+        losses = [part.loss(r, y[r.start - start : r.stop - start]) for r in ranges]
+    given = [value.reshape(()) for value in losses if value is not None]
+    # A GPU is waited for once. On a CPU nothing is allocated, since the least budget has no room.
+    on_cpu = y.device.type == "cpu"
+    read = iter([float(v) for v in given] if on_cpu or not given else torch.stack(given).tolist())
+    both, first, second = (0.0 if value is None else next(read) for value in losses)
+    if abs(both - first - second) > 0.05 * (abs(first) + abs(second)):
+        raise CellError(
+            f"the loss of steps {start} and {start + 1} together is {both:.6g}, but theirs are "
+            f"{first:.6g} and {second:.6g}: expected the sum, since it depends on the budget which "
+            "steps are a range; sum over time, and divide by the number of steps afterwards"
+        )

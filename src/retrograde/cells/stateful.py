@@ -1,0 +1,167 @@
+"""Cells from modules that keep a state in themselves.
+
+A spiking neuron assigns its membrane potential to an attribute, or to a buffer, and reads it at the
+next step. A trial step finds such assignments; each is a *slot*. The cell writes the slots' values
+before a step, reads them after it, and restores the modules at the end of the step.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from retrograde.cells.cell import as_pair
+from retrograde.discover.dry_run import assigned_tensors
+from retrograde.discover.places import Place, Table
+from retrograde.discover.referents import find_referents
+from retrograde.discover.trees import flatten_state
+from retrograde.errors import CellError
+from retrograde.run.states import device_of, like_of
+
+__all__ = ["Stateful"]
+
+_ABSENT: Any = object()
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A name of a place, and its value before the first step. ``settled`` says whether that value
+    has the structure and shapes of later steps' values."""
+
+    place: Place
+    key: Any
+    initial: Any
+    settled: bool
+
+    def read(self) -> Any:
+        held = self.place.holder if isinstance(self.place, Table) else self.place.read()
+        return held.get(self.key, _ABSENT)
+
+    def write(self, value: Any) -> None:
+        if value is _ABSENT:
+            self.place.write({}, (self.key,))
+        else:
+            self.place.write({self.key: value}, ())
+
+    def cut(self) -> "_Slot":
+        """Return the slot without the graph of its first value, which no step depends on."""
+        return replace(self, initial=pytree.tree_map_only(Tensor, Tensor.detach, self.initial))
+
+
+@dataclass(frozen=True)
+class Stateful:
+    """A step over modules that keep a state, as a cell. Its state is the slots' values, and the
+    step's own state if it has one; ``alone`` says that it has none."""
+
+    step: Callable[..., Any]
+    modules: tuple[nn.Module, ...]
+    slots: tuple[_Slot, ...]
+    alone: bool
+
+    @classmethod
+    def of(
+        cls,
+        step: Callable[..., Any],
+        modules: nn.Module | Sequence[nn.Module],
+        inputs: Any,
+        state: Any,
+    ) -> "Stateful":
+        """Find the slots by a trial of the first step, which leaves no trace. Raises CellError if
+        there is none."""
+        modules = [modules] if isinstance(modules, nn.Module) else modules
+        for module in modules:
+            if not isinstance(module, nn.Module):
+                raise CellError(
+                    f"stateful= holds a {type(module).__name__}: expected modules, those whose "
+                    "attributes are part of the state; keep it in a module"
+                )
+        arguments = pytree.tree_map_only(
+            Tensor, Tensor.detach, (pytree.tree_map_only(Tensor, lambda t: t[0], inputs), state)
+        )
+        tensors = [t for t in pytree.tree_leaves(arguments) if isinstance(t, Tensor)]
+        given = arguments[:1] if state is None else arguments
+        own, found = find_referents(modules).places, find_referents([step, *modules])
+        device = device_of(*tensors)
+        changes = assigned_tensors(lambda: step(*given), found, own, device)
+        slots = tuple(_Slot(p, key, then, _alike(then, now)) for p, key, then, now in changes)
+        if not slots:
+            names = ", ".join(type(module).__name__ for module in modules)
+            raise CellError(
+                f"a step assigns no tensor to an attribute of {names}: expected stateful= to list "
+                "modules that keep a state; leave them out"
+            )
+        held = cls(step, tuple(modules), slots, state is None)
+        if not any(map(_with_history, slots)):
+            return held
+        results: list[Any] = []
+        leaves = pytree.tree_map_only(Tensor, _leaf, held.first(arguments[1]))
+        assigned_tensors(lambda: results.append(held(arguments[0], leaves)), found, own, device)
+        read = _read(pytree.tree_leaves(results), held._parted(leaves)[0])
+        slots = tuple(s if r else s.cut() for s, r in zip(slots, read, strict=True))
+        return replace(held, slots=slots)
+
+    def first(self, state: Any) -> Any:
+        return self._joined([s.initial if s.settled else None for s in self.slots], state)
+
+    def __call__(self, x: Any, state: Any) -> tuple[Any, Any]:
+        own, rest = self._parted(state)
+        before = [slot.read() for slot in self.slots]
+        try:
+            for slot, value in zip(self.slots, own, strict=True):
+                slot.write(slot.initial if value is None else value)
+            y, rest = (self.step(x), None) if self.alone else as_pair(self.step(x, rest))
+            after = [slot.read() for slot in self.slots]
+        finally:
+            for slot, value in zip(self.slots, before, strict=True):
+                slot.write(value)
+        return y, self._joined(after, rest)
+
+    def leave(self, state: Any) -> Any:
+        """Set the modules to the state after the last step; return the step's own state."""
+        own, rest = self._parted(state)
+        for slot, value in zip(self.slots, own, strict=True):
+            slot.write(value)
+        return rest
+
+    def _joined(self, own: list[Any], rest: Any) -> Any:
+        """Return one state, as simple as possible, since every step takes it apart."""
+        if not self.alone:
+            return tuple(own), rest
+        return own[0] if len(own) == 1 else tuple(own)
+
+    def _parted(self, state: Any) -> tuple[Any, Any]:
+        if not self.alone:
+            return tuple(state)
+        return (state,) if len(self.slots) == 1 else state, None
+
+
+def _with_history(slot: _Slot) -> bool:
+    leaves = pytree.tree_leaves(slot.initial) if slot.settled else []
+    return any(isinstance(t, Tensor) and t.requires_grad for t in leaves)
+
+
+def _leaf(t: Tensor) -> Tensor:
+    return t.detach().requires_grad_(t.requires_grad)
+
+
+def _read(results: list[Any], slots: Sequence[Any]) -> list[bool]:
+    """Return, for each slot, whether the results of a step depend on its value before."""
+    roots = [t for t in results if isinstance(t, Tensor) and t.requires_grad]
+    leaves = [[t for t in pytree.tree_leaves(s) if isinstance(t, Tensor)] for s in slots]
+    wanted = [t for one in leaves for t in one if t.requires_grad]
+    seeds = [torch.zeros_like(t) for t in roots]
+    found = torch.autograd.grad(roots, wanted, seeds, allow_unused=True) if roots else ()
+    reached = {id(t) for t, g in zip(wanted, found, strict=False) if g is not None}
+    return [any(id(t) in reached for t in one) for one in leaves]
+
+
+def _alike(then: Any, now: Any) -> bool:
+    """Return whether two values have the same structure, shapes and dtypes."""
+    try:
+        (before, spec), (after, like) = flatten_state(then), flatten_state(now)
+    except CellError:
+        return False
+    return spec == like and list(map(like_of, before)) == list(map(like_of, after))

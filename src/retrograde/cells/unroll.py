@@ -1,0 +1,299 @@
+"""``unroll``: any cell over a sequence, with its gradient within a memory budget, or by a scan."""
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from retrograde.cells.cell import Cell, StepCore, as_pair, begin, examine, later_state
+from retrograde.cells.compiled_steps import BLOCK, compiled_steps
+from retrograde.cells.stateful import Stateful
+from retrograde.discover.surroundings import autocast_as_now
+from retrograde.discover.trees import Structure, flatten, flatten_inputs, flatten_state
+from retrograde.errors import CellError
+from retrograde.plan.fit import Fit
+from retrograde.recurrent.fastest import fit_measured
+from retrograde.run.autograd import (
+    check_schedule,
+    refuse_both,
+    run_schedule,
+    run_unrecorded,
+    run_without_gradient,
+)
+from retrograde.run.autograd_core import Settled, run_ordinary
+from retrograde.run.inputs import Inputs, check_length
+from retrograde.run.layout import Blocks, Layout, Straight
+from retrograde.run.transforms import (
+    is_transformed,
+    is_unreal,
+    refuse_transforms,
+    uncompiled,
+)
+from retrograde.scan.any_cell import run_cell
+from retrograde.schedule import Schedule
+from retrograde.sizes.cache import CellFits, signature
+from retrograde.sizes.footprint import footprint, step_bytes
+from retrograde.units import Memory, parse_memory
+
+__all__ = ["CellCall", "refuse_compiled", "unroll"]
+
+Tensors = list[Tensor]
+
+# A cell is measured once for its shapes, and a schedule fitted once for a budget.
+_FITS: CellFits[Fit] = CellFits()
+
+
+@uncompiled
+def unroll(
+    cell: Cell,
+    inputs: Any,
+    state: Any = None,
+    *,
+    memory: Memory | None = None,
+    schedule: Schedule | None = None,
+    backward: Literal["scan"] | None = None,
+    stateful: nn.Module | Sequence[nn.Module] = (),
+    compile: bool = False,
+) -> tuple[Any, Any]:
+    """Run a cell over a sequence; the exact gradient then takes at most ``memory``.
+
+    Outputs and gradients are those of the plain loop ``y[t], state = cell(x[t], state)``. Input
+    and state gradients are bitwise those of ordinary autograd on the same device (rule 1).
+
+    Args:
+        cell: ``cell(x_t, state) -> (y_t, state)``: a module, a function, a closure. It is called
+            once more for step 0, to find what it depends on. For a new input shape it is also
+            measured on short ranges. Neither leaves a trace.
+        inputs: a pytree of tensors, each with time as its first dimension (T, …).
+        state: the initial state, a pytree of tensors and numbers, dataclasses included. Every step
+            keeps its structure and shapes. Where it has a None, or a number, step 0 may determine
+            the state's structure from then on.
+        memory: the budget for the backward pass, beyond inputs, outputs and gradients: bytes
+            (``67108864``), a size (``"64MiB"``), or a fraction of ordinary backpropagation's memory
+            (``0.05``, ``"5%"``). None: ordinary backpropagation.
+        schedule: the schedule to follow, instead of a budget.
+        backward: ``"scan"``: a parallel scan over the cell's Jacobians, which take n + 2 passes
+            through the cell for a state of n numbers a sample (W20;
+            :mod:`retrograde.scan.any_cell`). The first dimension of every tensor must be a batch of
+            independent samples. The gradients then differ from ordinary autograd's by rounding.
+        stateful: modules that keep a state in themselves: tensors that a step assigns to their
+            attributes or buffers. These belong to the state, and the last ones are left there, as
+            the plain loop leaves them. Without ``state`` the cell is then ``cell(x_t) -> y_t``.
+        compile: whether ``torch.compile`` compiles blocks of eight steps, as one graph each. A
+            small cell then runs in about half the time of the plain loop, at any budget. The first
+            call takes some ten seconds more and needs a C++ compiler, and results differ from the
+            plain loop's by rounding. The cell must not draw random numbers or change anything. It
+            cannot be combined with ``schedule``, ``backward`` and ``stateful``.
+
+    Returns:
+        The outputs, stacked along a new first dimension (T, …), and the state after the last step.
+
+    Raises:
+        BudgetError: the budget is too small; the message names the smallest one that is enough.
+        CellError: the cell cannot be run exactly.
+        ScheduleError: the schedule is for another length, or is not legal.
+        UnitError: the memory cannot be read.
+
+    Example:
+        >>> import torch
+        >>> cell = torch.nn.GRUCell(3, 5)
+        >>> x, h = torch.randn(100, 2, 3), torch.zeros(2, 5)
+        >>> def step(x, h):
+        ...     h = cell(x, h)
+        ...     return h, h
+        >>> ys, last = unroll(step, x, h, memory="20%")
+        >>> ys.sum().backward()
+        >>> ys.shape, bool((ys[-1] == last).all())
+        (torch.Size([100, 2, 5]), True)
+    """
+    if memory is not None:
+        parse_memory(memory)
+    refuse_both(memory, schedule)
+    if backward is not None:
+        _check_scan(backward, memory, schedule)
+    if compile:
+        refuse_compiled(schedule=schedule, backward=backward, stateful=stateful or None)
+    if stateful:
+        held = Stateful.of(cell, stateful, inputs, state)
+        outputs, last = unroll(
+            held, inputs, held.first(state), memory=memory, schedule=schedule, backward=backward
+        )
+        return outputs, held.leave(last)
+    leaves, input_spec = flatten_inputs(inputs)
+    layout = Straight(check_length(leaves), fused=False)
+    call = CellCall(leaves, input_spec, layout, memory, schedule, backward, compile)
+    outputs, spec, last = call.run(cell, state)
+    return spec.unflatten(outputs), last
+
+
+@dataclass(frozen=True)
+class CellCall:
+    """Sequences for a cell, and how to run them. It has the ``tensors`` of all steps, their layout,
+    the structure of a step's leaves, and the options of the backward pass."""
+
+    tensors: Tensors
+    spec: Structure
+    layout: Layout
+    memory: Memory | None
+    schedule: Schedule | None
+    backward: Literal["scan"] | None = None
+    compile: bool = False
+
+    @property
+    def steps(self) -> Inputs:
+        return self.layout.read(self.tensors)
+
+    @property
+    def calls(self) -> Layout:
+        """The layout of the core's calls, which are single steps or compiled blocks."""
+        return Blocks(self.layout, len(self.steps), BLOCK) if self.compile else self.layout
+
+    @property
+    def read(self) -> Inputs:
+        """The leaves of the core's calls."""
+        return self.calls.read(self.tensors)
+
+    @property
+    def asked(self) -> list[str]:
+        """The options beyond ordinary backpropagation."""
+        names = "memory", "schedule", "backward"
+        return [name for name in names if getattr(self, name) is not None]
+
+    def run(self, cell: Cell, state: Any) -> tuple[Tensors, Structure, Any]:
+        """Return the outputs of all steps, the structure of one step's, and the last state."""
+        states, state_spec = flatten_state(state)
+        if self.schedule is not None:
+            check_schedule(self.schedule, len(self.steps))
+        given = [*self.tensors, *states]
+        usual = not (self.asked and torch.is_grad_enabled())
+        if is_unreal(given) or (is_transformed(given) and usual):
+            return self._plainly(cell, state)
+        if not torch.is_grad_enabled() and not self.compile:
+            core, first, after = begin(cell, self.read[0], self.spec, states, state_spec)
+            outputs, after = run_unrecorded(core, self.read, first, after, self.layout)
+        else:
+            if self.asked:
+                refuse_transforms(given, self.asked)
+            core = self.examine(cell, states, state_spec)
+            outputs, after = self._recorded(core, states)
+        return outputs, core.output_spec, core.state_spec.unflatten(after)
+
+    def fit_for(self, cell: Cell, state: Any) -> Fit:
+        """Return the plan for a cell and its initial state; nothing is trained."""
+        states, state_spec = flatten_state(state)
+        with torch.enable_grad():
+            return self.fit(self.examine(cell, states, state_spec), states)[0]
+
+    def examine(self, cell: Cell, states: Tensors, spec: Structure) -> StepCore:
+        """Return the core of a cell, tried on the first step."""
+        with autocast_as_now(self.tensors[0].device), torch.enable_grad():
+            core = examine(cell, self.steps[0], self.spec, states, spec, reruns=bool(self.asked))
+        return compiled_steps(core) if self.compile else core
+
+    def fit(self, core: StepCore, states: Tensors) -> tuple[Fit, Settled]:
+        """Return the plan for a cell, and properties that earlier calls have settled. Raises
+        BudgetError if the budget is too small."""
+        ambient, inputs, memory = core.ambient, self.read, cast(Memory, self.memory)
+        moving = tuple(b.nbytes for b in ambient.buffers), len(ambient.sources), ambient.place_bytes
+        tensors = map(signature, (*self.tensors, *inputs[0], *states, *core.parameters))
+        ways = moving, torch.get_num_threads(), self.compile
+        shapes = *ways, core.state_like, *tensors
+
+        def step() -> Hashable:
+            return step_bytes(core, inputs, later_state(core, inputs, states))
+
+        def find() -> Fit:
+            later = later_state(core, inputs, states)
+            sizes = footprint(core, inputs, later, memory=memory, first=states)
+            return fit_measured(core, inputs, later, memory, sizes)[0]
+
+        parts = [(core.found, ambient.steady.places)]
+        return _FITS.fit(parts, shapes, repr(memory), step, find)
+
+    def _recorded(self, core: StepCore, states: Tensors) -> tuple[Tensors, Tensors]:
+        """Run a cell so that it can be backpropagated as asked, if anything requires a gradient."""
+        wanted = any(t.requires_grad for t in (*self.tensors, *states, *core.parameters))
+        if not (wanted and torch.is_grad_enabled()):
+            return run_without_gradient(core, self.read, states, self.calls)
+        if self.backward is not None:
+            return _scanned(core, self.tensors, states)
+        schedule = self.schedule
+        if self.memory is not None:
+            found, settled = self.fit(core, states)
+            core = replace(core, settled=settled)
+            schedule = None if found.ordinary else found.schedule
+        if schedule is not None:
+            return run_schedule(core, schedule, self.tensors, states, self.calls)
+        if isinstance(self.layout, Straight):
+            return run_ordinary(core, self.tensors, states)
+        outputs, after = run_ordinary(core, self.steps[slice(0, len(self.steps))], states)
+        return self.layout.joined(outputs), after
+
+    def _plainly(self, cell: Cell, state: Any) -> tuple[Tensors, Structure, Any]:
+        """Run the plain loop, through which every transform of torch.func can go."""
+        outputs = []
+        for leaves in map(self.steps.__getitem__, range(len(self.steps))):
+            y, state = as_pair(cell(self.spec.unflatten(leaves), state))
+            outputs.append(flatten(y, "output of the cell"))
+        stacked = [torch.stack(ys) for ys in zip(*(ys for ys, _ in outputs), strict=True)]
+        return self.layout.joined(stacked), outputs[0][1], state
+
+
+def _check_scan(backward: Any, memory: Memory | None, schedule: Schedule | None) -> None:
+    if backward != "scan":
+        raise CellError(
+            f"unknown backward={backward!r}: expected 'scan', or None for ordinary backpropagation"
+        )
+    if memory is not None or schedule is not None:
+        raise CellError(
+            "got backward='scan' together with memory= or schedule=: the scan of any cell keeps "
+            "all its states; leave one out, or use rg.RNN, rg.GRU or rg.LSTM, which take both"
+        )
+
+
+def _scanned(core: StepCore, leaves: Tensors, states: Tensors) -> tuple[Tensors, Tensors]:
+    """Run a cell by the scan, after a check that it has a Jacobian for each sample."""
+    if core.ambient.moves:
+        does = "draws random numbers" if core.ambient.draws else "changes its buffers or attributes"
+        raise CellError(
+            f"the cell {does}: expected one whose steps can be run all at once; use backward=None"
+        )
+    if core.targets is not core.parameters:
+        raise CellError(
+            "the cell captures tensors that were computed from one another, or from a parameter "
+            "that it uses too: expected none of them under backward='scan'; pass them as part of "
+            "the inputs, or use backward=None"
+        )
+    if core.first_spec is not None:
+        raise CellError(
+            "step 0 settles the structure of the state: expected an initial state of tensors under "
+            "backward='scan'; pass one, or use backward=None"
+        )
+    samples = {s.shape[0] if s.dim() else None for s in states}
+    samples |= {x.shape[1] if x.dim() > 1 else None for x in leaves}
+    if len(samples) > 1 or None in samples or not all(s.is_floating_point() for s in states):
+        raise CellError(
+            "the cell has no Jacobian for each sample: expected inputs (T, B, …) and a real state "
+            f"(B, …), got {[tuple(x.shape) for x in leaves]} and "
+            f"{[tuple(s.shape) for s in states]}; use backward=None"
+        )
+
+    def step(inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
+        y, after = core.cell(core.input_spec.unflatten(inputs), core.state_spec.unflatten(state))
+        return flatten(y, "output of the cell")[0], flatten_state(after)[0]
+
+    chunk = max(1, round(math.sqrt(len(leaves[0]) / 2)))
+    return run_cell(step, core.parameters, leaves, states, chunk)
+
+
+def refuse_compiled(**options: object) -> None:
+    """Refuse options for single steps together with compiled blocks, by a CellError."""
+    for name, value in options.items():
+        if value is not None:
+            raise CellError(
+                f"got compile=True together with {name}=: expected one of them, since "
+                f"compile=True runs blocks of steps and {name}= works on single steps"
+            )

@@ -1,0 +1,307 @@
+"""``budget``: one memory budget for all the recurrent modules and deep chains of a model.
+
+Three kinds of parts get a share of the budget:
+
+- every recurrent module;
+- every ``Sequential`` of at least two layers that contains no recurrent module, and is in no other
+  such ``Sequential``;
+- every run of layers that the model calls one after the other (``call_order.py``).
+
+The model runs on a sample. For the input of each part, two sizes are found: the least memory of the
+part (mᵢ), and the memory of ordinary backpropagation (oᵢ). Every part then gets its least memory,
+and the same share λ of the memory that it could use beyond that:
+
+    bᵢ = mᵢ + λ (oᵢ − mᵢ),    λ ≤ 1 the largest with    Σ over calls min(bᵢ, o of the call) ≤ total.
+
+The calls of a forward pass add up, since a call holds its memory until it is backpropagated. The
+sum is an upper bound, since only one module at a time is at its own peak.
+
+In the run on the sample the parts record nothing (:mod:`retrograde.models.sample_run`), so it takes
+only the memory of the rest of the model. ``replace_modules.py`` replaces the modules.
+
+Known limits: values that a model changes in place are not put back unless they are buffers (a list
+that it appends to, for example). The forward pass of the model must not differentiate through one
+of the parts.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from retrograde.errors import BudgetError, CellError
+from retrograde.models.call_order import CallOrder, Layers
+from retrograde.models.called_chain import release
+from retrograde.models.chain_plans import named_layers
+from retrograde.models.replace_modules import is_chain
+from retrograde.models.sample_run import (
+    NotAChainError,
+    Watched,
+    WatchedChain,
+    WatchedModule,
+    bytes_elsewhere,
+    called_in_turn,
+    run_name,
+    untouched,
+)
+from retrograde.units import Memory, aligned, as_bytes, format_bytes, parse_memory
+
+__all__ = ["Division", "Share", "budget"]
+
+_TOLD = 3  # the most reasons in one message
+_NO_USE = "hardly holds more than it has to: a budget would gain nothing"
+_FINENESS = 2**40  # λ is a multiple of 1 / this, which is finer than a byte of any memory
+
+
+@dataclass(frozen=True)
+class Share:
+    """The share of one module, and the sizes that it depends on. Bytes are those of one call.
+
+    Attributes:
+        calls: how often a forward pass calls it with something to backpropagate.
+        budget_bytes: its ``memory``.
+        minimum_bytes: its least budget.
+        ordinary_bytes: the memory of ordinary backpropagation, of the largest call.
+    """
+
+    calls: int
+    budget_bytes: int
+    minimum_bytes: int
+    ordinary_bytes: int
+
+
+@dataclass(frozen=True)
+class Division:
+    """A divided budget; ``print`` shows it as a table.
+
+    Attributes:
+        model: the model, the same object that was given.
+        shares: by the names of :meth:`torch.nn.Module.named_modules`; "" is the model itself.
+        left: the modules that are unchanged, since the sample gave them nothing to backpropagate.
+        total_bytes: the budget.
+        minimum_bytes: the least budget. If it is that of whole layers, a smaller one may also fit:
+            a smaller budget is tried with parts of layers that are recomputed on their own.
+        ordinary_bytes: the memory of ordinary backpropagation of these modules.
+        refused: the modules that cannot have a budget, and the reasons.
+        elsewhere_bytes: what the rest of the model holds for its backward pass, beyond the budget.
+    """
+
+    model: nn.Module = field(repr=False)
+    shares: dict[str, Share]
+    left: tuple[str, ...]
+    total_bytes: int
+    minimum_bytes: int
+    ordinary_bytes: int
+    refused: dict[str, str] = field(default_factory=dict)
+    elsewhere_bytes: int = 0
+
+    def __str__(self) -> str:
+        names = {name: _title(name, self.model) for name in (*self.shares, *self.left)}
+        rows: list[tuple[str, ...]] = [("module", "calls", "budget", "share", "least", "ordinary")]
+        for name, share in self.shares.items():
+            sizes = share.budget_bytes, share.minimum_bytes, share.ordinary_bytes
+            rows.append(_row(names[name], share.calls, *sizes))
+        calls = sum(share.calls for share in self.shares.values())
+        sizes = self.total_bytes, self.minimum_bytes, self.ordinary_bytes
+        rows.append(_row("all", calls, *sizes))
+        held = format_bytes(self.ordinary_bytes)
+        whole = format_bytes(self.ordinary_bytes + self.elsewhere_bytes)
+        covered = f"budgeted modules hold {held} of the model's {whole}"
+        left = [f"left as it was, with nothing to backpropagate: {names[n]}" for n in self.left]
+        left += [f"left as it was: {name} {reason}" for name, reason in self.refused.items()]
+        return "\n".join([aligned(rows), covered, *left])
+
+
+def budget(model: nn.Module, memory: Memory, sample: Any) -> Division:
+    """Divide one memory budget among the recurrent modules and deep chains of a model.
+
+    Every ``torch.nn.RNN``, ``GRU``, ``LSTM`` and ``Sequential`` in the model, at any depth, becomes
+    the module of this library with the same parameters. Its ``memory`` is its share. Modules of
+    this library get a new ``memory``, which also replaces a ``schedule``; recurrent modules keep
+    their ``backward``.
+
+    Some ``Sequential`` modules stay as they are: those inside another one, with fewer than two
+    layers, with recurrent modules inside, or with a ``backward``. Layers that the model itself
+    calls one after the other, such as the blocks of a transformer, become one chain.
+
+    All changes are in place, even if the model itself is such a module. Optimizers, hooks,
+    references and ``state_dict`` stay valid. If the call raises an error, nothing is changed.
+
+    Args:
+        model: any module with recurrent modules or Sequentials in it, or one of these.
+        memory: the budget for all calls of one forward and backward pass, beyond the outputs and
+            gradients of the modules: bytes (``67108864``), a size (``"64MiB"``), or a fraction of
+            ordinary backpropagation's memory for these modules (``0.05``, ``"5%"``).
+        sample: the input of the model: a tuple of arguments, a dict of keyword arguments, or its
+            one argument. It should be the largest input of the training. The model should be in
+            the mode in which it is trained. It is called a few times, which leaves no trace.
+
+    Returns:
+        A :class:`Division`.
+
+    Raises:
+        BudgetError: the budget is too small; the message names the least one.
+        CellError: there is nothing to replace, or a module cannot be kept to a budget.
+        UnitError: the memory cannot be read.
+
+    Example:
+        >>> model = nn.Sequential(nn.LSTM(8, 8), nn.Identity())
+        >>> division = budget(model, "20%", torch.randn(100, 4, 8))
+        >>> share = division.shares["0"]
+        >>> share.budget_bytes == share.ordinary_bytes // 5 == model[0].memory
+        True
+    """
+    parse_memory(memory)
+    _check(model)
+    order = called_in_turn(model, sample)
+    refused = order.refusals() if order else {}
+    for apart in (False, True):  # with True it takes several times as long
+        watched, elsewhere = _watched(model, sample, order, refused, apart=apart)
+        needs = [one for one in watched if one.calls]
+        if not needs:
+            names = ", ".join(one.title for one in watched)
+            raise CellError(
+                f"the sample gave the modules to be budgeted ({names}) nothing to backpropagate: "
+                "expected the model to call at least one of them, with a parameter or an input "
+                "that requires a gradient"
+            )
+        ordinary = sum(one.used(one.ordinary_bytes) for one in needs)
+        least = sum(one.used(one.minimum_bytes) for one in needs)
+        total = as_bytes(memory, ordinary)
+        if total >= least or not any(one.within for one in needs):
+            break
+    if isinstance(parse_memory(memory), int) and total < elsewhere:
+        raise BudgetError(_elsewhere(memory, total, ordinary, elsewhere), max(least, elsewhere))
+    if total < least:
+        raise BudgetError(_too_little(memory, total, least, ordinary, needs), least)
+    shares = {}
+    release(model.modules())
+    for one, part in zip(needs, _divide(needs, total), strict=True):
+        one.give(part)
+        calls = sum(one.calls.values())
+        shares[one.name] = Share(calls, part, one.minimum_bytes, one.ordinary_bytes)
+    left = tuple(one.name for one in watched if not one.calls)
+    return Division(model, shares, left, total, least, ordinary, refused, elsewhere)
+
+
+def _check(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise CellError(f"got a {type(model).__name__}: expected a torch.nn.Module")
+    if any(map(is_lazy, [*model.parameters(), *model.buffers()])):
+        raise CellError(
+            "the model has parameters without a shape yet: expected all of them; call the lazy "
+            "model once before"
+        )
+
+
+def _watched(
+    model: nn.Module,
+    sample: Any,
+    order: CallOrder | None,
+    refused: dict[str, str],
+    *,
+    apart: bool,
+) -> tuple[list[Watched], int]:
+    """Run the model on the sample. Return its parts with their calls and sizes, and the bytes that
+    the rest of it holds.
+
+    ``apart`` says whether parts of layers may be recomputed on their own. If a run of layers turns
+    out not to be a chain, it is added to ``refused``, and the model runs again.
+    """
+    while True:
+        runs = [run for run in order.preferred if run_name(run) not in refused] if order else []
+        watched: list[Watched] = [*_modules(model, runs, order)]
+        for run in runs:
+            within = order.runs_within([one.module for one in run]) if order else []
+            watched.append(WatchedChain(run, within))
+        try:
+            with untouched(model), torch.enable_grad(), ExitStack() as stack:
+                for one in watched:
+                    one.apart = apart
+                    stack.enter_context(one.watched())
+                elsewhere = bytes_elsewhere(model, sample)
+        except NotAChainError as refusal:
+            refused[refusal.chain.name] = refusal.reason
+            continue
+        refused |= {one.name: _NO_USE for one in watched if one.useless}
+        watched = [one for one in watched if not one.useless]
+        if not watched:
+            raise CellError(_nothing(model, refused))
+        return watched, elsewhere
+
+
+def _modules(
+    model: nn.Module, runs: Sequence[Layers], order: CallOrder | None
+) -> Iterator[WatchedModule]:
+    """Yield every module to be budgeted once, except those in runs of called layers."""
+    called = [part for run in runs for one in run for part in one.module.modules()]
+    taken = {id(part) for part in called}  # modules that belong to a chain
+    for name, m in model.named_modules():
+        if isinstance(m, nn.RNNBase):
+            yield WatchedModule(name, m, _title(name, model))
+        elif is_chain(m) and taken.isdisjoint(map(id, m.modules())):
+            layers = [layer for _, layer in named_layers(m, lambda _: True)]
+            within = order.runs_within(layers) if order else []
+            yield WatchedModule(name, m, _title(name, model), within)
+            taken |= {id(part) for part in m.modules()}
+
+
+def _nothing(model: nn.Module, refused: dict[str, str]) -> str:
+    reasons = [f"{name} {reason}" for name, reason in refused.items()]
+    if len(reasons) > _TOLD:
+        reasons[_TOLD:] = [f"{len(reasons) - _TOLD} more"]
+    but = f" ({'; '.join(reasons)})" if reasons else ""
+    return (
+        f"the {type(model).__name__} has nothing to budget{but}: expected an RNN, a GRU, an LSTM, "
+        "a Sequential of two layers or more, or layers that it calls one after the other; for "
+        "cells that are called step by step, use rg.unroll with memory="
+    )
+
+
+def _title(name: str, model: nn.Module) -> str:
+    return name or type(model).__name__
+
+
+def _divide(needs: Sequence[Watched], total: int) -> list[int]:
+    """Return each part's budget: its least, and the largest share λ of the rest that fits."""
+    fits = range(_FINENESS + 1)
+
+    def parts(share: int) -> list[int]:
+        return [one.part(share, _FINENESS) for one in needs]
+
+    def used(share: int) -> int:
+        return sum(one.used(part) for one, part in zip(needs, parts(share), strict=True))
+
+    return parts(bisect_right(fits, total, key=used) - 1)
+
+
+def _too_little(
+    memory: Memory, total: int, least: int, ordinary: int, needs: Sequence[Watched]
+) -> str:
+    most = max(needs, key=lambda one: one.used(one.minimum_bytes))
+    given = f"{memory!r} is {total} bytes ({format_bytes(total)})"
+    return (
+        f"the memory {given}, but the budgeted modules need at least {least} bytes "
+        f"({format_bytes(least)}) together, that is {least / ordinary:.2%} of ordinary "
+        f"backpropagation's; most of it is for {most.title}: raise the budget, or make the batch "
+        "or the state smaller"
+    )
+
+
+def _elsewhere(memory: Memory, total: int, ordinary: int, elsewhere: int) -> str:
+    held, whole = format_bytes(elsewhere), format_bytes(ordinary + elsewhere)
+    return (
+        f"the memory {memory!r} is {total} bytes ({format_bytes(total)}), but what cannot be "
+        f"budgeted holds {elsewhere} bytes ({held}) of the model's {whole}: raise the budget, make "
+        "the batch smaller, or give a share, such as '50%', of the budgeted modules' memory alone"
+    )
+
+
+def _row(name: str, calls: int, part: int, least: int, ordinary: int) -> tuple[str, ...]:
+    sizes = [format_bytes(size) for size in (part, least, ordinary)]
+    return name, str(calls), sizes[0], f"{part / ordinary:.1%}", *sizes[1:]

@@ -1,0 +1,343 @@
+"""Runs of layers: modules that a model calls one after the other, each on the previous output.
+
+The model is called once, without gradients, and every call of a module is recorded: its arguments,
+its result, and the calls within it. Runs are then found from the outermost calls inward. The layers
+of a ``Sequential`` count as calls of the model, since it calls them one after the other too. The
+search opens a module that holds more than a quarter of the model's bytes, if runs within it hold
+nearly all of these.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import container
+from torch.utils import _pytree as pytree
+
+from retrograde.cells.any_recurrent import Recurrent
+from retrograde.discover.surroundings import version
+from retrograde.discover.trial_watch import in_checkpoint
+from retrograde.errors import CellError
+from retrograde.models.called_chain import (
+    CHANGES,
+    Contents,
+    Given,
+    Turn,
+    passes_through,
+    rides,
+    state_of,
+)
+from retrograde.models.sequential import Sequential
+
+__all__ = ["CallOrder", "Layers", "ModuleCall", "held_outputs", "noted"]
+
+_BUDGETED = (nn.RNNBase, Sequential, Recurrent)
+_OPENED = 1 / 4  # of the model's bytes: a module with more is opened
+_NEARLY_ALL = 0.9
+_SMALL = 1 / 64  # of the model's bytes: a run with less is ignored
+
+
+@dataclass(eq=False)
+class ModuleCall:
+    """One call of a module. It has numbers instead of tensors, so that it keeps none alive.
+
+    Attributes:
+        given: the number of each tensor that is an argument, by position or name. A write to a
+            tensor gives it another number.
+        more: the numbers of tensors inside other arguments, such as lists.
+        made: the number of the returned tensor.
+        slot: the argument that is the state, in a run.
+        refusal: the reason why it cannot be a layer of a called chain, or None.
+        inside: the calls within it.
+        held: the bytes of all tensors returned within it.
+    """
+
+    name: str
+    module: nn.Module
+    given: dict[int | str, int] = field(default_factory=dict)
+    more: set[int] = field(default_factory=set)
+    slot: int | str = 0
+    made: int | None = None
+    refusal: str | None = None
+    around: set[int] = field(default_factory=set)  # the arguments of the Sequentials around it
+    takes_state_only: bool = False
+    told: bool = False  # whether the refusal is of interest to a user
+    checkpoints: bool = False  # whether torch.utils.checkpoint runs it, or a call within it
+    inside: list["ModuleCall"] = field(default_factory=list)
+    held: int = 0
+    versions: list[tuple[Tensor, int]] = field(default_factory=list)
+    contents: Contents | None = None
+
+    def slot_of(self, number: int | None) -> int | str | None:
+        """Return the argument that was the tensor with this number."""
+        return next((slot for slot, given in self.given.items() if given == number), None)
+
+    @property
+    def more_given(self) -> set[int]:
+        """The numbers of the tensors that it was given besides the state."""
+        return (self.more | {*self.given.values()}) - {self.given[self.slot]}
+
+
+#: Layers that are called one after the other.
+Layers = list[ModuleCall]
+
+
+class _Numbers:
+    """A number for each version of a tensor, as long as the tensor lives."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[int, int], tuple[weakref.ref[Tensor], int]] = {}
+        self.next = 0
+
+    def of(self, t: Tensor, at: int) -> int:
+        """Return the number of a tensor at a version."""
+        known = self.known.get((id(t), at))
+        if known is None or known[0]() is not t:
+            self.next += 1
+            known = self.known[id(t), at] = weakref.ref(t), self.next
+        return known[1]
+
+
+@contextmanager
+def noted(model: nn.Module) -> Iterator[ModuleCall]:
+    """Record every call of a model's modules within a block; the yielded call contains them."""
+    names = {id(module): name for name, module in model.named_modules()}
+    top = ModuleCall("", model)
+    stack, numbers = [top], _Numbers()
+
+    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        call = ModuleCall(names[id(module)], module)
+        call.versions = [(t, version(t)) for t in _tensors((args, kwargs))]
+        call.contents = Contents((args, kwargs))
+        call.checkpoints = in_checkpoint()
+        call.told = call.checkpoints and not stack[-1].checkpoints
+        stack[-1].inside.append(call)
+        stack.append(call)
+
+    def after(module: nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        call = stack.pop()
+        assert call.module is module
+        named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        then = {id(t): at for t, at in call.versions}
+
+        def number(t: Tensor) -> int:
+            return numbers.of(t, then.get(id(t), version(t)))
+
+        for slot, value in named:
+            if isinstance(value, Tensor):
+                call.given[slot] = number(value)
+            else:
+                call.more |= {number(t) for t in _tensors(value)}
+        call.takes_state_only = len(args) == 1 and not kwargs
+        call.checkpoints |= any(one.checkpoints for one in call.inside)
+        call.refusal = _refusal(call, args, kwargs, result)
+        call.versions, call.contents = [], None
+        found = _tensors(result)
+        if len(found) == 1:
+            call.made = numbers.of(found[0], version(found[0]))
+        call.held = sum(one.held for one in call.inside)
+        if not call.inside:
+            call.held = sum(t.nbytes for t in found if id(t) not in map(id, _tensors(args)))
+
+    handles = []
+    for module in model.modules():
+        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        handles.append(module.register_forward_hook(after, with_kwargs=True))
+    try:
+        with torch.no_grad():
+            yield top
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class CallOrder:
+    """The calls of a model, and the runs of layers among them."""
+
+    def __init__(self, top: ModuleCall) -> None:
+        self.top, self.every = top, [*_all(top)]
+        self.whole = sum(call.held for call in top.inside)
+        times = Counter(id(call.module) for call in self.every)
+        fit = (c for c in self.every if c.refusal is None and times[id(c.module)] == 1)
+        self.ready = {id(call) for call in fit}
+        self.names = [call.name for call in self.every]
+        self.preferred: list[Layers] = []  # the runs that should become chains
+        self.refused: dict[str, str] = {}  # those that cannot, and the reasons
+
+    def runs(self) -> list[Layers]:
+        """Return the runs of at least two calls, the outermost possible; small runs are ignored."""
+        runs = [_trimmed(run) for run in _runs(self.top, self.ready, _OPENED * self.whole)]
+        least = _SMALL * self.whole
+        return [run for run in runs if len(run) > 1 and sum(c.held for c in run) >= least]
+
+    def runs_within(self, modules: Collection[nn.Module]) -> list[Layers]:
+        """Return the runs within the calls of some modules, if all layers take only the state."""
+        ids = {id(module) for module in modules}
+        calls = (call for call in self.every if id(call.module) in ids and call.inside)
+        runs = [run for call in calls for run in _runs(call, self.ready, float("inf"))]
+        return [run for run in runs if all(call.takes_state_only for call in run)]
+
+    def refusals(self) -> dict[str, str]:
+        """Return the reasons why larger modules of the model cannot be layers of a chain."""
+        large = (call for call in self.every if call.held >= _SMALL * self.whole)
+        told = {call.name: call.refusal for call in large if call.refusal and call.told}
+        return self.refused | told
+
+
+def held_outputs(run: Layers) -> dict[str, list[str]]:
+    """Return, for each layer, the earlier layers whose outputs a ``Sequential`` around it holds.
+
+    Its own input, which is the output of the layer before it, is not counted.
+    """
+    names: dict[int | None, str] = {}
+    found: dict[str, list[str]] = {}
+    for call in run:
+        found[call.name] = [
+            names[n] for n in call.around if n in names and n != call.given[call.slot]
+        ]
+        names.setdefault(call.made, call.name)
+    return found
+
+
+def _runs(around: ModuleCall, ready: set[int], large: float) -> list[Layers]:
+    """Return the runs among the calls within one call, the outermost possible."""
+    found: list[Layers] = []
+    current: Layers = []
+
+    def close() -> None:
+        if len(current) > 1:
+            found.append(current[:])
+        elif current:
+            found.extend(_runs(current[0], ready, large))
+        current.clear()
+
+    calls = _opened(around, ready)
+    uses = _uses(calls)
+    for call in calls:
+        if current and rides(call.module) and call.given.get(0) == current[-1].made:
+            current.append(call)
+            continue
+        within = _runs(call, ready, large) if call.held > large else []
+        if id(call) not in ready or _is_better(within, call):
+            close()
+            found.extend(within or _runs(call, ready, large))
+            continue
+        made = current[-1].made if current else None
+        slot = call.slot_of(made) if uses[made] == 1 else None
+        if slot is None:
+            close()
+            slot = next(iter(call.given))
+        call.slot = slot
+        current.append(call)
+    close()
+    return found
+
+
+def _is_better(runs: list[Layers], call: ModuleCall) -> bool:
+    """Return whether runs within a call hold nearly all of its bytes, each layer less than half."""
+    held = [one.held for run in runs for one in run]
+    return sum(held) >= _NEARLY_ALL * call.held > 0 and max(held) < call.held / 2
+
+
+def _opened(around: ModuleCall, ready: set[int]) -> list[ModuleCall]:
+    """Return the calls within one call.
+
+    A ``Sequential`` is replaced by the calls within it, and so is a module that only calls one
+    layer after the other.
+    """
+    found = []
+    for call in around.inside:
+        layers = _opened(call, ready) if call.inside else []
+        if layers and (_is_sequential(call.module) or _is_straight(call, layers, ready)):
+            for layer in layers:
+                layer.around |= {*call.given.values()}
+            found += layers
+        elif not passes_through(call.module):
+            found.append(call)
+    return found
+
+
+def _is_sequential(module: nn.Module) -> bool:
+    tables = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+    plain = isinstance(module, container.Sequential) and "forward" not in vars(module)
+    return (
+        plain
+        and type(module).forward is container.Sequential.forward
+        and not any(getattr(module, table) for table in tables)
+    )
+
+
+def _is_straight(call: ModuleCall, layers: Layers, ready: set[int]) -> bool:
+    """Return whether a call only calls its layers in turn, and returns the last one's output."""
+    if id(call) not in ready:
+        return False
+    uses = _uses(layers)
+    if rides(layers[0].module) or not {*layers[0].given.values()} & {*call.given.values()}:
+        return False
+    for layer, after in pairwise(layers):
+        if after.slot_of(layer.made) is None or uses[layer.made] > 1:
+            return False
+    usable = all(rides(layer.module) or id(layer) in ready for layer in layers)
+    return usable and layers[-1].made == call.made
+
+
+def _uses(calls: Layers) -> Counter[int | None]:
+    """Count, for each tensor, the calls that are given it."""
+    return Counter(n for call in calls for n in call.more | {*call.given.values()})
+
+
+def _trimmed(run: Layers) -> Layers:
+    """Cut off the first layers of a run, until its first layer is given all tensors of later ones.
+
+    The states are not counted. The arguments of the first layer then determine those of the others.
+    """
+    more = [call.more_given for call in run]
+    return next(run[k:] for k, given in enumerate(more) if all(m <= given for m in more[k:]))
+
+
+def _refusal(
+    call: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> str | None:
+    """Return the reason why a call cannot be that of a layer of a chain, or None."""
+    module = call.module
+    if call.checkpoints:
+        return "is run again by torch.utils.checkpoint: turn the model's own checkpointing off"
+    if not call.given:
+        return "is given no tensor"
+    own = vars(module).get("forward")
+    if own is not None and not isinstance(own, Turn):
+        return "has a forward that was replaced by a function"
+    if any(isinstance(part, _BUDGETED) for part in module.modules()):
+        return "has recurrent modules in it, or a Sequential with a budget"
+    call.told = True
+    if (reason := Given(args, kwargs, next(iter(call.given))).refusal()) is not None:
+        return reason
+    if call.contents is not None and call.contents.changed():
+        return CHANGES
+    call.told = False
+    try:
+        y = state_of(result)
+    except CellError as refusal:
+        return str(refusal)
+    if any(version(t) != then for t, then in call.versions):
+        return "writes to its input"
+    memory = y.untyped_storage().data_ptr()
+    if any(t.untyped_storage().data_ptr() == memory for t in _tensors((args, kwargs))):
+        return "returns its input, or a view of it"
+    return None
+
+
+def _all(around: ModuleCall) -> Iterator[ModuleCall]:
+    for call in around.inside:
+        yield call
+        yield from _all(call)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]

@@ -1,0 +1,112 @@
+"""``fit``: the plan for a call and a budget, without running the call."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from retrograde.cells.any_recurrent import Recurrent
+from retrograde.cells.cell import later_state
+from retrograde.cells.stateful import Stateful
+from retrograde.cells.unroll import CellCall, refuse_compiled
+from retrograde.discover.trees import flatten_inputs, flatten_state
+from retrograde.errors import CellError
+from retrograde.models.chain_plans import ChainFit
+from retrograde.models.replace_modules import Budgeted, twin
+from retrograde.models.step_costs import iteration_seconds
+from retrograde.plan.fit import Fit
+from retrograde.recurrent.call import StackFit
+from retrograde.run.inputs import check_length
+from retrograde.run.layout import Straight
+from retrograde.sizes.timing import time_steps
+from retrograde.units import Memory, parse_memory
+
+__all__ = ["fit"]
+
+_REPEATS = 3  # timings of each kind of step
+
+
+def fit(
+    cell: Any,
+    inputs: Any,
+    state: Any = None,
+    *,
+    memory: Memory,
+    stateful: nn.Module | Sequence[nn.Module] = (),
+    compile: bool = False,
+) -> Fit | StackFit | ChainFit:
+    """Return the plan for a call, which does not run: peak, least budget, forward steps, seconds.
+
+    Args:
+        cell: the callable: a cell as for :func:`retrograde.unroll`; an LSTM, a GRU or an RNN,
+            torch's or ours; a ``Sequential``; or a :class:`retrograde.Recurrent`. Its own
+            ``memory`` is ignored.
+        inputs: as for the call; they require a gradient if they will then.
+        state: the initial state, as for the call.
+        memory: the budget: bytes (``67108864``), a size (``"64MiB"``), or a fraction of ordinary
+            backpropagation's memory (``0.05``, ``"5%"``).
+        stateful, compile: as for :func:`retrograde.unroll`.
+
+    Returns:
+        A :class:`~retrograde.plan.fit.Fit`. For several layers of two directions it is a
+        :class:`~retrograde.recurrent.call.StackFit`, and for a chain a
+        :class:`~retrograde.models.chain_plans.ChainFit`. ``seconds`` are predicted from timed steps
+        of a cell, or timed layers of a chain. For a recurrent module they are those of a nominal
+        machine.
+
+    Raises:
+        BudgetError: the budget is too small; the message names the smallest one that is enough.
+        CellError: the cell or the layers cannot be run exactly.
+        UnitError: the memory cannot be read.
+
+    Example:
+        >>> import torch
+        >>> cell = torch.nn.GRUCell(3, 5)
+        >>> def step(x, h):
+        ...     h = cell(x, h)
+        ...     return h, h
+        >>> found = fit(step, torch.randn(100, 2, 3), torch.zeros(2, 5), memory="20%")
+        >>> found.peak_bytes <= found.budget_bytes, 100 < found.forward_steps < 200
+        (True, True)
+    """
+    parse_memory(memory)
+    if compile:
+        refuse_compiled(stateful=stateful or None)
+        if isinstance(cell, nn.RNNBase | nn.Sequential | Recurrent):
+            raise CellError(
+                f"got compile=True for a {type(cell).__name__}: expected it for a cell alone; "
+                "leave it out"
+            )
+    if isinstance(cell, nn.RNNBase | nn.Sequential) and not stateful:
+        return _of_module(twin(cell), inputs, state, memory)
+    if isinstance(cell, Recurrent):
+        call, cell, state = cell._call_of(inputs, state)
+        call = replace(call, memory=memory, schedule=None)
+    else:
+        if stateful:
+            cell = Stateful.of(cell, stateful, inputs, state)
+            state = cell.first(state)
+        leaves, spec = flatten_inputs(inputs)
+        layout = Straight(check_length(leaves), fused=False)
+        call = CellCall(leaves, spec, layout, memory, None, compile=compile)
+    with torch.enable_grad():
+        states, state_spec = flatten_state(state)
+        core = call.examine(cell, states, state_spec)
+        found, _ = call.fit(core, states)
+        times = time_steps(core, call.read, later_state(core, call.read, states), _REPEATS)
+    return replace(found, seconds=iteration_seconds(found, times))
+
+
+def _of_module(
+    module: Budgeted, inputs: Any, state: Any, memory: Memory
+) -> Fit | StackFit | ChainFit:
+    if isinstance(module, nn.Sequential):
+        if state is not None:
+            raise CellError(
+                f"got a state, a {type(state).__name__}, for a Sequential: expected none"
+            )
+        return module._fit_within(memory, inputs)
+    found = module._fit_within(memory, inputs, state)
+    return replace(found, seconds=1e-6 * found.time) if isinstance(found, Fit) else found

@@ -1,0 +1,389 @@
+"""``profile``: the cost of a step in bytes and seconds, and the effect of each budget.
+
+The functions that will run a schedule are measured: their bytes
+(:mod:`retrograde.sizes.footprint`) and their seconds (:mod:`retrograde.sizes.timing`). From these
+alone the planner (:mod:`retrograde.plan.fit`) predicts the peak and the number of forward steps,
+for any length and any budget. The seconds are
+
+    forward · (steps run again) + (record + backward) · (all steps),   and likewise for the calls
+
+since a schedule records and backpropagates every step once, whatever else it runs forward.
+
+Known limits: seconds are those of short ranges, whose memory is mapped and whose data are in the
+caches. On CPUs ordinary backpropagation through a long sequence takes longer, since the system maps
+its memory again at every call. Several layers with two directions each are not one recurrence.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, SupportsIndex, cast, overload
+
+from torch import Tensor, nn
+
+from retrograde.cells.cell import Cell, examine, later_state
+from retrograde.discover.surroundings import autocast_as_now
+from retrograde.discover.trees import flatten, flatten_state
+from retrograde.errors import BudgetError, CellError
+from retrograde.models.chain_plans import measure_network
+from retrograde.models.replace_modules import twin
+from retrograde.models.step_costs import Costs, HeldCosts, time_held
+from retrograde.plan import least_memory
+from retrograde.plan.arguments import integer
+from retrograde.plan.fit import Fit
+from retrograde.recurrent.modules import BudgetedRNN
+from retrograde.recurrent.scheduled import measure_ranges
+from retrograde.run.inputs import Held, check_length
+from retrograde.schedule import Chain
+from retrograde.sizes.footprint import footprint
+from retrograde.sizes.timing import time_steps
+from retrograde.units import Memory, aligned, format_bytes
+
+__all__ = ["Offer", "Offers", "Profile", "profile"]
+
+# A cell's one input is repeated over as many steps as ordinary backpropagation is measured on.
+_LENGTH = 256
+# Budgets that recompute more than this, or take long to plan, are not listed.
+_MOST_RUNS = 64
+_MOST_STEPS = 100_000
+
+
+@dataclass(frozen=True)
+class Offer:
+    """The effect of one budget.
+
+    Attributes:
+        budget_bytes: the budget.
+        peak_bytes: the predicted peak of the schedule.
+        ordinary_bytes: the memory of ordinary backpropagation.
+        length: steps of the sequence.
+        forward_steps: forward steps in all, the first sweep included.
+        seconds: predicted seconds, forward and backward together.
+    """
+
+    budget_bytes: int
+    peak_bytes: int
+    ordinary_bytes: int
+    length: int
+    forward_steps: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Offers:
+    """The trade-off curve in bytes and seconds; ``print`` shows it as a table.
+
+    Attributes:
+        offers: from the least budget to ordinary backpropagation's.
+        minimum_bytes: the least budget of all. Where that would run steps very often, the offers
+            begin above it.
+    """
+
+    offers: tuple[Offer, ...]
+    minimum_bytes: int
+
+    def __iter__(self) -> Any:
+        return iter(self.offers)
+
+    def __len__(self) -> int:
+        return len(self.offers)
+
+    def __str__(self) -> str:
+        last = self.offers[-1]
+        rows = [("budget", "of ordinary", "forward steps", "seconds", "× ordinary")]
+        for offer in self.offers:
+            rows.append(
+                (
+                    format_bytes(offer.budget_bytes),
+                    f"{offer.budget_bytes / offer.ordinary_bytes:.2%}",
+                    f"{offer.forward_steps / offer.length:.3g}×",
+                    f"{offer.seconds:.3g}",
+                    f"{offer.seconds / last.seconds:.2f}",
+                )
+            )
+        told = f"What a budget buys, {last.length:,} steps\n{aligned(rows, left=())}"
+        if self.minimum_bytes < self.offers[0].budget_bytes:
+            told += f"\nthe least budget of all is {format_bytes(self.minimum_bytes)}"
+        return told
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The cost of one step of a cell or a recurrent module; ``print`` shows it as a table.
+
+    Attributes:
+        state_bytes: a hidden state, with the random state and the buffers that a rerun needs.
+        internal_bytes: the internal state of a step, its input hidden state not counted.
+        core_bytes: the working core: the peak of running and backpropagating the step.
+        forward_seconds: one step that keeps nothing.
+        record_seconds: one step that keeps its internal state.
+        backward_seconds: backpropagating it.
+        parameters: the number of tensors besides inputs and state that receive a gradient.
+        draws: whether the step draws random numbers.
+        call_seconds: the cost of a module's kernel call, its steps aside; 0 for a cell.
+        length: the length for the trade-off that ``print`` shows; None for none.
+        costs: the costs of every available kernel, torch's own first.
+    """
+
+    state_bytes: int
+    internal_bytes: int
+    core_bytes: int
+    forward_seconds: float
+    record_seconds: float
+    backward_seconds: float
+    parameters: int
+    draws: bool
+    call_seconds: float = 0.0
+    length: int | None = None
+    costs: tuple[Costs, ...] = field(default=(), repr=False)
+
+    @property
+    def beta(self) -> int:
+        """The size of an internal state in hidden states, its input not counted, rounded up (β)."""
+        return max(1, -(-self.internal_bytes // max(1, self.state_bytes)))
+
+    @property
+    def alpha(self) -> int:
+        """The same with its input hidden state (α)."""
+        return self.beta + 1
+
+    def buys(self, memory: Memory, length: SupportsIndex | None = None) -> Offer:
+        """Return the effect of a budget for a sequence.
+
+        Args:
+            memory: bytes, a size (``"64MiB"``), or a fraction of ordinary backpropagation's memory
+                (``0.05``, ``"5%"``).
+            length: steps; by default those of the profiled sequence.
+
+        Returns:
+            An :class:`Offer`.
+
+        Raises:
+            BudgetError: the budget is too small; the message names the least.
+            ScheduleError: the length is not a positive integer.
+            UnitError: the memory cannot be read.
+
+        Example:
+            >>> import torch
+            >>> p = profile(torch.nn.LSTM(8, 8), torch.randn(50, 4, 8))
+            >>> offer = p.buys("20%", 1000)
+            >>> offer.peak_bytes <= offer.budget_bytes == offer.ordinary_bytes // 5
+            True
+        """
+        steps = self._steps(length)
+        found: list[tuple[Costs, Fit]] = []
+        refusals: list[BudgetError] = []
+        for one in self.costs:
+            try:
+                found.append((one, one.fit(steps, memory)))
+            except BudgetError as refusal:
+                refusals.append(refusal)
+        if not found:
+            raise min(refusals, key=lambda refusal: refusal.minimum_bytes)
+        costs, best = min(found, key=lambda pair: pair[1].time)
+        return Offer(
+            best.budget_bytes,
+            best.peak_bytes,
+            best.ordinary_bytes,
+            steps,
+            best.forward_steps,
+            costs.seconds(best),
+        )
+
+    def trade_off(self, length: SupportsIndex | None = None, points: int = 12) -> Offers:
+        """Return the trade-off curve, in bytes and predicted seconds.
+
+        Args:
+            length: steps; by default those of the profiled sequence.
+            points: the number of budgets, at equal ratios from the least to ordinary
+                backpropagation's.
+
+        Returns:
+            :class:`Offers`; ``print`` shows them as a table.
+
+        Raises:
+            ScheduleError: the length is not a positive integer.
+
+        Example:
+            >>> import torch
+            >>> p = profile(torch.nn.LSTM(8, 8), torch.randn(50, 4, 8))
+            >>> offers = p.trade_off(1000)
+            >>> least, *_, most = offers
+            >>> least.budget_bytes < most.budget_bytes == most.ordinary_bytes
+            True
+            >>> least.forward_steps > most.forward_steps == 1000
+            True
+        """
+        steps = self._steps(length)
+        ordinary = self.costs[0].ordinary_bytes(steps)
+        least = min(one.least_bytes(steps) for one in self.costs)
+        allowed = max(4 * steps, min(_MOST_RUNS * steps, _MOST_STEPS))
+        states = least_memory(steps, allowed) if steps > 1 else 1
+        first = min(ordinary, least + (states - 1) * self.state_bytes)
+        count = max(2, integer("points", points))
+        ratio = (ordinary / first) ** (1 / (count - 1))
+        budgets = {first, ordinary, *(round(first * ratio**i) for i in range(1, count - 1))}
+        return Offers(tuple(self.buys(size, steps) for size in sorted(budgets)), least)
+
+    def _steps(self, length: SupportsIndex | None) -> int:
+        if length is None and self.length is None:
+            raise CellError(
+                "one step was profiled: expected the length of a sequence, such as trade_off(1000)"
+            )
+        return integer("length", self.length if length is None else length)
+
+    def __str__(self) -> str:
+        rows = [
+            ("hidden state", format_bytes(self.state_bytes)),
+            ("internal state", format_bytes(self.internal_bytes)),
+            ("working core", format_bytes(self.core_bytes)),
+            ("α, β", f"{self.alpha}, {self.beta}"),
+            ("forward step", _microseconds(self.forward_seconds)),
+            ("recording step", _microseconds(self.record_seconds)),
+            ("backward step", _microseconds(self.backward_seconds)),
+        ]
+        if self.costs and self.costs[0].sizes.call_steps:  # a module
+            rows.append(("kernel call", _microseconds(self.call_seconds)))
+        table = aligned(rows)
+        return table if self.length is None else f"{table}\n\n{self.trade_off()}"
+
+
+def _microseconds(seconds: float) -> str:
+    digits = 0 if seconds >= 10e-6 else 1
+    return f"{seconds * 1e6:.{digits}f} µs"
+
+
+@overload
+def profile(cell: nn.Sequential, x: Any, *, repeats: int = 9) -> Chain: ...
+
+
+@overload
+def profile(
+    cell: Cell | nn.RNNBase,
+    x: Any,
+    state: Any = None,
+    *,
+    length: SupportsIndex | None = None,
+    repeats: int = 9,
+) -> Profile: ...
+
+
+def profile(
+    cell: Cell | nn.RNNBase | nn.Sequential,
+    x: Any,
+    state: Any = None,
+    *,
+    length: SupportsIndex | None = None,
+    repeats: int = 9,
+) -> Profile | Chain:
+    """Measure a step of a cell or of a recurrent module, to predict the effect of each budget.
+
+    For a ``Sequential`` every layer is measured, and the result is a chain that
+    :func:`retrograde.plan` plans.
+
+    Args:
+        cell: ``cell(x_t, state) -> (y_t, state)``; or an LSTM, a GRU or an RNN, of torch's or of
+            this library, with one layer if it has two directions. Or a ``Sequential``.
+        x: the input. For a ``Sequential``, that of a call; for a cell, that of one step, a pytree
+            of tensors. For a recurrent module, its whole input, (T, B, I), (B, T, I) with
+            ``batch_first``, or (T, I).
+        state: the hidden state, a pytree of tensors; for a recurrent module torch's, or None for
+            zeros; none for a ``Sequential``.
+        length: steps of the sequence whose trade-off ``print`` shows; T by default for a module,
+            no trade-off for a cell.
+        repeats: how often each part is timed; results are medians.
+
+    Returns:
+        A :class:`Profile`; ``print`` shows it as a table, and :meth:`Profile.trade_off` predicts
+        the effect of each budget for a sequence of any length. For a ``Sequential``, a
+        :class:`~retrograde.schedule.chain.Chain`.
+
+    Raises:
+        CellError: the cell cannot be run exactly, or the module is not one recurrence.
+        ScheduleError: the length is not a positive integer.
+
+    Example:
+        >>> import torch
+        >>> cell = torch.nn.GRUCell(8, 16)
+        >>> def step(x, h):
+        ...     h = cell(x, h)
+        ...     return h, h
+        >>> p = profile(step, torch.zeros(4, 8), torch.zeros(4, 16))
+        >>> p.state_bytes, p.alpha > 2
+        (256, True)
+        >>> offers = p.trade_off(100)
+        >>> [offer.forward_steps for offer in offers][-1]
+        100
+        >>> net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+        >>> profile(net, torch.zeros(4, 8)).output_bytes
+        (256, 256, 32)
+    """
+    if isinstance(cell, nn.Sequential):
+        if state is not None or length is not None:
+            raise CellError(
+                "a Sequential has neither a state nor steps: expected profile(net, sample)"
+            )
+        return measure_network(cell, x, repeats)
+    one_step: Any = cell
+    steps = None if length is None else integer("length", length)
+    if isinstance(cell, nn.RNNBase):
+        return _of_module(cell, x, state, steps, repeats)
+    leaves, input_spec = flatten(x, "inputs")
+    states, state_spec = flatten_state(state)
+    check_length([t.unsqueeze(0) for t in leaves])
+    with autocast_as_now(leaves[0].device):
+        core = examine(one_step, leaves, input_spec, states, state_spec)
+    inputs = Held([t.unsqueeze(0).expand(_LENGTH, *t.shape) for t in leaves])
+    later = later_state(core, inputs, states)
+    sizes = footprint(core, inputs, later, first=states)
+    costs = Costs(sizes, time_steps(core, inputs, later, repeats))
+    return _described([costs], costs.sizes.held(1), len(core.parameters), core.ambient.draws, steps)
+
+
+def _of_module(
+    module: nn.RNNBase, input: Any, hx: Any, length: int | None, repeats: int
+) -> Profile:
+    """Profile a module on its own kernels, where a range of steps is one call."""
+    if not isinstance(input, Tensor):
+        raise CellError(
+            f"the input of a {type(module).__name__} is a {type(input).__name__}: expected a "
+            "tensor (T, B, I); for packed sequences, pad them"
+        )
+    call = cast(BudgetedRNN, twin(module))._call_of(input, hx)
+    if call.bidirectional and module.num_layers > 1:
+        raise CellError(
+            f"profile does not run a {type(module).__name__} with bidirectional=True and "
+            f"num_layers={module.num_layers}: expected one recurrence; module.fit(input) shows "
+            "the effect of its memory"
+        )
+    ranges = measure_ranges(call, None)
+    costs = [
+        Costs(
+            replace(size, ordinary=ranges.ordinary.full),
+            time_steps(one.core, ranges.inputs, ranges.state, repeats),
+        )
+        for one, size in zip(ranges.cores, ranges.sizes, strict=True)
+    ]
+    if call.runs_held:
+        costs = [HeldCosts(costs[0].sizes, time_held(call, repeats), call)]
+    *_, (a, low), (b, high) = ((0, 0), *costs[0].sizes.held.points)
+    wanted = sum(p.requires_grad for p in module.parameters())
+    return _described(costs, -(-(high - low) // (b - a)), wanted, False, length or call.length)
+
+
+def _described(
+    costs: Sequence[Costs], internal: int, parameters: int, draws: bool, length: int | None
+) -> Profile:
+    sizes, times = costs[0].sizes, costs[0].times
+    return Profile(
+        state_bytes=sizes.state_bytes,
+        internal_bytes=internal,
+        core_bytes=sizes.core_bytes(1),
+        forward_seconds=times.forward.step_seconds,
+        record_seconds=times.record.step_seconds,
+        backward_seconds=times.backward.step_seconds,
+        parameters=parameters,
+        draws=draws,
+        call_seconds=times.forward.call_seconds,
+        length=length,
+        costs=tuple(costs),
+    )

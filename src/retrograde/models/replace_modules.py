@@ -1,0 +1,116 @@
+"""torch's modules turned into ours, in place: the object stays, its class changes.
+
+So all references to a module stay valid: its parents under all their names, its parameters, an
+optimizer made before, its hooks, its ``state_dict``. A :func:`twin` answers questions before
+anything changes.
+"""
+
+import functools
+from collections import OrderedDict
+from typing import Any, TypeGuard, cast
+
+from torch import nn
+from torch.nn.modules import container
+from torch.nn.utils import parametrize
+
+from retrograde.errors import CellError
+from retrograde.models.chain_plans import named_layers
+from retrograde.models.sequential import Sequential
+from retrograde.recurrent.modules import GRU, LSTM, RNN, BudgetedRNN
+from retrograde.recurrent.weights import TORCHS_OWN
+
+__all__ = ["Budgeted", "Swappable", "is_chain", "replace_module", "twin", "wrapped"]
+
+#: Modules that can get a budget, and the classes that they become.
+Swappable = nn.RNNBase | nn.Sequential
+Budgeted = BudgetedRNN | Sequential
+
+# torch's classes, even if a program has replaced torch's names by ours.
+_OURS: dict[type[nn.Module], type[BudgetedRNN]] = dict(
+    zip(TORCHS_OWN, (RNN, GRU, LSTM), strict=True)
+)
+
+
+def is_chain(module: nn.Module) -> TypeGuard[nn.Sequential]:
+    """Return whether a budget helps a module: a ``Sequential``, torch's or ours, of at least two
+    layers. None of the layers may be recurrent, and the chain has no scan."""
+    if type(module) not in (container.Sequential, Sequential):
+        return False
+    assert isinstance(module, container.Sequential)
+    scanned = isinstance(module, Sequential) and module.backward is not None
+    recurrent = any(isinstance(part, nn.RNNBase) for part in module.modules())
+    return not scanned and not recurrent and len(list(named_layers(module, lambda _: True))) > 1
+
+
+def twin(module: Swappable) -> Budgeted:
+    """Return a module of ours with another's options, parameters and mode, but not its hooks or
+    budget. A module of ours keeps its ``backward``. The other module is unchanged. Raises CellError
+    if it may compute something else: an unknown class, or a replaced ``forward``."""
+    kind = _class_for(module)
+    other: Any = kind.__new__(kind)
+    fresh: dict[str, Any] = vars(Sequential()) if kind is Sequential else {}
+    for base in _OURS.values():
+        if issubclass(kind, base):
+            fresh = vars(base(1, 1, device="meta"))
+    vars(other).update({**fresh, **vars(module), "memory": None})
+    hooks = [name for name in vars(other) if name.endswith("_hooks")]
+    vars(other).update({name: OrderedDict() for name in hooks})
+    if "schedule" in vars(other):
+        other.schedule = None
+    return cast(Budgeted, other)
+
+
+def replace_module(module: Swappable, other: Budgeted) -> None:
+    """Turn a module into its :func:`twin`, in place, once the twin's ``memory`` is set."""
+    asked = ("memory", "schedule")
+    new = [name for name in vars(other) if name in asked or name not in vars(module)]
+    vars(module).update({name: vars(other)[name] for name in new})
+    module.__class__ = type(other)
+
+
+def wrapped(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """Return torch's class from which a class is derived without a change to its computation. The
+    class may add to torch's, or wrap its ``forward``. None otherwise, and for torch's own
+    classes."""
+    base = next((base for base in _OURS if issubclass(kind, base) and kind is not base), None)
+    if base is None or issubclass(kind, BudgetedRNN):
+        return None
+    theirs = [c for c in kind.__mro__ if not issubclass(base, c)]
+    named = {name for c in (BudgetedRNN, nn.RNNBase, base) for name in vars(c)}
+    changed = {name for c in theirs for name in vars(c)} & named
+    changed = {name for name in changed if not name.startswith("__")} - _FREE
+    return None if changed else base
+
+
+_FREE = {"forward", "extra_repr", "reset_parameters"}  # what a derived class may change
+
+
+@functools.lru_cache
+def _derived(kind: type[nn.Module], base: type[nn.Module]) -> type[Budgeted]:
+    """Return the same class, with ours as the class that ``super().forward`` finds."""
+    return type(kind.__name__, (kind, _OURS[base]), {"__module__": kind.__module__})
+
+
+def _class_for(module: Swappable) -> type[Budgeted]:
+    kind = type(module)
+    if issubclass(kind, BudgetedRNN | Sequential):
+        return kind
+    if "forward" in vars(module):
+        raise CellError(
+            f"the forward of this {kind.__name__} was replaced by a function: expected torch's "
+            "own; divide the budget before other tools wrap the model"
+        )
+    if isinstance(module, container.Sequential):
+        return Sequential
+    if kind in _OURS:
+        return _OURS[kind]
+    if (base := wrapped(kind)) is not None:
+        return _derived(cast(Any, kind), cast(Any, base))
+    if parametrize.is_parametrized(module) and kind.__bases__[0] in _OURS:
+        own = {name: v for name, v in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+        return type(kind.__name__, (_OURS[cast(Any, kind.__bases__[0])],), own)
+    raise CellError(
+        f"{kind.__name__} is a class of its own: expected torch.nn's RNN, GRU or LSTM, or one that "
+        f"only wraps its forward; derive it from rg.{module.mode.split('_')[0]}, and it is given a "
+        "budget as it is"
+    )

@@ -1,0 +1,532 @@
+"""A run of a model on a sample, which finds the calls of its modules and the bytes of each.
+
+In this run the modules that will get a budget record nothing, so it takes only the memory of the
+rest of the model. The run leaves no trace.
+"""
+
+import random
+import sys
+import warnings
+import weakref
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import container
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
+
+from retrograde.discover.generators import sources
+from retrograde.discover.referents import find_referents
+from retrograde.discover.surroundings import Ambient
+from retrograde.discover.trial_watch import DrawWatch
+from retrograde.errors import BudgetError, CellError
+from retrograde.models.call_order import CallOrder, Layers, held_outputs, noted
+from retrograde.models.called_chain import (
+    CalledChain,
+    Given,
+    own_forward,
+    release,
+    rides,
+    state_of,
+    take_turns,
+)
+from retrograde.models.chain_plans import LEAST, ChainFit, named_layers
+from retrograde.models.replace_modules import (
+    Budgeted,
+    Swappable,
+    is_chain,
+    replace_module,
+    twin,
+    wrapped,
+)
+from retrograde.models.sequential import Sequential
+from retrograde.recurrent.weights import last_weights
+from retrograde.run.transforms import is_unreal, refuse_transforms, uncompiled
+from retrograde.sizes.cache import signature
+
+__all__ = [
+    "NotAChainError",
+    "Watched",
+    "WatchedChain",
+    "WatchedModule",
+    "bytes_elsewhere",
+    "called_in_turn",
+    "run_model",
+    "run_name",
+    "untouched",
+]
+
+_USEFUL = 0.9
+_ALMOST_ONE = 1 - 2**-24
+_DRAWN = (
+    "run or are skipped by random numbers: expected the same layers at every call; set the model's "
+    "layer drop to 0"
+)
+_NEARLY_ALL = 0.9  # a Sequential with this part of a run gets the budget, not the run
+
+
+class Watched(ABC):
+    """A module or a run of layers that will get a part of a budget, and its calls.
+
+    ``calls`` counts the calls for each kind of input. ``sizes`` has, for each kind, the least bytes
+    and those of ordinary backpropagation.
+    """
+
+    def __init__(self, name: str, title: str, within: Sequence[Layers] = ()) -> None:
+        self.name, self.title = name, title
+        self.within = [
+            CalledChain([(one.name, one.module) for one in run], None, held_outputs(run))
+            for run in within
+        ]
+        self.apart = False  # whether parts of layers may be recomputed on their own
+        self.whole_layers = 0  # the least bytes if every layer is recomputed whole
+        self.calls: dict[Hashable, int] = {}
+        self.sizes: dict[Hashable, tuple[int, int]] = {}
+
+    @abstractmethod
+    def watched(self) -> AbstractContextManager[None]:
+        """Watch its calls within a block."""
+
+    @abstractmethod
+    def give(self, part: int) -> None:
+        """Give it this part of the budget, in bytes, from now on."""
+
+    @property
+    def minimum_bytes(self) -> int:
+        return max(least for least, _ in self.sizes.values())
+
+    @property
+    def ordinary_bytes(self) -> int:
+        return max(ordinary for _, ordinary in self.sizes.values())
+
+    @property
+    def useless(self) -> bool:
+        """Whether a budget would save less than a tenth of its bytes."""
+        return False
+
+    def used(self, part: int) -> int:
+        """Return the bytes of all calls if each has this part of the budget."""
+        return sum(calls * min(part, self.sizes[kind][1]) for kind, calls in self.calls.items())
+
+    def part(self, share: int, of: int) -> int:
+        """Return the least bytes, plus ``share / of`` of what it could use beyond them."""
+        least = self.minimum_bytes
+        return least + max(0, self.ordinary_bytes - least) * share // of
+
+    def _least(self, fit: Callable[[], ChainFit]) -> tuple[int, int]:
+        """Return the least bytes of a chain, and those of ordinary backpropagation.
+
+        If ``apart`` is set, the chains within its layers may be recomputed on their own.
+        """
+        whole = fit()
+        least = min(whole.minimum_bytes, whole.ordinary_bytes)
+        self.whole_layers = max(self.whole_layers, least)
+        if self.apart and self.within:
+            try:
+                with self._opened():
+                    least = min(least, fit().minimum_bytes)
+            except CellError:  # then every layer is recomputed whole
+                self.within = []
+        return least, whole.ordinary_bytes
+
+    @contextmanager
+    def _opened(self) -> Iterator[None]:
+        """Give the chains within its layers their least budgets, within a block."""
+        modules = [module for chain in self.within for _, module in chain.calls]
+        self._open()
+        try:
+            yield
+        finally:
+            release(modules)
+
+    def _open(self) -> None:
+        for chain in self.within:
+            chain.memory = LEAST
+            chain.install()
+
+    def _seen(self, kind: Hashable, ask: Callable[[], tuple[int, int]]) -> None:
+        """Count a call; ``ask`` finds its bytes if its kind of input is new."""
+        if kind not in self.sizes:
+            self.sizes[kind] = self._named(ask)
+        self.calls[kind] = self.calls.get(kind, 0) + 1
+
+    def _check_real(self, used: Sequence[Tensor]) -> None:
+        refuse_transforms(used)
+        if is_unreal(used):
+            raise CellError(
+                f"{self.title}: it is on the meta device, or was given fake tensors: expected "
+                "a real model and sample, for their bytes are measured"
+            )
+
+    def _named(self, ask: Callable[[], Any]) -> Any:
+        try:
+            return ask()
+        except NotAChainError:
+            raise
+        except CellError as refusal:
+            raise CellError(f"{self.title}: {refusal}") from refusal
+
+
+class WatchedModule(Watched):
+    """A module that will become its ``twin``."""
+
+    def __init__(
+        self, name: str, module: Swappable, title: str, within: Sequence[Layers] = ()
+    ) -> None:
+        super().__init__(name, title, within)
+        self.module = module
+        self.twin: Budgeted = self._named(lambda: twin(module))
+
+    def give(self, part: int) -> None:
+        self.twin.memory = part
+        replace_module(self.module, self.twin)
+        if part < self.whole_layers:
+            self._open()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watch torch's forward pass of the module, even if a derived class wraps it."""
+        kind, base = type(self.module), wrapped(type(self.module))
+        if base is None:
+            vars(self.module)["forward"] = self._watch(self.module.forward)
+            yield
+            return
+        run = self._watch(partial(base.forward, self.module))
+        inner = type(
+            base.__name__, (base,), {"forward": lambda _, *args, **more: run(*args, **more)}
+        )
+        self.module.__class__ = type(kind.__name__, (kind, inner), {})
+        try:
+            yield
+        finally:
+            self.module.__class__ = kind
+
+    def _watch(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a forward pass that runs the module, notes its arguments, and records nothing."""
+
+        @uncompiled
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            given = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
+            used = [*given, *self._trained()]
+            if not (torch.is_grad_enabled() and any(t.requires_grad for t in used)):
+                return run(*args, **kwargs)
+            self._check_real(used)
+            kind = (*map(signature, given), *_sizes(args), *_sizes(tuple(kwargs.values())))
+            self._seen(kind, lambda: self._ask(args, kwargs))
+            with torch.no_grad():
+                outputs = run(*args, **kwargs)
+            return _as_if_recorded(outputs, used)
+
+        return forward
+
+    def _trained(self) -> list[Tensor]:
+        """Return the weights and parameters that may get a gradient.
+
+        The weights of a recurrent module may be computed outside of it.
+        """
+        if isinstance(self.module, nn.RNNBase):
+            return last_weights(self.module)
+        return [*self.module.parameters()]
+
+    def _ask(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, int]:
+        """Return the least bytes for a call, and those of ordinary backpropagation."""
+        if isinstance(self.module, nn.RNNBase):  # a hook may have just computed a weight
+            now, names = vars(self.module), self.module._flat_weights_names
+            vars(self.twin).update({name: now[name] for name in names if name in now})
+        if isinstance(self.twin, Sequential):
+            chain = self.twin
+            return self._least(lambda: chain._fit_within("100%", *args, **kwargs))
+        ordinary: int = self.twin._fit_within("100%", *args, **kwargs).ordinary_bytes
+        try:
+            least: int = self.twin._fit_within(1, *args, **kwargs).minimum_bytes
+        except BudgetError as refusal:
+            least = refusal.minimum_bytes
+        return min(least, ordinary), ordinary
+
+
+class NotAChainError(CellError):
+    """A run of layers is no chain after all, or its layers cannot be run exactly."""
+
+    def __init__(self, chain: "WatchedChain", reason: str) -> None:
+        super().__init__(f"{chain.name} {reason}")
+        self.chain, self.reason = chain, reason
+
+
+class WatchedChain(Watched):
+    """A run of layers, which the model calls one after the other."""
+
+    def __init__(self, layers: Layers, within: Sequence[Layers] = ()) -> None:
+        name = run_name(layers)
+        super().__init__(name, name, within)
+        self.run = layers
+        self.layers = [one for one in layers if not rides(one.module)]
+        self.given: list[Given] = []
+        self.last: Tensor | None = None
+        self.chain: CalledChain | None = None
+
+    def give(self, part: int) -> None:
+        assert self.chain is not None
+        self.chain.memory = part
+        self.chain.install()
+        if part < self.whole_layers:
+            self._open()
+
+    @property
+    def useless(self) -> bool:
+        if not self.calls or (self.within and not self.apart):
+            return False
+        return self.minimum_bytes > _USEFUL * self.ordinary_bytes
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        take_turns(self, [one.module for one in self.run])
+        yield
+
+    def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the forward pass of a layer, and record nothing."""
+        layer, slot = self.run[number].module, self.run[number].slot
+        k = self.layers.index(self.run[number])
+        forward = own_forward(layer)
+        held: Any = kwargs if isinstance(slot, str) else dict(enumerate(args))
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        given = Given.of(args, kwargs, slot)
+        if slot not in held or len(self.given) != k or (k and given.state is not self.last):
+            raise NotAChainError(self, "is not called in turn where gradients are recorded")
+        x = given.state
+        if k == 0:
+            first = x.detach().clone().requires_grad_(x.requires_grad)
+            self.given.append(given.at(first))
+        else:
+            self.given.append(given.at(self.given[0].state))  # only the first state is held
+        used = [*_tensors((args, kwargs)), *layer.parameters()]
+        self._check_real(used)
+        with torch.no_grad():
+            outputs = forward(*args, **kwargs)
+        if any(t.requires_grad for t in used):
+            outputs = _as_if_recorded(outputs, used)
+        self.last = state_of(outputs)
+        if len(self.given) == len(self.layers):
+            self.last = None
+            self._seen(self.given[0].kind(), self._ask)
+        return outputs
+
+    def _ask(self) -> tuple[int, int]:
+        calls = [(one.name, one.module) for one in self.run]
+        self.chain = CalledChain(calls, self.given, held_outputs(self.run))
+        chain, given, self.given = self.chain, self.given, []
+        try:
+            return self._least(lambda: chain.fit("100%", given))
+        except CellError as refusal:
+            raise NotAChainError(self, f"cannot be run again: {refusal}") from refusal
+
+
+def run_name(run: Layers) -> str:
+    """Return the name of a run of layers."""
+    return f"{run[0].name} … {run[-1].name}"
+
+
+def called_in_turn(model: nn.Module, sample: Any) -> CallOrder | None:
+    """Return the calls of a model on a sample, with its preferred runs of layers.
+
+    The result is None if the model has too few parts for a run of layers, or if it raises.
+    """
+    model = getattr(model, "_orig_mod", model)  # if it is compiled
+    sequences: list[nn.Sequential] = []
+    inside: set[int] = set()
+    for m in model.modules():
+        if is_chain(m) and id(m) not in inside:
+            sequences.append(m)
+            inside |= {id(part) for part in m.modules()}
+    aside = (nn.RNNBase, container.Sequential, container.ModuleList, container.ModuleDict)
+    others = [m for m in model.modules() if not isinstance(m, aside) and id(m) not in inside]
+    layers = (m for m in model.modules() if id(m) in inside and not isinstance(m, aside))
+    blocks = any(any(m.children()) for m in layers)
+    if len(sequences) + len(others) < 3 and not blocks:  # the model itself is one of ``others``
+        return None
+    try:
+        order, draws, python = _noted(model, sample)
+    except Exception:  # the run that measures will raise it again
+        return None
+    order.preferred = _preferred(order.runs(), sequences, order)
+    names = [run_name(run) for run in order.preferred]
+    fills = (0.0, _ALMOST_ONE) if draws else ()
+    if any(_noted(model, sample, fill)[0].names != order.names for fill in fills):
+        order.refused = dict.fromkeys(names or ["its layers"], _DRAWN)
+    elif python:
+        order.refused = dict.fromkeys(names, _DRAWN)
+    return order
+
+
+def _noted(
+    model: nn.Module, sample: Any, fill: float | None = None
+) -> tuple[CallOrder, bool, bool]:
+    """Return the calls of a model on a sample, and whether it draws numbers by which it may decide:
+    by torch, or by Python's ``random``. The first are replaced by ``fill``, if that is given."""
+    with untouched(model), _eager():
+        before = random.getstate()
+        with DrawWatch(fill) as watch, noted(model) as top:
+            run_model(model, sample)
+        return CallOrder(top), watch.decides, before != random.getstate()
+
+
+def _preferred(
+    runs: list[Layers], sequences: list[nn.Sequential], order: CallOrder
+) -> list[Layers]:
+    """Return the runs that are better than the Sequentials that they share layers with.
+
+    Runs that meet the same Sequential are compared together. They are better if the sum of their
+    largest layers is less, and no Sequential has nearly all of their bytes.
+    """
+    held: Counter[int] = Counter()
+    for call in order.every:
+        held[id(call.module)] += call.held
+    owned = [{id(m) for _, m in named_layers(one, lambda _: True)} for one in sequences]
+    parts = [{id(part) for part in one.modules()} for one in sequences]
+    found: list[Layers] = []
+    groups: list[tuple[list[Layers], set[int]]] = []  # runs, and the Sequentials they meet
+    for run in runs:
+        inside = {id(part) for one in run for part in one.module.modules()}
+        met = {k for k, part in enumerate(parts) if part & inside}
+        together = [run]
+        for other in [group for group in groups if group[1] & met]:
+            groups.remove(other)
+            together, met = other[0] + together, met | other[1]
+        groups.append((together, met))
+    for group, met in groups:
+        whole = sum(one.held for run in group for one in run)
+        theirs = [
+            sum(one.held for run in group for one in run if id(one.module) in owned[k]) for k in met
+        ]
+        ours = sum(max(one.held for one in run) for run in group)
+        if max(theirs, default=0) < _NEARLY_ALL * whole and (
+            not met or ours < sum(max(held[layer] for layer in owned[k]) for k in met)
+        ):
+            found += group
+    return found
+
+
+@contextmanager
+def _eager() -> Iterator[None]:
+    """Switch off compilation and warnings within a block."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if "torch._dynamo" not in sys.modules:
+            yield
+            return
+        with torch.compiler.set_stance("force_eager"):
+            yield
+
+
+def run_model(model: nn.Module, sample: Any) -> Any:
+    """Call a model on a sample: a tuple is its arguments, a dict its keyword arguments."""
+    if isinstance(sample, dict):
+        return model(**sample)
+    if type(sample) is tuple:  # not a named tuple, such as a PackedSequence
+        return model(*sample)
+    return model(sample)
+
+
+def bytes_elsewhere(model: nn.Module, sample: Any) -> int:
+    """Run a model whose parts are watched. Return the bytes that the rest of it holds for its
+    backward pass, beside its parameters, its input and its output."""
+    saved: list[weakref.ref[Tensor]] = []
+
+    def pack(t: Tensor) -> Tensor:
+        t = t.detach()  # as an output of its own node it would keep that node alive
+        saved.append(weakref.ref(t))
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        output = run_model(model, sample)
+    others = [*model.parameters(), *model.buffers(), *_tensors(sample), *_tensors(output)]
+    held = [t for reference in saved if (t := reference()) is not None]
+    apart = dict(map(_memory, others))
+    return sum(size for at, size in dict(map(_memory, held)).items() if at not in apart)
+
+
+def _memory(t: Tensor) -> tuple[int, int]:
+    """Return the address and the bytes of a tensor's memory; of a sparse tensor nothing."""
+    if t.layout is not torch.strided:
+        return 0, 0
+    return t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
+
+
+def _sizes(args: tuple[Any, ...]) -> list[Hashable]:
+    """Return the sizes of packed sequences, on which their bytes depend besides the shapes."""
+    return [tuple(a.batch_sizes.tolist()) for a in args if isinstance(a, PackedSequence)]
+
+
+def _as_if_recorded(outputs: Any, given: Sequence[Tensor]) -> Any:
+    """Return outputs that require a gradient as recorded ones do; they may be written to."""
+    if isinstance(outputs, PackedSequence):
+        return outputs._replace(data=_as_if_recorded(outputs.data, given))
+    if not isinstance(outputs, Tensor):
+        return pytree.tree_map_only(Tensor, lambda t: _as_if_recorded(t, given), outputs)
+    if not (outputs.is_floating_point() or outputs.is_complex()):
+        return outputs
+    return _Recorded.apply(outputs.detach(), *given)  # type: ignore[no-untyped-call]
+
+
+class _Recorded(torch.autograd.Function):
+    """The same tensor, with a history that keeps nothing in memory."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, *given: Tensor) -> Tensor:
+        ctx.mark_dirty(t)
+        return t
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise CellError(
+            "the model's forward pass differentiates through a budgeted module: budget() runs it "
+            "on the sample without recording that; expected a model that is differentiated by its "
+            "caller"
+        )
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Restore, after the block, everything that a forward pass changes in a model (rule 3).
+
+    These are random states, buffers, gradients, and the attributes of all modules.
+    """
+    found = find_referents([model])
+    parts = found.parts()
+    devices = {t.device for t in (*model.parameters(), *model.buffers())} or {torch.device("cpu")}
+    chance = [source for device in devices for source in sources(device, found.generators)]
+    states = [source.capture() for source in chance]
+    owned = [vars(part) for part in parts]
+    tables = [held for part in parts for held in (part._buffers, part._parameters, part._modules)]
+    before = [(held, dict(held)) for held in (*owned, *tables)]
+    flat = [part._flat_weights for part in parts if isinstance(part, nn.RNNBase)]
+    weights = [(held, [*held]) for held in flat]  # torch changes them with an attribute
+    buffers = tuple({id(b): b for part in parts for b in part.buffers(recurse=False)}.values())
+    values = tuple(b.detach().clone() for b in buffers)
+    grads = [(p, p.grad) for p in model.parameters()]
+    try:
+        release(model.modules())
+        yield
+    finally:
+        for held, then in before:
+            held.clear()
+            held.update(then)
+        for listed, were in weights:
+            listed[:] = were
+        Ambient(torch.device("cpu"), buffers=buffers).restore(values)
+        for source, state in zip(chance, states, strict=True):
+            source.restore(state)
+        for p, grad in grads:
+            p.grad = grad

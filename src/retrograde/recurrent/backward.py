@@ -1,0 +1,156 @@
+"""One layer in one direction, backpropagated piece by piece, from the last to the first.
+
+The gates of a piece are recomputed from its inputs and states, unless they were kept. Then the
+backward recurrence runs over their slopes (:mod:`retrograde.kernels.sweep`). Matrix products of the
+gates' gradients with inputs, states and weights give the other gradients. For small layers on a CPU
+one compiled loop does all of this.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from retrograde.kernels import Backward, BlockSweep, blas_kernels, kernels
+from retrograde.kernels.cells import Block, Slopes, Weights, slopes
+from retrograde.kernels.sweep import safe_chunk
+from retrograde.recurrent.block_lengths import BackwardPlan
+from retrograde.recurrent.bytes import LAID_ROWS, LARGE, Means
+
+__all__ = ["LayerBackward"]
+
+# On a CPU, sums over steps and samples are matrix products of so many rows each. A single sum over
+# all rows would round more. On a GPU, hundreds of launches would replace one product that sums in
+# blocks by itself.
+_ROWS = 4096
+
+
+class LayerBackward:
+    """The backward pass of one layer.
+
+    ``totals``, by the names of the weights, are complete after ``finish``. ``rows`` is the most
+    rows of a piece of several steps. ``at_once`` sums gradients of weights in place, which takes
+    less memory and rounds more.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        totals: dict[str, Tensor],
+        plan: BackwardPlan,
+        batch: int,
+        rows: int,
+        *,
+        means: Means = "loops",
+        at_once: bool = False,
+    ) -> None:
+        hidden = weights.hidden
+        on_cpu = hidden.device.type == "cpu"
+        self.weights, self.totals, self.plan = weights, totals, plan
+        self.rows, self.at_once = rows, at_once or not on_cpu
+        self.use = kernels(hidden.device.type, hidden.dtype, weights.size)
+        if means == "blas":
+            self.use = blas_kernels()
+        if plan.name == "scan" and on_cpu:  # a GPU would have to be waited for
+            self.plan = replace(plan, chunk=safe_chunk(hidden, plan.chunk))
+        small = batch > 1 and hidden.numel() <= LARGE  # there are samples to divide among threads
+        loops = means == "loops" and plan.name == "sequential" and self.use.backward is not None
+        self.in_one_loop = small and loops
+        self.loops: Backward | None = None
+        self.samples = -1
+        self.laid_rows = LAID_ROWS if on_cpu else rows  # on a GPU each part is another launch
+        if means == "blas":
+            self.laid_rows = 0
+        self.sweep: BlockSweep | None = None
+
+    def add(self, block: Block, dy: Tensor | None, g: Tensor, dx: Tensor | None) -> Tensor:
+        """Backpropagate a piece, and return the gradient of the state before it.
+
+        g is the gradient of the state after it, (n, H), or (n, 2 H) for (h, c). ``dy`` (L, n, H),
+        in any layout, is the loss's gradient of the outputs, None for zero. ``dx`` receives the
+        gradients of the inputs (L, n, I). The block's kept gates are overwritten.
+        """
+        if self.in_one_loop:
+            return self._in_one_loop(block, dy, g, dx)
+        weights, known = self.weights, None if block.kept is None else block.kept.gates
+        c = block.c if block.kept is None else block.kept.cells[0]
+        steps = slopes(weights, block.x, block.before, block.after, c, self.use.gates, known)
+        if self.plan.name == "scan":
+            losses = None if dy is None else _laid(dy, g)
+            g = self.use.scan(steps, weights.hidden, losses, g, self.plan.chunk)
+        else:
+            self.sweep = self.sweep or self.use.sweep_with(weights.hidden)
+            for part in self._parts(dy, samples=len(g)):
+                losses = None if dy is None else _laid(dy[part], g)
+                g = self.sweep(steps.at(part), losses, g)
+                del losses  # before the next copy is made
+        self._add_products(steps, block, dx)
+        return g
+
+    def finish(self) -> None:
+        """Add the sums that were kept separately to the totals."""
+        if self.loops is not None:
+            self.loops.finish()
+        self.loops = None
+
+    def _in_one_loop(self, block: Block, dy: Tensor | None, g: Tensor, dx: Tensor | None) -> Tensor:
+        if self.loops is None or self.samples != len(g):
+            self.finish()
+            assert self.use.backward is not None
+            self.samples = len(g)
+            steps = max(1, self.rows // self.samples)
+            self.loops = self.use.backward(
+                self.weights, self.totals, self.samples, steps, at_once=self.at_once
+            )
+        if self.weights.kind == "LSTM" and block.kept is None:
+            assert self.use.recall is not None
+            assert block.c is not None
+            kept = self.use.recall(self.weights, block.x, block.before, block.c)
+            block = replace(block, kept=kept)
+        for part in self._parts(dy, samples=len(g)):
+            losses = None if dy is None else _laid(dy[part], g)
+            into = None if dx is None else dx[part]
+            g = self.loops.add(block.at(part), losses, g, into)
+            del losses
+        return g
+
+    def _parts(self, dy: Tensor | None, samples: int) -> list[slice]:
+        """Return the steps to backpropagate at a time, from the last to the first.
+
+        There are few at a time if the outputs' gradient must be copied first.
+        """
+        if dy is None or (dy.is_contiguous() and dy.dtype == self.weights.hidden.dtype):
+            return [slice(None)]
+        steps = max(1, self.laid_rows // samples)
+        return [slice(a, a + steps) for a in range(0, len(dy), steps)][::-1]
+
+    def _add_products(self, steps: Slopes, block: Block, dx: Tensor | None) -> None:
+        gates = steps.gates.flatten(0, 1)
+        flat = gates.flatten(-2)
+        biased = "bias_hidden" in self.totals
+        total = flat.sum(0) if biased else None
+        if total is not None:
+            self.totals["bias_hidden"] += total
+        self._add("hidden", flat, block.before.flatten(0, 1))
+        if self.weights.kind == "GRU":  # the input weights' part of the third gate
+            assert steps.inner is not None
+            gates[:, 2].copy_(steps.inner.flatten(0, 1))
+            total = flat.sum(0) if biased else None
+        if total is not None:
+            self.totals["bias_inputs"] += total
+        self._add("inputs", flat, block.x.flatten(0, 1))
+        if dx is not None:
+            torch.mm(flat, self.weights.inputs, out=dx.flatten(0, 1))
+
+    def _add(self, name: str, gates: Tensor, by: Tensor) -> None:
+        """Add gatesᵀ · ``by`` to a total. Many rows are summed in parts, which rounds less."""
+        if self.at_once:
+            self.totals[name].addmm_(gates.t(), by)
+            return
+        for part, other in zip(gates.split(_ROWS), by.split(_ROWS), strict=True):
+            self.totals[name] += part.t() @ other
+
+
+def _laid(dy: Tensor, like: Tensor) -> Tensor:
+    """Return a gradient in contiguous memory, in the dtype of the computation."""
+    return dy.to(like.dtype).contiguous()

@@ -1,0 +1,264 @@
+"""The bytes of held layers, counted allocation by allocation without running anything.
+
+Everything that :class:`~retrograde.recurrent.core.HeldLayers` allocates is proportional to
+the units, the inputs or the weights. So its peak has a closed form. It depends on the shape, the
+length of a piece, and the number of steps whose gates are kept.
+``tests/cores/recurrent/test_held.py`` compares it with the measured peak.
+"""
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+from retrograde.kernels import cpu_backward
+from retrograde.kernels.cells import GATES, Kind
+from retrograde.kernels.lanes import LANES
+from retrograde.kernels.tiles import PANEL
+from retrograde.plan.fit import Curve
+
+__all__ = ["FORWARD_BYTES", "LAID_ROWS", "LARGE", "Means", "Shape", "sums_at_once"]
+
+#: What runs the layers. ``"loops"`` is one loop for a whole backward pass. ``"sweeps"`` is loops
+#: for the recurrence, and matrix products for the rest. ``"blas"`` is one product per step, which
+#: needs no copy of the weights. ``"torch"``, on a GPU, is the vendor's forward pass, torch's
+#: operations and compiled sweeps.
+Means = Literal["loops", "sweeps", "blas", "torch"]
+
+#: The bytes of the inputs' contribution to the gates that are held at a time.
+FORWARD_BYTES = 2**20
+
+#: The most numbers in hidden weights for which our own loops are faster than BLAS.
+LARGE = 2**18
+
+#: The rows of the outputs' gradient that are copied into contiguous memory at a time, if they must
+#: be. BLAS copies one step at a time.
+LAID_ROWS = 128
+
+# The most rows whose gradients may be added to a total in place, one sum of 64 rows after the
+# other.
+_FEW_ROWS = 2**14
+
+
+def sums_at_once(length: int, batch: int) -> bool:
+    """Return whether T × B is so small that summing weights' gradients in place rounds little."""
+    return length * batch <= _FEW_ROWS
+
+
+def _whole(width: int, unit: int = LANES) -> int:
+    return -(-width // unit) * unit
+
+
+def _panels(count: int, width: int, samples: int) -> int:
+    """Return the numbers of a matrix copied into panels; none if few samples read it uncopied."""
+    as_it_is = samples <= 4 and count * width <= 2**15 and width % LANES == 0
+    return 0 if as_it_is else count * _whole(width, PANEL)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The layers of one or two tracks (directions), and a batch of B samples.
+
+    ``width`` is I and ``size`` is H. ``item`` is the bytes of a number. ``straight`` says whether
+    inputs are contiguous, ``drops`` whether there is dropout between layers, and ``first`` whether
+    inputs are dropped too. ``at_once`` is as for ``LayerBackward``. ``onward`` and ``back`` are as
+    for :class:`~retrograde.recurrent.plan.HeldPlan`. ``vendor`` has, for each layer, the
+    bytes of the vendor's forward pass by steps. These are measured, because they cannot be counted
+    here.
+    """
+
+    kind: Kind
+    batch: int
+    width: int
+    size: int
+    count: int = 1
+    tracks: int = 1
+    item: int = 4
+    threads: int = 1
+    needs_x: bool = True
+    straight: bool = True
+    drops: bool = False
+    first: bool = False
+    at_once: bool = False
+    onward: Means = "loops"
+    back: tuple[Means, ...] = ()
+    vendor: tuple[Curve, ...] = ()
+
+    @property
+    def widths(self) -> list[int]:
+        """The number of inputs of each layer, from the lowest up."""
+        return [self._width(k) for k in range(self.count)]
+
+    @property
+    def state(self) -> int:
+        """The bytes of a state of all layers and tracks."""
+        return self._units((1 + self._lstm) * self.batch)
+
+    def mark(self, pieces: int) -> int:
+        """Return the bytes of the marks of ``pieces`` pieces of the whole batch."""
+        return self._units(self._lstm * pieces * self.batch)
+
+    def gates(self, rows: int) -> int:
+        """Return the bytes of kept gates and cells, in all layers and tracks."""
+        return self._units(self._keeps * 5 * rows)
+
+    def top_gates(self, rows: int) -> int:
+        """Return the bytes of kept gates and cells in the top layer alone, in one direction."""
+        return self._keeps * 5 * rows * self.size * self.item
+
+    def along(self, rows: int) -> int:
+        """Return the bytes of following existing outputs, besides kept gates: states and inputs."""
+        top = self.count - 1
+        numbers = rows * (self.size + self._width(top) * (self._copies_x(top) + self.drops))
+        return (numbers + 4 * (self.batch + 1) * self.size) * self.item
+
+    @property
+    def _lstm(self) -> bool:
+        return self.kind == "LSTM"
+
+    @property
+    def _keeps(self) -> bool:
+        """Whether a forward pass can keep its gates; the vendor's cannot."""
+        return self._lstm and self.onward != "torch"
+
+    def _units(self, numbers: int) -> int:
+        """Return the bytes of so many numbers for each unit of all layers and tracks."""
+        return numbers * self.count * self.tracks * self.size * self.item
+
+    def below(self, rows: int) -> int:
+        """Return the bytes of the outputs of all layers but the top one."""
+        return (self.count - 1) * rows * self.size * self.item
+
+    def forward(self, rows: int, pass_rows: int) -> int:
+        """Return the peak of the working bytes of a layer's forward pass.
+
+        A piece has ``rows`` rows, and ``pass_rows`` is the rows that the gates' buffer holds.
+        """
+        most = 0
+        for k in range(self.count):
+            width = self._width(k)
+            numbers = self._pass(k, pass_rows)
+            numbers += rows * width * (self._copies_x(k) + (self.tracks > 1 or self.drops))
+            if self.tracks > 1:
+                numbers += 2 * rows * self.size
+            if self.onward == "torch":
+                numbers += rows * self.size  # outputs that the caller already holds
+            most = max(most, numbers * self.item)
+        return most
+
+    def advance(self, pass_rows: int) -> int:
+        """Return the working bytes of running any number of steps without recording."""
+        numbers = 0
+        rows = max(pass_rows, self.batch)
+        for k in range(self.count):
+            numbers += self._pass(k, pass_rows) + rows * (2 * self._width(k) + self.size)
+        return numbers * self.item
+
+    def fixed(self, rows: int) -> int:
+        """Return the bytes that a whole backward pass holds, besides the gradients."""
+        numbers = sum(self._fixed(k, rows) for k in range(self.count))
+        return numbers * self.item + self.state * 3
+
+    def piece(self, rows: int, *, kept: bool) -> int:
+        """Return the peak of the working bytes of backpropagating a piece of ``rows`` rows."""
+        most = 0
+        size, lstm = self.size, self._lstm
+        for k in range(self.count):
+            width, gates = self._width(k), GATES[self.kind] * size
+            top = k == self.count - 1
+            numbers = rows * size + 2 * self.batch * 2 * size  # before steps; entering states
+            if self.tracks > 1 and top:
+                numbers += 2 * rows * size  # its states and their gradients, reversed in time
+            if top:
+                laid = {"blas": 0, "torch": rows}.get(self._means(k), min(rows, LAID_ROWS))
+                numbers += max(laid, self.batch) * size
+            if not top:
+                numbers += rows * size  # the gradient from the layer above
+            if self._copies_x(k):
+                numbers += rows * width * (2 if self.tracks > 1 or self.drops else 1)
+            if k or (self.needs_x and (self.tracks > 1 or not self.straight or self.first)):
+                numbers += rows * width * (3 if self.tracks > 1 or self.drops else 1)
+            if self._means(k) == "torch":
+                steps = (10 if lstm else 3) * self.batch * size  # of the sweep, step by step
+                numbers += self._slopes * rows * size + 2 * gates + steps
+            elif self.loops(k):
+                numbers += 0 if kept or not lstm else 5 * rows * size
+            elif lstm:
+                numbers += rows * size * (2 if kept else 6) + 2 * gates
+            elif self.kind == "GRU":
+                numbers += 8 * rows * size + 2 * gates
+            else:
+                numbers += 2 * rows * size + 2 * gates
+            if not (self.loops(k) or self.at_once or self._means(k) == "torch"):
+                numbers += gates * max(width, size)  # a product, before it is added
+            most = max(most, numbers * self.item)
+        return most
+
+    def pass_rows(self, block: int) -> int:
+        """Return the rows that a forward pass processes at a time, in pieces of ``block`` rows."""
+        if self.onward == "torch":
+            return block
+        wide = GATES[self.kind] * self.size * self.item
+        return max(self.batch, min(FORWARD_BYTES // wide, block))
+
+    def loops(self, k: int) -> bool:
+        """Return whether one loop does the whole backward pass of layer k."""
+        return (
+            self._means(k) == "loops"
+            and self.batch > 1
+            and GATES[self.kind] * self.size * self.size <= LARGE
+        )
+
+    def _means(self, k: int) -> Means:
+        return self.back[k] if self.back else "loops"
+
+    @property
+    def _slopes(self) -> int:
+        """The numbers for each unit and row while torch's operations compute slopes."""
+        return {"LSTM": 9, "GRU": 9}.get(self.kind, 2)
+
+    def _width(self, k: int) -> int:
+        return self.size if k else self.width
+
+    def _copies_x(self, k: int) -> bool:
+        dropped = self.first if k == 0 else self.drops
+        return dropped or (k == 0 and (self.tracks > 1 or not self.straight))
+
+    def _pass(self, k: int, rows: int) -> int:
+        """Return the numbers that a layer's forward pass allocates."""
+        gates = GATES[self.kind] * self.size
+        if self.onward == "torch":
+            steps = -(-rows // self.batch)
+            return -(-int(self.vendor[k](steps)) // self.item) if steps else 0
+        if self.onward == "blas":
+            return (rows * (gates > self.size) + self.batch) * gates + gates
+        numbers = _whole(gates, PANEL) * self.size + self.batch * _whole(gates) + gates
+        if not self.kind.startswith("RNN"):
+            numbers += rows * gates
+        return numbers
+
+    def _fixed(self, k: int, rows: int) -> int:
+        """Return the numbers that a layer's backward pass holds throughout."""
+        size, width, gates = self.size, self._width(k), GATES[self.kind] * self.size
+        if self._means(k) in ("blas", "torch"):
+            return self.batch * size + 16  # a wide sweep's table, and the random state of its graph
+        if not self.loops(k):
+            return gates * _whole(size, PANEL) + self.threads * self.batch * _whole(size)
+        steps = max(1, rows // self.batch)
+        parts = min(self.threads, max(1, self.batch // 2))
+        each = ceil(self.batch / parts) + (parts > 1)
+        gru = self.kind == "GRU"
+        hidden = 3 * size if gru else gates
+        numbers = _panels(gates, width, each) + _panels(hidden, size, each)
+        if gru:
+            numbers += (width + size) * _whole(3 * size, PANEL) + 6 * size + hidden * size
+        row = (1 if self.kind.startswith("RNN") else 4) * size
+        sums = gates * _whole(width) + hidden * _whole(size) + row
+        numbers += parts * sums
+        if self.at_once:  # one thread sums directly into the gradients
+            numbers -= gates * width * (width % LANES == 0)
+            numbers -= hidden * size * (size % LANES == 0 and not gru)
+        room = max(
+            cpu_backward.room_for(self.kind, steps, max(1, samples), width, size)
+            for samples in (each, each - 1, each - 2)
+        )
+        return numbers + parts * room

@@ -1,0 +1,288 @@
+"""One call of a recurrent module: its recurrences, and how a plan runs them.
+
+Layers of one direction are one recurrence. A layer with two directions needs all outputs of the
+layer below it. So with two directions every layer is a recurrence of its own, and the sequences
+between the layers are held.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from retrograde.errors import CellError
+from retrograde.kernels import kernels
+from retrograde.plan.fit import Fit, in_one_range
+from retrograde.recurrent.block_lengths import BackwardPlan
+from retrograde.recurrent.bytes import sums_at_once
+from retrograde.recurrent.core import HeldLayers
+from retrograde.recurrent.dropout import Dropout, draw_key
+from retrograde.recurrent.fused import Fused
+from retrograde.recurrent.masks import Drawn, Hashed
+from retrograde.recurrent.plan import HeldPlan
+from retrograde.recurrent.ranges import backward_plans, run_held
+from retrograde.recurrent.vendor import Kernel, Layers, Mode, laid_out, run_torch
+from retrograde.recurrent.weights import last_weights
+from retrograde.run.autograd import run_schedule, run_without_gradient
+from retrograde.run.core import Core
+from retrograde.run.layout import Rows
+from retrograde.run.transforms import is_unreal
+from retrograde.schedule import Schedule
+from retrograde.sizes.ordinary import LONGEST_MEASURED
+
+if TYPE_CHECKING:
+    from retrograde.recurrent.modules import BudgetedRNN
+
+__all__ = ["Call", "Plan", "StackFit", "check_measurable"]
+
+Tensors = list[Tensor]
+State = tuple[Tensor, ...]
+# Runs one recurrence, given its number, layers, inputs and state. Returns the outputs and the last
+# state.
+RunOne = Callable[[int, tuple[Layers, ...], Tensor, Tensors], tuple[Tensor, Tensors]]
+
+
+@dataclass(frozen=True)
+class StackFit:
+    """The fit for layers with two directions, each of which is a recurrence of its own.
+
+    ``layers`` is empty if torch's own module runs. The bytes in each of ``layers`` are those of
+    that layer's share; for held layers, they are those of all layers together.
+    """
+
+    layers: tuple[Fit, ...]
+    peak_bytes: int
+    budget_bytes: int
+    ordinary_bytes: int
+    minimum_bytes: int
+
+    @property
+    def ordinary(self) -> bool:
+        """Whether torch's own module runs."""
+        return not self.layers
+
+    @property
+    def forward_steps(self) -> int:
+        """The forward steps of all layers, the first sweeps included."""
+        return sum(fit.forward_steps for fit in self.layers)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a module runs: for each recurrence, its kernel or held plan, and its schedule.
+
+    ``parts`` is empty if torch's own module runs. ``fit`` is None if the caller gave the schedule.
+    """
+
+    parts: tuple[tuple[Kernel | HeldPlan, Schedule], ...]
+    fit: Fit | StackFit | None = None
+
+
+class Call:
+    """One call of a recurrent module of this library.
+
+    Args:
+        x: inputs (T, B, I), or packed (rows, I).
+        state: (h,), or (h, c), each (layers · directions, B, H).
+        sizes: for a packed batch, the number of sequences that have each step.
+        weights: in torch's order; None for the weights that were last computed.
+        given: whether the caller gave the state; otherwise it is zeros.
+        sorts: whether a packed batch had to be sorted.
+    """
+
+    def __init__(
+        self,
+        module: "BudgetedRNN",
+        x: Tensor,
+        state: State,
+        sizes: Tensor | None = None,
+        *,
+        weights: Tensors | None = None,
+        given: bool = True,
+        sorts: bool = False,
+    ) -> None:
+        self.module, self.x, self.state, self.sizes = module, x, state, sizes
+        self.weights = last_weights(module) if weights is None else weights
+        self.given, self.sorts = given, sorts
+        self.length = len(x) if sizes is None else len(sizes)
+        # Lengths are rounded down to a power of two, 256 at most, so that few of them are measured.
+        self.measured_length = 1 << min(self.length, LONGEST_MEASURED).bit_length() - 1
+        self.batch = state[0].shape[1]
+        self.bidirectional = bool(module.bidirectional)
+        self.at_once = sums_at_once(self.length, self.batch)
+        self.has_dropout = bool(module.dropout and module.training and module.num_layers > 1)
+
+    def of_length(self, length: int) -> "Call":
+        """Return the same call with another length, which can be planned but not run."""
+        other = copy.copy(self)
+        other.length = length
+        other.at_once = sums_at_once(length, self.batch)
+        return other
+
+    @property
+    def runs_held(self) -> bool:
+        """Whether held layers can run this call; their bytes are counted, not measured."""
+        weight, module = self.weights[1], self.module
+        kind = weight.device.type
+        if module.proj_size or module.backward == "scan" or torch.is_autocast_enabled(kind):
+            return False
+        if kind == "cpu":
+            return weight.dtype in (torch.float32, torch.float64)
+        compiled = kernels(kind, weight.dtype, module.hidden_size).name == "triton"
+        return compiled and self.sizes is None
+
+    def nets(self, weights: Tensors) -> list[tuple[Layers, ...]]:
+        """Return the layers of every recurrence, with the given weights."""
+        module = self.module
+        count = module.num_layers * (2 if self.bidirectional else 1)
+        stack = Layers(cast(Mode, module.mode), weights, count, module.bias)
+        if not self.bidirectional:
+            return [(stack,)]
+        return [(stack[2 * k], stack[2 * k + 1]) for k in range(module.num_layers)]
+
+    def states(self) -> list[Tensors]:
+        """Return the initial state of every recurrence."""
+        if not self.bidirectional or self.module.num_layers == 1:
+            return [list(self.state)]
+        return [list(parts) for parts in zip(*(s.split(2) for s in self.state), strict=True)]
+
+    def dropout(self, number: int, key: Tensor | None) -> Dropout | None:
+        """Return the dropout before the layers of the recurrence with this number."""
+        if key is None or (self.bidirectional and number == 0):
+            return None
+        return Dropout(float(self.module.dropout), key, number, first=self.bidirectional)
+
+    def follow(self, schedule: Schedule) -> tuple[Tensor, State]:
+        """Run every recurrence on torch's kernels by a given schedule."""
+        return self.run(Plan(((run_torch, schedule),) * len(self.nets(self.weights))))
+
+    def run_chained(self) -> tuple[Tensor, State]:
+        """Run as torch's own module does, in as many calls as the vendor's kernel needs."""
+        return self.follow(in_one_range(self.length))
+
+    def run(self, plan: Plan) -> tuple[Tensor, State]:
+        """Run a plan. Returns the outputs, laid out as the inputs are, and the final state."""
+        key = draw_key(self.x.device) if self.has_dropout else None
+
+        def run(
+            number: int, net: tuple[Layers, ...], x: Tensor, state: Tensors
+        ) -> tuple[Tensor, Tensors]:
+            runner, schedule = plan.parts[number]
+            dropout, core = self.dropout(number, key), cast(Core, None)
+            held = isinstance(runner, HeldPlan)
+            net = tuple(laid_out(one, apart=held or dropout is not None) for one in net)
+            if isinstance(runner, HeldPlan):
+                layout = Rows(self.length, self.sizes, self.bidirectional)
+                core = self._held(runner, net, layout, dropout)
+            else:
+                layout = Rows(self.length, self.sizes, self.bidirectional, dropout is not None)
+                core = Fused(net, runner, dropout, self.sizes is not None)
+            if torch.is_grad_enabled():
+                (y,), final = run_schedule(core, schedule, [x], state, layout)
+            else:
+                (y,), final = run_without_gradient(core, layout.read([x]), state, layout)
+            return y, final
+
+        return self._in_turn(run)
+
+    def run_scan(self) -> tuple[Tensor, State]:
+        """Run without a budget: gates are kept, and the backward pass is a scan.
+
+        Dropout masks are drawn as torch draws them. The results are laid out as :meth:`run`'s.
+        """
+
+        def run(
+            number: int, net: tuple[Layers, ...], x: Tensor, state: Tensors
+        ) -> tuple[Tensor, Tensors]:
+            layout = Rows(self.length, self.sizes, self.bidirectional)
+            net = tuple(laid_out(one, apart=True) for one in net)
+            plans = backward_plans("scan", net[0], self.length, self.batch)
+            return run_held(net, layout, x, state, plans, self._drawn(number, net[0].count))
+
+        return self._in_turn(run)
+
+    def _in_turn(self, run: RunOne) -> tuple[Tensor, State]:
+        """Run each recurrence on the outputs of the one before."""
+        x, finals = self.x, []
+        nets = self.nets(_apart(self.weights))
+        for number, (net, state) in enumerate(zip(nets, self.states(), strict=True)):
+            x, final = run(number, net, x, state)
+            finals.append(final)
+        if len(finals) == 1:
+            return x, tuple(finals[0])
+        return x, tuple(torch.cat(parts) for parts in zip(*finals, strict=True))
+
+    def _held(
+        self, plan: HeldPlan, net: tuple[Layers, ...], layout: Rows, dropout: Dropout | None
+    ) -> HeldLayers:
+        plans = [BackwardPlan("sequential", max(1, plan.block // self.batch))] * net[0].count
+        masks = None if dropout is None else Hashed(dropout)
+        return HeldLayers(
+            net,
+            layout,
+            self.batch,
+            plans,
+            kept=plan.kept,
+            masks=masks,
+            onward=plan.onward,
+            back=plan.back,
+            at_once=self.at_once,
+        )
+
+    def _drawn(self, number: int, count: int) -> Drawn | None:
+        """Draw the dropout masks before the layers of a recurrence, as torch draws them."""
+        if not self.has_dropout or (self.bidirectional and number == 0):
+            return None
+        layers = [0] if self.bidirectional else [*range(1, count)]
+        width = self.state[0].shape[-1] * (2 if self.bidirectional else 1)
+        like = self.x.new_empty(*self.x.shape[:-1], width)
+        return Drawn.like(layers, like, float(self.module.dropout))
+
+    def shapes(self) -> Any:
+        """Return everything that the bytes of a range depend on, except its length."""
+        module, x, kind = self.module, self.x, self.x.device.type
+        return (
+            (module.backward, self.has_dropout and module.dropout, x.shape[1:]),
+            (self.sizes is None, self.given, self.sorts, self.at_once),
+            *(tuple(s.shape) for s in self.state),
+            *((t.is_contiguous(), t.stride(-1), 0 in t.stride()) for t in (x, *self.state)),
+            *((t.dtype, t.requires_grad) for t in (x, *self.state)),
+            *((w.dtype, w.requires_grad, w.is_contiguous()) for w in self.weights),
+            (x.device, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
+            torch.get_num_threads(),  # each thread has a buffer of its own
+        )
+
+    def check_measurable(self) -> None:
+        """Raise CellError if the bytes of this call cannot be measured."""
+        check_measurable([self.x, *self.state, *self.weights])
+
+
+def check_measurable(tensors: Tensors) -> None:
+    """Raise CellError if the bytes of a call cannot be measured.
+
+    That is so if a tensor is fake or on the meta device, or if no tensor requires a gradient.
+    """
+    if is_unreal(tensors):
+        places = ", ".join(sorted({str(t.device) for t in tensors}))
+        raise CellError(
+            f"the input or a weight is fake or on the meta device ({places}): expected real "
+            "tensors, for what they take is measured; call the module with real ones, and ask again"
+        )
+    if not any(t.requires_grad for t in tensors):
+        raise CellError(
+            "there is nothing to backpropagate: expected a weight or an input that requires a "
+            "gradient; give the input as training will, with requires_grad_()"
+        )
+
+
+def _apart(weights: Tensors) -> Tensors:
+    """Return the weights, as views if one is used twice or computed from another tensor.
+
+    Autograd then gives each view its own share of the gradient.
+    """
+    if all(w.is_leaf for w in weights) and len({id(w) for w in weights}) == len(weights):
+        return weights
+    return [w.view_as(w) for w in weights]

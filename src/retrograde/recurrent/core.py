@@ -1,0 +1,402 @@
+"""Recurrent layers whose outputs the caller holds anyway, so that few states need to be kept.
+
+The outputs of RNN and GRU are their hidden states; those of an LSTM are half of its states. So
+little else has to be recorded. A recorded range keeps an LSTM's c before each piece (a *mark*). It
+also keeps the outputs of all layers below the top one. The backward pass recomputes the gates of a
+piece from these by one matrix product. The last steps keep their gates instead, as many as memory
+allows, at five numbers per unit and step.
+
+Two directions are two tracks. The second track runs from the last step to the first. In a packed
+batch, each sequence joins the second track at that sequence's own last step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from retrograde.discover.surroundings import Ambient
+from retrograde.kernels import blas_kernels, kernels
+from retrograde.kernels.cells import Block, Kept, Weights
+from retrograde.recurrent.backward import LayerBackward
+from retrograde.recurrent.block_lengths import BackwardPlan
+from retrograde.recurrent.bytes import Means
+from retrograde.recurrent.forward import LayerForward
+from retrograde.recurrent.fused import Fused
+from retrograde.recurrent.masks import Masks
+from retrograde.recurrent.pieces import Piece, cut
+from retrograde.recurrent.vendor import Layers
+from retrograde.run.core import Emit, Gate, Gradients, RangeCore, Tape, discard
+from retrograde.run.inputs import Inputs
+from retrograde.run.layout import Layout, RowInputs, Rows
+
+__all__ = ["HeldLayers"]
+
+Tensors = list[Tensor]
+
+
+@dataclass
+class _Held(Tape):
+    """The contents of a recorded range.
+
+    They are the state before it (``first``), and h of all layers ``below`` the top one (rows, H).
+    For each track, layer and piece of an LSTM there is an entry in one of two dicts. ``marks`` has
+    c before the piece (n, H), and ``kept`` its gates and cells.
+    """
+
+    first: Tensors
+    below: Tensors
+    marks: dict[tuple[int, int, Piece], Tensor] = field(default_factory=dict)
+    kept: dict[tuple[int, int, Piece], Kept] = field(default_factory=dict)
+
+
+class HeldLayers(RangeCore):
+    """Several layers in one direction, or one layer in two directions; without projections.
+
+    ``plans`` go from the lowest layer up, and the first plan's ``block`` is the steps of a piece.
+    The last ``kept`` steps of each track of an LSTM keep their gates.
+    """
+
+    def __init__(
+        self,
+        tracks: tuple[Layers, ...],
+        rows: Rows,
+        batch: int,
+        plans: Sequence[BackwardPlan],
+        *,
+        kept: int = 0,
+        masks: Masks | None = None,
+        onward: Means = "loops",
+        back: Sequence[Means] = (),
+        at_once: bool = False,
+    ) -> None:
+        self.tracks, self.rows, self.batch, self.plans = tracks, rows, batch, plans
+        self.kept, self.block = kept, min(plans[0].block, rows.length) * batch
+        self.masks, self.at_once = masks, at_once
+        self.parameters = [w for track in tracks for w in track.weights if w.requires_grad]
+        weight = tracks[0].weights[1]
+        self.ambient = Ambient(weight.device)
+        self.kind, self.size, self.count = tracks[0].mode, weight.shape[1], tracks[0].count
+        self.real = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        self.layers = [
+            [Weights.of(t.mode, [w.detach() for w in t[k].weights]) for k in range(t.count)]
+            for t in tracks
+        ]
+        self.back: tuple[Means, ...] = tuple(back or ["loops"] * self.count)
+        loops = kernels(weight.device.type, weight.dtype, self.size)
+        self.forward = blas_kernels().forward if onward == "blas" else loops.forward
+        self.recall = loops.recall
+        #: Whether a second run can take h from the outputs of the top layer, instead of running
+        #: step by step.
+        self.follows = self.kind != "LSTM" or self.recall is not None
+
+    @cached_property
+    def sizes(self) -> list[int] | None:
+        """The number of sequences at each step of a packed batch, or None."""
+        return None if self.rows.sizes is None else self.rows.sizes.tolist()
+
+    def room(self, inputs: Inputs) -> Tensors:
+        """Return buffers for the outputs of all steps, which this core writes itself."""
+        x = cast(RowInputs, inputs).x
+        return [x.new_empty(*x.shape[:-1], self.size * len(self.tracks))]
+
+    def totals(self) -> list[Tensor | None]:
+        return [
+            torch.zeros_like(w, dtype=self.real, memory_format=torch.contiguous_format)
+            for w in self.parameters
+        ]
+
+    def ordinary(
+        self, layout: Layout, inputs: Tensors, state: Tensors, gate: Gate
+    ) -> tuple[Tensors, Tensors, Tensors]:
+        dropout = None if self.masks is None else self.masks.of_all_steps()
+        core = Fused(self.tracks, dropout=dropout, packed=self.rows.sizes is not None)
+        rows = replace(self.rows, numbered=dropout is not None)
+        return core.ordinary(rows, inputs, state, gate)
+
+    @torch.no_grad()
+    def advance(
+        self, inputs: Inputs, start: int, stops: Sequence[int], state: Tensors, emit: Emit | None
+    ) -> list[Tensors]:
+        """Run a few steps at a time through all layers; memory does not grow with their number."""
+        found, after = [], [_copied(s) for s in state]
+        (track,) = self.layers
+        if emit is None and self.count == 1 and self.follows:
+            for a, b in pairwise([start, *stops]):
+                for piece in self._pieces(0, a, b):
+                    own = [s[0, : piece.samples] for s in after]
+                    self._follow(None, inputs, 0, piece, track[0], own)
+                found.append(after if b == stops[-1] else [s.clone() for s in after])
+            return found
+        passes = [LayerForward(self.forward, weights, self.block) for weights in track]
+        most = min(p.rows for p in passes)
+        for a, b in pairwise([start, *stops]):
+            for piece in cut(a, b, most, self.batch, self.sizes):
+                y = self._x(inputs, 0, piece)
+                for k, run in enumerate(passes):
+                    if k:
+                        y = self._dropped(y, k, piece)
+                    top = k == self.count - 1 and emit not in (None, discard)
+                    own, given = [s[k, : piece.samples] for s in after], y
+                    y = self._output(inputs, 0, piece) if top else _room(given, self.size)
+                    run(given, own, y)
+            found.append(after if b == stops[-1] else [s.clone() for s in after])
+        return found
+
+    @torch.no_grad()
+    def record(
+        self, inputs: Inputs, start: int, stop: int, state: Tensors, emit: Emit | None
+    ) -> Tape:
+        after = [_copied(s) for s in state]
+        wanted, passes = [*inputs.differentiable], [True] * len(state)
+        tape = _Held(start, stop, [], wanted, passes, after, (), [*state], [])
+        for number, layers in enumerate(self.layers):
+            for k, weights in enumerate(layers):
+                self._record(tape, inputs, number, k, weights, emit)
+        return tape
+
+    @torch.no_grad()
+    def backpropagate(self, tape: Any, gradients: Gradients) -> None:
+        given = [
+            torch.zeros_like(t) if g is None else g
+            for t, g in zip(tape.state_after, gradients.states, strict=True)
+        ]
+        firsts = []
+        for number in range(len(self.tracks)):
+            at = slice(number * self.count, (number + 1) * self.count)
+            g = torch.cat([s[at].to(self.real) for s in given], -1)
+            self._backpropagate(tape, gradients, number, g)
+            firsts.append(g)
+        g = torch.cat(firsts) if len(firsts) > 1 else firsts[0]
+        states: list[Any] = [
+            part.to(tape.first[0].dtype).contiguous() for part in g.split(self.size, -1)
+        ]
+        gradients.states = states
+
+    def _record(
+        self, tape: _Held, inputs: Inputs, number: int, k: int, weights: Weights, emit: Emit | None
+    ) -> None:
+        """Run a layer over a range; its state goes from before the range to after it."""
+        top, own = k == self.count - 1, number * self.count + k
+        emits = emit not in (None, discard)
+        pieces = self._pieces(number, tape.start, tape.stop)
+        if not top:
+            rows = sum(piece.rows for piece in pieces)
+            tape.below.append(tape.state_after[0].new_empty(rows, self.size))
+        run = LayerForward(self.forward, weights, self.block)
+        for piece in pieces:
+            state = [s[own, : piece.samples] for s in tape.state_after]
+            keeps, room = self._keeps(tape, number, k, piece), None
+            if self.kind == "LSTM" and not keeps:
+                tape.marks[number, k, piece] = state[1].clone()
+            if top and emit is None and self.follows:
+                found = self._follow(tape, inputs, number, piece, weights, state)
+                if keeps and found is not None:
+                    tape.kept[number, k, piece] = found
+                del found  # before the next ones are made
+                continue
+            if keeps:
+                lead = len(piece), piece.samples
+                gates = state[0].new_empty(*lead, 4 * self.size)
+                room = Kept(gates, state[0].new_empty(*lead, self.size))
+                tape.kept[number, k, piece] = room
+            x = self._given(tape, inputs, number, k, piece)
+            y = self._output(inputs, number, piece) if top else self._below(tape, k, piece)
+            # In a second run the caller's outputs exist already.
+            direct = not top or (emits and y.is_contiguous() and len(self.tracks) == 1)
+            into = y if direct else _room(x, self.size)
+            run(x, state, into, room)
+            if emits and not direct:
+                y.copy_(into.flip(0) if number else into)
+            del x, into  # before the next ones are made
+
+    def _follow(
+        self,
+        tape: _Held | None,
+        inputs: Inputs,
+        number: int,
+        piece: Piece,
+        weights: Weights,
+        state: Tensors,
+    ) -> Kept | None:
+        """Move a top layer's state from before a piece to after it, when its outputs exist already.
+
+        No recurrence of h is run. Return an LSTM's gates, which its c needs; None for other layers.
+        """
+        h, *c = state
+        if not c:
+            h.copy_(self._output(inputs, number, piece)[0 if number else -1])
+            return None
+        assert self.recall is not None
+        after = self._read(self._output(inputs, number, piece), number)
+        before = torch.cat([h.unsqueeze(0), after[:-1]])
+        h.copy_(after[-1])
+        if tape is None:
+            x = self._x(inputs, number, piece)
+        else:
+            x = self._given(tape, inputs, number, self.count - 1, piece)
+        return self.recall(weights, x, before, *c)
+
+    def _backpropagate(self, tape: _Held, gradients: Gradients, number: int, g: Tensor) -> None:
+        """Backpropagate a track; g (layers, B, n) goes from after the range to before it."""
+        pieces = self._pieces(number, tape.start, tape.stop)
+        rows, totals = self.block, self._totals(number, gradients.parameters)
+        each = zip(self.layers[number], totals, self.plans, self.back, strict=True)
+        passes = [
+            LayerBackward(
+                w.cast(self.real), total, plan, self.batch, rows, means=means, at_once=self.at_once
+            )
+            for w, total, plan, means in each
+        ]
+        (total_dx,), (seeds,) = gradients.inputs, gradients.outputs
+        read = cast(Inputs, gradients.read)
+        while pieces:
+            piece = pieces.pop()
+            dy = None if seeds is None else self._columns(seeds, number, piece)
+            if dy is not None and number:
+                dy = dy.flip(0)
+            into = None if total_dx is None else self._rows(total_dx, piece)
+            for k in reversed(range(self.count)):
+                block = self._block(tape, read, number, k, piece, pieces)
+                dx = self._direct(into) if k == 0 else _room(block.x, block.x.shape[-1])
+                if dx is None and into is not None:
+                    dx = _room(block.x, block.x.shape[-1])
+                at = g[k, : piece.samples]
+                at.copy_(passes[k].add(block, dy, at, dx))
+                del block  # before the next one is made
+                dy = self._dropped(dx, k, piece) if k and dx is not None else dx
+            if into is not None and dx is not None and dx.data_ptr() != into.data_ptr():
+                dx = self._dropped(dx.flip(0) if number else dx, 0, piece)
+                _ = into.add_(dx) if len(self.tracks) > 1 else into.copy_(dx)
+        for one in passes:
+            one.finish()
+        tape.below.clear()
+
+    def _block(
+        self, tape: _Held, read: Inputs, number: int, k: int, piece: Piece, earlier: list[Piece]
+    ) -> Block:
+        """Return a piece in the form that its backward pass needs."""
+        own = number * self.count + k
+        after = self._states(tape, read, number, k, piece)
+        entering = tape.first[0][own, : piece.samples]
+        if earlier:
+            end = earlier[-1].start if number else earlier[-1].stop - 1
+            last = self._states(tape, read, number, k, Piece(end, end + 1, earlier[-1].samples))[0]
+            entering = torch.cat([last[: piece.samples], entering[len(last) :]])
+        before = torch.cat([entering.unsqueeze(0), after[:-1]])
+        c = tape.marks.pop((number, k, piece), None)
+        kept = tape.kept.pop((number, k, piece), None)
+        x = self._given(tape, read, number, k, piece)
+        return Block(x, before, after, c, kept).cast(self.real)
+
+    def _states(self, tape: _Held, inputs: Inputs, number: int, k: int, piece: Piece) -> Tensor:
+        """Return h after every step of a piece (L, n, H)."""
+        if k < self.count - 1:
+            return self._below(tape, k, piece)
+        return self._read(self._output(inputs, number, piece), number)
+
+    def _pieces(self, number: int, start: int, stop: int) -> list[Piece]:
+        """Return the pieces of a range, in the order in which a track runs them.
+
+        A new piece begins where gates begin to be kept.
+        """
+        edge = self.kept if number else self.rows.length - self.kept
+        bounds = [start, *([edge] if start < edge < stop else []), stop]
+        pieces = [
+            piece
+            for a, b in pairwise(bounds)
+            for piece in cut(a, b, self.block, self.batch, self.sizes)
+        ]
+        return pieces[::-1] if number else pieces
+
+    def _keeps(self, tape: _Held, number: int, k: int, piece: Piece) -> bool:
+        """Return whether the gates of a piece are kept.
+
+        They are kept for the last steps of each track. A recorded range of one piece that is only a
+        part of all steps keeps those of its top layer, which is backpropagated next.
+        """
+        if self.kind != "LSTM" or self.forward is None:
+            return False
+        if len(piece) == tape.stop - tape.start < self.rows.length:
+            return k == self.count - 1
+        return piece.stop <= self.kept if number else piece.start >= self.rows.length - self.kept
+
+    def _rows(self, t: Tensor, piece: Piece) -> Tensor:
+        """Return a piece's rows of a tensor over all steps (L, n, …), in the order of the steps."""
+        if self.sizes is None:
+            return t[piece.start : piece.stop]
+        rows = t[self.rows.offsets[piece.start] : self.rows.offsets[piece.stop]]
+        return rows.view(len(piece), piece.samples, -1)
+
+    def _columns(self, t: Tensor, number: int, piece: Piece) -> Tensor:
+        """Return a piece's rows for one track, from a tensor that has the tracks side by side."""
+        return self._rows(t, piece)[..., number * self.size : (number + 1) * self.size]
+
+    def _read(self, t: Tensor, number: int) -> Tensor:
+        """Return a tensor in contiguous memory, with its steps in the order of a track.
+
+        The given tensor is in the order of the steps.
+        """
+        return (t.flip(0) if number else t).to(self.real).contiguous()
+
+    def _direct(self, into: Tensor | None) -> Tensor | None:
+        """Return where the gradients of inputs can be written directly; None if they cannot."""
+        drops = self.masks is not None and self.masks.first
+        alike = into is not None and into.is_contiguous() and into.dtype == self.real
+        return into if alike and len(self.tracks) == 1 and not drops else None
+
+    def _x(self, inputs: Inputs, number: int, piece: Piece) -> Tensor:
+        """Return the inputs of a piece (L, n, I), in the order in which its track runs them."""
+        x = self._dropped(self._rows(cast(RowInputs, inputs).x.detach(), piece), 0, piece)
+        return (x.flip(0) if number else x).contiguous()
+
+    def _given(self, tape: _Held, inputs: Inputs, number: int, k: int, piece: Piece) -> Tensor:
+        """Return a layer's inputs for a piece."""
+        if k == 0:
+            return self._x(inputs, number, piece)
+        return self._dropped(self._below(tape, k - 1, piece), k, piece)
+
+    def _below(self, tape: _Held, k: int, piece: Piece) -> Tensor:
+        """Return the outputs of a layer that is not the top one (L, n, H)."""
+        at = [self._offset(t) - self._offset(tape.start) for t in (piece.start, piece.stop)]
+        return tape.below[k][at[0] : at[1]].view(len(piece), piece.samples, -1)
+
+    def _offset(self, step: int) -> int:
+        """Return the row at which a step begins."""
+        return step * self.batch if self.sizes is None else self.rows.offsets[step]
+
+    def _output(self, inputs: Inputs, number: int, piece: Piece) -> Tensor:
+        """Return a view of the outputs of a piece (L, n, H), in the order of the steps."""
+        return self._columns(cast(Tensor, cast(RowInputs, inputs).outputs), number, piece)
+
+    def _dropped(self, x: Tensor, k: int, piece: Piece) -> Tensor:
+        """Apply dropout to a layer's input, or to that input's gradient."""
+        return x if self.masks is None else self.masks(x, k, piece, self._offset(piece.start))
+
+    def _totals(self, number: int, parameters: list[Tensor | None]) -> list[dict[str, Tensor]]:
+        """Return, for each layer, the sums of its weights' gradients by name.
+
+        A frozen weight gets a sum of its own, which is discarded.
+        """
+        known = {id(w): t for w, t in zip(self.parameters, parameters, strict=True)}
+        found = []
+        for k, weights in enumerate(self.layers[number]):
+            own = zip(weights.tensors().items(), self.tracks[number][k].weights, strict=True)
+            totals = {}
+            for (name, w), given in own:
+                total = known.get(id(given))
+                totals[name] = torch.zeros_like(w, dtype=self.real) if total is None else total
+            found.append(totals)
+        return found
+
+
+def _copied(state: Tensor) -> Tensor:
+    return state.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _room(like: Tensor, width: int) -> Tensor:
+    return like.new_empty(*like.shape[:-1], width)

@@ -1,0 +1,194 @@
+"""The fastest core and schedule within a budget, among several cores that compute the same.
+
+A plan of few, long ranges wins where calls are expensive. A plan of little recomputation wins where
+steps are. Which kernel is the fastest depends on both. The costs are nominal: they are what
+``benchmarks/range_costs.py`` measured once, and not the user's machine. So a budget gives the same
+schedule, and the same sums, on every run. In microseconds, for layers of W weights:
+
+    forward step  = step + flops / rate
+    advancing     = call + weight · W        a call, besides its steps
+    recording     = record + weighed · W     a call, and one backward, besides their steps
+    backward step = backward · forward step  beyond running it forward
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from retrograde.errors import BudgetError
+from retrograde.kernels import kernels
+from retrograde.plan.fit import Curve, Fit, Footprint, Highest, fit, predict_peak_bytes
+from retrograde.recurrent.dropout import Dropout
+from retrograde.recurrent.fused import Fused
+from retrograde.recurrent.ranges import RunHeld, has_slopes
+from retrograde.recurrent.vendor import Kernel, Layers, run_torch
+from retrograde.run.core import Core
+from retrograde.run.inputs import Inputs
+from retrograde.sizes.footprint import footprint, measured_for
+from retrograde.units import Memory
+
+__all__ = ["Candidate", "candidates", "fit_fastest", "fit_measured", "footprints"]
+
+Tensors = list[Tensor]
+
+
+class _Costs(NamedTuple):
+    """The nominal costs of a kernel, by the names above; rates in operations per microsecond."""
+
+    step: float
+    rate: float
+    backward: float
+    call: float
+    record: float
+    weight: float = 0.0
+    weighed: float = 0.0
+
+
+# These include what the executor adds to a call: some 40 µs to advance, and 130 µs to record and to
+# backpropagate.
+_CPU = {
+    "LSTM": _Costs(step=1.2, rate=1.6e5, backward=2.2, call=130, record=500),
+    "GRU": _Costs(step=14, rate=1.1e5, backward=3.0, call=70, record=300),
+    "RNN": _Costs(step=5, rate=1.1e5, backward=3.0, call=70, record=260),
+    "compiled": _Costs(
+        step=0.2, rate=1.35e5, backward=2.0, call=130, record=600, weight=9e-4, weighed=5e-3
+    ),
+}
+# These are not measured. On a GPU launches cost time, and arithmetic hardly does.
+_CUDA = _Costs(step=5, rate=2e7, backward=2.0, call=100, record=400)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A core as the executor would run it; the other fields are those of :class:`Footprint`."""
+
+    core: Core
+    step_time: float = 1.0
+    call_steps: float = 0.0
+    record_steps: float = 0.0
+    backward_steps: float = 2.0
+    scheduled: bool = False
+    extra_bytes: int = 0
+
+
+def candidates(
+    nets: tuple[Layers, ...],
+    batch: int,
+    *,
+    backward: Literal["scan"] | None = None,
+    dropout: Dropout | None = None,
+    packed: bool = False,
+    whole: bool = True,
+    extra_bytes: int = 0,
+) -> list[Candidate]:
+    """Return the cores that can run ``nets``: all layers of one direction, or one for each of two.
+
+    ``backward`` is None if the caller asked for no scan. ``whole`` says whether torch's own
+    module can run the layers too. With enough memory it does.
+    """
+    on_cpu = nets[0].weights[0].device.type == "cpu"
+    usual = _CPU[nets[0].mode.split("_")[0]] if on_cpu else _CUDA
+    compiled = _CPU["compiled"] if on_cpu else _CUDA
+    known: list[tuple[Kernel, _Costs]] = [(run_torch, usual)]
+    weight = nets[0].weights[1]
+    if backward is not None and has_slopes(nets[0]):
+        known = [(RunHeld(backward), compiled)]
+    elif has_slopes(nets[0]) and not packed and len(nets) == 1:
+        fast = kernels(weight.device.type, weight.dtype, weight.shape[1]).backward is not None
+        known += [(RunHeld(), compiled)] if fast else []
+    weights = sum(w.numel() for net in nets for w in net.weights if w.dim() == 2)
+    found = []
+    for kernel, costs in known:
+        step = costs.step + 2.0 * batch * weights / costs.rate
+        candidate = Candidate(
+            Fused(nets, kernel, dropout, packed),
+            step_time=step,
+            call_steps=(costs.call + costs.weight * weights) / step,
+            record_steps=(costs.record + costs.weighed * weights) / step,
+            backward_steps=costs.backward,
+            scheduled=not (whole and kernel is run_torch),
+            extra_bytes=extra_bytes,
+        )
+        found.append(candidate)
+    return found
+
+
+def footprints(
+    several: Sequence[Candidate],
+    inputs: Inputs,
+    state: Tensors,
+    ordinary: Curve | Highest | None = None,
+    memory: Memory | None = None,
+    first: Tensors | None = None,
+) -> list[Footprint]:
+    """Measure each candidate as :func:`footprint` does, which explains ``first``.
+
+    ``ordinary`` gives the bytes of ordinary backpropagation. If it is None, they are measured on
+    the first candidate.
+    """
+    found: list[Footprint] = []
+    for one in several:
+        sizes = footprint(one.core, inputs, state, ordinary=ordinary, memory=memory, first=first)
+        ordinary = sizes.ordinary
+        sizes = replace(
+            sizes,
+            extra_bytes=sizes.extra_bytes + one.extra_bytes,
+            step_time=one.step_time,
+            call_steps=one.call_steps,
+            record_steps=one.record_steps,
+            backward_steps=one.backward_steps,
+            scheduled=one.scheduled or one.core.sums,
+        )
+        found.append(sizes)
+    return found
+
+
+def fit_measured(
+    core: Core, inputs: Inputs, state: Tensors, memory: Memory | None, sizes: Footprint
+) -> tuple[Fit, Footprint]:
+    """Return the fastest schedule for a core within a budget, and its footprint.
+
+    If steps are not known to take equal bytes, each length that the schedule uses is measured. This
+    repeats until the predicted peak is within the budget. Raises BudgetError if even the smallest
+    schedule does not fit.
+    """
+    while True:
+        found = fit(len(inputs), memory, sizes)
+        if found.ordinary or not core.joins or sizes.even:
+            return found, sizes
+        sizes = measured_for(found.schedule, sizes, core, inputs, state)
+        if predict_peak_bytes(found.schedule, sizes) <= found.budget_bytes:
+            return found, sizes
+
+
+def fit_fastest(
+    several: Sequence[Candidate],
+    sizes: list[Footprint],
+    inputs: Inputs,
+    state: Tensors,
+    memory: Memory | None,
+) -> tuple[int, Fit]:
+    """Return the number of the fastest candidate within a budget, and its fit.
+
+    ``sizes`` are updated in place. Raises BudgetError if the budget is too small for every core.
+    """
+    length = len(inputs)
+    minimum = min(size.least_bytes(length) for size in sizes)
+    best: tuple[int, Fit] | None = None
+    refusals: list[BudgetError] = []
+    for number in sorted(range(len(sizes)), key=lambda n: sizes[n].least_time(length)):
+        if best is not None and sizes[number].least_time(length) >= best[1].time:
+            break
+        core = several[number].core
+        try:
+            found, sizes[number] = fit_measured(core, inputs, state, memory, sizes[number])
+        except BudgetError as refusal:
+            refusals.append(refusal)
+            continue
+        if best is None or found.time < best[1].time:
+            best = number, found
+    if best is None:
+        raise min(refusals, key=lambda refusal: refusal.minimum_bytes)
+    return best[0], replace(best[1], minimum_bytes=min(minimum, best[1].minimum_bytes))

@@ -1,0 +1,121 @@
+"""The forward pass of one layer in one direction; it records at most an LSTM's gates."""
+
+from functools import partial
+from math import inf
+
+import torch
+from torch import Tensor
+
+from retrograde.kernels import Forward, kernels
+from retrograde.kernels.cells import Kept, Weights
+from retrograde.measure.allocations import measure
+from retrograde.plan.fit import Curve
+from retrograde.recurrent.bytes import FORWARD_BYTES
+from retrograde.recurrent.vendor import Layers, run_torch
+from retrograde.sizes.ordinary import FEW_BYTES, FEW_STEPS
+from retrograde.units import Memory
+
+__all__ = ["LayerForward", "forward_bytes", "forward_curve", "room_for", "run", "run_by_torch"]
+
+Tensors = list[Tensor]
+
+
+def room_for(weights: Weights, x: Tensor) -> Kept | None:
+    """Return buffers for the gates and cells of an LSTM's forward pass.
+
+    Return None where the forward pass cannot keep them.
+    """
+    make = kernels(x.device.type, x.dtype, weights.size).forward
+    if weights.kind != "LSTM" or make is None:
+        return None
+    gates, cells = (x.new_empty(*x.shape[:2], k * weights.size) for k in (4, 1))
+    return Kept(gates, cells)
+
+
+@torch.no_grad()
+def run(
+    weights: Weights, x: Tensor, state: tuple[Tensor, ...], kept: Kept | None = None
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Run inputs x (L, B, I) by the fastest kernel. Return outputs (L, B, H) and the state after.
+
+    A state is (h,) or (h, c), each (B, H). ``kept``, from :func:`room_for`, receives an LSTM's
+    gates and cells.
+    """
+    make = kernels(x.device.type, x.dtype, weights.size).forward
+    after = [s.clone(memory_format=torch.contiguous_format) for s in state]
+    y = x.new_empty(*x.shape[:2], weights.size)
+    LayerForward(make, weights, len(x) * x.shape[1])(x, after, y, kept)
+    return y, tuple(after)
+
+
+class LayerForward:
+    """The forward pass of a layer, in pieces of at most ``block`` rows.
+
+    torch's own kernel runs it if ``make`` is None.
+    """
+
+    def __init__(self, make: type[Forward] | None, weights: Weights, block: int) -> None:
+        self.weights, wide = weights, weights.inputs.shape[0] * weights.inputs.itemsize
+        self.rows = max(1, min(FORWARD_BYTES // wide, block) if make else block)
+        self.make = make
+        self.forward: Forward | None = None
+        self.samples = -1
+
+    def __call__(self, x: Tensor, state: Tensors, y: Tensor, kept: Kept | None = None) -> None:
+        """Run inputs x (L, n, I) and write the outputs to y (L, n, H).
+
+        The state is (h,) or (h, c), each (n, H), and is overwritten. ``kept`` receives an LSTM's
+        gates and cells.
+        """
+        if self.make is None:
+            run_by_torch(self.weights, x, state, y)
+            return
+        if self.samples != x.shape[1]:
+            self.samples, self.forward = x.shape[1], None  # release the old one first
+            self.forward = self.make(self.weights, self.samples)
+        assert self.forward is not None
+        steps = max(1, self.rows // self.samples)
+        at_hand = kept is not None or self.weights.kind.startswith("RNN")
+        room = None if at_hand else self.forward.room(min(steps, len(x)))
+        for a in range(0, len(x), steps):
+            part = slice(a, min(a + steps, len(x)))
+            gates = y[part] if room is None else room[: part.stop - a]
+            cells = None
+            if kept is not None:
+                gates, cells = kept.gates[part], kept.cells[part]
+            self.forward(x[part].contiguous(), tuple(state), y[part], gates, cells)
+
+
+@torch.no_grad()
+def run_by_torch(weights: Weights, x: Tensor, state: Tensors, y: Tensor) -> None:
+    """Run steps by torch's own kernel, which records nothing."""
+    biases = [b for b in (weights.bias_inputs, weights.bias_hidden) if b is not None]
+    net = Layers(weights.kind, [weights.inputs, weights.hidden, *biases], 1, bool(biases))
+    before = [s.unsqueeze(0).contiguous() for s in state]
+    found, after = run_torch(net, x, before, None)
+    y.copy_(found)
+    for s, new in zip(state, after, strict=True):
+        s.copy_(new.squeeze(0))
+
+
+def forward_curve(weights: Weights, state: Tensors, length: int, memory: Memory | None) -> Curve:
+    """Measure :func:`forward_bytes` by number of steps.
+
+    Ranges of more than a few steps are measured only as far as a budget in bytes allows.
+    """
+    most = memory if isinstance(memory, int) else inf
+    points: dict[int, int] = {}
+    for steps in sorted({min(length, n) for n in (1, 2, 4, 16, 64)}):
+        if steps > FEW_STEPS and 4 * max(points.values()) > max(most, FEW_BYTES):
+            break
+        points[steps] = forward_bytes(weights, state, steps)
+    return Curve(tuple(points.items()))
+
+
+def forward_bytes(weights: Weights, state: Tensors, steps: int) -> int:
+    """Measure the peak bytes of :func:`run_by_torch` for a number of steps, on zeros."""
+    x = state[0].new_zeros(steps, len(state[0]), weights.inputs.shape[1])
+    y = state[0].new_zeros(steps, *state[0].shape)
+    call = partial(run_by_torch, weights, x, state, y)
+    call()  # a first call's permanent allocations do not count
+    return measure(call, device=x.device).peak_bytes

@@ -1,0 +1,143 @@
+"""The memory of ordinary backpropagation through a recurrent module, measured on torch's own."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from retrograde.plan.fit import Highest
+from retrograde.recurrent.call import Call
+from retrograde.recurrent.weights import over_weights, stand_ins
+from retrograde.sizes.ordinary import even_from, measure_pass, ordinary_curve
+from retrograde.units import Memory
+
+__all__ = ["Ordinary", "measure_ordinary", "measure_whole"]
+
+State = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Ordinary:
+    """The working bytes of ordinary backpropagation, for any length.
+
+    Attributes:
+        batch: the number of sequences.
+        full: bytes by steps, if all sequences have all steps.
+        single: for a packed batch, bytes by steps if only one sequence has them.
+        gradient_copy: further bytes a step, where a kernel must copy the outputs' gradient.
+    """
+
+    batch: int
+    full: Highest
+    single: Highest | None = None
+    gradient_copy: int = 0
+
+    def serves(self, steps: int) -> bool:
+        """Return whether measuring so many steps would give the same result."""
+        ends = [even_from(curves) for curves in (self.full, self.single) if curves is not None]
+        return all(end is not None and end <= steps for end in ends)
+
+    def is_certain(self, steps: int) -> bool:
+        """Return whether the bytes of so many steps were measured, or follow from even growth."""
+        curves = [each for each in (self.full, self.single) if each is not None]
+        return all(
+            even_from(each) is not None or each.curves[0].points[-1][0] >= steps for each in curves
+        )
+
+    def __call__(self, steps: int, rows: int) -> int:
+        """Return the bytes for so many steps; ``rows`` are those of a packed batch."""
+        if self.single is None or self.batch == 1:
+            return self.full(steps)
+        least, most = self.single(steps), self.full(steps)
+        return least + -(-(most - least) * (rows - steps) // (steps * (self.batch - 1)))
+
+
+def measure_ordinary(call: Call, memory: Memory | None) -> Ordinary:
+    """Measure torch's own module on short sequences; a packed batch has sequences of one length.
+    Measurements of more than a few steps keep to the budget, too."""
+    batch, packed, length = call.batch, call.sizes is not None, call.measured_length
+    with _apart(call.x):
+        full = ordinary_curve(_taker(call, batch), length, memory)
+        single = ordinary_curve(_taker(call, 1), length, memory) if packed else None
+        steps = full.curves[0].points[-1][0]
+        more = max(0, max(_taker(call, batch, expanded=True)(steps)) - full(steps))
+    return Ordinary(batch, full, single, -(-more // steps))
+
+
+def measure_whole(call: Call) -> int:
+    """Measure torch's own module on all steps of a call that is not packed."""
+    with _apart(call.x):
+        return max(_taker(call, call.batch)(call.length))
+
+
+@contextmanager
+def _apart(x: Tensor) -> Iterator[None]:
+    """Record gradients, and leave the random state as it is."""
+    with torch.enable_grad(), torch.random.fork_rng([x.device] if x.is_cuda else []):
+        yield
+
+
+def _taker(call: Call, batch: int, expanded: bool = False) -> Callable[[int], tuple[int, int]]:
+    """Return what measures the first steps of a call, for its first ``batch`` sequences."""
+    x, packed = call.x, call.sizes is not None
+    if packed:
+        zeros = x.new_zeros(call.measured_length, call.batch, x.shape[1])
+        x = zeros.requires_grad_(x.requires_grad)
+    kept = tuple(s[:, :batch] for s in call.state) if call.given else None
+    shell = over_weights(call.module, stand_ins(call.weights))
+
+    def measured(steps: int) -> tuple[int, int]:
+        given = x[:steps, :batch].detach()
+        if packed:
+            given = given.flatten(0, 1)
+        given.requires_grad_(x.requires_grad)
+        sizes = torch.full((steps,), batch, device="cpu") if packed else None
+        passing = _Pass(shell, given, kept, sizes, call.sorts, expanded)
+        return measure_pass(passing.forward, passing.backward, passing.handed.clear, x.device)
+
+    return measured
+
+
+@dataclass
+class _Pass:
+    """Ordinary backpropagation; ``handed`` keeps the tensors that the caller would be handed."""
+
+    shell: Any
+    x: Tensor
+    state: State | None
+    sizes: Tensor | None
+    sorts: bool
+    expanded: bool
+    handed: list[Any] = field(default_factory=list)
+
+    def forward(self) -> None:
+        kept = tuple(s.detach().clone().requires_grad_(s.requires_grad) for s in self.state or ())
+        hx: Any = kept or None
+        if kept and self.shell.mode != "LSTM":
+            hx = kept[0]
+        outputs, final = self.shell.forward(_given(self.shell, self.x, self.sizes, self.sorts), hx)
+        self.handed += outputs, final, kept
+
+    def backward(self) -> None:
+        outputs, final, kept = self.handed
+        y = outputs.data if isinstance(outputs, PackedSequence) else outputs
+        ends = (y, *(final if isinstance(final, tuple) else (final,)))
+        roots = [t for t in ends if t.requires_grad]
+        seeds = [torch.ones_like(t) for t in roots]
+        if self.expanded:
+            seeds = [torch.ones((), dtype=t.dtype, device=t.device).expand_as(t) for t in roots]
+        wanted = [t for t in (self.x, *kept, *self.shell._flat_weights) if t.requires_grad]
+        found = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
+        self.handed += seeds, found
+
+
+def _given(module: nn.RNNBase, x: Tensor, sizes: Tensor | None, sorts: bool) -> Any:
+    """Return the inputs in a caller's form."""
+    if sizes is None:
+        return x.transpose(0, 1) if module.batch_first else x
+    order = torch.arange(int(sizes[0]), device=x.device) if sorts else None
+    return PackedSequence(x, sizes, order, order)

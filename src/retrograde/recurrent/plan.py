@@ -1,0 +1,465 @@
+"""The fastest way to run held layers: the length of a piece, and the steps that keep their gates.
+
+If the caller holds the outputs and the sequences between layers fit, every step runs forward at
+most twice. The second run computes all steps of a piece by one matrix product. So the plan is a
+closed form. Pieces are as long as the cache and the budget allow. The rest of the budget keeps
+gates, each of which saves a recomputation. If the sequences between layers, or an LSTM's marks, do
+not fit, ranges of steps are planned as for any other core.
+
+Plans that fit are compared by nominal time. That is operations at the rate of a machine with two
+cores, plus the costs of pieces, calls and single steps. No clock is read, so a budget gives one
+plan.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import ceil, inf
+
+from retrograde.kernels.cells import GATES
+from retrograde.plan.fit import Curve, Fit, Footprint, fit, refusal, whole_fit
+from retrograde.plan.steps.closed_form import hsm_cost
+from retrograde.recurrent.bytes import Means, Shape
+from retrograde.recurrent.pieces import runs
+from retrograde.sizes.footprint import HEAP_BYTES
+from retrograde.units import Memory, as_bytes, asks_for_all
+
+__all__ = ["HeldPlan", "Planner", "Sequences"]
+
+# Nominal costs, in forward steps: of a call that advances, and of one that records a range and
+# backpropagates it.
+_CALL_STEPS, _RECORD_STEPS = 5.0, 15.0
+# Nominal costs on two cores. ``_RATE`` is operations per microsecond. ``_ELEMENT`` is microseconds
+# per number of a gate, for its elementwise work. ``_CALL`` is microseconds per call that runs a
+# range.
+_RATE, _ELEMENT, _CALL = 1.35e5, 2.5e-3, 100.0
+# Microseconds for a piece of a layer, and for each of its weights. The key says whether one loop
+# runs the backward pass, which sums the gradients of weights separately.
+_PIECE: dict[bool, tuple[float, float]] = {True: (180.0, 3e-4), False: (230.0, 1.1e-3)}
+# Microseconds for a step by BLAS in one direction, and for each hidden weight, which is not laid
+# out for BLAS.
+_STEP, _STEP_WEIGHT = 11.0, 1.7e-4
+_SWEEPS = 0.6  # forward passes that a GRU's separate sweeps cost more than one loop
+_TORCHS = 3e6  # operations per step above which oneDNN's LSTM is as fast as ours
+_THREAD_ROWS = 128  # the most rows that a thread of a backward pass buffers
+
+
+@dataclass(frozen=True)
+class HeldPlan:
+    """How held layers run: in pieces of ``block`` rows, with gates kept for the last steps.
+
+    ``kept`` is the number of those steps in each track. ``onward`` runs all layers forward.
+    ``back`` names what backpropagates each layer, from the lowest up; if it is empty, loops
+    backpropagate all.
+    """
+
+    block: int
+    kept: int = 0
+    onward: Means = "loops"
+    back: tuple[Means, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The lengths of a batch: T, B and, if packed, ``offsets``.
+
+    ``offsets`` gives the first row of every step, and at the end the number of rows.
+    """
+
+    length: int
+    batch: int
+    offsets: Sequence[int] | None = None
+
+    @cached_property
+    def runs(self) -> list[tuple[int, int]]:
+        """Runs of neighbouring steps with equally many sequences, as (steps, sequences)."""
+        return [(self.length, self.batch)] if self.offsets is None else runs(self.offsets)
+
+    @property
+    def rows(self) -> int:
+        """The rows of all steps; one row is one step of one sequence."""
+        return self.length * self.batch if self.offsets is None else self.offsets[-1]
+
+    def pieces(self, block: int) -> int:
+        """Return the number of sequences summed over all pieces, in units of the batch, rounded up.
+
+        Each piece has at most ``block`` rows.
+        """
+        total = sum(n * -(-steps // max(1, block // n)) for steps, n in self.runs)
+        return -(-total // self.batch)
+
+    def largest(self, block: int) -> int:
+        """Return the most rows of a piece."""
+        return max(n * min(steps, max(1, block // n)) for steps, n in self.runs)
+
+    def last(self, steps: int, both: bool) -> int:
+        """Return the rows of the last steps; with two directions, the average over both."""
+        if self.offsets is None:
+            return steps * self.batch
+        late = self.offsets[-1] - self.offsets[self.length - steps]
+        return -(-(late + self.offsets[steps]) // 2) if both else late
+
+    def most_kept(self, rows: int, both: bool) -> int:
+        """Return the largest number of last steps that have at most ``rows`` rows."""
+        steps = range(self.length + 1)
+        return bisect_right(steps, rows, key=lambda k: self.last(k, both)) - 1
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Plans for held layers, for any lengths.
+
+    Attributes:
+        shapes: of one recurrence; with several layers in two directions, one for each layer.
+        most: the rows of a piece that the cache allows.
+        extra: bytes that may be added at any moment.
+        copied: bytes of weights that are copied into the vendor's layout.
+        gradient_copy: bytes per step that torch's own pass takes in addition.
+        torchs: whether torch's own module computes the same.
+        certain: whether the bytes of torch's own pass are known for these lengths. If they are
+            extrapolated from too few steps, they are not taken for the smallest budget.
+    """
+
+    shapes: tuple[Shape, ...]
+    most: int
+    extra: int = 0
+    copied: int = 0
+    gradient_copy: int = 0
+    torchs: bool = True
+    certain: bool = True
+
+    def least_bytes(self, lengths: Sequences) -> int:
+        """Return the smallest budget for held layers."""
+        shape = self.shapes[0]
+        plan = replace(self._means[-1], block=shape.batch)
+        least = self._peak(lengths, plan)
+        for block in self._blocks(lengths, certain=True)[-2::-1]:
+            peak = self._peak(lengths, replace(plan, block=block))
+            if peak > 1.1 * least:
+                break  # fewer marks, but more for a piece than they take
+            least = min(least, peak)
+        if self._ranges:
+            least = min(least, self._footprint(plan, lengths, 1).minimum_bytes())
+        return least
+
+    def fit(
+        self, lengths: Sequences, memory: Memory | None, ordinary: int
+    ) -> tuple[HeldPlan | None, tuple[Fit, ...]]:
+        """Return the fastest plan within a budget, and a fit for each recurrence.
+
+        The budget is ``ordinary`` bytes if ``memory`` is None. The plan is None, with one fit, if
+        torch's own module is to run. Raises BudgetError, which states the minimum, if the memory is
+        too small.
+        """
+        budget = ordinary if memory is None else as_bytes(memory, ordinary)
+        least, length = self.least_bytes(lengths), lengths.length
+        usual = ordinary + self.gradient_copy * length + self.extra
+        if self.shapes[0].onward == "torch":
+            # A caller that drops the final state is not handed it. Then torch holds that state,
+            # zeros for its gradient, and the gradient of the initial state.
+            usual += 3 * sum(shape.state for shape in self.shapes)
+        minimum = min(least, usual) if self.torchs and self.certain else least
+        if self.torchs and asks_for_all(memory):
+            budget = max(budget, usual)  # all that torch's own pass takes
+        if budget < minimum:
+            raise refusal(length, memory, budget, minimum, ordinary)
+        told = {"budget_bytes": budget, "ordinary_bytes": ordinary, "minimum_bytes": minimum}
+        if self.torchs and budget >= usual and (budget < least or self._is_large):
+            peak = {"peak_bytes": usual, "forward_steps": length, "calls": 2, "time": 3.0 * length}
+            return None, (replace(whole_fit(length, length, **peak, **told), ordinary=True),)
+        return self._fastest(lengths, budget, told)
+
+    def _blocks(self, lengths: Sequences, *, certain: bool = False) -> list[int]:
+        """Return the lengths of a piece to try, in rows, the longest first; the last is one step.
+
+        The lengths at which the vendor's forward pass was measured are among them. If the bytes
+        must be ``certain``, there are no others.
+        """
+        batch = self.shapes[0].batch
+        longest = steps = max(1, min(self.most // batch, lengths.length))
+        curves = [dict(curve.points) for shape in self.shapes for curve in shape.vendor]
+        found = {n for n in (curves[0] if curves else ()) if all(n in one for one in curves)}
+        while steps > 1 and not (certain and curves):
+            found.add(steps)
+            steps = steps * 2 // 3
+        return [n * batch for n in sorted({1, *found}, reverse=True) if n <= longest]
+
+    def _run_by(self, plan: HeldPlan) -> list[Shape]:
+        """Return the shapes, with a plan's ``onward`` and ``back``."""
+        key = plan.onward, plan.back
+        if key not in self._known:
+            self._known[key] = [replace(s, onward=key[0], back=key[1]) for s in self.shapes]
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[tuple[Means, tuple[Means, ...]], list[Shape]]:
+        return {}
+
+    @property
+    def _ranges(self) -> bool:
+        """Whether a range can be a part of the steps."""
+        return len(self.shapes) == 1 and self.shapes[0].tracks == 1
+
+    @property
+    def _is_large(self) -> bool:
+        """Whether torch's own pass is faster, if there is memory for it."""
+        shape = self.shapes[0]
+        if shape.onward == "torch":
+            return True
+        work = 2 * 4 * shape.batch * shape.size * (shape.size + shape.width)
+        return shape.kind == "LSTM" and work > _TORCHS
+
+    def _fastest(
+        self, lengths: Sequences, budget: int, told: dict[str, int]
+    ) -> tuple[HeldPlan, tuple[Fit, ...]]:
+        """Return the plan of least nominal time.
+
+        Ranges of a part of the steps are planned only if no plan with one range of all steps fits.
+        """
+        shape, best, least = self.shapes[0], None, inf
+        blocks = self._blocks(lengths)
+        if all(shape.loops(k) for k in range(shape.count)):  # no pieces needed for the cache
+            whole = self._keeping(lengths, HeldPlan(lengths.length * shape.batch), budget)
+            if whole is not None and not self._again(lengths, whole):
+                return whole, self._told(lengths, whole, told)
+        for means in self._means:
+            longer = inf
+            for block in blocks:
+                plan = self._keeping(lengths, replace(means, block=block), budget)
+                time = inf if plan is None else self._time(lengths, plan)
+                if time < least:
+                    best, least = plan, time
+                elif time > longer:
+                    break  # shorter pieces save memory, but not time
+                longer = time
+            if best is not None and best.block == blocks[0]:
+                break  # no other means allows longer pieces
+        if best is not None:
+            return best, self._told(lengths, best, told)
+        return self._in_ranges(lengths, blocks, budget, told)
+
+    @cached_property
+    def _means(self) -> list[HeldPlan]:
+        """The means that may run the layers, the fastest first.
+
+        Loops need copies of the weights in a layout of their own. The backward pass holds the
+        copies of all layers at once. BLAS needs no copies, so it runs as many of the lower layers
+        as the budget requires.
+        """
+        shape = self.shapes[0]
+        if shape.onward == "torch":
+            return [HeldPlan(0, onward="torch", back=shape.back)]
+        sweeps: tuple[Means, ...] = tuple(["sweeps"] * shape.count)
+        blas: tuple[Means, ...] = tuple(["blas"] * shape.count)
+        found = [HeldPlan(0)]
+        if any(shape.loops(k) for k in range(shape.count)):
+            found.append(HeldPlan(0, back=sweeps))
+        for lower in range(1, shape.count + 1):
+            found.append(HeldPlan(0, back=blas[:lower] + sweeps[lower:]))
+        return [*found, HeldPlan(0, onward="blas", back=blas)]
+
+    def _in_ranges(
+        self, lengths: Sequences, blocks: list[int], budget: int, told: dict[str, int]
+    ) -> tuple[HeldPlan, tuple[Fit, ...]]:
+        """Return a plan in ranges of steps.
+
+        First the means and the length of a piece are chosen, by nominal time. For this, ranges have
+        equal length and Revolve decides which of them are recomputed. Then the ranges themselves
+        are planned.
+        """
+        found: list[tuple[float, HeldPlan, Footprint]] = []
+        for means in self._means:
+            for block in blocks:
+                plan = replace(means, block=block)
+                sizes = self._footprint(plan, lengths, told["ordinary_bytes"])
+                if sizes.minimum_bytes() <= budget:
+                    found.append((self._time_in_ranges(lengths, plan, budget, sizes), plan, sizes))
+        _, plan, sizes = min(found, key=lambda one: one[0])
+        fits = fit(lengths.length, budget, sizes)
+        return plan, (replace(fits, minimum_bytes=told["minimum_bytes"]),)
+
+    def _keeping(self, lengths: Sequences, plan: HeldPlan, budget: int) -> HeldPlan | None:
+        """Return the plan with as many gates kept as memory allows; None if it does not fit."""
+        held, first, later = self._sizes(lengths, plan)
+        room = budget - held
+        if max(first, later) > room:
+            return None
+        whole = sum(shape.gates(1) for shape in self.shapes)
+        if whole == 0:
+            return plan
+        rows = (room - first) // whole
+        if waiting := self._waiting(1):
+            rows = min(rows, int((room - later) / waiting))
+        kept = lengths.most_kept(rows, self.shapes[0].tracks > 1)
+        return replace(plan, kept=max(0, kept))
+
+    def _again(self, lengths: Sequences, plan: HeldPlan) -> int:
+        """Return how many steps' gates are recomputed for lack of memory; only an LSTM's are."""
+        return lengths.length - plan.kept if self.shapes[0].kind == "LSTM" else 0
+
+    def _time(self, lengths: Sequences, plan: HeldPlan) -> float:
+        """Return the nominal microseconds that depend on the plan, if all steps are one range."""
+        again = self._again(lengths, plan) / lengths.length
+        return self._pass_time(lengths, plan, onward=1.0, again=again)
+
+    def _time_in_ranges(
+        self, lengths: Sequences, plan: HeldPlan, budget: int, sizes: Footprint
+    ) -> float:
+        """Return the least nominal microseconds of a plan, over ranges of 1, 2, 4, … pieces.
+
+        Only what depends on the plan is counted. If recomputed steps have a single layer, products
+        follow its outputs. If they have several layers, all but the top one run step by step. If a
+        range has several pieces, the gates of most are computed again.
+        """
+        shape, length, best = self.shapes[0], lengths.length, inf
+        steps = piece = max(1, plan.block // shape.batch)
+        weights = sum(4 * shape.size * (shape.size + width) for width in shape.widths)
+        while (room := budget - sizes.overhead_bytes(min(steps, length))) >= 0:
+            ranges = -(-length // steps)
+            runs = int(hsm_cost(ranges, 1 + room // sizes.state_bytes))
+            more, onward, again = runs / ranges - 1, 1.0, 0.0
+            if shape.count > 1:
+                onward += more
+                again += shape.kind == "LSTM"
+            elif shape.kind == "LSTM":
+                again += more + (steps > piece)
+            calls = (runs + ranges) * (_CALL * shape.count + 1e-3 * weights)
+            time = self._pass_time(lengths, plan, onward=onward, again=again) + calls
+            best, steps = min(best, time), 2 * steps
+            if ranges == 1:
+                break
+        return best
+
+    def _pass_time(
+        self, lengths: Sequences, plan: HeldPlan, *, onward: float, again: float
+    ) -> float:
+        """Return the nominal microseconds of a forward and a backward pass.
+
+        ``onward`` counts forward passes step by step. ``again`` is the share of gates that products
+        recompute.
+        """
+        shape = self._run_by(plan)[0]
+        pieces, gates, total = lengths.pieces(plan.block), GATES[shape.kind], 0.0
+        for k, width in enumerate(shape.widths):
+            weights, hidden = gates * shape.size * (shape.size + width), gates * shape.size**2
+            step = _STEP + _STEP_WEIGHT * hidden
+            run = 2 * weights * lengths.rows / _RATE + _ELEMENT * lengths.rows * gates * shape.size
+            each, of_weight = _PIECE[shape.loops(k)]
+            total += (again + onward - 1) * run + pieces * (each + of_weight * weights)
+            if plan.onward == "blas":
+                total += onward * lengths.length * step
+            if plan.back and plan.back[k] == "blas":
+                total += lengths.length * step
+            if shape.kind == "GRU" and plan.back and not shape.loops(k):
+                total += _SWEEPS * run
+        return total
+
+    def _told(self, lengths: Sequences, plan: HeldPlan, told: dict[str, int]) -> tuple[Fit, ...]:
+        """Return the fit of each recurrence; its bytes are those of all recurrences together."""
+        length, again = lengths.length, self._again(lengths, plan)
+        one = whole_fit(
+            length,
+            max(1, plan.block // self.shapes[0].batch),
+            forward_steps=length + again,
+            calls=2,
+            time=float(3 * length + again),
+            peak_bytes=self._peak(lengths, plan),
+            **told,
+        )
+        return (one,) * len(self.shapes)
+
+    def _footprint(self, plan: HeldPlan, lengths: Sequences, ordinary: int) -> Footprint:
+        """Return the bytes of ranges of steps, for any schedule over them.
+
+        A range of one piece keeps the gates of its top layer. A longer range recomputes them in its
+        backward pass.
+        """
+        shape = self._run_by(plan)[0]
+        length, block = lengths.length, plan.block
+        step, most = shape.below(shape.batch), max(1, block // shape.batch)
+
+        def held(steps: int) -> int:
+            return without(steps) + shape.top_gates(min(steps, most) * shape.batch)
+
+        def without(steps: int) -> int:
+            pieces = 1 if steps <= most else steps // most + 1
+            return step * steps + shape.mark(pieces) + shape.state
+
+        def record(steps: int) -> int:
+            return max(without(steps) + forward, held(steps) + keeping)
+
+        later = shape.piece(block, kept=False) - shape.top_gates(block)
+        work = shape.fixed(block) + max(shape.piece(block, kept=True), later)
+        along = shape.along(block)
+        forward, keeping = (
+            max(along, shape.forward(block, rows)) for rows in (shape.pass_rows(block), 0)
+        )
+        advance = shape.advance(shape.pass_rows(block))
+        if shape.count == 1:
+            advance = max(advance, along + shape.top_gates(block))
+        advance += shape.state
+        points = sorted({n for n in (1, 2, most, most + 1, length) if n <= length})
+        return Footprint(
+            state_bytes=shape.state,
+            advance=Curve(((1, advance),)),
+            held=Curve(tuple((n, held(n)) for n in points)),
+            record=Curve(tuple((n, record(n)) for n in points)),
+            backward=Curve(((1, work),)),
+            ordinary=Curve(((length, ordinary),)),
+            gradient_bytes=2 * shape.state,
+            heap_bytes=HEAP_BYTES,
+            call_steps=_CALL_STEPS,
+            record_steps=_RECORD_STEPS,
+            scheduled=True,
+            extra_bytes=self.extra + self.copied,
+        )
+
+    def _between(self, lengths: Sequences) -> int:
+        """Return the bytes of sequences between layers of two directions, and of their gradients.
+
+        One gradient is held at a time, or two if there are more than two layers.
+        """
+        shape, many = self.shapes[0], len(self.shapes)
+        if many == 1:
+            return 0
+        sequences = many + (many > 2)
+        return lengths.rows * 2 * shape.size * shape.item * sequences + 2 * many * shape.state
+
+    def _peak(self, lengths: Sequences, plan: HeldPlan) -> int:
+        """Return the peak bytes of a call."""
+        held, first, later = self._sizes(lengths, plan)
+        rows = lengths.last(plan.kept, self.shapes[0].tracks > 1)
+        gates = sum(shape.gates(rows) for shape in self.shapes)
+        if plan.kept >= lengths.length:
+            later = first
+        return held + max(gates + first, ceil(self._waiting(rows)) + later)
+
+    def _waiting(self, rows: int) -> float:
+        """Return the bytes of gates that wait while others are backpropagated.
+
+        These are the gates of another track, or of a lower layer.
+        """
+        *lower, top = (shape.gates(rows) for shape in self.shapes)
+        return sum(lower) + (top / 2 if self.shapes[0].tracks > 1 else 0)
+
+    def _sizes(self, lengths: Sequences, plan: HeldPlan) -> tuple[int, int, int]:
+        """Return the bytes held throughout, at the peak while gates are kept, and at a later peak.
+
+        Kept gates are not included. Gates are kept until the backward pass has passed their pieces.
+        """
+        shapes = self._run_by(plan)
+        rows = threads = lengths.largest(plan.block)
+        pieces = lengths.pieces(plan.block) + 1  # one more begins where gates begin to be kept
+        held = sum(s.mark(pieces) + s.below(lengths.rows) + 2 * s.state for s in shapes)
+        held += self._between(lengths) + self.extra + self.copied
+        if lengths.offsets is not None:  # with fewer sequences a thread may have more rows
+            threads = max(rows, min(plan.block, _THREAD_ROWS))
+            held += held // 64 + _THREAD_ROWS * shapes[0].item
+        forward = max(s.forward(rows, s.pass_rows(rows)) for s in shapes)
+        keeping = forward
+        if self._ranges and shapes[0].count == 1:  # no forward pass runs while gates are kept
+            keeping = shapes[0].forward(rows, 0)
+        first = max(s.fixed(threads) + s.piece(rows, kept=True) for s in shapes)
+        later = max(s.fixed(threads) + s.piece(rows, kept=False) for s in shapes)
+        return held, max(keeping, first), max(forward, later)

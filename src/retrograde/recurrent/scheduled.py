@@ -1,0 +1,295 @@
+"""The plan of a recurrent module's call: which core runs it, and by which schedule.
+
+On a CPU, and on a GPU with compiled kernels, the layers are *held* layers
+(:mod:`retrograde.recurrent`): the outputs that the caller holds are their states. Their bytes
+are counted, and their plan is a closed form. Only two sizes are measured: the memory of ordinary
+backpropagation, which a fraction refers to, and the forward pass of a GPU.
+
+All other calls run torch's kernels in ranges by a schedule. Among them are projections, autocast,
+and on a GPU float64 and packed batches. The bytes of their ranges are measured once for the shapes
+and the budget, and cached. All sequences of 256 steps and more share these measurements. Shorter
+ones share them if their lengths round down to the same power of two. Several layers of two
+directions are then refused within a budget, since each would need a share of its own.
+
+Measurements use leaves that share the weights' memory, so that the graph of computed weights
+stays intact for the gradient.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from retrograde.errors import BudgetError
+from retrograde.kernels.cells import Weights
+from retrograde.plan.fit import Curve, Footprint, refusal
+from retrograde.recurrent.block_lengths import sequential_plan
+from retrograde.recurrent.bytes import Means, Shape
+from retrograde.recurrent.call import Call, Plan, StackFit
+from retrograde.recurrent.fastest import Candidate, candidates, fit_fastest, footprints
+from retrograde.recurrent.forward import forward_bytes, forward_curve
+from retrograde.recurrent.fused import Fused
+from retrograde.recurrent.ordinary_memory import Ordinary, measure_ordinary, measure_whole
+from retrograde.recurrent.plan import Planner, Sequences
+from retrograde.recurrent.vendor import copied_bytes, is_too_long, laid_out
+from retrograde.recurrent.weights import stand_ins
+from retrograde.run.inputs import Inputs
+from retrograde.run.layout import Rows
+from retrograde.sizes.ordinary import LONGEST_MEASURED
+from retrograde.units import Memory, as_bytes, asks_for_all
+
+__all__ = ["Ranges", "find_plan", "fit_held", "measure_ranges", "ordinary_bytes"]
+
+Tensors = list[Tensor]
+T = TypeVar("T")
+
+
+def find_plan(call: Call, memory: Memory) -> Plan:
+    """Return the fastest plan of a call that fits a budget; the module caches it.
+
+    Raises:
+        BudgetError: the budget is too small; the message names the least budget.
+        CellError: the bytes of the call cannot be measured.
+    """
+
+    def find() -> Plan:
+        if call.runs_held:
+            return fit_held(call, memory)
+        one = not call.bidirectional or call.module.num_layers == 1
+        return _fit_ranges(call, memory) if one else _fit_whole(call, memory)
+
+    key = repr(memory), call.length, len(call.x), call.shapes()
+    return cast(Plan, call.module._fits.get(key, find))
+
+
+def ordinary_bytes(call: Call, memory: Memory | None) -> int:
+    """Return the bytes of ordinary backpropagation, measured within a budget."""
+    return _ordinary(call, memory)(call.length, len(call.x))
+
+
+def fit_held(call: Call, memory: Memory | None) -> Plan:
+    """Return the plan of held layers within a budget.
+
+    Raises:
+        BudgetError: the budget is too small; the message names the least budget.
+        CellError: the bytes of the call cannot be measured.
+    """
+    call.check_measurable()
+    offsets = None if call.sizes is None else [0, *call.sizes.cumsum(0).tolist()]
+    lengths = Sequences(call.length, call.batch, offsets)
+    ordinary = _ordinary(call, memory)
+    usual = ordinary(call.length, len(call.x))
+    planner = _held_planner(call, ordinary, memory)
+    held, found = planner.fit(lengths, memory, usual)
+    if held is None and planner.shapes[0].onward == "torch" and not asks_for_all(memory):
+        # What is extrapolated would not show another phase that takes most at this length.
+        usual = max(usual, measure_whole(call))
+        held, found = planner.fit(lengths, memory, usual)
+    while held is not None and held.onward == "torch":  # between measured lengths bytes are guessed
+        steps = min(call.length, max(1, held.block // call.batch))
+        if steps in dict(planner.shapes[0].vendor[0].points):
+            break
+        planner = _measured_at(planner, call, steps)
+        held, found = planner.fit(lengths, memory, usual)
+    parts = () if held is None else tuple((held, one.schedule) for one in found)
+    fit = found[0]
+    if len(found) == 1 and not (call.bidirectional and call.module.num_layers > 1):
+        return Plan(parts, fit)
+    layers = () if held is None else found
+    sizes = fit.peak_bytes, fit.budget_bytes, fit.ordinary_bytes, fit.minimum_bytes
+    return Plan(parts, StackFit(layers, *sizes))
+
+
+def _held_planner(call: Call, ordinary: Ordinary, memory: Memory | None) -> Planner:
+    nets, x = call.nets(call.weights), call.x
+    first, many = nets[0][0], len(nets) > 1
+    by: Means = "loops" if x.device.type == "cpu" else "torch"
+    vendor: list[tuple[Curve, ...]] = [()] * len(nets)
+    copied = 0
+    if by == "torch":
+        vendor = _known(call, memory, "forward", partial(_forward_curves, call, memory))
+        copied = sum(copied_bytes(one, apart=True) for net in nets for one in net)
+    shape = Shape(
+        kind=first.mode,
+        batch=call.batch,
+        width=x.shape[-1],
+        size=call.module.hidden_size,
+        count=first.count,
+        tracks=len(nets[0]),
+        item=x.element_size(),
+        threads=torch.get_num_threads(),
+        needs_x=x.requires_grad,
+        straight=x.is_contiguous(),
+        drops=call.has_dropout and not many,
+        at_once=call.at_once,
+        onward=by,
+        back=(by,) * first.count,
+        vendor=vendor[0],
+    )
+    upper = replace(
+        shape, width=2 * shape.size, needs_x=True, straight=True, first=call.has_dropout
+    )
+    uppers = [replace(upper, vendor=own) for own in vendor[1:]]
+    kind, dtype = x.device.type, call.weights[0].dtype
+    back = sequential_plan(shape.kind, call.batch, shape.width, shape.size, dtype, kind)
+    return Planner(
+        shapes=(shape, *uppers),
+        most=back.block * call.batch,
+        extra=_extra_bytes(call),
+        copied=copied,
+        gradient_copy=ordinary.gradient_copy,
+        torchs=not (call.has_dropout or is_too_long(x, call.length)),
+        certain=by == "loops" or ordinary.is_certain(call.length),
+    )
+
+
+def _forward_curves(call: Call, memory: Memory | None) -> list[tuple[Curve, ...]]:
+    """Measure the vendor's forward pass: for each recurrence and layer, its bytes by steps.
+
+    Few steps are measured first. More steps are measured only if the budget has room for them.
+    """
+    return [
+        tuple(forward_curve(weights, state, call.length, memory) for weights, state in net)
+        for net in _forward_arguments(call)
+    ]
+
+
+def _measured_at(planner: Planner, call: Call, steps: int) -> Planner:
+    """Return a planner for which the vendor's forward pass is measured at one more length."""
+    shapes = []
+    for shape, net in zip(planner.shapes, _forward_arguments(call), strict=True):
+        sizes = (forward_bytes(*arguments, steps) for arguments in net)
+        curves = zip(shape.vendor, sizes, strict=True)
+        vendor = tuple(curve.through(steps, size) for curve, size in curves)
+        shapes.append(replace(shape, vendor=vendor))
+    return replace(planner, shapes=tuple(shapes))
+
+
+def _forward_arguments(call: Call) -> Iterator[list[tuple[Weights, Tensors]]]:
+    """Iterate over the recurrences: for each layer, weights and a state to measure it with."""
+    for net in call.nets(call.weights):
+        layers = []
+        for k in range(net[0].count):
+            parts = [w.detach() for w in laid_out(net[0][k]).weights]
+            weights = Weights.of(net[0].mode, parts)
+            layers.append(
+                (weights, [call.x.new_zeros(call.batch, weights.size) for _ in call.state])
+            )
+        yield layers
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """The cores that can run a recurrence in ranges, and the bytes of these.
+
+    Attributes:
+        inputs: the inputs of the measurements.
+        ordinary: the bytes of ordinary backpropagation.
+        sizes: a footprint for each core.
+        known: these as the module's cache has them, without this length's ordinary bytes.
+    """
+
+    cores: list[Candidate]
+    inputs: Inputs
+    state: Tensors
+    ordinary: Ordinary
+    sizes: list[Footprint]
+    known: list[Footprint]
+
+
+def measure_ranges(call: Call, memory: Memory | None) -> Ranges:
+    """Measure the bytes of the ranges of a call that is one recurrence.
+
+    Raises:
+        CellError: the bytes of the call cannot be measured.
+    """
+    call.check_measurable()
+    ordinary = _ordinary(call, memory)
+    usual = Curve(((call.length, ordinary(call.length, len(call.x))),))
+    x, packed = call.x.detach(), call.sizes
+    if packed is not None:  # a packed batch is measured on sequences of one length
+        x = x.new_zeros(call.length * call.batch, x.shape[1])
+        packed = torch.full((call.length,), call.batch, device="cpu")
+    x.requires_grad_(call.x.requires_grad)
+    (net,), (state,) = call.nets(stand_ins(call.weights)), call.states()
+    key = torch.zeros((), dtype=torch.int64, device=x.device) if call.has_dropout else None
+    dropout = call.dropout(0, key)
+    copied = sum(copied_bytes(one, apart=dropout is not None) for one in net)
+    net = tuple(laid_out(one, apart=dropout is not None) for one in net)
+    cores = candidates(
+        net,
+        call.batch,
+        extra_bytes=_extra_bytes(call) + copied,
+        backward=call.module.backward,
+        dropout=dropout,
+        packed=packed is not None,
+        whole=not call.has_dropout,
+    )
+    read = Rows(call.length, packed, call.bidirectional, dropout is not None).read([x])
+    start = [s.detach() for s in state]
+    alike = "ranges", *(w.requires_grad for one in net for w in one.weights)
+    known = _known(call, memory, alike, partial(footprints, cores, read, start, usual, memory))
+    more = ordinary.gradient_copy
+    sizes = [replace(size, ordinary=usual, gradient_copy=more) for size in known]
+    return Ranges(cores, read, start, ordinary, sizes, known)
+
+
+def _fit_ranges(call: Call, memory: Memory) -> Plan:
+    """Return the fastest kernel within a budget, and its schedule."""
+    found = measure_ranges(call, memory)
+    number, fit = fit_fastest(found.cores, found.sizes, found.inputs, found.state, memory)
+    found.known[:] = found.sizes  # with the lengths that were measured now
+    kernel = cast(Fused, found.cores[number].core).kernel
+    return Plan(() if fit.ordinary else ((kernel, fit.schedule),), fit)
+
+
+def _fit_whole(call: Call, memory: Memory) -> Plan:
+    """Return the plan of torch's own module, or refuse: no other runs these layers.
+
+    Raises:
+        BudgetError: the budget is below what that module takes.
+    """
+    known = _ordinary(call, memory)
+    ordinary = known(call.length, len(call.x))
+    usual = ordinary + known.gradient_copy * call.length + _extra_bytes(call)
+    budget = max(as_bytes(memory, ordinary), usual if asks_for_all(memory) else 0)
+    if budget < usual:
+        refused = refusal(call.length, memory, budget, usual, ordinary)
+        raise BudgetError(
+            f"{refused}; or make each of the {call.module.num_layers} layers of two directions a "
+            "module of its own: with projections, autocast or half precision, and on a GPU with "
+            "float64 or packed batches, only a single one of these is run within a budget",
+            usual,
+        )
+    return Plan((), StackFit((), usual, budget, ordinary, usual))
+
+
+def _extra_bytes(call: Call) -> int:
+    """Return the additional bytes of a packed batch: states of sequences that have ended, their
+    gradients, and sorted copies."""
+    if call.sizes is None:
+        return 0
+    return (6 if call.sorts else 3) * sum(s.nbytes for s in call.state)
+
+
+def _ordinary(call: Call, memory: Memory | None) -> Ordinary:
+    """Return the bytes of ordinary backpropagation, by length.
+
+    A measurement at another length is reused if a new one would give the same result.
+    """
+    shapes, steps = call.shapes(), 1
+    while steps <= LONGEST_MEASURED:
+        found = call.module._fits.known(("ordinary", repr(memory), steps, shapes))
+        if isinstance(found, Ordinary) and found.serves(call.measured_length):
+            return found
+        steps *= 2
+    return _known(call, memory, "ordinary", partial(measure_ordinary, call, memory))
+
+
+def _known(call: Call, memory: Memory | None, what: Any, find: Callable[[], T]) -> T:
+    """Return the cached result for these shapes and this budget, or find it."""
+    key = what, repr(memory), call.measured_length, call.shapes()
+    return cast(T, call.module._fits.get(key, find))

@@ -1,0 +1,277 @@
+"""A chain of layers backpropagated by a scan over sparse transposed Jacobians (W20, section 3.1).
+
+In the forward pass every layer runs as usual, detached from the layer before. In the backward pass
+the scan computes the gradient of every layer's output. Then each layer's own backward pass computes
+its parameters' gradients, independently of the others.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retrograde.discover.captured import foreign_tensors
+from retrograde.discover.surroundings import muted_hooks
+from retrograde.errors import RetrogradeError, ScanError
+from retrograde.run.transforms import refuse_transforms
+from retrograde.scan.counts import most_levels
+from retrograde.scan.sparse.feedforward import (
+    Algorithm,
+    Split,
+    Step,
+    observe_steps,
+    scan_gradients,
+    split_of,
+)
+from retrograde.scan.sparse.transposed import room
+from retrograde.sizes.cache import LRUCache
+from retrograde.units import Memory, aligned, format_bytes
+
+__all__ = ["SCAN_CHOICES", "ChainScan", "ScanChoice"]
+
+#: How many choices are kept: one for each shape of a batch, and for each set of masks.
+SCAN_CHOICES = 4
+
+
+@dataclass(frozen=True, eq=False)
+class ScanChoice:
+    """The candidate scans of a chain with their costs, and the chosen one; ``print`` shows it.
+
+    Attributes:
+        why: the reason for the choice, in a sentence.
+        splits: by number of levels, the linear scan first.
+        jacobians: whether Jacobians are computed; if not, the gradient goes through the layers.
+        room: bytes that Jacobians and products may take.
+    """
+
+    chosen: Split
+    why: str
+    splits: tuple[Split, ...]
+    jacobians: bool
+    room: int
+
+    def __str__(self) -> str:
+        rows = [("levels", "steps", "FLOPs", "critical path", "memory", "samples at a time")]
+        for split in self.splits:
+            rows.append(
+                (
+                    ("* " if split is self.chosen else "  ") + str(split.levels),
+                    str(split.report.steps()),
+                    f"{split.report.flops:.3g}",
+                    f"{split.report.critical_flops:.3g}",
+                    format_bytes(split.bytes),
+                    str(split.samples) if split.samples else "does not fit",
+                )
+            )
+        return f"{self.why}\n{aligned(rows, left=range(6))}"
+
+
+@dataclass
+class ChainScan:
+    """How one module's layers are scanned, and the choices for recent batches. Options are those of
+    :class:`retrograde.Sequential`."""
+
+    algorithm: Algorithm
+    levels: int | None
+    memory: Memory | None
+    choices: LRUCache[ScanChoice]
+
+    def run(self, layers: Sequence[nn.Module], x: Any) -> Any:
+        """Return the output of the layers, none of them nested; None if nothing requires a
+        gradient. Raises ScanError if a layer has no Jacobian, or its Jacobian does not fit in
+        memory."""
+        if not torch.is_grad_enabled():
+            return None
+        used = (p for layer in layers for p in layer.parameters() if p.requires_grad)
+        parameters = list({id(p): p for p in used}.values())
+        if not layers or not (parameters or x.requires_grad):
+            return None
+        _check_call(layers, x)
+        refuse_transforms([x, *parameters], ["backward"])
+        return _Scan.apply(self, layers, x, *parameters)  # type: ignore[no-untyped-call]
+
+    def choose(self, steps: Sequence[Step], *, whole: bool) -> ScanChoice:
+        """See :meth:`retrograde.Sequential.outlook`."""
+        x = steps[0].x
+        patterns = tuple(p.jacobian.pattern for step in steps for p in step.path.pieces())
+        asked = self.algorithm, self.levels, self.memory
+
+        def find() -> ScanChoice:
+            limit = room(self.memory, x.device)
+            return _choose_scan(steps, self.algorithm, self.levels, limit, whole=whole)
+
+        return self.choices.get((len(x), x.dtype, x.device, whole, asked, patterns), find)
+
+    def explain(self, layers: Sequence[nn.Module], x: Tensor) -> ScanChoice:
+        """Return the choice for an input, on which the layers run."""
+        _check_call(layers, x)
+        with torch.enable_grad():
+            steps, whole = _needed(observe_steps(layers, x), x.requires_grad)
+        return self.choose(steps, whole=whole)
+
+
+def _choose_scan(
+    steps: Sequence[Step],
+    algorithm: Algorithm,
+    levels: int | None,
+    limit: int,
+    *,
+    whole: bool,
+) -> ScanChoice:
+    """Compute the cost of each scan within ``limit`` bytes, and choose. Raises ScanError if the
+    scan that was asked for does not fit."""
+    x, y = steps[0].x, steps[-1].y
+    paths = [step.path for step in (steps if whole else steps[1:])]
+    size = prod(y.shape[1:]), len(x), x.dtype.itemsize, limit
+    most = most_levels(len(paths) + 1)
+    asked = {"auto": range(most + 1), "linear": [0], "blelloch": [0, most]}.get(algorithm)
+    found = [split_of(k, paths, *size) for k in asked or sorted({0, min(levels or 0, most)})]
+    for path in paths:  # most of these products will not be used again
+        for piece in path.pieces():
+            piece.jacobian.pattern.forget()
+    linear, fitting = found[0], [split for split in found if split.samples]
+    if algorithm == "auto":
+        best = min(fitting, key=lambda s: s.report.critical_flops, default=linear)
+        return ScanChoice(best, _why(best, len(fitting)), tuple(found), best.levels > 0, limit)
+    chosen = found[-1]
+    if not chosen.samples:
+        needed = chosen.fixed_bytes + chosen.sample_bytes
+        size_of = chosen.problem or f"for one sample it takes {format_bytes(needed)}"
+        raise ScanError(
+            f"algorithm={algorithm!r} does not fit into {format_bytes(limit)}: {size_of}; give "
+            "more memory, fewer levels, or algorithm='auto'"
+        )
+    return ScanChoice(chosen, f"algorithm={algorithm!r} asks for it", tuple(found), True, limit)
+
+
+def _why(best: Split, fitting: int) -> str:
+    if best.levels:
+        return f"{best.levels} levels: the shortest critical path of those that fit, in FLOPs"
+    reason = "no products shorten the critical path" if fitting > 1 else "no products fit"
+    return f"linear, through the layers themselves, without Jacobians: {reason}"
+
+
+class _Scan(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, scan: ChainScan, layers: Sequence[nn.Module], x: Tensor, *parameters: Tensor
+    ) -> Tensor:
+        ctx.set_materialize_grads(False)
+        with torch.enable_grad():
+            steps = observe_steps(layers, x)
+        _check_captured(steps, parameters)
+        ctx.steps, ctx.whole = _needed(steps, ctx.needs_input_grad[2])
+        ctx.choice = scan.choose(ctx.steps, whole=ctx.whole)
+        ctx.parameters = parameters
+        held = [t for layer in layers for t in (*layer.parameters(), *layer.buffers())]
+        ctx.versions = [(t, t._version) for t in held]
+        return steps[-1].y.detach()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise RetrogradeError(
+                "the gradient of a Sequential with backward='scan' cannot itself be "
+                "differentiated: expected create_graph=False; for second derivatives use "
+                "backward=None"
+            )
+        if dy is None:
+            return (None,) * (3 + len(ctx.parameters))
+        if any(t._version != version for t, version in ctx.versions):
+            raise RetrogradeError(
+                "a parameter or buffer of a Sequential with backward='scan' was changed in place "
+                "between the forward pass and the backward pass: expected both passes with the "
+                "same weights; step the optimizer after backward()"
+            )
+        steps = ctx.steps
+        if steps is None:
+            raise RetrogradeError(
+                "a Sequential with backward='scan' was backpropagated a second time, and its graph "
+                "was released after the first: expected one backward pass; give "
+                "retain_graph=True to the first one"
+            )
+        if not _keeps_graph():
+            ctx.steps = None
+        gradients = _gradients(steps, dy, ctx.choice, whole=ctx.whole)
+        own = gradients[1:] if ctx.whole else gradients
+        found = _of_parameters(steps, own, ctx.parameters)
+        return (None, None, gradients[0] if ctx.whole else None, *found)
+
+
+def _keeps_graph() -> bool:
+    """Return whether the running backward pass keeps the graph."""
+    asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return asked is None or bool(asked())
+
+
+def _gradients(
+    steps: Sequence[Step], dy: Tensor, choice: ScanChoice, *, whole: bool
+) -> list[Tensor]:
+    if choice.jacobians:
+        chosen = choice.chosen
+        return scan_gradients(steps, dy, chosen.levels, chosen.samples, whole=whole)
+    gradients = [dy]
+    for step in reversed(steps if whole else steps[1:]):
+        gradients += torch.autograd.grad(step.y, step.x, gradients[-1], retain_graph=True)
+    return gradients[::-1]
+
+
+def _of_parameters(
+    steps: Sequence[Step], gradients: Sequence[Tensor], parameters: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Return the parameters' gradients, by the layers' own backward passes."""
+    wanted = [p for p in parameters if p.requires_grad]
+    pairs = [
+        (step.y, g)
+        for step, g in zip(steps, gradients, strict=True)
+        if any(p.requires_grad for p in step.layer.parameters())
+    ]
+    if not wanted or not pairs:
+        return [None] * len(parameters)
+    outputs, seeds = zip(*pairs, strict=True)
+    with muted_hooks(wanted):  # the hooks are called with the returned gradients
+        found = torch.autograd.grad(outputs, wanted, seeds, retain_graph=True, allow_unused=True)
+    return list(found)
+
+
+def _needed(steps: list[Step], input_wanted: bool) -> tuple[list[Step], bool]:
+    """Return the steps from the first one whose output needs a gradient."""
+    if input_wanted:
+        return steps, True
+    trained = [any(p.requires_grad for p in step.layer.parameters()) for step in steps]
+    return (steps[trained.index(True) :], False) if any(trained) else (steps, True)
+
+
+def _check_call(layers: Sequence[nn.Module], input: Any) -> None:
+    if not isinstance(input, Tensor) or input.dtype not in (torch.float32, torch.float64):
+        given = input.dtype if isinstance(input, Tensor) else type(input).__name__
+        raise ScanError(
+            f"the input is of {given}: expected a tensor of float32 or float64; cast it, or use "
+            "backward=None"
+        )
+    if not input.ndim or not len(input):
+        raise ScanError("the input has no samples: expected at least one; leave the batch out")
+    for layer in layers:
+        for each in layer.modules():
+            if each._backward_hooks or each._backward_pre_hooks:
+                raise ScanError(
+                    f"{type(each).__name__} has a backward hook, which a scan over Jacobians would "
+                    "not pass through: expected none on the layers; hook the Sequential itself, or "
+                    "its parameters, or use backward=None"
+                )
+
+
+def _check_captured(steps: Sequence[Step], parameters: Sequence[Tensor]) -> None:
+    """Refuse layers that use tensors whose gradient we could not give (rule 5)."""
+    for step in steps:
+        known = {id(t) for t in (step.x, *parameters)}
+        leaves, _ = foreign_tensors([step.y], 0)
+        if any(id(t) not in known for t in leaves):
+            raise ScanError(
+                f"{type(step.layer).__name__} uses a tensor that requires a gradient and is not "
+                "one of its parameters: expected parameters only; register it as one, or use "
+                "backward=None"
+            )

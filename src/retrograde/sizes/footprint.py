@@ -1,0 +1,380 @@
+"""The bytes that a core's steps take, measured on short ranges for the planner.
+
+The executor's own functions run on the caller's own tensors, so every temporary of every kernel is
+counted. A core that is called step by step is measured on one step. If its steps can share one
+graph, ranges of up to eight steps are measured too. A fused kernel is measured on ranges of up to
+64 steps. Its bytes are affine in the length, and the larger lengths determine the slope.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import astuple, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retrograde.discover.surroundings import muted_hooks
+from retrograde.measure.allocations import measure, measure_phases
+from retrograde.plan.fit import Curve, Footprint, Highest
+from retrograde.run.autograd_core import AutogradCore
+from retrograde.run.core import Core, Emit, Gradients, Tape
+from retrograde.run.inputs import Inputs
+from retrograde.run.layout import BlockInputs, Straight
+from retrograde.run.states import laid_bytes, like_of, pack, stored_memory
+from retrograde.schedule import Advance, Record, Schedule
+from retrograde.sizes.ordinary import (
+    FEW_BYTES,
+    FEW_STEPS,
+    expanded,
+    ordinary_bytes,
+    ordinary_curve,
+    outputs_tell,
+)
+from retrograde.units import Memory, as_bytes
+
+__all__ = [
+    "HEAP_BYTES",
+    "Shapes",
+    "footprint",
+    "gradients_like",
+    "measured_for",
+    "noting",
+    "step_bytes",
+]
+
+#: The most bytes that one recorded range should hold on a CPU. The C library's allocator maps
+#: larger blocks afresh at every call, and the page faults cost more than long ranges save. (glibc's
+#: DEFAULT_MMAP_THRESHOLD_MAX is 32 MiB; the margin is for the block's neighbours.)
+HEAP_BYTES = 24 * 2**20
+# The nominal cost, in forward steps, of recording a range of a cell's steps as one graph and
+# backpropagating it. The steps themselves are not included. It is mostly a call of autograd's
+# engine, for a cell of a dozen small operations.
+_RECORD_STEPS = 6.0
+
+Tensors = list[Tensor]
+Shapes = list[tuple[torch.Size, torch.dtype]]
+
+
+@dataclass(frozen=True)
+class _Bytes:
+    """The bytes of one range, named as in :class:`Footprint`."""
+
+    advance: int
+    held: int
+    record: int
+    backward: int
+
+    @property
+    def most(self) -> int:
+        """The peak bytes of the range."""
+        return max(self.advance, self.record, self.held + self.backward)
+
+    def above(self, other: "_Bytes") -> int:
+        """Return the most by which this range exceeds another, over all kinds of bytes."""
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return int(max(0, *(mine - theirs for mine, theirs in pairs)))
+
+
+def footprint(
+    core: Core,
+    inputs: Inputs,
+    state: Tensors,
+    *,
+    ordinary: Curve | Highest | None = None,
+    memory: Memory | None = None,
+    first: Tensors | None = None,
+) -> Footprint:
+    """Measure the bytes of the first few steps of a core.
+
+    ``ordinary`` gives the bytes of ordinary backpropagation; if None, they are measured too.
+    ``first`` is the initial state, if its structure differs from that of ``state``. Measurements
+    that exceed both :data:`FEW_STEPS` steps and :data:`FEW_BYTES` bytes stay within the budget
+    ``memory``.
+    """
+    length, device = len(inputs), core.ambient.device
+    begins = state if first is None else first
+    with core.ambient.measured(), muted_hooks(core.parameters):
+        _measure_range(core, inputs, state, 1)  # a first call's permanent allocations do not count
+        final = 0
+        if ordinary is None:
+            assert isinstance(core, AutogradCore), "what ordinary autograd takes is to be told"
+            ordinary, final = _ordinary(core, inputs, begins, memory)
+        budget = None if memory is None else as_bytes(memory, ordinary(length))
+        points: dict[int, _Bytes] = {}
+        for steps in sorted({min(length, L) for L in _lengths(core)}):
+            known = Curve(tuple((L, size.most) for L, size in points.items()))
+            if budget is not None and steps > FEW_STEPS and known(steps) > max(budget, FEW_BYTES):
+                break  # no schedule has room for such a range
+            points[steps] = _measure_range(core, inputs, state, steps)
+        # Two steps may take more than one, if a state is a view, or if a step leaves something
+        # behind.
+        further = 0 if length < 2 or core.joins else _advance_bytes(core, inputs, state, 2)
+        more = 0
+        if [*map(like_of, begins)] != [*map(like_of, state)]:
+            more = _measure_range(core, inputs, begins, 1).above(points[1])
+        single, blocks = inputs, None
+        if isinstance(inputs, BlockInputs):
+            single, blocks = inputs.steps, inputs.layout
+        trial = _first_step_bytes(core, single, begins)
+        stored, laid = (0, 0) if core.fused else _stored_bytes(core, inputs, state)
+    # A state's plain numbers become tensors of ours, before the call and after it.
+    numbers = 2 * sum(_rounded(t) for t in begins if not t.dim())
+    if not core.joins:  # ranges are single steps: only held bytes grow
+        one = replace(points[1], advance=max(points[1].advance, further))
+        for n in (2, 3):
+            points[n] = replace(one, held=n * one.held, record=one.record + (n - 1) * one.held)
+
+    told = _evenly(core, inputs, points)
+    points = told or points
+
+    def curve(kind: str) -> Curve:
+        return Curve(tuple((L, getattr(size, kind)) for L, size in points.items()))
+
+    gradient = sum(_rounded(t) for t in state if t.is_floating_point() or t.is_complex())
+    gradient *= 2 if core.fused else 1  # a kernel may need zeros where a state has no gradient
+    ambient = sum(map(_rounded, core.ambient.capture())) + core.ambient.place_bytes
+    gradient += ambient  # restored after the last recomputation
+    if core.sums:  # the loss's own gradient
+        gradient += _rounded(torch.ones((), dtype=torch.float64, device=device))
+    return Footprint(
+        # A cell without a state is planned as if its state took one byte.
+        state_bytes=(max(stored, sum(map(_rounded, state))) + ambient) or 1,
+        advance=curve("advance"),
+        held=curve("held"),
+        record=curve("record"),
+        backward=curve("backward"),
+        ordinary=ordinary,
+        gradient_bytes=gradient,
+        heap_bytes=HEAP_BYTES if core.fused and device.type == "cpu" else None,
+        record_steps=_RECORD_STEPS if core.joins and not core.fused else 0.0,
+        scheduled=core.sums,
+        unit=f"blocks of {blocks.size} steps" if blocks else "steps",
+        even=told is not None,
+        # The surroundings at the beginning of the call are kept for a second backward pass.
+        call_bytes=laid + more + (0 if core.sums else ambient),
+        final_bytes=final,
+        trial_bytes=trial + numbers,
+        extra_bytes=numbers,
+    )
+
+
+def _ordinary(
+    core: AutogradCore, inputs: Inputs, state: Tensors, memory: Memory | None
+) -> tuple[Highest, int]:
+    """Return the bytes of ordinary backpropagation by number of steps, and the most to be added.
+
+    A loss of the final state may add bytes, and so may copies of gradients that are expanded
+    scalars.
+    """
+    told = measure(lambda: outputs_tell(core, inputs, state), device=core.ambient.device).value
+
+    def measured(steps: int) -> tuple[int, int]:
+        return ordinary_bytes(core, inputs, state, steps, whole=not told)
+
+    curve = ordinary_curve(measured, len(inputs), memory)
+    shortest = min(2, len(inputs))
+    sizes = [
+        ordinary_bytes(core, inputs, state, shortest, whole=not core.sums, like=like)
+        for like in (torch.ones_like, expanded)
+    ]
+    return curve, max(0, max(map(max, sizes)) - curve(shortest))
+
+
+def step_bytes(core: Core, inputs: Inputs, state: Tensors) -> Hashable:
+    """Return one step's bytes, measured quickly to check whether a known footprint still holds."""
+    with core.ambient.measured(), muted_hooks(core.parameters):
+        _measure_range(core, inputs, state, 1)  # a first call's permanent allocations do not count
+        return _measure_range(core, inputs, state, 1)
+
+
+def _lengths(core: Core) -> tuple[int, ...]:
+    """Return the lengths of ranges to measure.
+
+    A fused kernel's own workspace grows only up to some length.
+    """
+    if core.fused:
+        return 1, 2, 4, 16, 64
+    return (1, 2, 4, 8) if core.joins else (1,)
+
+
+def _evenly(core: Core, inputs: Inputs, points: dict[int, _Bytes]) -> dict[int, _Bytes] | None:
+    """Return the points with one more length predicted, or None if steps are not seen to be equal.
+
+    If every further step of a cell takes what the steps before it took, no longer range has to be
+    measured. The gradients of a range's inputs are held twice, and grow with its length. The peak
+    may hide that growth, while the bytes that the tape holds shrink. A number in the state may make
+    a later step different.
+    """
+    cell = isinstance(core, AutogradCore) and core.tried and not core.numbers
+    if core.fused or not cell or max(points) < 8:
+        return None
+    two, four, eight = ([*map(int, astuple(points[n]))] for n in (2, 4, 8))
+    _, held, record, backward = ((b - a) / 2 for a, b in zip(two, four, strict=True))
+    later = [(b - a) / 4 for a, b in zip(four, eight, strict=True)]
+    wanted = zip(inputs[0], inputs.differentiable, strict=True)
+    unseen = max(0, 2 * sum(_rounded(x) for x, is_wanted in wanted if is_wanted) - int(held))
+    if later[:3] != [0, held, record] or not backward <= later[3] <= unseen:
+        return None
+    last = points[8]
+    told = _Bytes(
+        last.advance, last.held + int(held), last.record + int(record), last.backward + unseen
+    )
+    return {**points, 9: told}
+
+
+def measured_for(
+    schedule: Schedule, sizes: Footprint, core: Core, inputs: Inputs, state: Tensors
+) -> Footprint:
+    """Correct a footprint by measuring exactly those lengths that a schedule will use."""
+    advances = {a.stop - a.start for a in schedule if isinstance(a, Advance)}
+    records = {a.stop - a.start for a in schedule if isinstance(a, Record)}
+    with core.ambient.measured(), muted_hooks(core.parameters):
+        unknown = sorted(advances - {L for L, _ in sizes.advance.points})
+        # A cell's range is single steps, so no shorter range takes more than the longest.
+        lengths = unknown if core.fused else unknown[-1:]
+        taken = {steps: _advance_bytes(core, inputs, state, steps) for steps in lengths}
+        points = dict(sizes.advance.points)
+        points |= {steps: taken.get(steps, taken[unknown[-1]]) for steps in unknown}
+        sizes = replace(sizes, advance=Curve(tuple(sorted(points.items()))))
+        for steps in sorted(records - {L for L, _ in sizes.held.points}):
+            range_ = _measure_range(core, inputs, state, steps)
+            sizes = replace(
+                sizes,
+                held=sizes.held.through(steps, range_.held),
+                record=sizes.record.through(steps, range_.record),
+                backward=sizes.backward.through(steps, range_.backward),
+            )
+    return sizes
+
+
+def _advance_bytes(core: Core, inputs: Inputs, state: Tensors, steps: int) -> int:
+    device = core.ambient.device
+    emit = noting([])  # as in the first sweep, which runs the whole core
+    return measure(lambda: core.advance(inputs, 0, [steps], state, emit), device=device).peak_bytes
+
+
+def _stored_bytes(core: Core, inputs: Inputs, state: Tensors) -> tuple[int, int]:
+    """Return the bytes of a state after a step: those stored, and those added while it is
+    current.
+    """
+    (after,) = core.advance(inputs, 0, [1], state, None)
+    return sum(map(_rounded, stored_memory(pack(after)))), laid_bytes(after)
+
+
+def _first_step_bytes(core: Core, inputs: Inputs, state: Tensors) -> int:
+    """Return the peak bytes of the trial step that precedes every call of a cell."""
+    if core.fused or not (isinstance(core, AutogradCore) and core.tried):
+        return 0
+
+    def call() -> object:
+        pairs = zip(inputs[0], inputs.differentiable, strict=True)
+        x = [t.detach().requires_grad_(wanted) for t, wanted in pairs]
+        return x, core.try_first(x, state)
+
+    return measure(call, device=core.ambient.device).peak_bytes
+
+
+def _measure_range(core: Core, inputs: Inputs, state: Tensors, steps: int) -> _Bytes:
+    found = _measure_tape(core, inputs, state, steps)
+    if steps > 1 and not core.fused:  # the first range has no gradients yet to add to
+        first = _measure_tape(core, inputs, state, steps, begun=False)
+        found = replace(found, backward=max(found.backward, first.backward))
+    return found
+
+
+def _measure_tape(
+    core: Core, inputs: Inputs, state: Tensors, steps: int, *, begun: bool = True
+) -> _Bytes:
+    """Measure a range three ways: run without recording, recorded, and backpropagated."""
+    shapes: Shapes = []
+    tapes: list[Tape] = []
+    kept: list[Tape] = []
+    gradients: list[Gradients] = []
+
+    def sweep() -> None:
+        if core.ambient.left:  # the previous step's leftovers are still there
+            core.advance(inputs, 0, [1], state, noting(shapes))
+        core.advance(inputs, 0, [steps], state, noting(shapes))
+
+    def again() -> None:
+        # What a cell leaves in an attribute must not be released while the next range is measured.
+        if core.ambient.left:
+            kept.append(core.record(inputs, 0, steps, state, None))
+
+    def run() -> None:
+        tapes.append(core.record(inputs, 0, steps, state, noting(shapes)))
+
+    def prepare() -> None:
+        gradients.append(gradients_like(core, tapes[0], shapes, steps))
+        if not begun:
+            gradients[0].parameters = [None] * len(core.parameters)
+
+    def back() -> None:
+        core.backpropagate(tapes.pop(), gradients[0])
+
+    # Earlier leftovers are released first. Otherwise their release would count as free memory.
+    bar = core.ambient.bar
+    phases = [bar, sweep, bar, again, bar, run, prepare, back, gradients.clear]
+    _, swept, *_, recorded, _, backward, _ = measure_phases(phases, device=core.ambient.device)
+    return _Bytes(swept.peak(), recorded.growth(), recorded.peak(), backward.peak())
+
+
+def _rounded(t: Any) -> int:
+    """Return the bytes of a tensor or storage as an allocator counts them.
+
+    CUDA's allocator rounds up to 512 bytes.
+    """
+    size = t.nbytes() if isinstance(t, torch.UntypedStorage) else int(t.nbytes)
+    return -(-size // 512) * 512 if t.is_cuda else size
+
+
+def noting(shapes: Shapes) -> Emit:
+    """Return an emitter that keeps no output, only the shapes and dtypes."""
+
+    def emit(start: int, stop: int, values: Tensors) -> None:
+        shapes[:] = [(y.shape, y.dtype) for y in values]
+
+    return emit
+
+
+def gradients_like(core: Core, tape: Tape, shapes: Shapes, steps: int) -> Gradients:
+    """Return gradients of the most expensive layout: expanded scalars, which kernels must copy."""
+    device = core.ambient.device
+    return _Probe(
+        outputs=[
+            torch.ones((), dtype=dtype, device=device).expand(shape) for shape, dtype in shapes
+        ],
+        states=[
+            torch.ones_like(t) if passes else None
+            for t, passes in zip(tape.state_after, tape.passes, strict=True)
+        ],
+        inputs=[
+            torch.empty_like(x) if wanted else None
+            for x, wanted in zip(tape.inputs, tape.wanted, strict=True)
+        ],
+        parameters=[
+            torch.zeros_like(p) if total is None else total
+            for p, total in zip(core.parameters, core.totals(), strict=True)
+        ],
+        length=tape.stop,
+        layout=Straight(steps, core.fused),
+        outside=torch.autocast(device.type, enabled=False),
+    )
+
+
+@dataclass
+class _Probe(Gradients):
+    """Gradients of one call that do not depend on where its steps are in the sequence."""
+
+    layout: Straight
+
+    def of_outputs(self, index: int | slice) -> Sequence[Tensor | None]:
+        if not isinstance(index, slice) or self.layout.fused:
+            return self.outputs
+        steps = index.stop - index.start  # a cell's steps that are recorded together
+        return [None if t is None else t.expand(steps, *t.shape) for t in self.outputs]
+
+    def take_inputs(self, index: int | slice, shares: list[Tensor | None]) -> None:
+        for total, share in zip(self.inputs, shares, strict=True):
+            if total is not None and share is not None:
+                total.copy_(share)

@@ -1,0 +1,118 @@
+"""The measured seconds of a core's steps: for each kind of call, per call and per step.
+
+A core that is called step by step is timed on one step. A fused kernel is timed on ranges of two
+lengths, and the difference gives the cost of a step.
+"""
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from retrograde.discover.surroundings import muted_hooks
+from retrograde.machine import now
+from retrograde.run.core import Core
+from retrograde.run.inputs import Inputs
+from retrograde.sizes.footprint import Shapes, gradients_like, noting
+
+__all__ = ["LinearTime", "RangeTimes", "Stopwatch", "linear_time", "time_calls", "time_steps"]
+
+_LONG = 64  # steps of the longer range: about as many as schedules record at a time
+
+Tensors = list[Tensor]
+
+
+@dataclass(frozen=True)
+class LinearTime:
+    """The seconds of ranges: per call (0 for a core that is called step by step), and per step."""
+
+    call_seconds: float
+    step_seconds: float
+
+    def __call__(self, calls: int, steps: int) -> float:
+        """Return the seconds of ``calls`` calls that run ``steps`` steps in all."""
+        return calls * self.call_seconds + steps * self.step_seconds
+
+
+@dataclass(frozen=True)
+class RangeTimes:
+    """The times of a range: run without recording, recorded, and backpropagated."""
+
+    forward: LinearTime
+    record: LinearTime
+    backward: LinearTime
+
+
+class Stopwatch:
+    """A collector of seconds by lap; a lap waits until the device has finished its work."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.seconds: list[float] = []
+
+    @contextmanager
+    def lap(self) -> Iterator[None]:
+        start = now(self.device)
+        yield
+        self.seconds.append(now(self.device) - start)
+
+
+def time_steps(core: Core, inputs: Inputs, state: Tensors, repeats: int) -> RangeTimes:
+    """Return median seconds of short ranges from the first step; leave no trace.
+
+    The executor's own functions run them.
+    """
+
+    def trial(watch: Stopwatch, steps: int) -> None:
+        shapes: Shapes = []
+        with watch.lap():
+            core.advance(inputs, 0, [steps], state, None)
+        with watch.lap():
+            tape = core.record(inputs, 0, steps, state, noting(shapes))
+        gradients = gradients_like(core, tape, shapes, steps)
+        with watch.lap(), muted_hooks(core.parameters):
+            core.backpropagate(tape, gradients)
+
+    with core.ambient.measured():
+        return _range_times(trial, len(inputs) if core.fused else 1, repeats, core.ambient.device)
+
+
+def time_calls(
+    calls: Sequence[Callable[[int], object]], steps: int, repeats: int, device: torch.device
+) -> RangeTimes:
+    """Return median seconds of three calls: forward, record, backward.
+
+    Each call takes a number of steps, and the three run in turn.
+    """
+
+    def trial(watch: Stopwatch, length: int) -> None:
+        for call in calls:
+            with watch.lap():
+                call(length)
+
+    return _range_times(trial, steps, repeats, device)
+
+
+def _range_times(
+    trial: Callable[[Stopwatch, int], None], steps: int, repeats: int, device: torch.device
+) -> RangeTimes:
+    medians = []
+    longest = min(steps, _LONG)
+    for length in sorted({1, longest}):
+        trial(Stopwatch(device), length)  # a first call may allocate or compile
+        watches = [Stopwatch(device) for _ in range(repeats)]
+        for watch in watches:
+            trial(watch, length)
+        laps = zip(*(watch.seconds for watch in watches), strict=True)
+        medians.append([statistics.median(times) for times in laps])
+    pairs = zip(medians[0], medians[-1], strict=True)
+    return RangeTimes(*(linear_time(short, long, longest) for short, long in pairs))
+
+
+def linear_time(short: float, long: float, steps: int) -> LinearTime:
+    """Return the time per call and per step, from the seconds of one step and of a range."""
+    step = short if steps == 1 else min(max(0.0, (long - short) / (steps - 1)), long / steps)
+    return LinearTime(max(0.0, short - step), step)
