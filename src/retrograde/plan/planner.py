@@ -126,9 +126,7 @@ def plan(
     parts = Parts()
     if policy == "hsm":
         root, bound = closed_form.hsm_parts(steps, slots, parts), closed_form.hsm_cost(steps, slots)
-        return merge(
-            parts.unfold(root, length=steps, policy=policy, memory=slots, bound=bound)
-        )
+        return merge(parts.unfold(root, length=steps, policy=policy, memory=slots, bound=bound))
     root, bound = _ism(slots).schedule(steps, parts), closed_form.ism_cost(steps, slots)
     return merge(
         parts.unfold(root, length=steps, policy=policy, memory=slots, units=_ISM, bound=bound)
@@ -187,14 +185,11 @@ def cost(
     """
     check_policy(policy, alpha=alpha, beta=beta, has_memory=memory is not None)
     if memory is None:
-        steps = integers("length", length) if np.ndim(length) else integer("length", length)
-        return steps
+        return integers("length", length) if np.ndim(length) else integer("length", length)
     one = _one_cost(policy, alpha, beta)
     if np.ndim(length) == 0 and np.ndim(memory) == 0:
         return one(integer("length", length), integer("memory", memory))
-    lengths, memories = np.broadcast_arrays(
-        integers("length", length), integers("memory", memory)
-    )
+    lengths, memories = np.broadcast_arrays(integers("length", length), integers("memory", memory))
     if lengths.size and int(lengths.max()) > _LONGEST_AT_ONCE:
         return _costs_one_by_one(lengths, memories, one)
     if policy in ("msm", "best"):

@@ -81,7 +81,7 @@ def best_costs(lengths: _Ints, memories: _Ints, units: Units, policy: str) -> _I
     longest = int(lengths.max())
     most = min(int(memories.max()), _enough(longest, units))
     if table := _table(longest, most, units, policy):
-        return table.cost(lengths, np.minimum(memories, most)).astype(np.int64)
+        return np.asarray(table.cost(lengths, np.minimum(memories, most)), np.int64)
     for index, length in np.ndenumerate(lengths):
         costs[index] = best_cost(int(length), int(memories[index]), units, policy)
     return costs

@@ -23,8 +23,8 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import accumulate
-from math import ceil, comb
+from itertools import accumulate, chain, repeat
+from math import ceil, comb, isqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,6 +61,14 @@ class Mixed:
         """Return the convex function of t whose ceiling is the cost."""
         if length <= 1 + self.records:
             return length
+        if not self.wide and (beyond := self._twice() - length) >= 0:
+            # q(q+1)/2 · β is T(2) less the steps of the corner below the edge w = q·β
+            q = min(self.records, (isqrt(1 + 8 * (beyond // self.beta)) - 1) // 2)
+            if q == self.records:
+                return 2 * length - 1 - q
+            q += 1
+            more = q * (q + 1) // 2 * self.beta - beyond
+            return 2 * length - 1 - q + Fraction(more, q * self.beta)
         n, corners = self._corners(length)
         i = bisect_left(corners, length, key=lambda corner: corner[0])
         steps, cost, w = corners[i]
@@ -96,6 +104,11 @@ class Mixed:
         n, corners = self._corners(length)
         w = corners[bisect_left(corners, length, key=lambda corner: corner[0])][2]
         return (n + 1, 0) if w == 1 else (n, w)
+
+    def _twice(self) -> int:
+        """Return T(2), as :meth:`reach` does, without a sum: no step more than twice, if α > β."""
+        q = self.records
+        return 2 + self.levels + q * (self.levels + 1) - q * (q + 1) // 2 * self.beta
 
     def reach(self, n: int) -> int:
         """Return T(n), the most steps at a marginal cost of at most n, up to n + 1."""
@@ -182,9 +195,8 @@ class _Steps:
                 k - sums[k * beta] + (recorded[k] - row[0] if form.wide else 0)
                 for k in range(min(most, form.records) + 1)
             ]
-            self.rows.append(
-                [slope + sums[i] + gains[min(most, i // beta)] for i in range(levels + 1)]
-            )
+            by_level = chain(*(repeat(gain, beta) for gain in gains), repeat(gains[-1]))
+            self.rows.append([slope + a + b for a, b in zip(sums, by_level, strict=False)])
 
     def at(self, depth: int, level: int) -> int:
         return self.rows[self.n - depth][level]
@@ -270,11 +282,12 @@ class _Unfolding:
         return _Part(y, 0, (level - 1, steps - y, False), (level, y, False))
 
     def _divide_scant(self, depth: int, level: int, steps: int) -> _Part:
-        """Divide the steps between two numbers of recorded steps: stored parts are so short that
-        each is recorded whole, until as many steps are left as the next levels hold."""
+        """Divide a part whose steps are between those of two numbers of recorded ones: stored parts
+        are so short that each is recorded whole, until the levels below a record take the rest."""
         beta = self.form.beta
         below = (level - 1) // beta * beta
-        rest = self.high.at(depth, below)
+        # One of its steps more may be stored at no cost; then the rest is one recorded range.
+        rest = self.high.at(depth, below) if self.form.wide else 1 + below // beta
         y = steps - rest if level == below + 1 else min(steps - rest, 1 + level // beta)
         scant = steps - y > rest
         right = (level - 1, steps - y, True) if scant else (below, rest, False)

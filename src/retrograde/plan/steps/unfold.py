@@ -150,9 +150,7 @@ class _MissingError(LookupError):
         self.key = key
 
 
-def _unfold(
-    rows: Any, root: int, held: bool, kind: _Verbs, start: _Places, stop: _Places
-) -> None:
+def _unfold(rows: Any, root: int, held: bool, kind: _Verbs, start: _Places, stop: _Places) -> None:
     """Write out the actions; a stack holds what is still to be written: a part, or one action."""
     at = 0
     # A verb (−1 for a part), its first position (the part), and its second (the base).
