@@ -362,7 +362,7 @@ def test_a_plan_is_drawn_and_written(tmp_path, ending):
         (["--length", 10], "the policy 'hsm' needs a memory"),
         (["--length", 10, "--memory", 4, "--alpha", 2, "--beta", 3], "beta is 3 and alpha is 2"),
         (["--length", 10, "--curve", "--memory", 4], "--curve shows every memory: leave out"),
-        (["--length", 10, "--curve", "--policy", "chen-sqrt"], "'chen-sqrt' takes no memory"),
+        (["--length", 10, "--curve", "--policy", "store-all"], "'store-all' takes no memory"),
         (["--length", 10**8, "--curve"], "expected at most 1000000: ask for the cost at those"),
         (["--length", 10, "--memory", 4, "--policy", "guess"], "guess"),
         (["--length", 10, "--memory", 4, "--picture", "picture.xyz"], "cannot draw picture.xyz"),

@@ -25,7 +25,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-
 from retrograde.errors import BudgetError
 from retrograde.plan.steps.blocks import Blocks
 from retrograde.plan.steps.unfold import store_all

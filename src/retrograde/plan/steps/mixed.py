@@ -29,11 +29,13 @@ from math import ceil, comb, isqrt
 import numpy as np
 from numpy.typing import NDArray
 
+from retrograde.errors import ScheduleError
 from retrograde.plan.steps.unfold import NOTHING, Parts
 
 __all__ = ["Mixed"]
 
 _ANY = 1 << 62  # more than any w
+_MOST_CELLS = 2 * 10**7  # numbers of Python, some 36 bytes each
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +163,15 @@ class Mixed:
         """Add the parts of a cheapest schedule; returns the number of the whole."""
         if length <= 1 + self.records:
             return parts.record(0, length)
-        return _Unfolding(self, *self.slope(length)).describe(length, parts)
+        n, w = self.slope(length) if self.levels < _MOST_CELLS // 6 else (2, 0)
+        cells = 2 * (self.levels + 1) * (n + 1)
+        if cells > _MOST_CELLS:
+            raise ScheduleError(
+                f"the schedule for {length} steps takes {cells} numbers for {self.levels + 1} "
+                f"units of memory, expected at most {_MOST_CELLS}: plan blocks of steps, or count "
+                "memory in larger units"
+            )
+        return _Unfolding(self, n, w).describe(length, parts)
 
 
 _Node = tuple[int, int, bool]  # level, steps, whether these are too few for the slope
