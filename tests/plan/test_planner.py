@@ -92,9 +92,12 @@ LIST = "hsm, ism, msm, best, store-all"
         ({"policy": "ism", "beta": 3}, "the policy 'ism' .* takes neither alpha nor beta"),
         (
             {"policy": "chen-sqrt", "memory": None},
-            "the policy 'chen-sqrt' is now gruslys2016.baselines.chen_sqrt, in the papers' package",
+            "the policy 'chen-sqrt' is a baseline, and now a function in the papers' package",
         ),
-        ({"policy": "recompute-all"}, "the policy 'recompute-all' is now .* use 'hsm' with memory"),
+        (
+            {"policy": "recompute-all"},
+            "the policy 'recompute-all' is a baseline, .* use 'hsm' with memory",
+        ),
     ],
 )
 def test_bad_arguments_are_refused_with_a_remedy(ask, given, message):

@@ -41,8 +41,8 @@ def check_policy(
     """Refuse an unknown policy, and arguments that are missing or that it does not take."""
     if policy in _GONE:
         raise ScheduleError(
-            f"the policy {policy!r} is now gruslys2016.baselines.{policy.replace('-', '_')}, in "
-            f"the papers' package: import it from there, or {_GONE[policy]}"
+            f"the policy {policy!r} is a baseline, and now a function in the papers' package "
+            f"(papers/): import it from there, or {_GONE[policy]}"
         )
     if policy not in POLICIES:
         raise ScheduleError(f"unknown policy {policy!r}: use one of {', '.join(POLICIES)}")
