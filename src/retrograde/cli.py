@@ -164,8 +164,8 @@ def plan(
     beta: Annotated[
         int | None,
         typer.Option(
-            help="msm, best: the same where its input hidden state is kept; by default α less a hidden "
-            "state."
+            help="msm, best: the same where its input hidden state is kept; by default α less a "
+            "hidden state."
         ),
     ] = None,
     state: Annotated[

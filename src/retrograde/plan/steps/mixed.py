@@ -1,15 +1,15 @@
 """MSM in closed form: its cost, and a schedule, at any size and without a table.
 
-With hidden states of size 1, internal states of α, or β where the input is in memory, C(t, m) of
-Gruslys et al. 2016, eqs. 6 to 10, is the ceiling of a convex, piecewise linear function of t where
-α ≥ β + 1 or α = β (theorem A of ``docs/science.md``). Its slopes are integers n and n + 1/w. With
-M = m − 1 and Q = ⌊M/β⌋, the steps whose marginal cost is at most n are
+A hidden state has size 1, an internal state α, or β where its input is in memory. Let C(t, m) be
+that of Gruslys et al. 2016, eqs. 6 to 10. Where α ≥ β + 1 or α = β, it is the ceiling of a convex,
+piecewise linear function of t (theorem A of ``docs/science.md``). Its slopes are integers n and
+n + 1/w. With M = m − 1 and Q = ⌊M/β⌋, the steps at a marginal cost of at most n are
 
     T(n) = binom(n+M, M+1) + Σ_{q=1}^{Q} binom(M−qβ+n−1, n−1),     at a cost of
     V(n) = n·T(n) − binom(n+M, M+2).
 
-From T(n) down, the edges of slope n + 1/w have w·b steps each, with b = binom(M−qβ+n−2, n−2) and
-w = qβ for q = 1 … Q; the edge of slope n is below them. Where α = β, w is q(β−1) − 1.
+From T(n) down, the edges of slope n + 1/w have w·b steps each. Here b is binom(M−qβ+n−2, n−2), and
+w is qβ for q = 1 … Q, or q(β−1) − 1 where α = β. The edge of slope n is below them.
 
 *Schedule.* A part of t steps is divided by its slope x and its level M. Above level kβ, it stores a
 state for the part to its left, which has the slope x − 1. At level kβ it records, and k depends on
@@ -292,8 +292,8 @@ class _Unfolding:
         return _Part(y, 0, (level - 1, steps - y, False), (level, y, False))
 
     def _divide_scant(self, depth: int, level: int, steps: int) -> _Part:
-        """Divide a part whose steps are between those of two numbers of recorded ones: stored parts
-        are so short that each is recorded whole, until the levels below a record take the rest."""
+        """Divide a part whose steps are between those of two numbers of recorded steps. Stored
+        parts are so short that each is recorded whole. The levels below a record take the rest."""
         beta = self.form.beta
         below = (level - 1) // beta * beta
         # One of its steps more may be stored at no cost; then the rest is one recorded range.

@@ -1,9 +1,9 @@
 """Two tables for sizes that no closed form covers: theorem C of ``docs/science.md``.
 
 A part of t steps has f units free beside its base, the hidden state that it begins at. B(t, f) is
-its least cost if somebody else holds the base, A(t, f) if nobody does. With sizes s, α and β of a
-hidden state and of an internal one with and without its input, A and B are 0 at t = 0, 1 at t = 1,
-∞ at f < 0, and else
+its least cost if somebody else holds the base, A(t, f) if nobody does. A hidden state has size s,
+an internal one α with its input and β without. A and B are 0 at t = 0, 1 at t = 1, ∞ at f < 0, and
+else
 
     A(t, f) = min of  1 + B(t−1, f−α)                  record the first step with its input
                       B(t, f−s)                        store the base until the part is done
@@ -91,7 +91,7 @@ class Tables:
         kept = self.units.beta if held else self.units.alpha
         if f >= kept and own[f, t] == 1 + self.held[f - kept, t - 1]:
             return parts.record(0, 1, number((t - 1, f - kept, True)))
-        # A loose base is stored here until its last load: if it had to be stored until the part is
+        # A loose base is stored here until its last load. If it had to be stored until the part is
         # done, the part before would have stored it.
         room = f if held else f - self.units.state
         y = np.arange(1, t)
@@ -154,8 +154,8 @@ def _fill(held: Any, loose: Any, state: int, alpha: int, beta: int, reuse: bool)
 def lower_bound(length: int, memory: int, units: Units) -> int:
     """Return a lower bound of A(length, memory) without a table.
 
-    The greatest x·t − A(t, f) over all t is at most V(f, x), where V is what the equations of A and
-    B give for it, taken as equalities. So x·t − V(f, x) is a bound for every x.
+    Let V(f, x) be what the equations of A and B give for the greatest x·t − A(t, f) over all t. Then
+    x·t − V(f, x) is a bound for every x.
     """
     found: int = _compiled(_bound)(length, memory, units.state, units.alpha, units.beta)
     return max(length, found)
