@@ -23,8 +23,8 @@ with all sizes 1, which :mod:`retrograde.plan.steps.mixed` unfolds.
 ``Backward``; a longer one with k parts inside takes 4k. So t steps take 4(t−1) actions, and 2 for
 every part of one step.
 
-A cost or a split takes a few binomials and is exact at any size. A schedule takes the distinct parts
-(a few for each slot and repetition) and the actions.
+A cost or a split takes a few binomials and is exact at any size. A schedule takes the distinct
+parts (a few for each slot and repetition) and the actions.
 """
 
 from collections.abc import Callable

@@ -154,8 +154,8 @@ def _fill(held: Any, loose: Any, state: int, alpha: int, beta: int, reuse: bool)
 def lower_bound(length: int, memory: int, units: Units) -> int:
     """Return a lower bound of A(length, memory) without a table.
 
-    Let V(f, x) be what the equations of A and B give for the greatest x·t − A(t, f) over all t. Then
-    x·t − V(f, x) is a bound for every x.
+    Let V(f, x) be what the equations of A and B give for the greatest x·t − A(t, f) over all t.
+    Then x·t − V(f, x) is a bound for every x.
     """
     found: int = _compiled(_bound)(length, memory, units.state, units.alpha, units.beta)
     return max(length, found)
