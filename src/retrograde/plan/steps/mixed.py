@@ -91,7 +91,7 @@ class Mixed:
             n += 1
             rows += [(steps, cost, n, w) for steps, cost, w in self.corners(n)]
         # The last corner may not fit 64 bits; what it costs is not needed.
-        last = rows.index(next(row for row in rows if row[0] >= longest))
+        last = bisect_left(rows, (longest,))
         rows[last:] = [(longest, 0, *rows[last][2:])]
         steps, costs, slopes, shares = np.array([(0, 0, 1, 0), *rows], np.int64).T
         at = np.searchsorted(steps, lengths)

@@ -43,8 +43,9 @@ _Part = tuple[int, int, bool]  # steps, free units, whether the base is held
 
 
 def sums(length: int, memory: int) -> int:
-    """Return the sums that a table takes; beyond any limit where costs do not fit 32 bits."""
-    return length * length * memory if length <= _LONGEST else 2**62
+    """Return the sums that a table takes; beyond any limit where costs do not fit 32 bits. Up to
+    100 steps the cells count, as 100 sums for each."""
+    return length * max(100, length) * memory if length <= _LONGEST else 2**62
 
 
 @dataclass(frozen=True, slots=True)
