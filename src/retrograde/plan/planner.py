@@ -34,8 +34,14 @@ from retrograde.plan.arguments import (
     units_of,
 )
 from retrograde.plan.chain.search import plan_chain, record_everything
-from retrograde.plan.steps import closed_form
-from retrograde.plan.steps.best import best_cost, best_costs, best_schedule
+from retrograde.plan.steps.best import best_cost, best_costs, best_schedule, closed_form
+from retrograde.plan.steps.closed_form import (
+    hsm_cost,
+    hsm_parts,
+    hsm_split,
+    ism_cost,
+    ism_split,
+)
 from retrograde.plan.steps.mixed import Mixed
 from retrograde.plan.steps.unfold import Parts, store_all
 from retrograde.schedule import Chain, Schedule, Units, merge
@@ -125,9 +131,9 @@ def plan(
         return best_schedule(steps, slots, units_of(alpha, beta), policy)
     parts = Parts()
     if policy == "hsm":
-        root, bound = closed_form.hsm_parts(steps, slots, parts), closed_form.hsm_cost(steps, slots)
+        root, bound = hsm_parts(steps, slots, parts), hsm_cost(steps, slots)
         return merge(parts.unfold(root, length=steps, policy=policy, memory=slots, bound=bound))
-    root, bound = _ism(slots).schedule(steps, parts), closed_form.ism_cost(steps, slots)
+    root, bound = Mixed(slots - 1, 1, wide=True).schedule(steps, parts), ism_cost(steps, slots)
     return merge(
         parts.unfold(root, length=steps, policy=policy, memory=slots, units=_ISM, bound=bound)
     )
@@ -185,21 +191,22 @@ def cost(
     """
     check_policy(policy, alpha=alpha, beta=beta, has_memory=memory is not None)
     if memory is None:
-        return integers("length", length) if np.ndim(length) else integer("length", length)
+        return integers("length", length).copy() if np.ndim(length) else integer("length", length)
     one = _one_cost(policy, alpha, beta)
     if np.ndim(length) == 0 and np.ndim(memory) == 0:
         return one(integer("length", length), integer("memory", memory))
-    lengths, memories = np.broadcast_arrays(integers("length", length), integers("memory", memory))
+    lengths, memories = integers("length", length), integers("memory", memory)
+    levels = np.unique(memories).tolist()
+    lengths, memories = np.broadcast_arrays(lengths, memories)
     if lengths.size and int(lengths.max()) > _LONGEST_AT_ONCE:
         return _costs_one_by_one(lengths, memories, one)
-    if policy in ("msm", "best"):
-        return best_costs(lengths, memories, units_of(alpha, beta), policy)
     costs = np.empty(lengths.shape, np.int64)
-    more = int(policy == "ism")  # ISM costs what HSM does for one step more, less those steps
-    for slots in np.unique(memories).tolist():
-        where = memories == slots
-        asked = lengths[where] + more
-        costs[where] = Mixed(slots - 1, slots).costs(asked) - more * asked
+    for slots in levels:
+        form = _form(policy, slots, alpha, beta)
+        if form is None:
+            return best_costs(lengths, memories, units_of(alpha, beta), policy)
+        where = memories == slots if len(levels) > 1 else ...
+        costs[where] = form.costs(lengths[where])
     return costs
 
 
@@ -230,13 +237,17 @@ def split(length: int, memory: int, policy: str = "hsm") -> int:
         )
     slots = integer("memory", memory)
     if policy == "hsm":
-        return closed_form.hsm_split(integer("length", length, 2), slots)
-    return closed_form.ism_split(integer("length", length), slots)
+        return hsm_split(integer("length", length, 2), slots)
+    return ism_split(integer("length", length), slots)
 
 
-def _ism(slots: int) -> Mixed:
-    """ISM as MSM of sizes 1: each level below the first holds one internal state."""
-    return Mixed(slots - 1, 1, wide=True)
+def _form(policy: str, slots: int, alpha: int | None, beta: int | None) -> Mixed | None:
+    """Return the closed form of a policy; HSM and ISM are MSM of extreme sizes."""
+    if policy == "hsm":
+        return Mixed(slots - 1, slots)
+    if policy == "ism":
+        return Mixed(slots - 1, 1, wide=True)
+    return closed_form(slots, units_of(alpha, beta), policy)
 
 
 def _plan_bytes(length: int, memory: Memory, units: Units, policy: str) -> Schedule:
@@ -250,9 +261,9 @@ def _plan_bytes(length: int, memory: Memory, units: Units, policy: str) -> Sched
 
 def _one_cost(policy: str, alpha: int | None, beta: int | None) -> Callable[[int, int], int]:
     if policy == "hsm":
-        return closed_form.hsm_cost
+        return hsm_cost
     if policy == "ism":
-        return closed_form.ism_cost
+        return ism_cost
     units = units_of(alpha, beta)
     return lambda length, memory: best_cost(length, memory, units, policy)
 

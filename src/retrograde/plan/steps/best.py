@@ -67,21 +67,12 @@ def best_cost(length: int, memory: int, units: Units, policy: str) -> int:
 
 
 def best_costs(lengths: _Ints, memories: _Ints, units: Units, policy: str) -> _Ints:
-    """As :func:`best_cost`, for arrays of one shape, in units of a hidden state."""
-    costs = np.zeros(lengths.shape, np.int64)
-    if not lengths.size:
-        return costs
-    if closed_form(1, units, policy):
-        for memory in np.unique(memories).tolist():
-            where = memories == memory
-            form = closed_form(memory, units, policy)
-            assert form is not None
-            costs[where] = form.costs(lengths[where])
-        return costs
+    """As :func:`best_cost` without a closed form, for arrays of one shape."""
     longest = int(lengths.max())
     most = min(int(memories.max()), _enough(longest, units))
     if table := _table(longest, most, units, policy):
         return np.asarray(table.cost(lengths, np.minimum(memories, most)), np.int64)
+    costs = np.empty(lengths.shape, np.int64)
     for index, length in np.ndenumerate(lengths):
         costs[index] = best_cost(int(length), int(memories[index]), units, policy)
     return costs

@@ -81,11 +81,11 @@ class Mixed:
         return cost + n * more + (Fraction(more, w) if more % w else more // w)
 
     def costs(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """As :meth:`cost`, for many lengths below 2³¹; ScheduleError beyond 64 bits."""
+        """As :meth:`cost`, for many lengths from 1 to below 2³¹."""
         longest = int(lengths.max(initial=1))
         if self.levels == 0:
             return lengths * (lengths + 1) // 2
-        rows = [(1 + self.records, 1 + self.records, 1, 0)]
+        rows = [(0, 0, 1, 0), (1 + self.records, 1 + self.records, 1, 0)]
         n = 1
         while rows[-1][0] < longest:
             n += 1
@@ -93,12 +93,13 @@ class Mixed:
         # The last corner may not fit 64 bits; what it costs is not needed.
         last = bisect_left(rows, (longest,))
         rows[last:] = [(longest, 0, *rows[last][2:])]
-        steps, costs, slopes, shares = np.array([(0, 0, 1, 0), *rows], np.int64).T
+        steps, costs, slopes, shares = np.array(rows, np.int64).T
         at = np.searchsorted(steps, lengths)
-        before = np.maximum(at - 1, 0)
-        more, w = lengths - steps[before], shares[at]
-        part = np.where(w > 0, -(-more // np.maximum(w, 1)), 0)
-        found: NDArray[np.int64] = costs[before] + slopes[at] * more + part
+        more = lengths - steps[at - 1]
+        found: NDArray[np.int64] = costs[at - 1] + slopes[at] * more
+        if shares.any():
+            w = shares[at]
+            found += np.where(w > 0, -(-more // np.maximum(w, 1)), 0)
         return found
 
     def slope(self, length: int) -> tuple[int, int]:
