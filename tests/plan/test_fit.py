@@ -37,15 +37,15 @@ def test_no_plan_undercuts_its_bound_and_none_is_better_than_the_one_chosen(seed
     sizes, length = random_footprint(rng), rng.choice([2, 5, 63, 200, 500])
     least, most = sizes.minimum_bytes(), sizes.ordinary(length)
     budget = int(least + max(0, most - least) * rng.choice([0.05, 0.3, 0.9]))
-    times = {}
-    for steps in module._grid(length, budget, sizes):
-        blocks = module._divided(length, steps, budget, sizes)
+    cached, times = module._Sizes(sizes), {}
+    for steps in module._grid(length, budget, cached):
+        blocks = module._divided(length, steps, budget, cached)
         schedule = blocks.schedule(module._units(sizes))
-        found = module._describe(schedule, steps, budget, sizes)
+        found = module._describe(schedule, steps, budget, cached)
         assert module._least_time(blocks, sizes) <= found.time
         assert found.peak_bytes <= budget
         times[steps] = found.time
-    chosen = module._fastest(length, list(times), budget, sizes)
+    chosen = module._fastest(length, list(times), budget, cached)
     assert (chosen.time, chosen.block) == min((time, steps) for steps, time in times.items())
 
 

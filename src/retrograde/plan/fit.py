@@ -183,6 +183,7 @@ class _Sizes:
     """The curves of a footprint, each computed once for a number of steps."""
 
     def __init__(self, footprint: Footprint) -> None:
+        self.footprint = footprint
         self.held, self.advance = cache(footprint.held), cache(footprint.advance)
         self.record, self.backward = cache(footprint.record), cache(footprint.backward)
         self.core, self.overhead = cache(footprint.core_bytes), cache(footprint.overhead_bytes)
@@ -238,7 +239,8 @@ def fit(length: int, memory: Memory | None, footprint: Footprint) -> Fit:
         return _whole(length, budget, footprint)
     if budget < minimum:
         raise refusal(length, memory, budget, minimum, ordinary, footprint.unit)
-    best = _fastest(length, _grid(length, budget, footprint), budget, footprint)
+    sizes = _Sizes(footprint)
+    best = _fastest(length, _grid(length, budget, sizes), budget, sizes)
     assert best.peak_bytes <= budget
     return best
 
@@ -262,10 +264,11 @@ def refusal(
     )
 
 
-def _fastest(length: int, blocks: Sequence[int], budget: int, footprint: Footprint) -> Fit:
+def _fastest(length: int, blocks: Sequence[int], budget: int, sizes: _Sizes) -> Fit:
     """Return the plan of least time; of equal ones, the one with the shortest blocks. Block lengths
     are planned in the order of their bounds, until the next bound is above the best time."""
-    divided = {steps: _divided(length, steps, budget, footprint) for steps in blocks}
+    footprint = sizes.footprint
+    divided = {steps: _divided(length, steps, budget, sizes) for steps in blocks}
     least = {steps: _least_time(one, footprint) for steps, one in divided.items()}
     best, found = (math.inf, 0), in_one_range(length)
     for steps in sorted(blocks, key=lambda steps: (least[steps], steps)):
@@ -275,15 +278,15 @@ def _fastest(length: int, blocks: Sequence[int], budget: int, footprint: Footpri
         time = footprint.time(length, *_spent(schedule))
         if (time, steps) < best:
             best, found = (time, steps), schedule
-    return _describe(found, best[1], budget, footprint)
+    return _describe(found, best[1], budget, sizes)
 
 
-def _divided(length: int, steps: int, budget: int, footprint: Footprint) -> Blocks:
+def _divided(length: int, steps: int, budget: int, sizes: _Sizes) -> Blocks:
     """Return blocks of ``steps`` in what the budget leaves beside the working core."""
-    memory = budget - footprint.overhead_bytes(steps)
-    unit = max(1, footprint.state_bytes, -(-memory // _LEVELS))
-    held = max(1, -(-footprint.held(steps) // unit))
-    return Blocks(length, steps, memory // unit, held, _chunk(length, steps, footprint))
+    memory = budget - sizes.overhead(steps)
+    unit = max(1, sizes.footprint.state_bytes, -(-memory // _LEVELS))
+    held = max(1, -(-sizes.held(steps) // unit))
+    return Blocks(length, steps, memory // unit, held, _chunk(length, steps, sizes))
 
 
 def _least_time(blocks: Blocks, footprint: Footprint) -> float:
@@ -341,11 +344,11 @@ def _is_share(memory: Memory | None) -> bool:
     return isinstance(memory, float) or (isinstance(memory, str) and "%" in memory)
 
 
-def _grid(length: int, budget: int, footprint: Footprint) -> list[int]:
+def _grid(length: int, budget: int, sizes: _Sizes) -> list[int]:
     """Return the block lengths to try: a geometric grid, and lengths that fill the budget. The
     latter hold 0, 1, 2, … recorded blocks beside the working core and the states between the other
     blocks."""
-    sizes = _Sizes(footprint)
+    footprint = sizes.footprint
     room = budget - footprint.state_bytes
     most = _most(length, room, sizes.overhead)
     if footprint.heap_bytes is not None:
@@ -369,9 +372,9 @@ def _most(length: int, limit: int, size: Callable[[int], int]) -> int:
     return max(1, bisect_right(range(1, length + 1), limit, key=size))
 
 
-def _chunk(length: int, block: int, footprint: Footprint) -> int:
+def _chunk(length: int, block: int, sizes: _Sizes) -> int:
     """Return the most steps that one call may advance with temporaries in the working core."""
-    return _most(length, footprint.core_bytes(block), footprint.advance)
+    return _most(length, sizes.core(block), sizes.advance)
 
 
 def _units(footprint: Footprint) -> Units:
@@ -380,12 +383,13 @@ def _units(footprint: Footprint) -> Units:
     return Units(alpha=beta + 1, beta=beta, core=0, initial=1)
 
 
-def _describe(schedule: Schedule, block: int, budget: int, footprint: Footprint) -> Fit:
+def _describe(schedule: Schedule, block: int, budget: int, sizes: _Sizes) -> Fit:
+    footprint = sizes.footprint
     forward_steps, *calls = _spent(schedule)
     return Fit(
         schedule=schedule,
         block=block,
-        chunk=_chunk(schedule.length, block, footprint),
+        chunk=_chunk(schedule.length, block, sizes),
         forward_steps=forward_steps,
         calls=calls[0] + 2 * calls[1],
         time=footprint.time(schedule.length, forward_steps, *calls),
@@ -415,7 +419,7 @@ def in_one_range(length: int, units: Units | None = None) -> Schedule:
 def _whole(length: int, budget: int, footprint: Footprint) -> Fit:
     """Return the fit of ordinary backpropagation: one recorded range, with its own peak."""
     schedule = in_one_range(length, _units(footprint))
-    found = _describe(schedule, length, budget, footprint)
+    found = _describe(schedule, length, budget, _Sizes(footprint))
     if footprint.scheduled:
         return found
     peak = footprint.whole_bytes(length)
