@@ -105,7 +105,7 @@ def test_memory_and_cost_are_inverse(length, memory, alpha):
         (lambda: longest(float("nan"), 5), "cost_per_step is nan: expected 1 or more"),
         (lambda: longest(float("inf"), 5), "cost_per_step is inf: expected 1 or more"),
         (lambda: longest(2, 0), "memory is 0: expected an integer, 1 or more"),
-        (lambda: longest(9, 50, "best", alpha=1), "beyond 32767 steps, which the tables of 'best'"),
+        (lambda: longest(9, 50, "best", alpha=1), "beyond 16384 steps, which the tables of 'best'"),
         (lambda: trade_off(10**7), "has 9999999 memories, expected at most 1000000: ask for"),
         (lambda: trade_off(9, "ism", alpha=2), "the policy 'ism' .* takes neither alpha nor beta"),
         (lambda: trade_off(9, "msm", alpha=2, beta=3), "beta is 3 and alpha is 2"),
