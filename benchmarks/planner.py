@@ -1,4 +1,4 @@
-"""Claim: exact plans for 100,000 steps, of any policy, within seconds; costs within microseconds.
+"""Claim: exact plans for a million steps take a second, of any policy; costs take microseconds.
 
 The planner runs beside others, if these are installed: ``pyrevolve`` (Revolve in C++) and
 ``checkpoint_schedules`` (Revolve in Python; Maddison's mixed policy, for equal sizes only). Each of
@@ -14,6 +14,7 @@ processes, with the compiled code cached.
 import argparse
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -31,6 +32,7 @@ import numpy as np
 
 import retrograde as rg
 from retrograde.machine import processor_name
+from retrograde.plan.fit import Curve, Footprint, fit
 
 RESULTS = Path(__file__).parent / "results"
 PEERS = ("checkpoint_schedules", "pyrevolve")
@@ -74,6 +76,11 @@ def rows(tenth: int, slow: bool) -> Iterator[Row]:
     yield Row(
         f"costs of all t ≤ {long:,}, m < 1,000", partial(all_costs, long), 10.0, most_rounds=3
     )
+    yield Row(
+        "cost of MSM, t = 1,000,000,000, m = 1,000, α = 5",
+        lambda: rg.cost(10**9, 1000, "msm", alpha=5),
+        0.5,
+    )
     for t, seconds in ((long, 0.2), (longest, 2.0)):
         yield Row(
             f"HSM, t = {t:,}, m = 1,000",
@@ -87,9 +94,9 @@ def rows(tenth: int, slow: bool) -> Iterator[Row]:
         (middle, 100, 2, 1, 0.3),
         (middle, 1000, 5, 4, 1.0),
         (middle, 1000, 2, 1, 1.0),
-        (long, 1000, 5, 4, 10.0),
-        (long, 1000, 21, 20, 10.0),
-        (longest, 1000, 5, 4, 10.0),
+        (long, 1000, 5, 4, 1.0),
+        (long, 1000, 21, 20, 1.0),
+        (longest, 1000, 5, 4, 1.0),
     ):
         yield Row(
             f"MSM, t = {t:,}, m = {m:,}, α = {alpha}, β = {beta}",
@@ -97,13 +104,37 @@ def rows(tenth: int, slow: bool) -> Iterator[Row]:
             seconds,
             most_rounds=5 if t == middle else 3,
         )
-    for t, m, seconds, rounds in ((2000 // tenth, 50, 0.3, 5), *[(middle, 100, 0.3, 1)] * slow):
+    for t, m, seconds, rounds in ((2000 // tenth, 50, 0.3, 5), *[(middle, 100, 20.0, 1)] * slow):
         yield Row(
-            f"MSM of equal sizes, t = {t:,}, m = {m:,} (Mixed: one slot less)",
-            partial(rg.plan, t, m, "msm", alpha=1, beta=1),
+            f"best, equal sizes, t = {t:,}, m = {m:,}",
+            partial(rg.plan, t, m, "best", alpha=1),
             seconds,
-            *iterated("MixedCheckpointSchedule", t, m - 1),
+            *iterated("MixedCheckpointSchedule", t, m),
             most_rounds=rounds,
+        )
+
+
+def fits() -> Iterator[Row]:
+    """Another length within a budget: an LSTM's bytes, 64 sequences and 256 units."""
+    unit = 64 * 256 * 4
+    sizes = Footprint(
+        2 * unit,
+        Curve.affine(6 * unit, 2 * unit),
+        Curve.affine(2 * unit, 6 * unit),
+        Curve.affine(6 * unit, 8 * unit),
+        Curve.affine(8 * unit, 4 * unit),
+        Curve.affine(4 * unit, 8 * unit),
+        2 * unit,
+        32 * 2**20,
+        5.0,
+        15.0,
+    )
+    lengths = itertools.count(1000)
+    for share in ("5%", "20%"):
+        yield Row(
+            f"another length, about 1,000, in ranges within {share}",
+            lambda share=share: fit(next(lengths), share, sizes),
+            0.01,
         )
 
 
@@ -252,7 +283,7 @@ def main() -> None:
             print(f"{name} is not installed: its side is left out; pip install {name}")
     rg.plan(20, 8, "msm", alpha=3)  # loads what is compiled
     results = []
-    for row in (*rows(tenth, arguments.slow), *process_rows(tenth)):
+    for row in (*rows(tenth, arguments.slow), *fits(), *process_rows(tenth)):
         results.append(ask(row, rounds))
         show(results[-1])
     if arguments.quick:

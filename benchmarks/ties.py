@@ -1,4 +1,4 @@
-"""Claim: of equally cheap schedules, the planner's has fewer actions than the paper's rule gives.
+"""Claim: of equally cheap schedules, the planner's has no more actions than the paper's rule gives.
 
 Algorithm 1 of Gruslys et al. (2016) takes the first best y, and prefers a hidden state to an
 internal one. Here that rule is followed part by part, with the same costs. The actions of both
@@ -82,8 +82,8 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder")
     arguments = parser.parse_args()
     print(
-        f"| policy, {LENGTH} steps | memory | forward steps | actions, first y | actions, fewest "
-        "| launches step by step | in ranges |"
+        f"| policy, {LENGTH} steps | memory | forward steps | actions, first y "
+        "| actions, this rule | launches step by step | in ranges |"
     )
     print("| --- | --- | --- | --- | --- | --- | --- |")
     found = []

@@ -305,17 +305,19 @@ def test_a_mixed_plan_takes_its_sizes():
     assert "forward steps" in output
 
 
-def test_alpha_alone_means_the_mixed_policy():
+def test_alpha_alone_means_the_best_policy():
     asked = ["plan", "--length", 100, "--memory", 30, "--alpha", 5]
-    assert run(*asked).output == run(*asked, "--policy", "msm").output
+    assert run(*asked).output == run(*asked, "--policy", "best").output
 
 
 def test_a_plan_in_bytes_says_what_it_holds_and_what_is_proven():
     sizes = ["--state", 65_536, "--alpha", 430_080]
     output = run("plan", "--length", 1000, "--memory", "5%", *sizes).output
-    assert "1,954 forward steps" in output
-    assert "no schedule of this policy takes fewer than 1,95" in output
-    assert "18,087,936 of 18,212,249 bytes" in output
+    assert "1,953 forward steps" in output
+    assert "no schedule of this policy" not in output  # it is proven the cheapest
+    assert "18,210,816 of 18,212,249 bytes" in output
+    output = run("plan", "--length", 3000, "--memory", "5%", *sizes).output
+    assert "no schedule of this policy takes fewer than 5,8" in output
 
 
 def test_the_curve_is_printed_and_drawn(tmp_path, monkeypatch):
@@ -362,7 +364,7 @@ def test_a_plan_is_drawn_and_written(tmp_path, ending):
         (["--length", 10], "the policy 'hsm' needs a memory"),
         (["--length", 10, "--memory", 4, "--alpha", 2, "--beta", 3], "beta is 3 and alpha is 2"),
         (["--length", 10, "--curve", "--memory", 4], "--curve shows every memory: leave out"),
-        (["--length", 10, "--curve", "--policy", "chen-sqrt"], "'chen-sqrt' takes no memory"),
+        (["--length", 10, "--curve", "--policy", "store-all"], "'store-all' takes no memory"),
         (["--length", 10**8, "--curve"], "expected at most 1000000: ask for the cost at those"),
         (["--length", 10, "--memory", 4, "--policy", "guess"], "guess"),
         (["--length", 10, "--memory", 4, "--picture", "picture.xyz"], "cannot draw picture.xyz"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from retrograde.errors import ScheduleError
 from retrograde.interchange import from_checkpoint_schedules, to_checkpoint_schedules
-from retrograde.plan import BASELINES, cost, plan
+from retrograde.plan import cost, plan
 from retrograde.schedule import (
     Advance,
     Backward,
@@ -41,9 +41,11 @@ POLICIES = [
     {"policy": "msm", "alpha": 3, "beta": 3},
     {"policy": "msm", "alpha": 5},
     {"policy": "msm", "alpha": 5, "beta": 2},
+    {"policy": "best", "alpha": 1},
+    {"policy": "best", "alpha": 3, "beta": 3},
 ]
 PLANNED = [(t, {"memory": m, **policy}) for t, m in SIZES for policy in POLICIES] + [
-    (t, {"policy": policy}) for t, _ in SIZES for policy in BASELINES
+    (t, {"policy": "store-all"}) for t, _ in SIZES
 ]
 
 

@@ -11,6 +11,7 @@ import torch
 import retrograde as rg
 
 rg.plan(3000, 30, policy="msm", alpha=5, beta=4)
+rg.plan(300, 30, policy="best", alpha=1)
 for kind in (rg.RNN, rg.GRU, rg.LSTM):
     for options in ({"memory": "50%"}, {"backward": "scan"}):
         kind(4, 6, **options)(torch.randn(80, 2, 4))[0].sum().backward()

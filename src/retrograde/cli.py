@@ -144,30 +144,32 @@ def plan(
     memory: Annotated[
         str | None,
         typer.Option(
-            help="Slots, in the policy's unit; none for a baseline. With --state, bytes (64MiB) or "
+            help="Slots, in the policy's unit; none for store-all. With --state, bytes (64MiB) or "
             "a share of ordinary BPTT's memory (5%)."
         ),
     ] = None,
     policy: Annotated[
         str | None,
         typer.Option(
-            help="hsm, ism, msm, or a baseline: store-all, store-hidden, recompute-all, "
-            "chen-sqrt, chen-recursive. By default msm where --alpha is given, else hsm."
+            help="hsm, ism, msm, best or store-all. By default best where --alpha is given, else "
+            "hsm."
         ),
     ] = None,
     alpha: Annotated[
         int | None,
-        typer.Option(help="msm: size of an internal state, in hidden states; with --state, bytes."),
+        typer.Option(
+            help="msm, best: size of an internal state, in hidden states; with --state, bytes."
+        ),
     ] = None,
     beta: Annotated[
         int | None,
         typer.Option(
-            help="msm: the same where its input hidden state is kept; by default α less a hidden "
-            "state."
+            help="msm, best: the same where its input hidden state is kept; by default α less a "
+            "hidden state."
         ),
     ] = None,
     state: Annotated[
-        int | None, typer.Option(help="msm: bytes of a hidden state, to plan in bytes.")
+        int | None, typer.Option(help="msm, best: bytes of a hidden state, to plan in bytes.")
     ] = None,
     curve: Annotated[
         bool,
@@ -190,7 +192,7 @@ def plan(
     hsm and msm count hidden states, the initial one included, and not the working core; ism counts
     internal states, the working core included. Needs no torch.
     """
-    kind: dict[str, Any] = {"policy": policy or ("hsm" if alpha is None else "msm")}
+    kind: dict[str, Any] = {"policy": policy or ("hsm" if alpha is None else "best")}
     kind |= {"alpha": alpha, "beta": beta}
     with clean_errors():
         if picture is not None or curve:

@@ -43,12 +43,8 @@ def precompile() -> None:
 
 
 def _plan() -> None:
-    for length, memory in ((2000, 20), (30_000, 300)):
-        for policy in ("hsm", "ism"):
-            rg.plan(length, memory, policy=policy).codes()
-        for beta in (1, 4):
-            rg.plan(length, memory, policy="msm", alpha=beta + 1, beta=beta).codes()
-            rg.cost(range(length - 200, length), memory, policy="msm", alpha=beta + 1, beta=beta)
+    rg.plan(30_000, 300)
+    rg.longest(2, 9, "best", alpha=1)
     sizes = [1_000_003 + 70_001 * (7 * i % 5) for i in range(12)]
     chain = rg.Chain([1.0, 2.0, 1.5] * 4, [2.0] * 12, sizes, [3 * size for size in sizes])
     rg.plan(chain, 12_345_678)

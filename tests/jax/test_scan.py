@@ -71,12 +71,12 @@ def gradients(loss, *arguments):
 
 def ways(length):
     yield from ({"memory": share} for share in ("100%", "50%", "20%"))
-    for policy in ("store-all", "store-hidden", "recompute-all", "chen-sqrt", "chen-recursive"):
-        yield {"schedule": rg.plan(length, policy=policy)}
-    for memory in (3,):
+    yield {"schedule": rg.plan(length, policy="store-all")}
+    for memory in (1, 3):
         yield {"schedule": rg.plan(length, memory, "hsm")}
         yield {"schedule": rg.plan(length, memory, "ism")}
         yield {"schedule": rg.plan(length, memory + 5, "msm", alpha=3)}
+        yield {"schedule": rg.plan(length, memory + 5, "best", alpha=2, beta=2)}
 
 
 @pytest.mark.quick(1)

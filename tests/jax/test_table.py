@@ -41,9 +41,13 @@ CASES = [
     *(("hsm", t, m, {}) for t in (1, 2, 7, 30) for m in (1, 2, 5, 40)),
     *(("ism", t, m, {}) for t in (1, 2, 7, 30) for m in (1, 2, 5, 40)),
     *(("msm", t, m, {"alpha": a}) for t in (1, 2, 7, 30) for m in (1, 4, 9, 60) for a in (2, 4)),
-    *((p, t, None, {}) for t in (1, 2, 7, 30) for p in ("store-all", "store-hidden")),
-    *((p, t, None, {}) for t in (1, 2, 7, 30) for p in ("recompute-all", "chen-sqrt")),
-    *(("chen-recursive", t, None, {}) for t in (1, 2, 7, 30)),
+    *(
+        ("best", t, m, {"alpha": a, "beta": a})
+        for t in (1, 2, 7, 30)
+        for m in (1, 9)
+        for a in (1, 3)
+    ),
+    *(("store-all", t, None, {}) for t in (1, 2, 7, 30)),
 ]
 
 

@@ -99,8 +99,8 @@ def test_every_policy_will_do_as_a_schedule():
         ("hsm", 3, {}),
         ("ism", 3, {}),
         ("msm", 12, {"alpha": 5, "beta": 4}),
-        ("recompute-all", None, {}),
-        ("chen-sqrt", None, {}),
+        ("hsm", 1, {}),
+        ("best", 7, {"alpha": 3, "beta": 3}),
     ]:
         schedule = rg.plan(17, memory, policy=policy, **sizes)
         assert_equal(task.run(schedule=schedule), expected)

@@ -65,10 +65,9 @@ def test_gradients_from_the_least_budget_to_more_than_enough(dtype, length):
         ("ism", 3, {}),
         ("msm", 12, {"alpha": 5, "beta": 4}),
         ("store-all", None, {}),
-        ("store-hidden", None, {}),
-        ("recompute-all", None, {}),
-        ("chen-sqrt", None, {}),
-        ("chen-recursive", None, {}),
+        ("hsm", 1, {}),
+        ("best", 7, {"alpha": 3, "beta": 3}),
+        ("best", 9, {"alpha": 1}),
     ],
 )
 def test_every_policy(policy, memory, sizes):

@@ -17,10 +17,9 @@ POLICIES = [
     ("msm", 12, {"alpha": 5, "beta": 4}),
     ("msm", 9, {"alpha": 3}),
     ("store-all", None, {}),
-    ("store-hidden", None, {}),
-    ("recompute-all", None, {}),
-    ("chen-sqrt", None, {}),
-    ("chen-recursive", None, {}),
+    ("hsm", 1, {}),
+    ("best", 7, {"alpha": 3, "beta": 3}),
+    ("best", 9, {"alpha": 1}),
 ]
 
 

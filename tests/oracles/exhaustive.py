@@ -29,19 +29,20 @@ def cheapest(
     beta: int,
     core: int = 0,
     initial: int = 1,
+    state: int = 1,
 ) -> int:
     """The least cost of all legal schedules whose peak is within ``memory``."""
 
     def held(stored: int, recorded: int) -> int:
-        total = initial * (stored & 1) + (stored >> 1).bit_count()
+        total = initial * (stored & 1) + state * (stored >> 1).bit_count()
         inputs = stored | recorded << 1
         return total + sum(
             beta if inputs >> k & 1 else alpha for k in range(length) if recorded >> k & 1
         )
 
-    def moves(state: State) -> Iterator[tuple[int, State, int]]:
+    def moves(here: State) -> Iterator[tuple[int, State, int]]:
         """Cost, where to, and what is held for a moment on the way."""
-        current, stored, recorded, frontier = state
+        current, stored, recorded, frontier = here
         if 0 <= current < frontier and not recorded >> current & 1:
             yield 1, (current + 1, stored, recorded, frontier), 0
             yield 1, (current + 1, stored, recorded | 1 << current, frontier), 0
@@ -61,12 +62,12 @@ def cheapest(
     reached = {start: 0}
     queue = [(0, start)]
     while queue:
-        cost, state = heapq.heappop(queue)
-        if state[3] == 0:
+        cost, here = heapq.heappop(queue)
+        if here[3] == 0:
             return cost
-        if cost > reached[state]:
+        if cost > reached[here]:
             continue
-        for step, (current, stored, recorded, frontier), moment in moves(state):
+        for step, (current, stored, recorded, frontier), moment in moves(here):
             kept = stored & ((1 << frontier) - 1)  # later states are of no use any more
             if held(kept, recorded) + moment > memory:
                 continue

@@ -249,7 +249,6 @@ def test_a_budget_below_the_least_names_the_layer():
         ({"policy": "chen-sqrt"}, ScheduleError, "unknown policy 'chen-sqrt' for a chain"),
         ({"alpha": 5}, ScheduleError, "alpha is 5 beside a chain, .*: leave alpha out"),
         ({"state": 5}, ScheduleError, "state is 5 beside a chain"),
-        ({"segments": 2}, ScheduleError, "segments is 2 beside a chain"),
         ({"memory": None}, ScheduleError, "the policy 'msm' needs a memory: give bytes"),
         ({"policy": "store-all"}, ScheduleError, "'store-all' takes no memory, since what"),
         ({"memory": 0}, UnitError, "the memory 0 is 0 bytes: expected at least 1"),

@@ -17,6 +17,7 @@ KINDS = [
     ("msm", {"alpha": 5}),
     ("msm", {"alpha": 3, "beta": 3}),
     ("msm", {"alpha": 9, "beta": 2}),
+    ("best", {"alpha": 2, "beta": 2}),
 ]
 
 
@@ -71,6 +72,13 @@ def test_the_longest_sequence_is_exact_at_any_size(allowed, memory):
     assert hsm_cost(found + 1, memory) > allowed * (found + 1)
 
 
+@given(st.integers(2, 12), st.integers(1, 500), st.integers(1, 20))
+def test_the_longest_mixed_sequence_is_exact_at_any_size(allowed, memory, beta):
+    found = longest(allowed, memory, "msm", alpha=beta + 1)
+    assert cost(found, memory, "msm", alpha=beta + 1) <= allowed * found
+    assert cost(found + 1, memory, "msm", alpha=beta + 1) > allowed * (found + 1)
+
+
 @settings(deadline=None, max_examples=30)
 @given(st.integers(1, 3000), st.integers(1, 500), st.integers(1, 9))
 def test_memory_and_cost_are_inverse(length, memory, alpha):
@@ -90,14 +98,14 @@ def test_memory_and_cost_are_inverse(length, memory, alpha):
         (lambda: least_memory(0, 8), "length is 0: expected an integer, 1 or more"),
         (lambda: least_memory(9, 8.5), "cost is 8.5: expected an integer, 1 or more"),
         (lambda: least_memory(9, 9, "msm"), "the policy 'msm' needs alpha"),
-        (lambda: least_memory(9, 9, "lru"), "unknown policy 'lru': use one of hsm, ism, msm"),
-        (lambda: least_memory(9, 9, "chen-sqrt"), "'chen-sqrt' takes no memory, .* use 'hsm'"),
+        (lambda: least_memory(9, 9, "lru"), "unknown policy 'lru': use one of hsm, ism, msm, best"),
+        (lambda: least_memory(9, 9, "store-all"), "'store-all' takes no memory, .* use 'hsm'"),
         (lambda: longest(0.99, 5), "cost_per_step is 0.99: expected 1 or more, since every step"),
         (lambda: longest("x", 5), "cost_per_step is 'x': expected 1 or more"),
         (lambda: longest(float("nan"), 5), "cost_per_step is nan: expected 1 or more"),
         (lambda: longest(float("inf"), 5), "cost_per_step is inf: expected 1 or more"),
         (lambda: longest(2, 0), "memory is 0: expected an integer, 1 or more"),
-        (lambda: longest(9, 50, "msm", alpha=5), "is beyond 8388608 steps, which 'msm' can plan"),
+        (lambda: longest(9, 50, "best", alpha=1), "beyond 16384 steps, which the tables of 'best'"),
         (lambda: trade_off(10**7), "has 9999999 memories, expected at most 1000000: ask for"),
         (lambda: trade_off(9, "ism", alpha=2), "the policy 'ism' .* takes neither alpha nor beta"),
         (lambda: trade_off(9, "msm", alpha=2, beta=3), "beta is 3 and alpha is 2"),

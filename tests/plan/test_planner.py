@@ -6,14 +6,12 @@ import numpy as np
 import pytest
 
 from retrograde.errors import ScheduleError
-from retrograde.plan import BASELINES, POLICIES, cost, plan
+from retrograde.plan import POLICIES, cost, plan
 from retrograde.schedule import Units
 
 
 def test_the_policies_are_known_by_name():
-    baselines = ["store-all", "store-hidden", "recompute-all", "chen-sqrt", "chen-recursive"]
-    assert list(BASELINES) == baselines
-    assert list(POLICIES) == ["hsm", "ism", "msm", *baselines]
+    assert list(POLICIES) == ["hsm", "ism", "msm", "best", "store-all"]
 
 
 def test_a_schedule_says_what_it_was_planned_for():
@@ -22,8 +20,8 @@ def test_a_schedule_says_what_it_was_planned_for():
     assert schedule.units == Units(alpha=3, beta=2, core=0, initial=1)
     assert plan(20, 6, "ism").units == Units(alpha=1, beta=1, core=1, initial=0)
     assert plan(20, 6).policy == "hsm"
-    assert plan(20, policy="chen-sqrt").memory is None
-    assert plan(20, policy="chen-sqrt").units == Units(alpha=2, beta=1)
+    assert plan(20, policy="store-all").memory is None
+    assert plan(20, policy="store-all").units.alpha == 2
 
 
 def test_beta_is_one_less_than_alpha_unless_given():
@@ -32,16 +30,10 @@ def test_beta_is_one_less_than_alpha_unless_given():
     assert plan(20, policy="store-all", alpha=4).peak == 1 + 3 * 19
 
 
-def test_chen_recursive_halves_unless_told():
-    halves = plan(20, policy="chen-recursive")
-    assert halves == plan(20, policy="chen-recursive", segments=2)
-    assert halves != plan(20, policy="chen-recursive", segments=3)
-
-
 def test_scalars_give_integers_and_arrays_arrays():
     assert type(cost(1000, 50)) is int
     assert type(cost(np.int64(20), np.int32(6), "msm", alpha=3)) is int
-    assert type(cost(20, policy="chen-sqrt")) is int
+    assert type(cost(20, policy="store-all")) is int
     costs = cost([[5], [20]], [1, 6, 100], "msm", alpha=3)
     assert costs.dtype == np.int64
     assert costs.shape == (2, 3)
@@ -49,9 +41,9 @@ def test_scalars_give_integers_and_arrays_arrays():
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_arrays_agree_with_scalars(policy):
-    sizes = {"alpha": 3} if policy == "msm" else {}
+    sizes = {"alpha": 3, "beta": 3} if policy in ("msm", "best") else {}
     lengths = np.array([[1, 20, 7], [64, 65, 20]])
-    memories = None if policy in BASELINES else np.array([[1], [6]])
+    memories = None if policy == "store-all" else np.array([[1], [6]])
     costs = cost(lengths, memories, policy, **sizes)
     for index, length in np.ndenumerate(lengths):
         memory = None if memories is None else int(memories[index[0], 0])
@@ -68,7 +60,7 @@ def test_a_scalar_cost_is_exact_beyond_64_bits():
     assert cost(10**30, 1) == 10**30 * (10**30 + 1) // 2
 
 
-LIST = "hsm, ism, msm, store-all, store-hidden, recompute-all, chen-sqrt, chen-recursive"
+LIST = "hsm, ism, msm, best, store-all"
 
 
 @pytest.mark.parametrize("ask", [plan, cost])
@@ -98,10 +90,13 @@ LIST = "hsm, ism, msm, store-all, store-hidden, recompute-all, chen-sqrt, chen-r
         ({"policy": "msm", "alpha": 3, "beta": 4}, "beta is 4 and alpha is 3: .* beta <= alpha"),
         ({"alpha": 3}, "the policy 'hsm' .* takes neither alpha nor beta: leave them out"),
         ({"policy": "ism", "beta": 3}, "the policy 'ism' .* takes neither alpha nor beta"),
-        ({"segments": 3}, "the policy 'hsm' takes no segments: leave them out"),
         (
-            {"policy": "chen-recursive", "memory": None, "segments": 1},
-            "segments is 1: expected an integer, 2 or more",
+            {"policy": "chen-sqrt", "memory": None},
+            "the policy 'chen-sqrt' is a baseline, and now a function in the papers' package",
+        ),
+        (
+            {"policy": "recompute-all"},
+            "the policy 'recompute-all' is a baseline, .* use 'hsm' with memory",
         ),
     ],
 )

@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 
 from oracles.mutations import mutants
 from retrograde.errors import ScheduleError
-from retrograde.plan import BASELINES, POLICIES, cost, plan
-from retrograde.plan.steps.ism import ism_schedule
-from retrograde.plan.steps.msm import plan_blocks
+from retrograde.plan import POLICIES, cost, plan
 from retrograde.schedule import Free, Schedule, Store, merge, simulate
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -21,13 +19,11 @@ def requests(draw: st.DrawFn) -> dict[str, object]:
     """Arguments of plan(): every policy, memory from the least to more than enough."""
     policy = draw(st.sampled_from(POLICIES))
     request: dict[str, object] = {"length": draw(st.integers(1, 150)), "policy": policy}
-    if policy not in BASELINES:
+    if policy != "store-all":
         request["memory"] = draw(st.integers(1, 200))
     if policy not in ("hsm", "ism"):
         request["alpha"] = alpha = draw(st.integers(1, 9))
         request["beta"] = draw(st.none() | st.integers(1, alpha))
-    if policy == "chen-recursive":
-        request["segments"] = draw(st.integers(2, 12))
     return request
 
 
@@ -45,9 +41,11 @@ def test_cost_and_peak_are_what_was_promised(request):
 @settings(deadline=None)
 @given(requests())
 def test_ranges_are_the_longest_and_the_initial_state_is_kept_throughout(request):
+    """``best`` alone may drop the initial state before the end."""
     schedule = plan(**request)
     assert merge(schedule) == schedule
-    assert (schedule[0], schedule[-1]) == (Store(0), Free(0))
+    if schedule.policy != "best":
+        assert (schedule[0], schedule[-1]) == (Store(0), Free(0))
     assert Schedule.from_json(schedule.to_json()) == schedule
 
 
@@ -56,6 +54,13 @@ def test_ranges_are_the_longest_and_the_initial_state_is_kept_throughout(request
 def test_more_memory_never_costs_more(request):
     if "memory" in request:
         assert cost(**{**request, "memory": request["memory"] + 1}) <= cost(**request)
+
+
+@settings(deadline=None)
+@given(requests())
+def test_best_is_no_dearer_than_msm(request):
+    if request["policy"] == "msm":
+        assert cost(**{**request, "policy": "best"}) <= cost(**request)
 
 
 @settings(deadline=None)
@@ -77,11 +82,15 @@ GOOD = [
         for m in (2, 4, 9)
         for alpha, beta in ((2, 1), (3, 2), (3, 3), (6, 2))
     ),
-    *(plan(t, policy=policy) for t in (1, 2, 5, 11) for policy in BASELINES),
-    plan(17, policy="chen-recursive", segments=4),
-    plan_blocks(9, 7, state=2, alpha=4, beta=2),
-    plan_blocks(9, 9, alpha=2, beta=2),
-    ism_schedule(9, 3),
+    *(
+        plan(t, m, "best", alpha=alpha, beta=beta)
+        for t in (2, 7, 11)
+        for m in (2, 4, 9)
+        for alpha, beta in ((1, 1), (2, 2), (3, 3))
+    ),
+    *(plan(t, policy="store-all") for t in (1, 2, 5, 11)),
+    plan(9, 7, "msm", state=2, alpha=4, beta=2),
+    plan(9, 11, "best", state=2, alpha=3, beta=3),
 ]
 
 

@@ -1,8 +1,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrograde.plan.steps.ism import ism_schedule
-from retrograde.plan.steps.msm import plan_blocks
+from retrograde.plan.steps.mixed import Mixed
+from retrograde.plan.steps.unfold import Parts
 from retrograde.schedule import Advance, Backward, Free, Load, Record, Schedule, Store, merge
 
 
@@ -41,10 +41,9 @@ def test_nothing_merges_to_nothing():
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(2, 6), st.integers(0, 2))
 def test_cost_and_peak_stay_as_they_were(length, memory, alpha, less):
     beta = max(1, alpha - less)
-    for schedule in (
-        plan_blocks(length, memory, alpha=alpha, beta=beta),
-        ism_schedule(length, memory),
-    ):
+    for form in (Mixed(memory - 1, beta, alpha == beta), Mixed(memory - 1, 1, wide=True)):
+        parts = Parts()
+        schedule = parts.unfold(form.schedule(length, parts), length=length, policy="parts")
         short = merge(schedule)
         assert (short.cost, short.peak) == (schedule.cost, schedule.peak)
         assert merge(short) == short

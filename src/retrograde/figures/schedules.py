@@ -234,7 +234,7 @@ def _room(schedule: Schedule, memory: float) -> str:
     if isinstance(units, Chain):
         return format_bytes(memory)
     kind = "internal" if units.core else "hidden"
-    sizes = f" (α = {units.alpha}, β = {units.beta})" if schedule.policy == "msm" else ""
+    sizes = f" (α = {units.alpha}, β = {units.beta})" if schedule.policy in ("msm", "best") else ""
     return f"{memory:,} {kind} state{'' if memory == 1 else 's'}{sizes}"
 
 

@@ -16,6 +16,7 @@ _UNITS = {
     "hsm": "memory (hidden states, the initial one included)",
     "ism": "memory (internal states, the working core included)",
     "msm": "memory (hidden states; α = {alpha}, β = {beta})",
+    "best": "memory (hidden states; α = {alpha}, β = {beta})",
 }
 
 

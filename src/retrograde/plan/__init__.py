@@ -3,13 +3,12 @@
 Importing it loads neither torch nor numba: kernels are compiled on first use.
 """
 
-from retrograde.plan.arguments import BASELINES, CHAIN_POLICIES, POLICIES
+from retrograde.plan.arguments import CHAIN_POLICIES, POLICIES
 from retrograde.plan.chain.search import chain_minimum, chain_trade_off
 from retrograde.plan.inverse import TradeOff, least_memory, longest, trade_off
 from retrograde.plan.planner import cost, plan, split
 
 __all__ = [
-    "BASELINES",
     "CHAIN_POLICIES",
     "POLICIES",
     "TradeOff",

@@ -9,19 +9,25 @@ from retrograde.errors import ScheduleError
 from retrograde.schedule import Units
 
 __all__ = [
-    "BASELINES",
     "CHAIN_POLICIES",
     "POLICIES",
     "check_chain_policy",
     "check_policy",
     "integer",
     "integers",
+    "takes_no_memory",
     "units_of",
 ]
 
-BASELINES = ("store-all", "store-hidden", "recompute-all", "chen-sqrt", "chen-recursive")
-POLICIES = ("hsm", "ism", "msm", *BASELINES)
+POLICIES = ("hsm", "ism", "msm", "best", "store-all")
 CHAIN_POLICIES = ("hsm", "ism", "msm", "store-all")
+_MIXED = ("msm", "best")
+_GONE = {
+    "store-hidden": "use 'hsm' with memory = length - 1",
+    "recompute-all": "use 'hsm' with memory = 1",
+    "chen-sqrt": "'best' costs no more in the same memory",
+    "chen-recursive": "'best' costs no more in the same memory",
+}
 
 
 def check_policy(
@@ -30,34 +36,34 @@ def check_policy(
     alpha: int | None = None,
     beta: int | None = None,
     state: int | None = None,
-    segments: int | None = None,
     has_memory: bool = True,
 ) -> None:
     """Refuse an unknown policy, and arguments that are missing or that it does not take."""
+    if policy in _GONE:
+        raise ScheduleError(
+            f"the policy {policy!r} is a baseline, and now a function in the papers' package "
+            f"(papers/): import it from there, or {_GONE[policy]}"
+        )
     if policy not in POLICIES:
         raise ScheduleError(f"unknown policy {policy!r}: use one of {', '.join(POLICIES)}")
-    if has_memory and policy in BASELINES:
-        raise _takes_no_memory(policy)
-    if not has_memory and policy not in BASELINES:
+    if has_memory and policy == "store-all":
+        raise takes_no_memory(policy)
+    if not has_memory and policy != "store-all":
         raise ScheduleError(f"the policy {policy!r} needs a memory: give its slots, 1 or more")
-    if policy == "msm" and alpha is None:
+    if policy in _MIXED and alpha is None:
         raise ScheduleError(
-            "the policy 'msm' needs alpha, the size of an internal state in hidden states: give "
-            "such as alpha=5"
+            f"the policy {policy!r} needs alpha, the size of an internal state in hidden states: "
+            "give such as alpha=5"
         )
     if policy in ("hsm", "ism") and not (alpha is None and beta is None):
         raise ScheduleError(
             f"the policy {policy!r} stores states of one kind and takes neither alpha nor beta: "
-            "leave them out, or use 'msm'"
+            "leave them out, or use 'best'"
         )
-    if policy != "msm" and state is not None:
+    if policy not in _MIXED and state is not None:
         raise ScheduleError(
             f"the policy {policy!r} takes no state size: its slots are states; leave state out, or "
-            "use 'msm'"
-        )
-    if policy != "chen-recursive" and segments is not None:
-        raise ScheduleError(
-            f"the policy {policy!r} takes no segments: leave them out, or use 'chen-recursive'"
+            "use 'best'"
         )
 
 
@@ -75,7 +81,7 @@ def check_chain_policy(policy: str, *, has_memory: bool = True, **foreign: objec
                 f"{name} out"
             )
     if has_memory and policy == "store-all":
-        raise _takes_no_memory(policy)
+        raise takes_no_memory(policy)
     if not has_memory and policy != "store-all":
         raise ScheduleError(
             f"the policy {policy!r} needs a memory: give bytes, such as '2GiB', or a share of what "
@@ -83,10 +89,11 @@ def check_chain_policy(policy: str, *, has_memory: bool = True, **foreign: objec
         )
 
 
-def _takes_no_memory(policy: str) -> ScheduleError:
+def takes_no_memory(policy: str) -> ScheduleError:
+    """Return the error for a memory beside the policy ``"store-all"``."""
     return ScheduleError(
         f"the policy {policy!r} takes no memory, since what it keeps is fixed: leave memory out, "
-        "or use 'hsm', 'ism' or 'msm'"
+        "or use 'hsm', 'ism', 'msm' or 'best'"
     )
 
 

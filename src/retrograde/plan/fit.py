@@ -11,36 +11,24 @@ in units of a forward step:
             + (ranges recorded) · (cost of recording one and of going back through it)
 
 No clock is read, so the same budget gives the same schedule, and the same sums, on every run. The
-bound of MSM, or the closed form of HSM, gives a lower bound of the time for every L. Block lengths
-are planned in the order of these bounds, until the next bound is above the best time.
+closed form of MSM (:mod:`retrograde.plan.steps.mixed`) gives a lower bound of the time for every L.
+Block lengths are planned in the order of these bounds, until the next bound is above the best time.
 
-Complexity: a few dynamic programs over ⌈T/L⌉ blocks and at most :data:`LEVELS` levels of memory.
-Beyond :data:`CELLS` cells, the closed form of HSM over blocks replaces the dynamic program.
+Complexity: a cost in closed form for each L, and a few schedules of ⌈T/L⌉ blocks.
 Known limit: a state is one whole, even where several layers have states of different size.
 """
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from retrograde.errors import BudgetError
-from retrograde.plan.steps import msm as mixed
-from retrograde.plan.steps.closed_form import hsm_cost
-from retrograde.plan.steps.hsm import hsm_schedule
-from retrograde.schedule import (
-    Action,
-    Advance,
-    Backward,
-    Free,
-    Load,
-    Record,
-    Schedule,
-    Store,
-    Units,
-)
-from retrograde.schedule.actions import Code, Verb
+from retrograde.plan.steps.blocks import Blocks
+from retrograde.plan.steps.unfold import store_all
+from retrograde.schedule import Schedule, Units, Verb
 from retrograde.units import Memory, as_bytes, asks_for_all, format_bytes
 
 __all__ = [
@@ -55,8 +43,7 @@ __all__ = [
     "whole_fit",
 ]
 
-LEVELS = 1024
-CELLS = 2_000_000
+_LEVELS = 1024  # units of memory, at most
 _GRID = 1.2
 _KEPT = 16
 
@@ -192,6 +179,16 @@ class Footprint:
         return self.core_bytes(steps) + held
 
 
+class _Sizes:
+    """The curves of a footprint, each computed once for a number of steps."""
+
+    def __init__(self, footprint: Footprint) -> None:
+        self.footprint = footprint
+        self.held, self.advance = cache(footprint.held), cache(footprint.advance)
+        self.record, self.backward = cache(footprint.record), cache(footprint.backward)
+        self.core, self.overhead = cache(footprint.core_bytes), cache(footprint.overhead_bytes)
+
+
 @dataclass(frozen=True)
 class Fit:
     """A schedule for a budget, with its predicted time and peak; ``print`` shows it.
@@ -242,7 +239,8 @@ def fit(length: int, memory: Memory | None, footprint: Footprint) -> Fit:
         return _whole(length, budget, footprint)
     if budget < minimum:
         raise refusal(length, memory, budget, minimum, ordinary, footprint.unit)
-    best = _fastest(length, _grid(length, budget, footprint), budget, footprint)
+    sizes = _Sizes(footprint)
+    best = _fastest(length, _grid(length, budget, sizes), budget, sizes)
     assert best.peak_bytes <= budget
     return best
 
@@ -266,49 +264,78 @@ def refusal(
     )
 
 
-def _fastest(length: int, blocks: Sequence[int], budget: int, footprint: Footprint) -> Fit:
+def _fastest(length: int, blocks: Sequence[int], budget: int, sizes: _Sizes) -> Fit:
     """Return the plan of least time; of equal ones, the one with the shortest blocks. Block lengths
     are planned in the order of their bounds, until the next bound is above the best time."""
-    least = {block: _least_time(length, block, budget, footprint) for block in blocks}
-    best: Fit | None = None
-    for block in sorted(blocks, key=lambda block: (least[block], block)):
-        if best is not None and least[block] > best.time:
+    footprint = sizes.footprint
+    divided = {steps: _divided(length, steps, budget, sizes) for steps in blocks}
+    least = {steps: _least_time(one, footprint) for steps, one in divided.items()}
+    best, found = (math.inf, 0), in_one_range(length)
+    for steps in sorted(blocks, key=lambda steps: (least[steps], steps)):
+        if least[steps] > best[0]:
             break
-        found = _plan_blocks(length, block, budget, footprint)
-        if best is None or (found.time, block) < (best.time, best.block):
-            best = found
-    assert best is not None
-    return best
+        schedule = divided[steps].schedule(_units(footprint))
+        time = footprint.time(length, *_spent(schedule))
+        if (time, steps) < best:
+            best, found = (time, steps), schedule
+    return _describe(found, best[1], budget, sizes)
+
+
+def _divided(length: int, steps: int, budget: int, sizes: _Sizes) -> Blocks:
+    """Return blocks of ``steps`` in what the budget leaves beside the working core."""
+    memory = budget - sizes.overhead(steps)
+    unit = max(1, sizes.footprint.state_bytes, -(-memory // _LEVELS))
+    held = max(1, -(-sizes.held(steps) // unit))
+    return Blocks(length, steps, memory // unit, held, _chunk(length, steps, sizes))
+
+
+def _least_time(blocks: Blocks, footprint: Footprint) -> float:
+    """Return a lower bound of the time of every plan in such blocks. It has two calls for each: one
+    to record it, one to backpropagate it."""
+    more = blocks.least_repeated()
+    steps, advances = blocks.length + more, more // blocks.chunk
+    least = footprint.time(blocks.length, steps, advances, blocks.count)
+    return least * (1 - 1e-12)  # a margin for the rounding of the times that it is compared with
+
+
+def _spent(schedule: Schedule) -> tuple[int, int, int]:
+    """Return the forward steps, and the calls that advance and that record."""
+    advances, records = schedule.kind == Verb.ADVANCE, schedule.kind == Verb.RECORD
+    forward_steps = int((schedule.stop - schedule.start)[advances | records].sum())
+    return forward_steps, int(advances.sum()), int(records.sum())
 
 
 def predict_peak_bytes(schedule: Schedule, footprint: Footprint) -> int:
     """Return the most bytes that a schedule holds, if every ``Record`` is one call."""
-    state, gradient = footprint.state_bytes, 0
+    sizes = _Sizes(footprint)
+    state, gradient, peak = footprint.state_bytes, 0, 0
+    held, current = 0, 0
     stored: set[int] = set()
-    tapes: dict[int, tuple[int, int]] = {}  # by their last state: bytes held, and steps
-    current, peak = 0, 0
-    for action in schedule:
-        loose = state if current not in stored and current not in tapes else 0
-        base = state * len(stored) + sum(held for held, _ in tapes.values()) + loose + gradient
+    tapes: dict[int, int] = {}  # the steps of each, by its last state
+    for verb, start, stop in schedule.codes():
+        base = held + gradient + (0 if current in stored or current in tapes else state)
         transient = 0
-        match action:
-            case Advance(start, stop):
-                transient, current = footprint.advance(stop - start), stop
-            case Store(at):
-                stored.add(at)
-            case Record(start, stop):
-                transient, current = footprint.record(stop - start), stop
-                tapes[stop] = (footprint.held(stop - start), stop - start)
-            case Load(at):
-                current = at
-            case Free(at):
-                stored.remove(at)
-            case Backward(start, _):
-                base += footprint.gradient_bytes - gradient
-                gradient = footprint.gradient_bytes
-                for stop in [stop for stop in tapes if stop > start]:
-                    _, steps = tapes.pop(stop)
-                    transient = max(transient, footprint.backward(steps))
+        if verb == Verb.ADVANCE:
+            transient, current = sizes.advance(stop - start), stop
+        elif verb == Verb.RECORD:
+            transient, current = sizes.record(stop - start), stop
+            tapes[stop] = stop - start
+            held += sizes.held(stop - start)
+        elif verb == Verb.BACKWARD:
+            base += footprint.gradient_bytes - gradient
+            gradient = footprint.gradient_bytes
+            for end in [end for end in tapes if end > start]:
+                steps = tapes.pop(end)
+                held -= sizes.held(steps)
+                transient = max(transient, sizes.backward(steps))
+        elif verb == Verb.LOAD:
+            current = start
+        elif verb == Verb.STORE:
+            stored.add(start)
+            held += state
+        else:
+            stored.remove(start)
+            held -= state
         peak = max(peak, base + transient)
     return max(peak + footprint.call_bytes + footprint.extra_bytes, footprint.trial_bytes)
 
@@ -317,26 +344,27 @@ def _is_share(memory: Memory | None) -> bool:
     return isinstance(memory, float) or (isinstance(memory, str) and "%" in memory)
 
 
-def _grid(length: int, budget: int, footprint: Footprint) -> list[int]:
+def _grid(length: int, budget: int, sizes: _Sizes) -> list[int]:
     """Return the block lengths to try: a geometric grid, and lengths that fill the budget. The
     latter hold 0, 1, 2, … recorded blocks beside the working core and the states between the other
     blocks."""
+    footprint = sizes.footprint
     room = budget - footprint.state_bytes
-    most = _most(length, room, footprint.overhead_bytes)
+    most = _most(length, room, sizes.overhead)
     if footprint.heap_bytes is not None:
-        most = min(most, _most(length, footprint.heap_bytes, footprint.held))
+        most = min(most, _most(length, footprint.heap_bytes, sizes.held))
     count = max(1, math.ceil(math.log(most) / math.log(_GRID)))
     grid = {round(most ** (i / count)) for i in range(count + 1)}
 
     for kept in range(_KEPT):
 
         def filled(block: int, kept: int = kept) -> int:
-            return footprint.overhead_bytes(block) + kept * footprint.held(block)
+            return sizes.overhead(block) + kept * sizes.held(block)
 
         block = _most(length, room, filled)
         states = max(0, -(-length // block) - kept - 1) * footprint.state_bytes
         grid.add(min(most, _most(length, room - states, filled)))
-    return sorted(block for block in grid if footprint.overhead_bytes(block) <= room)
+    return sorted(block for block in grid if sizes.overhead(block) <= room)
 
 
 def _most(length: int, limit: int, size: Callable[[int], int]) -> int:
@@ -344,70 +372,9 @@ def _most(length: int, limit: int, size: Callable[[int], int]) -> int:
     return max(1, bisect_right(range(1, length + 1), limit, key=size))
 
 
-def _plan_blocks(length: int, block: int, budget: int, footprint: Footprint) -> Fit:
-    blocks = -(-length // block)
-    levels, held, states = _room(block, budget, footprint)
-    if blocks * levels <= CELLS:
-        plan = mixed.plan_blocks(blocks, levels, state=1, alpha=held + 1, beta=held)
-    else:
-        plan = hsm_schedule(blocks, states)
-    return _describe(_stretch(plan, length, block, footprint), block, budget, footprint)
-
-
-def _least_time(length: int, block: int, budget: int, footprint: Footprint) -> float:
-    """Return a lower bound of the time of all plans in blocks of this length. It counts the
-    repeated runs of all blocks but the first, which is shorter. To these come two calls for each
-    block: one to record it, one to backpropagate it."""
-    blocks = -(-length // block)
-    levels, held, states = _room(block, budget, footprint)
-    if blocks == 1:
-        repeated = 0
-    elif blocks * levels <= CELLS:
-        repeated = int(mixed.mixed_bounds(blocks - 1, levels, alpha=held + 1, beta=held))
-    else:
-        repeated = hsm_cost(blocks - 1, states)
-    forward_steps = length + (repeated - (blocks - 1)) * block
-    advances = (forward_steps - length) // _chunk(length, block, footprint)
-    least = footprint.time(length, forward_steps, advances, blocks)
-    return least * (1 - 1e-12)  # a margin for the rounding of the times that it is compared with
-
-
-def _room(block: int, budget: int, footprint: Footprint) -> tuple[int, int, int]:
-    """Return what a budget leaves beside the working core. The parts are the memory in units of
-    MSM, a recorded block in the same units, and the memory in hidden states for HSM."""
-    memory = budget - footprint.overhead_bytes(block)
-    unit = max(1, footprint.state_bytes, -(-memory // LEVELS))
-    states = max(1, memory // max(1, footprint.state_bytes))
-    return memory // unit, max(1, -(-footprint.held(block) // unit)), states
-
-
-def _stretch(plan: Schedule, length: int, block: int, footprint: Footprint) -> Schedule:
-    """Turn a schedule of blocks into one of steps; the first block may be shorter."""
-    first = length - (plan.length - 1) * block
-    bounds = [0, *range(first, length + 1, block)]
-    chunk = _chunk(length, block, footprint)
-    codes = [piece for code in plan.codes() for piece in _split(code, bounds, chunk)]
-    return Schedule.from_codes(codes, length=length, policy=plan.policy, units=_units(footprint))
-
-
-def _split(code: Code, bounds: Sequence[int], chunk: int) -> Iterator[Code]:
-    verb, start, stop = code
-    if verb == Verb.ADVANCE:
-        for a in range(bounds[start], bounds[stop], chunk):
-            yield verb, a, min(a + chunk, bounds[stop])
-    elif verb == Verb.RECORD:  # each block is one call
-        for block in range(start, stop):
-            yield verb, bounds[block], bounds[block + 1]
-    elif verb == Verb.BACKWARD:
-        for block in reversed(range(start, stop)):
-            yield verb, bounds[block], bounds[block + 1]
-    else:
-        yield verb, bounds[start], bounds[start]
-
-
-def _chunk(length: int, block: int, footprint: Footprint) -> int:
+def _chunk(length: int, block: int, sizes: _Sizes) -> int:
     """Return the most steps that one call may advance with temporaries in the working core."""
-    return _most(length, footprint.core_bytes(block), footprint.advance)
+    return _most(length, sizes.core(block), sizes.advance)
 
 
 def _units(footprint: Footprint) -> Units:
@@ -416,14 +383,13 @@ def _units(footprint: Footprint) -> Units:
     return Units(alpha=beta + 1, beta=beta, core=0, initial=1)
 
 
-def _describe(schedule: Schedule, block: int, budget: int, footprint: Footprint) -> Fit:
-    advances, records = schedule.kind == Verb.ADVANCE, schedule.kind == Verb.RECORD
-    forward_steps = int((schedule.stop - schedule.start)[advances | records].sum())
-    calls = int(advances.sum()), int(records.sum())
+def _describe(schedule: Schedule, block: int, budget: int, sizes: _Sizes) -> Fit:
+    footprint = sizes.footprint
+    forward_steps, *calls = _spent(schedule)
     return Fit(
         schedule=schedule,
         block=block,
-        chunk=_chunk(schedule.length, block, footprint),
+        chunk=_chunk(schedule.length, block, sizes),
         forward_steps=forward_steps,
         calls=calls[0] + 2 * calls[1],
         time=footprint.time(schedule.length, forward_steps, *calls),
@@ -447,14 +413,13 @@ def whole_fit(length: int, block: int, **found: Any) -> Fit:
 
 def in_one_range(length: int, units: Units | None = None) -> Schedule:
     """Return the schedule that records all steps in one range."""
-    actions: list[Action] = [Store(0), Record(0, length), Backward(0, length), Free(0)]
-    return Schedule.from_actions(actions, length=length, policy="one-range", units=units)
+    return replace(store_all(length, units), policy="one-range")
 
 
 def _whole(length: int, budget: int, footprint: Footprint) -> Fit:
     """Return the fit of ordinary backpropagation: one recorded range, with its own peak."""
     schedule = in_one_range(length, _units(footprint))
-    found = _describe(schedule, length, budget, footprint)
+    found = _describe(schedule, length, budget, _Sizes(footprint))
     if footprint.scheduled:
         return found
     peak = footprint.whole_bytes(length)

@@ -2,11 +2,12 @@
 
 Every cost falls with memory and grows with length, so each question is a bisection over
 :func:`retrograde.plan.cost`; every answer is exact. T(a, m), the longest sequence at a cost of at
-most a forward steps for each step, is that of G16, appendix B.2. For the mixed policy it is not
-proven that C(t, m)/t grows with t. But a convex function that begins at 0
-(:mod:`retrograde.plan.steps.hull`), rounded up, bounds the cost from below. Once that function is
-above a·t + 1, all longer sequences are too expensive.
+most a forward steps for each step, is that of G16, appendix B.2. With hidden and internal states
+C(t, m)/t may fall with t. But a convex function that begins at 0 bounds the cost from below
+(``docs/science.md``). Once that function is above a·t, all longer sequences are too expensive.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrograde.errors import ScheduleError
-from retrograde.plan.arguments import BASELINES, check_policy, integer, units_of
-from retrograde.plan.planner import cost
-from retrograde.plan.steps.closed_form import hsm_cost, ism_cost
-from retrograde.plan.steps.hull import LONGEST
-from retrograde.plan.steps.msm import mixed_bounds
+from retrograde.plan.arguments import check_policy, integer, takes_no_memory, units_of
+from retrograde.plan.planner import cost as cost_of
+from retrograde.plan.steps.best import best_costs, closed_form
+from retrograde.plan.steps.tables import MOST_SUMS, lower_bound, sums
+from retrograde.schedule import Units
 
 __all__ = ["TradeOff", "least_memory", "longest", "trade_off"]
 
@@ -33,10 +34,10 @@ class TradeOff:
 
     Attributes:
         length: steps.
-        policy: ``"hsm"``, ``"ism"`` or ``"msm"``.
+        policy: ``"hsm"``, ``"ism"``, ``"msm"`` or ``"best"``.
         memory: slots, increasing from the least feasible, shape (points,).
         cost: forward steps with that memory, and up to the next one, shape (points,).
-        alpha: size of an internal state, for ``"msm"``.
+        alpha: size of an internal state, for ``"msm"`` and ``"best"``.
         beta: the same where its input is in memory.
 
     Example:
@@ -78,7 +79,7 @@ def least_memory(
     Args:
         length: steps, at least 1.
         cost: forward steps allowed in all, the first sweep included.
-        policy, alpha, beta: ``"hsm"``, ``"ism"`` or ``"msm"``, and its sizes as
+        policy, alpha, beta: ``"hsm"``, ``"ism"``, ``"msm"`` or ``"best"``, and its sizes as
             :func:`~retrograde.plan.plan` has them.
 
     Returns:
@@ -93,16 +94,19 @@ def least_memory(
     """
     steps, allowed = _ask(length, policy, alpha, beta), integer("cost", cost)
     enough = _enough(steps, policy, alpha, beta)
-    least = _cost(steps, enough, policy, alpha, beta)
-    if allowed < least:
+
+    def spent(memory: int) -> int:
+        return cost_of(steps, memory, policy, alpha=alpha, beta=beta)
+
+    if allowed < (least := spent(enough)):
         raise ScheduleError(
             f"cost is {allowed}: no memory is enough; {steps} steps of {policy!r} take at least "
             f"{least} forward steps, with a memory of {enough}"
         )
     low, high = 0, 1  # doubled from below, since tables grow with the memory
-    while high < enough and _cost(steps, high, policy, alpha, beta) > allowed:
+    while high < enough and spent(high) > allowed:
         low, high = high, min(2 * high, enough)
-    return _bisect(low, high, lambda m: _cost(steps, m, policy, alpha, beta) <= allowed)
+    return _bisect(low, high, lambda memory: spent(memory) <= allowed)
 
 
 def longest(
@@ -118,15 +122,15 @@ def longest(
     Args:
         cost_per_step: forward steps allowed for each step, at least 1; used exactly as given.
         memory: slots, in the policy's units.
-        policy, alpha, beta: ``"hsm"``, ``"ism"`` or ``"msm"``, and its sizes as
+        policy, alpha, beta: ``"hsm"``, ``"ism"``, ``"msm"`` or ``"best"``, and its sizes as
             :func:`~retrograde.plan.plan` has them.
 
     Returns:
-        Steps; of any size for ``"hsm"`` and ``"ism"``.
+        Steps, of any size.
 
     Raises:
-        ScheduleError: an argument is out of range; or the answer is beyond what ``"msm"`` can
-            plan.
+        ScheduleError: an argument is out of range; or the answer is beyond the tables of
+            ``"best"`` with α = β.
 
     Example:
         >>> longest(2, 50), longest(3, 50), longest(2, 50, "ism")
@@ -142,16 +146,18 @@ def longest(
         raise ScheduleError(
             f"cost_per_step is {cost_per_step!r}: expected 1 or more, since every step is run once"
         )
-    if policy == "msm":
-        return _longest_mixed(allowed, slots, alpha, beta)
 
-    def is_too_long(steps: int) -> bool:
-        return _cost(steps, slots, policy, alpha, beta) > allowed * steps
+    def fits(steps: int) -> bool:
+        return cost_of(steps, slots, policy, alpha=alpha, beta=beta) <= allowed * steps
 
-    high = 2
-    while not is_too_long(high):
-        high *= 2
-    return _bisect(high // 2, high, is_too_long) - 1
+    if policy in ("hsm", "ism"):
+        return _last(fits)
+    units = units_of(alpha, beta)
+    form = closed_form(slots, units, policy)
+    if form is None:
+        return _longest_by_table(allowed, slots, units)
+    steps = _last(lambda steps: form.hull(steps) <= allowed * steps)
+    return next(t for t in range(steps, 0, -1) if fits(t))
 
 
 def trade_off(
@@ -161,7 +167,7 @@ def trade_off(
 
     Args:
         length: steps, at least 1.
-        policy, alpha, beta: ``"hsm"``, ``"ism"`` or ``"msm"``, and its sizes as
+        policy, alpha, beta: ``"hsm"``, ``"ism"``, ``"msm"`` or ``"best"``, and its sizes as
             :func:`~retrograde.plan.plan` has them.
 
     Returns:
@@ -183,12 +189,9 @@ def trade_off(
             "ask for the cost at those of interest"
         )
     memories = np.arange(1, enough + 1)
-    if policy == "msm":
-        costs = np.asarray(cost(steps, memories, policy, alpha=alpha, beta=beta))
-    else:
-        costs = np.array([_cost(steps, m, policy) for m in range(1, enough + 1)], np.int64)
+    costs = np.asarray(cost_of(steps, memories, policy, alpha=alpha, beta=beta))
     drops = np.flatnonzero(np.diff(costs, prepend=costs[0] + 1))
-    units = units_of(alpha, beta) if policy == "msm" else None
+    units = units_of(alpha, beta) if policy in ("msm", "best") else None
     return TradeOff(
         steps, policy, memories[drops], costs[drops],
         units.alpha if units else None, units.beta if units else None,
@@ -207,47 +210,41 @@ def _bisect(low: int, high: int, holds: Callable[[int], bool]) -> int:
     return high
 
 
+def _last(holds: Callable[[int], bool]) -> int:
+    """Return the greatest number from 1 on for which a condition holds; beyond it, none does."""
+    high = 2
+    while holds(high):
+        high *= 2
+    return _bisect(high // 2, high, lambda number: not holds(number)) - 1
+
+
 def _ask(length: int, policy: str, alpha: int | None, beta: int | None) -> int:
     """Check the policy and the length; return the length."""
-    if policy in BASELINES:
-        raise ScheduleError(
-            f"the policy {policy!r} takes no memory, since what it keeps is fixed: use 'hsm', "
-            "'ism' or 'msm'"
-        )
+    if policy == "store-all":
+        raise takes_no_memory(policy)
     check_policy(policy, alpha=alpha, beta=beta)
-    if policy == "msm":
+    if policy in ("msm", "best"):
         units_of(alpha, beta)
     return integer("length", length)
 
 
 def _enough(length: int, policy: str, alpha: int | None, beta: int | None) -> int:
     """Return the memory above which nothing is cheaper (less than G16 says: its erratum 5)."""
-    if policy == "msm":
+    if policy in ("msm", "best"):
         return 1 + units_of(alpha, beta).beta * (length - 1)
     return length if policy == "ism" else max(1, length - 1)
 
 
-def _cost(
-    length: int, memory: int, policy: str, alpha: int | None = None, beta: int | None = None
-) -> int:
-    if policy == "msm":
-        return int(cost(length, memory, policy, alpha=alpha, beta=beta))
-    return (hsm_cost if policy == "hsm" else ism_cost)(length, memory)
-
-
-def _longest_mixed(allowed: Fraction, memory: int, alpha: int | None, beta: int | None) -> int:
-    units = units_of(alpha, beta)
-    sizes = {"alpha": units.alpha, "beta": units.beta}
+def _longest_by_table(allowed: Fraction, memory: int, units: Units) -> int:
     high = 2
-    while int(mixed_bounds(high, memory, **sizes)) <= allowed * high + 1:
+    while lower_bound(high, memory, units) <= allowed * high + 1:
         high *= 2
-        if high > LONGEST:
+        if sums(high, memory) > MOST_SUMS:
             raise ScheduleError(
                 f"cost_per_step is {float(allowed):g} and memory {memory}: the longest sequence is "
-                f"beyond {LONGEST // 2} steps, which 'msm' can plan; name less of either, or 'hsm'"
+                f"beyond {high // 2} steps, which the tables of 'best' take where alpha = beta; "
+                "name less of either, or 'msm'"
             )
-    bounds = mixed_bounds(np.arange(1, high), memory, **sizes).tolist()
-    # Integer arithmetic, since the allowed cost may be any fraction.
-    share, whole = allowed.numerator, allowed.denominator
-    may_fit = (t for t in range(high - 1, 0, -1) if bounds[t - 1] * whole <= share * t)
-    return next(t for t in may_fit if _cost(t, memory, "msm", alpha, beta) * whole <= share * t)
+    lengths = np.arange(1, high)
+    costs = best_costs(lengths, np.full_like(lengths, memory), units, "best").tolist()
+    return max(t for t, spent in enumerate(costs, 1) if spent <= allowed * t)

@@ -1,27 +1,25 @@
 """The questions a user asks first: the schedule, its cost and its split.
 
-HSM and ISM are closed forms (:mod:`retrograde.plan.steps.closed_form`); their schedules come from
-:mod:`~retrograde.plan.steps.hsm` and :mod:`~retrograde.plan.steps.ism`. MSM is a dynamic program
-around a convex bound (:mod:`retrograde.plan.steps.msm`). Baselines are in
-:mod:`retrograde.plan.steps.baselines`. :mod:`retrograde.plan.chain.search` plans a chain of unequal
-layers, where every policy counts bytes. :mod:`retrograde.plan.inverse` has the inverse questions.
+HSM and ISM are closed forms (:mod:`retrograde.plan.steps.closed_form`), and so is MSM, the mix of
+both (:mod:`~retrograde.plan.steps.mixed`). :mod:`~retrograde.plan.steps.best` says for which sizes
+of states, and takes two tables (:mod:`~retrograde.plan.steps.tables`) for others.
+:mod:`retrograde.plan.chain.search` plans a chain of unequal layers, where every policy counts
+bytes. :mod:`retrograde.plan.inverse` has the inverse questions.
 
 ===================  =========================================================  ================
 policy               ``memory`` counts                                          also takes
 ===================  =========================================================  ================
 ``hsm``              hidden states, the initial one included
 ``ism``              internal states, the working core included
-``msm``              hidden states, the initial one included; or, with          alpha, beta,
+``msm``, ``best``    hidden states, the initial one included; or, with          alpha, beta,
                      ``state``, bytes                                           state
-``store-all`` …      none: what it keeps is fixed                               alpha, beta
-``chen-recursive``   none                                                       alpha, beta,
-                                                                                segments
+``store-all``        none: what it keeps is fixed                               alpha, beta
 ===================  =========================================================  ================
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from types import MappingProxyType
+from __future__ import annotations
+
+from collections.abc import Callable
 from typing import overload
 
 import numpy as np
@@ -36,28 +34,23 @@ from retrograde.plan.arguments import (
     units_of,
 )
 from retrograde.plan.chain.search import plan_chain, record_everything
-from retrograde.plan.steps import baselines, closed_form
-from retrograde.plan.steps import msm as mixed
-from retrograde.plan.steps.coarse import coarsen
-from retrograde.plan.steps.hsm import hsm_schedule
-from retrograde.plan.steps.ism import ism_schedule
-from retrograde.plan.steps.unfold import check_size
+from retrograde.plan.steps.best import best_cost, best_costs, best_schedule, closed_form
+from retrograde.plan.steps.closed_form import (
+    hsm_cost,
+    hsm_parts,
+    hsm_split,
+    ism_cost,
+    ism_split,
+)
+from retrograde.plan.steps.mixed import Mixed
+from retrograde.plan.steps.unfold import Parts, store_all
 from retrograde.schedule import Chain, Schedule, Units, merge
-from retrograde.schedule.schedule import forward_ranges
 from retrograde.units import Memory, as_bytes
 
 __all__ = ["cost", "plan", "split"]
 
-_BASELINES: Mapping[str, Callable[[int, Units], Schedule]] = MappingProxyType(
-    {
-        "store-all": baselines.store_all,
-        "store-hidden": baselines.store_hidden,
-        "recompute-all": baselines.recompute_all,
-        "chen-sqrt": baselines.chen_sqrt,
-        "chen-recursive": baselines.chen_recursive,
-    }
-)
-_ACTIONS_PER_STEP = {"store-hidden": 6, "recompute-all": 4, "chen-recursive": 6}  # at most
+_ISM = Units(alpha=1, beta=1, core=1, initial=0)
+_LONGEST_AT_ONCE = 2**31 - 1  # steps in an array whose costs fit 64 bits for certain
 
 
 def plan(
@@ -68,7 +61,6 @@ def plan(
     alpha: int | None = None,
     beta: int | None = None,
     state: int | None = None,
-    segments: int | None = None,
     certify: bool = False,
 ) -> Schedule:
     """Return the schedule of a policy, in the longest ranges.
@@ -77,28 +69,28 @@ def plan(
         length: steps, at least 1; or a :class:`~retrograde.schedule.Chain` of unequal layers.
         memory: slots, in the policy's units, at least 1. For a chain, and where ``state`` is
             given, bytes: a text such as ``"64MiB"``, or a share of ordinary backpropagation's
-            (``0.05``, ``"5%"``). None for a baseline.
+            (``0.05``, ``"5%"``). None for ``"store-all"``.
         policy: ``"hsm"`` (the default for lengths), ``"ism"``, ``"msm"`` (the default for chains),
-            or a baseline: ``"store-all"``; for lengths ``"store-hidden"``, ``"recompute-all"``,
-            ``"chen-sqrt"`` and ``"chen-recursive"`` too.
-        alpha: size of an internal state in hidden states, for ``"msm"`` (and for the peak of a
-            baseline, where it is 2 by default); in bytes where ``state`` is given.
+            or ``"store-all"``; for lengths also ``"best"``, the least that any legal schedule is
+            known to take. It differs from ``"msm"`` where α < β + a hidden state.
+        alpha: size of an internal state in hidden states, for ``"msm"`` and ``"best"`` (and for
+            the peak of ``"store-all"``, where it is 2 by default); in bytes where ``state`` is
+            given.
         beta: the same when its input hidden state is in memory; ``alpha`` less a hidden state by
             default, and at least 1.
-        state: size of a hidden state in bytes, for ``"msm"`` with real sizes. Sizes are rounded to
-            units so coarse that at most 1 % of the memory is wasted.
-        segments: parts at each division, for ``"chen-recursive"``; 2 by default.
+        state: size of a hidden state in bytes, for ``"msm"`` and ``"best"`` with real sizes.
         certify: for a chain whose ``bound`` is more than 1 % away, look for a higher bound and a
             faster schedule; this takes as long again.
 
     Returns:
-        The cheapest schedule of that policy whose peak is within ``memory``; of those, one with the
-        fewest actions. If it is not proven the cheapest, its ``bound`` is below its cost. For a
-        chain, the schedule with the fewest seconds: see :mod:`retrograde.plan.chain.search`.
+        The cheapest schedule of that policy whose peak is within ``memory``; of those, one by the
+        rule for ties of its module. If it is not proven the cheapest, its ``bound`` is below its
+        cost. For a chain, the schedule with the fewest seconds: see
+        :mod:`retrograde.plan.chain.search`.
 
     Raises:
-        ScheduleError: an argument is missing, not taken or out of range; the schedule, or the
-            table that finds it, would be too large.
+        ScheduleError: an argument is missing, not taken or out of range; the schedule, or a table
+            that ``"msm"`` needs, would be too large.
         BudgetError: the memory is less than any schedule of a chain needs.
         UnitError: the memory cannot be read.
 
@@ -108,42 +100,43 @@ def plan(
         (2948, 50)
         >>> print(plan(3, 3, "msm", alpha=2))
         store 0, record 0→3, backward 3→0, free 0
-        >>> schedule = plan(1000, "5%", "msm", state=65_536, alpha=430_080)
+        >>> schedule = plan(1000, "5%", "best", state=65_536, alpha=458_752)
         >>> schedule.cost, schedule.peak <= schedule.memory
-        (1954, True)
+        (1953, True)
         >>> chain = Chain([1] * 5, [2] * 5, output_bytes=[1] * 5, internal_bytes=[3] * 5)
         >>> plan(chain, "50%").seconds, plan(chain, policy="store-all").seconds
         (19.0, 15.0)
     """
     if isinstance(length, Chain):
-        foreign = {"alpha": alpha, "beta": beta, "state": state, "segments": segments}
+        foreign = {"alpha": alpha, "beta": beta, "state": state}
         policy = policy or "msm"
         check_chain_policy(policy, has_memory=memory is not None, **foreign)
         if memory is None:
             return record_everything(length)
         return plan_chain(length, memory, policy, certify=certify)
     policy = policy or "hsm"
-    check_policy(
-        policy, alpha=alpha, beta=beta, state=state, segments=segments,
-        has_memory=memory is not None,
-    )  # fmt: skip
+    check_policy(policy, alpha=alpha, beta=beta, state=state, has_memory=memory is not None)
     steps = integer("length", length)
     if memory is None:
-        return merge(_baseline(steps, policy, alpha, beta, segments))
+        return store_all(steps, units_of(2 if alpha is None else alpha, beta))
     if state is not None:
-        return _plan_bytes(steps, memory, units_of(alpha, beta, state))
+        return _plan_bytes(steps, memory, units_of(alpha, beta, state), policy)
     if isinstance(memory, str | float):
         raise ScheduleError(
             f"memory is {memory!r}: expected an integer, 1 or more; bytes and shares need all "
-            "sizes in bytes: policy='msm' with state=, alpha= and beta="
+            "sizes in bytes: policy='best' with state=, alpha= and beta="
         )
     slots = integer("memory", memory)
+    if policy in ("msm", "best"):
+        return best_schedule(steps, slots, units_of(alpha, beta), policy)
+    parts = Parts()
     if policy == "hsm":
-        return merge(hsm_schedule(steps, slots))
-    if policy == "ism":
-        return merge(ism_schedule(steps, slots))
-    units = units_of(alpha, beta)
-    return mixed.plan_blocks(steps, slots, alpha=units.alpha, beta=units.beta)
+        root, bound = hsm_parts(steps, slots, parts), hsm_cost(steps, slots)
+        return merge(parts.unfold(root, length=steps, policy=policy, memory=slots, bound=bound))
+    root, bound = Mixed(slots - 1, 1, wide=True).schedule(steps, parts), ism_cost(steps, slots)
+    return merge(
+        parts.unfold(root, length=steps, policy=policy, memory=slots, units=_ISM, bound=bound)
+    )
 
 
 @overload
@@ -154,7 +147,6 @@ def cost(
     *,
     alpha: int | None = None,
     beta: int | None = None,
-    segments: int | None = None,
 ) -> int: ...
 
 
@@ -166,7 +158,6 @@ def cost(
     *,
     alpha: int | None = None,
     beta: int | None = None,
-    segments: int | None = None,
 ) -> int | NDArray[np.int64]: ...
 
 
@@ -177,7 +168,6 @@ def cost(
     *,
     alpha: int | None = None,
     beta: int | None = None,
-    segments: int | None = None,
 ) -> int | NDArray[np.int64]:
     """Return the forward steps that a policy runs, the first sweep included.
 
@@ -185,7 +175,7 @@ def cost(
         length: steps, at least 1; an integer or an array of integers.
         memory: slots, as :func:`plan` has it; an integer or an array that broadcasts with
             ``length``.
-        policy, alpha, beta, segments: as :func:`plan` has them.
+        policy, alpha, beta: as :func:`plan` has them.
 
     Returns:
         An exact integer of any size; for arrays, 64-bit integers of the broadcast shape.
@@ -199,23 +189,25 @@ def cost(
         >>> cost(1000, [1, 50, 1000], policy="ism").tolist()
         [500500, 1950, 1000]
     """
-    check_policy(policy, alpha=alpha, beta=beta, segments=segments, has_memory=memory is not None)
-    if np.ndim(length) == 0 and (memory is None or np.ndim(memory) == 0):
-        slots = None if memory is None else integer("memory", memory)
-        return _cost_of_one(integer("length", length), slots, policy, alpha, beta, segments)
-    lengths = integers("length", length)
+    check_policy(policy, alpha=alpha, beta=beta, has_memory=memory is not None)
     if memory is None:
-        one = [
-            _cost_of_one(t, None, policy, alpha, beta, segments) for t in lengths.ravel().tolist()
-        ]
-        return np.array(one, dtype=np.int64).reshape(lengths.shape)
-    memories = integers("memory", memory)
-    if policy == "hsm":
-        return closed_form.hsm_costs(lengths, memories)
-    if policy == "ism":
-        return closed_form.ism_costs(lengths, memories)
-    units = units_of(alpha, beta)
-    return mixed.mixed_costs(lengths, memories, alpha=units.alpha, beta=units.beta)
+        return integers("length", length).copy() if np.ndim(length) else integer("length", length)
+    one = _one_cost(policy, alpha, beta)
+    if np.ndim(length) == 0 and np.ndim(memory) == 0:
+        return one(integer("length", length), integer("memory", memory))
+    lengths, memories = integers("length", length), integers("memory", memory)
+    levels = np.unique(memories).tolist()
+    lengths, memories = np.broadcast_arrays(lengths, memories)
+    if lengths.size and int(lengths.max()) > _LONGEST_AT_ONCE:
+        return _costs_one_by_one(lengths, memories, one)
+    costs = np.empty(lengths.shape, np.int64)
+    for slots in levels:
+        form = _form(policy, slots, alpha, beta)
+        if form is None:
+            return best_costs(lengths, memories, units_of(alpha, beta), policy)
+        where = memories == slots if len(levels) > 1 else ...
+        costs[where] = form.costs(lengths[where])
+    return costs
 
 
 def split(length: int, memory: int, policy: str = "hsm") -> int:
@@ -238,61 +230,52 @@ def split(length: int, memory: int, policy: str = "hsm") -> int:
         (51, 2000001)
     """
     if policy not in ("hsm", "ism"):
-        check_policy(policy, alpha=1)
+        check_policy(policy, alpha=1, has_memory=policy != "store-all")
         raise ScheduleError(
             f"the policy {policy!r} keeps states of two kinds: expected 'hsm' or 'ism'; read the "
             "actions of a plan instead"
         )
     slots = integer("memory", memory)
     if policy == "hsm":
-        return closed_form.hsm_split(integer("length", length, 2), slots)
-    return closed_form.ism_split(integer("length", length), slots)
+        return hsm_split(integer("length", length, 2), slots)
+    return ism_split(integer("length", length), slots)
 
 
-def _plan_bytes(length: int, memory: Memory, units: Units) -> Schedule:
-    """MSM with sizes in bytes: both the plan and its bound are found in coarser units."""
+def _form(policy: str, slots: int, alpha: int | None, beta: int | None) -> Mixed | None:
+    """Return the closed form of a policy; HSM and ISM are MSM of extreme sizes."""
+    if policy == "hsm":
+        return Mixed(slots - 1, slots)
+    if policy == "ism":
+        return Mixed(slots - 1, 1, wide=True)
+    return closed_form(slots, units_of(alpha, beta), policy)
+
+
+def _plan_bytes(length: int, memory: Memory, units: Units, policy: str) -> Schedule:
     room = as_bytes(memory, units.state + units.beta * (length - 1))
     if room < units.state:
         raise ScheduleError(
             f"memory is {room} bytes: expected at least {units.state}, the initial state alone"
         )
-    if room >= units.state + units.beta * (length - 1):
-        schedule = merge(baselines.store_all(length, units))
-        return replace(schedule, policy="msm", memory=room, bound=length)
-    coarse = coarsen(room, units)
-    sizes = {"state": coarse.state, "alpha": coarse.alpha, "beta": coarse.beta}
-    schedule = mixed.plan_blocks(length, coarse.memory, **sizes)
-    bound = schedule.bound
-    if coarse.most > coarse.memory:
-        bound = int(mixed.mixed_bounds(length, coarse.most, **sizes))
-    return replace(schedule, memory=room, units=units, bound=bound)
+    return best_schedule(length, room, units, policy)
 
 
-def _cost_of_one(
-    length: int,
-    memory: int | None,
-    policy: str,
-    alpha: int | None,
-    beta: int | None,
-    segments: int | None,
-) -> int:
-    if memory is None:
-        starts, stops = forward_ranges(_baseline(length, policy, alpha, beta, segments))
-        return int((stops - starts).sum())
+def _one_cost(policy: str, alpha: int | None, beta: int | None) -> Callable[[int, int], int]:
     if policy == "hsm":
-        return closed_form.hsm_cost(length, memory)
+        return hsm_cost
     if policy == "ism":
-        return closed_form.ism_cost(length, memory)
+        return ism_cost
     units = units_of(alpha, beta)
-    return int(mixed.mixed_costs(length, memory, alpha=units.alpha, beta=units.beta)[()])
+    return lambda length, memory: best_cost(length, memory, units, policy)
 
 
-def _baseline(
-    length: int, policy: str, alpha: int | None, beta: int | None, segments: int | None
-) -> Schedule:
-    units = units_of(2 if alpha is None else alpha, beta)
-    parts = None if segments is None else integer("segments", segments, 2)
-    check_size(length, _ACTIONS_PER_STEP.get(policy, 0) * length)
-    if parts is None:
-        return _BASELINES[policy](length, units)
-    return baselines.chen_recursive(length, units, segments=parts)
+def _costs_one_by_one(
+    lengths: NDArray[np.int64], memories: NDArray[np.int64], one: Callable[[int, int], int]
+) -> NDArray[np.int64]:
+    pairs = zip(lengths.ravel().tolist(), memories.ravel().tolist(), strict=True)
+    costs = [one(t, m) for t, m in pairs]
+    if max(costs) >= 2**63:
+        raise ScheduleError(
+            f"a cost in the array is {max(costs)}: expected less than 2**63, for 64-bit integers; "
+            "ask for it alone, as an int"
+        )
+    return np.array(costs, dtype=np.int64).reshape(lengths.shape)

@@ -51,8 +51,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from retrograde.plan.chain.solver import LONGEST, Solver, seconds_of
-from retrograde.plan.steps.baselines import store_all
-from retrograde.schedule import Chain, Schedule, merge
+from retrograde.plan.steps.unfold import store_all
+from retrograde.schedule import Chain, Schedule
 from retrograde.units import Memory, as_bytes
 
 __all__ = ["chain_minimum", "chain_trade_off", "plan_chain", "record_everything"]
@@ -62,7 +62,7 @@ _CLOSE = 1.01  # a schedule within this factor of its bound is not improved furt
 
 def record_everything(chain: Chain) -> Schedule:
     """Ordinary backpropagation, every layer recorded once: the baseline ``store-all``."""
-    return replace(merge(store_all(len(chain))), units=chain)
+    return store_all(len(chain), chain)
 
 
 def plan_chain(

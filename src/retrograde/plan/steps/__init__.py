@@ -1,1 +1,1 @@
-"""Plans for equal steps: HSM, ISM, MSM, their bounds, and common baselines."""
+"""Plans for equal steps: HSM, ISM, MSM and the least that any schedule takes."""

@@ -1,4 +1,4 @@
-"""HSM and ISM without a table: costs, splits and bounds in closed form.
+"""HSM and ISM without a table: costs, splits and HSM's schedule.
 
 HSM keeps hidden states. With m slots, the initial state included, and the working core free,
 
@@ -16,34 +16,33 @@ ISM keeps internal states. With m slots, the working core included, and the init
 
     C(t, m) = min over 1 ≤ y ≤ t of  y + C(y−1, m) + C(t−y, m−1),   C(0, m) = 0
 
-(eqs. 4, 5), and C_ISM(t, m) = C_HSM(t+1, m) − (t+1), with the splits of HSM at t+1.
+(eqs. 4, 5), and C_ISM(t, m) = C_HSM(t+1, m) − (t+1), with the splits of HSM at t+1. It is also MSM
+with all sizes 1, which :mod:`retrograde.plan.steps.mixed` unfolds.
 
-A cost or a split takes a few binomials. Scalars are exact at any size. Arrays are exact too, and
-fast for lengths below 2³¹; a cost in an array that does not fit 64 bits is refused.
+*Ties* of HSM break by the fewest actions. A part of one step takes two actions, ``Record`` and
+``Backward``; a longer one with k parts inside takes 4k. So t steps take 4(t−1) actions, and 2 for
+every part of one step.
+
+A cost or a split takes a few binomials and is exact at any size. A schedule takes the distinct
+parts (a few for each slot and repetition) and the actions.
 """
 
-from math import comb, factorial
-from typing import Any
+from collections.abc import Callable
+from math import comb
 
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
-
-from retrograde.errors import ScheduleError
+from retrograde.plan.steps.unfold import NOTHING, Parts, check_size, recall
 
 __all__ = [
     "hsm_cost",
-    "hsm_costs",
-    "hsm_linear_bound",
+    "hsm_parts",
     "hsm_split",
     "ism_cost",
-    "ism_costs",
-    "ism_linear_bound",
     "ism_split",
     "repetitions",
     "split_of",
 ]
 
-_LONGEST_AT_ONCE = 2**31 - 1
+_Part = tuple[int, int, int]  # steps, slots, the most repetitions of a step after its first run
 
 
 def hsm_cost(length: int, memory: int) -> int:
@@ -55,25 +54,6 @@ def hsm_cost(length: int, memory: int) -> int:
 def ism_cost(length: int, memory: int) -> int:
     """The fewest forward steps with ``memory`` internal states, the working core included."""
     return hsm_cost(length + 1, memory) - (length + 1)
-
-
-def hsm_costs(length: ArrayLike, memory: ArrayLike) -> NDArray[np.int64]:
-    """As :func:`hsm_cost`, for arrays that broadcast; ScheduleError beyond 64 bits."""
-    lengths, memories = np.broadcast_arrays(np.asarray(length), np.asarray(memory))
-    if lengths.size and int(lengths.max()) > _LONGEST_AT_ONCE:
-        return _costs_one_by_one(lengths, memories)
-    costs = np.empty(lengths.shape, dtype=np.int64)
-    for m in np.unique(memories).tolist():
-        where = memories == m if memories.size > 1 else ...
-        costs[where] = _costs_of_one_memory(lengths[where].astype(np.int64), m)
-    return costs
-
-
-def ism_costs(length: ArrayLike, memory: ArrayLike) -> NDArray[np.int64]:
-    """As :func:`ism_cost`, for arrays that broadcast; ScheduleError beyond 64 bits."""
-    longer = np.asarray(length, dtype=np.int64) + 1
-    costs: NDArray[np.int64] = hsm_costs(longer, memory) - longer
-    return costs
 
 
 def hsm_split(length: int, memory: int) -> int:
@@ -91,24 +71,6 @@ def hsm_split(length: int, memory: int) -> int:
 def ism_split(length: int, memory: int) -> int:
     """Return an optimal position D(t, m) = y (G16 eq. 5), 1 to length: step y − 1 is recorded."""
     return hsm_split(length + 1, memory)
-
-
-def hsm_linear_bound(length: int, memory: int) -> int | None:
-    """Return an upper bound of HSM's cost: (a+1)·t for the least a with t < mᵃ/a!. None where there
-    is no such a. G16, section 3.5."""
-    for a in range(1, memory + 1):
-        if length * factorial(a) < memory**a:
-            return (a + 1) * length
-    return None
-
-
-def ism_linear_bound(length: int, memory: int) -> int | None:
-    """Return an upper bound of ISM's cost: a·t for the least a with t ≤ mᵃ/a!. None where there is
-    no such a. G16, supplement."""
-    for a in range(1, memory + 1):
-        if length * factorial(a) <= memory**a:
-            return a * length
-    return None
 
 
 def repetitions(length: int, memory: int) -> int:
@@ -150,28 +112,23 @@ def _free(m: int, r: int) -> int:
     return comb(m + r - 2, r - 1) if m else 0
 
 
-def _costs_one_by_one(lengths: NDArray[Any], memories: NDArray[Any]) -> NDArray[np.int64]:
-    pairs = zip(lengths.ravel().tolist(), memories.ravel().tolist(), strict=True)
-    costs = [hsm_cost(t, m) for t, m in pairs]
-    if max(costs) >= 2**63:
-        raise ScheduleError(
-            f"a cost in the array is {max(costs)}: expected less than 2**63, for 64-bit integers; "
-            "ask for it alone, as an int"
-        )
-    return np.array(costs, dtype=np.int64).reshape(lengths.shape)
+def hsm_parts(length: int, memory: int, parts: Parts) -> int:
+    """Add the parts of HSM's schedule with the fewest actions; returns the number of the whole.
 
+    >>> parts = Parts()
+    >>> print(parts.unfold(hsm_parts(2, 1, parts), length=2, policy="hsm"))
+    store 0, advance 0→1, record 1→2, backward 2→1, load 0, record 0→1, backward 1→0, free 0
+    """
+    check_size(length, 4 * length)
 
-def _costs_of_one_memory(lengths: NDArray[np.int64], memory: int) -> NDArray[np.int64]:
-    if memory == 1:
-        return lengths * (lengths + 1) // 2
-    longest = int(lengths.max())
-    reach, excess = [1], [0]  # binom(m+r, m) and binom(m+r, m+1) for r = 0, 1, …
-    while reach[-1] < longest:
-        r = len(reach)
-        reach.append(reach[-1] * (memory + r) // r)
-        excess.append(reach[-1] * r // (memory + 1))
-    # The last entry may not fit 64 bits. The longest length will do in its place.
-    reach[-1] = min(reach[-1], longest)
-    repetitions = np.searchsorted(np.array(reach, dtype=np.int64), lengths)
-    costs: NDArray[np.int64] = (repetitions + 1) * lengths - np.array(excess)[repetitions]
-    return costs
+    def describe(part: _Part, number: Callable[[_Part], int]) -> int:
+        steps, slots, r = part
+        if steps == 1:
+            return parts.record(0, 1)
+        y = split_of(steps, slots, r)
+        left = number((y, slots, r - 1))
+        if steps - y == 1:  # state y is current when the last step runs, so it needs no slot
+            return parts.record(y, 1, NOTHING, left)
+        return parts.store(y, number((steps - y, slots - 1, r)), left)
+
+    return recall((length, memory, repetitions(length, memory)), describe)

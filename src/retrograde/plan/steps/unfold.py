@@ -2,13 +2,14 @@
 
 A planner divides a sequence into parts, and those again. The same part (so many steps, so much
 memory) occurs in many places. So a planner describes each *distinct* part once, and this module
-writes out the actions. A part that begins at hidden state b, which is current and kept, is
+writes out the actions. A part that begins at hidden state b, which is current, is
 
     Advance(b, b+a),   keep,   the part to the right,   drop,   Load(b),   the part to the left
 
-where *keep* and *drop* are either ``Store`` and ``Free`` of the hidden state b+a, or ``Record`` and
-``Backward`` of n steps from there. The left part runs from b to b+a again; either part may be
-missing. This is the divide-and-conquer of Gruslys et al. 2016, figures 1 and 4.
+where *keep* and *drop* are ``Store`` and ``Free`` of the hidden state b+a, or ``Record`` and
+``Backward`` of n steps from there, or nothing. The left part runs from b to b+a again; either part
+may be missing. The base b is kept by somebody else. Else the part stores it first and frees it
+after the one load. This is the divide-and-conquer of Gruslys et al. 2016, figures 1 and 4.
 
 Complexity: linear in the actions, 17 bytes each. The one loop is interpreted for short schedules
 and compiled by numba for those of more than :data:`INTERPRETED` actions.
@@ -25,7 +26,7 @@ from retrograde.errors import ScheduleError
 from retrograde.schedule import Chain, Schedule, Units, Verb
 from retrograde.units import format_bytes
 
-__all__ = ["INTERPRETED", "LARGEST_BYTES", "NOTHING", "Parts", "check_size", "recall"]
+__all__ = ["INTERPRETED", "LARGEST_BYTES", "NOTHING", "Parts", "check_size", "recall", "store_all"]
 
 INTERPRETED = 20_000
 LARGEST_BYTES = 8 * 2**30
@@ -63,23 +64,25 @@ class Parts:
     """
 
     def __init__(self) -> None:
-        self._rows: list[tuple[int, int, int, int]] = []
+        self._rows: list[tuple[int, int, int, int, bool]] = []
         self._actions: list[int] = []
 
     def store(self, advance: int, right: int, left: int = NOTHING) -> int:
         """Add a part that keeps the hidden state after ``advance`` steps; returns its number."""
-        return self._add(advance, 0, right, left)
+        return self.add(advance, 0, right, left)
 
     def record(self, advance: int, steps: int, right: int = NOTHING, left: int = NOTHING) -> int:
         """Add a part that keeps the internal states of ``steps`` ≥ 1 steps; returns its number.
         ``right`` is the part after the last recorded step, ``left`` the part of the ``advance``
         steps."""
-        return self._add(advance, steps, right, left)
+        return self.add(advance, steps, right, left)
 
-    def _add(self, advance: int, steps: int, right: int, left: int) -> int:
-        mine = 2 + (advance > 0) + (left != NOTHING)
+    def add(self, advance: int, keep: int, right: int, left: int, *, base: bool = False) -> int:
+        """Add a part that keeps ``keep`` recorded steps, a state if 0, or nothing if −1.
+        ``base`` is whether the part stores its own base until the load."""
+        mine = (advance > 0) + 2 * (keep >= 0) + (left != NOTHING) + 2 * base
         inside = sum(self._actions[part] for part in (right, left) if part != NOTHING)
-        self._rows.append((advance, steps, right, left))
+        self._rows.append((advance, keep, right, left, base))
         self._actions.append(mine + inside)
         return len(self._rows) - 1
 
@@ -92,18 +95,19 @@ class Parts:
         memory: int | None = None,
         units: Units | Chain | None = None,
         bound: int | float | None = None,
+        held: bool = True,
     ) -> Schedule:
-        """Write out a part, between ``Store(0)`` and ``Free(0)``, with ranges not yet merged. The
-        arguments are those of :class:`~retrograde.schedule.Schedule`."""
-        size = self._actions[root] + 2
+        """Write out a part, with ranges not yet merged; if ``held``, between ``Store(0)`` and
+        ``Free(0)``. The other arguments are those of :class:`~retrograde.schedule.Schedule`."""
+        size = self._actions[root] + 2 * held
         check_size(length, size)
         kind = np.empty(size, np.uint8)
         start, stop = np.empty(size, np.int64), np.empty(size, np.int64)
         rows = np.array(self._rows, np.int64)
         if size > INTERPRETED:
-            _compiled()(rows, root, kind, start, stop)
+            _compiled()(rows, root, held, kind, start, stop)
         else:
-            _unfold(rows.tolist(), root, kind, start, stop)
+            _unfold(rows.tolist(), root, held, kind, start, stop)
         return Schedule(length, policy, memory, units or Units(), kind, start, stop, bound)
 
 
@@ -133,6 +137,12 @@ def recall(root: _Key, describe: Callable[[_Key, Callable[[_Key], int]], int]) -
     return known[root]
 
 
+def store_all(length: int, units: Units | Chain | None = None) -> Schedule:
+    """Ordinary backpropagation through time: every step is recorded once, in one range."""
+    parts = Parts()
+    return parts.unfold(parts.record(0, length), length=length, policy="store-all", units=units)
+
+
 class _MissingError(LookupError):
     """The number of a part that is not described yet was asked for."""
 
@@ -140,34 +150,41 @@ class _MissingError(LookupError):
         self.key = key
 
 
-def _unfold(rows: Any, root: int, kind: _Verbs, start: _Places, stop: _Places) -> None:
+def _unfold(rows: Any, root: int, held: bool, kind: _Verbs, start: _Places, stop: _Places) -> None:
     """Write out the actions; a stack holds what is still to be written: a part, or one action."""
-    kind[0], start[0], stop[0] = _STORE, 0, 0
-    at = 1
+    at = 0
     # A verb (−1 for a part), its first position (the part), and its second (the base).
     stack = [(-1, root, 0)]
+    if held:
+        stack = [(_FREE, 0, 0), (-1, root, 0), (_STORE, 0, 0)]
     while len(stack) > 0:
         verb, first, second = stack.pop()
         if verb >= 0:
             kind[at], start[at], stop[at] = verb, first, second
             at += 1
             continue
-        base = second
+        here = second
         advance, steps, right, left = rows[first][0], rows[first][1], rows[first][2], rows[first][3]
+        base = rows[first][4]
         if left >= 0:
-            stack.append((-1, left, base))
-            stack.append((_LOAD, base, base))
-        keep = base + advance
-        after = keep + steps
-        if advance > 0:
-            kind[at], start[at], stop[at] = _ADVANCE, base, keep
+            stack.append((-1, left, here))
+            if base:
+                stack.append((_FREE, here, here))
+            stack.append((_LOAD, here, here))
+        keep = here + advance
+        after = keep + max(steps, 0)
+        if base:
+            kind[at], start[at], stop[at] = _STORE, here, here
             at += 1
-        kind[at], start[at], stop[at] = (_RECORD if steps else _STORE), keep, after
-        at += 1
-        stack.append((_BACKWARD if steps else _FREE, keep, after))
+        if advance > 0:
+            kind[at], start[at], stop[at] = _ADVANCE, here, keep
+            at += 1
+        if steps >= 0:
+            kind[at], start[at], stop[at] = (_RECORD if steps else _STORE), keep, after
+            at += 1
+            stack.append((_BACKWARD if steps else _FREE, keep, after))
         if right >= 0:
             stack.append((-1, right, after))
-    kind[at], start[at], stop[at] = _FREE, 0, 0
 
 
 @cache

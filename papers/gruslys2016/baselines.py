@@ -3,7 +3,6 @@
 ===================  ===========================================  ==========================
 policy               keeps                                        forward steps
 ===================  ===========================================  ==========================
-``store-all``        every internal state: ordinary BPTT          t
 ``store-hidden``     every hidden state                           2t − 1
 ``recompute-all``    the initial state only                       t(t+1)/2
 ``chen-sqrt``        hidden states between ⌈√t⌉ segments, then    2t − the last segment
@@ -12,7 +11,7 @@ policy               keeps                                        forward steps
                      in k again, down to parts shorter than k
 ===================  ===========================================  ==========================
 
-The first three: Gruslys et al. 2016, sections 2.1, 2.2 and 3. The last two: Chen et al., *Training
+The first two: Gruslys et al. 2016, sections 2.1 and 2.2. The last two: Chen et al., *Training
 Deep Nets with Sublinear Memory Cost* (2016), as G16 section 2.2 describes it. Parts differ by at
 most one step. The last segment is recorded in the first sweep already, so it is not run twice.
 
@@ -24,18 +23,13 @@ core. Time and memory are linear in the actions.
 from collections.abc import Iterator
 from math import isqrt
 
-from retrograde.schedule import Schedule, Units, Verb
+from retrograde.schedule import Schedule, Units, Verb, merge
 from retrograde.schedule.actions import Code
 
-__all__ = ["chen_recursive", "chen_sqrt", "recompute_all", "store_all", "store_hidden"]
+__all__ = ["chen_recursive", "chen_sqrt", "recompute_all", "store_hidden"]
 
 _ADVANCE, _STORE, _RECORD, _LOAD, _FREE, _BACKWARD = (verb.value for verb in Verb)
 _UNITS = Units()
-
-
-def store_all(length: int, units: Units = _UNITS) -> Schedule:
-    """Ordinary backpropagation through time: record every step once, t forward steps."""
-    return _schedule("store-all", length, units, _recorded(0, length))
 
 
 def store_hidden(length: int, units: Units = _UNITS) -> Schedule:
@@ -67,7 +61,7 @@ def chen_recursive(length: int, units: Units = _UNITS, *, segments: int = 2) -> 
 
 def _schedule(policy: str, length: int, units: Units, codes: Iterator[Code]) -> Schedule:
     whole = [(_STORE, 0, 0), *codes, (_FREE, 0, 0)]
-    return Schedule.from_codes(whole, length=length, policy=policy, units=units)
+    return merge(Schedule.from_codes(whole, length=length, policy=policy, units=units))
 
 
 def _bounds(length: int, parts: int) -> list[int]:

@@ -3,24 +3,11 @@ from math import isqrt
 
 import pytest
 
-from retrograde.plan.steps.baselines import (
-    chen_recursive,
-    chen_sqrt,
-    recompute_all,
-    store_all,
-    store_hidden,
-)
+from gruslys2016.baselines import chen_recursive, chen_sqrt, recompute_all, store_hidden
 from retrograde.schedule import Record, Units
 
 LENGTHS = [*range(1, 40), 63, 64, 65, 100, 101]
 UNITS = Units(alpha=5, beta=4)
-
-
-@pytest.mark.parametrize("length", LENGTHS)
-def test_store_all_is_ordinary_backpropagation(length):
-    schedule = store_all(length, UNITS)
-    assert (schedule.cost, schedule.peak) == (length, 1 + 4 * (length - 1))
-    assert len(schedule) == 4
 
 
 @pytest.mark.parametrize("length", LENGTHS)

@@ -1,0 +1,305 @@
+"""MSM in closed form: its cost, and a schedule, at any size and without a table.
+
+A hidden state has size 1, an internal state α, or β where its input is in memory. Let C(t, m) be
+that of Gruslys et al. 2016, eqs. 6 to 10. Where α ≥ β + 1 or α = β, it is the ceiling of a convex,
+piecewise linear function of t (theorem A of ``docs/science.md``). Its slopes are integers n and
+n + 1/w. With M = m − 1 and Q = ⌊M/β⌋, the steps at a marginal cost of at most n are
+
+    T(n) = binom(n+M, M+1) + Σ_{q=1}^{Q} binom(M−qβ+n−1, n−1),     at a cost of
+    V(n) = n·T(n) − binom(n+M, M+2).
+
+From T(n) down, the edges of slope n + 1/w have w·b steps each. Here b is binom(M−qβ+n−2, n−2), and
+w is qβ for q = 1 … Q, or q(β−1) − 1 where α = β. The edge of slope n is below them.
+
+*Schedule.* A part of t steps is divided by its slope x and its level M. Above level kβ, it stores a
+state for the part to its left, which has the slope x − 1. At level kβ it records, and k depends on
+x alone. Each level's number of steps is between two bounds. *Ties* break towards the left: each
+stored part is as long as its bounds allow, from the first on.
+
+*Complexity*: a cost takes O(Q log t) binomials; a schedule, O(M·x) additions and its actions.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate, chain, repeat
+from math import ceil, comb, isqrt
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrograde.errors import ScheduleError
+from retrograde.plan.steps.unfold import NOTHING, Parts
+
+__all__ = ["Mixed"]
+
+_ANY = 1 << 62  # more than any w
+_MOST_CELLS = 2 * 10**7  # numbers of Python, some 36 bytes each
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """MSM with ``levels`` = M units of memory beside the initial state, of size 1.
+
+    ``beta`` is the size of an internal state whose input is in memory. ``wide`` says that α = β;
+    else α ≥ β + 1.
+    """
+
+    levels: int
+    beta: int
+    wide: bool = False
+
+    @property
+    def records(self) -> int:
+        """Return Q, the internal states that fit."""
+        return self.levels // self.beta
+
+    def cost(self, length: int) -> int:
+        """Return C(t, M + 1), the fewest forward steps."""
+        return ceil(self.hull(length))
+
+    def hull(self, length: int) -> int | Fraction:
+        """Return the convex function of t whose ceiling is the cost."""
+        if length <= 1 + self.records:
+            return length
+        if not self.wide and (beyond := self._twice() - length) >= 0:
+            # q(q+1)/2 · β is T(2) less the steps of the corner below the edge w = q·β
+            q = min(self.records, (isqrt(1 + 8 * (beyond // self.beta)) - 1) // 2)
+            if q == self.records:
+                return 2 * length - 1 - q
+            q += 1
+            more = q * (q + 1) // 2 * self.beta - beyond
+            return 2 * length - 1 - q + Fraction(more, q * self.beta)
+        n, corners = self._corners(length)
+        i = bisect_left(corners, length, key=lambda corner: corner[0])
+        steps, cost, w = corners[i]
+        if i == 0:
+            return cost - n * (steps - length)
+        steps, cost, _ = corners[i - 1]
+        more = length - steps
+        return cost + n * more + (Fraction(more, w) if more % w else more // w)
+
+    def costs(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """As :meth:`cost`, for many lengths from 1 to below 2³¹."""
+        longest = int(lengths.max(initial=1))
+        if self.levels == 0:
+            return lengths * (lengths + 1) // 2
+        rows = [(0, 0, 1, 0), (1 + self.records, 1 + self.records, 1, 0)]
+        n = 1
+        while rows[-1][0] < longest:
+            n += 1
+            rows += [(steps, cost, n, w) for steps, cost, w in self.corners(n)]
+        # The last corner may not fit 64 bits; what it costs is not needed.
+        last = bisect_left(rows, (longest,))
+        rows[last:] = [(longest, 0, *rows[last][2:])]
+        steps, costs, slopes, shares = np.array(rows, np.int64).T
+        at = np.searchsorted(steps, lengths)
+        more = lengths - steps[at - 1]
+        found: NDArray[np.int64] = costs[at - 1] + slopes[at] * more
+        if shares.any():
+            w = shares[at]
+            found += np.where(w > 0, -(-more // np.maximum(w, 1)), 0)
+        return found
+
+    def slope(self, length: int) -> tuple[int, int]:
+        """Return the slope at t steps as (n, w): n + 1/w, or n alone where w is 0."""
+        n, corners = self._corners(length)
+        w = corners[bisect_left(corners, length, key=lambda corner: corner[0])][2]
+        return (n + 1, 0) if w == 1 else (n, w)
+
+    def _twice(self) -> int:
+        """Return T(2), as :meth:`reach` does, without a sum: no step more than twice, if α > β."""
+        q = self.records
+        return 2 + self.levels + q * (self.levels + 1) - q * (q + 1) // 2 * self.beta
+
+    def reach(self, n: int) -> int:
+        """Return T(n), the most steps at a marginal cost of at most n, up to n + 1."""
+        if self.wide and self.beta == 1:
+            return comb(self.levels + n + 1, n) - 1
+        top, last = self.levels + n - 1, n - 1
+        recorded = sum(comb(top - q, last) for q in range(self.beta, self.levels + 1, self.beta))
+        return comb(self.levels + n, n - 1) + recorded
+
+    def _corners(self, length: int) -> tuple[int, list[tuple[int, int, int]]]:
+        """Return the n of the slope at t steps, and all corners of that n, by increasing steps:
+        (steps, cost, w of the edge that ends there, 0 for the edge of slope n)."""
+        high = 2
+        while self.reach(high) < length:
+            high *= 2
+        low = high // 2
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.reach(middle) < length else (low, middle)
+        return high, self.corners(high)
+
+    def corners(self, n: int) -> list[tuple[int, int, int]]:
+        """Return the corners of slopes n ≥ 2 to n + 1: (steps, cost, w of the edge before), by
+        increasing steps. The edge of slope n has w = 0, and n + 1/w of the next may be n + 1."""
+        steps = self.reach(n)
+        if self.wide and self.beta == 1:
+            return [(steps, n * (steps + 1) - comb(self.levels + n + 1, n - 1), 0)]
+        cost = n * steps - comb(self.levels + n, n - 2)
+        if self.wide and self.beta == 2 and self.levels >= 2:
+            cost -= comb(self.levels + n - 4, n - 2)
+        found = []
+        for w, edges in sorted(self._edges(n)):
+            found.append((steps, cost, w))
+            steps -= w * edges
+            cost -= (n * w + 1) * edges
+        found.append((steps, cost, 0))
+        return found[::-1]
+
+    def _edges(self, n: int) -> Iterator[tuple[int, int]]:
+        """Yield w and the number of edges of slope n + 1/w, each of w steps."""
+        top, last = self.levels + n - 2, n - 2
+        for q in range(1, self.records + 1):
+            w = q * (self.beta - 1) - 1 if self.wide else q * self.beta
+            if w > 0:
+                yield w, comb(top - q * self.beta, last)
+            elif n > 2:  # α = β = 2 and q = 1: this edge is one slope higher
+                yield 2, comb(top - 3, n - 3)
+
+    def schedule(self, length: int, parts: Parts) -> int:
+        """Add the parts of a cheapest schedule; returns the number of the whole."""
+        if length <= 1 + self.records:
+            return parts.record(0, length)
+        n, w = self.slope(length) if self.levels < _MOST_CELLS // 6 else (2, 0)
+        cells = 2 * (self.levels + 1) * (n + 1)
+        if cells > _MOST_CELLS:
+            raise ScheduleError(
+                f"the schedule for {length} steps takes {cells} numbers for {self.levels + 1} "
+                f"units of memory, expected at most {_MOST_CELLS}: plan blocks of steps, or count "
+                "memory in larger units"
+            )
+        return _Unfolding(self, n, w).describe(length, parts)
+
+
+_Node = tuple[int, int, bool]  # level, steps, whether these are too few for the slope
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A part: ``advance`` steps, then ``recorded`` ones or, if 0, a stored state. ``right`` is the
+    part behind it, at the same slope; ``left``, the part of the ``advance`` steps, at one less."""
+
+    advance: int
+    recorded: int
+    right: _Node | None = None
+    left: _Node | None = None
+
+
+class _Steps:
+    """T of every level, directly beside a slope n + 1/w and those that are 1, 2, … less.
+
+    The slope is between n + 1/(w+1) and n + 1/w.
+    """
+
+    def __init__(self, form: Mixed, n: int, w: int) -> None:
+        self.form, self.n, self.w = form, n, w
+        levels, beta = form.levels, form.beta
+        self.rows = [[0] * (levels + 1), [1 + level // beta for level in range(levels + 1)]]
+        for slope in range(2, n + 1):
+            row, most = self.rows[-1], self._most(slope)
+            sums, recorded = [*accumulate(row)], [*accumulate(row[::beta])]
+            gains = [
+                k - sums[k * beta] + (recorded[k] - row[0] if form.wide else 0)
+                for k in range(min(most, form.records) + 1)
+            ]
+            by_level = chain(*(repeat(gain, beta) for gain in gains), repeat(gains[-1]))
+            self.rows.append([slope + a + b for a, b in zip(sums, by_level, strict=False)])
+
+    def at(self, depth: int, level: int) -> int:
+        return self.rows[self.n - depth][level]
+
+    def recorded(self, depth: int, level: int) -> int:
+        """Return k, the steps that a part of this level records after all that it stores."""
+        return min(self._most(self.n - depth), level // self.form.beta)
+
+    def _most(self, slope: int) -> int:
+        wide, beta = self.form.wide, self.form.beta
+        if slope < 2 or (wide and beta == 1):
+            return _ANY
+        if slope == 2:
+            return (self.w + 1) // (beta - 1) if wide else self.w // beta
+        return int(slope == 3 and wide and beta == 2 and self.w >= 2)
+
+
+class _Unfolding:
+    """The parts of one schedule, by depth: at depth d the slope is that of the whole, less d."""
+
+    def __init__(self, form: Mixed, n: int, w: int) -> None:
+        self.form = form
+        below, above = ((n, w), (n, w - 1)) if w else ((n - 1, 1), (n, _ANY))
+        self.low, self.high = _Steps(form, *below), _Steps(form, *above)
+
+    def describe(self, length: int, parts: Parts) -> int:
+        """Add all parts, each after those inside it; returns the number of the whole."""
+        root = (self.form.levels, length, False)
+        depths: list[dict[_Node, _Part]] = []
+        wanted = {root}
+        while wanted:
+            found: dict[_Node, _Part] = {}
+            waiting, wanted = [*wanted], set[_Node]()
+            while waiting:
+                node = waiting.pop()
+                if node not in found:
+                    found[node] = part = self._divide(len(depths), *node)
+                    waiting += [part.right] if part.right else []
+                    wanted |= {part.left} if part.left else set()
+            depths.append(found)
+        inside: dict[_Node | None, int] = {}
+        for found in reversed(depths):
+            here: dict[_Node | None, int] = {None: NOTHING}
+            for node in sorted(found):  # a right part has a lower level
+                part = found[node]
+                left = inside.get(part.left, NOTHING)
+                if not part.recorded and part.right and part.right[1] == 1:
+                    here[node] = parts.record(part.advance, 1, NOTHING, left)  # the working core
+                else:
+                    here[node] = parts.add(part.advance, part.recorded, here[part.right], left)
+            inside = here
+        return inside[root]
+
+    def _divide(self, depth: int, level: int, steps: int, scant: bool) -> _Part:
+        """Divide a part, by the proof of proposition 5 in ``docs/science.md``."""
+        beta, wide = self.form.beta, self.form.wide
+        if steps <= 1 + level // beta:
+            return _Part(0, steps)
+        if level == 0 or steps == 2:  # the last step in the working core, and again
+            return _Part(steps - 1, 1, None, (level, steps - 1, False))
+        if scant:
+            return self._divide_scant(depth, level, steps)
+        low, high = self.low, self.high
+        kept = low.recorded(depth, level)
+        if level > kept * beta:
+            return self._store(depth, level, steps)
+        most = high.at(depth + 1, level) if wide else 0
+        if kept == high.recorded(depth, level):
+            if not wide:
+                return _Part(0, kept, (0, steps - kept, False))
+        elif steps > 1 + most + high.at(depth, level - beta):
+            # Two numbers of recorded steps are best at this slope, and the larger leaves too few.
+            if steps >= low.at(depth + 1, level) + low.at(depth, level - 1):
+                return self._store(depth, level, steps)
+            if wide:
+                return _Part(most, 0, (level - 1, steps - most, True), (level, most, False))
+            return self._divide_scant(depth, level, steps)
+        y = min(most, steps - 1 - low.at(depth, level - beta)) if wide else 0
+        return _Part(y, 1, (level - beta, steps - 1 - y, False), (level, y, False) if y else None)
+
+    def _store(self, depth: int, level: int, steps: int) -> _Part:
+        y = min(self.high.at(depth + 1, level), steps - self.low.at(depth, level - 1))
+        return _Part(y, 0, (level - 1, steps - y, False), (level, y, False))
+
+    def _divide_scant(self, depth: int, level: int, steps: int) -> _Part:
+        """Divide a part whose steps are between those of two numbers of recorded steps. Stored
+        parts are so short that each is recorded whole. The levels below a record take the rest."""
+        beta = self.form.beta
+        below = (level - 1) // beta * beta
+        # One of its steps more may be stored at no cost; then the rest is one recorded range.
+        rest = self.high.at(depth, below) if self.form.wide else 1 + below // beta
+        y = steps - rest if level == below + 1 else min(steps - rest, 1 + level // beta)
+        scant = steps - y > rest
+        right = (level - 1, steps - y, True) if scant else (below, rest, False)
+        return _Part(y, 0, right, (level, y, False))

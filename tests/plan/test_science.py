@@ -1,0 +1,186 @@
+"""The statements of docs/science.md, each by its own test; the page names them."""
+
+from fractions import Fraction
+from functools import cache
+from math import ceil, comb
+
+import numpy as np
+import pytest
+
+from oracles.recurrences import plain_tables
+from retrograde.interchange import from_checkpoint_schedules
+from retrograde.plan import cost, plan
+from retrograde.plan.arguments import units_of
+from retrograde.plan.steps.mixed import Mixed
+from retrograde.plan.steps.tables import Tables
+from retrograde.schedule import Record, Store
+
+package = pytest.importorskip("checkpoint_schedules")
+KINDS = [(beta, wide) for beta in (1, 2, 3, 5) for wide in (False, True)]
+
+
+@cache
+def dual(levels, x, beta, wide):
+    """ω_M(x) by its definition, equation (1) of the page."""
+    if x <= 1:
+        return 0
+    z = x - 1
+    alone = sum(x - i for i in range(1, ceil(x)))
+
+    def recorded(k):
+        stored = sum(dual(level, z, beta, wide) for level in range(k * beta + 1, levels + 1))
+        return k * z + stored + wide * sum(dual(i * beta, z, beta, wide) for i in range(1, k + 1))
+
+    return alone + max(recorded(k) for k in range(levels // beta + 1))
+
+
+@pytest.mark.parametrize(("beta", "wide"), KINDS)
+def test_the_closed_form_is_the_transform_of_omega(beta, wide):
+    grid = [Fraction(n, 60) for n in range(60, 360)]
+    for levels in range(8):
+        form = Mixed(levels, beta, wide)
+        for t in range(2, min(40, form.reach(4))):
+            best = max(x * t - dual(levels, x, beta, wide) for x in grid)
+            assert form.cost(t) == ceil(best)
+            assert form.hull(t) >= best
+
+
+@pytest.mark.parametrize("beta", [1, 2, 3, 5])
+def test_omega_grows_as_lemma_2_says(beta):
+    for levels in range(1, 8):
+        for x in (Fraction(n, 12) for n in range(1, 60)):
+            omega = dual(levels, x, beta, False)
+            assert omega >= max(0, x - 1, x - 1 + dual(levels, x - 1, beta, False))
+            assert omega >= dual(levels, x - 1, beta, False) + dual(levels - 1, x, beta, False)
+            if levels >= beta:
+                assert omega >= x - 1 + dual(levels - beta, x, beta, False)
+
+
+@pytest.mark.parametrize(("beta", "wide"), KINDS)
+def test_slopes_are_integers_and_integers_plus_an_inverse(beta, wide):
+    for levels in range(12):
+        form = Mixed(levels, beta, wide)
+        widths = {(beta - 1) * q - 1 if wide else beta * q for q in range(1, 13)} | {2}
+        hulls = [Fraction(form.hull(t)) for t in range(200)]
+        slopes = np.diff(hulls).tolist()
+        assert slopes == sorted(slopes)
+        for slope in slopes:
+            part = slope - slope.numerator // slope.denominator
+            assert part == 0 or (part.numerator == 1 and part.denominator in widths)
+
+
+def test_corners_are_binomials():
+    for levels, beta in ((9, 2), (30, 4), (100, 101)):
+        form = Mixed(levels, beta)
+        for n in range(2, 6):
+            steps = form.reach(n)
+            assert form.hull(steps) == n * steps - comb(n + levels, levels + 2)
+            assert form.hull(steps + 1) > form.hull(steps) + n
+
+
+@pytest.mark.parametrize("beta", [1, 2, 3, 7])
+def test_up_to_two_runs_of_a_step(beta):
+    for levels in range(16):
+        form, most = Mixed(levels, beta), levels // beta
+
+        def longest(k, levels=levels):
+            return 2 + k + sum(1 + level // beta for level in range(k * beta + 1, levels + 1))
+
+        for t in range(most + 2, longest(0) + 1):
+            k = max(k for k in range(most + 1) if t <= longest(k))
+            assert form.cost(t) == 2 * t - 1 - k
+
+
+def test_hsm_and_ism_follow():
+    for memory in range(1, 20):
+        for t in range(1, 80):
+            assert Mixed(memory - 1, memory).cost(t) == cost(t, memory, "hsm")
+            assert Mixed(memory - 1, 1, wide=True).cost(t) == cost(t, memory, "ism")
+            assert cost(t, memory, "ism") == cost(t + 1, memory, "hsm") - (t + 1)
+
+
+def test_beyond_a_slope_of_three_the_first_action_keeps_a_hidden_state():
+    form = Mixed(15, 4)
+    for t in (form.reach(3), form.reach(3) + 1, form.reach(4)):
+        kept = [a for a in plan(t, 16, "msm", alpha=5)[1:] if isinstance(a, (Store, Record))]
+        assert isinstance(kept[0], Store)
+
+
+@pytest.mark.parametrize(("state", "alpha", "beta"), [(2, 5, 2), (3, 9, 6), (2, 4, 4)])
+def test_where_a_state_divides_beta_memory_counts_in_whole_states(state, alpha, beta):
+    _, _, msm = plain_tables(70, 60, alpha, beta, state)
+    for memory in range(state, 61):
+        form = Mixed(memory // state - 1, beta // state, alpha == beta)
+        assert [form.cost(t) for t in range(1, 71)] == msm[1:, memory].tolist()
+
+
+def transformed(length, memory, sizes, parts):
+    """⌈H⌉ with equality in the branches of the recurrence, from slopes n + i/parts."""
+    state, alpha, beta = sizes
+    assert alpha >= beta + state
+    values = [np.zeros(parts, np.int64) for _ in range(memory + 1)]
+    best, rises, n = 0, True, 0
+    while rises:
+        n, rises = n + 1, False
+        earned = (n - 1) * parts + np.arange(parts)
+        for m in range(state, memory + 1):
+            found = np.maximum(0, earned + values[m])
+            if m >= 2 * state:
+                found = np.maximum(found, values[m] + values[m - state])
+            if m >= state + beta:
+                found = np.maximum(found, earned + values[m - beta])
+            values[m] = found
+        bound = int((-(-((earned + parts) * length - values[memory]) // parts)).max())
+        best, rises = max(best, bound), bound > best
+    return best
+
+
+@pytest.mark.parametrize(
+    ("state", "alpha", "beta", "length", "memory", "exact", "bound"),
+    [
+        (2, 5, 3, 11, 14, 19, 18),
+        (3, 7, 4, 11, 20, 19, 18),
+        (2, 3, 1, 9, 7, 14, 13),
+        (5, 6, 1, 24, 24, 33, 29),
+        (9, 10, 1, 48, 51, 62, 55),
+        (2, 5, 2, 11, 14, 16, 16),  # where a state divides β, both are equal
+    ],
+)
+def test_where_a_state_does_not_divide_beta_the_bound_is_no_cost(
+    state, alpha, beta, length, memory, exact, bound
+):
+    _, _, msm = plain_tables(length, memory, alpha, beta, state)
+    sizes = {"state": state, "alpha": alpha, "beta": beta}
+    assert msm[length, memory] == exact == plan(length, memory, "msm", **sizes).cost
+    assert transformed(length, memory, (state, alpha, beta), 2520) == bound
+
+
+def mixed_costs(length, units):
+    """Maddison's recurrence: A with A in the place of B, at sizes 1; [t, units]."""
+    never = 10**9
+    a = np.full((length + 1, units + 1), never)
+    a[0], a[1] = 0, 1
+    for t in range(2, length + 1):
+        y = np.arange(1, t)
+        for f in range(1, units + 1):
+            a[t, f] = min(1 + a[t - 1, f - 1], np.min(y + a[t - y, f - 1] + a[y, f]))
+    return a
+
+
+def test_theorem_c_against_the_mixed_policy_of_equal_sizes():
+    theirs = mixed_costs(60, 10)[2:, 1:]
+    for t, units in ((2, 1), (7, 3), (30, 4), (60, 5), (60, 10)):
+        imported = from_checkpoint_schedules(package.MixedCheckpointSchedule(t, units))
+        assert imported.cost == theirs[t - 2, units - 1]
+    ours = cost(np.arange(2, 61)[:, None], np.arange(1, 11), "best", alpha=1)
+    assert np.all(ours <= theirs)
+    assert (int((ours < theirs).sum()), int((ours == theirs).sum())) == (535, 55)
+    assert (ours[-1, 4], theirs[-1, 4], cost(60, 5, "msm", alpha=1)) == (157, 178, 160)
+
+
+def test_theorem_c_where_msm_is_not_the_least():
+    """Three forward steps for two where two are enough."""
+    assert cost(2, 1, "msm", alpha=1) == 3
+    assert cost(2, 1, "best", alpha=1) == 2
+    fewer = Tables.fill(7, 4, units_of(3, 3), reuse=True).cost(7, 4)
+    assert (cost(7, 4, "msm", alpha=3, beta=3), fewer) == (14, 13)
