@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from retrograde.nn.sequential import Residual, Sequential
     from retrograde.nn.unroll import unroll
     from retrograde.plan import TradeOff, cost, least_memory, longest, plan, split, trade_off
-    from retrograde.ranks.layers.sharded import LayerSharded
-    from retrograde.ranks.time.sharded import TimeSharded
+    from retrograde.ranks.time_sharded import TimeSharded
     from retrograde.schedule import (
         Advance,
         Backward,
@@ -56,6 +55,9 @@ __version__ = "0.1.0"
 
 __all__: list[str] = []
 _HOME_OF: dict[str, str] = {}  # the module of each public name
+_GONE = {  # names of earlier versions: what to use instead
+    "LayerSharded": "torch.distributed.pipelining, or rg.Sequential(memory=) within one process",
+}
 
 
 def _come_from(home: str) -> None:
@@ -113,11 +115,8 @@ _come_from("retrograde.nn.unroll")
 __all__ += ["TradeOff", "cost", "least_memory", "longest", "plan", "split", "trade_off"]
 _come_from("retrograde.plan")
 
-__all__ += ["LayerSharded"]
-_come_from("retrograde.ranks.layers.sharded")
-
 __all__ += ["TimeSharded"]
-_come_from("retrograde.ranks.time.sharded")
+_come_from("retrograde.ranks.time_sharded")
 
 __all__ += [
     "Advance",
@@ -136,6 +135,8 @@ _come_from("retrograde.schedule")
 def __getattr__(name: str) -> Any:
     if name == "scan":
         return import_module("retrograde.scan")
+    if name in _GONE:
+        raise AttributeError(f"retrograde.{name} has gone: use {_GONE[name]}")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'retrograde' has no attribute {name!r}")
     try:

@@ -3,8 +3,8 @@
 The scans work on any associative element: :func:`linear`, :func:`blelloch`, :func:`hybrid` and
 :func:`chunked`. :func:`reference` is their oracle, and a :class:`Report` counts their work.
 :func:`gradients` scans where every step has its own loss. Nothing here loads torch. Sparse
-Jacobians (:class:`CSR`, :func:`transposed_jacobian`, :func:`register_layer`) and the scan across
-processes (:func:`scan_ranks`) are loaded on first use.
+Jacobians (:class:`CSR`, :func:`transposed_jacobian`, :func:`register_layer`) are loaded on first
+use.
 """
 
 from importlib import import_module
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from retrograde.jacobians.csr import CSR
     from retrograde.jacobians.rules import register_layer
     from retrograde.jacobians.transposed import transposed_jacobian
-    from retrograde.ranks.scan_over_ranks import scan_ranks
 
 __all__ = [
     "CSR",
@@ -37,14 +36,12 @@ __all__ = [
     "linear",
     "reference",
     "register_layer",
-    "scan_ranks",
     "transposed_jacobian",
 ]
 
 _HOMES = {
     "CSR": "retrograde.jacobians.csr",
     "register_layer": "retrograde.jacobians.rules",
-    "scan_ranks": "retrograde.ranks.scan_over_ranks",
     "transposed_jacobian": "retrograde.jacobians.transposed",
 }
 
