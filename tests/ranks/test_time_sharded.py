@@ -353,6 +353,8 @@ def test_what_cannot_be_sharded_is_refused():
         rg.TimeSharded(make())
     with pytest.raises(AttributeError, match="LayerSharded has gone: use"):
         rg.LayerSharded  # noqa: B018
+    with pytest.raises(AttributeError, match="scan_ranks has gone: use"):
+        rg.scan.scan_ranks  # noqa: B018
 
 
 def within_a_budget(rank):

@@ -4,7 +4,7 @@ torch differentiates a rank's own steps, from a leaf to the state that is passed
 adds them to the caller's graph as one node, whose backward pass joins the graphs of the ranks.
 
 *By a line*, each rank waits for the gradient from the next one, goes back, and sends the gradient
-to the one before; piece by piece, so that ranks overlap.
+to the one before. It does so piece by piece, so that ranks overlap.
 
 *By a tree*, each rank computes what its steps do to any gradient, and a scan gives each the one
 that reaches it (:mod:`retrograde.ranks.tree`). Then all go back at once. A product of many

@@ -2,7 +2,7 @@
 
 *Forward*, the state of each piece of the batch passes from rank to rank, so that ranks overlap.
 *Backward* by a line, the gradient of the state passes back in the same way. By a tree no rank waits
-for its neighbour's sweep: a scan over the ranks' Jacobians gives each rank the gradient that
+for its neighbour's sweep. A scan over the ranks' Jacobians gives each rank the gradient that
 reaches it (:mod:`retrograde.ranks.tree`; W20, algorithm 1). Then the parameters' gradients are
 summed over the ranks.
 

@@ -45,8 +45,14 @@ _HOMES = {
     "transposed_jacobian": "retrograde.jacobians.transposed",
 }
 
+_GONE = {  # names of earlier versions: what to use instead
+    "scan_ranks": "rg.TimeSharded(way='tree')",
+}
+
 
 def __getattr__(name: str) -> Any:
+    if name in _GONE:
+        raise AttributeError(f"retrograde.scan.{name} has gone: use {_GONE[name]}")
     if name not in _HOMES:
         raise AttributeError(f"module 'retrograde.scan' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
