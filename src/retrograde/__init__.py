@@ -55,9 +55,6 @@ __version__ = "0.1.0"
 
 __all__: list[str] = []
 _HOME_OF: dict[str, str] = {}  # the module of each public name
-_GONE = {  # names of earlier versions: what to use instead
-    "LayerSharded": "torch.distributed.pipelining, or rg.Sequential(memory=) within one process",
-}
 
 
 def _come_from(home: str) -> None:
@@ -132,13 +129,18 @@ __all__ += [
 _come_from("retrograde.schedule")
 
 
+#: Names that went, and what to use instead.
+_GONE = {
+    "LayerSharded": "torch.distributed.pipelining, or rg.Sequential(memory=) within one process",
+}
+
+
 def __getattr__(name: str) -> Any:
     if name == "scan":
         return import_module("retrograde.scan")
-    if name in _GONE:
-        raise AttributeError(f"retrograde.{name} has gone: use {_GONE[name]}")
     if name not in _HOME_OF:
-        raise AttributeError(f"module 'retrograde' has no attribute {name!r}")
+        instead = f" any more: use {_GONE[name]}" if name in _GONE else ""
+        raise AttributeError(f"module 'retrograde' has no attribute {name!r}{instead}")
     try:
         value = getattr(import_module(_HOME_OF[name]), name)
     except ModuleNotFoundError as error:

@@ -45,14 +45,14 @@ _HOMES = {
     "transposed_jacobian": "retrograde.jacobians.transposed",
 }
 
-_GONE = {  # names of earlier versions: what to use instead
+#: Names that went, and what to use instead.
+_GONE = {
     "scan_ranks": "rg.TimeSharded(way='tree')",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in _GONE:
-        raise AttributeError(f"retrograde.scan.{name} has gone: use {_GONE[name]}")
     if name not in _HOMES:
-        raise AttributeError(f"module 'retrograde.scan' has no attribute {name!r}")
+        instead = f" any more: use {_GONE[name]}" if name in _GONE else ""
+        raise AttributeError(f"module 'retrograde.scan' has no attribute {name!r}{instead}")
     return getattr(import_module(_HOMES[name]), name)
