@@ -1,9 +1,9 @@
 """Claim: a rank's Jacobian in closed form takes a fraction of a sweep for each of its columns.
 
-A tree or a gather across ranks needs the Jacobian of each rank: the effect of its steps on any
-gradient. It is found in two ways. One is a backward pass through the recorded steps for each
-column, side by side where autograd allows it. The other is the closed form, from slopes. Both take
-turns in one process, with one plain sweep for comparison.
+A tree across ranks needs the Jacobian of each rank: the effect of its steps on any gradient. It is
+found in two ways. One is a backward pass through the recorded steps for each column, side by side
+where autograd allows it. The other is the closed form, from slopes. Both take turns in one process,
+with one plain sweep for comparison.
 
     python benchmarks/rank_jacobians.py                 # JSON into benchmarks/results/
     python benchmarks/rank_jacobians.py --device cuda
@@ -17,13 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import retrograde as rg
 from retrograde.machine import machine_of, now
-from retrograde.ranks.time.piece import Piece, by_sweeps
-from retrograde.ranks.time.range_map import by_slopes
+from retrograde.ranks.piece import Piece, flat, unflat
+from retrograde.ranks.range_map import rows_of
 
 RESULTS = Path(__file__).parent / "results"
+SIDE_BY_SIDE = 64  # gradients that one backward pass takes
 # Cell, layers, units, batch, steps.
 POINTS = (
     ("GRU", 1, 32, 16, 200),
@@ -35,6 +37,27 @@ POINTS = (
     ("LSTM", 2, 32, 16, 200),
     ("LSTM", 1, 128, 8, 200),
 )
+
+
+def by_columns(piece: Piece, dy: Tensor, apart: bool) -> Tensor:
+    """The map of a piece's steps (B, n + 1, n): a sweep for the losses, and one a column."""
+    zero = tuple(torch.zeros_like(s) for s in piece.after)
+    offset = flat(piece.back(dy, zero, (), keep=True)[1])
+    units = torch.eye(offset.shape[1], device=dy.device).unsqueeze(1).expand(-1, len(offset), -1)
+    ends = [unflat(unit, piece.before) for unit in units]
+    if apart:
+        rows = [flat(piece.back(None, each, (), keep=True)[1]) for each in ends]
+        return torch.stack([*rows, offset], 1)
+    rows = []
+    for start in range(0, len(ends), SIDE_BY_SIDE):
+        some = [
+            torch.stack(parts) for parts in zip(*ends[start : start + SIDE_BY_SIDE], strict=True)
+        ]
+        found = torch.autograd.grad(
+            piece.after, piece.before, some, retain_graph=True, is_grads_batched=True
+        )
+        rows += [flat(state) for state in zip(*found, strict=True)]
+    return torch.stack([*rows, offset], 1)
 
 
 def measure(point: tuple[str, int, int, int, int], device: str, rounds: int) -> dict[str, Any]:
@@ -50,9 +73,9 @@ def measure(point: tuple[str, int, int, int, int], device: str, rounds: int) -> 
     zero = tuple(torch.zeros_like(s) for s in piece.after)
     apart = cell == "LSTM" or device != "cpu"
     ways = {
-        "sweep": lambda: piece.back(dy, zero, keep=True),
-        "columns": lambda: by_sweeps([piece], [dy], apart=apart),
-        "slopes": lambda: by_slopes(net, x, before, dy),
+        "sweep": lambda: piece.back(dy, zero, (), keep=True),
+        "columns": lambda: by_columns(piece, dy, apart),
+        "slopes": lambda: rows_of(net, x, before, dy),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     found = {}
@@ -64,8 +87,8 @@ def measure(point: tuple[str, int, int, int, int], device: str, rounds: int) -> 
                 seconds[name].append(now(x.device) - start)
     a, b = found["columns"], found["slopes"]
     far = [
-        float((p.data - q.data).abs().max() / q.data.abs().max().clamp_min(1e-30))
-        for p, q in ((a.jacobian, b.jacobian), (a.offset, b.offset))
+        float((p - q).abs().max() / q.abs().max().clamp_min(1e-30))
+        for p, q in ((a[:, :-1], b[:, :-1]), (a[:, -1], b[:, -1]))
     ]
     return {
         "cell": cell, "layers": layers, "units": units, "batch": batch, "steps": steps,
@@ -81,7 +104,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
-    points = [("LSTM", 2, 4, 2, 20)] if options.quick else POINTS
+    points = [("GRU", 2, 4, 2, 20)] if options.quick else POINTS
     rows = []
     for point in points:
         rows.append(row := measure(point, options.device, 1 if options.quick else 5))

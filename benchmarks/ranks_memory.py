@@ -19,17 +19,15 @@ from torch import Tensor, distributed, multiprocessing
 
 import retrograde as rg
 from retrograde.machine import machine_of
-from retrograde.ranks.scan_over_ranks import RankWay
+from retrograde.ranks.crossing import Way
 
 RESULTS = Path(__file__).parent / "results"
 SIZES = (1, 2, 4, 8)
-WAYS: tuple[RankWay, ...] = ("linear", "tree")
+WAYS: tuple[Way, ...] = ("linear", "tree")
 HIDDEN, BATCH, FEATURES = 64, 8, 8
 
 
-def of_a_rank(
-    rank: int, size: int, steps: int, memory: str | None, way: RankWay, folder: str
-) -> None:
+def of_a_rank(rank: int, size: int, steps: int, memory: str | None, way: Way, folder: str) -> None:
     """One rank: what it holds, and the gradient of a weight."""
     torch.set_num_threads(1)
     url = f"file://{folder}/meeting"
@@ -51,7 +49,7 @@ def of_a_rank(
     distributed.destroy_process_group()
 
 
-def on_ranks(size: int, steps: int, memory: str | None, way: RankWay) -> tuple[list[int], Tensor]:
+def on_ranks(size: int, steps: int, memory: str | None, way: Way) -> tuple[list[int], Tensor]:
     """What each rank held, and the gradient."""
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.spawn(of_a_rank, (size, steps, memory, way, folder), nprocs=size)

@@ -44,10 +44,10 @@ class Training:
     def step(self) -> float:
         """One iteration: the mean loss over all beats of the batch, those of other ranks too."""
         batch = self.data.batch(self.iteration)
-        links = self.sharded.links
-        mine = [part.tensor_split(links.size)[links.rank] for part in (batch.inputs, batch.targets)]
-        outputs, _ = self.sharded(mine[0])
-        loss = self.loss(outputs, mine[1]) / (batch.targets != NO_BEAT).sum()
+        rank, size = distributed.get_rank(), distributed.get_world_size()
+        x, targets = (part.tensor_split(size)[rank] for part in (batch.inputs, batch.targets))
+        outputs, _ = self.sharded(x)
+        loss = self.loss(outputs, targets) / (batch.targets != NO_BEAT).sum()
         self.optimizer.zero_grad()
         loss.backward()
         self.sharded.add_up(self.head)
@@ -55,7 +55,7 @@ class Training:
         self.optimizer.step()
         self.iteration += 1
         total = loss.detach().clone()
-        links.add_up(total)
+        distributed.all_reduce(total)
         return float(total)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def run(arguments: Sequence[str] | None = None) -> list[float]:
     )
     parser.add_argument("--data", type=Path, required=True, help="folder of ecg.npz")
     parser.add_argument("--iterations", type=int, default=20)
-    parser.add_argument("--way", default="auto", choices=["auto", "linear", "tree", "gather"])
+    parser.add_argument("--way", default="linear", choices=["linear", "tree"])
     parser.add_argument("--memory", help="a budget for each rank's steps, such as 5%%")
     parser.add_argument("--save", type=Path, help="folder for what to go on from")
     parser.add_argument("--every", type=int, default=5, help="iterations between two saves")
@@ -114,12 +114,12 @@ def run(arguments: Sequence[str] | None = None) -> list[float]:
     while training.iteration < options.iterations:
         start = time.perf_counter()
         losses.append(training.step())
-        if training.sharded.links.rank == 0:
+        if distributed.get_rank() == 0:
             seconds = time.perf_counter() - start
             print(f"{training.iteration:5}: loss {losses[-1]:.6f}, {seconds:.2f} s", flush=True)
         if options.save and training.iteration % options.every == 0:
             training.save(options.save)
-    if options.losses and training.sharded.links.rank == 0:
+    if options.losses and distributed.get_rank() == 0:
         options.losses.write_text(json.dumps(losses))
     distributed.destroy_process_group()
     return losses

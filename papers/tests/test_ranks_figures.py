@@ -6,16 +6,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from retrograde.ranks.cost_model import RankModel
 from retrograde_papers.every import PLATES
 from retrograde_papers.plates import save_plate
 from wang2020.ranks_figures import RANKS, ranks_memory, ranks_seconds
+from wang2020.ranks_model import RankModel
 from wang2020.ranks_results import Crossing, Ranks
 
 
 def found() -> Ranks:
     model = RankModel(1e-3, 1e9, 0.01, 0.3, 60_000, 2_000, 1e-3, 5e-4)
-    crossings = tuple(Crossing(way, 0.5, 1, 2_000) for way in ("linear", "tree", "gather"))
+    crossings = tuple(Crossing(way, 0.5) for way in ("linear", "tree"))
     settings = {
         "ranks": 3, "hidden": 8, "steps": 50, "batch": 4, "backend": "gloo",
         "note": "which slept meanwhile",
@@ -28,7 +28,7 @@ def test_seconds_are_the_models_and_say_so(tmp_path):
     plate = ranks_seconds(one)
     ranks = plate.table["ranks"]
     assert (ranks[0], ranks[-1]) == (2, 10**6)
-    for way in ("linear", "tree", "gather"):
+    for way in ("linear", "tree"):
         assert plate.table[f"{way}, computed (s)"] == one.model.seconds(way, ranks).tolist()
     assert plate.note.startswith("Curves: computed, not measured.")
     assert "3 processes over gloo, abacus, 1 thread each (which slept meanwhile)" in plate.note

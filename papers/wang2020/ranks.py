@@ -5,11 +5,11 @@ own work on one while the others rest; then all go back through a GRU of
 :class:`retrograde.TimeSharded` in each way.
 """
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from queue import Queue
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, get_args
@@ -22,23 +22,22 @@ from torch import Tensor, distributed, multiprocessing
 from retrograde.console import new_table
 from retrograde.files import check_folder, write_text
 from retrograde.machine import check_parallel, machine_of
-from retrograde.ranks.cost_model import LinkSpeed, RankModel, measure_links
-from retrograde.ranks.group_transport import GroupLinks
-from retrograde.ranks.scan_over_ranks import RankWay
-from retrograde.ranks.time.piece import Piece
-from retrograde.ranks.time.sharded import TimeSharded
-from retrograde.ranks.transport import Links, Parcel, Simulated
+from retrograde.ranks.crossing import Way
+from retrograde.ranks.range_map import rows_of
+from retrograde.ranks.time_sharded import TimeSharded
+from retrograde.ranks.tree import joined
 from retrograde.recurrent.modules import GRU
-from retrograde.scan.elements import combine
 from retrograde.units import format_bytes
 from retrograde_papers.options import ExperimentError, check_positive, check_seed
 from retrograde_papers.plates import write_plate
 from wang2020.ranks_figures import format_seconds, ranks_memory, ranks_seconds
+from wang2020.ranks_model import RankModel
 from wang2020.ranks_results import Crossing, Ranks
 
 __all__ = ["Options", "measure_ranks", "run_ranks"]
 
 _RESULT = "ranks.json"
+_TRIPS, _LARGE = 30, 1 << 24  # round trips of a small message, and bytes of a large one
 
 
 @dataclass(frozen=True)
@@ -111,63 +110,80 @@ def _process(rank: int, how: Options, folder: str) -> None:
     meeting = (Path(folder) / "meeting").as_uri()
     distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=how.ranks)
     try:
-        found = _measure(GroupLinks(), how)
+        found = _measure(how)
         if rank == 0:
             write_text(Path(folder) / _RESULT, found.to_json())
-        GroupLinks().gather(None)  # none leaves while another waits for it
+        _slowest(0.0)  # none leaves while another waits for it
     finally:
         distributed.destroy_process_group()
 
 
-def _measure(links: Links, how: Options) -> Ranks:
-    speed = measure_links(links)
-    model = _local(how, speed) if links.rank == 0 else None
-    model = links.gather(model)[0]
-    crossings = tuple(_cross(links, how, way) for way in get_args(RankWay))
-    parameters = sum(p.numel() for p in _rnn(how).parameters())
-    flat = torch.zeros(parameters)
-    summed = _together(links, how.rounds, lambda _: links.add_up(flat))
+def _measure(how: Options) -> Ranks:
+    rank = distributed.get_rank()
+    small, large = (_trip(size, rank) for size in (1, 1 + _LARGE))
+    bandwidth = _LARGE / (large - small) if large > small else math.inf
+    model = _local(how, small, bandwidth) if rank == 0 else None
+    distributed.barrier()
+    crossings = tuple(Crossing(way, _cross(how, way)) for way in get_args(Way))
+    flat = torch.zeros(sum(p.numel() for p in _rnn(how).parameters()))
+    summed = _together(how.rounds, lambda _: distributed.all_reduce(flat))
     settings = asdict(how) | {"module": "rg.GRU", "backend": "gloo"}
-    return Ranks(machine_of("cpu"), settings, model, summed, crossings)
+    told: list[Any] = [model]
+    distributed.broadcast_object_list(told)
+    return Ranks(machine_of("cpu"), settings, told[0], summed, crossings)
 
 
-def _local(how: Options, speed: LinkSpeed) -> RankModel:
+def _trip(size: int, rank: int) -> float:
+    """Half the median of round trips of some bytes between ranks 0 and 1; 0 on other ranks."""
+    message = torch.zeros(size, dtype=torch.uint8)
+    if rank > 1:
+        return 0.0
+
+    def there_and_back(_: Any) -> None:
+        calls = [distributed.send, distributed.recv]
+        for call in calls if rank == 0 else calls[::-1]:
+            call(message, 1 - rank)
+
+    return _seconds(_TRIPS if size == 1 else _TRIPS // 3, there_and_back) / 2
+
+
+def _local(how: Options, latency: float, bandwidth: float) -> RankModel:
     """What one rank does by itself, as it does it in a backward pass across ranks."""
-    net = TimeSharded(_rnn(how), Simulated(0, [[Queue()]]))
-    x, seed = _input(how, 0), torch.ones(how.steps, how.batch, how.hidden)
-    own: list[Tensor] = list(net.parameters())
-    call = net._agreed(x, None)
-    pieces = call.run(x, ())
-    element = call.affine(pieces, seed)
-    vector = element.offset
+    rnn, x = _rnn(how), _input(how, 0)
+    before = tuple(s.requires_grad_() for s in rnn._zeros(how.batch, x))
+    dy = torch.ones(how.steps, how.batch, how.hidden)
+    leaves: list[Tensor] = [*before, *rnn.parameters()]
+    rows = rows_of(rnn, x, before, dy)
+    vector = rows[:, -1:].contiguous()
 
-    def sweep(piece: Piece) -> None:
-        piece.back(seed, (torch.zeros_like(piece.after[0]),), own)
+    def forward() -> list[Tensor]:
+        return list(rnn(x, before[0]))
+
+    def sweep(found: list[Tensor]) -> None:
+        torch.autograd.grad(found, leaves, [dy, torch.zeros_like(before[0])])
 
     return RankModel(
-        latency_seconds=speed.latency_seconds,
-        bytes_per_second=speed.bytes_per_second,
-        sweep_seconds=_seconds(how.rounds, sweep, lambda: call.run(x, ())[0]),
-        jacobian_seconds=_seconds(how.rounds, lambda _: call.affine(pieces, seed)),
-        matrix_bytes=Parcel.of(element).nbytes,
-        vector_bytes=Parcel.of(vector).nbytes,
-        product_seconds=_seconds(how.rounds, lambda _: combine(element, element)),
-        apply_seconds=_seconds(how.rounds, lambda _: combine(vector, element)),
+        latency_seconds=latency,
+        bytes_per_second=bandwidth,
+        sweep_seconds=_seconds(how.rounds, sweep, forward),
+        jacobian_seconds=_seconds(how.rounds, lambda _: rows_of(rnn, x, before, dy)),
+        matrix_bytes=rows.nbytes,
+        vector_bytes=vector.nbytes,
+        product_seconds=_seconds(how.rounds, lambda _: joined(rows, rows)),
+        apply_seconds=_seconds(how.rounds, lambda _: joined(vector, rows)),
     )
 
 
-def _cross(links: Links, how: Options, way: RankWay) -> Crossing:
-    """A backward pass across all ranks."""
-    net = TimeSharded(_rnn(how), links, way=way, pieces=1)
-    x = _input(how, links.rank)
+def _cross(how: Options, way: Way) -> float:
+    """Seconds of a backward pass across all ranks."""
+    net = TimeSharded(_rnn(how), way=way, pieces=1)
+    x = _input(how, distributed.get_rank())
 
     def forward() -> Tensor:
         outputs: Tensor = net(x)[0].sum()
         return outputs
 
-    seconds = _together(links, how.rounds, lambda loss: loss.backward(), forward)
-    reports = links.gather((net.report.messages, net.report.sent_bytes))
-    return Crossing(way, seconds, *map(max, zip(*reports, strict=True)))
+    return _together(how.rounds, lambda loss: loss.backward(), forward)
 
 
 def _seconds(
@@ -184,20 +200,24 @@ def _seconds(
 
 
 def _together(
-    links: Links,
-    rounds: int,
-    call: Callable[[Any], object],
-    prepare: Callable[[], Any] = lambda: None,
+    rounds: int, call: Callable[[Any], object], prepare: Callable[[], Any] = lambda: None
 ) -> float:
     """The same where all ranks begin at once, and the last of them counts."""
     taken = []
     for _ in range(1 + rounds):
         given = prepare()
-        links.gather(None)
+        distributed.barrier()
         start = time.perf_counter()
         call(given)
-        taken.append(max(links.gather(time.perf_counter() - start)))
+        taken.append(_slowest(time.perf_counter() - start))
     return float(median(taken[1:]))
+
+
+def _slowest(seconds: float) -> float:
+    """The seconds of the slowest rank."""
+    told = torch.tensor(seconds, dtype=torch.float64)
+    distributed.all_reduce(told, distributed.ReduceOp.MAX)
+    return float(told)
 
 
 def _rnn(how: Options) -> GRU:
@@ -212,26 +232,21 @@ def _input(how: Options, rank: int) -> Tensor:
 
 def _table(found: Ranks) -> Table:
     """What was measured, beside what the model says."""
-    settings, model = found.settings, found.model
-    ranks = int(settings["ranks"])
-    columns = ("way", "seconds", "computed", "messages", "bytes", "computed")
+    settings = found.settings
+    ranks, hidden = settings["ranks"], settings["hidden"]
+    columns = ("way", "seconds", "computed")
     table = new_table(
-        f"A backward pass across {ranks} ranks: GRU of {settings['hidden']} units, batch "
+        f"A backward pass across {ranks} ranks: GRU of {hidden} units, batch "
         f"{settings['batch']}, {settings['steps']:,} steps a rank",
         columns,
         left=("way",),
         unbroken=columns,
-        caption="bytes of the busiest rank; links count what is told to all once" * (ranks > 2),
-        caption_justify="left",
     )
     for each in found.crossings:
         table.add_row(
             each.way,
             f"{each.seconds:.3g}",
             f"{found.expected_seconds(each.way):.3g}",
-            f"{each.messages:,}",
-            format_bytes(each.sent_bytes),
-            format_bytes(int(model.sent_bytes(each.way, ranks))),
         )
     return table
 

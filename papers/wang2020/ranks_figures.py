@@ -13,10 +13,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from retrograde.figures.style import BLUE, GREEN, INK, ORANGE, figure_of, new_axes, tidy
-from retrograde.ranks.cost_model import pipeline_space, scan_space, scan_steps, scan_work
+from retrograde.figures.style import BLUE, INK, ORANGE, figure_of, new_axes, tidy
 from retrograde.units import format_bytes
 from retrograde_papers.plates import Column, Plate, captioned, describe_machine
+from wang2020.ranks_model import pipeline_space, scan_space, scan_steps, scan_work
 from wang2020.ranks_results import Ranks
 
 __all__ = ["RANKS", "format_seconds", "ranks_memory", "ranks_seconds"]
@@ -28,7 +28,6 @@ _PER_INCH = 15.2  # characters of a caption
 _WAYS = {
     "linear": (ORANGE, "-", "linear: handed from rank to rank"),
     "tree": (BLUE, "-", "tree: ⌈log₂ p⌉ rounds up, and down"),
-    "gather": (GREEN, "--", "gather: each to all others"),
 }
 
 
@@ -119,7 +118,7 @@ def _draw_seconds(
     for way, (colour, style, label) in _WAYS.items():
         ax.plot(ranks, seconds[way], color=colour, linestyle=style, linewidth=2.0, label=label)
     _finish(ax, 30.0)
-    at_hand, sizes = int(found.settings["ranks"]), (7, 9, 5)  # so that two in one place are seen
+    at_hand, sizes = int(found.settings["ranks"]), (7, 5)  # so that two in one place are seen
     point: Any = {"linestyle": "", "marker": "o", "markeredgecolor": INK, "markeredgewidth": 0.8}
     for each, size in zip(found.crossings, sizes, strict=False):
         colour, height = _WAYS[each.way][0], each.seconds - found.sum_seconds

@@ -4,8 +4,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from retrograde.ranks.cost_model import RankModel
 from retrograde_papers.numbers import read_shipped, to_json
+from wang2020.ranks_model import RankModel
 
 __all__ = ["Crossing", "Ranks"]
 
@@ -15,16 +15,12 @@ class Crossing:
     """A backward pass across the ranks that are at hand, one way.
 
     Attributes:
-        way: ``"linear"``, ``"tree"`` or ``"gather"``.
+        way: ``"linear"`` or ``"tree"``.
         seconds: until the last rank was through, the median.
-        messages: the most that any rank sent.
-        sent_bytes: likewise; what a process group tells to all counts once.
     """
 
     way: str
     seconds: float
-    messages: int
-    sent_bytes: int
 
 
 @dataclass(frozen=True)
@@ -73,6 +69,6 @@ class Ranks:
 
         Example:
             >>> [each.way for each in Ranks.shipped().crossings]
-            ['linear', 'tree', 'gather']
+            ['linear', 'tree']
         """
         return cls.from_json(read_shipped("wang2020", "ranks"))

@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from retrograde.models.profile import Offer, Offers, Profile, profile
     from retrograde.models.sequential import Residual, Sequential
     from retrograde.plan import TradeOff, cost, least_memory, longest, plan, split, trade_off
-    from retrograde.ranks.layers.sharded import LayerSharded
-    from retrograde.ranks.time.sharded import TimeSharded
+    from retrograde.ranks.time_sharded import TimeSharded
     from retrograde.recurrent.modules import GRU, LSTM, RNN
     from retrograde.schedule import (
         Advance,
@@ -109,11 +108,8 @@ _come_from("retrograde.cells.unroll")
 __all__ += ["TradeOff", "cost", "least_memory", "longest", "plan", "split", "trade_off"]
 _come_from("retrograde.plan")
 
-__all__ += ["LayerSharded"]
-_come_from("retrograde.ranks.layers.sharded")
-
 __all__ += ["TimeSharded"]
-_come_from("retrograde.ranks.time.sharded")
+_come_from("retrograde.ranks.time_sharded")
 
 __all__ += [
     "Advance",
@@ -132,6 +128,7 @@ _come_from("retrograde.schedule")
 _GONE = {
     "Explanation": "retrograde.scan.chain_scan.ScanChoice",
     "explain": "Sequential.explain; for recurrent layers, memory='100%' is the fast backward pass",
+    "LayerSharded": "torch.distributed.pipelining, or rg.Sequential(memory=) within one process",
 }
 
 

@@ -1,4 +1,4 @@
-"""The affine map of a section of steps, against autograd column by column."""
+"""The affine map of a section of steps, against autograd row by row."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ import torch
 from retrograde.kernels import kernels
 from retrograde.kernels.cells import Weights
 from retrograde.kernels.sweep import products
-from retrograde.ranks.time import range_map as module
-from retrograde.ranks.time.range_map import range_map
+from retrograde.ranks import range_map as module
+from retrograde.ranks.range_map import range_map
 
 KINDS = {"RNN_TANH": torch.nn.RNN, "RNN_RELU": torch.nn.RNN, "GRU": torch.nn.GRU}
 KINDS["LSTM"] = torch.nn.LSTM
@@ -38,8 +38,8 @@ def flat(state):
     return torch.cat([s.transpose(0, 1).flatten(1) for s in state], 1)
 
 
-def by_columns(net, x, state, dy):
-    """J and b, each column by a backward pass of torch's own."""
+def by_rows(net, x, state, dy):
+    """P and d, each row of P by a backward pass of torch's own."""
     state = tuple(s.clone().requires_grad_() for s in state)
     y, after = net(x, state if net.mode == "LSTM" else state[0])
     after = after if isinstance(after, tuple) else (after,)
@@ -50,20 +50,20 @@ def by_columns(net, x, state, dy):
         return flat([torch.zeros_like(s) if g is None else g for g, s in pairs])
 
     samples, n = flat(state).shape
-    columns = []
+    rows = []
     for row in torch.eye(n, dtype=x.dtype):
         parts = row.expand(samples, n).split([s.shape[0] * s.shape[-1] for s in state], 1)
         ends = [
             p.unflatten(1, (net.num_layers, net.hidden_size)).transpose(0, 1).contiguous()
             for p in parts
         ]
-        columns.append(back(after, ends))
+        rows.append(back(after, ends))
     zero = torch.zeros(samples, n, dtype=x.dtype)
-    return torch.stack(columns, -1), zero if dy is None else back([y], [dy])
+    return torch.stack(rows, 1), zero if dy is None else back([y], [dy])
 
 
 def check(found, expected, tolerance=1e-11):
-    for a, b in zip((found.jacobian.data, found.offset.data), expected, strict=True):
+    for a, b in zip((found[:, :-1], found[:, -1]), expected, strict=True):
         scale = max(b.abs().amax().item(), 1e-300)
         torch.testing.assert_close(a, b, rtol=0, atol=tolerance * scale)
 
@@ -71,13 +71,13 @@ def check(found, expected, tolerance=1e-11):
 @pytest.mark.parametrize("chunks", [None, 1, 3, 40])
 @pytest.mark.parametrize("layers", [1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_column_is_autograds(kind, layers, chunks):
+def test_every_row_is_autograds(kind, layers, chunks):
     net, weights = make(kind, layers)
     for length in (1, 2, 7, 29):
         x, state, dy = given(net, length)
         for losses in (dy, None):
             found = range_map(weights, x, state, losses, chunks)
-            check(found, by_columns(net, x, state, losses))
+            check(found, by_rows(net, x, state, losses))
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -85,7 +85,7 @@ def test_every_column_is_autograds(kind, layers, chunks):
 def test_blocks_of_any_length(kind, layers, monkeypatch):
     net, weights = make(kind, layers, bias=False)
     x, state, dy = given(net, 23)
-    expected = by_columns(net, x, state, dy)
+    expected = by_rows(net, x, state, dy)
     for size in (1, 3000, 9000):  # one step, and some
         monkeypatch.setattr(module, "_BLOCK_BYTES", size)
         for chunks in (None, 1, 2):
@@ -96,7 +96,7 @@ def test_blocks_of_any_length(kind, layers, monkeypatch):
 def test_single_precision(kind):
     net, weights = make(kind, 2, dtype=torch.float32)
     x, state, dy = given(net, 12)
-    check(range_map(weights, x, state, dy), by_columns(net, x, state, dy), 2e-5)
+    check(range_map(weights, x, state, dy), by_rows(net, x, state, dy), 2e-5)
 
 
 @pytest.mark.parametrize("size", [1, 4, 9, 33])

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import retrograde as rg
-from oracles.processes import spawn
+from oracles.processes import join, spawn
 
 SIZE = 4
 
@@ -47,10 +47,7 @@ def train(net, x, optimizer, share=1.0):
 
 
 def a_rank(rank, folder):
-    torch.set_num_threads(1)
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=SIZE
-    )
+    join(rank, SIZE, folder)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "time"))
     of_samples, of_steps = mesh.get_local_rank("data"), mesh.get_local_rank("time")
     sharded = rg.TimeSharded(make(), mesh["time"].get_group(), way="tree")

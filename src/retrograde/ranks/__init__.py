@@ -1,3 +1,3 @@
-"""Networks across processes: sequences cut along time, chains cut between layers."""
+"""Sequences across processes, cut along time: each process, a rank, has its own steps."""
 
 __all__: list[str] = []

@@ -3,8 +3,8 @@
 The scans work on any associative element: :func:`linear`, :func:`blelloch`, :func:`hybrid` and
 :func:`chunked`. :func:`reference` is their oracle, and a :class:`Report` counts their work.
 :func:`gradients` scans where every step has its own loss. Nothing here loads torch. Sparse
-Jacobians (:class:`CSR`, :func:`transposed_jacobian`, :func:`register_layer`) and the scan across
-processes (:func:`scan_ranks`) are loaded on first use.
+Jacobians (:class:`CSR`, :func:`transposed_jacobian`, :func:`register_layer`) are loaded on first
+use.
 """
 
 from importlib import import_module
@@ -15,7 +15,6 @@ from retrograde.scan.elements import IDENTITY, UNREAD, Affine, Dense, Diagonal, 
 from retrograde.scan.work_report import Report
 
 if TYPE_CHECKING:
-    from retrograde.ranks.scan_over_ranks import scan_ranks
     from retrograde.scan.sparse.csr import CSR
     from retrograde.scan.sparse.rules import register_layer
     from retrograde.scan.sparse.transposed import transposed_jacobian
@@ -37,19 +36,23 @@ __all__ = [
     "linear",
     "reference",
     "register_layer",
-    "scan_ranks",
     "transposed_jacobian",
 ]
 
 _HOMES = {
     "CSR": "retrograde.scan.sparse.csr",
     "register_layer": "retrograde.scan.sparse.rules",
-    "scan_ranks": "retrograde.ranks.scan_over_ranks",
     "transposed_jacobian": "retrograde.scan.sparse.transposed",
+}
+
+#: Names that went, and what to use instead.
+_GONE = {
+    "scan_ranks": "rg.TimeSharded(way='tree')",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module 'retrograde.scan' has no attribute {name!r}")
+        instead = f" any more: use {_GONE[name]}" if name in _GONE else ""
+        raise AttributeError(f"module 'retrograde.scan' has no attribute {name!r}{instead}")
     return getattr(import_module(_HOMES[name]), name)

@@ -21,7 +21,7 @@ from torch import Tensor
 from retrograde.errors import CellError, RetrogradeError
 from retrograde.kernels.sweep import carry, trusted
 
-__all__ = ["run_cell", "unit_vectors"]
+__all__ = ["run_cell"]
 
 Tensors = list[Tensor]
 #: Maps the flat inputs and state of one step to its flat outputs and state.
@@ -169,17 +169,17 @@ class _Backward:
         rows = [
             _flat(_products([(t, unit)] if t.requires_grad else [], s), len(t))
             for t in after
-            for unit in unit_vectors(t)
+            for unit in _unit_vectors(t)
         ]
         found: Tensor = torch.stack(rows, 1).unflatten(0, (steps, self.samples))
         return found
 
 
-def unit_vectors(t: Tensor) -> Iterator[Tensor]:
+def _unit_vectors(t: Tensor) -> Iterator[Tensor]:
     """Iterate over the numbers of a sample of t (samples, …): 1 at one number of every sample.
 
     Example:
-        >>> [unit.tolist() for unit in unit_vectors(torch.zeros(2, 2))]
+        >>> [unit.tolist() for unit in _unit_vectors(torch.zeros(2, 2))]
         [[[1.0, 0.0], [1.0, 0.0]], [[0.0, 1.0], [0.0, 1.0]]]
     """
     size = prod(t.shape[1:])

@@ -1,8 +1,8 @@
 """Predict the time of a backward pass across more ranks than are available.
 
-Two ranks can measure a :class:`RankModel`: the latency and bandwidth of a link, and the
-seconds of a rank's steps and of a product. It predicts the seconds of each way of
-:mod:`retrograde.ranks.scan_over_ranks` on any number of ranks with equally many steps.
+Two ranks can measure a :class:`RankModel`: the latency and bandwidth of a link, and the seconds of
+a rank's steps and of a product. It predicts the seconds of each way of
+:class:`retrograde.TimeSharded` on any number of ranks with equally many steps.
 
 ==========  ===========================================================================
 way         seconds on p ranks
@@ -11,62 +11,30 @@ way         seconds on p ranks
 ``tree``    a Jacobian; ⌈log₂ p⌉ rounds up, each a hop and a product, of matrices but
             for the last; ⌈log₂ p⌉ − 1 rounds down, each a hop of a vector or a product
             with one, whichever is longer; a sweep
-``gather``  a Jacobian, p − 1 matrices through the rank's link, p − 2 products, a sweep
 ==========  ===========================================================================
 
 The tree's seconds are those of its critical path, message by message, for any p. Not counted are
 shared processors, pieces of a batch and the sum of the parameters' gradients. Neither is the hop by
-compare their sweeps. A backend that gathers in a ring pays the latency p − 1 times.
+which the ranks of a tree compare their sweeps.
 
 Reference: Wang, *BPPSA: Scaling Back-propagation by Parallel Scan Algorithm*, 2020: eqs. 3.3 and
 3.4 and section 3.6, here with 1 for every constant.
 """
 
-import math
-import time
-from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
-from statistics import median
-from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from retrograde.errors import RankError, ScanError
+from retrograde.errors import ScanError
 
-if TYPE_CHECKING:
-    from retrograde.ranks.transport import Links
+__all__ = ["RankModel", "pipeline_space", "scan_space", "scan_steps", "scan_work"]
 
-__all__ = [
-    "LinkSpeed",
-    "RankModel",
-    "measure_links",
-    "pipeline_space",
-    "scan_space",
-    "scan_steps",
-    "scan_work",
-]
-
-T = TypeVar("T")
 Seconds = NDArray[np.float64]
 Numbers = NDArray[np.int64]
 
-_WARM = 3  # trips that are not timed
 _ROUNDING = 1e-9  # a smaller lead is rounding: on two ranks all ways do the same
 _SEARCHED = 4096  # numbers of ranks that are searched together
-
-
-@dataclass(frozen=True)
-class LinkSpeed:
-    """The speed of a link.
-
-    Attributes:
-        latency_seconds: of a message without content.
-        bytes_per_second: infinite where content takes no time.
-    """
-
-    latency_seconds: float
-    bytes_per_second: float
 
 
 @dataclass(frozen=True)
@@ -87,7 +55,8 @@ class RankModel:
         ScanError: a value is negative or not a number, or a link has no bandwidth.
 
     Example:
-        >>> model = RankModel(1.0, math.inf, 0.0, 0.0, 0, 0, 0.0, 0.0)  # only latency counts
+        >>> from math import inf
+        >>> model = RankModel(1.0, inf, 0.0, 0.0, 0, 0, 0.0, 0.0)  # only latency counts
         >>> model.seconds("linear", [2, 4, 5, 100]).tolist()
         [1.0, 3.0, 4.0, 99.0]
         >>> model.seconds("tree", [2, 4, 5, 100]).tolist()
@@ -119,24 +88,12 @@ class RankModel:
             ScanError: the way is unknown, or there is no rank.
         """
         numbers = _positive(ranks, "ranks")
-        found = _known(way, {"linear": self._linear, "tree": self._tree, "gather": self._gather})
+        ways = {"linear": self._linear, "tree": self._tree}
+        if way not in ways:
+            names = ", ".join(map(repr, ways))
+            raise ScanError(f"unknown way {way!r} across ranks: expected one of {names}")
         several = np.maximum(numbers, 2)
-        return np.where(numbers == 1, self.sweep_seconds, found(several))
-
-    def sent_bytes(self, way: str, ranks: ArrayLike) -> Numbers:
-        """Return the most bytes that any rank sends in a scan, for each of ``ranks``.
-
-        Raises:
-            ScanError: the way is unknown, or there is no rank.
-
-        Example:
-            >>> model = RankModel(1.0, math.inf, 0.0, 0.0, 100, 10, 0.0, 0.0)
-            >>> [model.sent_bytes(way, 9).item() for way in ("linear", "tree", "gather")]
-            [10, 110, 800]
-        """
-        numbers = _positive(ranks, "ranks")
-        sent = {"linear": self._sent_on, "tree": self._sent_in_tree, "gather": self._sent_to_all}
-        return np.where(numbers == 1, 0, _known(way, sent)(np.maximum(numbers, 2)))
+        return np.where(numbers == 1, self.sweep_seconds, ways[way](several))
 
     def first_ranks_where(self, way: str, *, beats: str, most: int = 10**6) -> int | None:
         """Return the least number of ranks, up to ``most``, at which a way is faster, or None.
@@ -157,11 +114,6 @@ class RankModel:
 
     def _linear(self, p: Numbers) -> Seconds:
         return p * self.sweep_seconds + (p - 1) * self.hop(self.vector_bytes)
-
-    def _gather(self, p: Numbers) -> Seconds:
-        ready = np.where(p > 2, max(self.jacobian_seconds, self.sweep_seconds), self.sweep_seconds)
-        exchange = self.latency_seconds + self._sent_to_all(p) / self.bytes_per_second
-        return ready + exchange + (p - 2) * self.apply_seconds + self.sweep_seconds
 
     def _tree(self, p: Numbers) -> Seconds:
         """Return the seconds of the longest path through the tree's messages.
@@ -196,65 +148,6 @@ class RankModel:
             there = max(vectors[-1] + self.hop(self.vector_bytes), float(matrices[d]))
             vectors.append(there + self.apply_seconds)
         return matrices, np.array(vectors, dtype=np.float64)
-
-    def _sent_on(self, p: Numbers) -> Numbers:
-        return np.full_like(p, self.vector_bytes)
-
-    def _sent_to_all(self, p: Numbers) -> Numbers:
-        return (p - 1) * np.where(p > 2, self.matrix_bytes, self.vector_bytes)
-
-    def _sent_in_tree(self, p: Numbers) -> Numbers:
-        """Return the most bytes: a block's last rank sends a product up and d vectors down."""
-        vectors = np.maximum(np.frexp(p - 1)[1] - 1, 1)  # from the blocks that start at 0
-        below = np.frexp((p - 1) // 3)[1] - 1  # the first other block of 2ᵈ ends at 3·2ᵈ
-        others = np.where(p > 3, self.matrix_bytes + below * self.vector_bytes, 0)
-        ends = _ones(p - 1) - 1  # the vectors that the last rank sends
-        most: Numbers = np.maximum(np.maximum(vectors, ends) * self.vector_bytes, others)
-        return most
-
-
-def measure_links(links: "Links", *, rounds: int = 30, size: int = 1 << 24) -> LinkSpeed:
-    """Measure latency and bandwidth between ranks 0 and 1: half the median of round trips.
-
-    Every rank has to call it, and gets the same result. Large messages, of ``size`` bytes, are a
-    third of the ``rounds``.
-
-    Raises:
-        RankError: there is one rank only, or another one does not answer.
-
-    Example:
-        >>> from retrograde.ranks.transport import simulate
-        >>> speed, same = simulate(2, lambda links: measure_links(links, rounds=3), latency=0.01)
-        >>> 0.01 <= speed.latency_seconds < 0.1, speed == same
-        (True, True)
-    """
-    import torch
-
-    if links.size < 2:
-        raise RankError("one rank has no links to measure: expected at least two")
-    speed = LinkSpeed(0.0, math.inf)
-    if links.rank < 2:
-        small = _trip(links, torch.zeros(1, dtype=torch.uint8, device="cpu"), rounds)
-        large = _trip(
-            links, torch.zeros(1 + size, dtype=torch.uint8, device="cpu"), -(-rounds // 3)
-        )
-        speed = LinkSpeed(small, size / (large - small) if large > small else math.inf)
-    links.flush()
-    told: list[LinkSpeed] = links.gather(speed)
-    return told[0]
-
-
-def _trip(links: "Links", element: Any, rounds: int) -> float:
-    other, taken = 1 - links.rank, []
-    for _ in range(_WARM + rounds):
-        start = time.perf_counter()
-        if links.rank == 0:
-            links.send(element, other)
-            links.receive(other)
-        else:
-            links.send(links.receive(other), other)
-        taken.append(time.perf_counter() - start)
-    return median(taken[_WARM:]) / 2
 
 
 def scan_steps(elements: ArrayLike, ranks: ArrayLike) -> Seconds:
@@ -312,20 +205,8 @@ def pipeline_space(elements: ArrayLike, ranks: ArrayLike, vector_bytes: float) -
     return (n / p + p) * vector_bytes
 
 
-def _known(way: str, ways: Mapping[str, Callable[[Numbers], T]]) -> Callable[[Numbers], T]:
-    if way not in ways:
-        names = ", ".join(map(repr, ways))
-        raise ScanError(f"unknown way {way!r} to scan across ranks: expected one of {names}")
-    return ways[way]
-
-
 def _positive(values: ArrayLike, what: str) -> Numbers:
     numbers = np.asarray(values).astype(np.int64)
     if (numbers < 1).any():
         raise ScanError(f"got {numbers.min()} {what}: expected at least one")
     return numbers
-
-
-def _ones(numbers: Numbers) -> Numbers:
-    """Return how many bits are 1."""
-    return sum(((numbers >> d) & 1 for d in range(63)), start=np.zeros_like(numbers))

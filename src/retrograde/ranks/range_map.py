@@ -1,6 +1,6 @@
-"""The map of a gradient through a range of steps, in closed form: g ↦ b + J·g.
+"""The map of a gradient through a range of steps, in closed form: g ↦ g P + d.
 
-J is the product of the range's transposed Jacobians, and b comes from the range's own loss terms.
+P is the product of the range's transposed Jacobians, and d comes from the range's own loss terms.
 One pass computes both: it takes a zero and the basis of the state space back through the steps, as
 the rows of one matrix. A step's slopes are functions of its states
 (:mod:`retrograde.kernels.cells`). So the range is run again, a block of steps at a time; only one
@@ -8,7 +8,7 @@ block's slopes are held.
 
 *Layers.* Each layer has the rows of its own basis and of those above it. The gradient of a step's
 inputs is added to the rows of the layer below, which takes the same step next. No gradient reaches
-a layer above, so J is block triangular, and the zero blocks are not computed.
+a layer above, so P is block triangular, and the zero blocks are not computed.
 
 *Chunks.* As in :mod:`retrograde.kernels.sweep`, a block is cut into chunks that run together. There
 is at least one chunk for each thread, and more while products are small. Then the chunks' products
@@ -17,7 +17,7 @@ are multiplied. One chunk is a plain sweep of the basis.
 
 from collections.abc import Iterator, Sequence
 from math import isqrt
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -25,20 +25,19 @@ from torch import Tensor
 from retrograde.kernels import kernels
 from retrograde.kernels.cells import Kind, Slopes, Weights, pull, pull_to_inputs, slopes
 from retrograde.kernels.sweep import at_step, in_chunks
-from retrograde.ranks.time.piece import State
-from retrograde.ranks.way_back import Gradient
+from retrograde.ranks.piece import Gradient, State
+from retrograde.ranks.tree import joined
 from retrograde.recurrent.forward import room_for, run
 from retrograde.recurrent.modules import BudgetedRNN
-from retrograde.scan.elements import IDENTITY, Affine, Dense, Vector
 
-__all__ = ["by_slopes", "has_closed_form", "range_map"]
+__all__ = ["has_closed_form", "range_map", "rows_of"]
 
 _AT_ONCE = 2**19  # numbers of a step in all its chunks, beyond which more chunks do not pay
 _BLOCK_BYTES = 2**22  # bytes of a block's slopes
 
 
 def has_closed_form(rnn: BudgetedRNN, x: Tensor) -> bool:
-    """Return whether :func:`by_slopes` works for a module and an input, as called now.
+    """Return whether :func:`rows_of` works for a module and an input, as called now.
 
     Dropout, a projection and autocast have no closed form.
 
@@ -53,10 +52,11 @@ def has_closed_form(rnn: BudgetedRNN, x: Tensor) -> bool:
     return plain and x.dtype in (torch.float32, torch.float64)
 
 
-def by_slopes(rnn: BudgetedRNN, x: Tensor, before: State, dy: Gradient) -> Any:
-    """Return the :func:`range_map` of a module's steps; ``IDENTITY`` where there is no step."""
+def rows_of(rnn: BudgetedRNN, x: Tensor, before: State, dy: Gradient) -> Tensor:
+    """Return the :func:`range_map` of a module's steps; the identity where there is no step."""
     if not len(x):
-        return IDENTITY
+        n = sum(s.shape[0] * s.shape[-1] for s in before)
+        return torch.eye(n + 1, n, dtype=x.dtype, device=x.device).repeat(x.shape[1], 1, 1)
     weights = [w.detach().contiguous() for w in cast(list[Tensor], rnn._flat_weights)]
     each = len(weights) // rnn.num_layers
     kind = cast(Kind, rnn.mode)
@@ -68,7 +68,7 @@ def by_slopes(rnn: BudgetedRNN, x: Tensor, before: State, dy: Gradient) -> Any:
 @torch.no_grad()
 def range_map(
     layers: Sequence[Weights], x: Tensor, state: State, dy: Gradient, chunks: int | None = None
-) -> Affine:
+) -> Tensor:
     """Return the affine map of a range of steps, for each sample.
 
     Args:
@@ -79,8 +79,8 @@ def range_map(
         chunks: chunks that run together; by default as many as are expected to be fastest.
 
     Returns:
-        J (B, n, n) and b (B, n), n = layers · H, or 2 · layers · H for (h, c): first h of each
-        layer, then c of each.
+        P, and d as the last row (B, n + 1, n); n = layers · H, or 2 · layers · H for (h, c): first
+        h of each layer, then c of each.
 
     Example:
         >>> net = torch.nn.RNN(3, 4)
@@ -88,13 +88,13 @@ def range_map(
         >>> x, h = torch.ones(5, 2, 3), torch.zeros(1, 2, 4, requires_grad=True)
         >>> found = range_map([w], x, (h.detach(),), torch.ones(5, 2, 4))
         >>> net(x, h)[0].sum().backward()
-        >>> found.shape, torch.allclose(found.offset.data, h.grad[0], atol=1e-6)
-        ((2, 4, 4), True)
+        >>> found.shape, torch.allclose(found[:, -1], h.grad[0], atol=1e-6)
+        (torch.Size([2, 5, 4]), True)
     """
     size, parts, samples = layers[0].size, len(state), x.shape[1]
     n = len(layers) * parts * size
     if not samples:
-        return Affine(Dense(x.new_zeros(0, n, n)), Vector(x.new_zeros(0, n)))
+        return x.new_zeros(0, n + 1, n)
     per_step = sum(w.hidden.shape[0] + (parts + 1) * size for w in layers) * samples * x.itemsize
     whole: Tensor | None = None
     for block, losses in _blocks(layers, x, state, dy, max(1, _BLOCK_BYTES // per_step)):
@@ -102,12 +102,11 @@ def range_map(
         numbers = (n + 1) * samples * layers[0].hidden.shape[0]
         count = chunks or max(torch.get_num_threads(), min(_AT_ONCE // numbers, isqrt(2 * length)))
         for found in _products(layers, block, losses, min(count, length)):
-            whole = found if whole is None else _after(found, whole)
+            whole = found if whole is None else joined(found, whole)
     assert whole is not None
     order = torch.arange(n, device=x.device).view(len(layers), parts, size)
     order = order.transpose(0, 1).flatten()
-    matrix, offset = whole[:, :n][:, order][..., order], whole[:, n][:, order]
-    return Affine(Dense(matrix.mT), Vector(offset))
+    return whole[:, torch.cat([order, order.new_tensor([n])])][..., order]
 
 
 def _blocks(
@@ -133,7 +132,7 @@ def _blocks(
 def _products(
     layers: Sequence[Weights], block: list[Slopes], dy: Gradient, count: int
 ) -> Iterator[Tensor]:
-    """Iterate over the maps of a block's chunks (B, n + 1, n): Jᵀ, and b as the last row."""
+    """Iterate over the maps of a block's chunks (B, n + 1, n), the earliest first."""
     rest = len(block[0].gates) % count
     if rest:
         part = [each.at(slice(0, rest)) for each in block]
@@ -174,10 +173,3 @@ def _basis(layers: Sequence[Weights], like: Tensor) -> list[Tensor]:
         rows.diagonal(dim1=-2, dim2=-1).fill_(1)
         found.append(rows)
     return found
-
-
-def _after(later: Tensor, earlier: Tensor) -> Tensor:
-    """Return two maps as one: g goes through the later steps, then through the earlier ones."""
-    whole = later @ earlier[:, :-1]
-    whole[:, -1] += earlier[:, -1]
-    return whole

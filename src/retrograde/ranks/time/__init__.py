@@ -1,3 +1,0 @@
-"""Sequences cut along time: each rank has its own steps."""
-
-__all__: list[str] = []

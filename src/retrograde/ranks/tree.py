@@ -1,0 +1,111 @@
+"""W20's scan across ranks: the gradient that reaches each rank, in ⌈log₂ p⌉ rounds up and down.
+
+A rank's steps take the gradient g of the state after them to g P + d before them. P is the product
+of their transposed Jacobians, and d comes from their own losses. One tensor *rows* (B, n + 1, n)
+holds P, and d as the last row. A gradient is (B, 1, n), the last row alone. Two ranges in sequence
+are one range (:func:`joined`), and this product is associative.
+
+In the order of the scan the last rank is first: its element is a gradient. In round d the ranks
+are in blocks of 2ᵈ⁺¹; the last block may be shorter. The last rank of a block's first half sends
+its product to the last rank of the block. On the way down that rank knows the gradient that reaches
+the block. It sends this to the first half's last rank, and takes it through the product that it
+got. Each rank sends one matrix at most, and only on the way up.
+
+Reference: Wang, *BPPSA: Scaling Back-propagation by Parallel Scan Algorithm*, 2020, algorithm 1,
+here for any number of ranks.
+"""
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from retrograde.ranks.peers import Peers
+
+__all__ = ["blocks", "joined", "rounds", "scan"]
+
+
+def rounds(size: int) -> int:
+    """Return ⌈log₂ p⌉.
+
+    Example:
+        >>> [rounds(p) for p in (1, 2, 3, 4, 5, 8, 9)]
+        [0, 1, 2, 2, 3, 3, 4]
+    """
+    return (size - 1).bit_length()
+
+
+def blocks(size: int, d: int) -> Iterator[tuple[int, int, int]]:
+    """Iterate over the blocks of round d that have two halves: their start, middle and end.
+
+    Example:
+        >>> list(blocks(7, 0)), list(blocks(7, 1))
+        ([(0, 1, 2), (2, 3, 4), (4, 5, 6)], [(0, 2, 4), (4, 6, 7)])
+    """
+    for start in range(0, size, 2 << d):
+        half = start + (1 << d)
+        if half < size:
+            yield start, half, min(start + (2 << d), size)
+
+
+def joined(later: Tensor, earlier: Tensor) -> Tensor:
+    """Return two ranges as one: a gradient goes through the later steps, then the earlier ones.
+
+    Args:
+        later: (B, n + 1, n), or a gradient (B, 1, n).
+        earlier: (B, n + 1, n).
+
+    Returns:
+        The rows of both, of the shape of ``later``.
+
+    Example:
+        >>> import torch
+        >>> gradient, rows = torch.tensor([[[2.0]]]), torch.tensor([[[3.0], [1.0]]])
+        >>> joined(gradient, rows)
+        tensor([[[7.]]])
+    """
+    rows = later @ earlier[:, :-1]
+    rows[:, -1] += earlier[:, -1]
+    return rows
+
+
+def scan(rows: Tensor, peers: Peers) -> Tensor | None:
+    """Return the gradient that reaches this rank (B, 1, n); every rank has to call it.
+
+    Args:
+        rows: this rank's steps (B, n + 1, n); on the last rank, the gradient of the state before
+            its steps (B, 1, n). The first rank's are not multiplied, only their shape is read.
+        peers: the other ranks.
+
+    Returns:
+        The gradient; None on the last rank, where the caller gives it.
+
+    Raises:
+        RankError: another rank does not answer.
+    """
+    size, end = peers.size, peers.size - 1
+    index, levels = end - peers.rank, rounds(peers.size)
+    matrix = rows.new_empty(len(rows), rows.shape[-1] + 1, rows.shape[-1])
+    firsts: dict[int, Tensor] = {}  # the product of a block's first half, by round
+    for d in range(levels):
+        for start, half, stop in blocks(size, d):
+            if index == half - 1:
+                peers.send(rows, end - (stop - 1))
+            elif index == stop - 1:
+                like = matrix if start else matrix[:, :1]
+                firsts[d] = peers.receive(like, end - (half - 1))
+                if stop < size:  # else no rank reads it
+                    rows = joined(firsts[d], rows)
+    reached: Tensor | None = None
+    for d in reversed(range(levels)):
+        for start, half, stop in blocks(size, d):
+            if index == stop - 1:
+                first = firsts.pop(d)
+                if reached is None:  # the block begins with the last rank
+                    reached = first
+                else:
+                    peers.send(reached, end - (half - 1))
+                    reached = joined(reached, first)
+            elif index == half - 1 and start:
+                reached = peers.receive(matrix[:, :1], end - (stop - 1))
+    peers.flush()
+    return reached
