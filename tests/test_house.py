@@ -14,17 +14,17 @@ PACKAGE = ROOT / "src" / "retrograde"
 
 LEVELS = [
     {"errors"},
-    {"units", "machine", "console", "files", "interrupts"},
+    {"units", "machine"},
     {"schedule"},
-    {"plan", "interchange", "measure"},
+    {"plan", "measure"},
     {"discover", "kernels"},
     {"scan", "run"},
     {"jacobians"},
     {"cores"},
     {"nn", "jax", "models"},
     {"ranks", "figures"},
-    {"training", "profile_command"},
-    {"cli", "precompile"},
+    {"precompile"},
+    {"cli"},
 ]
 LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names}
 
@@ -121,6 +121,9 @@ def test_public_names_exist_and_are_documented():
 
     for name in rg.__all__:
         assert getattr(rg, name).__doc__
+    for name, instead in rg._GONE.items():
+        with pytest.raises(AttributeError, match=f"retrograde.{name} is gone: {instead}"):
+            getattr(rg, name)
     with pytest.raises(AttributeError, match="no attribute 'frobnicate'"):
         rg.frobnicate  # noqa: B018
     assert set(rg.__all__) <= set(dir(rg))

@@ -13,9 +13,9 @@ from torch.nn import functional
 
 from retrograde.jacobians.feedforward import Algorithm
 from retrograde.machine import machine_of
-from retrograde.nn.networks import lenet5
 from retrograde.nn.sequential import Sequential
 from retrograde_papers.images import Images, Losses, train_in_turns
+from retrograde_papers.networks import lenet5
 from retrograde_papers.options import ExperimentError, check_batch, check_positive, check_seed
 from wang2020.pruning import accuracy_of
 from wang2020.training_figures import Convergence

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
         ScheduleError,
         UnitError,
     )
-    from retrograde.interchange import from_checkpoint_schedules, to_checkpoint_schedules
     from retrograde.measure.allocations import Measurement, measure
     from retrograde.models.lean import lean
     from retrograde.nn.any_recurrent import Recurrent
@@ -73,9 +72,6 @@ __all__ += [
     "UnitError",
 ]
 _come_from("retrograde.errors")
-
-__all__ += ["from_checkpoint_schedules", "to_checkpoint_schedules"]
-_come_from("retrograde.interchange")
 
 __all__ += ["Measurement", "measure"]
 _come_from("retrograde.measure.allocations")
@@ -133,9 +129,17 @@ __all__ += [
 _come_from("retrograde.schedule")
 
 
+_GONE = {  # what to use instead of a name that was public
+    "from_checkpoint_schedules": "copy examples/recipes/from_checkpoint_schedules.py",
+    "to_checkpoint_schedules": "copy examples/recipes/to_checkpoint_schedules.py",
+}
+
+
 def __getattr__(name: str) -> Any:
     if name == "scan":
         return import_module("retrograde.scan")
+    if name in _GONE:
+        raise AttributeError(f"retrograde.{name} is gone: {_GONE[name]}")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'retrograde' has no attribute {name!r}")
     try:

@@ -14,9 +14,9 @@ from torch.nn.utils import parametrizations, prune
 import retrograde as rg
 from retrograde.errors import CellError, RetrogradeError, ScanError, UnitError
 from retrograde.nn import chain_scan
-from retrograde.nn.networks import lenet5, vgg11
 from retrograde.scan import CSR
 from retrograde.scan.counts import most_levels
+from retrograde_papers.networks import lenet5, vgg11
 
 DOUBLE = torch.float64
 TOLERANCE = {DOUBLE: 1e-10, torch.float32: 1e-5}

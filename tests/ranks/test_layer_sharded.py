@@ -14,9 +14,9 @@ from oracles.processes import spawn
 from retrograde.errors import CellError, RankError
 from retrograde.jacobians.factor import from_pairs, full, identity
 from retrograde.jacobians.pattern import Pattern, Product
-from retrograde.nn.networks import lenet5
 from retrograde.ranks.group_transport import GroupLinks
 from retrograde.ranks.transport import Parcel, Simulated, simulate
+from retrograde_papers.networks import lenet5
 
 DOUBLE = torch.float64
 WAYS = ["linear", "tree", "gather"]
