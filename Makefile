@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml papers/pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)  ## train a character model on sequences of 1,000 within 5 % of the memory
-	$(BIN)/retrograde train --memory 5% --report report
+	$(BIN)/python examples/characters.py --memory 5% --report report
 
 test: $(STAMP)  ## every promise, a few cases of each test; the code of all documentation
 	$(BIN)/python -m pytest -n 2 --dist worksteal
@@ -49,7 +49,7 @@ check-install: $(STAMP)  ## whether the pinned versions and every extra resolve 
 	@if echo pip | $(RESOLVE) --no-cache --no-deps - 2>&1 | grep -q 'Failed to fetch'; \
 	then echo 'skipped: no package index is reached'; exit; fi; \
 	for version in 3.11 3.13; do \
-	    printf '%s\n' '-e .[cli,dev,docs,interchange,jax,recipes]' '-e papers[irmas]' | \
+	    printf '%s\n' '-e .[cli,dev,docs,jax,recipes]' '-e papers[irmas]' | \
 	    $(RESOLVE) -c constraints.txt --python-version $$version --python-platform linux - \
 	        >/dev/null || exit; \
 	    echo "Python $$version: all extras resolve"; \

@@ -15,7 +15,7 @@ import torch
 
 import retrograde as rg
 from retrograde.machine import machine_of
-from retrograde.models.networks import resnet18, resnet34, vgg11
+from retrograde_papers.networks import resnet18, resnet34, vgg11
 
 RESULTS = Path(__file__).parent / "results"
 NETWORKS = {"VGG-11": vgg11, "ResNet-18": resnet18, "ResNet-34": resnet34}

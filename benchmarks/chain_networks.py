@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 import retrograde as rg
 from retrograde.machine import machine_of, now
-from retrograde.models.networks import vgg11
+from retrograde_papers.networks import vgg11
 
 RESULTS = Path(__file__).parent / "results"
 BUDGETS = 10

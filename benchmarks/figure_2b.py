@@ -8,7 +8,7 @@ The place of a process's memory makes its kernels fast or slow for good, by a fa
 virtual machines. So several processes measure, and the least time counts.
 
     python benchmarks/figure_2b.py                  # JSON into benchmarks/results/
-    python benchmarks/figure_2b.py --ship           # and into papers/, for `retrograde figures`
+    python benchmarks/figure_2b.py --ship           # and into papers/, for the figures
     python benchmarks/figure_2b.py --device cuda
 """
 

@@ -40,9 +40,10 @@ import retrograde as rg
 import scan_backward
 from retrograde.kernels import LARGEST_SIZE
 from retrograde.kernels.cells import GATES
-from retrograde.machine import is_out_of_memory, machine_of
-from retrograde.models import networks
+from retrograde.machine import machine_of
 from retrograde.recurrent.block_lengths import scan_plan, sequential_plan
+from retrograde_papers import networks
+from retrograde_papers.limits import is_out_of_memory
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"

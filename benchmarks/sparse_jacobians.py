@@ -9,7 +9,7 @@ numeric phase of a plan is compared with the product of ``scipy.sparse``, sample
 that has no batches. Both sides take turns in one process; times are medians.
 
     python benchmarks/sparse_jacobians.py          # JSON into benchmarks/results/
-    python benchmarks/sparse_jacobians.py --ship   # and into papers/, for `retrograde figures`
+    python benchmarks/sparse_jacobians.py --ship   # and into papers/, for the figures
 """
 
 import argparse
@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from retrograde.machine import machine_of
-from retrograde.models.networks import vgg11
 from retrograde.scan.sparse.csr import CSR
 from retrograde.scan.sparse.transposed import transposed_jacobian
+from retrograde_papers.networks import vgg11
 from wang2020.pruning import prune_weights
 
 ROOT = Path(__file__).parent

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import retrograde as rg
 from retrograde.machine import machine_of
-from retrograde.models.networks import lenet5, vgg11
+from retrograde_papers.networks import lenet5, vgg11
 from wang2020.pruning import prune_weights
 
 RESULTS = Path(__file__).parent / "results"

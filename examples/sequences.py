@@ -21,6 +21,7 @@ import argparse
 import copy
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -35,7 +36,6 @@ from torch.nn import functional
 import retrograde as rg
 from retrograde.errors import RetrogradeError
 from retrograde.figures.style import save
-from retrograde.files import write_file
 from retrograde.machine import machine_of
 from retrograde.units import as_bytes
 from sequences_results import WAYS, draw, gathered, report
@@ -317,7 +317,8 @@ class Saved:
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             state = {"settings": self._settings(), "runs": {run.way: run.state() for run in runs}}
-            write_file(self.path, lambda place: torch.save(state, place))
+            torch.save(state, partial := self.path.with_suffix(".partial"))
+            os.replace(partial, self.path)
 
     def resume(self, runs: Sequence[Run]) -> None:
         """Go on from the file, if there is one.

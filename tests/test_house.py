@@ -1,6 +1,7 @@
 """The shape of the house: imports run downward, nothing loads before it is needed, docs run."""
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -14,9 +15,9 @@ PACKAGE = ROOT / "src" / "retrograde"
 
 LEVELS = [
     {"errors"},
-    {"units", "machine", "console", "files", "interrupts"},
+    {"units", "machine"},
     {"schedule"},
-    {"plan", "interchange", "measure"},
+    {"plan", "measure"},
     {"discover", "kernels"},
     {"run"},
     {"sizes", "jax"},
@@ -25,8 +26,8 @@ LEVELS = [
     {"cells"},
     {"models"},
     {"ranks", "figures"},
-    {"training", "profile_command"},
-    {"cli", "precompile"},
+    {"precompile"},
+    {"cli"},
 ]
 LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names}
 
@@ -123,6 +124,11 @@ def test_public_names_exist_and_are_documented():
 
     for name in rg.__all__:
         assert getattr(rg, name).__doc__
+    for name, instead in rg._GONE.items():
+        with pytest.raises(
+            AttributeError, match=re.escape(f"retrograde.{name} is gone: {instead}")
+        ):
+            getattr(rg, name)
     with pytest.raises(AttributeError, match="no attribute 'frobnicate'"):
         rg.frobnicate  # noqa: B018
     assert set(rg.__all__) <= set(dir(rg))

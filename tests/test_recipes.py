@@ -104,5 +104,6 @@ def test_a_recipe_is_short_and_hides_no_library(path):
 
 def test_every_recipe_is_run():
     assert {path.stem for path in FOLDER.glob("*.py")} == {
-        *QUICK, "truncated", "compare", "compare_jax", "side_by_side"
+        *QUICK, "truncated", "compare", "compare_jax", "side_by_side",
+        "from_checkpoint_schedules", "to_checkpoint_schedules",
     }  # fmt: skip

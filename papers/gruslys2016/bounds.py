@@ -20,9 +20,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 from numpy.typing import NDArray
 
-from retrograde.figures.style import draw_level, tidy
+from retrograde.figures.style import tidy
 from retrograde.plan import cost, longest
-from retrograde_papers.curves import BLUE, GREEN, RED, VIOLET
+from retrograde_papers.curves import BLUE, GREEN, RED, VIOLET, draw_level
 from retrograde_papers.plates import Column, Plate, captioned
 
 __all__ = ["bounds_linear", "bounds_power", "sweep_linear", "sweep_power"]

@@ -18,17 +18,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
 from gruslys2016.deep_results import Deep, Held, Side
+from gruslys2016.planned import planned_memory
 from retrograde.errors import BudgetError
-from retrograde.figures.memory import Curve, planned_memory
+from retrograde.figures.memory import Curve
 from retrograde.machine import machine_of
 from retrograde.measure.allocations import Measurement, measure
 from retrograde.models.chain_plans import ChainFit
-from retrograde.models.networks import resnet18, resnet34, vgg11
 from retrograde.models.sequential import Sequential
 from retrograde.plan.chain.search import chain_minimum, chain_trade_off, record_everything
 from retrograde.schedule import Chain
 from retrograde.units import format_bytes, parse_memory
 from retrograde_papers.images import Images, train_in_turns
+from retrograde_papers.networks import resnet18, resnet34, vgg11
 from retrograde_papers.options import (
     ExperimentError,
     check_batch,

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from gruslys2016.deep_results import Deep, Side
-from retrograde.figures.memory import draw_planned
+from gruslys2016.planned import draw_planned
 from retrograde.figures.schedules import draw_schedule
 from retrograde.figures.style import BLUE, GREEN, GREY, INK, ORANGE, figure_of, new_axes, tidy
 from retrograde.plan.chain.search import plan_chain

@@ -1,4 +1,4 @@
-"""What ``retrograde bench deep`` measures, and its JSON."""
+"""What ``bench deep`` measures, and its JSON."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 from gruslys2016.bounds import bounds_linear, bounds_power
 from gruslys2016.composed import figure_3, figure_8
 from gruslys2016.timed import figure_2b
-from retrograde.figures.style import draw_level, tidy
+from retrograde.figures.style import tidy
 from retrograde.plan import cost
 from retrograde_papers.curves import (
     BLUE,
@@ -29,6 +29,7 @@ from retrograde_papers.curves import (
     RED,
     VIOLET,
     draw_curves,
+    draw_level,
     length_grid,
 )
 from retrograde_papers.plates import Column, Plate, captioned

@@ -1,4 +1,4 @@
-"""The command ``retrograde bench``: claims of speed, both sides in one run."""
+"""The command ``bench``: claims of speed, both sides in one run."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from retrograde.console import INTERRUPTED, Device, Threads, clean_errors, require
+from retrograde_papers.console import INTERRUPTED, Device, Threads, clean_errors, require
 from retrograde_papers.options import (
     SETS,
     WAYS,
@@ -34,9 +34,6 @@ _NOISE = 2048, 512  # images to learn from and held out, where there are no othe
 bench = typer.Typer(
     help="Claims of speed: the same training in several ways, side by side in one run.",
     no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
 )
 
 Iterations = Annotated[int | None, typer.Option(help="Iterations of training, for each way.")]
@@ -330,8 +327,8 @@ def _at_work() -> Iterator[Console]:
 
 
 def _images(data: Path | None, seed: int, threads: int | None) -> "Images":
-    from retrograde.machine import use_threads
     from retrograde_papers.images import load_images, noise_images
+    from retrograde_papers.limits import use_threads
 
     use_threads(threads)
     return noise_images(*_NOISE, seed) if data is None else load_images(data)
@@ -339,7 +336,7 @@ def _images(data: Path | None, seed: int, threads: int | None) -> "Images":
 
 def _run(experiment: Callable[[], object], threads: int | None) -> None:
     """Run an experiment on sequences; a lack of memory is an error that says what to do."""
-    from retrograde.machine import is_out_of_memory, use_threads
+    from retrograde_papers.limits import is_out_of_memory, use_threads
 
     use_threads(threads)
     try:

@@ -11,9 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 from numpy.typing import ArrayLike, NDArray
 
-from retrograde.figures.style import INK
+from retrograde.figures.style import GREY, INK
 
-__all__ = ["BLUE", "CYAN", "GREEN", "RED", "VIOLET", "draw_curves", "length_grid"]
+__all__ = ["BLUE", "CYAN", "GREEN", "RED", "VIOLET", "draw_curves", "draw_level", "length_grid"]
 
 RED = "#C4302B"
 GREEN = "#3C9A4A"
@@ -46,3 +46,21 @@ def draw_curves(
     axes.set_xlim(1, float(np.max(lengths)))
     axes.grid(axis="y", color=INK, alpha=0.12, linewidth=0.8)
     axes.legend(title=legend, loc="upper left", frameon=False, fontsize=9, alignment="left")
+
+
+def draw_level(
+    axes: Axes, height: float, text: str, *, left: bool = False, below: bool = False
+) -> None:
+    """Draw a grey line across, named at its left or right end, above or below.
+
+    Example:
+        >>> from matplotlib.figure import Figure
+        >>> draw_level(Figure().add_subplot(), 1.0, "ordinary BPTT")
+    """
+    axes.axhline(height, color=GREY, linewidth=1.8, zorder=1)
+    axes.annotate(
+        text, (0 if left else 1, height), xycoords=("axes fraction", "data"),
+        xytext=(3 if left else -3, -3 if below else 3), textcoords="offset points",
+        ha="left" if left else "right", va="top" if below else "bottom", fontsize=9, color=INK,
+        alpha=0.75,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The command ``retrograde figures``: every figure of both papers, with its numbers."""
+"""The command ``figures``: every figure of both papers, with its numbers."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -6,21 +6,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from retrograde.console import clean_errors, require
 from retrograde.errors import RetrogradeError
-from retrograde.files import check_folder, write_text
+from retrograde_papers.console import clean_errors, require
+from retrograde_papers.files import check_folder, write_text
 
 if TYPE_CHECKING:
     from gruslys2016.timed import Seconds
 
-__all__ = ["figures"]
-
-figures = typer.Typer(
-    add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown"
-)
+__all__ = ["draw"]
 
 
-@figures.command()
 def draw(
     names: Annotated[
         list[str] | None,

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from retrograde.figures.style import INK, save
-from retrograde.files import aside
+from retrograde_papers.files import aside
 
 __all__ = [
     "Column",

@@ -1,4 +1,4 @@
-"""The command ``retrograde bench``: what it prints, what it writes, and what bad input gets."""
+"""The command ``bench``: what it prints, what it writes, and what bad input gets."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from oracles.commands import refused
-from retrograde import cli
+from retrograde_papers.__main__ import app
 from wang2020 import program
 from wang2020.results import Results
 
@@ -19,7 +19,7 @@ WAYS = ["--ways", "torch,scan", "--threads", 1]
 
 
 def run(*arguments):
-    return CliRunner().invoke(cli.app, ["bench", *map(str, arguments)])
+    return CliRunner().invoke(app, ["bench", *map(str, arguments)])
 
 
 def files(*names):
@@ -30,7 +30,7 @@ def test_help_comes_without_the_heavy_imports():
     for command in ([], ["bitstream"], ["instruments"]):
         assert run(*command, "--help").exit_code == 0
     code = (
-        "import sys; from retrograde.cli import app\n"
+        "import sys; from retrograde_papers.__main__ import app\n"
         "app(['bench', 'bitstream', '--help'], standalone_mode=False)\n"
         "print('torch' in sys.modules)"
     )

@@ -1,4 +1,4 @@
-"""``retrograde bench deep``: the same training within a budget, and what it held."""
+"""``bench deep``: the same training within a budget, and what it held."""
 
 import json
 
@@ -11,10 +11,10 @@ import retrograde as rg
 from gruslys2016 import deep
 from gruslys2016.deep import Options, run_ways
 from gruslys2016.deep_results import Deep
-from retrograde.cli import app
 from retrograde.errors import BudgetError
-from retrograde.models.networks import resnet18, resnet34
+from retrograde_papers.__main__ import app
 from retrograde_papers.images import load_images, noise_images
+from retrograde_papers.networks import resnet18, resnet34
 from retrograde_papers.options import ExperimentError
 
 SMALL = {"width": 4, "batch": 4, "rounds": 1, "points": 1}

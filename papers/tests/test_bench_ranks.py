@@ -1,4 +1,4 @@
-"""``retrograde bench ranks``: processes of this machine, and the model beside them."""
+"""``bench ranks``: processes of this machine, and the model beside them."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from retrograde.cli import app
+from retrograde_papers.__main__ import app
 from retrograde_papers.options import ExperimentError
 from wang2020.ranks import Options
 from wang2020.ranks_results import Ranks

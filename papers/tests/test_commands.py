@@ -1,4 +1,4 @@
-"""The papers' commands within ``retrograde``: what is absurd is refused, old files are kept."""
+"""The papers' commands: what is absurd is refused, old files are kept."""
 
 import json
 import os
@@ -10,11 +10,15 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from oracles.commands import full_after, refused, run
-from retrograde import cli
-from retrograde.machine import check_parallel
+from oracles.commands import full_after, refused
+from oracles.commands import run as run_command
+from retrograde.errors import RetrogradeError
+from retrograde_papers.__main__ import app
+from retrograde_papers.files import write_file
+from retrograde_papers.limits import check_parallel
 from wang2020 import program, seconds
 
+FULL = Path("/dev/full")
 EVERY_COMMAND = [
     ["bench", "bitstream"],
     ["bench", "instruments", "--data", "."],
@@ -24,19 +28,14 @@ EVERY_COMMAND = [
 ]
 
 
-def test_without_the_package_one_line_says_how_to_get_it(monkeypatch):
-    monkeypatch.setattr(cli, "entry_points", lambda **_: ())
-    for command in ("figures", "bench"):
-        assert refused(run(command, "--help")) == (
-            f"error retrograde {command} comes with the papers' experiments: pip install "
-            "retrograde-papers, or, in a checkout, pip install ./papers"
-        )
+def run(*arguments):
+    return run_command(*arguments, app=app)
 
 
 @pytest.mark.quick(0)
 def test_the_library_does_not_load_the_papers():
     code = (
-        "import sys, retrograde.cli, retrograde.models, retrograde.figures, retrograde.training\n"
+        "import sys, retrograde.cli, retrograde.models, retrograde.figures\n"
         "print({'gruslys2016', 'wang2020', 'retrograde_papers'} & {*sys.modules})"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"
@@ -123,3 +122,15 @@ def test_a_folder_that_cannot_be_written_is_said_before_the_figures(tmp_path):
     message = refused(run("figures", "figure_2a", "--folder", tmp_path / "file" / "figures"))
     assert "cannot write into the folder" in message
     assert "make room there, or name a folder that can be written" in message
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="the system has no /dev/full")
+def test_weights_onto_a_full_disk_are_told_with_the_path(tmp_path):
+    def save(place):
+        place.symlink_to(FULL)
+        with place.open("wb") as file:
+            torch.save(torch.zeros(100_000), file)
+
+    with pytest.raises(RetrogradeError, match=r"cannot write .*vgg11\.pt: No space left on device"):
+        write_file(tmp_path / "vgg11.pt", save)
+    assert list(tmp_path.iterdir()) == []

@@ -6,6 +6,7 @@ import pytest
 
 from gruslys2016.deep_figures import DEEP, deep_losses, deep_memory, deep_schedule, deep_trade_off
 from gruslys2016.deep_results import Deep, Held, Side
+from gruslys2016.planned import draw_planned, planned_memory
 from retrograde import figures
 from retrograde.errors import ScheduleError
 from retrograde.plan import plan
@@ -24,7 +25,7 @@ def found() -> Deep:
     whole = record_everything(CHAIN)
     least, _ = chain_minimum(CHAIN)
     schedule = plan_chain(CHAIN, least)
-    planned, ordinary = figures.planned_memory(schedule), figures.planned_memory(whole)
+    planned, ordinary = planned_memory(schedule), planned_memory(whole)
     sides = (
         Side("ordinary", "ordinary", 0, whole.peak, 1.0),
         Side("90%", "budget", least, schedule.peak, 1.25),
@@ -48,7 +49,7 @@ def test_memory_as_planned_peaks_where_the_schedule_does(share):
     least, _ = chain_minimum(CHAIN)
     whole = record_everything(CHAIN).peak
     schedule = plan_chain(CHAIN, least + int(share * (whole - least)))
-    curve = figures.planned_memory(schedule)
+    curve = planned_memory(schedule)
     assert max(curve.held_bytes) == schedule.peak
     assert curve.seconds[0] == 0
     assert curve.seconds[-1] == pytest.approx(schedule.seconds)
@@ -58,24 +59,24 @@ def test_memory_as_planned_peaks_where_the_schedule_does(share):
 
 def test_a_recurrence_has_no_memory_over_time():
     with pytest.raises(ScheduleError, match="have no seconds: expected one of a chain"):
-        figures.planned_memory(plan(10, 4, policy="hsm"))
+        planned_memory(plan(10, 4, policy="hsm"))
 
 
 def test_planned_and_measured_are_two_panels_of_one_scale():
     curve, other = figures.Curve((0.0, 1.0), (2**20, 0)), figures.Curve((0.0, 2.0), (2**22, 0))
-    figure = figures.draw_planned(curve, curve, 2**21, (other, other))
+    figure = draw_planned(curve, curve, 2**21, (other, other))
     left, right = figure.axes
     assert left.get_ylim() == right.get_ylim()
     assert left.get_xlim() == right.get_xlim()
     assert right.get_xlim()[1] >= 2.0
-    longer = figures.draw_planned(curve, figures.Curve((0.0, 3.0), (2**20, 0)), 2**21)
+    longer = draw_planned(curve, figures.Curve((0.0, 3.0), (2**20, 0)), 2**21)
     assert longer.axes[0].get_xlim()[1] >= 3.0
     assert [text.get_text() for text in right.get_legend().get_texts()] == [
         "ordinary backpropagation, peak 4 MiB",
         "within the budget, peak 1 MiB",
         "budget, 2 MiB",
     ]
-    assert len(figures.draw_planned(curve, curve, 2**21).axes[0].get_legend().get_texts()) == 2
+    assert len(draw_planned(curve, curve, 2**21).axes[0].get_legend().get_texts()) == 2
 
 
 def test_a_picture_of_a_chain_speaks_of_layers_and_bytes():

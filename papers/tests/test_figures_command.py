@@ -1,4 +1,4 @@
-"""The command ``retrograde figures``: what it writes, and what bad input gets."""
+"""The command ``figures``: what it writes, and what bad input gets."""
 
 import subprocess
 import sys
@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 from gruslys2016 import measured
 from gruslys2016.timed import Seconds
 from oracles.commands import refused
-from retrograde import cli, console
+from retrograde_papers import console
+from retrograde_papers.__main__ import app
 from retrograde_papers.every import PLATES
 
 SMALL = Seconds(
@@ -19,7 +20,7 @@ SMALL = Seconds(
 
 
 def run(*arguments):
-    return CliRunner().invoke(cli.app, ["figures", *map(str, arguments)])
+    return CliRunner().invoke(app, ["figures", *map(str, arguments)])
 
 
 def files(*names):
@@ -84,7 +85,7 @@ def test_a_missing_package_is_named_with_what_brings_it(monkeypatch, missing, op
 
 def test_drawing_needs_no_torch(tmp_path):
     code = (
-        "import sys; from retrograde.cli import app\n"
+        "import sys; from retrograde_papers.__main__ import app\n"
         f"app(['figures', 'figure_2a', '--folder', {str(tmp_path)!r}], standalone_mode=False)\n"
         "print('torch' in sys.modules)"
     )

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from retrograde.cli import app
-from retrograde.models.networks import vgg11
+from retrograde_papers.__main__ import app
 from retrograde_papers.images import Images, load_images, noise_images
+from retrograde_papers.networks import vgg11
 from retrograde_papers.options import ExperimentError
 from wang2020.convergence import Comparison, compare
 from wang2020.counting import count_scans, counted, ordinary_points, run_layers

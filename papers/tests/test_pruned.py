@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import retrograde as rg
-from retrograde.models.networks import vgg11
+from retrograde_papers.networks import vgg11
 from wang2020.pruning import prune_weights
 
 

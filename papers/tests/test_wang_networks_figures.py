@@ -2,11 +2,11 @@
 
 import pytest
 
-from retrograde.models.networks import vgg11
 from retrograde.scan.blelloch import blelloch
 from retrograde.scan.elements import UNREAD
 from retrograde.scan.work_report import Report
 from retrograde_papers.every import PLATES
+from retrograde_papers.networks import vgg11
 from wang2020.flops import Counted, Point, Pruning, figure_5_5
 from wang2020.jacobian_figures import figure_3_1, figure_3_3, table_3_1
 from wang2020.training_figures import Convergence, figure_3_4

@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn import functional
 
 from retrograde.machine import machine_of
-from retrograde.models.networks import lenet5
 from retrograde.models.sequential import Sequential
 from retrograde.scan.sparse.feedforward import Algorithm
 from retrograde_papers.images import Images, Losses, train_in_turns
+from retrograde_papers.networks import lenet5
 from retrograde_papers.options import ExperimentError, check_batch, check_positive, check_seed
 from wang2020.pruning import accuracy_of
 from wang2020.training_figures import Convergence

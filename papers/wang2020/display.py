@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from retrograde.console import new_table
+from retrograde_papers.console import new_table
 from wang2020.results import Curves, Timings
 
 __all__ = ["breakdown_table", "conclude", "progress", "speedup_table"]

@@ -9,11 +9,11 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from retrograde.figures.style import BLUE, GREEN, GREY, INK, ORANGE, tidy
-from retrograde.models.networks import vgg11
 from retrograde.scan.blelloch import pairs
 from retrograde.scan.counts import most_levels
 from retrograde.scan.sparse.csr import CSR
 from retrograde.scan.sparse.transposed import transposed_jacobian
+from retrograde_papers.networks import vgg11
 from retrograde_papers.numbers import read_shipped
 from retrograde_papers.plates import Column, Plate, captioned, describe_machine, name_curves
 

@@ -1,4 +1,4 @@
-"""The whole of ``retrograde bench lenet``, ``vgg11`` and ``deep``, from options to files."""
+"""The whole of ``bench lenet``, ``vgg11`` and ``deep``, from options to files."""
 
 from pathlib import Path
 
@@ -10,12 +10,12 @@ from torch import nn
 from gruslys2016.deep import Options, run_ways
 from gruslys2016.deep_figures import deep_losses, deep_memory, deep_schedule, deep_trade_off
 from gruslys2016.deep_results import Deep
-from retrograde.console import new_table
-from retrograde.files import check_folder, write_file, write_text
 from retrograde.machine import machine_of
-from retrograde.models.networks import vgg11
 from retrograde.units import format_bytes
+from retrograde_papers.console import new_table
+from retrograde_papers.files import check_folder, write_file, write_text
 from retrograde_papers.images import Images
+from retrograde_papers.networks import vgg11
 from retrograde_papers.plates import write_plate
 from wang2020.convergence import Comparison, compare
 from wang2020.counting import count_scans, counted, ordinary_points, points_of, run_layers

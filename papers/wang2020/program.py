@@ -1,4 +1,4 @@
-"""The whole of ``retrograde bench bitstream`` and ``instruments``, from options to files."""
+"""The whole of ``bench bitstream`` and ``instruments``, from options to files."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from retrograde.files import check_folder, write_text
-from retrograde.machine import check_device
+from retrograde_papers.files import check_folder, write_text
+from retrograde_papers.limits import check_device
 from retrograde_papers.options import ExperimentError, Options
 from retrograde_papers.plates import write_plate
 from wang2020.bitstream import Bitstreams

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import prune
 
-from retrograde.models.networks import vgg11
 from retrograde_papers.images import Images
+from retrograde_papers.networks import vgg11
 from retrograde_papers.options import ExperimentError, check_batch, check_positive, check_seed
 
 __all__ = ["Pruned", "Training", "accuracy_of", "prune_weights", "train_and_prune"]

@@ -19,15 +19,16 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, distributed, multiprocessing
 
-from retrograde.console import new_table
-from retrograde.files import check_folder, write_text
-from retrograde.machine import check_parallel, machine_of
+from retrograde.machine import machine_of
 from retrograde.ranks.crossing import Way
 from retrograde.ranks.range_map import rows_of
 from retrograde.ranks.time_sharded import TimeSharded
 from retrograde.ranks.tree import joined
 from retrograde.recurrent.modules import GRU
 from retrograde.units import format_bytes
+from retrograde_papers.console import new_table
+from retrograde_papers.files import check_folder, write_text
+from retrograde_papers.limits import check_parallel
 from retrograde_papers.options import ExperimentError, check_positive, check_seed
 from retrograde_papers.plates import write_plate
 from wang2020.ranks_figures import format_seconds, ranks_memory, ranks_seconds

@@ -1,4 +1,4 @@
-"""What ``retrograde bench ranks`` measures, and its JSON."""
+"""What ``bench ranks`` measures, and its JSON."""
 
 import json
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """What the experiments of Wang, *BPPSA* (2020), 5.1 and 5.2, measure, and its JSON.
 
-``retrograde bench bitstream`` and ``retrograde bench instruments`` write such a file; figures 5.1
+``bench bitstream`` and ``bench instruments`` write such a file; figures 5.1
 to 5.4 are drawn from the two under ``data/`` unless others are given. Everything is kept by *way*:
 ``"torch"`` is torch's own module, ``"sequential"`` one compiled sweep, ``"scan"`` the scan.
 """
@@ -175,8 +175,8 @@ class Results:
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ResultsError(
-                "these are not results of `retrograde bench bitstream` or `retrograde bench "
-                f"instruments` ({type(error).__name__}: {error})"
+                "these are not results of `bench bitstream` or `bench instruments` "
+                f"({type(error).__name__}: {error})"
             ) from error
 
 

@@ -11,7 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from retrograde.figures.style import BLUE, GREEN, GREY, INK, ORANGE, draw_level, tidy
+from retrograde.figures.style import BLUE, GREEN, GREY, INK, ORANGE, tidy
+from retrograde_papers.curves import draw_level
 from retrograde_papers.plates import Column, Plate, captioned, describe_machine, name_curves
 from wang2020.results import Results, Timing, Timings, shipped
 from wang2020.style import colour_of, label_of

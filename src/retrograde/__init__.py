@@ -28,7 +28,6 @@ if TYPE_CHECKING:
         ScheduleError,
         UnitError,
     )
-    from retrograde.interchange import from_checkpoint_schedules, to_checkpoint_schedules
     from retrograde.measure.allocations import Measurement, measure
     from retrograde.models.budget import Division, Share, budget
     from retrograde.models.fits import fit
@@ -71,9 +70,6 @@ __all__ += [
     "UnitError",
 ]
 _come_from("retrograde.errors")
-
-__all__ += ["from_checkpoint_schedules", "to_checkpoint_schedules"]
-_come_from("retrograde.interchange")
 
 __all__ += ["Measurement", "measure"]
 _come_from("retrograde.measure.allocations")
@@ -126,18 +122,21 @@ _come_from("retrograde.schedule")
 
 #: Names that went, and what to use instead.
 _GONE = {
-    "Explanation": "retrograde.scan.chain_scan.ScanChoice",
-    "explain": "Sequential.explain; for recurrent layers, memory='100%' is the fast backward pass",
-    "LayerSharded": "torch.distributed.pipelining, or rg.Sequential(memory=) within one process",
+    "Explanation": "Sequential.explain returns a retrograde.scan.chain_scan.ScanChoice",
+    "explain": "use Sequential.explain; for recurrent layers, memory='100%' is fast",
+    "LayerSharded": "use torch.distributed.pipelining, or rg.Sequential(memory=) within one process",
+    "from_checkpoint_schedules": "copy examples/recipes/from_checkpoint_schedules.py",
+    "to_checkpoint_schedules": "copy examples/recipes/to_checkpoint_schedules.py",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name == "scan":
         return import_module("retrograde.scan")
+    if name in _GONE:
+        raise AttributeError(f"retrograde.{name} is gone: {_GONE[name]}")
     if name not in _HOME_OF:
-        instead = f" any more: use {_GONE[name]}" if name in _GONE else ""
-        raise AttributeError(f"module 'retrograde' has no attribute {name!r}{instead}")
+        raise AttributeError(f"module 'retrograde' has no attribute {name!r}")
     try:
         value = getattr(import_module(_HOME_OF[name]), name)
     except ModuleNotFoundError as error:

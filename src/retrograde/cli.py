@@ -1,12 +1,12 @@
-"""The command ``retrograde``: the library without writing a program.
+"""The command ``retrograde``: plans, and kernels compiled ahead.
 
-Each command imports its needs when it runs. So help appears at once, ``plan`` works without torch,
-and the message about a missing package names the extra that installs it.
+Each command imports its needs when it runs. So help appears at once, and ``plan`` works without
+torch. An error is one message and exit code 2, never a traceback.
 """
 
-import shlex
 import sys
-from importlib.metadata import entry_points
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,12 +16,8 @@ from retrograde.errors import RetrogradeError
 try:
     import typer
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
-
-    from retrograde.console import INTERRUPTED, Threads, clean_errors, new_table, require
-    from retrograde.files import write_file, write_text
-    from retrograde.machine import check_parallel
-    from retrograde.profile_command import profile
 except ModuleNotFoundError as missing:
     sys.exit(f"the command needs {missing.name}: pip install 'retrograde[cli]'")
 
@@ -43,12 +39,27 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-app.command("profile")(profile)
 
 
 def main() -> None:
     """Run the command; exit with code 0, or 2 for an error that the user can correct."""
     app()
+
+
+@contextmanager
+def _clean_errors() -> Iterator[None]:
+    """Turn an error that the user can correct into a message and exit code 2."""
+    try:
+        yield
+        return
+    except RetrogradeError as error:
+        message = str(error)
+    except ModuleNotFoundError as error:
+        message = f"this needs {error.name}: pip install 'retrograde[cli]'"
+    Console(stderr=True, highlight=False).print(
+        f"[bold red]error[/] {escape(message)}", soft_wrap=True
+    )
+    raise typer.Exit(2)
 
 
 def _show_version(wanted: bool) -> None:
@@ -70,72 +81,11 @@ def _retrograde(
 
 
 @app.command()
-def train(
-    context: typer.Context,
-    memory: Annotated[
-        str,
-        typer.Option(
-            help="Working memory of the LSTM: a share of ordinary BPTT's (5%), or bytes (64MiB). "
-            "Its outputs, the embedding and the linear layer are not counted."
-        ),
-    ] = "5%",
-    length: Annotated[int, typer.Option(min=1, help="Characters in a sequence.")] = 1000,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences in a batch.")] = 64,
-    hidden: Annotated[int, typer.Option(min=1, help="Width of embedding and LSTM.")] = 256,
-    iterations: Annotated[int, typer.Option(min=1, help="Iterations in all.")] = 60,
-    learning_rate: Annotated[float, typer.Option(help="Adam learning rate.")] = 0.01,
-    text: Annotated[
-        Path | None,
-        typer.Option(help="UTF-8 file to learn from; Python's documentation by default."),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the initial weights.")] = 1,
-    threads: Threads = None,
-    report: Annotated[Path, typer.Option(help="Folder for everything written.")] = Path("report"),
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume",
-            help="Resume the run in the report folder, bit for bit as if it had not stopped. "
-            "Its own options apply; --iterations may be raised.",
-        ),
-    ] = False,
-) -> None:
-    """Train a character model on long sequences; the LSTM's backpropagation has a memory budget.
+def precompile() -> None:
+    """Compile every kernel for the CPU now, so that no later call waits for it."""
+    from retrograde.precompile import main
 
-    Needs no data and no GPU. Writes a checkpoint after every iteration, and at the end pictures,
-    metrics and weights to the report folder.
-    """
-    given = {
-        name: value
-        for name, value in context.params.items()
-        if name not in ("report", "resume") and _is_named(context, name)
-    }
-    with clean_errors():
-        require("torch")
-        require("matplotlib", "'retrograde[cli]'")
-        if threads is not None and not resume:  # a resumed run keeps its number of threads
-            check_parallel("--threads", threads)
-        _train(report, given, resume)
-
-
-def _is_named(context: typer.Context, option: str) -> bool:
-    """Return whether the user named the option, rather than leave it at its default."""
-    source = context.get_parameter_source(option)
-    return source is not None and source.name == "COMMANDLINE"
-
-
-def _train(folder: Path, given: dict[str, Any], resume: bool) -> None:
-    console = Console(highlight=False)
-    try:
-        from retrograde.training import run_program
-
-        run_program(folder, given, resume, console)
-    except KeyboardInterrupt:
-        saved = (folder / "checkpoint.pt").exists()
-        again = f"continue with: retrograde train --resume --report {shlex.quote(str(folder))}"
-        remedy = again if saved else "no iteration was finished, so start a new run"
-        console.print(f"\nstopped; {remedy}", markup=False, soft_wrap=True)
-        raise typer.Exit(INTERRUPTED) from None
+    main()
 
 
 @app.command()
@@ -194,9 +144,7 @@ def plan(
     """
     kind: dict[str, Any] = {"policy": policy or ("hsm" if alpha is None else "best")}
     kind |= {"alpha": alpha, "beta": beta}
-    with clean_errors():
-        if picture is not None or curve:
-            require("matplotlib", "'retrograde[cli]'")
+    with _clean_errors():
         if curve:
             if not (memory is None and state is None and json is None and not actions):
                 raise RetrogradeError(
@@ -208,7 +156,8 @@ def plan(
         if actions:
             typer.echo("\n".join(map(str, schedule)))
         if json is not None:
-            write_text(json, schedule.to_json())
+            text = schedule.to_json()
+            _write(json, lambda: json.write_text(text, encoding="utf-8"))
             typer.echo(f"schedule written to {json}")
         if picture is not None:
             from retrograde.figures import draw_schedule
@@ -277,8 +226,10 @@ def _trade_off(length: int, memories: list[int], kind: dict[str, Any], bold: int
 
     from retrograde.plan import cost
 
-    columns = ("memory", "forward steps", "for each step", "× ordinary BPTT")
-    table = new_table(f"What memory buys: {kind['policy']}, {length:,} steps", columns)
+    title = f"What memory buys: {kind['policy']}, {length:,} steps"
+    table = Table(title=title, title_justify="left")
+    for column in ("memory", "forward steps", "for each step", "× ordinary BPTT"):
+        table.add_column(column, justify="right")
     sizes = {name: kind[name] for name in ("policy", "alpha", "beta")}
     costs: list[int] = np.asarray(cost(length, memories, **sizes)).tolist()
     for slots, steps in zip(memories, costs, strict=True):
@@ -301,44 +252,20 @@ def _save(figure: "Figure", picture: Path) -> None:
     if not picture.suffix:  # matplotlib would choose one, and so write another file
         raise RetrogradeError(f"cannot draw {picture}: it has no extension; try .svg or .png")
     try:
-        write_file(picture, lambda place: figure.savefig(place, dpi=160))
+        _write(picture, lambda: figure.savefig(picture, dpi=160))
     except ValueError as error:  # an extension that matplotlib does not know
         raise RetrogradeError(f"cannot draw {picture}: {error}; try .svg or .png") from error
     typer.echo(f"picture written to {picture}")
 
 
-def _hand_over(context: typer.Context) -> None:
-    """Run a command of the papers' package."""
-    name = context.info_name
-    found = [*entry_points(group="retrograde.commands", name=str(name))]
-    with clean_errors():
-        if not found:
-            raise RetrogradeError(
-                f"retrograde {name} comes with the papers' experiments: pip install "
-                "retrograde-papers, or, in a checkout, pip install ./papers"
-            )
-    command = found[0].load()
-    code = command(args=context.args, prog_name=context.command_path, standalone_mode=False)
-    raise typer.Exit(code or 0)
-
-
-_PASSED_ON = {
-    "allow_extra_args": True,
-    "ignore_unknown_options": True,
-    "help_option_names": list[str](),
-}
-
-
-@app.command("figures", context_settings=_PASSED_ON)
-def draw_figures(context: typer.Context) -> None:
-    """Every figure of Gruslys et al. (2016) and of Wang (2020), with its numbers."""
-    _hand_over(context)
-
-
-@app.command("bench", context_settings=_PASSED_ON)
-def bench(context: typer.Context) -> None:
-    """Claims of speed: the same training in several ways, side by side in one run."""
-    _hand_over(context)
+def _write(path: Path, write: Callable[[], object]) -> None:
+    try:
+        write()
+    except OSError as error:
+        raise RetrogradeError(
+            f"cannot write {path}: {error.strerror or error}; make room there, or name a file that "
+            "can be written"
+        ) from error
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 import retrograde as rg
 
-__all__ = ["precompile"]
+__all__ = ["main", "precompile"]
 
 _KINDS: tuple[tuple[Any, dict[str, Any]], ...] = (
     (rg.RNN, {}),
@@ -70,7 +70,12 @@ def _scan_chain(algorithm: Any, dtype: torch.dtype) -> None:
         net.to(dtype)(torch.randn(samples, 1, 8, 8, dtype=dtype, device="cpu")).sum().backward()
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Compile, and print the seconds that it took."""
     started = time.perf_counter()
     precompile()
     print(f"compiled in {time.perf_counter() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

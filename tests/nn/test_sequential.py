@@ -13,9 +13,9 @@ from torch.nn.utils import parametrizations, prune
 
 import retrograde as rg
 from retrograde.errors import RetrogradeError, ScanError, UnitError
-from retrograde.models.networks import lenet5, vgg11
 from retrograde.scan import CSR, chain_scan
 from retrograde.scan.counts import most_levels
+from retrograde_papers.networks import lenet5, vgg11
 
 DOUBLE = torch.float64
 TOLERANCE = {DOUBLE: 1e-10, torch.float32: 1e-5}

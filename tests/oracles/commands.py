@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 from retrograde import cli
 
 
-def run(*arguments):
-    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+def run(*arguments, app=cli.app):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def refused(result):

@@ -1,14 +1,15 @@
 """The statements of docs/science.md, each by its own test; the page names them."""
 
+import importlib
 from fractions import Fraction
 from functools import cache
 from math import ceil, comb
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from oracles.recurrences import plain_tables
-from retrograde.interchange import from_checkpoint_schedules
 from retrograde.plan import cost, plan
 from retrograde.plan.arguments import units_of
 from retrograde.plan.steps.mixed import Mixed
@@ -16,6 +17,7 @@ from retrograde.plan.steps.tables import Tables
 from retrograde.schedule import Record, Store
 
 package = pytest.importorskip("checkpoint_schedules")
+RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
 KINDS = [(beta, wide) for beta in (1, 2, 3, 5) for wide in (False, True)]
 
 
@@ -167,11 +169,12 @@ def mixed_costs(length, units):
     return a
 
 
-def test_theorem_c_against_the_mixed_policy_of_equal_sizes():
+def test_theorem_c_against_the_mixed_policy_of_equal_sizes(monkeypatch):
+    monkeypatch.syspath_prepend(RECIPES)
+    imported = importlib.import_module("from_checkpoint_schedules").imported
     theirs = mixed_costs(60, 10)[2:, 1:]
     for t, units in ((2, 1), (7, 3), (30, 4), (60, 5), (60, 10)):
-        imported = from_checkpoint_schedules(package.MixedCheckpointSchedule(t, units))
-        assert imported.cost == theirs[t - 2, units - 1]
+        assert imported(package.MixedCheckpointSchedule(t, units)).cost == theirs[t - 2, units - 1]
     ours = cost(np.arange(2, 61)[:, None], np.arange(1, 11), "best", alpha=1)
     assert np.all(ours <= theirs)
     assert (int((ours < theirs).sum()), int((ours == theirs).sum())) == (535, 55)

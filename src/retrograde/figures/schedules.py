@@ -5,9 +5,9 @@ that run forward from a state until some are backpropagated. Grey bars are hidde
 row that stores them to the row that drops them. Orange fields are internal states, likewise.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from statistics import median
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection, PatchCollection
@@ -26,7 +26,6 @@ __all__ = ["draw_schedule"]
 _FORWARD, _BACKWARD = 0.32, 0.68  # the heights of runs within their row
 _ARROWS = 40  # the most rows with arrow heads and dots
 _LEAST_ROWS = 3  # room for the legend, in the lower right
-_POINTS_PER_INCH = 72
 
 Run = tuple[int, int, int]  # row, from, to
 Field = tuple[int, int, int, int]  # from, to, first row, last row
@@ -65,19 +64,9 @@ def draw_schedule(schedule: Schedule, ax: Axes | None = None) -> Figure:
     ax.set_xlim(-0.012 * schedule.length - 0.2, 1.012 * schedule.length + 0.2)
     top = -0.006 * layout.rows if layout.rows > _ARROWS else 0  # the first row's line is whole
     ax.set_ylim(max(layout.rows, _LEAST_ROWS), top)
-    row_points, step_points = _scales(ax, schedule.length, layout.rows)
-    _draw_internal(ax, layout)
-    _draw_kept(ax, layout, min(max(0.35 * step_points * _gap(layout), 0.5), 6.0))
-    width = min(max(0.22 * row_points, 0.8), 3.0)
-    for runs, offset, colour in (
-        (layout.advances, _FORWARD, BLUE),
-        (layout.records, _FORWARD, ORANGE),
-        (layout.backwards, _BACKWARD, GREEN),
-    ):
-        _draw_runs(ax, runs, offset, colour, width)
-    if layout.rows <= _ARROWS:
-        _draw_marks(ax, layout, width)
-    _finish(ax, schedule, layout)
+    inches = figure_of(ax).get_size_inches() * ax.get_position().size
+    _draw(ax, layout, *(72 * inches))
+    _describe(ax, schedule, layout)
     return figure_of(ax)
 
 
@@ -134,71 +123,48 @@ def _fields(recorded: dict[int, int], start: int, stop: int, row: int) -> list[F
     return fields
 
 
-def _scales(ax: Axes, length: int, rows: int) -> tuple[float, float]:
-    """Return points for each row and points for each step."""
-    box = ax.get_position()
-    width, height = figure_of(ax).get_size_inches()
-    return (
-        _POINTS_PER_INCH * height * box.height / rows,
-        _POINTS_PER_INCH * width * box.width / length,
-    )
-
-
-def _gap(layout: _Layout) -> float:
-    """Return the median steps between neighbouring hidden states that are ever kept."""
-    places = sorted({at for at, _, _ in layout.kept})
-    return median(b - a for a, b in pairwise(places)) if len(places) > 1 else 1.0
-
-
-def _draw_internal(ax: Axes, layout: _Layout) -> None:
+def _draw(ax: Axes, layout: _Layout, width: float, height: float) -> None:
+    """Draw fields, bars and runs into axes of so many points."""
     boxes = [
         Rectangle((start, first + _FORWARD), stop - start, last - first + _BACKWARD - _FORWARD)
         for start, stop, first, last in layout.internal
     ]
-    ax.add_collection(
-        PatchCollection(boxes, facecolor=ORANGE, edgecolor="none", alpha=0.16, zorder=1)
-    )
-
-
-def _draw_kept(ax: Axes, layout: _Layout, width: float) -> None:
+    fields = PatchCollection(boxes, facecolor=ORANGE, edgecolor="none", alpha=0.16, zorder=1)
+    ax.add_collection(fields)
     bars = [
-        [(at, first + _FORWARD), (at, last + _FORWARD if last > first else last + _BACKWARD)]
+        [(at, first + _FORWARD), (at, last + (_FORWARD if last > first else _BACKWARD))]
         for at, first, last in layout.kept
     ]
-    ax.add_collection(
-        LineCollection(bars, colors=GREY, linewidths=width, capstyle="round", zorder=2)
-    )
-
-
-def _draw_runs(ax: Axes, runs: list[Run], offset: float, colour: str, width: float) -> None:
-    lines = [[(start, row + offset), (stop, row + offset)] for row, start, stop in runs]
-    ax.add_collection(
-        LineCollection(lines, colors=colour, linewidths=width, capstyle="butt", zorder=3)
-    )
-
-
-def _draw_marks(ax: Axes, layout: _Layout, width: float) -> None:
-    size = (2.2 * width) ** 2
-    for runs, offset, colour, marker in (
+    places = len({at for at, _, _ in layout.kept})
+    bar = min(max(0.35 * width / max(places, 1), 0.5), 6.0)
+    ax.add_collection(LineCollection(bars, colors=GREY, linewidths=bar, capstyle="round", zorder=2))
+    line = min(max(0.22 * height / layout.rows, 0.8), 3.0)
+    size = (2.2 * line) ** 2  # of an arrow head
+    for runs, offset, colour, head in (
         (layout.advances, _FORWARD, BLUE, CARETRIGHT),
         (layout.records, _FORWARD, ORANGE, CARETRIGHT),
         (layout.backwards, _BACKWARD, GREEN, CARETLEFT),
     ):
-        if runs:
-            rows, _, stops = zip(*runs, strict=True)
-            heights = [row + offset for row in rows]
-            ax.scatter(
-                stops, heights, s=size, c=colour, marker=MarkerStyle(marker), linewidths=0, zorder=4
-            )
-    stored = [at for at, _, _ in layout.kept]
-    heights = [first + _FORWARD for _, first, _ in layout.kept]
-    ax.scatter(stored, heights, s=0.8 * size, c=INK, linewidths=0, zorder=5)
-    loaded = [at for _, at in layout.loads]
-    heights = [row + _FORWARD for row, _ in layout.loads]
-    ax.scatter(loaded, heights, s=0.8 * size, c="white", edgecolors=INK, linewidths=1.1, zorder=5)
+        lines = [[(start, row + offset), (stop, row + offset)] for row, start, stop in runs]
+        ax.add_collection(
+            LineCollection(lines, colors=colour, linewidths=line, capstyle="butt", zorder=3)
+        )
+        if layout.rows <= _ARROWS:
+            _dots(ax, [end for _, end in lines], size, zorder=4, c=colour, marker=MarkerStyle(head))
+    if layout.rows <= _ARROWS:
+        _dots(ax, [start for start, _ in bars], 0.8 * size, zorder=5, c=INK)
+        loads = [(at, row + _FORWARD) for row, at in layout.loads]
+        _dots(ax, loads, 0.8 * size, zorder=5, c="white", edgecolors=INK, linewidths=1.1)
 
 
-def _finish(ax: Axes, schedule: Schedule, layout: _Layout) -> None:
+def _dots(ax: Axes, places: Sequence[tuple[float, float]], size: float, **style: Any) -> None:
+    if places:
+        x, y = zip(*places, strict=True)
+        ax.scatter(x, y, s=size, **{"linewidths": 0} | style)
+
+
+def _describe(ax: Axes, schedule: Schedule, layout: _Layout) -> None:
+    """Set the title, the labels and the legend, which names exactly what is drawn."""
     policy = schedule.policy.upper() if len(schedule.policy) == 3 else schedule.policy
     is_chain = isinstance(schedule.units, Chain)
     step, forward = ("layer", "layers run forward") if is_chain else ("step", "forward steps")
@@ -211,21 +177,19 @@ def _finish(ax: Axes, schedule: Schedule, layout: _Layout) -> None:
     )
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_locator(MaxNLocator(nbins=10, steps=[1, 2, 5, 10], integer=True))
-    handles: list[Line2D | Patch] = []
-    if layout.advances:
-        handles.append(_line(BLUE, "run forward"))
-    if layout.records:
-        handles.append(_line(ORANGE, "run forward, recorded"))
-    handles.append(_line(GREEN, "backpropagated"))
-    if layout.kept:
-        handles.append(_line(GREY, "hidden state kept", linewidth=5))
-    if layout.internal:
-        handles.append(Patch(facecolor=ORANGE, alpha=0.16, label="internal states kept"))
-    if layout.rows <= _ARROWS and layout.kept:
-        handles.append(_dot(INK, "stored"))
-    if layout.rows <= _ARROWS and layout.loads:
-        handles.append(_dot("white", "loaded"))
-    ax.legend(handles=handles, loc="lower right", fontsize=9, frameon=False)
+    dot: dict[str, Any] = {"linestyle": "", "marker": "o", "markersize": 5, "color": INK}
+    few = layout.rows <= _ARROWS
+    handles = {
+        "run forward": layout.advances and Line2D([], [], color=BLUE, linewidth=2.5),
+        "run forward, recorded": layout.records and Line2D([], [], color=ORANGE, linewidth=2.5),
+        "backpropagated": Line2D([], [], color=GREEN, linewidth=2.5),
+        "hidden state kept": layout.kept and Line2D([], [], color=GREY, linewidth=5),
+        "internal states kept": layout.internal and Patch(facecolor=ORANGE, alpha=0.16),
+        "stored": few and layout.kept and Line2D([], [], **dot),
+        "loaded": few and layout.loads and Line2D([], [], markerfacecolor="white", **dot),
+    }
+    shown: dict[str, Any] = {name: handle for name, handle in handles.items() if handle}
+    ax.legend(shown.values(), shown.keys(), loc="lower right", fontsize=9, frameon=False)
 
 
 def _room(schedule: Schedule, memory: float) -> str:
@@ -236,13 +200,3 @@ def _room(schedule: Schedule, memory: float) -> str:
     kind = "internal" if units.core else "hidden"
     sizes = f" (α = {units.alpha}, β = {units.beta})" if schedule.policy in ("msm", "best") else ""
     return f"{memory:,} {kind} state{'' if memory == 1 else 's'}{sizes}"
-
-
-def _line(colour: str, label: str, linewidth: float = 2.5) -> Line2D:
-    return Line2D([], [], color=colour, linewidth=linewidth, label=label)
-
-
-def _dot(fill: str, label: str) -> Line2D:
-    return Line2D(
-        [], [], linestyle="", marker="o", markersize=5, color=INK, markerfacecolor=fill, label=label
-    )

@@ -10,18 +10,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-__all__ = [
-    "BLUE",
-    "GREEN",
-    "GREY",
-    "INK",
-    "ORANGE",
-    "draw_level",
-    "figure_of",
-    "new_axes",
-    "save",
-    "tidy",
-]
+__all__ = ["BLUE", "GREEN", "GREY", "INK", "ORANGE", "figure_of", "new_axes", "save", "tidy"]
 
 BLUE = "#0072B2"
 ORANGE = "#D55E00"
@@ -58,43 +47,20 @@ def tidy(
     axes.set_xlabel(x, color=INK)
     axes.set_ylabel(y, color=INK)
     axes.tick_params(colors=INK, length=3, labelsize=9)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(INK)
-        axes.spines[side].set_linewidth(0.8)
-
-
-def draw_level(
-    axes: Axes, height: float, text: str, *, left: bool = False, below: bool = False
-) -> None:
-    """Draw a grey line across, named at its left or right end, above or below.
-
-    Example:
-        >>> draw_level(new_axes(4, 3), 1.0, "ordinary BPTT")
-    """
-    axes.axhline(height, color=GREY, linewidth=1.8, zorder=1)
-    axes.annotate(
-        text, (0 if left else 1, height), xycoords=("axes fraction", "data"),
-        xytext=(3 if left else -3, -3 if below else 3), textcoords="offset points",
-        ha="left" if left else "right", va="top" if below else "bottom", fontsize=9, color=INK,
-        alpha=0.75,
-    )  # fmt: skip
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set(color=INK, linewidth=0.8)
 
 
 def save(figure: Figure, folder: str | Path, name: str) -> tuple[Path, Path]:
     """Write a figure as ``name.svg`` and ``name.png``, the same bytes for the same picture.
 
-    Args:
-        figure: the figure.
-        folder: the folder; made if missing.
-        name: the files' name, without an extension.
+    ``folder`` is made if missing. Returns the two paths, SVG first. Raises OSError if it cannot be
+    written.
 
-    Returns:
-        The two paths, SVG first.
-
-    Raises:
-        OSError: the folder cannot be written.
+    Example:
+        >>> import tempfile
+        >>> [path.name for path in save(Figure(), tempfile.mkdtemp(), "empty")]
+        ['empty.svg', 'empty.png']
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

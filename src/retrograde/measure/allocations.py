@@ -40,7 +40,7 @@ from torch._C._profiler import (
 from torch.autograd import profiler
 from torch.overrides import _get_current_function_mode_stack
 
-from retrograde.interrupts import interrupts_put_off
+from retrograde.measure.interrupts import interrupts_put_off
 from retrograde.measure.requests import Event, requests
 from retrograde.units import format_bytes
 

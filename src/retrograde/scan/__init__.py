@@ -53,6 +53,6 @@ _GONE = {
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        instead = f" any more: use {_GONE[name]}" if name in _GONE else ""
+        instead = f": it is gone; use {_GONE[name]}" if name in _GONE else ""
         raise AttributeError(f"module 'retrograde.scan' has no attribute {name!r}{instead}")
     return getattr(import_module(_HOMES[name]), name)

@@ -5,9 +5,9 @@ import signal
 import pytest
 import torch
 
-from retrograde.interrupts import interrupts_put_off
 from retrograde.measure import allocations
 from retrograde.measure.allocations import is_profiled, measure
+from retrograde.measure.interrupts import interrupts_put_off
 
 
 def press():
