@@ -7,18 +7,17 @@ working core. ``tape.enable_checkpointing`` takes the result.
 import checkpoint_schedules as cs
 
 import retrograde as rg
-from retrograde.plan import BASELINES
 
 RAM, WORK = cs.StorageType.RAM, cs.StorageType.WORK
 
 
 class Exported(cs.CheckpointSchedule):
-    """A plan of HSM or of a baseline: ISM and MSM also load states that were never stored."""
+    """A plan of HSM, or one that stores all: ISM and MSM also load states that were never stored."""
 
     is_exhausted = False
 
     def __init__(self, plan):
-        if plan.policy not in ("hsm", *BASELINES):
+        if plan.policy not in ("hsm", "store-all"):
             raise ValueError(f"cannot export a plan of {plan.policy!r}: take one of 'hsm'")
         super().__init__(max_n=plan.length)
         self.plan, self.again, ahead = list(plan), [], set()

@@ -124,7 +124,7 @@ _come_from("retrograde.schedule")
 _GONE = {
     "Explanation": "Sequential.explain returns a retrograde.scan.chain_scan.ScanChoice",
     "explain": "use Sequential.explain; for recurrent layers, memory='100%' is fast",
-    "LayerSharded": "use torch.distributed.pipelining, or rg.Sequential(memory=) within one process",
+    "LayerSharded": "use torch.distributed.pipelining, or rg.Sequential(memory=) in one process",
     "from_checkpoint_schedules": "copy examples/recipes/from_checkpoint_schedules.py",
     "to_checkpoint_schedules": "copy examples/recipes/to_checkpoint_schedules.py",
 }
