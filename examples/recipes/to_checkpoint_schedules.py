@@ -12,7 +12,7 @@ RAM, WORK = cs.StorageType.RAM, cs.StorageType.WORK
 
 
 class Exported(cs.CheckpointSchedule):
-    """A plan of HSM, or one that stores all: ISM and MSM also load states that were never stored."""
+    """A plan of HSM, or of all steps: ISM and MSM also load states that were never stored."""
 
     is_exhausted = False
 
