@@ -5,6 +5,8 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
+from graphlib import TopologicalSorter
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -30,6 +32,28 @@ LEVELS = [
     {"cli"},
 ]
 LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names}
+
+# Lines of a room at most, and what it should come down to. A room that grows takes its lines from
+# another, or deletes. ``top`` is the files beside the rooms.
+ROOMS = {
+    "top": (900, 900),
+    "schedule": (1330, 1100),
+    "plan": (3340, 2000),  # the planner of chains is a third of it
+    "measure": (580, 440),  # measuring is to be one room with sizes
+    "sizes": (870, 860),
+    "discover": (2460, 1300),
+    "run": (2590, 1900),
+    "kernels": (3910, 3000),  # a cell will be data, written once
+    "recurrent": (3600, 2900),
+    "cells": (2200, 2200),
+    "models": (5700, 2400),  # calls that refill what they dropped will replace chains
+    "scan": (4570, 3800),
+    "ranks": (1100, 1500),
+    "jax": (1050, 1050),
+    "figures": (450, 450),
+}
+MOST_LINES = 450  # of a file
+LONG = {"models/sample_run.py", "models/called_chain.py"}  # which go with the chains
 
 
 def imports(path):
@@ -60,6 +84,57 @@ def test_imports_run_downward(path):
     for theirs in imports(path):
         if theirs in LEVEL and theirs != mine:
             assert LEVEL[theirs] < LEVEL[mine], f"{path} imports {theirs}"
+
+
+def room_of(path):
+    parts = path.relative_to(PACKAGE).parts
+    return parts[0] if len(parts) > 1 else "top"
+
+
+def lines_of(path):
+    return len(path.read_text().splitlines())
+
+
+def test_no_room_grows():
+    lines = Counter()
+    for path in PACKAGE.rglob("*.py"):
+        lines[room_of(path)] += lines_of(path)
+    assert lines.keys() == ROOMS.keys()
+    assert {room: n for room, n in lines.items() if n > ROOMS[room][0]} == {}
+
+
+def test_a_file_is_read_in_a_sitting():
+    names = {str(p.relative_to(PACKAGE)) for p in PACKAGE.rglob("*.py") if lines_of(p) > MOST_LINES}
+    assert names == LONG
+
+
+def modules(path):
+    """The modules of this package that a file imports, but for its type checker."""
+    tree = ast.parse(path.read_text())
+    unread = {
+        id(part)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        for part in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in unread or not isinstance(node, ast.ImportFrom):
+            continue
+        if (node.module or "").startswith("retrograde."):
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in MODULES else node.module
+
+
+MODULES = {
+    ".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): p
+    for p in PACKAGE.rglob("*.py")
+}
+
+
+def test_no_module_imports_itself_through_others():
+    graph = {name: set(modules(path)) - {name} for name, path in MODULES.items()}
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names them
 
 
 def test_every_part_of_the_house_has_a_level():

@@ -21,9 +21,9 @@ from retrograde.discover.trees import Structure, flatten, flatten_state
 from retrograde.errors import BudgetError, CellError, RetrogradeError
 from retrograde.plan import plan
 from retrograde.plan.fit import Fit
+from retrograde.recurrent.base import BudgetedRNN
 from retrograde.recurrent.fastest import Candidate, candidates, fit_fastest, footprints
 from retrograde.recurrent.fused import Fused
-from retrograde.recurrent.modules import BudgetedRNN
 from retrograde.recurrent.vendor import Layers, Mode
 from retrograde.run.autograd import check_schedule, refuse_both
 from retrograde.run.core import Core

@@ -11,15 +11,12 @@ from torch import Tensor
 
 from retrograde.kernels import cells, sweep
 from retrograde.kernels.cells import Block, GateSlopes, Kept, Slopes, Weights
+from retrograde.kernels.cuda.limits import LARGEST_SIZE
 from retrograde.kernels.fallback import Fallback
 
 __all__ = [
     "LARGEST_SIZE", "Backward", "BlockSweep", "Forward", "Kernels", "blas_kernels", "kernels",
 ]  # fmt: skip
-
-#: The largest H for which a CUDA program can hold a layer on the chip. A wider layer is swept by
-#: one launch a step, and has no compiled scan.
-LARGEST_SIZE = 128
 
 Sweep = Callable[[Slopes, Tensor, Tensor | None, Tensor], Tensor]
 Scan = Callable[..., Tensor]

@@ -30,7 +30,7 @@ from retrograde.models.step_costs import Costs, HeldCosts, time_held
 from retrograde.plan import least_memory
 from retrograde.plan.arguments import integer
 from retrograde.plan.fit import Fit
-from retrograde.recurrent.modules import BudgetedRNN
+from retrograde.recurrent.base import BudgetedRNN
 from retrograde.recurrent.scheduled import measure_ranges
 from retrograde.run.inputs import Held, check_length
 from retrograde.schedule import Chain

@@ -16,7 +16,8 @@ from torch.nn.utils import parametrize
 from retrograde.errors import CellError
 from retrograde.models.chain_plans import named_layers
 from retrograde.models.sequential import Sequential
-from retrograde.recurrent.modules import GRU, LSTM, RNN, BudgetedRNN
+from retrograde.recurrent.base import BudgetedRNN
+from retrograde.recurrent.modules import GRU, LSTM, RNN
 from retrograde.recurrent.weights import TORCHS_OWN
 
 __all__ = ["Budgeted", "Swappable", "is_chain", "replace_module", "twin", "wrapped"]

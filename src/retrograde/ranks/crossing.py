@@ -27,7 +27,7 @@ from retrograde.ranks.peers import Peers
 from retrograde.ranks.piece import Gradient, Piece, State, flat, unflat
 from retrograde.ranks.range_map import rows_of
 from retrograde.ranks.tree import scan
-from retrograde.recurrent.modules import BudgetedRNN
+from retrograde.recurrent.base import BudgetedRNN
 from retrograde.units import parse_memory
 
 __all__ = ["Crossing", "Way", "agree", "cross"]

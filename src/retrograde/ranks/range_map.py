@@ -27,8 +27,8 @@ from retrograde.kernels.cells import Kind, Slopes, Weights, pull, pull_to_inputs
 from retrograde.kernels.sweep import at_step, in_chunks
 from retrograde.ranks.piece import Gradient, State
 from retrograde.ranks.tree import joined
+from retrograde.recurrent.base import BudgetedRNN
 from retrograde.recurrent.forward import room_for, run
-from retrograde.recurrent.modules import BudgetedRNN
 
 __all__ = ["has_closed_form", "range_map", "rows_of"]
 

@@ -21,7 +21,7 @@ from retrograde.errors import CellError, RankError
 from retrograde.ranks.crossing import Crossing, Way, cross
 from retrograde.ranks.peers import Peers
 from retrograde.ranks.range_map import has_closed_form
-from retrograde.recurrent.modules import BudgetedRNN
+from retrograde.recurrent.base import BudgetedRNN
 from retrograde.run.transforms import uncompiled
 
 __all__ = ["TimeSharded"]

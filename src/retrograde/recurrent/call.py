@@ -34,7 +34,7 @@ from retrograde.schedule import Schedule
 from retrograde.sizes.ordinary import LONGEST_MEASURED
 
 if TYPE_CHECKING:
-    from retrograde.recurrent.modules import BudgetedRNN
+    from retrograde.recurrent.base import BudgetedRNN
 
 __all__ = ["Call", "Plan", "StackFit", "check_measurable"]
 

@@ -5,11 +5,13 @@ sequences that still continue. Where that number does not change, steps are a pl
 …), so nothing is padded.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby, pairwise
 
-__all__ = ["Piece", "cut", "runs"]
+__all__ = ["Piece", "Sequences", "cut", "runs"]
 
 
 @dataclass(frozen=True)
@@ -60,3 +62,49 @@ def runs(offsets: Sequence[int]) -> list[tuple[int, int]]:
     """
     sizes = (b - a for a, b in pairwise(offsets))
     return [(len(list(group)), size) for size, group in groupby(sizes)]
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The lengths of a batch: T, B and, if packed, ``offsets``.
+
+    ``offsets`` gives the first row of every step, and at the end the number of rows.
+    """
+
+    length: int
+    batch: int
+    offsets: Sequence[int] | None = None
+
+    @cached_property
+    def runs(self) -> list[tuple[int, int]]:
+        """Runs of neighbouring steps with equally many sequences, as (steps, sequences)."""
+        return [(self.length, self.batch)] if self.offsets is None else runs(self.offsets)
+
+    @property
+    def rows(self) -> int:
+        """The rows of all steps; one row is one step of one sequence."""
+        return self.length * self.batch if self.offsets is None else self.offsets[-1]
+
+    def pieces(self, block: int) -> int:
+        """Return the number of sequences summed over all pieces, in units of the batch, rounded up.
+
+        Each piece has at most ``block`` rows.
+        """
+        total = sum(n * -(-steps // max(1, block // n)) for steps, n in self.runs)
+        return -(-total // self.batch)
+
+    def largest(self, block: int) -> int:
+        """Return the most rows of a piece."""
+        return max(n * min(steps, max(1, block // n)) for steps, n in self.runs)
+
+    def last(self, steps: int, both: bool) -> int:
+        """Return the rows of the last steps; with two directions, the average over both."""
+        if self.offsets is None:
+            return steps * self.batch
+        late = self.offsets[-1] - self.offsets[self.length - steps]
+        return -(-(late + self.offsets[steps]) // 2) if both else late
+
+    def most_kept(self, rows: int, both: bool) -> int:
+        """Return the largest number of last steps that have at most ``rows`` rows."""
+        steps = range(self.length + 1)
+        return bisect_right(steps, rows, key=lambda k: self.last(k, both)) - 1

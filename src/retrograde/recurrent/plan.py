@@ -11,8 +11,6 @@ cores, plus the costs of pieces, calls and single steps. No clock is read, so a 
 plan.
 """
 
-from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, inf
@@ -21,11 +19,11 @@ from retrograde.kernels.cells import GATES
 from retrograde.plan.fit import Curve, Fit, Footprint, fit, refusal, whole_fit
 from retrograde.plan.steps.closed_form import hsm_cost
 from retrograde.recurrent.bytes import Means, Shape
-from retrograde.recurrent.pieces import runs
+from retrograde.recurrent.pieces import Sequences
 from retrograde.sizes.footprint import HEAP_BYTES
 from retrograde.units import Memory, as_bytes, asks_for_all
 
-__all__ = ["HeldPlan", "Planner", "Sequences"]
+__all__ = ["HeldPlan", "Planner"]
 
 # Nominal costs, in forward steps: of a call that advances, and of one that records a range and
 # backpropagates it.
@@ -58,52 +56,6 @@ class HeldPlan:
     kept: int = 0
     onward: Means = "loops"
     back: tuple[Means, ...] = ()
-
-
-@dataclass(frozen=True)
-class Sequences:
-    """The lengths of a batch: T, B and, if packed, ``offsets``.
-
-    ``offsets`` gives the first row of every step, and at the end the number of rows.
-    """
-
-    length: int
-    batch: int
-    offsets: Sequence[int] | None = None
-
-    @cached_property
-    def runs(self) -> list[tuple[int, int]]:
-        """Runs of neighbouring steps with equally many sequences, as (steps, sequences)."""
-        return [(self.length, self.batch)] if self.offsets is None else runs(self.offsets)
-
-    @property
-    def rows(self) -> int:
-        """The rows of all steps; one row is one step of one sequence."""
-        return self.length * self.batch if self.offsets is None else self.offsets[-1]
-
-    def pieces(self, block: int) -> int:
-        """Return the number of sequences summed over all pieces, in units of the batch, rounded up.
-
-        Each piece has at most ``block`` rows.
-        """
-        total = sum(n * -(-steps // max(1, block // n)) for steps, n in self.runs)
-        return -(-total // self.batch)
-
-    def largest(self, block: int) -> int:
-        """Return the most rows of a piece."""
-        return max(n * min(steps, max(1, block // n)) for steps, n in self.runs)
-
-    def last(self, steps: int, both: bool) -> int:
-        """Return the rows of the last steps; with two directions, the average over both."""
-        if self.offsets is None:
-            return steps * self.batch
-        late = self.offsets[-1] - self.offsets[self.length - steps]
-        return -(-(late + self.offsets[steps]) // 2) if both else late
-
-    def most_kept(self, rows: int, both: bool) -> int:
-        """Return the largest number of last steps that have at most ``rows`` rows."""
-        steps = range(self.length + 1)
-        return bisect_right(steps, rows, key=lambda k: self.last(k, both)) - 1
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,8 @@ from retrograde.recurrent.fastest import Candidate, candidates, fit_fastest, foo
 from retrograde.recurrent.forward import forward_bytes, forward_curve
 from retrograde.recurrent.fused import Fused
 from retrograde.recurrent.ordinary_memory import Ordinary, measure_ordinary, measure_whole
-from retrograde.recurrent.plan import Planner, Sequences
+from retrograde.recurrent.pieces import Sequences
+from retrograde.recurrent.plan import Planner
 from retrograde.recurrent.vendor import copied_bytes, is_too_long, laid_out
 from retrograde.recurrent.weights import stand_ins
 from retrograde.run.inputs import Inputs

@@ -3,10 +3,11 @@
 Standard library and numpy only.
 """
 
+from retrograde.schedule.account import Units
 from retrograde.schedule.actions import Action, Advance, Backward, Free, Load, Record, Store, Verb
 from retrograde.schedule.chain import Chain
 from retrograde.schedule.merge import merge
-from retrograde.schedule.schedule import Schedule, Units
+from retrograde.schedule.schedule import Schedule
 from retrograde.schedule.simulate import Replay, simulate
 
 __all__ = [

@@ -12,14 +12,46 @@ The transient memory of a layer counts while the layer runs.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, fields
+from typing import Protocol
 
+from retrograde.errors import ScheduleError
 from retrograde.schedule.chain import Chain
 
-if TYPE_CHECKING:
-    from retrograde.schedule.schedule import Units
+__all__ = ["Account", "Units", "account_of"]
 
-__all__ = ["Account", "account_of"]
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """The units of a schedule's peak; raises ScheduleError if beta exceeds alpha.
+
+    Args:
+        alpha: an internal state whose input hidden state is not in memory (α).
+        beta: an internal state whose input hidden state is in memory already (β).
+        core: the working core, the internal state of the step being backpropagated: 0 where
+            it is not counted (HSM, MSM), 1 where it takes a slot (ISM).
+        initial: the stored initial state: as ``state`` for HSM and MSM, 0 for ISM.
+        state: every other stored hidden state.
+    """
+
+    alpha: int = 2
+    beta: int = 1
+    core: int = 0
+    initial: int = 1
+    state: int = 1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if type(value) is not int or value < 0:
+                raise ScheduleError(
+                    f"the unit {field.name} is {value!r}: expected an integer, 0 or more"
+                )
+        if self.beta > self.alpha:
+            raise ScheduleError(
+                f"beta is {self.beta} and alpha is {self.alpha}: an internal state without its "
+                "input cannot be larger than with it; expected beta <= alpha"
+            )
 
 
 class Account(Protocol):
@@ -56,13 +88,13 @@ class Account(Protocol):
         ...
 
 
-def account_of(units: "Units | Chain", length: int) -> Account:
+def account_of(units: Units | Chain, length: int) -> Account:
     """Return an empty account, for the start of a replay."""
     return _OfChain(units) if isinstance(units, Chain) else _OfUnits(units, length)
 
 
 class _OfUnits:
-    def __init__(self, units: "Units", length: int) -> None:
+    def __init__(self, units: Units, length: int) -> None:
         self.units = units
         self.prices = [0] * length  # the units that each recorded step takes
         self.held = self.high = 0

@@ -7,16 +7,19 @@ checks the form only; :func:`retrograde.schedule.simulate` checks whether the sc
 
 import json
 import re
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from math import inf
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from retrograde.errors import ScheduleError
+from retrograde.schedule.account import Units
 from retrograde.schedule.actions import Code, Verb
 from retrograde.schedule.chain import Chain
-from retrograde.schedule.schedule import Schedule, Units
 
-__all__ = ["VERSION", "from_json", "to_json"]
+if TYPE_CHECKING:
+    from retrograde.schedule.schedule import Schedule
+
+__all__ = ["VERSION", "read", "to_json"]
 
 VERSION = 1
 
@@ -28,7 +31,7 @@ _OPTIONAL = {"bound": None}
 _KEYS = ("format", "version", "length", "policy", "memory", "units", "actions")
 
 
-def to_json(schedule: Schedule) -> str:
+def to_json(schedule: "Schedule") -> str:
     """Write a schedule as one line of JSON."""
     document = {
         "format": _FORMAT,
@@ -43,8 +46,11 @@ def to_json(schedule: Schedule) -> str:
     return json.dumps(document, separators=(",", ":"))
 
 
-def from_json(text: str) -> Schedule:
-    """Read what :func:`to_json` wrote; ScheduleError says where the text is malformed."""
+def read(text: str) -> tuple[list[Code], int | float | None, dict[str, Any]]:
+    """Return the codes, the bound and the other parts of a schedule that :func:`to_json` wrote.
+
+    ScheduleError says where the text is malformed.
+    """
     document = _document(text)
     length, policy, memory = document["length"], document["policy"], document["memory"]
     if type(length) is not int or length < 1:
@@ -59,9 +65,8 @@ def from_json(text: str) -> Schedule:
     if bound is not None and (type(bound) not in kinds or not 0 <= bound < inf):
         expected = "seconds" if isinstance(units, Chain) else "an integer"
         _fail(f"'bound' is {bound!r}: expected {expected}, 0 or more, or null")
-    codes = _codes(document["actions"])
-    schedule = Schedule.from_codes(codes, length=length, policy=policy, memory=memory, units=units)
-    return replace(schedule, bound=bound)
+    parts = {"length": length, "policy": policy, "memory": memory, "units": units}
+    return _codes(document["actions"]), bound, parts
 
 
 def _document(text: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ Limits: positions are 64-bit integers; a slice gives a tuple of actions, not a s
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, overload
 
@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrograde.errors import ScheduleError
+from retrograde.schedule.account import Units
 from retrograde.schedule.actions import Action, Code, Verb, decode, encode
 from retrograde.schedule.chain import Chain
 from retrograde.schedule.simulate import simulate
@@ -26,42 +27,9 @@ from retrograde.schedule.simulate import simulate
 if TYPE_CHECKING:
     from retrograde.schedule.simulate import Replay
 
-__all__ = ["Schedule", "Units", "forward_ranges"]
+__all__ = ["Schedule", "forward_ranges"]
 
 _SHOWN = 60  # actions that str() shows of a long schedule, at each end
-
-
-@dataclass(frozen=True, slots=True)
-class Units:
-    """The units of a schedule's peak; raises ScheduleError if beta exceeds alpha.
-
-    Args:
-        alpha: an internal state whose input hidden state is not in memory (α).
-        beta: an internal state whose input hidden state is in memory already (β).
-        core: the working core, the internal state of the step being backpropagated: 0 where
-            it is not counted (HSM, MSM), 1 where it takes a slot (ISM).
-        initial: the stored initial state: as ``state`` for HSM and MSM, 0 for ISM.
-        state: every other stored hidden state.
-    """
-
-    alpha: int = 2
-    beta: int = 1
-    core: int = 0
-    initial: int = 1
-    state: int = 1
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if type(value) is not int or value < 0:
-                raise ScheduleError(
-                    f"the unit {field.name} is {value!r}: expected an integer, 0 or more"
-                )
-        if self.beta > self.alpha:
-            raise ScheduleError(
-                f"beta is {self.beta} and alpha is {self.alpha}: an internal state without its "
-                "input cannot be larger than with it; expected beta <= alpha"
-            )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -222,9 +190,10 @@ class Schedule:
         Raises:
             ScheduleError: the text is malformed; the message says where.
         """
-        from retrograde.schedule.json_text import from_json
+        from retrograde.schedule.json_text import read
 
-        return from_json(text)
+        codes, bound, parts = read(text)
+        return replace(Schedule.from_codes(codes, **parts), bound=bound)
 
     def __len__(self) -> int:
         return len(self.kind)

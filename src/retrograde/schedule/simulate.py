@@ -34,12 +34,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrograde.errors import ScheduleError
-from retrograde.schedule.account import account_of
+from retrograde.schedule.account import Units, account_of
 from retrograde.schedule.actions import Code, Verb, decode
 from retrograde.schedule.chain import Chain
 
 if TYPE_CHECKING:
-    from retrograde.schedule.schedule import Schedule, Units
+    from retrograde.schedule.schedule import Schedule
 
 __all__ = ["Replay", "simulate"]
 
@@ -115,7 +115,7 @@ def simulate(schedule: "Schedule") -> Replay:
 class _Machine:
     """The state of a replay; each verb returns the reason why it is refused, or ""."""
 
-    def __init__(self, length: int, units: "Units | Chain") -> None:
+    def __init__(self, length: int, units: Units | Chain) -> None:
         self.length = length
         self.account = account_of(units, length)
         self.outputs = units.keeps_output if isinstance(units, Chain) else (True,) * length

@@ -16,7 +16,8 @@ from retrograde.recurrent.block_lengths import BackwardPlan
 from retrograde.recurrent.bytes import Shape, sums_at_once
 from retrograde.recurrent.core import HeldLayers
 from retrograde.recurrent.masks import Drawn
-from retrograde.recurrent.plan import HeldPlan, Planner, Sequences
+from retrograde.recurrent.pieces import Sequences
+from retrograde.recurrent.plan import HeldPlan, Planner
 from retrograde.recurrent.vendor import Layers
 from retrograde.run.autograd import run_schedule
 from retrograde.run.layout import Rows

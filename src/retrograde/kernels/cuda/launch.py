@@ -32,12 +32,11 @@ import torch
 import triton
 from torch import Tensor
 
-from retrograde.kernels import LARGEST_SIZE
 from retrograde.kernels import sweep as reference
 from retrograde.kernels.cells import Slopes
 from retrograde.kernels.cuda import slope_kernels, step_kernels, sweep_kernels
 from retrograde.kernels.cuda.graph import recorded
-from retrograde.kernels.cuda.limits import Launch, launch, step_launch
+from retrograde.kernels.cuda.limits import LARGEST_SIZE, Launch, launch, step_launch
 from retrograde.kernels.verdicts import Verdicts
 
 __all__ = ["WideSweep", "gru_slopes", "lstm_slopes", "scan", "sweep"]

@@ -1,0 +1,331 @@
+"""What torch's recurrent modules do with ``memory``, ``schedule`` and ``backward``.
+
+Only the computation of the gradient changes. Torch's own forward pass runs if no option is set, no
+gradient is wanted, or a tensor is not real (:func:`retrograde.run.transforms.is_unreal`).
+
+- ``memory`` runs ranges of steps on the fastest kernels, by a schedule that fits the budget
+  (``scheduled.py``; Gruslys et al., 2016). ``schedule`` gives that schedule itself.
+- ``backward="scan"`` recomputes what it needs from the hidden states, which are the outputs. It
+  goes back by a parallel scan over the Jacobians of the steps (:mod:`retrograde.scan`; Wang, BPPSA,
+  2020). With a budget, it does so in every range.
+
+Known limit: ``backward="scan"`` refuses projections with an error.
+"""
+
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from retrograde.errors import CellError, InputError, RetrogradeError
+from retrograde.plan.fit import Fit
+from retrograde.recurrent.call import Call, StackFit
+from retrograde.recurrent.scheduled import find_plan
+from retrograde.recurrent.vendor import is_too_long
+from retrograde.recurrent.weights import over_weights
+from retrograde.run.autograd import check_schedule, refuse_both
+from retrograde.run.transforms import (
+    is_exporting,
+    is_unreal,
+    refuse_sharded,
+    refuse_transforms,
+    uncompiled,
+)
+from retrograde.schedule import Schedule
+from retrograde.sizes.cache import LRUCache
+from retrograde.units import Memory, parse_memory
+
+__all__ = ["Backward", "BudgetedRNN"]
+
+#: The backward pass: by a parallel scan over the steps.
+Backward = Literal["scan"]
+
+State = tuple[Tensor, ...]
+
+
+class BudgetedRNN(nn.RNNBase):
+    """The base class of :class:`RNN`, :class:`GRU` and :class:`LSTM`; not for use on its own."""
+
+    memory: Memory | None
+    backward: Backward | None
+    schedule: Schedule | None
+    public: ClassVar[bool]  # set by the classes of this library, not by those derived from them
+
+    def __init__(
+        self,
+        *args: Any,
+        memory: Memory | None = None,
+        backward: Backward | None = None,
+        schedule: Schedule | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        if memory is not None:
+            parse_memory(memory)
+        self.memory = memory
+        self.backward = backward
+        self.schedule = schedule
+        self._fits: LRUCache[Any] = LRUCache()
+        self._check_asked()
+
+    def forward(self, input: Any, hx: Any = None) -> Any:  # type: ignore[override]
+        """Run the layers as torch's module does; the options decide how the gradient is computed.
+
+        Args:
+            input: (T, B, I), or (B, T, I) with ``batch_first``, (T, I) without a batch, or a
+                ``PackedSequence``. The outputs have the same layout.
+            hx: the initial state, (layers · directions, B, H), or without B; for an LSTM, the pair
+                (h, c). None means zeros.
+
+        Raises:
+            CellError: the options exclude each other.
+            InputError: the number of dimensions, the device or the dtype is wrong.
+            RuntimeError: a size is wrong; the error is torch's own.
+            ScheduleError: the schedule does not fit, or a budget is given too.
+            BudgetError: the budget is too small for these shapes; the message names the least one.
+            RetrogradeError: the call is transformed or traced, as by ``torch.func``.
+        """
+        if is_exporting() or not (self._options() or self._is_long(input)):
+            return super().forward(input, hx)
+        return self._forward_as_asked(input, hx)
+
+    def _is_long(self, input: Any) -> bool:
+        """Return whether torch's own pass would fail: on a GPU, cuDNN takes only so many steps."""
+        if isinstance(input, PackedSequence):
+            return is_too_long(input.data, len(input.batch_sizes))
+        at = 1 if self.batch_first and input.dim() == 3 else 0
+        return is_too_long(input, input.shape[at])
+
+    @uncompiled
+    def _forward_as_asked(self, input: Any, hx: Any) -> Any:
+        self._check_asked()
+        if not (torch.is_grad_enabled() or self._is_long(input)):
+            return super().forward(input, hx)
+        # As in torch's forward; only once, since a parametrization may count how often it is read.
+        self._update_flat_weights()  # type: ignore[no-untyped-call]
+        weights: Any = self._flat_weights
+        data = input.data if isinstance(input, PackedSequence) else input
+        hidden, found = self._parts(hx), None
+        asked = self._options() and torch.is_grad_enabled()
+        if hidden is not None and asked and self._wants([data, *hidden, *weights]):
+            found = self._run(self._read(input, hidden, weights))
+        if hidden is not None and found is None and self._is_long(input):
+            found = self._read(input, hidden, weights).run_chained()
+        if found is None:
+            return super(BudgetedRNN, over_weights(self, weights, type(self))).forward(input, hx)
+        return self._laid_out(input, *found)
+
+    def _options(self) -> list[str]:
+        """Return the names of the options that are set."""
+        asked = {"memory": self.memory, "schedule": self.schedule, "backward": self.backward}
+        return [name for name, value in asked.items() if value is not None]
+
+    def _wants(self, tensors: list[Any]) -> bool:
+        """Return whether this library runs or refuses a call on these; if not, torch runs it."""
+        if not all(isinstance(t, Tensor) for t in tensors):
+            return False
+        if is_unreal(tensors) and len({t.device for t in tensors}) == 1:
+            return False
+        wanted = any(t.requires_grad for t in tensors)
+        if wanted:
+            refuse_transforms(tensors, self._options())
+            refuse_sharded([self], tensors)
+        return wanted
+
+    def fit(self, input: Tensor | PackedSequence, hx: Any = None) -> Fit | StackFit:
+        """Return the fit that a call with this input would use: schedule, bytes, least budget.
+
+        It is a :class:`~retrograde.recurrent.call.StackFit` if several layers have two directions.
+
+        Raises:
+            BudgetError: the budget is too small for these shapes.
+            CellError: as :meth:`forward`; also if no ``memory`` is set.
+        """
+        if self.memory is None:
+            raise CellError("there is no budget to fit: give memory=, such as memory=0.05")
+        return self._fit_within(self.memory, input, hx)
+
+    def _fit_within(self, memory: Memory, input: Any, hx: Any = None) -> Fit | StackFit:
+        """Return the result of :meth:`fit` for another budget; nothing is changed."""
+        self._check_asked()
+        call = self._call_of(input, hx)
+        call.check_measurable()
+        found = find_plan(call, memory).fit
+        assert found is not None
+        return found
+
+    def extra_repr(self) -> str:
+        """Return torch's own text, and the options that are set."""
+        asked = {"memory": self.memory, "backward": self.backward}
+        more = [f"{name}={value!r}" for name, value in asked.items() if value is not None]
+        return ", ".join([super().extra_repr(), *more])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            **super().__getstate__(),  # type: ignore[no-untyped-call]
+            "_fits": LRUCache(),
+        }
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Return the module that ``torch.jit.script`` compiles instead of this one.
+
+        It is torch's own, with the same parameters and hooks.
+
+        Raises:
+            RetrogradeError: an option is set, the class is derived from ours, or a weight has a
+                parametrization.
+        """
+        if self._options():
+            given = " and ".join(f"{name}=" for name in self._options())
+            raise RetrogradeError(
+                f"torch.jit.script cannot compile an rg.{type(self).__name__} with {given}: "
+                f"expected one that runs torch's own forward pass; script it without {given}"
+            )
+        if "public" not in vars(type(self)):
+            raise RetrogradeError(
+                f"torch.jit.script cannot compile a {type(self).__name__}: expected an rg.RNN, "
+                "rg.GRU or rg.LSTM itself, as of torch's, and none with a parametrization; remove "
+                "that, or derive the class from torch.nn"
+            )
+        plain: nn.Module = over_weights(self, [])
+        vars(plain).update(vars(self))
+        for name in ("memory", "backward", "schedule", "_fits"):
+            delattr(plain, name)
+        return plain
+
+    def _check_asked(self) -> None:
+        """Raise if an option is unknown, or two options exclude each other."""
+        asked: Any = self.backward
+        if asked in ("sequential", "auto"):
+            raise CellError(
+                f"backward={asked!r} is no more: write memory='100%', whose backward pass is the "
+                "fastest sequential one"
+            )
+        if asked not in (None, "scan"):
+            raise CellError(f"unknown backward={asked!r}: expected 'scan', or None for torch's own")
+        if asked is not None and self.proj_size:
+            raise CellError(
+                f"proj_size={self.proj_size} has no Jacobian here: expected an LSTM without "
+                "projections; use backward=None, or a Linear layer after the LSTM"
+            )
+        if self.backward is not None and self.schedule is not None:
+            raise CellError(
+                f"got a schedule and backward={self.backward!r}: a schedule says itself how to go "
+                "backward; leave one out"
+            )
+        if asked and self.memory is not None and self.bidirectional and self.num_layers > 1:
+            raise CellError(
+                f"got memory={self.memory!r} and backward='scan' for several layers of two "
+                "directions: expected one of both, or one layer a module; leave one out"
+            )
+        refuse_both(self.memory, self.schedule)
+
+    def _run(self, call: Call) -> tuple[Tensor, State] | None:
+        """Return outputs and final state in the layout of the call, or None to run torch's own."""
+        if not call.batch:
+            return None  # an empty batch needs no memory and no time
+        if self.memory is None and self.schedule is None:
+            # Torch's kernels know which part of a cell autocast runs in which type.
+            return None if torch.is_autocast_enabled(call.x.device.type) else call.run_scan()
+        if self.schedule is not None:
+            check_schedule(self.schedule, call.length)
+            return call.follow(self.schedule)
+        assert self.memory is not None
+        plan = find_plan(call, self.memory)
+        return call.run(plan) if plan.parts else None
+
+    def _zeros(self, samples: int, like: Tensor) -> State:
+        layers = self.num_layers * (2 if self.bidirectional else 1)
+        sizes = [self.proj_size or self.hidden_size]
+        sizes += [self.hidden_size] if self.mode == "LSTM" else []
+        return tuple(like.new_zeros(layers, samples, size) for size in sizes)
+
+    def _parts(self, hx: Any) -> State | None:
+        """Return the tensors of an initial state: () for zeros, None if it is not a valid one."""
+        if hx is None:
+            return ()
+        if self.mode != "LSTM":
+            return (hx,) if isinstance(hx, Tensor) else None
+        return tuple(hx) if isinstance(hx, tuple | list) and len(hx) == 2 else None
+
+    def _call_of(self, input: Any, hx: Any) -> Call:
+        """Return the call with these arguments, with the weights as they were last computed."""
+        hidden = self._parts(hx)
+        if hidden is None:
+            raise InputError(
+                f"the initial state is a {type(hx).__name__}: expected "
+                + ("the pair (h, c)" if self.mode == "LSTM" else "a tensor")
+            )
+        return self._read(input, hidden)
+
+    def _read(self, input: Any, hidden: State, weights: list[Tensor] | None = None) -> Call:
+        """Return the call with these arguments, its inputs time first or packed."""
+        given = bool(hidden)
+        if not isinstance(input, PackedSequence):
+            x, state = self._time_major(input, hidden)
+            return Call(self, x, state, weights=weights, given=given)
+        sizes, order = input.batch_sizes, input.sorted_indices
+        state = hidden or self._zeros(int(sizes[0]), input.data)
+        self._check_arguments(input.data, state, sizes)
+        if given:
+            state = _ordered(state, order)
+        sorts = order is not None
+        return Call(self, input.data, state, sizes, weights=weights, given=given, sorts=sorts)
+
+    def _time_major(self, input: Tensor, hidden: State) -> tuple[Tensor, State]:
+        if input.dim() not in (2, 3):
+            raise InputError(
+                f"the input has {input.dim()} dimensions {tuple(input.shape)}: expected "
+                "(T, B, I), (B, T, I) with batch_first, or (T, I)"
+            )
+        x = input
+        if input.dim() == 2:
+            x = input.unsqueeze(1)
+        elif self.batch_first:
+            x = input.transpose(0, 1)
+        if x.shape[0] < 1:
+            raise InputError(f"the input {tuple(input.shape)} has 0 steps: expected at least one")
+        if any(s.dim() != input.dim() for s in hidden):
+            raise InputError(
+                f"the initial state is {', '.join(str(tuple(s.shape)) for s in hidden)}: expected "
+                f"{input.dim()} dimensions, as the input {tuple(input.shape)} has"
+            )
+        state = hidden or self._zeros(x.shape[1], x)
+        if hidden and input.dim() == 2:
+            state = tuple(s.unsqueeze(1) for s in hidden)
+        self._check_arguments(x, state, None)
+        return x, state
+
+    def _check_arguments(self, x: Tensor, state: State, sizes: Tensor | None) -> None:
+        """Check shapes as torch does, and that all tensors have one device and one dtype."""
+        device, dtype = self._flat_weights[0].device, self._flat_weights[0].dtype  # type: ignore[union-attr]
+        for name, t in (("the input", x), *(("the initial state", s) for s in state)):
+            if t.device != device:
+                raise InputError(
+                    f"{name} is on {t.device}, the parameters are on {device}: move one of them, "
+                    "with .to(device)"
+                )
+            if t.dtype != dtype and not torch.is_autocast_enabled(device.type):
+                raise InputError(
+                    f"{name} is {t.dtype}, the parameters are {dtype}: expected one type; convert "
+                    "one of them, with .to(dtype)"
+                )
+        hx: Any = state if self.mode == "LSTM" else state[0]
+        as_given = x.transpose(0, 1) if self.batch_first and sizes is None else x
+        self.check_forward_args(as_given, hx, sizes)
+
+    def _laid_out(self, input: Any, y: Tensor, final: State) -> tuple[Any, Any]:
+        outputs: Any = y
+        if isinstance(input, PackedSequence):
+            outputs = input._replace(data=y)
+            final = _ordered(final, input.unsorted_indices)
+        elif input.dim() == 2:
+            outputs, final = y.squeeze(1), tuple(s.squeeze(1) for s in final)
+        elif self.batch_first:
+            outputs = y.transpose(0, 1)
+        return outputs, final if self.mode == "LSTM" else final[0]
+
+
+def _ordered(state: State, order: Tensor | None) -> State:
+    return tuple(s if order is None else s.index_select(1, order) for s in state)
