@@ -1,8 +1,7 @@
 """Pictures: any schedule, the memory of one iteration, a trade-off.
 
 Each function draws on the given axes, or on a figure of its own, and returns the figure. Nothing
-here touches pyplot or the choice of a backend. So it works without a display, and inside another
-program's figures.
+here touches pyplot or the choice of a backend, so it works without a display.
 """
 
 from retrograde.figures.memory import Curve, draw_memory
