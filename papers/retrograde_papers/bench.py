@@ -302,7 +302,7 @@ def ranks(
     """Run one sequence across processes, and compute what 2 to 10⁶ ranks would take.
 
     Latency, bandwidth and a rank's own work are measured; a GRU goes back across the ranks in a
-    line, a tree and a gather, beside what the model says; the figures are of the model.
+    line and in a tree, beside what the model says; the figures are of the model.
     """
     with _at_work() as console:
         from wang2020.ranks import Options as RankOptions
