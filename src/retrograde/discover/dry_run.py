@@ -1,16 +1,16 @@
 """A trial of one step, which finds out what it draws, writes and leaves, and refuses the rest.
 
 Random states, buffers and Python values are put back, whether the call returns or raises. If the
-call changes one buffer of a module, all buffers of that module count as changed: batch
-normalization's running mean is unchanged by an input of zeros.
+call changes one buffer of a module, all of its buffers count as changed. (Batch normalization's
+running mean is unchanged by an input of zeros.)
 
 A change of a Python value is one of three things. What a second call does not change again is a
 cache. It stays, if the second call computes what the first one did. What holds tensors, and a
 second call does not read, is only *left*, to be looked at. All else is a state of the cell's own,
 and is refused by its name.
 
-Known limits: large captured tensors that a refused call wrote to, entries of lists longer than a
-thousand, and what cannot be found from the cell stay as the call left them.
+Known limits: some things stay as a refused call left them. These are large captured tensors that it
+wrote to, entries of lists longer than a thousand, and what cannot be found from the cell.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,10 +1,10 @@
 """The surroundings of a step: what is replayed at a rerun, and what is refused.
 
-A recomputation must repeat the first run and leave no trace. So four things are replayed: random
-states and buffers, which are stored with every state, and the modules' ``training`` flags and
-autocast, which are noted once a call. Any other change is refused by its name: one that a step
-makes, and one that somebody else makes between the forward pass and the backward pass to what a
-step reads. A tensor that a step leaves in an attribute may stay there, if no later step reads it.
+A recomputation must repeat the first run and leave no trace. So four things are replayed. Random
+states and buffers are stored with every state. The modules' ``training`` flags and autocast are
+noted once a call. Any other change that a step makes is refused by its name. So is a change that
+somebody else makes, before the backward pass, to what a step reads. A tensor that a step leaves in
+an attribute may stay there, if no later step reads it.
 
 Most cells draw nothing and change nothing; then nothing is stored.
 """
