@@ -531,7 +531,7 @@ def test_what_settles_in_the_first_step_is_a_cache(memory):
 
 
 @pytest.mark.parametrize("options", [{"factor": 2.0}, {"drawn": True}])
-def test_what_settles_and_changes_what_the_first_step_computes_is_refused(options, alone):
+def test_what_settles_and_changes_what_the_first_step_computes_is_refused(options):
     cell, (x, h) = Caching(**options), data()
     with pytest.raises(rg.CellError, match=r"the cell changed Caching\.(fresh|mask|table)"):
         rg.unroll(cell, x, h, memory="60%")  # h is 0: only its gradient shows the factor

@@ -227,7 +227,7 @@ class _Trial(Generic[T]):
         leaves = [t for t in foreign_tensors(roots, mark)[0] if t.numel()]  # no anchor of a chain
         seeds = [torch.arange(t.numel(), device=t.device).cos().to(t.dtype) for t in roots]
         given = [seed.view(t.shape) for seed, t in zip(seeds, roots, strict=True)]
-        drawn = [source.position() for source in self.sources] if is_alone() else []
+        drawn = [source.position() for source in self.sources]
         with MEASURING, muted_hooks(leaves), muted_modules(self.found.parts()):
             grads = torch.autograd.grad(roots, leaves, given, allow_unused=True) if leaves else ()
         positions = torch.tensor([hash(position) for position in drawn], device="cpu")

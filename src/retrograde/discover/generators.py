@@ -95,12 +95,10 @@ class PythonValue:
 
 @dataclass(frozen=True)
 class _Other:
-    """A generator of Python's or NumPy's. ``take`` returns its state as a value that compares, and
-    ``put`` restores it. ``instance`` is the object whose methods draw (Python's), or the bit
-    generator (NumPy's)."""
+    """A generator of Python's, or a bit generator of NumPy's. ``take`` returns its state as a value
+    that compares, and ``put`` restores it."""
 
     generator: Any
-    instance: Any = field(compare=False)
     take: Callable[[], Any] = field(compare=False)
     put: Callable[[Any], None] = field(compare=False)
 
@@ -115,7 +113,7 @@ class _Other:
 
     def copy(self) -> Source:
         value = self.take()
-        return _Other(self.generator, self.instance, lambda: value, self.put)
+        return _Other(self.generator, lambda: value, self.put)
 
 
 def is_generator(value: Any) -> bool:
@@ -129,8 +127,9 @@ def sources(device: torch.device, generators: Iterable[Any] = ()) -> tuple[Sourc
     given = list(generators)
     ours = _of_device(device) + [g for g in given if isinstance(g, torch.Generator)]
     found: list[Source] = [_Torch(g) for g in {id(g): g for g in ours}.values()]
-    others = [*_global(), *(_other(g) for g in given if not isinstance(g, torch.Generator))]
-    return (*found, *{id(source.instance): source for source in reversed(others)}.values())
+    python, numpy = random.random.__self__, np.random.mtrand._rand  # type: ignore[attr-defined]
+    others = [python, numpy, *(g for g in given if not isinstance(g, torch.Generator))]
+    return (*found, *dict.fromkeys(map(_other, others)))
 
 
 def _of_device(device: torch.device) -> list[torch.Generator]:
@@ -141,20 +140,13 @@ def _of_device(device: torch.device) -> list[torch.Generator]:
     return found
 
 
-def _global() -> "tuple[_Other, ...]":
-    """Return Python's generator and NumPy's, whichever way a cell refers to them."""
-    python = random.random.__self__  # type: ignore[attr-defined]
-    return _Other(random, python, random.getstate, random.setstate), _numpy(np.random)
-
-
 def _other(generator: Any) -> _Other:
     if isinstance(generator, random.Random):
-        return _Other(generator, generator, generator.getstate, generator.setstate)
+        return _Other(generator, generator.getstate, generator.setstate)
     if isinstance(generator, np.random.RandomState):
         return _numpy(generator)
     bits = generator.bit_generator  # its state may hold arrays, which do not compare
     return _Other(
-        generator,
         bits,
         lambda: pickle.dumps(bits.state),
         lambda state: setattr(bits, "state", pickle.loads(state)),
@@ -170,8 +162,7 @@ def _numpy(generator: Any) -> _Other:
         name, key, *rest = state
         generator.set_state((name, np.frombuffer(key, np.uint32), *rest))
 
-    owner = np.random.mtrand._rand if generator is np.random else generator
-    return _Other(generator, owner._bit_generator, take, put)
+    return _Other(generator._bit_generator, take, put)
 
 
 def random_position(device: torch.device) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from operator import is_
 from types import CellType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 __all__ = [
-    "ARRAY_BYTES", "Attributes", "Contents", "Globals", "HandsOn", "Place", "Seen", "Slot", "Table",
+    "ARRAY_BYTES", "Attributes", "Contents", "Globals", "HandsOn", "Place", "Seen", "Table",
     "Unreadable", "Variable", "first_named", "tensors_in",
 ]  # fmt: skip
 
@@ -224,20 +224,10 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge", "hash"):
     setattr(Unreadable, f"__{_name}__", Unreadable._refused)
 
 
-class Slot(Protocol):
-    """A name of a place whose value a cell writes before a step, and reads after it."""
-
-    @property
-    def place(self) -> Place: ...
-
-    @property
-    def key(self) -> Any: ...
-
-
 class HandsOn:
-    """A cell of ours that hands on the values of its ``slots`` as its state."""
+    """A cell of ours whose state is the values of its ``slots``, each a place and a key."""
 
-    slots: Sequence[Slot]
+    slots: Sequence[Any]
 
 
 def tensors_in(value: Any) -> list[Tensor]:
