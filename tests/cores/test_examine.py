@@ -59,8 +59,8 @@ def facts(link):
         [[id(t) for t in some] for some in tensors],
         [id(node) for node in link.leaves],
         {*ambient.sources}, {*steady.sources},
-        [id(place.holder) for place in steady.places], ambient.places, ambient.left,
-        ambient.modules, ambient.place_bytes, link.output_bytes, link.hands_on, link.laid,
+        [id(place.holder) for place in steady.places], ambient.left,
+        ambient.modules, link.output_bytes, link.hands_on, link.laid,
         link.make,
     )  # fmt: skip
 

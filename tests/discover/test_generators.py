@@ -1,35 +1,21 @@
-"""What a thread draws from is told from what others draw meanwhile."""
+"""What a thread draws from is told from what others drew meanwhile."""
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from retrograde.discover.generators import Watch, sources
+from retrograde.discover.generators import OwnDraws, sources
 
 CPU = torch.device("cpu")
 
 
-class Meddling(TorchDispatchMode):
-    """Moves a generator in the middle of every operation, as another thread may."""
-
-    def __init__(self, generator):
-        super().__init__()
-        self.generator = generator
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.generator.set_state(torch.Generator().manual_seed(torch.seed()).get_state())
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("own", [True, False])
-def test_only_the_generator_that_an_operation_is_given_counts(own):
+def test_only_the_generator_that_an_operation_moves_counts(own):
     ours, others = torch.Generator(), torch.Generator()
     drawn = ours if own else torch.default_generator
-    moved = torch.default_generator if own else others
-    known = sources(CPU, [ours, others])
-    with Meddling(moved), Watch(known) as watch:
+    with OwnDraws(sources(CPU, [ours, others])) as watch:
         torch.rand(3, generator=ours if own else None)
+        others.manual_seed(1)  # between operations, as another thread may
         torch.ones(3) + 1
     assert [source.generator for source in watch.drawn] == [drawn]
 
@@ -45,6 +31,6 @@ def test_only_the_generator_that_an_operation_is_given_counts(own):
     ],
 )
 def test_an_operation_whose_dropout_is_off_draws_nothing(operation, draws):
-    with Meddling(torch.default_generator), Watch(sources(CPU)) as watch:
+    with OwnDraws(sources(CPU)) as watch:
         operation()
     assert [s.generator for s in watch.drawn] == [torch.default_generator] * draws

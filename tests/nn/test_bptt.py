@@ -792,10 +792,7 @@ def test_a_module_with_its_own_forward_is_a_cell():
             return y[0], h
 
     net, x = Own(3, 5), torch.randn(6, 2, 3)
-    steps = []
-    loss = lambda t, y: steps.append(t) or y.sum()  # noqa: E731
-    rg.bptt(net, x, torch.zeros(1, 2, 5), loss=loss, schedule=rg.plan(6, 2))
-    assert set(steps) == set(range(6))
+    rg.bptt(net, x, torch.zeros(1, 2, 5), loss=lambda t, y: y.sum(), schedule=rg.plan(6, 2))
     ours, net.weight_hh_l0.grad = net.weight_hh_l0.grad, None
     nn.GRU.forward(net, x)[0].sum().backward()
     torch.testing.assert_close(ours, net.weight_hh_l0.grad)

@@ -4,6 +4,7 @@ Each case is tried in ``unroll``, in ``bptt`` and in ``Sequential`` where it app
 with the plain loop, or with torch's own ``Sequential``.
 """
 
+import io
 import itertools
 
 import numpy as np
@@ -19,7 +20,7 @@ from retrograde.cells import unroll as unrolling
 
 DOUBLE = torch.float64
 STEPS, SAMPLES, SIZE = 40, 4, 6
-SCALE = 1.0
+SCALE, CALLS = 1.0, 0
 
 
 def data():
@@ -161,21 +162,25 @@ def batch_norm():
     return nn.BatchNorm1d(SIZE, dtype=DOUBLE)
 
 
-REPLACED = {
-    "a mask of a module": scaled(mask=masks(SIZE)[1]),
-    "a number of a module": scaled(scale=3.0),
-    "a number in a dict": in_a_dict,
-    "a class attribute": of_a_class,
-    "a variable of a closure": bound_late,
-    "a global": in_globals,
-    "a default": in_defaults,
-    "what a helper reads": in_a_helper,
-    "a hook": hooked,
-    "a parameter": replaced_weight,
+MODES = {
     "dropout, to evaluation": another_mode(lambda: nn.Dropout(0.5), False),
     "dropout, to training": another_mode(lambda: nn.Dropout(0.5), True),
     "batch normalization, to evaluation": another_mode(batch_norm, False),
     "batch normalization, to training": another_mode(batch_norm, True),
+    "a parameter": replaced_weight,
+}
+
+#: What somebody may replace before the backward pass, and its name in the refusal.
+REPLACED = {
+    "a mask of a module": (scaled(mask=masks(SIZE)[1]), r"Scaled\.mask"),
+    "a number of a module": (scaled(scale=3.0), r"Scaled\.scale"),
+    "a number in a dict": (in_a_dict, r"Scaled\.factors\['by'\]"),
+    "a class attribute": (of_a_class, r"Local\.power"),
+    "a variable of a closure": (bound_late, "the variable 'mask'"),
+    "a global": (in_globals, "'SCALE' of the module"),
+    "a default": (in_defaults, r"cell\.__defaults__"),
+    "what a helper reads": (in_a_helper, "the variable 'factors'"),
+    "a hook": (hooked, r"Linear\._forward_hooks"),
 }
 
 
@@ -197,46 +202,54 @@ def scale():
 
 
 @pytest.mark.parametrize("memory", ["schedule", "90%"])
-@pytest.mark.parametrize("what", REPLACED)
-def test_what_a_cell_refers_to_may_be_replaced_before_the_backward_pass(what, memory):
+@pytest.mark.parametrize("what", MODES)
+def test_modes_and_parameters_are_those_of_the_forward_pass(what, memory):
     def ours(cell, x, h):
         asked = {"schedule": rg.plan(STEPS, 3)} if memory == "schedule" else {"memory": memory}
         return rg.unroll(cell, x, h, **asked)
 
     found = []
     for run in (loop, ours):
-        cell, mutate = REPLACED[what]()
+        cell, mutate = MODES[what]()
         net = cell.net
         found.append(gradient(run, cell, mutate, [net.weight, net.bias]))
-        globals().update(SCALE=1.0)
+        modes = [m.training for m in cell.modules()]
+        assert modes == [cell.training] * len(modes)
     assert_bitwise(found[1][:2], found[0][:2])
     for a, b in zip(found[1], found[0], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("what", REPLACED)
-def test_what_was_replaced_stays_replaced(what):
-    cell, mutate = REPLACED[what]()
+def test_what_a_cell_reads_must_not_be_replaced_before_the_backward_pass(what):
+    make, name = REPLACED[what]
+    cell, mutate = make()
     x, h = data()
     y, _ = rg.unroll(cell, x, h, schedule=rg.plan(STEPS, 3))
     mutate()
-    torch.manual_seed(4)
-    expected = loop(cell, x, h)[0]
-    if isinstance(cell, nn.Module):
-        state = {name: t.clone() for name, t in cell.state_dict().items()}
-    y.sum().backward()
-    if isinstance(cell, nn.Module):
-        assert_bitwise(list(cell.state_dict().values()), list(state.values()))
-    torch.manual_seed(4)
-    assert torch.equal(loop(cell, x, h)[0], expected)
+    message = f"somebody changed .*{name}.* between the forward .* call backward\\(\\) first"
+    with pytest.raises(rg.RetrogradeError, match=message):
+        y.sum().backward()
 
 
 @pytest.mark.parametrize("what", [name for name in REPLACED if "closure" not in name])
-def test_what_a_layer_refers_to_may_be_replaced_before_the_backward_pass(what):
+def test_what_a_layer_reads_must_not_be_replaced_before_the_backward_pass(what):
+    make, name = REPLACED[what]
+    cells = [make() for _ in range(8)]
+    net = rg.Sequential(*(Layer(cell) for cell, _ in cells), memory="80%")
+    y = net(torch.randn(90, SIZE, dtype=DOUBLE, requires_grad=True))
+    for _, mutate in cells:
+        mutate()
+    with pytest.raises(rg.RetrogradeError, match=f"somebody changed .*{name}.* between the"):
+        y.square().sum().backward()
+
+
+@pytest.mark.parametrize("what", MODES)
+def test_a_layer_runs_again_in_the_mode_of_the_forward_pass(what):
     found = []
     for ours in (False, True):
         torch.manual_seed(5)
-        cells = [REPLACED[what]() for _ in range(8)]
+        cells = [MODES[what]() for _ in range(8)]
         layers = [Layer(cell) for cell, _ in cells]
         net = rg.Sequential(*layers, memory="80%") if ours else nn.Sequential(*layers)
         x = torch.randn(90, SIZE, dtype=DOUBLE, requires_grad=True)
@@ -245,8 +258,47 @@ def test_what_a_layer_refers_to_may_be_replaced_before_the_backward_pass(what):
         for _, mutate in cells:
             mutate()
         found.append([y.detach(), *torch.autograd.grad(y.square().sum(), [x, *parameters])])
-        globals().update(SCALE=1.0)
     assert_bitwise(found[1], found[0])
+
+
+class Model(nn.Module):
+    """A model whose method is the cell: what only the rest of the model reads may change."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.head, self.norm = linear(), linear(), batch_norm()
+        self.hidden, self.outputs, self.gain = None, [], 1.0
+
+    def step(self, x, h):
+        h = torch.tanh(self.net(x + h)) * self.factor()
+        return h, h
+
+    def factor(self):
+        return self.gain
+
+    def forward(self, x, memory=None, closure=False):
+        state = torch.zeros(SAMPLES, SIZE, dtype=DOUBLE) if self.hidden is None else self.hidden
+        step = (lambda x, h: self.step(x, h)) if closure else self.step
+        y, last = rg.unroll(step, x, state, memory=memory)
+        self.hidden = last.detach()
+        self.outputs.append(float(last.sum()))
+        return self.norm(self.head(y).flatten(0, 1))
+
+
+@pytest.mark.parametrize("closure", [False, True])
+def test_what_only_the_rest_of_a_model_reads_may_change(closure):
+    found = []
+    for memory in (None, "40%"):
+        torch.manual_seed(9)
+        model, (x, _) = Model(), data()
+        for _ in range(2):
+            loss = model(x, memory, closure).square().sum()
+            found.append(torch.autograd.grad(loss, model.net.weight)[0])
+    torch.testing.assert_close(found[2:], found[:2], rtol=1e-9, atol=1e-12)
+    loss = model(x, "40%", closure).square().sum()
+    model.gain = 2.0
+    with pytest.raises(rg.RetrogradeError, match=r"somebody changed Model\.gain between"):
+        loss.backward()
 
 
 class Layer(nn.Module):
@@ -285,12 +337,14 @@ def test_a_tensor_changed_in_place_raises_if_it_is_read_and_not_otherwise(held):
     found = torch.autograd.grad(y.sum(), cell.net.weight, retain_graph=True)
     torch.testing.assert_close(found, expected)
     cell.read.mul_(2)
-    with pytest.raises(rg.RetrogradeError, match=r"modified in place between .* bind a new tensor"):
+    with pytest.raises(
+        rg.RetrogradeError, match=r"somebody changed (Masked\.read|.*read).*in place between"
+    ):
         torch.autograd.grad(y.sum(), cell.net.weight)
 
 
 def counters():
-    """Cells that count in Python, each with what it counts by."""
+    """Cells that count in Python, each with what it counts by, which a rerun would find changed."""
     net, n, table, steps = linear(), [0], {"t": 0}, itertools.count()
     it = iter([0.1 * k for k in range(1000)])
     array = np.zeros(2)
@@ -337,70 +391,153 @@ def counters():
 
     by_itself.t = 0
     module = Counting()
+    met, lines = set(), io.StringIO("1\n" * 100)
+
+    def by_set(x, h):
+        met.add(len(met))
+        h = torch.tanh(net(x + h)) * len(met)
+        return h, h
+
+    def by_global(x, h):
+        global CALLS
+        CALLS += 1
+        h = torch.tanh(net(x + h)) * CALLS
+        return h, h
+
+    class Tally:
+        calls = 0
+
+        def __call__(self, x, h):
+            Tally.calls += 1
+            h = torch.tanh(net(x + h)) * Tally.calls
+            return h, h
+
+    def by_file(x, h):
+        h = torch.tanh(net(x + h)) * float(lines.readline())
+        return h, h
+
     return {
+        "a set": (by_set, lambda: met),
+        "a global": (by_global, lambda: CALLS),
+        "a class": (Tally(), lambda: Tally.calls),
+        "a file": (by_file, lambda: lines.tell()),
         "a module": (module, lambda: (module.t, module.seen, module.memory)),
         "a list": (by_list, lambda: n),
         "a dict": (by_dict, lambda: table),
-        "an iterator": (by_iterator, lambda: next(it)),
-        "a count": (by_count, lambda: next(steps)),
+        "an iterator": (by_iterator, lambda: it.__length_hint__()),
+        "a count": (by_count, lambda: repr(steps)),
         "an array": (by_array, lambda: array),
         "a function": (by_itself, lambda: by_itself.t),
     }, net
 
 
-@pytest.mark.parametrize("memory", ["least", "40%", "100%"])
-@pytest.mark.parametrize("what", counters()[0])
-def test_what_a_cell_counts_is_part_of_its_state(what, memory):
-    x, h = data()
-    found = []
-    if memory == "least":
-        with pytest.raises(rg.BudgetError) as refusal:
-            rg.unroll(counters()[0][what][0], x, h, memory=1)
-        memory = refusal.value.minimum_bytes
-    for run in (loop, lambda *a: rg.unroll(*a, memory=memory)):
-        cells, net = counters()
-        cell, left = cells[what]
-        y, _ = run(cell, x, h)
-        grads = torch.autograd.grad(y.square().sum(), list(net.parameters()))
-        found.append(([y.detach()], grads, repr(left())))
-    assert_bitwise(found[1][0], found[0][0])
-    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-9, atol=1e-12)
-    assert found[1][2] == found[0][2]
+#: The names in the refusals.
+COUNTED = {
+    "a module": r"changed Counting\.(t|seen|memory)",
+    "a list": "changed the variable 'n'",
+    "a dict": r"changed the variable 'table'\['t'\]",
+    "an iterator": "reads the variable 'it'",
+    "a count": "reads the variable 'steps'",
+    "an array": "changed the variable 'array'",
+    "a function": r"changed .*by_itself\.t",
+    "a set": "changed the variable 'met'",
+    "a global": "changed 'CALLS' of the module",
+    "a class": r"changed Tally\.calls",
+    "a file": "reads the variable 'lines'",
+}
 
 
-@pytest.mark.parametrize("what", counters()[0])
-def test_what_a_cell_counts_in_a_stream(what):
-    x, h = data()
-    cells, net = counters()
+@pytest.mark.parametrize("asked", [{"memory": "40%"}, {"memory": "100%"}, {"memory": 1}])
+@pytest.mark.parametrize("what", COUNTED)
+def test_what_a_cell_counts_is_refused_by_name(what, asked):
+    cells, _ = counters()
     cell, left = cells[what]
-    loop(cell, x, h)[0].square().sum().backward()
-    expected, counted = [p.grad for p in net.parameters()], repr(left())
-    for memory in ("30%", "100%"):
-        cells, net = counters()
-        cell, left = cells[what]
-        rg.bptt(cell, x, h, loss=lambda t, y: y.square().sum(), memory=memory)
-        found = [p.grad for p in net.parameters()]
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
-        assert repr(left()) == counted
+    before = repr(left())
+    with pytest.raises(rg.CellError, match=f"the cell {COUNTED[what]}.* expected .*; "):
+        rg.unroll(cell, *data(), **asked)
+    assert repr(left()) == before
 
 
-@pytest.mark.parametrize("what", counters()[0])
-def test_what_a_layer_counts(what):
+@pytest.mark.parametrize("what", COUNTED)
+def test_what_a_cell_counts_in_a_stream_is_refused(what):
+    cell, _ = counters()[0][what]
+    with pytest.raises(rg.CellError, match=COUNTED[what]):
+        rg.bptt(cell, *data(), loss=lambda t, y: y.square().sum(), memory="30%")
+
+
+@pytest.mark.parametrize("what", COUNTED)
+def test_what_a_layer_counts_is_refused(what):
+    made = [counters() for _ in range(8)]
+    layers = [Layer(cells[what][0]) for cells, _ in made]
+    for layer, (_, net) in zip(layers, made, strict=True):
+        layer.net = net
+    net = rg.Sequential(*layers, memory="60%")
+    with pytest.raises(rg.CellError, match=COUNTED[what]):
+        net(torch.randn(30, SIZE, dtype=DOUBLE, requires_grad=True))
+
+
+def test_a_count_is_part_of_the_state_by_stateful():
+    class Neuron(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.t, self.v = linear(), 0, None
+
+        def forward(self, x):
+            self.t += 1
+            self.v = self.net(x) if self.v is None else torch.tanh(self.v * self.t / 30 + x)
+            return self.v
+
     found = []
-    for ours in (False, True):
-        cells = [counters() for _ in range(8)]
-        layers = [Layer(made[what][0]) for made, _ in cells]
-        for layer, (_, inner) in zip(layers, cells, strict=True):
-            layer.net = inner
-        net = rg.Sequential(*layers, memory="60%") if ours else nn.Sequential(*layers)
-        torch.manual_seed(6)
-        x = torch.randn(30, SIZE, dtype=DOUBLE)
-        for _ in range(3):
-            y = net(x)
-            grads = torch.autograd.grad(y.square().sum(), list(net.parameters()))
-        found.append(([y.detach(), *grads], [repr(made[what][1]()) for made, _ in cells]))
-    assert_bitwise(found[1][0], found[0][0])
-    assert found[1][1] == found[0][1]
+    for memory in (None, "60%"):
+        cell, (x, _) = Neuron(), data()
+        y, _ = rg.unroll(cell, x, stateful=[cell], memory=memory)
+        found.append([y.detach(), *torch.autograd.grad(y.square().sum(), cell.net.weight)])
+        assert cell.t == STEPS
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-12)
+
+
+class Caching(nn.Module):
+    """Makes what it needs at its first step: a mask, an entry of a table, a flag."""
+
+    def __init__(self, factor=1.0, drawn=False):
+        super().__init__()
+        self.net, self.mask, self.table, self.fresh = linear(), None, {}, True
+        self.factor, self.drawn = factor, drawn
+
+    def forward(self, x, h):
+        if self.fresh:
+            h = h * self.factor
+            self.fresh = False
+        if self.mask is None:
+            self.mask = torch.rand(SIZE) if self.drawn else torch.arange(SIZE) / SIZE
+        key = tuple(x.shape)
+        self.table[key] = self.table.get(key, 2.0)
+        h = torch.tanh(self.net(x + h)) * self.mask * self.table[key]
+        return h, h
+
+
+@pytest.mark.parametrize("memory", ["60%", "100%"])
+def test_what_settles_in_the_first_step_is_a_cache(memory):
+    found = []
+    for run in (loop, lambda *a: rg.unroll(*a, memory=memory)):
+        cell, (x, h) = Caching(), data()
+        for _ in range(2):
+            y, _ = run(cell, x, h)
+            found.append([y.detach(), *torch.autograd.grad(y.square().sum(), cell.net.weight)])
+        assert not cell.fresh
+        assert cell.mask is not None
+        assert list(cell.table) == [(SAMPLES, SIZE)]
+    torch.testing.assert_close(found[2:], found[:2], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{"factor": 2.0}, {"drawn": True}])
+def test_what_settles_and_changes_what_the_first_step_computes_is_refused(options):
+    cell, (x, h) = Caching(**options), data()
+    with pytest.raises(rg.CellError, match=r"the cell changed Caching\.(fresh|mask|table)"):
+        rg.unroll(cell, x, h, memory="60%")  # h is 0: only its gradient shows the factor
+    assert cell.fresh
+    assert cell.mask is None
+    assert not cell.table
 
 
 def test_a_generator_cannot_be_set_back():
@@ -410,7 +547,9 @@ def test_a_generator_cannot_be_set_back():
         h = torch.tanh(net(x + h)) * next(numbers)
         return h, h
 
-    with pytest.raises(rg.CellError, match=r"advances the variable 'numbers', a generator or"):
+    with pytest.raises(
+        rg.CellError, match=r"reads the variable 'numbers', an iterator, a generator"
+    ):
         rg.unroll(cell, *data(), memory="40%")
 
 
@@ -454,16 +593,33 @@ def test_a_potential_in_an_attribute_is_refused_by_name_even_where_nothing_shows
         rg.unroll(Membrane(), torch.zeros_like(x), h, memory="40%")
 
 
-def test_a_detached_potential_is_part_of_the_state():
+def test_a_detached_potential_is_refused_by_name_and_is_part_of_the_state_by_stateful():
+    x, h = data()
+    with pytest.raises(
+        rg.CellError, match=r"keeps a state of its own in Membrane\.potential.*state"
+    ):
+        rg.unroll(Membrane(detach=True), x, h, memory="40%")
     found = []
-    for run in (loop, lambda *a: rg.unroll(*a, memory="40%")):
-        cell, (x, h) = Membrane(detach=True), data()
-        x[:3] = 0
-        y, _ = run(cell, x, h)
+    for memory in (None, "60%"):
+        cell = Membrane(detach=True)
+        y, _ = rg.unroll(cell, x, h, memory=memory, stateful=[cell])
         grads = torch.autograd.grad(y.square().sum(), cell.net.weight)
         found.append([y.detach(), *grads, cell.potential])
     assert_bitwise(found[1][::2], found[0][::2])
     torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-12)
+
+
+def test_a_captured_tensor_is_not_to_be_written_to():
+    net, count = linear(), torch.zeros(())
+
+    def cell(x, h):
+        count.add_(1)
+        h = torch.tanh(net(x + h)) * count
+        return h, h
+
+    with pytest.raises(rg.CellError, match="writes in place to the variable 'count', a tensor"):
+        rg.unroll(cell, *data(), memory="40%")
+    assert count == 0
 
 
 class Leaving(nn.Module):
@@ -510,7 +666,7 @@ def test_tensors_with_a_gradient_are_not_to_be_collected():
         return h, h
 
     with pytest.raises(
-        rg.CellError, match=r"collects tensors with a gradient in the variable 'kep"
+        rg.CellError, match=r"the cell changed the variable 'kept'.* return it as an output"
     ):
         rg.unroll(cell, *data(), memory="40%")
     assert not kept

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from retrograde.discover.captured import Outside, find_outside
 from retrograde.discover.dry_run import try_out
-from retrograde.discover.referents import Referents, find_referents
+from retrograde.discover.referents import Referents
 from retrograde.discover.surroundings import Ambient, version
 from retrograde.discover.trees import Structure, flatten, flatten_state
 from retrograde.errors import CellError
@@ -146,9 +146,9 @@ def examine(
     _check_trackable([*inputs, *state])
     x = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
     s = [as_leaf(t) for t in state]
-    found = find_referents([cell] if made_of is None else made_of)
+    made_of = [cell] if made_of is None else made_of
     step = _Trying(cell, x, input_spec, s, state_spec)
-    trial = try_out(step, found, device, _tensors_of, reruns=reruns)
+    trial = try_out(step, made_of, device, _tensors_of, reruns=reruns)
     core = _core_like(trial.value[0], cell, input_spec, state, state_spec, device)
     outputs, states, *_ = trial.value[0]
     core = replace(

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from retrograde.cells.cell import as_pair
-from retrograde.discover.dry_run import assigned_tensors
-from retrograde.discover.places import Place, Table
+from retrograde.discover.dry_run import assigned_values
+from retrograde.discover.places import HandsOn, Place, Table
 from retrograde.discover.referents import find_referents
 from retrograde.discover.trees import flatten_state
 from retrograde.errors import CellError
@@ -52,7 +52,7 @@ class _Slot:
 
 
 @dataclass(frozen=True)
-class Stateful:
+class Stateful(HandsOn):
     """A step over modules that keep a state, as a cell. Its state is the slots' values, and the
     step's own state if it has one; ``alone`` says that it has none."""
 
@@ -85,7 +85,7 @@ class Stateful:
         given = arguments[:1] if state is None else arguments
         own, found = find_referents(modules).places, find_referents([step, *modules])
         device = device_of(*tensors)
-        changes = assigned_tensors(lambda: step(*given), found, own, device)
+        changes = assigned_values(lambda: step(*given), found, own, device)
         slots = tuple(_Slot(p, key, then, _alike(then, now)) for p, key, then, now in changes)
         if not slots:
             names = ", ".join(type(module).__name__ for module in modules)
@@ -98,7 +98,7 @@ class Stateful:
             return held
         results: list[Any] = []
         leaves = pytree.tree_map_only(Tensor, _leaf, held.first(arguments[1]))
-        assigned_tensors(lambda: results.append(held(arguments[0], leaves)), found, own, device)
+        assigned_values(lambda: results.append(held(arguments[0], leaves)), found, own, device)
         read = _read(pytree.tree_leaves(results), held._parted(leaves)[0])
         slots = tuple(s if r else s.cut() for s, r in zip(slots, read, strict=True))
         return replace(held, slots=slots)

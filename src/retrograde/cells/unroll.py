@@ -197,7 +197,7 @@ class CellCall:
         """Return the plan for a cell, and properties that earlier calls have settled. Raises
         BudgetError if the budget is too small."""
         ambient, inputs, memory = core.ambient, self.read, cast(Memory, self.memory)
-        moving = tuple(b.nbytes for b in ambient.buffers), len(ambient.sources), ambient.place_bytes
+        moving = tuple(b.nbytes for b in ambient.buffers), len(ambient.sources)
         tensors = map(signature, (*self.tensors, *inputs[0], *states, *core.parameters))
         ways = moving, torch.get_num_threads(), self.compile
         shapes = *ways, core.state_like, *tensors

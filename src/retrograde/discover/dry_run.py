@@ -1,35 +1,49 @@
-"""A trial call that leaves no trace, and finds out what it draws and changes (rules 2 and 3).
+"""A trial of one step, which finds out what it draws, writes and leaves, and refuses the rest.
 
-Random states, buffers, captured tensors and the Python values that the cell refers to are restored,
-whether the call returns or raises. If the call changes one buffer of a module, all buffers of that
-module count as changed: batch normalization's running mean is unchanged by an input of zeros.
+Random states, buffers and Python values are put back, whether the call returns or raises. If the
+call changes one buffer of a module, all of its buffers count as changed. (Batch normalization's
+running mean is unchanged by an input of zeros.)
 
-The call can change two kinds of Python values. Values without a history (a counter, an iterator, a
-detached tensor) belong to the state, and are stored with it. A tensor with a history is only
-*left*: the caller may look at it, but the next step must not read it. A second call checks this.
+A change of a Python value is one of three things. What a second call does not change again is a
+cache. It stays, if the second call computes what the first one did. What holds tensors, and a
+second call does not read, is only *left*, to be looked at. All else is a state of the cell's own,
+and is refused by its name.
+
+Known limits: some things stay as a refused call left them. These are large captured tensors that it
+wrote to, entries of lists longer than a thousand, and what cannot be found from the cell.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from retrograde.discover.captured import distinct, foreign_tensors
-from retrograde.discover.generators import Source, Watch, draws_python, is_alone, sources
-from retrograde.discover.places import Paused, Place, Seen, Table, tensors_in, within
-from retrograde.discover.referents import Referents
-from retrograde.discover.surroundings import Ambient, Left, Steady, put_back, version
+from retrograde.discover.generators import OwnDraws, Source, draws_python, is_alone, sources
+from retrograde.discover.places import HandsOn, Place, Seen, Table, first_named, tensors_in
+from retrograde.discover.referents import Referents, find_referents
+from retrograde.discover.surroundings import (
+    Ambient,
+    Left,
+    Steady,
+    muted_hooks,
+    muted_modules,
+    put_back,
+    restore,
+    version,
+)
 from retrograde.discover.trial_watch import watched
 from retrograde.errors import CellError
 from retrograde.measure.allocations import MEASURING, unpacked
 
-__all__ = ["DryRun", "assigned_tensors", "try_out"]
+__all__ = ["DryRun", "assigned_values", "try_out"]
 
 T = TypeVar("T")
+#: The names of places, by the places' numbers.
+Keys = set[tuple[int, Any]]
 
 
 @dataclass(frozen=True)
@@ -45,280 +59,290 @@ class DryRun(Generic[T]):
 
     def repeatable(self) -> bool:
         """Return whether the call changes nothing but random states and tensors."""
-        return not (self.ambient.places or self.ambient.left or self.found.generators)
+        return not (self.ambient.left or self.found.generators)
 
     def on(self, found: Referents) -> Ambient:
         """Return the surroundings of the same call on equal modules, without a trial."""
-        owners = _Rewritten(found, self.ambient.device)
+        owners = _Rewritten(found)
         for owner, changed in zip(owners.owners, self.written, strict=True):
             owner.changed = changed
         buffers, others = owners.parted()
-        steady = Steady(self.ambient.steady.sources, others, tuple(found.places))
-        parts = tuple(found.parts())
-        return replace(self.ambient, buffers=buffers, steady=steady, modules=parts)
+        steady = Steady(self.ambient.steady.sources, others, tuple(found.places), found)
+        return replace(self.ambient, buffers=buffers, steady=steady, modules=tuple(found.parts()))
 
 
 def try_out(
     call: Callable[[], T],
-    found: Referents,
+    made_of: Sequence[Any],
     device: torch.device,
     results: Callable[[T], Sequence[Tensor]],
     *,
     reruns: bool = True,
+    settled: bool = False,
 ) -> DryRun[T]:
-    """Run a call with autograd recording, and restore what it drew and changed.
+    """Run a call with autograd recording, and put back what it drew and changed, but for caches.
 
-    ``reruns`` says whether the call will be run again for the backward pass.
+    ``made_of`` are the objects in which to search for what the call depends on. ``reruns`` says
+    whether the call will be run again for the backward pass. ``settled`` says that an earlier trial
+    made the caches.
 
     Raises:
-        CellError: the call replaced a buffer by another tensor, changed a value that cannot be
-            restored, reads a tensor that it left before, takes a gradient, or has a site of Pyro's.
+        CellError: the call changed a value that is not replayed, reads a tensor that it left
+            before, refers to an iterator, takes a gradient, or has a site of Pyro's.
     """
-    generators = _GeneratorStates(sources(device, found.generators))
-    with (
-        MEASURING,
-        unpacked(),
-        _rewritten(found, device) as written,
-        put_back(found.places),
-        watched(reruns=reruns) as watch,
-    ):
-        before = [place.note() for place in found.places]
+    found = find_referents(made_of)
+    for name in found.read().moving if found.moving else ():
+        raise CellError(_MOVES.format(name))
+    with MEASURING, unpacked(), watched(reruns=reruns) as watch, torch.enable_grad():
+        trial = _Trial(call, found, device, results)
         try:
-            with torch.enable_grad():
-                mark, value = _marked(call)
-                first = last = _changes(found.places, before)
-                if any(change.tensors() for change in first):
-                    del value  # so that only one call's graph is held
-                    earlier, stand_ins = mark, _stand_ins(first)
-                    mark, value = _marked(call)
-                    _check_unread(results(value), earlier, mark, first, stand_ins)
-                    last = _changes(found.places, before)
-                drawn = generators.moved()
-                if drawn and not is_alone():
-                    del value
-                    with Watch(drawn) as ours:
-                        mark, value = _marked(call)
-                    drawn = tuple(source for source in drawn if source in ours.drawn)
+            mark, value = trial.run()
+            if trial.cached and settled:
+                raise trial.refusal(trial.cached)
+            if trial.cached:
+                del value
+                trial.rewind()
+                return try_out(call, made_of, device, results, reruns=reruns, settled=True)
         except BaseException:
-            generators.put_back(generators.moved())
+            trial.rewind()
+            restore(found.places, trial.before)
             raise
-        generators.put_back(drawn)
-        places, left = _parted(last)
-        place_bytes = _bytes_of(first, last) if last is not first else 0
-    changed, others = written.parted()
-    found = _without_stale(found, last)
-    unmoved = tuple(source for source in generators.sources if source not in drawn)
-    steady = Steady(unmoved, others, _untouched(found.places, last))
-    parts = tuple(found.parts())
-    ambient = Ambient(device, drawn, changed, places, left, steady, parts, place_bytes)
-    decides = watch.decides or any(map(draws_python, drawn))
-    changing = tuple(owner.changed for owner in written.owners)
-    return DryRun(value, ambient, mark, found, changing, decides)
+    ambient = trial.ambient(made_of)
+    changing = tuple(owner.changed for owner in trial.written.owners)
+    decides = watch.decides or any(map(draws_python, ambient.sources))
+    return DryRun(value, ambient, mark, trial.found, changing, decides)
 
 
-def assigned_tensors(
-    call: Callable[[], object], found: Referents, places: Sequence[Place], device: torch.device
-) -> list[tuple[Place, Any, Any, Any]]:
-    """Find where a call assigns other values that hold tensors, and restore everything. The results
-    are a place, a name there, and the values before and after."""
-    generators = _GeneratorStates(sources(device, found.generators))
-    with MEASURING, unpacked(), _rewritten(found, device), put_back(found.places):
-        before = [place.note() for place in places]
+class _Trial(Generic[T]):
+    """Calls of one step, each from the same random states and buffers."""
+
+    def __init__(
+        self,
+        call: Callable[[], T],
+        found: Referents,
+        device: torch.device,
+        results: Callable[[T], Sequence[Tensor]],
+    ) -> None:
+        self.call, self.found, self.device, self.results = call, found, device, results
+        self.sources = {source: source.copy() for source in sources(device, found.generators)}
+        self.drawn: tuple[Source, ...] = ()
+        self.written = _Rewritten(found)
+        self.before = self.notes()
+        self.left: list[tuple[Left, Seen]] = []  # and what was there before
+        self.cached: Keys = set()
+
+    def notes(self) -> list[Seen]:
+        return [place.note() for place in self.found.places]
+
+    def run(self) -> tuple[int, T]:
+        """Call until it is known what every change is.
+
+        Return autograd's sequence number before the last call, and its result.
+        """
+        mark, value = self.once()
+        first = self.changes(self.before)
+        if first:
+            graphs = {key for key in first if self.is_left(key, graph=True)}
+            shown = self.evidence(mark, value) if first - graphs else None
+            del value  # so that only one call's graph is held
+            self.leave(graphs)
+            noted = self.notes()
+            mark, value = self.once()
+            again = self.changes(noted) - graphs
+            for key in again:
+                if not self.is_left(key):
+                    raise self.refusal({key})
+            self.cached = first - graphs - again
+            if self.cached and not _alike(shown, self.evidence(mark, value)):
+                raise self.refusal(self.cached)
+            if again and not self.cached:
+                del value
+                self.leave(again)
+                noted = self.notes()
+                mark, value = self.once()
+                if more := self.changes(noted) - again - graphs:
+                    raise self.refusal(more)
+        if self.drawn and not is_alone():
+            del value
+            drawn, self.drawn = self.drawn, ()  # a generator of another thread's is not rewound
+            ours = OwnDraws(drawn)
+            mark, value = self.once(ours)
+            self.drawn = tuple(s for s in drawn if s in ours.drawn or draws_python(s))
+        return mark, value
+
+    def once(self, watch: OwnDraws | None = None) -> tuple[int, T]:
+        """Call from the states at the beginning. Return autograd's sequence number, and the result.
+
+        Autocast's weight cache is off: casts of an earlier call would look like tensors from
+        outside.
+        """
+        self.rewind()
+        cached = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
         try:
-            with torch.enable_grad():
-                call()
-            return [
-                (change.place, key, change.then.get(key), change.now[key])
-                for change in _changes(places, before)
-                for key in change.keys
-                if tensors_in(change.now.get(key))
-            ]
+            with watch or nullcontext():
+                found = torch._C._autograd._get_sequence_nr(), self.call()
         finally:
-            generators.put_back(generators.moved())
+            torch.set_autocast_cache_enabled(cached)
+            pairs = self.sources.items()
+            moved = (s for s, then in pairs if s.position() != then.position())
+            self.drawn = tuple(dict.fromkeys((*self.drawn, *moved)))
+        self.written.put_back(self.found.places)
+        return found
+
+    def rewind(self) -> None:
+        """Put back random states, buffers, and what was where tensors are left."""
+        for source in self.drawn:
+            source.restore(self.sources[source].capture())
+        self.written.put_back()
+
+    def changes(self, before: list[Seen]) -> Keys:
+        pairs = enumerate(zip(self.found.places, before, strict=True))
+        return {(k, key) for k, (place, seen) in pairs for key in place.changed(seen)}
+
+    def is_left(self, key: tuple[int, Any], *, graph: bool = False) -> bool:
+        """Return whether a change may stay as what a step leaves: an attribute with tensors."""
+        place = self.found.places[key[0]]
+        if place.growing or getattr(place, "registered", None):
+            return False
+        tensors = tensors_in(place.read().get(key[1]))
+        return any(t.grad_fn is not None for t in tensors) if graph else bool(tensors)
+
+    def leave(self, keys: Keys) -> None:
+        """Make it an error to read what the last call left."""
+        for number in sorted({number for number, _ in keys}):
+            names = tuple(key for k, key in keys if k == number)
+            graphs = tuple(name for name in names if self.is_left((number, name), graph=True))
+            place, seen = self.found.places[number], self.before[number]
+            others = [v for key, v in place.read().items() if key in {*names} - {*graphs}]
+            sizes = {t.untyped_storage().data_ptr(): t.nbytes for t in tensors_in(others)}
+            left = Left(place, names, graphs, sum(sizes.values()))
+            self.left.append((left, {name: seen[name] for name in names if name in seen}))
+            left.bar()
+
+    def evidence(self, mark: int, value: T) -> list[Tensor | None]:
+        """Return the results of a call, and its gradients for some gradients of the results."""
+        results = self.results(value)
+        roots = [t for t in results if t.requires_grad]
+        leaves = [t for t in foreign_tensors(roots, mark)[0] if t.numel()]  # no anchor of a chain
+        seeds = [torch.arange(t.numel(), device=t.device).cos().to(t.dtype) for t in roots]
+        given = [seed.view(t.shape) for seed, t in zip(seeds, roots, strict=True)]
+        drawn = [source.position() for source in self.sources]
+        with MEASURING, muted_hooks(leaves), muted_modules(self.found.parts()):
+            grads = torch.autograd.grad(roots, leaves, given, allow_unused=True) if leaves else ()
+        positions = torch.tensor([hash(position) for position in drawn], device="cpu")
+        return [positions, *(t.detach().clone() for t in results), *grads]
+
+    def refusal(self, keys: Keys) -> CellError:
+        """Return the error for changes that are not replayed."""
+        number, key = min(keys, key=lambda pair: (pair[0], str(pair[1])))
+        place = self.found.places[number]
+        if isinstance(place, Table) and place.registered:
+            return CellError(_REPLACES.format(place.registered, place.called(key)))
+        return CellError(_CHANGES.format(place.called(key)))
+
+    def ambient(self, made_of: Sequence[Any]) -> Ambient:
+        """Return the surroundings, and put back what was where tensors are left."""
+        self.rewind()
+        changed, others = self.written.parted()
+        held: dict[int, set[Any]] = {}
+        for left, _ in self.left:
+            left.bar()
+        ours = (slot for part in made_of if isinstance(part, HandsOn) for slot in part.slots)
+        names = [(left.place, name) for left, _ in self.left for name in left.keys]
+        for place, name in (*names, *((slot.place, slot.key) for slot in ours)):
+            held.setdefault(id(place.holder), set()).add(name)
+        if self.left:  # what only earlier calls left is not found now
+            now = find_referents(made_of)
+            stale = {id(t) for t in self.found.tensors} - {id(t) for t in now.tensors}
+            others, self.found = tuple(t for t in others if id(t) not in stale), now
+        for left, seen in self.left:
+            left.put_back(seen)
+        places = (place.without(held.get(id(place.holder), ())) for place in self.found.places)
+        still = tuple(source for source in self.sources if source not in self.drawn)
+        steady = Steady(still, others, tuple(places), self.found)
+        lefts, parts = tuple(left for left, _ in self.left), tuple(self.found.parts())
+        return Ambient(self.device, self.drawn, changed, lefts, steady, parts)
 
 
-def _marked(call: Callable[[], T]) -> tuple[int, T]:
-    """Return autograd's sequence number, and the result of a call. Autocast's weight cache is off:
-    casts of an earlier call would look like tensors from outside."""
-    cached = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        return torch._C._autograd._get_sequence_nr(), call()
-    finally:
-        torch.set_autocast_cache_enabled(cached)
-
-
-class _GeneratorStates:
-    """Generators, and their states before a call."""
-
-    def __init__(self, generators: tuple[Source, ...]) -> None:
-        self.sources = generators
-        self.before = {source: source.copy() for source in generators}
-
-    def moved(self) -> tuple[Source, ...]:
-        """Return the generators that moved since, whoever drew from them."""
-        return tuple(s for s, then in self.before.items() if s.position() != then.position())
-
-    def put_back(self, moved: Iterable[Source]) -> None:
-        for source in moved:
-            source.restore(self.before[source].capture())
-
-
-@dataclass(frozen=True)
-class _Change:
-    """Names of a place that hold other values now, and the values."""
-
-    place: Place
-    keys: tuple[Any, ...]
-    then: Seen
-    now: Seen
-    history: list[Any] = field(default_factory=list)
-
-    def tensors(self) -> list[Tensor]:
-        return [t for key in self.keys for t in tensors_in(self.now.get(key))]
-
-    def with_history(self) -> tuple[Any, ...]:
-        """Return the names that hold tensors computed from others."""
-        return tuple(
-            key
-            for key in self.keys
-            if key in self.history
-            or any(t.grad_fn is not None for t in tensors_in(self.now.get(key)))
-        )
-
-
-def _changes(places: Sequence[Place], before: Sequence[Seen]) -> list[_Change]:
-    found = []
-    for place, seen in zip(places, before, strict=True):
-        keys = place.changed(seen)
-        if keys:
-            found.append(_Change(place, tuple(keys), seen, place.note()))
-    return found
-
-
-def _stand_ins(changes: list[_Change]) -> list[Tensor]:
-    """Replace tensors that a call left by leaves without memory, which frees their graph."""
-    found: list[Tensor] = []
-
-    def stand_in(t: Tensor) -> Tensor:
-        if t.grad_fn is None:
-            return t
-        found.append(t.new_zeros(()).expand(t.shape).requires_grad_())
-        return found[-1]
-
-    for change in changes:
-        keys = () if change.place.growing else change.with_history()
-        left = {key: change.now.pop(key) for key in keys}
-        change.place.write(pytree.tree_map_only(Tensor, stand_in, left), ())
-        change.now.update(dict.fromkeys(keys))
-        change.history.extend(keys)
-    return found
-
-
-def _check_unread(
-    results: Sequence[Tensor],
-    earlier: int,
-    mark: int,
-    changes: list[_Change],
-    stand_ins: list[Tensor],
-) -> None:
-    """Refuse a second call whose results depend on tensors that the first call left."""
-    leaves, older = foreign_tensors(results, mark)
-    read = {id(t) for t in leaves} & {id(t) for t in stand_ins}
-    if read or any(node._sequence_nr() >= earlier for node, _ in older):
-        for change in changes:
-            for key in change.with_history():
-                raise Left(change.place, (key,)).refusal(key)
-
-
-def _without_stale(found: Referents, changes: list[_Change]) -> Referents:
-    """Return the referents without objects that only an earlier call left in a place."""
-    stale = {
-        id(v) for change in changes for key in change.keys for v in within(change.then.get(key))
-    }
-    return replace(
-        found,
-        tensors=[t for t in found.tensors if id(t) not in stale],
-        places=[place for place in found.places if id(place.holder) not in stale],
+def _alike(a: list[Tensor | None] | None, b: list[Tensor | None]) -> bool:
+    """Return whether two calls computed the same, but for rounding."""
+    if a is None or len(a) != len(b):
+        return False
+    return all(
+        x is y if x is None or y is None else x.shape == y.shape and _near(x, y)
+        for x, y in zip(a, b, strict=True)
     )
 
 
-def _parted(changes: list[_Change]) -> tuple[tuple[Place, ...], tuple[Left, ...]]:
-    """Divide the changes into places that belong to the state, and tensors that are only left.
-
-    Raises:
-        CellError: a change can be neither kept nor undone.
-    """
-    places, left = [], []
-    for change in changes:
-        place, keys = change.place, change.with_history()
-        for key in change.keys:
-            if isinstance(change.now.get(key), Paused):
-                raise CellError(_ADVANCES.format(place.called(key)))
-            if isinstance(place, Table) and place.registered:
-                raise CellError(_REPLACES.format(place.registered))
-        if keys and place.growing:
-            raise CellError(_COLLECTS.format(place.called(keys[0])))
-        if keys:
-            left.append(Left(place.of(keys), keys))
-        rest = set(change.keys) - set(keys)
-        if rest:
-            places.append(place if place.growing else place.of(rest))
-    return tuple(places), tuple(left)
+def _near(x: Tensor, y: Tensor) -> bool:
+    if not (x.is_floating_point() or x.is_complex()):
+        return torch.equal(x, y)
+    return torch.allclose(x.to_dense(), y.to_dense(), rtol=1e-3, equal_nan=True)
 
 
-def _untouched(places: Sequence[Place], changes: list[_Change]) -> tuple[Place, ...]:
-    """Return the places without the names that a call changes."""
-    changed = {id(change.place): change for change in changes}
-    found = []
-    for place in places:
-        change = changed.get(id(place))
-        if change is None:
-            found.append(place)
-        elif not place.growing:
-            found.append(place.without(change.keys))
-    return tuple(found)
+def assigned_values(
+    call: Callable[[], object], found: Referents, places: Sequence[Place], device: torch.device
+) -> list[tuple[Place, Any, Any, Any]]:
+    """Find where a call assigns other tensors, or counts, and restore everything. The results are a
+    place, a name there, and the values before and after."""
+    trial = _Trial(call, found, device, lambda _: ())
+    before = [place.note() for place in places]
+    with put_back(found.places):
+        try:
+            with MEASURING, unpacked(), torch.enable_grad():
+                trial.once()
+        finally:
+            trial.rewind()
+        changes = [
+            (place, key, then.get(key), place.read().get(key))
+            for place, then in zip(places, before, strict=True)
+            for key in place.changed(then)
+        ]
+        return [change for change in changes if tensors_in(change[3]) or _counts(*change[2:])]
 
 
-def _bytes_of(first: list[_Change], last: list[_Change]) -> int:
-    """Return the bytes of tensors in the state that the first call does not settle."""
-    settled = {id(t) for change in first for t in change.tensors()}
-    sizes = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-        for change in last
-        for t in change.tensors()
-        if t.grad_fn is None and id(t) not in settled
-    }
-    return sum(sizes.values())
+def _counts(then: Any, now: Any) -> bool:
+    return type(then) is type(now) and type(now) in (int, float)
 
 
-_ADVANCES = (
-    "the cell advances {}, a generator or itertools.cycle, which cannot be reset for a rerun: "
-    "expected a list, a tuple or an iterator over one; or give its values as inputs"
+_CHANGES = (
+    "the cell changed {} besides its state, where a rerun would find it changed: expected a step "
+    "to hand on all that it changes; put it into the state, name its module in stateful=, "
+    "or return it as an output"
+)
+_MOVES = (
+    "the cell reads {}, an iterator, a generator or a file, which cannot be set back for a rerun: "
+    "expected values by their number; give a list and a count in the state, or give its values as "
+    "inputs"
 )
 _REPLACES = (
-    "the cell replaced a {} of its module: expected it to change it in place "
+    "the cell replaced a {} of its module, {}: expected it to change it in place "
     "(self.count.copy_(...), not self.count = ...), so that a rerun can put it back"
-)
-_COLLECTS = (
-    "the cell collects tensors with a gradient in {}: expected it to return them as outputs, since "
-    "tensors that a step leaves have no gradient within a budget; return them, or append t.detach()"
 )
 
 
 class _Rewritten:
     """The tensors that a cell may write to, and their values before a call."""
 
-    def __init__(self, found: Referents, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, found: Referents) -> None:
         self.owners = [_Owner([*part.buffers(recurse=False)]) for part in found.parts()]
-        self.owners += [_Captured(t) for t in found.tensors if not t.requires_grad]
+        self.owners += [_Owner([t], captured=True) for t in found.tensors if not t.requires_grad]
         frozen = (p for part in found.parts() for p in part.parameters(recurse=False))
         self.frozen = [p for p in frozen if not p.requires_grad]
 
-    def put_back(self) -> None:
+    def put_back(self, places: Sequence[Place] = ()) -> None:
+        """Restore the values. With ``places``, raise for a captured tensor that was written to."""
         for owner in self.owners:
-            owner.put_back(self.device)
+            owner.put_back()
+        for owner in self.owners:
+            if places and owner.captured and owner.changed:
+                (t,) = owner.tensors
+                raise CellError(
+                    f"the cell writes in place to {first_named(places, t)}, a tensor of shape "
+                    f"{tuple(t.shape)} that it captured: expected it to stay unchanged; register "
+                    "it as a buffer of a module, or make it part of the state"
+                )
 
     def parted(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Return the tensors that the call writes to, and the others."""
@@ -328,56 +352,24 @@ class _Rewritten:
         return tuple(changed), tuple(t for t in (*others, *self.frozen) if id(t) not in kept)
 
 
-@contextmanager
-def _rewritten(found: Referents, device: torch.device) -> Iterator[_Rewritten]:
-    """Restore, after a block, the values of the tensors that a cell may write to."""
-    written = _Rewritten(found, device)
-    try:
-        yield written
-    finally:
-        written.put_back()
-
-
 class _Owner:
-    """Tensors of one owner, and their values before a call."""
+    """Tensors of one owner, and their values before a call, but for large captured tensors."""
 
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self.tensors = tensors
+    def __init__(self, tensors: list[Tensor], *, captured: bool = False) -> None:
+        self.tensors, self.captured, self.changed = tensors, captured, False
         self.versions = list(map(version, tensors))
-        self.values = [t.detach().clone() for t in tensors]
-        self.changed = False
+        small = not captured or tensors[0].numel() <= _FEW
+        self.values = [t.detach().clone() for t in tensors] if small else []
 
-    def put_back(self, device: torch.device) -> None:
+    def put_back(self) -> None:
         """Restore the values, if any differs."""
         # A kernel may write without counting a version, and a write may leave the same value.
         written = self.versions != list(map(version, self.tensors))
-        pairs = zip(self.tensors, self.values, strict=True)
-        self.changed = written or not all(torch.equal(t, value) for t, value in pairs)
-        if self.changed:
+        pairs = zip(self.tensors, self.values, strict=False)
+        if written or not all(torch.equal(t, value) for t, value in pairs):
+            self.changed = True
+            device = torch.device("cpu")
             Ambient(device, buffers=tuple(self.tensors)).restore(tuple(self.values))
-
-
-class _Captured(_Owner):
-    """A tensor that a cell captured. It may be large, so only a few numbers are noted."""
-
-    def __init__(self, t: Tensor) -> None:
-        self.tensors, self.versions = [t], [version(t)]
-        self.numbers = t.tolist() if t.numel() <= _FEW else None
-        self.changed = False
-
-    def put_back(self, device: torch.device) -> None:
-        (t,) = self.tensors
-        self.changed = [version(t)] != self.versions
-        if not self.changed:
-            return
-        if self.numbers is None or t.requires_grad:
-            raise CellError(
-                f"the cell writes in place to a tensor of shape {tuple(t.shape)} that it captured: "
-                "expected it to stay unchanged; register it as a buffer of a module, or make "
-                "it part of the state"
-            )
-        value = torch.tensor(self.numbers, dtype=t.dtype, device=t.device)
-        Ambient(device, buffers=(t,)).restore((value,))
 
 
 _FEW = 16

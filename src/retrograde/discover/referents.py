@@ -4,16 +4,21 @@ A cell is a module, a function, a closure, a method, a ``functools.partial`` or 
 The search looks at a function's closure, its defaults and the globals that it names. It looks at
 the object of a method, at the attributes of objects and modules, and into lists, tuples and dicts,
 a few levels deep. It follows all code except the standard library, torch, NumPy and their kind.
+
+What a cell refers to is more than what it reads: a method refers to all of its model. A change by
+somebody else is refused only if the code names what changed (:meth:`Referents.reads`).
 """
 
 import functools
 import inspect
+import io
 import sys
+from abc import ABC
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import CodeType, FunctionType, ModuleType
-from typing import Any, TypeVar
+from types import CodeType, FunctionType, ModuleType, SimpleNamespace
+from typing import Any, Generic
 
 import numpy as np
 import torch
@@ -22,19 +27,16 @@ from torch import Tensor, nn
 from retrograde.discover.generators import is_generator
 from retrograde.discover.places import (
     ARRAY_BYTES,
-    Array,
     Attributes,
-    Defaults,
-    Names,
+    Contents,
+    Globals,
     Place,
-    Row,
     Table,
+    Unreadable,
     Variable,
 )
 
 __all__ = ["MODULE_TABLES", "Referents", "find_referents"]
-
-T = TypeVar("T")
 
 _DEPTH = 3
 _ITEMS = 1000  # entries of a list that are searched; a longer one may be a data set
@@ -46,7 +48,21 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "scipy", "numba", "triton", "retrograde"}
 _ATOMS = {int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
 _BUILT_IN = type(len)
-_DYNAMIC = {"getattr", "vars", "__dict__", "__getattribute__"}
+#: Code with one of these names may read any attribute.
+_DYNAMIC = {
+    "__dict__", "__getattribute__", "attrgetter", "buffers", "children", "eval", "exec", "getattr",
+    "get_buffer", "get_parameter", "get_submodule", "modules", "named_buffers", "named_children",
+    "named_modules", "named_parameters", "parameters", "setattr", "state_dict", "vars",
+}  # fmt: skip
+#: Methods that code calls without their names.
+_IMPLICIT = {
+    f"__{name}__"
+    for name in (
+        "add", "bool", "call", "contains", "enter", "eq", "exit", "getattr", "getitem", "iter",
+        "len", "matmul", "mul", "next", "radd", "rmul", "rsub", "setitem", "sub", "truediv",
+    )
+}  # fmt: skip
+_OPEN = {object, nn.Module, ABC, Generic, SimpleNamespace}  # have no code that reads attributes
 
 
 @dataclass(frozen=True)
@@ -54,19 +70,41 @@ class Referents:
     """The objects that a cell refers to.
 
     ``modules`` has no submodules. ``tensors`` are captured, or held by modules without
-    registration.
+    registration. ``moving`` are the names of iterators and files, which change by being read.
+    ``callers`` are methods that are being run, and run the cell: the object's id, and a name.
     """
 
+    made_of: Sequence[Any] = ()
     modules: list[nn.Module] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
     generators: list[Any] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)
     codes: list[CodeType] = field(default_factory=list)
+    moving: list[str] = field(default_factory=list)
+    callers: set[tuple[int, str]] = field(default_factory=set)
 
     def parts(self) -> list[nn.Module]:
         """Return every module, submodules included, each once."""
         parts = (part for module in self.modules for part in module.modules())
         return list({id(part): part for part in parts}.values())
+
+    def read(self) -> "Referents":
+        """Return those that the cell's code names, as far as it shows. This walk is for errors."""
+        names = frozenset[str]().union(*map(_names, self.codes))
+        if names & _DYNAMIC:
+            return self
+        walk = _Walk(self.made_of, names, self.callers)
+        walk.run()
+        return walk.found
+
+    def reads(self, place: Place, key: Any) -> bool:
+        """Return whether the cell reads the value of a name, as far as its code shows."""
+        alike = (p for p in self.places if p.holder is place.holder)
+        return any(p.names is None or key in p.names for p in alike)
+
+    def holds(self, t: Tensor) -> bool:
+        """Return whether a place holds a tensor."""
+        return any(value is t for place in self.places for value in place.read().values())
 
 
 def find_referents(parts: Sequence[Any]) -> Referents:
@@ -81,25 +119,29 @@ def find_referents(parts: Sequence[Any]) -> Referents:
         >>> found.modules == [linear], found.tensors[0] is scale
         (True, True)
     """
-    walk = _Walk()
-    for part in parts:
-        walk.add(part, "the cell", _DEPTH)
+    walk = _Walk(parts)
     walk.run()
-    names = frozenset[str]().union(*map(_names, walk.found.codes))
-    if not names & _DYNAMIC:
-        for place in walk.objects:
-            place.named = names
     return walk.found
 
 
 class _Walk:
-    """A breadth-first walk over the referents of a cell."""
+    """A breadth-first walk over the referents of a cell. With ``names`` it follows only the
+    attributes that have one of them, where all code that reads them is known."""
 
-    def __init__(self) -> None:
-        self.found = Referents()
+    def __init__(
+        self,
+        made_of: Sequence[Any],
+        names: frozenset[str] | None = None,
+        callers: Iterable[tuple[int, str]] = (),
+    ) -> None:
+        self.found = Referents(made_of, callers={*callers})
+        self.names = names
         self.seen: dict[int, Any] = {}  # by id; values are held, so that no id is used again
         self.pending: deque[tuple[Any, str, int]] = deque()
-        self.objects: list[Place] = []
+        self.open: dict[type, tuple[Any, int, set[str]]] = {}  # whose methods may be called
+        self.running = set(_running()) if names is None else set()
+        for part in made_of:
+            self.add(part, "the cell", _DEPTH)
 
     def add(self, value: Any, name: str, depth: int) -> None:
         """Look at a value later, once."""
@@ -112,17 +154,25 @@ class _Walk:
             self.pending.append((value, name, depth))
 
     def run(self) -> None:
-        while self.pending:
-            self.look(*self.pending.popleft())
+        known = -1
+        while self.pending or len(self.found.codes) > known:
+            known = len(self.found.codes)
+            while self.pending:
+                self.look(*self.pending.popleft())
+            names = _IMPLICIT.union(*map(_names, self.found.codes))
+            for kind, (value, depth, done) in [*self.open.items()]:
+                for name in (names & _functions(kind)) - done:
+                    self.code(value, name, depth)
 
     def look(self, value: Any, name: str, depth: int) -> None:
         """Classify a value, and add the values inside it."""
         found = self.found
         if isinstance(value, Tensor):
-            found.tensors.append(value)
+            if type(value) is not Unreadable:
+                found.tensors.append(value)
         elif isinstance(value, nn.Module):
             found.modules.append(value)
-            for part in value.modules():
+            for part in self.parts(value):
                 self.seen[id(part)] = part
                 self.module(part, depth)
         elif is_generator(value):
@@ -131,22 +181,24 @@ class _Walk:
             self.function(value, depth)
         elif inspect.ismethod(value):
             self.add(value.__self__, name, depth)
+            self.code(value.__self__, value.__name__, depth)
             self.add(value.__func__, name, depth)
         elif isinstance(value, functools.partial):
             self.add(value.func, name, depth)
-            self.held(Table(value.keywords, f"the arguments of {name}"), depth)
+            self.held(Contents(value.keywords, f"the arguments of {name}"), depth)
             self.each(value.args, name, depth)
-        elif isinstance(value, dict):
-            self.held(Table(value, name), depth)
-        elif isinstance(value, list | deque | set):
-            self.held(Row(value, name), depth)
+        elif isinstance(value, dict | list | deque | set):
+            self.held(Contents(value, name), depth)
         elif isinstance(value, tuple):
             self.each(value, name, depth)
         elif isinstance(value, np.ndarray):
             if value.nbytes <= ARRAY_BYTES and value.flags.writeable and value.dtype != object:
-                found.places.append(Array(value, name))
+                found.places.append(Contents(value, name))
+        elif hasattr(type(value), "__next__"):
+            written = isinstance(value, io.IOBase) and (value.closed or not value.readable())
+            found.moving.extend([] if written else [name])
         elif not isinstance(value, type | ModuleType | CodeType | _BUILT_IN):
-            self.object(value, name, depth)
+            self.object(value, depth)
 
     def each(self, values: Iterable[Any], name: str, depth: int) -> None:
         for value in list(values)[:_ITEMS]:
@@ -161,47 +213,64 @@ class _Walk:
                 if type(value) not in _ATOMS:
                     self.add(value, place.called(key), depth - 1)
 
-    def object(self, value: Any, name: str, depth: int) -> None:
+    def follows(self, kind: type) -> frozenset[str] | None:
+        """Return the names of the attributes to follow in an object of a class; None for all."""
+        return self.names if _is_open(kind) else None
+
+    def object(self, value: Any, depth: int) -> None:
         kind = type(value)
         if hasattr(value, "__dict__"):
-            self.objects.append(Table(vars(value), kind.__name__, attributes=True))
-            self.held(self.objects[-1], depth)
+            self.held(Table(vars(value), kind.__name__, self.follows(kind)), depth)
         slots = [name for base in kind.__mro__ for name in _slots(base)]
         if slots:
             self.held(Attributes(value, kind.__name__, slots), depth)
-        if callable(value):
-            self.code(kind, "__call__", depth)
+        self.open.setdefault(kind, (value, depth, set()))
+
+    def parts(self, module: nn.Module) -> Iterator[nn.Module]:
+        yield module
+        names = self.follows(type(module))
+        for name, child in module._modules.items():
+            wanted = child is not None and (names is None or name in names)
+            if wanted and id(child) not in self.seen:
+                yield from self.parts(child)  # type: ignore[arg-type]
 
     def module(self, part: nn.Module, depth: int) -> None:
         """Add one module without its submodules."""
-        kind = type(part).__name__
-        own = vars(part)
+        kind, own, names = type(part).__name__, vars(part), self.follows(type(part))
         places = self.found.places
-        places.append(Table(own, kind, attributes=True))
-        scripted = isinstance(part, torch.jit.ScriptModule)
-        if scripted:  # a scripted module keeps its attributes elsewhere
+        places.append(Table(own, kind, names))
+        if isinstance(part, torch.jit.ScriptModule):  # it keeps its attributes elsewhere
             made = getattr(part, "_concrete_type", None)
-            names = made.get_attributes() if made is not None else ()
-            places.append(Attributes(part, kind, ["training", *names]))
-        for table, what in () if scripted else _TABLES.items():
-            places.append(Table(own[table], kind, attributes=True, registered=what))
+            more = made.get_attributes() if made is not None else ()
+            places.append(Attributes(part, kind, ["training", *more]))
+        else:
+            places.extend(Table(own[table], kind, names, what) for table, what in _TABLES.items())
+            self.code(part, "forward", depth)
+            self.open.setdefault(type(part), (part, depth, {"forward"}))
         for table in _HOOKS:
             if own.get(table):
-                self.held(Table(own[table], f"{kind}.{table}"), depth)
+                self.held(Contents(own[table], f"{kind}.{table}"), depth)
         for key, value in own.items():
-            if key not in _USUAL and type(value) not in _ATOMS:
+            if key not in _USUAL and type(value) not in _ATOMS and (names is None or key in names):
                 self.add(value, f"{kind}.{key}", depth - 1)
-        if not scripted:
-            self.code(type(part), "forward", depth)
 
-    def code(self, kind: type, entry: str, depth: int) -> None:
-        """Add the methods that one method of a class reaches, and the class attributes in them."""
+    def code(self, value: Any, entry: str, depth: int) -> None:
+        """Add the methods that one method of an object reaches, and the class attributes in them.
+        A method that is being run is the cell's caller, and no part of the cell."""
+        kind = type(value)
         if not inspect.isfunction(first := getattr(kind, entry, None)):
             return
-        methods, named = _methods(kind, entry, first)
+        known = self.open.setdefault(kind, (value, depth, set()))[2]
+        known.add(entry)
+        if first.__code__ in self.running and _runs(first.__code__, value):
+            self.found.callers.add((id(value), entry))
+        if (id(value), entry) in self.found.callers:
+            return
+        methods, named = _methods(kind, entry, first)  # type: ignore[arg-type]
         for owner, names in named:
             self.held(Attributes(owner, owner.__name__, names), depth)
         for method in methods:
+            known.add(method.__name__)
             self.add(method, kind.__name__, depth)
 
     def function(self, value: FunctionType, depth: int) -> None:
@@ -213,9 +282,10 @@ class _Walk:
         if _is_library(value.__module__):
             return
         if value.__defaults__ or value.__kwdefaults__:
-            self.held(Defaults(value, value.__qualname__), depth)
+            place = Attributes(value, value.__qualname__, ["__defaults__", "__kwdefaults__"])
+            self.held(place, depth)
         if value.__dict__:
-            self.held(Table(value.__dict__, value.__qualname__, attributes=True), depth)
+            self.held(Table(value.__dict__, value.__qualname__), depth)
         names = _names(value.__code__)
         self.named(value.__globals__, names, f"the module {value.__module__}", depth)
 
@@ -224,7 +294,7 @@ class _Walk:
         read = [name for name in names if name in scope]
         data = [n for n in read if not isinstance(scope[n], ModuleType | _BUILT_IN)]
         if data:
-            self.held(Names(scope, name, data), depth)
+            self.held(Globals(scope, name, data), depth)
         for value in map(scope.__getitem__, read):
             if id(value) in self.seen or not isinstance(value, ModuleType | type):
                 continue
@@ -237,6 +307,24 @@ class _Walk:
                     self.held(Attributes(value, value.__name__, own), depth)
 
 
+def _running() -> Iterator[CodeType]:
+    """Iterate over the code that is being run."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield frame.f_code
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def _runs(code: CodeType, value: Any) -> bool:
+    """Return whether code is being run as a method of an object."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is code and frame.f_locals.get(code.co_varnames[0]) is value:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
 @functools.lru_cache(maxsize=1024)
 def _names(code: CodeType) -> frozenset[str]:
     """Return all names in code that are not its own variables, inner functions included."""
@@ -246,7 +334,7 @@ def _names(code: CodeType) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=256)
 def _methods(
-    kind: type, entry: str, _: Callable[..., Any]
+    kind: type, entry: str, _: FunctionType
 ) -> tuple[list[FunctionType], list[tuple[type, list[str]]]]:
     """Return the functions that a method reaches in its class, and the class attributes they name.
 
@@ -270,6 +358,18 @@ def _methods(
         elif _is_data(value):
             named.setdefault(owner, []).append(name)
     return found, list(named.items())
+
+
+@functools.lru_cache(maxsize=256)
+def _functions(kind: type) -> frozenset[str]:
+    """Return the names in a class and its bases, without those of libraries."""
+    return frozenset(n for b in kind.__mro__ if not _is_library(b.__module__) for n in vars(b))
+
+
+@functools.lru_cache(maxsize=256)
+def _is_open(kind: type) -> bool:
+    """Return whether all code of a class can be followed."""
+    return all(base in _OPEN or not _is_library(base.__module__) for base in kind.__mro__)
 
 
 def _is_data(value: Any) -> bool:

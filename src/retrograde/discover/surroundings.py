@@ -1,11 +1,10 @@
-"""The surroundings of a step: stored with a state, and restored before a rerun.
+"""The surroundings of a step: what is replayed at a rerun, and what is refused.
 
-A step may draw random numbers, change buffers of its module (running statistics), count in Python,
-and run under autocast. A value that it reads may have changed before the rerun: a mask that was
-assigned again, a module that was put in evaluation mode. A recomputation must repeat the first run
-and leave no trace (rules 2 to 4). So its surroundings are those of the first run.
-What steps change is stored with every hidden state. What they only read is noted once a call, and
-restored if it differs. At the end everything is as ordinary training leaves it.
+A recomputation must repeat the first run and leave no trace. So four things are replayed. Random
+states and buffers are stored with every state. The modules' ``training`` flags and autocast are
+noted once a call. Any other change that a step makes is refused by its name. So is a change that
+somebody else makes, before the backward pass, to what a step reads. A tensor that a step leaves in
+an attribute may stay there, if no later step reads it.
 
 Most cells draw nothing and change nothing; then nothing is stored.
 """
@@ -13,7 +12,7 @@ Most cells draw nothing and change nothing; then nothing is stored.
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -21,26 +20,19 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils import _pytree as pytree
 
-from retrograde.discover.generators import PythonValue, Source, Watch, is_alone
-from retrograde.discover.places import Place, Seen, Unreadable, has_bookmarks
+from retrograde.discover.generators import OwnDraws, Source, draws_python, is_alone
+from retrograde.discover.places import Place, Seen, Unreadable, first_named
+from retrograde.discover.referents import Referents
 from retrograde.errors import CellError, RetrogradeError
 from retrograde.measure.allocations import MEASURING, unpacked
 
 __all__ = [
-    "Ambient",
-    "Left",
-    "Marks",
-    "Snapshot",
-    "Steady",
-    "Trail",
-    "autocast_as_now",
-    "autocast_of_caller",
-    "muted_hooks",
-    "put_back",
+    "Ambient", "Left", "Marks", "Snapshot", "Steady", "Trail",
+    "autocast_as_now", "autocast_of_caller", "muted_hooks", "muted_modules", "put_back", "restore",
     "version",
-]
+]  # fmt: skip
 
-#: The states of generators, copies of buffers, and notes of places.
+#: The states of generators, and copies of buffers.
 Snapshot = tuple[Any, ...]
 
 
@@ -65,6 +57,7 @@ class Steady:
     sources: tuple[Source, ...] = ()
     tensors: tuple[Tensor, ...] = ()  # buffers, captured tensors, parameters without a gradient
     places: tuple[Place, ...] = ()
+    found: Referents | None = None  # the referents that they are from
 
     def marks(self) -> Marks:
         """Return their present values, to be compared later."""
@@ -75,26 +68,67 @@ class Steady:
         )
 
     def changes(self, before: Marks, layer: str | None = None) -> tuple[Source, ...]:
-        """Refuse changes since ``before``, since they were not stored for a rerun (rule 6).
+        """Refuse changes since ``before``, since they were not stored for a rerun.
 
-        Returns the generators that moved, since another thread may have drawn from them. ``layer``
+        Returns generators of torch's that moved, where another thread may have drawn. ``layer``
         names the layer that ran since, if it was not a cell.
         """
-        for place, seen in zip(self.places, before.seen, strict=True):
-            for key in filter(place.concerns, place.changed(seen)):
-                raise _unsteady(layer, f"changed {place.called(key)}", "assign to it")
-        if [version(t) for t in self.tensors] != before.versions:
-            raise _unsteady(layer, "changed a buffer of its module", "write to it")
+        changed, written = self._changed(before), self._written(before)
+        for name in self._read(changed, written):
+            raise _unsteady(layer, f"changed {name}", "assign to it")
         pairs = zip(self.sources, before.positions, strict=True)
         moved = tuple(source for source, then in pairs if source.position() != then)
         if moved and is_alone():
             raise _unsteady(layer, "drew random numbers", "draw")
+        if any(map(draws_python, moved)):
+            raise CellError(_THREADS.format(layer or "the cell"))
         return moved
 
-    def written(self, before: Marks) -> list[Tensor]:
-        """Return the tensors that were written to since."""
-        pairs = zip(self.tensors, before.versions, strict=True)
-        return [t for t, then in pairs if version(t) != then]
+    @contextmanager
+    def as_then(self, then: Marks) -> Iterator[None]:
+        """Set modules' ``training`` flags, parameters and buffers in a block as they were.
+
+        Raises:
+            RetrogradeError: something else that a step reads has changed since.
+        """
+        changed, replayed = self._changed(then), list[tuple[Place, Seen, Seen]]()
+        for place, keys, seen in changed:
+            ours = {k for k in keys if k == "training" or getattr(place, "registered", None)}
+            now = place.read()
+            if ours and ours <= seen.keys() & now.keys():
+                before, after = ({key: one[key] for key in ours} for one in (seen, now))
+                replayed.append((place, before, after))
+                keys -= ours
+        for name in self._read(changed, self._written(then)):
+            raise RetrogradeError(_CHANGED.format(name))
+        for place, before, _ in replayed:
+            place.write(before)
+        try:
+            yield
+        finally:
+            for place, _, after in replayed:
+                place.write(after)
+
+    def _changed(self, then: Marks) -> list[tuple[Place, set[Any], Seen]]:
+        pairs = zip(self.places, then.seen, strict=True)
+        return [(place, keys, seen) for place, seen in pairs if (keys := place.changed(seen))]
+
+    def _written(self, then: Marks) -> list[Tensor]:
+        pairs = zip(self.tensors, then.versions, strict=True)
+        return [t for t, before in pairs if version(t) != before]
+
+    def _read(
+        self, changed: list[tuple[Place, set[Any], Seen]], written: list[Tensor]
+    ) -> Iterator[str]:
+        """Iterate over the names of what changed, without what the cell does not read."""
+        if not (changed or written):
+            return
+        read = (self.found or Referents()).read()
+        for place, keys, _ in changed:
+            yield from (place.called(key) for key in keys if read.reads(place, key))
+        for t in filter(read.holds, written):
+            shape = f"a tensor of shape {tuple(t.shape)}"
+            yield f"{first_named(self.places, t)}, {shape}, in place"
 
 
 def _unsteady(layer: str | None, did: str, remedy: str) -> CellError:
@@ -112,10 +146,14 @@ def _unsteady(layer: str | None, did: str, remedy: str) -> CellError:
     )
 
 
-_WRITTEN = (
-    "a tensor of shape {} that the cell reads was modified in place between the forward pass and "
-    "the backward pass, which recomputes with it: expected it to stay as it was; bind a new tensor "
-    "(self.mask = mask, not self.mask.copy_(mask)), or call backward() first"
+_CHANGED = (
+    "somebody changed {} between the forward pass and the backward pass, which reads it again: "
+    "expected it to stay as it was; call backward() first, or put it into the inputs or the state"
+)
+_THREADS = (
+    "{} ran while numbers were drawn from a generator of Python's or NumPy's, by it or by another "
+    "thread: expected no such draw, for a rerun could not tell; let the thread draw from a "
+    "random.Random or a numpy.random.Generator of its own"
 )
 
 
@@ -142,7 +180,7 @@ class Trail:
             CellError: another thread drew.
         """
         if self.watching:
-            now = self.ambient.positions()
+            now = [source.position() for source in self.ambient.sources]
             if self.found.setdefault(at, now) != now:
                 raise CellError(
                     "another thread drew random numbers from a generator that the cell draws from "
@@ -154,32 +192,47 @@ class Trail:
 
 @dataclass(frozen=True)
 class Left:
-    """A place where a step leaves a tensor with a history.
+    """Names of a place where a step leaves tensors.
 
-    A later step must not read it, since a rerun would read another tensor. So before a rerun, or a
-    recording, an object that raises on use replaces it.
+    A later step must not read them, since a rerun would read other tensors. So before a rerun, or a
+    recording, an object that raises on use replaces them. ``graphs`` are the names whose tensors
+    have a history; ``nbytes`` is the size of the others.
     """
 
     place: Place
     keys: tuple[Any, ...]
+    graphs: tuple[Any, ...] = ()
+    nbytes: int = 0
+
+    @cached_property
+    def _barred(self) -> Seen:
+        return {key: Unreadable.of(partial(self.refusal, key)) for key in self.keys}
 
     def bar(self) -> None:
         """Make reading from there an error."""
-        self.place.write({k: Unreadable(self.refusal(k)) for k in self.keys}, ())
+        self.place.write(self._barred)
+
+    def read(self) -> Seen:
+        now = self.place.read()
+        return {key: now[key] for key in self.keys if key in now}
+
+    def put_back(self, before: Seen) -> None:
+        """Set what was read there before."""
+        self.place.write(before, self.read().keys() - before.keys())
 
     def cut(self) -> None:
         """Keep the tensors that a forward pass left from being differentiated."""
-        now = self.place.read()
-        names = {key: self.place.called(key) for key in self.keys if key in now}
-        cut = {k: pytree.tree_map_only(Tensor, partial(_cut, n), now[k]) for k, n in names.items()}
-        self.place.write(cut, ())
+        now = {key: value for key, value in self.read().items() if key in self.graphs}
+        names = {key: self.place.called(key) for key in now}
+        cut = {k: pytree.tree_map_only(Tensor, partial(_cut, names[k]), now[k]) for k in now}
+        self.place.write(cut)
 
     def refusal(self, key: Any) -> CellError:
         """Return the error for a later step that reads it."""
         return CellError(
             f"the cell keeps a state of its own in {self.place.called(key)}, which a step writes "
             "and a later one reads: expected the state to hold all that steps hand on; "
-            "make it part of the state"
+            "make it part of the state, or name its module in stateful="
         )
 
 
@@ -209,19 +262,16 @@ class _Cut(torch.autograd.Function):
 class Ambient:
     """The surroundings that matter to one cell.
 
-    Its steps draw from ``sources``, write to ``buffers`` (small captured tensors among them),
-    change ``places``, and leave tensors with a history in ``left``. Hooks of ``modules`` are not
-    called while it is measured; ``place_bytes`` is the size of the places' tensors after a step.
+    Its steps draw from ``sources``, write to ``buffers``, and leave tensors in ``left``. Hooks of
+    ``modules`` are not called while it is measured.
     """
 
     device: torch.device
     sources: tuple[Source, ...] = ()
     buffers: tuple[Tensor, ...] = ()
-    places: tuple[Place, ...] = ()
     left: tuple[Left, ...] = ()
     steady: Steady = Steady()
     modules: tuple[nn.Module, ...] = ()
-    place_bytes: int = 0
 
     @property
     def draws(self) -> bool:
@@ -231,30 +281,22 @@ class Ambient:
     @property
     def moves(self) -> bool:
         """Whether its steps change anything that has to be restored before a rerun."""
-        return bool(self.sources or self.buffers or self.places)
+        return bool(self.sources or self.buffers)
 
     def names_changed(self) -> Iterator[tuple[int, Any]]:
         """Iterate over the ids of places' holders, and the names there that its steps change."""
-        for place in (*self.places, *(left.place for left in self.left)):
-            for name in (None,) if place.only is None else place.only:
-                yield id(place.holder), name
-
-    def positions(self) -> list[Any]:
-        """Return the positions of the generators that its steps draw from."""
-        return [source.position() for source in self.sources]
+        for left in self.left:
+            for name in left.keys:
+                yield id(left.place.holder), name
 
     def capture(self) -> Snapshot:
         """Copy the present surroundings; the copy is empty for a cell that depends on none."""
         random = (source.capture() for source in self.sources)
-        noted = [PythonValue([place.note() for place in self.places])] if self.places else []
-        return (*random, *(buffer.detach().clone() for buffer in self.buffers), *noted)
+        return (*random, *(buffer.detach().clone() for buffer in self.buffers))
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Restore captured surroundings (rules 2 and 3)."""
+        """Restore captured surroundings."""
         self._restore_tensors(snapshot)
-        if self.places:
-            for place, seen in zip(self.places, snapshot[-1].value, strict=True):
-                place.put(seen)
         self.bar()
 
     def bar(self) -> None:
@@ -279,14 +321,15 @@ class Ambient:
 
     @contextmanager
     def without_trace(self) -> Iterator[None]:
-        """Restore the surroundings after the block (rule 3)."""
-        with put_back([*self.places, *(left.place for left in self.left)]):
-            before = self.capture()
-            self.bar()
-            try:
-                yield
-            finally:
-                self._restore_tensors(before)
+        """Restore the surroundings after the block."""
+        before, values = self.capture(), [left.read() for left in self.left]
+        self.bar()
+        try:
+            yield
+        finally:
+            self._restore_tensors(before)
+            for left, value in zip(self.left, values, strict=True):
+                left.put_back(value)
 
     @contextmanager
     def measured(self) -> Iterator[None]:
@@ -303,71 +346,40 @@ class Ambient:
 
     @contextmanager
     def rerun(
-        self, then: Marks, watched: Sequence[Source] = (), layer: str | None = None
+        self, then: Marks, moved: Sequence[Source] = (), layer: str | None = None
     ) -> Iterator[None]:
         """Run steps again as they ran when some marks were taken, and leave no trace.
 
         ``layer`` names the layer that runs, if it is not a cell.
 
         Raises:
-            RetrogradeError: a step reads a tensor that was written to since, or draws from one of
-                the ``watched`` generators, which moved while the steps first ran.
+            RetrogradeError: something that a step reads has changed since, or a step draws from one
+                of the generators that ``moved`` while the steps first ran.
         """
-        steady = self.steady
-        pairs = zip(steady.places, then.seen, strict=True)
-        others = [(place, seen) for place, seen in pairs if place.changed(seen)]
-        written = steady.written(then)
         with ExitStack() as stack:
-            for place, seen in others:
-                stack.enter_context(_as_then(place, seen))
+            stack.enter_context(self.steady.as_then(then))
             stack.enter_context(self.without_trace())
-            if watched or written:
-                stack.enter_context(Watch(watched, written, partial(_refuse, layer)))
+            draws = stack.enter_context(OwnDraws(moved)) if moved else None
             yield
-
-
-@contextmanager
-def _as_then(place: Place, then: Seen) -> Iterator[None]:
-    """Set a place, in a block, to its values at another time.
-
-    Values that somebody else writes there meanwhile, such as a callback of the caller's, stay.
-    """
-    keys = place.changed(then)
-    place = place if place.growing else place.of(keys)
-    now = place.take()
-    place.put(then if place.growing else {key: then[key] for key in keys if key in then})
-    mine = place.note()
-    try:
-        yield
-    finally:
-        theirs = place.changed(mine)
-        if not theirs:
-            place.give_back(now)
-        elif not place.growing:
-            rest = place.without(theirs)
-            rest.give_back({key: value for key, value in now.items() if key not in theirs})
-
-
-def _refuse(layer: str | None, seen: Any) -> None:
-    if isinstance(seen, Tensor):
-        raise RetrogradeError(_WRITTEN.format(tuple(seen.shape)))
-    raise _unsteady(layer, "drew random numbers", "draw")
+        if draws is not None and draws.drawn:
+            raise _unsteady(layer, "drew random numbers", "draw")
 
 
 @contextmanager
 def put_back(places: Sequence[Place]) -> Iterator[None]:
-    """Restore the values of places when a block ends; within the block, iterators are copies."""
-    before = [(place, place.take()) for place in places]
-    moving = [has_bookmarks(seen) for _, seen in before]
-    for (place, seen), moves in zip(before, moving, strict=True):
-        if moves:
-            place.put(seen)
+    """Restore the values of places when a block ends."""
+    before = [place.note() for place in places]
     try:
         yield
     finally:
-        for (place, seen), moves in zip(before, moving, strict=True):
-            if moves or place.changed(seen):
-                place.give_back(seen)
+        restore(places, before)
+
+
+def restore(places: Sequence[Place], before: Sequence[Seen]) -> None:
+    """Restore the noted values of places."""
+    for place, seen in zip(places, before, strict=True):
+        if place.changed(seen):
+            place.restore(seen)
 
 
 def autocast_as_now(device: torch.device) -> torch.autocast:

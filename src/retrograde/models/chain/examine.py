@@ -215,13 +215,12 @@ def _try(
         check_leaves(name, outputs, mark, [anchor, *own, *x])
         return outputs, returned
 
-    found = find_referents(layers)
-    trial = try_out(call, found, device_of(*inputs), lambda result: result[0])
+    trial = try_out(call, layers, device_of(*inputs), lambda result: result[0])
     outputs, returned = trial.value
     if trial.decides:
         raise CellError(_DECIDES.format(name))
     for left in trial.ambient.left:
-        for key in set(left.keys) - _computed_names(left.place.holder):
+        for key in set(left.graphs) - _computed_names(left.place.holder):
             raise CellError(_LEAVES.format(name, left.place.called(key)))
     inside, outside = _storages(inputs), _storages(outputs)
     made = {key: size for key, size in outside.items() if key not in inside}
@@ -236,7 +235,7 @@ def _try(
         ambient=trial.ambient,
         own=own,
         leaves=[get_gradient_edge(p).node for p in own],
-        reads=_reads(found, trial.ambient),
+        reads=_reads(trial.found, trial.ambient),
         output_bytes=sum(made.values()),
         hands_on=(),
         laid=state.laid,

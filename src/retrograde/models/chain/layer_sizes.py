@@ -370,5 +370,5 @@ def _overhead(links: Links, device: torch.device) -> int:
     handed = {at for link in links.chain for at in link.hands_on if at < len(links.prefix) - 1}
     handed.update(range(len(links.prefix))[-1:])
     prefix = sum(links.prefix[at].output_bytes for at in handed)
-    held = sum(link.ambient.place_bytes for link in links.chain)
+    held = sum(left.nbytes for link in links.chain for left in link.ambient.left)
     return tokens + prefix + held + sum(int(t.nbytes) for t in ours)
