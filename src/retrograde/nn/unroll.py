@@ -75,7 +75,8 @@ def unroll(
             independent samples. The gradients then differ from ordinary autograd's by rounding.
         stateful: modules that keep a state in themselves: tensors that a step assigns to their
             attributes or buffers, and numbers that it counts. These belong to the state, and the
-            last ones are left there, as the plain loop leaves them. Without ``state`` the cell is then ``cell(x_t) -> y_t``.
+            last ones are left there, as the plain loop leaves them. Without ``state`` the cell is
+            then ``cell(x_t) -> y_t``.
         compile: whether ``torch.compile`` compiles blocks of eight steps, as one graph each. A
             small cell then runs in about half the time of the plain loop, at any budget. The first
             call takes some ten seconds more and needs a C++ compiler, and results differ from the
