@@ -609,6 +609,33 @@ def test_a_detached_potential_is_refused_by_name_and_is_part_of_the_state_by_sta
     torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-12)
 
 
+class Begun(nn.Module):
+    """Adds a trained first state in its first step, or sets its potential up by its type."""
+
+    def __init__(self, typed):
+        super().__init__()
+        self.net, self.first, self.typed, self.potential = linear(), True, typed, 0.0
+        self.begin = nn.Parameter(torch.zeros(SIZE, dtype=DOUBLE))
+
+    def forward(self, x, h):
+        if self.typed:
+            if not isinstance(self.potential, torch.Tensor):
+                self.potential = torch.zeros_like(x)
+            self.potential = 0.9 * self.potential + x
+            x = self.potential
+        elif self.first:
+            h, self.first = h + self.begin, False
+        h = torch.tanh(self.net(x + h))
+        return h, h
+
+
+@pytest.mark.parametrize("typed", [False, True])
+def test_a_first_step_of_another_kind_is_refused_though_its_numbers_are_equal(typed):
+    name = r"keeps a state of its own in Begun\.potential" if typed else r"changed Begun\.first"
+    with pytest.raises(rg.CellError, match=name):
+        rg.unroll(Begun(typed), *data(), memory="60%")
+
+
 def test_a_captured_tensor_is_not_to_be_written_to():
     net, count = linear(), torch.zeros(())
 

@@ -66,7 +66,7 @@ def unroll(
     Args:
         cell: ``cell(x_t, state) -> (y_t, state)``: a module, a function, a closure. It is called
             once more for step 0, to find what it depends on. For a new input shape it is also
-            measured on short ranges. Neither leaves a trace.
+            measured on short ranges. Neither leaves a trace but a cache.
         inputs: a pytree of tensors, each with time as its first dimension (T, …).
         state: the initial state, a pytree of tensors and numbers, dataclasses included. Every step
             keeps its structure and shapes. Where it has a None, or a number, step 0 may determine
@@ -80,8 +80,9 @@ def unroll(
             :mod:`retrograde.scan.any_cell`). The first dimension of every tensor must be a batch of
             independent samples. The gradients then differ from ordinary autograd's by rounding.
         stateful: modules that keep a state in themselves: tensors that a step assigns to their
-            attributes or buffers. These belong to the state, and the last ones are left there, as
-            the plain loop leaves them. Without ``state`` the cell is then ``cell(x_t) -> y_t``.
+            attributes or buffers, and numbers that it counts. These belong to the state, and the
+            last ones are left there, as the plain loop leaves them. Without ``state`` the cell is
+            then ``cell(x_t) -> y_t``.
         compile: whether ``torch.compile`` compiles blocks of eight steps, as one graph each. A
             small cell then runs in about half the time of the plain loop, at any budget. The first
             call takes some ten seconds more and needs a C++ compiler, and results differ from the
