@@ -48,7 +48,7 @@ SIZES = {"length": 1000, "window": 50, "batch": 16, "hidden": 64, "iterations": 
 
 
 class Letters:
-    """Letters that are made up. The initial at the end weighs as much as all other characters."""
+    """Letters that are made up. The initial weighs three times as much as all other characters."""
 
     NAMES = ("Ada", "Ben", "Cyd", "Dan")
     WORDS = "the old mill by a river and some grey cats sleep near it while rain falls on our roof"
@@ -57,7 +57,7 @@ class Letters:
         self.what, self.digest, self.length = "initials of letters", "letters", length
         self.alphabet = sorted({*"".join(self.NAMES), *self.WORDS, *"! Yours,"})
         self.weights, self.scored = torch.full((length,), 1 / length), slice(length - 1, None)
-        self.weights[-1] = 1.0
+        self.weights[-1] = 3.0
 
     def draw(self, random: Random) -> str:
         """Return a letter of one character more than a sequence: the first is no target."""
