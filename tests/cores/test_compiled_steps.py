@@ -195,7 +195,7 @@ class Branching(Gated):
     ("kind", "message"),
     [
         (Drawing, "draws random numbers"),
-        (Counting, "changes its buffers or attributes"),
+        (Counting, "the cell changed Counting.count besides its state"),
         (Branching, "cannot make one graph"),
     ],
 )

@@ -233,18 +233,19 @@ def test_fit_and_measure():
     assert rg.measure(lambda: x.exp().sum()).peak_bytes >= x.nbytes
 
 
-@pytest.mark.parametrize("asked", [{"memory": "60%"}, {"backward": "scan"}])
-@pytest.mark.parametrize(("kind", "most"), [(rg.RNN, 30), (rg.GRU, 36), (rg.LSTM, 42)])
+@pytest.mark.parametrize(("asked", "most"), [({"memory": "60%"}, 70), ({"backward": "scan"}, 42)])
+@pytest.mark.parametrize("kind", [rg.RNN, rg.GRU, rg.LSTM])
 def test_launches_do_not_grow_with_the_length(kind, most, asked):
     """Sums over steps are one product, not one for every few thousand rows."""
-    net = place(kind(SIZE, 20, **asked))
+    net, found = place(kind(SIZE, 20, **asked)), []
     for length in (1000, 30_000):
         x = torch.randn(length, 1, SIZE).to(CHIP)
         net(x)[0].sum().backward()
         net.zero_grad()
         BOOK.clear()
         net(x)[0].sum().backward()
-        assert BOOK.launched <= most, BOOK.launches
+        found.append(BOOK.launched)
+    assert found[0] == found[1] <= most, BOOK.launches
 
 
 @pytest.mark.parametrize("kind", [rg.RNN, rg.GRU, rg.LSTM])
