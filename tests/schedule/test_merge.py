@@ -1,6 +1,9 @@
+from itertools import pairwise
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from retrograde.plan import plan
 from retrograde.plan.steps.mixed import Mixed
 from retrograde.plan.steps.unfold import Parts
 from retrograde.schedule import Advance, Backward, Free, Load, Record, Schedule, Store, merge
@@ -48,3 +51,16 @@ def test_cost_and_peak_stay_as_they_were(length, memory, alpha, less):
         assert (short.cost, short.peak) == (schedule.cost, schedule.peak)
         assert merge(short) == short
         assert len(short) <= len(schedule)
+
+
+def test_a_state_that_is_freed_and_stored_again_stays():
+    schedule = plan(53, 6, "best", alpha=2, beta=2)
+    for one, after in pairwise(schedule):
+        assert not (isinstance(one, Free) and after == Store(one.at))
+    twice = []
+    for action in schedule:
+        twice += (
+            [action, Free(action.at), Store(action.at)] if isinstance(action, Load) else [action]
+        )
+    again = Schedule.from_actions(twice, length=53, units=schedule.units)
+    assert [*merge(again)] == [*schedule]

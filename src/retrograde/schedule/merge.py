@@ -1,8 +1,9 @@
 """Merging: the same schedule in the longest ranges.
 
 A range is one call of a fused kernel, however many steps it has. Adjacent ``Advance``s become one,
-and so do adjacent ``Record``s and ``Backward``s, wherever one begins where the other ends. The same
-steps run and the same states are held, so cost and peak do not change.
+and so do adjacent ``Record``s and ``Backward``s, wherever one begins where the other ends. A state
+that is freed and at once stored again stays. The same steps run and the same states are held, so
+cost and peak do not change.
 
 The time is linear in the number of actions, and the code is vectorised.
 """
@@ -28,6 +29,9 @@ def merge(schedule: Schedule) -> Schedule:
     kind, start, stop = schedule.kind, schedule.start, schedule.stop
     if not len(kind):
         return schedule
+    again = (kind[:-1] == Verb.FREE) & (kind[1:] == Verb.STORE) & (start[:-1] == start[1:])
+    kept = ~(np.append(again, False) | np.append(False, again))
+    kind, start, stop = kind[kept], start[kept], stop[kept]
     onward = ((kind[1:] == Verb.ADVANCE) | (kind[1:] == Verb.RECORD)) & (start[1:] == stop[:-1])
     downward = (kind[1:] == Verb.BACKWARD) & (stop[1:] == start[:-1])
     joins = (kind[1:] == kind[:-1]) & (onward | downward)
