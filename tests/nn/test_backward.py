@@ -28,6 +28,11 @@ BOTH_WAYS = pytest.mark.parametrize("way", WAYS)
 DOUBLE = torch.float64
 
 
+def skip_other_masks(way, options):
+    if way == "sweep" and options.get("dropout"):
+        pytest.skip("masks within a budget are hashes, not torch's")
+
+
 def inputs(*shape, dtype=DOUBLE):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(4), dtype=dtype)
 
@@ -85,6 +90,7 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("given", [True, False], ids=["from a state", "from zeros"])
 def test_layers_directions_dropout_and_biases(cell, way, options, given):
+    skip_other_masks(way, options)
     x = inputs(20, 3, 5).requires_grad_()
     ours, theirs = both(cell, way, x, batch=(3,) if given else None, **options)
     assert_close(ours, theirs, 1e-10)
@@ -117,6 +123,7 @@ def test_without_a_batch(cell, way, options):
 @pytest.mark.parametrize("options", [{}, *OPTIONS[:5]], ids=str)
 def test_outputs_are_torchs(cell, way, dtype, options):
     """To rounding: on a CPU the forward pass is a compiled loop of our own."""
+    skip_other_masks(way, options)
     theirs, ours = pair(cell, 5, 7, **WAYS[way], dtype=dtype, **options)
     x, state = inputs(100, 3, 5, dtype=dtype), state_of(ours, 3, dtype=dtype)
     for training in (True, False):
@@ -152,6 +159,7 @@ LENGTHS = {
 @pytest.mark.parametrize("options", [{}, OPTIONS[3], OPTIONS[4], OPTIONS[5]], ids=str)
 @pytest.mark.parametrize("given", [True, False], ids=["from a state", "from zeros"])
 def test_packed_sequences(cell, way, lengths, options, given):
+    skip_other_masks(way, options)
     packed = packed_by(*LENGTHS[lengths])
     ours, theirs = both(cell, way, packed, batch=(4,) if given else None, **options)
     assert_close(ours, theirs, 1e-10)
