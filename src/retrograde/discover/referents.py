@@ -139,7 +139,7 @@ class _Walk:
         self.seen: dict[int, Any] = {}  # by id; values are held, so that no id is used again
         self.pending: deque[tuple[Any, str, int]] = deque()
         self.open: dict[type, tuple[Any, int, set[str]]] = {}  # whose methods may be called
-        self.running = set(_running()) if names is None else set()
+        self.running = set(_running()) if names is None else set[int]()
         for part in made_of:
             self.add(part, "the cell", _DEPTH)
 
@@ -262,7 +262,7 @@ class _Walk:
             return
         known = self.open.setdefault(kind, (value, depth, set()))[2]
         known.add(entry)
-        if first.__code__ in self.running and _runs(first.__code__, value):
+        if id(first.__code__) in self.running and _runs(first.__code__, value):
             self.found.callers.add((id(value), entry))
         if (id(value), entry) in self.found.callers:
             return
@@ -307,11 +307,11 @@ class _Walk:
                     self.held(Attributes(value, value.__name__, own), depth)
 
 
-def _running() -> Iterator[CodeType]:
-    """Iterate over the code that is being run."""
+def _running() -> Iterator[int]:
+    """Iterate over the ids of the code that is being run; what torch compiles has no hash."""
     frame = sys._getframe(1)
     while frame is not None:
-        yield frame.f_code
+        yield id(frame.f_code)
         frame = frame.f_back  # type: ignore[assignment]
 
 
