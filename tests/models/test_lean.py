@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import retrograde as rg
+from oracles.autocast import run_or_skip
 from oracles.drawn_graphs import train
 from oracles.lean_models import OTHERS, OWN, build
 from oracles.processes import spawn
@@ -214,6 +215,8 @@ def test_models_of_many_kinds(name, bf16):
     if built is None:
         pytest.skip("transformers is not installed")
     model, loss_of = built
+    if bf16:
+        run_or_skip(loss_of, copy.deepcopy(model))
     for train_ in (True, False):
         found = []
         for way in (Ordinary, rg.lean):
