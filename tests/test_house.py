@@ -44,7 +44,7 @@ ROOMS = {
     "discover": (2230, 1300),
     "run": (2590, 1900),
     "kernels": (3910, 3000),  # a cell will be data, written once
-    "recurrent": (3600, 2900),
+    "recurrent": (3610, 2900),
     "cells": (2200, 2200),
     "models": (5700, 2400),  # calls that refill what they dropped will replace chains
     "scan": (4570, 3800),

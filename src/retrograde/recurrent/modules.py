@@ -45,6 +45,7 @@ class RNN(BudgetedRNN, nn.RNN):
         BudgetError: at a call, the memory is too small for these shapes.
 
     Example:
+        >>> import torch
         >>> rnn = RNN(4, 8, backward="scan")
         >>> outputs, last = rnn(torch.randn(200, 2, 4))
         >>> last.sum().backward()
@@ -133,6 +134,7 @@ class GRU(_Gated, nn.GRU):
     Arguments and errors are those of :class:`RNN`, without ``nonlinearity``.
 
     Example:
+        >>> import torch
         >>> gru = GRU(4, 8, num_layers=2, bidirectional=True, memory="50%")
         >>> outputs, last = gru(torch.randn(200, 2, 4))
         >>> outputs.sum().backward()
@@ -150,6 +152,7 @@ class LSTM(_Gated, nn.LSTM):
     size to which the outputs are projected; 0 means no projection.
 
     Example:
+        >>> import torch
         >>> lstm = LSTM(32, 32, memory="10%")
         >>> outputs, (h, c) = lstm(torch.randn(200, 8, 32))
         >>> outputs.sum().backward()
