@@ -91,7 +91,6 @@ def test_the_plain_form_runs_and_one_warning_says_so(refusing, way, error):
         found = getattr(use, way)(slopes, *given, *chunk)
         assert torch.equal(found, getattr(sweep, way)(theirs, *given, *chunk))
         assert torch.equal(slopes.gates, theirs.gates)
-        assert use.refusal
 
     with pytest.warns(RuntimeWarning, match="Triton cannot launch a kernel here"):
         run(7)
@@ -138,9 +137,9 @@ def test_slopes_and_sparse_products_go_on_too(refusing):
 def test_any_other_error_is_raised(refusing):
     refusing(lambda: RuntimeError("CUDA error: an illegal memory access was encountered"))
     use = house.kernels("cuda", torch.float32, 7)
-    with pytest.raises(RuntimeError, match="illegal memory access"):
-        use.sweep(*problem(1))
-    assert use.refusal is None
+    for _ in range(2):  # nothing takes over
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            use.sweep(*problem(1))
 
 
 @pytest.mark.parametrize("cell", [rg.GRU, rg.LSTM])

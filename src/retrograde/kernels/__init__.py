@@ -80,7 +80,6 @@ class Kernels:
     recall: Recall | None = None
     prepare: Callable[[Tensor], Tensor] = _as_it_is
     wide: Callable[[Tensor], BlockSweep] | None = None
-    fallback: Fallback | None = None
 
     def sweep_with(self, hidden: Tensor) -> BlockSweep:
         """Return the sweep with these hidden weights, for many blocks."""
@@ -88,11 +87,6 @@ class Kernels:
             return self.wide(hidden)
         prepared = self.prepare(hidden)
         return lambda slopes, dy, g: self.sweep(slopes, prepared, dy, g)
-
-    @property
-    def refusal(self) -> str | None:
-        """Return the reason why torch's operations replace the compiled kernels, or None."""
-        return None if self.fallback is None else self.fallback.reason
 
 
 @functools.cache
@@ -122,9 +116,9 @@ def kernels(device: str, dtype: torch.dtype, size: int) -> Kernels:
                 return either.join(cuda.WideSweep(hidden).sweep, plain)
 
             loops = swept, sweep.scan, gates, sweep.products
-            return Kernels("triton", *loops, wide=wide, fallback=either)
+            return Kernels("triton", *loops, wide=wide)
         scanned = either.join(cuda.scan, sweep.scan)
-        return Kernels("triton", swept, scanned, gates, sweep.products, fallback=either)
+        return Kernels("triton", swept, scanned, gates, sweep.products)
     slopes = cells.gru_slopes, cells.lstm_slopes
     return Kernels("torch", sweep.sweep, sweep.scan, slopes, sweep.products)
 

@@ -15,7 +15,7 @@ algorithm      steps              how
 ``chunked``    2·L + n/L          products inside chunks of L, a scan of those, a sweep in each
 =============  =================  =============================================================
 
-Exact counts are in :mod:`retrograde.scan.counts`; a :class:`Report` counts a run.
+A :class:`Report` counts a run; W20, section 3.6, has closed forms.
 
 *The identity* is symbolic and never reaches ``combine``, whichever position it has. The last
 element of an exclusive scan is in no result, though algorithm 1 multiplies by it and by its

@@ -1,8 +1,8 @@
 """A report of a scan, level by level: products, shapes, FLOPs, the critical path.
 
 A *level* is a set of independent products. With unbounded workers it takes as long as its longest
-product, so the critical path is the sum of those. Steps and work are those of
-:mod:`retrograde.scan.counts` (W20, section 3.6). A product with ``IDENTITY`` counts as a move; one
+product, so the critical path is the sum of those. Steps and work are W20's
+(section 3.6). A product with ``IDENTITY`` counts as a move; one
 with ``UNREAD`` is not counted.
 """
 

@@ -4,7 +4,10 @@ import pytest
 
 from retrograde.errors import ScanError
 from retrograde.scan.blelloch import blelloch, chunked, hybrid, linear
-from retrograde.scan.counts import (
+from retrograde.scan.counts import most_levels
+from retrograde.scan.elements import IDENTITY
+from retrograde.scan.work_report import Report
+from wang2020.scan_counts import (
     blelloch_steps,
     blelloch_work,
     chunked_steps,
@@ -13,10 +16,7 @@ from retrograde.scan.counts import (
     hybrid_work,
     linear_steps,
     linear_work,
-    most_levels,
 )
-from retrograde.scan.elements import IDENTITY
-from retrograde.scan.work_report import Report
 
 EVERY_N = range(301)
 WORKERS = (None, 1, 2, 3, 7, 64, 301)
