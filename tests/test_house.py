@@ -47,7 +47,7 @@ ROOMS = {
     "recurrent": (3610, 2900),
     "cells": (2200, 2200),
     "models": (5700, 2400),  # calls that refill what they dropped will replace chains
-    "scan": (4570, 3800),
+    "scan": (4430, 3800),
     "ranks": (1100, 1500),
     "jax": (1050, 1050),
     "figures": (450, 450),
