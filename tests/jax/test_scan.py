@@ -72,11 +72,14 @@ def gradients(loss, *arguments):
 def ways(length):
     yield from ({"memory": share} for share in ("100%", "50%", "20%"))
     yield {"schedule": rg.plan(length, policy="store-all")}
-    for memory in (1, 3):
-        yield {"schedule": rg.plan(length, memory, "hsm")}
-        yield {"schedule": rg.plan(length, memory, "ism")}
-        yield {"schedule": rg.plan(length, memory + 5, "msm", alpha=3)}
-        yield {"schedule": rg.plan(length, memory + 5, "best", alpha=2, beta=2)}
+    for memory, policy, sizes in (
+        (1, "hsm", {}),
+        (3, "hsm", {}),
+        (3, "ism", {}),
+        (8, "msm", {"alpha": 3}),
+        (6, "best", {"alpha": 2, "beta": 2}),
+    ):
+        yield {"schedule": rg.plan(length, memory, policy, **sizes)}
 
 
 @pytest.mark.quick(1)

@@ -79,6 +79,13 @@ def test_every_policy(policy, memory, sizes):
         ours(torch.randn(64, 3, 5, dtype=torch.float64))
 
 
+def test_a_schedule_that_is_not_legal_is_refused_before_any_work(monkeypatch):
+    monkeypatch.setattr("retrograde.recurrent.call.run_schedule", None)
+    half = rg.Schedule.from_actions([rg.Store(0), rg.Record(0, 9), rg.Backward(5, 9)], length=9)
+    with pytest.raises(rg.ScheduleError, match="step 4 is not backpropagated"):
+        rg.GRU(5, 7, schedule=half)(torch.randn(9, 3, 5))
+
+
 @pytest.mark.parametrize(
     "options",
     [

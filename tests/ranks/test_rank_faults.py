@@ -208,6 +208,7 @@ else:
 """
 
 
+@pytest.mark.quick(0)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_job_whose_modules_live_to_the_end_exits_with_status_0():
     runs = 6
