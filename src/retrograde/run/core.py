@@ -5,6 +5,7 @@ and it provides totals for the parameters' gradients. It does so by ordinary aut
 (:mod:`retrograde.run.autograd_core`), or by its own derivative (:class:`RangeCore`).
 """
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -54,19 +55,38 @@ def discard(start: int, stop: int, outputs: Tensors) -> None:
     backward pass uses no ``Emit`` at all."""
 
 
+class _SlowAttention:
+    """torch's attention without its fast path, which is a setting of the whole process: blocks of
+    several threads overlap, so the last one to end restores what the first one found."""
+
+    def __init__(self) -> None:
+        self._lock, self._blocks, self._before = threading.Lock(), 0, True
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._blocks:
+                self._before = torch.backends.mha.get_fastpath_enabled()
+            self._blocks += 1
+            torch.backends.mha.set_fastpath_enabled(False)
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._blocks -= 1
+            if not self._blocks:
+                torch.backends.mha.set_fastpath_enabled(self._before)
+
+
+_slow_attention = _SlowAttention()
+
+
 @contextmanager
 def unrecorded() -> Iterator[None]:
     """Run steps without a graph, in a block, by the kernels that run with one.
 
     Without gradients, torch's attention takes another path in ``eval()`` mode, with other bits.
     """
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
+    with _slow_attention, torch.no_grad():
+        yield
 
 
 class Core(Protocol):
