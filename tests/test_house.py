@@ -20,7 +20,7 @@ LEVELS = [
     {"units", "machine"},
     {"schedule"},
     {"plan", "measure"},
-    {"discover", "kernels"},
+    {"replay", "kernels"},
     {"run"},
     {"sizes", "jax"},
     {"scan"},
@@ -41,7 +41,7 @@ ROOMS = {
     "plan": (3340, 2000),  # the planner of chains is a third of it
     "measure": (580, 440),  # measuring is to be one room with sizes
     "sizes": (870, 860),
-    "discover": (2230, 1300),
+    "replay": (2230, 1300),
     "run": (2590, 1900),
     "kernels": (3910, 3000),  # a cell will be data, written once
     "recurrent": (3610, 2900),

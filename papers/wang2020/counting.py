@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from retrograde.scan.counts import most_levels
 from retrograde.scan.elements import flops
-from retrograde.scan.sparse.feedforward import Split, Step, observe_steps, split_of
+from retrograde.scan.sparse.feedforward import LayerCall, Split, observe_steps, split_of
 from retrograde.scan.sparse.outline import Outline
 from retrograde.scan.work_report import Product
 from wang2020.flops import Counted, Point
@@ -24,13 +24,13 @@ __all__ = ["count_scans", "counted", "ordinary_points", "points_of", "run_layers
 _ROOM = 2**34  # bytes, which bound only what is written out
 
 
-def run_layers(layers: Sequence[nn.Module], image: Tensor) -> list[Step]:
+def run_layers(layers: Sequence[nn.Module], image: Tensor) -> list[LayerCall]:
     """The steps of layers on one image ``(1, …)``."""
     with torch.enable_grad():
         return observe_steps(layers, image)
 
 
-def count_scans(steps: Sequence[Step], most: int | None = None) -> list[Split]:
+def count_scans(steps: Sequence[LayerCall], most: int | None = None) -> list[Split]:
     """Scans with 0, 1, … levels, all or ``most``, the input's own gradient left out.
 
     Example:
@@ -75,7 +75,7 @@ def points_of(split: Split) -> list[Point]:
     ]
 
 
-def ordinary_points(steps: Sequence[Step]) -> list[Point]:
+def ordinary_points(steps: Sequence[LayerCall]) -> list[Point]:
     """Of each layer but the first, its input's gradient as torch computes it: zeros are multiplied.
 
     Example:

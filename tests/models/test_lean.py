@@ -264,13 +264,13 @@ def test_drawn_graphs_have_the_same_bits_errors_and_memory(hundred):
 
 def calls(monkeypatch):
     """Note the operations that are called again."""
-    names, original = [], recipes.Step.open
+    names, original = [], recipes.Recipe.open
 
     def noting(self):
         names.append(self.operation.name)
         return original(self)
 
-    monkeypatch.setattr(recipes.Step, "open", noting)
+    monkeypatch.setattr(recipes.Recipe, "open", noting)
     return names
 
 

@@ -14,9 +14,9 @@ from torch.nn.utils.rnn import PackedSequence
 
 from retrograde.cells.cell import Cell, as_pair
 from retrograde.cells.unroll import CellCall, refuse_compiled
-from retrograde.discover.trees import flatten, flatten_state
 from retrograde.errors import CellError, InputError
 from retrograde.plan.fit import Fit
+from retrograde.replay.trees import flatten, flatten_state
 from retrograde.run.autograd import refuse_both
 from retrograde.run.inputs import check_length
 from retrograde.run.layout import Layout, Ragged, Straight

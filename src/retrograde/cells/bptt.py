@@ -15,9 +15,6 @@ from torch.utils import _pytree as pytree
 
 from retrograde.cells.cell import Cell, StepCore, later_state
 from retrograde.cells.loss import Loss, RangeLoss, StepLoss, examine_loss
-from retrograde.discover.referents import find_referents
-from retrograde.discover.surroundings import autocast_as_now
-from retrograde.discover.trees import Structure, flatten, flatten_state
 from retrograde.errors import BudgetError, CellError, RetrogradeError
 from retrograde.plan import plan
 from retrograde.plan.fit import Fit
@@ -25,6 +22,9 @@ from retrograde.recurrent.base import BudgetedRNN
 from retrograde.recurrent.fastest import Candidate, candidates, fit_fastest, footprints
 from retrograde.recurrent.fused import Fused
 from retrograde.recurrent.vendor import Layers, Mode
+from retrograde.replay.referents import find_referents
+from retrograde.replay.surroundings import autocast_as_now
+from retrograde.replay.trees import Structure, flatten, flatten_state
 from retrograde.run.autograd import check_schedule, refuse_both
 from retrograde.run.core import Core
 from retrograde.run.moved import Moved

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retrograde.discover.captured import Outside, find_outside
-from retrograde.discover.dry_run import try_out
-from retrograde.discover.referents import Referents
-from retrograde.discover.surroundings import Ambient, version
-from retrograde.discover.trees import Structure, flatten, flatten_state
 from retrograde.errors import CellError
+from retrograde.replay.captured import Outside, find_outside
+from retrograde.replay.dry_run import try_out
+from retrograde.replay.referents import Referents
+from retrograde.replay.surroundings import Ambient, version
+from retrograde.replay.trees import Structure, flatten, flatten_state
 from retrograde.run.autograd_core import AutogradCore, Settled
 from retrograde.run.core import as_leaf
 from retrograde.run.inputs import Inputs

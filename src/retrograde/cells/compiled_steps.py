@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from retrograde.cells.cell import StepCore, as_pair
-from retrograde.discover.surroundings import autocast_as_now
-from retrograde.discover.trees import Structure, flatten, flatten_state
 from retrograde.errors import CellError
+from retrograde.replay.surroundings import autocast_as_now
+from retrograde.replay.trees import Structure, flatten, flatten_state
 from retrograde.run.core import Gate, as_leaf
 from retrograde.run.layout import Blocks, Layout
 from retrograde.run.states import like_of

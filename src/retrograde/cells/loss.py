@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from retrograde.cells.cell import Cell, StepCore, as_pair, examine
-from retrograde.discover.captured import foreign_tensors
-from retrograde.discover.trees import Structure, flatten
 from retrograde.errors import CellError
 from retrograde.recurrent.fused import Fused
+from retrograde.replay.captured import foreign_tensors
+from retrograde.replay.trees import Structure, flatten
 from retrograde.run.sources import Stream
 
 __all__ = ["PROBED", "Loss", "RangeLoss", "StepLoss", "examine_loss"]

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from retrograde.cells.cell import as_pair
-from retrograde.discover.dry_run import assigned_values
-from retrograde.discover.places import HandsOn, Place, Table
-from retrograde.discover.referents import find_referents
-from retrograde.discover.trees import flatten_state
 from retrograde.errors import CellError
+from retrograde.replay.dry_run import assigned_values
+from retrograde.replay.places import Entries, HandsOn, Place
+from retrograde.replay.referents import find_referents
+from retrograde.replay.trees import flatten_state
 from retrograde.run.states import device_of, like_of
 
 __all__ = ["Stateful"]
@@ -37,7 +37,7 @@ class _Slot:
     settled: bool
 
     def read(self) -> Any:
-        held = self.place.holder if isinstance(self.place, Table) else self.place.read()
+        held = self.place.holder if isinstance(self.place, Entries) else self.place.read()
         return held.get(self.key, _ABSENT)
 
     def write(self, value: Any) -> None:

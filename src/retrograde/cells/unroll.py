@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from retrograde.cells.cell import Cell, StepCore, as_pair, begin, examine, later_state
 from retrograde.cells.compiled_steps import BLOCK, compiled_steps
 from retrograde.cells.stateful import Stateful
-from retrograde.discover.surroundings import autocast_as_now
-from retrograde.discover.trees import Structure, flatten, flatten_inputs, flatten_state
 from retrograde.errors import CellError
 from retrograde.plan.fit import Fit
 from retrograde.recurrent.fastest import fit_measured
+from retrograde.replay.surroundings import autocast_as_now
+from retrograde.replay.trees import Structure, flatten, flatten_inputs, flatten_state
 from retrograde.run.autograd import (
     check_schedule,
     refuse_both,

@@ -21,8 +21,6 @@ from torch.nn.modules import container
 from torch.utils import _pytree as pytree
 
 from retrograde.cells.any_recurrent import Recurrent
-from retrograde.discover.surroundings import version
-from retrograde.discover.trial_watch import in_checkpoint
 from retrograde.errors import CellError
 from retrograde.models.called_chain import (
     CHANGES,
@@ -34,6 +32,8 @@ from retrograde.models.called_chain import (
     state_of,
 )
 from retrograde.models.sequential import Sequential
+from retrograde.replay.surroundings import version
+from retrograde.replay.trial_watch import in_checkpoint
 
 __all__ = ["CallOrder", "Layers", "ModuleCall", "held_outputs", "noted"]
 

@@ -28,12 +28,12 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
-from retrograde.discover.surroundings import autocast_as_now, version
 from retrograde.errors import CellError
 from retrograde.measure.allocations import MEASURING
 from retrograde.models.chain.called import CalledRun
 from retrograde.models.chain.links import Links
 from retrograde.models.chain_plans import ChainFit, Plans
+from retrograde.replay.surroundings import autocast_as_now, version
 from retrograde.run.transforms import is_unreal, refuse_transforms, uncompiled
 from retrograde.sizes.cache import signature
 from retrograde.units import Memory

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from retrograde.discover.places import Place
-from retrograde.discover.referents import Referents, find_referents
-from retrograde.discover.trees import Structure, flatten
 from retrograde.errors import BudgetError, CellError
 from retrograde.models.chain.examine import examine_layers
 from retrograde.models.chain.layer_sizes import measure_chain, prefix_bytes
 from retrograde.models.chain.links import Links
 from retrograde.models.chain.nodes import run_chain
 from retrograde.plan.chain.search import chain_minimum, plan_chain, record_everything
+from retrograde.replay.places import Place
+from retrograde.replay.referents import Referents, find_referents
+from retrograde.replay.trees import Structure, flatten
 from retrograde.run.transforms import is_unreal, refuse_sharded, refuse_transforms
 from retrograde.schedule import Chain, Schedule
 from retrograde.sizes.cache import LRUCache, identity, signature

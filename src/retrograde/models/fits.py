@@ -11,13 +11,13 @@ from retrograde.cells.any_recurrent import Recurrent
 from retrograde.cells.cell import later_state
 from retrograde.cells.stateful import Stateful
 from retrograde.cells.unroll import CellCall, refuse_compiled
-from retrograde.discover.trees import flatten_inputs, flatten_state
 from retrograde.errors import CellError
 from retrograde.models.chain_plans import ChainFit
 from retrograde.models.replace_modules import Budgeted, twin
 from retrograde.models.step_costs import iteration_seconds
 from retrograde.plan.fit import Fit
 from retrograde.recurrent.call import StackFit
+from retrograde.replay.trees import flatten_inputs, flatten_state
 from retrograde.run.inputs import check_length
 from retrograde.run.layout import Straight
 from retrograde.sizes.timing import time_steps

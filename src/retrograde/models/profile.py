@@ -21,8 +21,6 @@ from typing import Any, SupportsIndex, cast, overload
 from torch import Tensor, nn
 
 from retrograde.cells.cell import Cell, examine, later_state
-from retrograde.discover.surroundings import autocast_as_now
-from retrograde.discover.trees import flatten, flatten_state
 from retrograde.errors import BudgetError, CellError
 from retrograde.models.chain_plans import measure_network
 from retrograde.models.replace_modules import twin
@@ -32,6 +30,8 @@ from retrograde.plan.arguments import integer
 from retrograde.plan.fit import Fit
 from retrograde.recurrent.base import BudgetedRNN
 from retrograde.recurrent.scheduled import measure_ranges
+from retrograde.replay.surroundings import autocast_as_now
+from retrograde.replay.trees import flatten, flatten_state
 from retrograde.run.inputs import Held, check_length
 from retrograde.schedule import Chain
 from retrograde.sizes.footprint import footprint

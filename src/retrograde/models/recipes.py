@@ -22,7 +22,7 @@ from retrograde.models.cheap import (
     Operation,
 )
 
-__all__ = ["CHANGED", "KNOWN", "Box", "Held", "Packed", "Search", "Step", "shape_of", "unpack"]
+__all__ = ["CHANGED", "KNOWN", "Box", "Held", "Packed", "Recipe", "Search", "shape_of", "unpack"]
 
 #: What starting an operation costs, in bytes written.
 START_BYTES = 64 * 1024
@@ -90,7 +90,7 @@ class Box:
         self.shape, self.dtype, self.version = shape_of(tensor), tensor.dtype, tensor._version
         self.nbytes = self.peak = storage.nbytes()
         self.data: Tensor | None = None
-        self.recipe: Step | None = None
+        self.recipe: Recipe | None = None
         self.reads: list[Box] = []
         self.operations, self.overwritten = 0, False
 
@@ -139,7 +139,7 @@ def unpack(packed: Packed | Held) -> Tensor:
 
 
 @dataclass(slots=True)
-class Step:
+class Recipe:
     """An operation that is called again, with its arguments.
 
     ``nr``: which of its results, or -1 if it has one. A view's ``nbytes`` is zero. ``over``: the
@@ -165,7 +165,7 @@ class Step:
         held = most = 0
         for arg in self.args[0] if type(self.args[0]) is list else self.args:
             peak = stays = 0
-            if type(arg) is Step:
+            if type(arg) is Recipe:
                 peak, stays = arg.peak()
             elif type(arg) is Packed and arg.box.data is None:
                 peak, stays = arg.box.peak, arg.box.nbytes
@@ -176,7 +176,7 @@ class Step:
 def _opened(arg: Any) -> Any:
     if type(arg) is list:
         return [_opened(one) for one in arg]
-    return arg.open() if type(arg) in (Step, Held, Packed) else arg
+    return arg.open() if type(arg) in (Recipe, Held, Packed) else arg
 
 
 _UNKNOWN = object()
@@ -198,7 +198,7 @@ class Search:
         self.operations, self.cost = 0, 0.0
         self._parameters_stay, self._first = parameters_stay, first
 
-    def step(self, node: Any, nr: int, nbytes: int = 0, copied: bool = True) -> Step | None:
+    def step(self, node: Any, nr: int, nbytes: int = 0, copied: bool = True) -> Recipe | None:
         """Return how an output of a node is computed, or None if it cannot be.
 
         ``nbytes`` is its size, if known. ``copied``: its strides do not matter, as it is copied.
@@ -237,7 +237,7 @@ class Search:
                 args.append(arg)
         nr = nr if operation.is_many else -1
         if not operation.passes:
-            return Step(operation, args, keywords, nr, 0)
+            return Recipe(operation, args, keywords, nr, 0)
         if not nbytes:
             result = node._input_metadata[max(nr, 0)]
             nbytes = math.prod(result.shape) * result.dtype.itemsize
@@ -245,8 +245,8 @@ class Search:
         self.cost += operation.passes * nbytes + START_BYTES
         if self.operations > MOST_OPERATIONS:
             return None
-        over = operation.over and type(args[0]) is Step and args[0].nbytes == nbytes
-        return Step(operation, args, keywords, nr, nbytes, bool(over))
+        over = operation.over and type(args[0]) is Recipe and args[0].nbytes == nbytes
+        return Recipe(operation, args, keywords, nr, nbytes, bool(over))
 
     def _saved(self, saved: Any) -> Any:
         """Return what a node saved, or None if it saved no such tensor."""

@@ -21,10 +21,6 @@ from torch.nn.modules import container
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
-from retrograde.discover.generators import sources
-from retrograde.discover.referents import find_referents
-from retrograde.discover.surroundings import Ambient
-from retrograde.discover.trial_watch import DrawWatch
 from retrograde.errors import BudgetError, CellError
 from retrograde.models.call_order import CallOrder, Layers, held_outputs, noted
 from retrograde.models.called_chain import (
@@ -47,6 +43,10 @@ from retrograde.models.replace_modules import (
 )
 from retrograde.models.sequential import Sequential
 from retrograde.recurrent.weights import last_weights
+from retrograde.replay.generators import sources
+from retrograde.replay.referents import find_referents
+from retrograde.replay.surroundings import Ambient
+from retrograde.replay.trial_watch import DrawWatch
 from retrograde.run.transforms import is_unreal, refuse_transforms, uncompiled
 from retrograde.sizes.cache import signature
 

@@ -17,7 +17,7 @@ from retrograde.models.chain_plans import ChainFit, Plans, named_layers
 from retrograde.run.transforms import uncompiled
 from retrograde.scan.chain_scan import SCAN_CHOICES, ChainScan, ScanChoice
 from retrograde.scan.sparse.composition import Residual
-from retrograde.scan.sparse.feedforward import Algorithm, Step
+from retrograde.scan.sparse.feedforward import Algorithm, LayerCall
 from retrograde.scan.sparse.rules import register_layer
 from retrograde.scan.sparse.transposed import room
 from retrograde.sizes.cache import LRUCache
@@ -130,7 +130,7 @@ class Sequential(nn.Sequential):
         """Return the result of :meth:`fit` for another budget; nothing is changed."""
         return self._plans.fit(self, memory, input)
 
-    def outlook(self, steps: Sequence[Step], *, whole: bool) -> ScanChoice:
+    def outlook(self, steps: Sequence[LayerCall], *, whole: bool) -> ScanChoice:
         """Return the chosen scan for a batch, and the costs of each; cached by shape.
 
         Args:

@@ -28,8 +28,8 @@ from retrograde.models.recipes import (
     Box,
     Held,
     Packed,
+    Recipe,
     Search,
-    Step,
     shape_of,
     unpack,
 )
@@ -193,7 +193,7 @@ class Tape(TorchFunctionMode):
         box.data = None
         self._release(
             box,
-            Step(_NOISE, [Packed(at, at.shape), Held(one, one._version)], {}, -1, box.nbytes),
+            Recipe(_NOISE, [Packed(at, at.shape), Held(one, one._version)], {}, -1, box.nbytes),
             [at],
             1,
         )
@@ -232,7 +232,7 @@ class Tape(TorchFunctionMode):
         old = node.next_functions[0][0]  # this is a change in place that is saving its own result
         return version == 1 or (old is not None and old.metadata.get(VERSION) == version - 1)
 
-    def _release(self, box: Box, recipe: Step, reads: list[Box], operations: int) -> None:
+    def _release(self, box: Box, recipe: Recipe, reads: list[Box], operations: int) -> None:
         box.recipe, box.reads, box.operations = recipe, reads, operations
         self.let_go[recipe.operation.name] += box.nbytes
         self._gone.append(ref(box))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from retrograde.discover.surroundings import muted_hooks
+from retrograde.replay.surroundings import muted_hooks
 
 __all__ = ["Gradient", "Piece", "State", "flat", "unflat"]
 

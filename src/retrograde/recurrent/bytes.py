@@ -3,7 +3,7 @@
 Everything that :class:`~retrograde.recurrent.core.HeldLayers` allocates is proportional to
 the units, the inputs or the weights. So its peak has a closed form. It depends on the shape, the
 length of a piece, and the number of steps whose gates are kept.
-``tests/cores/recurrent/test_held.py`` compares it with the measured peak.
+``tests/recurrent/test_held.py`` compares it with the measured peak.
 """
 
 from dataclasses import dataclass

@@ -19,7 +19,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from retrograde.discover.surroundings import Ambient
 from retrograde.kernels import blas_kernels, kernels
 from retrograde.kernels.cells import Block, Kept, Weights
 from retrograde.recurrent.backward import LayerBackward
@@ -30,6 +29,7 @@ from retrograde.recurrent.fused import Fused
 from retrograde.recurrent.masks import Masks
 from retrograde.recurrent.pieces import Piece, cut
 from retrograde.recurrent.vendor import Layers
+from retrograde.replay.surroundings import Ambient
 from retrograde.run.core import Emit, Gate, Gradients, RangeCore, Tape, discard
 from retrograde.run.inputs import Inputs
 from retrograde.run.layout import Layout, RowInputs, Rows

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retrograde.discover.surroundings import Ambient
 from retrograde.recurrent.dropout import Drops, samples_of
 from retrograde.recurrent.vendor import Kernel, Layers, run_torch
+from retrograde.replay.surroundings import Ambient
 from retrograde.run.autograd_core import AutogradCore
 from retrograde.run.core import Gate
 from retrograde.run.layout import Layout

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retrograde.discover.surroundings import (
+from retrograde.errors import CellError, RetrogradeError, ScheduleError
+from retrograde.replay.surroundings import (
     autocast_as_now,
     autocast_of_caller,
     muted_hooks,
     version,
 )
-from retrograde.errors import CellError, RetrogradeError, ScheduleError
 from retrograde.run.core import Core, Gradients, discard, window
 from retrograde.run.executor import Run
 from retrograde.run.inputs import Inputs

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from retrograde.discover.captured import LeafWatch
-from retrograde.discover.surroundings import Ambient
 from retrograde.errors import CellError, RetrogradeError
+from retrograde.replay.captured import LeafWatch
+from retrograde.replay.surroundings import Ambient
 from retrograde.run.core import (
     NO_SECOND_ORDER,
     Emit,

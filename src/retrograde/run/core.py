@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from retrograde.discover.surroundings import Ambient, Snapshot
 from retrograde.errors import RetrogradeError
+from retrograde.replay.surroundings import Ambient, Snapshot
 from retrograde.run.inputs import Inputs
 from retrograde.run.layout import Layout
 from retrograde.run.states import Packed

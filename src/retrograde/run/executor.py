@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from retrograde.discover.surroundings import Snapshot, Trail
+from retrograde.replay.surroundings import Snapshot, Trail
 from retrograde.run.core import Core, Emit, Gradients, Tape, unrecorded
 from retrograde.run.inputs import Inputs
 from retrograde.run.states import Packed, each_once, unpack

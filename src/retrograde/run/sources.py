@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from retrograde.discover.generators import OwnRandom, random_position
-from retrograde.discover.trees import Structure, flatten
 from retrograde.errors import CellError
+from retrograde.replay.generators import OwnRandom, random_position
+from retrograde.replay.trees import Structure, flatten
 from retrograde.run.inputs import check_length
 from retrograde.run.moved import Moved
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retrograde.discover.surroundings import autocast_as_now, muted_hooks, version
 from retrograde.errors import CellError
+from retrograde.replay.surroundings import autocast_as_now, muted_hooks, version
 from retrograde.run.core import Core, Gradients
 from retrograde.run.executor import Run
 from retrograde.run.layout import Straight

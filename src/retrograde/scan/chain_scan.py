@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retrograde.discover.captured import foreign_tensors
-from retrograde.discover.surroundings import muted_hooks
 from retrograde.errors import RetrogradeError, ScanError
+from retrograde.replay.captured import foreign_tensors
+from retrograde.replay.surroundings import muted_hooks
 from retrograde.run.transforms import refuse_transforms
 from retrograde.scan.counts import most_levels
 from retrograde.scan.sparse.feedforward import (
     Algorithm,
+    LayerCall,
     Split,
-    Step,
     observe_steps,
     scan_gradients,
     split_of,
@@ -93,7 +93,7 @@ class ChainScan:
         refuse_transforms([x, *parameters], ["backward"])
         return _Scan.apply(self, layers, x, *parameters)  # type: ignore[no-untyped-call]
 
-    def choose(self, steps: Sequence[Step], *, whole: bool) -> ScanChoice:
+    def choose(self, steps: Sequence[LayerCall], *, whole: bool) -> ScanChoice:
         """See :meth:`retrograde.Sequential.outlook`."""
         x = steps[0].x
         patterns = tuple(p.jacobian.pattern for step in steps for p in step.path.pieces())
@@ -114,7 +114,7 @@ class ChainScan:
 
 
 def _choose_scan(
-    steps: Sequence[Step],
+    steps: Sequence[LayerCall],
     algorithm: Algorithm,
     levels: int | None,
     limit: int,
@@ -208,7 +208,7 @@ def _keeps_graph() -> bool:
 
 
 def _gradients(
-    steps: Sequence[Step], dy: Tensor, choice: ScanChoice, *, whole: bool
+    steps: Sequence[LayerCall], dy: Tensor, choice: ScanChoice, *, whole: bool
 ) -> list[Tensor]:
     if choice.jacobians:
         chosen = choice.chosen
@@ -220,7 +220,7 @@ def _gradients(
 
 
 def _of_parameters(
-    steps: Sequence[Step], gradients: Sequence[Tensor], parameters: Sequence[Tensor]
+    steps: Sequence[LayerCall], gradients: Sequence[Tensor], parameters: Sequence[Tensor]
 ) -> list[Tensor | None]:
     """Return the parameters' gradients, by the layers' own backward passes."""
     wanted = [p for p in parameters if p.requires_grad]
@@ -237,7 +237,7 @@ def _of_parameters(
     return list(found)
 
 
-def _needed(steps: list[Step], input_wanted: bool) -> tuple[list[Step], bool]:
+def _needed(steps: list[LayerCall], input_wanted: bool) -> tuple[list[LayerCall], bool]:
     """Return the steps from the first one whose output needs a gradient."""
     if input_wanted:
         return steps, True
@@ -264,7 +264,7 @@ def _check_call(layers: Sequence[nn.Module], input: Any) -> None:
                 )
 
 
-def _check_captured(steps: Sequence[Step], parameters: Sequence[Tensor]) -> None:
+def _check_captured(steps: Sequence[LayerCall], parameters: Sequence[Tensor]) -> None:
     """Refuse layers that use tensors whose gradient we could not give (rule 5)."""
     for step in steps:
         known = {id(t) for t in (step.x, *parameters)}

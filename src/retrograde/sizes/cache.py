@@ -22,10 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retrograde.discover.places import Place
-from retrograde.discover.referents import MODULE_TABLES, Referents
 from retrograde.measure.allocations import MEASURING, is_profiled
 from retrograde.measure.patience import told_if_slow
+from retrograde.replay.places import Place
+from retrograde.replay.referents import MODULE_TABLES, Referents
 from retrograde.run.autograd_core import Settled
 
 __all__ = ["CellFits", "LRUCache", "Same", "identity", "signature"]

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retrograde.discover.surroundings import muted_hooks
 from retrograde.measure.allocations import measure, measure_phases
 from retrograde.plan.fit import Curve, Footprint, Highest
+from retrograde.replay.surroundings import muted_hooks
 from retrograde.run.autograd_core import AutogradCore
 from retrograde.run.core import Core, Emit, Gradients, Tape
 from retrograde.run.inputs import Inputs

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from retrograde.discover.surroundings import muted_hooks
 from retrograde.machine import now
+from retrograde.replay.surroundings import muted_hooks
 from retrograde.run.core import Core
 from retrograde.run.inputs import Inputs
 from retrograde.sizes.footprint import Shapes, gradients_like, noting

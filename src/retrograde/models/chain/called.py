@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retrograde.discover.surroundings import autocast_as_now, version
 from retrograde.errors import RetrogradeError
 from retrograde.models.chain.chain_core import NO_INPUTS, ChainCore
 from retrograde.models.chain.links import Link
 from retrograde.models.chain.split_schedule import loads_of, split_schedule
+from retrograde.replay.surroundings import autocast_as_now, version
 from retrograde.run.core import unrecorded
 from retrograde.run.executor import Run
 from retrograde.run.states import unpack

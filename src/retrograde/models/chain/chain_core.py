@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from retrograde.discover.generators import Source
-from retrograde.discover.surroundings import Ambient, Marks, Snapshot, Trail, muted_hooks, version
 from retrograde.errors import RetrogradeError
 from retrograde.models.chain.links import Link, check_leaves, enter
+from retrograde.replay.generators import Source
+from retrograde.replay.surroundings import Ambient, Marks, Snapshot, Trail, muted_hooks, version
 from retrograde.run.core import Emit, Gradients, RangeCore, Tape, unrecorded
 from retrograde.run.inputs import Held, Inputs
 from retrograde.run.layout import Straight

@@ -16,10 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from retrograde.discover.dry_run import DryRun, try_out
-from retrograde.discover.referents import MODULE_TABLES, Referents, find_referents
-from retrograde.discover.surroundings import Ambient, Steady, version
-from retrograde.discover.trees import Structure
 from retrograde.errors import CellError
 from retrograde.models.chain.links import (
     WRITES,
@@ -30,6 +26,10 @@ from retrograde.models.chain.links import (
     enter,
     run_layers,
 )
+from retrograde.replay.dry_run import DryRun, try_out
+from retrograde.replay.referents import MODULE_TABLES, Referents, find_referents
+from retrograde.replay.surroundings import Ambient, Steady, version
+from retrograde.replay.trees import Structure
 from retrograde.run.states import device_of, like_of
 
 __all__ = ["examine_layers", "made_up"]

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retrograde.discover.captured import foreign_tensors
-from retrograde.discover.surroundings import Ambient, Steady, version
-from retrograde.discover.trees import Structure, flatten
 from retrograde.errors import CellError
+from retrograde.replay.captured import foreign_tensors
+from retrograde.replay.surroundings import Ambient, Steady, version
+from retrograde.replay.trees import Structure, flatten
 from retrograde.run.states import Like, like_of
 
 __all__ = ["WRITES", "Laid", "Link", "Links", "check_leaves", "enter", "run_layers"]

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retrograde.discover.surroundings import autocast_as_now, autocast_of_caller, version
 from retrograde.errors import RetrogradeError
 from retrograde.models.chain.chain_core import NO_INPUTS, ChainCore
 from retrograde.models.chain.links import Link, Links
 from retrograde.models.chain.split_schedule import loads_of, split_schedule
+from retrograde.replay.surroundings import autocast_as_now, autocast_of_caller, version
 from retrograde.run.core import Gradients
 from retrograde.run.executor import Run
 from retrograde.run.transforms import NO_FORWARD_MODE, refuse_batches, uncompiled

@@ -23,7 +23,7 @@ from retrograde.scan.sparse.csr import CSR, LayerJacobian
 from retrograde.scan.sparse.pattern import Pattern
 from retrograde.scan.sparse.rules import Rule, parts_of, rule_of
 
-__all__ = ["Joined", "Maker", "Path", "Piece", "Residual", "couples_samples", "observe"]
+__all__ = ["Joined", "LayerPath", "Maker", "Path", "Residual", "couples_samples", "observe"]
 
 
 class Residual(nn.Module):
@@ -61,7 +61,7 @@ def _overwrites(layer: nn.Module) -> bool:
 
 class Path(ABC):
     """One or more layers from an input to an output. A *maker* returns the matrix of a
-    :class:`Piece`: its Jacobian for some samples, or an outline that has only sizes. A path
+    :class:`LayerPath`: its Jacobian for some samples, or an outline that has only sizes. A path
     combines these by ``@`` and ``+``."""
 
     @property
@@ -75,7 +75,7 @@ class Path(ABC):
         """Numbers in the output of one sample."""
 
     @abstractmethod
-    def pieces(self) -> "list[Piece]":
+    def pieces(self) -> "list[LayerPath]":
         """Return the single layers."""
 
     @abstractmethod
@@ -88,7 +88,7 @@ class Path(ABC):
 
 
 @dataclass(eq=False)
-class Piece(Path):
+class LayerPath(Path):
     """One layer, and its Jacobian."""
 
     layer: nn.Module
@@ -107,7 +107,7 @@ class Piece(Path):
         """Whether it does more to a gradient than reshape it."""
         return self.jacobian.values is not None
 
-    def pieces(self) -> "list[Piece]":
+    def pieces(self) -> "list[LayerPath]":
         return [self]
 
     def matrix(self, make: "Maker") -> Any:
@@ -132,7 +132,7 @@ class Joined(Path):
     def outputs(self) -> int:
         return self.paths[-1].outputs
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[LayerPath]:
         return [piece for path in self.paths for piece in path.pieces()]
 
     def matrix(self, make: "Maker") -> Any:
@@ -146,7 +146,7 @@ class Joined(Path):
         return gradient
 
 
-Maker = Callable[[Piece], Any]
+Maker = Callable[[LayerPath], Any]
 
 
 def observe(layer: nn.Module, x: Tensor) -> tuple[Tensor, Path]:
@@ -190,7 +190,7 @@ def _observe_piece(layer: nn.Module, rule: Rule, x: Tensor) -> tuple[Tensor, Pat
     if isinstance(found, CSR):
         found = LayerJacobian(found.pattern, found.data.ndim == 1, found.data.detach)
     _check_pattern(layer, x, y, found.pattern)
-    return y, Piece(layer, found)
+    return y, LayerPath(layer, found)
 
 
 def _through(

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from retrograde.scan.blelloch import hybrid
 from retrograde.scan.counts import blocks
 from retrograde.scan.elements import IDENTITY, UNREAD, Vector, flops
-from retrograde.scan.sparse.composition import Maker, Path, Piece, observe
+from retrograde.scan.sparse.composition import LayerPath, Maker, Path, observe
 from retrograde.scan.sparse.csr import CSR
 from retrograde.scan.sparse.factor import TooManyEntriesError
 from retrograde.scan.sparse.outline import Gradient, Ledger, ledger_of, outlines
 from retrograde.scan.sparse.weights import count_weights
 from retrograde.scan.work_report import Report
 
-__all__ = ["Algorithm", "Split", "Step", "observe_steps", "scan_gradients", "split_of"]
+__all__ = ["Algorithm", "LayerCall", "Split", "observe_steps", "scan_gradients", "split_of"]
 
 _LEAST = 8  # samples that one instruction processes
 _AT_ONCE = 2**24  # bytes of a product above which further samples leave the caches
@@ -38,7 +38,7 @@ Algorithm = Literal["auto", "linear", "blelloch", "hybrid"]
 
 
 @dataclass(eq=False)
-class Step:
+class LayerCall:
     """One layer of a chain, run on a batch. x is detached from the layers before, and y is
     differentiable in x and the parameters."""
 
@@ -74,7 +74,7 @@ class Split:
         return self.fixed_bytes + max(1, self.samples) * self.sample_bytes
 
 
-def observe_steps(layers: Sequence[nn.Module], x: Tensor) -> list[Step]:
+def observe_steps(layers: Sequence[nn.Module], x: Tensor) -> list[LayerCall]:
     """Run a sequence of layers on x, (samples, …), each detached from the one before. Raises
     ScanError if a layer has no rule or couples samples."""
     steps = []
@@ -82,7 +82,7 @@ def observe_steps(layers: Sequence[nn.Module], x: Tensor) -> list[Step]:
     for layer in layers:
         x = x.detach().requires_grad_()
         y, path = observe(layer, x)
-        steps.append(Step(layer, x, y, path))
+        steps.append(LayerCall(layer, x, y, path))
         x = y
     return steps
 
@@ -128,7 +128,7 @@ def split_of(
 
 
 def scan_gradients(
-    steps: Sequence[Step], dy: Tensor, levels: int, samples: int, *, whole: bool
+    steps: Sequence[LayerCall], dy: Tensor, levels: int, samples: int, *, whole: bool
 ) -> list[Tensor]:
     """Return the gradient of each step's ``y``, first to last. If ``whole``, the gradient of the
     first step's ``x`` comes first. ``dy`` is the gradient of the last output; ``samples`` of the
@@ -155,15 +155,15 @@ def scan_gradients(
     return [g.reshape(shape) for g, shape in zip(joined, shapes, strict=True)]
 
 
-def _maker(values: dict[Piece, CSR], which: slice) -> Maker:
-    def make(piece: Piece) -> CSR:
+def _maker(values: dict[LayerPath, CSR], which: slice) -> Maker:
+    def make(piece: LayerPath) -> CSR:
         return values[piece].samples(which)
 
     return make
 
 
 def _element(path: Path, make: Maker) -> Any:
-    if isinstance(path, Piece):
+    if isinstance(path, LayerPath):
         return make(path) if path.changes else IDENTITY
     return Route(path, make)
 

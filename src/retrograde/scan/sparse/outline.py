@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from retrograde.scan.sparse.composition import Maker, Path, Piece
+from retrograde.scan.sparse.composition import LayerPath, Maker, Path
 from retrograde.scan.sparse.factor import MOST_ENTRIES
 from retrograde.scan.sparse.pattern import Pattern
 
@@ -119,7 +119,7 @@ def ledger_of(paths: Sequence[Path], itemsize: int) -> Ledger:
 def outlines(samples: int, ledger: Ledger) -> Maker:
     """Return a maker of outlines, whose products the ledger notes."""
 
-    def make(piece: Piece) -> Outline:
+    def make(piece: LayerPath) -> Outline:
         return Outline(piece.jacobian.pattern, piece.jacobian.shared, samples, ledger)
 
     return make

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from retrograde.errors import ScanError
-from retrograde.scan.sparse.composition import Piece, observe
+from retrograde.scan.sparse.composition import LayerPath, observe
 from retrograde.scan.sparse.csr import CSR
 from retrograde.scan.sparse.outline import ledger_of, outlines
 from retrograde.units import Memory, as_bytes, format_bytes
@@ -66,5 +66,5 @@ def room(memory: Memory | None, device: torch.device) -> int:
     return as_bytes(0.5 if memory is None else memory, whole)
 
 
-def _csr(like: Tensor, piece: Piece) -> CSR:
+def _csr(like: Tensor, piece: LayerPath) -> CSR:
     return piece.jacobian.csr(like)

@@ -18,8 +18,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from retrograde.discover.referents import Referents
 from retrograde.errors import CellError
+from retrograde.replay.referents import Referents
 
 __all__ = ["Edge", "LeafWatch", "Outside", "distinct", "find_outside", "foreign_tensors"]
 

@@ -3,8 +3,8 @@
 import torch
 
 from retrograde.cells.cell import examine
-from retrograde.discover.trees import flatten
 from retrograde.plan.fit import Curve, Footprint
+from retrograde.replay.trees import flatten
 from retrograde.run.inputs import Held
 from retrograde.schedule import Advance, Record
 from retrograde.sizes import footprint as module

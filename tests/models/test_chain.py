@@ -13,11 +13,11 @@ from torch import nn
 from torch.nn import functional
 
 import retrograde as rg
-from retrograde.discover.trees import flatten
 from retrograde.errors import BudgetError, CellError, RetrogradeError, UnitError
 from retrograde.models.chain import layer_sizes
 from retrograde.models.chain.chain_core import ChainCore
 from retrograde.models.chain.examine import examine_layers
+from retrograde.replay.trees import flatten
 from retrograde.run.core import Gradients
 from retrograde.run.executor import Run
 from retrograde.run.inputs import Held

@@ -21,11 +21,13 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from retrograde.discover.captured import distinct, foreign_tensors
-from retrograde.discover.generators import OwnDraws, Source, draws_python, is_alone, sources
-from retrograde.discover.places import HandsOn, Place, Seen, Table, first_named, tensors_in
-from retrograde.discover.referents import Referents, find_referents
-from retrograde.discover.surroundings import (
+from retrograde.errors import CellError
+from retrograde.measure.allocations import MEASURING, unpacked
+from retrograde.replay.captured import distinct, foreign_tensors
+from retrograde.replay.generators import OwnDraws, Source, draws_python, is_alone, sources
+from retrograde.replay.places import Entries, HandsOn, Place, Seen, first_named, tensors_in
+from retrograde.replay.referents import Referents, find_referents
+from retrograde.replay.surroundings import (
     Ambient,
     Left,
     Steady,
@@ -35,9 +37,7 @@ from retrograde.discover.surroundings import (
     restore,
     version,
 )
-from retrograde.discover.trial_watch import watched
-from retrograde.errors import CellError
-from retrograde.measure.allocations import MEASURING, unpacked
+from retrograde.replay.trial_watch import watched
 
 __all__ = ["DryRun", "assigned_values", "try_out"]
 
@@ -237,7 +237,7 @@ class _Trial(Generic[T]):
         """Return the error for changes that are not replayed."""
         number, key = min(keys, key=lambda pair: (pair[0], str(pair[1])))
         place = self.found.places[number]
-        if isinstance(place, Table) and place.registered:
+        if isinstance(place, Entries) and place.registered:
             return CellError(_REPLACES.format(place.registered, place.called(key)))
         return CellError(_CHANGES.format(place.called(key)))
 

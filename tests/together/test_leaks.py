@@ -13,10 +13,10 @@ import retrograde as rg
 from oracles.loops import WAYS, assert_bitwise, both, gradients, least, loop
 from retrograde.cells import bptt as streamed
 from retrograde.cells import unroll as unrolling
-from retrograde.discover.referents import find_referents
 from retrograde.kernels import cpu
 from retrograde.recurrent.backward import LayerBackward
 from retrograde.recurrent.core import HeldLayers
+from retrograde.replay.referents import find_referents
 from retrograde.run.core import Tape
 from retrograde.run.executor import Run
 from retrograde.sizes.cache import CellFits, LRUCache, identity

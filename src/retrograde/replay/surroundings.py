@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils import _pytree as pytree
 
-from retrograde.discover.generators import OwnDraws, Source, draws_python, is_alone
-from retrograde.discover.places import Place, Seen, Unreadable, first_named
-from retrograde.discover.referents import Referents
 from retrograde.errors import CellError, RetrogradeError
 from retrograde.measure.allocations import MEASURING, unpacked
+from retrograde.replay.generators import OwnDraws, Source, draws_python, is_alone
+from retrograde.replay.places import Place, Seen, Unreadable, first_named
+from retrograde.replay.referents import Referents
 
 __all__ = [
     "Ambient", "Left", "Marks", "Snapshot", "Steady", "Trail",

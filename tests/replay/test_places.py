@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from retrograde.discover.places import Unreadable
-from retrograde.discover.referents import find_referents
+from retrograde.replay.places import Unreadable
+from retrograde.replay.referents import find_referents
 
 SCALE = 2.0
 NAMES = ["mask", "scale"]

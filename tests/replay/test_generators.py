@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from retrograde.discover.generators import OwnDraws, sources
+from retrograde.replay.generators import OwnDraws, sources
 
 CPU = torch.device("cpu")
 

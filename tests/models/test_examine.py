@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from retrograde.discover.trees import flatten
 from retrograde.models.chain import examine
+from retrograde.replay.trees import flatten
 
 
 def triples(inplace):

@@ -21,8 +21,18 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 __all__ = [
-    "ARRAY_BYTES", "Attributes", "Contents", "Globals", "HandsOn", "Place", "Seen", "Table",
-    "Unreadable", "Variable", "first_named", "tensors_in",
+    "ARRAY_BYTES",
+    "Attributes",
+    "Contents",
+    "Entries",
+    "Globals",
+    "HandsOn",
+    "Place",
+    "Seen",
+    "Unreadable",
+    "Variable",
+    "first_named",
+    "tensors_in",
 ]  # fmt: skip
 
 #: Larger arrays count as data, which no cell writes to.
@@ -85,7 +95,7 @@ class Place(ABC):
         return other
 
 
-class Table(Place):
+class Entries(Place):
     """Names of a dict that are an object's attributes.
 
     ``registered`` is torch's word for the values, if it is a table of a module.
@@ -112,7 +122,7 @@ class Table(Place):
         self.holder.update(values)
 
 
-class Globals(Table):
+class Globals(Entries):
     """The globals that a function reads."""
 
     def called(self, key: Any) -> str:

@@ -24,14 +24,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from retrograde.discover.generators import is_generator
-from retrograde.discover.places import (
+from retrograde.replay.generators import is_generator
+from retrograde.replay.places import (
     ARRAY_BYTES,
     Attributes,
     Contents,
+    Entries,
     Globals,
     Place,
-    Table,
     Unreadable,
     Variable,
 )
@@ -220,7 +220,7 @@ class _Walk:
     def object(self, value: Any, depth: int) -> None:
         kind = type(value)
         if hasattr(value, "__dict__"):
-            self.held(Table(vars(value), kind.__name__, self.follows(kind)), depth)
+            self.held(Entries(vars(value), kind.__name__, self.follows(kind)), depth)
         slots = [name for base in kind.__mro__ for name in _slots(base)]
         if slots:
             self.held(Attributes(value, kind.__name__, slots), depth)
@@ -238,13 +238,13 @@ class _Walk:
         """Add one module without its submodules."""
         kind, own, names = type(part).__name__, vars(part), self.follows(type(part))
         places = self.found.places
-        places.append(Table(own, kind, names))
+        places.append(Entries(own, kind, names))
         if isinstance(part, torch.jit.ScriptModule):  # it keeps its attributes elsewhere
             made = getattr(part, "_concrete_type", None)
             more = made.get_attributes() if made is not None else ()
             places.append(Attributes(part, kind, ["training", *more]))
         else:
-            places.extend(Table(own[table], kind, names, what) for table, what in _TABLES.items())
+            places.extend(Entries(own[table], kind, names, what) for table, what in _TABLES.items())
             self.code(part, "forward", depth)
             self.open.setdefault(type(part), (part, depth, {"forward"}))
         for table in _HOOKS:
@@ -285,7 +285,7 @@ class _Walk:
             place = Attributes(value, value.__qualname__, ["__defaults__", "__kwdefaults__"])
             self.held(place, depth)
         if value.__dict__:
-            self.held(Table(value.__dict__, value.__qualname__), depth)
+            self.held(Entries(value.__dict__, value.__qualname__), depth)
         names = _names(value.__code__)
         self.named(value.__globals__, names, f"the module {value.__module__}", depth)
 
