@@ -35,15 +35,14 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from retrograde.errors import BudgetError, CellError
-from retrograde.models.call_order import CallOrder, Layers
-from retrograde.models.called_chain import release
-from retrograde.models.chain_plans import named_layers
+from retrograde.models.call_order import CallOrder
 from retrograde.models.replace_modules import is_chain
+from retrograde.models.rows import release
 from retrograde.models.sample_run import (
     NotAChainError,
     Watched,
-    WatchedChain,
     WatchedModule,
+    WatchedRow,
     bytes_elsewhere,
     called_in_turn,
     run_name,
@@ -160,21 +159,18 @@ def budget(model: nn.Module, memory: Memory, sample: Any) -> Division:
     _check(model)
     order = called_in_turn(model, sample)
     refused = order.refusals() if order else {}
-    for apart in (False, True):  # with True it takes several times as long
-        watched, elsewhere = _watched(model, sample, order, refused, apart=apart)
-        needs = [one for one in watched if one.calls]
-        if not needs:
-            names = ", ".join(one.title for one in watched)
-            raise CellError(
-                f"the sample gave the modules to be budgeted ({names}) nothing to backpropagate: "
-                "expected the model to call at least one of them, with a parameter or an input "
-                "that requires a gradient"
-            )
-        ordinary = sum(one.used(one.ordinary_bytes) for one in needs)
-        least = sum(one.used(one.minimum_bytes) for one in needs)
-        total = as_bytes(memory, ordinary)
-        if total >= least or not any(one.within for one in needs):
-            break
+    watched, elsewhere = _watched(model, sample, order, refused)
+    needs = [one for one in watched if one.calls]
+    if not needs:
+        names = ", ".join(one.title for one in watched)
+        raise CellError(
+            f"the sample gave the modules to be budgeted ({names}) nothing to backpropagate: "
+            "expected the model to call at least one of them, with a parameter or an input "
+            "that requires a gradient"
+        )
+    ordinary = sum(one.used(one.ordinary_bytes) for one in needs)
+    least = sum(one.used(one.minimum_bytes) for one in needs)
+    total = as_bytes(memory, ordinary)
     if isinstance(parse_memory(memory), int) and total < elsewhere:
         raise BudgetError(_elsewhere(memory, total, ordinary, elsewhere), max(least, elsewhere))
     if total < least:
@@ -204,25 +200,19 @@ def _watched(
     sample: Any,
     order: CallOrder | None,
     refused: dict[str, str],
-    *,
-    apart: bool,
 ) -> tuple[list[Watched], int]:
     """Run the model on the sample. Return its parts with their calls and sizes, and the bytes that
     the rest of it holds.
 
-    ``apart`` says whether parts of layers may be recomputed on their own. If a run of layers turns
+    If a run of layers turns
     out not to be a chain, it is added to ``refused``, and the model runs again.
     """
     while True:
         runs = [run for run in order.preferred if run_name(run) not in refused] if order else []
-        watched: list[Watched] = [*_modules(model, runs, order)]
-        for run in runs:
-            within = order.runs_within([one.module for one in run]) if order else []
-            watched.append(WatchedChain(run, within))
+        watched: list[Watched] = [*_modules(model), *map(WatchedRow, runs)]
         try:
             with untouched(model), torch.enable_grad(), ExitStack() as stack:
                 for one in watched:
-                    one.apart = apart
                     stack.enter_context(one.watched())
                 elsewhere = bytes_elsewhere(model, sample)
         except NotAChainError as refusal:
@@ -235,20 +225,11 @@ def _watched(
         return watched, elsewhere
 
 
-def _modules(
-    model: nn.Module, runs: Sequence[Layers], order: CallOrder | None
-) -> Iterator[WatchedModule]:
-    """Yield every module to be budgeted once, except those in runs of called layers."""
-    called = [part for run in runs for one in run for part in one.module.modules()]
-    taken = {id(part) for part in called}  # modules that belong to a chain
+def _modules(model: nn.Module) -> Iterator[WatchedModule]:
+    """Yield every module that gets a budget of its own, once."""
     for name, m in model.named_modules():
-        if isinstance(m, nn.RNNBase):
+        if isinstance(m, nn.RNNBase) or is_chain(m):
             yield WatchedModule(name, m, _title(name, model))
-        elif is_chain(m) and taken.isdisjoint(map(id, m.modules())):
-            layers = [layer for _, layer in named_layers(m, lambda _: True)]
-            within = order.runs_within(layers) if order else []
-            yield WatchedModule(name, m, _title(name, model), within)
-            taken |= {id(part) for part in m.modules()}
 
 
 def _nothing(model: nn.Module, refused: dict[str, str]) -> str:

@@ -9,7 +9,7 @@ nearly all of these.
 
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from retrograde.cells.any_recurrent import Recurrent
 from retrograde.errors import CellError
-from retrograde.models.called_chain import (
+from retrograde.models.rows import (
     CHANGES,
     Contents,
     Given,
@@ -35,7 +35,7 @@ from retrograde.models.sequential import Sequential
 from retrograde.replay.surroundings import version
 from retrograde.replay.trial_watch import in_checkpoint
 
-__all__ = ["CallOrder", "Layers", "ModuleCall", "held_outputs", "noted"]
+__all__ = ["CallOrder", "Layers", "ModuleCall", "noted"]
 
 _BUDGETED = (nn.RNNBase, Sequential, Recurrent)
 _OPENED = 1 / 4  # of the model's bytes: a module with more is opened
@@ -176,33 +176,11 @@ class CallOrder:
         least = _SMALL * self.whole
         return [run for run in runs if len(run) > 1 and sum(c.held for c in run) >= least]
 
-    def runs_within(self, modules: Collection[nn.Module]) -> list[Layers]:
-        """Return the runs within the calls of some modules, if all layers take only the state."""
-        ids = {id(module) for module in modules}
-        calls = (call for call in self.every if id(call.module) in ids and call.inside)
-        runs = [run for call in calls for run in _runs(call, self.ready, float("inf"))]
-        return [run for run in runs if all(call.takes_state_only for call in run)]
-
     def refusals(self) -> dict[str, str]:
         """Return the reasons why larger modules of the model cannot be layers of a chain."""
         large = (call for call in self.every if call.held >= _SMALL * self.whole)
         told = {call.name: call.refusal for call in large if call.refusal and call.told}
         return self.refused | told
-
-
-def held_outputs(run: Layers) -> dict[str, list[str]]:
-    """Return, for each layer, the earlier layers whose outputs a ``Sequential`` around it holds.
-
-    Its own input, which is the output of the layer before it, is not counted.
-    """
-    names: dict[int | None, str] = {}
-    found: dict[str, list[str]] = {}
-    for call in run:
-        found[call.name] = [
-            names[n] for n in call.around if n in names and n != call.given[call.slot]
-        ]
-        names.setdefault(call.made, call.name)
-    return found
 
 
 def _runs(around: ModuleCall, ready: set[int], large: float) -> list[Layers]:

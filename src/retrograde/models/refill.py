@@ -23,11 +23,15 @@ from torch.utils import _pytree as pytree
 from retrograde.errors import CellError, RetrogradeError
 from retrograde.models import recipes
 from retrograde.models.tape import Tape
-from retrograde.plan.calls import CallSizes, Part
+from retrograde.plan.calls import Part
 from retrograde.replay.surroundings import Ambient, autocast_as_now, version
 from retrograde.run.core import unrecorded
 
-__all__ = ["Dropped", "Row", "Unit"]
+__all__ = ["DROPPED", "DROPPED_LEAN", "KEPT", "LEAN", "Dropped", "Row", "Unit"]
+
+#: The ways to keep a call, by their numbers in a plan. A dropped call runs again; when it does,
+#: and it is lean, cheap values are let go.
+KEPT, LEAN, DROPPED, DROPPED_LEAN = range(4)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,12 +104,14 @@ class Dropped:
         self.versions = [version(t) for t in unit.reads]
         self.state: Tensor | None = None  # the input, while the row has it
         self.before: Dropped | None = None  # the call before it, which must live as long
+        ambient = unit.ambient
+        self.marks, self.then, self.moved = ambient.steady.marks(), ambient.capture(), ()
 
-    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Run the call, or a part of it, for the first time, in the caller's graph."""
         ambient = self.unit.ambient
-        if not self.saved:
-            self.marks, self.then, self.moved = ambient.steady.marks(), ambient.capture(), ()
         ours = {id(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         with saved_tensors_hooks(partial(self._drop, ours), recipes.unpack):  # type: ignore[arg-type]
             result = forward(*args, **kwargs)
@@ -132,7 +138,11 @@ class Dropped:
     def check(self) -> None:
         """Refuse a call that wrote to what it was given."""
         for one in self.given:
-            if one.value is not None and one.source is not None and version(one.value) != one.version:
+            if (
+                one.value is not None
+                and one.source is not None
+                and version(one.value) != one.version
+            ):
                 raise CellError(
                     f"layer {self.unit.name} writes in place to what it is given, which is used "
                     "again: expected it to leave that as it is; give it inplace=False"
@@ -203,9 +213,9 @@ class Dropped:
             return value
 
         try:
-            with torch.enable_grad(), self._again(), tape or nullcontext():
-                with saved_tensors_hooks(pack, recipes.unpack):  # type: ignore[arg-type]
-                    result = self.unit.forward(*args, **kwargs)
+            hooks = saved_tensors_hooks(pack, recipes.unpack)  # type: ignore[arg-type]
+            with torch.enable_grad(), self._again(), tape or nullcontext(), hooks:
+                result = self.unit.forward(*args, **kwargs)
             if number != len(self.forms):
                 raise self._differs()
         except _EndedError:
@@ -214,21 +224,24 @@ class Dropped:
         if tape is not None:
             tape.close()
         if task >= 0:
-            torch.autograd.Variable._execution_engine.queue_callback(self.empty)
+            torch.autograd.Variable._execution_engine.queue_callback(partial(_empty, ref(self)))
         return result
-
-    def empty(self) -> None:
-        """Let go what a backward pass did not read."""
-        self.state = None
-        for reference in self.saved:
-            if (saved := reference()) is not None:
-                saved.value = None
 
     def _differs(self) -> RetrogradeError:
         return RetrogradeError(
             f"layer {self.unit.name} saved other tensors when it ran again: expected it to do the "
             "same for the same arguments; use memory=None"
         )
+
+
+def _empty(reference: "ref[Dropped]") -> None:
+    """Let go what a backward pass did not read; what it did is gone, and perhaps the call too."""
+    call = reference()
+    if call is not None:
+        call.state = None
+        for saved in (one() for one in call.saved):
+            if saved is not None:
+                saved.value = None
 
 
 def _is_free(t: Tensor, ours: set[int]) -> bool:
@@ -266,25 +279,37 @@ class Row:
 
     Args:
         parts: the plan.
-        sizes: of the calls, to know their ways.
+        late: makes the plan when the pass goes back, of a row whose calls are all one group.
     """
 
-    def __init__(self, parts: Sequence[Part], sizes: Sequence[CallSizes]) -> None:
-        self.parts, self.sizes = tuple(parts), sizes
+    def __init__(
+        self, parts: tuple[Part, ...], late: Callable[[], tuple[Part, ...]] | None = None
+    ) -> None:
+        self.parts, self.late = parts, late
         self.calls: dict[int, ref[Dropped]] = {}
         self.opened: list[Part] | None = None
 
-    def enter(self, call: Dropped, x: Tensor) -> None:
+    def way_of(self, number: int) -> int:
+        """Return how a call is kept while the pass goes forward."""
+        if self.is_grouped(number):
+            return DROPPED
+        return self._part(self.parts, number).way
+
+    def is_grouped(self, number: int) -> bool:
+        """Return whether a call is in a group."""
+        return self.late is not None or bool(self._part(self.parts, number).parts)
+
+    def enter(self, call: Dropped, before: Dropped | None, x: Tensor) -> None:
         """Add the next call, which ran. Its input is let go unless a part begins with it."""
-        before = self.calls.get(call.number - 1)
-        call.before = before() if before is not None else None
+        call.before = before
         self.calls[call.number] = ref(call)
-        part = self._part(self.parts, call.number)
-        if call.number != part.start:
+        if call.number != (0 if self.late else self._part(self.parts, call.number).start):
             call.hide(x)
 
     def prepare(self, call: Dropped) -> bool:
         """Compute the input of a call, or what it saved; return whether it did the latter."""
+        if self.late is not None:
+            self.parts, self.late = self.late(), None
         if self.opened is None:
             self.opened = [*self.parts]
             if torch._C._current_graph_task_id() >= 0:
@@ -310,14 +335,14 @@ class Row:
         done = [one for one in part.parts if one.start <= number]
         self.opened[at : at + 1] = done
         for one in done:
-            way = self.sizes[one.start].ways[one.way]
-            if not one.parts and not way.dropped:
+            call = self._call(one.start)
+            if not one.parts and one.way in (KEPT, LEAN):
                 ends = one is done[-1]
-                result = self._call(one.start).fill(state, lean=one.way > 0, whole=not ends)
+                result = call.fill(state, lean=one.way == LEAN, whole=not ends)
                 state = None if ends else _tensor(result).detach()
                 del result
                 continue
-            self._call(one.start).state = state
+            call.state, call.lean = state, one.way == DROPPED_LEAN
             if one is done[-1]:
                 return
             for k in range(one.start, one.stop):

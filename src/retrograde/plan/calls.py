@@ -10,7 +10,8 @@ beyond the input of call i, once they ran forward. ``x_j`` are the bytes of the 
     F(i, k, m) = min over ways w:        t_w + F(i+1, k, m − h_w − x_{i+1})       if need_w ≤ m
                , min over i+1 < j < k:   u(i, j) + F(i, j, m) + F(j, k, m − x_j)  if runs(i, j) ≤ m
 
-A group that ends at k would gain nothing, since nothing is held after it. The least peak ``P(i, k)`` has the same form, with maxima.
+A group that ends at k would gain nothing, since nothing is held after it. The least peak ``P(i,
+k)`` has the same form, with maxima.
 
 Complexity: O(n² (ways + n) · levels) additions, in NumPy. Known limit: bytes are rounded up to
 levels, so a plan may leave some of the budget unused.
@@ -60,6 +61,7 @@ class CallSizes:
         forward_bytes: its peak without a graph, with its output.
         forward_seconds: the time of its forward pass.
         ways: in which it may be kept.
+        noted_bytes: what it notes to run again, such as random states.
     """
 
     input_bytes: int
@@ -67,6 +69,7 @@ class CallSizes:
     forward_bytes: int
     forward_seconds: float
     ways: tuple[Way, ...]
+    noted_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,8 +97,10 @@ def _peak(calls: Sequence[CallSizes], parts: Sequence[Part], *, grouped: bool) -
     peak = held = 0
     before: list[int] = []
     for part in parts:
-        before.append(held)
         last = part is parts[-1]
+        if part.parts and not grouped:
+            held += sum(calls[k].noted_bytes for k in range(part.start, part.stop))
+        before.append(held)
         if part.parts:
             peak = max(peak, held + _runs(calls, part.start, part.stop))
         else:
@@ -150,6 +155,7 @@ class _Rows:
     def __init__(self, calls: Sequence[CallSizes]) -> None:
         self.calls, n = calls, len(calls)
         self.after = [call.output_bytes for call in calls]  # x_{i+1}
+        self.noted = [0, *accumulate(call.noted_bytes for call in calls)]
         seconds = [0.0, *accumulate(call.forward_seconds for call in calls)]
         self.seconds = np.array(seconds)
         self.runs = np.zeros((n + 1, n + 1), np.int64)
@@ -193,8 +199,9 @@ def least(calls: Sequence[CallSizes]) -> tuple[int, tuple[Part, ...]]:
                     best[i, k], choice[i, k] = peak, -number
             js = np.arange(i + 2, k)
             if len(js):
-                rest = np.maximum(best[i, js], x[js] + best[js, k])
-                peaks = np.maximum(rows.runs[i, js], rest)
+                noted = np.array(rows.noted)[js] - rows.noted[i] if k == n else 0
+                inner = np.maximum(best[i, js], rows.runs[i, js]) + noted
+                peaks = np.maximum(inner, x[js] + noted + best[js, k])
                 at = int(peaks.argmin())
                 if peaks[at] < best[i, k]:
                     best[i, k], choice[i, k] = peaks[at], js[at]
@@ -242,7 +249,6 @@ def _search(calls: Sequence[CallSizes], budget: int, levels: int) -> tuple[Part,
 
     m = np.arange(levels + 1)
     best: dict[tuple[int, int], NDArray[np.float64]] = {}
-    shifted: dict[tuple[int, int], NDArray[np.float64]] = {}
     choice: dict[tuple[int, int], NDArray[np.int16]] = {}
 
     def shift(f: NDArray[np.float64], by: int) -> NDArray[np.float64]:
@@ -266,15 +272,15 @@ def _search(calls: Sequence[CallSizes], budget: int, levels: int) -> tuple[Part,
             table.append(np.where(m >= up(need), f, np.inf))
             codes.append(-number)
         for j in range(i + 2, k):
-            f = rows.group_seconds(i, j) + best[i, j] + shifted[j, k]
-            table.append(np.where(m >= up(rows.runs[i, j]), f, np.inf))
+            noted = up(rows.noted[j] - rows.noted[i]) if outer else 0
+            inner = np.where(m >= up(rows.runs[i, j]), best[i, j], np.inf)
+            rest = shift(best[j, k], up(rows.after[j - 1]))
+            table.append(shift(rows.group_seconds(i, j) + inner + rest, noted))
             codes.append(j)
         stack = np.stack(table)
         at = stack.argmin(0)
         best[i, k] = stack.min(0)
         choice[i, k] = np.array(codes, np.int16)[at]
-        if i:
-            shifted[i, k] = shift(best[i, k], up(rows.after[i - 1]))
 
     for k in range(1, n + 1):
         for i in range(k - 1, -1, -1):
@@ -290,6 +296,7 @@ def _search(calls: Sequence[CallSizes], budget: int, levels: int) -> tuple[Part,
                     room -= up(calls[i].ways[-at].held_bytes + rows.after[i])
                 i += 1
             else:
+                room -= up(rows.noted[at] - rows.noted[i]) if k == n else 0
                 found.append(Part(i, at, 0, walk(i, at, room)))
                 room -= up(rows.after[at - 1])
                 i = at

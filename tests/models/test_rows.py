@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import retrograde as rg
-from retrograde.models.called_chain import Turn
-from retrograde.models.chain.called import CalledRun
+from retrograde.models.refill import Dropped
+from retrograde.models.rows import Turn
 
 WIDTH = 24
 
@@ -380,7 +380,7 @@ def test_nothing_is_left_behind(kind):
     def alive():
         gc.collect()
         found = gc.get_objects()
-        return sum(type(o) is torch.Tensor for o in found), sum(type(o) is CalledRun for o in found)
+        return sum(type(o) is torch.Tensor for o in found), sum(type(o) is Dropped for o in found)
 
     trained(model, *given)
     before = alive()
