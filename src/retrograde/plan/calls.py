@@ -4,11 +4,12 @@ A call is kept in one of several *ways*: whole, lean, or dropped and run again. 
 also form a *group*. A group holds its first input alone. Backward, it runs forward once more, and
 its parts then follow a plan of their own.
 
-Legend: ``F(i, k, m)`` is the least additional time to backpropagate calls i … k−1 with m bytes
-beyond the input of call i, once they ran forward. ``x_j`` are the bytes of the input of call j::
+Legend: ``F(i, k, m)`` is the least additional time to backpropagate calls i … k−1 with m bytes, once
+they ran forward; ``x_i`` are the bytes of the input of call i. A way w holds h_w bytes besides its
+input and its output. It may keep either; what two calls keep is held once. Without that::
 
-    F(i, k, m) = min over ways w:        t_w + F(i+1, k, m − h_w − x_{i+1})       if need_w ≤ m
-               , min over i+1 < j < k:   u(i, j) + F(i, j, m) + F(j, k, m − x_j)  if runs(i, j) ≤ m
+    F(i, k, m) = min over ways w:        t_w + F(i+1, k, m − x_i − h_w)               if m ≥ need_w
+               , min over i+1 < j < k:   u(i, j) + F(i, j, m − x_i) + F(j, k, m − x_i)
 
 A group that ends at k would gain nothing, since nothing is held after it. The least peak ``P(i,
 k)`` has the same form, with maxima.
@@ -39,7 +40,8 @@ class Way:
         first_bytes: its peak in the forward pass, with what it holds and its output.
         backward_bytes: its peak in the backward pass, with what it held.
         seconds: its time beyond that of the first way.
-        keeps_output: whether it holds its output too, the next call's input.
+        keeps_input: whether it holds its input.
+        keeps_output: whether it holds its output, the next call's input.
         dropped: whether it holds nothing, and runs again.
     """
 
@@ -47,6 +49,7 @@ class Way:
     first_bytes: int
     backward_bytes: int
     seconds: float = 0.0
+    keeps_input: bool = True
     keeps_output: bool = False
     dropped: bool = False
 
@@ -88,41 +91,37 @@ def kept_whole(calls: Sequence[CallSizes]) -> tuple[Part, ...]:
 
 
 def peak_of(calls: Sequence[CallSizes], parts: Sequence[Part]) -> int:
-    """Return the peak bytes of a plan beyond the first input; the last output is not counted
-    after the forward pass, since the caller gets it."""
+    """Return the peak bytes of a plan, without the first input and the last output, which are the
+    caller's."""
     return _peak(calls, parts, grouped=False)
 
 
 def _peak(calls: Sequence[CallSizes], parts: Sequence[Part], *, grouped: bool) -> int:
     peak = held = 0
-    before: list[int] = []
+    is_held = True  # whether the input of a part is held already
+    bases: list[int] = []
     for part in parts:
-        last = part is parts[-1]
-        if part.parts and not grouped:
-            held += sum(calls[k].noted_bytes for k in range(part.start, part.stop))
-        before.append(held)
+        call = calls[part.start]
+        given = 0 if is_held else call.input_bytes
         if part.parts:
-            peak = max(peak, held + _runs(calls, part.start, part.stop))
-        else:
-            way = calls[part.start].ways[part.way]
-            peak = max(peak, held + (0 if last and grouped else way.first_bytes))
-            held += way.held_bytes
-        held += _next_bytes(calls, part, last)
-    for part, base in zip(parts, before, strict=True):
+            noted = sum(calls[k].noted_bytes for k in range(part.start, part.stop))
+            held += given + (0 if grouped else noted)
+            bases.append(held)
+            peak, is_held = max(peak, held + _runs(calls, part.start, part.stop)), False
+            continue
+        way = call.ways[part.way]
+        if part is not parts[-1] or not grouped:
+            peak = max(peak, held + given + way.first_bytes)
+        held += given if way.keeps_input else 0
+        bases.append(held)
+        held += _after(call, way)
+        is_held = way.keeps_output
+    for part, base in zip(parts, bases, strict=True):
         if part.parts:
             peak = max(peak, base + _peak(calls, part.parts, grouped=True))
         else:
             peak = max(peak, base + calls[part.start].ways[part.way].backward_bytes)
     return peak
-
-
-def _next_bytes(calls: Sequence[CallSizes], part: Part, last: bool) -> int:
-    """Return the bytes of the state after a part, as far as it is held."""
-    call = calls[part.stop - 1]
-    if last:
-        keeps = not part.parts and call.ways[part.way].keeps_output
-        return call.output_bytes if keeps else 0
-    return call.output_bytes
 
 
 def _runs(calls: Sequence[CallSizes], start: int, stop: int) -> int:
@@ -149,74 +148,68 @@ def seconds_of(calls: Sequence[CallSizes], parts: Sequence[Part]) -> float:
     return total
 
 
-class _Rows:
+class _Sums:
     """What both recurrences read of the calls."""
 
     def __init__(self, calls: Sequence[CallSizes]) -> None:
-        self.calls, n = calls, len(calls)
-        self.after = [call.output_bytes for call in calls]  # x_{i+1}
+        n = len(calls)
+        self.seconds = [0.0, *accumulate(call.forward_seconds for call in calls)]
         self.noted = [0, *accumulate(call.noted_bytes for call in calls)]
-        seconds = [0.0, *accumulate(call.forward_seconds for call in calls)]
-        self.seconds = np.array(seconds)
         self.runs = np.zeros((n + 1, n + 1), np.int64)
         for i in range(n):
-            peak = 0
             for j in range(i + 1, n + 1):
-                call = calls[j - 1]
-                peak = max(peak, call.forward_bytes + (call.input_bytes if j - 1 > i else 0))
-                self.runs[i, j] = peak
-
-    def group_seconds(self, i: int, j: int) -> float:
-        """The forward pass of a group, when its backward pass begins."""
-        return float(self.seconds[j] - self.seconds[i])
-
-    def last(self, call: CallSizes, way: Way) -> float:
-        """What the last call of a group saves: dropped, it runs once, not twice."""
-        return call.forward_seconds if way.dropped else 0.0
+                more = calls[j - 1].input_bytes if j - 1 > i else 0
+                self.runs[i, j] = max(self.runs[i, j - 1], calls[j - 1].forward_bytes + more)
 
 
 def least(calls: Sequence[CallSizes]) -> tuple[int, tuple[Part, ...]]:
     """Return the least peak of any plan, and a plan that has it.
 
     Example:
-        >>> way = Way(8, 9, 12), Way(0, 2, 12, 1.0, dropped=True)
-        >>> least([CallSizes(1, 1, 2, 1.0, way)] * 4)[0]
+        >>> ways = Way(8, 9, 12), Way(0, 2, 12, 1.0, dropped=True)
+        >>> least([CallSizes(1, 1, 2, 1.0, ways)] * 4)[0]
         14
     """
-    rows, n = _Rows(calls), len(calls)
-    best = np.full((n + 1, n + 1), np.inf)
-    choice = np.zeros((n + 1, n + 1), np.int64)
-    best[range(n + 1), range(n + 1)] = 0
-    x = np.array([0, *rows.after], float)  # x[j]: the input of call j
+    sums, n = _Sums(calls), len(calls)
+    # By whether the input is held already; a group or a way that does not keep its input needs it.
+    best = np.full((2, n + 1, n + 1), np.inf)
+    choice = np.zeros((2, n + 1, n + 1), np.int64)
+    best[:, range(n + 1), range(n + 1)] = 0
+    noted = np.array(sums.noted)
     for k in range(1, n + 1):
+        outer = k == n
         for i in range(k - 1, -1, -1):
-            for number, way in enumerate(calls[i].ways):
-                after = rows.after[i] if i + 1 < k or way.keeps_output else 0
-                first = way.first_bytes if i + 1 < k or k == n else 0
-                behind = way.held_bytes + after + best[i + 1, k] if i + 1 < k else 0
-                peak = max(first, way.backward_bytes, behind)
-                if peak < best[i, k]:
-                    best[i, k], choice[i, k] = peak, -number
-            js = np.arange(i + 2, k)
-            if len(js):
-                noted = np.array(rows.noted)[js] - rows.noted[i] if k == n else 0
-                inner = np.maximum(best[i, js], rows.runs[i, js]) + noted
-                peaks = np.maximum(inner, x[js] + noted + best[js, k])
-                at = int(peaks.argmin())
-                if peaks[at] < best[i, k]:
-                    best[i, k], choice[i, k] = peaks[at], js[at]
+            call, js = calls[i], np.arange(i + 2, k)
+            own = (noted[js] - noted[i]) * outer
+            inner = np.maximum(sums.runs[i, js], best[1, i, js])
+            groups = own + np.maximum(inner, best[0, js, k])
+            for is_held in (0, 1):
+                given = 0 if is_held else call.input_bytes
+                found = []
+                for way in call.ways:
+                    first = given + way.first_bytes if i + 1 < k or outer else 0
+                    base = given if way.keeps_input else 0
+                    after = _after(call, way)
+                    behind = best[int(way.keeps_output), i + 1, k] if i + 1 < k else -after
+                    found.append(max(first, base + way.backward_bytes, base + after + behind))
+                at = int(np.argmin(found))
+                best[is_held, i, k], choice[is_held, i, k] = found[at], -at
+                if len(js) and given + groups.min() < best[is_held, i, k]:
+                    best[is_held, i, k] = given + groups.min()
+                    choice[is_held, i, k] = js[groups.argmin()]
 
     def walk(i: int, k: int) -> tuple[Part, ...]:
-        found = []
+        parts, is_held = [], 1
         while i < k:
-            at = int(choice[i, k])
+            at = int(choice[is_held, i, k])
             if at <= 0:
-                found.append(Part(i, i + 1, -at))
+                parts.append(Part(i, i + 1, -at))
+                is_held = int(calls[i].ways[-at].keeps_output)
                 i += 1
             else:
-                found.append(Part(i, at, 0, walk(i, at)))
-                i = at
-        return tuple(found)
+                parts.append(Part(i, at, 0, walk(i, at)))
+                i, is_held = at, 0
+        return tuple(parts)
 
     parts = walk(0, n)
     return peak_of(calls, parts), parts
@@ -241,67 +234,76 @@ def fastest(calls: Sequence[CallSizes], budget: int) -> tuple[Part, ...]:
 
 
 def _search(calls: Sequence[CallSizes], budget: int, levels: int) -> tuple[Part, ...] | None:
-    rows, n = _Rows(calls), len(calls)
+    """Return a plan by the first recurrence, or None if rounding leaves none."""
+    sums, n = _Sums(calls), len(calls)
     size = max(budget, 1) / levels
+    m = np.arange(levels + 1)
+    best: dict[tuple[int, int, int], NDArray[np.float64]] = {}
+    choice: dict[tuple[int, int, int], NDArray[np.int16]] = {}
 
     def up(nbytes: float) -> int:
         return int(-(-nbytes // size))
 
-    m = np.arange(levels + 1)
-    best: dict[tuple[int, int], NDArray[np.float64]] = {}
-    choice: dict[tuple[int, int], NDArray[np.int16]] = {}
-
-    def shift(f: NDArray[np.float64], by: int) -> NDArray[np.float64]:
+    def less(f: NDArray[np.float64], by: int) -> NDArray[np.float64]:
+        """Return f(m − by)."""
         if by > levels:
             return np.full(levels + 1, np.inf)
         return np.concatenate([np.full(by, np.inf), f[: levels + 1 - by]]) if by else f
 
     def solve(i: int, k: int) -> None:
-        """Fill F(i, k, ·); calls that end at n are the outermost, and ran forward."""
         outer, call = k == n, calls[i]
-        table, codes = [], []
-        for number, way in enumerate(call.ways):
-            t = way.seconds
-            if i + 1 < k:
-                held = up(way.held_bytes + rows.after[i])
-                f = t + shift(best[i + 1, k], held)
-                need = max(way.backward_bytes, way.first_bytes)
-            else:
-                f = np.full(levels + 1, t if outer else t - rows.last(call, way))
-                need = max(way.backward_bytes, way.first_bytes if outer else 0)
-            table.append(np.where(m >= up(need), f, np.inf))
-            codes.append(-number)
+        groups = []
         for j in range(i + 2, k):
-            noted = up(rows.noted[j] - rows.noted[i]) if outer else 0
-            inner = np.where(m >= up(rows.runs[i, j]), best[i, j], np.inf)
-            rest = shift(best[j, k], up(rows.after[j - 1]))
-            table.append(shift(rows.group_seconds(i, j) + inner + rest, noted))
-            codes.append(j)
-        stack = np.stack(table)
-        at = stack.argmin(0)
-        best[i, k] = stack.min(0)
-        choice[i, k] = np.array(codes, np.int16)[at]
+            inner = np.where(m >= up(sums.runs[i, j]), best[1, i, j], np.inf)
+            f = sums.seconds[j] - sums.seconds[i] + inner + best[0, j, k]
+            groups.append(less(f, up(sums.noted[j] - sums.noted[i]) if outer else 0))
+        for is_held in (0, 1):
+            given = 0 if is_held else call.input_bytes
+            table = []
+            for way in call.ways:
+                base = given if way.keeps_input else 0
+                need = base + way.backward_bytes
+                if i + 1 < k:
+                    after = base + _after(call, way)
+                    f = way.seconds + less(best[int(way.keeps_output), i + 1, k], up(after))
+                    need = max(need, given + way.first_bytes)
+                else:  # the last call of a group, dropped, runs once and not twice
+                    once = 0.0 if outer or not way.dropped else call.forward_seconds
+                    f = np.full(levels + 1, way.seconds - once)
+                    need = max(need, given + way.first_bytes if outer else 0)
+                table.append(np.where(m >= up(need), f, np.inf))
+            table += [less(f, up(given)) for f in groups]
+            stack = np.stack(table)
+            best[is_held, i, k] = stack.min(0)
+            codes = [*range(0, -len(call.ways), -1), *range(i + 2, k)]
+            choice[is_held, i, k] = np.array(codes, np.int16)[stack.argmin(0)]
 
     for k in range(1, n + 1):
         for i in range(k - 1, -1, -1):
             solve(i, k)
+    if not np.isfinite(best[1, 0, n][levels]):
+        return None
 
     def walk(i: int, k: int, room: int) -> tuple[Part, ...]:
-        found = []
+        parts, is_held = [], 1
         while i < k:
-            at = int(choice[i, k][room])
+            at, call = int(choice[is_held, i, k][room]), calls[i]
+            given = 0 if is_held else call.input_bytes
             if at <= 0:
-                found.append(Part(i, i + 1, -at))
-                if i + 1 < k:
-                    room -= up(calls[i].ways[-at].held_bytes + rows.after[i])
-                i += 1
+                way = call.ways[-at]
+                parts.append(Part(i, i + 1, -at))
+                room -= up((given if way.keeps_input else 0) + _after(call, way))
+                i, is_held = i + 1, int(way.keeps_output)
             else:
-                room -= up(rows.noted[at] - rows.noted[i]) if k == n else 0
-                found.append(Part(i, at, 0, walk(i, at, room)))
-                room -= up(rows.after[at - 1])
-                i = at
-        return tuple(found)
+                room -= up(given)
+                room -= up(sums.noted[at] - sums.noted[i]) if k == n else 0
+                parts.append(Part(i, at, 0, walk(i, at, room)))
+                i, is_held = at, 0
+        return tuple(parts)
 
-    if not np.isfinite(best[0, n][levels]):
-        return None
     return walk(0, n, levels)
+
+
+def _after(call: CallSizes, way: Way) -> int:
+    """Return what a call holds after its forward pass, besides its input."""
+    return way.held_bytes + (call.output_bytes if way.keeps_output else 0)
