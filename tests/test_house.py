@@ -36,13 +36,13 @@ LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names}
 # Lines of a room at most, and what it should come down to. A room that grows takes its lines from
 # another, or deletes. ``top`` is the files beside the rooms.
 ROOMS = {
-    "top": (900, 900),
+    "top": (880, 900),
     "schedule": (1340, 1100),
     "plan": (3340, 2000),  # the planner of chains is a third of it
     "measure": (580, 440),  # measuring is to be one room with sizes
     "sizes": (870, 860),
     "replay": (2230, 1300),
-    "run": (2590, 1900),
+    "run": (2610, 1900),
     "kernels": (3910, 3000),  # a cell will be data, written once
     "recurrent": (3610, 2900),
     "cells": (2200, 2200),

@@ -56,8 +56,9 @@ def discard(start: int, stop: int, outputs: Tensors) -> None:
 
 
 class _SlowAttention:
-    """torch's attention without its fast path, which is a setting of the whole process: blocks of
-    several threads overlap, so the last one to end restores what the first one found."""
+    """torch's attention without its fast path, which is a setting of the whole process.
+
+    Blocks of several threads overlap. The last to end restores what the first one found."""
 
     def __init__(self) -> None:
         self._lock, self._blocks, self._before = threading.Lock(), 0, True
