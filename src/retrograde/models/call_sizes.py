@@ -6,10 +6,12 @@ parameters. It leaves no trace.
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from retrograde.errors import CellError
@@ -42,8 +44,18 @@ def try_call(
             value = type(rider).forward(rider, value)
         return value
 
-    call, (device, *_) = _fresh(args, kwargs)
-    trial = try_out(lambda: forward(*call()[0], **call()[1]), layers, device, _tensors)
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+
+    def call() -> Any:
+        given = [
+            leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+            for leaf in leaves
+        ]
+        args, kwargs = pytree.tree_unflatten(given, spec)
+        return forward(*args, **kwargs)
+
+    device = next(leaf.device for leaf in leaves if isinstance(leaf, Tensor))
+    trial = try_out(call, layers, device, _tensors)
     if trial.decides:
         raise CellError(
             f"layer {name} draws random numbers of Python's, which may decide what it computes, so "
@@ -59,124 +71,172 @@ def try_call(
     return Unit(name, forward, trial.ambient, list({id(t): t for t in reads}.values()))
 
 
-def _fresh(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Callable[[], Any], list[torch.device]]:
-    """Return a function that makes the arguments anew, without their graph; and their devices."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
+_STATE = object()  # the place of the state among the arguments
 
-    def make() -> Any:
-        found = [
-            leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
-            for leaf in leaves
-        ]
-        return pytree.tree_unflatten(found, spec)
 
-    return make, [leaf.device for leaf in leaves if isinstance(leaf, Tensor)]
+class _Enter(torch.autograd.Function):
+    """Arguments in the form that other operations would have made them.
+
+    Autograd would hold a leaf as long as the graph, even one that nothing refers to.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+        return tuple(t.detach() for t in given)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> None:
+        raise AssertionError("gradients are taken before they get here")
+
+
+class _Leave(torch.autograd.Function):
+    """The end of a call, whose backward pass takes the gradients out of ``seeds``.
+
+    ``torch.autograd.grad`` would hold gradients passed to it until it returns.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, seeds: list[Tensor], *results: Tensor) -> Tensor:
+        ctx.seeds = seeds
+        return torch.empty(0, device=results[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        found = (None, *ctx.seeds)
+        ctx.seeds.clear()
+        return found
 
 
 class _Measurement:
-    """The phases of a call, for each way to keep it."""
+    """The phases of a call, for each way to keep it. It owns the state, and lets it go."""
 
-    def __init__(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.unit = unit
-        self.make, _ = _fresh(args, kwargs)
+    def __init__(
+        self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], state: Tensor
+    ) -> None:
+        self.unit, self.given = unit, state
+        leaves, self.spec = pytree.tree_flatten((args, kwargs))
+        self.leaves = [_STATE if leaf is state else leaf for leaf in leaves]
+        self.wants = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+        self.state: list[Tensor] = []
         self.result: Any = None
-        self.root: Any = None
+        self.edges: list[Any] = []
+        self.root: list[Any] = []
+        self.seeds: list[Tensor] = []
+        self.like: list[tuple[Any, ...]] = []
         self.for_caller: list[Tensor | None] = []
-        self.seconds: dict[str, list[float]] = {}
-        self.leaves: list[Tensor] = []
+
+    def begin(self) -> None:
+        self.state.append(self.given.detach().clone())
 
     def advance(self) -> None:
-        args, kwargs = self.make()
+        args, kwargs, _ = self._arguments()
         with torch.no_grad():
             self.result = self.unit.forward(*args, **kwargs)
 
-    def record(self) -> None:
+    def keep(self) -> None:
         self._record(self.unit.forward)
 
-    def lean(self) -> None:
+    def keep_lean(self) -> None:
         with lean():
             self._record(self.unit.forward)
 
     def drop(self) -> None:
-        self._drop(lean=False)
+        self._record(partial(self._dropped, lean=False))
 
     def drop_lean(self) -> None:
-        self._drop(lean=True)
+        self._record(partial(self._dropped, lean=True))
 
-    def _drop(self, *, lean: bool) -> None:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            call = Dropped(self.unit, args, kwargs, lean=lean)
-            return call.run(self.unit.forward, args, kwargs)
-
-        self._record(run)
+    def _dropped(self, *args: Any, lean: bool, **kwargs: Any) -> Any:
+        call = Dropped(self.unit, args, kwargs, lean=lean)
+        return call.run(self.unit.forward, args, kwargs)
 
     def _record(self, run: Callable[..., Any]) -> None:
-        args, kwargs = self.make()
-        self.leaves = [t for t in _tensors((args, kwargs)) if t.requires_grad]
         with torch.enable_grad():
+            args, kwargs, wanted = self._arguments()
+            self.edges = [get_gradient_edge(t) for t in wanted]
+            wanted.clear()
             self.result = run(*args, **kwargs)
 
-    def release(self) -> None:
-        """Let go the result, and keep its graph."""
+    def _arguments(self) -> tuple[Any, Any, list[Tensor]]:
+        """Return the arguments, and those of them that want a gradient."""
+        leaves = [self.state[0] if leaf is _STATE else leaf for leaf in self.leaves]
+        given = [leaf.detach() for leaf, want in zip(leaves, self.wants, strict=True) if want]
+        if given and torch.is_grad_enabled():
+            anchor = torch.empty(0, device="cpu", requires_grad=True)
+            given = [*_Enter.apply(anchor, *given)]  # type: ignore[no-untyped-call]
+        rest = iter(given)
+        pairs = zip(leaves, self.wants, strict=True)
+        leaves = [next(rest) if want else leaf for leaf, want in pairs]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return args, kwargs, given
+
+    def release_result(self) -> None:
         found = [t for t in _tensors(self.result) if t.requires_grad]
         self.like = [(t.shape, t.dtype, t.device) for t in found]
-        self.root = [torch.autograd.graph.get_gradient_edge(t) for t in found]
+        if found:
+            with torch.enable_grad():
+                self.root = [get_gradient_edge(_Leave.apply(self.seeds, *found))]  # type: ignore[no-untyped-call]
         self.result = None
 
+    def release_state(self) -> None:
+        self.state.clear()
+
     def backpropagate(self) -> None:
-        roots, self.root = self.root, None
-        seeds = [torch.ones(s, dtype=d, device=at) for s, d, at in self.like]
+        root, edges = [*self.root], [*self.edges]
+        self.root.clear(), self.edges.clear()
         own = [t for t in self.unit.reads if t.requires_grad and t.is_leaf]
-        wanted = [*self.leaves, *own]
-        if roots and wanted:
-            found = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
-            self.for_caller = list(found[len(self.leaves) :])
+        if root and (edges or own):
+            self.seeds += (torch.ones(shape, dtype=d, device=at) for shape, d, at in self.like)
+            begin = [torch.empty(0, device=self.given.device)]
+            found = torch.autograd.grad(root, [*edges, *own], begin, allow_unused=True)
+            self.for_caller = list(found[len(edges) :])
 
     def clear(self) -> None:
-        self.result = self.root = None
-        self.for_caller, self.leaves = [], []
+        self.result = None
+        self.state.clear(), self.root.clear(), self.edges.clear(), self.for_caller.clear()
 
 
-_WAYS = ("record", "lean", "drop", "drop_lean")
+_WAYS = ("keep", "keep_lean", "drop", "drop_lean")
 
 
 def measure_call(
     unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], state: Tensor
 ) -> CallSizes:
-    """Measure a call."""
-    one = _Measurement(unit, args, kwargs)
-    phases: list[Callable[[], None]] = [one.advance, one.clear]
+    """Measure a call in each way to keep it."""
+    one = _Measurement(unit, args, kwargs, state)
+    phases: list[Callable[[], None]] = [one.begin, one.advance, one.clear]
     for way in _WAYS:
-        phases += [getattr(one, way), one.release, one.backpropagate, one.clear]
+        phases += [
+            one.begin, getattr(one, way), one.release_result, one.release_state,
+            one.backpropagate, one.clear,
+        ]  # fmt: skip
     with unit.ambient.measured():
         found = measure_phases(phases, device=state.device)
         seconds = _seconds(one, state.device)
-    output = found[0].growth()
+    given, output = found[0].growth(), found[1].growth()
     ways = []
     for k, way in enumerate(_WAYS):
-        first = 2 + 4 * k
-        record, release, back = found[first : first + 3]
-        last = first + 3  # what is released then is the caller's
-        held, freed = record.growth(before=last), -release.growth()
-        keeps = freed < output
-        back_peak = held - freed + back.peak(before=last)
+        first = 4 + 6 * k
+        record, less_result, less_state, back = found[first : first + 4]
+        last = first + 4  # what is released then is the caller's
+        remains = record.growth(before=last) + less_result.growth()
+        keeps_output = -less_result.growth() < output
         ways.append(
             Way(
-                held_bytes=max(0, held - output),
+                held_bytes=max(0, remains - (output if keeps_output else 0)),
                 first_bytes=record.peak(),
-                backward_bytes=back_peak,
+                backward_bytes=remains + back.peak(first, last),
                 seconds=seconds[way],
-                keeps_output=keeps,
+                keeps_input=-less_state.growth() < given,
+                keeps_output=keeps_output,
                 dropped=k > 1,
             )
         )
     captured = (t for t in unit.ambient.capture() if t.is_cuda == state.is_cuda)
     return CallSizes(
-        input_bytes=state.untyped_storage().nbytes(),
+        input_bytes=given,
         output_bytes=output,
-        forward_bytes=found[0].peak(),
+        forward_bytes=found[1].peak(),
         forward_seconds=seconds[""],
         ways=tuple(ways),
         noted_bytes=sum(int(t.nbytes) for t in captured),
@@ -187,6 +247,7 @@ def _seconds(one: _Measurement, device: torch.device) -> dict[str, float]:
     """Return the seconds of a forward pass, and what each way adds to the first one's."""
 
     def timed(*steps: Callable[[], None]) -> float:
+        one.begin()
         start = now(device)
         for step in steps:
             step()
@@ -198,9 +259,9 @@ def _seconds(one: _Measurement, device: torch.device) -> dict[str, float]:
     for _ in range(_ROUNDS):
         taken[""].append(timed(one.advance))
         for way in _WAYS:
-            taken[way].append(timed(getattr(one, way), one.release, one.backpropagate))
+            taken[way].append(timed(getattr(one, way), one.release_result, one.backpropagate))
     least = {way: min(each) for way, each in taken.items()}
-    return {"": least[""]} | {way: max(0.0, least[way] - least["record"]) for way in _WAYS}
+    return {"": least[""]} | {way: max(0.0, least[way] - least["keep"]) for way in _WAYS}
 
 
 def make_of(layers: Sequence[nn.Module]) -> Hashable:

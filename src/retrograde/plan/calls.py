@@ -4,9 +4,9 @@ A call is kept in one of several *ways*: whole, lean, or dropped and run again. 
 also form a *group*. A group holds its first input alone. Backward, it runs forward once more, and
 its parts then follow a plan of their own.
 
-Legend: ``F(i, k, m)`` is the least additional time to backpropagate calls i … k−1 with m bytes, once
-they ran forward; ``x_i`` are the bytes of the input of call i. A way w holds h_w bytes besides its
-input and its output. It may keep either; what two calls keep is held once. Without that::
+Legend: ``F(i, k, m)`` is the least additional time to backpropagate calls i … k−1 with m bytes,
+once they ran forward; ``x_i`` are the bytes of the input of call i. A way w holds h_w bytes besides
+its input and its output. It may keep either; what two calls keep is held once. Without that::
 
     F(i, k, m) = min over ways w:        t_w + F(i+1, k, m − x_i − h_w)               if m ≥ need_w
                , min over i+1 < j < k:   u(i, j) + F(i, j, m − x_i) + F(j, k, m − x_i)
