@@ -3,8 +3,7 @@
 Three kinds of parts get a share of the budget:
 
 - every recurrent module;
-- every ``Sequential`` of at least two layers that contains no recurrent module, and is in no other
-  such ``Sequential``;
+- every ``Sequential`` of this library;
 - every run of layers that the model calls one after the other (``call_order.py``).
 
 The model runs on a sample. For the input of each part, two sizes are found: the least memory of the
@@ -39,13 +38,12 @@ from retrograde.models.call_order import CallOrder
 from retrograde.models.replace_modules import is_chain
 from retrograde.models.rows import release
 from retrograde.models.sample_run import (
-    NotAChainError,
+    RefusedLayerError,
     Watched,
     WatchedModule,
     WatchedRow,
     bytes_elsewhere,
     called_in_turn,
-    run_name,
     untouched,
 )
 from retrograde.units import Memory, aligned, as_bytes, format_bytes, parse_memory
@@ -83,8 +81,7 @@ class Division:
         shares: by the names of :meth:`torch.nn.Module.named_modules`; "" is the model itself.
         left: the modules that are unchanged, since the sample gave them nothing to backpropagate.
         total_bytes: the budget.
-        minimum_bytes: the least budget. If it is that of whole layers, a smaller one may also fit:
-            a smaller budget is tried with parts of layers that are recomputed on their own.
+        minimum_bytes: the least budget.
         ordinary_bytes: the memory of ordinary backpropagation of these modules.
         refused: the modules that cannot have a budget, and the reasons.
         elsewhere_bytes: what the rest of the model holds for its backward pass, beyond the budget.
@@ -119,14 +116,12 @@ class Division:
 def budget(model: nn.Module, memory: Memory, sample: Any) -> Division:
     """Divide one memory budget among the recurrent modules and deep chains of a model.
 
-    Every ``torch.nn.RNN``, ``GRU``, ``LSTM`` and ``Sequential`` in the model, at any depth, becomes
-    the module of this library with the same parameters. Its ``memory`` is its share. Modules of
-    this library get a new ``memory``, which also replaces a ``schedule``; recurrent modules keep
-    their ``backward``.
+    Every ``torch.nn.RNN``, ``GRU`` and ``LSTM`` in the model, at any depth, becomes the module of
+    this library with the same parameters. Its ``memory`` is its share. Modules of this library get
+    a new ``memory``, which also replaces a ``schedule``; recurrent modules keep their ``backward``.
 
-    Some ``Sequential`` modules stay as they are: those inside another one, with fewer than two
-    layers, with recurrent modules inside, or with a ``backward``. Layers that the model itself
-    calls one after the other, such as the blocks of a transformer, become one chain.
+    Layers that the model calls one after the other, such as the blocks of a transformer, keep their
+    class. Each of their calls is kept whole, lean, or dropped and run again.
 
     All changes are in place, even if the model itself is such a module. Optimizers, hooks,
     references and ``state_dict`` stay valid. If the call raises an error, nothing is changed.
@@ -204,19 +199,21 @@ def _watched(
     """Run the model on the sample. Return its parts with their calls and sizes, and the bytes that
     the rest of it holds.
 
-    If a run of layers turns
-    out not to be a chain, it is added to ``refused``, and the model runs again.
+    If a layer turns out not to be one of a run, it is added to ``refused``, and the model runs
+    again.
     """
     while True:
-        runs = [run for run in order.preferred if run_name(run) not in refused] if order else []
+        runs = order.preferred if order else []
         watched: list[Watched] = [*_modules(model), *map(WatchedRow, runs)]
         try:
             with untouched(model), torch.enable_grad(), ExitStack() as stack:
                 for one in watched:
                     stack.enter_context(one.watched())
                 elsewhere = bytes_elsewhere(model, sample)
-        except NotAChainError as refusal:
-            refused[refusal.chain.name] = refusal.reason
+        except RefusedLayerError as refusal:
+            refused[refusal.call.name] = refusal.reason
+            assert order is not None
+            order.refuse(refusal.call)
             continue
         refused |= {one.name: _NO_USE for one in watched if one.useless}
         watched = [one for one in watched if not one.useless]

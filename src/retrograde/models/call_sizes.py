@@ -1,13 +1,16 @@
 """What one call of a layer takes, in each way to keep it; and a trial of the call.
 
-The call runs by itself, on the arguments that a model gives it: without a graph, and with one that
-is kept whole, lean, or dropped. So measuring holds what one call takes, and the gradients of its
-parameters. It leaves no trace.
+The call runs by itself, on the arguments that a model gives it. It runs without a graph, and with
+one that is kept whole, lean, or dropped. So measuring holds what one call takes, and the gradients
+of its parameters. It leaves no trace.
 """
 
+import gc
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +19,16 @@ from torch.utils import _pytree as pytree
 
 from retrograde.errors import CellError
 from retrograde.machine import now
-from retrograde.measure.allocations import measure_phases
+from retrograde.measure.allocations import Phase, measure_phases
 from retrograde.models.lean import lean
 from retrograde.models.refill import Dropped, Unit
 from retrograde.plan.calls import CallSizes, Way
 from retrograde.replay.dry_run import try_out
 from retrograde.replay.referents import MODULE_TABLES
 
-__all__ = ["make_of", "measure_call", "try_call"]
+__all__ = ["Meter", "try_call"]
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 _ROUNDS = 3
 _SIMPLE = (bool, int, float, str, tuple, torch.Size, type(None))
@@ -45,17 +50,24 @@ def try_call(
         return value
 
     leaves, spec = pytree.tree_flatten((args, kwargs))
+    wants = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+    anchors: list[ref[Tensor]] = []  # which live as long as a graph that begins at the arguments
 
     def call() -> Any:
-        given = [
-            leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
-            for leaf in leaves
-        ]
-        args, kwargs = pytree.tree_unflatten(given, spec)
+        args, kwargs, _, anchor = _enter(leaves, wants, spec)
+        anchors.append(ref(anchor))
         return forward(*args, **kwargs)
 
     device = next(leaf.device for leaf in leaves if isinstance(leaf, Tensor))
-    trial = try_out(call, layers, device, _tensors)
+    trial = replace(try_out(call, layers, device, _tensors), value=None)
+    if any(anchor() is not None for anchor in anchors):
+        gc.collect()  # of cycles
+    if any(anchor() is not None for anchor in anchors):
+        raise CellError(
+            f"layer {name} leaves a tensor with a gradient in a place that cannot be found: "
+            "expected it to return it, or to leave it in an attribute of a module; a rerun would "
+            "leave another one there"
+        )
     if trial.decides:
         raise CellError(
             f"layer {name} draws random numbers of Python's, which may decide what it computes, so "
@@ -87,6 +99,21 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> None:
         raise AssertionError("gradients are taken before they get here")
+
+
+def _enter(
+    leaves: Sequence[Any], wants: Sequence[bool], spec: pytree.TreeSpec
+) -> tuple[Any, Any, list[Tensor], Tensor]:
+    """Return arguments without the graph that they came from, and those that want a gradient. The
+    last result is the leaf of the graph that begins with these."""
+    anchor = torch.empty(0, device="cpu", requires_grad=True)
+    given = [leaf.detach() for leaf, want in zip(leaves, wants, strict=True) if want]
+    if given and torch.is_grad_enabled():
+        given = [*_Enter.apply(anchor, *given)]  # type: ignore[no-untyped-call]
+    rest = iter(given)
+    pairs = zip(leaves, wants, strict=True)
+    args, kwargs = pytree.tree_unflatten([next(rest) if want else x for x, want in pairs], spec)
+    return args, kwargs, given, anchor
 
 
 class _Leave(torch.autograd.Function):
@@ -124,6 +151,7 @@ class _Measurement:
         self.seeds: list[Tensor] = []
         self.like: list[tuple[Any, ...]] = []
         self.for_caller: list[Tensor | None] = []
+        self.turns = False
 
     def begin(self) -> None:
         self.state.append(self.given.detach().clone())
@@ -160,14 +188,7 @@ class _Measurement:
     def _arguments(self) -> tuple[Any, Any, list[Tensor]]:
         """Return the arguments, and those of them that want a gradient."""
         leaves = [self.state[0] if leaf is _STATE else leaf for leaf in self.leaves]
-        given = [leaf.detach() for leaf, want in zip(leaves, self.wants, strict=True) if want]
-        if given and torch.is_grad_enabled():
-            anchor = torch.empty(0, device="cpu", requires_grad=True)
-            given = [*_Enter.apply(anchor, *given)]  # type: ignore[no-untyped-call]
-        rest = iter(given)
-        pairs = zip(leaves, self.wants, strict=True)
-        leaves = [next(rest) if want else leaf for leaf, want in pairs]
-        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        args, kwargs, given, _ = _enter(leaves, self.wants, self.spec)
         return args, kwargs, given
 
     def release_result(self) -> None:
@@ -183,36 +204,68 @@ class _Measurement:
 
     def backpropagate(self) -> None:
         root, edges = [*self.root], [*self.edges]
-        self.root.clear(), self.edges.clear()
+        self.root, self.edges = [], []
         own = [t for t in self.unit.reads if t.requires_grad and t.is_leaf]
         if root and (edges or own):
             self.seeds += (torch.ones(shape, dtype=d, device=at) for shape, d, at in self.like)
             begin = [torch.empty(0, device=self.given.device)]
             found = torch.autograd.grad(root, [*edges, *own], begin, allow_unused=True)
+            self.turns = any(g is not None and not g.is_contiguous() for g in found[: len(edges)])
             self.for_caller = list(found[len(edges) :])
 
     def clear(self) -> None:
         self.result = None
-        self.state.clear(), self.root.clear(), self.edges.clear(), self.for_caller.clear()
+        self.state, self.root, self.edges, self.for_caller = [], [], [], []
 
 
 _WAYS = ("keep", "keep_lean", "drop", "drop_lean")
 
 
-def measure_call(
-    unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], state: Tensor
-) -> CallSizes:
-    """Measure a call in each way to keep it."""
-    one = _Measurement(unit, args, kwargs, state)
+class Meter:
+    """Measures calls; each once for layers of one make, and times layers of one class once."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[Hashable, CallSizes] = {}
+        self.seconds: dict[Hashable, dict[str, float]] = {}
+
+    def measure(
+        self, unit: Unit, layers: Sequence[nn.Module], kind: Hashable, call: Call, state: Tensor
+    ) -> CallSizes:
+        """Return the sizes of a call, whose arguments are of some kind."""
+        parts = [part for layer in layers for part in layer.modules()]
+        key = _make(parts), kind
+        if key[0] is None or key not in self.sizes:
+            one = _Measurement(unit, *call, state)
+            alike = (
+                tuple(
+                    (type(part), tuple(p.shape for p in part._parameters.values() if p is not None))
+                    for part in parts
+                ),
+                kind,
+            )
+            with unit.ambient.measured():
+                found = _bytes(one, state.device)
+                if alike not in self.seconds:
+                    self.seconds[alike] = _seconds(one, state.device)
+            self.sizes[key] = _sizes(one, found, self.seconds[alike])
+        return self.sizes[key]
+
+    def __reduce__(self) -> Any:
+        return type(self), ()
+
+
+def _bytes(one: _Measurement, device: torch.device) -> list[Phase]:
     phases: list[Callable[[], None]] = [one.begin, one.advance, one.clear]
     for way in _WAYS:
         phases += [
             one.begin, getattr(one, way), one.release_result, one.release_state,
             one.backpropagate, one.clear,
         ]  # fmt: skip
-    with unit.ambient.measured():
-        found = measure_phases(phases, device=state.device)
-        seconds = _seconds(one, state.device)
+    return measure_phases(phases, device=device)
+
+
+def _sizes(one: _Measurement, found: Sequence[Phase], seconds: dict[str, float]) -> CallSizes:
+    """Return what the phases of a call showed."""
     given, output = found[0].growth(), found[1].growth()
     ways = []
     for k, way in enumerate(_WAYS):
@@ -232,7 +285,7 @@ def measure_call(
                 dropped=k > 1,
             )
         )
-    captured = (t for t in unit.ambient.capture() if t.is_cuda == state.is_cuda)
+    captured = (t for t in one.unit.ambient.capture() if t.is_cuda == one.given.is_cuda)
     return CallSizes(
         input_bytes=given,
         output_bytes=output,
@@ -240,6 +293,7 @@ def measure_call(
         forward_seconds=seconds[""],
         ways=tuple(ways),
         noted_bytes=sum(int(t.nbytes) for t in captured),
+        turns=one.turns,
     )
 
 
@@ -264,19 +318,19 @@ def _seconds(one: _Measurement, device: torch.device) -> dict[str, float]:
     return {"": least[""]} | {way: max(0.0, least[way] - least["keep"]) for way in _WAYS}
 
 
-def make_of(layers: Sequence[nn.Module]) -> Hashable:
+def _make(parts: Sequence[nn.Module]) -> Hashable:
     """Return a description of some modules, equal for modules that take the same.
 
     It has their classes, options and sizes. It is None unless all are torch's own, without hooks.
     """
     found = []
-    for part in (part for layer in layers for part in layer.modules()):
+    for part in parts:
         kind, own = type(part), vars(part)
         if not kind.__module__.startswith("torch.nn.modules."):
             return None
         options = {name: own[name] for name in own.keys() - MODULE_TABLES - {"forward"}}
         hooked = any(own[name] for name in own if name.endswith("_hooks"))
-        if hooked or not all(isinstance(v, _SIMPLE) for v in options.values()):
+        if hooked or not all(map(_is_simple, options.values())):
             return None
         tensors = [
             (name, t if t is None else (t.shape, t.dtype, t.requires_grad))
@@ -285,6 +339,11 @@ def make_of(layers: Sequence[nn.Module]) -> Hashable:
         ]
         found.append((kind, repr(sorted(options.items())), tuple(tensors)))
     return tuple(found)
+
+
+def _is_simple(value: Any) -> bool:
+    torchs = callable(value) and str(getattr(value, "__module__", "")).startswith("torch.")
+    return torchs or isinstance(value, _SIMPLE)
 
 
 def _tensors(value: Any) -> list[Tensor]:

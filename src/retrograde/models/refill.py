@@ -24,6 +24,7 @@ from retrograde.errors import CellError, RetrogradeError
 from retrograde.models import recipes
 from retrograde.models.tape import Tape
 from retrograde.plan.calls import Part
+from retrograde.replay.generators import Source
 from retrograde.replay.surroundings import Ambient, autocast_as_now, version
 from retrograde.run.core import unrecorded
 
@@ -105,7 +106,8 @@ class Dropped:
         self.state: Tensor | None = None  # the input, while the row has it
         self.before: Dropped | None = None  # the call before it, which must live as long
         ambient = unit.ambient
-        self.marks, self.then, self.moved = ambient.steady.marks(), ambient.capture(), ()
+        self.marks, self.then = ambient.steady.marks(), ambient.capture()
+        self.moved: tuple[Source, ...] = ()
 
     def run(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

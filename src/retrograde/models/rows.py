@@ -6,8 +6,8 @@ A model may call its layers itself: the blocks of a transformer in a loop, or ``
 each call is kept (:mod:`retrograde.plan.calls`): whole, lean, or dropped and run again
 (:mod:`retrograde.models.refill`).
 
-The first pass with another kind of input drops all calls but the first one's input, and measures
-every call; its plan is made when it goes back. A layer that is not given the result of the layer
+The first pass with another kind of input drops all but its first input, and measures every call.
+Its plan is made when it goes back. A layer that is not given the result of the layer
 before it runs by ordinary backpropagation, and a warning says so.
 
 A *rider* is an activation that writes to its input, such as an in-place ReLU. It is a part of the
@@ -27,7 +27,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
 from retrograde.errors import BudgetError, CellError
-from retrograde.models.call_sizes import make_of, measure_call, try_call
+from retrograde.models.call_sizes import Meter, try_call
 from retrograde.models.lean import lean
 from retrograde.models.refill import DROPPED_LEAN, KEPT, LEAN, Dropped, Row, Unit
 from retrograde.plan.calls import CallSizes, Part, fastest, kept_whole, least, peak_of
@@ -230,7 +230,7 @@ class CalledRow:
             self.slots.append(slots[start])
             self.parts += [(k, part) for part in range(stop - start)]
         self.kinds: LRUCache[Kind] = LRUCache()
-        self.known: dict[Hashable, CallSizes] = {}  # of layers of one make
+        self.meter = Meter()
 
     def install(self) -> None:
         """Pass the calls of the layers to this row from now on."""
@@ -286,13 +286,10 @@ class CalledRow:
 
     def _begin(self, active: list[int], given: Given) -> _Pass:
         x, key = given.state, self.key_of(given)
-        if is_unreal([x]) or not (x.requires_grad or any(key[-1])):
+        if is_unreal([x]) or not (x.requires_grad or any(self._wanted())):
             return _Pass(self, Kind(active), None)
         refuse_transforms([x])
-        modules = self._modules()
-        refuse_sharded(
-            modules, [p for part in modules for p in part._parameters.values() if p is not None]
-        )
+        refuse_sharded(self._modules(), self._parameters())
         kind = self.kinds.get(key, lambda: Kind(active))
         if not kind.is_measured:
             return _Pass(self, kind, Row((), lambda: kind.late_plan(self.memory)))
@@ -304,12 +301,16 @@ class CalledRow:
         return [k for k, one in enumerate(self.layers) if not passes_through(one[0])]
 
     def key_of(self, given: Given) -> tuple[Hashable, ...]:
-        """Return all that the sizes depend on, given the first layer's arguments. The last entry
-        says which parameters require a gradient."""
-        modules = self._modules()
-        owned = (p for part in modules for p in part._parameters.values() if p is not None)
-        wanted = tuple(p.requires_grad for p in owned)
-        return given.kind(), tuple(part.training for part in modules), wanted
+        """Return all that the sizes depend on, given the first layer's arguments."""
+        training = tuple(part.training for part in self._modules())
+        return given.kind(), training, torch.get_num_threads(), *self._wanted()
+
+    def _wanted(self) -> list[bool]:
+        return [p.requires_grad for p in self._parameters()]
+
+    def _parameters(self) -> list[Tensor]:
+        parts = self._modules()
+        return [p for part in parts for p in part._parameters.values() if p is not None]
 
     def _modules(self) -> list[nn.Module]:
         return [part for one in self.layers for layer in one for part in layer.modules()]
@@ -343,18 +344,14 @@ class CalledRow:
         if len(kind.units) == at:
             kind.units.append(try_call(self.names[k], self.layers[k], given.args, given.kwargs))
         if len(kind.sizes) == at:
-            make = make_of(self.layers[k])
-            key = make, given.kind()
-            if make is None or key not in self.known:
-                found = measure_call(kind.units[at], given.args, given.kwargs, given.state)
-                kind.sizes.append(found)
-                if make is not None:
-                    self.known[key] = found
-            else:
-                kind.sizes.append(self.known[key])
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "known": {}}
+            call = given.args, given.kwargs
+            found = self.meter.measure(
+                kind.units[at], self.layers[k], given.kind(), call, given.state
+            )
+            if found.turns and at:
+                kind.sizes[at - 1] = kind.sizes[at - 1].copying()
+            last = at + 1 == len(kind.active)  # the caller's gradient may lie in any way
+            kind.sizes.append(found.copying() if last else found)
 
 
 def _pass_of(t: Any) -> _Pass | None:

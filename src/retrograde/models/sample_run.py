@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from retrograde.errors import BudgetError, CellError
-from retrograde.models.call_order import CallOrder, Layers, noted
+from retrograde.models.call_order import CallOrder, Layers, ModuleCall, noted
 from retrograde.models.replace_modules import (
     Budgeted,
     Swappable,
@@ -48,7 +48,7 @@ from retrograde.run.transforms import is_unreal, refuse_transforms, uncompiled
 from retrograde.sizes.cache import signature
 
 __all__ = [
-    "NotAChainError",
+    "RefusedLayerError",
     "Watched",
     "WatchedModule",
     "WatchedRow",
@@ -61,6 +61,7 @@ __all__ = [
 
 _USEFUL = 0.9
 _ALMOST_ONE = 1 - 2**-24
+_OUT_OF_TURN = "is not called in turn where gradients are recorded"
 _DRAWN = (
     "run or are skipped by random numbers: expected the same layers at every call; set the model's "
     "layer drop to 0"
@@ -126,7 +127,7 @@ class Watched(ABC):
     def _named(self, ask: Callable[[], Any]) -> Any:
         try:
             return ask()
-        except NotAChainError:
+        except RefusedLayerError:
             raise
         except CellError as refusal:
             raise CellError(f"{self.title}: {refusal}") from refusal
@@ -202,12 +203,12 @@ class WatchedModule(Watched):
         return min(least, ordinary), ordinary
 
 
-class NotAChainError(CellError):
-    """A run of layers is no chain after all, or its layers cannot be run exactly."""
+class RefusedLayerError(CellError):
+    """A layer of a run cannot be in one after all."""
 
-    def __init__(self, chain: "WatchedRow", reason: str) -> None:
-        super().__init__(f"{chain.name} {reason}")
-        self.chain, self.reason = chain, reason
+    def __init__(self, call: ModuleCall, reason: str) -> None:
+        super().__init__(f"{call.name} {reason}")
+        self.call, self.reason = call, reason
 
 
 class WatchedRow(Watched):
@@ -219,7 +220,8 @@ class WatchedRow(Watched):
         self.run = layers
         self.row = CalledRow([(c.name, c.module) for c in layers], [c.slot for c in layers])
         self.last: Tensor | None = None
-        self.kind, self.at, self.key = Kind([]), 0, None
+        self.kind, self.at = Kind([]), 0
+        self.key: tuple[Hashable, ...] = ()
 
     def give(self, part: int) -> None:
         self.row.memory = part
@@ -243,20 +245,26 @@ class WatchedRow(Watched):
         if not torch.is_grad_enabled() or passes_through(layer):
             return forward(*args, **kwargs)
         if slot not in held:
-            raise NotAChainError(self, "is not called in turn where gradients are recorded")
+            raise RefusedLayerError(
+                self.run[number], "is not called in turn where gradients are recorded"
+            )
         given = Given.of(args, kwargs, slot)
         if not self.kind.active or k == self.kind.active[0]:
             self.kind, self.at = Kind(self.row.active()), 0
             self.key = self.row.key_of(given)
         if self.kind.active[self.at] != k or (self.at and given.state is not self.last):
-            raise NotAChainError(self, "is not called in turn where gradients are recorded")
+            raise RefusedLayerError(
+                self.run[number], "is not called in turn where gradients are recorded"
+            )
         used = [*_tensors((args, kwargs)), *layer.parameters()]
         self._check_real(used)
         if self.key not in self.sizes:
             try:
                 self.row.measure(self.kind, self.at, given)
             except CellError as refusal:
-                raise NotAChainError(self, f"cannot be run again: {refusal}") from refusal
+                raise RefusedLayerError(
+                    self.run[number], f"cannot be run again: {refusal}"
+                ) from refusal
         with torch.no_grad():
             outputs = forward(*args, **kwargs)
         if any(t.requires_grad for t in used):
@@ -292,12 +300,11 @@ def called_in_turn(model: nn.Module, sample: Any) -> CallOrder | None:
     except Exception:  # the run that measures will raise it again
         return None
     order.preferred = order.runs()
-    names = [run_name(run) for run in order.preferred]
     fills = (0.0, _ALMOST_ONE) if draws else ()
-    if any(_noted(model, sample, fill)[0].names != order.names for fill in fills):
+    if python or any(_noted(model, sample, fill)[0].names != order.names for fill in fills):
+        names = [run_name(run) for run in order.preferred]
         order.refused = dict.fromkeys(names or ["its layers"], _DRAWN)
-    elif python:
-        order.refused = dict.fromkeys(names, _DRAWN)
+        order.preferred = []
     return order
 
 

@@ -5,7 +5,7 @@ also form a *group*. A group holds its first input alone. Backward, it runs forw
 its parts then follow a plan of their own.
 
 Legend: ``F(i, k, m)`` is the least additional time to backpropagate calls i … k−1 with m bytes,
-once they ran forward; ``x_i`` are the bytes of the input of call i. A way w holds h_w bytes besides
+once they ran forward. The input of call i has ``x_i`` bytes. A way w holds h_w bytes besides
 its input and its output. It may keep either; what two calls keep is held once. Without that::
 
     F(i, k, m) = min over ways w:        t_w + F(i+1, k, m − x_i − h_w)               if m ≥ need_w
@@ -19,7 +19,7 @@ levels, so a plan may leave some of the budget unused.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -65,6 +65,7 @@ class CallSizes:
         forward_seconds: the time of its forward pass.
         ways: in which it may be kept.
         noted_bytes: what it notes to run again, such as random states.
+        turns: whether it hands a gradient on whose memory is not in order.
     """
 
     input_bytes: int
@@ -73,6 +74,13 @@ class CallSizes:
     forward_seconds: float
     ways: tuple[Way, ...]
     noted_bytes: int = 0
+    turns: bool = False
+
+    def copying(self) -> "CallSizes":
+        """Return the sizes if the call has to copy the gradient that it is given."""
+        more = self.output_bytes
+        ways = (replace(way, backward_bytes=way.backward_bytes + more) for way in self.ways)
+        return replace(self, ways=tuple(ways))
 
 
 @dataclass(frozen=True)
