@@ -176,7 +176,7 @@ def least(calls: Sequence[CallSizes]) -> tuple[int, tuple[Part, ...]]:
     Example:
         >>> ways = Way(8, 9, 12), Way(0, 2, 12, 1.0, dropped=True)
         >>> least([CallSizes(1, 1, 2, 1.0, ways)] * 4)[0]
-        14
+        13
     """
     sums, n = _Sums(calls), len(calls)
     # By whether the input is held already; a group or a way that does not keep its input needs it.
