@@ -412,6 +412,20 @@ def test_a_parameter_that_changes_in_between_is_noticed():
         y.backward()
 
 
+def test_a_parameter_that_was_exchanged_and_changes_in_between_is_noticed():
+    x = inputs()
+    model, theirs = Loop(), Loop()
+    rg.budget(model, "20%", x)
+    for one in (model, theirs):
+        one.blocks[0].mix.weight = nn.Parameter(one.blocks[0].mix.weight.detach() * 2)
+    same(trained(model, x), trained(theirs, x))
+    y = model(x).sum()
+    with torch.no_grad():
+        model.blocks[0].mix.weight.add_(1)
+    with pytest.raises(rg.RetrogradeError, match=r"layer blocks\.0 has been modified"):
+        y.backward()
+
+
 @pytest.mark.parametrize("k", range(10))
 def test_a_state_that_is_written_to_is_never_used_in_silence(k):
     x = inputs()
@@ -517,10 +531,11 @@ def test_a_layer_that_fills_a_list_is_left_as_it_is():
     assert not any("layers" in name for name in division.shares)
 
 
-def test_threads_share_a_chain():
+@pytest.mark.parametrize("shapes", [6, 1])
+def test_threads_share_a_row(shapes):
     ours, theirs = Loop(dropout=0.0), Loop(dropout=0.0)
     rg.budget(ours, "40%", inputs())
-    given = [inputs(4 + k, 6 + k % 3) for k in range(6)]
+    given = [inputs(4 + k % shapes, 6 + k % shapes % 3) for k in range(6)]
 
     def gradient(model, x):
         return torch.autograd.grad(model(x).square().mean(), [*model.parameters()])

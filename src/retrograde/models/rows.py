@@ -27,6 +27,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
 from retrograde.errors import BudgetError, CellError
+from retrograde.measure.allocations import MEASURING
 from retrograde.models.call_sizes import Meter, try_call
 from retrograde.models.lean import lean
 from retrograde.models.refill import DROPPED_LEAN, KEPT, LEAN, Dropped, Row, Unit
@@ -138,7 +139,7 @@ class Kind:
     Attributes:
         active: the layers that do not just return their input.
         sizes: of their calls, as far as they were measured.
-        units: of their calls; a copy of the row has none at first.
+        units: of their calls.
         plans: by budget.
     """
 
@@ -185,9 +186,6 @@ class Kind:
         room = memory - sum(call.noted_bytes for call in self.sizes)
         parts = fastest(self.sizes, room) if room >= smallest else parts
         return (Part(0, len(self.sizes), 0, parts),)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "units": []}
 
 
 @dataclass
@@ -259,6 +257,7 @@ class CalledRow:
             now.next, now.version = number + 1, version(y)
             setattr(y, _MARK, now)
         elif now is not None and now.calls is not None:
+            now.last = None
             now.kind.plan(self.memory)  # raises if the budget is too small
         return result
 
@@ -285,12 +284,12 @@ class CalledRow:
         return None
 
     def _begin(self, active: list[int], given: Given) -> _Pass:
-        x, key = given.state, self.key_of(given)
-        if is_unreal([x]) or not (x.requires_grad or any(self._wanted())):
+        x, tensors = given.state, self._tensors()
+        if is_unreal([x]) or not (x.requires_grad or any(t.requires_grad for t in tensors)):
             return _Pass(self, Kind(active), None)
         refuse_transforms([x])
-        refuse_sharded(self._modules(), self._parameters())
-        kind = self.kinds.get(key, lambda: Kind(active))
+        refuse_sharded(self._modules(), tensors)
+        kind = self.kind_of(self.key_of(given), lambda: Kind(active))
         if not kind.is_measured:
             return _Pass(self, kind, Row((), lambda: kind.late_plan(self.memory)))
         parts = kind.plan(self.memory)
@@ -300,17 +299,20 @@ class CalledRow:
         """Return the layers that do not just return their input, in their present mode."""
         return [k for k, one in enumerate(self.layers) if not passes_through(one[0])]
 
+    def kind_of(self, key: Hashable, make: Callable[[], Kind]) -> Kind:
+        """Return what is known of passes with a key; ``make`` it if nothing is."""
+        return self.kinds.get(key, make, of=self._tensors())
+
     def key_of(self, given: Given) -> tuple[Hashable, ...]:
-        """Return all that the sizes depend on, given the first layer's arguments."""
+        """Return all that units and sizes depend on, given the first layer's arguments."""
         training = tuple(part.training for part in self._modules())
-        return given.kind(), training, torch.get_num_threads(), *self._wanted()
+        tensors = tuple((id(t), t.requires_grad) for t in self._tensors())
+        return given.kind(), training, tensors, torch.get_num_threads()
 
-    def _wanted(self) -> list[bool]:
-        return [p.requires_grad for p in self._parameters()]
-
-    def _parameters(self) -> list[Tensor]:
-        parts = self._modules()
-        return [p for part in parts for p in part._parameters.values() if p is not None]
+    def _tensors(self) -> list[Tensor]:
+        """Return the parameters and buffers of the layers."""
+        tables = (t for part in self._modules() for t in (part._parameters, part._buffers))
+        return [t for table in tables for t in table.values() if t is not None]
 
     def _modules(self) -> list[nn.Module]:
         return [part for one in self.layers for layer in one for part in layer.modules()]
@@ -339,19 +341,22 @@ class CalledRow:
         return result
 
     def measure(self, kind: Kind, at: int, given: Given) -> None:
-        """Try and measure the next active layer, if it is not known."""
+        """Try and measure an active layer, if it is the next one that is not known."""
+        if min(len(kind.units), len(kind.sizes)) > at:
+            return
         k = kind.active[at]
-        if len(kind.units) == at:
-            kind.units.append(try_call(self.names[k], self.layers[k], given.args, given.kwargs))
-        if len(kind.sizes) == at:
-            call = given.args, given.kwargs
-            found = self.meter.measure(
-                kind.units[at], self.layers[k], given.kind(), call, given.state
-            )
-            if found.turns and at:
-                kind.sizes[at - 1] = kind.sizes[at - 1].copying()
-            last = at + 1 == len(kind.active)  # the caller's gradient may lie in any way
-            kind.sizes.append(found.copying() if last else found)
+        with MEASURING:  # another thread may be measuring the same
+            if len(kind.units) == at:
+                kind.units.append(try_call(self.names[k], self.layers[k], given.args, given.kwargs))
+            if len(kind.sizes) == at:
+                call = given.args, given.kwargs
+                found = self.meter.measure(
+                    kind.units[at], self.layers[k], given.kind(), call, given.state
+                )
+                if found.turns and at:
+                    kind.sizes[at - 1] = kind.sizes[at - 1].copying()
+                last = at + 1 == len(kind.active)  # the caller's gradient may lie in any way
+                kind.sizes.append(found.copying() if last else found)
 
 
 def _pass_of(t: Any) -> _Pass | None:

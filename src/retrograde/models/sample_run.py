@@ -277,7 +277,7 @@ class WatchedRow(Watched):
 
     def _ask(self) -> tuple[int, int]:
         kind = self.kind
-        self.row.kinds.get(self.key, lambda: kind)
+        self.row.kind_of(self.key, lambda: kind)
         return min(kind.least_bytes, kind.ordinary_bytes), kind.ordinary_bytes
 
 
