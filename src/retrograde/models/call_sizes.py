@@ -25,6 +25,7 @@ from retrograde.models.refill import Dropped, Unit
 from retrograde.plan.calls import CallSizes, Way
 from retrograde.replay.dry_run import try_out
 from retrograde.replay.referents import MODULE_TABLES
+from retrograde.replay.surroundings import Left
 
 __all__ = ["Meter", "try_call"]
 
@@ -62,11 +63,13 @@ def try_call(
     trial = replace(try_out(call, layers, device, _tensors), value=None)
     if any(anchor() is not None for anchor in anchors):
         gc.collect()  # of cycles
+    places = [left.place.called(key) for left in trial.ambient.left for key in _lost(left)]
     if any(anchor() is not None for anchor in anchors):
+        places.append("a place that cannot be found")
+    for place in places:
         raise CellError(
-            f"layer {name} leaves a tensor with a gradient in a place that cannot be found: "
-            "expected it to return it, or to leave it in an attribute of a module; a rerun would "
-            "leave another one there"
+            f"layer {name} leaves a tensor with a gradient in {place}: expected it to return it, "
+            "since its graph would be held beyond the budget; return it, or leave its detach()"
         )
     if trial.decides:
         raise CellError(
@@ -81,6 +84,15 @@ def try_call(
     ]
     reads = [t for t in (*owned, *trial.found.tensors) if t is not None and id(t) not in changing]
     return Unit(name, forward, trial.ambient, list({id(t): t for t in reads}.values()))
+
+
+def _lost(left: Left) -> set[Any]:
+    """Return the names of tensors with a graph, but for weights that torch's hooks compute before
+    each call, as pruning does."""
+    held = left.place.holder
+    hooks = held.get("_forward_pre_hooks", {}) if isinstance(held, dict) else {}
+    options = (vars(hook).values() for hook in hooks.values() if hasattr(hook, "__dict__"))
+    return set(left.graphs) - {v for values in options for v in values if isinstance(v, str)}
 
 
 _STATE = object()  # the place of the state among the arguments
@@ -255,7 +267,7 @@ class Meter:
 
 
 def _bytes(one: _Measurement, device: torch.device) -> list[Phase]:
-    phases: list[Callable[[], None]] = [one.begin, one.advance, one.clear]
+    phases: list[Callable[[], None]] = [one.begin, one.advance, one.release_result, one.clear]
     for way in _WAYS:
         phases += [
             one.begin, getattr(one, way), one.release_result, one.release_state,
@@ -266,10 +278,12 @@ def _bytes(one: _Measurement, device: torch.device) -> list[Phase]:
 
 def _sizes(one: _Measurement, found: Sequence[Phase], seconds: dict[str, float]) -> CallSizes:
     """Return what the phases of a call showed."""
-    given, output = found[0].growth(), found[1].growth()
+    given, output = found[0].growth(), -found[2].growth()
+    captured = (t for t in one.unit.ambient.capture() if t.is_cuda == one.given.is_cuda)
+    noted = sum(int(t.nbytes) for t in captured)  # also held while it runs again
     ways = []
     for k, way in enumerate(_WAYS):
-        first = 4 + 6 * k
+        first = 5 + 6 * k
         record, less_result, less_state, back = found[first : first + 4]
         last = first + 4  # what is released then is the caller's
         remains = record.growth(before=last) + less_result.growth()
@@ -277,7 +291,7 @@ def _sizes(one: _Measurement, found: Sequence[Phase], seconds: dict[str, float])
         ways.append(
             Way(
                 held_bytes=max(0, remains - (output if keeps_output else 0)),
-                first_bytes=record.peak(),
+                first_bytes=record.peak() + noted,
                 backward_bytes=remains + back.peak(first, last),
                 seconds=seconds[way],
                 keeps_input=-less_state.growth() < given,
@@ -285,14 +299,14 @@ def _sizes(one: _Measurement, found: Sequence[Phase], seconds: dict[str, float])
                 dropped=k > 1,
             )
         )
-    captured = (t for t in one.unit.ambient.capture() if t.is_cuda == one.given.is_cuda)
     return CallSizes(
         input_bytes=given,
         output_bytes=output,
-        forward_bytes=found[1].peak(),
+        forward_bytes=found[1].peak() + noted,
         forward_seconds=seconds[""],
         ways=tuple(ways),
-        noted_bytes=sum(int(t.nbytes) for t in captured),
+        noted_bytes=noted,
+        left_bytes=sum(left.nbytes for left in one.unit.ambient.left),
         turns=one.turns,
     )
 

@@ -65,6 +65,7 @@ class CallSizes:
         forward_seconds: the time of its forward pass.
         ways: in which it may be kept.
         noted_bytes: what it notes to run again, such as random states.
+        left_bytes: what it leaves in attributes.
         turns: whether it hands a gradient on whose memory is not in order.
     """
 
@@ -74,6 +75,7 @@ class CallSizes:
     forward_seconds: float
     ways: tuple[Way, ...]
     noted_bytes: int = 0
+    left_bytes: int = 0
     turns: bool = False
 
     def copying(self) -> "CallSizes":
@@ -101,7 +103,11 @@ def kept_whole(calls: Sequence[CallSizes]) -> tuple[Part, ...]:
 def peak_of(calls: Sequence[CallSizes], parts: Sequence[Part]) -> int:
     """Return the peak bytes of a plan, without the first input and the last output, which are the
     caller's."""
-    return _peak(calls, parts, grouped=False)
+    return _left(calls) + _peak(calls, parts, grouped=False)
+
+
+def _left(calls: Sequence[CallSizes]) -> int:
+    return sum(call.left_bytes for call in calls)
 
 
 def _peak(calls: Sequence[CallSizes], parts: Sequence[Part], *, grouped: bool) -> int:
@@ -118,7 +124,7 @@ def _peak(calls: Sequence[CallSizes], parts: Sequence[Part], *, grouped: bool) -
             peak, is_held = max(peak, held + _runs(calls, part.start, part.stop)), False
             continue
         way = call.ways[part.way]
-        if part is not parts[-1] or not grouped:
+        if part is not parts[-1] or not grouped or not way.dropped:
             peak = max(peak, held + given + way.first_bytes)
         held += given if way.keeps_input else 0
         bases.append(held)
@@ -195,7 +201,8 @@ def least(calls: Sequence[CallSizes]) -> tuple[int, tuple[Part, ...]]:
                 given = 0 if is_held else call.input_bytes
                 found = []
                 for way in call.ways:
-                    first = given + way.first_bytes if i + 1 < k or outer else 0
+                    runs = i + 1 < k or outer or not way.dropped
+                    first = given + way.first_bytes if runs else 0
                     base = given if way.keeps_input else 0
                     after = _after(call, way)
                     behind = best[int(way.keeps_output), i + 1, k] if i + 1 < k else -after
@@ -237,7 +244,7 @@ def fastest(calls: Sequence[CallSizes], budget: int) -> tuple[Part, ...]:
         raise ValueError(f"{smallest} bytes are the least peak, not {budget}")
     n = len(calls)
     levels = int(min(_MOST_LEVELS, max(50, 2 * _CELLS // (n * n + 1)), max(budget, 1)))
-    found = _search(calls, budget, levels)
+    found = _search(calls, budget - _left(calls), levels)
     return parts if found is None else found
 
 
@@ -278,7 +285,8 @@ def _search(calls: Sequence[CallSizes], budget: int, levels: int) -> tuple[Part,
                 else:  # the last call of a group, dropped, runs once and not twice
                     once = 0.0 if outer or not way.dropped else call.forward_seconds
                     f = np.full(levels + 1, way.seconds - once)
-                    need = max(need, given + way.first_bytes if outer else 0)
+                    runs = outer or not way.dropped
+                    need = max(need, given + way.first_bytes if runs else 0)
                 table.append(np.where(m >= up(need), f, np.inf))
             table += [less(f, up(given)) for f in groups]
             stack = np.stack(table)
