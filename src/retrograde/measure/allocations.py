@@ -322,11 +322,16 @@ def _on_a_fresh_thread(call: Callable[[], T], device: torch.device) -> T:
 def unpacked() -> Iterator[None]:
     """Record without the caller's saved-tensor hooks, such as those of ``torch.utils.checkpoint``.
     A trial or a measurement is not the caller's graph."""
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+    autograd: Any = torch._C._autograd
+    hooks = []
+    while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
         yield
-        return
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t):
-        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 @contextmanager

@@ -3,8 +3,7 @@
 Three kinds of parts get a share of the budget:
 
 - every recurrent module;
-- every ``Sequential`` of at least two layers that contains no recurrent module, and is in no other
-  such ``Sequential``;
+- every ``Sequential`` of this library;
 - every run of layers that the model calls one after the other (``call_order.py``).
 
 The model runs on a sample. For the input of each part, two sizes are found: the least memory of the
@@ -35,18 +34,16 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from retrograde.errors import BudgetError, CellError
-from retrograde.models.call_order import CallOrder, Layers
-from retrograde.models.called_chain import release
-from retrograde.models.chain_plans import named_layers
+from retrograde.models.call_order import CallOrder
 from retrograde.models.replace_modules import is_chain
+from retrograde.models.rows import release
 from retrograde.models.sample_run import (
-    NotAChainError,
+    RefusedLayerError,
     Watched,
-    WatchedChain,
     WatchedModule,
+    WatchedRow,
     bytes_elsewhere,
     called_in_turn,
-    run_name,
     untouched,
 )
 from retrograde.units import Memory, aligned, as_bytes, format_bytes, parse_memory
@@ -84,8 +81,7 @@ class Division:
         shares: by the names of :meth:`torch.nn.Module.named_modules`; "" is the model itself.
         left: the modules that are unchanged, since the sample gave them nothing to backpropagate.
         total_bytes: the budget.
-        minimum_bytes: the least budget. If it is that of whole layers, a smaller one may also fit:
-            a smaller budget is tried with parts of layers that are recomputed on their own.
+        minimum_bytes: the least budget.
         ordinary_bytes: the memory of ordinary backpropagation of these modules.
         refused: the modules that cannot have a budget, and the reasons.
         elsewhere_bytes: what the rest of the model holds for its backward pass, beyond the budget.
@@ -120,14 +116,12 @@ class Division:
 def budget(model: nn.Module, memory: Memory, sample: Any) -> Division:
     """Divide one memory budget among the recurrent modules and deep chains of a model.
 
-    Every ``torch.nn.RNN``, ``GRU``, ``LSTM`` and ``Sequential`` in the model, at any depth, becomes
-    the module of this library with the same parameters. Its ``memory`` is its share. Modules of
-    this library get a new ``memory``, which also replaces a ``schedule``; recurrent modules keep
-    their ``backward``.
+    Every ``torch.nn.RNN``, ``GRU`` and ``LSTM`` in the model, at any depth, becomes the module of
+    this library with the same parameters. Its ``memory`` is its share. Modules of this library get
+    a new ``memory``, which also replaces a ``schedule``; recurrent modules keep their ``backward``.
 
-    Some ``Sequential`` modules stay as they are: those inside another one, with fewer than two
-    layers, with recurrent modules inside, or with a ``backward``. Layers that the model itself
-    calls one after the other, such as the blocks of a transformer, become one chain.
+    Layers that the model calls one after the other, such as the blocks of a transformer, keep their
+    class. Each of their calls is kept whole, lean, or dropped and run again.
 
     All changes are in place, even if the model itself is such a module. Optimizers, hooks,
     references and ``state_dict`` stay valid. If the call raises an error, nothing is changed.
@@ -160,21 +154,18 @@ def budget(model: nn.Module, memory: Memory, sample: Any) -> Division:
     _check(model)
     order = called_in_turn(model, sample)
     refused = order.refusals() if order else {}
-    for apart in (False, True):  # with True it takes several times as long
-        watched, elsewhere = _watched(model, sample, order, refused, apart=apart)
-        needs = [one for one in watched if one.calls]
-        if not needs:
-            names = ", ".join(one.title for one in watched)
-            raise CellError(
-                f"the sample gave the modules to be budgeted ({names}) nothing to backpropagate: "
-                "expected the model to call at least one of them, with a parameter or an input "
-                "that requires a gradient"
-            )
-        ordinary = sum(one.used(one.ordinary_bytes) for one in needs)
-        least = sum(one.used(one.minimum_bytes) for one in needs)
-        total = as_bytes(memory, ordinary)
-        if total >= least or not any(one.within for one in needs):
-            break
+    watched, elsewhere = _watched(model, sample, order, refused)
+    needs = [one for one in watched if one.calls]
+    if not needs:
+        names = ", ".join(one.title for one in watched)
+        raise CellError(
+            f"the sample gave the modules to be budgeted ({names}) nothing to backpropagate: "
+            "expected the model to call at least one of them, with a parameter or an input "
+            "that requires a gradient"
+        )
+    ordinary = sum(one.used(one.ordinary_bytes) for one in needs)
+    least = sum(one.used(one.minimum_bytes) for one in needs)
+    total = as_bytes(memory, ordinary)
     if isinstance(parse_memory(memory), int) and total < elsewhere:
         raise BudgetError(_elsewhere(memory, total, ordinary, elsewhere), max(least, elsewhere))
     if total < least:
@@ -204,29 +195,25 @@ def _watched(
     sample: Any,
     order: CallOrder | None,
     refused: dict[str, str],
-    *,
-    apart: bool,
 ) -> tuple[list[Watched], int]:
     """Run the model on the sample. Return its parts with their calls and sizes, and the bytes that
     the rest of it holds.
 
-    ``apart`` says whether parts of layers may be recomputed on their own. If a run of layers turns
-    out not to be a chain, it is added to ``refused``, and the model runs again.
+    If a layer turns out not to be one of a run, it is added to ``refused``, and the model runs
+    again.
     """
     while True:
-        runs = [run for run in order.preferred if run_name(run) not in refused] if order else []
-        watched: list[Watched] = [*_modules(model, runs, order)]
-        for run in runs:
-            within = order.runs_within([one.module for one in run]) if order else []
-            watched.append(WatchedChain(run, within))
+        runs = order.preferred if order else []
+        watched: list[Watched] = [*_modules(model), *map(WatchedRow, runs)]
         try:
             with untouched(model), torch.enable_grad(), ExitStack() as stack:
                 for one in watched:
-                    one.apart = apart
                     stack.enter_context(one.watched())
                 elsewhere = bytes_elsewhere(model, sample)
-        except NotAChainError as refusal:
-            refused[refusal.chain.name] = refusal.reason
+        except RefusedLayerError as refusal:
+            refused[refusal.call.name] = refusal.reason
+            assert order is not None
+            order.refuse(refusal.call)
             continue
         refused |= {one.name: _NO_USE for one in watched if one.useless}
         watched = [one for one in watched if not one.useless]
@@ -235,20 +222,11 @@ def _watched(
         return watched, elsewhere
 
 
-def _modules(
-    model: nn.Module, runs: Sequence[Layers], order: CallOrder | None
-) -> Iterator[WatchedModule]:
-    """Yield every module to be budgeted once, except those in runs of called layers."""
-    called = [part for run in runs for one in run for part in one.module.modules()]
-    taken = {id(part) for part in called}  # modules that belong to a chain
+def _modules(model: nn.Module) -> Iterator[WatchedModule]:
+    """Yield every module that gets a budget of its own, once."""
     for name, m in model.named_modules():
-        if isinstance(m, nn.RNNBase):
+        if isinstance(m, nn.RNNBase) or is_chain(m):
             yield WatchedModule(name, m, _title(name, model))
-        elif is_chain(m) and taken.isdisjoint(map(id, m.modules())):
-            layers = [layer for _, layer in named_layers(m, lambda _: True)]
-            within = order.runs_within(layers) if order else []
-            yield WatchedModule(name, m, _title(name, model), within)
-            taken |= {id(part) for part in m.modules()}
 
 
 def _nothing(model: nn.Module, refused: dict[str, str]) -> str:

@@ -8,8 +8,8 @@ nearly all of these.
 """
 
 import weakref
-from collections import Counter
-from collections.abc import Collection, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from retrograde.cells.any_recurrent import Recurrent
 from retrograde.errors import CellError
-from retrograde.models.called_chain import (
+from retrograde.models.rows import (
     CHANGES,
     Contents,
     Given,
@@ -35,7 +35,7 @@ from retrograde.models.sequential import Sequential
 from retrograde.replay.surroundings import version
 from retrograde.replay.trial_watch import in_checkpoint
 
-__all__ = ["CallOrder", "Layers", "ModuleCall", "held_outputs", "noted"]
+__all__ = ["CallOrder", "Layers", "ModuleCall", "noted"]
 
 _BUDGETED = (nn.RNNBase, Sequential, Recurrent)
 _OPENED = 1 / 4  # of the model's bytes: a module with more is opened
@@ -163,46 +163,49 @@ class CallOrder:
     def __init__(self, top: ModuleCall) -> None:
         self.top, self.every = top, [*_all(top)]
         self.whole = sum(call.held for call in top.inside)
-        times = Counter(id(call.module) for call in self.every)
-        fit = (c for c in self.every if c.refusal is None and times[id(c.module)] == 1)
-        self.ready = {id(call) for call in fit}
+        self.times = Counter(id(call.module) for call in self.every)
+        self.ready = {id(call) for call in self.every if call.refusal is None}
         self.names = [call.name for call in self.every]
         self.preferred: list[Layers] = []  # the runs that should become chains
         self.refused: dict[str, str] = {}  # those that cannot, and the reasons
 
     def runs(self) -> list[Layers]:
-        """Return the runs of at least two calls, the outermost possible; small runs are ignored."""
-        runs = [_trimmed(run) for run in _runs(self.top, self.ready, _OPENED * self.whole)]
-        least = _SMALL * self.whole
-        return [run for run in runs if len(run) > 1 and sum(c.held for c in run) >= least]
+        """Return the runs of at least two calls, the outermost possible; small runs are ignored.
 
-    def runs_within(self, modules: Collection[nn.Module]) -> list[Layers]:
-        """Return the runs within the calls of some modules, if all layers take only the state."""
-        ids = {id(module) for module in modules}
-        calls = (call for call in self.every if id(call.module) in ids and call.inside)
-        runs = [run for call in calls for run in _runs(call, self.ready, float("inf"))]
-        return [run for run in runs if all(call.takes_state_only for call in run)]
+        Layers may be called several times, if always in the same run.
+        """
+        opened, whole = (
+            [_trimmed(run) for run in _runs(self.top, self.ready, large)]
+            for large in (_OPENED * self.whole, float("inf"))
+        )
+        runs = min(whole, opened, key=self._least)
+        least = _SMALL * self.whole
+        runs = [run for run in runs if len(run) > 1 and sum(c.held for c in run) >= least]
+        alike: dict[Hashable, list[Layers]] = defaultdict(list)
+        for run in runs:
+            alike[tuple((id(c.module), c.slot) for c in run)].append(run)
+        return [
+            same[0]
+            for same in alike.values()
+            if all(rides(c.module) or self.times[id(c.module)] == len(same) for c in same[0])
+        ]
+
+    def refuse(self, call: ModuleCall) -> None:
+        """Leave the layers of a call's class out of all runs: another one would be refused too."""
+        kind = type(call.module)
+        self.ready -= {id(one) for one in self.every if type(one.module) is kind}
+        self.preferred = self.runs()
+
+    def _least(self, runs: list[Layers]) -> int:
+        """Return what the model holds if each run holds its largest layer alone."""
+        held = [[call.held for call in run] for run in runs if len(run) > 1]
+        return self.whole - sum(map(sum, held)) + sum(map(max, held))
 
     def refusals(self) -> dict[str, str]:
         """Return the reasons why larger modules of the model cannot be layers of a chain."""
         large = (call for call in self.every if call.held >= _SMALL * self.whole)
         told = {call.name: call.refusal for call in large if call.refusal and call.told}
         return self.refused | told
-
-
-def held_outputs(run: Layers) -> dict[str, list[str]]:
-    """Return, for each layer, the earlier layers whose outputs a ``Sequential`` around it holds.
-
-    Its own input, which is the output of the layer before it, is not counted.
-    """
-    names: dict[int | None, str] = {}
-    found: dict[str, list[str]] = {}
-    for call in run:
-        found[call.name] = [
-            names[n] for n in call.around if n in names and n != call.given[call.slot]
-        ]
-        names.setdefault(call.made, call.name)
-    return found
 
 
 def _runs(around: ModuleCall, ready: set[int], large: float) -> list[Layers]:
@@ -228,6 +231,8 @@ def _runs(around: ModuleCall, ready: set[int], large: float) -> list[Layers]:
             close()
             found.extend(within or _runs(call, ready, large))
             continue
+        if any(call.module is one.module for one in current):
+            close()
         made = current[-1].made if current else None
         slot = call.slot_of(made) if uses[made] == 1 else None
         if slot is None:

@@ -9,7 +9,7 @@ may follow another schedule; its gradient is the same, bit for bit.
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -31,10 +31,7 @@ from retrograde.schedule import Chain, Schedule
 from retrograde.sizes.cache import LRUCache, identity, signature
 from retrograde.units import Memory, as_bytes, format_bytes
 
-__all__ = ["LEAST", "ChainFit", "Plans", "measure_network", "named_layers"]
-
-#: A ``memory``: the least budget of the layers.
-LEAST = "least"
+__all__ = ["ChainFit", "Plans", "measure_network", "named_layers"]
 
 Tensors = list[Tensor]
 
@@ -89,9 +86,6 @@ class Plans:
     moving: set[tuple[int, Any]] = field(
         default_factory=set
     )  # the values that layers change: (id of the holder, name)
-    #: For each layer of a called chain, the layers whose outputs the model holds while it calls
-    #: that layer, by name. None for a Sequential.
-    holds: dict[str, list[str]] | None = None
 
     def fit(self, net: nn.Sequential, memory: Memory, input: Any) -> ChainFit:
         """Return the schedule of the layers for a budget and an input of this kind.
@@ -103,17 +97,6 @@ class Plans:
         leaves, structure = flatten(input, "input")
         call = _Call.of(net, leaves, structure)
         return self._fitted(memory, call, self._links(call))
-
-    def find(
-        self, net: nn.Sequential, memory: Memory, x: Tensor, given: Hashable
-    ) -> tuple[Links, ChainFit]:
-        """Return the links of a called chain, and the result of :meth:`fit`.
-
-        ``given`` is everything that the bytes depend on besides the layers and the input.
-        """
-        call = _Call.of(net, *flatten(x, "input"), given)
-        links = self._links(call)
-        return links, self._fitted(memory, call, links)
 
     def run(self, net: nn.Sequential, memory: Memory, input: Any) -> Any:
         """Run the layers so that their gradient stays within a budget.
@@ -144,8 +127,7 @@ class Plans:
     def _fitted(self, memory: Memory, call: "_Call", links: Links) -> ChainFit:
         def find() -> ChainFit:
             def sizes() -> tuple[Chain, int]:
-                chain = _measure(links, call.leaves, called=self.holds is not None)
-                return _holding(chain, self.holds or {}), prefix_bytes(links, call.leaves)
+                return _measure(links, call.leaves), prefix_bytes(links, call.leaves)
 
             return _fit(*self.chains.get(key, sizes, of=call.parts), memory)
 
@@ -154,8 +136,7 @@ class Plans:
 
     def _links(self, call: "_Call") -> Links:
         def find() -> Links:
-            layers, called = _apart(call.net), self.holds is not None
-            links = examine_layers(layers, call.leaves, call.structure, called=called)
+            links = examine_layers(_apart(call.net), call.leaves, call.structure)
             for link in (*links.prefix, *links.chain):
                 self.moving.update(link.ambient.names_changed())
             return links
@@ -177,36 +158,21 @@ def measure_network(net: nn.Sequential, input: Any, repeats: int) -> Chain:
     return _measure(examine_layers(_apart(net), leaves, structure), leaves, repeats)
 
 
-def _measure(
-    links: Links, leaves: Tensors, repeats: int | None = None, *, called: bool = False
-) -> Chain:
+def _measure(links: Links, leaves: Tensors, repeats: int | None = None) -> Chain:
     if not links.chain:
         raise CellError(
             "there is nothing to backpropagate: expected a layer with a parameter, or an input, "
             "that requires a gradient"
         )
     with torch.enable_grad():
-        return measure_chain(links, leaves, repeats, called=called)
-
-
-def _holding(chain: Chain, holds: dict[str, list[str]]) -> Chain:
-    """Add to a layer's transient bytes the outputs that the model holds while it calls it."""
-    if not holds:
-        return chain
-    output = dict(zip(chain.names, chain.output_bytes, strict=True))
-    more = [sum(output.get(held, 0) for held in holds.get(name, ())) for name in chain.names]
-    transients: dict[str, Any] = {
-        name: [size + m for size, m in zip(getattr(chain, name), more, strict=True)]
-        for name in ("forward_transient_bytes", "record_transient_bytes")
-    }
-    return replace(chain, **transients)
+        return measure_chain(links, leaves, repeats)
 
 
 def _fit(chain: Chain, before: int, memory: Memory) -> ChainFit:
     whole = record_everything(chain)
     ordinary = max(whole.peak, before)
     least = max(chain_minimum(chain)[0], before)
-    room = min(least, ordinary) if memory == LEAST else as_bytes(memory, ordinary)
+    room = as_bytes(memory, ordinary)
     if room < before:
         raise BudgetError(
             f"memory is {room} bytes ({format_bytes(room)}): expected at least {before} "
@@ -256,9 +222,7 @@ class _Call:
         return self.shapes(moving), tuple(map(id, self.tensors)), holders
 
     @classmethod
-    def of(
-        cls, net: nn.Sequential, leaves: Tensors, structure: Structure, given: Hashable = None
-    ) -> "_Call":
+    def of(cls, net: nn.Sequential, leaves: Tensors, structure: Structure) -> "_Call":
         found = find_referents([*net])  # the chain itself does not affect the bytes of its layers
         parts = found.parts()
         named = [
@@ -277,7 +241,7 @@ class _Call:
         layers = tuple(map(id, parts))
         names = tuple(name if t is not None else None for name, t in named)
         owned = tuple((t.shape, t.dtype, t.device, t.requires_grad) for t in tensors)
-        asked = str(structure), torch.get_num_threads(), given
+        asked = str(structure), torch.get_num_threads()
         known = tuple(map(signature, leaves)), asked, layers, names, owned
         return cls(net, leaves, structure, known, found, parts, tensors)
 

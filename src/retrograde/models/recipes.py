@@ -40,7 +40,7 @@ def shape_of(tensor: Tensor) -> _Shape:
     return tensor.size(), tensor.stride(), tensor.storage_offset()
 
 
-def _overwritten(size: torch.Size, found: int, expected: int) -> RuntimeError:
+def overwritten(size: torch.Size, found: int, expected: int) -> RuntimeError:
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace "
         f"operation: a tensor of sizes {list(size)} is at version {found}; expected version "
@@ -57,7 +57,7 @@ class Held(NamedTuple):
     def open(self) -> Tensor:
         """Return the tensor; raise what autograd raises if it was overwritten since."""
         if self.tensor._version != self.version:
-            raise _overwritten(self.tensor.shape, self.tensor._version, self.version)
+            raise overwritten(self.tensor.shape, self.tensor._version, self.version)
         return self.tensor
 
 
@@ -114,7 +114,7 @@ class Box:
         if tensor is not None:  # somebody holds it in any case
             return self.keep(Held(tensor, self.version).open())
         if self.overwritten:
-            raise _overwritten(self.shape[0], self.version + 1, self.version)
+            raise overwritten(self.shape[0], self.version + 1, self.version)
         assert recipe is not None
         result = recipe.open()
         if shape_of(result) != self.shape:

@@ -14,7 +14,6 @@ from torch.nn.modules import container
 from torch.nn.utils import parametrize
 
 from retrograde.errors import CellError
-from retrograde.models.chain_plans import named_layers
 from retrograde.models.sequential import Sequential
 from retrograde.recurrent.base import BudgetedRNN
 from retrograde.recurrent.modules import GRU, LSTM, RNN
@@ -33,14 +32,11 @@ _OURS: dict[type[nn.Module], type[BudgetedRNN]] = dict(
 
 
 def is_chain(module: nn.Module) -> TypeGuard[nn.Sequential]:
-    """Return whether a budget helps a module: a ``Sequential``, torch's or ours, of at least two
-    layers. None of the layers may be recurrent, and the chain has no scan."""
-    if type(module) not in (container.Sequential, Sequential):
+    """Return whether a module is a ``Sequential`` of ours that can have a budget."""
+    if type(module) is not Sequential or module.backward is not None:
         return False
-    assert isinstance(module, container.Sequential)
-    scanned = isinstance(module, Sequential) and module.backward is not None
     recurrent = any(isinstance(part, nn.RNNBase) for part in module.modules())
-    return not scanned and not recurrent and len(list(named_layers(module, lambda _: True))) > 1
+    return not recurrent and len(module) > 1
 
 
 def twin(module: Swappable) -> Budgeted:

@@ -9,7 +9,6 @@ import sys
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -22,26 +21,24 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from retrograde.errors import BudgetError, CellError
-from retrograde.models.call_order import CallOrder, Layers, held_outputs, noted
-from retrograde.models.called_chain import (
-    CalledChain,
-    Given,
-    own_forward,
-    release,
-    rides,
-    state_of,
-    take_turns,
-)
-from retrograde.models.chain_plans import LEAST, ChainFit, named_layers
+from retrograde.models.call_order import CallOrder, Layers, ModuleCall, noted
 from retrograde.models.replace_modules import (
     Budgeted,
     Swappable,
-    is_chain,
     replace_module,
     twin,
     wrapped,
 )
-from retrograde.models.sequential import Sequential
+from retrograde.models.rows import (
+    CalledRow,
+    Given,
+    Kind,
+    own_forward,
+    passes_through,
+    release,
+    state_of,
+    take_turns,
+)
 from retrograde.recurrent.weights import last_weights
 from retrograde.replay.generators import sources
 from retrograde.replay.referents import find_referents
@@ -51,10 +48,10 @@ from retrograde.run.transforms import is_unreal, refuse_transforms, uncompiled
 from retrograde.sizes.cache import signature
 
 __all__ = [
-    "NotAChainError",
+    "RefusedLayerError",
     "Watched",
-    "WatchedChain",
     "WatchedModule",
+    "WatchedRow",
     "bytes_elsewhere",
     "called_in_turn",
     "run_model",
@@ -64,11 +61,11 @@ __all__ = [
 
 _USEFUL = 0.9
 _ALMOST_ONE = 1 - 2**-24
+_OUT_OF_TURN = "is not called in turn where gradients are recorded"
 _DRAWN = (
     "run or are skipped by random numbers: expected the same layers at every call; set the model's "
     "layer drop to 0"
 )
-_NEARLY_ALL = 0.9  # a Sequential with this part of a run gets the budget, not the run
 
 
 class Watched(ABC):
@@ -78,14 +75,8 @@ class Watched(ABC):
     and those of ordinary backpropagation.
     """
 
-    def __init__(self, name: str, title: str, within: Sequence[Layers] = ()) -> None:
+    def __init__(self, name: str, title: str) -> None:
         self.name, self.title = name, title
-        self.within = [
-            CalledChain([(one.name, one.module) for one in run], None, held_outputs(run))
-            for run in within
-        ]
-        self.apart = False  # whether parts of layers may be recomputed on their own
-        self.whole_layers = 0  # the least bytes if every layer is recomputed whole
         self.calls: dict[Hashable, int] = {}
         self.sizes: dict[Hashable, tuple[int, int]] = {}
 
@@ -119,37 +110,6 @@ class Watched(ABC):
         least = self.minimum_bytes
         return least + max(0, self.ordinary_bytes - least) * share // of
 
-    def _least(self, fit: Callable[[], ChainFit]) -> tuple[int, int]:
-        """Return the least bytes of a chain, and those of ordinary backpropagation.
-
-        If ``apart`` is set, the chains within its layers may be recomputed on their own.
-        """
-        whole = fit()
-        least = min(whole.minimum_bytes, whole.ordinary_bytes)
-        self.whole_layers = max(self.whole_layers, least)
-        if self.apart and self.within:
-            try:
-                with self._opened():
-                    least = min(least, fit().minimum_bytes)
-            except CellError:  # then every layer is recomputed whole
-                self.within = []
-        return least, whole.ordinary_bytes
-
-    @contextmanager
-    def _opened(self) -> Iterator[None]:
-        """Give the chains within its layers their least budgets, within a block."""
-        modules = [module for chain in self.within for _, module in chain.calls]
-        self._open()
-        try:
-            yield
-        finally:
-            release(modules)
-
-    def _open(self) -> None:
-        for chain in self.within:
-            chain.memory = LEAST
-            chain.install()
-
     def _seen(self, kind: Hashable, ask: Callable[[], tuple[int, int]]) -> None:
         """Count a call; ``ask`` finds its bytes if its kind of input is new."""
         if kind not in self.sizes:
@@ -167,7 +127,7 @@ class Watched(ABC):
     def _named(self, ask: Callable[[], Any]) -> Any:
         try:
             return ask()
-        except NotAChainError:
+        except RefusedLayerError:
             raise
         except CellError as refusal:
             raise CellError(f"{self.title}: {refusal}") from refusal
@@ -176,18 +136,14 @@ class Watched(ABC):
 class WatchedModule(Watched):
     """A module that will become its ``twin``."""
 
-    def __init__(
-        self, name: str, module: Swappable, title: str, within: Sequence[Layers] = ()
-    ) -> None:
-        super().__init__(name, title, within)
+    def __init__(self, name: str, module: Swappable, title: str) -> None:
+        super().__init__(name, title)
         self.module = module
         self.twin: Budgeted = self._named(lambda: twin(module))
 
     def give(self, part: int) -> None:
         self.twin.memory = part
         replace_module(self.module, self.twin)
-        if part < self.whole_layers:
-            self._open()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -239,9 +195,6 @@ class WatchedModule(Watched):
         if isinstance(self.module, nn.RNNBase):  # a hook may have just computed a weight
             now, names = vars(self.module), self.module._flat_weights_names
             vars(self.twin).update({name: now[name] for name in names if name in now})
-        if isinstance(self.twin, Sequential):
-            chain = self.twin
-            return self._least(lambda: chain._fit_within("100%", *args, **kwargs))
         ordinary: int = self.twin._fit_within("100%", *args, **kwargs).ordinary_bytes
         try:
             least: int = self.twin._fit_within(1, *args, **kwargs).minimum_bytes
@@ -250,38 +203,33 @@ class WatchedModule(Watched):
         return min(least, ordinary), ordinary
 
 
-class NotAChainError(CellError):
-    """A run of layers is no chain after all, or its layers cannot be run exactly."""
+class RefusedLayerError(CellError):
+    """A layer of a run cannot be in one after all."""
 
-    def __init__(self, chain: "WatchedChain", reason: str) -> None:
-        super().__init__(f"{chain.name} {reason}")
-        self.chain, self.reason = chain, reason
+    def __init__(self, call: ModuleCall, reason: str) -> None:
+        super().__init__(f"{call.name} {reason}")
+        self.call, self.reason = call, reason
 
 
-class WatchedChain(Watched):
+class WatchedRow(Watched):
     """A run of layers, which the model calls one after the other."""
 
-    def __init__(self, layers: Layers, within: Sequence[Layers] = ()) -> None:
+    def __init__(self, layers: Layers) -> None:
         name = run_name(layers)
-        super().__init__(name, name, within)
+        super().__init__(name, name)
         self.run = layers
-        self.layers = [one for one in layers if not rides(one.module)]
-        self.given: list[Given] = []
+        self.row = CalledRow([(c.name, c.module) for c in layers], [c.slot for c in layers])
         self.last: Tensor | None = None
-        self.chain: CalledChain | None = None
+        self.kind, self.at = Kind([]), 0
+        self.key: tuple[Hashable, ...] = ()
 
     def give(self, part: int) -> None:
-        assert self.chain is not None
-        self.chain.memory = part
-        self.chain.install()
-        if part < self.whole_layers:
-            self._open()
+        self.row.memory = part
+        self.row.install()
 
     @property
     def useless(self) -> bool:
-        if not self.calls or (self.within and not self.apart):
-            return False
-        return self.minimum_bytes > _USEFUL * self.ordinary_bytes
+        return bool(self.calls) and self.minimum_bytes > _USEFUL * self.ordinary_bytes
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -291,40 +239,46 @@ class WatchedChain(Watched):
     def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward pass of a layer, and record nothing."""
         layer, slot = self.run[number].module, self.run[number].slot
-        k = self.layers.index(self.run[number])
+        k, _ = self.row.parts[number]
         forward = own_forward(layer)
         held: Any = kwargs if isinstance(slot, str) else dict(enumerate(args))
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or passes_through(layer):
             return forward(*args, **kwargs)
+        if slot not in held:
+            raise RefusedLayerError(
+                self.run[number], "is not called in turn where gradients are recorded"
+            )
         given = Given.of(args, kwargs, slot)
-        if slot not in held or len(self.given) != k or (k and given.state is not self.last):
-            raise NotAChainError(self, "is not called in turn where gradients are recorded")
-        x = given.state
-        if k == 0:
-            first = x.detach().clone().requires_grad_(x.requires_grad)
-            self.given.append(given.at(first))
-        else:
-            self.given.append(given.at(self.given[0].state))  # only the first state is held
+        if not self.kind.active or k == self.kind.active[0]:
+            self.kind, self.at = Kind(self.row.active()), 0
+            self.key = self.row.key_of(given)
+        if self.kind.active[self.at] != k or (self.at and given.state is not self.last):
+            raise RefusedLayerError(
+                self.run[number], "is not called in turn where gradients are recorded"
+            )
         used = [*_tensors((args, kwargs)), *layer.parameters()]
         self._check_real(used)
+        if self.key not in self.sizes:
+            try:
+                self.row.measure(self.kind, self.at, given)
+            except CellError as refusal:
+                raise RefusedLayerError(
+                    self.run[number], f"cannot be run again: {refusal}"
+                ) from refusal
         with torch.no_grad():
             outputs = forward(*args, **kwargs)
         if any(t.requires_grad for t in used):
             outputs = _as_if_recorded(outputs, used)
-        self.last = state_of(outputs)
-        if len(self.given) == len(self.layers):
+        self.last, self.at = state_of(outputs), self.at + 1
+        if self.at == len(self.kind.active):
             self.last = None
-            self._seen(self.given[0].kind(), self._ask)
+            self._seen(self.key, self._ask)
         return outputs
 
     def _ask(self) -> tuple[int, int]:
-        calls = [(one.name, one.module) for one in self.run]
-        self.chain = CalledChain(calls, self.given, held_outputs(self.run))
-        chain, given, self.given = self.chain, self.given, []
-        try:
-            return self._least(lambda: chain.fit("100%", given))
-        except CellError as refusal:
-            raise NotAChainError(self, f"cannot be run again: {refusal}") from refusal
+        kind = self.kind
+        self.row.kind_of(self.key, lambda: kind)
+        return min(kind.least_bytes, kind.ordinary_bytes), kind.ordinary_bytes
 
 
 def run_name(run: Layers) -> str:
@@ -338,29 +292,19 @@ def called_in_turn(model: nn.Module, sample: Any) -> CallOrder | None:
     The result is None if the model has too few parts for a run of layers, or if it raises.
     """
     model = getattr(model, "_orig_mod", model)  # if it is compiled
-    sequences: list[nn.Sequential] = []
-    inside: set[int] = set()
-    for m in model.modules():
-        if is_chain(m) and id(m) not in inside:
-            sequences.append(m)
-            inside |= {id(part) for part in m.modules()}
     aside = (nn.RNNBase, container.Sequential, container.ModuleList, container.ModuleDict)
-    others = [m for m in model.modules() if not isinstance(m, aside) and id(m) not in inside]
-    layers = (m for m in model.modules() if id(m) in inside and not isinstance(m, aside))
-    blocks = any(any(m.children()) for m in layers)
-    if len(sequences) + len(others) < 3 and not blocks:  # the model itself is one of ``others``
+    if sum(not isinstance(m, aside) for m in model.modules()) < 2:
         return None
     try:
         order, draws, python = _noted(model, sample)
     except Exception:  # the run that measures will raise it again
         return None
-    order.preferred = _preferred(order.runs(), sequences, order)
-    names = [run_name(run) for run in order.preferred]
+    order.preferred = order.runs()
     fills = (0.0, _ALMOST_ONE) if draws else ()
-    if any(_noted(model, sample, fill)[0].names != order.names for fill in fills):
+    if python or any(_noted(model, sample, fill)[0].names != order.names for fill in fills):
+        names = [run_name(run) for run in order.preferred]
         order.refused = dict.fromkeys(names or ["its layers"], _DRAWN)
-    elif python:
-        order.refused = dict.fromkeys(names, _DRAWN)
+        order.preferred = []
     return order
 
 
@@ -374,42 +318,6 @@ def _noted(
         with DrawWatch(fill) as watch, noted(model) as top:
             run_model(model, sample)
         return CallOrder(top), watch.decides, before != random.getstate()
-
-
-def _preferred(
-    runs: list[Layers], sequences: list[nn.Sequential], order: CallOrder
-) -> list[Layers]:
-    """Return the runs that are better than the Sequentials that they share layers with.
-
-    Runs that meet the same Sequential are compared together. They are better if the sum of their
-    largest layers is less, and no Sequential has nearly all of their bytes.
-    """
-    held: Counter[int] = Counter()
-    for call in order.every:
-        held[id(call.module)] += call.held
-    owned = [{id(m) for _, m in named_layers(one, lambda _: True)} for one in sequences]
-    parts = [{id(part) for part in one.modules()} for one in sequences]
-    found: list[Layers] = []
-    groups: list[tuple[list[Layers], set[int]]] = []  # runs, and the Sequentials they meet
-    for run in runs:
-        inside = {id(part) for one in run for part in one.module.modules()}
-        met = {k for k, part in enumerate(parts) if part & inside}
-        together = [run]
-        for other in [group for group in groups if group[1] & met]:
-            groups.remove(other)
-            together, met = other[0] + together, met | other[1]
-        groups.append((together, met))
-    for group, met in groups:
-        whole = sum(one.held for run in group for one in run)
-        theirs = [
-            sum(one.held for run in group for one in run if id(one.module) in owned[k]) for k in met
-        ]
-        ours = sum(max(one.held for one in run) for run in group)
-        if max(theirs, default=0) < _NEARLY_ALL * whole and (
-            not met or ours < sum(max(held[layer] for layer in owned[k]) for k in met)
-        ):
-            found += group
-    return found
 
 
 @contextmanager

@@ -52,7 +52,7 @@ class Tape(TorchFunctionMode):
         let_go: bytes of what is saved and let go, by operation.
     """
 
-    def __init__(self, parameters_stay: bool) -> None:
+    def __init__(self, parameters_stay: bool, task: int = -1) -> None:
         super().__init__()
         self.kept, self.let_go = 0, Counter[str]()
         self._parameters_stay, self._first = parameters_stay, _autograd._get_sequence_nr()
@@ -60,6 +60,7 @@ class Tape(TorchFunctionMode):
         self._gone: list[ref[Box]] = []
         self._pending: list[Box] = []  # let go, and perhaps not released yet
         self._credit = 0  # bytes that were let go, and are released
+        self._task = task  # the backward pass in which it saves, or -1
         self._is_changing = False  # a function runs that changes its first argument in place
 
     def __torch_function__(
@@ -126,7 +127,7 @@ class Tape(TorchFunctionMode):
         storage, base = tensor.untyped_storage(), tensor if tensor._base is None else tensor._base
         box = self._box_of(storage)
         dtype = base.dtype if box is None else box.dtype
-        if dtype is not tensor.dtype or torch._C._current_graph_task_id() >= 0:
+        if dtype is not tensor.dtype or torch._C._current_graph_task_id() != self._task:
             self._count(tensor)
             return Held(tensor.detach(), version)
         if tensor.is_cuda:

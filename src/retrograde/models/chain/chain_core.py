@@ -82,11 +82,6 @@ class ChainCore(RangeCore):
         self.watched: set[Source] = set()
         self._versions = [[version(t) for t in link.reads] for link in links]
 
-    def bind(self, k: int, link: Link) -> None:
-        """Replace link k by one that holds what it is given in this call."""
-        self.links[k] = link
-        self._versions[k] = [version(t) for t in link.reads]
-
     def totals(self) -> list[Gradient]:
         return []
 

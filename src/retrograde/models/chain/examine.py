@@ -41,12 +41,8 @@ def examine_layers(
     layers: Sequence[tuple[str, nn.Module]],
     state: Tensors,
     structure: Structure,
-    *,
-    called: bool = False,
 ) -> Links:
     """Divide one or more named layers into links, by trial calls that leave no trace.
-
-    If the layers are ``called`` by a model, it may draw random numbers between them.
 
     Raises:
         CellError: a layer cannot be run exactly; the message names it.
@@ -61,8 +57,6 @@ def examine_layers(
         found.add(number, name, layer)
     links = found.links
     start = 1 + max((k for k, link in enumerate(links) if not any(link.passes)), default=-1)
-    if called:
-        return Links(tuple(links[:start]), tuple(links[start:]), Steady())
     return _parted(links[:start], links[start:])
 
 

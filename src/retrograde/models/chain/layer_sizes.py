@@ -42,15 +42,12 @@ _MORE_SECONDS = 0.1  # for timing without counting bytes
 _TOKEN_BYTES = 8  # one element for each state of the chain, in the caller's graph
 
 
-def measure_chain(
-    links: Links, state: Tensors, repeats: int | None = None, *, called: bool = False
-) -> Chain:
+def measure_chain(links: Links, state: Tensors, repeats: int | None = None) -> Chain:
     """Measure every link for a flat input, and leave no trace of it.
 
     Seconds are medians of ``repeats`` further passes, by default one, and up to three within
     :data:`_MORE_SECONDS`. With no repeats they come from the pass that counts bytes, in which
-    kernels may still be compiled. If links are ``called`` one by one, autograd holds the gradient
-    of a link's output until that link is done.
+    kernels may still be compiled.
     """
     device, before = state[0].device, len(links.prefix)
     core = ChainCore(links.chain, device)
@@ -59,9 +56,9 @@ def measure_chain(
         for link in (*links.prefix, *links.chain):
             stack.enter_context(link.ambient.measured())
         first = [t.detach() for t in _after_prefix(links, state)]
-        found, once, turns = _measure_links(core, first, firsts, called=called)
+        found, once, turns = _measure_links(core, first, firsts)
         if turns:
-            found, once, _ = _measure_links(core, first, firsts, called=called, turned=True)
+            found, once, _ = _measure_links(core, first, firsts, turned=True)
         seconds = [once]
         if repeats is None:
             more = int(_MORE_SECONDS / max(sum(map(sum, once.values())), 1e-9))
@@ -144,9 +141,9 @@ class _LinkMeasurement:
     """
 
     def __init__(
-        self, core: ChainCore, k: int, take: Callable[[], Tensors], *, called: bool, turned: bool
+        self, core: ChainCore, k: int, take: Callable[[], Tensors], *, turned: bool
     ) -> None:
-        self.core, self.k, self.take, self.called = core, k, take, called
+        self.core, self.k, self.take = core, k, take
         self.last = k == len(core.links) - 1
         # The caller's gradient may lie in memory so that a link has to copy it.
         self.turned, self.turns = turned or self.last, False
@@ -204,10 +201,8 @@ class _LinkMeasurement:
     def backpropagate(self) -> None:
         with self.watch.lap():
             gradients = self.core.gradients(self.gradients)
-            held = [*self.gradients] if self.called else []
             self.gradients.clear()
             self.core.backpropagate(self.tape.pop(), gradients)
-            held.clear()
         self.turns = any(g is not None and not g.is_contiguous() for g in gradients.states)
         self.gradients += gradients.states
         self.for_caller += gradients.parameters
@@ -245,7 +240,6 @@ def _measure_links(
     first: Tensors,
     firsts: Sequence[int],
     *,
-    called: bool,
     turned: bool = False,
 ) -> tuple[dict[int, _Size], dict[int, tuple[float, float]], bool]:
     """Measure the first link of every make: bytes, and seconds that include counting the bytes.
@@ -263,7 +257,7 @@ def _measure_links(
             take = run[-1].give
         if run and apart:
             phases[-1].append(run[-1].output.clear)
-        run.append(_LinkMeasurement(core, k, take, called=called, turned=turned))
+        run.append(_LinkMeasurement(core, k, take, turned=turned))
         phases.append(run[-1].phases(whole=firsts[k] == k))
     found = iter(measure_phases([*chain(*phases)], device=core.ambient.device))
     sizes: dict[int, _Size] = {}

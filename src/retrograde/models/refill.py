@@ -1,0 +1,366 @@
+"""Calls that drop what autograd saves of them, and run again when it is read.
+
+A dropped call stays an ordinary part of the caller's graph. What its operations save is a
+:class:`Saved`, without a tensor. The first that is read runs the call again, which fills all of
+them. That run ends at the last tensor that is still wanted, which is before the call's end.
+
+Calls in a row, each given the result of the one before it, may drop their inputs too. Then a
+:class:`Row` first runs the calls before, as a plan says.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+
+from retrograde.errors import CellError, RetrogradeError
+from retrograde.models import recipes
+from retrograde.models.tape import Tape
+from retrograde.plan.calls import Part
+from retrograde.replay.generators import Source
+from retrograde.replay.surroundings import Ambient, autocast_as_now, version
+from retrograde.run.core import unrecorded
+
+__all__ = ["DROPPED", "DROPPED_LEAN", "KEPT", "LEAN", "Dropped", "Row", "Unit"]
+
+#: The ways to keep a call, by their numbers in a plan. A dropped call runs again; when it does,
+#: and it is lean, cheap values are let go.
+KEPT, LEAN, DROPPED, DROPPED_LEAN = range(4)
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """What runs again as one call.
+
+    Attributes:
+        name: of the layer, for messages.
+        forward: runs it.
+        ambient: the surroundings that it depends on, as a trial found them.
+        reads: the parameters and buffers that it reads and does not change.
+    """
+
+    name: str
+    forward: Callable[..., Any]
+    ambient: Ambient
+    reads: Sequence[Tensor]
+
+
+class Saved:
+    """What a node keeps in place of a tensor."""
+
+    __slots__ = ("__weakref__", "call", "opened", "value")
+
+    def __init__(self, call: "Dropped") -> None:
+        self.call = call
+        self.value: Any = None
+        self.opened: ref[Tensor] | None = None
+
+    def open(self) -> Tensor:
+        """Return the tensor, and let it go. If it is read once more, the call runs once more."""
+        found = self.opened() if self.opened is not None else None
+        if found is None:
+            if self.value is None:
+                self.call.refill()
+            value, self.value = self.value, None
+            found = recipes.unpack(value)
+            self.opened = ref(found)
+        return found
+
+
+class _EndedError(BaseException):
+    """The last wanted tensor is there, and the rest of a run is of no use."""
+
+
+class Dropped:
+    """One call of a unit. ``lean``: when it runs again, cheap values are let go.
+
+    Args:
+        row: the row that has its input, or None if the call holds it.
+        number: its number in the row.
+    """
+
+    def __init__(
+        self,
+        unit: Unit,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        lean: bool,
+        row: "Row | None" = None,
+        number: int = 0,
+    ) -> None:
+        self.unit, self.lean, self.row, self.number = unit, lean, row, number
+        self.autocast = autocast_as_now(unit.ambient.device)
+        leaves, self.spec = pytree.tree_flatten((args, kwargs))
+        self.given = [_Given.of(leaf) for leaf in leaves]
+        self.saved: list[ref[Saved]] = []
+        self.forms: list[tuple[torch.Size, torch.dtype]] = []
+        self.versions = [version(t) for t in unit.reads]
+        self.state: Tensor | None = None  # the input, while the row has it
+        self.before: Dropped | None = None  # the call before it, which must live as long
+        ambient = unit.ambient
+        self.marks, self.then = ambient.steady.marks(), ambient.capture()
+        self.moved: tuple[Source, ...] = ()
+
+    def run(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run the call, or a part of it, for the first time, in the caller's graph."""
+        ambient = self.unit.ambient
+        ours = {id(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        with saved_tensors_hooks(partial(self._drop, ours), recipes.unpack):  # type: ignore[arg-type]
+            result = forward(*args, **kwargs)
+        self.moved = (*self.moved, *ambient.steady.changes(self.marks, f"layer {self.unit.name}"))
+        return result
+
+    def _drop(self, ours: set[int], t: Tensor) -> Any:
+        if _is_free(t, ours):
+            return recipes.Held(t, t._version)
+        saved = Saved(self)
+        self.saved.append(ref(saved))
+        self.forms.append((t.shape, t.dtype))
+        return saved
+
+    def hide(self, x: Tensor) -> None:
+        """Let go the input, which the row can compute."""
+        leaf = next(one for one in self.given if one.source is not None and one.source() is x)
+        leaf.value = None
+
+    def is_hidden(self) -> bool:
+        """Return whether the row has the input."""
+        return any(one.source is not None and one.value is None for one in self.given)
+
+    def check(self) -> None:
+        """Refuse a call that wrote to what it was given."""
+        for one in self.given:
+            if (
+                one.value is not None
+                and one.source is not None
+                and version(one.value) != one.version
+            ):
+                raise CellError(
+                    f"layer {self.unit.name} writes in place to what it is given, which is used "
+                    "again: expected it to leave that as it is; give it inplace=False"
+                )
+
+    def _arguments(self, state: Tensor | None) -> tuple[Any, Any, set[int]]:
+        """Return the arguments, without the graph that they came from, and their ids."""
+        leaves = [one.again(state) for one in self.given]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return args, kwargs, {id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+
+    @contextmanager
+    def _again(self) -> Iterator[None]:
+        """Run the call as it ran first, in a block, and leave no trace."""
+        if self.versions != [version(t) for t in self.unit.reads]:
+            raise RetrogradeError(
+                f"a parameter or buffer of layer {self.unit.name} has been modified by an inplace "
+                "operation between the forward pass and the backward pass, which recomputes with "
+                "it: expected it to stay as it was; call backward() before optimizer.step()"
+            )
+        ambient = self.unit.ambient
+        with ambient.rerun(self.marks, self.moved, f"layer {self.unit.name}"), self.autocast:
+            ambient.restore(self.then)
+            yield
+
+    def advance(self, state: Tensor | None) -> Any:
+        """Run the call without a graph."""
+        args, kwargs, _ = self._arguments(state)
+        with unrecorded(), self._again():
+            return self.unit.forward(*args, **kwargs)
+
+    def refill(self) -> None:
+        """Run the call again, and fill what it saved."""
+        if self.row is not None and self.row.prepare(self):
+            return
+        state, self.state = self.state, None
+        self.fill(state, lean=self.lean)
+
+    def is_filled(self) -> bool:
+        """Return whether what it saved is there."""
+        alive = (saved() for saved in self.saved)
+        return any(one is not None and one.value is not None for one in alive)
+
+    def fill(self, state: Tensor | None, *, lean: bool, whole: bool = False) -> Any:
+        """Run the call and fill what it saved. With ``whole``, run to the end, and return the
+        result."""
+        task = torch._C._current_graph_task_id()
+        args, kwargs, ours = self._arguments(state)
+        state = None
+        alive = [number for number, saved in enumerate(self.saved) if saved() is not None]
+        last = -1 if whole else alive[-1]
+        tape = Tape(True, task) if lean else None
+        number, result = 0, None
+
+        def pack(t: Tensor) -> Any:
+            nonlocal number
+            if _is_free(t, ours):
+                return recipes.Held(t, t._version)
+            at, number = number, number + 1
+            if at >= len(self.forms) or self.forms[at] != (t.shape, t.dtype):
+                raise self._differs()
+            saved, value = self.saved[at](), None
+            if saved is not None:
+                value = tape.pack(t) if tape is not None else recipes.Held(t.detach(), t._version)
+                saved.value = value
+            if at == last:
+                raise _EndedError
+            return value
+
+        try:
+            hooks = saved_tensors_hooks(pack, recipes.unpack)  # type: ignore[arg-type]
+            with torch.enable_grad(), self._again(), tape or nullcontext(), hooks:
+                result = self.unit.forward(*args, **kwargs)
+            if number != len(self.forms):
+                raise self._differs()
+        except _EndedError:
+            pass
+        del args, kwargs
+        if tape is not None:
+            tape.close()
+        if task >= 0:
+            torch.autograd.Variable._execution_engine.queue_callback(partial(_empty, ref(self)))
+        return result
+
+    def _differs(self) -> RetrogradeError:
+        return RetrogradeError(
+            f"layer {self.unit.name} saved other tensors when it ran again: expected it to do the "
+            "same for the same arguments; use memory=None"
+        )
+
+
+def _empty(reference: "ref[Dropped]") -> None:
+    """Let go what a backward pass did not read; what it did is gone, and perhaps the call too."""
+    call = reference()
+    if call is not None:
+        call.state = None
+        for saved in (one() for one in call.saved):
+            if saved is not None:
+                saved.value = None
+
+
+def _is_free(t: Tensor, ours: set[int]) -> bool:
+    """Return whether somebody holds a saved tensor in any case: a parameter."""
+    return t.requires_grad and t.is_leaf and id(t) not in ours
+
+
+@dataclass
+class _Given:
+    """An argument. Where the row has the tensor, there is no value."""
+
+    value: Any
+    source: "ref[Tensor] | None" = None
+    wanted: bool = False
+    version: int = 0
+
+    @classmethod
+    def of(cls, leaf: Any) -> "_Given":
+        if not isinstance(leaf, Tensor):
+            return cls(leaf)
+        return cls(leaf.detach(), ref(leaf), leaf.requires_grad, version(leaf))
+
+    def again(self, state: Tensor | None) -> Any:
+        if self.source is None:
+            return self.value
+        if self.value is not None and version(self.value) != self.version:
+            raise recipes.overwritten(self.value.shape, version(self.value), self.version)
+        leaf = self.value if self.value is not None else state
+        assert leaf is not None
+        return leaf.detach().requires_grad_(self.wanted)
+
+
+class Row:
+    """Calls in a row within one pass of a model.
+
+    Args:
+        parts: the plan.
+        late: makes the plan when the pass goes back, of a row whose calls are all one group.
+    """
+
+    def __init__(
+        self, parts: tuple[Part, ...], late: Callable[[], tuple[Part, ...]] | None = None
+    ) -> None:
+        self.parts, self.late = parts, late
+        self.calls: dict[int, ref[Dropped]] = {}
+        self.opened: list[Part] | None = None
+
+    def way_of(self, number: int) -> int:
+        """Return how a call is kept while the pass goes forward."""
+        if self.is_grouped(number):
+            return DROPPED
+        return self._part(self.parts, number).way
+
+    def is_grouped(self, number: int) -> bool:
+        """Return whether a call is in a group."""
+        return self.late is not None or bool(self._part(self.parts, number).parts)
+
+    def enter(self, call: Dropped, before: Dropped | None, x: Tensor) -> None:
+        """Add the next call, which ran. Its input is let go unless a part begins with it."""
+        call.before = before
+        self.calls[call.number] = ref(call)
+        if call.number != (0 if self.late else self._part(self.parts, call.number).start):
+            call.hide(x)
+
+    def prepare(self, call: Dropped) -> bool:
+        """Compute the input of a call, or what it saved; return whether it did the latter."""
+        if self.late is not None:
+            self.parts, self.late = self.late(), None
+        if self.opened is None:
+            self.opened = [*self.parts]
+            if torch._C._current_graph_task_id() >= 0:
+                torch.autograd.Variable._execution_engine.queue_callback(self._close)
+        while (part := self._part(self.opened, call.number)).parts:
+            self._open(part, call.number)
+        if call.is_filled():
+            return True
+        if call.state is None and call.is_hidden():  # what it saved was there, and was read
+            self.opened = None
+            return self.prepare(call)
+        return False
+
+    def _close(self) -> None:
+        self.opened = None
+
+    def _open(self, part: Part, number: int) -> None:
+        """Run the calls of a group, up to the part that has a call's number."""
+        assert self.opened is not None
+        at = self.opened.index(part)
+        state = self._call(part.start).state
+        self._call(part.start).state = None
+        done = [one for one in part.parts if one.start <= number]
+        self.opened[at : at + 1] = done
+        for one in done:
+            call = self._call(one.start)
+            if not one.parts and one.way in (KEPT, LEAN):
+                ends = one is done[-1]
+                result = call.fill(state, lean=one.way == LEAN, whole=not ends)
+                state = None if ends else _tensor(result).detach()
+                del result
+                continue
+            call.state, call.lean = state, one.way == DROPPED_LEAN
+            if one is done[-1]:
+                return
+            for k in range(one.start, one.stop):
+                state = _tensor(self._call(k).advance(state))
+
+    def _call(self, number: int) -> Dropped:
+        call = self.calls[number]()
+        assert call is not None
+        return call
+
+    @staticmethod
+    def _part(parts: Sequence[Part], number: int) -> Part:
+        return next(part for part in parts if part.start <= number < part.stop)
+
+
+def _tensor(result: Any) -> Tensor:
+    """Return the only tensor of a result."""
+    (found,) = (leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
+    return found

@@ -1,0 +1,325 @@
+"""The fastest plan for calls in a row that fits a memory budget.
+
+A call is kept in one of several *ways*: whole, lean, or dropped and run again. Calls in a row may
+also form a *group*. A group holds its first input alone. Backward, it runs forward once more, and
+its parts then follow a plan of their own.
+
+Legend: ``F(i, k, m)`` is the least additional time to backpropagate calls i … k−1 with m bytes,
+once they ran forward. The input of call i has ``x_i`` bytes. A way w holds h_w bytes besides
+its input and its output. It may keep either; what two calls keep is held once. Without that::
+
+    F(i, k, m) = min over ways w:        t_w + F(i+1, k, m − x_i − h_w)               if m ≥ need_w
+               , min over i+1 < j < k:   u(i, j) + F(i, j, m − x_i) + F(j, k, m − x_i)
+
+A group that ends at k would gain nothing, since nothing is held after it. The least peak ``P(i,
+k)`` has the same form, with maxima.
+
+Complexity: O(n² (ways + n) · levels) additions, in NumPy. Known limit: bytes are rounded up to
+levels, so a plan may leave some of the budget unused.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["CallSizes", "Part", "Way", "fastest", "kept_whole", "least", "peak_of", "seconds_of"]
+
+_CELLS = 4 * 10**7  # of the table: there are fewer levels for many calls
+_MOST_LEVELS = 1000
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to keep a call for its backward pass.
+
+    Attributes:
+        held_bytes: what it holds until then, without its input and its output.
+        first_bytes: its peak in the forward pass, with what it holds and its output.
+        backward_bytes: its peak in the backward pass, with what it held.
+        seconds: its time beyond that of the first way.
+        keeps_input: whether it holds its input.
+        keeps_output: whether it holds its output, the next call's input.
+        dropped: whether it holds nothing, and runs again.
+    """
+
+    held_bytes: int
+    first_bytes: int
+    backward_bytes: int
+    seconds: float = 0.0
+    keeps_input: bool = True
+    keeps_output: bool = False
+    dropped: bool = False
+
+
+@dataclass(frozen=True)
+class CallSizes:
+    """Bytes and seconds of one call. The first way is ordinary backpropagation's.
+
+    Attributes:
+        input_bytes: of its input.
+        output_bytes: of its output.
+        forward_bytes: its peak without a graph, with its output.
+        forward_seconds: the time of its forward pass.
+        ways: in which it may be kept.
+        noted_bytes: what it notes to run again, such as random states.
+        left_bytes: what it leaves in attributes.
+        turns: whether it hands a gradient on whose memory is not in order.
+    """
+
+    input_bytes: int
+    output_bytes: int
+    forward_bytes: int
+    forward_seconds: float
+    ways: tuple[Way, ...]
+    noted_bytes: int = 0
+    left_bytes: int = 0
+    turns: bool = False
+
+    def copying(self) -> "CallSizes":
+        """Return the sizes if the call has to copy the gradient that it is given."""
+        more = self.output_bytes
+        ways = (replace(way, backward_bytes=way.backward_bytes + more) for way in self.ways)
+        return replace(self, ways=tuple(ways))
+
+
+@dataclass(frozen=True)
+class Part:
+    """A call that is kept in a way, or a group of calls with parts of its own."""
+
+    start: int
+    stop: int
+    way: int = 0
+    parts: tuple["Part", ...] = ()
+
+
+def kept_whole(calls: Sequence[CallSizes]) -> tuple[Part, ...]:
+    """Return ordinary backpropagation's plan."""
+    return tuple(Part(i, i + 1) for i in range(len(calls)))
+
+
+def peak_of(calls: Sequence[CallSizes], parts: Sequence[Part]) -> int:
+    """Return the peak bytes of a plan, without the first input and the last output, which are the
+    caller's."""
+    return _left(calls) + _peak(calls, parts, grouped=False)
+
+
+def _left(calls: Sequence[CallSizes]) -> int:
+    return sum(call.left_bytes for call in calls)
+
+
+def _peak(calls: Sequence[CallSizes], parts: Sequence[Part], *, grouped: bool) -> int:
+    peak = held = 0
+    is_held = True  # whether the input of a part is held already
+    bases: list[int] = []
+    for part in parts:
+        call = calls[part.start]
+        given = 0 if is_held else call.input_bytes
+        if part.parts:
+            noted = sum(calls[k].noted_bytes for k in range(part.start, part.stop))
+            held += given + (0 if grouped else noted)
+            bases.append(held)
+            peak, is_held = max(peak, held + _runs(calls, part.start, part.stop)), False
+            continue
+        way = call.ways[part.way]
+        if part is not parts[-1] or not grouped or not way.dropped:
+            peak = max(peak, held + given + way.first_bytes)
+        held += given if way.keeps_input else 0
+        bases.append(held)
+        held += _after(call, way)
+        is_held = way.keeps_output
+    for part, base in zip(parts, bases, strict=True):
+        if part.parts:
+            peak = max(peak, base + _peak(calls, part.parts, grouped=True))
+        else:
+            peak = max(peak, base + calls[part.start].ways[part.way].backward_bytes)
+    return peak
+
+
+def _runs(calls: Sequence[CallSizes], start: int, stop: int) -> int:
+    """Return the peak of running calls one after the other without a graph."""
+    return max(
+        calls[k].forward_bytes + (calls[k].input_bytes if k > start else 0)
+        for k in range(start, stop)
+    )
+
+
+def seconds_of(calls: Sequence[CallSizes], parts: Sequence[Part]) -> float:
+    """Return the time of a plan beyond ordinary backpropagation's."""
+    total = 0.0
+    for part in parts:
+        if not part.parts:
+            total += calls[part.start].ways[part.way].seconds
+            continue
+        total += seconds_of(calls, part.parts)
+        total += sum(calls[k].forward_seconds for k in range(part.start, part.stop - 1))
+        if part.parts[-1].stop - part.parts[-1].start == 1:
+            call = calls[part.stop - 1]
+            if not call.ways[part.parts[-1].way].dropped:
+                total += call.forward_seconds
+    return total
+
+
+class _Sums:
+    """What both recurrences read of the calls."""
+
+    def __init__(self, calls: Sequence[CallSizes]) -> None:
+        n = len(calls)
+        self.seconds = [0.0, *accumulate(call.forward_seconds for call in calls)]
+        self.noted = [0, *accumulate(call.noted_bytes for call in calls)]
+        self.runs = np.zeros((n + 1, n + 1), np.int64)
+        for i in range(n):
+            for j in range(i + 1, n + 1):
+                more = calls[j - 1].input_bytes if j - 1 > i else 0
+                self.runs[i, j] = max(self.runs[i, j - 1], calls[j - 1].forward_bytes + more)
+
+
+def least(calls: Sequence[CallSizes]) -> tuple[int, tuple[Part, ...]]:
+    """Return the least peak of any plan, and a plan that has it.
+
+    Example:
+        >>> ways = Way(8, 9, 12), Way(0, 2, 12, 1.0, dropped=True)
+        >>> least([CallSizes(1, 1, 2, 1.0, ways)] * 4)[0]
+        13
+    """
+    sums, n = _Sums(calls), len(calls)
+    # By whether the input is held already; a group or a way that does not keep its input needs it.
+    best = np.full((2, n + 1, n + 1), np.inf)
+    choice = np.zeros((2, n + 1, n + 1), np.int64)
+    best[:, range(n + 1), range(n + 1)] = 0
+    noted = np.array(sums.noted)
+    for k in range(1, n + 1):
+        outer = k == n
+        for i in range(k - 1, -1, -1):
+            call, js = calls[i], np.arange(i + 2, k)
+            own = (noted[js] - noted[i]) * outer
+            inner = np.maximum(sums.runs[i, js], best[1, i, js])
+            groups = own + np.maximum(inner, best[0, js, k])
+            for is_held in (0, 1):
+                given = 0 if is_held else call.input_bytes
+                found = []
+                for way in call.ways:
+                    runs = i + 1 < k or outer or not way.dropped
+                    first = given + way.first_bytes if runs else 0
+                    base = given if way.keeps_input else 0
+                    after = _after(call, way)
+                    behind = best[int(way.keeps_output), i + 1, k] if i + 1 < k else -after
+                    found.append(max(first, base + way.backward_bytes, base + after + behind))
+                at = int(np.argmin(found))
+                best[is_held, i, k], choice[is_held, i, k] = found[at], -at
+                if len(js) and given + groups.min() < best[is_held, i, k]:
+                    best[is_held, i, k] = given + groups.min()
+                    choice[is_held, i, k] = js[groups.argmin()]
+
+    def walk(i: int, k: int) -> tuple[Part, ...]:
+        parts, is_held = [], 1
+        while i < k:
+            at = int(choice[is_held, i, k])
+            if at <= 0:
+                parts.append(Part(i, i + 1, -at))
+                is_held = int(calls[i].ways[-at].keeps_output)
+                i += 1
+            else:
+                parts.append(Part(i, at, 0, walk(i, at)))
+                i, is_held = at, 0
+        return tuple(parts)
+
+    parts = walk(0, n)
+    return peak_of(calls, parts), parts
+
+
+def fastest(calls: Sequence[CallSizes], budget: int) -> tuple[Part, ...]:
+    """Return the fastest plan whose peak is within a budget.
+
+    Raises:
+        ValueError: the budget is less than the least peak.
+    """
+    whole = kept_whole(calls)
+    if peak_of(calls, whole) <= budget:
+        return whole
+    smallest, parts = least(calls)
+    if smallest > budget:
+        raise ValueError(f"{smallest} bytes are the least peak, not {budget}")
+    n = len(calls)
+    levels = int(min(_MOST_LEVELS, max(50, 2 * _CELLS // (n * n + 1)), max(budget, 1)))
+    found = _search(calls, budget - _left(calls), levels)
+    return parts if found is None else found
+
+
+def _search(calls: Sequence[CallSizes], budget: int, levels: int) -> tuple[Part, ...] | None:
+    """Return a plan by the first recurrence, or None if rounding leaves none."""
+    sums, n = _Sums(calls), len(calls)
+    size = max(budget, 1) / levels
+    m = np.arange(levels + 1)
+    best: dict[tuple[int, int, int], NDArray[np.float64]] = {}
+    choice: dict[tuple[int, int, int], NDArray[np.int16]] = {}
+
+    def up(nbytes: float) -> int:
+        return int(-(-nbytes // size))
+
+    def less(f: NDArray[np.float64], by: int) -> NDArray[np.float64]:
+        """Return f(m − by)."""
+        if by > levels:
+            return np.full(levels + 1, np.inf)
+        return np.concatenate([np.full(by, np.inf), f[: levels + 1 - by]]) if by else f
+
+    def solve(i: int, k: int) -> None:
+        outer, call = k == n, calls[i]
+        groups = []
+        for j in range(i + 2, k):
+            inner = np.where(m >= up(sums.runs[i, j]), best[1, i, j], np.inf)
+            f = sums.seconds[j] - sums.seconds[i] + inner + best[0, j, k]
+            groups.append(less(f, up(sums.noted[j] - sums.noted[i]) if outer else 0))
+        for is_held in (0, 1):
+            given = 0 if is_held else call.input_bytes
+            table = []
+            for way in call.ways:
+                base = given if way.keeps_input else 0
+                need = base + way.backward_bytes
+                if i + 1 < k:
+                    after = base + _after(call, way)
+                    f = way.seconds + less(best[int(way.keeps_output), i + 1, k], up(after))
+                    need = max(need, given + way.first_bytes)
+                else:  # the last call of a group, dropped, runs once and not twice
+                    once = 0.0 if outer or not way.dropped else call.forward_seconds
+                    f = np.full(levels + 1, way.seconds - once)
+                    runs = outer or not way.dropped
+                    need = max(need, given + way.first_bytes if runs else 0)
+                table.append(np.where(m >= up(need), f, np.inf))
+            table += [less(f, up(given)) for f in groups]
+            stack = np.stack(table)
+            best[is_held, i, k] = stack.min(0)
+            codes = [*range(0, -len(call.ways), -1), *range(i + 2, k)]
+            choice[is_held, i, k] = np.array(codes, np.int16)[stack.argmin(0)]
+
+    for k in range(1, n + 1):
+        for i in range(k - 1, -1, -1):
+            solve(i, k)
+    if not np.isfinite(best[1, 0, n][levels]):
+        return None
+
+    def walk(i: int, k: int, room: int) -> tuple[Part, ...]:
+        parts, is_held = [], 1
+        while i < k:
+            at, call = int(choice[is_held, i, k][room]), calls[i]
+            given = 0 if is_held else call.input_bytes
+            if at <= 0:
+                way = call.ways[-at]
+                parts.append(Part(i, i + 1, -at))
+                room -= up((given if way.keeps_input else 0) + _after(call, way))
+                i, is_held = i + 1, int(way.keeps_output)
+            else:
+                room -= up(given)
+                room -= up(sums.noted[at] - sums.noted[i]) if k == n else 0
+                parts.append(Part(i, at, 0, walk(i, at, room)))
+                i, is_held = at, 0
+        return tuple(parts)
+
+    return walk(0, n, levels)
+
+
+def _after(call: CallSizes, way: Way) -> int:
+    """Return what a call holds after its forward pass, besides its input."""
+    return way.held_bytes + (call.output_bytes if way.keeps_output else 0)

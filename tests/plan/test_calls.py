@@ -1,0 +1,91 @@
+"""Plans for calls in a row, against all plans."""
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from retrograde.plan.calls import (
+    CallSizes,
+    Part,
+    Way,
+    fastest,
+    kept_whole,
+    least,
+    peak_of,
+    seconds_of,
+)
+
+
+def drawn(seed):
+    draw = random.Random(seed)
+    n = draw.randrange(1, 6)
+    states = [draw.randrange(1, 6) for _ in range(n + 1)]
+
+    def keeps():
+        return {"keeps_input": draw.random() < 0.7, "keeps_output": draw.random() < 0.4}
+
+    calls = []
+    for before, after in pairwise(states):
+        forward = after + draw.randrange(4)
+        held = draw.randrange(3, 15)
+        some, noted = draw.randrange(1, held), draw.choice([0, 0, 2])
+        ways = (
+            Way(held, held + after + draw.randrange(3), held + draw.randrange(5), 0.0, **keeps()),
+            Way(some, some + after, some + draw.randrange(8), draw.random(), **keeps()),
+            Way(noted, forward + noted, held + noted, 1 + draw.random(), dropped=True, **keeps()),
+        )
+        calls.append(CallSizes(before, after, forward, 1 + draw.random(), ways, noted))
+    return calls
+
+
+def every(calls, i, k):
+    """All plans for calls i … k - 1."""
+    if i == k:
+        yield ()
+        return
+    for way in range(len(calls[i].ways)):
+        for rest in every(calls, i + 1, k):
+            yield (Part(i, i + 1, way), *rest)
+    for j in range(i + 2, k):
+        for inner in every(calls, i, j):
+            for rest in every(calls, j, k):
+                yield (Part(i, j, 0, inner), *rest)
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_the_plan_is_the_best_of_all(seed):
+    calls = drawn(seed)
+    found = [(peak_of(calls, p), seconds_of(calls, p)) for p in every(calls, 0, len(calls))]
+    smallest, plan = least(calls)
+    assert smallest == peak_of(calls, plan) == min(peak for peak, _ in found)
+    with pytest.raises(ValueError, match="least peak"):
+        fastest(calls, smallest - 1)
+    for budget in range(smallest, max(peak for peak, _ in found) + 2, 3):
+        plan = fastest(calls, budget)
+        assert peak_of(calls, plan) <= budget
+        best = min(seconds for peak, seconds in found if peak <= budget)
+        assert seconds_of(calls, plan) == pytest.approx(best)
+
+
+def test_more_memory_is_never_slower_and_enough_is_ordinary():
+    ways = Way(40, 50, 60), Way(25, 35, 60, 0.2), Way(0, 12, 60, 1.0, dropped=True)
+    calls = [CallSizes(10, 10, 12, 1.0, ways)] * 24
+    smallest, _ = least(calls)
+    whole = peak_of(calls, kept_whole(calls))
+    budgets = [*range(smallest, whole, (whole - smallest) // 9), whole]
+    taken = [seconds_of(calls, fastest(calls, budget)) for budget in budgets]
+    assert taken == sorted(taken, reverse=True)
+    assert taken[-1] == 0
+    assert fastest(calls, whole) == kept_whole(calls)
+
+
+def test_a_level_is_rounded_up():
+    """Large sizes: the plan leaves some memory unused, and never takes more than there is."""
+    draw = random.Random(0)
+    ways = Way(10**7, 12 * 10**6, 15 * 10**6), Way(0, 10**6, 15 * 10**6, 1.0, dropped=True)
+    calls = [CallSizes(10**5, 10**5, 10**6, 1.0, ways)] * 9
+    smallest, _ = least(calls)
+    for _ in range(20):
+        budget = draw.randrange(smallest, 10**8)
+        assert peak_of(calls, fastest(calls, budget)) <= budget
