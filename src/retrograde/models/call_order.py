@@ -65,8 +65,6 @@ class ModuleCall:
     slot: int | str = 0
     made: int | None = None
     refusal: str | None = None
-    around: set[int] = field(default_factory=set)  # the arguments of the Sequentials around it
-    takes_state_only: bool = False
     told: bool = False  # whether the refusal is of interest to a user
     checkpoints: bool = False  # whether torch.utils.checkpoint runs it, or a call within it
     inside: list["ModuleCall"] = field(default_factory=list)
@@ -77,11 +75,6 @@ class ModuleCall:
     def slot_of(self, number: int | None) -> int | str | None:
         """Return the argument that was the tensor with this number."""
         return next((slot for slot, given in self.given.items() if given == number), None)
-
-    @property
-    def more_given(self) -> set[int]:
-        """The numbers of the tensors that it was given besides the state."""
-        return (self.more | {*self.given.values()}) - {self.given[self.slot]}
 
 
 #: Layers that are called one after the other.
@@ -134,7 +127,6 @@ def noted(model: nn.Module) -> Iterator[ModuleCall]:
                 call.given[slot] = number(value)
             else:
                 call.more |= {number(t) for t in _tensors(value)}
-        call.takes_state_only = len(args) == 1 and not kwargs
         call.checkpoints |= any(one.checkpoints for one in call.inside)
         call.refusal = _refusal(call, args, kwargs, result)
         call.versions, call.contents = [], None
@@ -175,8 +167,7 @@ class CallOrder:
         Layers may be called several times, if always in the same run.
         """
         opened, whole = (
-            [_trimmed(run) for run in _runs(self.top, self.ready, large)]
-            for large in (_OPENED * self.whole, float("inf"))
+            _runs(self.top, self.ready, large) for large in (_OPENED * self.whole, float("inf"))
         )
         runs = min(whole, opened, key=self._least)
         least = _SMALL * self.whole
@@ -260,8 +251,6 @@ def _opened(around: ModuleCall, ready: set[int]) -> list[ModuleCall]:
     for call in around.inside:
         layers = _opened(call, ready) if call.inside else []
         if layers and (_is_sequential(call.module) or _is_straight(call, layers, ready)):
-            for layer in layers:
-                layer.around |= {*call.given.values()}
             found += layers
         elif not passes_through(call.module):
             found.append(call)
@@ -295,15 +284,6 @@ def _is_straight(call: ModuleCall, layers: Layers, ready: set[int]) -> bool:
 def _uses(calls: Layers) -> Counter[int | None]:
     """Count, for each tensor, the calls that are given it."""
     return Counter(n for call in calls for n in call.more | {*call.given.values()})
-
-
-def _trimmed(run: Layers) -> Layers:
-    """Cut off the first layers of a run, until its first layer is given all tensors of later ones.
-
-    The states are not counted. The arguments of the first layer then determine those of the others.
-    """
-    more = [call.more_given for call in run]
-    return next(run[k:] for k, given in enumerate(more) if all(m <= given for m in more[k:]))
 
 
 def _refusal(
