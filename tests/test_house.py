@@ -46,7 +46,7 @@ ROOMS = {
     "kernels": (3910, 3000),  # a cell will be data, written once
     "recurrent": (3610, 2900),
     "cells": (2200, 2200),
-    "models": (5880, 2400),  # rows replaced called chains, and will replace chains too
+    "models": (5810, 2400),  # rows replaced called chains, and will replace chains too
     "scan": (4430, 3800),
     "ranks": (1100, 1500),
     "jax": (1050, 1050),

@@ -95,7 +95,7 @@ def test_trials_are_counted(name, most, monkeypatch):
 def test_modules_that_nest_otherwise_are_of_another_make():
     a, b = nn.Linear(4, 4), nn.ReLU()
     makes = [
-        examine._make(examine._parts([net]))
+        examine.make_of(examine.parts_of([net]))
         for net in (nn.Sequential(a, b, a), nn.Sequential(a, b, b), nn.Sequential(a, b, a))
     ]
     assert makes[0] == makes[2] != makes[1]

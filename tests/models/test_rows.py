@@ -267,6 +267,20 @@ def test_inputs_of_another_shape_are_planned_anew(shape):
     same(trained(ours, other), trained(theirs, other))
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_sequential_of_ours_keeps_a_budget_of_its_own(alone):
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)) for _ in range(6)]
+    net = rg.Sequential(*layers, memory="90%")
+    model = net if alone else nn.Sequential(nn.Linear(32, 32), net, nn.Linear(32, 4))
+    x, plain = torch.randn(256, 32), copy.deepcopy(model)
+    division = rg.budget(model, "60%", x)
+    (name,) = (name for name in division.shares if name in ("", "1"))
+    assert net.memory == division.shares[name].budget_bytes
+    assert not any("1.0" in name for name in division.shares)
+    same(trained(model, x), trained(plain, x))
+
+
 def test_an_input_that_is_too_large_for_the_budget_is_refused():
     x = inputs()
     model = Loop(depth=3)

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from retrograde.cells.any_recurrent import Recurrent
 from retrograde.errors import CellError
+from retrograde.models.replace_modules import is_chain
 from retrograde.models.rows import (
     CHANGES,
     Contents,
@@ -153,6 +154,9 @@ class CallOrder:
     """The calls of a model, and the runs of layers among them."""
 
     def __init__(self, top: ModuleCall) -> None:
+        for call in _all(top):
+            if is_chain(call.module):  # its layers share its budget
+                call.inside = []
         self.top, self.every = top, [*_all(top)]
         self.whole = sum(call.held for call in top.inside)
         self.times = Counter(id(call.module) for call in self.every)

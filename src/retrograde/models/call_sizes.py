@@ -5,7 +5,6 @@ one that is kept whole, lean, or dropped. So measuring holds what one call takes
 of its parameters. It leaves no trace.
 """
 
-import gc
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,22 +16,28 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from retrograde.errors import CellError
 from retrograde.machine import now
 from retrograde.measure.allocations import Phase, measure_phases
+from retrograde.models.chain.chain_core import Leave
+from retrograde.models.chain.examine import (
+    check_anchors,
+    check_trial,
+    make_of,
+    parts_of,
+    reads_of,
+)
+from retrograde.models.chain.links import enter
 from retrograde.models.lean import lean
 from retrograde.models.refill import Dropped, Unit
 from retrograde.plan.calls import CallSizes, Way
 from retrograde.replay.dry_run import try_out
-from retrograde.replay.referents import MODULE_TABLES
-from retrograde.replay.surroundings import Left
+from retrograde.run.states import device_of
 
 __all__ = ["Meter", "try_call"]
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 _ROUNDS = 3
-_SIMPLE = (bool, int, float, str, tuple, torch.Size, type(None))
 
 
 def try_call(
@@ -51,66 +56,20 @@ def try_call(
         return value
 
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    wants = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
-    anchors: list[ref[Tensor]] = []  # which live as long as a graph that begins at the arguments
+    anchors: list[ref[Tensor]] = []
 
     def call() -> Any:
-        args, kwargs, _, anchor = _enter(leaves, wants, spec)
+        args, kwargs, _, anchor = _enter(leaves, _wants(leaves), spec)
         anchors.append(ref(anchor))
         return forward(*args, **kwargs)
 
-    device = next(leaf.device for leaf in leaves if isinstance(leaf, Tensor))
-    trial = replace(try_out(call, layers, device, _tensors), value=None)
-    if any(anchor() is not None for anchor in anchors):
-        gc.collect()  # of cycles
-    places = [left.place.called(key) for left in trial.ambient.left for key in _lost(left)]
-    if any(anchor() is not None for anchor in anchors):
-        places.append("a place that cannot be found")
-    for place in places:
-        raise CellError(
-            f"layer {name} leaves a tensor with a gradient in {place}: expected it to return it, "
-            "since its graph would be held beyond the budget; return it, or leave its detach()"
-        )
-    if trial.decides:
-        raise CellError(
-            f"layer {name} draws random numbers of Python's, which may decide what it computes, so "
-            "its bytes cannot be known before: expected drawn tensors; multiply by a drawn mask, "
-            "as torchvision.ops.StochasticDepth does, or use memory=None"
-        )
-    changing = {id(b) for b in trial.ambient.buffers}
-    parts = [part for layer in layers for part in layer.modules()]
-    owned = [
-        t for part in parts for table in (part._parameters, part._buffers) for t in table.values()
-    ]
-    reads = [t for t in (*owned, *trial.found.tensors) if t is not None and id(t) not in changing]
-    return Unit(name, forward, trial.ambient, list({id(t): t for t in reads}.values()))
-
-
-def _lost(left: Left) -> set[Any]:
-    """Return the names of tensors with a graph, but for weights that torch's hooks compute before
-    each call, as pruning does."""
-    held = left.place.holder
-    hooks = held.get("_forward_pre_hooks", {}) if isinstance(held, dict) else {}
-    options = (vars(hook).values() for hook in hooks.values() if hasattr(hook, "__dict__"))
-    return set(left.graphs) - {v for values in options for v in values if isinstance(v, str)}
+    trial = replace(try_out(call, layers, device_of(*_tensors(leaves)), _tensors), value=None)
+    check_anchors(name, anchors)
+    check_trial(name, trial)
+    return Unit(name, forward, trial.ambient, reads_of(trial.found, trial.ambient))
 
 
 _STATE = object()  # the place of the state among the arguments
-
-
-class _Enter(torch.autograd.Function):
-    """Arguments in the form that other operations would have made them.
-
-    Autograd would hold a leaf as long as the graph, even one that nothing refers to.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
-        return tuple(t.detach() for t in given)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> None:
-        raise AssertionError("gradients are taken before they get here")
 
 
 def _enter(
@@ -118,32 +77,17 @@ def _enter(
 ) -> tuple[Any, Any, list[Tensor], Tensor]:
     """Return arguments without the graph that they came from, and those that want a gradient. The
     last result is the leaf of the graph that begins with these."""
-    anchor = torch.empty(0, device="cpu", requires_grad=True)
-    given = [leaf.detach() for leaf, want in zip(leaves, wants, strict=True) if want]
-    if given and torch.is_grad_enabled():
-        given = [*_Enter.apply(anchor, *given)]  # type: ignore[no-untyped-call]
+    wanted = [leaf for leaf, want in zip(leaves, wants, strict=True) if want]
+    given, anchor = enter(wanted, [torch.is_grad_enabled()] * len(wanted))
     rest = iter(given)
     pairs = zip(leaves, wants, strict=True)
     args, kwargs = pytree.tree_unflatten([next(rest) if want else x for x, want in pairs], spec)
     return args, kwargs, given, anchor
 
 
-class _Leave(torch.autograd.Function):
-    """The end of a call, whose backward pass takes the gradients out of ``seeds``.
-
-    ``torch.autograd.grad`` would hold gradients passed to it until it returns.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, seeds: list[Tensor], *results: Tensor) -> Tensor:
-        ctx.seeds = seeds
-        return torch.empty(0, device=results[0].device)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        found = (None, *ctx.seeds)
-        ctx.seeds.clear()
-        return found
+def _wants(leaves: Sequence[Any]) -> list[bool]:
+    """Return which arguments are tensors that require a gradient."""
+    return [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
 
 
 class _Measurement:
@@ -155,7 +99,7 @@ class _Measurement:
         self.unit, self.given = unit, state
         leaves, self.spec = pytree.tree_flatten((args, kwargs))
         self.leaves = [_STATE if leaf is state else leaf for leaf in leaves]
-        self.wants = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+        self.wants = _wants(leaves)
         self.state: list[Tensor] = []
         self.result: Any = None
         self.edges: list[Any] = []
@@ -208,7 +152,7 @@ class _Measurement:
         self.like = [(t.shape, t.dtype, t.device) for t in found]
         if found:
             with torch.enable_grad():
-                self.root = [get_gradient_edge(_Leave.apply(self.seeds, *found))]  # type: ignore[no-untyped-call]
+                self.root = [get_gradient_edge(Leave.apply(self.seeds, *found))]  # type: ignore[no-untyped-call]
         self.result = None
 
     def release_state(self) -> None:
@@ -244,17 +188,12 @@ class Meter:
         self, unit: Unit, layers: Sequence[nn.Module], kind: Hashable, call: Call, state: Tensor
     ) -> CallSizes:
         """Return the sizes of a call, whose arguments are of some kind."""
-        parts = [part for layer in layers for part in layer.modules()]
-        key = _make(parts), kind
+        parts = parts_of(layers)
+        key = make_of(parts), kind
         if key[0] is None or key not in self.sizes:
             one = _Measurement(unit, *call, state)
-            alike = (
-                tuple(
-                    (type(part), tuple(p.shape for p in part._parameters.values() if p is not None))
-                    for part in parts
-                ),
-                kind,
-            )
+            shapes = [[t.shape for t in part.parameters(recurse=False)] for part in parts]
+            alike = tuple(map(type, parts)), str(shapes), kind
             with unit.ambient.measured():
                 found = _bytes(one, state.device)
                 if alike not in self.seconds:
@@ -330,34 +269,6 @@ def _seconds(one: _Measurement, device: torch.device) -> dict[str, float]:
             taken[way].append(timed(getattr(one, way), one.release_result, one.backpropagate))
     least = {way: min(each) for way, each in taken.items()}
     return {"": least[""]} | {way: max(0.0, least[way] - least["keep"]) for way in _WAYS}
-
-
-def _make(parts: Sequence[nn.Module]) -> Hashable:
-    """Return a description of some modules, equal for modules that take the same.
-
-    It has their classes, options and sizes. It is None unless all are torch's own, without hooks.
-    """
-    found = []
-    for part in parts:
-        kind, own = type(part), vars(part)
-        if not kind.__module__.startswith("torch.nn.modules."):
-            return None
-        options = {name: own[name] for name in own.keys() - MODULE_TABLES - {"forward"}}
-        hooked = any(own[name] for name in own if name.endswith("_hooks"))
-        if hooked or not all(map(_is_simple, options.values())):
-            return None
-        tensors = [
-            (name, t if t is None else (t.shape, t.dtype, t.requires_grad))
-            for table in (own["_parameters"], own["_buffers"])
-            for name, t in table.items()
-        ]
-        found.append((kind, repr(sorted(options.items())), tuple(tensors)))
-    return tuple(found)
-
-
-def _is_simple(value: Any) -> bool:
-    torchs = callable(value) and str(getattr(value, "__module__", "")).startswith("torch.")
-    return torchs or isinstance(value, _SIMPLE)
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -208,7 +208,7 @@ class _Pass:
 
 
 class CalledRow:
-    """Layers that a model calls one after the other, each once.
+    """Layers that a model calls one after the other, each once in a pass.
 
     Args:
         calls: the called modules, by name, in the order of the calls. Riders are parts of the

@@ -245,17 +245,13 @@ class WatchedRow(Watched):
         if not torch.is_grad_enabled() or passes_through(layer):
             return forward(*args, **kwargs)
         if slot not in held:
-            raise RefusedLayerError(
-                self.run[number], "is not called in turn where gradients are recorded"
-            )
+            raise RefusedLayerError(self.run[number], _OUT_OF_TURN)
         given = Given.of(args, kwargs, slot)
         if not self.kind.active or k == self.kind.active[0]:
             self.kind, self.at = Kind(self.row.active()), 0
             self.key = self.row.key_of(given)
         if self.kind.active[self.at] != k or (self.at and given.state is not self.last):
-            raise RefusedLayerError(
-                self.run[number], "is not called in turn where gradients are recorded"
-            )
+            raise RefusedLayerError(self.run[number], _OUT_OF_TURN)
         used = [*_tensors((args, kwargs)), *layer.parameters()]
         self._check_real(used)
         if self.key not in self.sizes:

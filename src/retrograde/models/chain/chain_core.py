@@ -22,7 +22,7 @@ from retrograde.run.core import Emit, Gradients, RangeCore, Tape, unrecorded
 from retrograde.run.inputs import Held, Inputs
 from retrograde.run.layout import Straight
 
-__all__ = ["NO_INPUTS", "ChainCore", "LinkTape"]
+__all__ = ["NO_INPUTS", "ChainCore", "Leave", "LinkTape"]
 
 #: A link's only input is the state.
 NO_INPUTS = Held([])
@@ -45,7 +45,7 @@ class LinkTape(Tape):
     seeds: list[Gradient]
 
 
-class _Leave(torch.autograd.Function):
+class Leave(torch.autograd.Function):
     """The end of a recorded link, whose backward pass takes the gradients out of ``seeds``.
 
     ``torch.autograd.grad`` would hold gradients passed to it until it returns.
@@ -128,7 +128,7 @@ class ChainCore(RangeCore):
                     x = self.links[k].run(x)
             seeds: list[Gradient] = []
             leaving = [t for t in x if t.requires_grad]
-            root = _edge(_Leave.apply(seeds, *leaving)) if leaving else None  # type: ignore[no-untyped-call]
+            root = _edge(Leave.apply(seeds, *leaving)) if leaving else None  # type: ignore[no-untyped-call]
         del leaving
         name = links[0].name if stop == start + 1 else f"{links[0].name} … {links[-1].name}"
         check_leaves(name, x, mark, [anchor, *own], [n for link in links for n in link.leaves])

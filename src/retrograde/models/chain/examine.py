@@ -32,7 +32,9 @@ from retrograde.replay.surroundings import Ambient, Steady, version
 from retrograde.replay.trees import Structure
 from retrograde.run.states import device_of, like_of
 
-__all__ = ["examine_layers", "made_up"]
+__all__ = [
+    "check_anchors", "check_trial", "examine_layers", "made_up", "make_of", "parts_of", "reads_of",
+]  # fmt: skip
 
 Tensors = list[Tensor]
 
@@ -132,7 +134,7 @@ class _Tried:
             ambient=ambient,
             own=own,
             leaves=[get_gradient_edge(p).node for p in own],
-            reads=_reads(found, ambient),
+            reads=reads_of(found, ambient),
         )
         return replace(self, link=link, made=[], shared=[])
 
@@ -147,7 +149,7 @@ class _Examination:
         laid, wanted = tuple(map(_laid, state)), tuple(t.requires_grad for t in state)
         self.after = _State(laid, wanted, structure, [t.detach() for t in state], {})
         self.before = self.after  # the input of the last link
-        others = (n for n, (_, layer) in enumerate(layers) if _make(_parts([layer])) is None)
+        others = (n for n, (_, layer) in enumerate(layers) if make_of(parts_of([layer])) is None)
         self.needs_values = max(others, default=-1)  # the last layer that needs a real state
         self.known: dict[Hashable, _Tried] = {}
 
@@ -175,15 +177,12 @@ class _Examination:
         self.after = _State(tried.laid, link.passes, link.returned, tried.outputs, made_by)
 
     def _try(self, number: int, name: str, layers: tuple[nn.Module, ...], state: _State) -> _Tried:
-        key = _make(_parts(layers)), state.laid, state.wanted, str(state.structure)
+        key = make_of(parts_of(layers)), state.laid, state.wanted, str(state.structure)
         if number > self.needs_values and key in self.known:
             return self.known[key].on(name, layers)
         anchors: list[weakref.ref[Tensor]] = []
         tried = _try(name, layers, state, anchors)
-        if any(anchor() is not None for anchor in anchors):
-            gc.collect()  # of cycles
-            if any(anchor() is not None for anchor in anchors):
-                raise CellError(_LEAVES.format(name, "a place that cannot be found"))
+        check_anchors(name, anchors)
         if tried.serves_others():
             self.known[key] = replace(tried, outputs=None)
         return tried
@@ -196,7 +195,7 @@ def _try(
     anchors: "list[weakref.ref[Tensor]]",
 ) -> _Tried:
     """Try some layers on a state. An anchor lives as long as a graph that begins at the state."""
-    parts = _parts(layers)
+    parts = parts_of(layers)
     own = _parameters_of(name, parts)
     inputs = state.values()
     versions = [version(t) for t in inputs]
@@ -211,11 +210,7 @@ def _try(
 
     trial = try_out(call, layers, device_of(*inputs), lambda result: result[0])
     outputs, returned = trial.value
-    if trial.decides:
-        raise CellError(_DECIDES.format(name))
-    for left in trial.ambient.left:
-        for key in set(left.graphs) - _computed_names(left.place.holder):
-            raise CellError(_LEAVES.format(name, left.place.called(key)))
+    check_trial(name, trial)
     inside, outside = _storages(inputs), _storages(outputs)
     made = {key: size for key, size in outside.items() if key not in inside}
     link = Link(
@@ -229,11 +224,11 @@ def _try(
         ambient=trial.ambient,
         own=own,
         leaves=[get_gradient_edge(p).node for p in own],
-        reads=_reads(trial.found, trial.ambient),
+        reads=reads_of(trial.found, trial.ambient),
         output_bytes=sum(made.values()),
         hands_on=(),
         laid=state.laid,
-        make=_make(parts),
+        make=make_of(parts),
     )
     return _Tried(
         link=link,
@@ -246,14 +241,32 @@ def _try(
     )
 
 
+def check_trial(name: str, trial: DryRun[Any]) -> None:
+    """Refuse a layer that may decide by random numbers, or leaves a tensor with a gradient."""
+    if trial.decides:
+        raise CellError(_DECIDES.format(name))
+    for left in trial.ambient.left:
+        for key in set(left.graphs) - _computed_names(left.place.holder):
+            raise CellError(_LEAVES.format(name, left.place.called(key)))
+
+
+def check_anchors(name: str, anchors: "Sequence[weakref.ref[Tensor]]") -> None:
+    """Refuse a layer that leaves a tensor with a gradient where no search finds it. An anchor lives
+    as long as a graph that the layer's trial made."""
+    if any(anchor() is not None for anchor in anchors):
+        gc.collect()  # of cycles
+        if any(anchor() is not None for anchor in anchors):
+            raise CellError(_LEAVES.format(name, "a place that cannot be found"))
+
+
 _DECIDES = (
     "layer {} draws random numbers of Python's, which may decide what it computes, so its bytes "
     "cannot be known before: expected drawn tensors; multiply by a drawn mask, as "
     "torchvision.ops.StochasticDepth does, or use memory=None"
 )
 _LEAVES = (
-    "layer {} leaves a tensor with a gradient in {}: expected it to return it, since within a "
-    "budget it would have none; return it, leave its detach(), or use memory=None"
+    "layer {} leaves a tensor with a gradient in {}: expected it to return it, since no budget "
+    "covers what is left; return it, leave its detach(), or use memory=None"
 )
 
 
@@ -264,12 +277,12 @@ def _computed_names(attributes: Any) -> set[str]:
     return {value for values in options for value in values if isinstance(value, str)}
 
 
-def _parts(layers: Sequence[nn.Module]) -> list[nn.Module]:
+def parts_of(layers: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the modules in some layers, each once."""
     return list({id(part): part for layer in layers for part in layer.modules()}.values())
 
 
-def _reads(found: Referents, ambient: Ambient) -> Tensors:
+def reads_of(found: Referents, ambient: Ambient) -> Tensors:
     """Return the parameters, buffers and captured tensors that a link reads and does not change."""
     changing = {id(b) for b in ambient.buffers}
     tables = (table for part in found.parts() for table in (part._parameters, part._buffers))
@@ -291,7 +304,7 @@ def made_up(laid: Sequence[Laid]) -> Tensors:
     return found
 
 
-def _make(parts: Sequence[nn.Module]) -> Hashable:
+def make_of(parts: Sequence[nn.Module]) -> Hashable:
     """Return a description of some modules, equal for modules that behave alike.
 
     It has their classes, options and sizes, and which of them share a module or a tensor. It is
@@ -307,8 +320,8 @@ def _make(parts: Sequence[nn.Module]) -> Hashable:
         kind, own = type(part), vars(part)
         if not kind.__module__.startswith("torch.nn.modules."):
             return None
-        options = {name: own[name] for name in own.keys() - MODULE_TABLES}
-        simple = all(isinstance(v, _SIMPLE) or v is None for v in options.values())
+        options = {name: own[name] for name in own.keys() - MODULE_TABLES - {"forward"}}
+        simple = all(map(_is_simple, options.values()))
         hooked = any(own[name] for name in own if name.endswith("_hooks"))
         if hooked or not simple:
             return None
@@ -323,7 +336,10 @@ def _make(parts: Sequence[nn.Module]) -> Hashable:
     return tuple(found)
 
 
-_SIMPLE = (bool, int, float, str, tuple, torch.Size)
+def _is_simple(value: Any) -> bool:
+    """Return whether an option's text says all of it; a function of torch's is one object."""
+    torchs = callable(value) and str(getattr(value, "__module__", "")).startswith("torch.")
+    return torchs or isinstance(value, bool | int | float | str | tuple | None)
 
 
 def _parameters_of(name: str, parts: Sequence[nn.Module]) -> Tensors:
