@@ -13,6 +13,7 @@ from torch import nn
 import retrograde as rg
 from retrograde.models.refill import Dropped
 from retrograde.models.rows import Turn
+from retrograde.plan.calls import Part
 
 WIDTH = 24
 
@@ -227,6 +228,23 @@ def test_going_back_twice():
     same(trained(ours, x, passes=3), trained(theirs, x, passes=3))
 
 
+def test_going_back_from_the_middle_and_then_from_the_end():
+    x = inputs()
+    ours, theirs = Loop(), Loop()
+    ours.keeps = theirs.keeps = True
+    rg.budget(ours, least_of(ours, x), x)
+
+    def grads(model):
+        model.zero_grad()
+        torch.manual_seed(2)
+        y = model(x)
+        (model.seen[3].sum() * 2).backward(retain_graph=True)
+        y.square().mean().backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    same(grads(ours), grads(theirs))
+
+
 def test_two_passes_at_once():
     x = inputs()
     ours, theirs = Loop(dropout=0.0), Loop(dropout=0.0)
@@ -330,6 +348,20 @@ def test_frozen_layers_come_first():
     same(trained(ours, x), trained(theirs, x))
     for model in (ours, theirs):
         model.requires_grad_(True)
+    same(trained(ours, x), trained(theirs, x))
+
+
+def test_frozen_layers_before_the_others_take_part_in_a_group():
+    x = inputs()
+    ours, theirs = Loop(dropout=0.0), Loop(dropout=0.0)
+    for model in (ours, theirs):
+        model.embed.requires_grad_(False)
+        model.blocks[:3].requires_grad_(False)
+    rg.budget(ours, 10**9, x)
+    row, _ = vars(ours.embed)["forward"].places[0]
+    (known,) = (found.result for found in row.kinds._found.values())
+    one = [Part(k, k + 1, 2) for k in range(len(known.sizes))]
+    known.plans[row.memory] = (Part(0, len(one), 0, tuple(one)),)
     same(trained(ours, x), trained(theirs, x))
 
 

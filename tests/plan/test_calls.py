@@ -1,6 +1,7 @@
 """Plans for calls in a row, against all plans."""
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -66,6 +67,17 @@ def test_the_plan_is_the_best_of_all(seed):
         assert peak_of(calls, plan) <= budget
         best = min(seconds for peak, seconds in found if peak <= budget)
         assert seconds_of(calls, plan) == pytest.approx(best)
+
+
+def test_a_peak_by_hand():
+    """Calls 1 and 2 are a group; its input and that of call 2 are held while call 2 goes back."""
+    calls = [CallSizes(10, 10, 12, 1.0, (Way(0, 12, 60, 1.0, dropped=True),))] * 3
+    calls.append(CallSizes(10, 10, 12, 1.0, (Way(5, 12, 20),), noted_bytes=0))
+    group = Part(1, 3, 0, (Part(1, 2), Part(2, 3)))
+    assert peak_of(calls, [Part(0, 1), group, Part(3, 4)]) == 10 + 10 + 60
+    assert seconds_of(calls, [Part(0, 1), group, Part(3, 4)]) == 1 + (1 + 1 + 1)
+    assert peak_of(calls, [Part(k, k + 1) for k in range(4)]) == 10 + 10 + 60
+    assert peak_of([replace(c, left_bytes=3) for c in calls], [Part(0, 1), group, Part(3, 4)]) == 92
 
 
 def test_more_memory_is_never_slower_and_enough_is_ordinary():
