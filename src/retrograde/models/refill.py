@@ -8,6 +8,7 @@ Calls in a row, each given the result of the one before it, may drop their input
 :class:`Row` first runs the calls before, as a plan says.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -33,6 +34,10 @@ __all__ = ["DROPPED", "DROPPED_LEAN", "KEPT", "LEAN", "Dropped", "Row", "Unit"]
 #: The ways to keep a call, by their numbers in a plan. A dropped call runs again; when it does,
 #: and it is lean, cheap values are let go.
 KEPT, LEAN, DROPPED, DROPPED_LEAN = range(4)
+_BEYOND = (
+    "create_graph=True: what the gradient's own graph saves is held as in ordinary "
+    "backpropagation; the budget does not cover it"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,11 +118,10 @@ class Dropped:
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run the call, or a part of it, for the first time, in the caller's graph."""
-        ambient = self.unit.ambient
         ours = {id(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         with saved_tensors_hooks(partial(self._drop, ours), recipes.unpack):  # type: ignore[arg-type]
             result = forward(*args, **kwargs)
-        self.moved = (*self.moved, *ambient.steady.changes(self.marks, f"layer {self.unit.name}"))
+        self.moved += self.unit.ambient.steady.changes(self.marks, f"layer {self.unit.name}")
         return result
 
     def _drop(self, ours: set[int], t: Tensor) -> Any:
@@ -178,6 +182,8 @@ class Dropped:
 
     def refill(self) -> None:
         """Run the call again, and fill what it saved."""
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() >= 0:
+            warnings.warn(_BEYOND, stacklevel=2)
         if self.row is not None and self.row.prepare(self):
             return
         state, self.state = self.state, None
