@@ -205,7 +205,7 @@ def compare(name: str, device: torch.device, rounds: int, budgets: int, small: b
     theirs = {k: way(checkpointed(plain, k)) for k in range(2, len(plain) + 1)}
     peaks = {k: one.peak() for k, one in theirs.items()}
     print(
-        f"{name}: {len(whole.chain)} links, ordinary {ordinary.peak() / 2**20:.1f} MiB", flush=True
+        f"{name}: {len(whole.names)} layers, ordinary {ordinary.peak() / 2**20:.1f} MiB", flush=True
     )
     paces = {1: ordinary, **theirs}
     their_seconds = medians(in_turn(paces, max(1, rounds // 3)))
@@ -219,8 +219,7 @@ def compare(name: str, device: torch.device, rounds: int, budgets: int, small: b
         _print(rows[-1])
     return {
         "shape": [samples, *shape[1:]],
-        "links": len(whole.chain),
-        "chain": json.loads(whole.chain.to_json()),
+        "layers": len(whole.names),
         "ordinary_bytes": ordinary.peak(),
         "least_bytes": whole.minimum_bytes,
         "checkpoint_sequential": {
@@ -250,17 +249,17 @@ def _row(
     }
     taken = in_turn(beside, rounds)
     seconds = medians(taken)
-    foreseen = found.schedule.peak
+    foreseen = found.peak_bytes
     peak = mine.peak()
     return {
         "budget_bytes": found.budget_bytes,
         "foreseen_bytes": foreseen,
         "peak_bytes": peak,
-        "forward_layers": found.schedule.cost,
+        "forward_layers": found.forward_layers,
         "seconds": seconds["ours"],
         "foreseen_seconds": found.seconds,
         "ordinary_seconds": seconds["ordinary"],
-        "foreseen_ordinary_seconds": found.chain.ordinary_seconds,
+        "foreseen_ordinary_seconds": found.ordinary_seconds,
         "their_segments": best,
         "their_seconds": seconds.get("theirs"),
         "their_bytes": None if best is None else peaks.get(best),

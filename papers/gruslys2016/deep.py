@@ -24,8 +24,14 @@ from retrograde.figures.memory import Curve
 from retrograde.machine import machine_of
 from retrograde.measure.allocations import Measurement, measure
 from retrograde.models.chain_plans import ChainFit
+from retrograde.models.profile import profile
 from retrograde.models.sequential import Sequential
-from retrograde.plan.chain.search import chain_minimum, chain_trade_off, record_everything
+from retrograde.plan.chain.search import (
+    chain_minimum,
+    chain_trade_off,
+    plan_chain,
+    record_everything,
+)
 from retrograde.schedule import Chain
 from retrograde.units import format_bytes, parse_memory
 from retrograde_papers.images import Images, train_in_turns
@@ -135,9 +141,9 @@ def run_ways(images: Images, how: Options, show: Show) -> Deep:
     show(0, "measuring layers")
     ways, fits, refused = _ways(layers, how, x)
     probe = copy.deepcopy(layers)
-    chain = next(iter(fits.values())).chain
+    chain = profile(nn.Sequential(*copy.deepcopy(layers)), x, repeats=how.rounds)
     least, ordinary = chain_minimum(chain)[0], record_everything(chain)
-    sides, held = _measured(probe, ways, fits, how, x, show)
+    sides, held = _measured(probe, chain, fits, how, x, show)
     total = how.iterations_of(len(images.training))
     losses, seconds = train_in_turns(
         ways,
@@ -191,11 +197,10 @@ def _ways(
 
 
 def _measured(
-    layers: list[nn.Module], ways: Ways, fits: dict[str, ChainFit], how: Options, x: Tensor,
+    layers: list[nn.Module], chain: Chain, fits: dict[str, ChainFit], how: Options, x: Tensor,
     show: Show,
 ) -> tuple[list[Side], dict[str, Held]]:  # fmt: skip
     """One iteration of each way, of budgets in between, and of checkpointed segments."""
-    chain = next(iter(fits.values())).chain
     plain, net = nn.Sequential(*layers), Sequential(*layers, memory=1)
     budgets = {name: fit.budget_bytes for name, fit in fits.items()}
     budgets |= _between(chain, how.points)
@@ -213,9 +218,11 @@ def _measured(
         found[name] = measure(call)
         sides.append(Side(name, kind, budget, found[name].working_bytes, seconds))
     planned, real = planned_memory(record_everything(chain)), _outline(found[_ORDINARY])
+    least = chain_minimum(chain)[0]
+    schedules = {n: plan_chain(chain, max(least, fit.budget_bytes)) for n, fit in fits.items()}
     held = {
-        name: Held(planned_memory(fit.schedule), _outline(found[name]), planned, real)
-        for name, fit in fits.items()
+        name: Held(planned_memory(schedule), _outline(found[name]), planned, real)
+        for name, schedule in schedules.items()
     }
     return sides, held
 

@@ -118,8 +118,8 @@ def deep_memory(found: Deep) -> Plate:
         sizes += curve.held_bytes
     note = (
         f"{_described(found)}; one iteration within {_share(name)} of ordinary backpropagation's "
-        "memory. Planned: bytes and seconds of single layers, added up along the schedule. "
-        "Measured: every allocation and release of an iteration."
+        "memory. Planned: bytes and seconds of single layers, added up along the schedule of the "
+        "paper's appendix C. Measured: every allocation and release of an iteration."
     )
     title = f"memory of one iteration of {_title(found)}, planned and measured"
     table: dict[str, Column] = {"curve": names, "seconds": seconds, "bytes": sizes}

@@ -34,7 +34,7 @@ class Held:
     """Memory over time of one iteration.
 
     Attributes:
-        planned: within the budget, as its schedule foresees it.
+        planned: within the budget, as a schedule of the paper's appendix C foresees it.
         measured: the same, as it was run.
         ordinary_planned: of ordinary backpropagation.
         ordinary_measured: likewise.

@@ -394,7 +394,7 @@ def test_the_first_step_in_training_measures_nothing_again(in_sequence, memory, 
     x = x if in_sequence else inputs()
     division = rg.budget(model, least_of(model, x) if memory == "least" else memory, x)
     assert division.total_bytes < division.ordinary_bytes
-    for name in ("try_call", "Meter.measure"):
+    for name in ("Meter.try_call", "Meter.measure"):
         monkeypatch.setattr(f"retrograde.models.rows.{name}", lambda *_: pytest.fail("again"))
     trained(model, x)
 

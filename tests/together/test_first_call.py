@@ -130,7 +130,7 @@ def test_a_chain_is_measured_within_the_budget_beyond_a_layer(name, share):
     fit = rg.Sequential(*layers, memory="100%").fit(x)
     budget = int(fit.minimum_bytes + share * (fit.ordinary_bytes - fit.minimum_bytes))
     weights = max(sum(p.nbytes for p in layer.parameters()) for layer in layers)
-    beside = max(fit.chain.output_bytes) + x.nbytes + weights
+    beside = max(size.output_bytes for size in fit.sizes) + x.nbytes + weights
 
     def call():
         net = rg.Sequential(*layers, memory=budget)

@@ -933,5 +933,5 @@ def test_an_attribute_that_changes_what_is_computed_is_measured_anew():
     for k in (1, 4):
         for layer in layers:
             layer.k = k
-        assert net.fit(x).schedule.peak <= 400_000
+        assert net.fit(x).peak_bytes <= 400_000
         assert peak(lambda: (net(x), None), list(net.parameters())) <= 400_000

@@ -1,4 +1,4 @@
-"""What one call of a layer takes, in each way to keep it; and a trial of the call.
+"""What one call of a layer takes, in each way to keep it.
 
 The call runs by itself, on the arguments that a model gives it. It runs without a graph, and with
 one that is kept whole, lean, or dropped. So measuring holds what one call takes, and the gradients
@@ -6,100 +6,68 @@ of its parameters. It leaves no trace.
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from retrograde.errors import BudgetError
 from retrograde.machine import now
 from retrograde.measure.allocations import Phase, measure_phases
-from retrograde.models.chain.chain_core import Leave
-from retrograde.models.chain.examine import (
-    check_anchors,
-    check_trial,
-    make_of,
-    parts_of,
-    reads_of,
-)
-from retrograde.models.chain.links import enter
 from retrograde.models.lean import lean
-from retrograde.models.refill import Dropped, Unit
-from retrograde.plan.calls import CallSizes, Way
-from retrograde.replay.dry_run import try_out
-from retrograde.run.states import device_of
+from retrograde.models.refill import Dropped, Unit, tensors_in
+from retrograde.models.trials import Tried, enter, make_of, parts_of, try_call, wants_of
+from retrograde.plan.calls import CallSizes, Part, Way, fastest, kept_whole, least, peak_of
+from retrograde.replay.surroundings import muted_hooks
+from retrograde.run.core import unrecorded
+from retrograde.units import format_bytes
 
-__all__ = ["Meter", "try_call"]
+__all__ = ["Kind", "Meter"]
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
+_MARK_BYTES = 8  # one number, which tells a generator's position before and after a run
 _ROUNDS = 3
+_MORE_SECONDS = 0.1  # for timing a call once more
 
 
-def try_call(
-    name: str, layers: Sequence[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Unit:
-    """Run a layer and its riders once, and return what they are as a unit.
+class _Leave(torch.autograd.Function):
+    """The end of a recorded call, whose backward pass takes the gradients out of ``seeds``.
 
-    Raises:
-        CellError: the call cannot be run again.
+    ``torch.autograd.grad`` would hold gradients passed to it until it returns.
     """
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        value = type(layers[0]).forward(layers[0], *args, **kwargs)
-        for rider in layers[1:]:
-            value = type(rider).forward(rider, value)
-        return value
+    @staticmethod
+    def forward(ctx: Any, seeds: list[Tensor], *state: Tensor) -> Tensor:
+        ctx.seeds = seeds
+        return torch.empty(0, device=state[0].device)
 
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    anchors: list[ref[Tensor]] = []
-
-    def call() -> Any:
-        args, kwargs, _, anchor = _enter(leaves, _wants(leaves), spec)
-        anchors.append(ref(anchor))
-        return forward(*args, **kwargs)
-
-    trial = replace(try_out(call, layers, device_of(*_tensors(leaves)), _tensors), value=None)
-    check_anchors(name, anchors)
-    check_trial(name, trial)
-    return Unit(name, forward, trial.ambient, reads_of(trial.found, trial.ambient))
-
-
-_STATE = object()  # the place of the state among the arguments
-
-
-def _enter(
-    leaves: Sequence[Any], wants: Sequence[bool], spec: pytree.TreeSpec
-) -> tuple[Any, Any, list[Tensor], Tensor]:
-    """Return arguments without the graph that they came from, and those that want a gradient. The
-    last result is the leaf of the graph that begins with these."""
-    wanted = [leaf for leaf, want in zip(leaves, wants, strict=True) if want]
-    given, anchor = enter(wanted, [torch.is_grad_enabled()] * len(wanted))
-    rest = iter(given)
-    pairs = zip(leaves, wants, strict=True)
-    args, kwargs = pytree.tree_unflatten([next(rest) if want else x for x, want in pairs], spec)
-    return args, kwargs, given, anchor
-
-
-def _wants(leaves: Sequence[Any]) -> list[bool]:
-    """Return which arguments are tensors that require a gradient."""
-    return [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        found = (None, *ctx.seeds)
+        ctx.seeds.clear()
+        return found
 
 
 class _Measurement:
-    """The phases of a call, for each way to keep it. It owns the state, and lets it go."""
+    """The phases of a call, for each way to keep it. It owns the state, and lets it go.
 
-    def __init__(
-        self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], state: Tensor
-    ) -> None:
-        self.unit, self.given = unit, state
+    ``state`` are the arguments that the call before made, or those of the ``first`` call.
+    """
+
+    def __init__(self, unit: Unit, call: Call, state: Sequence[Tensor], *, first: bool) -> None:
+        self.unit, self.given, self.first = unit, state, first
+        args, kwargs = call
         leaves, self.spec = pytree.tree_flatten((args, kwargs))
-        self.leaves = [_STATE if leaf is state else leaf for leaf in leaves]
-        self.wants = _wants(leaves)
+        self.device = next(t.device for t in leaves if isinstance(t, Tensor))
+        ours = {id(t): n for n, t in enumerate(state)}
+        self.places = [ours.get(id(leaf)) for leaf in leaves]
+        self.leaves = [None if id(leaf) in ours else leaf for leaf in leaves]
+        self.wants = wants_of(leaves)
         self.state: list[Tensor] = []
         self.result: Any = None
         self.edges: list[Any] = []
@@ -108,14 +76,32 @@ class _Measurement:
         self.like: list[tuple[Any, ...]] = []
         self.for_caller: list[Tensor | None] = []
         self.turns = False
+        self.handed, self.hands_on = 0, False
+        self.gradients: list[int] = []
+        self.apart = 0
 
     def begin(self) -> None:
-        self.state.append(self.given.detach().clone())
+        copies: dict[int, torch.UntypedStorage] = {}
+        for t in self.given:
+            memory = t.untyped_storage()
+            if self.first:  # its memory is the caller's, and may be larger
+                self.state.append(t.detach().clone())
+                continue
+            if memory.data_ptr() not in copies:
+                copies[memory.data_ptr()] = memory.clone()  # type: ignore[no-untyped-call]
+            copy = torch.empty(0, dtype=t.dtype, device=t.device)
+            at = t.storage_offset(), t.shape, t.stride()
+            self.state.append(copy.set_(copies[memory.data_ptr()], *at))  # type: ignore[call-overload]
 
     def advance(self) -> None:
         args, kwargs, _ = self._arguments()
-        with torch.no_grad():
+        with unrecorded():
             self.result = self.unit.forward(*args, **kwargs)
+        memory = {s.data_ptr(): s.nbytes() for s in _memory(self.state)}
+        handed = {s.data_ptr() for s in _memory(tensors_in(self.result))}
+        self.handed = sum(size for at, size in memory.items() if at in handed)
+        given = {s.data_ptr() for s in _memory(tensors_in((args, kwargs)))}
+        self.hands_on = not given.isdisjoint(handed)
 
     def keep(self) -> None:
         self._record(self.unit.forward)
@@ -143,16 +129,18 @@ class _Measurement:
 
     def _arguments(self) -> tuple[Any, Any, list[Tensor]]:
         """Return the arguments, and those of them that want a gradient."""
-        leaves = [self.state[0] if leaf is _STATE else leaf for leaf in self.leaves]
-        args, kwargs, given, _ = _enter(leaves, self.wants, self.spec)
+        pairs = zip(self.leaves, self.places, strict=True)
+        leaves = [leaf if n is None else self.state[n] for leaf, n in pairs]
+        args, kwargs, given, _ = enter(leaves, self.wants, self.spec)
         return args, kwargs, given
 
     def release_result(self) -> None:
-        found = [t for t in _tensors(self.result) if t.requires_grad]
+        found = [t for t in tensors_in(self.result) if t.requires_grad]
         self.like = [(t.shape, t.dtype, t.device) for t in found]
+        self.gradients = [t.nbytes for t in found]
         if found:
             with torch.enable_grad():
-                self.root = [get_gradient_edge(Leave.apply(self.seeds, *found))]  # type: ignore[no-untyped-call]
+                self.root = [get_gradient_edge(_Leave.apply(self.seeds, *found))]  # type: ignore[no-untyped-call]
         self.result = None
 
     def release_state(self) -> None:
@@ -164,9 +152,12 @@ class _Measurement:
         own = [t for t in self.unit.reads if t.requires_grad and t.is_leaf]
         if root and (edges or own):
             self.seeds += (torch.ones(shape, dtype=d, device=at) for shape, d, at in self.like)
-            begin = [torch.empty(0, device=self.given.device)]
-            found = torch.autograd.grad(root, [*edges, *own], begin, allow_unused=True)
-            self.turns = any(g is not None and not g.is_contiguous() for g in found[: len(edges)])
+            begin = [torch.empty(0, device=self.device)]
+            with muted_hooks(own):
+                found = torch.autograd.grad(root, [*edges, *own], begin, allow_unused=True)
+            back = [g for g in found[: len(edges)] if g is not None]
+            self.turns = any(not g.is_contiguous() for g in back)
+            self.apart = max([0, *(g.untyped_storage().nbytes() - g.nbytes for g in back)])
             self.for_caller = list(found[len(edges) :])
 
     def clear(self) -> None:
@@ -174,35 +165,150 @@ class _Measurement:
         self.state, self.root, self.edges, self.for_caller = [], [], [], []
 
 
+def _memory(tensors: Sequence[Tensor]) -> list[torch.UntypedStorage]:
+    return [t.untyped_storage() for t in tensors]
+
+
 _WAYS = ("keep", "keep_lean", "drop", "drop_lean")
 
 
 class Meter:
-    """Measures calls; each once for layers of one make, and times layers of one class once."""
+    """Tries and measures calls; each once for layers of one make. It times layers of one class
+    once."""
 
     def __init__(self) -> None:
+        self.tried: dict[Hashable, Tried] = {}
         self.sizes: dict[Hashable, CallSizes] = {}
         self.seconds: dict[Hashable, dict[str, float]] = {}
 
+    def try_call(
+        self, name: str, forward: Callable[..., Any], layers: Sequence[nn.Module], kind: Hashable,
+        call: Call,
+    ) -> Tried:  # fmt: skip
+        """Return what a trial of a call shows, whose arguments are of some kind.
+
+        Raises:
+            CellError: the call cannot be run again.
+        """
+        key = make_of(parts_of(layers)), kind
+        known = self.tried[key].on(name, forward, layers) if key in self.tried else None
+        if known is not None:
+            return known
+        found = try_call(name, forward, layers, *call)
+        if key[0] is not None:
+            self.tried[key] = found
+        return found
+
     def measure(
-        self, unit: Unit, layers: Sequence[nn.Module], kind: Hashable, call: Call, state: Tensor
-    ) -> CallSizes:
-        """Return the sizes of a call, whose arguments are of some kind."""
+        self, unit: Unit, layers: Sequence[nn.Module], kind: Hashable, call: Call,
+        state: Sequence[Tensor], *, first: bool, repeats: int | None = None,
+    ) -> CallSizes:  # fmt: skip
+        """Return the sizes of a call. ``state`` are the arguments that the call before made, or
+        those of the ``first`` call."""
         parts = parts_of(layers)
-        key = make_of(parts), kind
+        memory = first or tuple(s.nbytes() for s in _memory(state))
+        key = make_of(parts), kind, memory
         if key[0] is None or key not in self.sizes:
-            one = _Measurement(unit, *call, state)
+            one = _Measurement(unit, call, state, first=first)
             shapes = [[t.shape for t in part.parameters(recurse=False)] for part in parts]
             alike = tuple(map(type, parts)), str(shapes), kind
             with unit.ambient.measured():
-                found = _bytes(one, state.device)
+                found = _bytes(one, one.device)
                 if alike not in self.seconds:
-                    self.seconds[alike] = _seconds(one, state.device)
+                    self.seconds[alike] = _seconds(one, one.device, repeats)
             self.sizes[key] = _sizes(one, found, self.seconds[alike])
         return self.sizes[key]
 
     def __reduce__(self) -> Any:
         return type(self), ()
+
+
+@dataclass
+class Kind:
+    """What is known of the passes with one kind of input.
+
+    Attributes:
+        active: the layers that do not just return their input.
+        sizes: of their calls, as far as they were measured.
+        units: of their calls.
+        passes: whether a gradient goes through each of them, where that is known.
+        plans: by budget.
+    """
+
+    active: list[int]
+    sizes: list[CallSizes] = field(default_factory=list)
+    units: list[Unit] = field(default_factory=list)
+    passes: list[bool] = field(default_factory=list)
+    plans: dict[int, tuple[Part, ...]] = field(default_factory=dict)
+
+    def add(self, found: CallSizes, *, last: bool) -> None:
+        """Add the sizes of the next call. What it hands on of what the call before made is held
+        throughout. A gradient that it hands on may wait in larger memory, or have to be copied."""
+        handed = found.handed_bytes if self.sizes else 0
+        if self.sizes and found.turns:
+            self.sizes[-1] = self.sizes[-1].held_back(0, self.sizes[-1].output_bytes)
+        for at in range(len(self.sizes) - 1, -1, -1) if found.apart_bytes else ():
+            self.sizes[at] = self.sizes[at].held_back(found.apart_bytes)
+            if not self.sizes[at].hands_on:
+                break
+        if self.sizes:
+            less = self.sizes[-1].output_bytes - handed
+            self.sizes[-1] = replace(self.sizes[-1], output_bytes=less)
+        found = replace(
+            found, input_bytes=found.input_bytes - handed, left_bytes=found.left_bytes + handed
+        )
+        copied = found.output_bytes if last else 0  # the caller's gradient may lie in any way
+        self.sizes.append(found.held_back(0, copied))
+
+    @property
+    def is_measured(self) -> bool:
+        return len(self.sizes) == len(self.active)
+
+    @property
+    def ordinary_bytes(self) -> int:
+        return peak_of(self.sizes, kept_whole(self.sizes))
+
+    @property
+    def least_plan(self) -> tuple[Part, ...]:
+        if -1 not in self.plans:
+            self.plans[-1] = least(self.sizes)[1]
+        return self.plans[-1]
+
+    @property
+    def least_bytes(self) -> int:
+        return min(self.ordinary_bytes, peak_of(self.sizes, self.least_plan))
+
+    def plan(self, memory: int) -> tuple[Part, ...]:
+        """Return the fastest plan within a budget.
+
+        Raises:
+            BudgetError: the budget is too small; the message names the least one.
+        """
+        if memory not in self.plans:
+            smallest = self.least_bytes
+            if memory < smallest:
+                sizes = zip(self.units, self.sizes, strict=True)
+                largest = max(sizes, key=lambda pair: min(map(_peak, pair[1].ways)))[0].name
+                raise BudgetError(
+                    f"the memory of {memory} bytes ({format_bytes(memory)}) is too small for an "
+                    f"input of this kind: expected at least {smallest} bytes "
+                    f"({format_bytes(smallest)}), most of it for layer {largest}; raise the "
+                    "budget, or make the batch smaller",
+                    smallest,
+                )
+            self.plans[memory] = fastest(self.sizes, memory)
+        return self.plans[memory]
+
+    def late_plan(self, memory: int) -> tuple[Part, ...]:
+        """Return the plan of a first pass, which was measured while it ran, as one group."""
+        smallest, parts = least(self.sizes)
+        room = memory - sum(call.noted_bytes for call in self.sizes)
+        parts = fastest(self.sizes, room) if room >= smallest else parts
+        return (Part(0, len(self.sizes), 0, parts),)
+
+
+def _peak(way: Way) -> int:
+    return max(way.first_bytes, way.backward_bytes)
 
 
 def _bytes(one: _Measurement, device: torch.device) -> list[Phase]:
@@ -218,7 +324,8 @@ def _bytes(one: _Measurement, device: torch.device) -> list[Phase]:
 def _sizes(one: _Measurement, found: Sequence[Phase], seconds: dict[str, float]) -> CallSizes:
     """Return what the phases of a call showed."""
     given, output = found[0].growth(), -found[2].growth()
-    captured = (t for t in one.unit.ambient.capture() if t.is_cuda == one.given.is_cuda)
+    on_gpu = one.device.type == "cuda"
+    captured = (t for t in one.unit.ambient.capture() if t.is_cuda == on_gpu)
     noted = sum(int(t.nbytes) for t in captured)  # also held while it runs again
     ways = []
     for k, way in enumerate(_WAYS):
@@ -241,17 +348,22 @@ def _sizes(one: _Measurement, found: Sequence[Phase], seconds: dict[str, float])
     return CallSizes(
         input_bytes=given,
         output_bytes=output,
-        forward_bytes=found[1].peak() + noted,
+        forward_bytes=found[1].peak() + noted + _MARK_BYTES,
         forward_seconds=seconds[""],
         ways=tuple(ways),
         noted_bytes=noted,
         left_bytes=sum(left.nbytes for left in one.unit.ambient.left),
         turns=one.turns,
+        hands_on=one.hands_on,
+        handed_bytes=one.handed,
+        gradient_bytes=sum(one.gradients) + _MARK_BYTES,
+        apart_bytes=one.apart,
+        backward_seconds=max(0.0, seconds["whole"] - seconds[""]),
     )
 
 
-def _seconds(one: _Measurement, device: torch.device) -> dict[str, float]:
-    """Return the seconds of a forward pass, and what each way adds to the first one's."""
+def _seconds(one: _Measurement, device: torch.device, rounds: int | None) -> dict[str, float]:
+    """Return the seconds of a forward pass, of a kept call, and what each way adds to that."""
 
     def timed(*steps: Callable[[], None]) -> float:
         one.begin()
@@ -263,13 +375,12 @@ def _seconds(one: _Measurement, device: torch.device) -> dict[str, float]:
         return taken
 
     taken: dict[str, list[float]] = {way: [] for way in ("", *_WAYS)}
-    for _ in range(_ROUNDS):
+    for number in range(rounds or _ROUNDS):
+        if number and rounds is None and sum(map(sum, taken.values())) > _MORE_SECONDS:
+            break
         taken[""].append(timed(one.advance))
         for way in _WAYS:
             taken[way].append(timed(getattr(one, way), one.release_result, one.backpropagate))
     least = {way: min(each) for way, each in taken.items()}
-    return {"": least[""]} | {way: max(0.0, least[way] - least["keep"]) for way in _WAYS}
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    more = {way: max(0.0, least[way] - least["keep"]) for way in _WAYS}
+    return {"": least[""], "whole": least["keep"]} | more

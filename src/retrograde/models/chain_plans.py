@@ -1,55 +1,61 @@
-"""A chain of layers within a byte budget: measured once, planned once, run by its schedule.
+"""The layers of a ``Sequential`` within a byte budget: measured once, planned once, run by a plan.
 
-The first call for a kind of input tries every layer, measures it, and finds a schedule for the
-budget. Later calls look these up. Measurements depend on shapes, so shapes are their key. A link
-(layers that run as one) holds parameters and buffers, so these are in the key of links.
+The first call for a kind of input tries every layer, measures it, and finds a plan for the budget
+(:mod:`retrograde.plan.calls`). Later calls look these up. A layer that writes to its input (an
+in-place ReLU), or only reshapes it (``Flatten``), shares memory with the layer before it. Both
+become one *unit*, so no later layer writes to what is kept.
 
-Measured times decide which schedule is fastest, and they vary from run to run. So another process
-may follow another schedule; its gradient is the same, bit for bit.
+Measured times decide which plan is fastest, and they vary from run to run. So another process may
+follow another plan; its gradient is the same, bit for bit.
 """
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
 
-from retrograde.errors import BudgetError, CellError
-from retrograde.models.chain.examine import examine_layers
-from retrograde.models.chain.layer_sizes import measure_chain, prefix_bytes
-from retrograde.models.chain.links import Links
-from retrograde.models.chain.nodes import run_chain
-from retrograde.plan.chain.search import chain_minimum, plan_chain, record_everything
-from retrograde.replay.places import Place
-from retrograde.replay.referents import Referents, find_referents
-from retrograde.replay.trees import Structure, flatten
+from retrograde.errors import CellError
+from retrograde.models.call_sizes import Kind, Meter
+from retrograde.models.refill import Row, tensors_in
+from retrograde.models.rows import Given
+from retrograde.models.trials import Tried, parts_of, tensors_of, texts_of
+from retrograde.plan.calls import CallSizes, Part, kept_whole, peak_of, seconds_of
+from retrograde.run.core import unrecorded
 from retrograde.run.transforms import is_unreal, refuse_sharded, refuse_transforms
-from retrograde.schedule import Chain, Schedule
-from retrograde.sizes.cache import LRUCache, identity, signature
+from retrograde.schedule import Chain
+from retrograde.sizes.cache import LRUCache
 from retrograde.units import Memory, as_bytes, format_bytes
 
 __all__ = ["ChainFit", "Plans", "measure_network", "named_layers"]
 
-Tensors = list[Tensor]
-
-_MOST_LINKS = 8
-_LEVELS = 250  # of memory for the planner: 1,000 take longer, and gave the same schedules
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_WRITES = (
+    "layer {} writes in place to {}, which is used again: expected it to leave that as it is; give "
+    "it inplace=False, or let it return a new tensor"
+)
 
 
 @dataclass(frozen=True, eq=False)
 class ChainFit:
-    """The schedule of a chain for a budget, and its bytes; ``print`` shows it.
+    """The plan of the layers of a ``Sequential`` for a budget; ``print`` shows it.
 
-    ``chain`` leaves out the layers before the first gradient, and ``peak_bytes`` includes them.
-    ``minimum_bytes`` is the least budget.
+    Attributes:
+        names: of the layers; those that share memory have one name.
+        sizes: of each layer's call.
+        parts: how each call is kept.
+        budget_bytes: the budget.
+        minimum_bytes: the least budget.
+        ordinary_bytes: the memory of ordinary backpropagation.
+        peak_bytes: the predicted peak of the plan.
     """
 
-    chain: Chain
-    schedule: Schedule
+    names: tuple[str, ...]
+    sizes: tuple[CallSizes, ...]
+    parts: tuple[Part, ...]
     budget_bytes: int
     minimum_bytes: int
     ordinary_bytes: int
@@ -58,45 +64,72 @@ class ChainFit:
     @property
     def ordinary(self) -> bool:
         """Whether ordinary backpropagation fits the budget. If so, it is what runs."""
-        return self.budget_bytes >= self.ordinary_bytes
+        return self.parts == kept_whole(self.sizes)
+
+    @property
+    def ordinary_seconds(self) -> float:
+        """The predicted time of an iteration of ordinary backpropagation."""
+        return sum(size.forward_seconds + size.backward_seconds for size in self.sizes)
 
     @property
     def seconds(self) -> float:
         """The predicted time of an iteration."""
-        return float(self.schedule.seconds or 0.0)
+        return self.ordinary_seconds + seconds_of(self.sizes, self.parts)
+
+    @property
+    def forward_layers(self) -> int:
+        """The number of layers that run forward, each as often as it runs."""
+        units = [
+            replace(
+                size,
+                forward_seconds=1.0,
+                ways=tuple(replace(way, seconds=float(way.dropped)) for way in size.ways),
+            )
+            for size in self.sizes
+        ]
+        return len(units) + round(seconds_of(units, self.parts))
 
     def __str__(self) -> str:
-        ratio = self.seconds / (self.chain.ordinary_seconds or 1.0)
+        ratio = self.seconds / (self.ordinary_seconds or 1.0)
         return (
             f"{format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)} allowed; "
             f"ordinary backpropagation holds {format_bytes(self.ordinary_bytes)}, and "
             f"{format_bytes(self.minimum_bytes)} would do\n"
-            f"{self.schedule.cost} layers run forward for {len(self.chain)}: {self.seconds:.3g} s "
+            f"{self.forward_layers} layers run forward for {len(self.names)}: {self.seconds:.3g} s "
             f"an iteration, {ratio:.2f} times ordinary backpropagation's"
         )
 
 
 @dataclass
 class Plans:
-    """The measurements, schedules and links of the recent calls of one module."""
+    """The measurements and plans of the recent calls of one module."""
 
-    chains: LRUCache[tuple[Chain, int]] = field(default_factory=LRUCache)
-    fits: LRUCache[ChainFit] = field(default_factory=LRUCache)
-    links: LRUCache[Links] = field(default_factory=partial(LRUCache, most=_MOST_LINKS))
-    moving: set[tuple[int, Any]] = field(
-        default_factory=set
-    )  # the values that layers change: (id of the holder, name)
+    kinds: LRUCache[Kind] = field(default_factory=LRUCache)
+    meter: Meter = field(default_factory=Meter)
 
     def fit(self, net: nn.Sequential, memory: Memory, input: Any) -> ChainFit:
-        """Return the schedule of the layers for a budget and an input of this kind.
+        """Return the plan of the layers for a budget and an input of this kind.
 
         Raises:
             BudgetError: the budget is too small; the message names the least budget.
             CellError: a layer cannot be run exactly, or nothing requires a gradient.
         """
-        leaves, structure = flatten(input, "input")
-        call = _Call.of(net, leaves, structure)
-        return self._fitted(memory, call, self._links(call))
+        layers = _apart(net)
+        parts = _parts_of(layers)
+        if not any(t.requires_grad for t in (*tensors_in(input), *tensors_of(parts))):
+            raise CellError(_NOTHING)
+        kind = self._kind(layers, parts, input)
+        room = as_bytes(memory, kind.ordinary_bytes)
+        plan = kind.plan(room)
+        return ChainFit(
+            names=tuple(unit.name for unit in kind.units),
+            sizes=(*kind.sizes,),
+            parts=plan,
+            budget_bytes=room,
+            minimum_bytes=kind.least_bytes,
+            ordinary_bytes=kind.ordinary_bytes,
+            peak_bytes=peak_of(kind.sizes, plan),
+        )
 
     def run(self, net: nn.Sequential, memory: Memory, input: Any) -> Any:
         """Run the layers so that their gradient stays within a budget.
@@ -110,42 +143,41 @@ class Plans:
         """
         if not torch.is_grad_enabled():
             return None
-        leaves, structure = flatten(input, "input")
-        if is_unreal(leaves):
+        layers = _apart(net)
+        parts = _parts_of(layers)
+        used = (*tensors_in(input), *tensors_of(parts))
+        if is_unreal(used) or not any(t.requires_grad for t in used):
             return None
-        call = _Call.of(net, leaves, structure)
-        wanted = [*leaves, *call.tensors]
-        if not any(t.requires_grad for t in wanted) or is_unreal(wanted):
+        refuse_transforms(used)
+        refuse_sharded(parts, used)
+        kind = self._kind(layers, parts, input)
+        plan = kind.plan(as_bytes(memory, kind.ordinary_bytes))
+        if plan == kept_whole(kind.sizes):
             return None
-        refuse_transforms(wanted)
-        links = self._links(call)
-        found = self._fitted(memory, call, links) if links.chain else None
-        if found is None or found.ordinary:
-            return None
-        return links.returned.unflatten(run_chain(links, found.schedule, leaves))
+        row, before, value, made = Row(plan), None, input, list[Tensor | None]()
+        for number, unit in enumerate(kind.units):
+            args = Given.of((value,), {}, 0).args
+            value, before = row.run(number, unit, unit.forward, args, {}, made, before)
+            made = _made(value, args)
+        return value
 
-    def _fitted(self, memory: Memory, call: "_Call", links: Links) -> ChainFit:
-        def find() -> ChainFit:
-            def sizes() -> tuple[Chain, int]:
-                return _measure(links, call.leaves), prefix_bytes(links, call.leaves)
+    def _kind(self, layers: "Layers", parts: Sequence[nn.Module], input: Any) -> Kind:
+        """Return what is known of calls with an input of this kind."""
+        tensors = tensors_of(parts)
+        if any(map(is_lazy, tensors)):
+            raise CellError(
+                "the layers have parameters without a shape yet: expected all of them; call the "
+                "lazy model once before, with memory=None"
+            )
+        key = Given((input,), {}, 0).kind(), texts_of(parts), tuple(id(one) for _, one in layers)
+        return self.kinds.get(key, lambda: measured(layers, input, self.meter), (*parts, *tensors))
 
-            return _fit(*self.chains.get(key, sizes, of=call.parts), memory)
 
-        key = call.shapes(self.moving), len(links.prefix), len(links.chain)
-        return self.fits.get((key, memory), find, of=call.parts)
-
-    def _links(self, call: "_Call") -> Links:
-        def find() -> Links:
-            links = examine_layers(_apart(call.net), call.leaves, call.structure)
-            for link in (*links.prefix, *links.chain):
-                self.moving.update(link.ambient.names_changed())
-            return links
-
-        known = len(self.moving)
-        found = self.links.get(call.key(self.moving), find, of=call.tensors)
-        if len(self.moving) > known:  # values that layers change are not part of the key
-            self.links.get(call.key(self.moving), lambda: found, of=call.tensors)
-        return found
+Layers = Sequence[tuple[str, nn.Module]]
+_NOTHING = (
+    "there is nothing to backpropagate: expected a layer with a parameter, or an input, that "
+    "requires a gradient"
+)
 
 
 def measure_network(net: nn.Sequential, input: Any, repeats: int) -> Chain:
@@ -154,108 +186,145 @@ def measure_network(net: nn.Sequential, input: Any, repeats: int) -> Chain:
     Raises:
         CellError: a layer cannot be run exactly, or nothing requires a gradient.
     """
-    leaves, structure = flatten(input, "input")
-    return _measure(examine_layers(_apart(net), leaves, structure), leaves, repeats)
+    layers = _apart(net)
+    kind = measured(layers, input, Meter(), repeats)
+    stopped = (k for k, wants in enumerate(kind.passes) if not wants)
+    start = 1 + max(stopped, default=-1)
+    if start == len(kind.sizes):
+        raise CellError(_NOTHING)
+    return chain_of([unit.name for unit in kind.units[start:]], kind.sizes[start:])
 
 
-def _measure(links: Links, leaves: Tensors, repeats: int | None = None) -> Chain:
-    if not links.chain:
-        raise CellError(
-            "there is nothing to backpropagate: expected a layer with a parameter, or an input, "
-            "that requires a gradient"
-        )
-    with torch.enable_grad():
-        return measure_chain(links, leaves, repeats)
+def chain_of(names: Sequence[str], sizes: Sequence[CallSizes]) -> Chain:
+    """Return the sizes of calls that are kept whole, as a chain."""
+    ways = [size.ways[0] for size in sizes]
+    pairs = [*zip(sizes, ways, strict=True)]
+    whole = [way.held_bytes + size.output_bytes for size, way in pairs]
+    return Chain(
+        forward_seconds=[size.forward_seconds for size in sizes],
+        backward_seconds=[size.backward_seconds for size in sizes],
+        output_bytes=[size.output_bytes for size in sizes],
+        internal_bytes=whole,
+        forward_transient_bytes=[
+            max(0, size.forward_bytes - size.noted_bytes - size.output_bytes) for size in sizes
+        ],
+        record_transient_bytes=[
+            max(0, way.first_bytes - size.noted_bytes - held)
+            for (size, way), held in zip(pairs, whole, strict=True)
+        ],
+        backward_transient_bytes=[
+            max(0, way.backward_bytes - way.held_bytes - 2 * size.output_bytes - size.input_bytes)
+            if way.keeps_output
+            else max(0, way.backward_bytes - way.held_bytes - size.output_bytes - size.input_bytes)
+            for size, way in pairs
+        ],
+        keeps_input=[way.keeps_input for way in ways],
+        keeps_output=[way.keeps_output for way in ways],
+        names=names,
+        input_bytes=sizes[0].input_bytes,
+        overhead_bytes=sum(size.noted_bytes + size.left_bytes for size in sizes),
+    )
 
 
-def _fit(chain: Chain, before: int, memory: Memory) -> ChainFit:
-    whole = record_everything(chain)
-    ordinary = max(whole.peak, before)
-    least = max(chain_minimum(chain)[0], before)
-    room = as_bytes(memory, ordinary)
-    if room < before:
-        raise BudgetError(
-            f"memory is {room} bytes ({format_bytes(room)}): expected at least {before} "
-            f"({format_bytes(before)}), which the layers before the first gradient need, whatever "
-            "is planned behind them; give that much, or a smaller batch",
-            least,
-        )
-    schedule = whole if room >= ordinary else plan_chain(chain, room, levels=_LEVELS)
-    peak = max(schedule.peak, before)
-    return ChainFit(chain, schedule, room, least, ordinary, peak)
+def measured(layers: Layers, input: Any, meter: Meter, repeats: int | None = None) -> Kind:
+    """Divide layers into units, and try and measure each, on an input.
 
-
-@dataclass(frozen=True, eq=False)
-class _Call:
-    """A call, and the parts of the keys by which its results are cached.
-
-    Attributes:
-        known: everything that bytes and seconds depend on, except the values the layers refer to.
-        found: the values that the layers refer to.
-        parts: the layers, and all modules in them.
-        tensors: the parameters and buffers that links hold.
+    Raises:
+        CellError: a layer cannot be run exactly; the message names it.
     """
-
-    net: nn.Sequential
-    leaves: Tensors
-    structure: Structure
-    known: Hashable
-    found: Referents
-    parts: list[nn.Module]
-    tensors: Tensors
-    identities: dict[int, Hashable] = field(default_factory=dict)
-
-    def shapes(self, moving: Collection[tuple[int, Any]]) -> Hashable:
-        """Return the key of measurements: everything that bytes and seconds depend on.
-
-        The layers' ids are in it. ``moving`` are the values that layers change.
-        """
-        if len(moving) not in self.identities:
-            places = _still(self.found.places, moving)
-            self.identities[len(moving)] = identity(self.found, places)
-        return self.known, self.identities[len(moving)]
-
-    def key(self, moving: Collection[tuple[int, Any]]) -> Hashable:
-        """Return the key of links: :meth:`shapes`, the tensors, and the holders of the values that
-        the layers refer to."""
-        holders = tuple(id(place.holder) for place in self.found.places)
-        return self.shapes(moving), tuple(map(id, self.tensors)), holders
-
-    @classmethod
-    def of(cls, net: nn.Sequential, leaves: Tensors, structure: Structure) -> "_Call":
-        found = find_referents([*net])  # the chain itself does not affect the bytes of its layers
-        parts = found.parts()
-        named = [
-            named
-            for part in parts
-            for table in (part._parameters, part._buffers)
-            for named in table.items()
-        ]
-        tensors = [t for _, t in named if t is not None]
-        if any(map(is_lazy, tensors)):
-            raise CellError(
-                "the layers have parameters without a shape yet: expected all of them; call the "
-                "lazy model once before, with memory=None"
-            )
-        refuse_sharded(net.modules(), net.parameters())
-        layers = tuple(map(id, parts))
-        names = tuple(name if t is not None else None for name, t in named)
-        owned = tuple((t.shape, t.dtype, t.device, t.requires_grad) for t in tensors)
-        asked = str(structure), torch.get_num_threads()
-        known = tuple(map(signature, leaves)), asked, layers, names, owned
-        return cls(net, leaves, structure, known, found, parts, tensors)
+    walk = _Walk(input, meter, repeats)
+    for name, layer in layers:
+        walk.add(name, layer)
+    walk.close(last=True)
+    return walk.kind
 
 
-def _still(places: Sequence[Place], moving: Collection[tuple[int, Any]]) -> Iterator[Place]:
-    """Yield the places of values that no layer changes."""
-    holders = {holder for holder, _ in moving}
-    for place in places:
-        if getattr(place, "registered", None) is not None:
-            continue  # parameters and buffers are in the key already
-        if id(place.holder) not in holders:
-            yield place
-        elif not place.growing:
-            yield place.without({key for holder, key in moving if holder == id(place.holder)})
+class _Walk:
+    """The units of the layers so far, of which the last is not measured yet."""
+
+    def __init__(self, input: Any, meter: Meter, repeats: int | None) -> None:
+        self.kind, self.meter, self.repeats = Kind([]), meter, repeats
+        self.given = self.value = _alone(input, None)  # before and after the last unit
+        self.made: list[Tensor | None] = []
+        self.layers: list[nn.Module] = []
+        self.names: list[str] = []
+        self.tried: Tried | None = None
+
+    def add(self, name: str, layer: nn.Module) -> None:
+        """Add one more layer to the last unit, or as the next one."""
+        tried, first = self._try([name], [layer], self.value), not self.kind.units
+        if not self.layers and tried.writes:
+            raise CellError(_WRITES.format(name, "the chain's input"))
+        begins = first and self.tried is not None and not self.tried.is_apart
+        if self.layers and (tried.writes or begins or not tried.is_apart):
+            self.names.append(name)
+            self.layers.append(layer)
+            tried = self._try(self.names, self.layers, self.given)
+            if tried.writes:
+                whose = "the chain's input" if first else f"what layer {self.names[0]} was given"
+                raise CellError(_WRITES.format(name, whose))
+        else:
+            if self.layers:
+                self.close()
+            self.names, self.layers = [name], [layer]
+        self.tried = tried
+        self.value = None
+        with tried.unit.ambient.measured(), unrecorded():
+            self.value = _alone(tried.unit.forward(self.given), tried.wants)
+
+    def close(self, *, last: bool = False) -> None:
+        """Measure the last unit."""
+        assert self.tried is not None
+        args, unit = (self.given,), self.tried.unit
+        first, of = not self.kind.units, Given(args, {}, 0).kind()
+        state = tensors_in(args) if first else [t for t in self.made if t is not None]
+        found = self.meter.measure(
+            unit, self.layers, (of, tuple(t is None for t in self.made)), (args, {}), state,
+            first=first, repeats=self.repeats,
+        )  # fmt: skip
+        self.kind.active.append(len(self.kind.units))
+        self.kind.units.append(unit)
+        self.kind.add(found, last=last)
+        self.kind.passes.append(any(self.tried.wants))
+        self.made = _made(self.value, args)
+        self.given, self.layers = self.value, []
+
+    def _try(self, names: Sequence[str], layers: Sequence[nn.Module], value: Any) -> Tried:
+        given, name = Given((value,), {}, 0), "-".join([*names[:1], *names[1:][-1:]])
+        if (reason := given.refusal()) is not None:
+            raise CellError(f"layer {name} {reason}")
+        return self.meter.try_call(name, _in_turn([*layers]), layers, given.kind(), ((value,), {}))
+
+
+def _in_turn(layers: Sequence[nn.Module]) -> Callable[[Any], Any]:
+    def forward(value: Any) -> Any:
+        for layer in layers:
+            value = layer(value)
+        return value
+
+    return forward
+
+
+def _alone(value: Any, wants: Sequence[bool] | None) -> Any:
+    """Return a value without the graph that it came from; its tensors require what they did."""
+    leaves, spec = pytree.tree_flatten(value)
+    found = [leaf.requires_grad for leaf in tensors_in(leaves)] if wants is None else wants
+    rest = iter(found)
+    alone = [
+        leaf.detach().requires_grad_(next(rest)) if isinstance(leaf, Tensor) else leaf
+        for leaf in leaves
+    ]
+    return pytree.tree_unflatten(alone, spec)
+
+
+def _made(value: Any, args: Any) -> list[Tensor | None]:
+    """Return the tensors of a result; None for one that lies in the memory of an argument."""
+    given = {t.untyped_storage().data_ptr() for t in tensors_in(args)}
+    return [t if t.untyped_storage().data_ptr() not in given else None for t in tensors_in(value)]
+
+
+def _parts_of(layers: Layers) -> list[nn.Module]:
+    return parts_of([layer for _, layer in layers])
 
 
 def named_layers(

@@ -23,13 +23,16 @@ from torch.utils import _pytree as pytree
 
 from retrograde.errors import CellError, RetrogradeError
 from retrograde.models import recipes
+from retrograde.models.lean import lean as lean_pass
 from retrograde.models.tape import Tape
 from retrograde.plan.calls import Part
 from retrograde.replay.generators import Source
 from retrograde.replay.surroundings import Ambient, autocast_as_now, version
 from retrograde.run.core import unrecorded
 
-__all__ = ["DROPPED", "DROPPED_LEAN", "KEPT", "LEAN", "Dropped", "Row", "Unit"]
+__all__ = ["DROPPED", "DROPPED_LEAN", "KEPT", "LEAN", "Dropped", "Row", "Unit", "tensors_in"]
+
+Tensors = list[Tensor]
 
 #: The ways to keep a call, by their numbers in a plan. A dropped call runs again; when it does,
 #: and it is lean, cheap values are let go.
@@ -108,7 +111,7 @@ class Dropped:
         self.saved: list[ref[Saved]] = []
         self.forms: list[tuple[torch.Size, torch.dtype]] = []
         self.versions = [version(t) for t in unit.reads]
-        self.state: Tensor | None = None  # the input, while the row has it
+        self.state: Tensors = []  # the result of the call before it, while the row has it
         self.before: Dropped | None = None  # the call before it, which must live as long
         ambient = unit.ambient
         self.marks, self.then = ambient.steady.marks(), ambient.capture()
@@ -132,10 +135,12 @@ class Dropped:
         self.forms.append((t.shape, t.dtype))
         return saved
 
-    def hide(self, x: Tensor) -> None:
-        """Let go the input, which the row can compute."""
-        leaf = next(one for one in self.given if one.source is not None and one.source() is x)
-        leaf.value = None
+    def hide(self, made: Sequence[Tensor | None]) -> None:
+        """Let go the tensors that the call before made, which the row can compute."""
+        places = {id(t): place for place, t in enumerate(made) if t is not None}
+        for one in self.given:
+            if one.source is not None and id(one.source()) in places:
+                one.value, one.place = None, places[id(one.source())]
 
     def is_hidden(self) -> bool:
         """Return whether the row has the input."""
@@ -154,7 +159,7 @@ class Dropped:
                     "again: expected it to leave that as it is; give it inplace=False"
                 )
 
-    def _arguments(self, state: Tensor | None) -> tuple[Any, Any, set[int]]:
+    def _arguments(self, state: Tensors) -> tuple[Any, Any, set[int]]:
         """Return the arguments, without the graph that they came from, and their ids."""
         leaves = [one.again(state) for one in self.given]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
@@ -174,11 +179,11 @@ class Dropped:
             ambient.restore(self.then)
             yield
 
-    def advance(self, state: Tensor | None) -> Any:
-        """Run the call without a graph."""
+    def advance(self, state: Tensors) -> Tensors:
+        """Run the call without a graph, and return the tensors of its result."""
         args, kwargs, _ = self._arguments(state)
         with unrecorded(), self._again():
-            return self.unit.forward(*args, **kwargs)
+            return tensors_in(self.unit.forward(*args, **kwargs))
 
     def refill(self) -> None:
         """Run the call again, and fill what it saved."""
@@ -186,7 +191,7 @@ class Dropped:
             warnings.warn(_BEYOND, stacklevel=2)
         if self.row is not None and self.row.prepare(self):
             return
-        state, self.state = self.state, None
+        state, self.state = self.state, []
         self.fill(state, lean=self.lean)
 
     def is_filled(self) -> bool:
@@ -194,12 +199,11 @@ class Dropped:
         alive = (saved() for saved in self.saved)
         return any(one is not None and one.value is not None for one in alive)
 
-    def fill(self, state: Tensor | None, *, lean: bool, whole: bool = False) -> Any:
+    def fill(self, state: Tensors, *, lean: bool, whole: bool = False) -> Any:
         """Run the call and fill what it saved. With ``whole``, run to the end, and return the
         result."""
         task = torch._C._current_graph_task_id()
         args, kwargs, ours = self._arguments(state)
-        state = None
         alive = [number for number, saved in enumerate(self.saved) if saved() is not None]
         last = -1 if whole else alive[-1]
         tape = Tape(True, task) if lean else None
@@ -246,7 +250,7 @@ def _empty(reference: "ref[Dropped]") -> None:
     """Let go what a backward pass did not read; what it did is gone, and perhaps the call too."""
     call = reference()
     if call is not None:
-        call.state = None
+        call.state = []
         for saved in (one() for one in call.saved):
             if saved is not None:
                 saved.value = None
@@ -259,12 +263,14 @@ def _is_free(t: Tensor, ours: set[int]) -> bool:
 
 @dataclass
 class _Given:
-    """An argument. Where the row has the tensor, there is no value."""
+    """An argument. Where the row has the tensor, there is no value, but its ``place`` in the result
+    of the call before."""
 
     value: Any
     source: "ref[Tensor] | None" = None
     wanted: bool = False
     version: int = 0
+    place: int = 0
 
     @classmethod
     def of(cls, leaf: Any) -> "_Given":
@@ -272,13 +278,12 @@ class _Given:
             return cls(leaf)
         return cls(leaf.detach(), ref(leaf), leaf.requires_grad, version(leaf))
 
-    def again(self, state: Tensor | None) -> Any:
+    def again(self, state: Tensors) -> Any:
         if self.source is None:
             return self.value
         if self.value is not None and version(self.value) != self.version:
             raise recipes.overwritten(self.value.shape, version(self.value), self.version)
-        leaf = self.value if self.value is not None else state
-        assert leaf is not None
+        leaf = self.value if self.value is not None else state[self.place]
         return leaf.detach().requires_grad_(self.wanted)
 
 
@@ -297,22 +302,32 @@ class Row:
         self.calls: dict[int, ref[Dropped]] = {}
         self.opened: list[Part] | None = None
 
-    def way_of(self, number: int) -> int:
-        """Return how a call is kept while the pass goes forward."""
-        if self.is_grouped(number):
-            return DROPPED
-        return self._part(self.parts, number).way
+    def run(
+        self, number: int, unit: Unit, forward: Callable[..., Any], args: tuple[Any, ...],
+        kwargs: dict[str, Any], made: Sequence[Tensor | None], before: Dropped | None,
+    ) -> tuple[Any, Dropped | None]:  # fmt: skip
+        """Run the next call as the plan says. Return its result, and the call if it is dropped.
 
-    def is_grouped(self, number: int) -> bool:
-        """Return whether a call is in a group."""
-        return self.late is not None or bool(self._part(self.parts, number).parts)
-
-    def enter(self, call: Dropped, before: Dropped | None, x: Tensor) -> None:
-        """Add the next call, which ran. Its input is let go unless a part begins with it."""
-        call.before = before
-        self.calls[call.number] = ref(call)
-        if call.number != (0 if self.late else self._part(self.parts, call.number).start):
-            call.hide(x)
+        ``made`` are the tensors that the call ``before`` made, each in its place in that result.
+        The input is let go unless a part begins with the call.
+        """
+        grouped = self.late is not None or bool(self._part(self.parts, number).parts)
+        way = DROPPED if grouped else self._part(self.parts, number).way
+        if way in (KEPT, LEAN):
+            with lean_pass() if way == LEAN else nullcontext():
+                return forward(*args, **kwargs), None
+        call = Dropped(
+            unit, args, kwargs,
+            lean=way == DROPPED_LEAN, row=self if grouped else None, number=number,
+        )  # fmt: skip
+        result = call.run(forward, args, kwargs)
+        call.check()
+        if grouped:
+            call.before = before
+            self.calls[number] = ref(call)
+            if number != (0 if self.late else self._part(self.parts, number).start):
+                call.hide(made)
+        return result, call
 
     def prepare(self, call: Dropped) -> bool:
         """Compute the input of a call, or what it saved; return whether it did the latter."""
@@ -326,7 +341,7 @@ class Row:
             self._open(part, call.number)
         if call.is_filled():
             return True
-        if call.state is None and call.is_hidden():  # what it saved was there, and was read
+        if not call.state and call.is_hidden():  # what it saved was there, and was read
             self.opened = None
             return self.prepare(call)
         return False
@@ -338,8 +353,7 @@ class Row:
         """Run the calls of a group, up to the part that has a call's number."""
         assert self.opened is not None
         at = self.opened.index(part)
-        state = self._call(part.start).state
-        self._call(part.start).state = None
+        state, self._call(part.start).state = self._call(part.start).state, []
         done = [one for one in part.parts if one.start <= number]
         self.opened[at : at + 1] = done
         for one in done:
@@ -347,14 +361,14 @@ class Row:
             if not one.parts and one.way in (KEPT, LEAN):
                 ends = one is done[-1]
                 result = call.fill(state, lean=one.way == LEAN, whole=not ends)
-                state = None if ends else _tensor(result).detach()
+                state = [] if ends else [t.detach() for t in tensors_in(result)]
                 del result
                 continue
             call.state, call.lean = state, one.way == DROPPED_LEAN
             if one is done[-1]:
                 return
             for k in range(one.start, one.stop):
-                state = _tensor(self._call(k).advance(state))
+                state = self._call(k).advance(state)
 
     def _call(self, number: int) -> Dropped:
         call = self.calls[number]()
@@ -366,7 +380,6 @@ class Row:
         return next(part for part in parts if part.start <= number < part.stop)
 
 
-def _tensor(result: Any) -> Tensor:
-    """Return the only tensor of a result."""
-    (found,) = (leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
-    return found
+def tensors_in(value: Any) -> Tensors:
+    """Return the tensors in a pytree."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]

@@ -16,7 +16,7 @@ layer before it.
 
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
@@ -26,19 +26,18 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
-from retrograde.errors import BudgetError, CellError
+from retrograde.errors import CellError
 from retrograde.measure.allocations import MEASURING
-from retrograde.models.call_sizes import Meter, try_call
-from retrograde.models.lean import lean
-from retrograde.models.refill import DROPPED_LEAN, KEPT, LEAN, Dropped, Row, Unit
-from retrograde.plan.calls import CallSizes, Part, fastest, kept_whole, least, peak_of
+from retrograde.models.call_sizes import Kind, Meter
+from retrograde.models.refill import Dropped, Row
+from retrograde.models.trials import parts_of, tensors_of, texts_of
+from retrograde.plan.calls import kept_whole
 from retrograde.replay.surroundings import version
 from retrograde.run.transforms import is_unreal, refuse_sharded, refuse_transforms, uncompiled
 from retrograde.sizes.cache import LRUCache, signature
-from retrograde.units import format_bytes
 
 __all__ = [
-    "CHANGES", "CalledRow", "Contents", "Given", "Kind", "Turn", "own_forward", "passes_through",
+    "CHANGES", "CalledRow", "Contents", "Given", "Turn", "own_forward", "passes_through",
     "release", "rides", "state_of", "take_turns",
 ]  # fmt: skip
 
@@ -130,62 +129,6 @@ class Turn:
                 return own_forward(self.module)(*args, **kwargs)
             row, number = now.row, now.next
         return row.call(number, args, kwargs)
-
-
-@dataclass
-class Kind:
-    """What is known of the passes with one kind of input.
-
-    Attributes:
-        active: the layers that do not just return their input.
-        sizes: of their calls, as far as they were measured.
-        units: of their calls.
-        plans: by budget.
-    """
-
-    active: list[int]
-    sizes: list[CallSizes] = field(default_factory=list)
-    units: list[Unit] = field(default_factory=list)
-    plans: dict[int, tuple[Part, ...]] = field(default_factory=dict)
-
-    @property
-    def is_measured(self) -> bool:
-        return len(self.sizes) == len(self.active)
-
-    @property
-    def ordinary_bytes(self) -> int:
-        return peak_of(self.sizes, kept_whole(self.sizes))
-
-    @property
-    def least_plan(self) -> tuple[Part, ...]:
-        if -1 not in self.plans:
-            self.plans[-1] = least(self.sizes)[1]
-        return self.plans[-1]
-
-    @property
-    def least_bytes(self) -> int:
-        return peak_of(self.sizes, self.least_plan)
-
-    def plan(self, memory: int) -> tuple[Part, ...]:
-        """Return the fastest plan within a budget."""
-        if memory not in self.plans:
-            smallest = self.least_bytes
-            if memory < smallest:
-                raise BudgetError(
-                    f"the memory of {memory} bytes ({format_bytes(memory)}) is too small for an "
-                    f"input of this kind: {smallest} bytes ({format_bytes(smallest)}) are the "
-                    "least; call rg.budget with it as the sample, or make it smaller",
-                    smallest,
-                )
-            self.plans[memory] = fastest(self.sizes, memory)
-        return self.plans[memory]
-
-    def late_plan(self, memory: int) -> tuple[Part, ...]:
-        """Return the plan of a first pass, which was measured while it ran, as one group."""
-        smallest, parts = least(self.sizes)
-        room = memory - sum(call.noted_bytes for call in self.sizes)
-        parts = fastest(self.sizes, room) if room >= smallest else parts
-        return (Part(0, len(self.sizes), 0, parts),)
 
 
 @dataclass
@@ -284,7 +227,7 @@ class CalledRow:
         return None
 
     def _begin(self, active: list[int], given: Given) -> _Pass:
-        x, tensors = given.state, self._tensors()
+        x, tensors = given.state, tensors_of(self._modules())
         if is_unreal([x]) or not (x.requires_grad or any(t.requires_grad for t in tensors)):
             return _Pass(self, Kind(active), None)
         refuse_transforms([x])
@@ -301,62 +244,47 @@ class CalledRow:
 
     def kind_of(self, key: Hashable, make: Callable[[], Kind]) -> Kind:
         """Return what is known of passes with a key; ``make`` it if nothing is."""
-        return self.kinds.get(key, make, of=self._tensors())
+        parts = self._modules()
+        return self.kinds.get(key, make, of=(*parts, *tensors_of(parts)))
 
-    def key_of(self, given: Given) -> tuple[Hashable, ...]:
+    def key_of(self, given: Given) -> Hashable:
         """Return all that units and sizes depend on, given the first layer's arguments."""
-        training = tuple(part.training for part in self._modules())
-        tensors = tuple((id(t), t.requires_grad) for t in self._tensors())
-        return given.kind(), training, tensors, torch.get_num_threads()
-
-    def _tensors(self) -> list[Tensor]:
-        """Return the parameters and buffers of the layers."""
-        tables = (t for part in self._modules() for t in (part._parameters, part._buffers))
-        return [t for table in tables for t in table.values() if t is not None]
+        return given.kind(), texts_of(self._modules())
 
     def _modules(self) -> list[nn.Module]:
-        return [part for one in self.layers for layer in one for part in layer.modules()]
+        return parts_of([layer for one in self.layers for layer in one])
 
     def _run(self, now: _Pass, at: int, forward: Callable[..., Any], given: Given) -> Any:
         """Run a layer without its riders."""
-        kind = now.kind
-        self.measure(kind, at, given)
+        self.measure(now.kind, at, given)
         assert now.calls is not None
-        way = now.calls.way_of(at)
-        before, now.last = now.last, None
-        if way == KEPT:
-            return forward(*given.args, **given.kwargs)
-        if way == LEAN:
-            with lean():
-                return forward(*given.args, **given.kwargs)
-        grouped = now.calls.is_grouped(at)
-        now.last = call = Dropped(
-            kind.units[at], given.args, given.kwargs,
-            lean=way == DROPPED_LEAN, row=now.calls if grouped else None, number=at,
-        )  # fmt: skip
-        result = call.run(forward, given.args, given.kwargs)
-        call.check()
-        if grouped:
-            now.calls.enter(call, before, given.state)
+        result, now.last = now.calls.run(
+            at, now.kind.units[at], forward, given.args, given.kwargs, [given.state], now.last
+        )
         return result
 
     def measure(self, kind: Kind, at: int, given: Given) -> None:
         """Try and measure an active layer, if it is the next one that is not known."""
         if min(len(kind.units), len(kind.sizes)) > at:
             return
-        k = kind.active[at]
+        k, call = kind.active[at], (given.args, given.kwargs)
+        layers, of = self.layers[k], given.kind()
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            value = own_forward(layers[0])(*args, **kwargs)
+            for rider in layers[1:]:
+                value = own_forward(rider)(value)
+            return value
+
         with MEASURING:  # another thread may be measuring the same
             if len(kind.units) == at:
-                kind.units.append(try_call(self.names[k], self.layers[k], given.args, given.kwargs))
+                tried = self.meter.try_call(self.names[k], forward, layers, of, call)
+                kind.units.append(tried.unit)
             if len(kind.sizes) == at:
-                call = given.args, given.kwargs
                 found = self.meter.measure(
-                    kind.units[at], self.layers[k], given.kind(), call, given.state
+                    kind.units[at], layers, of, call, [given.state], first=at == 0
                 )
-                if found.turns and at:
-                    kind.sizes[at - 1] = kind.sizes[at - 1].copying()
-                last = at + 1 == len(kind.active)  # the caller's gradient may lie in any way
-                kind.sizes.append(found.copying() if last else found)
+                kind.add(found, last=at + 1 == len(kind.active))
 
 
 def _pass_of(t: Any) -> _Pass | None:

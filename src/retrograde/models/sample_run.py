@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from retrograde.errors import BudgetError, CellError
 from retrograde.models.call_order import CallOrder, Layers, ModuleCall, noted
+from retrograde.models.call_sizes import Kind
 from retrograde.models.replace_modules import (
     Budgeted,
     Swappable,
@@ -32,7 +33,6 @@ from retrograde.models.replace_modules import (
 from retrograde.models.rows import (
     CalledRow,
     Given,
-    Kind,
     own_forward,
     passes_through,
     release,
@@ -221,7 +221,7 @@ class WatchedRow(Watched):
         self.row = CalledRow([(c.name, c.module) for c in layers], [c.slot for c in layers])
         self.last: Tensor | None = None
         self.kind, self.at = Kind([]), 0
-        self.key: tuple[Hashable, ...] = ()
+        self.key: Hashable = ()
 
     def give(self, part: int) -> None:
         self.row.memory = part
@@ -274,7 +274,7 @@ class WatchedRow(Watched):
     def _ask(self) -> tuple[int, int]:
         kind = self.kind
         self.row.kind_of(self.key, lambda: kind)
-        return min(kind.least_bytes, kind.ordinary_bytes), kind.ordinary_bytes
+        return kind.least_bytes, kind.ordinary_bytes
 
 
 def run_name(run: Layers) -> str:

@@ -67,6 +67,11 @@ class CallSizes:
         noted_bytes: what it notes to run again, such as random states.
         left_bytes: what it leaves in attributes.
         turns: whether it hands a gradient on whose memory is not in order.
+        hands_on: whether its result shares memory with what it is given.
+        handed_bytes: of that, what the call before made.
+        backward_seconds: the time of its backward pass, and what recording it takes longer.
+        gradient_bytes: of the gradient of its output, which is held while a group runs again.
+        apart_bytes: of the memory of a gradient that it hands on, beyond the gradient's own.
     """
 
     input_bytes: int
@@ -77,12 +82,16 @@ class CallSizes:
     noted_bytes: int = 0
     left_bytes: int = 0
     turns: bool = False
+    hands_on: bool = False
+    handed_bytes: int = 0
+    backward_seconds: float = 0.0
+    gradient_bytes: int = 0
+    apart_bytes: int = 0
 
-    def copying(self) -> "CallSizes":
-        """Return the sizes if the call has to copy the gradient that it is given."""
-        more = self.output_bytes
-        ways = (replace(way, backward_bytes=way.backward_bytes + more) for way in self.ways)
-        return replace(self, ways=tuple(ways))
+    def held_back(self, waits: int, copied: int = 0) -> "CallSizes":
+        """Return the sizes if the given gradient takes more bytes, or has to be copied."""
+        ways = (replace(w, backward_bytes=w.backward_bytes + waits + copied) for w in self.ways)
+        return replace(self, ways=tuple(ways), gradient_bytes=self.gradient_bytes + waits)
 
 
 @dataclass(frozen=True)
@@ -112,6 +121,7 @@ def _left(calls: Sequence[CallSizes]) -> int:
 
 def _peak(calls: Sequence[CallSizes], parts: Sequence[Part], *, grouped: bool) -> int:
     peak = held = 0
+    waits = calls[parts[-1].stop - 1].gradient_bytes if grouped else 0
     is_held = True  # whether the input of a part is held already
     bases: list[int] = []
     for part in parts:
@@ -121,11 +131,12 @@ def _peak(calls: Sequence[CallSizes], parts: Sequence[Part], *, grouped: bool) -
             noted = sum(calls[k].noted_bytes for k in range(part.start, part.stop))
             held += given + (0 if grouped else noted)
             bases.append(held)
-            peak, is_held = max(peak, held + _runs(calls, part.start, part.stop)), False
+            peak = max(peak, held + waits + _runs(calls, part.start, part.stop))
+            is_held = False
             continue
         way = call.ways[part.way]
         if part is not parts[-1] or not grouped or not way.dropped:
-            peak = max(peak, held + given + way.first_bytes)
+            peak = max(peak, held + waits + given + way.first_bytes)
         held += given if way.keeps_input else 0
         bases.append(held)
         held += _after(call, way)
@@ -192,17 +203,18 @@ def least(calls: Sequence[CallSizes]) -> tuple[int, tuple[Part, ...]]:
     noted = np.array(sums.noted)
     for k in range(1, n + 1):
         outer = k == n
+        waits = 0 if outer else calls[k - 1].gradient_bytes
         for i in range(k - 1, -1, -1):
             call, js = calls[i], np.arange(i + 2, k)
             own = (noted[js] - noted[i]) * outer
-            inner = np.maximum(sums.runs[i, js], best[1, i, js])
+            inner = np.maximum(waits + sums.runs[i, js], best[1, i, js])
             groups = own + np.maximum(inner, best[0, js, k])
             for is_held in (0, 1):
                 given = 0 if is_held else call.input_bytes
                 found = []
                 for way in call.ways:
                     runs = i + 1 < k or outer or not way.dropped
-                    first = given + way.first_bytes if runs else 0
+                    first = waits + given + way.first_bytes if runs else 0
                     base = given if way.keeps_input else 0
                     after = _after(call, way)
                     behind = best[int(way.keeps_output), i + 1, k] if i + 1 < k else -after
@@ -267,9 +279,10 @@ def _search(calls: Sequence[CallSizes], budget: int, levels: int) -> tuple[Part,
 
     def solve(i: int, k: int) -> None:
         outer, call = k == n, calls[i]
+        waits = 0 if outer else calls[k - 1].gradient_bytes
         groups = []
         for j in range(i + 2, k):
-            inner = np.where(m >= up(sums.runs[i, j]), best[1, i, j], np.inf)
+            inner = np.where(m >= up(waits + sums.runs[i, j]), best[1, i, j], np.inf)
             f = sums.seconds[j] - sums.seconds[i] + inner + best[0, j, k]
             groups.append(less(f, up(sums.noted[j] - sums.noted[i]) if outer else 0))
         for is_held in (0, 1):
@@ -281,12 +294,12 @@ def _search(calls: Sequence[CallSizes], budget: int, levels: int) -> tuple[Part,
                 if i + 1 < k:
                     after = base + _after(call, way)
                     f = way.seconds + less(best[int(way.keeps_output), i + 1, k], up(after))
-                    need = max(need, given + way.first_bytes)
+                    need = max(need, waits + given + way.first_bytes)
                 else:  # the last call of a group, dropped, runs once and not twice
                     once = 0.0 if outer or not way.dropped else call.forward_seconds
                     f = np.full(levels + 1, way.seconds - once)
                     runs = outer or not way.dropped
-                    need = max(need, given + way.first_bytes if runs else 0)
+                    need = max(need, waits + given + way.first_bytes if runs else 0)
                 table.append(np.where(m >= up(need), f, np.inf))
             table += [less(f, up(given)) for f in groups]
             stack = np.stack(table)

@@ -6,7 +6,7 @@ is differentiated.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, cast
@@ -28,11 +28,9 @@ Tensors = list[Tensor]
 class Run:
     """The state of one execution: the stored states, the tapes, the current state.
 
-    The caller's tensors are passed to its methods and never kept. Where ``loads`` is given, the
-    states after recorded steps are held only while they are current, except those in ``loads``. Its
-    pairs are the recording's index among the actions and the state's number. Where ``cuts`` is
-    given, ascending, recordings are divided there. ``states`` is the number of the state's tensors
-    after all steps, which may differ from that before them.
+    The caller's tensors are passed to its methods and never kept. Recordings are divided at
+    ``cuts``, which ascend. ``states`` is the number of the state's tensors after all steps, which
+    may differ from that before them.
     """
 
     core: Core
@@ -44,7 +42,6 @@ class Run:
     stored: dict[int, tuple[Sequence[Tensor | Packed], Snapshot]] = field(default_factory=dict)
     tapes: list[Tape] = field(default_factory=list)
     cuts: Sequence[int] | None = None
-    loads: frozenset[tuple[int, int]] | None = None
     states: int = 0
 
     def __post_init__(self) -> None:
@@ -63,43 +60,16 @@ class Run:
 
     def backward(self, inputs: Inputs, gradients: Gradients) -> None:
         """Perform the rest, from the first ``Backward`` on."""
-        for _ in self.retreat(inputs, gradients):
-            pass
-
-    def retreat(self, inputs: Inputs, gradients: Gradients) -> Iterator[None]:
-        """Perform the rest, and pause after each tape that is backpropagated."""
         self.trail.begin()
         while self.done < len(self.actions):
             match self.actions[self.done]:
                 case Backward(start, _):
                     self.done, self.state = self.done + 1, []
-                    while self._has_tape(start):
+                    while self.tapes and self.tapes[-1].start >= start:
                         self.core.backpropagate(self.tapes.pop(), gradients)
-                        if not self._has_tape(start):
-                            self._let_go()
-                        yield
                 case _:
                     self._perform(inputs, None)
         self.state = []
-
-    def _has_tape(self, start: int) -> bool:
-        return bool(self.tapes) and self.tapes[-1].start >= start
-
-    def _let_go(self) -> None:
-        """Perform the actions that free states, so that none is held during a pause."""
-        while self.done < len(self.actions):
-            match self.actions[self.done]:
-                case Free(at):
-                    del self.stored[at]
-                case Backward(start, _) if not self._has_tape(start):
-                    pass
-                case _:
-                    return
-            self.done += 1
-
-    def keep(self, at: int, state: Tensors) -> None:
-        """Store a state that was not computed here."""
-        self.stored[at] = ([t.detach() for t in state], self.core.ambient.capture())
 
     def clear(self) -> None:
         self.stored, self.tapes, self.state = {}, [], []
@@ -119,8 +89,6 @@ class Run:
                     self.tapes.append(tape)
                     self.state, self.position = tape.state_after, b
                     self.trail.arrive(b)
-                    if self.loads is not None and (self.done - 1, b) not in self.loads:
-                        tape.state_after = []
             case Load(at):
                 self.state, ambient = self._kept(at)
                 self.core.ambient.restore(ambient)

@@ -1,1 +1,0 @@
-"""A chain of unequal layers as a core."""

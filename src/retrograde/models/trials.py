@@ -1,0 +1,242 @@
+"""A trial of a call, which shows what it depends on besides its arguments.
+
+The call runs by itself, without the graph that its arguments came from, and leaves no trace.
+Modules of torch's own behave alike if they are of one make and get tensors of one form. So one
+trial serves all of them.
+"""
+
+import gc
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from retrograde.errors import CellError
+from retrograde.models.refill import Unit, tensors_in
+from retrograde.replay.dry_run import DryRun, try_out
+from retrograde.replay.referents import MODULE_TABLES, Referents, find_referents
+from retrograde.replay.surroundings import Ambient, version
+from retrograde.run.states import device_of
+
+__all__ = [
+    "Tried", "enter", "make_of", "parts_of", "tensors_of", "texts_of", "try_call", "wants_of",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Tried:
+    """The result of a trial. It holds no tensor that the call made.
+
+    Attributes:
+        unit: what runs again.
+        wants: whether each tensor of its result requires a gradient.
+        is_apart: whether its result has memory that its arguments have not.
+        writes: whether it writes to its arguments.
+        trial: its surroundings.
+    """
+
+    unit: Unit
+    wants: tuple[bool, ...]
+    is_apart: bool
+    writes: bool
+    trial: DryRun[None]
+
+    def on(
+        self, name: str, forward: Callable[..., Any], layers: Sequence[nn.Module]
+    ) -> "Tried | None":
+        """Return what a trial of layers of the same make would show, or None if that needs one."""
+        if not self.trial.repeatable() or self.writes or not self.is_apart:
+            return None
+        found = find_referents(layers)
+        ambient = self.trial.on(found)
+        return replace(self, unit=Unit(name, forward, ambient, _reads_of(found, ambient)))
+
+
+def try_call(
+    name: str,
+    forward: Callable[..., Any],
+    layers: Sequence[nn.Module],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Tried:
+    """Run a call of some layers once.
+
+    Raises:
+        CellError: the call cannot be run again.
+    """
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    given = tensors_in(leaves)
+    versions = [version(t) for t in given]
+    anchors: list[ref[Tensor]] = []
+
+    def call() -> Any:
+        args, kwargs, _, anchor = enter(leaves, wants_of(leaves), spec)
+        anchors.append(ref(anchor))
+        return forward(*args, **kwargs)
+
+    trial = try_out(call, layers, device_of(*given), tensors_in)
+    outputs = tensors_in(trial.value)
+    if any(t.layout is not torch.strided for t in (*given, *outputs)):
+        raise CellError(f"layer {name} is given or returns a sparse tensor: expected dense ones")
+    inside = {t.untyped_storage().data_ptr() for t in given}
+    apart = (t.untyped_storage() for t in outputs)
+    tried = Tried(
+        Unit(name, forward, trial.ambient, _reads_of(trial.found, trial.ambient)),
+        wants=tuple(t.requires_grad for t in outputs),
+        is_apart=any(s.nbytes() and s.data_ptr() not in inside for s in apart),
+        writes=versions != [version(t) for t in given],
+        trial=replace(trial, value=None),  # type: ignore[arg-type]
+    )
+    del trial, outputs, apart
+    _check_anchors(name, anchors)
+    _check_trial(name, tried.trial)
+    return tried
+
+
+def wants_of(leaves: Sequence[Any]) -> list[bool]:
+    """Return which arguments are tensors that require a gradient."""
+    return [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+
+
+def enter(
+    leaves: Sequence[Any], wants: Sequence[bool], spec: pytree.TreeSpec
+) -> tuple[Any, Any, list[Tensor], Tensor]:
+    """Return arguments without the graph that they came from, and those that want a gradient. The
+    last result is the leaf of the graph that begins with these."""
+    anchor = torch.empty(0, device="cpu", requires_grad=True)
+    given = [leaf.detach() for leaf, want in zip(leaves, wants, strict=True) if want]
+    if given and torch.is_grad_enabled():
+        given = list(_Enter.apply(anchor, *given))  # type: ignore[no-untyped-call]
+    rest = iter(given)
+    pairs = zip(leaves, wants, strict=True)
+    args, kwargs = pytree.tree_unflatten([next(rest) if want else x for x, want in pairs], spec)
+    return args, kwargs, given, anchor
+
+
+class _Enter(torch.autograd.Function):
+    """Tensors in the form that a preceding layer would have returned.
+
+    Autograd would hold a leaf as long as the graph, even one that no layer refers to.
+    """
+
+    @staticmethod
+    def forward(ctx: object, anchor: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
+        return tuple(t.detach() for t in state)
+
+    @staticmethod
+    def backward(ctx: object, *gradients: Tensor) -> None:
+        raise AssertionError("gradients are taken before they get here")
+
+
+def _check_trial(name: str, trial: DryRun[Any]) -> None:
+    """Refuse a layer that may decide by random numbers, or leaves a tensor with a gradient."""
+    if trial.decides:
+        raise CellError(_DECIDES.format(name))
+    for left in trial.ambient.left:
+        for key in set(left.graphs) - _computed_names(left.place.holder):
+            raise CellError(_LEAVES.format(name, left.place.called(key)))
+
+
+def _check_anchors(name: str, anchors: "Sequence[ref[Tensor]]") -> None:
+    """Refuse a layer that leaves a tensor with a gradient where no search finds it. An anchor lives
+    as long as a graph that the layer's trial made."""
+    if any(anchor() is not None for anchor in anchors):
+        gc.collect()  # of cycles
+        if any(anchor() is not None for anchor in anchors):
+            raise CellError(_LEAVES.format(name, "a place that cannot be found"))
+
+
+_DECIDES = (
+    "layer {} draws random numbers of Python's, which may decide what it computes, so its bytes "
+    "cannot be known before: expected drawn tensors; multiply by a drawn mask, as "
+    "torchvision.ops.StochasticDepth does, or use memory=None"
+)
+_LEAVES = (
+    "layer {} leaves a tensor with a gradient in {}: expected it to return it, since no budget "
+    "covers what is left; return it, leave its detach(), or use memory=None"
+)
+
+
+def _computed_names(attributes: Any) -> set[str]:
+    """Return the names of weights that torch's hooks compute before each call, as pruning does."""
+    hooks = attributes.get("_forward_pre_hooks", {}) if isinstance(attributes, dict) else {}
+    options = (vars(hook).values() for hook in hooks.values() if hasattr(hook, "__dict__"))
+    return {value for values in options for value in values if isinstance(value, str)}
+
+
+def parts_of(layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the modules in some layers, each once."""
+    return list({id(part): part for layer in layers for part in layer.modules()}.values())
+
+
+def tensors_of(parts: Sequence[nn.Module]) -> list[Tensor]:
+    """Return the parameters and buffers of some modules, without those inside of these."""
+    tables = (table for part in parts for table in (part._parameters, part._buffers))
+    return [t for table in tables for t in table.values() if t is not None]
+
+
+def texts_of(parts: Sequence[nn.Module]) -> Hashable:
+    """Return all that trials and sizes of some modules depend on, besides what they are given: the
+    objects, their options, and their tensors. It keeps none of these alive."""
+    options = tuple(
+        (id(part), *(pair for pair in vars(part).items() if isinstance(pair[1], _OPTIONS)))
+        for part in parts
+    )
+    tensors = tuple((id(t), t.shape, t.dtype, t.device, t.requires_grad) for t in tensors_of(parts))
+    return options, tensors, torch.get_num_threads()
+
+
+_OPTIONS = (bool, int, float, str, type(None))
+
+
+def _reads_of(found: Referents, ambient: Ambient) -> list[Tensor]:
+    """Return the parameters, buffers and captured tensors that a call reads and does not change."""
+    changing = {id(b) for b in ambient.buffers}
+    read = (*tensors_of(found.parts()), *found.tensors)
+    return [t for t in read if id(t) not in changing]
+
+
+def make_of(parts: Sequence[nn.Module]) -> Hashable:
+    """Return a description of some modules, equal for modules that behave alike.
+
+    It has their classes, options and sizes, and which of them share a module or a tensor. It is
+    None unless all are torch's own, without hooks.
+    """
+    numbers: dict[int, int] = {}
+
+    def number(value: object) -> int:
+        return numbers.setdefault(id(value), len(numbers))
+
+    found = []
+    for part in parts:
+        kind, own = type(part), vars(part)
+        if not kind.__module__.startswith("torch.nn.modules."):
+            return None
+        options = {name: own[name] for name in own.keys() - MODULE_TABLES - {"forward"}}
+        simple = all(map(_is_simple, options.values()))
+        hooked = any(own[name] for name in own if name.endswith("_hooks"))
+        if hooked or not simple:
+            return None
+        tables = own["_parameters"], own["_buffers"]
+        tensors = tuple(
+            (name, t if t is None else (number(t), t.requires_grad, *_laid(t)))
+            for table in tables
+            for name, t in table.items()
+        )
+        within = tuple((name, number(child)) for name, child in own["_modules"].items())
+        found.append((kind, number(part), repr(sorted(options.items())), tensors, within))
+    return tuple(found)
+
+
+def _laid(t: Tensor) -> tuple[Any, ...]:
+    return t.shape, t.stride(), t.dtype, t.device, t.untyped_storage().nbytes()
+
+
+def _is_simple(value: Any) -> bool:
+    """Return whether an option's text says all of it; a function of torch's is one object."""
+    torchs = callable(value) and str(getattr(value, "__module__", "")).startswith("torch.")
+    return torchs or isinstance(value, bool | int | float | str | tuple | None)
