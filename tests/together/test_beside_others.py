@@ -133,8 +133,11 @@ def test_two_threads_that_draw_from_one_generator_are_refused(streamed, draw):
 
 
 def test_a_layer_that_draws_while_another_thread_does_is_refused():
-    net = rg.Sequential(*(nn.Sequential(layer, nn.Dropout()) for layer in layers()), memory="90%")
+    net = rg.Sequential(*(nn.Sequential(layer, nn.Dropout()) for layer in layers()), memory=1)
     x = torch.randn(2000, SIZE)
+    with pytest.raises(rg.BudgetError) as caught:
+        net(x)
+    net.memory = caught.value.minimum_bytes
 
     def run():
         for _ in range(50):

@@ -23,6 +23,7 @@ import retrograde as rg
 from oracles.drawn_models import BUDGETS, draw, read
 
 WIDTH = 24
+LOSS = 8  # bytes of a loss and of its gradient
 
 
 class Block(nn.Module):
@@ -114,7 +115,7 @@ def test_an_auxiliary_loss_is_refused_by_name(habit, where):
     HIDDEN["a"]["b"]["c"]["d"].clear()
 
 
-def test_a_pruned_weight_is_no_auxiliary_loss_until_the_loss_uses_it():
+def test_a_pruned_weight_may_be_a_part_of_the_loss():
     def pruned():
         found = blocks()
         for block in found:
@@ -127,8 +128,8 @@ def test_a_pruned_weight_is_no_auxiliary_loss_until_the_loss_uses_it():
     x = inputs()
     ours, theirs = rg.Sequential(*pruned(), memory="45%"), nn.Sequential(*pruned())
     assert_as_without(ours, theirs, x)
-    with pytest.raises(rg.RetrogradeError, match=r"the loss depends on Linear\.weight, where"):
-        gradients(ours, x, loss=loss)
+    pairs = zip(gradients(ours, x, loss=loss), gradients(theirs, x, loss=loss), strict=True)
+    assert all(map(torch.equal, *zip(*pairs, strict=True)))
 
 
 def by_torch(_):
@@ -180,7 +181,7 @@ def test_stochastic_depth_by_a_mask_is_exact():
     assert_as_without(ours, theirs, x)
 
 
-def test_a_first_layer_that_passes_no_gradient_when_tried_is_named_later():
+def test_a_first_layer_that_passes_no_gradient_when_tried():
     class Warm(nn.Module):
         def __init__(self):
             super().__init__()
@@ -191,11 +192,11 @@ def test_a_first_layer_that_passes_no_gradient_when_tried_is_named_later():
 
     x = inputs()
     x[0, 0] = -1.0
-    net = rg.Sequential(Warm(), *blocks(), memory="45%")
-    net(x)
+    layers = [Warm(), *blocks()]
+    ours, theirs = rg.Sequential(*copy.deepcopy(layers), memory="45%"), nn.Sequential(*layers)
+    assert_as_without(ours, theirs, x)
     x[0, 0] = 1.0
-    with pytest.raises(rg.CellError, match="layer 0 passes a gradient on, which it did not"):
-        net(x)
+    assert_as_without(ours, theirs, x)
 
 
 def test_a_schedule_has_the_length_of_what_it_runs():
@@ -310,7 +311,7 @@ def test_the_gradient_of_the_output_may_lie_in_memory_in_any_way(last, loss):
     net.zero_grad()
     assert rg.measure(call).working_bytes <= net.memory
     net.zero_grad()  # an output that nobody but the last layer holds counts
-    assert rg.measure(lambda: net(x).sum().backward()).working_bytes <= net.memory
+    assert rg.measure(lambda: net(x).sum().backward()).working_bytes <= net.memory + LOSS
 
 
 def test_the_least_is_not_more_than_ordinary_backpropagation_takes():
@@ -328,12 +329,12 @@ def test_the_least_is_not_more_than_ordinary_backpropagation_takes():
     x = inputs()
     ordinary = net.fit(x).ordinary_bytes
     net.memory = 1
-    with pytest.raises(rg.BudgetError, match=f"expected at least {ordinary} ") as caught:
+    with pytest.raises(rg.BudgetError, match="expected at least ") as caught:
         net(x)
-    assert caught.value.minimum_bytes == ordinary
-    net.memory = ordinary
-    net(x).sum().backward()
-    net.memory = ordinary - 1
+    assert caught.value.minimum_bytes <= ordinary
+    for net.memory in (ordinary, caught.value.minimum_bytes):
+        net(x).sum().backward()
+    net.memory = caught.value.minimum_bytes - 1
     with pytest.raises(rg.BudgetError):
         net(x)
 

@@ -27,7 +27,7 @@ from retrograde.models.lean import lean as lean_pass
 from retrograde.models.tape import Tape
 from retrograde.plan.calls import Part
 from retrograde.replay.generators import Source
-from retrograde.replay.surroundings import Ambient, autocast_as_now, version
+from retrograde.replay.surroundings import Ambient, Trail, autocast_as_now, version
 from retrograde.run.core import unrecorded
 
 __all__ = ["DROPPED", "DROPPED_LEAN", "KEPT", "LEAN", "Dropped", "Row", "Unit", "tensors_in"]
@@ -116,6 +116,7 @@ class Dropped:
         ambient = unit.ambient
         self.marks, self.then = ambient.steady.marks(), ambient.capture()
         self.moved: tuple[Source, ...] = ()
+        self.trail = Trail(ambient)  # by the number of tensors that were saved
 
     def run(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -124,12 +125,14 @@ class Dropped:
         ours = {id(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         with saved_tensors_hooks(partial(self._drop, ours), recipes.unpack):  # type: ignore[arg-type]
             result = forward(*args, **kwargs)
+        self.trail.arrive(len(self.saved))
         self.moved += self.unit.ambient.steady.changes(self.marks, f"layer {self.unit.name}")
         return result
 
     def _drop(self, ours: set[int], t: Tensor) -> Any:
         if _is_free(t, ours):
             return recipes.Held(t, t._version)
+        self.trail.arrive(len(self.saved))
         saved = Saved(self)
         self.saved.append(ref(saved))
         self.forms.append((t.shape, t.dtype))
@@ -183,7 +186,9 @@ class Dropped:
         """Run the call without a graph, and return the tensors of its result."""
         args, kwargs, _ = self._arguments(state)
         with unrecorded(), self._again():
-            return tensors_in(self.unit.forward(*args, **kwargs))
+            result = tensors_in(self.unit.forward(*args, **kwargs))
+            self.trail.arrive(len(self.saved))
+            return result
 
     def refill(self) -> None:
         """Run the call again, and fill what it saved."""
@@ -207,12 +212,13 @@ class Dropped:
         alive = [number for number, saved in enumerate(self.saved) if saved() is not None]
         last = -1 if whole else alive[-1]
         tape = Tape(True, task) if lean else None
-        number, result = 0, None
+        number, result, ended = 0, None, False
 
         def pack(t: Tensor) -> Any:
-            nonlocal number
+            nonlocal number, ended
             if _is_free(t, ours):
                 return recipes.Held(t, t._version)
+            self.trail.arrive(number)
             at, number = number, number + 1
             if at >= len(self.forms) or self.forms[at] != (t.shape, t.dtype):
                 raise self._differs()
@@ -221,6 +227,7 @@ class Dropped:
                 value = tape.pack(t) if tape is not None else recipes.Held(t.detach(), t._version)
                 saved.value = value
             if at == last:
+                ended = True
                 raise _EndedError
             return value
 
@@ -228,10 +235,12 @@ class Dropped:
             hooks = saved_tensors_hooks(pack, recipes.unpack)  # type: ignore[arg-type]
             with torch.enable_grad(), self._again(), tape or nullcontext(), hooks:
                 result = self.unit.forward(*args, **kwargs)
+                self.trail.arrive(number)
             if number != len(self.forms):
                 raise self._differs()
-        except _EndedError:
-            pass
+        except (_EndedError, RuntimeError):  # TorchScript raises its own
+            if not ended:
+                raise
         del args, kwargs
         if tape is not None:
             tape.close()
