@@ -48,6 +48,8 @@ def _plan() -> None:
     sizes = [1_000_003 + 70_001 * (7 * i % 5) for i in range(12)]
     chain = rg.Chain([1.0, 2.0, 1.5] * 4, [2.0] * 12, sizes, [3 * size for size in sizes])
     rg.plan(chain, 12_345_678)
+    layers = [layer for _ in range(3) for layer in (nn.Linear(4, 4), nn.Tanh())]
+    rg.Sequential(*layers, memory="80%")(torch.randn(8, 4, device="cpu")).sum().backward()
 
 
 def _run_layers(module: Any, dtype: torch.dtype) -> None:

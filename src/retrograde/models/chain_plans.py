@@ -32,6 +32,7 @@ from retrograde.units import Memory, as_bytes, format_bytes
 
 __all__ = ["ChainFit", "Plans", "measure_network", "named_layers"]
 
+_MOST_UNITS = 200  # a plan for more takes long: neighbours are taken together
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _WRITES = (
     "layer {} writes in place to {}, which is used again: expected it to leave that as it is; give "
@@ -232,7 +233,7 @@ def measured(layers: Layers, input: Any, meter: Meter, repeats: int | None = Non
     Raises:
         CellError: a layer cannot be run exactly; the message names it.
     """
-    walk = _Walk(input, meter, repeats)
+    walk = _Walk(input, meter, repeats, -(-len(layers) // _MOST_UNITS))
     for name, layer in layers:
         walk.add(name, layer)
     walk.close(last=True)
@@ -242,8 +243,8 @@ def measured(layers: Layers, input: Any, meter: Meter, repeats: int | None = Non
 class _Walk:
     """The units of the layers so far, of which the last is not measured yet."""
 
-    def __init__(self, input: Any, meter: Meter, repeats: int | None) -> None:
-        self.kind, self.meter, self.repeats = Kind([]), meter, repeats
+    def __init__(self, input: Any, meter: Meter, repeats: int | None, together: int) -> None:
+        self.kind, self.meter, self.repeats, self.together = Kind([]), meter, repeats, together
         self.given = self.value = _alone(input, None)  # before and after the last unit
         self.made: list[Tensor | None] = []
         self.layers: list[nn.Module] = []
@@ -256,6 +257,7 @@ class _Walk:
         if not self.layers and tried.writes:
             raise CellError(_WRITES.format(name, "the chain's input"))
         begins = first and self.tried is not None and not self.tried.is_apart
+        begins = begins or len(self.layers) < self.together
         if self.layers and (tried.writes or begins or not tried.is_apart):
             self.names.append(name)
             self.layers.append(layer)

@@ -14,21 +14,23 @@ its input and its output. It may keep either; what two calls keep is held once. 
 A group that ends at k would gain nothing, since nothing is held after it. The least peak ``P(i,
 k)`` has the same form, with maxima.
 
-Complexity: O(n² (ways + n) · levels) additions, in NumPy. Known limit: bytes are rounded up to
-levels, so a plan may leave some of the budget unused.
+Complexity: O(n² (ways + n) · levels) additions in a compiled loop. Known limit: bytes are counted
+in levels, so a plan may leave some of the budget unused. Its peak is found exactly.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 __all__ = ["CallSizes", "Part", "Way", "fastest", "kept_whole", "least", "peak_of", "seconds_of"]
 
-_CELLS = 4 * 10**7  # of the table: there are fewer levels for many calls
+_CELLS = 2 * 10**7  # of the table: there are fewer levels for many calls
 _MOST_LEVELS = 1000
+_BEYOND = 16  # one level in so many lies beyond the budget: its plan may still be within
 
 
 @dataclass(frozen=True)
@@ -254,83 +256,75 @@ def fastest(calls: Sequence[CallSizes], budget: int) -> tuple[Part, ...]:
     smallest, parts = least(calls)
     if smallest > budget:
         raise ValueError(f"{smallest} bytes are the least peak, not {budget}")
-    n = len(calls)
-    levels = int(min(_MOST_LEVELS, max(50, 2 * _CELLS // (n * n + 1)), max(budget, 1)))
-    found = _search(calls, budget - _left(calls), levels)
+    found = _search(calls, budget)
     return parts if found is None else found
 
 
-def _search(calls: Sequence[CallSizes], budget: int, levels: int) -> tuple[Part, ...] | None:
+def _search(calls: Sequence[CallSizes], budget: int) -> tuple[Part, ...] | None:
     """Return a plan by the first recurrence, or None if rounding leaves none."""
+    from retrograde.plan.call_tables import cell, fill
+
     sums, n = _Sums(calls), len(calls)
-    size = max(budget, 1) / levels
-    m = np.arange(levels + 1)
-    best: dict[tuple[int, int, int], NDArray[np.float64]] = {}
-    choice: dict[tuple[int, int, int], NDArray[np.int16]] = {}
+    room = budget - _left(calls)
+    size = max(1, -(-room // min(_MOST_LEVELS, max(50, _CELLS // (n * n)))))
+    levels = room // size + 1
+    levels += levels // _BEYOND if size > 1 else 0
 
-    def up(nbytes: float) -> int:
-        return int(-(-nbytes // size))
+    def up(nbytes: Any) -> Any:
+        return -(-nbytes // size)
 
-    def less(f: NDArray[np.float64], by: int) -> NDArray[np.float64]:
-        """Return f(m − by)."""
-        if by > levels:
-            return np.full(levels + 1, np.inf)
-        return np.concatenate([np.full(by, np.inf), f[: levels + 1 - by]]) if by else f
+    def column(of: Callable[[CallSizes, Way], Any]) -> NDArray[Any]:
+        return np.array([[of(call, way) for way in call.ways] for call in calls])
 
-    def solve(i: int, k: int) -> None:
-        outer, call = k == n, calls[i]
-        waits = 0 if outer else calls[k - 1].gradient_bytes
-        groups = []
-        for j in range(i + 2, k):
-            inner = np.where(m >= up(waits + sums.runs[i, j]), best[1, i, j], np.inf)
-            f = sums.seconds[j] - sums.seconds[i] + inner + best[0, j, k]
-            groups.append(less(f, up(sums.noted[j] - sums.noted[i]) if outer else 0))
-        for is_held in (0, 1):
-            given = 0 if is_held else call.input_bytes
-            table = []
-            for way in call.ways:
-                base = given if way.keeps_input else 0
-                need = base + way.backward_bytes
-                if i + 1 < k:
-                    after = base + _after(call, way)
-                    f = way.seconds + less(best[int(way.keeps_output), i + 1, k], up(after))
-                    need = max(need, waits + given + way.first_bytes)
-                else:  # the last call of a group, dropped, runs once and not twice
-                    once = 0.0 if outer or not way.dropped else call.forward_seconds
-                    f = np.full(levels + 1, way.seconds - once)
-                    runs = outer or not way.dropped
-                    need = max(need, waits + given + way.first_bytes if runs else 0)
-                table.append(np.where(m >= up(need), f, np.inf))
-            table += [less(f, up(given)) for f in groups]
-            stack = np.stack(table)
-            best[is_held, i, k] = stack.min(0)
-            codes = [*range(0, -len(call.ways), -1), *range(i + 2, k)]
-            choice[is_held, i, k] = np.array(codes, np.int16)[stack.argmin(0)]
-
-    for k in range(1, n + 1):
-        for i in range(k - 1, -1, -1):
-            solve(i, k)
-    if not np.isfinite(best[1, 0, n][levels]):
-        return None
+    given = np.array([call.input_bytes for call in calls])
+    # By whether the input is held already: what comes on top of a way's own bytes.
+    on_top = np.stack([np.repeat(given[:, None], len(calls[0].ways), 1), column(lambda *_: 0)])
+    kept = on_top * column(lambda _, way: way.keeps_input)
+    after = kept + column(_after)
+    # Rounded so that sums over calls are right within a level: then nothing is lost for many calls.
+    after = np.diff(np.cumsum(after, 1) // size, axis=1, prepend=0)
+    steps = np.cumsum(given) // size
+    dropped = column(lambda _, way: int(way.dropped))
+    table = (
+        after,
+        up(on_top + column(lambda _, way: way.first_bytes)),
+        up(kept + column(lambda _, way: way.backward_bytes)),
+        column(lambda _, way: way.seconds),
+        column(lambda _, way: int(way.keeps_output)),
+        dropped,
+        np.array(sums.seconds),
+        np.diff(steps, prepend=0),
+        up(sums.runs[:n]),
+        np.array(sums.noted) // size,
+        up(np.array([call.gradient_bytes for call in calls])),
+    )
+    best = np.empty((2, cell(n, n), levels), np.float32)
+    choice = np.empty(best.shape, np.int16)
+    fill(*table, best, choice)
+    steps, noted = table[7], table[9]
 
     def walk(i: int, k: int, room: int) -> tuple[Part, ...]:
         parts, is_held = [], 1
         while i < k:
-            at, call = int(choice[is_held, i, k][room]), calls[i]
-            given = 0 if is_held else call.input_bytes
+            at = int(choice[is_held, cell(i, k), room])
             if at <= 0:
-                way = call.ways[-at]
                 parts.append(Part(i, i + 1, -at))
-                room -= up((given if way.keeps_input else 0) + _after(call, way))
-                i, is_held = i + 1, int(way.keeps_output)
+                room -= int(after[is_held, i, -at])
+                i, is_held = i + 1, int(calls[i].ways[-at].keeps_output)
             else:
-                room -= up(given)
-                room -= up(sums.noted[at] - sums.noted[i]) if k == n else 0
+                room -= 0 if is_held else int(steps[i])
+                room -= int(noted[at] - noted[i]) if k == n else 0
                 parts.append(Part(i, at, 0, walk(i, at, room)))
                 i, is_held = at, 0
         return tuple(parts)
 
-    return walk(0, n, levels)
+    for level in range(levels - 1, -1, -1):
+        if not np.isfinite(best[1, cell(0, n), level]):
+            return None
+        parts = walk(0, n, level)
+        if peak_of(calls, parts) <= budget:
+            return parts
+    return None
 
 
 def _after(call: CallSizes, way: Way) -> int:

@@ -1,0 +1,77 @@
+"""The table of :func:`retrograde.plan.calls.fastest`, filled by a kernel that compiles when this is
+first imported. Bytes are counted in levels. The rows of calls i … k − 1 are adjacent for each k.
+"""
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+__all__ = ["cell", "fill"]
+
+_Ints = NDArray[np.int64]
+_Reals = NDArray[np.float64]
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def cell(i: int, k: int) -> int:
+    """Return the row of calls i … k − 1."""
+    return k * (k - 1) // 2 + i
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def fill(
+    after: _Ints, first: _Ints, back: _Ints, more: _Reals, keeps: _Ints, dropped: _Ints,
+    forward: _Reals, given: _Ints, runs: _Ints, noted: _Ints, waits: _Ints,
+    best: NDArray[np.float32], choice: NDArray[np.int16],
+) -> None:  # fmt: skip
+    """Fill ``best`` and ``choice``, of shape (2, rows, levels), by the recurrence.
+
+    The first index says whether the input is held already. ``after``, ``first`` and ``back``, of
+    shape (2, calls, ways), are what a way holds, and its peaks. ``more`` are a way's seconds;
+    ``keeps`` and ``dropped``, of that shape too, are flags. ``forward`` and ``noted`` are sums over
+    the calls before. ``runs`` (calls, calls + 1) are peaks of running calls in turn. ``waits`` is
+    the gradient at each call's end. A choice is a way, as −w, or the end of a group.
+    """
+    count, ways = more.shape
+    levels = best.shape[2]
+    group = np.empty(levels, np.float32)
+    ends = np.empty(levels, np.int16)
+    for k in range(1, count + 1):
+        outer = k == count
+        wait = 0 if outer else waits[k - 1]
+        for i in range(k - 1, -1, -1):
+            here = cell(i, k)
+            group[:] = np.inf
+            for j in range(i + 2, k):
+                shift = noted[j] - noted[i] if outer else 0
+                need = shift + runs[i, j] + wait
+                seconds = np.float32(forward[j] - forward[i])
+                left, right = best[1, cell(i, j)], best[0, cell(j, k)]
+                for m in range(max(0, need), levels):
+                    total = seconds + left[m - shift] + right[m - shift]
+                    if total < group[m]:
+                        group[m], ends[m] = total, j
+            for held in range(2):
+                row, chosen = best[held, here], choice[held, here]
+                row[:] = np.inf
+                for w in range(ways):
+                    runs_first = i + 1 < k or outer or not dropped[i, w]
+                    need = max(back[held, i, w], first[held, i, w] + wait if runs_first else 0)
+                    if i + 1 < k:
+                        by = after[held, i, w]
+                        behind = best[keeps[i, w], cell(i + 1, k)]
+                        for m in range(max(need, by, 0), levels):
+                            total = np.float32(more[i, w]) + behind[m - by]
+                            if total < row[m]:
+                                row[m], chosen[m] = total, -w
+                        continue
+                    # The last call of a group, dropped, runs once and not twice.
+                    once = 0.0 if outer or not dropped[i, w] else forward[i + 1] - forward[i]
+                    total = np.float32(more[i, w] - once)
+                    for m in range(max(need, 0), levels):
+                        if total < row[m]:
+                            row[m], chosen[m] = total, -w
+                by = 0 if held else given[i]
+                for m in range(by, levels):
+                    if group[m - by] < row[m]:
+                        row[m], chosen[m] = group[m - by], ends[m - by]
