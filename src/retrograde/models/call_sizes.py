@@ -22,7 +22,7 @@ from retrograde.models.lean import lean
 from retrograde.models.refill import Dropped, Unit, tensors_in
 from retrograde.models.trials import Tried, enter, make_of, parts_of, try_call, wants_of
 from retrograde.plan.calls import CallSizes, Part, Way, fastest, kept_whole, least, peak_of
-from retrograde.replay.surroundings import muted_hooks
+from retrograde.replay.surroundings import Steady, muted_hooks
 from retrograde.run.core import unrecorded
 from retrograde.units import format_bytes
 
@@ -56,11 +56,12 @@ class _Leave(torch.autograd.Function):
 class _Measurement:
     """The phases of a call, for each way to keep it. It owns the state, and lets it go.
 
-    ``state`` are the arguments that the call before made, or those of the ``first`` call.
+    ``state`` are the arguments that the call before made, or those of the ``first`` call. With
+    ``turned``, the gradient of the result has reversed strides.
     """
 
     def __init__(self, unit: Unit, call: Call, state: Sequence[Tensor], *, first: bool) -> None:
-        self.unit, self.given, self.first = unit, state, first
+        self.unit, self.given, self.first, self.turned = unit, state, first, False
         args, kwargs = call
         leaves, self.spec = pytree.tree_flatten((args, kwargs))
         self.device = next(t.device for t in leaves if isinstance(t, Tensor))
@@ -75,7 +76,7 @@ class _Measurement:
         self.seeds: list[Tensor] = []
         self.like: list[tuple[Any, ...]] = []
         self.for_caller: list[Tensor | None] = []
-        self.turns = False
+        self.turns = [False, False]
         self.handed, self.hands_on = 0, False
         self.gradients: list[int] = []
         self.apart = 0
@@ -105,6 +106,10 @@ class _Measurement:
 
     def keep(self) -> None:
         self._record(self.unit.forward)
+
+    def keep_turned(self) -> None:
+        self.turned = True
+        self.keep()
 
     def keep_lean(self) -> None:
         with lean():
@@ -151,17 +156,21 @@ class _Measurement:
         self.root, self.edges = [], []
         own = [t for t in self.unit.reads if t.requires_grad and t.is_leaf]
         if root and (edges or own):
-            self.seeds += (torch.ones(shape, dtype=d, device=at) for shape, d, at in self.like)
+            for shape, dtype, device in self.like:
+                seed = torch.ones(shape[:: -1 if self.turned else 1], dtype=dtype, device=device)
+                turned = seed.permute(*reversed(range(seed.dim()))) if self.turned else seed
+                self.seeds.append(turned)
+                del seed, turned
             begin = [torch.empty(0, device=self.device)]
             with muted_hooks(own):
                 found = torch.autograd.grad(root, [*edges, *own], begin, allow_unused=True)
             back = [g for g in found[: len(edges)] if g is not None]
-            self.turns = any(not g.is_contiguous() for g in back)
+            self.turns[self.turned] = any(not g.is_contiguous() for g in back)
             self.apart = max([0, *(g.untyped_storage().nbytes() - g.nbytes for g in back)])
             self.for_caller = list(found[len(edges) :])
 
     def clear(self) -> None:
-        self.result = None
+        self.result, self.turned = None, False
         self.state, self.root, self.edges, self.for_caller = [], [], [], []
 
 
@@ -233,6 +242,7 @@ class Kind:
         units: of their calls.
         passes: whether a gradient goes through each of them, where that is known.
         plans: by budget.
+        still: the generators that no unit draws from, where they are checked once over all.
     """
 
     active: list[int]
@@ -240,13 +250,12 @@ class Kind:
     units: list[Unit] = field(default_factory=list)
     passes: list[bool] = field(default_factory=list)
     plans: dict[int, tuple[Part, ...]] = field(default_factory=dict)
+    still: Steady = field(default_factory=Steady)
 
     def add(self, found: CallSizes, *, last: bool) -> None:
         """Add the sizes of the next call. What it hands on of what the call before made is held
         throughout. A gradient that it hands on may wait in larger memory, or have to be copied."""
         handed = found.handed_bytes if self.sizes else 0
-        if self.sizes and found.turns:
-            self.sizes[-1] = self.sizes[-1].held_back(0, self.sizes[-1].output_bytes)
         for at in range(len(self.sizes) - 1, -1, -1) if found.apart_bytes else ():
             self.sizes[at] = self.sizes[at].held_back(found.apart_bytes)
             if not self.sizes[at].hands_on:
@@ -257,8 +266,12 @@ class Kind:
         found = replace(
             found, input_bytes=found.input_bytes - handed, left_bytes=found.left_bytes + handed
         )
-        copied = found.output_bytes if last else 0  # the caller's gradient may lie in any way
-        self.sizes.append(found.held_back(0, copied))
+        self.sizes.append(found)
+        turned = last  # the caller's gradient may lie in memory in any way
+        for at in range(len(self.sizes) - 1, -1, -1) if last else ():
+            size = self.sizes[at]
+            self.sizes[at] = size.held_back(0, size.turned_bytes if turned else 0)
+            turned = size.turns[turned]
 
     @property
     def is_measured(self) -> bool:
@@ -313,7 +326,7 @@ def _peak(way: Way) -> int:
 
 def _bytes(one: _Measurement, device: torch.device) -> list[Phase]:
     phases: list[Callable[[], None]] = [one.begin, one.advance, one.release_result, one.clear]
-    for way in _WAYS:
+    for way in (*_WAYS, "keep_turned"):
         phases += [
             one.begin, getattr(one, way), one.release_result, one.release_state,
             one.backpropagate, one.clear,
@@ -328,7 +341,7 @@ def _sizes(one: _Measurement, found: Sequence[Phase], seconds: dict[str, float])
     captured = (t for t in one.unit.ambient.capture() if t.is_cuda == on_gpu)
     noted = sum(int(t.nbytes) for t in captured)  # also held while it runs again
     ways = []
-    for k, way in enumerate(_WAYS):
+    for k, way in enumerate((*_WAYS, "keep")):
         first = 5 + 6 * k
         record, less_result, less_state, back = found[first : first + 4]
         last = first + 4  # what is released then is the caller's
@@ -350,10 +363,11 @@ def _sizes(one: _Measurement, found: Sequence[Phase], seconds: dict[str, float])
         output_bytes=output,
         forward_bytes=found[1].peak() + noted + _MARK_BYTES,
         forward_seconds=seconds[""],
-        ways=tuple(ways),
+        ways=tuple(ways[:-1]),
         noted_bytes=noted,
         left_bytes=sum(left.nbytes for left in one.unit.ambient.left),
-        turns=one.turns,
+        turns=tuple(one.turns),
+        turned_bytes=max(0, ways[-1].backward_bytes - ways[0].backward_bytes),
         hands_on=one.hands_on,
         handed_bytes=one.handed,
         gradient_bytes=sum(one.gradients) + _MARK_BYTES,

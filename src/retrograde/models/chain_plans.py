@@ -12,6 +12,7 @@ follow another plan; its gradient is the same, bit for bit.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from retrograde.models.refill import Row, tensors_in
 from retrograde.models.rows import Given
 from retrograde.models.trials import Tried, parts_of, tensors_of, texts_of
 from retrograde.plan.calls import CallSizes, Part, kept_whole, peak_of, seconds_of
+from retrograde.replay.surroundings import Steady
 from retrograde.run.core import unrecorded
 from retrograde.run.transforms import is_unreal, refuse_sharded, refuse_transforms
 from retrograde.schedule import Chain
@@ -156,10 +158,17 @@ class Plans:
         if plan == kept_whole(kind.sizes):
             return None
         row, before, value, made = Row(plan), None, input, list[Tensor | None]()
+        still, dropped = kind.still.marks(), []
         for number, unit in enumerate(kind.units):
-            args = Given.of((value,), {}, 0).args
+            args = (value,) if isinstance(value, Tensor) else Given.of((value,), {}, 0).args
             value, before = row.run(number, unit, unit.forward, args, {}, made, before)
             made = _made(value, args)
+            dropped += [ref(before)] if before is not None else []
+        first, last = kind.units[0].name, kind.units[-1].name
+        moved = kind.still.changes(still, f"one of the layers {first} … {last}")
+        for call in (one() for one in dropped if moved):
+            if call is not None:
+                call.moved += moved
         return value
 
     def _kind(self, layers: "Layers", parts: Sequence[nn.Module], input: Any) -> Kind:
@@ -237,7 +246,20 @@ def measured(layers: Layers, input: Any, meter: Meter, repeats: int | None = Non
     for name, layer in layers:
         walk.add(name, layer)
     walk.close(last=True)
-    return walk.kind
+    return _parted(walk.kind)
+
+
+def _parted(kind: Kind) -> Kind:
+    """Return what is known, with the generators apart that no unit draws from. These are checked
+    once over all units, and not by each."""
+    drawn = {source for unit in kind.units for source in unit.ambient.sources}
+    still = {s: None for unit in kind.units for s in unit.ambient.steady.sources if s not in drawn}
+    units = []
+    for unit in kind.units:
+        steady = unit.ambient.steady
+        steady = replace(steady, sources=tuple(s for s in steady.sources if s in drawn))
+        units.append(replace(unit, ambient=replace(unit.ambient, steady=steady)))
+    return replace(kind, units=units, still=Steady(tuple(still)))
 
 
 class _Walk:

@@ -106,7 +106,7 @@ class Dropped:
     ) -> None:
         self.unit, self.lean, self.row, self.number = unit, lean, row, number
         self.autocast = autocast_as_now(unit.ambient.device)
-        leaves, self.spec = pytree.tree_flatten((args, kwargs))
+        leaves, self.spec = flatten(args, kwargs)
         self.given = [_Given.of(leaf) for leaf in leaves]
         self.saved: list[ref[Saved]] = []
         self.forms: list[tuple[torch.Size, torch.dtype]] = []
@@ -122,7 +122,7 @@ class Dropped:
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run the call, or a part of it, for the first time, in the caller's graph."""
-        ours = {id(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        ours = {id(leaf) for leaf in flatten(args, kwargs)[0] if isinstance(leaf, Tensor)}
         with saved_tensors_hooks(partial(self._drop, ours), recipes.unpack):  # type: ignore[arg-type]
             result = forward(*args, **kwargs)
         self.trail.arrive(len(self.saved))
@@ -165,7 +165,7 @@ class Dropped:
     def _arguments(self, state: Tensors) -> tuple[Any, Any, set[int]]:
         """Return the arguments, without the graph that they came from, and their ids."""
         leaves = [one.again(state) for one in self.given]
-        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        args, kwargs = unflatten(leaves, self.spec)
         return args, kwargs, {id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
 
     @contextmanager
@@ -391,4 +391,24 @@ class Row:
 
 def tensors_in(value: Any) -> Tensors:
     """Return the tensors in a pytree."""
+    if isinstance(value, Tensor):
+        return [value]
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def flatten(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Any], pytree.TreeSpec | None]:
+    """Return the leaves of arguments, and their structure; None for positional tensors alone, which
+    are by far the most frequent."""
+    if not kwargs and all(isinstance(leaf, Tensor) for leaf in args):
+        return [*args], None
+    return pytree.tree_flatten((args, kwargs))
+
+
+def unflatten(leaves: list[Any], spec: pytree.TreeSpec | None) -> tuple[Any, Any]:
+    """Return the arguments of which :func:`flatten` returned the leaves."""
+    if spec is None:
+        return tuple(leaves), {}
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    return args, kwargs

@@ -68,7 +68,9 @@ class CallSizes:
         ways: in which it may be kept.
         noted_bytes: what it notes to run again, such as random states.
         left_bytes: what it leaves in attributes.
-        turns: whether it hands a gradient on whose memory is not in order.
+        turns: whether it hands on a gradient whose memory is not in order: where the given one's
+            is, and where it is not.
+        turned_bytes: what the backward pass takes more in the second case.
         hands_on: whether its result shares memory with what it is given.
         handed_bytes: of that, what the call before made.
         backward_seconds: the time of its backward pass, and what recording it takes longer.
@@ -83,7 +85,8 @@ class CallSizes:
     ways: tuple[Way, ...]
     noted_bytes: int = 0
     left_bytes: int = 0
-    turns: bool = False
+    turns: tuple[bool, ...] = (False, False)
+    turned_bytes: int = 0
     hands_on: bool = False
     handed_bytes: int = 0
     backward_seconds: float = 0.0
