@@ -14,6 +14,7 @@ from torch.nn import functional
 
 import retrograde as rg
 from retrograde.errors import BudgetError, CellError, RetrogradeError, UnitError
+from retrograde.models import call_sizes, chain_plans, trials
 
 PARTS = [1.0, 0.6, 0.2, 0.0]  # of what lies between the least budget and the ordinary one
 
@@ -787,3 +788,74 @@ def test_the_profile_of_a_network_is_its_chain():
     assert "1-2" in str(chain)
     with pytest.raises(CellError, match="neither a state nor steps"):
         rg.profile(nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2), length=5)
+
+
+def triples(inplace):
+    triple = lambda: (nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(inplace))  # noqa: E731
+    return [layer for _ in range(4) for layer in triple()]
+
+
+def tied():
+    first, second, third = (nn.Linear(4, 4) for _ in range(3))
+    third.weight = first.weight
+    return [nn.Sequential(first, second), nn.Sequential(first, third), nn.Sequential(first, first)]
+
+
+IMAGE, ROW = torch.randn(2, 3, 5, 5), torch.randn(3, 4)
+REPEATED = {
+    "convolutions": (lambda: [*triples(False), nn.Flatten(), nn.Linear(75, 4)], IMAGE, 7),
+    "in place": (lambda: triples(True), IMAGE, 9),
+    "evaluation": (lambda: [layer.eval() for layer in triples(False)], IMAGE, 4),
+    "dropout": (lambda: [m for _ in range(3) for m in (nn.Linear(4, 4), nn.Dropout())], ROW, 3),
+    "one layer twice": (lambda: [nn.Linear(4, 4), *[nn.BatchNorm1d(4)] * 3], ROW, 2),
+    "tied": (tied, ROW, 3),
+    "frozen": (lambda: [nn.Linear(4, 4).requires_grad_(k != 1) for k in range(3)], ROW, 3),
+}
+
+
+def facts(tried):
+    unit = tried.unit
+    ambient = unit.ambient
+    steady = ambient.steady
+    return (
+        unit.name, tried.wants, tried.is_apart, tried.writes, {*ambient.sources}, ambient.left,
+        {*steady.sources}, [id(place.holder) for place in steady.places], ambient.modules,
+        [[id(t) for t in some] for some in (unit.reads, ambient.buffers, steady.tensors)],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_layers_of_one_make_are_tried_once(name, monkeypatch):
+    """What is told of the others is what trials of them would show."""
+    make, x, most = REPEATED[name]
+    layers = [(str(k), layer) for k, layer in enumerate(make())]
+    calls, shown, real = [], [[], []], call_sizes.Meter.try_call
+    plain = call_sizes.try_call
+    monkeypatch.setattr(call_sizes, "try_call", lambda *a: calls.append(0) or plain(*a))
+
+    def noted(into):
+        return lambda *a: into.append(real(*a)) or into[-1]
+
+    monkeypatch.setattr(call_sizes.Meter, "try_call", noted(shown[0]))
+    chain_plans.measured(layers, x, call_sizes.Meter())
+    assert len(calls) <= most
+    monkeypatch.setattr(trials.Tried, "on", lambda *_: None)
+    monkeypatch.setattr(call_sizes.Meter, "try_call", noted(shown[1]))
+    chain_plans.measured(layers, x, call_sizes.Meter())
+    assert [*map(facts, shown[0])] == [*map(facts, shown[1])]
+
+
+def test_modules_that_nest_otherwise_are_of_another_make():
+    a, b = nn.Linear(4, 4), nn.ReLU()
+    nets = nn.Sequential(a, b, a), nn.Sequential(a, b, b), nn.Sequential(a, b, a)
+    makes = [trials.make_of(trials.parts_of([net])) for net in nets]
+    assert makes[0] == makes[2] != makes[1]
+
+
+@pytest.mark.quick(1)
+def test_of_very_many_layers_neighbours_are_taken_together():
+    layers = [m for _ in range(120) for m in (nn.Linear(6, 6), nn.Tanh())]
+    x = torch.randn(50, 6)
+    plain, ours = pair(layers, x)
+    assert ours.fit(x).names[:2] == ("0-1", "2-3")
+    assert same(step(plain, x), step(ours, x))

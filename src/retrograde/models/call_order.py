@@ -54,7 +54,7 @@ class ModuleCall:
         more: the numbers of tensors inside other arguments, such as lists.
         made: the number of the returned tensor.
         slot: the argument that is the state, in a run.
-        refusal: the reason why it cannot be a layer of a called chain, or None.
+        refusal: the reason why it cannot be a layer of a run, or None.
         inside: the calls within it.
         held: the bytes of all tensors returned within it.
     """

@@ -88,13 +88,11 @@ def foreign_tensors(
     outputs: Sequence[Tensor | GradientEdge],
     mark: int,
     known: Collection[Edge] = (),
-    expected: Collection[Any] = (),
 ) -> tuple[Tensors, set[Edge]]:
     """Return the leaves of a graph, and its edges to nodes older than ``mark``.
 
     The walk stops at ``known`` edges in any case. Each thread counts sequence numbers on its own,
     so a backward pass on another thread cannot tell by the number which nodes are older.
-    ``expected`` nodes are skipped.
     """
     leaves: Tensors = []
     older: set[Edge] = set()
@@ -104,7 +102,7 @@ def foreign_tensors(
         if not isinstance(t, Tensor) or t.requires_grad
     ]
     pending: list[Edge] = [(root.node, root.output_nr) for root in roots]
-    visited: set[Any] = set(expected)
+    visited: set[Any] = set()
     while pending:  # the order is the same at every call, since fits are looked up by leaves
         edge = pending.pop()
         node = edge[0]

@@ -283,12 +283,6 @@ class Ambient:
         """Whether its steps change anything that has to be restored before a rerun."""
         return bool(self.sources or self.buffers)
 
-    def names_changed(self) -> Iterator[tuple[int, Any]]:
-        """Iterate over the ids of places' holders, and the names there that its steps change."""
-        for left in self.left:
-            for name in left.keys:
-                yield id(left.place.holder), name
-
     def capture(self) -> Snapshot:
         """Copy the present surroundings; the copy is empty for a cell that depends on none."""
         random = (source.capture() for source in self.sources)
