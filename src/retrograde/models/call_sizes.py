@@ -32,7 +32,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 _MARK_BYTES = 8  # one number, which tells a generator's position before and after a run
 _ROUNDS = 3
-_MORE_SECONDS = 0.1  # for timing a call once more
+_MORE_SECONDS = 0.1  # a call that takes longer in all ways is not timed apart
 
 
 class _Leave(torch.autograd.Function):
@@ -94,6 +94,10 @@ class _Measurement:
             at = t.storage_offset(), t.shape, t.stride()
             self.state.append(copy.set_(copies[memory.data_ptr()], *at))  # type: ignore[call-overload]
 
+    def begin_turned(self) -> None:
+        """Begin on the very state, for a copy would be one more beside a turned gradient's."""
+        self.state, self.turned = [*self.given], True
+
     def advance(self) -> None:
         args, kwargs, _ = self._arguments()
         with unrecorded():
@@ -108,7 +112,6 @@ class _Measurement:
         self._record(self.unit.forward)
 
     def keep_turned(self) -> None:
-        self.turned = True
         self.keep()
 
     def keep_lean(self) -> None:
@@ -179,6 +182,7 @@ def _memory(tensors: Sequence[Tensor]) -> list[torch.UntypedStorage]:
 
 
 _WAYS = ("keep", "keep_lean", "drop", "drop_lean")
+_ORDER = ("keep_turned", *reversed(_WAYS))  # in which they are measured
 
 
 class Meter:
@@ -222,9 +226,9 @@ class Meter:
             shapes = [[t.shape for t in part.parameters(recurse=False)] for part in parts]
             alike = tuple(map(type, parts)), str(shapes), kind
             with unit.ambient.measured():
-                found = _bytes(one, one.device)
+                found, taken = _phases(one, one.device)
                 if alike not in self.seconds:
-                    self.seconds[alike] = _seconds(one, one.device, repeats)
+                    self.seconds[alike] = _seconds(one, taken, repeats, one.device)
             self.sizes[key] = _sizes(one, found, self.seconds[alike])
         return self.sizes[key]
 
@@ -324,14 +328,33 @@ def _peak(way: Way) -> int:
     return max(way.first_bytes, way.backward_bytes)
 
 
-def _bytes(one: _Measurement, device: torch.device) -> list[Phase]:
-    phases: list[Callable[[], None]] = [one.begin, one.advance, one.release_result, one.clear]
-    for way in (*_WAYS, "keep_turned"):
+def _phases(one: _Measurement, device: torch.device) -> tuple[list[Phase], dict[str, float]]:
+    """Return the phases of a call, and the seconds that each way took while they were watched.
+
+    The way that is compared with the others comes last, when all kernels were used before.
+    """
+    taken = dict.fromkeys(("", *_ORDER), 0.0)
+
+    def clocked(way: str, step: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            start = now(device)
+            step()
+            taken[way] += now(device) - start
+
+        return run
+
+    phases = [one.begin, clocked("", one.advance), one.release_result, one.clear]
+    for way in _ORDER:
         phases += [
-            one.begin, getattr(one, way), one.release_result, one.release_state,
-            one.backpropagate, one.clear,
+            _begin(one, way), clocked(way, getattr(one, way)), one.release_result,
+            one.release_state,
+            clocked(way, one.backpropagate), one.clear,
         ]  # fmt: skip
-    return measure_phases(phases, device=device)
+    return measure_phases(phases, device=device), taken
+
+
+def _begin(one: _Measurement, way: str) -> Callable[[], None]:
+    return one.begin_turned if way == "keep_turned" else one.begin
 
 
 def _sizes(one: _Measurement, found: Sequence[Phase], seconds: dict[str, float]) -> CallSizes:
@@ -340,47 +363,51 @@ def _sizes(one: _Measurement, found: Sequence[Phase], seconds: dict[str, float])
     on_gpu = one.device.type == "cuda"
     captured = (t for t in one.unit.ambient.capture() if t.is_cuda == on_gpu)
     noted = sum(int(t.nbytes) for t in captured)  # also held while it runs again
-    ways = []
-    for k, way in enumerate((*_WAYS, "keep")):
+    ways = {}
+    for k, way in enumerate(_ORDER):
         first = 5 + 6 * k
         record, less_result, less_state, back = found[first : first + 4]
         last = first + 4  # what is released then is the caller's
         remains = record.growth(before=last) + less_result.growth()
         keeps_output = -less_result.growth() < output
-        ways.append(
-            Way(
-                held_bytes=max(0, remains - (output if keeps_output else 0)),
-                first_bytes=record.peak() + noted,
-                backward_bytes=remains + back.peak(first, last),
-                seconds=seconds[way],
-                keeps_input=-less_state.growth() < given,
-                keeps_output=keeps_output,
-                dropped=k > 1,
-            )
+        ways[way] = Way(
+            held_bytes=max(0, remains - (output if keeps_output else 0)),
+            first_bytes=record.peak() + noted,
+            backward_bytes=remains + back.peak(first, last),
+            seconds=max(0.0, seconds[way] - seconds["keep"]),
+            keeps_input=-less_state.growth() < given,
+            keeps_output=keeps_output,
+            dropped=way.startswith("drop"),
         )
+    turned = ways["keep_turned"].backward_bytes - ways["keep"].backward_bytes
     return CallSizes(
         input_bytes=given,
         output_bytes=output,
         forward_bytes=found[1].peak() + noted + _MARK_BYTES,
         forward_seconds=seconds[""],
-        ways=tuple(ways[:-1]),
+        ways=tuple(ways[way] for way in _WAYS),
         noted_bytes=noted,
         left_bytes=sum(left.nbytes for left in one.unit.ambient.left),
         turns=tuple(one.turns),
-        turned_bytes=max(0, ways[-1].backward_bytes - ways[0].backward_bytes),
+        turned_bytes=max(0, turned),
         hands_on=one.hands_on,
         handed_bytes=one.handed,
         gradient_bytes=sum(one.gradients) + _MARK_BYTES,
         apart_bytes=one.apart,
-        backward_seconds=max(0.0, seconds["whole"] - seconds[""]),
+        backward_seconds=max(0.0, seconds["keep"] - seconds[""]),
     )
 
 
-def _seconds(one: _Measurement, device: torch.device, rounds: int | None) -> dict[str, float]:
-    """Return the seconds of a forward pass, of a kept call, and what each way adds to that."""
+def _seconds(
+    one: _Measurement, watched: dict[str, float], rounds: int | None, device: torch.device
+) -> dict[str, float]:
+    """Return the seconds of a forward pass, and of forward and backward passes in each way. Those
+    of a long call are the ``watched`` ones, since watching takes little of them."""
+    if rounds is None and sum(watched.values()) > _MORE_SECONDS:
+        return watched
 
-    def timed(*steps: Callable[[], None]) -> float:
-        one.begin()
+    def timed(begin: Callable[[], None], *steps: Callable[[], None]) -> float:
+        begin()
         start = now(device)
         for step in steps:
             step()
@@ -388,13 +415,10 @@ def _seconds(one: _Measurement, device: torch.device, rounds: int | None) -> dic
         one.clear()
         return taken
 
-    taken: dict[str, list[float]] = {way: [] for way in ("", *_WAYS)}
-    for number in range(rounds or _ROUNDS):
-        if number and rounds is None and sum(map(sum, taken.values())) > _MORE_SECONDS:
-            break
-        taken[""].append(timed(one.advance))
-        for way in _WAYS:
-            taken[way].append(timed(getattr(one, way), one.release_result, one.backpropagate))
-    least = {way: min(each) for way, each in taken.items()}
-    more = {way: max(0.0, least[way] - least["keep"]) for way in _WAYS}
-    return {"": least[""], "whole": least["keep"]} | more
+    taken: dict[str, list[float]] = {way: [] for way in watched}
+    for _ in range(rounds or _ROUNDS):
+        taken[""].append(timed(one.begin, one.advance))
+        for way in _ORDER:
+            steps = getattr(one, way), one.release_result, one.backpropagate
+            taken[way].append(timed(_begin(one, way), *steps))
+    return {way: min(each) for way, each in taken.items()}

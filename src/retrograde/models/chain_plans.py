@@ -292,13 +292,19 @@ class _Walk:
                 self.close()
             self.names, self.layers = [name], [layer]
         self.tried = tried
+        self._advance()
+
+    def _advance(self) -> None:
+        """Run the last unit."""
+        assert self.tried is not None
         self.value = None
-        with tried.unit.ambient.measured(), unrecorded():
-            self.value = _alone(tried.unit.forward(self.given), tried.wants)
+        with self.tried.unit.ambient.measured(), unrecorded():
+            self.value = _alone(self.tried.unit.forward(self.given), self.tried.wants)
 
     def close(self, *, last: bool = False) -> None:
-        """Measure the last unit."""
+        """Measure the last unit. Its result is not held meanwhile, but computed once more."""
         assert self.tried is not None
+        self.value = None
         args, unit = (self.given,), self.tried.unit
         first, of = not self.kind.units, Given(args, {}, 0).kind()
         state = tensors_in(args) if first else [t for t in self.made if t is not None]
@@ -310,8 +316,10 @@ class _Walk:
         self.kind.units.append(unit)
         self.kind.add(found, last=last)
         self.kind.passes.append(any(self.tried.wants))
-        self.made = _made(self.value, args)
-        self.given, self.layers = self.value, []
+        if not last:
+            self._advance()
+            self.made = _made(self.value, args)
+            self.given, self.layers = self.value, []
 
     def _try(self, names: Sequence[str], layers: Sequence[nn.Module], value: Any) -> Tried:
         given, name = Given((value,), {}, 0), "-".join([*names[:1], *names[1:][-1:]])
