@@ -31,12 +31,19 @@ def drawn(seed):
         forward = after + draw.randrange(4)
         held = draw.randrange(3, 15)
         some, noted = draw.randrange(1, held), draw.choice([0, 0, 2])
+        again = {"again_seconds": 1 + draw.random()}
+        first = held + after + draw.randrange(3)
         ways = (
-            Way(held, held + after + draw.randrange(3), held + draw.randrange(5), 0.0, **keeps()),
-            Way(some, some + after, some + draw.randrange(8), draw.random(), **keeps()),
+            Way(held, first, held + draw.randrange(5), 0.0, **again, **keeps()),
+            Way(some, some + after, some + draw.randrange(8), draw.random(), **again, **keeps()),
             Way(noted, forward + noted, held + noted, 1 + draw.random(), dropped=True, **keeps()),
         )
-        calls.append(CallSizes(before, after, forward, 1 + draw.random(), ways, noted))
+        calls.append(
+            CallSizes(
+                before, after, forward, 1 + draw.random(), ways, noted,
+                gradient_bytes=draw.choice([0, after]),
+            )
+        )  # fmt: skip
     return calls
 
 

@@ -9,7 +9,7 @@ nearly all of these.
 
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -21,7 +21,7 @@ from torch.nn.modules import container
 from torch.utils import _pytree as pytree
 
 from retrograde.cells.any_recurrent import Recurrent
-from retrograde.errors import CellError
+from retrograde.models.refill import made_by
 from retrograde.models.replace_modules import is_chain
 from retrograde.models.rows import (
     CHANGES,
@@ -30,7 +30,6 @@ from retrograde.models.rows import (
     Turn,
     passes_through,
     rides,
-    state_of,
 )
 from retrograde.models.sequential import Sequential
 from retrograde.replay.surroundings import version
@@ -52,7 +51,7 @@ class ModuleCall:
         given: the number of each tensor that is an argument, by position or name. A write to a
             tensor gives it another number.
         more: the numbers of tensors inside other arguments, such as lists.
-        made: the number of the returned tensor.
+        made: the numbers of the returned tensors that lie in memory of their own.
         slot: the argument that is the state, in a run.
         refusal: the reason why it cannot be a layer of a run, or None.
         inside: the calls within it.
@@ -64,7 +63,7 @@ class ModuleCall:
     given: dict[int | str, int] = field(default_factory=dict)
     more: set[int] = field(default_factory=set)
     slot: int | str = 0
-    made: int | None = None
+    made: set[int] = field(default_factory=set)
     refusal: str | None = None
     told: bool = False  # whether the refusal is of interest to a user
     checkpoints: bool = False  # whether torch.utils.checkpoint runs it, or a call within it
@@ -73,9 +72,9 @@ class ModuleCall:
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
     contents: Contents | None = None
 
-    def slot_of(self, number: int | None) -> int | str | None:
-        """Return the argument that was the tensor with this number."""
-        return next((slot for slot, given in self.given.items() if given == number), None)
+    def slot_of(self, numbers: Collection[int]) -> int | str | None:
+        """Return the first argument that was a tensor with one of these numbers."""
+        return next((slot for slot, given in self.given.items() if given in numbers), None)
 
 
 #: Layers that are called one after the other.
@@ -132,8 +131,8 @@ def noted(model: nn.Module) -> Iterator[ModuleCall]:
         call.refusal = _refusal(call, args, kwargs, result)
         call.versions, call.contents = [], None
         found = _tensors(result)
-        if len(found) == 1:
-            call.made = numbers.of(found[0], version(found[0]))
+        made = found if rides(module) else made_by(result, (args, kwargs))
+        call.made = {numbers.of(t, version(t)) for t in made if t is not None}
         call.held = sum(one.held for one in call.inside)
         if not call.inside:
             call.held = sum(t.nbytes for t in found if id(t) not in map(id, _tensors(args)))
@@ -218,7 +217,7 @@ def _runs(around: ModuleCall, ready: set[int], large: float) -> list[Layers]:
     calls = _opened(around, ready)
     uses = _uses(calls)
     for call in calls:
-        if current and rides(call.module) and call.given.get(0) == current[-1].made:
+        if current and rides(call.module) and {call.given.get(0)} == current[-1].made:
             current.append(call)
             continue
         within = _runs(call, ready, large) if call.held > large else []
@@ -228,8 +227,8 @@ def _runs(around: ModuleCall, ready: set[int], large: float) -> list[Layers]:
             continue
         if any(call.module is one.module for one in current):
             close()
-        made = current[-1].made if current else None
-        slot = call.slot_of(made) if uses[made] == 1 else None
+        made = {n for n in current[-1].made if uses[n] == 1} if current else set()
+        slot = call.slot_of(made)
         if slot is None:
             close()
             slot = next(iter(call.given))
@@ -279,7 +278,7 @@ def _is_straight(call: ModuleCall, layers: Layers, ready: set[int]) -> bool:
     if rides(layers[0].module) or not {*layers[0].given.values()} & {*call.given.values()}:
         return False
     for layer, after in pairwise(layers):
-        if after.slot_of(layer.made) is None or uses[layer.made] > 1:
+        if after.slot_of(layer.made) is None or max(uses[n] for n in layer.made) > 1:
             return False
     usable = all(rides(layer.module) or id(layer) in ready for layer in layers)
     return usable and layers[-1].made == call.made
@@ -310,15 +309,10 @@ def _refusal(
     if call.contents is not None and call.contents.changed():
         return CHANGES
     call.told = False
-    try:
-        y = state_of(result)
-    except CellError as refusal:
-        return str(refusal)
     if any(version(t) != then for t, then in call.versions):
         return "writes to its input"
-    memory = y.untyped_storage().data_ptr()
-    if any(t.untyped_storage().data_ptr() == memory for t in _tensors((args, kwargs))):
-        return "returns its input, or a view of it"
+    if all(t is None for t in made_by(result, (args, kwargs))):
+        return "returns no tensor of its own"
     return None
 
 

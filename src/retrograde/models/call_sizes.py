@@ -182,6 +182,7 @@ def _memory(tensors: Sequence[Tensor]) -> list[torch.UntypedStorage]:
 
 
 _WAYS = ("keep", "keep_lean", "drop", "drop_lean")
+_AGAIN = {"keep": "drop", "keep_lean": "drop_lean"}  # ways of which both reruns are alike
 _ORDER = ("keep_turned", *reversed(_WAYS))  # in which they are measured
 
 
@@ -375,6 +376,7 @@ def _sizes(one: _Measurement, found: Sequence[Phase], seconds: dict[str, float])
             first_bytes=record.peak() + noted,
             backward_bytes=remains + back.peak(first, last),
             seconds=max(0.0, seconds[way] - seconds["keep"]),
+            again_seconds=max(seconds[""], seconds[_AGAIN.get(way, way)] - seconds["keep"]),
             keeps_input=-less_state.growth() < given,
             keeps_output=keeps_output,
             dropped=way.startswith("drop"),

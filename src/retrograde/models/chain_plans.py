@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from retrograde.errors import CellError
 from retrograde.models.call_sizes import Kind, Meter
-from retrograde.models.refill import Row, tensors_in
+from retrograde.models.refill import Row, made_by, tensors_in
 from retrograde.models.rows import Given
 from retrograde.models.trials import Tried, parts_of, tensors_of, texts_of
 from retrograde.plan.calls import CallSizes, Part, kept_whole, peak_of, seconds_of
@@ -86,7 +86,9 @@ class ChainFit:
             replace(
                 size,
                 forward_seconds=1.0,
-                ways=tuple(replace(way, seconds=float(way.dropped)) for way in size.ways),
+                ways=tuple(
+                    replace(way, seconds=float(way.dropped), again_seconds=1.0) for way in size.ways
+                ),
             )
             for size in self.sizes
         ]
@@ -162,7 +164,7 @@ class Plans:
         for number, unit in enumerate(kind.units):
             args = (value,) if isinstance(value, Tensor) else Given.of((value,), {}, 0).args
             value, before = row.run(number, unit, unit.forward, args, {}, made, before)
-            made = _made(value, args)
+            made = made_by(value, args)
             dropped += [ref(before)] if before is not None else []
         first, last = kind.units[0].name, kind.units[-1].name
         moved = kind.still.changes(still, f"one of the layers {first} … {last}")
@@ -318,7 +320,7 @@ class _Walk:
         self.kind.passes.append(any(self.tried.wants))
         if not last:
             self._advance()
-            self.made = _made(self.value, args)
+            self.made = made_by(self.value, args)
             self.given, self.layers = self.value, []
 
     def _try(self, names: Sequence[str], layers: Sequence[nn.Module], value: Any) -> Tried:
@@ -347,12 +349,6 @@ def _alone(value: Any, wants: Sequence[bool] | None) -> Any:
         for leaf in leaves
     ]
     return pytree.tree_unflatten(alone, spec)
-
-
-def _made(value: Any, args: Any) -> list[Tensor | None]:
-    """Return the tensors of a result; None for one that lies in the memory of an argument."""
-    given = {t.untyped_storage().data_ptr() for t in tensors_in(args)}
-    return [t if t.untyped_storage().data_ptr() not in given else None for t in tensors_in(value)]
 
 
 def _parts_of(layers: Layers) -> list[nn.Module]:

@@ -30,9 +30,12 @@ from retrograde.replay.generators import Source
 from retrograde.replay.surroundings import Ambient, Trail, autocast_as_now, version
 from retrograde.run.core import unrecorded
 
-__all__ = ["DROPPED", "DROPPED_LEAN", "KEPT", "LEAN", "Dropped", "Row", "Unit", "tensors_in"]
+__all__ = [
+    "DROPPED", "DROPPED_LEAN", "KEPT", "LEAN", "Dropped", "Row", "Unit", "made_by", "tensors_in",
+]  # fmt: skip
 
 Tensors = list[Tensor]
+State = Sequence[Tensor | None]  # what a call made that the next one is given
 
 #: The ways to keep a call, by their numbers in a plan. A dropped call runs again; when it does,
 #: and it is lean, cheap values are let go.
@@ -111,7 +114,7 @@ class Dropped:
         self.saved: list[ref[Saved]] = []
         self.forms: list[tuple[torch.Size, torch.dtype]] = []
         self.versions = [version(t) for t in unit.reads]
-        self.state: Tensors = []  # the result of the call before it, while the row has it
+        self.state: State = []  # the result of the call before it, while the row has it
         self.before: Dropped | None = None  # the call before it, which must live as long
         ambient = unit.ambient
         self.marks, self.then = ambient.steady.marks(), ambient.capture()
@@ -147,7 +150,7 @@ class Dropped:
 
     def is_hidden(self) -> bool:
         """Return whether the row has the input."""
-        return any(one.source is not None and one.value is None for one in self.given)
+        return any(one.is_hidden() for one in self.given)
 
     def check(self) -> None:
         """Refuse a call that wrote to what it was given."""
@@ -162,7 +165,7 @@ class Dropped:
                     "again: expected it to leave that as it is; give it inplace=False"
                 )
 
-    def _arguments(self, state: Tensors) -> tuple[Any, Any, set[int]]:
+    def _arguments(self, state: State) -> tuple[Any, Any, set[int]]:
         """Return the arguments, without the graph that they came from, and their ids."""
         leaves = [one.again(state) for one in self.given]
         args, kwargs = unflatten(leaves, self.spec)
@@ -182,7 +185,7 @@ class Dropped:
             ambient.restore(self.then)
             yield
 
-    def advance(self, state: Tensors) -> Tensors:
+    def advance(self, state: State) -> Tensors:
         """Run the call without a graph, and return the tensors of its result."""
         args, kwargs, _ = self._arguments(state)
         with unrecorded(), self._again():
@@ -204,7 +207,7 @@ class Dropped:
         alive = (saved() for saved in self.saved)
         return any(one is not None and one.value is not None for one in alive)
 
-    def fill(self, state: Tensors, *, lean: bool, whole: bool = False) -> Any:
+    def fill(self, state: State, *, lean: bool, whole: bool = False) -> Any:
         """Run the call and fill what it saved. With ``whole``, run to the end, and return the
         result."""
         task = torch._C._current_graph_task_id()
@@ -287,12 +290,16 @@ class _Given:
             return cls(leaf)
         return cls(leaf.detach(), ref(leaf), leaf.requires_grad, version(leaf))
 
-    def again(self, state: Tensors) -> Any:
+    def is_hidden(self) -> bool:
+        return self.source is not None and self.value is None
+
+    def again(self, state: State) -> Any:
         if self.source is None:
             return self.value
         if self.value is not None and version(self.value) != self.version:
             raise recipes.overwritten(self.value.shape, version(self.value), self.version)
         leaf = self.value if self.value is not None else state[self.place]
+        assert leaf is not None
         return leaf.detach().requires_grad_(self.wanted)
 
 
@@ -370,14 +377,19 @@ class Row:
             if not one.parts and one.way in (KEPT, LEAN):
                 ends = one is done[-1]
                 result = call.fill(state, lean=one.way == LEAN, whole=not ends)
-                state = [] if ends else [t.detach() for t in tensors_in(result)]
+                state = [] if ends else self._handed(one.stop, tensors_in(result))
                 del result
                 continue
             call.state, call.lean = state, one.way == DROPPED_LEAN
             if one is done[-1]:
                 return
             for k in range(one.start, one.stop):
-                state = self._call(k).advance(state)
+                state = self._handed(k + 1, self._call(k).advance(state))
+
+    def _handed(self, number: int, made: Tensors) -> State:
+        """Return what was made that a call is given, each in its place."""
+        places = {one.place for one in self._call(number).given if one.is_hidden()}
+        return [t.detach() if place in places else None for place, t in enumerate(made)]
 
     def _call(self, number: int) -> Dropped:
         call = self.calls[number]()
@@ -394,6 +406,12 @@ def tensors_in(value: Any) -> Tensors:
     if isinstance(value, Tensor):
         return [value]
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def made_by(result: Any, given: Any) -> list[Tensor | None]:
+    """Return the tensors of a result; None for one that lies in memory of what was given."""
+    theirs = {t.untyped_storage().data_ptr() for t in tensors_in(given)}
+    return [t if t.untyped_storage().data_ptr() not in theirs else None for t in tensors_in(result)]
 
 
 def flatten(

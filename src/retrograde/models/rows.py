@@ -16,10 +16,11 @@ layer before it.
 
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ from torch.utils import _pytree as pytree
 from retrograde.errors import CellError
 from retrograde.measure.allocations import MEASURING
 from retrograde.models.call_sizes import Kind, Meter
-from retrograde.models.refill import Dropped, Row
+from retrograde.models.refill import Dropped, Row, made_by, tensors_in
 from retrograde.models.trials import parts_of, tensors_of, texts_of
 from retrograde.plan.calls import kept_whole
 from retrograde.replay.surroundings import version
@@ -38,7 +39,7 @@ from retrograde.sizes.cache import LRUCache, signature
 
 __all__ = [
     "CHANGES", "CalledRow", "Contents", "Given", "Turn", "own_forward", "passes_through",
-    "release", "rides", "state_of", "take_turns",
+    "release", "rides", "take_turns",
 ]  # fmt: skip
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -138,7 +139,7 @@ class _Pass:
     Attributes:
         calls: the calls that are dropped; None if ordinary backpropagation runs.
         next: the number of the next call.
-        version: the version of the tensor between the two layers.
+        made: the tensors of the last result; None for those that it was given.
         last: the call of the layer before, if it is dropped; riders may follow.
     """
 
@@ -146,7 +147,7 @@ class _Pass:
     kind: Kind
     calls: Row | None
     next: int = 0
-    version: int = 0
+    made: "list[ref[Tensor] | None]" = field(default_factory=list)
     last: Dropped | None = None
 
 
@@ -196,9 +197,15 @@ class CalledRow:
         else:
             result = self._run(now, now.kind.active.index(k), forward, given)
         if now is not None and number + 1 < len(self.calls):
-            y = state_of(result)
-            now.next, now.version = number + 1, version(y)
-            setattr(y, _MARK, now)
+            now.next = number + 1
+            if part or k not in now.kind.active:  # the same tensors as before
+                made: list[Tensor | None] = [*tensors_in(result)]
+            else:
+                made = made_by(result, (args, kwargs))
+                now.made = [y if y is None else ref(y) for y in made]
+            for y in made:
+                if y is not None:
+                    setattr(y, _MARK, (now, version(y)))
         elif now is not None and now.calls is not None:
             now.last = None
             now.kind.plan(self.memory)  # raises if the budget is too small
@@ -256,15 +263,17 @@ class CalledRow:
 
     def _run(self, now: _Pass, at: int, forward: Callable[..., Any], given: Given) -> Any:
         """Run a layer without its riders."""
-        self.measure(now.kind, at, given)
+        made = [None if y is None else y() for y in now.made]
+        self.measure(now.kind, at, given, made)
         assert now.calls is not None
         result, now.last = now.calls.run(
-            at, now.kind.units[at], forward, given.args, given.kwargs, [given.state], now.last
+            at, now.kind.units[at], forward, given.args, given.kwargs, made, now.last
         )
         return result
 
-    def measure(self, kind: Kind, at: int, given: Given) -> None:
-        """Try and measure an active layer, if it is the next one that is not known."""
+    def measure(self, kind: Kind, at: int, given: Given, made: Sequence[Tensor | None]) -> None:
+        """Try and measure an active layer, if it is the next one that is not known. ``made`` are
+        the tensors that the call before made."""
         if min(len(kind.units), len(kind.sizes)) > at:
             return
         k, call = kind.active[at], (given.args, given.kwargs)
@@ -281,16 +290,15 @@ class CalledRow:
                 tried = self.meter.try_call(self.names[k], forward, layers, of, call)
                 kind.units.append(tried.unit)
             if len(kind.sizes) == at:
-                found = self.meter.measure(
-                    kind.units[at], layers, of, call, [given.state], first=at == 0
-                )
+                state = [t for t in made if t is not None] if at else [given.state]
+                found = self.meter.measure(kind.units[at], layers, of, call, state, first=at == 0)
                 kind.add(found, last=at + 1 == len(kind.active))
 
 
 def _pass_of(t: Any) -> _Pass | None:
     """Return the pass that a tensor belongs to; None if it was written to since then."""
-    now: _Pass | None = getattr(t, _MARK, None)
-    return now if now is not None and now.version == version(t) else None
+    now, then = getattr(t, _MARK, (None, 0))
+    return now if then == version(t) else None
 
 
 def passes_through(layer: nn.Module) -> bool:
@@ -298,14 +306,6 @@ def passes_through(layer: nn.Module) -> bool:
     if isinstance(layer, nn.Identity):
         return True
     return isinstance(layer, _DropoutNd) and (not layer.training or layer.p == 0)
-
-
-def state_of(value: Any) -> Tensor:
-    """Return the only tensor in a layer's result. Raises CellError if it has none, or several."""
-    found = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-    if len(found) != 1:
-        raise CellError(f"a layer returned {len(found)} tensors: expected one")
-    return found[0]
 
 
 def take_turns(called: Called, modules: Sequence[nn.Module]) -> None:

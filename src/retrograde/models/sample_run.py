@@ -7,12 +7,12 @@ rest of the model. The run leaves no trace.
 import random
 import sys
 import warnings
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from retrograde.errors import BudgetError, CellError
 from retrograde.models.call_order import CallOrder, Layers, ModuleCall, noted
 from retrograde.models.call_sizes import Kind
+from retrograde.models.refill import made_by
 from retrograde.models.replace_modules import (
     Budgeted,
     Swappable,
@@ -36,7 +37,6 @@ from retrograde.models.rows import (
     own_forward,
     passes_through,
     release,
-    state_of,
     take_turns,
 )
 from retrograde.recurrent.weights import last_weights
@@ -219,7 +219,7 @@ class WatchedRow(Watched):
         super().__init__(name, name)
         self.run = layers
         self.row = CalledRow([(c.name, c.module) for c in layers], [c.slot for c in layers])
-        self.last: Tensor | None = None
+        self.last: list[ref[Tensor] | None] = []  # what the call before made
         self.kind, self.at = Kind([]), 0
         self.key: Hashable = ()
 
@@ -250,13 +250,15 @@ class WatchedRow(Watched):
         if not self.kind.active or k == self.kind.active[0]:
             self.kind, self.at = Kind(self.row.active()), 0
             self.key = self.row.key_of(given)
-        if self.kind.active[self.at] != k or (self.at and given.state is not self.last):
+        made = [None if t is None else t() for t in self.last]
+        out_of_turn = self.at and all(given.state is not t for t in made)
+        if out_of_turn or self.kind.active[self.at] != k:
             raise RefusedLayerError(self.run[number], _OUT_OF_TURN)
         used = [*_tensors((args, kwargs)), *layer.parameters()]
         self._check_real(used)
         if self.key not in self.sizes:
             try:
-                self.row.measure(self.kind, self.at, given)
+                self.row.measure(self.kind, self.at, given, made)
             except CellError as refusal:
                 raise RefusedLayerError(
                     self.run[number], f"cannot be run again: {refusal}"
@@ -265,9 +267,10 @@ class WatchedRow(Watched):
             outputs = forward(*args, **kwargs)
         if any(t.requires_grad for t in used):
             outputs = _as_if_recorded(outputs, used)
-        self.last, self.at = state_of(outputs), self.at + 1
+        self.at += 1
+        self.last = [None if t is None else ref(t) for t in made_by(outputs, (args, kwargs))]
         if self.at == len(self.kind.active):
-            self.last = None
+            self.last = []
             self._seen(self.key, self._ask)
         return outputs
 
@@ -340,11 +343,11 @@ def run_model(model: nn.Module, sample: Any) -> Any:
 def bytes_elsewhere(model: nn.Module, sample: Any) -> int:
     """Run a model whose parts are watched. Return the bytes that the rest of it holds for its
     backward pass, beside its parameters, its input and its output."""
-    saved: list[weakref.ref[Tensor]] = []
+    saved: list[ref[Tensor]] = []
 
     def pack(t: Tensor) -> Tensor:
         t = t.detach()  # as an output of its own node it would keep that node alive
-        saved.append(weakref.ref(t))
+        saved.append(ref(t))
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):

@@ -27,12 +27,13 @@ def fill(
     """Fill ``best`` and ``choice``, of shape (2, rows, levels), by the recurrence.
 
     The first index says whether the input is held already. ``after``, ``first`` and ``back``, of
-    shape (2, calls, ways), are what a way holds, and its peaks. ``more`` are a way's seconds;
-    ``keeps`` and ``dropped``, of that shape too, are flags. ``forward`` and ``noted`` are sums over
-    the calls before. ``runs`` (calls, calls + 1) are peaks of running calls in turn. ``waits`` is
-    the gradient at each call's end. A choice is a way, as −w, or the end of a group.
+    shape (2, calls, ways), are what a way holds, and its peaks. ``more`` (3, calls, ways) are the
+    seconds of a way outside groups, in one, and at its end. ``keeps`` and ``dropped`` are flags.
+    ``forward`` and ``noted`` are sums over the calls before. ``runs`` (calls, calls + 1) are peaks
+    of running calls in turn. ``waits`` is the gradient at each call's end. A choice is a way, as
+    −w, or the end of a group.
     """
-    count, ways = more.shape
+    _, count, ways = more.shape
     levels = best.shape[2]
     group = np.empty(levels, np.float32)
     ends = np.empty(levels, np.int16)
@@ -45,7 +46,7 @@ def fill(
             for j in range(i + 2, k):
                 shift = noted[j] - noted[i] if outer else 0
                 need = shift + runs[i, j] + wait
-                seconds = np.float32(forward[j] - forward[i])
+                seconds = np.float32(0.0 if outer else forward[j] - forward[i])
                 left, right = best[1, cell(i, j)], best[0, cell(j, k)]
                 for m in range(max(0, need), levels):
                     total = seconds + left[m - shift] + right[m - shift]
@@ -58,16 +59,14 @@ def fill(
                     runs_first = i + 1 < k or outer or not dropped[i, w]
                     need = max(back[held, i, w], first[held, i, w] + wait if runs_first else 0)
                     if i + 1 < k:
-                        by = after[held, i, w]
+                        by, taken = after[held, i, w], np.float32(more[0 if outer else 1, i, w])
                         behind = best[keeps[i, w], cell(i + 1, k)]
                         for m in range(max(need, by, 0), levels):
-                            total = np.float32(more[i, w]) + behind[m - by]
+                            total = taken + behind[m - by]
                             if total < row[m]:
                                 row[m], chosen[m] = total, -w
                         continue
-                    # The last call of a group, dropped, runs once and not twice.
-                    once = 0.0 if outer or not dropped[i, w] else forward[i + 1] - forward[i]
-                    total = np.float32(more[i, w] - once)
+                    total = np.float32(more[0 if outer else 2, i, w])
                     for m in range(max(need, 0), levels):
                         if total < row[m]:
                             row[m], chosen[m] = total, -w

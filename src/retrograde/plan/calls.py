@@ -11,8 +11,9 @@ its input and its output. It may keep either; what two calls keep is held once. 
     F(i, k, m) = min over ways w:        t_w + F(i+1, k, m − x_i − h_w)               if m ≥ need_w
                , min over i+1 < j < k:   u(i, j) + F(i, j, m − x_i) + F(j, k, m − x_i)
 
-A group that ends at k would gain nothing, since nothing is held after it. The least peak ``P(i,
-k)`` has the same form, with maxima.
+Where no group runs again, u is 0, since the calls ran in the forward pass. A group that ends at k
+would gain nothing, since nothing is held after it. The least peak ``P(i, k)`` has the same form,
+with maxima.
 
 Complexity: O(n² (ways + n) · levels) additions in a compiled loop. Known limit: bytes are counted
 in levels, so a plan may leave some of the budget unused. Its peak is found exactly.
@@ -42,6 +43,7 @@ class Way:
         first_bytes: its peak in the forward pass, with what it holds and its output.
         backward_bytes: its peak in the backward pass, with what it held.
         seconds: its time beyond that of the first way.
+        again_seconds: the same if the call is kept so when a group runs again.
         keeps_input: whether it holds its input.
         keeps_output: whether it holds its output, the next call's input.
         dropped: whether it holds nothing, and runs again.
@@ -51,6 +53,7 @@ class Way:
     first_bytes: int
     backward_bytes: int
     seconds: float = 0.0
+    again_seconds: float = 0.0
     keeps_input: bool = True
     keeps_output: bool = False
     dropped: bool = False
@@ -164,17 +167,19 @@ def _runs(calls: Sequence[CallSizes], start: int, stop: int) -> int:
 
 def seconds_of(calls: Sequence[CallSizes], parts: Sequence[Part]) -> float:
     """Return the time of a plan beyond ordinary backpropagation's."""
+    return _seconds(calls, parts, grouped=False)
+
+
+def _seconds(calls: Sequence[CallSizes], parts: Sequence[Part], *, grouped: bool) -> float:
     total = 0.0
     for part in parts:
-        if not part.parts:
-            total += calls[part.start].ways[part.way].seconds
-            continue
-        total += seconds_of(calls, part.parts)
-        total += sum(calls[k].forward_seconds for k in range(part.start, part.stop - 1))
-        if part.parts[-1].stop - part.parts[-1].start == 1:
-            call = calls[part.stop - 1]
-            if not call.ways[part.parts[-1].way].dropped:
-                total += call.forward_seconds
+        way = calls[part.start].ways[part.way]
+        if grouped and (part.parts or way.dropped) and part is not parts[-1]:
+            total += sum(calls[k].forward_seconds for k in range(part.start, part.stop))
+        if part.parts:
+            total += _seconds(calls, part.parts, grouped=True)
+        else:
+            total += way.seconds if way.dropped or not grouped else way.again_seconds
     return total
 
 
@@ -287,14 +292,13 @@ def _search(calls: Sequence[CallSizes], budget: int) -> tuple[Part, ...] | None:
     # Rounded so that sums over calls are right within a level: then nothing is lost for many calls.
     after = np.diff(np.cumsum(after, 1) // size, axis=1, prepend=0)
     steps = np.cumsum(given) // size
-    dropped = column(lambda _, way: int(way.dropped))
     table = (
         after,
         up(on_top + column(lambda _, way: way.first_bytes)),
         up(kept + column(lambda _, way: way.backward_bytes)),
-        column(lambda _, way: way.seconds),
+        np.stack([column(_seconds_at[place]) for place in ("outside", "inside", "last")]),
         column(lambda _, way: int(way.keeps_output)),
-        dropped,
+        column(lambda _, way: int(way.dropped)),
         np.array(sums.seconds),
         np.diff(steps, prepend=0),
         up(sums.runs[:n]),
@@ -328,6 +332,15 @@ def _search(calls: Sequence[CallSizes], budget: int) -> tuple[Part, ...] | None:
         if peak_of(calls, parts) <= budget:
             return parts
     return None
+
+
+_seconds_at: dict[str, Callable[[CallSizes, Way], float]] = {  # of a way outside groups, and in one
+    "outside": lambda _, way: way.seconds,
+    "inside": lambda call, way: (
+        call.forward_seconds + way.seconds if way.dropped else way.again_seconds
+    ),
+    "last": lambda _, way: way.seconds if way.dropped else way.again_seconds,
+}
 
 
 def _after(call: CallSizes, way: Way) -> int:

@@ -77,11 +77,15 @@ class Place(ABC):
 
     def changed(self, seen: Seen) -> set[Any]:
         """Return the names whose values differ from the noted ones."""
-        now = self.note()
+        now = self._now()
         if len(now) == len(seen) and all(map(is_, now.values(), seen.values())):
             return set() if now.keys() == seen.keys() else {*now, *seen}
         both = now.keys() & seen.keys()
         return (now.keys() ^ seen.keys()) | {k for k in both if not _equal(now[k], seen[k])}
+
+    def _now(self) -> Seen:
+        """Return the values, to compare them at once."""
+        return self.note()
 
     def restore(self, seen: Seen) -> None:
         """Set the noted values; a container that is too long to be noted stays."""
@@ -110,6 +114,9 @@ class Entries(Place):
     ) -> None:
         super().__init__(holder, name, names)
         self.registered = registered
+
+    def _now(self) -> Seen:
+        return self.note() if self.but or self.names is not None else self.holder
 
     def read(self) -> Seen:
         if self.names is None:
