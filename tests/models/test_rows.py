@@ -697,7 +697,7 @@ class Handing(nn.Module):
 @pytest.mark.parametrize("memory", ["70%", "50%", "least"])
 def test_blocks_that_return_several_tensors(by_result, memory):
     torch.manual_seed(0)
-    model, x = Handing(by_result), inputs()
+    model, x = Handing(by_result), torch.randn(16, 12, WIDTH)
     plain = copy.deepcopy(model)
     memory = least_of(model, x) if memory == "least" else memory
     division = rg.budget(model, memory, x)
