@@ -167,22 +167,25 @@ class CallOrder:
     def runs(self) -> list[Layers]:
         """Return the runs of at least two calls, the outermost possible; small runs are ignored.
 
-        Layers may be called several times, if always in the same run.
+        Layers may be called several times, if always in the same run. Others divide a run.
         """
         opened, whole = (
             _runs(self.top, self.ready, large) for large in (_OPENED * self.whole, float("inf"))
         )
         runs = min(whole, opened, key=self._least)
-        least = _SMALL * self.whole
-        runs = [run for run in runs if len(run) > 1 and sum(c.held for c in run) >= least]
         alike: dict[Hashable, list[Layers]] = defaultdict(list)
         for run in runs:
             alike[tuple((id(c.module), c.slot) for c in run)].append(run)
-        return [
-            same[0]
-            for same in alike.values()
-            if all(rides(c.module) or self.times[id(c.module)] == len(same) for c in same[0])
-        ]
+        found: list[Layers] = [[]]
+        for same in alike.values():
+            for call in same[0]:
+                if rides(call.module) or self.times[id(call.module)] == len(same):
+                    found[-1] += [call] if found[-1] or not rides(call.module) else []
+                else:
+                    found.append([])
+            found.append([])
+        least = _SMALL * self.whole
+        return [run for run in found if len(run) > 1 and sum(c.held for c in run) >= least]
 
     def refuse(self, call: ModuleCall) -> None:
         """Leave the layers of a call's class out of all runs: another one would be refused too."""
