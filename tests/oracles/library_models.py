@@ -1,5 +1,6 @@
-"""Models that nobody here wrote, each in the library that has it: torch, torchvision, timm and
-transformers. A model skips where its library is absent."""
+"""Models that nobody here wrote, each in the library that has it: torch, torchvision, timm,
+transformers, diffusers, MONAI and segmentation-models-pytorch. A model skips where its library is
+absent. Weights are drawn, and sizes are small."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ class Case:
             y = model(**sample)
         else:
             y = model(*sample) if isinstance(sample, tuple) else model(sample)
-        for name in ("logits", "last_hidden_state"):
+        for name in ("logits", "last_hidden_state", "sample"):
             y = getattr(y, name, y)
         return y.float().square().mean()
 
@@ -92,6 +93,131 @@ def torchs_transformer(large: bool) -> Case:
     return Case(net, pair, [*net.encoder.layers, *net.decoder.layers])
 
 
+def hugging(
+    model: str, config: str, sizes: Callable[[int, int], dict[str, Any]], blocks: tuple[str, ...],
+    sample: Callable[[int, int], dict[str, Tensor]],
+) -> Callable[[bool], Case]:  # fmt: skip
+    """A model of transformers whose options or samples are its own, from layers and width."""
+
+    def make(large: bool) -> Case:
+        library = import_module("transformers")
+        layers, width, batch, length = (8, 192, 4, 128) if large else SMALL
+        options = (
+            {"use_cache": False, "pad_token_id": 0, "eos_token_id": 1} if config in _TEXT else {}
+        )
+        net = getattr(library, model)(getattr(library, config)(**options, **sizes(layers, width)))
+        found = [layer for at in blocks for layer in net.get_submodule(at).children()]
+        return Case(net, sample(batch, length), found)
+
+    return make
+
+
+_TEXT = "T5Config", "BartConfig", "WhisperConfig", "MambaConfig", "Gemma2Config", "GPTNeoXConfig"
+
+
+def ids(batch: int, length: int) -> Tensor:
+    return torch.randint(2, 100, (batch, length))
+
+
+def text(batch: int, length: int) -> dict[str, Tensor]:
+    return {"input_ids": ids(batch, length)}
+
+
+def pair_of_texts(batch: int, length: int) -> dict[str, Tensor]:
+    return {"input_ids": ids(batch, length), "decoder_input_ids": ids(batch, length)}
+
+
+def spoken(batch: int, length: int) -> dict[str, Tensor]:
+    return {"input_values": torch.randn(batch, 20 * length + 200)}
+
+
+def images(batch: int, length: int) -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(batch, 3, 64, 64)}
+
+
+def plain_sizes(layers: int, width: int) -> dict[str, Any]:
+    return {
+        "vocab_size": 100, "hidden_size": width, "num_hidden_layers": layers,
+        "num_attention_heads": 4, "intermediate_size": 4 * width,
+    }  # fmt: skip
+
+
+def two_halves(layers: int, width: int) -> dict[str, Any]:
+    names = ("encoder_layers", "decoder_layers")
+    heads = ("encoder_attention_heads", "decoder_attention_heads")
+    wide = ("encoder_ffn_dim", "decoder_ffn_dim")
+    return (
+        {"d_model": width}
+        | dict.fromkeys(names, layers // 2)
+        | dict.fromkeys(heads, 4)
+        | dict.fromkeys(wide, 4 * width)
+    )
+
+
+def whisper(layers: int, width: int) -> dict[str, Any]:
+    return two_halves(layers, width) | {
+        "vocab_size": 100, "num_mel_bins": 16, "max_source_positions": 64,
+        "max_target_positions": 128, "decoder_start_token_id": 1, "bos_token_id": 1,
+    }  # fmt: skip
+
+
+def t5(layers: int, width: int) -> dict[str, Any]:
+    return {
+        "vocab_size": 100, "d_model": width, "d_kv": width // 4, "d_ff": 4 * width,
+        "num_layers": layers // 2, "num_decoder_layers": layers // 2, "num_heads": 4,
+        "decoder_start_token_id": 0,
+    }  # fmt: skip
+
+
+def speech(layers: int, width: int) -> dict[str, Any]:
+    return plain_sizes(layers, width) | {
+        "conv_dim": (32, 32, 32), "conv_stride": (5, 2, 2), "conv_kernel": (10, 3, 3),
+        "layerdrop": 0.0, "mask_time_prob": 0.0, "num_conv_pos_embeddings": 16,
+        "num_conv_pos_embedding_groups": 4,
+    }  # fmt: skip
+
+
+def detr(layers: int, width: int) -> dict[str, Any]:
+    residual = import_module("transformers").ResNetConfig(
+        embedding_size=16, hidden_sizes=[16, 32, 64, 64], depths=[2, 2, 2, 2],
+        out_features=["stage4"],
+    )  # fmt: skip
+    return two_halves(layers, width) | {
+        "use_pretrained_backbone": False, "backbone_config": residual,
+        "use_timm_backbone": False, "backbone": None, "num_queries": 20,
+    }  # fmt: skip
+
+
+def convnext(layers: int, width: int) -> dict[str, Any]:
+    return {"hidden_sizes": [width // 4, width // 2, width, width], "depths": [2, 2, layers, 2]}
+
+
+def unet_of_monai(large: bool) -> Case:
+    widths = (16, 32, 64, 128) if large else (4, 8, 16)
+    strides = (2,) * (len(widths) - 1)
+    net = import_module("monai.networks.nets").UNet(2, 1, 2, widths, strides, num_res_units=2)
+    return Case(net, torch.randn(4 if large else 1, 1, 64, 64), [])
+
+
+def unet_of_smp(large: bool) -> Case:
+    net = import_module("segmentation_models_pytorch").Unet(
+        "resnet18", encoder_weights=None, in_channels=3, classes=2
+    )
+    blocks = [*net.encoder.layer1, *net.encoder.layer2, *net.encoder.layer3, *net.decoder.blocks]
+    return Case(net, torch.randn(4 if large else 2, 3, 64, 64), blocks)
+
+
+def unet_of_diffusers(large: bool) -> Case:
+    widths = (32, 64, 64) if large else (32, 32)
+    net = import_module("diffusers").UNet2DModel(
+        sample_size=32, block_out_channels=widths, layers_per_block=2, norm_num_groups=8,
+        down_block_types=("DownBlock2D",) * len(widths),
+        up_block_types=("UpBlock2D",) * len(widths),
+    )  # fmt: skip
+    sample = {"sample": torch.randn(4 if large else 1, 3, 32, 32), "timestep": torch.tensor(3)}
+    return Case(net, sample, [*net.down_blocks, *net.up_blocks])
+
+
 MODELS: dict[str, Callable[[bool], Case]] = {
     "nn.TransformerEncoder": torchs_encoder,
     "nn.Transformer": torchs_transformer,
@@ -104,7 +230,47 @@ MODELS: dict[str, Callable[[bool], Case]] = {
         "swin_t", ("features.1", "features.3", "features.5", "features.7")
     ),
     "timm ViT-Ti": timm("vit_tiny_patch16_224", "blocks", patch_size=8),
-}
+    "transformers Gemma 2": hugging(
+        "Gemma2Model", "Gemma2Config",
+        lambda n, w: plain_sizes(n, w) | {"num_key_value_heads": 2, "head_dim": w // 4},
+        ("layers",), text,
+    ),
+    "transformers GPT-NeoX": hugging(
+        "GPTNeoXModel", "GPTNeoXConfig", plain_sizes, ("layers",), text
+    ),
+    "transformers T5": hugging(
+        "T5Model", "T5Config", t5, ("encoder.block", "decoder.block"), pair_of_texts
+    ),
+    "transformers Whisper": hugging(
+        "WhisperModel", "WhisperConfig", whisper, ("encoder.layers", "decoder.layers"),
+        lambda b, t: {
+            "input_features": torch.randn(b, 16, 128), "decoder_input_ids": ids(b, min(t, 128))
+        },
+    ),
+    "transformers Wav2Vec2": hugging(
+        "Wav2Vec2Model", "Wav2Vec2Config", speech, ("encoder.layers",), spoken
+    ),
+    "transformers Conformer": hugging(
+        "Wav2Vec2ConformerModel", "Wav2Vec2ConformerConfig", speech, ("encoder.layers",), spoken
+    ),
+    "transformers Mamba": hugging(
+        "MambaModel", "MambaConfig",
+        lambda n, w: {
+            "vocab_size": 100, "hidden_size": w, "num_hidden_layers": n // 2, "state_size": 8
+        },
+        ("layers",), lambda b, t: text(b, t // 4),
+    ),
+    "transformers ConvNeXt": hugging(
+        "ConvNextModel", "ConvNextConfig", convnext,
+        tuple(f"encoder.stages.{k}.layers" for k in range(4)), images,
+    ),
+    "transformers DETR": hugging(
+        "DetrModel", "DetrConfig", detr, ("encoder.layers", "decoder.layers"), images
+    ),
+    "MONAI U-Net": unet_of_monai,
+    "segmentation-models U-Net": unet_of_smp,
+    "diffusers U-Net": unet_of_diffusers,
+}  # fmt: skip
 
 
 def build(name: str, *, large: bool = False) -> Case | None:
