@@ -61,7 +61,7 @@ def vision(name: str, blocks: tuple[str, ...], size: int = 128) -> Callable[[boo
     def make(large: bool) -> Case:
         net = getattr(import_module("torchvision.models"), name)()
         found = [layer for at in blocks for layer in net.get_submodule(at).children()]
-        shape = (8, 3, size, size) if large else (2, 3, 64, 64)
+        shape = (8, 3, size, size) if large else (8, 3, 96, 96)
         return Case(net, torch.randn(shape), found)
 
     return make
@@ -204,7 +204,7 @@ def unet_of_smp(large: bool) -> Case:
         "resnet18", encoder_weights=None, in_channels=3, classes=2
     )
     blocks = [*net.encoder.layer1, *net.encoder.layer2, *net.encoder.layer3, *net.decoder.blocks]
-    return Case(net, torch.randn(4 if large else 2, 3, 64, 64), blocks)
+    return Case(net, torch.randn(4, 3, 128 if large else 96, 128 if large else 96), blocks)
 
 
 def unet_of_diffusers(large: bool) -> Case:

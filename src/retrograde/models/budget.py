@@ -154,7 +154,7 @@ def budget(model: nn.Module, memory: Memory, sample: Any) -> Division:
     _check(model)
     order = called_in_turn(model, sample)
     refused = order.refusals() if order else {}
-    watched, elsewhere = _watched(model, sample, order, refused)
+    watched, elsewhere, useless = _watched(model, sample, order, refused)
     needs = [one for one in watched if one.calls]
     if not needs:
         names = ", ".join(one.title for one in watched)
@@ -177,7 +177,7 @@ def budget(model: nn.Module, memory: Memory, sample: Any) -> Division:
         calls = sum(one.calls.values())
         shares[one.name] = Share(calls, part, one.minimum_bytes, one.ordinary_bytes)
     left = tuple(one.name for one in watched if not one.calls)
-    return Division(model, shares, left, total, least, ordinary, refused, elsewhere)
+    return Division(model, shares, left, total, least, ordinary, refused, elsewhere + useless)
 
 
 def _check(model: nn.Module) -> None:
@@ -195,9 +195,9 @@ def _watched(
     sample: Any,
     order: CallOrder | None,
     refused: dict[str, str],
-) -> tuple[list[Watched], int]:
-    """Run the model on the sample. Return its parts with their calls and sizes, and the bytes that
-    the rest of it holds.
+) -> tuple[list[Watched], int, int]:
+    """Run the model on the sample. Return its parts with their calls and sizes, the bytes that the
+    rest of it holds, and those of parts for which a budget would gain nothing.
 
     If a layer turns out not to be one of a run, it is added to ``refused``, and the model runs
     again.
@@ -215,11 +215,12 @@ def _watched(
             assert order is not None
             order.refuse(refusal.call)
             continue
-        refused |= {one.name: _NO_USE for one in watched if one.useless}
+        without = [one for one in watched if one.useless]
+        refused |= {one.name: _NO_USE for one in without}
         watched = [one for one in watched if not one.useless]
         if not watched:
             raise CellError(_nothing(model, refused))
-        return watched, elsewhere
+        return watched, elsewhere, sum(one.used(one.ordinary_bytes) for one in without)
 
 
 def _modules(model: nn.Module) -> Iterator[WatchedModule]:
