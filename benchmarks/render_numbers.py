@@ -221,7 +221,7 @@ def other_people() -> str:
 
 def library_models() -> str:
     rows = []
-    shares = ("70%", "50%", "30%", "20%", "10%", "least")
+    shares = ("65%", "50%", "30%", "20%", "10%", "least")
     for row in results("library_models_cpu")["rows"]:
         cells = []
         for share in shares:
@@ -230,11 +230,14 @@ def library_models() -> str:
                 told += ", other bits"
             cells.append(told)
         cells[-1] += f" ({row['least'] / row['ordinary']:.0%})"
-        taken = row["bytes"]["checkpoint"] / row["ordinary"]
-        other = f"{row['ratios']['checkpoint']:.2f} ({taken:.0%})"
+        other = "–"
+        if "checkpoint" in row["bytes"]:
+            taken = row["bytes"]["checkpoint"] / row["ordinary"]
+            other = f"{row['ratios']['checkpoint']:.2f} ({taken:.0%})"
         plain = f"{time(row['plain_ms'])}, {size(row['ordinary'])}"
-        rows.append([row["model"], plain, *cells, other])
-    head = ["model", "as it is", *shares, "checkpoint around each block"]
+        covered = row["ordinary"] / (row["ordinary"] + row["elsewhere"])
+        rows.append([row["model"], plain, f"{covered:.0%}", *cells, other])
+    head = ["model", "as it is", "covered", *shares, "checkpoint around each block"]
     return table(head, rows) + "\n" + source("library_models_cpu") + "\n"
 
 

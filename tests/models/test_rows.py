@@ -717,3 +717,35 @@ def test_blocks_that_return_several_tensors(by_result, memory):
     assert (
         rg.measure(call).working_bytes <= division.total_bytes + division.elsewhere_bytes + shared
     )
+
+
+class Reusing(Loop):
+    """Calls one dropout before its blocks and after them, as T5 does."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x):
+        return self.drop(super().forward(self.drop(x)))
+
+
+def test_a_module_that_is_called_elsewhere_too_divides_a_row():
+    model, x = Reusing(), inputs()
+    plain = copy.deepcopy(model)
+    division = rg.budget(model, "50%", x)
+    assert [*division.shares] == ["embed … norm"]
+    same(trained(model, x), trained(plain, x))
+
+
+def test_a_number_that_is_annealed_is_not_measured_again(monkeypatch):
+    model, x = Loop(dropout=0.1), inputs()
+    plain = copy.deepcopy(model)
+    rg.budget(model, "60%", x)
+    monkeypatch.setattr(
+        "retrograde.models.rows.Meter.measure", lambda *_, **__: pytest.fail("again")
+    )
+    for p in (0.1, 0.2, 0.3):
+        for block in (*model.blocks, *plain.blocks):
+            block.dropout.p = p
+        same(trained(model, x), trained(plain, x))

@@ -196,8 +196,8 @@ def _watched(
     order: CallOrder | None,
     refused: dict[str, str],
 ) -> tuple[list[Watched], int, int]:
-    """Run the model on the sample. Return its parts with their calls and sizes, the bytes that the
-    rest of it holds, and those of parts for which a budget would gain nothing.
+    """Run the model on the sample. Return its parts with their calls and sizes, and the bytes that
+    the rest of it holds. The last result is those of parts for which a budget would gain nothing.
 
     If a layer turns out not to be one of a run, it is added to ``refused``, and the model runs
     again.

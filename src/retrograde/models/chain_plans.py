@@ -181,7 +181,11 @@ class Plans:
                 "the layers have parameters without a shape yet: expected all of them; call the "
                 "lazy model once before, with memory=None"
             )
-        key = Given((input,), {}, 0).kind(), texts_of(parts), tuple(id(one) for _, one in layers)
+        key = (
+            Given((input,), {}, 0).kind(),
+            texts_of(parts, fractions=True),
+            tuple(id(one) for _, one in layers),
+        )
         return self.kinds.get(key, lambda: measured(layers, input, self.meter), (*parts, *tensors))
 
 

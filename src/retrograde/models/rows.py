@@ -256,7 +256,7 @@ class CalledRow:
 
     def key_of(self, given: Given) -> Hashable:
         """Return all that units and sizes depend on, given the first layer's arguments."""
-        return given.kind(), texts_of(self._modules())
+        return given.kind(), texts_of(self._modules(), fractions=False)
 
     def _modules(self) -> list[nn.Module]:
         return parts_of([layer for one in self.layers for layer in one])

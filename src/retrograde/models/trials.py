@@ -179,11 +179,16 @@ def tensors_of(parts: Sequence[nn.Module]) -> list[Tensor]:
     return [t for table in tables for t in table.values() if t is not None]
 
 
-def texts_of(parts: Sequence[nn.Module]) -> Hashable:
+def texts_of(parts: Sequence[nn.Module], *, fractions: bool) -> Hashable:
     """Return all that trials and sizes of some modules depend on, besides what they are given: the
-    objects, their options, and their tensors. It keeps none of these alive."""
+    objects, their options, and their tensors. It keeps none of these alive. Without ``fractions``,
+    a number that is annealed counts as long as it is zero, or as long as it is not."""
+
+    def told(value: Any) -> Any:
+        return value if fractions or not isinstance(value, float) else bool(value)
+
     options = tuple(
-        (id(part), *(pair for pair in vars(part).items() if isinstance(pair[1], _OPTIONS)))
+        (id(part), *((k, told(v)) for k, v in vars(part).items() if isinstance(v, _OPTIONS)))
         for part in parts
     )
     tensors = tuple((id(t), t.shape, t.dtype, t.device, t.requires_grad) for t in tensors_of(parts))
