@@ -183,7 +183,7 @@ class Plans:
             )
         key = (
             Given((input,), {}, 0).kind(),
-            texts_of(parts, fractions=True),
+            texts_of(parts, tensors, fractions=True),
             tuple(id(one) for _, one in layers),
         )
         return self.kinds.get(key, lambda: measured(layers, input, self.meter), (*parts, *tensors))

@@ -151,6 +151,9 @@ class _Pass:
     last: Dropped | None = None
 
 
+_Found = tuple[list[nn.Module], list[Tensor]]
+
+
 class CalledRow:
     """Layers that a model calls one after the other, each once in a pass.
 
@@ -234,12 +237,12 @@ class CalledRow:
         return None
 
     def _begin(self, active: list[int], given: Given) -> _Pass:
-        x, tensors = given.state, tensors_of(self._modules())
-        if is_unreal([x]) or not (x.requires_grad or any(t.requires_grad for t in tensors)):
+        x, found = given.state, self.parts_and_tensors()
+        if is_unreal([x]) or not (x.requires_grad or any(t.requires_grad for t in found[1])):
             return _Pass(self, Kind(active), None)
         refuse_transforms([x])
-        refuse_sharded(self._modules(), tensors)
-        kind = self.kind_of(self.key_of(given), lambda: Kind(active))
+        refuse_sharded(*found)
+        kind = self.kind_of(self.key_of(given, found), lambda: Kind(active), found)
         if not kind.is_measured:
             return _Pass(self, kind, Row((), lambda: kind.late_plan(self.memory)))
         parts = kind.plan(self.memory)
@@ -249,17 +252,18 @@ class CalledRow:
         """Return the layers that do not just return their input, in their present mode."""
         return [k for k, one in enumerate(self.layers) if not passes_through(one[0])]
 
-    def kind_of(self, key: Hashable, make: Callable[[], Kind]) -> Kind:
+    def kind_of(self, key: Hashable, make: Callable[[], Kind], found: _Found) -> Kind:
         """Return what is known of passes with a key; ``make`` it if nothing is."""
-        parts = self._modules()
-        return self.kinds.get(key, make, of=(*parts, *tensors_of(parts)))
+        return self.kinds.get(key, make, of=(*found[0], *found[1]))
 
-    def key_of(self, given: Given) -> Hashable:
+    def key_of(self, given: Given, found: _Found) -> Hashable:
         """Return all that units and sizes depend on, given the first layer's arguments."""
-        return given.kind(), texts_of(self._modules(), fractions=False)
+        return given.kind(), texts_of(*found, fractions=False)
 
-    def _modules(self) -> list[nn.Module]:
-        return parts_of([layer for one in self.layers for layer in one])
+    def parts_and_tensors(self) -> _Found:
+        """Return all modules in the layers, and their parameters and buffers."""
+        parts = parts_of([layer for one in self.layers for layer in one])
+        return parts, tensors_of(parts)
 
     def _run(self, now: _Pass, at: int, forward: Callable[..., Any], given: Given) -> Any:
         """Run a layer without its riders."""

@@ -249,7 +249,7 @@ class WatchedRow(Watched):
         given = Given.of(args, kwargs, slot)
         if not self.kind.active or k == self.kind.active[0]:
             self.kind, self.at = Kind(self.row.active()), 0
-            self.key = self.row.key_of(given)
+            self.key = self.row.key_of(given, self.row.parts_and_tensors())
         made = [None if t is None else t() for t in self.last]
         out_of_turn = self.at and all(given.state is not t for t in made)
         if out_of_turn or self.kind.active[self.at] != k:
@@ -276,7 +276,7 @@ class WatchedRow(Watched):
 
     def _ask(self) -> tuple[int, int]:
         kind = self.kind
-        self.row.kind_of(self.key, lambda: kind)
+        self.row.kind_of(self.key, lambda: kind, self.row.parts_and_tensors())
         return kind.least_bytes, kind.ordinary_bytes
 
 

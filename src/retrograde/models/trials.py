@@ -169,8 +169,15 @@ def _computed_names(attributes: Any) -> set[str]:
 
 
 def parts_of(layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the modules in some layers, each once."""
-    return list({id(part): part for layer in layers for part in layer.modules()}.values())
+    """Return the modules in some layers, each once. It is faster than torch's ``modules``."""
+    found: dict[int, nn.Module] = {}
+    pending = [*reversed(layers)]
+    while pending:
+        part = pending.pop()
+        if id(part) not in found:
+            found[id(part)] = part
+            pending += [one for one in reversed(part._modules.values()) if one is not None]
+    return [*found.values()]
 
 
 def tensors_of(parts: Sequence[nn.Module]) -> list[Tensor]:
@@ -179,10 +186,10 @@ def tensors_of(parts: Sequence[nn.Module]) -> list[Tensor]:
     return [t for table in tables for t in table.values() if t is not None]
 
 
-def texts_of(parts: Sequence[nn.Module], *, fractions: bool) -> Hashable:
+def texts_of(parts: Sequence[nn.Module], tensors: Sequence[Tensor], *, fractions: bool) -> Hashable:
     """Return all that trials and sizes of some modules depend on, besides what they are given: the
-    objects, their options, and their tensors. It keeps none of these alive. Without ``fractions``,
-    a number that is annealed counts as long as it is zero, or as long as it is not."""
+    objects, their options, and their ``tensors``. It keeps none of these alive. Without
+    ``fractions``, a number that is annealed tells only whether it is zero."""
 
     def told(value: Any) -> Any:
         return value if fractions or not isinstance(value, float) else bool(value)
@@ -191,8 +198,8 @@ def texts_of(parts: Sequence[nn.Module], *, fractions: bool) -> Hashable:
         (id(part), *((k, told(v)) for k, v in vars(part).items() if isinstance(v, _OPTIONS)))
         for part in parts
     )
-    tensors = tuple((id(t), t.shape, t.dtype, t.device, t.requires_grad) for t in tensors_of(parts))
-    return options, tensors, torch.get_num_threads()
+    forms = tuple((id(t), t.shape, t.dtype, t.device, t.requires_grad) for t in tensors)
+    return options, forms, torch.get_num_threads()
 
 
 _OPTIONS = (bool, int, float, str, type(None))
