@@ -2,7 +2,7 @@
 
 Networks get batches of 16 images of 32 × 32. The table shows the memory of ordinary
 backpropagation, the measured peaks within half and a quarter of it, and the least budget that fits.
-Only bytes are measured, so the result does not depend on the machine.
+Only bytes are measured. What a convolution takes for a moment depends on the processor.
 
     python benchmarks/chain_least.py   # JSON into benchmarks/results/; a minute
 """

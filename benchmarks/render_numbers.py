@@ -226,7 +226,7 @@ def library_models() -> str:
         cells = []
         for share in shares:
             told = "refused" if share not in row["ratios"] else f"{row['ratios'][share]:.2f}"
-            if share in row["ratios"] and share not in row["bitwise"]:
+            if share in row["ratios"] and share not in row["bitwise"] and "plain" in row["bitwise"]:
                 told += ", other bits"
             cells.append(told)
         cells[-1] += f" ({row['least'] / row['ordinary']:.0%})"
@@ -236,7 +236,8 @@ def library_models() -> str:
             other = f"{row['ratios']['checkpoint']:.2f} ({taken:.0%})"
         plain = f"{time(row['plain_ms'])}, {size(row['ordinary'])}"
         covered = row["ordinary"] / (row["ordinary"] + row["elsewhere"])
-        rows.append([row["model"], plain, f"{covered:.0%}", *cells, other])
+        model = row["model"] + ("" if "plain" in row["bitwise"] else " (its own bits vary)")
+        rows.append([model, plain, f"{covered:.0%}", *cells, other])
     head = ["model", "as it is", "covered", *shares, "checkpoint around each block"]
     return table(head, rows) + "\n" + source("library_models_cpu") + "\n"
 
