@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from alternating import medians, seconds
@@ -62,6 +63,20 @@ def checkpointed(case: Case) -> nn.Module:
     return model
 
 
+def outside(case: Case, beside: int, elsewhere: int) -> int:
+    """Bytes that a step holds beside what is budgeted: by the rest of the model, or for its loss,
+    which holds the output and its gradient."""
+    sample = case.sample
+    with torch.no_grad():
+        y = (
+            case.model(**sample)
+            if isinstance(sample, dict)
+            else (case.model(*sample) if isinstance(sample, tuple) else case.model(sample))
+        )
+    output = sum(t.nbytes for t in pytree.tree_leaves(y) if isinstance(t, Tensor))
+    return max(beside, elsewhere) + 2 * output
+
+
 def measured(name: str, case: Case) -> dict[str, Any]:
     """A row of the table."""
     plain = step(case, case.model)
@@ -89,7 +104,7 @@ def measured(name: str, case: Case) -> dict[str, Any]:
         row["elsewhere"] = division.elsewhere_bytes
         calls[share], allowed[share] = step(case, model), division.total_bytes
     row["bytes"] = {key: rg.measure(call).working_bytes for key, call in calls.items()}
-    rest = max(0, row["bytes"]["plain"] - row["ordinary"])  # of the model, beside what is budgeted
+    rest = outside(case, row["bytes"]["plain"] - row["ordinary"], row["elsewhere"])
     row["allowed"] = {key: size + rest for key, size in allowed.items()}
     row["bitwise"] = [
         key
