@@ -36,6 +36,10 @@ __all__ = ["ChainFit", "Plans", "measure_network", "named_layers"]
 
 _MOST_UNITS = 200  # a plan for more takes long: neighbours are taken together
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GONE = (
+    "a ChainFit has no chain and no schedule any more: rg.profile(net, input) returns the chain, "
+    "and rg.plan(chain, memory) its schedule"
+)
 _WRITES = (
     "layer {} writes in place to {}, which is used again: expected it to leave that as it is; give "
     "it inplace=False, or let it return a new tensor"
@@ -93,6 +97,9 @@ class ChainFit:
             for size in self.sizes
         ]
         return len(units) + round(seconds_of(units, self.parts))
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(_GONE if name in ("chain", "schedule") else name)
 
     def __str__(self) -> str:
         ratio = self.seconds / (self.ordinary_seconds or 1.0)
