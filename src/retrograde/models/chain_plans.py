@@ -99,7 +99,8 @@ class ChainFit:
         return len(units) + round(seconds_of(units, self.parts))
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(_GONE if name in ("chain", "schedule") else name)
+        gone = name in ("chain", "schedule")
+        raise AttributeError(_GONE if gone else f"'ChainFit' object has no attribute {name!r}")
 
     def __str__(self) -> str:
         ratio = self.seconds / (self.ordinary_seconds or 1.0)
@@ -128,9 +129,10 @@ class Plans:
         """
         layers = _apart(net)
         parts = _parts_of(layers)
-        if not any(t.requires_grad for t in (*tensors_in(input), *tensors_of(parts))):
+        tensors = tensors_of(parts)
+        if not any(t.requires_grad for t in (*tensors_in(input), *tensors)):
             raise CellError(_NOTHING)
-        kind = self._kind(layers, parts, input)
+        kind = self._kind(layers, parts, tensors, input)
         room = as_bytes(memory, kind.ordinary_bytes)
         plan = kind.plan(room)
         return ChainFit(
@@ -157,12 +159,13 @@ class Plans:
             return None
         layers = _apart(net)
         parts = _parts_of(layers)
-        used = (*tensors_in(input), *tensors_of(parts))
+        tensors = tensors_of(parts)
+        used = (*tensors_in(input), *tensors)
         if is_unreal(used) or not any(t.requires_grad for t in used):
             return None
         refuse_transforms(used)
         refuse_sharded(parts, used)
-        kind = self._kind(layers, parts, input)
+        kind = self._kind(layers, parts, tensors, input)
         plan = kind.plan(as_bytes(memory, kind.ordinary_bytes))
         if plan == kept_whole(kind.sizes):
             return None
@@ -180,9 +183,10 @@ class Plans:
                 call.moved += moved
         return value
 
-    def _kind(self, layers: "Layers", parts: Sequence[nn.Module], input: Any) -> Kind:
+    def _kind(
+        self, layers: "Layers", parts: Sequence[nn.Module], tensors: Sequence[Tensor], input: Any
+    ) -> Kind:
         """Return what is known of calls with an input of this kind."""
-        tensors = tensors_of(parts)
         if any(map(is_lazy, tensors)):
             raise CellError(
                 "the layers have parameters without a shape yet: expected all of them; call the "
@@ -236,10 +240,12 @@ def chain_of(names: Sequence[str], sizes: Sequence[CallSizes]) -> Chain:
             for (size, way), held in zip(pairs, whole, strict=True)
         ],
         backward_transient_bytes=[
-            max(0, way.backward_bytes - way.held_bytes - 2 * size.output_bytes - size.input_bytes)
-            if way.keeps_output
-            else max(0, way.backward_bytes - way.held_bytes - size.output_bytes - size.input_bytes)
+            max(
+                0,
+                way.backward_bytes - way.held_bytes - size.input_bytes - size.output_bytes * times,
+            )
             for size, way in pairs
+            for times in (1 + way.keeps_output,)
         ],
         keeps_input=[way.keeps_input for way in ways],
         keeps_output=[way.keeps_output for way in ways],
