@@ -15,6 +15,7 @@ from torch.nn import functional
 import retrograde as rg
 from retrograde.errors import BudgetError, CellError, RetrogradeError, UnitError
 from retrograde.models import call_sizes, chain_plans, trials
+from retrograde.models.refill import Dropped
 
 PARTS = [1.0, 0.6, 0.2, 0.0]  # of what lies between the least budget and the ordinary one
 
@@ -56,7 +57,7 @@ def masked():
     return [Masked(first=True), Masked(), Masked(), Masked(), Masked(last=True)]
 
 
-class Dropped(nn.Module):
+class Skipped(nn.Module):
     """A layer that is skipped for some samples, by a drawn mask."""
 
     def __init__(self):
@@ -71,7 +72,7 @@ NETWORKS = {
     "convolutional": (convolutional, lambda: torch.randn(5, 3, 8, 8)),
     "encoder": (encoder, lambda: torch.randint(11, (3, 7))),
     "masked": (masked, lambda: torch.randn(4, 6)),
-    "dropped": (lambda: [Dropped() for _ in range(7)], lambda: torch.randn(4, 6)),
+    "dropped": (lambda: [Skipped() for _ in range(7)], lambda: torch.randn(4, 6)),
 }
 
 
@@ -867,3 +868,26 @@ def test_what_a_fit_no_longer_has_says_what_to_use():
         with pytest.raises(AttributeError, match=r"rg\.profile\(net, input\) returns the chain"):
             getattr(fit, name)
     assert copy.deepcopy(fit).names == pickle.loads(pickle.dumps(fit)).names == ("0", "1")
+
+
+class Disturbed(nn.Module):
+    """Its first run draws one number more, as another thread would."""
+
+    def forward(self, x):
+        if torch._C._current_graph_task_id() < 0:
+            torch.rand(())
+        return functional.dropout(x, 0.5)
+
+
+def test_a_rerun_that_ends_early_notices_draws_of_another_thread():
+    done = threading.Event()
+    threading.Thread(target=done.wait, daemon=True).start()
+    try:
+        unit = trials.try_call("0", Disturbed(), [Disturbed()], (torch.ones(9, 9),), {}).unit
+        x = torch.ones(9, 9, requires_grad=True)
+        call = Dropped(unit, (x,), {}, lean=False)
+        y = call.run(unit.forward, (x,), {})
+        with pytest.raises(CellError, match="another thread drew"):
+            y.sum().backward()
+    finally:
+        done.set()

@@ -87,6 +87,13 @@ def test_a_peak_by_hand():
     assert peak_of([replace(c, left_bytes=3) for c in calls], [Part(0, 1), group, Part(3, 4)]) == 92
 
 
+def test_what_filling_a_call_takes_while_its_group_runs_again():
+    ways = Way(5, 12, 20, again_seconds=3.0), Way(0, 12, 60, 7.0, dropped=True)
+    calls = [CallSizes(10, 10, 12, 1.0, ways)] * 4
+    group = Part(0, 3, 0, (Part(0, 1), Part(1, 2, 1), Part(2, 3, 1)))
+    assert seconds_of(calls, [group, Part(3, 4)]) == 3 + (1 + 7) + 7
+
+
 def test_more_memory_is_never_slower_and_enough_is_ordinary():
     ways = Way(40, 50, 60), Way(25, 35, 60, 0.2), Way(0, 12, 60, 1.0, dropped=True)
     calls = [CallSizes(10, 10, 12, 1.0, ways)] * 24
