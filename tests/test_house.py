@@ -38,7 +38,7 @@ LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names}
 ROOMS = {
     "top": (880, 900),
     "schedule": (1340, 1100),
-    "plan": (3760, 2000),  # the planner of chains is a third of it, and is for study alone
+    "plan": (2800, 2000),
     "measure": (590, 440),  # measuring is to be one room with sizes
     "sizes": (870, 860),
     "replay": (2225, 1300),

@@ -26,9 +26,8 @@ from retrograde.measure.allocations import Measurement, measure
 from retrograde.models.chain_plans import ChainFit
 from retrograde.models.profile import profile
 from retrograde.models.sequential import Sequential
-from retrograde.plan.chain.search import (
+from retrograde.plan.chains import (
     chain_minimum,
-    chain_trade_off,
     plan_chain,
     record_everything,
 )
@@ -142,7 +141,7 @@ def run_ways(images: Images, how: Options, show: Show) -> Deep:
     ways, fits, refused = _ways(layers, how, x)
     probe = copy.deepcopy(layers)
     chain = profile(nn.Sequential(*copy.deepcopy(layers)), x, repeats=how.rounds)
-    least, ordinary = chain_minimum(chain)[0], record_everything(chain)
+    least, ordinary = chain_minimum(chain), record_everything(chain)
     sides, held = _measured(probe, chain, fits, how, x, show)
     total = how.iterations_of(len(images.training))
     losses, seconds = train_in_turns(
@@ -218,7 +217,7 @@ def _measured(
         found[name] = measure(call)
         sides.append(Side(name, kind, budget, found[name].working_bytes, seconds))
     planned, real = planned_memory(record_everything(chain)), _outline(found[_ORDINARY])
-    least = chain_minimum(chain)[0]
+    least = chain_minimum(chain)
     schedules = {n: plan_chain(chain, max(least, fit.budget_bytes)) for n, fit in fits.items()}
     held = {
         name: Held(planned_memory(schedule), _outline(found[name]), planned, real)
@@ -229,7 +228,7 @@ def _measured(
 
 def _between(chain: Chain, points: int) -> dict[str, int]:
     """The least budget, and more of them, evenly up to ordinary backpropagation's."""
-    least, most = chain_minimum(chain)[0], record_everything(chain).peak
+    least, most = chain_minimum(chain), record_everything(chain).peak
     sizes = np.linspace(least, most, points, endpoint=False).astype(int).tolist()
     return {format_bytes(size): size for size in sizes}
 
@@ -275,10 +274,10 @@ def _curves(chain: Chain) -> dict[str, list[tuple[int, float]]]:
     curves = {}
     most = record_everything(chain).peak
     for policy in _POLICIES:
-        least = chain_minimum(chain, policy)[0]
+        least = chain_minimum(chain, policy)
         rooms = np.linspace(least, most, _CURVE, dtype=int).tolist()
-        seconds = (float(each.seconds or 0.0) for each in chain_trade_off(chain, rooms, policy))
-        # One table rounds for all of them; and what fits less memory fits more.
+        seconds = (float(plan_chain(chain, room, policy).seconds or 0.0) for room in rooms)
+        # Bytes are rounded; and what fits less memory fits more.
         curves[policy] = list(zip(rooms, accumulate(seconds, min), strict=True))
     return curves
 

@@ -16,7 +16,7 @@ from gruslys2016.deep_results import Deep, Side
 from gruslys2016.planned import draw_planned
 from retrograde.figures.schedules import draw_schedule
 from retrograde.figures.style import BLUE, GREEN, GREY, INK, ORANGE, figure_of, new_axes, tidy
-from retrograde.plan.chain.search import plan_chain
+from retrograde.plan.chains import plan_chain
 from retrograde.schedule import Chain, simulate
 from retrograde.units import format_bytes
 from retrograde_papers.numbers import read_shipped

@@ -54,7 +54,7 @@ def planned_memory(schedule: Schedule) -> Curve:
         ScheduleError: the schedule is of a recurrence, whose steps have no seconds; or not legal.
 
     Example:
-        >>> from retrograde.plan.chain.search import record_everything
+        >>> from retrograde.plan.chains import record_everything
         >>> curve = planned_memory(record_everything(Chain([1, 2], [1, 2], [10, 20])))
         >>> curve.seconds, curve.held_bytes
         ((0.0, 1.0, 3.0, 5.0, 6.0), (10, 10, 40, 20, 0))

@@ -10,7 +10,7 @@ from gruslys2016.planned import draw_planned, planned_memory
 from retrograde import figures
 from retrograde.errors import ScheduleError
 from retrograde.plan import plan
-from retrograde.plan.chain.search import chain_minimum, plan_chain, record_everything
+from retrograde.plan.chains import chain_minimum, plan_chain, record_everything
 from retrograde.schedule import Chain
 from retrograde_papers.plates import save_plate
 
@@ -23,7 +23,7 @@ CHAIN = Chain(
 
 def found() -> Deep:
     whole = record_everything(CHAIN)
-    least, _ = chain_minimum(CHAIN)
+    least = chain_minimum(CHAIN)
     schedule = plan_chain(CHAIN, least)
     planned, ordinary = planned_memory(schedule), planned_memory(whole)
     sides = (
@@ -46,7 +46,7 @@ def found() -> Deep:
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_memory_as_planned_peaks_where_the_schedule_does(share):
-    least, _ = chain_minimum(CHAIN)
+    least = chain_minimum(CHAIN)
     whole = record_everything(CHAIN).peak
     schedule = plan_chain(CHAIN, least + int(share * (whole - least)))
     curve = planned_memory(schedule)
@@ -80,7 +80,7 @@ def test_planned_and_measured_are_two_panels_of_one_scale():
 
 
 def test_a_picture_of_a_chain_speaks_of_layers_and_bytes():
-    schedule = plan_chain(CHAIN, chain_minimum(CHAIN)[0])
+    schedule = plan_chain(CHAIN, chain_minimum(CHAIN))
     (axes,) = figures.draw_schedule(schedule).axes
     assert axes.get_title(loc="left").startswith("MSM: 5 layers, memory ")
     assert axes.get_title(loc="left").endswith(f"MiB, {schedule.cost} layers run forward")

@@ -7,7 +7,7 @@ of its parameters. It leaves no trace.
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -286,15 +286,10 @@ class Kind:
     def ordinary_bytes(self) -> int:
         return peak_of(self.sizes, kept_whole(self.sizes))
 
-    @property
-    def least_plan(self) -> tuple[Part, ...]:
-        if -1 not in self.plans:
-            self.plans[-1] = least(self.sizes)[1]
-        return self.plans[-1]
-
-    @property
+    @cached_property
     def least_bytes(self) -> int:
-        return min(self.ordinary_bytes, peak_of(self.sizes, self.least_plan))
+        """The smallest budget; asked once all calls are measured."""
+        return min(self.ordinary_bytes, least(self.sizes))
 
     def plan(self, memory: int) -> tuple[Part, ...]:
         """Return the fastest plan within a budget.
@@ -319,9 +314,8 @@ class Kind:
 
     def late_plan(self, memory: int) -> tuple[Part, ...]:
         """Return the plan of a first pass, which was measured while it ran, as one group."""
-        smallest, parts = least(self.sizes)
         room = memory - sum(call.noted_bytes for call in self.sizes)
-        parts = fastest(self.sizes, room) if room >= smallest else parts
+        parts = fastest(self.sizes, max(room, least(self.sizes)))
         return (Part(0, len(self.sizes), 0, parts),)
 
 

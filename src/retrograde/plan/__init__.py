@@ -4,7 +4,7 @@ Importing it loads neither torch nor numba: kernels are compiled on first use.
 """
 
 from retrograde.plan.arguments import CHAIN_POLICIES, POLICIES
-from retrograde.plan.chain.search import chain_minimum, chain_trade_off
+from retrograde.plan.chains import chain_minimum
 from retrograde.plan.inverse import TradeOff, least_memory, longest, trade_off
 from retrograde.plan.planner import cost, plan, split
 
@@ -13,7 +13,6 @@ __all__ = [
     "POLICIES",
     "TradeOff",
     "chain_minimum",
-    "chain_trade_off",
     "cost",
     "least_memory",
     "longest",

@@ -22,21 +22,20 @@ def cell(i: int, k: int) -> int:
 def fill(
     after: _Ints, first: _Ints, back: _Ints, more: _Reals, keeps: _Ints, dropped: _Ints,
     forward: _Reals, given: _Ints, runs: _Ints, noted: _Ints, waits: _Ints,
-    best: NDArray[np.float32], choice: NDArray[np.int16],
+    stores: bool, records: bool, best: NDArray[np.float32],
 ) -> None:  # fmt: skip
-    """Fill ``best`` and ``choice``, of shape (2, rows, levels), by the recurrence.
+    """Fill ``best``, of shape (2, rows, levels), by the recurrence.
 
     The first index says whether the input is held already. ``after``, ``first`` and ``back``, of
     shape (2, calls, ways), are what a way holds, and its peaks. ``more`` (3, calls, ways) are the
     seconds of a way outside groups, in one, and at its end. ``keeps`` and ``dropped`` are flags.
     ``forward`` and ``noted`` are sums over the calls before. ``runs`` (calls, calls + 1) are peaks
-    of running calls in turn. ``waits`` is the gradient at each call's end. A choice is a way, as
-    −w, or the end of a group.
+    of running calls in turn. ``waits`` is the gradient at each call's end. ``stores`` and
+    ``records`` are those of :class:`~retrograde.plan.calls.Kinds`.
     """
     _, count, ways = more.shape
     levels = best.shape[2]
     group = np.empty(levels, np.float32)
-    ends = np.empty(levels, np.int16)
     for k in range(1, count + 1):
         outer = k == count
         wait = 0 if outer else waits[k - 1]
@@ -49,28 +48,26 @@ def fill(
                 seconds = np.float32(0.0 if outer else forward[j] - forward[i])
                 left, right = best[1, cell(i, j)], best[0, cell(j, k)]
                 for m in range(max(0, need), levels):
-                    total = seconds + left[m - shift] + right[m - shift]
-                    if total < group[m]:
-                        group[m], ends[m] = total, j
+                    group[m] = min(group[m], seconds + left[m - shift] + right[m - shift])
             for held in range(2):
-                row, chosen = best[held, here], choice[held, here]
+                row = best[held, here]
                 row[:] = np.inf
                 for w in range(ways):
+                    if not (stores or held if dropped[i, w] else records or i + 1 == k):
+                        continue
                     runs_first = i + 1 < k or outer or not dropped[i, w]
                     need = max(back[held, i, w], first[held, i, w] + wait if runs_first else 0)
                     if i + 1 < k:
                         by, taken = after[held, i, w], np.float32(more[0 if outer else 1, i, w])
                         behind = best[keeps[i, w], cell(i + 1, k)]
                         for m in range(max(need, by, 0), levels):
-                            total = taken + behind[m - by]
-                            if total < row[m]:
-                                row[m], chosen[m] = total, -w
+                            row[m] = min(row[m], taken + behind[m - by])
                         continue
                     total = np.float32(more[0 if outer else 2, i, w])
                     for m in range(max(need, 0), levels):
-                        if total < row[m]:
-                            row[m], chosen[m] = total, -w
+                        row[m] = min(row[m], total)
+                if not (stores or held):
+                    continue
                 by = 0 if held else given[i]
                 for m in range(by, levels):
-                    if group[m - by] < row[m]:
-                        row[m], chosen[m] = group[m - by], ends[m - by]
+                    row[m] = min(row[m], group[m - by])

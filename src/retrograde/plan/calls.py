@@ -15,11 +15,15 @@ Where no group runs again, u is 0, since the calls ran in the forward pass. A gr
 would gain nothing, since nothing is held after it. The least peak ``P(i, k)`` has the same form,
 with maxima.
 
-Complexity: O(n² (ways + n) · levels) additions in a compiled loop. Known limit: bytes are counted
-in levels, so a plan may leave some of the budget unused. Its peak is found exactly.
+Bytes of F are counted in levels, and those of P are exact. A plan is read from both: of the moves
+that leave enough by P, it takes the fastest by F. So levels never break a budget, and never miss
+one that is enough. A plan may be slower than the fastest where levels are many bytes. So it is the
+best of three, read from levels that are shifted.
+
+Complexity: O(n² (ways + n) · levels) additions in a compiled loop.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -27,11 +31,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["CallSizes", "Part", "Way", "fastest", "kept_whole", "least", "peak_of", "seconds_of"]
+__all__ = [
+    "CallSizes",
+    "Kinds",
+    "Part",
+    "Way",
+    "fastest",
+    "kept_whole",
+    "least",
+    "least_seconds",
+    "level_bytes",
+    "peak_of",
+    "seconds_of",
+]
 
-_CELLS = 2 * 10**7  # of the table: there are fewer levels for many calls
+_Ints = NDArray[np.int64]
+
+_CELLS = 4 * 10**7  # of the table: there are fewer levels for many calls
 _MOST_LEVELS = 1000
-_BEYOND = 16  # one level in so many lies beyond the budget: its plan may still be within
+_ROUNDING = 1 - 1e-4  # sums of 32-bit numbers may be above what they stand for
 
 
 @dataclass(frozen=True)
@@ -100,6 +118,18 @@ class CallSizes:
         """Return the sizes if the given gradient takes more bytes, or has to be copied."""
         ways = (replace(w, backward_bytes=w.backward_bytes + waits + copied) for w in self.ways)
         return replace(self, ways=tuple(ways), gradient_bytes=self.gradient_bytes + waits)
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """What a plan may keep while it works on later calls. ``stores``: the inputs of calls.
+    ``records``: what a call holds that is not ``dropped``. What is held in any case may be used."""
+
+    stores: bool = True
+    records: bool = True
+
+
+_ALL = Kinds()
 
 
 @dataclass(frozen=True)
@@ -183,155 +213,180 @@ def _seconds(calls: Sequence[CallSizes], parts: Sequence[Part], *, grouped: bool
     return total
 
 
-class _Sums:
-    """What both recurrences read of the calls."""
+class _Moves:
+    """What each first move of a plan for calls i … k − 1 takes, and the least peak of any plan.
 
-    def __init__(self, calls: Sequence[CallSizes]) -> None:
-        n = len(calls)
-        self.seconds = [0.0, *accumulate(call.forward_seconds for call in calls)]
-        self.noted = [0, *accumulate(call.noted_bytes for call in calls)]
-        self.runs = np.zeros((n + 1, n + 1), np.int64)
+    ``least`` (2, n + 1, n + 1) is P(i, k), by whether the input of call i is held already.
+    """
+
+    def __init__(self, calls: Sequence[CallSizes], kinds: Kinds) -> None:
+        self.calls, self.kinds, n = calls, kinds, len(calls)
+        self.seconds = np.array([0.0, *accumulate(call.forward_seconds for call in calls)])
+        self.noted = np.array([0, *accumulate(call.noted_bytes for call in calls)])
+        self.runs = np.zeros((n, n + 1), np.int64)  # peaks of running calls in turn
         for i in range(n):
             for j in range(i + 1, n + 1):
                 more = calls[j - 1].input_bytes if j - 1 > i else 0
                 self.runs[i, j] = max(self.runs[i, j - 1], calls[j - 1].forward_bytes + more)
+        self.least = np.full((2, n + 1, n + 1), np.inf)
+        for k in range(1, n + 1):
+            for i in range(k - 1, -1, -1):
+                for is_held in (0, 1):
+                    ways = (peak for *_, peak in self.ways(i, k, is_held))
+                    groups = self.groups(i, k, is_held)[2]
+                    self.least[is_held, i, k] = min(*ways, groups.min(initial=np.inf), np.inf)
+
+    def ways(self, i: int, k: int, is_held: int) -> Iterator[tuple[int, int, float]]:
+        """Iterate over the ways of call i: a way, what it holds, and the least peak with it."""
+        call, outer = self.calls[i], k == len(self.calls)
+        waits = 0 if outer else self.calls[k - 1].gradient_bytes
+        given = 0 if is_held else call.input_bytes
+        for at, way in enumerate(call.ways):
+            if not (self.kinds.stores or is_held if way.dropped else
+                    self.kinds.records or i + 1 == k):  # fmt: skip
+                continue
+            base = given if way.keeps_input else 0
+            taken = base + _after(call, way)
+            runs = i + 1 < k or outer or not way.dropped
+            first = waits + given + way.first_bytes if runs else 0
+            behind = taken + self.least[int(way.keeps_output), i + 1, k] if i + 1 < k else 0
+            yield at, taken, max(first, base + way.backward_bytes, behind)
+
+    def groups(self, i: int, k: int, is_held: int) -> tuple[_Ints, _Ints, NDArray[np.float64]]:
+        """Return the ends of groups that begin with call i, what they hold, and least peaks."""
+        js, outer = np.arange(i + 2, k if self.kinds.stores or is_held else 0), k == len(self.calls)
+        waits = 0 if outer else self.calls[k - 1].gradient_bytes
+        taken = (0 if is_held else self.calls[i].input_bytes) + (
+            self.noted[js] - self.noted[i]
+        ) * outer
+        inside = np.maximum(waits + self.runs[i, js], self.least[1, i, js])
+        return js, taken, taken + np.maximum(inside, self.least[0, js, k])
 
 
-def least(calls: Sequence[CallSizes]) -> tuple[int, tuple[Part, ...]]:
-    """Return the least peak of any plan, and a plan that has it.
+class _Table:
+    """F(i, k, m) for each level of m, by whether the input of call i is held already."""
+
+    def __init__(self, moves: _Moves, room: int, rounded: Callable[[Any, int], Any]) -> None:
+        from retrograde.plan.call_tables import cell, fill
+
+        self.calls, self.moves, self.cell = moves.calls, moves, cell
+        n, self.size = len(self.calls), level_bytes(self.calls, room)
+        levels = -(-room // self.size) + 1
+        self.best = np.empty((2, n * (n + 1) // 2, levels), np.float32)
+        columns = [*self._columns(rounded), self.best]
+        fill(*columns)
+
+    def _columns(self, rounded: Callable[[Any, int], Any]) -> list[Any]:
+        """Return arguments of the kernel, in levels."""
+        size = self.size
+
+        def column(of: Callable[[CallSizes, Way], Any]) -> NDArray[Any]:
+            return np.array([[of(call, way) for way in call.ways] for call in self.calls])
+
+        given = np.array([call.input_bytes for call in self.calls])
+        # By whether the input is held already: what comes on top of a way's own bytes.
+        on_top = np.stack(
+            [np.repeat(given[:, None], len(self.calls[0].ways), 1), column(lambda *_: 0)]
+        )
+        kept = on_top * column(lambda _, way: way.keeps_input)
+        return [
+            rounded(kept + column(_after), size),
+            rounded(on_top + column(lambda _, way: way.first_bytes), size),
+            rounded(kept + column(lambda _, way: way.backward_bytes), size),
+            np.stack([column(_seconds_at[place]) for place in ("outside", "inside", "last")]),
+            column(lambda _, way: int(way.keeps_output)),
+            column(lambda _, way: int(way.dropped)),
+            self.moves.seconds,
+            rounded(given, size),
+            rounded(self.moves.runs, size),
+            self.moves.noted // size,
+            rounded(np.array([call.gradient_bytes for call in self.calls]), size),
+            self.moves.kinds.stores,
+            self.moves.kinds.records,
+        ]
+
+    def seconds(self, i: Any, k: Any, is_held: bool, room: Any) -> Any:
+        """Return F between two levels, for some ranges at once. What has none, by rounding, is
+        taken as slow."""
+        row, top, run = self.cell(i, k), self.best.shape[2] - 1, self.moves.seconds
+        room = np.maximum(room, 0)
+        level = np.minimum(room // self.size, top)
+        low, high = (self.best[int(is_held), row, at] for at in (level, np.minimum(level + 1, top)))
+        high = np.where(np.isfinite(high), high, (k - i) * (run[k] - run[i]))
+        low = np.where(np.isfinite(low), low, high)
+        return low + (room / self.size - level) * (high - low)
+
+    def plan(self, i: int, k: int, room: int, shift: int) -> tuple[Part, ...]:
+        """Return a plan for calls i … k − 1 within ``room`` bytes, the input of call i aside.
+        ``shift`` is of the levels that it is read from, in bytes."""
+        parts, is_held, outer = [], 1, k == len(self.calls)
+        run = self.moves.seconds
+        while i < k:
+            call, about = self.calls[i], room + shift
+            place = "outside" if outer else "inside" if i + 1 < k else "last"
+            options: list[tuple[float, int, int, int]] = []  # seconds, end, way (−1: group), bytes
+            for at, taken, peak in self.moves.ways(i, k, is_held):
+                if peak <= room:
+                    behind = 0.0
+                    if i + 1 < k:
+                        behind = self.seconds(i + 1, k, call.ways[at].keeps_output, about - taken)
+                    options.append(
+                        (_seconds_at[place](call, call.ways[at]) + behind, i + 1, at, taken)
+                    )
+            js, held, peaks = self.moves.groups(i, k, is_held)
+            js, held = js[peaks <= room], held[peaks <= room]
+            if len(js):
+                totals = self.seconds(i, js, True, about - held)
+                totals += self.seconds(js, k, False, about - held)
+                totals += 0 if outer else run[js] - run[i]
+                best = totals.argmin()
+                options.append((totals[best], int(js[best]), -1, int(held[best])))
+            _, stop, way, taken = min(options)
+            room -= taken
+            inside = self.plan(i, stop, room, shift) if way < 0 else ()
+            parts.append(Part(i, stop, max(way, 0), inside))
+            i, is_held = stop, int(way >= 0 and call.ways[way].keeps_output)
+        return tuple(parts)
+
+
+def least(calls: Sequence[CallSizes], kinds: Kinds = _ALL) -> int:
+    """Return the least peak of any plan.
 
     Example:
         >>> ways = Way(8, 9, 12), Way(0, 2, 12, 1.0, dropped=True)
-        >>> least([CallSizes(1, 1, 2, 1.0, ways)] * 4)[0]
+        >>> least([CallSizes(1, 1, 2, 1.0, ways)] * 4)
         13
     """
-    sums, n = _Sums(calls), len(calls)
-    # By whether the input is held already; a group or a way that does not keep its input needs it.
-    best = np.full((2, n + 1, n + 1), np.inf)
-    choice = np.zeros((2, n + 1, n + 1), np.int64)
-    best[:, range(n + 1), range(n + 1)] = 0
-    noted = np.array(sums.noted)
-    for k in range(1, n + 1):
-        outer = k == n
-        waits = 0 if outer else calls[k - 1].gradient_bytes
-        for i in range(k - 1, -1, -1):
-            call, js = calls[i], np.arange(i + 2, k)
-            own = (noted[js] - noted[i]) * outer
-            inner = np.maximum(waits + sums.runs[i, js], best[1, i, js])
-            groups = own + np.maximum(inner, best[0, js, k])
-            for is_held in (0, 1):
-                given = 0 if is_held else call.input_bytes
-                found = []
-                for way in call.ways:
-                    runs = i + 1 < k or outer or not way.dropped
-                    first = waits + given + way.first_bytes if runs else 0
-                    base = given if way.keeps_input else 0
-                    after = _after(call, way)
-                    behind = best[int(way.keeps_output), i + 1, k] if i + 1 < k else -after
-                    found.append(max(first, base + way.backward_bytes, base + after + behind))
-                at = int(np.argmin(found))
-                best[is_held, i, k], choice[is_held, i, k] = found[at], -at
-                if len(js) and given + groups.min() < best[is_held, i, k]:
-                    best[is_held, i, k] = given + groups.min()
-                    choice[is_held, i, k] = js[groups.argmin()]
-
-    def walk(i: int, k: int) -> tuple[Part, ...]:
-        parts, is_held = [], 1
-        while i < k:
-            at = int(choice[is_held, i, k])
-            if at <= 0:
-                parts.append(Part(i, i + 1, -at))
-                is_held = int(calls[i].ways[-at].keeps_output)
-                i += 1
-            else:
-                parts.append(Part(i, at, 0, walk(i, at)))
-                i, is_held = at, 0
-        return tuple(parts)
-
-    parts = walk(0, n)
-    return peak_of(calls, parts), parts
+    return _left(calls) + int(_Moves(calls, kinds).least[1, 0, -1])
 
 
-def fastest(calls: Sequence[CallSizes], budget: int) -> tuple[Part, ...]:
+def fastest(calls: Sequence[CallSizes], budget: int, kinds: Kinds = _ALL) -> tuple[Part, ...]:
     """Return the fastest plan whose peak is within a budget.
 
     Raises:
         ValueError: the budget is less than the least peak.
     """
     whole = kept_whole(calls)
-    if peak_of(calls, whole) <= budget:
+    if kinds.records and peak_of(calls, whole) <= budget:
         return whole
-    smallest, parts = least(calls)
-    if smallest > budget:
-        raise ValueError(f"{smallest} bytes are the least peak, not {budget}")
-    found = _search(calls, budget)
-    return parts if found is None else found
+    moves, room = _Moves(calls, kinds), budget - _left(calls)
+    if moves.least[1, 0, -1] > room:
+        raise ValueError(f"{least(calls, kinds)} bytes are the least peak, not {budget}")
+    table = _Table(moves, room, lambda nbytes, size: (nbytes + size // 2) // size)
+    shifts = (0, -table.size, table.size) if table.size > 1 else (0,)
+    plans = (table.plan(0, len(calls), room, shift) for shift in shifts)
+    return min(plans, key=lambda parts: seconds_of(calls, parts))
 
 
-def _search(calls: Sequence[CallSizes], budget: int) -> tuple[Part, ...] | None:
-    """Return a plan by the first recurrence, or None if rounding leaves none."""
-    from retrograde.plan.call_tables import cell, fill
+def level_bytes(calls: Sequence[CallSizes], room: int) -> int:
+    """Return the bytes of a level. If it is 1, :func:`fastest` is exact."""
+    return max(1, -(-room // min(_MOST_LEVELS, max(50, _CELLS // len(calls) ** 2))))
 
-    sums, n = _Sums(calls), len(calls)
-    room = budget - _left(calls)
-    size = max(1, -(-room // min(_MOST_LEVELS, max(50, _CELLS // (n * n)))))
-    levels = room // size + 1
-    levels += levels // _BEYOND if size > 1 else 0
 
-    def up(nbytes: Any) -> Any:
-        return -(-nbytes // size)
-
-    def column(of: Callable[[CallSizes, Way], Any]) -> NDArray[Any]:
-        return np.array([[of(call, way) for way in call.ways] for call in calls])
-
-    given = np.array([call.input_bytes for call in calls])
-    # By whether the input is held already: what comes on top of a way's own bytes.
-    on_top = np.stack([np.repeat(given[:, None], len(calls[0].ways), 1), column(lambda *_: 0)])
-    kept = on_top * column(lambda _, way: way.keeps_input)
-    after = kept + column(_after)
-    # Rounded so that sums over calls are right within a level: then nothing is lost for many calls.
-    after = np.diff(np.cumsum(after, 1) // size, axis=1, prepend=0)
-    steps = np.cumsum(given) // size
-    table = (
-        after,
-        up(on_top + column(lambda _, way: way.first_bytes)),
-        up(kept + column(lambda _, way: way.backward_bytes)),
-        np.stack([column(_seconds_at[place]) for place in ("outside", "inside", "last")]),
-        column(lambda _, way: int(way.keeps_output)),
-        column(lambda _, way: int(way.dropped)),
-        np.array(sums.seconds),
-        np.diff(steps, prepend=0),
-        up(sums.runs[:n]),
-        np.array(sums.noted) // size,
-        up(np.array([call.gradient_bytes for call in calls])),
-    )
-    best = np.empty((2, cell(n, n), levels), np.float32)
-    choice = np.empty(best.shape, np.int16)
-    fill(*table, best, choice)
-    steps, noted = table[7], table[9]
-
-    def walk(i: int, k: int, room: int) -> tuple[Part, ...]:
-        parts, is_held = [], 1
-        while i < k:
-            at = int(choice[is_held, cell(i, k), room])
-            if at <= 0:
-                parts.append(Part(i, i + 1, -at))
-                room -= int(after[is_held, i, -at])
-                i, is_held = i + 1, int(calls[i].ways[-at].keeps_output)
-            else:
-                room -= 0 if is_held else int(steps[i])
-                room -= int(noted[at] - noted[i]) if k == n else 0
-                parts.append(Part(i, at, 0, walk(i, at, room)))
-                i, is_held = at, 0
-        return tuple(parts)
-
-    for level in range(levels - 1, -1, -1):
-        if not np.isfinite(best[1, cell(0, n), level]):
-            return None
-        parts = walk(0, n, level)
-        if peak_of(calls, parts) <= budget:
-            return parts
-    return None
+def least_seconds(calls: Sequence[CallSizes], budget: int, kinds: Kinds = _ALL) -> float:
+    """Return a lower bound of what a plan within a budget takes beyond ordinary backpropagation."""
+    table = _Table(_Moves(calls, kinds), budget - _left(calls), lambda nbytes, size: nbytes // size)
+    return float(table.best[1, table.cell(0, len(calls)), -1]) * _ROUNDING
 
 
 _seconds_at: dict[str, Callable[[CallSizes, Way], float]] = {  # of a way outside groups, and in one

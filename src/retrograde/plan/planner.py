@@ -3,7 +3,7 @@
 HSM and ISM are closed forms (:mod:`retrograde.plan.steps.closed_form`), and so is MSM, the mix of
 both (:mod:`~retrograde.plan.steps.mixed`). :mod:`~retrograde.plan.steps.best` says for which sizes
 of states, and takes two tables (:mod:`~retrograde.plan.steps.tables`) for others.
-:mod:`retrograde.plan.chain.search` plans a chain of unequal layers, where every policy counts
+:mod:`retrograde.plan.chains` plans a chain of unequal layers, where every policy counts
 bytes. :mod:`retrograde.plan.inverse` has the inverse questions.
 
 ===================  =========================================================  ================
@@ -33,7 +33,7 @@ from retrograde.plan.arguments import (
     integers,
     units_of,
 )
-from retrograde.plan.chain.search import plan_chain, record_everything
+from retrograde.plan.chains import plan_chain, record_everything
 from retrograde.plan.steps.best import best_cost, best_costs, best_schedule, closed_form
 from retrograde.plan.steps.closed_form import (
     hsm_cost,
@@ -79,14 +79,14 @@ def plan(
         beta: the same when its input hidden state is in memory; ``alpha`` less a hidden state by
             default, and at least 1.
         state: size of a hidden state in bytes, for ``"msm"`` and ``"best"`` with real sizes.
-        certify: for a chain whose ``bound`` is more than 1 % away, look for a higher bound and a
-            faster schedule; this takes as long again.
+        certify: for a chain whose bytes have too many levels for an exact plan, find a ``bound``
+            too; this takes as long again.
 
     Returns:
         The cheapest schedule of that policy whose peak is within ``memory``; of those, one by the
         rule for ties of its module. If it is not proven the cheapest, its ``bound`` is below its
         cost. For a chain, the schedule with the fewest seconds: see
-        :mod:`retrograde.plan.chain.search`.
+        :mod:`retrograde.plan.chains`.
 
     Raises:
         ScheduleError: an argument is missing, not taken or out of range; the schedule, or a table

@@ -1,1 +1,0 @@
-"""Plans for chains of unequal layers, in bytes and seconds."""
