@@ -187,6 +187,16 @@ def test_the_noise_of_attention_is_let_go():
     assert check(Apply(attend), torch.randn(48, 16)).let_go_bytes["Dropout"]
 
 
+def test_a_dropout_that_drops_nothing_leaves_the_product_before_it_alone():
+    def product(x, m):
+        y = functional.dropout(x, 0.3, m.training)
+        return functional.dropout(y * m.last(torch.cat([y, y], -1)).repeat(1, 4), 0.3, m.training)
+
+    model = Apply(product)
+    assert "Dropout" in check(model.train(), torch.randn(48, 16)).let_go_bytes
+    assert "Dropout" not in check(model.eval(), torch.randn(48, 16)).let_go_bytes
+
+
 @pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("affine", [True, False])

@@ -105,8 +105,9 @@ class Tape(TorchFunctionMode):
         self._is_changing = False
         if first._version != before:
             self._changed(first, _autograd._get_sequence_nr() > newest)
-        if note is not None and isinstance(result, Tensor) and result.grad_fn is not None:
-            note(self, result.grad_fn, args, kwargs)
+        node = result.grad_fn if note is not None and isinstance(result, Tensor) else None
+        if node is not None and node._sequence_nr() >= newest:  # else it made none
+            note(self, node, args, kwargs)
         return result
 
     def is_on_top(self) -> bool:
@@ -173,7 +174,7 @@ class Tape(TorchFunctionMode):
 
     def note_noise(self, node: Any, p: float) -> None:
         """Let go the noise of a dropout, zeros and one other number: a mask of bytes is enough."""
-        packed = node._raw_saved_other.data if node.name() == "MulBackward0" else None
+        packed = node._raw_saved_other.data
         box = packed.box if type(packed) is Packed else None
         noise = box.data if box is not None else None
         if box is None or noise is None or not noise.is_floating_point() or not 0 < p < 1:
@@ -184,9 +185,6 @@ class Tape(TorchFunctionMode):
         with torch.no_grad():
             one = torch.ones((), dtype=noise.dtype, device=noise.device).div_(1 - p)
             mask = noise.bool().view(torch.uint8)  # numbers are converted faster than truth
-            if (p, noise.dtype) not in _NOISES and not torch.equal(_noise(mask, one), noise):
-                return
-            _NOISES.add((p, noise.dtype))
         at = Box(mask, mask.untyped_storage())
         at.keep(mask)
         self.kept -= box.nbytes - at.nbytes
@@ -298,17 +296,19 @@ def _note_of(*argument: Any) -> Callable[..., None]:
     return note
 
 
-def _note_dropout(tape: Tape, node: Any, args: Any, kwargs: Any) -> None:
-    tape.note_noise(node, _argument(args, kwargs, 1, "p", 0.5))
+def _note_noise_of(*argument: Any) -> Callable[..., None]:
+    """Note the noise of a dropout, or of the dropped weights that attention multiplies by values.
 
+    Attention with a kernel of its own has another node, and so have the dropouts of a GPU.
+    """
 
-def _note_attention(tape: Tape, node: Any, args: Any, kwargs: Any) -> None:
-    p = _argument(args, kwargs, 4, "dropout_p", 0.0)
-    for _ in range(8 if p else 0):  # attention without a kernel of its own
-        if node is not None and node.name() != "MulBackward0":
+    def note(tape: Tape, node: Any, args: Any, kwargs: Any) -> None:
+        while node is not None and node.name() in _TO_NOISE:
             node = node.next_functions[0][0]
-    if p and node is not None:
-        tape.note_noise(node, p)
+        if node is not None and node.name() == "MulBackward0":
+            tape.note_noise(node, _argument(args, kwargs, *argument))
+
+    return note
 
 
 def _is_kept(args: Any, kwargs: Any) -> bool:
@@ -344,7 +344,10 @@ def _noise(mask: Tensor, one: Tensor) -> Tensor:
 
 
 _NOISE = Operation("Dropout", _noise, 1)
-_NOISES = set[tuple[float, torch.dtype]]()  # whose noise was seen to have two values
+#: From the result of attention to its dropped weights.
+_TO_NOISE = {
+    f"{name}Backward0" for name in ("ToCopy", "UnsafeView", "View", "Bmm", "Mm", "Expand")
+}
 _CHANGING = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow")} | {"__setitem__"}
 # What shares memory unseen; ``.data`` has versions of its own too.
 _SHARING = {torch.detach: "detach", Tensor.detach: "detach"}
@@ -353,12 +356,12 @@ _SHARING |= dict.fromkeys((Tensor.data.__get__, Tensor.data.__set__), "data")  #
 _SPECIAL: dict[Any, tuple[Callable[..., bool] | None, Callable[..., None] | None]] = {
     functional.batch_norm: (_is_kept_in_training, _note_of(4, "bias", None)),
     torch.batch_norm: (_is_kept_in_training, _note_of(2, "bias", None)),
-    functional.scaled_dot_product_attention: (None, _note_attention),
+    functional.scaled_dot_product_attention: (None, _note_noise_of(4, "dropout_p", 0.0)),
 }
 for _place in (functional, torch):
     _SPECIAL[_place.layer_norm] = _is_kept, _note_of(4, "eps", 1e-5)
     _SPECIAL[_place.group_norm] = _is_kept, _note_of(3, "bias", None)
-    _SPECIAL[_place.dropout] = None, _note_dropout
+    _SPECIAL[_place.dropout] = None, _note_noise_of(1, "p", 0.5)
 for _name in ("add", "sub", "subtract", "rsub"):
     _SPECIAL[getattr(torch, _name)] = None, _note_number
 _BY_SIGN = ("__add__", "__radd__", "__iadd__", "__sub__", "__rsub__", "__isub__")
