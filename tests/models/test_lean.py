@@ -116,7 +116,10 @@ OPERATIONS = {
     ],
     "Div": [lambda x, m: x.sigmoid() / 3, lambda x, m: x / (m.weight + 1)],
     "Add": [lambda x, m: (x * x) + 1, lambda x, m: torch.add(x * x, m.bias, alpha=2)],
-    "Sub": [lambda x, m: (x * x) - 2.5, lambda x, m: x * x - m.bias],
+    "Sub": [
+        lambda x, m: x * x - m.bias,
+        lambda x, m: torch.sub(x * x, other=2),
+    ],
     "Rsub": [lambda x, m: 1 - x * x, lambda x, m: 2.5 - x * x],
     "Neg": [lambda x, m: -(x * x)],
     "Softmax": [lambda x, m: functional.softmax(x * m.weight, -1)],
@@ -185,6 +188,12 @@ def test_the_noise_of_attention_is_let_go():
         return functional.scaled_dot_product_attention(x, x, x, dropout_p=0.2).flatten(0, 1)
 
     assert check(Apply(attend), torch.randn(48, 16)).let_go_bytes["Dropout"]
+
+
+@pytest.mark.filterwarnings("ignore:This overload")
+@pytest.mark.parametrize("function", [torch.add, torch.sub])
+def test_a_factor_that_comes_before_the_other_tensor_is_not_taken_for_it(function):
+    check(Apply(lambda x, m: function(x * x, 2, m.bias.detach())), torch.randn(48, 16), gone=None)
 
 
 def test_a_dropout_that_drops_nothing_leaves_the_product_before_it_alone():

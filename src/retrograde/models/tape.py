@@ -280,9 +280,10 @@ def _argument(args: Any, kwargs: Any, position: int, name: str, default: Any) ->
 
 
 def _note_number(tape: Tape, node: Any, args: Any, kwargs: Any) -> None:
-    for one in (*args[:2], kwargs.get("other")):
-        if isinstance(one, (int, float)):
-            node.metadata[KNOWN] = one
+    one = _argument(args, kwargs, 1, "other", None)
+    is_other = len(args) + ("other" in kwargs) == 2  # not so in the deprecated add(x, alpha, other)
+    if is_other and isinstance(one, (int, float)):
+        node.metadata[KNOWN] = one
 
 
 def _note_of(*argument: Any) -> Callable[..., None]:
