@@ -117,6 +117,7 @@ OPERATIONS = {
     "Div": [lambda x, m: x.sigmoid() / 3, lambda x, m: x / (m.weight + 1)],
     "Add": [lambda x, m: (x * x) + 1, lambda x, m: torch.add(x * x, m.bias, alpha=2)],
     "Sub": [
+        lambda x, m: (x * x) - 2.5,
         lambda x, m: x * x - m.bias,
         lambda x, m: torch.sub(x * x, other=2),
     ],
