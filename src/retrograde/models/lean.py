@@ -34,7 +34,7 @@ class Lean:
     def __init__(self) -> None:
         self.aside: str | None = "no pass was begun"
         self._tape: Tape | None = None
-        self._running: ExitStack | None = None
+        self._stack: ExitStack | None = None
 
     @property
     def kept_bytes(self) -> int:
@@ -48,22 +48,22 @@ class Lean:
     def __enter__(self) -> "Lean":
         if torch.compiler.is_compiling():
             return self
-        if self._running is not None:
+        if self._stack is not None:
             raise RetrogradeError("this lean pass has begun already: make another by rg.lean()")
         self.aside = _why_not()
         if self.aside is None:
             fsdp = sys.modules.get("torch.distributed._composable_state")
             sharded = bool(getattr(fsdp, "_module_state_mapping", None))
-            self._tape, self._running = Tape(parameters_stay=not sharded), ExitStack()
-            self._running.callback(self._tape.close)
-            self._running.enter_context(self._tape)
-            self._running.enter_context(saved_tensors_hooks(self._tape.pack, unpack))
+            self._tape, self._stack = Tape(parameters_stay=not sharded), ExitStack()
+            self._stack.callback(self._tape.close)
+            self._stack.enter_context(self._tape)
+            self._stack.enter_context(saved_tensors_hooks(self._tape.pack, unpack))
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self._running is not None and not torch.compiler.is_compiling():
-            self._running.close()
-            self._running = None
+        if self._stack is not None and not torch.compiler.is_compiling():
+            self._stack.close()
+            self._stack = None
 
     def __str__(self) -> str:
         if self.aside is not None:
