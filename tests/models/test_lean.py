@@ -326,6 +326,16 @@ def test_nothing_is_held_apart_that_is_larger_than_what_is_let_go():
     assert "Relu" not in check(apart(32), x).let_go_bytes
 
 
+def test_a_result_that_its_node_saves_costs_a_recipe_nothing():
+    """Of the sum's operands, one is held apart, and the ReLU's own node saves the other."""
+
+    def residual(x, m):
+        y = torch.tanh(x)
+        return y + torch.relu(functional.linear(y, m.last.weight[:, :64].repeat(4, 1)))
+
+    assert "Add" in check(Apply(residual), torch.randn(48, 16)).let_go_bytes
+
+
 def test_what_a_recipe_takes_for_a_moment_is_covered():
     """Three products at once are two more than the gradient to come covers, without any credit."""
 
