@@ -348,8 +348,9 @@ for _name in ("add", "sub", "subtract", "add_", "sub_", *_BY_SIGN):
     _NOTES[getattr(Tensor, _name)] = _note_number
 
 
-# Of functions that were called: whether they change their first argument in place, whether their
-# results share memory unseen, whether they may save small tensors only, and what is noted.
+# Of functions that were called: whether they change their first argument in place, and whether
+# their results share memory unseen. Then whether they may save small tensors only, and what is
+# noted.
 _RULES: dict[Any, tuple[bool, str, bool, Callable[..., None] | None]] = {}
 
 
