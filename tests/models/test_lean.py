@@ -116,7 +116,11 @@ OPERATIONS = {
     ],
     "Div": [lambda x, m: x.sigmoid() / 3, lambda x, m: x / (m.weight + 1)],
     "Add": [lambda x, m: (x * x) + 1, lambda x, m: torch.add(x * x, m.bias, alpha=2)],
-    "Sub": [lambda x, m: (x * x) - 2.5, lambda x, m: x * x - m.bias],
+    "Sub": [
+        lambda x, m: (x * x) - 2.5,
+        lambda x, m: x * x - m.bias,
+        lambda x, m: torch.sub(x * x, other=2),
+    ],
     "Rsub": [lambda x, m: 1 - x * x, lambda x, m: 2.5 - x * x],
     "Neg": [lambda x, m: -(x * x)],
     "Softmax": [lambda x, m: functional.softmax(x * m.weight, -1)],
@@ -185,6 +189,22 @@ def test_the_noise_of_attention_is_let_go():
         return functional.scaled_dot_product_attention(x, x, x, dropout_p=0.2).flatten(0, 1)
 
     assert check(Apply(attend), torch.randn(48, 16)).let_go_bytes["Dropout"]
+
+
+@pytest.mark.filterwarnings("ignore:This overload")
+@pytest.mark.parametrize("function", [torch.add, torch.sub])
+def test_a_factor_that_comes_before_the_other_tensor_is_not_taken_for_it(function):
+    check(Apply(lambda x, m: function(x * x, 2, m.bias.detach())), torch.randn(48, 16), gone=None)
+
+
+def test_a_dropout_that_drops_nothing_leaves_the_product_before_it_alone():
+    def product(x, m):
+        y = functional.dropout(x, 0.3, m.training)
+        return functional.dropout(y * m.last(torch.cat([y, y], -1)).repeat(1, 4), 0.3, m.training)
+
+    model = Apply(product)
+    assert "Dropout" in check(model.train(), torch.randn(48, 16)).let_go_bytes
+    assert "Dropout" not in check(model.eval(), torch.randn(48, 16)).let_go_bytes
 
 
 @pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
@@ -304,6 +324,16 @@ def test_nothing_is_held_apart_that_is_larger_than_what_is_let_go():
     x = torch.randn(48, 16)
     assert "Relu" in check(apart(64), x).let_go_bytes
     assert "Relu" not in check(apart(32), x).let_go_bytes
+
+
+def test_a_result_that_its_node_saves_costs_a_recipe_nothing():
+    """Of the sum's operands, one is held apart, and the ReLU's own node saves the other."""
+
+    def residual(x, m):
+        y = torch.tanh(x)
+        return y + torch.relu(functional.linear(y, m.last.weight[:, :64].repeat(4, 1)))
+
+    assert "Add" in check(Apply(residual), torch.randn(48, 16)).let_go_bytes
 
 
 def test_what_a_recipe_takes_for_a_moment_is_covered():

@@ -42,6 +42,7 @@ UNARY = [
     lambda x: x - 0.25,
     lambda x: functional.softmax(x, -1),
     lambda x: functional.dropout(x, 0.3),
+    lambda x: functional.dropout(x, 0.3, False),
     lambda x: functional.layer_norm(x, x.shape[-1:], eps=1e-3),
     lambda x: torch.clamp(x, -1, 1),
     lambda x: functional.group_norm(x[..., None], 4)[..., 0],

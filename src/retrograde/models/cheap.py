@@ -26,7 +26,6 @@ class Operation(NamedTuple):
         call: computes it.
         passes: its nominal cost; a simple pointwise operation has 1, a view 0.
         reads: its arguments: what each is, the node's attribute, the edge, and its keyword or "".
-        is_many: whether it returns several results.
         over: the same in place, or None.
         check: returns the operation of a node whose name says too little, or None.
     """
@@ -35,7 +34,6 @@ class Operation(NamedTuple):
     call: Callable[..., Any]
     passes: float
     reads: tuple[tuple[int, str, int, str], ...] = ()
-    is_many: bool = False
     over: Callable[..., Any] | None = None
     check: Callable[..., "Operation | None"] | None = None
 
@@ -127,10 +125,9 @@ def _add(node: str, call: Any, passes: float, schema: Any) -> None:
             kind = LIST if "List" in str(one.type) else TENSOR
             reads.append((kind, f"_raw_saved_{one.name}", edge, keyword))
             edge += 1
-    is_many = len(schema.returns) > 1 or "List" in str(schema.returns[0].type)
     key = node if node == "evaluation" else f"{name}Backward{node[len(name) :] or 0}"
     over = _OVER.get(name)
-    CHEAP[key] = Operation(name, call, passes, tuple(reads), is_many, over, _CHECKS.get(name))
+    CHEAP[key] = Operation(name, call, passes, tuple(reads), over, _CHECKS.get(name))
 
 
 for _passes, _names in _OPERATORS.items():

@@ -3,7 +3,7 @@
 import sys
 import threading
 import warnings
-from types import TracebackType
+from contextlib import ExitStack
 from typing import Any, TypeVar, overload
 
 import torch
@@ -34,7 +34,7 @@ class Lean:
     def __init__(self) -> None:
         self.aside: str | None = "no pass was begun"
         self._tape: Tape | None = None
-        self._hooks: Any = None
+        self._stack: ExitStack | None = None
 
     @property
     def kept_bytes(self) -> int:
@@ -48,30 +48,22 @@ class Lean:
     def __enter__(self) -> "Lean":
         if torch.compiler.is_compiling():
             return self
-        if self._hooks is not None:
+        if self._stack is not None:
             raise RetrogradeError("this lean pass has begun already: make another by rg.lean()")
         self.aside = _why_not()
         if self.aside is None:
             fsdp = sys.modules.get("torch.distributed._composable_state")
             sharded = bool(getattr(fsdp, "_module_state_mapping", None))
-            self._tape = Tape(parameters_stay=not sharded)
-            self._hooks = saved_tensors_hooks(self._tape.pack, unpack)
-            self._tape.__enter__()  # type: ignore[no-untyped-call]
-            self._hooks.__enter__()
+            self._tape, self._stack = Tape(parameters_stay=not sharded), ExitStack()
+            self._stack.callback(self._tape.close)
+            self._stack.enter_context(self._tape)
+            self._stack.enter_context(saved_tensors_hooks(self._tape.pack, unpack))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if torch.compiler.is_compiling() or self._hooks is None:
-            return
-        hooks, self._hooks = self._hooks, None
-        hooks.__exit__(kind, error, trace)
-        self._tape.__exit__(kind, error, trace)  # type: ignore[union-attr]
-        self._tape.close()  # type: ignore[union-attr]
+    def __exit__(self, *error: Any) -> None:
+        if self._stack is not None and not torch.compiler.is_compiling():
+            self._stack.close()
+            self._stack = None
 
     def __str__(self) -> str:
         if self.aside is not None:

@@ -142,8 +142,8 @@ def unpack(packed: Packed | Held) -> Tensor:
 class Recipe:
     """An operation that is called again, with its arguments.
 
-    ``nr``: which of its results, or -1 if it has one. A view's ``nbytes`` is zero. ``over``: the
-    result takes the place of the first argument.
+    ``nr``: which of its results. A view's ``nbytes`` is zero. ``over``: the result takes the place
+    of the first argument.
     """
 
     operation: Operation
@@ -157,7 +157,7 @@ class Recipe:
         """Compute the value."""
         call: Any = self.operation.over if self.over else self.operation.call
         result = call(*map(_opened, self.args), **self.keywords)
-        found: Tensor = result if self.nr < 0 else result[self.nr]
+        found: Tensor = result if isinstance(result, Tensor) else result[self.nr]
         return found
 
     def peak(self) -> tuple[int, int]:
@@ -235,11 +235,10 @@ class Search:
                 keywords[keyword] = arg
             else:
                 args.append(arg)
-        nr = nr if operation.is_many else -1
         if not operation.passes:
             return Recipe(operation, args, keywords, nr, 0)
         if not nbytes:
-            result = node._input_metadata[max(nr, 0)]
+            result = node._input_metadata[nr]
             nbytes = math.prod(result.shape) * result.dtype.itemsize
         self.operations += 1
         self.cost += operation.passes * nbytes + START_BYTES

@@ -21,7 +21,7 @@ from torch._C import _autograd
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from retrograde.models.cheap import CHEAP, Operation
+from retrograde.models.cheap import Operation
 from retrograde.models.recipes import (
     CHANGED,
     KNOWN,
@@ -74,10 +74,8 @@ class Tape(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
             return func(*args, **kwargs)
-        changes, shares, quiet, note = _RULES.get(func) or _rule_of(func)
-        first = args[0] if args else kwargs.get("input")
-        if kwargs:
-            first = kwargs.get("out", first)
+        changes, shares, may_be_small, note = _RULES.get(func) or _rule_of(func)
+        first = kwargs.get("out", args[0] if args else kwargs.get("input"))
         if not isinstance(first, Tensor):
             result = func(*args, **kwargs)
             if changes or "out" in kwargs:
@@ -88,13 +86,12 @@ class Tape(TorchFunctionMode):
             before, newest = first._version, _autograd._get_sequence_nr()
         except RuntimeError:  # an inference tensor: nothing of it is ever saved
             return func(*args, **kwargs)
-        if changes or (kwargs and kwargs.get("inplace")):
+        if changes or kwargs.get("inplace"):
             self._open_dependents(first)
             self._is_changing = True
         if shares:
             self.touch(first, shares == "data")
-        if quiet is not None and quiet(args, kwargs) and self.is_on_top():
-            self._count(first)
+        if may_be_small and self._saves_nothing_large(args):
             _autograd._pop_saved_tensors_default_hooks()
             try:
                 result = func(*args, **kwargs)
@@ -105,12 +102,17 @@ class Tape(TorchFunctionMode):
         self._is_changing = False
         if first._version != before:
             self._changed(first, _autograd._get_sequence_nr() > newest)
-        if note is not None and isinstance(result, Tensor) and result.grad_fn is not None:
-            note(self, result.grad_fn, args, kwargs)
+        if note is not None and isinstance(result, Tensor):
+            node: Any = result.grad_fn
+            if node is not None and node._sequence_nr() >= newest:  # else this call made none
+                note(self, node, args, kwargs)
         return result
 
-    def is_on_top(self) -> bool:
-        """Whether no other hooks were entered since this tape's."""
+    def _saves_nothing_large(self, args: Any) -> bool:
+        """Whether a function is given nothing that could be let go, and this tape would save it."""
+        for one in args:
+            if isinstance(one, Tensor) and not (one.requires_grad and one.is_leaf) and _large(one):
+                return False
         hooks = _autograd._top_saved_tensors_default_hooks(True)
         return hooks is not None and hooks[0] == self.pack
 
@@ -128,7 +130,7 @@ class Tape(TorchFunctionMode):
         box = self._box_of(storage)
         dtype = base.dtype if box is None else box.dtype
         if dtype is not tensor.dtype or torch._C._current_graph_task_id() != self._task:
-            self._count(tensor)
+            self.kept += storage.nbytes() if box is None else 0
             return Held(tensor.detach(), version)
         if tensor.is_cuda:
             stream = torch.cuda.current_stream(tensor.device)
@@ -147,10 +149,6 @@ class Tape(TorchFunctionMode):
                 node.metadata[base.output_nr] = ref(box)
         shape = shape_of(tensor)
         return Packed(box, box.shape if shape == box.shape else shape)
-
-    def _count(self, tensor: Tensor) -> None:
-        if _large(tensor) and self._box_of(tensor.untyped_storage()) is None:
-            self.kept += _large(tensor)
 
     def close(self) -> None:
         """End the pass. What the caller still holds is not computed a second time beside it."""
@@ -173,7 +171,7 @@ class Tape(TorchFunctionMode):
 
     def note_noise(self, node: Any, p: float) -> None:
         """Let go the noise of a dropout, zeros and one other number: a mask of bytes is enough."""
-        packed = node._raw_saved_other.data if node.name() == "MulBackward0" else None
+        packed = node._raw_saved_other.data
         box = packed.box if type(packed) is Packed else None
         noise = box.data if box is not None else None
         if box is None or noise is None or not noise.is_floating_point() or not 0 < p < 1:
@@ -184,16 +182,13 @@ class Tape(TorchFunctionMode):
         with torch.no_grad():
             one = torch.ones((), dtype=noise.dtype, device=noise.device).div_(1 - p)
             mask = noise.bool().view(torch.uint8)  # numbers are converted faster than truth
-            if (p, noise.dtype) not in _NOISES and not torch.equal(_noise(mask, one), noise):
-                return
-            _NOISES.add((p, noise.dtype))
         at = Box(mask, mask.untyped_storage())
         at.keep(mask)
         self.kept -= box.nbytes - at.nbytes
         box.data = None
         self._release(
             box,
-            Recipe(_NOISE, [Packed(at, at.shape), Held(one, one._version)], {}, -1, box.nbytes),
+            Recipe(_NOISE, [Packed(at, at.shape), Held(one, one._version)], {}, 0, box.nbytes),
             [at],
             1,
         )
@@ -282,9 +277,10 @@ def _argument(args: Any, kwargs: Any, position: int, name: str, default: Any) ->
 
 
 def _note_number(tape: Tape, node: Any, args: Any, kwargs: Any) -> None:
-    for one in (*args[:2], kwargs.get("other")):
-        if isinstance(one, (int, float)):
-            node.metadata[KNOWN] = one
+    one = _argument(args, kwargs, 1, "other", None)
+    is_other = len(args) + ("other" in kwargs) == 2  # not so in the deprecated add(x, alpha, other)
+    if is_other and isinstance(one, (int, float)):
+        node.metadata[KNOWN] = one
 
 
 def _note_of(*argument: Any) -> Callable[..., None]:
@@ -298,34 +294,19 @@ def _note_of(*argument: Any) -> Callable[..., None]:
     return note
 
 
-def _note_dropout(tape: Tape, node: Any, args: Any, kwargs: Any) -> None:
-    tape.note_noise(node, _argument(args, kwargs, 1, "p", 0.5))
+def _note_noise_of(*argument: Any) -> Callable[..., None]:
+    """Note the noise of a dropout, or of the dropped weights that attention multiplies by values.
 
+    Attention with a kernel of its own has another node, and so have the dropouts of a GPU.
+    """
 
-def _note_attention(tape: Tape, node: Any, args: Any, kwargs: Any) -> None:
-    p = _argument(args, kwargs, 4, "dropout_p", 0.0)
-    for _ in range(8 if p else 0):  # attention without a kernel of its own
-        if node is not None and node.name() != "MulBackward0":
+    def note(tape: Tape, node: Any, args: Any, kwargs: Any) -> None:
+        while node is not None and node.name() in _TO_NOISE:
             node = node.next_functions[0][0]
-    if p and node is not None:
-        tape.note_noise(node, p)
+        if node is not None and node.name() == "MulBackward0":
+            tape.note_noise(node, _argument(args, kwargs, *argument))
 
-
-def _is_kept(args: Any, kwargs: Any) -> bool:
-    """Whether a normalisation saves nothing that could be let go: an input that is kept."""
-    first = args[0] if args else kwargs["input"]
-    node = first.grad_fn if first._base is None and not first._version else None
-    return node is not None and node.name() not in CHEAP
-
-
-def _is_kept_in_training(args: Any, kwargs: Any) -> bool:
-    return _argument(args, kwargs, 5, "training", False) is True and _is_kept(args, kwargs)
-
-
-def _are_small(args: Any, kwargs: Any) -> bool:
-    """Whether a function is given nothing that could be let go."""
-    tensors = [one for one in args if isinstance(one, Tensor)]
-    return all((one.requires_grad and one.is_leaf) or not _large(one) for one in tensors)
+    return note
 
 
 def _large(tensor: Tensor) -> int:
@@ -344,35 +325,39 @@ def _noise(mask: Tensor, one: Tensor) -> Tensor:
 
 
 _NOISE = Operation("Dropout", _noise, 1)
-_NOISES = set[tuple[float, torch.dtype]]()  # whose noise was seen to have two values
+#: From the result of attention to its dropped weights.
+_TO_NOISE = {f"{name}Backward0" for name in ("ToCopy", "UnsafeView", "View", "Bmm", "Mm", "Expand")}
 _CHANGING = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow")} | {"__setitem__"}
 # What shares memory unseen; ``.data`` has versions of its own too.
 _SHARING = {torch.detach: "detach", Tensor.detach: "detach"}
 _SHARING |= dict.fromkeys((Tensor.data.__get__, Tensor.data.__set__), "data")  # type: ignore[attr-defined]
-# Whether a function saves nothing that could be let go, and what is noted of its node.
-_SPECIAL: dict[Any, tuple[Callable[..., bool] | None, Callable[..., None] | None]] = {
-    functional.batch_norm: (_is_kept_in_training, _note_of(4, "bias", None)),
-    torch.batch_norm: (_is_kept_in_training, _note_of(2, "bias", None)),
-    functional.scaled_dot_product_attention: (None, _note_attention),
+# What is noted of a function's node.
+_NOTES: dict[Any, Callable[..., None]] = {
+    functional.batch_norm: _note_of(4, "bias", None),
+    torch.batch_norm: _note_of(2, "bias", None),
+    functional.scaled_dot_product_attention: _note_noise_of(4, "dropout_p", 0.0),
 }
 for _place in (functional, torch):
-    _SPECIAL[_place.layer_norm] = _is_kept, _note_of(4, "eps", 1e-5)
-    _SPECIAL[_place.group_norm] = _is_kept, _note_of(3, "bias", None)
-    _SPECIAL[_place.dropout] = None, _note_dropout
+    _NOTES[_place.layer_norm] = _note_of(4, "eps", 1e-5)
+    _NOTES[_place.group_norm] = _note_of(3, "bias", None)
+    _NOTES[_place.dropout] = _note_noise_of(1, "p", 0.5)
 for _name in ("add", "sub", "subtract", "rsub"):
-    _SPECIAL[getattr(torch, _name)] = None, _note_number
+    _NOTES[getattr(torch, _name)] = _note_number
 _BY_SIGN = ("__add__", "__radd__", "__iadd__", "__sub__", "__rsub__", "__isub__")
 for _name in ("add", "sub", "subtract", "add_", "sub_", *_BY_SIGN):
-    _SPECIAL[getattr(Tensor, _name)] = None, _note_number
+    _NOTES[getattr(Tensor, _name)] = _note_number
 
-# Of functions that were called: whether they change their first argument in place, whether their
-# results share memory unseen, and what is special.
-_RULES: dict[Any, tuple[bool, str, Callable[..., bool] | None, Callable[..., None] | None]] = {}
+
+# Of functions that were called: whether they change their first argument in place, and whether
+# their results share memory unseen. Then whether they may save small tensors only, and what is
+# noted.
+_RULES: dict[Any, tuple[bool, str, bool, Callable[..., None] | None]] = {}
 
 
 def _rule_of(func: Any) -> Any:
     name = getattr(func, "__name__", "")
     changes = (name[-1:] == "_" and name[-2:] != "__") or name in _CHANGING  # add_, not __add__
-    quiet, note = _SPECIAL.get(func, (None if name == "__get__" else _are_small, None))
-    rule = _RULES[func] = changes, _SHARING.get(func, ""), quiet, note
+    note = _NOTES.get(func)
+    may_be_small = note is None and name != "__get__"
+    rule = _RULES[func] = changes, _SHARING.get(func, ""), may_be_small, note
     return rule
