@@ -86,7 +86,7 @@ def ordinary_points(steps: Sequence[LayerCall]) -> list[Point]:
     found = []
     for number, step in enumerate(steps[1:]):
         (piece,) = step.path.pieces()
-        pattern = piece.jacobian.pattern
+        pattern = piece.pattern
         once = 1 if pattern.kind == "diagonal" else 2
         what = f"{type(step.layer).__name__} {pattern}"
         found.append(

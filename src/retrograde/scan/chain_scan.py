@@ -96,7 +96,7 @@ class ChainScan:
     def choose(self, steps: Sequence[LayerCall], *, whole: bool) -> ScanChoice:
         """See :meth:`retrograde.Sequential.outlook`."""
         x = steps[0].x
-        patterns = tuple(p.jacobian.pattern for step in steps for p in step.path.pieces())
+        patterns = tuple(p.pattern for step in steps for p in step.path.pieces())
         asked = self.algorithm, self.levels, self.memory
 
         def find() -> ScanChoice:
@@ -131,7 +131,7 @@ def _choose_scan(
     found = [split_of(k, paths, *size) for k in asked or sorted({0, min(levels or 0, most)})]
     for path in paths:  # most of these products will not be used again
         for piece in path.pieces():
-            piece.jacobian.pattern.forget()
+            piece.pattern.forget()
     linear, fitting = found[0], [split for split in found if split.samples]
     if algorithm == "auto":
         best = min(fitting, key=lambda s: s.report.critical_flops, default=linear)
