@@ -337,7 +337,8 @@ def test_explain_of_layers_without_parameters():
 def test_the_scan_is_chosen_once_a_shape():
     """Also where patterns are put together: residual blocks, pruned layers, padding of any mode."""
     layers = [
-        nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular"),
+        nn.CircularPad2d(1),
+        nn.Conv2d(2, 2, 3),
         nn.ReLU(),
         rg.Residual(nn.Conv2d(2, 2, 3, padding=1), nn.ReLU()),
         nn.Conv2d(2, 2, 3, padding=1),
@@ -721,27 +722,37 @@ def test_a_gradient_that_nobody_asks_for():
 
 def test_a_max_pooling_whose_places_were_left_does_not_read_its_input_again():
     x = draw(2, 2, 4, 4).requires_grad_()
-    net = rg.Sequential(nn.MaxPool2d(2), backward="scan", algorithm="linear")
+    net = rg.Sequential(nn.MaxPool2d(2, 1), backward="scan", algorithm="linear")
     given = x * 1
     y = net(given)
     with torch.no_grad():
         given.zero_()
     y.sum().backward()
-    expected = torch.autograd.grad(nn.functional.max_pool2d(x, 2).sum(), x)[0]
+    expected = torch.autograd.grad(nn.functional.max_pool2d(x, 2, 1).sum(), x)[0]
     torch.testing.assert_close(x.grad, expected)
 
 
 def test_an_output_or_an_input_changed_in_place_is_noticed():
     x = draw(2, 2, 4).requires_grad_()
-    net = rg.Sequential(nn.MaxPool1d(2), nn.Tanh(), backward="scan", algorithm="linear")
+    net = rg.Sequential(nn.MaxPool1d(2, 1), nn.Tanh(), backward="scan", algorithm="linear")
     given = x * 1
     y = net(given)
     with torch.no_grad():
         given.zero_()
     with pytest.raises(RetrogradeError, match=r"the input of a max-pooling, \(2, 2, 4\), was"):
         y.sum().backward()
-    y = net(x)
-    y.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        net(x).mul_(2).sum().backward()
+
+
+@pytest.mark.parametrize("layer", [nn.ReLU(), nn.Tanh(), nn.MaxPool1d(2)])
+def test_what_torch_would_refuse_after_a_change_in_place_is_refused(layer):
+    x = draw(2, 2, 4).requires_grad_()
+    net = rg.Sequential(layer, backward="scan", algorithm="linear")
+    given = x * 1
+    y = net(given)
+    with torch.no_grad():
+        (given if isinstance(layer, nn.MaxPool1d) else y).zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
 

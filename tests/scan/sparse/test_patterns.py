@@ -194,17 +194,6 @@ def test_the_union_of_two_identities_is_one():
     assert Pattern(identity(5)).union(Pattern(identity(5)))[0].kind == "diagonal"
 
 
-@some
-@given(drawn_factors(2), st.integers(0, 9))
-def test_restricted(parts, seed):
-    pattern = Pattern(*parts)
-    keep = np.random.default_rng(seed).random(pattern.nnz) < 0.5
-    expected = dense(pattern)
-    expected[expected] = keep
-    assert np.array_equal(dense(pattern.restricted(keep)), expected)
-    assert pattern.restricted(np.ones(pattern.nnz, bool)).nnz == pattern.nnz
-
-
 def test_a_product_of_which_half_is_no_guaranteed_zero_is_kept_whole():
     """Eight entries of sixteen are, seven are not; a full factor makes any product whole."""
     first = np.zeros((4, 4), bool)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
-from math import prod
 from typing import Any
 
 import torch
@@ -29,14 +28,13 @@ __all__ = ["SparseKernels", "apply", "multiply", "plain", "sparse_kernels", "spr
 @dataclass(frozen=True)
 class SparseKernels:
     """One implementation ("numba", "triton" or "torch") of the products. They are :func:`scale`,
-    :func:`multiply_sparse`, :func:`apply_sparse`, :func:`take`, :func:`mark`."""
+    :func:`multiply_sparse`, :func:`apply_sparse` and :func:`take`."""
 
     name: str
     scale: Callable[[Pattern, Tensor, Tensor, bool], Tensor]
     multiply: Callable[[Pattern, Pattern, Tensor, Tensor], Tensor]
     apply: Callable[[Pattern, Tensor, Tensor], Tensor]
     take: Callable[[Tensor, Any], Tensor]
-    mark: Callable[[Pattern, Tensor, Tensor], Tensor]
 
 
 def multiply(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> Tensor:
@@ -106,16 +104,7 @@ def take(weights: Tensor, pattern: Any) -> Tensor:
     return weights.index_select(0, pattern.tensor("sources", weights.device))
 
 
-def mark(pattern: Pattern, x: Tensor, chosen: Tensor) -> Tensor:
-    """Return the values of a max-pooling: 1 where the input of an entry is its output's maximum.
-    ``x`` is (samples, channels, …), and ``chosen`` is the position of each maximum in its
-    channel."""
-    within = pattern.tensor("row_of", x.device) % prod(x.shape[2:])
-    columns = pattern.tensor("indices", x.device)
-    return (chosen.flatten(1).index_select(1, columns) == within).to(x.dtype)
-
-
-plain = SparseKernels("torch", scale, multiply_sparse, apply_sparse, take, mark)
+plain = SparseKernels("torch", scale, multiply_sparse, apply_sparse, take)
 
 
 @cache
@@ -125,7 +114,7 @@ def sparse_kernels(device: str, dtype: torch.dtype) -> SparseKernels:
     if device == "cpu" and real:
         from retrograde.scan.sparse import cpu_products as cpu
 
-        return SparseKernels("numba", cpu.scale, cpu.multiply, cpu.apply, cpu.take, cpu.mark)
+        return SparseKernels("numba", cpu.scale, cpu.multiply, cpu.apply, cpu.take)
     if device == "cuda" and real and importlib.util.find_spec("triton"):
         from retrograde.scan.sparse import cuda_products as cuda
 

@@ -19,7 +19,6 @@ __all__ = [
     "apply_lanes",
     "apply_one",
     "full_times_sparse",
-    "mark",
     "multiply_lanes",
     "multiply_one",
     "scale_lanes",
@@ -283,29 +282,3 @@ def take(first: int, last: int, x: Reals, places: _Ints, out: Reals) -> None:
     """Write x at ``places`` to ``out``."""
     for p in range(first, last):
         out[p] = x[places[p]]
-
-
-@compiled  # type: ignore[untyped-decorator]
-def mark(
-    first: int,
-    last: int,
-    ptr: _Ints,
-    of: _Ints,
-    chosen: NDArray[np.int64],
-    inputs: int,
-    outputs: int,
-    columns: int,
-    out: Reals,
-) -> None:
-    """Write 1 to ``out`` at the entries (chosen input, output).
-
-    ``first`` to ``last`` are outputs, numbered consecutively over all samples. ``inputs`` and
-    ``outputs`` are the counts of one channel, ``columns`` is the count of a sample's outputs.
-    """
-    for place in range(first, last):
-        sample, column = place // columns, place % columns
-        row = column // outputs * inputs + chosen[place]
-        for p in range(ptr[row], ptr[row + 1]):
-            if of[p] == column:
-                out[sample * len(of) + p] = 1
-                break

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from retrograde.kernels.lanes import compiled
 
-__all__ = ["count_columns", "fill_columns", "kron", "land"]
+__all__ = ["find_columns", "kron", "land"]
 
 _Ints = NDArray[np.signedinteger[Any]]
 
@@ -44,30 +44,7 @@ def kron(
 
 
 @compiled  # type: ignore[untyped-decorator]
-def count_columns(
-    first: int,
-    last: int,
-    left_ptr: _Ints,
-    left: _Ints,
-    right_ptr: _Ints,
-    right: _Ints,
-    seen: _Ints,
-    counts: _Ints,
-) -> None:
-    """Count the columns of each row of a product; ``seen`` starts with a −1 for each column."""
-    for i in range(first, last):
-        found = 0
-        for p in range(left_ptr[i], left_ptr[i + 1]):
-            k = left[p]
-            for q in range(right_ptr[k], right_ptr[k + 1]):
-                if seen[right[q]] != i:
-                    seen[right[q]] = i
-                    found += 1
-        counts[i] = found
-
-
-@compiled  # type: ignore[untyped-decorator]
-def fill_columns(
+def find_columns(
     first: int,
     last: int,
     left_ptr: _Ints,
@@ -78,24 +55,30 @@ def fill_columns(
     ptr: _Ints,
     indices: _Ints,
 ) -> None:
-    """Write the columns of each row of a product to ``indices``, in ascending order.
+    """Write the columns of each row i of a product to ``indices`` from ``ptr[i]`` on, ascending.
 
-    ``seen`` starts with a −1 for each column.
+    If ``indices`` is empty, they are counted instead, into ``ptr[i + 1]``. ``seen`` starts with a
+    −1 for each column.
     """
+    counting = len(indices) == 0
     for i in range(first, last):
-        at = ptr[i]
+        begin = 0 if counting else ptr[i]
+        at = begin
         for p in range(left_ptr[i], left_ptr[i + 1]):
             k = left[p]
             for q in range(right_ptr[k], right_ptr[k + 1]):
                 j = right[q]
                 if seen[j] != i:
                     seen[j] = i
-                    indices[at] = j
+                    if not counting:
+                        indices[at] = j
                     at += 1
-        if 8 * (at - ptr[i]) < len(seen):
-            indices[ptr[i] : at].sort()
+        if counting:
+            ptr[i + 1] = at
+        elif 8 * (at - begin) < len(seen):
+            indices[begin:at].sort()
         else:
-            at = ptr[i]
+            at = begin
             for j in range(len(seen)):
                 if seen[j] == i:
                     indices[at] = j
@@ -118,28 +101,21 @@ def land(
     """List the terms of each entry of a product.
 
     A term is an entry of the left factor times one of the right factor. Their numbers go to
-    ``lefts`` and ``rights``, ordered by the entry of the product. ``ends`` starts with zeros, one
-    more than the product has entries; it receives the offsets of each entry's terms. ``place`` is
-    scratch memory with a number for each column.
+    ``lefts`` and ``rights``, ordered by the entry of the product. ``ends`` starts with zeros, two
+    more than the product has entries; all but its last receive the offsets of each entry's terms.
+    ``place`` is scratch memory with a number for each column.
     """
-    rows = len(ptr) - 1
-    for once in range(2):
-        for i in range(rows):
+    for filling in range(2):
+        for i in range(len(ptr) - 1):
             for q in range(ptr[i], ptr[i + 1]):
                 place[indices[q]] = q
             for p in range(left_ptr[i], left_ptr[i + 1]):
                 k = left[p]
                 for q in range(right_ptr[k], right_ptr[k + 1]):
-                    entry = place[right[q]]
-                    if once:
-                        lefts[ends[entry]], rights[ends[entry]] = p, q
-                    ends[entry] += 1
-        if not once:
-            total = 0
-            for entry in range(len(ends)):
-                count = ends[entry]
-                ends[entry] = total
-                total += count
-    for entry in range(len(ends) - 1, 0, -1):
-        ends[entry] = ends[entry - 1]
-    ends[0] = 0
+                    # Counted two ahead, an entry's end is found where its start was.
+                    at = place[right[q]] + 2 - filling
+                    if filling:
+                        lefts[ends[at]], rights[ends[at]] = p, q
+                    ends[at] += 1
+        if not filling:
+            ends[:] = np.cumsum(ends)

@@ -20,7 +20,7 @@ from retrograde.kernels.team import Range, share
 from retrograde.scan.sparse import cpu_loops as loops
 from retrograde.scan.sparse.pattern import Pattern
 
-__all__ = ["apply", "mark", "multiply", "scale", "take"]
+__all__ = ["apply", "multiply", "scale", "take"]
 
 _Reals = NDArray[np.floating[Any]]
 _PIECES = 8  # pieces for each thread, so that uneven rows leave no thread idle
@@ -61,8 +61,6 @@ def scale(pattern: Pattern, values: Tensor, diagonal: Tensor, by_column: bool) -
     if pattern.kind == "full":
         whole = values.reshape(*values.shape[:-1], *pattern.shape)
         return (whole * (diagonal[..., None, :] if by_column else diagonal[..., None])).flatten(-2)
-    if values.ndim == diagonal.ndim == 2 and values.is_contiguous() and diagonal.is_contiguous():
-        return _scale_one_by_one(pattern, values, diagonal, by_column)
     samples, found = _room(pattern.nnz, values, diagonal)
     x, d, (out, _) = _side_by_side(values), _side_by_side(diagonal), _side_by_side(found)
     arrays = pattern.indptr, pattern.indices
@@ -74,22 +72,6 @@ def scale(pattern: Pattern, values: Tensor, diagonal: Tensor, by_column: bool) -
         loops.scale_lanes(first, last, *arrays, *x, *d, by_column, out, samples)
 
     share(one if samples == 1 else lanes, _pieces(pattern.shape[0], pattern.nnz * samples))
-    return found
-
-
-def _scale_one_by_one(
-    pattern: Pattern, values: Tensor, diagonal: Tensor, by_column: bool
-) -> Tensor:
-    """Scale where both factors store sample after sample; the product does so too."""
-    samples, found = _room(pattern.nnz, values, diagonal, one_by_one=True)
-    x, d = (each.expand(samples, -1).numpy() for each in (values.detach(), diagonal.detach()))
-    out, rows = found.numpy(), pattern.shape[0]
-
-    def some(first: int, last: int) -> None:
-        for i in range(first, last):
-            loops.scale_one(0, rows, pattern.indptr, pattern.indices, x[i], d[i], by_column, out[i])
-
-    share(some, _pieces(samples, pattern.nnz * samples))
     return found
 
 
@@ -116,20 +98,6 @@ def take(weights: Tensor, pattern: Any) -> Tensor:
     x, out, places = weights.numpy(), found.numpy(), pattern.sources
     pieces = _pieces(pattern.nnz, pattern.nnz)
     share(lambda first, last: loops.take(first, last, x, places, out), pieces)
-    return found
-
-
-def mark(pattern: Pattern, x: Tensor, chosen: Tensor) -> Tensor:
-    """As :func:`retrograde.scan.sparse.arithmetic.mark`."""
-    found = x.new_zeros(len(x), pattern.nnz)
-    inputs, outputs, columns = x[0, 0].numel(), chosen[0, 0].numel(), pattern.shape[1]
-    places, out = chosen.contiguous().view(-1).numpy(), found.view(-1).numpy()
-    arrays = pattern.indptr, pattern.indices, places
-
-    def some(first: int, last: int) -> None:
-        loops.mark(first, last, *arrays, inputs, outputs, columns, out)
-
-    share(some, _pieces(len(places), len(places)))
     return found
 
 

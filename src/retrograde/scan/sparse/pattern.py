@@ -28,14 +28,12 @@ edges of the image, which are not entries of the Jacobian.
 """
 
 from functools import cached_property
-from hashlib import blake2b
 from math import prod
 from typing import Any, Literal, NamedTuple
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from retrograde.errors import ScanError
@@ -144,19 +142,9 @@ class Pattern(OnDevices):
         return np.repeat(rows, np.diff(self.indptr))
 
     @property
-    def positions(self) -> NDArray[np.int64]:
-        """The position of each entry in the full matrix, row after row: (nnz,)."""
-        return self.row_of * np.int64(self.shape[1]) + self.indices
-
-    @property
     def index_bytes(self) -> int:
         """The bytes of the pattern's arrays, once they are written out."""
         return 0 if self.kind != "sparse" else 4 * (self.nnz + self.shape[0] + 1)
-
-    def restricted(self, keep: NDArray[np.bool_]) -> "Pattern":
-        """Return the pattern with only some of its nnz entries, written out."""
-        sums = np.concatenate([[0], np.cumsum(keep)])
-        return Pattern(from_arrays(sums[self.indptr], self.indices[keep], self.shape))
 
     def product(self, right: "Pattern", most: int = MOST_ENTRIES) -> "Product":
         """Return the plan of ``self``·``right``, made once and kept while both exist. Raises
@@ -184,16 +172,14 @@ class Pattern(OnDevices):
                 "to the same outputs"
             )
         if other not in self._unions:
-            self._unions[other] = self._union(other)
+            rows = self.shape[1] * np.arange(self.shape[0] + 1)
+            # The position of each entry in the full matrix, row after row.
+            ours, theirs = (rows[p.row_of] + p.indices for p in (self, other))
+            both = np.union1d(ours, theirs)
+            arrays = np.searchsorted(both, rows), both % self.shape[1]
+            places = np.searchsorted(both, ours), np.searchsorted(both, theirs)
+            self._unions[other] = Pattern(from_arrays(*arrays, self.shape)), *places
         return self._unions[other]
-
-    def _union(self, other: "Pattern") -> "Union":
-        ours, theirs = self.positions, other.positions
-        both = np.union1d(ours, theirs)
-        rows, columns = np.divmod(both, self.shape[1])
-        indptr = np.searchsorted(rows, np.arange(self.shape[0] + 1))
-        found = Pattern(from_arrays(indptr, columns, self.shape))
-        return found, np.searchsorted(both, ours), np.searchsorted(both, theirs)
 
     def forget(self) -> None:
         """Drop the kept products and unions; they are made again on use."""
@@ -201,10 +187,7 @@ class Pattern(OnDevices):
             known.clear()  # type: ignore[attr-defined]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A Kronecker product's factors are small; plans are not sent.
-        arrays = (f.arrays and tuple(map(torch.from_numpy, f.arrays)) for f in self.factors)
-        told = ((f.rows, f.columns, f.kind, a) for f, a in zip(self.factors, arrays, strict=True))
-        return _received, tuple(told)
+        return Pattern, self.factors  # plans are not sent
 
     def __deepcopy__(self, memo: Any) -> "Pattern":
         return self  # patterns are immutable
@@ -214,22 +197,6 @@ class Pattern(OnDevices):
 
     def __repr__(self) -> str:
         return f"Pattern({self}, nnz={self.nnz:,})"
-
-
-_RECEIVED: WeakValueDictionary[Any, Pattern] = WeakValueDictionary()
-
-
-def _received(*factors: tuple[Any, ...]) -> Pattern:
-    """Return an unpickled pattern; equal patterns become one object, so that plans are found."""
-    made = []
-    for rows, columns, kind, tensors in factors:
-        arrays = tensors and tuple(t.cpu().numpy().copy() for t in tensors)
-        made.append(Factor(rows, columns, kind, arrays))
-    digest = blake2b()
-    for array in (array for f in made for array in f.arrays or ()):
-        digest.update(array.tobytes())
-    key = (*((f.rows, f.columns, f.kind, f.nnz) for f in made), digest.digest())
-    return _RECEIVED.setdefault(key, Pattern(*made))
 
 
 class Landing(OnDevices):
@@ -281,14 +248,6 @@ class Product:
         if self.result.kind == "sparse" and self.result.density >= _DENSE:
             self.result = Pattern(whole)
 
-    @cached_property
-    def exact(self) -> Pattern:
-        """The pattern of the product without its zeros, even if stored as a full matrix."""
-        if self.method == "diagonal":
-            return self.result
-        found = Pattern(*(multiplied(a, b) for a, b in aligned(*self._factors)))
-        return self.result if found.nnz == self.result.nnz else found
-
     @property
     def flops(self) -> int:
         """The FLOPs for one sample: one for each term where a diagonal scales, else two. A dense
@@ -304,11 +263,11 @@ class Product:
 
         a, b = map(merged, self._factors)
         lefts, rights = np.empty((2, self.terms), np.int32)
-        ends = np.zeros(self.result.nnz + 1, np.int64)
+        ends = np.zeros(self.result.nnz + 2, np.int64)
         place = np.zeros(self.result.shape[1], np.int32)
         arrays = a.indptr, a.indices, b.indptr, b.indices
         land(*arrays, self.result.indptr, self.result.indices, place, ends, lefts, rights)
-        return Landing(ends, lefts, rights)
+        return Landing(ends[:-1], lefts, rights)
 
     @cached_property
     def places(self) -> Places:

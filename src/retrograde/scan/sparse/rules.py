@@ -21,7 +21,7 @@ the call. Reference: W20, sections 3.3, 3.4 (algorithms 2 to 4 are a convolution
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 from math import prod
 from typing import Any
 
@@ -31,7 +31,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from retrograde.errors import RetrogradeError, ScanError
-from retrograde.scan.sparse.arithmetic import sparse_kernels
 from retrograde.scan.sparse.csr import CSR, LayerJacobian
 from retrograde.scan.sparse.factor import adaptive, band, identity, padding
 from retrograde.scan.sparse.pattern import Pattern
@@ -117,29 +116,21 @@ def _look_up(table: dict[type[nn.Module], Any], layer: nn.Module) -> Any:
 
 _ELEMENTWISE = (
     nn.CELU, nn.ELU, nn.GELU, nn.Hardshrink, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh,
-    nn.LeakyReLU, nn.LogSigmoid, nn.Mish, nn.PReLU, nn.ReLU6, nn.SELU, nn.SiLU,
+    nn.LeakyReLU, nn.LogSigmoid, nn.Mish, nn.PReLU, nn.ReLU, nn.ReLU6, nn.SELU, nn.SiLU,
     nn.Sigmoid, nn.Softplus, nn.Softshrink, nn.Softsign, nn.Tanh, nn.Tanhshrink, nn.Threshold,
     nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
 )  # fmt: skip
 
 
 def _elementwise(layer: nn.Module, x: Tensor, y: Tensor) -> LayerJacobian:
-    def slopes() -> Tensor:
-        (found,) = torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)
-        return found.flatten(1)
-
-    return LayerJacobian(_diagonal(x), False, slopes)
+    return LayerJacobian(_diagonal(x), False, lambda: _slopes(x, y))
 
 
-def _relu(layer: nn.Module, x: Tensor, y: Tensor) -> LayerJacobian:
-    """The rule of ReLU, which calls the kernel of its backward pass directly."""
-    one = torch.ones((), dtype=y.dtype, device=y.device)
-
-    def slopes() -> Tensor:
-        found: Tensor = torch.ops.aten.threshold_backward(one.expand_as(y), y.detach(), 0)
-        return found.flatten(1)
-
-    return LayerJacobian(_diagonal(x), False, slopes)
+def _slopes(x: Tensor, y: Tensor) -> Tensor:
+    """Return the gradient of x for a gradient of ones, (samples, inputs)."""
+    ones = torch.ones((), dtype=y.dtype, device=y.device).expand_as(y)
+    (found,) = torch.autograd.grad(y, x, ones, retain_graph=True)
+    return found.flatten(1)
 
 
 def _unchanged(layer: nn.Module, x: Tensor, y: Tensor) -> LayerJacobian:
@@ -147,25 +138,13 @@ def _unchanged(layer: nn.Module, x: Tensor, y: Tensor) -> LayerJacobian:
 
 
 def _convolution(layer: Any, x: Tensor, y: Tensor) -> LayerJacobian:
-    outputs = tuple(y.shape[2:])
-    if layer.padding_mode == "zeros":
-        return convolution(layer, tuple(x.shape[2:]), outputs, _before(layer))
-    widths = layer._reversed_padding_repeated_twice
-    padded = functional.pad(x.detach(), widths, mode=layer.padding_mode)
-    inner = convolution(layer, tuple(padded.shape[2:]), outputs, (0,) * len(outputs))
-    outer = _padding_of(x, widths, layer.padding_mode)
-    product = outer.pattern.product(inner.pattern)
-    found = product.exact
-    if product.method != "diagonal":
-        found.keeps = outer.pattern, inner.pattern
-
-    def values() -> Tensor:
-        data: Tensor = (outer.csr(x) @ inner.csr(x)).data
-        if found is product.result:
-            return data
-        return data.index_select(0, torch.from_numpy(found.positions).to(data.device))
-
-    return LayerJacobian(found, True, values)
+    if layer.padding_mode != "zeros":
+        raise ScanError(
+            f"{type(layer).__name__} with padding_mode={layer.padding_mode!r} has no transposed "
+            "Jacobian here: expected 'zeros'; put a padding layer of that mode before a "
+            "convolution with padding=0, or use backward=None"
+        )
+    return convolution(layer, tuple(x.shape[2:]), tuple(y.shape[2:]), _before(layer))
 
 
 def _before(layer: Any) -> Sizes:
@@ -180,44 +159,26 @@ def _max_pool(layer: Any, x: Tensor, y: Tensor) -> LayerJacobian:
     count = x.ndim - 2
     sizes = layer.kernel_size, layer.stride, layer.padding, layer.dilation
     how = [_each(size, count) for size in sizes]
-    pool = getattr(functional, f"max_pool{count}d")
-
-    def choose(given: Tensor) -> Any:
-        return pool(given, *how, ceil_mode=layer.ceil_mode, return_indices=True)
-
-    pattern = _windows(x, y, *how)
-    if count != 2:
-        return _maxima(pattern, x, y, choose)
-
-    def back(one: Tensor, chosen: Tensor) -> Tensor:
-        given = (*map(list, how), layer.ceil_mode)
-        found: Tensor = torch.ops.aten.max_pool2d_with_indices_backward(one, x, *given, chosen)
-        return found
-
-    return _maxima(pattern, x, y, choose, back)
+    pool = partial(getattr(functional, f"max_pool{count}d"), ceil_mode=layer.ceil_mode)
+    return _maxima(_windows(x, y, *how), x, y, lambda x: pool(x, *how, return_indices=True))
 
 
 def _adaptive_max_pool(layer: Any, x: Tensor, y: Tensor) -> LayerJacobian:
     pool = getattr(functional, f"adaptive_max_pool{x.ndim - 2}d")
-    choose = partial(pool, output_size=tuple(y.shape[2:]), return_indices=True)
-    return _maxima(_windows(x, y), x, y, choose)
+    return _maxima(_windows(x, y), x, y, lambda x: pool(x, y.shape[2:], return_indices=True))
 
 
 def _maxima(
-    pattern: Pattern,
-    x: Tensor,
-    y: Tensor,
-    choose: Callable[[Tensor], Any],
-    back: Callable[[Tensor, Tensor], Tensor] | None = None,
+    pattern: Pattern, x: Tensor, y: Tensor, pool: Callable[[Tensor], tuple[Tensor, Tensor]]
 ) -> LayerJacobian:
     """Return the Jacobian of a max-pooling: 1 where the input of an entry is its output's maximum.
-    If every input is in one window, the values are the input's gradient for an output gradient of
-    ones."""
+    If every input is in one window, the values are the slopes."""
     version = x._version
     one_each = all(np.all(factor.row_counts == 1) for factor in pattern.factors)
-    one = torch.ones((), dtype=x.dtype, device=x.device)
 
     def values() -> Tensor:
+        if one_each:
+            return _slopes(x, y)
         # The forward pass saved the places of the maxima; if not, they are found again.
         chosen = getattr(y.grad_fn, "_saved_result1", None)
         if chosen is None or chosen.shape != y.shape:
@@ -227,51 +188,33 @@ def _maxima(
                     "the forward pass and the backward pass: expected it as it was; change a copy "
                     "of it"
                 )
-            _, chosen = choose(x.detach())
-        if one_each and back is not None:
-            return back(one.expand_as(y), chosen).flatten(1)
-        return sparse_kernels(x.device.type, x.dtype).mark(pattern, x, chosen)
+            _, chosen = pool(x.detach())
+        within = pattern.tensor("row_of", x.device) % prod(x.shape[2:])
+        columns = pattern.tensor("indices", x.device)
+        return (chosen.flatten(1).index_select(1, columns) == within).to(x.dtype)
 
     return LayerJacobian(pattern, False, values, scratch=24)
 
 
 def _average_pool(layer: Any, x: Tensor, y: Tensor) -> LayerJacobian:
     count = x.ndim - 2
-    kernel, stride, pad = (
-        _each(value, count) for value in (layer.kernel_size, layer.stride, layer.padding)
-    )
-    pattern = _windows(x, y, kernel, stride, pad, (1,) * count)
-    divisor = getattr(layer, "divisor_override", None)
-    spans = zip(x.shape[2:], y.shape[2:], kernel, stride, pad, strict=True)
-    sizes = [_window_sizes(*span, layer.count_include_pad) for span in spans]
-    return _averages(pattern, x, y, sizes, divisor)
-
-
-def _window_sizes(
-    size: int, outputs: int, kernel: int, stride: int, pad: int, with_padding: bool
-) -> np.ndarray:
-    """Return the divisors of torch in one dimension, for each output."""
-    start = np.arange(outputs) * stride - pad
-    end = np.minimum(start + kernel, size + pad)
-    return end - start if with_padding else np.minimum(end, size) - np.maximum(start, 0)
+    how = [_each(value, count) for value in (layer.kernel_size, layer.stride, layer.padding)]
+    return _averages(_windows(x, y, *how, (1,) * count), layer, x)
 
 
 def _adaptive_average_pool(layer: Any, x: Tensor, y: Tensor) -> LayerJacobian:
-    pattern = _windows(x, y)
-    sizes = [factor.column_counts for factor in pattern.factors[1:]]
-    return _averages(pattern, x, y, sizes, None)
+    return _averages(_windows(x, y), layer, x)
 
 
-def _averages(
-    pattern: Pattern, x: Tensor, y: Tensor, sizes: Sequence[np.ndarray], divisor: int | None
-) -> LayerJacobian:
+def _averages(pattern: Pattern, layer: nn.Module, x: Tensor) -> LayerJacobian:
     def values() -> Tensor:
-        whole = np.ones(1)
-        for each in sizes:
-            whole = np.multiply.outer(whole, each).ravel()
-        share = torch.from_numpy(1 / whole if divisor is None else np.full(len(whole), 1 / divisor))
+        # The average of ones is the number of a window's inputs times the value of each.
+        ones = torch.ones((1, 1, *x.shape[2:]), dtype=torch.float64, device="cpu")
+        counts = reduce(np.multiply.outer, (f.column_counts for f in pattern.factors[1:]))
+        share = type(layer).forward(layer, ones).flatten() / torch.from_numpy(counts.ravel())
         columns = pattern.tensor("indices", x.device) % len(share)
-        return share.to(x).index_select(0, columns)
+        found: Tensor = share.to(x).index_select(0, columns)
+        return found
 
     return LayerJacobian(pattern, True, values, scratch=8)
 
@@ -300,13 +243,8 @@ def _batch_norm(layer: Any, x: Tensor, y: Tensor) -> LayerJacobian:
 
 
 def _pad(layer: Any, x: Tensor, y: Tensor, mode: str) -> LayerJacobian:
-    return _padding_of(x, layer.padding, mode)
-
-
-def _padding_of(x: Tensor, widths: Sequence[int], mode: str) -> LayerJacobian:
-    """Return the Jacobian of ``functional.pad``; the widths begin with the last dimension."""
     count = x.ndim - 2
-    widths = _each(widths, 2 * count)
+    widths = _each(layer.padding, 2 * count)  # which begin with the last dimension
     channels, sizes = x.shape[1], tuple(x.shape[2:])
 
     def make() -> Pattern:
@@ -346,7 +284,6 @@ def _of_images(rule: Rule, dimensions: int, layer: nn.Module, x: Tensor, y: Tens
 
 
 register_layer(*_ELEMENTWISE, jacobian=_elementwise)
-register_layer(nn.ReLU, jacobian=_relu)
 register_layer(nn.Identity, nn.Flatten, nn.Unflatten, jacobian=_unchanged)
 register_layer(nn.Linear, jacobian=linear)
 register_layer(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, jacobian=_batch_norm)

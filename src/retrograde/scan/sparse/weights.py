@@ -17,7 +17,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from retrograde.scan.sparse.arithmetic import sparse_kernels
 from retrograde.scan.sparse.csr import LayerJacobian
-from retrograde.scan.sparse.factor import Factor, Ints, band, combined, from_pairs, full, identity
+from retrograde.scan.sparse.factor import (
+    Factor,
+    Ints,
+    band,
+    combined,
+    from_arrays,
+    from_pairs,
+    full,
+    identity,
+)
 from retrograde.scan.sparse.pattern import Pattern
 
 __all__ = ["Sizes", "convolution", "count_weights", "known", "linear"]
@@ -140,7 +149,8 @@ class Pruned(Pattern):
 
     def __init__(self, whole: Weighted, present: np.ndarray) -> None:
         keep = present[whole.sources]
-        super().__init__(*whole.restricted(keep).factors)
+        sums = np.concatenate([[0], np.cumsum(keep)])
+        super().__init__(from_arrays(sums[whole.indptr], whole.indices[keep], whole.shape))
         self.keeps = (whole,)  # which keeps this pattern for later calls
         self.sources = whole.sources[keep]
 
