@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retrograde.scan.counts import most_levels
+from retrograde.scan.blelloch import most_levels
 from retrograde.scan.elements import flops
 from retrograde.scan.sparse.feedforward import LayerCall, Split, observe_steps, split_of
 from retrograde.scan.sparse.outline import Outline

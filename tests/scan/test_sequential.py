@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, prune
 import retrograde as rg
 from retrograde.errors import RetrogradeError, ScanError, UnitError
 from retrograde.scan import CSR, chain_scan
-from retrograde.scan.counts import most_levels
+from retrograde.scan.blelloch import most_levels
 from retrograde_papers.networks import lenet5, vgg11
 
 DOUBLE = torch.float64

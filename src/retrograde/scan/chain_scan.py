@@ -17,7 +17,7 @@ from retrograde.errors import RetrogradeError, ScanError
 from retrograde.replay.captured import foreign_tensors
 from retrograde.replay.surroundings import muted_hooks
 from retrograde.run.transforms import refuse_transforms
-from retrograde.scan.counts import most_levels
+from retrograde.scan.blelloch import most_levels
 from retrograde.scan.sparse.feedforward import (
     Algorithm,
     LayerCall,

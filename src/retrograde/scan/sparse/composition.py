@@ -23,7 +23,7 @@ from retrograde.scan.sparse.pattern import Pattern
 from retrograde.scan.sparse.rules import Rule, parts_of, rule_of
 
 __all__ = [
-    "Joined", "Maker", "Path", "Residual", "apply_path", "couples_samples", "matrix_of", "observe",
+    "Joined", "Maker", "Path", "Residual", "apply_path", "matrix_of", "observe",
 ]  # fmt: skip
 
 
@@ -175,13 +175,9 @@ def _through(
     return y, path
 
 
-def couples_samples(layer: nn.Module) -> bool:
-    """Return whether a layer is a batch norm that uses the batch's own statistics."""
-    return isinstance(layer, _BatchNorm) and (layer.training or layer.running_var is None)
-
-
 def _check_apart(layer: nn.Module) -> None:
-    if not couples_samples(layer):
+    """Refuse a batch norm that uses the batch's own statistics."""
+    if not isinstance(layer, _BatchNorm) or not (layer.training or layer.running_var is None):
         return
     why = "in training mode" if layer.training else "without running statistics"
     what = "evaluation mode; call .eval() on it" if layer.training else "track_running_stats=True"

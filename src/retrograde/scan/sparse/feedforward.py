@@ -15,8 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from retrograde.scan.blelloch import hybrid
-from retrograde.scan.counts import blocks
+from retrograde.scan.blelloch import blocks, hybrid
 from retrograde.scan.elements import IDENTITY, UNREAD, Vector, flops
 from retrograde.scan.sparse.composition import Maker, Path, apply_path, matrix_of, observe
 from retrograde.scan.sparse.csr import CSR, LayerJacobian
