@@ -114,7 +114,7 @@ class _Backward:
     ) -> None:
         self.step, self.chunk, self.inputs, self.states = step, chunk, inputs, states
         self.parameters = parameters
-        self.totals: Tensors = []
+        self.totals = [torch.zeros_like(p) for p in parameters]
         self.gradients = [torch.zeros_like(x) for x in inputs]
         self.samples = states[0].shape[1]
         self.widths = [s[0, 0].numel() for s in states]
@@ -157,11 +157,9 @@ class _Backward:
         ]
         roots = [(t, part) for t, part in zip(after, own, strict=True) if t.requires_grad]
         found = _products([*roots, *seeds], [*x, *self.parameters], last=True)
-        for total, share in zip(self.gradients, found, strict=False):
-            total[start:stop] = share.reshape(total[start:stop].shape)
-        shares = found[len(x) :]
-        before = self.totals or [torch.zeros_like(share) for share in shares]
-        self.totals = [total + share for total, share in zip(before, shares, strict=True)]
+        totals = [*(t[start:stop] for t in self.gradients), *self.totals]
+        for total, share in zip(totals, found, strict=True):
+            total += share.reshape(total.shape)
         return gs[0]
 
     def _jacobians(self, after: Tensors, s: Tensors, steps: int) -> Tensor:
@@ -224,10 +222,9 @@ def _products(seeds: list[tuple[Tensor, Tensor]], leaves: Tensors, last: bool = 
     wanted = [t for t in leaves if t.requires_grad]
     roots, vectors = zip(*seeds, strict=True)
     found = iter(
-        torch.autograd.grad(roots, wanted, vectors, retain_graph=not last, allow_unused=True)
+        torch.autograd.grad(roots, wanted, vectors, retain_graph=not last, materialize_grads=True)
     )
-    shares = [next(found) if t.requires_grad else None for t in leaves]
-    return [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, shares, strict=True)]
+    return [next(found) if t.requires_grad else torch.zeros_like(t) for t in leaves]
 
 
 def _scan(jacobians: Tensor, losses: Tensor, g: Tensor, chunk: int) -> Tensor:

@@ -10,12 +10,13 @@ has a whole matrix. A product of two such Jacobians sums products of these matri
 """
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -134,37 +135,31 @@ def _multiply_by_blocks(plan: Product, a: Tensor, b: Tensor) -> Tensor:
     samples = max(len(lefts), len(rights))
     found = a.new_zeros(samples, plan.result.nnz)
     for i in range(samples):
-        blocks = _multiply_blocks(plan, lefts[i % len(lefts)], rights[i % len(rights)])
+        blocks = _multiply_blocks(places.product, lefts[i % len(lefts)], rights[i % len(rights)])
         _put_blocks(plan, blocks, found[i])
     return found[0] if a.ndim == b.ndim == 1 else found
 
 
-def _block_rows(
-    values: Tensor, places: Pattern, rows: int, columns: int
-) -> Iterator[tuple[slice, Tensor]]:
-    """Iterate over the rows of the places: a row's entries, and their values (rows, columns,
-    entries). In compressed rows, full(C, D) ⊗ P is C copies of the rows of P. Each row has D
-    adjacent copies of its entries."""
-    by_row = values.view(rows, columns * places.nnz)
-    for start, end in pairwise(places.indptr.tolist()):
-        part = by_row[:, columns * start : columns * end]
-        yield slice(start, end), part.view(rows, columns, end - start)
+def _by_place(values: Tensor, places: Pattern, rows: int, columns: int) -> list[Tensor]:
+    """Return one sample's values as views (entries, rows, columns), one for each row of places.
+    In compressed rows, full(C, D) ⊗ P is C copies of the rows of P. Each row has D adjacent copies
+    of its entries."""
+    counts = np.diff(places.indptr).tolist()
+    parts = values.view(rows, columns * places.nnz).split([columns * n for n in counts], 1)
+    return [
+        part.view(rows, columns, n).permute(2, 0, 1) for part, n in zip(parts, counts, strict=True)
+    ]
 
 
 def _blocks(values: Tensor, places: Pattern, rows: int, columns: int) -> Tensor:
-    """Return one sample's values as (entries of the places, rows, columns)."""
-    found = values.new_empty(places.nnz, rows, columns)
-    for entries, part in _block_rows(values, places, rows, columns):
-        found[entries] = part.permute(2, 0, 1)
-    return found
+    return torch.cat(_by_place(values, places, rows, columns))
 
 
 def _multiply_blocks(plan: Product, lefts: Tensor, rights: Tensor) -> Tensor:
-    """Return the sum of terms for each entry of the product's places: (entries, rows, columns)."""
-    landing = plan.places.product.landing
-    bounds = landing.ends.tolist()
+    """Return the sum of terms for each entry of a product of places: (entries, rows, columns)."""
+    bounds = plan.landing.ends.tolist()
     found = lefts.new_empty(len(bounds) - 1, lefts.shape[1], rights.shape[2])
-    ours, theirs = (landing.tensor(name, lefts.device) for name in ("lefts", "rights"))
+    ours, theirs = (plan.landing.tensor(name, lefts.device) for name in ("lefts", "rights"))
     for entry, (start, end) in enumerate(pairwise(bounds)):
         # Concatenated, the factors of all terms are the factors of one product.
         x = lefts[ours[start:end]].permute(1, 0, 2).reshape(lefts.shape[1], -1)
@@ -181,5 +176,6 @@ def _put_blocks(plan: Product, blocks: Tensor, out: Tensor) -> None:
         i, j = (places.tensor(name, out.device).long() for name in ("row_of", "indices"))
         whole[:, i, :, j] = blocks
         return
-    for entries, part in _block_rows(out, places, rows, columns):
-        part.copy_(blocks[entries].permute(1, 2, 0))
+    parts = _by_place(out, places, rows, columns)
+    for part, found in zip(parts, blocks.split([len(part) for part in parts]), strict=True):
+        part.copy_(found)
