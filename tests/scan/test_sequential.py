@@ -15,6 +15,8 @@ import retrograde as rg
 from retrograde.errors import RetrogradeError, ScanError, UnitError
 from retrograde.scan import CSR, chain_scan
 from retrograde.scan.blelloch import most_levels
+from retrograde.scan.sparse import pattern
+from retrograde.scan.sparse.arithmetic import plain
 from retrograde_papers.networks import lenet5, vgg11
 
 DOUBLE = torch.float64
@@ -266,6 +268,24 @@ def test_a_product_too_large_for_the_room_is_told_before_it_is_made():
     assert "entries" in auto.explain(x).splits[-1].problem
     assert_close(gradients(auto, x), gradients(theirs, x), 1e-10)
     assert_close(gradients(ours_of(theirs, algorithm="blelloch"), x), gradients(theirs, x), 1e-10)
+
+
+def test_terms_are_counted_where_a_device_lists_them(monkeypatch):
+    theirs = seeded(lambda: [nn.Conv2d(3, 3, 3, padding=1) for _ in range(6)])
+    for layer in theirs:
+        prune.random_unstructured(layer, "weight", amount=0.9)
+    x = draw(2, 3, 12, 12)
+    compiled = ours_of(theirs, algorithm="blelloch").explain(x).chosen
+    monkeypatch.setattr(chain_scan, "sparse_kernels", lambda *_: plain)
+    listed = ours_of(theirs, algorithm="blelloch").explain(x).chosen
+    products = [p for level in listed.report.levels for p in level.products]
+    terms = sum(p.flops // 2 for p in products if p.a.kind == p.b.kind == "Outline")
+    assert terms
+    assert 8 * terms < listed.fixed_bytes - compiled.fixed_bytes <= 16 * terms
+    assert listed.sample_bytes == compiled.sample_bytes
+    monkeypatch.setattr(pattern, "MOST_ENTRIES", 100)
+    with pytest.raises(ScanError, match=r"'blelloch' does not fit .* terms: expected at most 100"):
+        ours_of(theirs, algorithm="blelloch").explain(x)
 
 
 @pytest.mark.parametrize("name", [*SMALL, "LeNet-5"])

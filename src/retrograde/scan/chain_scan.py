@@ -18,6 +18,7 @@ from retrograde.replay.captured import foreign_tensors
 from retrograde.replay.surroundings import muted_hooks
 from retrograde.run.transforms import refuse_transforms
 from retrograde.scan.blelloch import most_levels
+from retrograde.scan.sparse.arithmetic import sparse_kernels
 from retrograde.scan.sparse.feedforward import (
     Algorithm,
     LayerCall,
@@ -128,7 +129,10 @@ def _choose_scan(
     size = prod(y.shape[1:]), len(x), x.dtype.itemsize, limit
     most = most_levels(len(paths) + 1)
     asked = {"auto": range(most + 1), "linear": [0], "blelloch": [0, most]}.get(algorithm)
-    found = [split_of(k, paths, *size) for k in asked or sorted({0, min(levels or 0, most)})]
+    lists = sparse_kernels(x.device.type, x.dtype).name != "numba"
+    found = [
+        split_of(k, paths, *size, lists=lists) for k in asked or sorted({0, min(levels or 0, most)})
+    ]
     for path in paths:  # most of these products will not be used again
         for piece in path.pieces():
             piece.pattern.forget()

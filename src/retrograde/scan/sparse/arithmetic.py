@@ -4,24 +4,19 @@ Values are (nnz,) where all samples share them, or (samples, nnz); a gradient is
 (samples, columns). A :class:`~retrograde.scan.sparse.pattern.Product` has the place of each result.
 So a product is gather, multiply, segmented sum. It needs no search and no merging of indices, which
 are most of the work of a general sparse product (W20, sections 3.3 and 4.3).
-
-If all channels meet, as in an unpruned convolution, each pair of an input place and an output place
-has a whole matrix. A product of two such Jacobians sums products of these matrices, by BLAS.
 """
 
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from retrograde.kernels.fallback import Fallback
-from retrograde.scan.sparse.pattern import Pattern, Product
+from retrograde.scan.sparse.pattern import Pattern
 
 __all__ = ["SparseKernels", "apply", "multiply", "plain", "sparse_kernels", "spread_out"]
 
@@ -45,8 +40,6 @@ def multiply(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> Tensor:
     kernels = sparse_kernels(a.device.type, a.dtype)
     if plan.method == "sparse":
         return kernels.multiply(left, right, a, b)
-    if plan.method == "blocks":
-        return _multiply_by_blocks(plan, a, b)
     if plan.method == "dense":
         return (spread_out(left, a) @ spread_out(right, b)).flatten(-2)
     if left.kind == right.kind == "diagonal":
@@ -125,57 +118,3 @@ def sparse_kernels(device: str, dtype: torch.dtype) -> SparseKernels:
             plain, name="triton", multiply=multiply, apply=either.join(cuda.apply, plain.apply)
         )
     return plain
-
-
-def _multiply_by_blocks(plan: Product, a: Tensor, b: Tensor) -> Tensor:
-    places = plan.places
-    before, between, after = places.channels
-    lefts = [_blocks(x, places.left, before, between) for x in (a[None] if a.ndim == 1 else a)]
-    rights = [_blocks(x, places.right, between, after) for x in (b[None] if b.ndim == 1 else b)]
-    samples = max(len(lefts), len(rights))
-    found = a.new_zeros(samples, plan.result.nnz)
-    for i in range(samples):
-        blocks = _multiply_blocks(places.product, lefts[i % len(lefts)], rights[i % len(rights)])
-        _put_blocks(plan, blocks, found[i])
-    return found[0] if a.ndim == b.ndim == 1 else found
-
-
-def _by_place(values: Tensor, places: Pattern, rows: int, columns: int) -> list[Tensor]:
-    """Return one sample's values as views (entries, rows, columns), one for each row of places.
-    In compressed rows, full(C, D) ⊗ P is C copies of the rows of P. Each row has D adjacent copies
-    of its entries."""
-    counts = np.diff(places.indptr).tolist()
-    parts = values.view(rows, columns * places.nnz).split([columns * n for n in counts], 1)
-    return [
-        part.view(rows, columns, n).permute(2, 0, 1) for part, n in zip(parts, counts, strict=True)
-    ]
-
-
-def _blocks(values: Tensor, places: Pattern, rows: int, columns: int) -> Tensor:
-    return torch.cat(_by_place(values, places, rows, columns))
-
-
-def _multiply_blocks(plan: Product, lefts: Tensor, rights: Tensor) -> Tensor:
-    """Return the sum of terms for each entry of a product of places: (entries, rows, columns)."""
-    bounds = plan.landing.ends.tolist()
-    found = lefts.new_empty(len(bounds) - 1, lefts.shape[1], rights.shape[2])
-    ours, theirs = (plan.landing.tensor(name, lefts.device) for name in ("lefts", "rights"))
-    for entry, (start, end) in enumerate(pairwise(bounds)):
-        # Concatenated, the factors of all terms are the factors of one product.
-        x = lefts[ours[start:end]].permute(1, 0, 2).reshape(lefts.shape[1], -1)
-        torch.mm(x, rights[theirs[start:end]].flatten(0, 1), out=found[entry])
-    return found
-
-
-def _put_blocks(plan: Product, blocks: Tensor, out: Tensor) -> None:
-    """Copy blocks (entries of the places, rows, columns) to their positions among all values."""
-    places = plan.places.product.result
-    _, rows, columns = blocks.shape
-    if plan.result.kind == "full":
-        whole = out.view(rows, places.shape[0], columns, places.shape[1])
-        i, j = (places.tensor(name, out.device).long() for name in ("row_of", "indices"))
-        whole[:, i, :, j] = blocks
-        return
-    parts = _by_place(out, places, rows, columns)
-    for part, found in zip(parts, blocks.split([len(part) for part in parts]), strict=True):
-        part.copy_(found)

@@ -95,6 +95,7 @@ def split_of(
     itemsize: int,
     room: int,
     cost: Callable[[Any, Any], int] = flops,
+    lists: bool = False,
 ) -> Split:
     """Return the work and bytes of a scan with some levels of products.
 
@@ -105,8 +106,9 @@ def split_of(
         itemsize: bytes of a number.
         room: bytes for Jacobians and products.
         cost: FLOPs of a ⊙ b; by default, as computed.
+        lists: whether the terms of products are listed, see :class:`Ledger`.
     """
-    own, products = ledger_of(paths, itemsize), Ledger(itemsize, max(1, room // 16))
+    own, products = ledger_of(paths, itemsize, lists), Ledger(itemsize, lists, max(1, room // 16))
     make = outlines(samples, products)
     elements = [
         Vector(torch.empty(outputs, device="meta")),

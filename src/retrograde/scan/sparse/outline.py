@@ -23,6 +23,7 @@ class Ledger:
     """The bytes of matrices.
 
     Attributes:
+        lists: whether the terms of products are listed, as they are but for compiled CPU loops.
         most: entries that a written-out product may have.
         shared: bytes that all samples share, indices included.
         each: bytes of one sample.
@@ -30,6 +31,7 @@ class Ledger:
     """
 
     itemsize: int
+    lists: bool
     most: int = MOST_ENTRIES
     shared: int = 0
     each: int = 0
@@ -73,6 +75,9 @@ class Outline:
                 return Vector(data.new_empty(self.pattern.shape[0]))
             case Outline():
                 plan = self.pattern.product(other.pattern, self.ledger.most)
+                if self.ledger.lists and plan.method == "sparse":
+                    plan.check_terms()
+                    self.ledger.shared += 8 * (plan.terms + plan.result.nnz)
                 return self._noted(plan.result, other)
         return NotImplemented
 
@@ -94,9 +99,9 @@ class Outline:
         return found
 
 
-def ledger_of(paths: Sequence[Path], itemsize: int) -> Ledger:
+def ledger_of(paths: Sequence[Path], itemsize: int, lists: bool) -> Ledger:
     """Return the bytes of the Jacobians of paths' single layers."""
-    ledger = Ledger(itemsize)
+    ledger = Ledger(itemsize, lists)
     for path in paths:
         for piece in path.pieces():
             if piece.values is not None:

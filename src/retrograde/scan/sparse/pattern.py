@@ -13,12 +13,11 @@ Since (A ⊗ B)·(C ⊗ D) = (A·C) ⊗ (B·D), products have this form too. So 
 are counted from factors with a few dozen entries, and only the arrays of real products are made.
 The pattern of a pruned layer is no Kronecker product: it is written out, as one factor.
 
-A product is planned once for a pair of patterns. One of four methods computes its numbers:
+A product is planned once for a pair of patterns. One of three methods computes its numbers:
 
 ``diagonal``  one factor is diagonal: entries are scaled, the pattern stays
 ``dense``     both factors are full, or nearly so: a matrix product
-``blocks``    all channels meet on both sides: a matrix product for each pair of places
-``sparse``    anything else, such as a pruned layer: gather, multiply, segmented sum
+``sparse``    anything else: gather, multiply, segmented sum
 
 A product is stored as a full matrix if at least half of it is entries, or if a factor is full.
 
@@ -29,7 +28,7 @@ edges of the image, which are not entries of the Jacobian.
 
 from functools import cached_property
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -42,6 +41,7 @@ from retrograde.scan.sparse.factor import (
     Factor,
     Integers,
     Ints,
+    TooManyEntriesError,
     from_arrays,
     full,
     identity,
@@ -49,11 +49,10 @@ from retrograde.scan.sparse.factor import (
     multiplied,
 )
 
-__all__ = ["Kind", "Landing", "Pattern", "Places", "Product", "Union", "aligned"]
+__all__ = ["Kind", "Landing", "Pattern", "Product", "Union", "aligned"]
 
 _DENSE = 0.5  # share of entries above which a product is stored as a full matrix
 _GEMM = 0.125  # share above which a sparse factor of a dense product is spread out
-_BLOCK = 2**17  # multiplications above which a block is worth a call
 
 Kind = Literal["diagonal", "full", "sparse"]
 Union = tuple["Pattern", Integers, Integers]
@@ -209,15 +208,6 @@ class Landing(OnDevices):
         self.ends, self.lefts, self.rights = ends, lefts, rights
 
 
-class Places(NamedTuple):
-    """A product in which all channels meet: channels before, between and after; places."""
-
-    channels: tuple[int, int, int]
-    left: Pattern
-    right: Pattern
-    product: "Product"
-
-
 class Product:
     """The plan of a product of two patterns. ``result`` is its pattern and ``method`` the way to
     compute its numbers. ``terms`` counts multiplications, without those by guaranteed zeros."""
@@ -226,19 +216,15 @@ class Product:
         kinds = {left.kind, right.kind}
         self._factors = left.factors, right.factors
         self._multiplied = left.shape[0] * left.shape[1] * right.shape[1]
-        self.method: Literal["diagonal", "dense", "blocks", "sparse"] = "sparse"
+        self.method: Literal["diagonal", "dense", "sparse"] = "sparse"
         if "diagonal" in kinds:
             self.method = "diagonal"
             self.result = right if left.kind == "diagonal" else left
             self.terms = self.result.nnz
             return
         pairs = aligned(*self._factors)
-        first, then = pairs[0]
-        block = first.rows * first.columns * then.columns
         if "full" in kinds and min(left.density, right.density) >= _GEMM:
             self.method = "dense"
-        elif first.kind == then.kind == "full" and block >= _BLOCK:
-            self.method = "blocks"
         self.terms = prod(
             int(np.dot(a.column_counts.astype(np.int64), b.row_counts)) for a, b in pairs
         )
@@ -256,11 +242,21 @@ class Product:
             return self.terms
         return 2 * (self._multiplied if self.method == "dense" else self.terms)
 
+    def check_terms(self) -> None:
+        """Raise TooManyEntriesError if there are too many terms to list them."""
+        if self.terms > MOST_ENTRIES:
+            raise TooManyEntriesError(
+                f"a product of {self.result} has {self.terms:,} terms: expected at most "
+                f"{MOST_ENTRIES:,} on this device, where they are listed; use the linear scan, "
+                "which needs no products"
+            )
+
     @cached_property
     def landing(self) -> Landing:
         """The terms of the product, and the entry that each adds to, written out."""
         from retrograde.scan.sparse.cpu_patterns import land
 
+        self.check_terms()
         a, b = map(merged, self._factors)
         lefts, rights = np.empty((2, self.terms), np.int32)
         ends = np.zeros(self.result.nnz + 2, np.int64)
@@ -268,15 +264,6 @@ class Product:
         arrays = a.indptr, a.indices, b.indptr, b.indices
         land(*arrays, self.result.indptr, self.result.indices, place, ends, lefts, rights)
         return Landing(ends[:-1], lefts, rights)
-
-    @cached_property
-    def places(self) -> Places:
-        """The channels and places of a product by ``blocks``."""
-        (first, then), *rest = aligned(*self._factors)
-        left = Pattern(merged((identity(1), *(a for a, _ in rest))))
-        right = Pattern(merged((identity(1), *(b for _, b in rest))))
-        channels = first.rows, first.columns, then.columns
-        return Places(channels, left, right, left.product(right))
 
 
 def aligned(left: tuple[Factor, ...], right: tuple[Factor, ...]) -> list[tuple[Factor, Factor]]:

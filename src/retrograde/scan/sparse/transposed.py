@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from retrograde.errors import ScanError
+from retrograde.scan.sparse.arithmetic import sparse_kernels
 from retrograde.scan.sparse.composition import matrix_of, observe
 from retrograde.scan.sparse.csr import CSR
 from retrograde.scan.sparse.outline import ledger_of, outlines
@@ -41,7 +42,8 @@ def transposed_jacobian(layer: nn.Module, input: Tensor, *, memory: Memory | Non
     with torch.enable_grad():
         y, path = observe(layer, input.detach().requires_grad_())
         limit = room(memory, input.device)
-        ledger = ledger_of([path], input.dtype.itemsize)
+        lists = sparse_kernels(input.device.type, input.dtype).name != "numba"
+        ledger = ledger_of([path], input.dtype.itemsize, lists)
         matrix_of(path, outlines(len(input), ledger))
         wanted = ledger.bytes_for(len(input))
         if wanted > limit:
