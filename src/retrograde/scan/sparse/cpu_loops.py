@@ -6,8 +6,6 @@ They are (nnz,) if all samples share them. The parameters ``…wide`` are S or 1
 
 The loops ``…_lanes`` compute eight samples at a time, as one vector. Of the samples from ``at`` on,
 ``left`` exist. The loops ``…_one`` are for one sample, and compute one number at a time.
-
-Dense factors have another layout, (S, rows, columns).
 """
 
 import numpy as np
@@ -18,12 +16,10 @@ from retrograde.kernels.lanes import LANES, Reals, compiled, like, load, spread,
 __all__ = [
     "apply_lanes",
     "apply_one",
-    "full_times_sparse",
     "multiply_lanes",
     "multiply_one",
     "scale_lanes",
     "scale_one",
-    "sparse_times_full",
     "take",
 ]
 
@@ -34,8 +30,6 @@ _Ints = NDArray[np.int32]
 def multiply_lanes(
     first: int,
     last: int,
-    at: int,
-    left: int,
     a_ptr: _Ints,
     a_of: _Ints,
     a: Reals,
@@ -47,7 +41,7 @@ def multiply_lanes(
     c_ptr: _Ints,
     c_of: _Ints,
     c: Reals,
-    c_wide: int,
+    samples: int,
     sums: Reals,
 ) -> None:
     """Write rows first … last − 1 of a·b to ``c``, whose pattern is known.
@@ -58,33 +52,35 @@ def multiply_lanes(
     columns = len(sums) // LANES
     zero = like(load(sums, 0, LANES), 0)
     whole = len(c_ptr) == 0
-    for i in range(first, last):
-        if a_ptr[i + 1] == a_ptr[i] + 1 and not whole:  # a row of b, scaled
-            p = a_ptr[i]
-            x = load(a, p * a_wide + at, left) if a_wide > 1 else spread(a, p)
-            to = c_ptr[i] - b_ptr[a_of[p]]
-            for q in range(b_ptr[a_of[p]], b_ptr[a_of[p] + 1]):
-                y = load(b, q * b_wide + at, left) if b_wide > 1 else spread(b, q)
-                store(c, (to + q) * c_wide + at, x * y, left)
-            continue
-        begin, end = (0, columns) if whole else (c_ptr[i], c_ptr[i + 1])
-        for q in range(begin, end):
-            store(sums, (q if whole else c_of[q]) * LANES, zero, LANES)
-        for p in range(a_ptr[i], a_ptr[i + 1]):
-            x = load(a, p * a_wide + at, left) if a_wide > 1 else spread(a, p)
-            k = a_of[p]
-            if b_wide > 1:
-                for q in range(b_ptr[k], b_ptr[k + 1]):
-                    j = b_of[q] * LANES
-                    y = load(b, q * b_wide + at, left)
-                    store(sums, j, load(sums, j, LANES) + x * y, LANES)
-            else:
-                for q in range(b_ptr[k], b_ptr[k + 1]):
-                    j = b_of[q] * LANES
-                    store(sums, j, load(sums, j, LANES) + x * spread(b, q), LANES)
-        for q in range(begin, end):
-            found = load(sums, (q if whole else c_of[q]) * LANES, LANES)
-            store(c, (i * columns + q if whole else q) * c_wide + at, found, left)
+    for at in range(0, samples, LANES):
+        left = samples - at
+        for i in range(first, last):
+            if a_ptr[i + 1] == a_ptr[i] + 1 and not whole:  # a row of b, scaled
+                p = a_ptr[i]
+                x = load(a, p * a_wide + at, left) if a_wide > 1 else spread(a, p)
+                to = c_ptr[i] - b_ptr[a_of[p]]
+                for q in range(b_ptr[a_of[p]], b_ptr[a_of[p] + 1]):
+                    y = load(b, q * b_wide + at, left) if b_wide > 1 else spread(b, q)
+                    store(c, (to + q) * samples + at, x * y, left)
+                continue
+            begin, end = (0, columns) if whole else (c_ptr[i], c_ptr[i + 1])
+            for q in range(begin, end):
+                store(sums, (q if whole else c_of[q]) * LANES, zero, LANES)
+            for p in range(a_ptr[i], a_ptr[i + 1]):
+                x = load(a, p * a_wide + at, left) if a_wide > 1 else spread(a, p)
+                k = a_of[p]
+                if b_wide > 1:
+                    for q in range(b_ptr[k], b_ptr[k + 1]):
+                        j = b_of[q] * LANES
+                        y = load(b, q * b_wide + at, left)
+                        store(sums, j, load(sums, j, LANES) + x * y, LANES)
+                else:
+                    for q in range(b_ptr[k], b_ptr[k + 1]):
+                        j = b_of[q] * LANES
+                        store(sums, j, load(sums, j, LANES) + x * spread(b, q), LANES)
+            for q in range(begin, end):
+                found = load(sums, (q if whole else c_of[q]) * LANES, LANES)
+                store(c, (i * columns + q if whole else q) * samples + at, found, left)
 
 
 @compiled  # type: ignore[untyped-decorator]
@@ -199,82 +195,6 @@ def apply_one(first: int, last: int, ptr: _Ints, of: _Ints, a: Reals, x: Reals, 
         for p in range(ptr[i], ptr[i + 1]):
             total += a[p] * x[of[p]]
         out[i] = total
-
-
-@compiled  # type: ignore[untyped-decorator]
-def sparse_times_full(
-    first: int,
-    last: int,
-    ptr: _Ints,
-    of: _Ints,
-    a: Reals,
-    a_step: int,
-    b: Reals,
-    b_step: int,
-    columns: int,
-    out: Reals,
-) -> None:
-    """Write rows first … last − 1 of a·b to ``out``, for a (S, nnz) and b (S, inner, columns).
-
-    The rows of all samples are numbered consecutively. ``a_step`` and ``b_step`` are the distances
-    between samples, 0 for a factor that all samples share.
-    """
-    rows = len(ptr) - 1
-    for row in range(first, last):
-        sample, i = row // rows, row % rows
-        begin = row * columns
-        for j in range(columns):
-            out[begin + j] = 0
-        for p in range(ptr[i], ptr[i + 1]):
-            x = a_step * sample + p
-            source = b_step * sample + of[p] * columns
-            for j in range(0, columns, LANES):
-                left = columns - j
-                y = spread(a, x) * load(b, source + j, left)
-                store(out, begin + j, load(out, begin + j, left) + y, left)
-
-
-@compiled  # type: ignore[untyped-decorator]
-def full_times_sparse(
-    first: int,
-    last: int,
-    rows: int,
-    inner: int,
-    a: Reals,
-    a_step: int,
-    ptr: _Ints,
-    of: _Ints,
-    b: Reals,
-    b_step: int,
-    columns: int,
-    out: Reals,
-    room: Reals,
-) -> None:
-    """Write blocks first … last − 1 of a·b to ``out``, for a (S, rows, inner) and b (S, nnz).
-
-    A block is eight rows, and the blocks of all samples are numbered consecutively. ``room`` is
-    scratch memory for inner + columns vectors, in which a block's rows are adjacent.
-    """
-    blocks = -(-rows // LANES)
-    sums = room[inner * LANES :]
-    for block in range(first, last):
-        sample, top = block // blocks, block % blocks * LANES
-        count = min(LANES, rows - top)
-        for lane in range(count):
-            source = a_step * sample + (top + lane) * inner
-            for k in range(inner):
-                room[k * LANES + lane] = a[source + k]
-        sums[:] = 0
-        for k in range(inner):
-            x = load(room, k * LANES, LANES)
-            for q in range(ptr[k], ptr[k + 1]):
-                j = of[q] * LANES
-                y = x * spread(b, b_step * sample + q)
-                store(sums, j, load(sums, j, LANES) + y, LANES)
-        for lane in range(count):
-            target = (sample * rows + top + lane) * columns
-            for j in range(columns):
-                out[target + j] = sums[j * LANES + lane]
 
 
 @compiled  # type: ignore[untyped-decorator]
