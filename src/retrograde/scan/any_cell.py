@@ -11,8 +11,7 @@ The cell must treat the samples (the first dimension) independently and draw no 
 are checked: the call for all steps must return the states of the single steps.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from math import prod
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -164,25 +163,14 @@ class _Backward:
 
     def _jacobians(self, after: Tensors, s: Tensors, steps: int) -> Tensor:
         """Return the Jacobians; row i is the gradient by the previous state of number i."""
-        rows = [
-            _flat(_products([(t, unit)] if t.requires_grad else [], s), len(t))
-            for t in after
-            for unit in _unit_vectors(t)
-        ]
+        rows = []
+        for t in after:
+            units = torch.eye(t[0].numel(), dtype=t.dtype, device=t.device)
+            for unit in units.view(-1, *t.shape[1:]):  # 1 at one number of every sample
+                seed = [(t, unit.expand_as(t).contiguous())] if t.requires_grad else []
+                rows.append(_flat(_products(seed, s), len(t)))
         found: Tensor = torch.stack(rows, 1).unflatten(0, (steps, self.samples))
         return found
-
-
-def _unit_vectors(t: Tensor) -> Iterator[Tensor]:
-    """Iterate over the numbers of a sample of t (samples, …): 1 at one number of every sample.
-
-    Example:
-        >>> [unit.tolist() for unit in _unit_vectors(torch.zeros(2, 2))]
-        [[[1.0, 0.0], [1.0, 0.0]], [[0.0, 1.0], [0.0, 1.0]]]
-    """
-    size = prod(t.shape[1:])
-    for row in torch.eye(size, dtype=t.dtype, device=t.device):
-        yield row.expand(len(t), size).reshape(t.shape).contiguous()
 
 
 def _flat(parts: Sequence[Tensor], samples: int) -> Tensor:

@@ -288,9 +288,7 @@ class Affine:
             case Vector():
                 return self.offset + combine(other, self.jacobian)
             case Affine(jacobian, offset):
-                return Affine(
-                    combine(jacobian, self.jacobian), self.offset + combine(offset, self.jacobian)
-                )
+                return Affine(combine(jacobian, self.jacobian), self @ offset)
         return Affine(combine(other, self.jacobian), self.offset)
 
     def __rmatmul__(self, other: Any) -> Any:

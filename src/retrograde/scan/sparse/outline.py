@@ -11,7 +11,6 @@ from typing import Any
 
 from retrograde.scan.elements import Vector
 from retrograde.scan.sparse.composition import Maker, Path
-from retrograde.scan.sparse.csr import LayerJacobian
 from retrograde.scan.sparse.factor import MOST_ENTRIES
 from retrograde.scan.sparse.pattern import Pattern
 
@@ -111,8 +110,4 @@ def ledger_of(paths: Sequence[Path], itemsize: int, lists: bool) -> Ledger:
 
 def outlines(samples: int, ledger: Ledger) -> Maker:
     """Return a maker of outlines, whose products the ledger notes."""
-
-    def make(piece: LayerJacobian) -> Outline:
-        return Outline(piece.pattern, piece.shared, samples, ledger)
-
-    return make
+    return lambda piece: Outline(piece.pattern, piece.shared, samples, ledger)

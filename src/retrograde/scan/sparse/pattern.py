@@ -77,13 +77,12 @@ class OnDevices:
 
 
 class Pattern(OnDevices):
-    """The entries of a transposed Jacobian that are not guaranteed zeros: a product of factors. The
-    product is Kronecker's. ``keeps`` are patterns that must live as long as this one."""
+    """The entries of a transposed Jacobian that are not guaranteed zeros, as a Kronecker product of
+    factors."""
 
     def __init__(self, *factors: Factor) -> None:
         super().__init__()
         self.factors = factors
-        self.keeps: tuple[Pattern, ...] = ()
         self._products: WeakKeyDictionary[Pattern, Product] = WeakKeyDictionary()
         self._scaled: WeakKeyDictionary[Pattern, Product] = WeakKeyDictionary()
         self._unions: WeakKeyDictionary[Pattern, Union] = WeakKeyDictionary()

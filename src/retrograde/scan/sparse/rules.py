@@ -21,6 +21,7 @@ the call. Reference: W20, sections 3.3, 3.4 (algorithms 2 to 4 are a convolution
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import partial, reduce
 from math import prod
 from typing import Any
@@ -41,8 +42,7 @@ __all__ = ["Parts", "Rule", "parts_of", "register_layer", "rule_of"]
 Rule = Callable[[Any, Tensor, Tensor], LayerJacobian | CSR]
 Parts = Callable[[Any], nn.Module]
 
-_RULES: dict[type[nn.Module], Rule] = {}
-_PARTS: dict[type[nn.Module], Parts] = {}
+_KNOWN: dict[type[nn.Module], tuple[Rule | None, Parts | None]] = {}
 
 
 def register_layer(
@@ -77,18 +77,12 @@ def register_layer(
     if (jacobian is None) == (parts is None):
         given = "neither" if parts is None else "both"
         raise ScanError(f"jacobian and parts: {given} given; expected one of them")
-    for kind in kinds:
-        _RULES.pop(kind, None)
-        _PARTS.pop(kind, None)
-        if jacobian is not None:
-            _RULES[kind] = jacobian
-        elif parts is not None:
-            _PARTS[kind] = parts
+    _KNOWN.update(dict.fromkeys(kinds, (jacobian, parts)))
 
 
 def rule_of(layer: nn.Module) -> Rule:
     """Return the rule for a layer; raises ``ScanError`` where there is none."""
-    found: Rule | None = _look_up(_RULES, layer)
+    found, _ = _look_up(layer)
     if found is None:
         name = type(layer).__name__
         raise ScanError(
@@ -101,17 +95,16 @@ def rule_of(layer: nn.Module) -> Rule:
 
 def parts_of(layer: nn.Module) -> nn.Module | None:
     """Return a module of known layers with the same outputs; None if the layer is one piece."""
-    found = _look_up(_PARTS, layer)
+    _, found = _look_up(layer)
     return None if found is None else found(layer)
 
 
-def _look_up(table: dict[type[nn.Module], Any], layer: nn.Module) -> Any:
-    if "forward" in vars(layer):  # this instance has its own forward pass
-        return None
-    for kind in type(layer).__mro__:
-        if kind in table and kind.forward is type(layer).forward:
-            return table[kind]
-    return None
+def _look_up(layer: nn.Module) -> tuple[Rule | None, Parts | None]:
+    own = "forward" in vars(layer)  # this instance has its own forward pass
+    for kind in () if own else type(layer).__mro__:
+        if kind in _KNOWN and kind.forward is type(layer).forward:
+            return _KNOWN[kind]
+    return None, None
 
 
 _ELEMENTWISE = (
@@ -156,31 +149,16 @@ def _before(layer: Any) -> Sizes:
 
 
 def _max_pool(layer: Any, x: Tensor, y: Tensor) -> LayerJacobian:
-    count = x.ndim - 2
-    sizes = layer.kernel_size, layer.stride, layer.padding, layer.dilation
-    how = [_each(size, count) for size in sizes]
-    pool = partial(getattr(functional, f"max_pool{count}d"), ceil_mode=layer.ceil_mode)
-    return _maxima(_windows(x, y, *how), x, y, lambda x: pool(x, *how, return_indices=True))
-
-
-def _adaptive_max_pool(layer: Any, x: Tensor, y: Tensor) -> LayerJacobian:
-    pool = getattr(functional, f"adaptive_max_pool{x.ndim - 2}d")
-    return _maxima(_windows(x, y), x, y, lambda x: pool(x, y.shape[2:], return_indices=True))
-
-
-def _maxima(
-    pattern: Pattern, x: Tensor, y: Tensor, pool: Callable[[Tensor], tuple[Tensor, Tensor]]
-) -> LayerJacobian:
-    """Return the Jacobian of a max-pooling: 1 where the input of an entry is its output's maximum.
-    If every input is in one window, the values are the slopes."""
-    version = x._version
+    """The rule of max-pooling: 1 where the input of an entry is its output's maximum. If every
+    input is in one window, the values are the slopes."""
+    pattern, version = _windows(layer, x, y), x._version
     one_each = all(np.all(factor.row_counts == 1) for factor in pattern.factors)
 
     def values() -> Tensor:
         if one_each:
             return _slopes(x, y)
         # The forward pass saved the places of the maxima; if not, they are found again.
-        chosen = getattr(y.grad_fn, "_saved_result1", None)
+        chosen: Tensor | None = getattr(y.grad_fn, "_saved_result1", None)
         if chosen is None or chosen.shape != y.shape:
             if x._version != version:
                 raise RetrogradeError(
@@ -188,7 +166,10 @@ def _maxima(
                     "the forward pass and the backward pass: expected it as it was; change a copy "
                     "of it"
                 )
-            _, chosen = pool(x.detach())
+            again = copy(layer)
+            again.return_indices = True
+            chosen = type(layer).forward(again, x.detach())[1]
+        assert chosen is not None
         within = pattern.tensor("row_of", x.device) % prod(x.shape[2:])
         columns = pattern.tensor("indices", x.device)
         return (chosen.flatten(1).index_select(1, columns) == within).to(x.dtype)
@@ -197,16 +178,8 @@ def _maxima(
 
 
 def _average_pool(layer: Any, x: Tensor, y: Tensor) -> LayerJacobian:
-    count = x.ndim - 2
-    how = [_each(value, count) for value in (layer.kernel_size, layer.stride, layer.padding)]
-    return _averages(_windows(x, y, *how, (1,) * count), layer, x)
+    pattern = _windows(layer, x, y)
 
-
-def _adaptive_average_pool(layer: Any, x: Tensor, y: Tensor) -> LayerJacobian:
-    return _averages(_windows(x, y), layer, x)
-
-
-def _averages(pattern: Pattern, layer: nn.Module, x: Tensor) -> LayerJacobian:
     def values() -> Tensor:
         # The average of ones is the number of a window's inputs times the value of each.
         ones = torch.ones((1, 1, *x.shape[2:]), dtype=torch.float64, device="cpu")
@@ -219,9 +192,13 @@ def _averages(pattern: Pattern, layer: nn.Module, x: Tensor) -> LayerJacobian:
     return LayerJacobian(pattern, True, values, scratch=8)
 
 
-def _windows(x: Tensor, y: Tensor, *how: Sizes) -> Pattern:
-    """Return the windows of kernel, stride, padding, dilation; by default of adaptive pooling."""
+def _windows(layer: Any, x: Tensor, y: Tensor) -> Pattern:
+    """Return the windows of a pooling, adaptive if it has no kernel."""
     sizes, outputs, channels = tuple(x.shape[2:]), tuple(y.shape[2:]), x.shape[1]
+    names = (
+        ("kernel_size", "stride", "padding", "dilation") if hasattr(layer, "kernel_size") else ()
+    )
+    how = [_each(getattr(layer, name, 1), len(sizes)) for name in names]
 
     def make() -> Pattern:
         if not how:
@@ -291,9 +268,9 @@ for _count in (1, 2, 3):
     for _name, _rule in (
         ("Conv", _convolution),
         ("MaxPool", _max_pool),
-        ("AdaptiveMaxPool", _adaptive_max_pool),
+        ("AdaptiveMaxPool", _max_pool),
         ("AvgPool", _average_pool),
-        ("AdaptiveAvgPool", _adaptive_average_pool),
+        ("AdaptiveAvgPool", _average_pool),
         ("ZeroPad", partial(_pad, mode="zeros")),
         ("ConstantPad", partial(_pad, mode="zeros")),
         ("ReflectionPad", partial(_pad, mode="reflect")),

@@ -151,7 +151,7 @@ class Pruned(Pattern):
         keep = present[whole.sources]
         sums = np.concatenate([[0], np.cumsum(keep)])
         super().__init__(from_arrays(sums[whole.indptr], whole.indices[keep], whole.shape))
-        self.keeps = (whole,)  # which keeps this pattern for later calls
+        self._whole_pattern = whole  # which keeps this pattern for later calls
         self.sources = whole.sources[keep]
 
 
