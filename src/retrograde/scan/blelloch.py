@@ -32,7 +32,7 @@ Blelloch, *Prefix Sums and Their Applications*, 1990.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from retrograde.errors import ScanError
 from retrograde.scan.elements import IDENTITY, UNREAD, Affine, Identity, Vector, combine
@@ -56,19 +56,8 @@ __all__ = [
 ]
 
 E = TypeVar("E")
-
-
-class Algorithm(Protocol):
-    """An exclusive scan, such as ``blelloch`` or ``partial(chunked, chunk=8)``."""
-
-    def __call__(
-        self,
-        elements: Sequence[Any],
-        combine: Callable[[Any, Any], Any] = ...,
-        *,
-        report: Report | None = ...,
-    ) -> list[Any]:
-        """Return [I, a_0, a_0 ⊙ a_1, …], of the length of ``elements``."""
+#: An exclusive scan, such as ``blelloch`` or ``partial(chunked, chunk=8)``.
+Algorithm = Callable[..., list[Any]]
 
 
 def reference(elements: Sequence[E], combine: Callable[[E, E], E]) -> list[E | Identity]:

@@ -130,24 +130,6 @@ def _unchanged(layer: nn.Module, x: Tensor, y: Tensor) -> LayerJacobian:
     return LayerJacobian(_diagonal(x), True, None)
 
 
-def _convolution(layer: Any, x: Tensor, y: Tensor) -> LayerJacobian:
-    if layer.padding_mode != "zeros":
-        raise ScanError(
-            f"{type(layer).__name__} with padding_mode={layer.padding_mode!r} has no transposed "
-            "Jacobian here: expected 'zeros'; put a padding layer of that mode before a "
-            "convolution with padding=0, or use backward=None"
-        )
-    return convolution(layer, tuple(x.shape[2:]), tuple(y.shape[2:]), _before(layer))
-
-
-def _before(layer: Any) -> Sizes:
-    """Return the padding before the first input, in each dimension."""
-    if layer.padding == "same":
-        spans = zip(layer.dilation, layer.kernel_size, strict=True)
-        return tuple(dilation * (kernel - 1) // 2 for dilation, kernel in spans)
-    return (0,) * len(layer.kernel_size) if layer.padding == "valid" else tuple(layer.padding)
-
-
 def _max_pool(layer: Any, x: Tensor, y: Tensor) -> LayerJacobian:
     """The rule of max-pooling: 1 where the input of an entry is its output's maximum. If every
     input is in one window, the values are the slopes."""
@@ -266,7 +248,7 @@ register_layer(nn.Linear, jacobian=linear)
 register_layer(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, jacobian=_batch_norm)
 for _count in (1, 2, 3):
     for _name, _rule in (
-        ("Conv", _convolution),
+        ("Conv", convolution),
         ("MaxPool", _max_pool),
         ("AdaptiveMaxPool", _max_pool),
         ("AvgPool", _average_pool),
