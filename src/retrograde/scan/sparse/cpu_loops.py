@@ -1,4 +1,4 @@
-"""The compiled loops of :mod:`retrograde.scan.sparse.cpu_products`.
+"""The compiled loops over sparse matrices: products of values, and of patterns.
 
 A sparse matrix is given by the offsets of its rows, the columns of its entries, and their values.
 The values are a flat array, (nnz, S), in which an entry's numbers for all S samples are adjacent.
@@ -6,7 +6,13 @@ They are (nnz,) if all samples share them. The parameters ``…wide`` are S or 1
 
 The loops ``…_lanes`` compute eight samples at a time, as one vector. Of the samples from ``at`` on,
 ``left`` exist. The loops ``…_one`` are for one sample, and compute one number at a time.
+
+The loops ``kron``, ``find_columns`` and ``land`` are over patterns alone. Row i has the columns
+``indices[indptr[i] : indptr[i + 1]]``, ascending. Loops with ``first`` and ``last`` take the rows
+first … last − 1, so that threads can share them.
 """
+
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +22,9 @@ from retrograde.kernels.lanes import LANES, Reals, compiled, like, load, spread,
 __all__ = [
     "apply_lanes",
     "apply_one",
+    "find_columns",
+    "kron",
+    "land",
     "multiply_lanes",
     "multiply_one",
     "scale_lanes",
@@ -24,6 +33,7 @@ __all__ = [
 ]
 
 _Ints = NDArray[np.int32]
+_Indices = NDArray[np.signedinteger[Any]]
 
 
 @compiled  # type: ignore[untyped-decorator]
@@ -202,3 +212,107 @@ def take(first: int, last: int, x: Reals, places: _Ints, out: Reals) -> None:
     """Write x at ``places`` to ``out``."""
     for p in range(first, last):
         out[p] = x[places[p]]
+
+
+@compiled  # type: ignore[untyped-decorator]
+def kron(
+    first: int,
+    last: int,
+    left_ptr: _Indices,
+    left: _Indices,
+    right_ptr: _Indices,
+    right: _Indices,
+    scale: int,
+    out: _Indices,
+) -> None:
+    """Write left·scale + right to ``out`` for the entries of a Kronecker product.
+
+    The rows first … last − 1 are those of the left factor.
+    """
+    rows, total = len(right_ptr) - 1, right_ptr[-1]
+    for i in range(first, last):
+        at = left_ptr[i] * total
+        for j in range(rows):
+            for p in range(left_ptr[i], left_ptr[i + 1]):
+                base = left[p] * scale
+                for q in range(right_ptr[j], right_ptr[j + 1]):
+                    out[at] = base + right[q]
+                    at += 1
+
+
+@compiled  # type: ignore[untyped-decorator]
+def find_columns(
+    first: int,
+    last: int,
+    left_ptr: _Indices,
+    left: _Indices,
+    right_ptr: _Indices,
+    right: _Indices,
+    seen: _Indices,
+    ptr: _Indices,
+    indices: _Indices,
+) -> None:
+    """Write the columns of each row i of a product to ``indices`` from ``ptr[i]`` on, ascending.
+
+    If ``indices`` is empty, they are counted instead, into ``ptr[i + 1]``. ``seen`` starts with a
+    −1 for each column.
+    """
+    counting = len(indices) == 0
+    for i in range(first, last):
+        begin = 0 if counting else ptr[i]
+        at = begin
+        for p in range(left_ptr[i], left_ptr[i + 1]):
+            k = left[p]
+            for q in range(right_ptr[k], right_ptr[k + 1]):
+                j = right[q]
+                if seen[j] != i:
+                    seen[j] = i
+                    if not counting:
+                        indices[at] = j
+                    at += 1
+        if counting:
+            ptr[i + 1] = at
+        elif 8 * (at - begin) < len(seen):
+            indices[begin:at].sort()
+        else:
+            at = begin
+            for j in range(len(seen)):
+                if seen[j] == i:
+                    indices[at] = j
+                    at += 1
+
+
+@compiled  # type: ignore[untyped-decorator]
+def land(
+    left_ptr: _Indices,
+    left: _Indices,
+    right_ptr: _Indices,
+    right: _Indices,
+    ptr: _Indices,
+    indices: _Indices,
+    place: _Indices,
+    ends: _Indices,
+    lefts: _Indices,
+    rights: _Indices,
+) -> None:
+    """List the terms of each entry of a product.
+
+    A term is an entry of the left factor times one of the right factor. Their numbers go to
+    ``lefts`` and ``rights``, ordered by the entry of the product. ``ends`` starts with zeros, two
+    more than the product has entries; all but its last receive the offsets of each entry's terms.
+    ``place`` is scratch memory with a number for each column.
+    """
+    for filling in range(2):
+        for i in range(len(ptr) - 1):
+            for q in range(ptr[i], ptr[i + 1]):
+                place[indices[q]] = q
+            for p in range(left_ptr[i], left_ptr[i + 1]):
+                k = left[p]
+                for q in range(right_ptr[k], right_ptr[k + 1]):
+                    # Counted two ahead, an entry's end is found where its start was.
+                    at = place[right[q]] + 2 - filling
+                    if filling:
+                        lefts[ends[at]], rights[ends[at]] = p, q
+                    ends[at] += 1
+        if not filling:
+            ends[:] = np.cumsum(ends)

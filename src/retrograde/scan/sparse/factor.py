@@ -185,7 +185,7 @@ def combined(left: tuple[Ints, Ints], right: tuple[Ints, Ints], scale: int) -> I
     """Return left·scale + right for each entry of a Kronecker product, in the order of its rows.
     Each side is the offsets of its rows, and a number for each entry."""
     from retrograde.kernels.team import ranges, share
-    from retrograde.scan.sparse.cpu_patterns import kron
+    from retrograde.scan.sparse.cpu_loops import kron
 
     rows = len(left[0]) - 1
     out = np.empty(len(left[1]) * len(right[1]), np.int32)
@@ -203,7 +203,7 @@ def multiplied(left: Factor, right: Factor, most: int = MOST_ENTRIES) -> Factor:
     if left.kind == right.kind == "full":
         return full(left.rows, right.columns)
     from retrograde.kernels.team import ranges, share
-    from retrograde.scan.sparse.cpu_patterns import find_columns
+    from retrograde.scan.sparse.cpu_loops import find_columns
 
     parts = ranges(left.rows, left.rows)
     arrays = left.indptr, left.indices, right.indptr, right.indices

@@ -253,7 +253,7 @@ class Product:
     @cached_property
     def landing(self) -> Landing:
         """The terms of the product, and the entry that each adds to, written out."""
-        from retrograde.scan.sparse.cpu_patterns import land
+        from retrograde.scan.sparse.cpu_loops import land
 
         self.check_terms()
         a, b = map(merged, self._factors)

@@ -25,6 +25,7 @@ from retrograde.scan.sparse.factor import (
     combined,
     from_arrays,
     from_pairs,
+    full,
     identity,
 )
 from retrograde.scan.sparse.pattern import Pattern
