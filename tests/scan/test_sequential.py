@@ -363,7 +363,7 @@ def test_the_scan_is_chosen_once_a_shape():
         rg.Residual(nn.Conv2d(2, 2, 3, padding=1), nn.ReLU()),
         nn.Conv2d(2, 2, 3, padding=1),
     ]
-    prune.random_unstructured(layers[3], "weight", amount=0.5)
+    prune.random_unstructured(layers[4], "weight", amount=0.5)
     net, found = rg.Sequential(*layers, backward="scan", algorithm="blelloch"), []
     for _ in range(3):
         found.append(net.explain(torch.ones(2, 2, 5, 6)))

@@ -118,19 +118,17 @@ def multiply_one(
             for q in range(b_ptr[a_of[p]], b_ptr[a_of[p] + 1]):
                 c[to + q] = a[p] * b[q]
             continue
+        into = c[i * columns : (i + 1) * columns] if whole else sums
         if whole:
-            sums[:] = 0
+            into[:] = 0
         else:
             for q in range(c_ptr[i], c_ptr[i + 1]):
                 sums[c_of[q]] = 0
         for p in range(a_ptr[i], a_ptr[i + 1]):
             x, k = a[p], a_of[p]
             for q in range(b_ptr[k], b_ptr[k + 1]):
-                sums[b_of[q]] += x * b[q]
-        if whole:
-            for j in range(columns):
-                c[i * columns + j] = sums[j]
-        else:
+                into[b_of[q]] += x * b[q]
+        if not whole:
             for q in range(c_ptr[i], c_ptr[i + 1]):
                 c[q] = sums[c_of[q]]
 
