@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retrograde.scan.counts import most_levels
+from retrograde.scan.blelloch import most_levels
 from retrograde.scan.elements import flops
 from retrograde.scan.sparse.feedforward import LayerCall, Split, observe_steps, split_of
 from retrograde.scan.sparse.outline import Outline
@@ -86,7 +86,7 @@ def ordinary_points(steps: Sequence[LayerCall]) -> list[Point]:
     found = []
     for number, step in enumerate(steps[1:]):
         (piece,) = step.path.pieces()
-        pattern = piece.jacobian.pattern
+        pattern = piece.pattern
         once = 1 if pattern.kind == "diagonal" else 2
         what = f"{type(step.layer).__name__} {pattern}"
         found.append(

@@ -9,8 +9,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from retrograde.figures.style import BLUE, GREEN, GREY, INK, ORANGE, tidy
-from retrograde.scan.blelloch import pairs
-from retrograde.scan.counts import most_levels
+from retrograde.scan.blelloch import most_levels, pairs
 from retrograde.scan.sparse.csr import CSR
 from retrograde.scan.sparse.transposed import transposed_jacobian
 from retrograde_papers.networks import vgg11

@@ -23,11 +23,12 @@ else Θ(n/p + log p). The linear scan is the hybrid one without levels; Blelloch
 Every function raises ``ScanError`` if n or k is negative, a chunk is empty, or p is 0 or less.
 """
 
-from retrograde.scan.counts import blocks, check_workers, chunks_of, most_levels, rounds
+from retrograde.errors import ScanError
+from retrograde.scan.blelloch import blocks, chunks_of, most_levels
 
 __all__ = [
     "blelloch_steps", "blelloch_work", "chunked_steps", "chunked_work", "hybrid_steps",
-    "hybrid_work", "linear_steps", "linear_work",
+    "hybrid_work", "linear_steps", "linear_work", "rounds",
 ]  # fmt: skip
 
 
@@ -87,7 +88,7 @@ def hybrid_steps(last: int, levels: int, workers: int | None = None) -> int:
         (130, 300)
     """
     k, q = blocks(last, levels)
-    check_workers(workers)
+    _check_workers(workers)
     if not last:
         return 0
     if workers is None:
@@ -118,7 +119,7 @@ def chunked_steps(last: int, chunk: int, workers: int | None = None) -> int:
         (86, 254)
     """
     chunks, in_last = chunks_of(last, chunk)
-    check_workers(workers)
+    _check_workers(workers)
     if chunks == 1:
         return max(0, last - 1)
     all_but_one, all_but_two = rounds(chunks - 1, workers), rounds(chunks - 2, workers)
@@ -138,3 +139,18 @@ def chunked_work(last: int, chunk: int) -> int:
     """
     chunks, _ = chunks_of(last, chunk)
     return max(0, last - 1) if chunks == 1 else (chunks - 1) * (chunk - 1) + last - chunk
+
+
+def rounds(products: int, workers: int | None) -> int:
+    """Return the steps, ⌈products/p⌉, of products that are independent of one another.
+
+    Example:
+        >>> rounds(7, 3), rounds(7, None), rounds(0, None)
+        (3, 1, 0)
+    """
+    return min(1, products) if workers is None else -(-products // workers)
+
+
+def _check_workers(workers: int | None) -> None:
+    if workers is not None and workers < 1:
+        raise ScanError(f"{workers} workers were given: expected at least 1, or None for any")

@@ -78,6 +78,23 @@ def test_gradcheck_passes():
     assert torch.autograd.gradcheck(run, (x, h, c, *parameters))
 
 
+def test_states_of_any_shape():
+    weight = torch.randn(2, 3, **REAL, requires_grad=True)
+
+    def step(x, state):
+        total, image = state
+        image = torch.tanh(image * weight + x[:, None, None])
+        return image.sum(-1), (torch.sin(total + image.mean((1, 2))), image)
+
+    def gradient(**options):
+        torch.manual_seed(0)
+        x = torch.randn(9, 4, **REAL, requires_grad=True)
+        y, (total, _) = rg.unroll(step, x, (x[0], torch.zeros(4, 2, 3, **REAL)), **options)
+        return torch.autograd.grad(y.square().sum() + total.sum(), (x, weight))
+
+    torch.testing.assert_close(gradient(backward="scan"), gradient(), rtol=1e-12, atol=1e-12)
+
+
 def test_some_gradients_only_and_no_gradient_at_all():
     step, parameters = lstm_with_heads()
     parameters[0].requires_grad_(False)

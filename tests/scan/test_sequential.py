@@ -14,7 +14,9 @@ from torch.nn.utils import parametrizations, prune
 import retrograde as rg
 from retrograde.errors import RetrogradeError, ScanError, UnitError
 from retrograde.scan import CSR, chain_scan
-from retrograde.scan.counts import most_levels
+from retrograde.scan.blelloch import most_levels
+from retrograde.scan.sparse import pattern
+from retrograde.scan.sparse.arithmetic import plain
 from retrograde_papers.networks import lenet5, vgg11
 
 DOUBLE = torch.float64
@@ -268,6 +270,24 @@ def test_a_product_too_large_for_the_room_is_told_before_it_is_made():
     assert_close(gradients(ours_of(theirs, algorithm="blelloch"), x), gradients(theirs, x), 1e-10)
 
 
+def test_terms_are_counted_where_a_device_lists_them(monkeypatch):
+    theirs = seeded(lambda: [nn.Conv2d(3, 3, 3, padding=1) for _ in range(6)])
+    for layer in theirs:
+        prune.random_unstructured(layer, "weight", amount=0.9)
+    x = draw(2, 3, 12, 12)
+    compiled = ours_of(theirs, algorithm="blelloch").explain(x).chosen
+    monkeypatch.setattr(chain_scan, "sparse_kernels", lambda *_: plain)
+    listed = ours_of(theirs, algorithm="blelloch").explain(x).chosen
+    products = [p for level in listed.report.levels for p in level.products]
+    terms = sum(p.flops // 2 for p in products if p.a.kind == p.b.kind == "Outline")
+    assert terms
+    assert 8 * terms < listed.fixed_bytes - compiled.fixed_bytes <= 16 * terms
+    assert listed.sample_bytes == compiled.sample_bytes
+    monkeypatch.setattr(pattern, "MOST_ENTRIES", 100)
+    with pytest.raises(ScanError, match=r"'blelloch' does not fit .* terms: expected at most 100"):
+        ours_of(theirs, algorithm="blelloch").explain(x)
+
+
 @pytest.mark.parametrize("name", [*SMALL, "LeNet-5"])
 @pytest.mark.parametrize("levels", [0, 1, 3])
 def test_no_more_memory_is_taken_than_foreseen(name, levels):
@@ -337,12 +357,13 @@ def test_explain_of_layers_without_parameters():
 def test_the_scan_is_chosen_once_a_shape():
     """Also where patterns are put together: residual blocks, pruned layers, padding of any mode."""
     layers = [
-        nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular"),
+        nn.CircularPad2d(1),
+        nn.Conv2d(2, 2, 3),
         nn.ReLU(),
         rg.Residual(nn.Conv2d(2, 2, 3, padding=1), nn.ReLU()),
         nn.Conv2d(2, 2, 3, padding=1),
     ]
-    prune.random_unstructured(layers[3], "weight", amount=0.5)
+    prune.random_unstructured(layers[4], "weight", amount=0.5)
     net, found = rg.Sequential(*layers, backward="scan", algorithm="blelloch"), []
     for _ in range(3):
         found.append(net.explain(torch.ones(2, 2, 5, 6)))
@@ -721,27 +742,37 @@ def test_a_gradient_that_nobody_asks_for():
 
 def test_a_max_pooling_whose_places_were_left_does_not_read_its_input_again():
     x = draw(2, 2, 4, 4).requires_grad_()
-    net = rg.Sequential(nn.MaxPool2d(2), backward="scan", algorithm="linear")
+    net = rg.Sequential(nn.MaxPool2d(2, 1), backward="scan", algorithm="linear")
     given = x * 1
     y = net(given)
     with torch.no_grad():
         given.zero_()
     y.sum().backward()
-    expected = torch.autograd.grad(nn.functional.max_pool2d(x, 2).sum(), x)[0]
+    expected = torch.autograd.grad(nn.functional.max_pool2d(x, 2, 1).sum(), x)[0]
     torch.testing.assert_close(x.grad, expected)
 
 
 def test_an_output_or_an_input_changed_in_place_is_noticed():
     x = draw(2, 2, 4).requires_grad_()
-    net = rg.Sequential(nn.MaxPool1d(2), nn.Tanh(), backward="scan", algorithm="linear")
+    net = rg.Sequential(nn.MaxPool1d(2, 1), nn.Tanh(), backward="scan", algorithm="linear")
     given = x * 1
     y = net(given)
     with torch.no_grad():
         given.zero_()
     with pytest.raises(RetrogradeError, match=r"the input of a max-pooling, \(2, 2, 4\), was"):
         y.sum().backward()
-    y = net(x)
-    y.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        net(x).mul_(2).sum().backward()
+
+
+@pytest.mark.parametrize("layer", [nn.ReLU(), nn.Tanh(), nn.MaxPool1d(2)])
+def test_what_torch_would_refuse_after_a_change_in_place_is_refused(layer):
+    x = draw(2, 2, 4).requires_grad_()
+    net = rg.Sequential(layer, backward="scan", algorithm="linear")
+    given = x * 1
+    y = net(given)
+    with torch.no_grad():
+        (given if isinstance(layer, nn.MaxPool1d) else y).zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
 

@@ -11,8 +11,7 @@ The cell must treat the samples (the first dimension) independently and draw no 
 are checked: the call for all steps must return the states of the single steps.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from math import prod
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -114,7 +113,7 @@ class _Backward:
     ) -> None:
         self.step, self.chunk, self.inputs, self.states = step, chunk, inputs, states
         self.parameters = parameters
-        self.totals: Tensors = []
+        self.totals = [torch.zeros_like(p) for p in parameters]
         self.gradients = [torch.zeros_like(x) for x in inputs]
         self.samples = states[0].shape[1]
         self.widths = [s[0, 0].numel() for s in states]
@@ -157,34 +156,21 @@ class _Backward:
         ]
         roots = [(t, part) for t, part in zip(after, own, strict=True) if t.requires_grad]
         found = _products([*roots, *seeds], [*x, *self.parameters], last=True)
-        for total, share in zip(self.gradients, found, strict=False):
-            total[start:stop] = share.reshape(total[start:stop].shape)
-        shares = found[len(x) :]
-        before = self.totals or [torch.zeros_like(share) for share in shares]
-        self.totals = [total + share for total, share in zip(before, shares, strict=True)]
+        totals = [*(t[start:stop] for t in self.gradients), *self.totals]
+        for total, share in zip(totals, found, strict=True):
+            total += share.reshape(total.shape)
         return gs[0]
 
     def _jacobians(self, after: Tensors, s: Tensors, steps: int) -> Tensor:
         """Return the Jacobians; row i is the gradient by the previous state of number i."""
-        rows = [
-            _flat(_products([(t, unit)] if t.requires_grad else [], s), len(t))
-            for t in after
-            for unit in _unit_vectors(t)
-        ]
+        rows = []
+        for t in after:
+            units = torch.eye(t[0].numel(), dtype=t.dtype, device=t.device)
+            for unit in units.view(-1, *t.shape[1:]):  # 1 at one number of every sample
+                seed = [(t, unit.expand_as(t).contiguous())] if t.requires_grad else []
+                rows.append(_flat(_products(seed, s), len(t)))
         found: Tensor = torch.stack(rows, 1).unflatten(0, (steps, self.samples))
         return found
-
-
-def _unit_vectors(t: Tensor) -> Iterator[Tensor]:
-    """Iterate over the numbers of a sample of t (samples, …): 1 at one number of every sample.
-
-    Example:
-        >>> [unit.tolist() for unit in _unit_vectors(torch.zeros(2, 2))]
-        [[[1.0, 0.0], [1.0, 0.0]], [[0.0, 1.0], [0.0, 1.0]]]
-    """
-    size = prod(t.shape[1:])
-    for row in torch.eye(size, dtype=t.dtype, device=t.device):
-        yield row.expand(len(t), size).reshape(t.shape).contiguous()
 
 
 def _flat(parts: Sequence[Tensor], samples: int) -> Tensor:
@@ -224,10 +210,9 @@ def _products(seeds: list[tuple[Tensor, Tensor]], leaves: Tensors, last: bool = 
     wanted = [t for t in leaves if t.requires_grad]
     roots, vectors = zip(*seeds, strict=True)
     found = iter(
-        torch.autograd.grad(roots, wanted, vectors, retain_graph=not last, allow_unused=True)
+        torch.autograd.grad(roots, wanted, vectors, retain_graph=not last, materialize_grads=True)
     )
-    shares = [next(found) if t.requires_grad else None for t in leaves]
-    return [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, shares, strict=True)]
+    return [next(found) if t.requires_grad else torch.zeros_like(t) for t in leaves]
 
 
 def _scan(jacobians: Tensor, losses: Tensor, g: Tensor, chunk: int) -> Tensor:

@@ -32,10 +32,9 @@ Blelloch, *Prefix Sums and Their Applications*, 1990.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from retrograde.errors import ScanError
-from retrograde.scan.counts import blocks, chunks_of
 from retrograde.scan.elements import IDENTITY, UNREAD, Affine, Identity, Vector, combine
 from retrograde.scan.work_report import Report
 
@@ -45,28 +44,20 @@ if TYPE_CHECKING:
 __all__ = [
     "Algorithm",
     "blelloch",
+    "blocks",
     "chunked",
+    "chunks_of",
     "gradients",
     "hybrid",
     "linear",
+    "most_levels",
     "pairs",
     "reference",
 ]
 
 E = TypeVar("E")
-
-
-class Algorithm(Protocol):
-    """An exclusive scan, such as ``blelloch`` or ``partial(chunked, chunk=8)``."""
-
-    def __call__(
-        self,
-        elements: Sequence[Any],
-        combine: Callable[[Any, Any], Any] = ...,
-        *,
-        report: Report | None = ...,
-    ) -> list[Any]:
-        """Return [I, a_0, a_0 ⊙ a_1, …], of the length of ``elements``."""
+#: An exclusive scan, such as ``blelloch`` or ``partial(chunked, chunk=8)``.
+Algorithm = Callable[..., list[Any]]
 
 
 def reference(elements: Sequence[E], combine: Callable[[E, E], E]) -> list[E | Identity]:
@@ -106,8 +97,7 @@ def linear(
         >>> linear("abcd", lambda a, b: a + b)
         [IDENTITY, 'a', 'ab', 'abc']
     """
-    _check_elements(elements)
-    return _in_turn(list(elements), _Levels(combine, report), "linear")
+    return _sweep_levels(elements, _Levels(combine, report), 0, "linear")
 
 
 def blelloch(
@@ -124,15 +114,9 @@ def blelloch(
         >>> blelloch("abcd", lambda a, b: a + b)
         [IDENTITY, 'a', 'ab', 'abc']
     """
-    _check_elements(elements)
-    array: list[E | Identity] = list(elements)
-    levels, height = _Levels(combine, report), (len(array) - 1).bit_length()
-    for level in range(height - 1):
-        _up(array, level, levels)
-    array[-1] = IDENTITY
-    for level in reversed(range(height)):
-        _down(array, level, levels)
-    return array
+    # All levels leave two blocks. The step between them is the top of the way down.
+    every = max(0, len(elements).bit_length() - 1)
+    return _sweep_levels(elements, _Levels(combine, report), every, "down-sweep")
 
 
 def hybrid(
@@ -158,19 +142,7 @@ def hybrid(
         >>> hybrid("abcdefg", lambda a, b: a + b, levels=1)
         [IDENTITY, 'a', 'ab', 'abc', 'abcd', 'abcde', 'abcdef']
     """
-    _check_elements(elements)
-    array: list[E | Identity] = list(elements)
-    carrier, last = _Levels(combine, report), len(array) - 1
-    levels, _ = blocks(last, levels)
-    for level in range(levels):
-        _up(array, level, carrier)
-    ends = [min(start + 2**levels - 1, last) for start in range(0, last + 1, 2**levels)]
-    before = _in_turn([array[end] for end in ends], carrier, "middle")
-    for end, prefix in zip(ends, before, strict=True):
-        array[end] = prefix
-    for level in reversed(range(levels)):
-        _down(array, level, carrier)
-    return array
+    return _sweep_levels(elements, _Levels(combine, report), levels, "middle")
 
 
 def chunked(
@@ -210,10 +182,8 @@ def chunked(
         scanned.append(products[0])
         operands = [(product, each[i]) for product, each in zip(products, needed, strict=True)]
         products = levels.carry_out("chunks", operands)
-    part = None if report is None else report.part()
+    part = None if report is None else report.part("summaries")
     _, *before = algorithm([*products, IDENTITY], combine, report=part)
-    if report is not None and part is not None:
-        report.include(part, "summaries")
     for swept in _sweep([*needed[1:], last], before, levels):
         scanned += swept
     return scanned
@@ -287,6 +257,45 @@ def pairs(last: int, level: int) -> Iterator[tuple[int, int]]:
         yield i + block - 1, min(i + 2 * block - 1, last)
 
 
+def most_levels(last: int) -> int:
+    """Return the levels of algorithm 1's up-sweep, ⌈log₂(n+1)⌉ − 1; none for one element.
+
+    Example:
+        >>> [most_levels(n) for n in (0, 1, 2, 3, 4, 1000)]
+        [0, 0, 1, 1, 2, 9]
+    """
+    if last < 0:
+        raise ScanError(f"the last position is {last}: expected 0 or more, for n + 1 elements")
+    return max(0, last.bit_length() - 1)
+
+
+def blocks(last: int, levels: int) -> tuple[int, int]:
+    """Return k, at most the number of levels, and q: a hybrid scan leaves q + 1 blocks.
+
+    Example:
+        >>> blocks(1000, 3), blocks(1000, 99)
+        ((3, 125), (9, 1))
+    """
+    if levels < 0:
+        raise ScanError(f"{levels} levels were given: expected 0 (linear) or more")
+    k = min(levels, most_levels(last))
+    return k, last >> k
+
+
+def chunks_of(last: int, chunk: int) -> tuple[int, int]:
+    """Return C, the number of chunks, and the length of the last one.
+
+    Example:
+        >>> chunks_of(1000, 22)
+        (46, 11)
+    """
+    most_levels(last)
+    if chunk < 1:
+        raise ScanError(f"a chunk of {chunk} elements was given: expected at least 1")
+    chunks = -(-(last + 1) // chunk)
+    return chunks, last + 1 - (chunks - 1) * chunk
+
+
 class _Levels:
     """Runs a level of products at a time, and adds it to the report."""
 
@@ -304,6 +313,22 @@ class _Levels:
         if a is IDENTITY or b is UNREAD:
             return b
         return a if b is IDENTITY else self._combine(a, b)
+
+
+def _sweep_levels(elements: Sequence[Any], levels: _Levels, most: int, between: str) -> list[Any]:
+    """Scan some levels up, linearly over the blocks, and as many levels down."""
+    _check_elements(elements)
+    array, last = list(elements), len(elements) - 1
+    up, _ = blocks(last, most)
+    for level in range(up):
+        _up(array, level, levels)
+    ends = [min(start + 2**up - 1, last) for start in range(0, last + 1, 2**up)]
+    before = _in_turn([array[end] for end in ends], levels, between)
+    for end, prefix in zip(ends, before, strict=True):
+        array[end] = prefix
+    for level in reversed(range(up)):
+        _down(array, level, levels)
+    return array
 
 
 def _up(array: list[Any], level: int, levels: _Levels) -> None:

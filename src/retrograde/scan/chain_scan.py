@@ -17,7 +17,8 @@ from retrograde.errors import RetrogradeError, ScanError
 from retrograde.replay.captured import foreign_tensors
 from retrograde.replay.surroundings import muted_hooks
 from retrograde.run.transforms import refuse_transforms
-from retrograde.scan.counts import most_levels
+from retrograde.scan.blelloch import most_levels
+from retrograde.scan.sparse.arithmetic import sparse_kernels
 from retrograde.scan.sparse.feedforward import (
     Algorithm,
     LayerCall,
@@ -96,14 +97,38 @@ class ChainScan:
     def choose(self, steps: Sequence[LayerCall], *, whole: bool) -> ScanChoice:
         """See :meth:`retrograde.Sequential.outlook`."""
         x = steps[0].x
-        patterns = tuple(p.jacobian.pattern for step in steps for p in step.path.pieces())
+        patterns = tuple(p.pattern for step in steps for p in step.path.pieces())
         asked = self.algorithm, self.levels, self.memory
+        key = len(x), x.dtype, x.device, whole, asked, patterns
+        return self.choices.get(key, lambda: self._find(steps, whole))
 
-        def find() -> ScanChoice:
-            limit = room(self.memory, x.device)
-            return _choose_scan(steps, self.algorithm, self.levels, limit, whole=whole)
-
-        return self.choices.get((len(x), x.dtype, x.device, whole, asked, patterns), find)
+    def _find(self, steps: Sequence[LayerCall], whole: bool) -> ScanChoice:
+        """Compute the cost of each scan, and choose."""
+        x, y, algorithm = steps[0].x, steps[-1].y, self.algorithm
+        limit = room(self.memory, x.device)
+        paths = [step.path for step in (steps if whole else steps[1:])]
+        size = prod(y.shape[1:]), len(x), x.dtype.itemsize, limit
+        most = most_levels(len(paths) + 1)
+        asked = {"auto": range(most + 1), "linear": [0], "blelloch": [0, most]}.get(algorithm)
+        asked = asked or sorted({0, min(self.levels or 0, most)})
+        lists = sparse_kernels(x.device.type, x.dtype).name != "numba"
+        found = [split_of(levels, paths, *size, lists=lists) for levels in asked]
+        for path in paths:  # most of these products will not be used again
+            for piece in path.pieces():
+                piece.pattern.forget()
+        linear, fitting = found[0], [split for split in found if split.samples]
+        if algorithm == "auto":
+            best = min(fitting, key=lambda s: s.report.critical_flops, default=linear)
+            return ScanChoice(best, _why(best, len(fitting)), tuple(found), best.levels > 0, limit)
+        chosen = found[-1]
+        if not chosen.samples:
+            needed = chosen.fixed_bytes + chosen.sample_bytes
+            size_of = chosen.problem or f"for one sample it takes {format_bytes(needed)}"
+            raise ScanError(
+                f"algorithm={algorithm!r} does not fit into {format_bytes(limit)}: {size_of}; give "
+                "more memory, fewer levels, or algorithm='auto'"
+            )
+        return ScanChoice(chosen, f"algorithm={algorithm!r} asks for it", tuple(found), True, limit)
 
     def explain(self, layers: Sequence[nn.Module], x: Tensor) -> ScanChoice:
         """Return the choice for an input, on which the layers run."""
@@ -111,40 +136,6 @@ class ChainScan:
         with torch.enable_grad():
             steps, whole = _needed(observe_steps(layers, x), x.requires_grad)
         return self.choose(steps, whole=whole)
-
-
-def _choose_scan(
-    steps: Sequence[LayerCall],
-    algorithm: Algorithm,
-    levels: int | None,
-    limit: int,
-    *,
-    whole: bool,
-) -> ScanChoice:
-    """Compute the cost of each scan within ``limit`` bytes, and choose. Raises ScanError if the
-    scan that was asked for does not fit."""
-    x, y = steps[0].x, steps[-1].y
-    paths = [step.path for step in (steps if whole else steps[1:])]
-    size = prod(y.shape[1:]), len(x), x.dtype.itemsize, limit
-    most = most_levels(len(paths) + 1)
-    asked = {"auto": range(most + 1), "linear": [0], "blelloch": [0, most]}.get(algorithm)
-    found = [split_of(k, paths, *size) for k in asked or sorted({0, min(levels or 0, most)})]
-    for path in paths:  # most of these products will not be used again
-        for piece in path.pieces():
-            piece.jacobian.pattern.forget()
-    linear, fitting = found[0], [split for split in found if split.samples]
-    if algorithm == "auto":
-        best = min(fitting, key=lambda s: s.report.critical_flops, default=linear)
-        return ScanChoice(best, _why(best, len(fitting)), tuple(found), best.levels > 0, limit)
-    chosen = found[-1]
-    if not chosen.samples:
-        needed = chosen.fixed_bytes + chosen.sample_bytes
-        size_of = chosen.problem or f"for one sample it takes {format_bytes(needed)}"
-        raise ScanError(
-            f"algorithm={algorithm!r} does not fit into {format_bytes(limit)}: {size_of}; give "
-            "more memory, fewer levels, or algorithm='auto'"
-        )
-    return ScanChoice(chosen, f"algorithm={algorithm!r} asks for it", tuple(found), True, limit)
 
 
 def _why(best: Split, fitting: int) -> str:

@@ -288,9 +288,7 @@ class Affine:
             case Vector():
                 return self.offset + combine(other, self.jacobian)
             case Affine(jacobian, offset):
-                return Affine(
-                    combine(jacobian, self.jacobian), self.offset + combine(offset, self.jacobian)
-                )
+                return Affine(combine(jacobian, self.jacobian), self @ offset)
         return Affine(combine(other, self.jacobian), self.offset)
 
     def __rmatmul__(self, other: Any) -> Any:
@@ -299,17 +297,15 @@ class Affine:
     def flops(self, other: Any) -> int:
         match other:
             case Vector():
-                return flops(other, self.jacobian) + self._additions(other)
+                batches = self.offset.shape[:-1], self.shape[:-2], other.shape[:-1]
+                additions = self.offset.shape[-1] * prod(np.broadcast_shapes(*batches))
+                return flops(other, self.jacobian) + additions
             case Affine(jacobian, offset):
                 return flops(jacobian, self.jacobian) + self.flops(offset)
         return flops(other, self.jacobian)
 
     def rflops(self, other: Any) -> int:
         return flops(self.jacobian, other) + flops(self.offset, other)
-
-    def _additions(self, vector: Vector) -> int:
-        batch = np.broadcast_shapes(self.offset.shape[:-1], self.shape[:-2], vector.shape[:-1])
-        return self.offset.shape[-1] * prod(batch)
 
 
 def _name(element: Any) -> str:

@@ -8,11 +8,10 @@ with ``UNREAD`` is not counted.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from retrograde.scan.counts import check_workers, rounds
 from retrograde.scan.elements import IDENTITY, UNREAD, flops
 from retrograde.units import aligned
 
@@ -75,10 +74,6 @@ class Level:
         """FLOPs of the longest product."""
         return max((product.flops for product in self.products), default=0)
 
-    def steps(self, workers: int | None = None) -> int:
-        """Return the rounds of p workers, each with one product at a time; None: unbounded."""
-        return rounds(len(self.products), workers)
-
 
 class Report:
     """Counts the work of a scan: ``report = Report(); blelloch(elements, report=report)``.
@@ -102,23 +97,20 @@ class Report:
 
     def __init__(self, cost: Callable[[Any, Any], int] = flops) -> None:
         self.levels: list[Level] = []
-        self._cost = cost
+        self._cost, self._within = cost, ""
 
     def add(self, phase: str, pairs: Sequence[tuple[Any, Any]]) -> None:
         """Add one level: the operands (a, b) of every a ⊙ b, before they are combined."""
         read = [(a, b) for a, b in pairs if b is not UNREAD]
         real = [(a, b) for a, b in read if a is not IDENTITY and b is not IDENTITY]
         products = tuple(Product(_operand(a), _operand(b), self._cost(a, b)) for a, b in real)
-        self.levels.append(Level(phase, products, len(read) - len(real)))
+        self.levels.append(Level(self._within + phase, products, len(read) - len(real)))
 
-    def part(self) -> "Report":
-        """Return an empty report with the same cost function, for a scan inside a scan."""
-        return Report(self._cost)
-
-    def include(self, part: "Report", phase: str) -> None:
-        """Append the levels of an inner scan; their phases are named after ``phase``."""
-        for level in part.levels:
-            self.levels.append(replace(level, phase=f"{phase}, {level.phase}"))
+    def part(self, phase: str) -> "Report":
+        """Return a report of a scan inside a scan: its levels are listed here, after ``phase``."""
+        part = Report(self._cost)
+        part.levels, part._within = self.levels, f"{self._within}{phase}, "
+        return part
 
     @property
     def work(self) -> int:
@@ -134,18 +126,9 @@ class Report:
         """FLOPs on the critical path, with unbounded workers."""
         return sum(level.critical_flops for level in self.levels)
 
-    def steps(self, workers: int | None = None) -> int:
-        """Return the products on the critical path, S of W20 eq. 3.3.
-
-        Args:
-            workers: p; each does one product at a time, and all finish a level before the next.
-                None: unbounded.
-
-        Raises:
-            ScanError: there are no workers.
-        """
-        check_workers(workers)
-        return sum(level.steps(workers) for level in self.levels)
+    def steps(self) -> int:
+        """Return the levels with products, S of W20 eq. 3.3 for unbounded workers."""
+        return sum(bool(level.products) for level in self.levels)
 
     def __str__(self) -> str:
         """Format one line for each run of equal levels, and their sum."""

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from oracles.sparse import dense, factor_of, matching
 from retrograde.scan.sparse import arithmetic
 from retrograde.scan.sparse import cpu_products as cpu_sparse
-from retrograde.scan.sparse import pattern as products
 from retrograde.scan.sparse.arithmetic import apply, multiply, plain, spread_out
 from retrograde.scan.sparse.csr import CSR
 from retrograde.scan.sparse.factor import full, identity
@@ -51,45 +50,40 @@ CASES = {
     "full · sparse": ((full(13, 53),), (random(53, 37, 0.06),), "sparse", "full"),
     "row · sparse": ((full(1, 53),), (random(53, 37, 0.06),), "sparse", "full"),
     "channels": ((full(2, 3), band(7)), (full(3, 2), band(7)), "sparse", "full"),
-    "empty": ((random(6, 6, 0.0),), (random(6, 6, 0.3),), "sparse", "sparse"),
-    "one": ((factor_of(np.eye(5, 1, dtype=bool)),), (full(1, 1),), "dense", "full"),
-}
-#: With blocks made worth their call, whatever their size.
-BLOCKS = {
-    "bands": ((full(2, 3), band(17)), (full(3, 5), band(17)), "blocks", "sparse"),
+    "bands": ((full(2, 3), band(17)), (full(3, 5), band(17)), "sparse", "sparse"),
     "two bands": (
         (full(2, 3), band(4, 2), band(5, 2)),
         (full(3, 2), band(4, 2), band(5, 2)),
-        "blocks",
+        "sparse",
         "sparse",
     ),
     "places that have none": (
         (full(2, 3), random(23, 11, 0.2)),
         (full(3, 5), random(11, 13, 0.15)),
-        "blocks",
+        "sparse",
         "sparse",
     ),
-    "wholly": ((full(2, 3), band(4)), (full(3, 5), band(4)), "blocks", "full"),
-    "no place": ((full(2, 3), band(5)), (full(3, 5), random(5, 4, 0.0)), "blocks", "sparse"),
-    "each place": ((full(2, 3), identity(7)), (full(3, 5), identity(7)), "blocks", "sparse"),
-    "each place, wholly": ((full(2, 3), identity(2)), (full(3, 5), identity(2)), "blocks", "full"),
-    "one way": ((full(2, 3), identity(9)), (full(3, 5), band(9)), "blocks", "sparse"),
-    "all places after": ((full(2, 3), random(8, 9, 0.1)), (full(3, 5), full(9, 1)), "blocks", None),
+    "wholly": ((full(2, 3), band(4)), (full(3, 5), band(4)), "sparse", "full"),
+    "no place": ((full(2, 3), band(5)), (full(3, 5), random(5, 4, 0.0)), "sparse", "sparse"),
+    "each place": ((full(2, 3), identity(7)), (full(3, 5), identity(7)), "sparse", "sparse"),
+    "each place, wholly": ((full(2, 3), identity(2)), (full(3, 5), identity(2)), "sparse", "full"),
+    "one way": ((full(2, 3), identity(9)), (full(3, 5), band(9)), "sparse", "sparse"),
+    "all places after": ((full(2, 3), random(8, 9, 0.1)), (full(3, 5), full(9, 1)), "sparse", None),
     "cut differently": (
         (full(2, 12), band(9)),
         (full(3, 4), identity(4), band(9)),
-        "blocks",
+        "sparse",
         "sparse",
     ),
+    "empty": ((random(6, 6, 0.0),), (random(6, 6, 0.3),), "sparse", "sparse"),
+    "one": ((factor_of(np.eye(5, 1, dtype=bool)),), (full(1, 1),), "dense", "full"),
 }
 
 
-@pytest.fixture(params=[*CASES, *BLOCKS])
-def case(request, monkeypatch):
+@pytest.fixture(params=CASES)
+def case(request):
     """Two patterns."""
-    if request.param in BLOCKS:
-        monkeypatch.setattr(products, "_BLOCK", 1)
-    left, right, way, kind = {**CASES, **BLOCKS}[request.param]
+    left, right, way, kind = CASES[request.param]
     left, right = make(left, right)
     assert left.product(right).method == way
     assert left.product(right).result.kind == (kind or left.product(right).result.kind)
@@ -211,22 +205,6 @@ def test_products_of_any_patterns(pair):
         assert_close(found, scattered(left, a) @ scattered(right, b), torch.float64)
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
-@given(matching())
-def test_products_of_any_patterns_by_blocks(pair):
-    whole, first = products._BLOCK, [full(2, 3), full(3, 2)]
-    products._BLOCK = 1
-    try:
-        left, right = (Pattern(f, *p.factors) for f, p in zip(first, pair, strict=True))
-        plan = left.product(right)
-        for one, other in ((None, None), (3, None), (2, 2)):
-            a, b = values(left, one, torch.float64), values(right, other, torch.float64, 1)
-            found = scattered(plan.result, multiply(left, right, a, b))
-            assert_close(found, scattered(left, a) @ scattered(right, b), torch.float64)
-    finally:
-        products._BLOCK = whole
-
-
 def test_what_is_not_compiled_is_done_by_plain_torch():
     left, right = make((random(9, 7, 0.3),), (random(7, 8, 0.3, 1),))
     assert arithmetic.sparse_kernels("cpu", torch.float16) is plain
@@ -246,7 +224,8 @@ def as_many_threads_as_before():
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.usefixtures("as_many_threads_as_before")
-def test_results_do_not_depend_on_the_number_of_threads(name):
+def test_results_do_not_depend_on_the_number_of_threads(name, monkeypatch):
+    monkeypatch.setattr(cpu_sparse, "_LEAST_WORK", 1)  # so that there are several pieces
     left, right = make(*CASES[name][:2])
     for samples in (None, 1, 9):
         a, b = values(left, samples, torch.float32), values(right, samples, torch.float32, 1)

@@ -4,24 +4,19 @@ Values are (nnz,) where all samples share them, or (samples, nnz); a gradient is
 (samples, columns). A :class:`~retrograde.scan.sparse.pattern.Product` has the place of each result.
 So a product is gather, multiply, segmented sum. It needs no search and no merging of indices, which
 are most of the work of a general sparse product (W20, sections 3.3 and 4.3).
-
-If all channels meet, as in an unpruned convolution, each pair of an input place and an output place
-has a whole matrix. A product of two such Jacobians sums products of these matrices, by BLAS.
 """
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from retrograde.kernels.fallback import Fallback
-from retrograde.scan.sparse.pattern import Pattern, Product
+from retrograde.scan.sparse.pattern import Pattern
 
 __all__ = ["SparseKernels", "apply", "multiply", "plain", "sparse_kernels", "spread_out"]
 
@@ -29,14 +24,13 @@ __all__ = ["SparseKernels", "apply", "multiply", "plain", "sparse_kernels", "spr
 @dataclass(frozen=True)
 class SparseKernels:
     """One implementation ("numba", "triton" or "torch") of the products. They are :func:`scale`,
-    :func:`multiply_sparse`, :func:`apply_sparse`, :func:`take`, :func:`mark`."""
+    :func:`multiply_sparse`, :func:`apply_sparse` and :func:`take`."""
 
     name: str
     scale: Callable[[Pattern, Tensor, Tensor, bool], Tensor]
     multiply: Callable[[Pattern, Pattern, Tensor, Tensor], Tensor]
     apply: Callable[[Pattern, Tensor, Tensor], Tensor]
     take: Callable[[Tensor, Any], Tensor]
-    mark: Callable[[Pattern, Tensor, Tensor], Tensor]
 
 
 def multiply(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> Tensor:
@@ -46,8 +40,6 @@ def multiply(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> Tensor:
     kernels = sparse_kernels(a.device.type, a.dtype)
     if plan.method == "sparse":
         return kernels.multiply(left, right, a, b)
-    if plan.method == "blocks":
-        return _multiply_by_blocks(plan, a, b)
     if plan.method == "dense":
         return (spread_out(left, a) @ spread_out(right, b)).flatten(-2)
     if left.kind == right.kind == "diagonal":
@@ -106,16 +98,7 @@ def take(weights: Tensor, pattern: Any) -> Tensor:
     return weights.index_select(0, pattern.tensor("sources", weights.device))
 
 
-def mark(pattern: Pattern, x: Tensor, chosen: Tensor) -> Tensor:
-    """Return the values of a max-pooling: 1 where the input of an entry is its output's maximum.
-    ``x`` is (samples, channels, …), and ``chosen`` is the position of each maximum in its
-    channel."""
-    within = pattern.tensor("row_of", x.device) % prod(x.shape[2:])
-    columns = pattern.tensor("indices", x.device)
-    return (chosen.flatten(1).index_select(1, columns) == within).to(x.dtype)
-
-
-plain = SparseKernels("torch", scale, multiply_sparse, apply_sparse, take, mark)
+plain = SparseKernels("torch", scale, multiply_sparse, apply_sparse, take)
 
 
 @cache
@@ -125,7 +108,7 @@ def sparse_kernels(device: str, dtype: torch.dtype) -> SparseKernels:
     if device == "cpu" and real:
         from retrograde.scan.sparse import cpu_products as cpu
 
-        return SparseKernels("numba", cpu.scale, cpu.multiply, cpu.apply, cpu.take, cpu.mark)
+        return SparseKernels("numba", cpu.scale, cpu.multiply, cpu.apply, cpu.take)
     if device == "cuda" and real and importlib.util.find_spec("triton"):
         from retrograde.scan.sparse import cuda_products as cuda
 
@@ -135,62 +118,3 @@ def sparse_kernels(device: str, dtype: torch.dtype) -> SparseKernels:
             plain, name="triton", multiply=multiply, apply=either.join(cuda.apply, plain.apply)
         )
     return plain
-
-
-def _multiply_by_blocks(plan: Product, a: Tensor, b: Tensor) -> Tensor:
-    places = plan.places
-    before, between, after = places.channels
-    lefts = [_blocks(x, places.left, before, between) for x in (a[None] if a.ndim == 1 else a)]
-    rights = [_blocks(x, places.right, between, after) for x in (b[None] if b.ndim == 1 else b)]
-    samples = max(len(lefts), len(rights))
-    found = a.new_zeros(samples, plan.result.nnz)
-    for i in range(samples):
-        blocks = _multiply_blocks(plan, lefts[i % len(lefts)], rights[i % len(rights)])
-        _put_blocks(plan, blocks, found[i])
-    return found[0] if a.ndim == b.ndim == 1 else found
-
-
-def _block_rows(
-    values: Tensor, places: Pattern, rows: int, columns: int
-) -> Iterator[tuple[slice, Tensor]]:
-    """Iterate over the rows of the places: a row's entries, and their values (rows, columns,
-    entries). In compressed rows, full(C, D) ⊗ P is C copies of the rows of P. Each row has D
-    adjacent copies of its entries."""
-    by_row = values.view(rows, columns * places.nnz)
-    for start, end in pairwise(places.indptr.tolist()):
-        part = by_row[:, columns * start : columns * end]
-        yield slice(start, end), part.view(rows, columns, end - start)
-
-
-def _blocks(values: Tensor, places: Pattern, rows: int, columns: int) -> Tensor:
-    """Return one sample's values as (entries of the places, rows, columns)."""
-    found = values.new_empty(places.nnz, rows, columns)
-    for entries, part in _block_rows(values, places, rows, columns):
-        found[entries] = part.permute(2, 0, 1)
-    return found
-
-
-def _multiply_blocks(plan: Product, lefts: Tensor, rights: Tensor) -> Tensor:
-    """Return the sum of terms for each entry of the product's places: (entries, rows, columns)."""
-    landing = plan.places.product.landing
-    bounds = landing.ends.tolist()
-    found = lefts.new_empty(len(bounds) - 1, lefts.shape[1], rights.shape[2])
-    ours, theirs = (landing.tensor(name, lefts.device) for name in ("lefts", "rights"))
-    for entry, (start, end) in enumerate(pairwise(bounds)):
-        # Concatenated, the factors of all terms are the factors of one product.
-        x = lefts[ours[start:end]].permute(1, 0, 2).reshape(lefts.shape[1], -1)
-        torch.mm(x, rights[theirs[start:end]].flatten(0, 1), out=found[entry])
-    return found
-
-
-def _put_blocks(plan: Product, blocks: Tensor, out: Tensor) -> None:
-    """Copy blocks (entries of the places, rows, columns) to their positions among all values."""
-    places = plan.places.product.result
-    _, rows, columns = blocks.shape
-    if plan.result.kind == "full":
-        whole = out.view(rows, places.shape[0], columns, places.shape[1])
-        i, j = (places.tensor(name, out.device).long() for name in ("row_of", "indices"))
-        whole[:, i, :, j] = blocks
-        return
-    for entries, part in _block_rows(out, places, rows, columns):
-        part.copy_(blocks[entries].permute(1, 2, 0))

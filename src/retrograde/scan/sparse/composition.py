@@ -5,7 +5,6 @@ block). The Jacobian of a sequence is the product of its layers' Jacobians; that
 sum.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -23,7 +22,9 @@ from retrograde.scan.sparse.csr import CSR, LayerJacobian
 from retrograde.scan.sparse.pattern import Pattern
 from retrograde.scan.sparse.rules import Rule, parts_of, rule_of
 
-__all__ = ["Joined", "LayerPath", "Maker", "Path", "Residual", "couples_samples", "observe"]
+__all__ = [
+    "Joined", "Maker", "Path", "Residual", "apply_path", "matrix_of", "observe",
+]  # fmt: skip
 
 
 class Residual(nn.Module):
@@ -59,94 +60,46 @@ def _overwrites(layer: nn.Module) -> bool:
     return bool(getattr(layer, "inplace", False))
 
 
-class Path(ABC):
-    """One or more layers from an input to an output. A *maker* returns the matrix of a
-    :class:`LayerPath`: its Jacobian for some samples, or an outline that has only sizes. A path
-    combines these by ``@`` and ``+``."""
-
-    @property
-    @abstractmethod
-    def inputs(self) -> int:
-        """Numbers in the input of one sample."""
-
-    @property
-    @abstractmethod
-    def outputs(self) -> int:
-        """Numbers in the output of one sample."""
-
-    @abstractmethod
-    def pieces(self) -> "list[LayerPath]":
-        """Return the single layers."""
-
-    @abstractmethod
-    def matrix(self, make: "Maker") -> Any:
-        """Return the Jacobian."""
-
-    @abstractmethod
-    def apply(self, make: "Maker", gradient: Any) -> Any:
-        """Return the Jacobian times a gradient, without computing the Jacobian."""
-
-
-@dataclass(eq=False)
-class LayerPath(Path):
-    """One layer, and its Jacobian."""
-
-    layer: nn.Module
-    jacobian: LayerJacobian
-
-    @property
-    def inputs(self) -> int:
-        return self.jacobian.pattern.shape[0]
-
-    @property
-    def outputs(self) -> int:
-        return self.jacobian.pattern.shape[1]
-
-    @property
-    def changes(self) -> bool:
-        """Whether it does more to a gradient than reshape it."""
-        return self.jacobian.values is not None
-
-    def pieces(self) -> "list[LayerPath]":
-        return [self]
-
-    def matrix(self, make: "Maker") -> Any:
-        return make(self)
-
-    def apply(self, make: "Maker", gradient: Any) -> Any:
-        return make(self) @ gradient if self.changes else gradient
-
-
-@dataclass(eq=False)
-class Joined(Path):
+@dataclass(frozen=True, eq=False)
+class Joined:
     """At least one path: a sequence, or a sum of paths from the same input."""
 
-    paths: Sequence[Path]
+    paths: "Sequence[Path]"
     added: bool
 
     @property
-    def inputs(self) -> int:
-        return self.paths[0].inputs
+    def shape(self) -> tuple[int, int]:
+        """Inputs and outputs of one sample."""
+        return self.paths[0].shape[0], self.paths[-1].shape[1]
 
-    @property
-    def outputs(self) -> int:
-        return self.paths[-1].outputs
-
-    def pieces(self) -> list[LayerPath]:
+    def pieces(self) -> list[LayerJacobian]:
+        """Return the single layers."""
         return [piece for path in self.paths for piece in path.pieces()]
 
-    def matrix(self, make: "Maker") -> Any:
-        return reduce(add if self.added else matmul, (path.matrix(make) for path in self.paths))
 
-    def apply(self, make: "Maker", gradient: Any) -> Any:
-        if self.added:
-            return reduce(add, (path.apply(make, gradient) for path in self.paths))
-        for path in reversed(self.paths):
-            gradient = path.apply(make, gradient)
-        return gradient
+#: One or more layers from an input to an output.
+Path = LayerJacobian | Joined
+#: Returns the matrix of a single layer: its values for some samples, or an outline of its size.
+Maker = Callable[[LayerJacobian], Any]
 
 
-Maker = Callable[[LayerPath], Any]
+def matrix_of(path: Path, make: Maker) -> Any:
+    """Return the Jacobian of a path, by ``@`` and ``+`` of its layers' matrices."""
+    if isinstance(path, LayerJacobian):
+        return make(path)
+    parts = (matrix_of(each, make) for each in path.paths)
+    return reduce(add if path.added else matmul, parts)
+
+
+def apply_path(path: Path, make: Maker, gradient: Any) -> Any:
+    """Return the Jacobian times a gradient, without computing the Jacobian."""
+    if isinstance(path, LayerJacobian):
+        return gradient if path.values is None else make(path) @ gradient
+    if path.added:
+        return reduce(add, (apply_path(each, make, gradient) for each in path.paths))
+    for each in reversed(path.paths):
+        gradient = apply_path(each, make, gradient)
+    return gradient
 
 
 def observe(layer: nn.Module, x: Tensor) -> tuple[Tensor, Path]:
@@ -190,7 +143,7 @@ def _observe_piece(layer: nn.Module, rule: Rule, x: Tensor) -> tuple[Tensor, Pat
     if isinstance(found, CSR):
         found = LayerJacobian(found.pattern, found.data.ndim == 1, found.data.detach)
     _check_pattern(layer, x, y, found.pattern)
-    return y, LayerPath(layer, found)
+    return y, found
 
 
 def _through(
@@ -222,13 +175,9 @@ def _through(
     return y, path
 
 
-def couples_samples(layer: nn.Module) -> bool:
-    """Return whether a layer is a batch norm that uses the batch's own statistics."""
-    return isinstance(layer, _BatchNorm) and (layer.training or layer.running_var is None)
-
-
 def _check_apart(layer: nn.Module) -> None:
-    if not couples_samples(layer):
+    """Refuse a batch norm that uses the batch's own statistics."""
+    if not isinstance(layer, _BatchNorm) or not (layer.training or layer.running_var is None):
         return
     why = "in training mode" if layer.training else "without running statistics"
     what = "evaluation mode; call .eval() on it" if layer.training else "track_running_stats=True"

@@ -1,4 +1,4 @@
-"""The compiled loops of :mod:`retrograde.scan.sparse.cpu_products`.
+"""The compiled loops over sparse matrices: products of values, and of patterns.
 
 A sparse matrix is given by the offsets of its rows, the columns of its entries, and their values.
 The values are a flat array, (nnz, S), in which an entry's numbers for all S samples are adjacent.
@@ -7,8 +7,12 @@ They are (nnz,) if all samples share them. The parameters ``…wide`` are S or 1
 The loops ``…_lanes`` compute eight samples at a time, as one vector. Of the samples from ``at`` on,
 ``left`` exist. The loops ``…_one`` are for one sample, and compute one number at a time.
 
-Dense factors have another layout, (S, rows, columns).
+The loops ``kron``, ``find_columns`` and ``land`` are over patterns alone. Row i has the columns
+``indices[indptr[i] : indptr[i + 1]]``, ascending. Loops with ``first`` and ``last`` take the rows
+first … last − 1, so that threads can share them.
 """
+
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,25 +22,24 @@ from retrograde.kernels.lanes import LANES, Reals, compiled, like, load, spread,
 __all__ = [
     "apply_lanes",
     "apply_one",
-    "full_times_sparse",
-    "mark",
+    "find_columns",
+    "kron",
+    "land",
     "multiply_lanes",
     "multiply_one",
     "scale_lanes",
     "scale_one",
-    "sparse_times_full",
     "take",
 ]
 
 _Ints = NDArray[np.int32]
+_Indices = NDArray[np.signedinteger[Any]]
 
 
 @compiled  # type: ignore[untyped-decorator]
 def multiply_lanes(
     first: int,
     last: int,
-    at: int,
-    left: int,
     a_ptr: _Ints,
     a_of: _Ints,
     a: Reals,
@@ -48,7 +51,7 @@ def multiply_lanes(
     c_ptr: _Ints,
     c_of: _Ints,
     c: Reals,
-    c_wide: int,
+    samples: int,
     sums: Reals,
 ) -> None:
     """Write rows first … last − 1 of a·b to ``c``, whose pattern is known.
@@ -59,33 +62,35 @@ def multiply_lanes(
     columns = len(sums) // LANES
     zero = like(load(sums, 0, LANES), 0)
     whole = len(c_ptr) == 0
-    for i in range(first, last):
-        if a_ptr[i + 1] == a_ptr[i] + 1 and not whole:  # a row of b, scaled
-            p = a_ptr[i]
-            x = load(a, p * a_wide + at, left) if a_wide > 1 else spread(a, p)
-            to = c_ptr[i] - b_ptr[a_of[p]]
-            for q in range(b_ptr[a_of[p]], b_ptr[a_of[p] + 1]):
-                y = load(b, q * b_wide + at, left) if b_wide > 1 else spread(b, q)
-                store(c, (to + q) * c_wide + at, x * y, left)
-            continue
-        begin, end = (0, columns) if whole else (c_ptr[i], c_ptr[i + 1])
-        for q in range(begin, end):
-            store(sums, (q if whole else c_of[q]) * LANES, zero, LANES)
-        for p in range(a_ptr[i], a_ptr[i + 1]):
-            x = load(a, p * a_wide + at, left) if a_wide > 1 else spread(a, p)
-            k = a_of[p]
-            if b_wide > 1:
-                for q in range(b_ptr[k], b_ptr[k + 1]):
-                    j = b_of[q] * LANES
-                    y = load(b, q * b_wide + at, left)
-                    store(sums, j, load(sums, j, LANES) + x * y, LANES)
-            else:
-                for q in range(b_ptr[k], b_ptr[k + 1]):
-                    j = b_of[q] * LANES
-                    store(sums, j, load(sums, j, LANES) + x * spread(b, q), LANES)
-        for q in range(begin, end):
-            found = load(sums, (q if whole else c_of[q]) * LANES, LANES)
-            store(c, (i * columns + q if whole else q) * c_wide + at, found, left)
+    for at in range(0, samples, LANES):
+        left = samples - at
+        for i in range(first, last):
+            if a_ptr[i + 1] == a_ptr[i] + 1 and not whole:  # a row of b, scaled
+                p = a_ptr[i]
+                x = load(a, p * a_wide + at, left) if a_wide > 1 else spread(a, p)
+                to = c_ptr[i] - b_ptr[a_of[p]]
+                for q in range(b_ptr[a_of[p]], b_ptr[a_of[p] + 1]):
+                    y = load(b, q * b_wide + at, left) if b_wide > 1 else spread(b, q)
+                    store(c, (to + q) * samples + at, x * y, left)
+                continue
+            begin, end = (0, columns) if whole else (c_ptr[i], c_ptr[i + 1])
+            for q in range(begin, end):
+                store(sums, (q if whole else c_of[q]) * LANES, zero, LANES)
+            for p in range(a_ptr[i], a_ptr[i + 1]):
+                x = load(a, p * a_wide + at, left) if a_wide > 1 else spread(a, p)
+                k = a_of[p]
+                if b_wide > 1:
+                    for q in range(b_ptr[k], b_ptr[k + 1]):
+                        j = b_of[q] * LANES
+                        y = load(b, q * b_wide + at, left)
+                        store(sums, j, load(sums, j, LANES) + x * y, LANES)
+                else:
+                    for q in range(b_ptr[k], b_ptr[k + 1]):
+                        j = b_of[q] * LANES
+                        store(sums, j, load(sums, j, LANES) + x * spread(b, q), LANES)
+            for q in range(begin, end):
+                found = load(sums, (q if whole else c_of[q]) * LANES, LANES)
+                store(c, (i * columns + q if whole else q) * samples + at, found, left)
 
 
 @compiled  # type: ignore[untyped-decorator]
@@ -113,19 +118,17 @@ def multiply_one(
             for q in range(b_ptr[a_of[p]], b_ptr[a_of[p] + 1]):
                 c[to + q] = a[p] * b[q]
             continue
+        into = c[i * columns : (i + 1) * columns] if whole else sums
         if whole:
-            sums[:] = 0
+            into[:] = 0
         else:
             for q in range(c_ptr[i], c_ptr[i + 1]):
                 sums[c_of[q]] = 0
         for p in range(a_ptr[i], a_ptr[i + 1]):
             x, k = a[p], a_of[p]
             for q in range(b_ptr[k], b_ptr[k + 1]):
-                sums[b_of[q]] += x * b[q]
-        if whole:
-            for j in range(columns):
-                c[i * columns + j] = sums[j]
-        else:
+                into[b_of[q]] += x * b[q]
+        if not whole:
             for q in range(c_ptr[i], c_ptr[i + 1]):
                 c[q] = sums[c_of[q]]
 
@@ -203,82 +206,6 @@ def apply_one(first: int, last: int, ptr: _Ints, of: _Ints, a: Reals, x: Reals, 
 
 
 @compiled  # type: ignore[untyped-decorator]
-def sparse_times_full(
-    first: int,
-    last: int,
-    ptr: _Ints,
-    of: _Ints,
-    a: Reals,
-    a_step: int,
-    b: Reals,
-    b_step: int,
-    columns: int,
-    out: Reals,
-) -> None:
-    """Write rows first … last − 1 of a·b to ``out``, for a (S, nnz) and b (S, inner, columns).
-
-    The rows of all samples are numbered consecutively. ``a_step`` and ``b_step`` are the distances
-    between samples, 0 for a factor that all samples share.
-    """
-    rows = len(ptr) - 1
-    for row in range(first, last):
-        sample, i = row // rows, row % rows
-        begin = row * columns
-        for j in range(columns):
-            out[begin + j] = 0
-        for p in range(ptr[i], ptr[i + 1]):
-            x = a_step * sample + p
-            source = b_step * sample + of[p] * columns
-            for j in range(0, columns, LANES):
-                left = columns - j
-                y = spread(a, x) * load(b, source + j, left)
-                store(out, begin + j, load(out, begin + j, left) + y, left)
-
-
-@compiled  # type: ignore[untyped-decorator]
-def full_times_sparse(
-    first: int,
-    last: int,
-    rows: int,
-    inner: int,
-    a: Reals,
-    a_step: int,
-    ptr: _Ints,
-    of: _Ints,
-    b: Reals,
-    b_step: int,
-    columns: int,
-    out: Reals,
-    room: Reals,
-) -> None:
-    """Write blocks first … last − 1 of a·b to ``out``, for a (S, rows, inner) and b (S, nnz).
-
-    A block is eight rows, and the blocks of all samples are numbered consecutively. ``room`` is
-    scratch memory for inner + columns vectors, in which a block's rows are adjacent.
-    """
-    blocks = -(-rows // LANES)
-    sums = room[inner * LANES :]
-    for block in range(first, last):
-        sample, top = block // blocks, block % blocks * LANES
-        count = min(LANES, rows - top)
-        for lane in range(count):
-            source = a_step * sample + (top + lane) * inner
-            for k in range(inner):
-                room[k * LANES + lane] = a[source + k]
-        sums[:] = 0
-        for k in range(inner):
-            x = load(room, k * LANES, LANES)
-            for q in range(ptr[k], ptr[k + 1]):
-                j = of[q] * LANES
-                y = x * spread(b, b_step * sample + q)
-                store(sums, j, load(sums, j, LANES) + y, LANES)
-        for lane in range(count):
-            target = (sample * rows + top + lane) * columns
-            for j in range(columns):
-                out[target + j] = sums[j * LANES + lane]
-
-
-@compiled  # type: ignore[untyped-decorator]
 def take(first: int, last: int, x: Reals, places: _Ints, out: Reals) -> None:
     """Write x at ``places`` to ``out``."""
     for p in range(first, last):
@@ -286,26 +213,104 @@ def take(first: int, last: int, x: Reals, places: _Ints, out: Reals) -> None:
 
 
 @compiled  # type: ignore[untyped-decorator]
-def mark(
+def kron(
     first: int,
     last: int,
-    ptr: _Ints,
-    of: _Ints,
-    chosen: NDArray[np.int64],
-    inputs: int,
-    outputs: int,
-    columns: int,
-    out: Reals,
+    left_ptr: _Indices,
+    left: _Indices,
+    right_ptr: _Indices,
+    right: _Indices,
+    scale: int,
+    out: _Indices,
 ) -> None:
-    """Write 1 to ``out`` at the entries (chosen input, output).
+    """Write left·scale + right to ``out`` for the entries of a Kronecker product.
 
-    ``first`` to ``last`` are outputs, numbered consecutively over all samples. ``inputs`` and
-    ``outputs`` are the counts of one channel, ``columns`` is the count of a sample's outputs.
+    The rows first … last − 1 are those of the left factor.
     """
-    for place in range(first, last):
-        sample, column = place // columns, place % columns
-        row = column // outputs * inputs + chosen[place]
-        for p in range(ptr[row], ptr[row + 1]):
-            if of[p] == column:
-                out[sample * len(of) + p] = 1
-                break
+    rows, total = len(right_ptr) - 1, right_ptr[-1]
+    for i in range(first, last):
+        at = left_ptr[i] * total
+        for j in range(rows):
+            for p in range(left_ptr[i], left_ptr[i + 1]):
+                base = left[p] * scale
+                for q in range(right_ptr[j], right_ptr[j + 1]):
+                    out[at] = base + right[q]
+                    at += 1
+
+
+@compiled  # type: ignore[untyped-decorator]
+def find_columns(
+    first: int,
+    last: int,
+    left_ptr: _Indices,
+    left: _Indices,
+    right_ptr: _Indices,
+    right: _Indices,
+    seen: _Indices,
+    ptr: _Indices,
+    indices: _Indices,
+) -> None:
+    """Write the columns of each row i of a product to ``indices`` from ``ptr[i]`` on, ascending.
+
+    If ``indices`` is empty, they are counted instead, into ``ptr[i + 1]``. ``seen`` starts with a
+    −1 for each column.
+    """
+    counting = len(indices) == 0
+    for i in range(first, last):
+        begin = 0 if counting else ptr[i]
+        at = begin
+        for p in range(left_ptr[i], left_ptr[i + 1]):
+            k = left[p]
+            for q in range(right_ptr[k], right_ptr[k + 1]):
+                j = right[q]
+                if seen[j] != i:
+                    seen[j] = i
+                    if not counting:
+                        indices[at] = j
+                    at += 1
+        if counting:
+            ptr[i + 1] = at
+        elif 8 * (at - begin) < len(seen):
+            indices[begin:at].sort()
+        else:
+            at = begin
+            for j in range(len(seen)):
+                if seen[j] == i:
+                    indices[at] = j
+                    at += 1
+
+
+@compiled  # type: ignore[untyped-decorator]
+def land(
+    left_ptr: _Indices,
+    left: _Indices,
+    right_ptr: _Indices,
+    right: _Indices,
+    ptr: _Indices,
+    indices: _Indices,
+    place: _Indices,
+    ends: _Indices,
+    lefts: _Indices,
+    rights: _Indices,
+) -> None:
+    """List the terms of each entry of a product.
+
+    A term is an entry of the left factor times one of the right factor. Their numbers go to
+    ``lefts`` and ``rights``, ordered by the entry of the product. ``ends`` starts with zeros, two
+    more than the product has entries; all but its last receive the offsets of each entry's terms.
+    ``place`` is scratch memory with a number for each column.
+    """
+    for filling in range(2):
+        for i in range(len(ptr) - 1):
+            for q in range(ptr[i], ptr[i + 1]):
+                place[indices[q]] = q
+            for p in range(left_ptr[i], left_ptr[i + 1]):
+                k = left[p]
+                for q in range(right_ptr[k], right_ptr[k + 1]):
+                    # Counted two ahead, an entry's end is found where its start was.
+                    at = place[right[q]] + 2 - filling
+                    if filling:
+                        lefts[ends[at]], rights[ends[at]] = p, q
+                    ends[at] += 1
+        if not filling:
+            ends[:] = np.cumsum(ends)

@@ -20,7 +20,7 @@ from retrograde.kernels.team import Range, share
 from retrograde.scan.sparse import cpu_loops as loops
 from retrograde.scan.sparse.pattern import Pattern
 
-__all__ = ["apply", "mark", "multiply", "scale", "take"]
+__all__ = ["apply", "multiply", "scale", "take"]
 
 _Reals = NDArray[np.floating[Any]]
 _PIECES = 8  # pieces for each thread, so that uneven rows leave no thread idle
@@ -45,11 +45,10 @@ def multiply(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> Tensor:
 
     def lanes(first: int, last: int) -> None:
         sums = np.empty(columns * LANES, out.dtype)
-        for at in range(0, samples, LANES):
-            loops.multiply_lanes(
-                first, last, at, samples - at, *first_of, ours, ours_wide,
-                *then_of, theirs, theirs_wide, *of, out, samples, sums,
-            )  # fmt: skip
+        loops.multiply_lanes(
+            first, last, *first_of, ours, ours_wide, *then_of, theirs, theirs_wide, *of, out,
+            samples, sums,
+        )  # fmt: skip
 
     work = left.product(right).terms * samples
     share(one if samples == 1 else lanes, _pieces(left.shape[0], work))
@@ -61,8 +60,6 @@ def scale(pattern: Pattern, values: Tensor, diagonal: Tensor, by_column: bool) -
     if pattern.kind == "full":
         whole = values.reshape(*values.shape[:-1], *pattern.shape)
         return (whole * (diagonal[..., None, :] if by_column else diagonal[..., None])).flatten(-2)
-    if values.ndim == diagonal.ndim == 2 and values.is_contiguous() and diagonal.is_contiguous():
-        return _scale_one_by_one(pattern, values, diagonal, by_column)
     samples, found = _room(pattern.nnz, values, diagonal)
     x, d, (out, _) = _side_by_side(values), _side_by_side(diagonal), _side_by_side(found)
     arrays = pattern.indptr, pattern.indices
@@ -74,22 +71,6 @@ def scale(pattern: Pattern, values: Tensor, diagonal: Tensor, by_column: bool) -
         loops.scale_lanes(first, last, *arrays, *x, *d, by_column, out, samples)
 
     share(one if samples == 1 else lanes, _pieces(pattern.shape[0], pattern.nnz * samples))
-    return found
-
-
-def _scale_one_by_one(
-    pattern: Pattern, values: Tensor, diagonal: Tensor, by_column: bool
-) -> Tensor:
-    """Scale where both factors store sample after sample; the product does so too."""
-    samples, found = _room(pattern.nnz, values, diagonal, one_by_one=True)
-    x, d = (each.expand(samples, -1).numpy() for each in (values.detach(), diagonal.detach()))
-    out, rows = found.numpy(), pattern.shape[0]
-
-    def some(first: int, last: int) -> None:
-        for i in range(first, last):
-            loops.scale_one(0, rows, pattern.indptr, pattern.indices, x[i], d[i], by_column, out[i])
-
-    share(some, _pieces(samples, pattern.nnz * samples))
     return found
 
 
@@ -119,44 +100,41 @@ def take(weights: Tensor, pattern: Any) -> Tensor:
     return found
 
 
-def mark(pattern: Pattern, x: Tensor, chosen: Tensor) -> Tensor:
-    """As :func:`retrograde.scan.sparse.arithmetic.mark`."""
-    found = x.new_zeros(len(x), pattern.nnz)
-    inputs, outputs, columns = x[0, 0].numel(), chosen[0, 0].numel(), pattern.shape[1]
-    places, out = chosen.contiguous().view(-1).numpy(), found.view(-1).numpy()
-    arrays = pattern.indptr, pattern.indices, places
-
-    def some(first: int, last: int) -> None:
-        loops.mark(first, last, *arrays, inputs, outputs, columns, out)
-
-    share(some, _pieces(len(places), len(places)))
-    return found
-
-
 def _multiply_full(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> Tensor:
-    """Multiply where one factor is full, sample after sample."""
+    """Multiply where one factor is full. The values of a sample are stored as a matrix."""
     (rows, inner), columns = left.shape, right.shape[1]
     samples, found = _room(rows * columns, a, b, one_by_one=True)
-    ours, theirs = _one_by_one(a), _one_by_one(b)
-    out, _ = _one_by_one(found)
+    ours, theirs = (x.detach().contiguous().expand(samples, -1).numpy() for x in (a, b))
+    out = found.view(samples, -1).numpy()
+    ends, each = np.array([0, inner], np.int32), np.arange(inner, dtype=np.int32)
 
-    def sparse_times_full(first: int, last: int) -> None:
-        loops.sparse_times_full(
-            first, last, left.indptr, left.indices, *ours, *theirs, columns, out
-        )  # fmt: skip
+    def sparse_times_full(i: int, first: int, last: int) -> None:
+        # The columns take the place of samples.
+        arrays = left.indptr, left.indices, ours[i], 1, theirs[i]
+        loops.apply_lanes(first, last, *arrays, columns, out[i])
 
-    def full_times_sparse(first: int, last: int) -> None:
-        room = np.zeros((inner + columns) * LANES, out.dtype)
-        loops.full_times_sparse(
-            first, last, rows, inner, *ours, right.indptr, right.indices, *theirs, columns, out,
-            room,
+    def full_times_sparse(i: int, first: int, last: int) -> None:
+        # The rows take the place of samples: each is a matrix of one row.
+        count = last - first
+        turned = ours[i].reshape(rows, inner)[first:last].T.ravel()
+        result = np.empty((columns, count), out.dtype)
+        loops.multiply_lanes(
+            0, 1, ends, each, turned, count, right.indptr, right.indices, theirs[i], 1,
+            _NONE, _NONE, result.ravel(), count, np.empty(columns * LANES, out.dtype),
         )  # fmt: skip
+        out[i].reshape(rows, columns)[first:last] = result.T
+
+    part = full_times_sparse if left.kind == "full" else sparse_times_full
+
+    def some(first: int, last: int) -> None:
+        while first < last:  # of the rows of all samples, numbered consecutively
+            i, row = divmod(first, rows)
+            end = min(rows, row + last - first)
+            part(i, row, end)
+            first += end - row
 
     work = left.product(right).terms * samples
-    if left.kind == "full":
-        share(full_times_sparse, _pieces(samples * -(-rows // LANES), work))
-    else:
-        share(sparse_times_full, _pieces(samples * rows, work))
+    share(some, _pieces(samples * rows, work))
     return found
 
 
@@ -175,12 +153,6 @@ def _side_by_side(values: Tensor) -> tuple[_Reals, int]:
     turned = values.detach().T if values.ndim == 2 else values.detach()
     array: _Reals = turned.contiguous().view(-1).numpy()
     return array, len(values) if values.ndim == 2 else 1
-
-
-def _one_by_one(values: Tensor) -> tuple[_Reals, int]:
-    """Return the numbers of all entries, sample after sample, and their stride (0 if shared)."""
-    array: _Reals = values.detach().contiguous().view(-1).numpy()
-    return array, values.shape[1] if values.ndim == 2 and len(values) > 1 else 0
 
 
 def _pieces(rows: int, work: int) -> list[Range]:

@@ -143,7 +143,7 @@ def _sparse(element: Dense | Diagonal) -> CSR:
     return CSR(Pattern(full(*element.data.shape[-2:])), element.data.flatten(-2))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class LayerJacobian:
     """The transposed Jacobian of one layer at one input, whose values are not computed yet.
 
@@ -159,6 +159,15 @@ class LayerJacobian:
     shared: bool
     values: Callable[[], Tensor] | None
     scratch: int = 0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Inputs and outputs of one sample."""
+        return self.pattern.shape
+
+    def pieces(self) -> "list[LayerJacobian]":
+        """Return the single layers of a path, here this one."""
+        return [self]
 
     def csr(self, like: Tensor) -> CSR:
         """Compute the values, of the type and on the device of ``like``."""

@@ -185,7 +185,7 @@ def combined(left: tuple[Ints, Ints], right: tuple[Ints, Ints], scale: int) -> I
     """Return left·scale + right for each entry of a Kronecker product, in the order of its rows.
     Each side is the offsets of its rows, and a number for each entry."""
     from retrograde.kernels.team import ranges, share
-    from retrograde.scan.sparse.cpu_patterns import kron
+    from retrograde.scan.sparse.cpu_loops import kron
 
     rows = len(left[0]) - 1
     out = np.empty(len(left[1]) * len(right[1]), np.int32)
@@ -203,7 +203,7 @@ def multiplied(left: Factor, right: Factor, most: int = MOST_ENTRIES) -> Factor:
     if left.kind == right.kind == "full":
         return full(left.rows, right.columns)
     from retrograde.kernels.team import ranges, share
-    from retrograde.scan.sparse.cpu_patterns import count_columns, fill_columns
+    from retrograde.scan.sparse.cpu_loops import find_columns
 
     parts = ranges(left.rows, left.rows)
     arrays = left.indptr, left.indices, right.indptr, right.indices
@@ -211,12 +211,12 @@ def multiplied(left: Factor, right: Factor, most: int = MOST_ENTRIES) -> Factor:
     def seen() -> Ints:
         return np.full(right.columns, -1, np.int32)
 
-    counts = np.empty(left.rows, np.int64)
-    share(lambda a, b: count_columns(a, b, *arrays, seen(), counts), parts)
-    indptr = np.concatenate([[0], np.cumsum(counts)])
+    indptr, indices = np.zeros(left.rows + 1, np.int64), np.empty(0, np.int32)
+    share(lambda a, b: find_columns(a, b, *arrays, seen(), indptr, indices), parts)
+    np.cumsum(indptr, out=indptr)
     _check_entries(int(indptr[-1]), (left.rows, right.columns), most)
     indices = np.empty(indptr[-1], np.int32)
-    share(lambda a, b: fill_columns(a, b, *arrays, seen(), indptr, indices), parts)
+    share(lambda a, b: find_columns(a, b, *arrays, seen(), indptr, indices), parts)
     return from_arrays(indptr, indices, (left.rows, right.columns))
 
 

@@ -9,18 +9,18 @@ by level, so FLOPs and bytes are counted beforehand, for any number of levels up
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from retrograde.scan.blelloch import hybrid
-from retrograde.scan.counts import blocks
+from retrograde.scan.blelloch import blocks, hybrid
 from retrograde.scan.elements import IDENTITY, UNREAD, Vector, flops
-from retrograde.scan.sparse.composition import LayerPath, Maker, Path, observe
-from retrograde.scan.sparse.csr import CSR
+from retrograde.scan.sparse.composition import Maker, Path, apply_path, matrix_of, observe
+from retrograde.scan.sparse.csr import CSR, LayerJacobian
 from retrograde.scan.sparse.factor import TooManyEntriesError
-from retrograde.scan.sparse.outline import Gradient, Ledger, ledger_of, outlines
+from retrograde.scan.sparse.outline import Ledger, ledger_of, outlines
 from retrograde.scan.sparse.weights import count_weights
 from retrograde.scan.work_report import Report
 
@@ -95,6 +95,7 @@ def split_of(
     itemsize: int,
     room: int,
     cost: Callable[[Any, Any], int] = flops,
+    lists: bool = False,
 ) -> Split:
     """Return the work and bytes of a scan with some levels of products.
 
@@ -105,17 +106,21 @@ def split_of(
         itemsize: bytes of a number.
         room: bytes for Jacobians and products.
         cost: FLOPs of a ⊙ b; by default, as computed.
+        lists: whether the terms of products are listed, see :class:`Ledger`.
     """
-    own, products = ledger_of(paths, itemsize), Ledger(itemsize, max(1, room // 16))
+    own, products = ledger_of(paths, itemsize, lists), Ledger(itemsize, lists, max(1, room // 16))
     make = outlines(samples, products)
-    elements = [Gradient(outputs), *(_element(path, make) for path in reversed(paths))]
+    elements = [
+        Vector(torch.empty(outputs, device="meta")),
+        *(_element(path, make) for path in reversed(paths)),
+    ]
     report, problem = Report(cost), ""
     levels, _ = blocks(len(elements), levels)
     try:
         hybrid([*elements, UNREAD], levels=levels, report=report)
     except TooManyEntriesError as error:
         problem = str(error)
-    vectors = itemsize * samples * (outputs + sum(path.inputs for path in paths))
+    vectors = itemsize * samples * (outputs + sum(path.shape[0] for path in paths))
     fixed = own.bytes_for(samples) + products.shared + vectors
     each = products.each + products.largest
     fits = samples if not each else min(samples, max(0, room - fixed) // each)
@@ -136,7 +141,7 @@ def scan_gradients(
     linearly."""
     used = steps if whole else steps[1:]
     pieces = [piece for step in used for piece in step.path.pieces()]
-    values = {piece: piece.jacobian.csr(dy) for piece in pieces}
+    values = {piece: piece.csr(dy) for piece in pieces}
     shapes = [step.y.shape for step in steps]
     if whole:
         shapes = [steps[0].x.shape, *shapes]
@@ -144,7 +149,10 @@ def scan_gradients(
     parts: list[list[Tensor]] = []
     for start in range(0, len(dy), samples):
         which = slice(start, min(start + samples, len(dy)))
-        make = _maker(values, which)
+
+        def make(piece: LayerJacobian, which: slice = which) -> CSR:
+            return values[piece].samples(which)
+
         elements = [Vector(flat[which]), *(_element(step.path, make) for step in reversed(used))]
         _, *scanned = hybrid([*elements, UNREAD], levels=levels)
         parts.append([vector.data for vector in reversed(scanned)])
@@ -155,16 +163,9 @@ def scan_gradients(
     return [g.reshape(shape) for g, shape in zip(joined, shapes, strict=True)]
 
 
-def _maker(values: dict[LayerPath, CSR], which: slice) -> Maker:
-    def make(piece: LayerPath) -> CSR:
-        return values[piece].samples(which)
-
-    return make
-
-
 def _element(path: Path, make: Maker) -> Any:
-    if isinstance(path, LayerPath):
-        return make(path) if path.changes else IDENTITY
+    if isinstance(path, LayerJacobian):
+        return IDENTITY if path.values is None else make(path)
     return Route(path, make)
 
 
@@ -173,22 +174,15 @@ class Route:
 
     def __init__(self, path: Path, make: Maker) -> None:
         self._path, self._make = path, make
-        self._matrix: Any = None
+        self.shape = path.shape
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """(inputs, outputs), of one sample."""
-        return self._path.inputs, self._path.outputs
-
-    @property
+    @cached_property
     def matrix(self) -> Any:
-        if self._matrix is None:
-            self._matrix = self._path.matrix(self._make)
-        return self._matrix
+        return matrix_of(self._path, self._make)
 
     def __matmul__(self, other: Any) -> Any:
-        if isinstance(other, Vector | Gradient):
-            return self._path.apply(self._make, other)
+        if isinstance(other, Vector):
+            return apply_path(self._path, self._make, other)
         return self.matrix @ (other.matrix if isinstance(other, Route) else other)
 
     def __rmatmul__(self, other: Any) -> Any:
@@ -196,8 +190,8 @@ class Route:
 
     def flops(self, other: Any) -> int:
         """Return the FLOPs of ``self @ other``, without those of computing the matrix."""
-        if isinstance(other, Vector | Gradient):
-            pieces = filter(lambda piece: piece.changes, self._path.pieces())
+        if isinstance(other, Vector):
+            pieces = (piece for piece in self._path.pieces() if piece.values is not None)
             return sum(flops(other, self._make(piece)) for piece in pieces)
         return flops(other.matrix if isinstance(other, Route) else other, self.matrix)
 

@@ -2,18 +2,19 @@
 
 An :class:`Outline` is to a :class:`~retrograde.scan.sparse.csr.CSR` as a pattern is to a matrix.
 The scan algorithms run over outlines as over matrices. So FLOPs, levels and bytes are those of the
-real run, not of a model of it.
+real run, not of a model of it. The gradient is a vector without memory, on torch's "meta" device.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from retrograde.scan.sparse.composition import LayerPath, Maker, Path
+from retrograde.scan.elements import Vector
+from retrograde.scan.sparse.composition import Maker, Path
 from retrograde.scan.sparse.factor import MOST_ENTRIES
 from retrograde.scan.sparse.pattern import Pattern
 
-__all__ = ["Gradient", "Ledger", "Outline", "ledger_of", "outlines"]
+__all__ = ["Ledger", "Outline", "ledger_of", "outlines"]
 
 
 @dataclass
@@ -21,6 +22,7 @@ class Ledger:
     """The bytes of matrices.
 
     Attributes:
+        lists: whether the terms of products are listed, as they are but for compiled CPU loops.
         most: entries that a written-out product may have.
         shared: bytes that all samples share, indices included.
         each: bytes of one sample.
@@ -28,6 +30,7 @@ class Ledger:
     """
 
     itemsize: int
+    lists: bool
     most: int = MOST_ENTRIES
     shared: int = 0
     each: int = 0
@@ -51,20 +54,6 @@ class Ledger:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Gradient:
-    """A gradient of known size, in numbers of a sample."""
-
-    size: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.size,)
-
-    def __add__(self, other: "Gradient") -> "Gradient":
-        return self
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Outline:
     """A transposed Jacobian known by its pattern only; a ledger notes its products. ``shared`` is
     whether all ``samples`` have the same values."""
@@ -81,10 +70,13 @@ class Outline:
 
     def __matmul__(self, other: Any) -> Any:
         match other:
-            case Gradient():
-                return Gradient(self.pattern.shape[0])
+            case Vector(data):
+                return Vector(data.new_empty(self.pattern.shape[0]))
             case Outline():
                 plan = self.pattern.product(other.pattern, self.ledger.most)
+                if self.ledger.lists and plan.method == "sparse":
+                    plan.check_terms()
+                    self.ledger.shared += 8 * (plan.terms + plan.result.nnz)
                 return self._noted(plan.result, other)
         return NotImplemented
 
@@ -93,7 +85,7 @@ class Outline:
 
     def flops(self, other: Any) -> int | None:
         match other:
-            case Gradient():
+            case Vector():
                 return self.pattern.flops * self.samples
             case Outline():
                 plan = self.pattern.product(other.pattern, self.ledger.most)
@@ -106,20 +98,16 @@ class Outline:
         return found
 
 
-def ledger_of(paths: Sequence[Path], itemsize: int) -> Ledger:
+def ledger_of(paths: Sequence[Path], itemsize: int, lists: bool) -> Ledger:
     """Return the bytes of the Jacobians of paths' single layers."""
-    ledger = Ledger(itemsize)
+    ledger = Ledger(itemsize, lists)
     for path in paths:
         for piece in path.pieces():
-            if piece.changes:
-                ledger.note(piece.jacobian.pattern, piece.jacobian.shared, piece.jacobian.scratch)
+            if piece.values is not None:
+                ledger.note(piece.pattern, piece.shared, piece.scratch)
     return ledger
 
 
 def outlines(samples: int, ledger: Ledger) -> Maker:
     """Return a maker of outlines, whose products the ledger notes."""
-
-    def make(piece: LayerPath) -> Outline:
-        return Outline(piece.jacobian.pattern, piece.jacobian.shared, samples, ledger)
-
-    return make
+    return lambda piece: Outline(piece.pattern, piece.shared, samples, ledger)

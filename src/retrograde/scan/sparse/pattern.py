@@ -13,12 +13,11 @@ Since (A ⊗ B)·(C ⊗ D) = (A·C) ⊗ (B·D), products have this form too. So 
 are counted from factors with a few dozen entries, and only the arrays of real products are made.
 The pattern of a pruned layer is no Kronecker product: it is written out, as one factor.
 
-A product is planned once for a pair of patterns. One of four methods computes its numbers:
+A product is planned once for a pair of patterns. One of three methods computes its numbers:
 
 ``diagonal``  one factor is diagonal: entries are scaled, the pattern stays
 ``dense``     both factors are full, or nearly so: a matrix product
-``blocks``    all channels meet on both sides: a matrix product for each pair of places
-``sparse``    anything else, such as a pruned layer: gather, multiply, segmented sum
+``sparse``    anything else: gather, multiply, segmented sum
 
 A product is stored as a full matrix if at least half of it is entries, or if a factor is full.
 
@@ -28,14 +27,12 @@ edges of the image, which are not entries of the Jacobian.
 """
 
 from functools import cached_property
-from hashlib import blake2b
 from math import prod
-from typing import Any, Literal, NamedTuple
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from retrograde.errors import ScanError
@@ -44,6 +41,7 @@ from retrograde.scan.sparse.factor import (
     Factor,
     Integers,
     Ints,
+    TooManyEntriesError,
     from_arrays,
     full,
     identity,
@@ -51,11 +49,10 @@ from retrograde.scan.sparse.factor import (
     multiplied,
 )
 
-__all__ = ["Kind", "Landing", "Pattern", "Places", "Product", "Union", "aligned"]
+__all__ = ["Kind", "Landing", "Pattern", "Product", "Union", "aligned"]
 
 _DENSE = 0.5  # share of entries above which a product is stored as a full matrix
 _GEMM = 0.125  # share above which a sparse factor of a dense product is spread out
-_BLOCK = 2**17  # multiplications above which a block is worth a call
 
 Kind = Literal["diagonal", "full", "sparse"]
 Union = tuple["Pattern", Integers, Integers]
@@ -80,13 +77,12 @@ class OnDevices:
 
 
 class Pattern(OnDevices):
-    """The entries of a transposed Jacobian that are not guaranteed zeros: a product of factors. The
-    product is Kronecker's. ``keeps`` are patterns that must live as long as this one."""
+    """The entries of a transposed Jacobian that are not guaranteed zeros, as a Kronecker product of
+    factors."""
 
     def __init__(self, *factors: Factor) -> None:
         super().__init__()
         self.factors = factors
-        self.keeps: tuple[Pattern, ...] = ()
         self._products: WeakKeyDictionary[Pattern, Product] = WeakKeyDictionary()
         self._scaled: WeakKeyDictionary[Pattern, Product] = WeakKeyDictionary()
         self._unions: WeakKeyDictionary[Pattern, Union] = WeakKeyDictionary()
@@ -144,19 +140,9 @@ class Pattern(OnDevices):
         return np.repeat(rows, np.diff(self.indptr))
 
     @property
-    def positions(self) -> NDArray[np.int64]:
-        """The position of each entry in the full matrix, row after row: (nnz,)."""
-        return self.row_of * np.int64(self.shape[1]) + self.indices
-
-    @property
     def index_bytes(self) -> int:
         """The bytes of the pattern's arrays, once they are written out."""
         return 0 if self.kind != "sparse" else 4 * (self.nnz + self.shape[0] + 1)
-
-    def restricted(self, keep: NDArray[np.bool_]) -> "Pattern":
-        """Return the pattern with only some of its nnz entries, written out."""
-        sums = np.concatenate([[0], np.cumsum(keep)])
-        return Pattern(from_arrays(sums[self.indptr], self.indices[keep], self.shape))
 
     def product(self, right: "Pattern", most: int = MOST_ENTRIES) -> "Product":
         """Return the plan of ``self``·``right``, made once and kept while both exist. Raises
@@ -184,16 +170,14 @@ class Pattern(OnDevices):
                 "to the same outputs"
             )
         if other not in self._unions:
-            self._unions[other] = self._union(other)
+            rows = self.shape[1] * np.arange(self.shape[0] + 1)
+            # The position of each entry in the full matrix, row after row.
+            ours, theirs = (rows[p.row_of] + p.indices for p in (self, other))
+            both = np.union1d(ours, theirs)
+            arrays = np.searchsorted(both, rows), both % self.shape[1]
+            places = np.searchsorted(both, ours), np.searchsorted(both, theirs)
+            self._unions[other] = Pattern(from_arrays(*arrays, self.shape)), *places
         return self._unions[other]
-
-    def _union(self, other: "Pattern") -> "Union":
-        ours, theirs = self.positions, other.positions
-        both = np.union1d(ours, theirs)
-        rows, columns = np.divmod(both, self.shape[1])
-        indptr = np.searchsorted(rows, np.arange(self.shape[0] + 1))
-        found = Pattern(from_arrays(indptr, columns, self.shape))
-        return found, np.searchsorted(both, ours), np.searchsorted(both, theirs)
 
     def forget(self) -> None:
         """Drop the kept products and unions; they are made again on use."""
@@ -201,10 +185,7 @@ class Pattern(OnDevices):
             known.clear()  # type: ignore[attr-defined]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A Kronecker product's factors are small; plans are not sent.
-        arrays = (f.arrays and tuple(map(torch.from_numpy, f.arrays)) for f in self.factors)
-        told = ((f.rows, f.columns, f.kind, a) for f, a in zip(self.factors, arrays, strict=True))
-        return _received, tuple(told)
+        return Pattern, self.factors  # plans are not sent
 
     def __deepcopy__(self, memo: Any) -> "Pattern":
         return self  # patterns are immutable
@@ -214,22 +195,6 @@ class Pattern(OnDevices):
 
     def __repr__(self) -> str:
         return f"Pattern({self}, nnz={self.nnz:,})"
-
-
-_RECEIVED: WeakValueDictionary[Any, Pattern] = WeakValueDictionary()
-
-
-def _received(*factors: tuple[Any, ...]) -> Pattern:
-    """Return an unpickled pattern; equal patterns become one object, so that plans are found."""
-    made = []
-    for rows, columns, kind, tensors in factors:
-        arrays = tensors and tuple(t.cpu().numpy().copy() for t in tensors)
-        made.append(Factor(rows, columns, kind, arrays))
-    digest = blake2b()
-    for array in (array for f in made for array in f.arrays or ()):
-        digest.update(array.tobytes())
-    key = (*((f.rows, f.columns, f.kind, f.nnz) for f in made), digest.digest())
-    return _RECEIVED.setdefault(key, Pattern(*made))
 
 
 class Landing(OnDevices):
@@ -242,15 +207,6 @@ class Landing(OnDevices):
         self.ends, self.lefts, self.rights = ends, lefts, rights
 
 
-class Places(NamedTuple):
-    """A product in which all channels meet: channels before, between and after; places."""
-
-    channels: tuple[int, int, int]
-    left: Pattern
-    right: Pattern
-    product: "Product"
-
-
 class Product:
     """The plan of a product of two patterns. ``result`` is its pattern and ``method`` the way to
     compute its numbers. ``terms`` counts multiplications, without those by guaranteed zeros."""
@@ -259,19 +215,15 @@ class Product:
         kinds = {left.kind, right.kind}
         self._factors = left.factors, right.factors
         self._multiplied = left.shape[0] * left.shape[1] * right.shape[1]
-        self.method: Literal["diagonal", "dense", "blocks", "sparse"] = "sparse"
+        self.method: Literal["diagonal", "dense", "sparse"] = "sparse"
         if "diagonal" in kinds:
             self.method = "diagonal"
             self.result = right if left.kind == "diagonal" else left
             self.terms = self.result.nnz
             return
         pairs = aligned(*self._factors)
-        first, then = pairs[0]
-        block = first.rows * first.columns * then.columns
         if "full" in kinds and min(left.density, right.density) >= _GEMM:
             self.method = "dense"
-        elif first.kind == then.kind == "full" and block >= _BLOCK:
-            self.method = "blocks"
         self.terms = prod(
             int(np.dot(a.column_counts.astype(np.int64), b.row_counts)) for a, b in pairs
         )
@@ -281,14 +233,6 @@ class Product:
         if self.result.kind == "sparse" and self.result.density >= _DENSE:
             self.result = Pattern(whole)
 
-    @cached_property
-    def exact(self) -> Pattern:
-        """The pattern of the product without its zeros, even if stored as a full matrix."""
-        if self.method == "diagonal":
-            return self.result
-        found = Pattern(*(multiplied(a, b) for a, b in aligned(*self._factors)))
-        return self.result if found.nnz == self.result.nnz else found
-
     @property
     def flops(self) -> int:
         """The FLOPs for one sample: one for each term where a diagonal scales, else two. A dense
@@ -297,27 +241,28 @@ class Product:
             return self.terms
         return 2 * (self._multiplied if self.method == "dense" else self.terms)
 
+    def check_terms(self) -> None:
+        """Raise TooManyEntriesError if there are too many terms to list them."""
+        if self.terms > MOST_ENTRIES:
+            raise TooManyEntriesError(
+                f"a product of {self.result} has {self.terms:,} terms: expected at most "
+                f"{MOST_ENTRIES:,} on this device, where they are listed; use the linear scan, "
+                "which needs no products"
+            )
+
     @cached_property
     def landing(self) -> Landing:
         """The terms of the product, and the entry that each adds to, written out."""
-        from retrograde.scan.sparse.cpu_patterns import land
+        from retrograde.scan.sparse.cpu_loops import land
 
+        self.check_terms()
         a, b = map(merged, self._factors)
         lefts, rights = np.empty((2, self.terms), np.int32)
-        ends = np.zeros(self.result.nnz + 1, np.int64)
+        ends = np.zeros(self.result.nnz + 2, np.int64)
         place = np.zeros(self.result.shape[1], np.int32)
         arrays = a.indptr, a.indices, b.indptr, b.indices
         land(*arrays, self.result.indptr, self.result.indices, place, ends, lefts, rights)
-        return Landing(ends, lefts, rights)
-
-    @cached_property
-    def places(self) -> Places:
-        """The channels and places of a product by ``blocks``."""
-        (first, then), *rest = aligned(*self._factors)
-        left = Pattern(merged((identity(1), *(a for a, _ in rest))))
-        right = Pattern(merged((identity(1), *(b for _, b in rest))))
-        channels = first.rows, first.columns, then.columns
-        return Places(channels, left, right, left.product(right))
+        return Landing(ends[:-1], lefts, rights)
 
 
 def aligned(left: tuple[Factor, ...], right: tuple[Factor, ...]) -> list[tuple[Factor, Factor]]:

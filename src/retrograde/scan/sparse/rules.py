@@ -21,7 +21,8 @@ the call. Reference: W20, sections 3.3, 3.4 (algorithms 2 to 4 are a convolution
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from copy import copy
+from functools import partial, reduce
 from math import prod
 from typing import Any
 
@@ -31,7 +32,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from retrograde.errors import RetrogradeError, ScanError
-from retrograde.scan.sparse.arithmetic import sparse_kernels
 from retrograde.scan.sparse.csr import CSR, LayerJacobian
 from retrograde.scan.sparse.factor import adaptive, band, identity, padding
 from retrograde.scan.sparse.pattern import Pattern
@@ -42,8 +42,7 @@ __all__ = ["Parts", "Rule", "parts_of", "register_layer", "rule_of"]
 Rule = Callable[[Any, Tensor, Tensor], LayerJacobian | CSR]
 Parts = Callable[[Any], nn.Module]
 
-_RULES: dict[type[nn.Module], Rule] = {}
-_PARTS: dict[type[nn.Module], Parts] = {}
+_KNOWN: dict[type[nn.Module], tuple[Rule | None, Parts | None]] = {}
 
 
 def register_layer(
@@ -78,18 +77,12 @@ def register_layer(
     if (jacobian is None) == (parts is None):
         given = "neither" if parts is None else "both"
         raise ScanError(f"jacobian and parts: {given} given; expected one of them")
-    for kind in kinds:
-        _RULES.pop(kind, None)
-        _PARTS.pop(kind, None)
-        if jacobian is not None:
-            _RULES[kind] = jacobian
-        elif parts is not None:
-            _PARTS[kind] = parts
+    _KNOWN.update(dict.fromkeys(kinds, (jacobian, parts)))
 
 
 def rule_of(layer: nn.Module) -> Rule:
     """Return the rule for a layer; raises ``ScanError`` where there is none."""
-    found: Rule | None = _look_up(_RULES, layer)
+    found, _ = _look_up(layer)
     if found is None:
         name = type(layer).__name__
         raise ScanError(
@@ -102,124 +95,52 @@ def rule_of(layer: nn.Module) -> Rule:
 
 def parts_of(layer: nn.Module) -> nn.Module | None:
     """Return a module of known layers with the same outputs; None if the layer is one piece."""
-    found = _look_up(_PARTS, layer)
+    _, found = _look_up(layer)
     return None if found is None else found(layer)
 
 
-def _look_up(table: dict[type[nn.Module], Any], layer: nn.Module) -> Any:
-    if "forward" in vars(layer):  # this instance has its own forward pass
-        return None
-    for kind in type(layer).__mro__:
-        if kind in table and kind.forward is type(layer).forward:
-            return table[kind]
-    return None
+def _look_up(layer: nn.Module) -> tuple[Rule | None, Parts | None]:
+    own = "forward" in vars(layer)  # this instance has its own forward pass
+    for kind in () if own else type(layer).__mro__:
+        if kind in _KNOWN and kind.forward is type(layer).forward:
+            return _KNOWN[kind]
+    return None, None
 
 
 _ELEMENTWISE = (
     nn.CELU, nn.ELU, nn.GELU, nn.Hardshrink, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh,
-    nn.LeakyReLU, nn.LogSigmoid, nn.Mish, nn.PReLU, nn.ReLU6, nn.SELU, nn.SiLU,
+    nn.LeakyReLU, nn.LogSigmoid, nn.Mish, nn.PReLU, nn.ReLU, nn.ReLU6, nn.SELU, nn.SiLU,
     nn.Sigmoid, nn.Softplus, nn.Softshrink, nn.Softsign, nn.Tanh, nn.Tanhshrink, nn.Threshold,
     nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
 )  # fmt: skip
 
 
 def _elementwise(layer: nn.Module, x: Tensor, y: Tensor) -> LayerJacobian:
-    def slopes() -> Tensor:
-        (found,) = torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)
-        return found.flatten(1)
-
-    return LayerJacobian(_diagonal(x), False, slopes)
+    return LayerJacobian(_diagonal(x), False, lambda: _slopes(x, y))
 
 
-def _relu(layer: nn.Module, x: Tensor, y: Tensor) -> LayerJacobian:
-    """The rule of ReLU, which calls the kernel of its backward pass directly."""
-    one = torch.ones((), dtype=y.dtype, device=y.device)
-
-    def slopes() -> Tensor:
-        found: Tensor = torch.ops.aten.threshold_backward(one.expand_as(y), y.detach(), 0)
-        return found.flatten(1)
-
-    return LayerJacobian(_diagonal(x), False, slopes)
+def _slopes(x: Tensor, y: Tensor) -> Tensor:
+    """Return the gradient of x for a gradient of ones, (samples, inputs)."""
+    ones = torch.ones((), dtype=y.dtype, device=y.device).expand_as(y)
+    (found,) = torch.autograd.grad(y, x, ones, retain_graph=True)
+    return found.flatten(1)
 
 
 def _unchanged(layer: nn.Module, x: Tensor, y: Tensor) -> LayerJacobian:
     return LayerJacobian(_diagonal(x), True, None)
 
 
-def _convolution(layer: Any, x: Tensor, y: Tensor) -> LayerJacobian:
-    outputs = tuple(y.shape[2:])
-    if layer.padding_mode == "zeros":
-        return convolution(layer, tuple(x.shape[2:]), outputs, _before(layer))
-    widths = layer._reversed_padding_repeated_twice
-    padded = functional.pad(x.detach(), widths, mode=layer.padding_mode)
-    inner = convolution(layer, tuple(padded.shape[2:]), outputs, (0,) * len(outputs))
-    outer = _padding_of(x, widths, layer.padding_mode)
-    product = outer.pattern.product(inner.pattern)
-    found = product.exact
-    if product.method != "diagonal":
-        found.keeps = outer.pattern, inner.pattern
-
-    def values() -> Tensor:
-        data: Tensor = (outer.csr(x) @ inner.csr(x)).data
-        if found is product.result:
-            return data
-        return data.index_select(0, torch.from_numpy(found.positions).to(data.device))
-
-    return LayerJacobian(found, True, values)
-
-
-def _before(layer: Any) -> Sizes:
-    """Return the padding before the first input, in each dimension."""
-    if layer.padding == "same":
-        spans = zip(layer.dilation, layer.kernel_size, strict=True)
-        return tuple(dilation * (kernel - 1) // 2 for dilation, kernel in spans)
-    return (0,) * len(layer.kernel_size) if layer.padding == "valid" else tuple(layer.padding)
-
-
 def _max_pool(layer: Any, x: Tensor, y: Tensor) -> LayerJacobian:
-    count = x.ndim - 2
-    sizes = layer.kernel_size, layer.stride, layer.padding, layer.dilation
-    how = [_each(size, count) for size in sizes]
-    pool = getattr(functional, f"max_pool{count}d")
-
-    def choose(given: Tensor) -> Any:
-        return pool(given, *how, ceil_mode=layer.ceil_mode, return_indices=True)
-
-    pattern = _windows(x, y, *how)
-    if count != 2:
-        return _maxima(pattern, x, y, choose)
-
-    def back(one: Tensor, chosen: Tensor) -> Tensor:
-        given = (*map(list, how), layer.ceil_mode)
-        found: Tensor = torch.ops.aten.max_pool2d_with_indices_backward(one, x, *given, chosen)
-        return found
-
-    return _maxima(pattern, x, y, choose, back)
-
-
-def _adaptive_max_pool(layer: Any, x: Tensor, y: Tensor) -> LayerJacobian:
-    pool = getattr(functional, f"adaptive_max_pool{x.ndim - 2}d")
-    choose = partial(pool, output_size=tuple(y.shape[2:]), return_indices=True)
-    return _maxima(_windows(x, y), x, y, choose)
-
-
-def _maxima(
-    pattern: Pattern,
-    x: Tensor,
-    y: Tensor,
-    choose: Callable[[Tensor], Any],
-    back: Callable[[Tensor, Tensor], Tensor] | None = None,
-) -> LayerJacobian:
-    """Return the Jacobian of a max-pooling: 1 where the input of an entry is its output's maximum.
-    If every input is in one window, the values are the input's gradient for an output gradient of
-    ones."""
-    version = x._version
+    """The rule of max-pooling: 1 where the input of an entry is its output's maximum. If every
+    input is in one window, the values are the slopes."""
+    pattern, version = _windows(layer, x, y), x._version
     one_each = all(np.all(factor.row_counts == 1) for factor in pattern.factors)
-    one = torch.ones((), dtype=x.dtype, device=x.device)
 
     def values() -> Tensor:
+        if one_each:
+            return _slopes(x, y)
         # The forward pass saved the places of the maxima; if not, they are found again.
-        chosen = getattr(y.grad_fn, "_saved_result1", None)
+        chosen: Tensor | None = getattr(y.grad_fn, "_saved_result1", None)
         if chosen is None or chosen.shape != y.shape:
             if x._version != version:
                 raise RetrogradeError(
@@ -227,58 +148,39 @@ def _maxima(
                     "the forward pass and the backward pass: expected it as it was; change a copy "
                     "of it"
                 )
-            _, chosen = choose(x.detach())
-        if one_each and back is not None:
-            return back(one.expand_as(y), chosen).flatten(1)
-        return sparse_kernels(x.device.type, x.dtype).mark(pattern, x, chosen)
+            again = copy(layer)
+            again.return_indices = True
+            chosen = type(layer).forward(again, x.detach())[1]
+        assert chosen is not None
+        within = pattern.tensor("row_of", x.device) % prod(x.shape[2:])
+        columns = pattern.tensor("indices", x.device)
+        return (chosen.flatten(1).index_select(1, columns) == within).to(x.dtype)
 
     return LayerJacobian(pattern, False, values, scratch=24)
 
 
 def _average_pool(layer: Any, x: Tensor, y: Tensor) -> LayerJacobian:
-    count = x.ndim - 2
-    kernel, stride, pad = (
-        _each(value, count) for value in (layer.kernel_size, layer.stride, layer.padding)
-    )
-    pattern = _windows(x, y, kernel, stride, pad, (1,) * count)
-    divisor = getattr(layer, "divisor_override", None)
-    spans = zip(x.shape[2:], y.shape[2:], kernel, stride, pad, strict=True)
-    sizes = [_window_sizes(*span, layer.count_include_pad) for span in spans]
-    return _averages(pattern, x, y, sizes, divisor)
+    pattern = _windows(layer, x, y)
 
-
-def _window_sizes(
-    size: int, outputs: int, kernel: int, stride: int, pad: int, with_padding: bool
-) -> np.ndarray:
-    """Return the divisors of torch in one dimension, for each output."""
-    start = np.arange(outputs) * stride - pad
-    end = np.minimum(start + kernel, size + pad)
-    return end - start if with_padding else np.minimum(end, size) - np.maximum(start, 0)
-
-
-def _adaptive_average_pool(layer: Any, x: Tensor, y: Tensor) -> LayerJacobian:
-    pattern = _windows(x, y)
-    sizes = [factor.column_counts for factor in pattern.factors[1:]]
-    return _averages(pattern, x, y, sizes, None)
-
-
-def _averages(
-    pattern: Pattern, x: Tensor, y: Tensor, sizes: Sequence[np.ndarray], divisor: int | None
-) -> LayerJacobian:
     def values() -> Tensor:
-        whole = np.ones(1)
-        for each in sizes:
-            whole = np.multiply.outer(whole, each).ravel()
-        share = torch.from_numpy(1 / whole if divisor is None else np.full(len(whole), 1 / divisor))
+        # The average of ones is the number of a window's inputs times the value of each.
+        ones = torch.ones((1, 1, *x.shape[2:]), dtype=torch.float64, device="cpu")
+        counts = reduce(np.multiply.outer, (f.column_counts for f in pattern.factors[1:]))
+        share = type(layer).forward(layer, ones).flatten() / torch.from_numpy(counts.ravel())
         columns = pattern.tensor("indices", x.device) % len(share)
-        return share.to(x).index_select(0, columns)
+        found: Tensor = share.to(x).index_select(0, columns)
+        return found
 
     return LayerJacobian(pattern, True, values, scratch=8)
 
 
-def _windows(x: Tensor, y: Tensor, *how: Sizes) -> Pattern:
-    """Return the windows of kernel, stride, padding, dilation; by default of adaptive pooling."""
+def _windows(layer: Any, x: Tensor, y: Tensor) -> Pattern:
+    """Return the windows of a pooling, adaptive if it has no kernel."""
     sizes, outputs, channels = tuple(x.shape[2:]), tuple(y.shape[2:]), x.shape[1]
+    names = (
+        ("kernel_size", "stride", "padding", "dilation") if hasattr(layer, "kernel_size") else ()
+    )
+    how = [_each(getattr(layer, name, 1), len(sizes)) for name in names]
 
     def make() -> Pattern:
         if not how:
@@ -300,13 +202,8 @@ def _batch_norm(layer: Any, x: Tensor, y: Tensor) -> LayerJacobian:
 
 
 def _pad(layer: Any, x: Tensor, y: Tensor, mode: str) -> LayerJacobian:
-    return _padding_of(x, layer.padding, mode)
-
-
-def _padding_of(x: Tensor, widths: Sequence[int], mode: str) -> LayerJacobian:
-    """Return the Jacobian of ``functional.pad``; the widths begin with the last dimension."""
     count = x.ndim - 2
-    widths = _each(widths, 2 * count)
+    widths = _each(layer.padding, 2 * count)  # which begin with the last dimension
     channels, sizes = x.shape[1], tuple(x.shape[2:])
 
     def make() -> Pattern:
@@ -346,17 +243,16 @@ def _of_images(rule: Rule, dimensions: int, layer: nn.Module, x: Tensor, y: Tens
 
 
 register_layer(*_ELEMENTWISE, jacobian=_elementwise)
-register_layer(nn.ReLU, jacobian=_relu)
 register_layer(nn.Identity, nn.Flatten, nn.Unflatten, jacobian=_unchanged)
 register_layer(nn.Linear, jacobian=linear)
 register_layer(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, jacobian=_batch_norm)
 for _count in (1, 2, 3):
     for _name, _rule in (
-        ("Conv", _convolution),
+        ("Conv", convolution),
         ("MaxPool", _max_pool),
-        ("AdaptiveMaxPool", _adaptive_max_pool),
+        ("AdaptiveMaxPool", _max_pool),
         ("AvgPool", _average_pool),
-        ("AdaptiveAvgPool", _adaptive_average_pool),
+        ("AdaptiveAvgPool", _average_pool),
         ("ZeroPad", partial(_pad, mode="zeros")),
         ("ConstantPad", partial(_pad, mode="zeros")),
         ("ReflectionPad", partial(_pad, mode="reflect")),

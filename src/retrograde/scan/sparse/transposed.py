@@ -1,14 +1,14 @@
 """The transposed Jacobian of a layer, as a public function."""
 
 import os
-from functools import partial
 from math import prod
 
 import torch
 from torch import Tensor, nn
 
 from retrograde.errors import ScanError
-from retrograde.scan.sparse.composition import LayerPath, observe
+from retrograde.scan.sparse.arithmetic import sparse_kernels
+from retrograde.scan.sparse.composition import matrix_of, observe
 from retrograde.scan.sparse.csr import CSR
 from retrograde.scan.sparse.outline import ledger_of, outlines
 from retrograde.units import Memory, as_bytes, format_bytes
@@ -42,8 +42,9 @@ def transposed_jacobian(layer: nn.Module, input: Tensor, *, memory: Memory | Non
     with torch.enable_grad():
         y, path = observe(layer, input.detach().requires_grad_())
         limit = room(memory, input.device)
-        ledger = ledger_of([path], input.dtype.itemsize)
-        path.matrix(outlines(len(input), ledger))
+        lists = sparse_kernels(input.device.type, input.dtype).name != "numba"
+        ledger = ledger_of([path], input.dtype.itemsize, lists)
+        matrix_of(path, outlines(len(input), ledger))
         wanted = ledger.bytes_for(len(input))
         if wanted > limit:
             raise ScanError(
@@ -52,7 +53,7 @@ def transposed_jacobian(layer: nn.Module, input: Tensor, *, memory: Memory | Non
                 f"and {format_bytes(limit)} are available: expected memory for all of it; give "
                 "fewer samples, or more memory"
             )
-        found: CSR = path.matrix(partial(_csr, input))
+        found: CSR = matrix_of(path, lambda piece: piece.csr(input))
     return CSR(found.pattern, found.data.detach())
 
 
@@ -64,7 +65,3 @@ def room(memory: Memory | None, device: torch.device) -> int:
     else:
         whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return as_bytes(0.5 if memory is None else memory, whole)
-
-
-def _csr(like: Tensor, piece: LayerPath) -> CSR:
-    return piece.jacobian.csr(like)

@@ -15,9 +15,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from retrograde.errors import ScanError
 from retrograde.scan.sparse.arithmetic import sparse_kernels
 from retrograde.scan.sparse.csr import LayerJacobian
-from retrograde.scan.sparse.factor import Factor, Ints, band, combined, from_pairs, full, identity
+from retrograde.scan.sparse.factor import (
+    Factor,
+    Ints,
+    band,
+    combined,
+    from_arrays,
+    from_pairs,
+    full,
+    identity,
+)
 from retrograde.scan.sparse.pattern import Pattern
 
 __all__ = ["Sizes", "convolution", "count_weights", "known", "linear"]
@@ -71,11 +81,18 @@ def linear(layer: nn.Linear, x: Tensor, y: Tensor) -> LayerJacobian:
     return _of_weights(known(("linear", prefix, inputs, outputs), make), layer.weight)
 
 
-def convolution(layer: Any, sizes: Sizes, outputs: Sizes, before: Sizes) -> LayerJacobian:
-    """Return the Jacobian of a convolution of images of given sizes, with ``before`` padding."""
+def convolution(layer: Any, x: Tensor, y: Tensor) -> LayerJacobian:
+    """The rule of a convolution."""
+    if layer.padding_mode != "zeros":
+        raise ScanError(
+            f"{type(layer).__name__} with padding_mode={layer.padding_mode!r} has no transposed "
+            "Jacobian here: expected 'zeros'; put a padding layer of that mode before a "
+            "convolution with padding=0, or use backward=None"
+        )
+    sizes, outputs = tuple(x.shape[2:]), tuple(y.shape[2:])
     wide = layer.in_channels // layer.groups
     channels = layer.in_channels, layer.out_channels, layer.groups
-    windows = layer.kernel_size, layer.stride, before, layer.dilation
+    windows = layer.kernel_size, layer.stride, _before(layer), layer.dilation
 
     def make() -> Weighted:
         met, places = _channels(*channels)
@@ -89,6 +106,14 @@ def convolution(layer: Any, sizes: Sizes, outputs: Sizes, before: Sizes) -> Laye
     return _of_weights(
         known(("convolution", sizes, outputs, *windows, *channels), make), layer.weight
     )
+
+
+def _before(layer: Any) -> Sizes:
+    """Return the padding before the first input, in each dimension."""
+    if layer.padding == "same":
+        spans = zip(layer.dilation, layer.kernel_size, strict=True)
+        return tuple(dilation * (kernel - 1) // 2 for dilation, kernel in spans)
+    return (0,) * len(layer.kernel_size) if layer.padding == "valid" else tuple(layer.padding)
 
 
 def _channels(inputs: int, outputs: int, groups: int) -> tuple[Factor, Ints]:
@@ -140,8 +165,9 @@ class Pruned(Pattern):
 
     def __init__(self, whole: Weighted, present: np.ndarray) -> None:
         keep = present[whole.sources]
-        super().__init__(*whole.restricted(keep).factors)
-        self.keeps = (whole,)  # which keeps this pattern for later calls
+        sums = np.concatenate([[0], np.cumsum(keep)])
+        super().__init__(from_arrays(sums[whole.indptr], whole.indices[keep], whole.shape))
+        self._whole_pattern = whole  # which keeps this pattern for later calls
         self.sources = whole.sources[keep]
 
 
