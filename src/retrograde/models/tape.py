@@ -182,6 +182,9 @@ class Tape(TorchFunctionMode):
         with torch.no_grad():
             one = torch.ones((), dtype=noise.dtype, device=noise.device).div_(1 - p)
             mask = noise.bool().view(torch.uint8)  # numbers are converted faster than truth
+            if (p, noise.dtype) not in _NOISES and not torch.equal(_noise(mask, one), noise):
+                return
+            _NOISES.add((p, noise.dtype))
         at = Box(mask, mask.untyped_storage())
         at.keep(mask)
         self.kept -= box.nbytes - at.nbytes
@@ -325,6 +328,7 @@ def _noise(mask: Tensor, one: Tensor) -> Tensor:
 
 
 _NOISE = Operation("Dropout", _noise, 1)
+_NOISES = set[tuple[float, torch.dtype]]()  # whose noise was seen to have two values
 #: From the result of attention to its dropped weights.
 _TO_NOISE = {f"{name}Backward0" for name in ("ToCopy", "UnsafeView", "View", "Bmm", "Mm", "Expand")}
 _CHANGING = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow")} | {"__setitem__"}
