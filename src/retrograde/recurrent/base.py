@@ -161,12 +161,6 @@ class BudgetedRNN(nn.RNNBase):
         more = [f"{name}={value!r}" for name, value in asked.items() if value is not None]
         return ", ".join([super().extra_repr(), *more])
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {
-            **super().__getstate__(),  # type: ignore[no-untyped-call]
-            "_fits": LRUCache(),
-        }
-
     def __prepare_scriptable__(self) -> nn.Module:
         """Return the module that ``torch.jit.script`` compiles instead of this one.
 
@@ -197,13 +191,11 @@ class BudgetedRNN(nn.RNNBase):
     def _check_asked(self) -> None:
         """Raise if an option is unknown, or two options exclude each other."""
         asked: Any = self.backward
-        if asked in ("sequential", "auto"):
-            raise CellError(
-                f"backward={asked!r} is no more: write memory='100%', whose backward pass is the "
-                "fastest sequential one"
-            )
         if asked not in (None, "scan"):
-            raise CellError(f"unknown backward={asked!r}: expected 'scan', or None for torch's own")
+            raise CellError(
+                f"unknown backward={asked!r}: expected 'scan', or None; the fastest sequential "
+                "backward pass is memory='100%'"
+            )
         if asked is not None and self.proj_size:
             raise CellError(
                 f"proj_size={self.proj_size} has no Jacobian here: expected an LSTM without "
@@ -227,7 +219,7 @@ class BudgetedRNN(nn.RNNBase):
             return None  # an empty batch needs no memory and no time
         if self.memory is None and self.schedule is None:
             # Torch's kernels know which part of a cell autocast runs in which type.
-            return None if torch.is_autocast_enabled(call.x.device.type) else call.run_scan()
+            return None if torch.is_autocast_enabled(call.x.device.type) else call.run()
         if self.schedule is not None:
             check_schedule(self.schedule, call.length)
             return call.follow(self.schedule)

@@ -5,7 +5,6 @@ Sizes follow from the shapes alone. No clock is read, so the same shapes give th
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
@@ -16,17 +15,15 @@ __all__ = ["BackwardPlan", "scan_plan", "sequential_plan", "step_numbers"]
 
 @dataclass(frozen=True)
 class BackwardPlan:
-    """How a layer is backpropagated.
+    """How layers are backpropagated.
 
     Attributes:
-        name: by steps, or by a scan over chunks of them.
         block: the steps whose slopes are held at a time.
-        chunk: steps in a chunk of the scan.
+        chunk: steps in a chunk of a scan; None for no scan.
     """
 
-    name: Literal["sequential", "scan"]
     block: int
-    chunk: int = 1
+    chunk: int | None = None
 
 
 # The bytes of a block's working arrays. On a CPU they are a part of the last-level cache that cores
@@ -54,7 +51,7 @@ def sequential_plan(
     """
     step = step_numbers(kind, inputs, size) * samples * max(4, dtype.itemsize)
     block = max(1, _BLOCK_BYTES.get(device, _BLOCK_BYTES["cuda"]) // step)
-    return BackwardPlan("sequential", max(block, _ROWS // max(1, samples)))
+    return BackwardPlan(max(block, _ROWS // max(1, samples)))
 
 
 def scan_plan(
@@ -73,4 +70,4 @@ def scan_plan(
     bytes_ = per_step * samples * max(4, dtype.itemsize)
     room = _SCAN_BYTES.get(device, _SCAN_BYTES["cuda"])
     steps = max(int(room / bytes_), chunk)
-    return BackwardPlan("scan", steps - steps % chunk, chunk)
+    return BackwardPlan(steps - steps % chunk, chunk)

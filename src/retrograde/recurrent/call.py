@@ -6,8 +6,7 @@ between the layers are held.
 """
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -19,11 +18,10 @@ from retrograde.plan.fit import Fit, in_one_range
 from retrograde.recurrent.block_lengths import BackwardPlan
 from retrograde.recurrent.bytes import sums_at_once
 from retrograde.recurrent.core import HeldLayers
-from retrograde.recurrent.dropout import Dropout, draw_key
+from retrograde.recurrent.dropout import Drawn, Dropout, draw_key
 from retrograde.recurrent.fused import Fused
-from retrograde.recurrent.masks import Drawn, Hashed
 from retrograde.recurrent.plan import HeldPlan
-from retrograde.recurrent.ranges import backward_plans, run_held
+from retrograde.recurrent.ranges import backward_plan, run_held
 from retrograde.recurrent.vendor import Kernel, Layers, Mode, laid_out, run_torch
 from retrograde.recurrent.weights import last_weights
 from retrograde.run.autograd import run_schedule, run_without_gradient
@@ -40,9 +38,6 @@ __all__ = ["Call", "Plan", "StackFit", "check_measurable"]
 
 Tensors = list[Tensor]
 State = tuple[Tensor, ...]
-# Runs one recurrence, given its number, layers, inputs and state. Returns the outputs and the last
-# state.
-RunOne = Callable[[int, tuple[Layers, ...], Tensor, Tensors], tuple[Tensor, Tensors]]
 
 
 @dataclass(frozen=True)
@@ -112,15 +107,18 @@ class Call:
         self.measured_length = 1 << min(self.length, LONGEST_MEASURED).bit_length() - 1
         self.batch = state[0].shape[1]
         self.bidirectional = bool(module.bidirectional)
-        self.at_once = sums_at_once(self.length, self.batch)
         self.has_dropout = bool(module.dropout and module.training and module.num_layers > 1)
 
     def of_length(self, length: int) -> "Call":
         """Return the same call with another length, which can be planned but not run."""
         other = copy.copy(self)
         other.length = length
-        other.at_once = sums_at_once(length, self.batch)
         return other
+
+    @property
+    def at_once(self) -> bool:
+        """Whether gradients of weights are summed in place."""
+        return sums_at_once(self.length, self.batch)
 
     @property
     def runs_held(self) -> bool:
@@ -163,74 +161,69 @@ class Call:
         """Run as torch's own module does, in as many calls as the vendor's kernel needs."""
         return self.follow(in_one_range(self.length))
 
-    def run(self, plan: Plan) -> tuple[Tensor, State]:
-        """Run a plan. Returns the outputs, laid out as the inputs are, and the final state."""
-        key = draw_key(self.x.device) if self.has_dropout else None
+    def run(self, plan: Plan | None = None) -> tuple[Tensor, State]:
+        """Run each recurrence on the outputs of the one before.
 
-        def run(
-            number: int, net: tuple[Layers, ...], x: Tensor, state: Tensors
-        ) -> tuple[Tensor, Tensors]:
-            runner, schedule = plan.parts[number]
-            dropout, core = self.dropout(number, key), cast(Core, None)
-            held = isinstance(runner, HeldPlan)
-            net = tuple(laid_out(one, apart=held or dropout is not None) for one in net)
-            if isinstance(runner, HeldPlan):
-                layout = Rows(self.length, self.sizes, self.bidirectional)
-                core = self._held(runner, net, layout, dropout)
-            else:
-                layout = Rows(self.length, self.sizes, self.bidirectional, dropout is not None)
-                core = Fused(net, runner, dropout, self.sizes is not None)
-            if torch.is_grad_enabled():
-                (y,), final = run_schedule(core, schedule, [x], state, layout)
-            else:
-                (y,), final = run_without_gradient(core, layout.read([x]), state, layout)
-            return y, final
-
-        return self._in_turn(run)
-
-    def run_scan(self) -> tuple[Tensor, State]:
-        """Run without a budget: gates are kept, and the backward pass is a scan.
-
-        Dropout masks are drawn as torch draws them. The results are laid out as :meth:`run`'s.
+        The plan None is a scan without a budget, which keeps gates. Returns the outputs, laid out
+        as the inputs are, and the final state.
         """
-
-        def run(
-            number: int, net: tuple[Layers, ...], x: Tensor, state: Tensors
-        ) -> tuple[Tensor, Tensors]:
-            layout = Rows(self.length, self.sizes, self.bidirectional)
-            net = tuple(laid_out(one, apart=True) for one in net)
-            plans = backward_plans("scan", net[0], self.length, self.batch)
-            return run_held(net, layout, x, state, plans, self._drawn(number, net[0].count))
-
-        return self._in_turn(run)
-
-    def _in_turn(self, run: RunOne) -> tuple[Tensor, State]:
-        """Run each recurrence on the outputs of the one before."""
+        key = draw_key(self.x.device) if self.has_dropout and plan is not None else None
         x, finals = self.x, []
         nets = self.nets(_apart(self.weights))
         for number, (net, state) in enumerate(zip(nets, self.states(), strict=True)):
-            x, final = run(number, net, x, state)
+            if plan is None:
+                x, final = self._scan(number, net, x, state)
+            else:
+                dropout = self.dropout(number, key)
+                x, final = self._run(*plan.parts[number], net, x, state, dropout)
             finals.append(final)
         if len(finals) == 1:
             return x, tuple(finals[0])
         return x, tuple(torch.cat(parts) for parts in zip(*finals, strict=True))
 
-    def _held(
-        self, plan: HeldPlan, net: tuple[Layers, ...], layout: Rows, dropout: Dropout | None
-    ) -> HeldLayers:
-        plans = [BackwardPlan("sequential", max(1, plan.block // self.batch))] * net[0].count
-        masks = None if dropout is None else Hashed(dropout)
-        return HeldLayers(
-            net,
-            layout,
-            self.batch,
-            plans,
-            kept=plan.kept,
-            masks=masks,
-            onward=plan.onward,
-            back=plan.back,
-            at_once=self.at_once,
-        )
+    def _run(
+        self,
+        runner: Kernel | HeldPlan,
+        schedule: Schedule,
+        net: tuple[Layers, ...],
+        x: Tensor,
+        state: Tensors,
+        dropout: Dropout | None,
+    ) -> tuple[Tensor, Tensors]:
+        """Run one recurrence by a schedule. Returns the outputs and the last state."""
+        layout = Rows(self.length, self.sizes, self.bidirectional)
+        apart = isinstance(runner, HeldPlan) or dropout is not None
+        net = tuple(laid_out(one, apart=apart) for one in net)
+        core: Core
+        if isinstance(runner, HeldPlan):
+            core = HeldLayers(
+                net,
+                layout,
+                self.batch,
+                BackwardPlan(max(1, runner.block // self.batch)),
+                kept=runner.kept,
+                masks=dropout,
+                onward=runner.onward,
+                back=runner.back,
+                at_once=self.at_once,
+            )
+        else:
+            layout = replace(layout, numbered=dropout is not None)
+            core = Fused(net, runner, dropout, self.sizes is not None)
+        if torch.is_grad_enabled():
+            (y,), final = run_schedule(core, schedule, [x], state, layout)
+        else:
+            (y,), final = run_without_gradient(core, layout.read([x]), state, layout)
+        return y, final
+
+    def _scan(
+        self, number: int, net: tuple[Layers, ...], x: Tensor, state: Tensors
+    ) -> tuple[Tensor, Tensors]:
+        """Run one recurrence, of which the backward pass is a scan."""
+        layout = Rows(self.length, self.sizes, self.bidirectional)
+        net = tuple(laid_out(one, apart=True) for one in net)
+        plan = backward_plan(net[0], self.length, self.batch, scans=True)
+        return run_held(net, layout, x, state, plan, self._drawn(number, net[0].count))
 
     def _drawn(self, number: int, count: int) -> Drawn | None:
         """Draw the dropout masks before the layers of a recurrence, as torch draws them."""

@@ -24,9 +24,9 @@ from retrograde.kernels.cells import Block, Kept, Weights
 from retrograde.recurrent.backward import LayerBackward
 from retrograde.recurrent.block_lengths import BackwardPlan
 from retrograde.recurrent.bytes import Means
+from retrograde.recurrent.dropout import Masks
 from retrograde.recurrent.forward import LayerForward
 from retrograde.recurrent.fused import Fused
-from retrograde.recurrent.masks import Masks
 from retrograde.recurrent.pieces import Piece, cut
 from retrograde.recurrent.vendor import Layers
 from retrograde.replay.surroundings import Ambient
@@ -57,8 +57,8 @@ class _Held(Tape):
 class HeldLayers(RangeCore):
     """Several layers in one direction, or one layer in two directions; without projections.
 
-    ``plans`` go from the lowest layer up, and the first plan's ``block`` is the steps of a piece.
-    The last ``kept`` steps of each track of an LSTM keep their gates.
+    The plan's ``block`` is the steps of a piece. The last ``kept`` steps of each track of an LSTM
+    keep their gates.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class HeldLayers(RangeCore):
         tracks: tuple[Layers, ...],
         rows: Rows,
         batch: int,
-        plans: Sequence[BackwardPlan],
+        plan: BackwardPlan,
         *,
         kept: int = 0,
         masks: Masks | None = None,
@@ -74,8 +74,8 @@ class HeldLayers(RangeCore):
         back: Sequence[Means] = (),
         at_once: bool = False,
     ) -> None:
-        self.tracks, self.rows, self.batch, self.plans = tracks, rows, batch, plans
-        self.kept, self.block = kept, min(plans[0].block, rows.length) * batch
+        self.tracks, self.rows, self.batch, self.chunk = tracks, rows, batch, plan.chunk
+        self.kept, self.block = kept, min(plan.block, rows.length) * batch
         self.masks, self.at_once = masks, at_once
         self.parameters = [w for track in tracks for w in track.weights if w.requires_grad]
         weight = tracks[0].weights[1]
@@ -113,9 +113,8 @@ class HeldLayers(RangeCore):
     def ordinary(
         self, layout: Layout, inputs: Tensors, state: Tensors, gate: Gate
     ) -> tuple[Tensors, Tensors, Tensors]:
-        dropout = None if self.masks is None else self.masks.of_all_steps()
-        core = Fused(self.tracks, dropout=dropout, packed=self.rows.sizes is not None)
-        rows = replace(self.rows, numbered=dropout is not None)
+        core = Fused(self.tracks, dropout=self.masks, packed=self.rows.sizes is not None)
+        rows = replace(self.rows, numbered=self.masks is not None)
         return core.ordinary(rows, inputs, state, gate)
 
     @torch.no_grad()
@@ -244,13 +243,11 @@ class HeldLayers(RangeCore):
     def _backpropagate(self, tape: _Held, gradients: Gradients, number: int, g: Tensor) -> None:
         """Backpropagate a track; g (layers, B, n) goes from after the range to before it."""
         pieces = self._pieces(number, tape.start, tape.stop)
-        rows, totals = self.block, self._totals(number, gradients.parameters)
-        each = zip(self.layers[number], totals, self.plans, self.back, strict=True)
+        totals = self._totals(number, gradients.parameters)
+        options: Any = {"chunk": self.chunk, "at_once": self.at_once}
         passes = [
-            LayerBackward(
-                w.cast(self.real), total, plan, self.batch, rows, means=means, at_once=self.at_once
-            )
-            for w, total, plan, means in each
+            LayerBackward(w.cast(self.real), total, self.batch, self.block, means=means, **options)
+            for w, total, means in zip(self.layers[number], totals, self.back, strict=True)
         ]
         (total_dx,), (seeds,) = gradients.inputs, gradients.outputs
         read = cast(Inputs, gradients.read)
@@ -375,7 +372,9 @@ class HeldLayers(RangeCore):
 
     def _dropped(self, x: Tensor, k: int, piece: Piece) -> Tensor:
         """Apply dropout to a layer's input, or to that input's gradient."""
-        return x if self.masks is None else self.masks(x, k, piece, self._offset(piece.start))
+        if self.masks is None:
+            return x
+        return self.masks.of_rows(x, k, piece.start, self._offset(piece.start))
 
     def _totals(self, number: int, parameters: list[Tensor | None]) -> list[dict[str, Tensor]]:
         """Return, for each layer, the sums of its weights' gradients by name.

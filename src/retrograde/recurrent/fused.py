@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retrograde.recurrent.dropout import Drops, samples_of
+from retrograde.recurrent.dropout import Masks, samples_of
 from retrograde.recurrent.vendor import Kernel, Layers, run_torch
 from retrograde.replay.surroundings import Ambient
 from retrograde.run.autograd_core import AutogradCore
@@ -43,7 +43,7 @@ class Fused(AutogradCore):
         self,
         nets: tuple[Layers, ...],
         kernel: Kernel = run_torch,
-        dropout: Drops | None = None,
+        dropout: Masks | None = None,
         packed: bool = False,
     ) -> None:
         self.nets, self.kernel, self.dropout, self.packed = nets, kernel, dropout, packed

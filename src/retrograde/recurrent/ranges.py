@@ -1,7 +1,7 @@
 """Held layers as a function of a range that autograd differentiates, for cores that need one."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,12 +9,12 @@ from torch import Tensor
 from retrograde.plan.fit import in_one_range
 from retrograde.recurrent.block_lengths import BackwardPlan, scan_plan, sequential_plan
 from retrograde.recurrent.core import HeldLayers
-from retrograde.recurrent.masks import Masks
+from retrograde.recurrent.dropout import Masks
 from retrograde.recurrent.vendor import Layers
 from retrograde.run.autograd import run_schedule
 from retrograde.run.layout import Rows
 
-__all__ = ["RunHeld", "backward_plans", "has_slopes", "run_held"]
+__all__ = ["RunHeld", "backward_plan", "has_slopes", "run_held"]
 
 Tensors = list[Tensor]
 
@@ -25,18 +25,13 @@ def has_slopes(net: Layers) -> bool:
     return plain and not torch.is_autocast_enabled(net.weights[0].device.type)
 
 
-def backward_plans(
-    name: Literal["sequential", "scan"], net: Layers, steps: int, samples: int
-) -> list[BackwardPlan]:
-    """Return how each layer is backpropagated, with the block sizes that suit the machine."""
-    found = []
-    for k in range(net.count):
-        w, u = net[k].weights[:2]
-        shape: Any = (samples, w.shape[1], u.shape[1], w.dtype, w.device.type)
-        scans = name == "scan"
-        plan = scan_plan(net.mode, steps, *shape) if scans else sequential_plan(net.mode, *shape)
-        found.append(plan)
-    return found
+def backward_plan(net: Layers, steps: int, samples: int, *, scans: bool = False) -> BackwardPlan:
+    """Return how layers are backpropagated, with the block sizes that suit the machine."""
+    w, u = net.weights[:2]
+    shape: Any = (samples, w.shape[1], u.shape[1], w.dtype, w.device.type)
+    if scans:
+        return scan_plan(net.mode, steps, *shape)
+    return sequential_plan(net.mode, *shape)
 
 
 def run_held(
@@ -44,14 +39,14 @@ def run_held(
     rows: Rows,
     x: Tensor,
     state: Tensors,
-    plans: list[BackwardPlan],
+    plan: BackwardPlan,
     masks: Masks | None = None,
 ) -> tuple[Tensor, Tensors]:
     """Run all steps, and keep all gates that can be kept. Return the outputs, and the state after.
 
     x has the layout that ``rows`` describes; each part of the state is (layers, B, H).
     """
-    core = HeldLayers(nets, rows, state[0].shape[1], plans, kept=rows.length, masks=masks)
+    core = HeldLayers(nets, rows, state[0].shape[1], plan, kept=rows.length, masks=masks)
     if not torch.is_grad_enabled() and len(nets) == 1:
         inputs = rows.read([x], core.room(rows.read([x])))
         (after,) = core.advance(inputs, 0, [rows.length], state, lambda *_: None)
@@ -66,12 +61,12 @@ def run_held(
 class RunHeld:
     """A kernel that runs held layers over a range, and backpropagates by steps or by a scan."""
 
-    backward: Literal["sequential", "scan"] = "sequential"
+    scans: bool = False
 
     def __call__(
         self, net: Layers, x: Tensor, state: Tensors, sizes: Tensor | None
     ) -> tuple[Tensor, Tensors]:
         """Run a range with the arguments of :func:`retrograde.recurrent.vendor.run_torch`."""
         rows = Rows(len(x) if sizes is None else len(sizes), sizes)
-        plans = backward_plans(self.backward, net, rows.length, state[0].shape[1])
-        return run_held((net,), rows, x, state, plans)
+        plan = backward_plan(net, rows.length, state[0].shape[1], scans=self.scans)
+        return run_held((net,), rows, x, state, plan)

@@ -26,16 +26,16 @@ from torch import Tensor
 from retrograde.errors import BudgetError
 from retrograde.kernels.cells import Weights
 from retrograde.plan.fit import Curve, Footprint, refusal
-from retrograde.recurrent.block_lengths import sequential_plan
 from retrograde.recurrent.bytes import Means, Shape
 from retrograde.recurrent.call import Call, Plan, StackFit
-from retrograde.recurrent.fastest import Candidate, candidates, fit_fastest, footprints
+from retrograde.recurrent.fastest import candidate, fit_measured, footprints
 from retrograde.recurrent.forward import forward_bytes, forward_curve
 from retrograde.recurrent.fused import Fused
 from retrograde.recurrent.ordinary_memory import Ordinary, measure_ordinary, measure_whole
 from retrograde.recurrent.pieces import Sequences
 from retrograde.recurrent.plan import Planner
-from retrograde.recurrent.vendor import copied_bytes, is_too_long, laid_out
+from retrograde.recurrent.ranges import RunHeld, backward_plan, has_slopes
+from retrograde.recurrent.vendor import Kernel, copied_bytes, is_too_long, laid_out, run_torch
 from retrograde.recurrent.weights import stand_ins
 from retrograde.run.inputs import Inputs
 from retrograde.run.layout import Rows
@@ -134,11 +134,9 @@ def _held_planner(call: Call, ordinary: Ordinary, memory: Memory | None) -> Plan
         shape, width=2 * shape.size, needs_x=True, straight=True, first=call.has_dropout
     )
     uppers = [replace(upper, vendor=own) for own in vendor[1:]]
-    kind, dtype = x.device.type, call.weights[0].dtype
-    back = sequential_plan(shape.kind, call.batch, shape.width, shape.size, dtype, kind)
     return Planner(
         shapes=(shape, *uppers),
-        most=back.block * call.batch,
+        most=backward_plan(first, call.length, call.batch).block * call.batch,
         extra=_extra_bytes(call),
         copied=copied,
         gradient_copy=ordinary.gradient_copy,
@@ -184,20 +182,20 @@ def _forward_arguments(call: Call) -> Iterator[list[tuple[Weights, Tensors]]]:
 
 @dataclass(frozen=True)
 class Ranges:
-    """The cores that can run a recurrence in ranges, and the bytes of these.
+    """The core that runs a recurrence in ranges, and the bytes of these.
 
     Attributes:
         inputs: the inputs of the measurements.
         ordinary: the bytes of ordinary backpropagation.
-        sizes: a footprint for each core.
-        known: these as the module's cache has them, without this length's ordinary bytes.
+        size: the core's footprint.
+        known: the same as the module's cache has it, without this length's ordinary bytes.
     """
 
-    cores: list[Candidate]
+    core: Fused
     inputs: Inputs
     state: Tensors
     ordinary: Ordinary
-    sizes: list[Footprint]
+    size: Footprint
     known: list[Footprint]
 
 
@@ -220,31 +218,30 @@ def measure_ranges(call: Call, memory: Memory | None) -> Ranges:
     dropout = call.dropout(0, key)
     copied = sum(copied_bytes(one, apart=dropout is not None) for one in net)
     net = tuple(laid_out(one, apart=dropout is not None) for one in net)
-    cores = candidates(
-        net,
-        call.batch,
+    scans = call.module.backward == "scan" and has_slopes(net[0])
+    kernel: Kernel = RunHeld(scans=True) if scans else run_torch
+    one = candidate(net, call.batch, kernel, dropout, packed is not None)
+    one = replace(
+        one,
+        scheduled=one.scheduled or call.has_dropout,
         extra_bytes=_extra_bytes(call) + copied,
-        backward=call.module.backward,
-        dropout=dropout,
-        packed=packed is not None,
-        whole=not call.has_dropout,
     )
     read = Rows(call.length, packed, call.bidirectional, dropout is not None).read([x])
     start = [s.detach() for s in state]
     alike = "ranges", *(w.requires_grad for one in net for w in one.weights)
-    known = _known(call, memory, alike, partial(footprints, cores, read, start, usual, memory))
-    more = ordinary.gradient_copy
-    sizes = [replace(size, ordinary=usual, gradient_copy=more) for size in known]
-    return Ranges(cores, read, start, ordinary, sizes, known)
+    known = _known(call, memory, alike, partial(footprints, [one], read, start, usual, memory))
+    size = replace(known[0], ordinary=usual, gradient_copy=ordinary.gradient_copy)
+    return Ranges(cast(Fused, one.core), read, start, ordinary, size, known)
 
 
 def _fit_ranges(call: Call, memory: Memory) -> Plan:
-    """Return the fastest kernel within a budget, and its schedule."""
+    """Return the fastest schedule of ranges within a budget."""
     found = measure_ranges(call, memory)
-    number, fit = fit_fastest(found.cores, found.sizes, found.inputs, found.state, memory)
-    found.known[:] = found.sizes  # with the lengths that were measured now
-    kernel = cast(Fused, found.cores[number].core).kernel
-    return Plan(() if fit.ordinary else ((kernel, fit.schedule),), fit)
+    fit, size = fit_measured(found.core, found.inputs, found.state, memory, found.size)
+    found.known[:] = [size]  # with the lengths that were measured now
+    least = min(found.size.least_bytes(call.length), fit.minimum_bytes)
+    parts = () if fit.ordinary else ((found.core.kernel, fit.schedule),)
+    return Plan(parts, replace(fit, minimum_bytes=least))
 
 
 def _fit_whole(call: Call, memory: Memory) -> Plan:
