@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from oracles.networks import CELLS
-from retrograde.recurrent.block_lengths import scan_plan, sequential_plan, step_numbers
+from retrograde.recurrent.block_lengths import scan_lengths, sequential_block, step_numbers
 
 
 @pytest.mark.parametrize("kind", CELLS)
@@ -13,18 +13,16 @@ from retrograde.recurrent.block_lengths import scan_plan, sequential_plan, step_
 @pytest.mark.parametrize("samples", [1, 64])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_sizes_of_blocks_and_chunks_make_sense(kind, length, size, samples, device):
-    way = sequential_plan(kind, samples, 24, size, torch.float32, device)
-    assert way.chunk is None
-    assert way.block >= 1
-    way = scan_plan(kind, length, samples, 24, size, torch.float32, device)
-    assert 1 <= way.chunk <= length
-    assert way.block >= way.chunk
-    assert way.block % way.chunk == 0
+    assert sequential_block(kind, samples, 24, size, torch.float32, device) >= 1
+    block, chunk = scan_lengths(kind, length, samples, 24, size, torch.float32, device)
+    assert 1 <= chunk <= length
+    assert block >= chunk
+    assert block % chunk == 0
 
 
 def test_a_wider_batch_has_shorter_blocks():
     assert step_numbers("GRU", 24, 20) == 10 * 20 + 48
-    narrow, wide = (sequential_plan("GRU", b, 24, 20, torch.float32, "cpu") for b in (16, 32))
-    assert wide.block == narrow.block // 2
-    double = sequential_plan("GRU", 16, 24, 20, torch.float64, "cpu")
-    assert double.block == narrow.block // 2
+    narrow, wide = (sequential_block("GRU", b, 24, 20, torch.float32, "cpu") for b in (16, 32))
+    assert wide == narrow // 2
+    double = sequential_block("GRU", 16, 24, 20, torch.float64, "cpu")
+    assert double == narrow // 2

@@ -219,7 +219,7 @@ class BudgetedRNN(nn.RNNBase):
             return None  # an empty batch needs no memory and no time
         if self.memory is None and self.schedule is None:
             # Torch's kernels know which part of a cell autocast runs in which type.
-            return None if torch.is_autocast_enabled(call.x.device.type) else call.run()
+            return None if torch.is_autocast_enabled(call.x.device.type) else call.run_scan()
         if self.schedule is not None:
             check_schedule(self.schedule, call.length)
             return call.follow(self.schedule)

@@ -4,26 +4,12 @@ Sizes follow from the shapes alone. No clock is read, so the same shapes give th
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 
 from retrograde.kernels.cells import GATES, Kind
 
-__all__ = ["BackwardPlan", "scan_plan", "sequential_plan", "step_numbers"]
-
-
-@dataclass(frozen=True)
-class BackwardPlan:
-    """How layers are backpropagated.
-
-    Attributes:
-        block: the steps whose slopes are held at a time.
-        chunk: steps in a chunk of a scan; None for no scan.
-    """
-
-    block: int
-    chunk: int | None = None
+__all__ = ["scan_lengths", "sequential_block", "step_numbers"]
 
 
 # The bytes of a block's working arrays. On a CPU they are a part of the last-level cache that cores
@@ -40,28 +26,30 @@ def step_numbers(kind: Kind, inputs: int, size: int) -> int:
     return (2 * GATES[kind] + 4) * size + 2 * inputs
 
 
-def sequential_plan(
+def sequential_block(
     kind: Kind, samples: int, inputs: int, size: int, dtype: torch.dtype, device: str
-) -> BackwardPlan:
-    """Return the sequential sweep of B samples, inputs I, states H, in blocks that fit the cache.
+) -> int:
+    """Return the steps of a block that fits the cache, of B samples, inputs I, states H.
 
     Example:
-        >>> sequential_plan("GRU", 16, 24, 20, torch.float32, "cpu").block
+        >>> sequential_block("GRU", 16, 24, 20, torch.float32, "cpu")
         264
     """
     step = step_numbers(kind, inputs, size) * samples * max(4, dtype.itemsize)
     block = max(1, _BLOCK_BYTES.get(device, _BLOCK_BYTES["cuda"]) // step)
-    return BackwardPlan(max(block, _ROWS // max(1, samples)))
+    return max(block, _ROWS // max(1, samples))
 
 
-def scan_plan(
+def scan_lengths(
     kind: Kind, length: int, samples: int, inputs: int, size: int, dtype: torch.dtype, device: str
-) -> BackwardPlan:
-    """Return the scan over T steps, with the chunk L of the least latency, 2 L + T / L.
+) -> tuple[int, int]:
+    """Return the steps of a block of a scan over T steps, and those of a chunk.
+
+    The chunk L has the least latency, 2 L + T / L.
 
     Example:
-        >>> scan_plan("RNN_TANH", 1000, 16, 24, 20, torch.float32, "cpu").chunk
-        22
+        >>> scan_lengths("RNN_TANH", 1000, 16, 24, 20, torch.float32, "cpu")
+        (1000, 22)
     """
     chunk = max(1, min(round(math.sqrt(length / 2)), length))
     state = size * (2 if kind == "LSTM" else 1)
@@ -70,4 +58,4 @@ def scan_plan(
     bytes_ = per_step * samples * max(4, dtype.itemsize)
     room = _SCAN_BYTES.get(device, _SCAN_BYTES["cuda"])
     steps = max(int(room / bytes_), chunk)
-    return BackwardPlan(steps - steps % chunk, chunk)
+    return steps - steps % chunk, chunk

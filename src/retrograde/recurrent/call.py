@@ -6,7 +6,7 @@ between the layers are held.
 """
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -15,13 +15,12 @@ from torch import Tensor
 from retrograde.errors import CellError
 from retrograde.kernels import kernels
 from retrograde.plan.fit import Fit, in_one_range
-from retrograde.recurrent.block_lengths import BackwardPlan
 from retrograde.recurrent.bytes import sums_at_once
 from retrograde.recurrent.core import HeldLayers
-from retrograde.recurrent.dropout import Drawn, Dropout, draw_key
+from retrograde.recurrent.dropout import Drawn, Dropout, Masks, draw_key
 from retrograde.recurrent.fused import Fused
 from retrograde.recurrent.plan import HeldPlan
-from retrograde.recurrent.ranges import backward_plan, run_held
+from retrograde.recurrent.ranges import held_plan
 from retrograde.recurrent.vendor import Kernel, Layers, Mode, laid_out, run_torch
 from retrograde.recurrent.weights import last_weights
 from retrograde.run.autograd import run_schedule, run_without_gradient
@@ -34,7 +33,7 @@ from retrograde.sizes.ordinary import LONGEST_MEASURED
 if TYPE_CHECKING:
     from retrograde.recurrent.base import BudgetedRNN
 
-__all__ = ["Call", "Plan", "StackFit", "check_measurable"]
+__all__ = ["Call", "Plan", "StackFit"]
 
 Tensors = list[Tensor]
 State = tuple[Tensor, ...]
@@ -161,22 +160,26 @@ class Call:
         """Run as torch's own module does, in as many calls as the vendor's kernel needs."""
         return self.follow(in_one_range(self.length))
 
-    def run(self, plan: Plan | None = None) -> tuple[Tensor, State]:
-        """Run each recurrence on the outputs of the one before.
+    def run_scan(self) -> tuple[Tensor, State]:
+        """Run without a budget: gates are kept, and the backward pass is a scan."""
+        whole, nets = in_one_range(self.length), self.nets(self.weights)
+        plans = [held_plan(net[0], self.length, self.batch, scans=True) for net in nets]
+        return self.run(Plan(tuple((plan, whole) for plan in plans)), scans=True)
 
-        The plan None is a scan without a budget, which keeps gates. Returns the outputs, laid out
+    def run(self, plan: Plan, *, scans: bool = False) -> tuple[Tensor, State]:
+        """Run a plan, each recurrence on the outputs of the one before.
+
+        A scan has no budget, and draws dropout masks as torch does. Returns the outputs, laid out
         as the inputs are, and the final state.
         """
-        key = draw_key(self.x.device) if self.has_dropout and plan is not None else None
+        key = draw_key(self.x.device) if self.has_dropout and not scans else None
         x, finals = self.x, []
         nets = self.nets(_apart(self.weights))
         for number, (net, state) in enumerate(zip(nets, self.states(), strict=True)):
-            if plan is None:
-                x, final = self._scan(number, net, x, state)
-            else:
-                dropout = self.dropout(number, key)
-                x, final = self._run(*plan.parts[number], net, x, state, dropout)
+            masks = self._drawn(number, net[0].count) if scans else self.dropout(number, key)
+            x, final = self._run(*plan.parts[number], net, x, state, masks)
             finals.append(final)
+            del masks  # before the next ones are drawn
         if len(finals) == 1:
             return x, tuple(finals[0])
         return x, tuple(torch.cat(parts) for parts in zip(*finals, strict=True))
@@ -188,42 +191,25 @@ class Call:
         net: tuple[Layers, ...],
         x: Tensor,
         state: Tensors,
-        dropout: Dropout | None,
+        masks: Masks | None,
     ) -> tuple[Tensor, Tensors]:
         """Run one recurrence by a schedule. Returns the outputs and the last state."""
-        layout = Rows(self.length, self.sizes, self.bidirectional)
-        apart = isinstance(runner, HeldPlan) or dropout is not None
-        net = tuple(laid_out(one, apart=apart) for one in net)
+        held = isinstance(runner, HeldPlan)
+        layout = Rows(self.length, self.sizes, self.bidirectional, masks is not None and not held)
+        net = tuple(laid_out(one, apart=held or masks is not None) for one in net)
         core: Core
+        budgeted = True
         if isinstance(runner, HeldPlan):
-            core = HeldLayers(
-                net,
-                layout,
-                self.batch,
-                BackwardPlan(max(1, runner.block // self.batch)),
-                kept=runner.kept,
-                masks=dropout,
-                onward=runner.onward,
-                back=runner.back,
-                at_once=self.at_once,
-            )
+            budgeted = runner.chunk is None
+            at_once = self.at_once and budgeted
+            core = HeldLayers(net, layout, self.batch, runner, masks=masks, at_once=at_once)
         else:
-            layout = replace(layout, numbered=dropout is not None)
-            core = Fused(net, runner, dropout, self.sizes is not None)
+            core = Fused(net, runner, masks, self.sizes is not None)
         if torch.is_grad_enabled():
-            (y,), final = run_schedule(core, schedule, [x], state, layout)
+            (y,), final = run_schedule(core, schedule, [x], state, layout, budgeted=budgeted)
         else:
             (y,), final = run_without_gradient(core, layout.read([x]), state, layout)
         return y, final
-
-    def _scan(
-        self, number: int, net: tuple[Layers, ...], x: Tensor, state: Tensors
-    ) -> tuple[Tensor, Tensors]:
-        """Run one recurrence, of which the backward pass is a scan."""
-        layout = Rows(self.length, self.sizes, self.bidirectional)
-        net = tuple(laid_out(one, apart=True) for one in net)
-        plan = backward_plan(net[0], self.length, self.batch, scans=True)
-        return run_held(net, layout, x, state, plan, self._drawn(number, net[0].count))
 
     def _drawn(self, number: int, count: int) -> Drawn | None:
         """Draw the dropout masks before the layers of a recurrence, as torch draws them."""
@@ -249,26 +235,23 @@ class Call:
         )
 
     def check_measurable(self) -> None:
-        """Raise CellError if the bytes of this call cannot be measured."""
-        check_measurable([self.x, *self.state, *self.weights])
+        """Raise CellError if the bytes of this call cannot be measured.
 
-
-def check_measurable(tensors: Tensors) -> None:
-    """Raise CellError if the bytes of a call cannot be measured.
-
-    That is so if a tensor is fake or on the meta device, or if no tensor requires a gradient.
-    """
-    if is_unreal(tensors):
-        places = ", ".join(sorted({str(t.device) for t in tensors}))
-        raise CellError(
-            f"the input or a weight is fake or on the meta device ({places}): expected real "
-            "tensors, for what they take is measured; call the module with real ones, and ask again"
-        )
-    if not any(t.requires_grad for t in tensors):
-        raise CellError(
-            "there is nothing to backpropagate: expected a weight or an input that requires a "
-            "gradient; give the input as training will, with requires_grad_()"
-        )
+        That is so if a tensor is fake or on the meta device, or if no tensor requires a gradient.
+        """
+        tensors = [self.x, *self.state, *self.weights]
+        if is_unreal(tensors):
+            places = ", ".join(sorted({str(t.device) for t in tensors}))
+            raise CellError(
+                f"the input or a weight is fake or on the meta device ({places}): expected real "
+                "tensors, for what they take is measured; call the module with real ones, and ask "
+                "again"
+            )
+        if not any(t.requires_grad for t in tensors):
+            raise CellError(
+                "there is nothing to backpropagate: expected a weight or an input that requires a "
+                "gradient; give the input as training will, with requires_grad_()"
+            )
 
 
 def _apart(weights: Tensors) -> Tensors:

@@ -22,12 +22,12 @@ from torch import Tensor
 from retrograde.kernels import blas_kernels, kernels
 from retrograde.kernels.cells import Block, Kept, Weights
 from retrograde.recurrent.backward import LayerBackward
-from retrograde.recurrent.block_lengths import BackwardPlan
 from retrograde.recurrent.bytes import Means
 from retrograde.recurrent.dropout import Masks
 from retrograde.recurrent.forward import LayerForward
 from retrograde.recurrent.fused import Fused
 from retrograde.recurrent.pieces import Piece, cut
+from retrograde.recurrent.plan import HeldPlan
 from retrograde.recurrent.vendor import Layers
 from retrograde.replay.surroundings import Ambient
 from retrograde.run.core import Emit, Gate, Gradients, RangeCore, Tape, discard
@@ -57,8 +57,8 @@ class _Held(Tape):
 class HeldLayers(RangeCore):
     """Several layers in one direction, or one layer in two directions; without projections.
 
-    The plan's ``block`` is the steps of a piece. The last ``kept`` steps of each track of an LSTM
-    keep their gates.
+    The last ``plan.kept`` steps of each track of an LSTM keep their gates. ``at_once`` is as for
+    :class:`~retrograde.recurrent.backward.LayerBackward`.
     """
 
     def __init__(
@@ -66,16 +66,13 @@ class HeldLayers(RangeCore):
         tracks: tuple[Layers, ...],
         rows: Rows,
         batch: int,
-        plan: BackwardPlan,
+        plan: HeldPlan,
         *,
-        kept: int = 0,
         masks: Masks | None = None,
-        onward: Means = "loops",
-        back: Sequence[Means] = (),
         at_once: bool = False,
     ) -> None:
         self.tracks, self.rows, self.batch, self.chunk = tracks, rows, batch, plan.chunk
-        self.kept, self.block = kept, min(plan.block, rows.length) * batch
+        self.kept, self.block = plan.kept, min(plan.block, rows.length * batch)
         self.masks, self.at_once = masks, at_once
         self.parameters = [w for track in tracks for w in track.weights if w.requires_grad]
         weight = tracks[0].weights[1]
@@ -86,10 +83,11 @@ class HeldLayers(RangeCore):
             [Weights.of(t.mode, [w.detach() for w in t[k].weights]) for k in range(t.count)]
             for t in tracks
         ]
-        self.back: tuple[Means, ...] = tuple(back or ["loops"] * self.count)
-        loops = kernels(weight.device.type, weight.dtype, self.size)
-        self.forward = blas_kernels().forward if onward == "blas" else loops.forward
-        self.recall = loops.recall
+        loops: Means = "loops"
+        self.back = plan.back or (loops,) * self.count
+        use = kernels(weight.device.type, weight.dtype, self.size)
+        self.forward = blas_kernels().forward if plan.onward == "blas" else use.forward
+        self.recall = use.recall
         #: Whether a second run can take h from the outputs of the top layer, instead of running
         #: step by step.
         self.follows = self.kind != "LSTM" or self.recall is not None

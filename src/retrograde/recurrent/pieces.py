@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, pairwise
 
-__all__ = ["Piece", "Sequences", "cut", "runs"]
+__all__ = ["Piece", "Sequences", "cut"]
 
 
 @dataclass(frozen=True)
@@ -55,15 +55,6 @@ def cut(
     return found
 
 
-def runs(offsets: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the runs (steps, sequences) of steps with equally many sequences in a packed batch.
-
-    ``offsets`` gives the first row of every step, and at the end the total number of rows.
-    """
-    sizes = (b - a for a, b in pairwise(offsets))
-    return [(len(list(group)), size) for size, group in groupby(sizes)]
-
-
 @dataclass(frozen=True)
 class Sequences:
     """The lengths of a batch: T, B and, if packed, ``offsets``.
@@ -78,7 +69,10 @@ class Sequences:
     @cached_property
     def runs(self) -> list[tuple[int, int]]:
         """Runs of neighbouring steps with equally many sequences, as (steps, sequences)."""
-        return [(self.length, self.batch)] if self.offsets is None else runs(self.offsets)
+        if self.offsets is None:
+            return [(self.length, self.batch)]
+        sizes = (b - a for a, b in pairwise(self.offsets))
+        return [(len(list(group)), size) for size, group in groupby(sizes)]
 
     @property
     def rows(self) -> int:

@@ -49,13 +49,14 @@ class HeldPlan:
 
     ``kept`` is the number of those steps in each track. ``onward`` runs all layers forward.
     ``back`` names what backpropagates each layer, from the lowest up; if it is empty, loops
-    backpropagate all.
+    backpropagate all. ``chunk`` is the steps in a chunk of a scan; None for no scan.
     """
 
     block: int
     kept: int = 0
     onward: Means = "loops"
     back: tuple[Means, ...] = ()
+    chunk: int | None = None
 
 
 @dataclass(frozen=True)
@@ -139,14 +140,7 @@ class Planner:
 
     def _run_by(self, plan: HeldPlan) -> list[Shape]:
         """Return the shapes, with a plan's ``onward`` and ``back``."""
-        key = plan.onward, plan.back
-        if key not in self._known:
-            self._known[key] = [replace(s, onward=key[0], back=key[1]) for s in self.shapes]
-        return self._known[key]
-
-    @cached_property
-    def _known(self) -> dict[tuple[Means, tuple[Means, ...]], list[Shape]]:
-        return {}
+        return [replace(s, onward=plan.onward, back=plan.back) for s in self.shapes]
 
     @property
     def _ranges(self) -> bool:

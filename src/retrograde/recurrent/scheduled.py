@@ -34,7 +34,7 @@ from retrograde.recurrent.fused import Fused
 from retrograde.recurrent.ordinary_memory import Ordinary, measure_ordinary, measure_whole
 from retrograde.recurrent.pieces import Sequences
 from retrograde.recurrent.plan import Planner
-from retrograde.recurrent.ranges import RunHeld, backward_plan, has_slopes
+from retrograde.recurrent.ranges import RunHeld, has_slopes, held_plan
 from retrograde.recurrent.vendor import Kernel, copied_bytes, is_too_long, laid_out, run_torch
 from retrograde.recurrent.weights import stand_ins
 from retrograde.run.inputs import Inputs
@@ -136,7 +136,7 @@ def _held_planner(call: Call, ordinary: Ordinary, memory: Memory | None) -> Plan
     uppers = [replace(upper, vendor=own) for own in vendor[1:]]
     return Planner(
         shapes=(shape, *uppers),
-        most=backward_plan(first, call.length, call.batch).block * call.batch,
+        most=held_plan(first, call.length, call.batch).block,
         extra=_extra_bytes(call),
         copied=copied,
         gradient_copy=ordinary.gradient_copy,
