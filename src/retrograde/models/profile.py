@@ -349,7 +349,7 @@ def _of_module(
             "tensor (T, B, I); for packed sequences, pad them"
         )
     call = cast(BudgetedRNN, twin(module))._call_of(input, hx)
-    if call.bidirectional and module.num_layers > 1:
+    if call.is_stack:
         raise CellError(
             f"profile does not run a {type(module).__name__} with bidirectional=True and "
             f"num_layers={module.num_layers}: expected one recurrence; module.fit(input) shows "

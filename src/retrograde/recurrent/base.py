@@ -106,7 +106,7 @@ class BudgetedRNN(nn.RNNBase):
         self._update_flat_weights()  # type: ignore[no-untyped-call]
         weights: Any = self._flat_weights
         data = input.data if isinstance(input, PackedSequence) else input
-        hidden, found = self._parts(hx), None
+        hidden, found = self._state_of(hx), None
         asked = self._options() and torch.is_grad_enabled()
         if hidden is not None and asked and self._wants([data, *hidden, *weights]):
             found = self._run(self._read(input, hidden, weights))
@@ -233,7 +233,7 @@ class BudgetedRNN(nn.RNNBase):
         sizes += [self.hidden_size] if self.mode == "LSTM" else []
         return tuple(like.new_zeros(layers, samples, size) for size in sizes)
 
-    def _parts(self, hx: Any) -> State | None:
+    def _state_of(self, hx: Any) -> State | None:
         """Return the tensors of an initial state: () for zeros, None if it is not a valid one."""
         if hx is None:
             return ()
@@ -243,7 +243,7 @@ class BudgetedRNN(nn.RNNBase):
 
     def _call_of(self, input: Any, hx: Any) -> Call:
         """Return the call with these arguments, with the weights as they were last computed."""
-        hidden = self._parts(hx)
+        hidden = self._state_of(hx)
         if hidden is None:
             raise InputError(
                 f"the initial state is a {type(hx).__name__}: expected "

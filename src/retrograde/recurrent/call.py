@@ -106,6 +106,8 @@ class Call:
         self.measured_length = 1 << min(self.length, LONGEST_MEASURED).bit_length() - 1
         self.batch = state[0].shape[1]
         self.bidirectional = bool(module.bidirectional)
+        # Each of several layers of two directions is a recurrence of its own.
+        self.is_stack = self.bidirectional and module.num_layers > 1
         self.has_dropout = bool(module.dropout and module.training and module.num_layers > 1)
 
     def of_length(self, length: int) -> "Call":
@@ -142,15 +144,23 @@ class Call:
 
     def states(self) -> list[Tensors]:
         """Return the initial state of every recurrence."""
-        if not self.bidirectional or self.module.num_layers == 1:
+        if not self.is_stack:
             return [list(self.state)]
         return [list(parts) for parts in zip(*(s.split(2) for s in self.state), strict=True)]
 
-    def dropout(self, number: int, key: Tensor | None) -> Dropout | None:
-        """Return the dropout before the layers of the recurrence with this number."""
-        if key is None or (self.bidirectional and number == 0):
+    def masks(self, number: int, count: int, key: Tensor | None) -> Masks | None:
+        """Return the dropout before the ``count`` layers of the recurrence with this number.
+
+        It depends on the key; without one, it is drawn as torch draws it.
+        """
+        if not self.has_dropout or (self.bidirectional and number == 0):
             return None
-        return Dropout(float(self.module.dropout), key, number, first=self.bidirectional)
+        p = float(self.module.dropout)
+        if key is not None:
+            return Dropout(p, key, number, first=self.bidirectional)
+        layers = [0] if self.bidirectional else [*range(1, count)]
+        width = self.state[0].shape[-1] * (2 if self.bidirectional else 1)
+        return Drawn.like(layers, self.x.new_empty(*self.x.shape[:-1], width), p)
 
     def follow(self, schedule: Schedule) -> tuple[Tensor, State]:
         """Run every recurrence on torch's kernels by a given schedule."""
@@ -176,7 +186,7 @@ class Call:
         x, finals = self.x, []
         nets = self.nets(_apart(self.weights))
         for number, (net, state) in enumerate(zip(nets, self.states(), strict=True)):
-            masks = self._drawn(number, net[0].count) if scans else self.dropout(number, key)
+            masks = self.masks(number, net[0].count, key)
             x, final = self._run(*plan.parts[number], net, x, state, masks)
             finals.append(final)
             del masks  # before the next ones are drawn
@@ -210,15 +220,6 @@ class Call:
         else:
             (y,), final = run_without_gradient(core, layout.read([x]), state, layout)
         return y, final
-
-    def _drawn(self, number: int, count: int) -> Drawn | None:
-        """Draw the dropout masks before the layers of a recurrence, as torch draws them."""
-        if not self.has_dropout or (self.bidirectional and number == 0):
-            return None
-        layers = [0] if self.bidirectional else [*range(1, count)]
-        width = self.state[0].shape[-1] * (2 if self.bidirectional else 1)
-        like = self.x.new_empty(*self.x.shape[:-1], width)
-        return Drawn.like(layers, like, float(self.module.dropout))
 
     def shapes(self) -> Any:
         """Return everything that the bytes of a range depend on, except its length."""

@@ -24,7 +24,7 @@ from retrograde.kernels.cells import Block, Kept, Weights
 from retrograde.recurrent.backward import LayerBackward
 from retrograde.recurrent.bytes import Means
 from retrograde.recurrent.dropout import Masks
-from retrograde.recurrent.forward import LayerForward
+from retrograde.recurrent.forward import LayerForward, room_for
 from retrograde.recurrent.fused import Fused
 from retrograde.recurrent.pieces import Piece, cut
 from retrograde.recurrent.plan import HeldPlan
@@ -133,7 +133,7 @@ class HeldLayers(RangeCore):
         most = min(p.rows for p in passes)
         for a, b in pairwise([start, *stops]):
             for piece in cut(a, b, most, self.batch, self.sizes):
-                y = self._x(inputs, 0, piece)
+                y = self._given(None, inputs, 0, 0, piece)
                 for k, run in enumerate(passes):
                     if k:
                         y = self._dropped(y, k, piece)
@@ -175,7 +175,13 @@ class HeldLayers(RangeCore):
         gradients.states = states
 
     def _record(
-        self, tape: _Held, inputs: Inputs, number: int, k: int, weights: Weights, emit: Emit | None
+        self,
+        tape: _Held,
+        inputs: Inputs,
+        number: int,
+        k: int,
+        weights: Weights,
+        emit: Emit | None,
     ) -> None:
         """Run a layer over a range; its state goes from before the range to after it."""
         top, own = k == self.count - 1, number * self.count + k
@@ -196,12 +202,9 @@ class HeldLayers(RangeCore):
                     tape.kept[number, k, piece] = found
                 del found  # before the next ones are made
                 continue
-            if keeps:
-                lead = len(piece), piece.samples
-                gates = state[0].new_empty(*lead, 4 * self.size)
-                room = Kept(gates, state[0].new_empty(*lead, self.size))
-                tape.kept[number, k, piece] = room
             x = self._given(tape, inputs, number, k, piece)
+            if keeps and (room := room_for(weights, x)) is not None:
+                tape.kept[number, k, piece] = room
             y = self._output(inputs, number, piece) if top else self._below(tape, k, piece)
             # In a second run the caller's outputs exist already.
             direct = not top or (emits and y.is_contiguous() and len(self.tracks) == 1)
@@ -232,10 +235,7 @@ class HeldLayers(RangeCore):
         after = self._read(self._output(inputs, number, piece), number)
         before = torch.cat([h.unsqueeze(0), after[:-1]])
         h.copy_(after[-1])
-        if tape is None:
-            x = self._x(inputs, number, piece)
-        else:
-            x = self._given(tape, inputs, number, self.count - 1, piece)
+        x = self._given(tape, inputs, number, self.count - 1, piece)
         return self.recall(weights, x, before, *c)
 
     def _backpropagate(self, tape: _Held, gradients: Gradients, number: int, g: Tensor) -> None:
@@ -344,15 +344,17 @@ class HeldLayers(RangeCore):
         alike = into is not None and into.is_contiguous() and into.dtype == self.real
         return into if alike and len(self.tracks) == 1 and not drops else None
 
-    def _x(self, inputs: Inputs, number: int, piece: Piece) -> Tensor:
-        """Return the inputs of a piece (L, n, I), in the order in which its track runs them."""
-        x = self._dropped(self._rows(cast(RowInputs, inputs).x.detach(), piece), 0, piece)
-        return (x.flip(0) if number else x).contiguous()
+    def _given(
+        self, tape: _Held | None, inputs: Inputs, number: int, k: int, piece: Piece
+    ) -> Tensor:
+        """Return a layer's inputs for a piece (L, n, I), in the order in which its track runs them.
 
-    def _given(self, tape: _Held, inputs: Inputs, number: int, k: int, piece: Piece) -> Tensor:
-        """Return a layer's inputs for a piece."""
+        Those of the lowest layer need no tape.
+        """
         if k == 0:
-            return self._x(inputs, number, piece)
+            x = self._dropped(self._rows(cast(RowInputs, inputs).x.detach(), piece), 0, piece)
+            return (x.flip(0) if number else x).contiguous()
+        assert tape is not None
         return self._dropped(self._below(tape, k - 1, piece), k, piece)
 
     def _below(self, tape: _Held, k: int, piece: Piece) -> Tensor:

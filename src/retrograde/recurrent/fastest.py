@@ -20,7 +20,7 @@ from torch import Tensor
 from retrograde.errors import BudgetError
 from retrograde.kernels import kernels
 from retrograde.plan.fit import Curve, Fit, Footprint, Highest, fit, predict_peak_bytes
-from retrograde.recurrent.dropout import Dropout
+from retrograde.recurrent.dropout import Masks
 from retrograde.recurrent.fused import Fused
 from retrograde.recurrent.ranges import RunHeld, has_slopes
 from retrograde.recurrent.vendor import Kernel, Layers, run_torch
@@ -77,7 +77,7 @@ def candidate(
     nets: tuple[Layers, ...],
     batch: int,
     kernel: Kernel = run_torch,
-    dropout: Dropout | None = None,
+    dropout: Masks | None = None,
     packed: bool = False,
 ) -> Candidate:
     """Return the core by which a kernel runs the layers of one direction, or one for each of two.

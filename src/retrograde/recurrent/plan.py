@@ -173,7 +173,10 @@ class Planner:
             longer = inf
             for block in blocks:
                 plan = self._keeping(lengths, replace(means, block=block), budget)
-                time = inf if plan is None else self._time(lengths, plan)
+                time = inf
+                if plan is not None:
+                    again = self._again(lengths, plan) / lengths.length
+                    time = self._pass_time(lengths, plan, onward=1.0, again=again)
                 if time < least:
                     best, least = plan, time
                 elif time > longer:
@@ -243,11 +246,6 @@ class Planner:
     def _again(self, lengths: Sequences, plan: HeldPlan) -> int:
         """Return how many steps' gates are recomputed for lack of memory; only an LSTM's are."""
         return lengths.length - plan.kept if self.shapes[0].kind == "LSTM" else 0
-
-    def _time(self, lengths: Sequences, plan: HeldPlan) -> float:
-        """Return the nominal microseconds that depend on the plan, if all steps are one range."""
-        again = self._again(lengths, plan) / lengths.length
-        return self._pass_time(lengths, plan, onward=1.0, again=again)
 
     def _time_in_ranges(
         self, lengths: Sequences, plan: HeldPlan, budget: int, sizes: Footprint

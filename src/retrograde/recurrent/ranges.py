@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from retrograde.plan.fit import in_one_range
-from retrograde.recurrent.block_lengths import scan_lengths, sequential_block
 from retrograde.recurrent.core import HeldLayers
+from retrograde.recurrent.pieces import scan_lengths, sequential_block
 from retrograde.recurrent.plan import HeldPlan
 from retrograde.recurrent.vendor import Layers
 from retrograde.run.autograd import run_schedule

@@ -59,8 +59,7 @@ def find_plan(call: Call, memory: Memory) -> Plan:
     def find() -> Plan:
         if call.runs_held:
             return fit_held(call, memory)
-        one = not call.bidirectional or call.module.num_layers == 1
-        return _fit_ranges(call, memory) if one else _fit_whole(call, memory)
+        return _fit_whole(call, memory) if call.is_stack else _fit_ranges(call, memory)
 
     key = repr(memory), call.length, len(call.x), call.shapes()
     return cast(Plan, call.module._fits.get(key, find))
@@ -97,7 +96,7 @@ def fit_held(call: Call, memory: Memory | None) -> Plan:
         held, found = planner.fit(lengths, memory, usual)
     parts = () if held is None else tuple((held, one.schedule) for one in found)
     fit = found[0]
-    if len(found) == 1 and not (call.bidirectional and call.module.num_layers > 1):
+    if not call.is_stack:
         return Plan(parts, fit)
     layers = () if held is None else found
     sizes = fit.peak_bytes, fit.budget_bytes, fit.ordinary_bytes, fit.minimum_bytes
@@ -215,7 +214,7 @@ def measure_ranges(call: Call, memory: Memory | None) -> Ranges:
     x.requires_grad_(call.x.requires_grad)
     (net,), (state,) = call.nets(stand_ins(call.weights)), call.states()
     key = torch.zeros((), dtype=torch.int64, device=x.device) if call.has_dropout else None
-    dropout = call.dropout(0, key)
+    dropout = call.masks(0, net[0].count, key)
     copied = sum(copied_bytes(one, apart=dropout is not None) for one in net)
     net = tuple(laid_out(one, apart=dropout is not None) for one in net)
     scans = call.module.backward == "scan" and has_slopes(net[0])
