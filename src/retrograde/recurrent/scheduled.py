@@ -15,7 +15,7 @@ Measurements use leaves that share the weights' memory, so that the graph of com
 stays intact for the gradient.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -110,7 +110,8 @@ def _held_planner(call: Call, ordinary: Ordinary, memory: Memory | None) -> Plan
     vendor: list[tuple[Curve, ...]] = [()] * len(nets)
     copied = 0
     if by == "torch":
-        vendor = _known(call, memory, "forward", partial(_forward_curves, call, memory))
+        curve = partial(forward_curve, call.length, memory)
+        vendor = _known(call, memory, "forward", partial(_of_layers, call, curve))
         copied = sum(copied_bytes(one, apart=True) for net in nets for one in net)
     shape = Shape(
         kind=first.mode,
@@ -144,39 +145,29 @@ def _held_planner(call: Call, ordinary: Ordinary, memory: Memory | None) -> Plan
     )
 
 
-def _forward_curves(call: Call, memory: Memory | None) -> list[tuple[Curve, ...]]:
-    """Measure the vendor's forward pass: for each recurrence and layer, its bytes by steps.
-
-    Few steps are measured first. More steps are measured only if the budget has room for them.
-    """
-    return [
-        tuple(forward_curve(weights, state, call.length, memory) for weights, state in net)
-        for net in _forward_arguments(call)
-    ]
+def _of_layers(call: Call, find: Callable[[Weights, Tensors], T]) -> list[tuple[T, ...]]:
+    """Return what is found of each layer, for each recurrence, given its weights and a state."""
+    found = []
+    for first, *_ in call.nets(call.weights):
+        layers = []
+        for k in range(first.count):
+            own = [w.detach() for w in laid_out(first[k]).weights]
+            weights = Weights.of(first.mode, own)
+            state = [call.x.new_zeros(call.batch, weights.size) for _ in call.state]
+            layers.append(find(weights, state))
+        found.append(tuple(layers))
+    return found
 
 
 def _measured_at(planner: Planner, call: Call, steps: int) -> Planner:
     """Return a planner for which the vendor's forward pass is measured at one more length."""
     shapes = []
-    for shape, net in zip(planner.shapes, _forward_arguments(call), strict=True):
-        sizes = (forward_bytes(*arguments, steps) for arguments in net)
-        curves = zip(shape.vendor, sizes, strict=True)
+    sizes = _of_layers(call, partial(forward_bytes, steps))
+    for shape, own in zip(planner.shapes, sizes, strict=True):
+        curves = zip(shape.vendor, own, strict=True)
         vendor = tuple(curve.through(steps, size) for curve, size in curves)
         shapes.append(replace(shape, vendor=vendor))
     return replace(planner, shapes=tuple(shapes))
-
-
-def _forward_arguments(call: Call) -> Iterator[list[tuple[Weights, Tensors]]]:
-    """Iterate over the recurrences: for each layer, weights and a state to measure it with."""
-    for net in call.nets(call.weights):
-        layers = []
-        for k in range(net[0].count):
-            parts = [w.detach() for w in laid_out(net[0][k]).weights]
-            weights = Weights.of(net[0].mode, parts)
-            layers.append(
-                (weights, [call.x.new_zeros(call.batch, weights.size) for _ in call.state])
-            )
-        yield layers
 
 
 @dataclass(frozen=True)
