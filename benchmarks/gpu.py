@@ -41,7 +41,7 @@ import scan_backward
 from retrograde.kernels import LARGEST_SIZE
 from retrograde.kernels.cells import GATES
 from retrograde.machine import machine_of
-from retrograde.recurrent.block_lengths import scan_plan, sequential_plan
+from retrograde.recurrent.pieces import scan_lengths, sequential_block
 from retrograde_papers import networks
 from retrograde_papers.limits import is_out_of_memory
 
@@ -379,18 +379,18 @@ def counted_backward(case: scan_backward.Case) -> Row:
     kind: Any = "RNN_TANH" if case.cell == "RNN" else case.cell
     gates, size, rows = gates_of(case.cell), case.hidden, case.length * case.batch
     shape: Any = (case.batch, case.inputs, size, torch.float32, "cuda")
-    swept = sequential_plan(kind, *shape)
-    scanned = scan_plan(kind, case.length, *shape)
+    swept = sequential_block(kind, *shape)
+    scanned, _ = scan_lengths(kind, case.length, *shape)
     state = size * (2 if gates == 4 else 1)
-    whole, block = -(-case.length // scanned.block), min(case.length, scanned.block)
+    whole, block = -(-case.length // scanned), min(case.length, scanned)
     row = {
         "name": case_name(case),
-        "sequential_launches": -(-case.length // swept.block),
+        "sequential_launches": -(-case.length // swept),
         "sequential_gflop": 2e-9 * rows * gates * size**2,
         "mib": 4 * rows * size * (2 * gates + (1 if gates == 1 else 4)) / 2**20,
     }
     if size > LARGEST_SIZE:
-        block = min(case.length, swept.block)
+        block = min(case.length, swept)
         return row | {"sequential_launches": -(-case.length // block) * (2 + -(-block // GRAPH))}
     return row | {
         "scan_launches": 3 * whole,

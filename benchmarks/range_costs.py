@@ -41,7 +41,7 @@ def rows_of(kind: str, size: int, batch: int) -> list[dict]:
     x = torch.randn(LENGTH, batch, size, requires_grad=True)
     state = [torch.zeros(1, batch, size) for _ in range(2 if kind == "LSTM" else 1)]
     rows = []
-    for one in candidates((layers,), batch):
+    for one in candidates(layers, batch):
         times = [time_steps(one.core, Held([x]), state, repeats=9) for _ in range(3)]
 
         def least(part: str, what: str, times: list = times) -> float:

@@ -21,6 +21,7 @@ from oracles.networks import (
     seeds_for,
     state_of,
 )
+from retrograde.recurrent import pieces
 
 EVERY_CELL = pytest.mark.parametrize("cell", CELLS)
 WAYS = {"sweep": {"memory": "100%"}, "scan": {"backward": "scan"}}
@@ -61,16 +62,14 @@ def test_gradcheck_passes(cell, way):
     assert torch.autograd.gradcheck(outputs, leaves)
 
 
-@pytest.mark.parametrize("word", ["sequential", "auto"])
-def test_the_old_words_say_what_to_write(word):
-    with pytest.raises(rg.CellError, match=f"backward='{word}' is no more: write memory='100%'"):
-        rg.GRU(5, 7, backward=word)
-    ours = rg.GRU(5, 7)
-    ours.backward = word
-    with pytest.raises(rg.CellError, match="is no more"):
-        ours(inputs(9, 2, 5, dtype=torch.float32))
-    with pytest.raises(rg.CellError, match="unknown backward='chop': expected 'scan', or None"):
+def test_unknown_words_and_projections_are_refused():
+    expected = "unknown backward='chop': expected 'scan', or None; the fastest sequential"
+    with pytest.raises(rg.CellError, match=expected):
         rg.GRU(5, 7, backward="chop")
+    ours = rg.GRU(5, 7)
+    ours.backward = "auto"
+    with pytest.raises(rg.CellError, match="unknown backward='auto': expected"):
+        ours(inputs(9, 2, 5, dtype=torch.float32))
     with pytest.raises(rg.CellError, match="proj_size=3 has no Jacobian here: expected an LSTM"):
         rg.LSTM(5, 7, proj_size=3, backward="scan")
 
@@ -93,6 +92,14 @@ def test_layers_directions_dropout_and_biases(cell, way, options, given):
     skip_other_masks(way, options)
     x = inputs(20, 3, 5).requires_grad_()
     ours, theirs = both(cell, way, x, batch=(3,) if given else None, **options)
+    assert_close(ours, theirs, 1e-10)
+
+
+@EVERY_CELL
+@pytest.mark.parametrize("options", OPTIONS[4:], ids=str)
+def test_dropout_of_sequences_of_several_blocks(cell, options, monkeypatch):
+    monkeypatch.setitem(pieces._SCAN_BYTES, "cpu", 1)
+    ours, theirs = both(cell, "scan", inputs(20, 3, 5).requires_grad_(), **options)
     assert_close(ours, theirs, 1e-10)
 
 
@@ -299,7 +306,6 @@ def test_an_output_written_to_is_noticed(cell, way):
 @BOTH_WAYS
 def test_without_gradients_it_is_torchs_own(cell, way, monkeypatch):
     theirs, ours = pair(cell, 5, 7, **WAYS[way])
-    monkeypatch.setattr("retrograde.recurrent.call.Call.run_scan", None)
     monkeypatch.setattr("retrograde.recurrent.call.Call.run", None)
     x = inputs(20, 3, 5, dtype=torch.float32)
     with torch.no_grad():

@@ -35,8 +35,8 @@ from oracles.networks import (
     state_of,
 )
 from retrograde.kernels.cells import Weights
-from retrograde.recurrent.block_lengths import scan_plan
 from retrograde.recurrent.forward import room_for, run
+from retrograde.recurrent.pieces import scan_lengths
 from retrograde.recurrent.scheduled import find_plan
 
 SIZES, LENGTHS, BATCHES = (1, 7, 20, 33, 64, 128), (1, 2, 3, 63, 64, 65, 1000, 5000), (1, 3, 16)
@@ -80,7 +80,7 @@ def trajectory(net, x, state, way):
     weights = Weights(net.mode, *(p.detach() for p in net.parameters()))
     now, found = tuple(s[0].detach() for s in state), []
     shape = x.shape[1], x.shape[2], weights.size, x.dtype, "cpu"
-    block = scan_plan(net.mode, len(x), *shape).block
+    block, _ = scan_lengths(net.mode, len(x), *shape)
     if way == "sweep":
         parts = find_plan(call, "100%").parts
         if not parts:  # torch's own module runs

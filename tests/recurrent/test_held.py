@@ -12,10 +12,9 @@ import retrograde as rg
 from oracles.networks import relative_error
 from oracles.strangers import watched
 from retrograde.plan.fit import whole_fit
-from retrograde.recurrent.block_lengths import BackwardPlan
 from retrograde.recurrent.bytes import Shape, sums_at_once
 from retrograde.recurrent.core import HeldLayers
-from retrograde.recurrent.masks import Drawn
+from retrograde.recurrent.dropout import Drawn
 from retrograde.recurrent.pieces import Sequences
 from retrograde.recurrent.plan import HeldPlan, Planner
 from retrograde.recurrent.vendor import Layers
@@ -54,17 +53,17 @@ class Case:
         self.seeds = [torch.randn(*lead, size * self.tracks, dtype=dtype)]
         self.seeds += [torch.randn(shape, dtype=dtype) for _ in self.state]
 
-    def core(self, way, **options):
+    def core(self, plan, **options):
         weights, net = self.net._flat_weights, self.net
         each = len(weights) // self.tracks
         parts = [weights[k * each : (k + 1) * each] for k in range(self.tracks)]
         tracks = tuple(Layers(net.mode, part, net.num_layers, net.bias) for part in parts)
         rows = Rows(self.length, self.sizes, self.both)
-        return HeldLayers(tracks, rows, self.batch, [way] * net.num_layers, **options)
+        return HeldLayers(tracks, rows, self.batch, plan, **options)
 
-    def ours(self, schedule, way, x=None, **options):
+    def ours(self, schedule, plan, x=None, **options):
         x, rows = self.x if x is None else x, Rows(self.length, self.sizes, self.both)
-        (y,), after = run_schedule(self.core(way, **options), schedule, [x], self.state, rows)
+        (y,), after = run_schedule(self.core(plan, **options), schedule, [x], self.state, rows)
         return [y, *after]
 
     def theirs(self, x=None):
@@ -93,23 +92,23 @@ LENGTHS = {"padded": None, "packed": [17, 12, 12, 5, 1]}
 
 
 def run_by(means, case):
-    return {"onward": "blas" if means == "blas" else "loops", "back": [means] * case.net.num_layers}
+    return "blas" if means == "blas" else "loops", (means,) * case.net.num_layers
 
 
 @EVERY_KIND
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", ["sequential", "scan"])
+@pytest.mark.parametrize("chunk", [None, 3], ids=["sequential", "scan"])
 @pytest.mark.parametrize("layers", LAYERS)
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("size", [7, 24])
 @pytest.mark.parametrize("means", ["loops", "sweeps", "blas"])
-def test_outputs_and_gradients_are_torchs(kind, schedule, name, layers, lengths, size, means):
+def test_outputs_and_gradients_are_torchs(kind, schedule, chunk, layers, lengths, size, means):
     case = Case(kind, (17, 5, 4, size), lengths=LENGTHS[lengths], **LAYERS[layers])
     if schedule == "tight" and case.both:
         pytest.skip("two directions are one range")
     for block, kept in [(1, 0), (5, 6), (100, 17), (4, 1)]:
-        way = BackwardPlan(name, block, 3)
-        ours = case.ours(SCHEDULES[schedule](17), way, kept=kept, **run_by(means, case))
+        plan = HeldPlan(5 * block, kept, *run_by(means, case), chunk)
+        ours = case.ours(SCHEDULES[schedule](17), plan)
         case.assert_same(ours)
         case.assert_same(ours)  # and a second time through the same graph
 
@@ -127,9 +126,7 @@ def test_what_is_laid_out_otherwise(kind, layers):
         None,
     ):
         for kept in (0, 9):
-            ours = case.ours(
-                SCHEDULES["in one range"](40), BackwardPlan("sequential", 7), x, kept=kept
-            )
+            ours = case.ours(SCHEDULES["in one range"](40), HeldPlan(21, kept), x)
             case.assert_same(ours, x, [seed, *states], [x, *case.net.parameters()])
 
 
@@ -138,7 +135,7 @@ def test_what_is_laid_out_otherwise(kind, layers):
 def test_gradients_that_arrive_at_one_end_only(kind, given):
     case = Case(kind, (23, 2, 8, 8))
     seeds = [g if number == given else None for number, g in enumerate(case.seeds)]
-    case.assert_same(case.ours(rg.plan(23, 3), BackwardPlan("sequential", 4)), seeds=seeds)
+    case.assert_same(case.ours(rg.plan(23, 3), HeldPlan(8)), seeds=seeds)
 
 
 @EVERY_KIND
@@ -148,7 +145,7 @@ def test_frozen_weights_and_inputs(kind):
     case.net.bias_ih_l1.requires_grad_(False)
     wanted = [*case.state, *(p for p in case.net.parameters() if p.requires_grad)]
     x = case.x.detach()
-    ours = case.ours(SCHEDULES["in one range"](31), BackwardPlan("sequential", 4), x)
+    ours = case.ours(SCHEDULES["in one range"](31), HeldPlan(8), x)
     case.assert_same(ours, x, wanted=wanted)
 
 
@@ -171,11 +168,11 @@ def test_drawn_masks_are_torchs():
 
 @pytest.mark.quick(1)
 @EVERY_KIND
-@pytest.mark.parametrize("name", ["sequential", "scan"])
-def test_half_precision_is_summed_in_single(kind, name):
+@pytest.mark.parametrize("chunk", [None, 3], ids=["sequential", "scan"])
+def test_half_precision_is_summed_in_single(kind, chunk):
     case = Case(kind, (33, 3, 4, 7), dtype=torch.bfloat16)
     wanted = [case.x, *case.state, *case.net.parameters()]
-    ours = case.ours(SCHEDULES["in one range"](33), BackwardPlan(name, 7, 3))
+    ours = case.ours(SCHEDULES["in one range"](33), HeldPlan(21, chunk=chunk))
     found = torch.autograd.grad(ours, wanted, case.seeds)
     assert {t.dtype for t in found} == {torch.bfloat16}
     single = Case(kind, (33, 3, 4, 7), dtype=torch.float)
@@ -193,7 +190,7 @@ def test_half_precision_is_summed_in_single(kind, name):
 @EVERY_KIND
 def test_a_range_holds_marks_gates_and_what_lies_below(kind):
     case = Case(kind, (20, 3, 4, 7), layers=2)
-    core, rows = case.core(BackwardPlan("sequential", 5), kept=7), Rows(20)
+    core, rows = case.core(HeldPlan(15, 7)), Rows(20)
     x = case.x.detach()
     inputs = rows.read([x], core.room(rows.read([x])))
     tape = core.record(inputs, 0, 20, [s.detach() for s in case.state], lambda *_: None)
@@ -260,11 +257,8 @@ def test_what_is_counted_is_no_less_than_what_is_taken(seed):
 
         def call(case=case, x=x, plan=plan, shape=shape, dy=dy, wanted=wanted):
             case.state = [torch.zeros_like(s) for s in case.state]
-            way = BackwardPlan("sequential", max(1, plan.block // case.batch))
-            options = {"kept": plan.kept, "at_once": shape.at_once}
-            options |= {"onward": plan.onward, "back": plan.back}
             schedule = SCHEDULES["in one range"](case.length)
-            y, *after = case.ours(schedule, way, x, **options)
+            y, *after = case.ours(schedule, plan, x, at_once=shape.at_once)
             after = [t.detach() for t in after]
             return y.detach(), after, torch.autograd.grad(y, wanted, dy)
 

@@ -197,7 +197,7 @@ def _module(
         stream = Stream.of(open_source(inputs, length, device), wants_inputs)
         states, state_spec = _module_state(module, stream, state)
         list_spec = flatten(states, "state")[1]
-        kernels = candidates((net,), states[0].shape[1])
+        kernels = candidates(net, states[0].shape[1])
         # A trial must fit the least budget, but oneDNN's LSTM copies its weights.
         lightest = kernels[-1 if module.mode == "LSTM" else 0]
         part = RangeLoss(cast(Fused, lightest.core), loss, device)

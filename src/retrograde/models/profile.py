@@ -349,25 +349,21 @@ def _of_module(
             "tensor (T, B, I); for packed sequences, pad them"
         )
     call = cast(BudgetedRNN, twin(module))._call_of(input, hx)
-    if call.bidirectional and module.num_layers > 1:
+    if call.is_stack:
         raise CellError(
             f"profile does not run a {type(module).__name__} with bidirectional=True and "
             f"num_layers={module.num_layers}: expected one recurrence; module.fit(input) shows "
             "the effect of its memory"
         )
-    ranges = measure_ranges(call, None)
-    costs = [
-        Costs(
-            replace(size, ordinary=ranges.ordinary.full),
-            time_steps(one.core, ranges.inputs, ranges.state, repeats),
-        )
-        for one, size in zip(ranges.cores, ranges.sizes, strict=True)
-    ]
+    found = measure_ranges(call, None)
+    sizes = replace(found.size, ordinary=found.ordinary.full)
     if call.runs_held:
-        costs = [HeldCosts(costs[0].sizes, time_held(call, repeats), call)]
-    *_, (a, low), (b, high) = ((0, 0), *costs[0].sizes.held.points)
+        costs: Costs = HeldCosts(sizes, time_held(call, repeats), call)
+    else:
+        costs = Costs(sizes, time_steps(found.core, found.inputs, found.state, repeats))
+    *_, (a, low), (b, high) = ((0, 0), *sizes.held.points)
     wanted = sum(p.requires_grad for p in module.parameters())
-    return _described(costs, -(-(high - low) // (b - a)), wanted, False, length or call.length)
+    return _described([costs], -(-(high - low) // (b - a)), wanted, False, length or call.length)
 
 
 def _described(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from retrograde.plan.fit import Fit, Footprint, fit
 from retrograde.recurrent.call import Call
-from retrograde.recurrent.ranges import backward_plans, run_held
+from retrograde.recurrent.ranges import held_plan, run_held
 from retrograde.recurrent.scheduled import fit_held, ordinary_bytes
 from retrograde.recurrent.weights import stand_ins
 from retrograde.run.layout import Rows
@@ -81,8 +81,8 @@ def time_held(call: Call, repeats: int) -> RangeTimes:
     def record(steps: int) -> None:
         inputs[:] = [x := call.x[:steps].detach().requires_grad_(call.x.requires_grad)]
         rows = Rows(steps, None, call.bidirectional)
-        plans = backward_plans("sequential", net[0], steps, call.batch)
-        outputs[:] = [run_held(net, rows, x, state, plans)[0]]
+        plan = held_plan(net[0], steps, call.batch)
+        outputs[:] = [run_held(net, rows, x, state, plan)[0]]
 
     def forward(steps: int) -> None:
         with torch.no_grad():

@@ -14,7 +14,6 @@ from torch import Tensor
 from retrograde.kernels import Backward, BlockSweep, blas_kernels, kernels
 from retrograde.kernels.cells import Block, Slopes, Weights, slopes
 from retrograde.kernels.sweep import safe_chunk
-from retrograde.recurrent.block_lengths import BackwardPlan
 from retrograde.recurrent.bytes import LAID_ROWS, LARGE, Means
 
 __all__ = ["LayerBackward"]
@@ -29,7 +28,8 @@ class LayerBackward:
     """The backward pass of one layer.
 
     ``totals``, by the names of the weights, are complete after ``finish``. ``rows`` is the most
-    rows of a piece of several steps. ``at_once`` sums gradients of weights in place, which takes
+    rows of a piece of several steps. ``chunk`` is the steps in a chunk of a scan; None runs no
+    scan. ``at_once`` sums gradients of weights in place, which takes
     less memory and rounds more.
     """
 
@@ -37,24 +37,24 @@ class LayerBackward:
         self,
         weights: Weights,
         totals: dict[str, Tensor],
-        plan: BackwardPlan,
         batch: int,
         rows: int,
         *,
+        chunk: int | None = None,
         means: Means = "loops",
         at_once: bool = False,
     ) -> None:
         hidden = weights.hidden
         on_cpu = hidden.device.type == "cpu"
-        self.weights, self.totals, self.plan = weights, totals, plan
+        self.weights, self.totals, self.chunk = weights, totals, chunk
         self.rows, self.at_once = rows, at_once or not on_cpu
         self.use = kernels(hidden.device.type, hidden.dtype, weights.size)
         if means == "blas":
             self.use = blas_kernels()
-        if plan.name == "scan" and on_cpu:  # a GPU would have to be waited for
-            self.plan = replace(plan, chunk=safe_chunk(hidden, plan.chunk))
+        if chunk is not None and on_cpu:  # a GPU would have to be waited for
+            self.chunk = safe_chunk(hidden, chunk)
         small = batch > 1 and hidden.numel() <= LARGE  # there are samples to divide among threads
-        loops = means == "loops" and plan.name == "sequential" and self.use.backward is not None
+        loops = means == "loops" and chunk is None and self.use.backward is not None
         self.in_one_loop = small and loops
         self.loops: Backward | None = None
         self.samples = -1
@@ -75,9 +75,9 @@ class LayerBackward:
         weights, known = self.weights, None if block.kept is None else block.kept.gates
         c = block.c if block.kept is None else block.kept.cells[0]
         steps = slopes(weights, block.x, block.before, block.after, c, self.use.gates, known)
-        if self.plan.name == "scan":
+        if self.chunk is not None:
             losses = None if dy is None else _laid(dy, g)
-            g = self.use.scan(steps, weights.hidden, losses, g, self.plan.chunk)
+            g = self.use.scan(steps, weights.hidden, losses, g, self.chunk)
         else:
             self.sweep = self.sweep or self.use.sweep_with(weights.hidden)
             for part in self._parts(dy, samples=len(g)):

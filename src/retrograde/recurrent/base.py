@@ -106,7 +106,7 @@ class BudgetedRNN(nn.RNNBase):
         self._update_flat_weights()  # type: ignore[no-untyped-call]
         weights: Any = self._flat_weights
         data = input.data if isinstance(input, PackedSequence) else input
-        hidden, found = self._parts(hx), None
+        hidden, found = self._state_of(hx), None
         asked = self._options() and torch.is_grad_enabled()
         if hidden is not None and asked and self._wants([data, *hidden, *weights]):
             found = self._run(self._read(input, hidden, weights))
@@ -161,12 +161,6 @@ class BudgetedRNN(nn.RNNBase):
         more = [f"{name}={value!r}" for name, value in asked.items() if value is not None]
         return ", ".join([super().extra_repr(), *more])
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {
-            **super().__getstate__(),  # type: ignore[no-untyped-call]
-            "_fits": LRUCache(),
-        }
-
     def __prepare_scriptable__(self) -> nn.Module:
         """Return the module that ``torch.jit.script`` compiles instead of this one.
 
@@ -197,13 +191,11 @@ class BudgetedRNN(nn.RNNBase):
     def _check_asked(self) -> None:
         """Raise if an option is unknown, or two options exclude each other."""
         asked: Any = self.backward
-        if asked in ("sequential", "auto"):
-            raise CellError(
-                f"backward={asked!r} is no more: write memory='100%', whose backward pass is the "
-                "fastest sequential one"
-            )
         if asked not in (None, "scan"):
-            raise CellError(f"unknown backward={asked!r}: expected 'scan', or None for torch's own")
+            raise CellError(
+                f"unknown backward={asked!r}: expected 'scan', or None; the fastest sequential "
+                "backward pass is memory='100%'"
+            )
         if asked is not None and self.proj_size:
             raise CellError(
                 f"proj_size={self.proj_size} has no Jacobian here: expected an LSTM without "
@@ -241,7 +233,7 @@ class BudgetedRNN(nn.RNNBase):
         sizes += [self.hidden_size] if self.mode == "LSTM" else []
         return tuple(like.new_zeros(layers, samples, size) for size in sizes)
 
-    def _parts(self, hx: Any) -> State | None:
+    def _state_of(self, hx: Any) -> State | None:
         """Return the tensors of an initial state: () for zeros, None if it is not a valid one."""
         if hx is None:
             return ()
@@ -251,7 +243,7 @@ class BudgetedRNN(nn.RNNBase):
 
     def _call_of(self, input: Any, hx: Any) -> Call:
         """Return the call with these arguments, with the weights as they were last computed."""
-        hidden = self._parts(hx)
+        hidden = self._state_of(hx)
         if hidden is None:
             raise InputError(
                 f"the initial state is a {type(hx).__name__}: expected "

@@ -6,7 +6,6 @@ between the layers are held.
 """
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,14 +15,12 @@ from torch import Tensor
 from retrograde.errors import CellError
 from retrograde.kernels import kernels
 from retrograde.plan.fit import Fit, in_one_range
-from retrograde.recurrent.block_lengths import BackwardPlan
 from retrograde.recurrent.bytes import sums_at_once
 from retrograde.recurrent.core import HeldLayers
-from retrograde.recurrent.dropout import Dropout, draw_key
+from retrograde.recurrent.dropout import Drawn, Dropout, Masks, draw_key
 from retrograde.recurrent.fused import Fused
-from retrograde.recurrent.masks import Drawn, Hashed
 from retrograde.recurrent.plan import HeldPlan
-from retrograde.recurrent.ranges import backward_plans, run_held
+from retrograde.recurrent.ranges import held_plan
 from retrograde.recurrent.vendor import Kernel, Layers, Mode, laid_out, run_torch
 from retrograde.recurrent.weights import last_weights
 from retrograde.run.autograd import run_schedule, run_without_gradient
@@ -36,13 +33,10 @@ from retrograde.sizes.ordinary import LONGEST_MEASURED
 if TYPE_CHECKING:
     from retrograde.recurrent.base import BudgetedRNN
 
-__all__ = ["Call", "Plan", "StackFit", "check_measurable"]
+__all__ = ["Call", "Plan", "StackFit"]
 
 Tensors = list[Tensor]
 State = tuple[Tensor, ...]
-# Runs one recurrence, given its number, layers, inputs and state. Returns the outputs and the last
-# state.
-RunOne = Callable[[int, tuple[Layers, ...], Tensor, Tensors], tuple[Tensor, Tensors]]
 
 
 @dataclass(frozen=True)
@@ -112,15 +106,20 @@ class Call:
         self.measured_length = 1 << min(self.length, LONGEST_MEASURED).bit_length() - 1
         self.batch = state[0].shape[1]
         self.bidirectional = bool(module.bidirectional)
-        self.at_once = sums_at_once(self.length, self.batch)
+        # Each of several layers of two directions is a recurrence of its own.
+        self.is_stack = self.bidirectional and module.num_layers > 1
         self.has_dropout = bool(module.dropout and module.training and module.num_layers > 1)
 
     def of_length(self, length: int) -> "Call":
         """Return the same call with another length, which can be planned but not run."""
         other = copy.copy(self)
         other.length = length
-        other.at_once = sums_at_once(length, self.batch)
         return other
+
+    @property
+    def at_once(self) -> bool:
+        """Whether gradients of weights are summed in place."""
+        return sums_at_once(self.length, self.batch)
 
     @property
     def runs_held(self) -> bool:
@@ -145,15 +144,23 @@ class Call:
 
     def states(self) -> list[Tensors]:
         """Return the initial state of every recurrence."""
-        if not self.bidirectional or self.module.num_layers == 1:
+        if not self.is_stack:
             return [list(self.state)]
         return [list(parts) for parts in zip(*(s.split(2) for s in self.state), strict=True)]
 
-    def dropout(self, number: int, key: Tensor | None) -> Dropout | None:
-        """Return the dropout before the layers of the recurrence with this number."""
-        if key is None or (self.bidirectional and number == 0):
+    def masks(self, number: int, count: int, key: Tensor | None) -> Masks | None:
+        """Return the dropout before the ``count`` layers of the recurrence with this number.
+
+        It depends on the key; without one, it is drawn as torch draws it.
+        """
+        if not self.has_dropout or (self.bidirectional and number == 0):
             return None
-        return Dropout(float(self.module.dropout), key, number, first=self.bidirectional)
+        p = float(self.module.dropout)
+        if key is not None:
+            return Dropout(p, key, number, first=self.bidirectional)
+        layers = [0] if self.bidirectional else [*range(1, count)]
+        width = self.state[0].shape[-1] * (2 if self.bidirectional else 1)
+        return Drawn.like(layers, self.x.new_empty(*self.x.shape[:-1], width), p)
 
     def follow(self, schedule: Schedule) -> tuple[Tensor, State]:
         """Run every recurrence on torch's kernels by a given schedule."""
@@ -163,83 +170,56 @@ class Call:
         """Run as torch's own module does, in as many calls as the vendor's kernel needs."""
         return self.follow(in_one_range(self.length))
 
-    def run(self, plan: Plan) -> tuple[Tensor, State]:
-        """Run a plan. Returns the outputs, laid out as the inputs are, and the final state."""
-        key = draw_key(self.x.device) if self.has_dropout else None
-
-        def run(
-            number: int, net: tuple[Layers, ...], x: Tensor, state: Tensors
-        ) -> tuple[Tensor, Tensors]:
-            runner, schedule = plan.parts[number]
-            dropout, core = self.dropout(number, key), cast(Core, None)
-            held = isinstance(runner, HeldPlan)
-            net = tuple(laid_out(one, apart=held or dropout is not None) for one in net)
-            if isinstance(runner, HeldPlan):
-                layout = Rows(self.length, self.sizes, self.bidirectional)
-                core = self._held(runner, net, layout, dropout)
-            else:
-                layout = Rows(self.length, self.sizes, self.bidirectional, dropout is not None)
-                core = Fused(net, runner, dropout, self.sizes is not None)
-            if torch.is_grad_enabled():
-                (y,), final = run_schedule(core, schedule, [x], state, layout)
-            else:
-                (y,), final = run_without_gradient(core, layout.read([x]), state, layout)
-            return y, final
-
-        return self._in_turn(run)
-
     def run_scan(self) -> tuple[Tensor, State]:
-        """Run without a budget: gates are kept, and the backward pass is a scan.
+        """Run without a budget: gates are kept, and the backward pass is a scan."""
+        whole, nets = in_one_range(self.length), self.nets(self.weights)
+        plans = [held_plan(net[0], self.length, self.batch, scans=True) for net in nets]
+        return self.run(Plan(tuple((plan, whole) for plan in plans)), scans=True)
 
-        Dropout masks are drawn as torch draws them. The results are laid out as :meth:`run`'s.
+    def run(self, plan: Plan, *, scans: bool = False) -> tuple[Tensor, State]:
+        """Run a plan, each recurrence on the outputs of the one before.
+
+        A scan has no budget, and draws dropout masks as torch does. Returns the outputs, laid out
+        as the inputs are, and the final state.
         """
-
-        def run(
-            number: int, net: tuple[Layers, ...], x: Tensor, state: Tensors
-        ) -> tuple[Tensor, Tensors]:
-            layout = Rows(self.length, self.sizes, self.bidirectional)
-            net = tuple(laid_out(one, apart=True) for one in net)
-            plans = backward_plans("scan", net[0], self.length, self.batch)
-            return run_held(net, layout, x, state, plans, self._drawn(number, net[0].count))
-
-        return self._in_turn(run)
-
-    def _in_turn(self, run: RunOne) -> tuple[Tensor, State]:
-        """Run each recurrence on the outputs of the one before."""
+        key = draw_key(self.x.device) if self.has_dropout and not scans else None
         x, finals = self.x, []
         nets = self.nets(_apart(self.weights))
         for number, (net, state) in enumerate(zip(nets, self.states(), strict=True)):
-            x, final = run(number, net, x, state)
+            masks = self.masks(number, net[0].count, key)
+            x, final = self._run(*plan.parts[number], net, x, state, masks)
             finals.append(final)
+            del masks  # before the next ones are drawn
         if len(finals) == 1:
             return x, tuple(finals[0])
         return x, tuple(torch.cat(parts) for parts in zip(*finals, strict=True))
 
-    def _held(
-        self, plan: HeldPlan, net: tuple[Layers, ...], layout: Rows, dropout: Dropout | None
-    ) -> HeldLayers:
-        plans = [BackwardPlan("sequential", max(1, plan.block // self.batch))] * net[0].count
-        masks = None if dropout is None else Hashed(dropout)
-        return HeldLayers(
-            net,
-            layout,
-            self.batch,
-            plans,
-            kept=plan.kept,
-            masks=masks,
-            onward=plan.onward,
-            back=plan.back,
-            at_once=self.at_once,
-        )
-
-    def _drawn(self, number: int, count: int) -> Drawn | None:
-        """Draw the dropout masks before the layers of a recurrence, as torch draws them."""
-        if not self.has_dropout or (self.bidirectional and number == 0):
-            return None
-        layers = [0] if self.bidirectional else [*range(1, count)]
-        width = self.state[0].shape[-1] * (2 if self.bidirectional else 1)
-        like = self.x.new_empty(*self.x.shape[:-1], width)
-        return Drawn.like(layers, like, float(self.module.dropout))
+    def _run(
+        self,
+        runner: Kernel | HeldPlan,
+        schedule: Schedule,
+        net: tuple[Layers, ...],
+        x: Tensor,
+        state: Tensors,
+        masks: Masks | None,
+    ) -> tuple[Tensor, Tensors]:
+        """Run one recurrence by a schedule. Returns the outputs and the last state."""
+        held = isinstance(runner, HeldPlan)
+        layout = Rows(self.length, self.sizes, self.bidirectional, masks is not None and not held)
+        net = tuple(laid_out(one, apart=held or masks is not None) for one in net)
+        core: Core
+        budgeted = True
+        if isinstance(runner, HeldPlan):
+            budgeted = runner.chunk is None
+            at_once = self.at_once and budgeted
+            core = HeldLayers(net, layout, self.batch, runner, masks=masks, at_once=at_once)
+        else:
+            core = Fused(net, runner, masks, self.sizes is not None)
+        if torch.is_grad_enabled():
+            (y,), final = run_schedule(core, schedule, [x], state, layout, budgeted=budgeted)
+        else:
+            (y,), final = run_without_gradient(core, layout.read([x]), state, layout)
+        return y, final
 
     def shapes(self) -> Any:
         """Return everything that the bytes of a range depend on, except its length."""
@@ -256,26 +236,23 @@ class Call:
         )
 
     def check_measurable(self) -> None:
-        """Raise CellError if the bytes of this call cannot be measured."""
-        check_measurable([self.x, *self.state, *self.weights])
+        """Raise CellError if the bytes of this call cannot be measured.
 
-
-def check_measurable(tensors: Tensors) -> None:
-    """Raise CellError if the bytes of a call cannot be measured.
-
-    That is so if a tensor is fake or on the meta device, or if no tensor requires a gradient.
-    """
-    if is_unreal(tensors):
-        places = ", ".join(sorted({str(t.device) for t in tensors}))
-        raise CellError(
-            f"the input or a weight is fake or on the meta device ({places}): expected real "
-            "tensors, for what they take is measured; call the module with real ones, and ask again"
-        )
-    if not any(t.requires_grad for t in tensors):
-        raise CellError(
-            "there is nothing to backpropagate: expected a weight or an input that requires a "
-            "gradient; give the input as training will, with requires_grad_()"
-        )
+        That is so if a tensor is fake or on the meta device, or if no tensor requires a gradient.
+        """
+        tensors = [self.x, *self.state, *self.weights]
+        if is_unreal(tensors):
+            places = ", ".join(sorted({str(t.device) for t in tensors}))
+            raise CellError(
+                f"the input or a weight is fake or on the meta device ({places}): expected real "
+                "tensors, for what they take is measured; call the module with real ones, and ask "
+                "again"
+            )
+        if not any(t.requires_grad for t in tensors):
+            raise CellError(
+                "there is nothing to backpropagate: expected a weight or an input that requires a "
+                "gradient; give the input as training will, with requires_grad_()"
+            )
 
 
 def _apart(weights: Tensors) -> Tensors:

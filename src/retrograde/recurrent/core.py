@@ -22,12 +22,12 @@ from torch import Tensor
 from retrograde.kernels import blas_kernels, kernels
 from retrograde.kernels.cells import Block, Kept, Weights
 from retrograde.recurrent.backward import LayerBackward
-from retrograde.recurrent.block_lengths import BackwardPlan
 from retrograde.recurrent.bytes import Means
-from retrograde.recurrent.forward import LayerForward
+from retrograde.recurrent.dropout import Masks
+from retrograde.recurrent.forward import LayerForward, room_for
 from retrograde.recurrent.fused import Fused
-from retrograde.recurrent.masks import Masks
 from retrograde.recurrent.pieces import Piece, cut
+from retrograde.recurrent.plan import HeldPlan
 from retrograde.recurrent.vendor import Layers
 from retrograde.replay.surroundings import Ambient
 from retrograde.run.core import Emit, Gate, Gradients, RangeCore, Tape, discard
@@ -57,8 +57,8 @@ class _Held(Tape):
 class HeldLayers(RangeCore):
     """Several layers in one direction, or one layer in two directions; without projections.
 
-    ``plans`` go from the lowest layer up, and the first plan's ``block`` is the steps of a piece.
-    The last ``kept`` steps of each track of an LSTM keep their gates.
+    The last ``plan.kept`` steps of each track of an LSTM keep their gates. ``at_once`` is as for
+    :class:`~retrograde.recurrent.backward.LayerBackward`.
     """
 
     def __init__(
@@ -66,16 +66,13 @@ class HeldLayers(RangeCore):
         tracks: tuple[Layers, ...],
         rows: Rows,
         batch: int,
-        plans: Sequence[BackwardPlan],
+        plan: HeldPlan,
         *,
-        kept: int = 0,
         masks: Masks | None = None,
-        onward: Means = "loops",
-        back: Sequence[Means] = (),
         at_once: bool = False,
     ) -> None:
-        self.tracks, self.rows, self.batch, self.plans = tracks, rows, batch, plans
-        self.kept, self.block = kept, min(plans[0].block, rows.length) * batch
+        self.tracks, self.rows, self.batch, self.chunk = tracks, rows, batch, plan.chunk
+        self.kept, self.block = plan.kept, min(plan.block, rows.length * batch)
         self.masks, self.at_once = masks, at_once
         self.parameters = [w for track in tracks for w in track.weights if w.requires_grad]
         weight = tracks[0].weights[1]
@@ -86,10 +83,11 @@ class HeldLayers(RangeCore):
             [Weights.of(t.mode, [w.detach() for w in t[k].weights]) for k in range(t.count)]
             for t in tracks
         ]
-        self.back: tuple[Means, ...] = tuple(back or ["loops"] * self.count)
-        loops = kernels(weight.device.type, weight.dtype, self.size)
-        self.forward = blas_kernels().forward if onward == "blas" else loops.forward
-        self.recall = loops.recall
+        loops: Means = "loops"
+        self.back = plan.back or (loops,) * self.count
+        use = kernels(weight.device.type, weight.dtype, self.size)
+        self.forward = blas_kernels().forward if plan.onward == "blas" else use.forward
+        self.recall = use.recall
         #: Whether a second run can take h from the outputs of the top layer, instead of running
         #: step by step.
         self.follows = self.kind != "LSTM" or self.recall is not None
@@ -113,9 +111,8 @@ class HeldLayers(RangeCore):
     def ordinary(
         self, layout: Layout, inputs: Tensors, state: Tensors, gate: Gate
     ) -> tuple[Tensors, Tensors, Tensors]:
-        dropout = None if self.masks is None else self.masks.of_all_steps()
-        core = Fused(self.tracks, dropout=dropout, packed=self.rows.sizes is not None)
-        rows = replace(self.rows, numbered=dropout is not None)
+        core = Fused(self.tracks, dropout=self.masks, packed=self.rows.sizes is not None)
+        rows = replace(self.rows, numbered=self.masks is not None)
         return core.ordinary(rows, inputs, state, gate)
 
     @torch.no_grad()
@@ -136,7 +133,7 @@ class HeldLayers(RangeCore):
         most = min(p.rows for p in passes)
         for a, b in pairwise([start, *stops]):
             for piece in cut(a, b, most, self.batch, self.sizes):
-                y = self._x(inputs, 0, piece)
+                y = self._given(None, inputs, 0, 0, piece)
                 for k, run in enumerate(passes):
                     if k:
                         y = self._dropped(y, k, piece)
@@ -178,7 +175,13 @@ class HeldLayers(RangeCore):
         gradients.states = states
 
     def _record(
-        self, tape: _Held, inputs: Inputs, number: int, k: int, weights: Weights, emit: Emit | None
+        self,
+        tape: _Held,
+        inputs: Inputs,
+        number: int,
+        k: int,
+        weights: Weights,
+        emit: Emit | None,
     ) -> None:
         """Run a layer over a range; its state goes from before the range to after it."""
         top, own = k == self.count - 1, number * self.count + k
@@ -199,12 +202,9 @@ class HeldLayers(RangeCore):
                     tape.kept[number, k, piece] = found
                 del found  # before the next ones are made
                 continue
-            if keeps:
-                lead = len(piece), piece.samples
-                gates = state[0].new_empty(*lead, 4 * self.size)
-                room = Kept(gates, state[0].new_empty(*lead, self.size))
-                tape.kept[number, k, piece] = room
             x = self._given(tape, inputs, number, k, piece)
+            if keeps and (room := room_for(weights, x)) is not None:
+                tape.kept[number, k, piece] = room
             y = self._output(inputs, number, piece) if top else self._below(tape, k, piece)
             # In a second run the caller's outputs exist already.
             direct = not top or (emits and y.is_contiguous() and len(self.tracks) == 1)
@@ -235,22 +235,17 @@ class HeldLayers(RangeCore):
         after = self._read(self._output(inputs, number, piece), number)
         before = torch.cat([h.unsqueeze(0), after[:-1]])
         h.copy_(after[-1])
-        if tape is None:
-            x = self._x(inputs, number, piece)
-        else:
-            x = self._given(tape, inputs, number, self.count - 1, piece)
+        x = self._given(tape, inputs, number, self.count - 1, piece)
         return self.recall(weights, x, before, *c)
 
     def _backpropagate(self, tape: _Held, gradients: Gradients, number: int, g: Tensor) -> None:
         """Backpropagate a track; g (layers, B, n) goes from after the range to before it."""
         pieces = self._pieces(number, tape.start, tape.stop)
-        rows, totals = self.block, self._totals(number, gradients.parameters)
-        each = zip(self.layers[number], totals, self.plans, self.back, strict=True)
+        totals = self._totals(number, gradients.parameters)
+        options: Any = {"chunk": self.chunk, "at_once": self.at_once}
         passes = [
-            LayerBackward(
-                w.cast(self.real), total, plan, self.batch, rows, means=means, at_once=self.at_once
-            )
-            for w, total, plan, means in each
+            LayerBackward(w.cast(self.real), total, self.batch, self.block, means=means, **options)
+            for w, total, means in zip(self.layers[number], totals, self.back, strict=True)
         ]
         (total_dx,), (seeds,) = gradients.inputs, gradients.outputs
         read = cast(Inputs, gradients.read)
@@ -349,15 +344,17 @@ class HeldLayers(RangeCore):
         alike = into is not None and into.is_contiguous() and into.dtype == self.real
         return into if alike and len(self.tracks) == 1 and not drops else None
 
-    def _x(self, inputs: Inputs, number: int, piece: Piece) -> Tensor:
-        """Return the inputs of a piece (L, n, I), in the order in which its track runs them."""
-        x = self._dropped(self._rows(cast(RowInputs, inputs).x.detach(), piece), 0, piece)
-        return (x.flip(0) if number else x).contiguous()
+    def _given(
+        self, tape: _Held | None, inputs: Inputs, number: int, k: int, piece: Piece
+    ) -> Tensor:
+        """Return a layer's inputs for a piece (L, n, I), in the order in which its track runs them.
 
-    def _given(self, tape: _Held, inputs: Inputs, number: int, k: int, piece: Piece) -> Tensor:
-        """Return a layer's inputs for a piece."""
+        Those of the lowest layer need no tape.
+        """
         if k == 0:
-            return self._x(inputs, number, piece)
+            x = self._dropped(self._rows(cast(RowInputs, inputs).x.detach(), piece), 0, piece)
+            return (x.flip(0) if number else x).contiguous()
+        assert tape is not None
         return self._dropped(self._below(tape, k - 1, piece), k, piece)
 
     def _below(self, tape: _Held, k: int, piece: Piece) -> Tensor:
@@ -375,7 +372,9 @@ class HeldLayers(RangeCore):
 
     def _dropped(self, x: Tensor, k: int, piece: Piece) -> Tensor:
         """Apply dropout to a layer's input, or to that input's gradient."""
-        return x if self.masks is None else self.masks(x, k, piece, self._offset(piece.start))
+        if self.masks is None:
+            return x
+        return self.masks.of_rows(x, k, piece.start, self._offset(piece.start))
 
     def _totals(self, number: int, parameters: list[Tensor | None]) -> list[dict[str, Tensor]]:
         """Return, for each layer, the sums of its weights' gradients by name.

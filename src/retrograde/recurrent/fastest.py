@@ -13,14 +13,14 @@ schedule, and the same sums, on every run. In microseconds, for layers of W weig
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from retrograde.errors import BudgetError
 from retrograde.kernels import kernels
 from retrograde.plan.fit import Curve, Fit, Footprint, Highest, fit, predict_peak_bytes
-from retrograde.recurrent.dropout import Dropout
+from retrograde.recurrent.dropout import Masks
 from retrograde.recurrent.fused import Fused
 from retrograde.recurrent.ranges import RunHeld, has_slopes
 from retrograde.recurrent.vendor import Kernel, Layers, run_torch
@@ -29,7 +29,7 @@ from retrograde.run.inputs import Inputs
 from retrograde.sizes.footprint import footprint, measured_for
 from retrograde.units import Memory
 
-__all__ = ["Candidate", "candidates", "fit_fastest", "fit_measured", "footprints"]
+__all__ = ["Candidate", "candidate", "candidates", "fit_fastest", "fit_measured", "footprints"]
 
 Tensors = list[Tensor]
 
@@ -73,45 +73,38 @@ class Candidate:
     extra_bytes: int = 0
 
 
-def candidates(
+def candidate(
     nets: tuple[Layers, ...],
     batch: int,
-    *,
-    backward: Literal["scan"] | None = None,
-    dropout: Dropout | None = None,
+    kernel: Kernel = run_torch,
+    dropout: Masks | None = None,
     packed: bool = False,
-    whole: bool = True,
-    extra_bytes: int = 0,
-) -> list[Candidate]:
-    """Return the cores that can run ``nets``: all layers of one direction, or one for each of two.
+) -> Candidate:
+    """Return the core by which a kernel runs the layers of one direction, or one for each of two.
 
-    ``backward`` is None if the caller asked for no scan. ``whole`` says whether torch's own
-    module can run the layers too. With enough memory it does.
+    torch's own module may run them instead, if ``kernel`` is torch's.
     """
-    on_cpu = nets[0].weights[0].device.type == "cpu"
-    usual = _CPU[nets[0].mode.split("_")[0]] if on_cpu else _CUDA
-    compiled = _CPU["compiled"] if on_cpu else _CUDA
-    known: list[tuple[Kernel, _Costs]] = [(run_torch, usual)]
-    weight = nets[0].weights[1]
-    if backward is not None and has_slopes(nets[0]):
-        known = [(RunHeld(backward), compiled)]
-    elif has_slopes(nets[0]) and not packed and len(nets) == 1:
-        fast = kernels(weight.device.type, weight.dtype, weight.shape[1]).backward is not None
-        known += [(RunHeld(), compiled)] if fast else []
+    costs = _CUDA
+    if nets[0].weights[0].device.type == "cpu":
+        costs = _CPU[nets[0].mode.split("_")[0] if kernel is run_torch else "compiled"]
     weights = sum(w.numel() for net in nets for w in net.weights if w.dim() == 2)
-    found = []
-    for kernel, costs in known:
-        step = costs.step + 2.0 * batch * weights / costs.rate
-        candidate = Candidate(
-            Fused(nets, kernel, dropout, packed),
-            step_time=step,
-            call_steps=(costs.call + costs.weight * weights) / step,
-            record_steps=(costs.record + costs.weighed * weights) / step,
-            backward_steps=costs.backward,
-            scheduled=not (whole and kernel is run_torch),
-            extra_bytes=extra_bytes,
-        )
-        found.append(candidate)
+    step = costs.step + 2.0 * batch * weights / costs.rate
+    return Candidate(
+        Fused(nets, kernel, dropout, packed),
+        step_time=step,
+        call_steps=(costs.call + costs.weight * weights) / step,
+        record_steps=(costs.record + costs.weighed * weights) / step,
+        backward_steps=costs.backward,
+        scheduled=kernel is not run_torch,
+    )
+
+
+def candidates(net: Layers, batch: int) -> list[Candidate]:
+    """Return the cores that can run layers of one direction: by torch's kernels, and by ours."""
+    weight, found = net.weights[1], [candidate((net,), batch)]
+    use = kernels(weight.device.type, weight.dtype, weight.shape[1])
+    if has_slopes(net) and use.backward is not None:
+        found.append(candidate((net,), batch, RunHeld()))
     return found
 
 

@@ -98,7 +98,7 @@ def run_by_torch(weights: Weights, x: Tensor, state: Tensors, y: Tensor) -> None
         s.copy_(new.squeeze(0))
 
 
-def forward_curve(weights: Weights, state: Tensors, length: int, memory: Memory | None) -> Curve:
+def forward_curve(length: int, memory: Memory | None, weights: Weights, state: Tensors) -> Curve:
     """Measure :func:`forward_bytes` by number of steps.
 
     Ranges of more than a few steps are measured only as far as a budget in bytes allows.
@@ -108,11 +108,11 @@ def forward_curve(weights: Weights, state: Tensors, length: int, memory: Memory 
     for steps in sorted({min(length, n) for n in (1, 2, 4, 16, 64)}):
         if steps > FEW_STEPS and 4 * max(points.values()) > max(most, FEW_BYTES):
             break
-        points[steps] = forward_bytes(weights, state, steps)
+        points[steps] = forward_bytes(steps, weights, state)
     return Curve(tuple(points.items()))
 
 
-def forward_bytes(weights: Weights, state: Tensors, steps: int) -> int:
+def forward_bytes(steps: int, weights: Weights, state: Tensors) -> int:
     """Measure the peak bytes of :func:`run_by_torch` for a number of steps, on zeros."""
     x = state[0].new_zeros(steps, len(state[0]), weights.inputs.shape[1])
     y = state[0].new_zeros(steps, *state[0].shape)

@@ -11,14 +11,14 @@ own kernels are in ``ranges.py``.
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from retrograde.recurrent.dropout import Drops, samples_of
-from retrograde.recurrent.vendor import Kernel, Layers, run_torch
+from retrograde.recurrent.dropout import Masks, samples_of
+from retrograde.recurrent.vendor import Kernel, Layers, run_alive, run_torch
 from retrograde.replay.surroundings import Ambient
 from retrograde.run.autograd_core import AutogradCore
 from retrograde.run.core import Gate
@@ -43,7 +43,7 @@ class Fused(AutogradCore):
         self,
         nets: tuple[Layers, ...],
         kernel: Kernel = run_torch,
-        dropout: Drops | None = None,
+        dropout: Masks | None = None,
         packed: bool = False,
     ) -> None:
         self.nets, self.kernel, self.dropout, self.packed = nets, kernel, dropout, packed
@@ -102,22 +102,13 @@ class Fused(AutogradCore):
         if number == 1:
             order = _backwards(x, sizes)
             x = x.index_select(0, order)
-        if sizes is None:
-            y, after = self._layers(net, x, steps, None, state)
-        else:
-            alive = int(sizes[0])
-            now = [s[:, :alive] for s in state]
-            y, after = self._layers(net, x, steps, sizes, now)
-            if alive < state[0].shape[1]:
-                rests = [s[:, alive:] for s in state]
-                after = [torch.cat(parts, 1) for parts in zip(after, rests, strict=True)]
+        y, after = run_alive(partial(self._layers, steps=steps), net, x, state, sizes)
         return y if order is None else y.index_select(0, order), after
 
     def _layers(
-        self, net: Layers, x: Tensor, steps: Tensor | None, sizes: Tensor | None, state: Tensors
+        self, net: Layers, x: Tensor, state: Tensors, sizes: Tensor | None, steps: Tensor | None
     ) -> tuple[Tensor, Tensors]:
         """Run all layers in one call, or one after the other if there is dropout between them."""
-        state = [s.contiguous() for s in state]
         if self.dropout is None or steps is None or net.count == 1:
             return self.kernel(net, x, state, sizes)
         afters = []

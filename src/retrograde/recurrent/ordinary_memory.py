@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 from retrograde.plan.fit import Highest
 from retrograde.recurrent.call import Call
 from retrograde.recurrent.weights import over_weights, stand_ins
-from retrograde.sizes.ordinary import even_from, measure_pass, ordinary_curve
+from retrograde.sizes.ordinary import even_from, expanded, measure_pass, ordinary_curve
 from retrograde.units import Memory
 
 __all__ = ["Ordinary", "measure_ordinary", "measure_whole"]
@@ -38,15 +38,19 @@ class Ordinary:
 
     def serves(self, steps: int) -> bool:
         """Return whether measuring so many steps would give the same result."""
-        ends = [even_from(curves) for curves in (self.full, self.single) if curves is not None]
+        ends = [even_from(curves) for curves in self._measured]
         return all(end is not None and end <= steps for end in ends)
 
     def is_certain(self, steps: int) -> bool:
         """Return whether the bytes of so many steps were measured, or follow from even growth."""
-        curves = [each for each in (self.full, self.single) if each is not None]
         return all(
-            even_from(each) is not None or each.curves[0].points[-1][0] >= steps for each in curves
+            even_from(each) is not None or each.curves[0].points[-1][0] >= steps
+            for each in self._measured
         )
+
+    @property
+    def _measured(self) -> list[Highest]:
+        return [self.full] if self.single is None else [self.full, self.single]
 
     def __call__(self, steps: int, rows: int) -> int:
         """Return the bytes for so many steps; ``rows`` are those of a packed batch."""
@@ -64,7 +68,7 @@ def measure_ordinary(call: Call, memory: Memory | None) -> Ordinary:
         full = ordinary_curve(_taker(call, batch), length, memory)
         single = ordinary_curve(_taker(call, 1), length, memory) if packed else None
         steps = full.curves[0].points[-1][0]
-        more = max(0, max(_taker(call, batch, expanded=True)(steps)) - full(steps))
+        more = max(0, max(_taker(call, batch, expanded)(steps)) - full(steps))
     return Ordinary(batch, full, single, -(-more // steps))
 
 
@@ -81,7 +85,9 @@ def _apart(x: Tensor) -> Iterator[None]:
         yield
 
 
-def _taker(call: Call, batch: int, expanded: bool = False) -> Callable[[int], tuple[int, int]]:
+def _taker(
+    call: Call, batch: int, like: Callable[[Tensor], Tensor] = torch.ones_like
+) -> Callable[[int], tuple[int, int]]:
     """Return what measures the first steps of a call, for its first ``batch`` sequences."""
     x, packed = call.x, call.sizes is not None
     if packed:
@@ -96,7 +102,7 @@ def _taker(call: Call, batch: int, expanded: bool = False) -> Callable[[int], tu
             given = given.flatten(0, 1)
         given.requires_grad_(x.requires_grad)
         sizes = torch.full((steps,), batch, device="cpu") if packed else None
-        passing = _Pass(shell, given, kept, sizes, call.sorts, expanded)
+        passing = _Pass(shell, given, kept, sizes, call.sorts, like)
         return measure_pass(passing.forward, passing.backward, passing.handed.clear, x.device)
 
     return measured
@@ -111,7 +117,7 @@ class _Pass:
     state: State | None
     sizes: Tensor | None
     sorts: bool
-    expanded: bool
+    like: Callable[[Tensor], Tensor]  # makes the gradient of an output
     handed: list[Any] = field(default_factory=list)
 
     def forward(self) -> None:
@@ -127,9 +133,7 @@ class _Pass:
         y = outputs.data if isinstance(outputs, PackedSequence) else outputs
         ends = (y, *(final if isinstance(final, tuple) else (final,)))
         roots = [t for t in ends if t.requires_grad]
-        seeds = [torch.ones_like(t) for t in roots]
-        if self.expanded:
-            seeds = [torch.ones((), dtype=t.dtype, device=t.device).expand_as(t) for t in roots]
+        seeds = [self.like(t) for t in roots]
         wanted = [t for t in (self.x, *kept, *self.shell._flat_weights) if t.requires_grad]
         found = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
         self.handed += seeds, found

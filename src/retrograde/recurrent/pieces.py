@@ -3,15 +3,31 @@
 A packed batch stores its steps one after the other. Each step has as many rows as there are
 sequences that still continue. Where that number does not change, steps are a plain tensor (L, n,
 …), so nothing is padded.
+
+The lengths of pieces follow from the shapes alone. No clock is read, so the same shapes give the
+same sums.
 """
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, pairwise
 
-__all__ = ["Piece", "Sequences", "cut", "runs"]
+import torch
+
+from retrograde.kernels.cells import GATES, Kind
+
+__all__ = ["Piece", "Sequences", "cut", "scan_lengths", "sequential_block", "step_numbers"]
+
+# The bytes of a block's working arrays. On a CPU they are a part of the last-level cache that cores
+# share; on a GPU, launches are the cost and memory is plentiful.
+_BLOCK_BYTES = {"cpu": 4 * 2**20, "cuda": 2**28}
+# Gradients of weights are read and written once a block; a block of so many rows is worth that.
+_ROWS = 1024
+# The same for the scan, which also holds products and needs many chunks at a time.
+_SCAN_BYTES = {"cpu": 24 * 2**20, "cuda": 2**30}
 
 
 @dataclass(frozen=True)
@@ -55,15 +71,6 @@ def cut(
     return found
 
 
-def runs(offsets: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the runs (steps, sequences) of steps with equally many sequences in a packed batch.
-
-    ``offsets`` gives the first row of every step, and at the end the total number of rows.
-    """
-    sizes = (b - a for a, b in pairwise(offsets))
-    return [(len(list(group)), size) for size, group in groupby(sizes)]
-
-
 @dataclass(frozen=True)
 class Sequences:
     """The lengths of a batch: T, B and, if packed, ``offsets``.
@@ -78,7 +85,10 @@ class Sequences:
     @cached_property
     def runs(self) -> list[tuple[int, int]]:
         """Runs of neighbouring steps with equally many sequences, as (steps, sequences)."""
-        return [(self.length, self.batch)] if self.offsets is None else runs(self.offsets)
+        if self.offsets is None:
+            return [(self.length, self.batch)]
+        sizes = (b - a for a, b in pairwise(self.offsets))
+        return [(len(list(group)), size) for size, group in groupby(sizes)]
 
     @property
     def rows(self) -> int:
@@ -108,3 +118,43 @@ class Sequences:
         """Return the largest number of last steps that have at most ``rows`` rows."""
         steps = range(self.length + 1)
         return bisect_right(steps, rows, key=lambda k: self.last(k, both)) - 1
+
+
+def step_numbers(kind: Kind, inputs: int, size: int) -> int:
+    """Return how many numbers one step of one sample has: slopes, states, inputs."""
+    return (2 * GATES[kind] + 4) * size + 2 * inputs
+
+
+def sequential_block(
+    kind: Kind, samples: int, inputs: int, size: int, dtype: torch.dtype, device: str
+) -> int:
+    """Return the steps of a block that fits the cache, of B samples, inputs I, states H.
+
+    Example:
+        >>> sequential_block("GRU", 16, 24, 20, torch.float32, "cpu")
+        264
+    """
+    step = step_numbers(kind, inputs, size) * samples * max(4, dtype.itemsize)
+    block = max(1, _BLOCK_BYTES.get(device, _BLOCK_BYTES["cuda"]) // step)
+    return max(block, _ROWS // max(1, samples))
+
+
+def scan_lengths(
+    kind: Kind, length: int, samples: int, inputs: int, size: int, dtype: torch.dtype, device: str
+) -> tuple[int, int]:
+    """Return the steps of a block of a scan over T steps, and those of a chunk.
+
+    The chunk L has the least latency, 2 L + T / L.
+
+    Example:
+        >>> scan_lengths("RNN_TANH", 1000, 16, 24, 20, torch.float32, "cpu")
+        (1000, 22)
+    """
+    chunk = max(1, min(round(math.sqrt(length / 2)), length))
+    state = size * (2 if kind == "LSTM" else 1)
+    wide = GATES[kind] * size + 2 * state  # a row, and its products with all slopes
+    per_step = step_numbers(kind, inputs, size) + (state + 1) * wide / chunk
+    bytes_ = per_step * samples * max(4, dtype.itemsize)
+    room = _SCAN_BYTES.get(device, _SCAN_BYTES["cuda"])
+    steps = max(int(room / bytes_), chunk)
+    return steps - steps % chunk, chunk

@@ -49,13 +49,14 @@ class HeldPlan:
 
     ``kept`` is the number of those steps in each track. ``onward`` runs all layers forward.
     ``back`` names what backpropagates each layer, from the lowest up; if it is empty, loops
-    backpropagate all.
+    backpropagate all. ``chunk`` is the steps in a chunk of a scan; None for no scan.
     """
 
     block: int
     kept: int = 0
     onward: Means = "loops"
     back: tuple[Means, ...] = ()
+    chunk: int | None = None
 
 
 @dataclass(frozen=True)
@@ -139,14 +140,7 @@ class Planner:
 
     def _run_by(self, plan: HeldPlan) -> list[Shape]:
         """Return the shapes, with a plan's ``onward`` and ``back``."""
-        key = plan.onward, plan.back
-        if key not in self._known:
-            self._known[key] = [replace(s, onward=key[0], back=key[1]) for s in self.shapes]
-        return self._known[key]
-
-    @cached_property
-    def _known(self) -> dict[tuple[Means, tuple[Means, ...]], list[Shape]]:
-        return {}
+        return [replace(s, onward=plan.onward, back=plan.back) for s in self.shapes]
 
     @property
     def _ranges(self) -> bool:
@@ -179,7 +173,10 @@ class Planner:
             longer = inf
             for block in blocks:
                 plan = self._keeping(lengths, replace(means, block=block), budget)
-                time = inf if plan is None else self._time(lengths, plan)
+                time = inf
+                if plan is not None:
+                    again = self._again(lengths, plan) / lengths.length
+                    time = self._pass_time(lengths, plan, onward=1.0, again=again)
                 if time < least:
                     best, least = plan, time
                 elif time > longer:
@@ -249,11 +246,6 @@ class Planner:
     def _again(self, lengths: Sequences, plan: HeldPlan) -> int:
         """Return how many steps' gates are recomputed for lack of memory; only an LSTM's are."""
         return lengths.length - plan.kept if self.shapes[0].kind == "LSTM" else 0
-
-    def _time(self, lengths: Sequences, plan: HeldPlan) -> float:
-        """Return the nominal microseconds that depend on the plan, if all steps are one range."""
-        again = self._again(lengths, plan) / lengths.length
-        return self._pass_time(lengths, plan, onward=1.0, again=again)
 
     def _time_in_ranges(
         self, lengths: Sequences, plan: HeldPlan, budget: int, sizes: Footprint

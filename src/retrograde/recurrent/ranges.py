@@ -1,20 +1,20 @@
 """Held layers as a function of a range that autograd differentiates, for cores that need one."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from retrograde.plan.fit import in_one_range
-from retrograde.recurrent.block_lengths import BackwardPlan, scan_plan, sequential_plan
 from retrograde.recurrent.core import HeldLayers
-from retrograde.recurrent.masks import Masks
+from retrograde.recurrent.pieces import scan_lengths, sequential_block
+from retrograde.recurrent.plan import HeldPlan
 from retrograde.recurrent.vendor import Layers
 from retrograde.run.autograd import run_schedule
 from retrograde.run.layout import Rows
 
-__all__ = ["RunHeld", "backward_plans", "has_slopes", "run_held"]
+__all__ = ["RunHeld", "has_slopes", "held_plan", "run_held"]
 
 Tensors = list[Tensor]
 
@@ -25,38 +25,29 @@ def has_slopes(net: Layers) -> bool:
     return plain and not torch.is_autocast_enabled(net.weights[0].device.type)
 
 
-def backward_plans(
-    name: Literal["sequential", "scan"], net: Layers, steps: int, samples: int
-) -> list[BackwardPlan]:
-    """Return how each layer is backpropagated, with the block sizes that suit the machine."""
-    found = []
-    for k in range(net.count):
-        w, u = net[k].weights[:2]
-        shape: Any = (samples, w.shape[1], u.shape[1], w.dtype, w.device.type)
-        scans = name == "scan"
-        plan = scan_plan(net.mode, steps, *shape) if scans else sequential_plan(net.mode, *shape)
-        found.append(plan)
-    return found
+def held_plan(net: Layers, steps: int, samples: int, *, scans: bool = False) -> HeldPlan:
+    """Return a plan that keeps all gates, in blocks that suit the machine."""
+    w, u = net.weights[:2]
+    shape: Any = (samples, w.shape[1], u.shape[1], w.dtype, w.device.type)
+    if scans:
+        block, chunk = scan_lengths(net.mode, steps, *shape)
+        return HeldPlan(block * samples, steps, chunk=chunk)
+    return HeldPlan(sequential_block(net.mode, *shape) * samples, steps)
 
 
 def run_held(
-    nets: tuple[Layers, ...],
-    rows: Rows,
-    x: Tensor,
-    state: Tensors,
-    plans: list[BackwardPlan],
-    masks: Masks | None = None,
+    nets: tuple[Layers, ...], rows: Rows, x: Tensor, state: Tensors, plan: HeldPlan
 ) -> tuple[Tensor, Tensors]:
-    """Run all steps, and keep all gates that can be kept. Return the outputs, and the state after.
+    """Run all steps in one range. Return the outputs, and the state after.
 
     x has the layout that ``rows`` describes; each part of the state is (layers, B, H).
     """
-    core = HeldLayers(nets, rows, state[0].shape[1], plans, kept=rows.length, masks=masks)
+    core = HeldLayers(nets, rows, state[0].shape[1], plan)
     if not torch.is_grad_enabled() and len(nets) == 1:
         inputs = rows.read([x], core.room(rows.read([x])))
         (after,) = core.advance(inputs, 0, [rows.length], state, lambda *_: None)
-        assert inputs.outputs is not None  # type: ignore[attr-defined]
-        return inputs.outputs, after  # type: ignore[attr-defined]
+        assert inputs.outputs is not None
+        return inputs.outputs, after
     schedule = in_one_range(rows.length)
     (y,), after = run_schedule(core, schedule, [x], state, rows, budgeted=False)
     return y, after
@@ -66,12 +57,12 @@ def run_held(
 class RunHeld:
     """A kernel that runs held layers over a range, and backpropagates by steps or by a scan."""
 
-    backward: Literal["sequential", "scan"] = "sequential"
+    scans: bool = False
 
     def __call__(
         self, net: Layers, x: Tensor, state: Tensors, sizes: Tensor | None
     ) -> tuple[Tensor, Tensors]:
         """Run a range with the arguments of :func:`retrograde.recurrent.vendor.run_torch`."""
         rows = Rows(len(x) if sizes is None else len(sizes), sizes)
-        plans = backward_plans(self.backward, net, rows.length, state[0].shape[1])
-        return run_held((net,), rows, x, state, plans)
+        plan = held_plan(net, rows.length, state[0].shape[1], scans=self.scans)
+        return run_held((net,), rows, x, state, plan)

@@ -15,7 +15,7 @@ Measurements use leaves that share the weights' memory, so that the graph of com
 stays intact for the gradient.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -26,16 +26,16 @@ from torch import Tensor
 from retrograde.errors import BudgetError
 from retrograde.kernels.cells import Weights
 from retrograde.plan.fit import Curve, Footprint, refusal
-from retrograde.recurrent.block_lengths import sequential_plan
 from retrograde.recurrent.bytes import Means, Shape
 from retrograde.recurrent.call import Call, Plan, StackFit
-from retrograde.recurrent.fastest import Candidate, candidates, fit_fastest, footprints
+from retrograde.recurrent.fastest import candidate, fit_measured, footprints
 from retrograde.recurrent.forward import forward_bytes, forward_curve
 from retrograde.recurrent.fused import Fused
 from retrograde.recurrent.ordinary_memory import Ordinary, measure_ordinary, measure_whole
 from retrograde.recurrent.pieces import Sequences
 from retrograde.recurrent.plan import Planner
-from retrograde.recurrent.vendor import copied_bytes, is_too_long, laid_out
+from retrograde.recurrent.ranges import RunHeld, has_slopes, held_plan
+from retrograde.recurrent.vendor import Kernel, copied_bytes, is_too_long, laid_out, run_torch
 from retrograde.recurrent.weights import stand_ins
 from retrograde.run.inputs import Inputs
 from retrograde.run.layout import Rows
@@ -59,8 +59,7 @@ def find_plan(call: Call, memory: Memory) -> Plan:
     def find() -> Plan:
         if call.runs_held:
             return fit_held(call, memory)
-        one = not call.bidirectional or call.module.num_layers == 1
-        return _fit_ranges(call, memory) if one else _fit_whole(call, memory)
+        return _fit_whole(call, memory) if call.is_stack else _fit_ranges(call, memory)
 
     key = repr(memory), call.length, len(call.x), call.shapes()
     return cast(Plan, call.module._fits.get(key, find))
@@ -97,7 +96,7 @@ def fit_held(call: Call, memory: Memory | None) -> Plan:
         held, found = planner.fit(lengths, memory, usual)
     parts = () if held is None else tuple((held, one.schedule) for one in found)
     fit = found[0]
-    if len(found) == 1 and not (call.bidirectional and call.module.num_layers > 1):
+    if not call.is_stack:
         return Plan(parts, fit)
     layers = () if held is None else found
     sizes = fit.peak_bytes, fit.budget_bytes, fit.ordinary_bytes, fit.minimum_bytes
@@ -111,7 +110,8 @@ def _held_planner(call: Call, ordinary: Ordinary, memory: Memory | None) -> Plan
     vendor: list[tuple[Curve, ...]] = [()] * len(nets)
     copied = 0
     if by == "torch":
-        vendor = _known(call, memory, "forward", partial(_forward_curves, call, memory))
+        curve = partial(forward_curve, call.length, memory)
+        vendor = _known(call, memory, "forward", partial(_of_layers, call, curve))
         copied = sum(copied_bytes(one, apart=True) for net in nets for one in net)
     shape = Shape(
         kind=first.mode,
@@ -134,11 +134,9 @@ def _held_planner(call: Call, ordinary: Ordinary, memory: Memory | None) -> Plan
         shape, width=2 * shape.size, needs_x=True, straight=True, first=call.has_dropout
     )
     uppers = [replace(upper, vendor=own) for own in vendor[1:]]
-    kind, dtype = x.device.type, call.weights[0].dtype
-    back = sequential_plan(shape.kind, call.batch, shape.width, shape.size, dtype, kind)
     return Planner(
         shapes=(shape, *uppers),
-        most=back.block * call.batch,
+        most=held_plan(first, call.length, call.batch).block,
         extra=_extra_bytes(call),
         copied=copied,
         gradient_copy=ordinary.gradient_copy,
@@ -147,57 +145,47 @@ def _held_planner(call: Call, ordinary: Ordinary, memory: Memory | None) -> Plan
     )
 
 
-def _forward_curves(call: Call, memory: Memory | None) -> list[tuple[Curve, ...]]:
-    """Measure the vendor's forward pass: for each recurrence and layer, its bytes by steps.
-
-    Few steps are measured first. More steps are measured only if the budget has room for them.
-    """
-    return [
-        tuple(forward_curve(weights, state, call.length, memory) for weights, state in net)
-        for net in _forward_arguments(call)
-    ]
+def _of_layers(call: Call, find: Callable[[Weights, Tensors], T]) -> list[tuple[T, ...]]:
+    """Return what is found of each layer, for each recurrence, given its weights and a state."""
+    found = []
+    for first, *_ in call.nets(call.weights):
+        layers = []
+        for k in range(first.count):
+            own = [w.detach() for w in laid_out(first[k]).weights]
+            weights = Weights.of(first.mode, own)
+            state = [call.x.new_zeros(call.batch, weights.size) for _ in call.state]
+            layers.append(find(weights, state))
+        found.append(tuple(layers))
+    return found
 
 
 def _measured_at(planner: Planner, call: Call, steps: int) -> Planner:
     """Return a planner for which the vendor's forward pass is measured at one more length."""
     shapes = []
-    for shape, net in zip(planner.shapes, _forward_arguments(call), strict=True):
-        sizes = (forward_bytes(*arguments, steps) for arguments in net)
-        curves = zip(shape.vendor, sizes, strict=True)
+    sizes = _of_layers(call, partial(forward_bytes, steps))
+    for shape, own in zip(planner.shapes, sizes, strict=True):
+        curves = zip(shape.vendor, own, strict=True)
         vendor = tuple(curve.through(steps, size) for curve, size in curves)
         shapes.append(replace(shape, vendor=vendor))
     return replace(planner, shapes=tuple(shapes))
 
 
-def _forward_arguments(call: Call) -> Iterator[list[tuple[Weights, Tensors]]]:
-    """Iterate over the recurrences: for each layer, weights and a state to measure it with."""
-    for net in call.nets(call.weights):
-        layers = []
-        for k in range(net[0].count):
-            parts = [w.detach() for w in laid_out(net[0][k]).weights]
-            weights = Weights.of(net[0].mode, parts)
-            layers.append(
-                (weights, [call.x.new_zeros(call.batch, weights.size) for _ in call.state])
-            )
-        yield layers
-
-
 @dataclass(frozen=True)
 class Ranges:
-    """The cores that can run a recurrence in ranges, and the bytes of these.
+    """The core that runs a recurrence in ranges, and the bytes of these.
 
     Attributes:
         inputs: the inputs of the measurements.
         ordinary: the bytes of ordinary backpropagation.
-        sizes: a footprint for each core.
-        known: these as the module's cache has them, without this length's ordinary bytes.
+        size: the core's footprint.
+        known: the same as the module's cache has it, without this length's ordinary bytes.
     """
 
-    cores: list[Candidate]
+    core: Fused
     inputs: Inputs
     state: Tensors
     ordinary: Ordinary
-    sizes: list[Footprint]
+    size: Footprint
     known: list[Footprint]
 
 
@@ -217,34 +205,33 @@ def measure_ranges(call: Call, memory: Memory | None) -> Ranges:
     x.requires_grad_(call.x.requires_grad)
     (net,), (state,) = call.nets(stand_ins(call.weights)), call.states()
     key = torch.zeros((), dtype=torch.int64, device=x.device) if call.has_dropout else None
-    dropout = call.dropout(0, key)
+    dropout = call.masks(0, net[0].count, key)
     copied = sum(copied_bytes(one, apart=dropout is not None) for one in net)
     net = tuple(laid_out(one, apart=dropout is not None) for one in net)
-    cores = candidates(
-        net,
-        call.batch,
+    scans = call.module.backward == "scan" and has_slopes(net[0])
+    kernel: Kernel = RunHeld(scans=True) if scans else run_torch
+    one = candidate(net, call.batch, kernel, dropout, packed is not None)
+    one = replace(
+        one,
+        scheduled=one.scheduled or call.has_dropout,
         extra_bytes=_extra_bytes(call) + copied,
-        backward=call.module.backward,
-        dropout=dropout,
-        packed=packed is not None,
-        whole=not call.has_dropout,
     )
     read = Rows(call.length, packed, call.bidirectional, dropout is not None).read([x])
     start = [s.detach() for s in state]
     alike = "ranges", *(w.requires_grad for one in net for w in one.weights)
-    known = _known(call, memory, alike, partial(footprints, cores, read, start, usual, memory))
-    more = ordinary.gradient_copy
-    sizes = [replace(size, ordinary=usual, gradient_copy=more) for size in known]
-    return Ranges(cores, read, start, ordinary, sizes, known)
+    known = _known(call, memory, alike, partial(footprints, [one], read, start, usual, memory))
+    size = replace(known[0], ordinary=usual, gradient_copy=ordinary.gradient_copy)
+    return Ranges(cast(Fused, one.core), read, start, ordinary, size, known)
 
 
 def _fit_ranges(call: Call, memory: Memory) -> Plan:
-    """Return the fastest kernel within a budget, and its schedule."""
+    """Return the fastest schedule of ranges within a budget."""
     found = measure_ranges(call, memory)
-    number, fit = fit_fastest(found.cores, found.sizes, found.inputs, found.state, memory)
-    found.known[:] = found.sizes  # with the lengths that were measured now
-    kernel = cast(Fused, found.cores[number].core).kernel
-    return Plan(() if fit.ordinary else ((kernel, fit.schedule),), fit)
+    fit, size = fit_measured(found.core, found.inputs, found.state, memory, found.size)
+    found.known[:] = [size]  # with the lengths that were measured now
+    least = min(found.size.least_bytes(call.length), fit.minimum_bytes)
+    parts = () if fit.ordinary else ((found.core.kernel, fit.schedule),)
+    return Plan(parts, replace(fit, minimum_bytes=least))
 
 
 def _fit_whole(call: Call, memory: Memory) -> Plan:

@@ -16,7 +16,7 @@ from torch.backends import cudnn
 
 __all__ = [
     "MOST_STEPS", "Kernel", "Layers", "Mode",
-    "copied_bytes", "is_too_long", "laid_out", "run_torch",
+    "copied_bytes", "is_too_long", "laid_out", "run_alive", "run_torch",
 ]  # fmt: skip
 
 Tensors = list[Tensor]
@@ -82,22 +82,27 @@ def run_torch(
 def _chained(
     net: Layers, x: Tensor, state: Tensors, sizes: Tensor | None
 ) -> tuple[Tensor, Tensors]:
-    """Run several calls, each of which starts from the state where the one before ended.
-
-    In a packed batch each call has only the sequences that still continue.
-    """
+    """Run several calls, each of which starts from the state where the one before ended."""
     outputs: Tensors = []
-    batch = state[0].shape[1]
     parts = x.split(MOST_STEPS) if sizes is None else sizes.split(MOST_STEPS)
     rows = parts if sizes is None else x.split([int(part.sum()) for part in parts])
     for own, part in zip(rows, parts, strict=True):
-        alive = batch if sizes is None else int(part[0])
-        now = [s[:, :alive].contiguous() for s in state]
-        y, after = run_torch(net, own, now, None if sizes is None else part)
-        if alive < batch:
-            after = [torch.cat([a, s[:, alive:]], 1) for a, s in zip(after, state, strict=True)]
-        outputs, state = [*outputs, y], after
+        y, state = run_alive(run_torch, net, own, state, None if sizes is None else part)
+        outputs.append(y)
     return torch.cat(outputs), state
+
+
+def run_alive(
+    run: Kernel, net: Layers, x: Tensor, state: Tensors, sizes: Tensor | None
+) -> tuple[Tensor, Tensors]:
+    """Run steps of a packed batch for the sequences that have any; the others keep their state."""
+    if sizes is None:
+        return run(net, x, [s.contiguous() for s in state], None)
+    alive = int(sizes[0])
+    y, after = run(net, x, [s[:, :alive].contiguous() for s in state], sizes)
+    if alive < state[0].shape[1]:
+        after = [torch.cat([a, s[:, alive:]], 1) for a, s in zip(after, state, strict=True)]
+    return y, after
 
 
 def laid_out(net: Layers, *, apart: bool = False) -> Layers:
