@@ -80,9 +80,6 @@ class StepCore(AutogradCore):
     def recording(self) -> AbstractContextManager[Any]:
         return self.outside.cut()
 
-    def totals(self) -> list[Tensor | None]:
-        return [None] * len(self.parameters)
-
     @property
     def watched(self) -> bool:
         return not (self.fused or self.settled.walked)

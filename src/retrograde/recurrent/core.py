@@ -30,7 +30,7 @@ from retrograde.recurrent.masks import Masks
 from retrograde.recurrent.pieces import Piece, cut
 from retrograde.recurrent.vendor import Layers
 from retrograde.replay.surroundings import Ambient
-from retrograde.run.core import Emit, Gate, Gradients, RangeCore, Tape, discard
+from retrograde.run.core import Core, Emit, Gate, Gradients, Tape, discard
 from retrograde.run.inputs import Inputs
 from retrograde.run.layout import Layout, RowInputs, Rows
 
@@ -54,12 +54,14 @@ class _Held(Tape):
     kept: dict[tuple[int, int, Piece], Kept] = field(default_factory=dict)
 
 
-class HeldLayers(RangeCore):
+class HeldLayers(Core):
     """Several layers in one direction, or one layer in two directions; without projections.
 
     ``plans`` go from the lowest layer up, and the first plan's ``block`` is the steps of a piece.
     The last ``kept`` steps of each track of an LSTM keep their gates.
     """
+
+    strides = True
 
     def __init__(
         self,
@@ -77,7 +79,6 @@ class HeldLayers(RangeCore):
         self.tracks, self.rows, self.batch, self.plans = tracks, rows, batch, plans
         self.kept, self.block = kept, min(plans[0].block, rows.length) * batch
         self.masks, self.at_once = masks, at_once
-        self.parameters = [w for track in tracks for w in track.weights if w.requires_grad]
         weight = tracks[0].weights[1]
         self.ambient = Ambient(weight.device)
         self.kind, self.size, self.count = tracks[0].mode, weight.shape[1], tracks[0].count
@@ -93,6 +94,10 @@ class HeldLayers(RangeCore):
         #: Whether a second run can take h from the outputs of the top layer, instead of running
         #: step by step.
         self.follows = self.kind != "LSTM" or self.recall is not None
+
+    @cached_property
+    def parameters(self) -> Tensors:
+        return [w for track in self.tracks for w in track.weights if w.requires_grad]
 
     @cached_property
     def sizes(self) -> list[int] | None:
