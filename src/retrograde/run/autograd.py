@@ -29,9 +29,7 @@ from retrograde.run.transforms import NO_FORWARD_MODE, refuse_batches, uncompile
 from retrograde.schedule import Schedule
 from retrograde.units import Memory
 
-__all__ = [
-    "check_schedule", "refuse_both", "run_schedule", "run_unrecorded", "run_without_gradient",
-]  # fmt: skip
+__all__ = ["check_schedule", "refuse_both", "run_schedule", "run_without_gradient"]
 
 Tensors = list[Tensor]
 
@@ -77,24 +75,15 @@ def run_schedule(
 
 
 def run_without_gradient(
-    core: Core, inputs: Inputs, state: Tensors, layout: Layout
+    core: Core, inputs: Inputs, state: Tensors, layout: Layout, first: Tensors | None = None
 ) -> tuple[Tensors, Tensors]:
-    """Run a recurrence and keep nothing for a backward pass."""
+    """Run a recurrence and keep nothing for a backward pass. ``first`` are the outputs of step 0,
+    if that has run, and then ``state`` is the state after it."""
     outputs = _Outputs(core, layout)
-    (state,) = core.advance(inputs, 0, [len(inputs)], state, outputs.emit)
-    return outputs.tensors, state
-
-
-def run_unrecorded(
-    core: Core, inputs: Inputs, first: Tensors, state: Tensors, layout: Layout
-) -> tuple[Tensors, Tensors]:
-    """Run the steps after step 0 without autograd; ``first`` and ``state`` are step 0's results.
-
-    Returns the outputs of all steps, step 0 included, and the state after the last one.
-    """
-    outputs = _Outputs(core, layout)
-    outputs.emit(0, 1, first)
-    (state,) = core.advance(inputs, 1, [len(inputs)], state, outputs.emit)
+    if first is not None:
+        outputs.emit(0, 1, first)
+    start = 0 if first is None else 1
+    (state,) = core.advance(inputs, start, [len(inputs)], state, outputs.emit)
     return outputs.tensors, state
 
 
