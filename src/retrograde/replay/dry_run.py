@@ -25,7 +25,7 @@ from retrograde.errors import CellError
 from retrograde.measure.allocations import MEASURING, unpacked
 from retrograde.replay.captured import distinct, foreign_tensors
 from retrograde.replay.generators import OwnDraws, Source, draws_python, is_alone, sources
-from retrograde.replay.places import Entries, HandsOn, Place, Seen, first_named, tensors_in
+from retrograde.replay.places import ABSENT, Entries, HandsOn, Place, Seen, first_named, tensors_in
 from retrograde.replay.referents import Referents, find_referents
 from retrograde.replay.surroundings import (
     Ambient,
@@ -128,7 +128,7 @@ class _Trial(Generic[T]):
         self.drawn: tuple[Source, ...] = ()
         self.written = _Rewritten(found)
         self.before = self.notes()
-        self.left: list[tuple[Left, Seen]] = []  # and what was there before
+        self.left: list[Left] = []
         self.cached: Keys = set()
 
     def notes(self) -> list[Seen]:
@@ -210,14 +210,16 @@ class _Trial(Generic[T]):
 
     def leave(self, keys: Keys) -> None:
         """Make it an error to read what the last call left."""
-        for number in sorted({number for number, _ in keys}):
-            names = tuple(key for k, key in keys if k == number)
-            graphs = tuple(name for name in names if self.is_left((number, name), graph=True))
-            place, seen = self.found.places[number], self.before[number]
-            others = [v for key, v in place.read().items() if key in {*names} - {*graphs}]
-            sizes = {t.untyped_storage().data_ptr(): t.nbytes for t in tensors_in(others)}
-            left = Left(place, names, graphs, sum(sizes.values()))
-            self.left.append((left, {name: seen[name] for name in names if name in seen}))
+        counted = set[int]()
+        for number, key in sorted(keys, key=str):
+            place, before = self.found.places[number], self.before[number].get(key, ABSENT)
+            graph = self.is_left((number, key), graph=True)
+            tensors = [] if graph else tensors_in(place.read()[key])
+            sizes = {t.untyped_storage().data_ptr(): t.nbytes for t in tensors}
+            nbytes = sum(size for at, size in sizes.items() if at not in counted)
+            counted |= sizes.keys()
+            self.left.append(Left(place, key, before, graph, nbytes))
+        for left in self.left:
             left.bar()
 
     def evidence(self, mark: int, value: T) -> list[Tensor | None]:
@@ -246,23 +248,22 @@ class _Trial(Generic[T]):
         self.rewind()
         changed, others = self.written.parted()
         held: dict[int, set[Any]] = {}
-        for left, _ in self.left:
+        for left in self.left:
             left.bar()
         ours = (slot for part in made_of if isinstance(part, HandsOn) for slot in part.slots)
-        names = [(left.place, name) for left, _ in self.left for name in left.keys]
-        for place, name in (*names, *((slot.place, slot.key) for slot in ours)):
-            held.setdefault(id(place.holder), set()).add(name)
+        for slot in (*self.left, *ours):
+            held.setdefault(id(slot.place.holder), set()).add(slot.key)
         if self.left:  # what only earlier calls left is not found now
             now = find_referents(made_of)
             stale = {id(t) for t in self.found.tensors} - {id(t) for t in now.tensors}
             others, self.found = tuple(t for t in others if id(t) not in stale), now
-        for left, seen in self.left:
-            left.put_back(seen)
+        for left in self.left:
+            left.write(left.before)
         places = (place.without(held.get(id(place.holder), ())) for place in self.found.places)
         still = tuple(source for source in self.sources if source not in self.drawn)
         steady = Steady(still, others, tuple(places), self.found)
-        lefts, parts = tuple(left for left, _ in self.left), tuple(self.found.parts())
-        return Ambient(self.device, self.drawn, changed, lefts, steady, parts)
+        parts = tuple(self.found.parts())
+        return Ambient(self.device, self.drawn, changed, tuple(self.left), steady, parts)
 
 
 def _alike(a: list[Tensor | None] | None, b: list[Tensor | None]) -> bool:

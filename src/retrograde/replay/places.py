@@ -11,6 +11,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from operator import is_
 from types import CellType
 from typing import Any
@@ -21,18 +22,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 __all__ = [
-    "ARRAY_BYTES",
-    "Attributes",
-    "Contents",
-    "Entries",
-    "Globals",
-    "HandsOn",
-    "Place",
-    "Seen",
-    "Unreadable",
-    "Variable",
-    "first_named",
-    "tensors_in",
+    "ABSENT", "ARRAY_BYTES", "Attributes", "Contents", "Entries", "Globals", "HandsOn", "Place",
+    "Seen", "Slot", "Unreadable", "Variable", "first_named", "tensors_in",
 ]  # fmt: skip
 
 #: Larger arrays count as data, which no cell writes to.
@@ -40,6 +31,9 @@ ARRAY_BYTES = 65536
 
 #: The values of a place, by their names there.
 Seen = dict[Any, Any]
+
+#: Stands for the value of a name that has none.
+ABSENT: Any = object()
 
 _LONG = 1000  # a longer container is expected to grow only at its end, and noted by its length
 _LENGTH = object()  # the name of that length in a note
@@ -125,7 +119,7 @@ class Entries(Place):
 
     def write(self, values: Seen, gone: Collection[Any] = ()) -> None:
         for key in gone:
-            del self.holder[key]
+            self.holder.pop(key, None)
         self.holder.update(values)
 
 
@@ -149,7 +143,7 @@ class Attributes(Place):
 
     def write(self, values: Seen, gone: Collection[Any] = ()) -> None:
         now = self.read()
-        for name in gone:
+        for name in now.keys() & gone:
             delattr(self.holder, name)
         for name, value in values.items():
             if name not in now or now[name] is not value:
@@ -241,10 +235,33 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge", "hash"):
     setattr(Unreadable, f"__{_name}__", Unreadable._refused)
 
 
-class HandsOn:
-    """A cell of ours whose state is the values of its ``slots``, each a place and a key."""
+@dataclass(frozen=True)
+class Slot:
+    """One name of a place. Its value is :data:`ABSENT` if there is none."""
 
-    slots: Sequence[Any]
+    place: Place
+    key: Any
+
+    def read(self) -> Any:
+        held = self.place.holder if isinstance(self.place, Entries) else self.place.read()
+        return held.get(self.key, ABSENT)
+
+    def write(self, value: Any) -> None:
+        if value is ABSENT:
+            self.place.write({}, (self.key,))
+        else:
+            self.place.write({self.key: value})
+
+    @property
+    def called(self) -> str:
+        """The name of the value in a message."""
+        return self.place.called(self.key)
+
+
+class HandsOn:
+    """A cell of ours whose state is the values of its ``slots``."""
+
+    slots: Sequence[Slot]
 
 
 def tensors_in(value: Any) -> list[Tensor]:

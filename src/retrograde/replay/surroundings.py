@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from retrograde.errors import CellError, RetrogradeError
 from retrograde.measure.allocations import MEASURING, unpacked
 from retrograde.replay.generators import OwnDraws, Source, draws_python, is_alone
-from retrograde.replay.places import Place, Seen, Unreadable, first_named
+from retrograde.replay.places import ABSENT, Place, Seen, Slot, Unreadable, first_named
 from retrograde.replay.referents import Referents
 
 __all__ = [
@@ -191,46 +191,36 @@ class Trail:
 
 
 @dataclass(frozen=True)
-class Left:
-    """Names of a place where a step leaves tensors.
+class Left(Slot):
+    """A name under which a step leaves tensors.
 
     A later step must not read them, since a rerun would read other tensors. So before a rerun, or a
-    recording, an object that raises on use replaces them. ``graphs`` are the names whose tensors
-    have a history; ``nbytes`` is the size of the others.
+    recording, an object that raises on use replaces them. ``before`` is what was there before the
+    call. ``graph`` says whether the tensors have a history, and if not, ``nbytes`` is their size.
     """
 
-    place: Place
-    keys: tuple[Any, ...]
-    graphs: tuple[Any, ...] = ()
+    before: Any
+    graph: bool
     nbytes: int = 0
 
     @cached_property
-    def _barred(self) -> Seen:
-        return {key: Unreadable.of(partial(self.refusal, key)) for key in self.keys}
+    def _barred(self) -> Unreadable:
+        return Unreadable.of(self.refusal)
 
     def bar(self) -> None:
         """Make reading from there an error."""
-        self.place.write(self._barred)
-
-    def read(self) -> Seen:
-        now = self.place.read()
-        return {key: now[key] for key in self.keys if key in now}
-
-    def put_back(self, before: Seen) -> None:
-        """Set what was read there before."""
-        self.place.write(before, self.read().keys() - before.keys())
+        self.write(self._barred)
 
     def cut(self) -> None:
         """Keep the tensors that a forward pass left from being differentiated."""
-        now = {key: value for key, value in self.read().items() if key in self.graphs}
-        names = {key: self.place.called(key) for key in now}
-        cut = {k: pytree.tree_map_only(Tensor, partial(_cut, names[k]), now[k]) for k in now}
-        self.place.write(cut)
+        value = self.read()
+        if self.graph and value is not ABSENT:
+            self.write(pytree.tree_map_only(Tensor, partial(_cut, self.called), value))
 
-    def refusal(self, key: Any) -> CellError:
+    def refusal(self) -> CellError:
         """Return the error for a later step that reads it."""
         return CellError(
-            f"the cell keeps a state of its own in {self.place.called(key)}, which a step writes "
+            f"the cell keeps a state of its own in {self.called}, which a step writes "
             "and a later one reads: expected the state to hold all that steps hand on; "
             "make it part of the state, or name its module in stateful="
         )
@@ -323,7 +313,7 @@ class Ambient:
         finally:
             self._restore_tensors(before)
             for left, value in zip(self.left, values, strict=True):
-                left.put_back(value)
+                left.write(value)
 
     @contextmanager
     def measured(self) -> Iterator[None]:
