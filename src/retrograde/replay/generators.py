@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -143,26 +144,12 @@ def _of_device(device: torch.device) -> list[torch.Generator]:
 def _other(generator: Any) -> _Other:
     if isinstance(generator, random.Random):
         return _Other(generator, generator.getstate, generator.setstate)
-    if isinstance(generator, np.random.RandomState):
-        return _numpy(generator)
-    bits = generator.bit_generator  # its state may hold arrays, which do not compare
-    return _Other(
-        bits,
-        lambda: pickle.dumps(bits.state),
-        lambda state: setattr(bits, "state", pickle.loads(state)),
-    )
-
-
-def _numpy(generator: Any) -> _Other:
-    def take() -> Any:
-        name, key, *rest = generator.get_state()
-        return name, key.tobytes(), *rest
-
-    def put(state: Any) -> None:
-        name, key, *rest = state
-        generator.set_state((name, np.frombuffer(key, np.uint32), *rest))
-
-    return _Other(generator._bit_generator, take, put)
+    old = isinstance(generator, np.random.RandomState)
+    bits = generator._bit_generator if old else generator.bit_generator
+    take = generator.get_state if old else lambda: bits.state
+    put = generator.set_state if old else partial(setattr, bits, "state")
+    # A state holds arrays, which do not compare.
+    return _Other(bits, lambda: pickle.dumps(take()), lambda state: put(pickle.loads(state)))
 
 
 def random_position(device: torch.device) -> tuple[int, ...]:
