@@ -32,7 +32,7 @@ from retrograde.recurrent.vendor import Layers
 from retrograde.replay.surroundings import Ambient
 from retrograde.run.core import Core, Emit, Gate, Gradients, Tape, discard
 from retrograde.run.inputs import Inputs
-from retrograde.run.layout import Layout, RowInputs, Rows
+from retrograde.run.layout import Held, Layout, Rows
 
 __all__ = ["HeldLayers"]
 
@@ -106,7 +106,7 @@ class HeldLayers(Core):
 
     def room(self, inputs: Inputs) -> Tensors:
         """Return buffers for the outputs of all steps, which this core writes itself."""
-        x = cast(RowInputs, inputs).x
+        (x,) = cast(Held, inputs).tensors
         return [x.new_empty(*x.shape[:-1], self.size * len(self.tracks))]
 
     def totals(self) -> list[Tensor | None]:
@@ -356,7 +356,8 @@ class HeldLayers(Core):
 
     def _x(self, inputs: Inputs, number: int, piece: Piece) -> Tensor:
         """Return the inputs of a piece (L, n, I), in the order in which its track runs them."""
-        x = self._dropped(self._rows(cast(RowInputs, inputs).x.detach(), piece), 0, piece)
+        (x,) = cast(Held, inputs).tensors
+        x = self._dropped(self._rows(x.detach(), piece), 0, piece)
         return (x.flip(0) if number else x).contiguous()
 
     def _given(self, tape: _Held, inputs: Inputs, number: int, k: int, piece: Piece) -> Tensor:
@@ -376,7 +377,7 @@ class HeldLayers(Core):
 
     def _output(self, inputs: Inputs, number: int, piece: Piece) -> Tensor:
         """Return a view of the outputs of a piece (L, n, H), in the order of the steps."""
-        return self._columns(cast(Tensor, cast(RowInputs, inputs).outputs), number, piece)
+        return self._columns(cast(Held, inputs).outputs[0], number, piece)
 
     def _dropped(self, x: Tensor, k: int, piece: Piece) -> Tensor:
         """Apply dropout to a layer's input, or to that input's gradient."""

@@ -53,10 +53,9 @@ def run_held(
     """
     core = HeldLayers(nets, rows, state[0].shape[1], plans, kept=rows.length, masks=masks)
     if not torch.is_grad_enabled() and len(nets) == 1:
-        inputs = rows.read([x], core.room(rows.read([x])))
-        (after,) = core.advance(inputs, 0, [rows.length], state, lambda *_: None)
-        assert inputs.outputs is not None  # type: ignore[attr-defined]
-        return inputs.outputs, after  # type: ignore[attr-defined]
+        (y,) = outputs = core.room(rows.read([x]))
+        (after,) = core.advance(rows.read([x], outputs), 0, [rows.length], state, lambda *_: None)
+        return y, after
     schedule = in_one_range(rows.length)
     (y,), after = run_schedule(core, schedule, [x], state, rows, budgeted=False)
     return y, after

@@ -19,7 +19,7 @@ from retrograde.replay.surroundings import muted_hooks
 from retrograde.run.autograd_core import AutogradCore
 from retrograde.run.core import Core, Emit, Gradients, Tape
 from retrograde.run.inputs import Inputs
-from retrograde.run.layout import BlockInputs, Straight
+from retrograde.run.layout import Blocks, Held, Straight
 from retrograde.run.states import laid_bytes, like_of, pack, stored_memory
 from retrograde.schedule import Advance, Record, Schedule
 from retrograde.sizes.ordinary import (
@@ -113,8 +113,8 @@ def footprint(
         if [*map(like_of, begins)] != [*map(like_of, state)]:
             more = _measure_range(core, inputs, begins, 1).above(points[1])
         single, blocks = inputs, None
-        if isinstance(inputs, BlockInputs):
-            single, blocks = inputs.steps, inputs.layout
+        if isinstance(inputs, Held) and isinstance(inputs.layout, Blocks):
+            single, blocks = inputs.layout.steps.read(inputs.tensors), inputs.layout
         trial = _first_step_bytes(core, single, begins)
         stored, laid = (0, 0) if core.fused else _stored_bytes(core, inputs, state)
     # A state's plain numbers become tensors of ours, before the call and after it.
