@@ -72,7 +72,9 @@ class Stateful(HandsOn):
         own, found = find_referents(modules).places, find_referents([step, *modules])
         device = device_of(*tensors)
         changes = assigned_values(lambda: step(*given), found, own, device)
-        slots = tuple(_Slot(p, key, then, _alike(then, now)) for p, key, then, now in changes)
+        slots = tuple(
+            _Slot(slot.place, slot.key, then, _alike(then, now)) for slot, then, now in changes
+        )
         if not slots:
             names = ", ".join(type(module).__name__ for module in modules)
             raise CellError(

@@ -25,7 +25,17 @@ from retrograde.errors import CellError
 from retrograde.measure.allocations import MEASURING, unpacked
 from retrograde.replay.captured import distinct, foreign_tensors
 from retrograde.replay.generators import OwnDraws, Source, draws_python, is_alone, sources
-from retrograde.replay.places import ABSENT, Entries, HandsOn, Place, Seen, first_named, tensors_in
+from retrograde.replay.places import (
+    ABSENT,
+    HandsOn,
+    Place,
+    Slot,
+    changes,
+    first_named,
+    note,
+    restore,
+    tensors_in,
+)
 from retrograde.replay.referents import Referents, find_referents
 from retrograde.replay.surroundings import (
     Ambient,
@@ -34,7 +44,6 @@ from retrograde.replay.surroundings import (
     muted_hooks,
     muted_modules,
     put_back,
-    restore,
     version,
 )
 from retrograde.replay.trial_watch import watched
@@ -42,8 +51,6 @@ from retrograde.replay.trial_watch import watched
 __all__ = ["DryRun", "assigned_values", "try_out"]
 
 T = TypeVar("T")
-#: The names of places, by the places' numbers.
-Keys = set[tuple[int, Any]]
 
 
 @dataclass(frozen=True)
@@ -105,7 +112,7 @@ def try_out(
                 return try_out(call, made_of, device, results, reruns=reruns, settled=True)
         except BaseException:
             trial.rewind()
-            restore(found.places, trial.before)
+            restore(trial.before)
             raise
     ambient = trial.ambient(made_of)
     changing = tuple(owner.changed for owner in trial.written.owners)
@@ -127,12 +134,9 @@ class _Trial(Generic[T]):
         self.sources = {source: source.copy() for source in sources(device, found.generators)}
         self.drawn: tuple[Source, ...] = ()
         self.written = _Rewritten(found)
-        self.before = self.notes()
+        self.before = note(found.places)
         self.left: list[Left] = []
-        self.cached: Keys = set()
-
-    def notes(self) -> list[Seen]:
-        return [place.note() for place in self.found.places]
+        self.cached: set[Slot] = set()
 
     def run(self) -> tuple[int, T]:
         """Call until it is known what every change is.
@@ -140,27 +144,26 @@ class _Trial(Generic[T]):
         Return autograd's sequence number before the last call, and its result.
         """
         mark, value = self.once()
-        first = self.changes(self.before)
+        first = changes(self.before).keys()
         if first:
-            graphs = {key for key in first if self.is_left(key, graph=True)}
+            graphs = {slot for slot in first if _is_left(slot, graph=True)}
             shown = self.evidence(mark, value) if first - graphs else None
             del value  # so that only one call's graph is held
             self.leave(graphs)
-            noted = self.notes()
+            noted = note(self.found.places)
             mark, value = self.once()
-            again = self.changes(noted) - graphs
-            for key in again:
-                if not self.is_left(key):
-                    raise self.refusal({key})
+            again = changes(noted).keys() - graphs
+            if changing := {slot for slot in again if not _is_left(slot)}:
+                raise self.refusal(changing)
             self.cached = first - graphs - again
             if self.cached and not _alike(shown, self.evidence(mark, value)):
                 raise self.refusal(self.cached)
             if again and not self.cached:
                 del value
                 self.leave(again)
-                noted = self.notes()
+                noted = note(self.found.places)
                 mark, value = self.once()
-                if more := self.changes(noted) - again - graphs:
+                if more := changes(noted).keys() - again - graphs:
                     raise self.refusal(more)
         if self.drawn and not is_alone():
             del value
@@ -196,29 +199,17 @@ class _Trial(Generic[T]):
             source.restore(self.sources[source].capture())
         self.written.put_back()
 
-    def changes(self, before: list[Seen]) -> Keys:
-        pairs = enumerate(zip(self.found.places, before, strict=True))
-        return {(k, key) for k, (place, seen) in pairs for key in place.changed(seen)}
-
-    def is_left(self, key: tuple[int, Any], *, graph: bool = False) -> bool:
-        """Return whether a change may stay as what a step leaves: an attribute with tensors."""
-        place = self.found.places[key[0]]
-        if place.growing or getattr(place, "registered", None):
-            return False
-        tensors = tensors_in(place.read().get(key[1]))
-        return any(t.grad_fn is not None for t in tensors) if graph else bool(tensors)
-
-    def leave(self, keys: Keys) -> None:
+    def leave(self, slots: set[Slot]) -> None:
         """Make it an error to read what the last call left."""
         counted = set[int]()
-        for number, key in sorted(keys, key=str):
-            place, before = self.found.places[number], self.before[number].get(key, ABSENT)
-            graph = self.is_left((number, key), graph=True)
-            tensors = [] if graph else tensors_in(place.read()[key])
+        for slot in self.in_order(slots):
+            before = self.before[slot.place].get(slot.key, ABSENT)
+            graph = _is_left(slot, graph=True)
+            tensors = [] if graph else tensors_in(slot.read())
             sizes = {t.untyped_storage().data_ptr(): t.nbytes for t in tensors}
             nbytes = sum(size for at, size in sizes.items() if at not in counted)
             counted |= sizes.keys()
-            self.left.append(Left(place, key, before, graph, nbytes))
+            self.left.append(Left(slot.place, slot.key, before, graph, nbytes))
         for left in self.left:
             left.bar()
 
@@ -235,13 +226,16 @@ class _Trial(Generic[T]):
         positions = torch.tensor([hash(position) for position in drawn], device="cpu")
         return [positions, *(t.detach().clone() for t in results), *grads]
 
-    def refusal(self, keys: Keys) -> CellError:
+    def in_order(self, slots: set[Slot]) -> list[Slot]:
+        places = {place: number for number, place in enumerate(self.found.places)}
+        return sorted(slots, key=lambda slot: (places[slot.place], str(slot.key)))
+
+    def refusal(self, slots: set[Slot]) -> CellError:
         """Return the error for changes that are not replayed."""
-        number, key = min(keys, key=lambda pair: (pair[0], str(pair[1])))
-        place = self.found.places[number]
-        if isinstance(place, Entries) and place.registered:
-            return CellError(_REPLACES.format(place.registered, place.called(key)))
-        return CellError(_CHANGES.format(place.called(key)))
+        first = self.in_order(slots)[0]
+        if first.place.registered:
+            return CellError(_REPLACES.format(first.place.registered, first.called))
+        return CellError(_CHANGES.format(first.called))
 
     def ambient(self, made_of: Sequence[Any]) -> Ambient:
         """Return the surroundings, and put back what was where tensors are left."""
@@ -266,6 +260,14 @@ class _Trial(Generic[T]):
         return Ambient(self.device, self.drawn, changed, tuple(self.left), steady, parts)
 
 
+def _is_left(slot: Slot, *, graph: bool = False) -> bool:
+    """Return whether a change may stay as what a step leaves: an attribute with tensors."""
+    if slot.place.growing or slot.place.registered:
+        return False
+    tensors = tensors_in(slot.read())
+    return any(t.grad_fn is not None for t in tensors) if graph else bool(tensors)
+
+
 def _alike(a: list[Tensor | None] | None, b: list[Tensor | None]) -> bool:
     """Return whether two calls computed the same, but for rounding."""
     if a is None or len(a) != len(b):
@@ -284,23 +286,19 @@ def _near(x: Tensor, y: Tensor) -> bool:
 
 def assigned_values(
     call: Callable[[], object], found: Referents, places: Sequence[Place], device: torch.device
-) -> list[tuple[Place, Any, Any, Any]]:
-    """Find where a call assigns other tensors, or counts, and restore everything. The results are a
-    place, a name there, and the values before and after."""
+) -> list[tuple[Slot, Any, Any]]:
+    """Find where a call assigns other tensors, or counts, and restore everything. The results are
+    slots, with their values before and after."""
     trial = _Trial(call, found, device, lambda _: ())
-    before = [place.note() for place in places]
+    before = note(places)
     with put_back(found.places):
         try:
             with MEASURING, unpacked(), torch.enable_grad():
                 trial.once()
         finally:
             trial.rewind()
-        changes = [
-            (place, key, then.get(key), place.read().get(key))
-            for place, then in zip(places, before, strict=True)
-            for key in place.changed(then)
-        ]
-        return [change for change in changes if tensors_in(change[3]) or _counts(*change[2:])]
+        found_changed = [(slot, then, slot.read()) for slot, then in changes(before).items()]
+        return [one for one in found_changed if tensors_in(one[2]) or _counts(*one[1:])]
 
 
 def _counts(then: Any, now: Any) -> bool:

@@ -9,7 +9,7 @@ value is a place of its own.
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import is_
@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 __all__ = [
-    "ABSENT", "ARRAY_BYTES", "Attributes", "Contents", "Entries", "Globals", "HandsOn", "Place",
-    "Seen", "Slot", "Unreadable", "Variable", "first_named", "tensors_in",
+    "ABSENT", "ARRAY_BYTES", "Attributes", "Contents", "Entries", "Globals", "HandsOn", "Notes",
+    "Place", "Slot", "Unreadable", "Variable", "changes", "first_named", "note", "restore",
+    "tensors_in",
 ]  # fmt: skip
 
 #: Larger arrays count as data, which no cell writes to.
@@ -45,6 +46,8 @@ class Place(ABC):
 
     #: Whether a step could add values under new names.
     growing = False
+    #: torch's word for the values, if the place is a table of a module.
+    registered: str | None = None
 
     def __init__(self, holder: Any, name: str, names: Collection[Any] | None = None) -> None:
         self.holder, self.name, self.names = holder, name, names
@@ -94,10 +97,7 @@ class Place(ABC):
 
 
 class Entries(Place):
-    """Names of a dict that are an object's attributes.
-
-    ``registered`` is torch's word for the values, if it is a table of a module.
-    """
+    """Names of a dict that are an object's attributes."""
 
     def __init__(
         self,
@@ -256,6 +256,31 @@ class Slot:
     def called(self) -> str:
         """The name of the value in a message."""
         return self.place.called(self.key)
+
+
+#: The values of places at one moment.
+Notes = dict[Place, Seen]
+
+
+def note(places: Iterable[Place]) -> Notes:
+    """Note the values of places, to compare and restore them later."""
+    return {place: place.note() for place in places}
+
+
+def changes(notes: Notes) -> dict[Slot, Any]:
+    """Return what has changed since the values were noted, and each value then."""
+    return {
+        Slot(place, key): seen.get(key, ABSENT)
+        for place, seen in notes.items()
+        for key in place.changed(seen)
+    }
+
+
+def restore(notes: Notes) -> None:
+    """Set the values that were noted."""
+    for place, seen in notes.items():
+        if place.changed(seen):
+            place.restore(seen)
 
 
 class HandsOn:

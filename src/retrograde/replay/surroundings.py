@@ -9,7 +9,7 @@ an attribute may stay there, if no later step reads it.
 Most cells draw nothing and change nothing; then nothing is stored.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -23,13 +23,22 @@ from torch.utils import _pytree as pytree
 from retrograde.errors import CellError, RetrogradeError
 from retrograde.measure.allocations import MEASURING, unpacked
 from retrograde.replay.generators import OwnDraws, Source, draws_python, is_alone
-from retrograde.replay.places import ABSENT, Place, Seen, Slot, Unreadable, first_named
+from retrograde.replay.places import (
+    ABSENT,
+    Notes,
+    Place,
+    Slot,
+    Unreadable,
+    changes,
+    first_named,
+    note,
+    restore,
+)
 from retrograde.replay.referents import Referents
 
 __all__ = [
     "Ambient", "Left", "Marks", "Snapshot", "Steady", "Trail",
-    "autocast_as_now", "autocast_of_caller", "muted_hooks", "muted_modules", "put_back", "restore",
-    "version",
+    "autocast_as_now", "autocast_of_caller", "muted_hooks", "muted_modules", "put_back", "version",
 ]  # fmt: skip
 
 #: The states of generators, and copies of buffers.
@@ -47,7 +56,7 @@ class Marks:
 
     positions: list[Any]
     versions: list[int]
-    seen: list[Seen]
+    notes: Notes
 
 
 @dataclass(frozen=True)
@@ -64,7 +73,7 @@ class Steady:
         return Marks(
             [source.position() for source in self.sources],
             [version(t) for t in self.tensors],
-            [place.note() for place in self.places],
+            note(self.places),
         )
 
     def changes(self, before: Marks, layer: str | None = None) -> tuple[Source, ...]:
@@ -73,8 +82,7 @@ class Steady:
         Returns generators of torch's that moved, where another thread may have drawn. ``layer``
         names the layer that ran since, if it was not a cell.
         """
-        changed, written = self._changed(before), self._written(before)
-        for name in self._read(changed, written):
+        for name in self._read(changes(before.notes), before):
             raise _unsteady(layer, f"changed {name}", "assign to it")
         pairs = zip(self.sources, before.positions, strict=True)
         moved = tuple(source for source, then in pairs if source.position() != then)
@@ -91,41 +99,29 @@ class Steady:
         Raises:
             RetrogradeError: something else that a step reads has changed since.
         """
-        changed, replayed = self._changed(then), list[tuple[Place, Seen, Seen]]()
-        for place, keys, seen in changed:
-            ours = {k for k in keys if k == "training" or getattr(place, "registered", None)}
-            now = place.read()
-            if ours and ours <= seen.keys() & now.keys():
-                before, after = ({key: one[key] for key in ours} for one in (seen, now))
-                replayed.append((place, before, after))
-                keys -= ours
-        for name in self._read(changed, self._written(then)):
+        changed = changes(then.notes)
+        ours = [slot for slot in changed if slot.key == "training" or slot.place.registered]
+        replayed = [(slot, changed[slot], slot.read()) for slot in ours]
+        replayed = [one for one in replayed if one[1] is not ABSENT and one[2] is not ABSENT]
+        others = changed.keys() - {slot for slot, *_ in replayed}
+        for name in self._read(others, then):
             raise RetrogradeError(_CHANGED.format(name))
-        for place, before, _ in replayed:
-            place.write(before)
+        for slot, before, _ in replayed:
+            slot.write(before)
         try:
             yield
         finally:
-            for place, _, after in replayed:
-                place.write(after)
+            for slot, _, now in replayed:
+                slot.write(now)
 
-    def _changed(self, then: Marks) -> list[tuple[Place, set[Any], Seen]]:
-        pairs = zip(self.places, then.seen, strict=True)
-        return [(place, keys, seen) for place, seen in pairs if (keys := place.changed(seen))]
-
-    def _written(self, then: Marks) -> list[Tensor]:
+    def _read(self, changed: Collection[Slot], then: Marks) -> Iterator[str]:
+        """Iterate over the names of what changed, or was written to, and the cell reads."""
         pairs = zip(self.tensors, then.versions, strict=True)
-        return [t for t, before in pairs if version(t) != before]
-
-    def _read(
-        self, changed: list[tuple[Place, set[Any], Seen]], written: list[Tensor]
-    ) -> Iterator[str]:
-        """Iterate over the names of what changed, without what the cell does not read."""
+        written = [t for t, before in pairs if version(t) != before]
         if not (changed or written):
             return
         read = (self.found or Referents()).read()
-        for place, keys, _ in changed:
-            yield from (place.called(key) for key in keys if read.reads(place, key))
+        yield from (slot.called for slot in changed if read.reads(slot.place, slot.key))
         for t in filter(read.holds, written):
             shape = f"a tensor of shape {tuple(t.shape)}"
             yield f"{first_named(self.places, t)}, {shape}, in place"
@@ -352,18 +348,11 @@ class Ambient:
 @contextmanager
 def put_back(places: Sequence[Place]) -> Iterator[None]:
     """Restore the values of places when a block ends."""
-    before = [place.note() for place in places]
+    before = note(places)
     try:
         yield
     finally:
-        restore(places, before)
-
-
-def restore(places: Sequence[Place], before: Sequence[Seen]) -> None:
-    """Restore the noted values of places."""
-    for place, seen in zip(places, before, strict=True):
-        if place.changed(seen):
-            place.restore(seen)
+        restore(before)
 
 
 def autocast_as_now(device: torch.device) -> torch.autocast:
