@@ -63,7 +63,6 @@ class StepCore(AutogradCore):
     first_like: tuple[Like, ...] = ()
     made: int = 0
     settled: Settled = field(default_factory=Settled)
-    tried = True
 
     @property
     def parameters(self) -> Tensors:

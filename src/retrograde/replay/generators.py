@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +29,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "OwnDraws",
     "OwnRandom",
-    "PythonValue",
     "Source",
     "draws_python",
     "is_alone",
@@ -39,33 +38,14 @@ __all__ = [
 ]
 
 
-class Source(Protocol):
-    """A generator of random numbers; sources of the same generator are equal."""
-
-    def __hash__(self) -> int: ...
-
-    def position(self) -> Any:
-        """Return a value that changes when a number is drawn, and takes no memory of torch's."""
-        ...
-
-    def capture(self) -> Any:
-        """Return its state, with ``nbytes`` and ``is_cuda``, as a tensor has them."""
-        ...
-
-    def restore(self, state: Any) -> None:
-        """Restore a captured state."""
-        ...
-
-    def copy(self) -> "Source":
-        """Return another generator in the same state, without memory of torch's."""
-        ...
-
-
 @dataclass(frozen=True)
 class _Torch:
+    """A generator of torch's."""
+
     generator: torch.Generator
 
     def position(self) -> Any:
+        """Return a value that changes when a number is drawn, and takes no memory of torch's."""
         # A state has five thousand bytes, so a copy draws its next number instead.
         if self.generator.device.type == "cpu":
             ahead = self.generator.clone_state()
@@ -76,17 +56,19 @@ class _Torch:
         return bytes(self.generator.get_state().numpy())
 
     def capture(self) -> Tensor:
+        """Return its state, with ``nbytes`` and ``is_cuda``."""
         return self.generator.get_state()
 
-    def restore(self, state: Tensor) -> None:
+    def restore(self, state: Any) -> None:
         self.generator.set_state(state)
 
-    def copy(self) -> Source:
+    def copy(self) -> "_Torch":
+        """Return another generator in the same state, without memory of torch's."""
         return _Torch(self.generator.clone_state())
 
 
 @dataclass(frozen=True)
-class PythonValue:
+class _Value:
     """A part of a snapshot that takes none of torch's memory."""
 
     value: Any
@@ -106,15 +88,19 @@ class _Other:
     def position(self) -> Any:
         return self.take()
 
-    def capture(self) -> PythonValue:
-        return PythonValue(self.take())
+    def capture(self) -> _Value:
+        return _Value(self.take())
 
-    def restore(self, state: PythonValue) -> None:
+    def restore(self, state: Any) -> None:
         self.put(state.value)
 
-    def copy(self) -> Source:
+    def copy(self) -> "_Other":
         value = self.take()
         return _Other(self.generator, lambda: value, self.put)
+
+
+#: A generator of random numbers; sources of the same generator are equal.
+Source = _Torch | _Other
 
 
 def is_generator(value: Any) -> bool:

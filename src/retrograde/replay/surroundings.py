@@ -11,7 +11,7 @@ Most cells draw nothing and change nothing; then nothing is stored.
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, cast
 
@@ -66,7 +66,7 @@ class Steady:
     sources: tuple[Source, ...] = ()
     tensors: tuple[Tensor, ...] = ()  # buffers, captured tensors, parameters without a gradient
     places: tuple[Place, ...] = ()
-    found: Referents | None = None  # the referents that they are from
+    found: Referents = field(default_factory=Referents)  # the referents that they are from
 
     def marks(self) -> Marks:
         """Return their present values, to be compared later."""
@@ -120,7 +120,7 @@ class Steady:
         written = [t for t, before in pairs if version(t) != before]
         if not (changed or written):
             return
-        read = (self.found or Referents()).read()
+        read = self.found.read()
         yield from (slot.called for slot in changed if read.reads(slot.place, slot.key))
         for t in filter(read.holds, written):
             shape = f"a tensor of shape {tuple(t.shape)}"
@@ -163,11 +163,6 @@ class Trail:
     def __init__(self, ambient: "Ambient") -> None:
         self.ambient = ambient
         self.found: dict[int, list[Any]] = {}
-        self.begin()
-
-    def begin(self) -> None:
-        """Check whether there are other threads, and whether the cell draws."""
-        self.watching = self.ambient.draws and not is_alone()
 
     def arrive(self, at: int) -> None:
         """Compare with the last time that this state was reached.
@@ -175,7 +170,7 @@ class Trail:
         Raises:
             CellError: another thread drew.
         """
-        if self.watching:
+        if self.ambient.draws and (self.found or not is_alone()):
             now = [source.position() for source in self.ambient.sources]
             if self.found.setdefault(at, now) != now:
                 raise CellError(
@@ -275,8 +270,14 @@ class Ambient:
         return (*random, *(buffer.detach().clone() for buffer in self.buffers))
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Restore captured surroundings."""
-        self._restore_tensors(snapshot)
+        """Restore captured surroundings, and bar the tensors that other steps left."""
+        for source, state in zip(self.sources, snapshot, strict=False):
+            source.restore(state)
+        with torch.no_grad():
+            for buffer, value in zip(self.buffers, snapshot[len(self.sources) :], strict=False):
+                # A graph recorded earlier may hold this buffer; its version must not change.
+                with _unsafe_preserve_version_counter(buffer):
+                    buffer.copy_(value)
         self.bar()
 
     def bar(self) -> None:
@@ -290,15 +291,6 @@ class Ambient:
             for left in self.left:
                 left.cut()
 
-    def _restore_tensors(self, snapshot: Snapshot) -> None:
-        for source, state in zip(self.sources, snapshot, strict=False):
-            source.restore(state)
-        with torch.no_grad():
-            for buffer, value in zip(self.buffers, snapshot[len(self.sources) :], strict=False):
-                # A graph recorded earlier may hold this buffer; its version must not change.
-                with _unsafe_preserve_version_counter(buffer):
-                    buffer.copy_(value)
-
     @contextmanager
     def without_trace(self) -> Iterator[None]:
         """Restore the surroundings after the block."""
@@ -307,7 +299,7 @@ class Ambient:
         try:
             yield
         finally:
-            self._restore_tensors(before)
+            self.restore(before)
             for left, value in zip(self.left, values, strict=True):
                 left.write(value)
 

@@ -71,7 +71,6 @@ class AutogradCore(Core):
     aliases: tuple[int | None, ...]
     made = 0  # leaves that step 0 makes itself
     per_call = 1  # steps of a call, if it is not fused
-    tried = False  # whether a trial step precedes every call
 
     @property
     def watched(self) -> bool:

@@ -60,7 +60,6 @@ class Run:
 
     def backward(self, inputs: Inputs, gradients: Gradients) -> None:
         """Perform the rest, from the first ``Backward`` on."""
-        self.trail.begin()
         while self.done < len(self.actions):
             match self.actions[self.done]:
                 case Backward(start, _):

@@ -205,8 +205,8 @@ def _evenly(core: Core, inputs: Inputs, points: dict[int, _Bytes]) -> dict[int, 
     may hide that growth, while the bytes that the tape holds shrink. A number in the state may make
     a later step different.
     """
-    cell = isinstance(core, AutogradCore) and core.tried and not core.numbers
-    if core.fused or not cell or max(points) < 8:
+    cell = isinstance(core, AutogradCore) and not core.fused and not core.numbers
+    if not cell or max(points) < 8:
         return None
     two, four, eight = ([*map(int, astuple(points[n]))] for n in (2, 4, 8))
     _, held, record, backward = ((b - a) / 2 for a, b in zip(two, four, strict=True))
@@ -263,7 +263,7 @@ def _stored_bytes(core: Core, inputs: Inputs, state: Tensors) -> tuple[int, int]
 
 def _first_step_bytes(core: Core, inputs: Inputs, state: Tensors) -> int:
     """Return the peak bytes of the trial step that precedes every call of a cell."""
-    if core.fused or not (isinstance(core, AutogradCore) and core.tried):
+    if core.fused or not isinstance(core, AutogradCore):
         return 0
 
     def call() -> object:
