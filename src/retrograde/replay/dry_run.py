@@ -75,7 +75,7 @@ class DryRun(Generic[T]):
             owner.changed = changed
         buffers, others = owners.parted()
         steady = Steady(self.ambient.steady.sources, others, tuple(found.places), found)
-        return replace(self.ambient, buffers=buffers, steady=steady, modules=tuple(found.parts()))
+        return replace(self.ambient, buffers=buffers, steady=steady)
 
 
 def try_out(
@@ -256,8 +256,7 @@ class _Trial(Generic[T]):
         places = (place.without(held.get(id(place.holder), ())) for place in self.found.places)
         still = tuple(source for source in self.sources if source not in self.drawn)
         steady = Steady(still, others, tuple(places), self.found)
-        parts = tuple(self.found.parts())
-        return Ambient(self.device, self.drawn, changed, tuple(self.left), steady, parts)
+        return Ambient(self.device, self.drawn, changed, tuple(self.left), steady)
 
 
 def _is_left(slot: Slot, *, graph: bool = False) -> bool:

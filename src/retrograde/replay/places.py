@@ -46,6 +46,8 @@ class Place(ABC):
 
     #: Whether a step could add values under new names.
     growing = False
+    #: A value's name in a message, from the place's name and the value's.
+    form = "{}.{}"
     #: torch's word for the values, if the place is a table of a module.
     registered: str | None = None
 
@@ -63,7 +65,7 @@ class Place(ABC):
 
     def called(self, key: Any) -> str:
         """Return the name of a value in a message."""
-        return f"{self.name}.{key}"
+        return self.form.format(self.name, key)
 
     def note(self) -> Seen:
         """Note the values, to compare and restore them later."""
@@ -126,8 +128,7 @@ class Entries(Place):
 class Globals(Entries):
     """The globals that a function reads."""
 
-    def called(self, key: Any) -> str:
-        return f"{key!r} of {self.name}"
+    form = "{1!r} of {0}"
 
 
 class Attributes(Place):
@@ -154,6 +155,7 @@ class Variable(Place):
     """A variable of a function around the cell."""
 
     holder: CellType
+    form = "the variable {0!r}"
 
     def read(self) -> Seen:
         with suppress(ValueError):  # not bound yet
@@ -165,9 +167,6 @@ class Variable(Place):
             del self.holder.cell_contents
         for value in values.values():
             self.holder.cell_contents = value
-
-    def called(self, key: Any) -> str:
-        return f"the variable {self.name!r}"
 
 
 class Contents(Place):

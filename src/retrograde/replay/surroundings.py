@@ -10,7 +10,7 @@ Most cells draw nothing and change nothing; then nothing is stored.
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, cast
@@ -38,7 +38,7 @@ from retrograde.replay.referents import Referents
 
 __all__ = [
     "Ambient", "Left", "Marks", "Snapshot", "Steady", "Trail",
-    "autocast_as_now", "autocast_of_caller", "muted_hooks", "muted_modules", "put_back", "version",
+    "autocast_as_now", "muted_hooks", "muted_modules", "put_back", "version",
 ]  # fmt: skip
 
 #: The states of generators, and copies of buffers.
@@ -243,8 +243,8 @@ class _Cut(torch.autograd.Function):
 class Ambient:
     """The surroundings that matter to one cell.
 
-    Its steps draw from ``sources``, write to ``buffers``, and leave tensors in ``left``. Hooks of
-    ``modules`` are not called while it is measured.
+    Its steps draw from ``sources``, write to ``buffers``, and leave tensors in ``left``. The rest
+    is ``steady``.
     """
 
     device: torch.device
@@ -252,7 +252,6 @@ class Ambient:
     buffers: tuple[Tensor, ...] = ()
     left: tuple[Left, ...] = ()
     steady: Steady = Steady()
-    modules: tuple[nn.Module, ...] = ()
 
     @property
     def draws(self) -> bool:
@@ -309,7 +308,7 @@ class Ambient:
         with (
             MEASURING,
             unpacked(),
-            muted_modules(self.modules),
+            muted_modules(self.steady.found.parts()),
             put_back(self.steady.places),
             self.without_trace(),
             autocast_as_now(self.device),
@@ -358,12 +357,6 @@ def autocast_as_now(device: torch.device) -> torch.autocast:
         enabled=torch.is_autocast_enabled(device.type),
         cache_enabled=False,
     )
-
-
-def autocast_of_caller(device: torch.device, *, replayed: bool) -> AbstractContextManager[Any]:
-    """Return the caller's autocast for use within a replay; nothing where neither uses any."""
-    on = replayed or torch.is_autocast_enabled(device.type)
-    return autocast_as_now(device) if on else nullcontext()
 
 
 @contextmanager

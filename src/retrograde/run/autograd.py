@@ -8,6 +8,7 @@ gradient are checked, since a cell may refer to a whole model and use a part. A 
 raised.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from torch import Tensor
 from retrograde.errors import CellError, RetrogradeError, ScheduleError
 from retrograde.replay.surroundings import (
     autocast_as_now,
-    autocast_of_caller,
     muted_hooks,
     version,
 )
@@ -117,10 +117,7 @@ class _Recurrence(torch.autograd.Function):
         inputs, state = list(tensors[:n_inputs]), list(tensors[n_inputs : n_inputs + n_state])
         versions = [version(t) for t in tensors]
         device = tensors[0].device
-        ctx.autocast, ctx.autocasts = (
-            autocast_as_now(device),
-            torch.is_autocast_enabled(device.type),
-        )
+        ctx.autocast, ctx.casts = autocast_as_now(device), torch.is_autocast_enabled(device.type)
         ctx.same = [next(i for i, s in enumerate(state) if s is t) for t in state]
         ctx.before = core.ambient.capture()
         ctx.marks = core.ambient.steady.marks()
@@ -169,7 +166,8 @@ class _Recurrence(torch.autograd.Function):
         read = layout.read(inputs, held)
         count = len(grads) - run.states
         wanted = [x if needed else None for x, needed in zip(inputs, needs, strict=False)]
-        late = not run.core.fused
+        late, device = not run.core.fused, inputs[0].device
+        casts = ctx.casts or torch.is_autocast_enabled(device.type)
         gradients = Gradients(
             outputs=grads[:count],
             states=list(grads[count:]),
@@ -179,7 +177,7 @@ class _Recurrence(torch.autograd.Function):
             length=run.length,
             layout=layout,
             read=read,
-            outside=autocast_of_caller(inputs[0].device, replayed=ctx.autocasts),
+            outside=autocast_as_now(device) if casts else nullcontext(),
         )
         with rerun, ctx.autocast, muted_hooks(parameters):
             try:
