@@ -649,6 +649,18 @@ def test_a_captured_tensor_is_not_to_be_written_to():
     assert count == 0
 
 
+def test_captured_statistics_are_not_to_be_written_to_though_no_version_counts_it():
+    wide = 40  # more than what is put back
+    net, mean, variance = nn.Linear(wide, wide), torch.zeros(wide), torch.ones(wide)
+
+    def cell(x, h):
+        h = nn.functional.batch_norm(net(x + h), mean, variance, training=True)
+        return h, h
+
+    with pytest.raises(rg.CellError, match=r"writes in place to the variable '(mean|variance)'"):
+        rg.unroll(cell, torch.randn(STEPS, SAMPLES, wide), torch.zeros(SAMPLES, wide), memory="40%")
+
+
 class Leaving(nn.Module):
     """Leaves a tensor to be looked at."""
 

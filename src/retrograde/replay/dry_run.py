@@ -351,23 +351,29 @@ class _Rewritten:
 
 
 class _Owner:
-    """Tensors of one owner, and their values before a call, but for large captured tensors."""
+    """Tensors of one owner, and their values before a call. Of a large captured tensor at most the
+    first few are noted, which are compared but not put back."""
 
     def __init__(self, tensors: list[Tensor], *, captured: bool = False) -> None:
         self.tensors, self.captured, self.changed = tensors, captured, False
         self.versions = list(map(version, tensors))
-        small = not captured or tensors[0].numel() <= _FEW
-        self.values = [t.detach().clone() for t in tensors] if small else []
+        self.whole = not captured or tensors[0].numel() <= _FEW
+        self.noted = tensors
+        if not self.whole:  # batch normalization writes to vectors, and counts no version
+            vectors = (t for t in tensors if t.dim() == 1 and t.layout is torch.strided)
+            self.noted = [t[:_FEW] for t in vectors]
+        self.values = [t.detach().clone() for t in self.noted]
 
     def put_back(self) -> None:
         """Restore the values, if any differs."""
         # A kernel may write without counting a version, and a write may leave the same value.
         written = self.versions != list(map(version, self.tensors))
-        pairs = zip(self.tensors, self.values, strict=False)
+        pairs = zip(self.noted, self.values, strict=True)
         if written or not all(torch.equal(t, value) for t, value in pairs):
             self.changed = True
-            device = torch.device("cpu")
-            Ambient(device, buffers=tuple(self.tensors)).restore(tuple(self.values))
+            if self.whole:
+                device = torch.device("cpu")
+                Ambient(device, buffers=tuple(self.tensors)).restore(tuple(self.values))
 
 
 _FEW = 16
