@@ -138,6 +138,24 @@ def in_a_helper():
     return cell, lambda: factors.__setitem__(0, 3.0)
 
 
+def in_a_property():
+    class Box:
+        kept = 1.0
+
+        @property
+        def gain(self):
+            return self.kept
+
+    net, box = linear(), Box()
+
+    def cell(x, h):
+        h = torch.tanh(net(x + h)) * box.gain
+        return h, h
+
+    cell.net = net
+    return cell, lambda: setattr(box, "kept", 3.0)
+
+
 def another_mode(layer, train):
     def make():
         cell = Scaled(layer)
@@ -180,6 +198,7 @@ REPLACED = {
     "a global": (in_globals, "'SCALE' of the module"),
     "a default": (in_defaults, r"cell\.__defaults__"),
     "what a helper reads": (in_a_helper, "the variable 'factors'"),
+    "what a property reads": (in_a_property, r"Box\.kept"),
     "a hook": (hooked, r"Linear\._forward_hooks"),
 }
 
