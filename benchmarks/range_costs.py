@@ -19,7 +19,7 @@ from retrograde.recurrent.fastest import candidates
 from retrograde.recurrent.fused import Fused
 from retrograde.recurrent.vendor import Layers
 from retrograde.run.core import Core
-from retrograde.run.inputs import Held
+from retrograde.run.layout import Straight
 from retrograde.sizes.timing import time_steps
 
 RESULTS = Path(__file__).parent / "results"
@@ -42,7 +42,10 @@ def rows_of(kind: str, size: int, batch: int) -> list[dict]:
     state = [torch.zeros(1, batch, size) for _ in range(2 if kind == "LSTM" else 1)]
     rows = []
     for one in candidates(layers, batch):
-        times = [time_steps(one.core, Held([x]), state, repeats=9) for _ in range(3)]
+        times = [
+            time_steps(one.core, Straight(len(x), fused=True).read([x]), state, repeats=9)
+            for _ in range(3)
+        ]
 
         def least(part: str, what: str, times: list = times) -> float:
             found = statistics.median(getattr(getattr(p, part), what) for p in times)

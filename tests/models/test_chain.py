@@ -820,7 +820,7 @@ def facts(tried):
     steady = ambient.steady
     return (
         unit.name, tried.wants, tried.is_apart, tried.writes, {*ambient.sources}, ambient.left,
-        {*steady.sources}, [id(place.holder) for place in steady.places], ambient.modules,
+        {*steady.sources}, [id(place.holder) for place in steady.places], steady.found.parts(),
         [[id(t) for t in some] for some in (unit.reads, ambient.buffers, steady.tensors)],
     )  # fmt: skip
 

@@ -5,7 +5,7 @@ import torch
 from retrograde.cells.cell import examine
 from retrograde.plan.fit import Curve, Footprint
 from retrograde.replay.trees import flatten
-from retrograde.run.inputs import Held
+from retrograde.run.layout import Straight
 from retrograde.schedule import Advance, Record
 from retrograde.sizes import footprint as module
 
@@ -22,7 +22,7 @@ def test_no_length_of_an_advance_is_told_less_than_the_longest_takes(monkeypatch
     flat = Curve(((1, 5), (2, 6), (4, 6)))
     sizes = Footprint(8, flat, flat, flat, flat, flat, 8, None)
     schedule = [Advance(0, 3), Advance(0, 50), Advance(0, 100), Record(0, 1)]
-    found = module.measured_for(schedule, sizes, core, Held([x]), [h])
+    found = module.measured_for(schedule, sizes, core, Straight(len(x), fused=False).read([x]), [h])
     assert measured == [100]
     assert [found.advance(steps) for steps in (3, 50, 100)] == [900] * 3
     assert [found.advance(steps) for steps in (1, 2, 4)] == [5, 6, 6]

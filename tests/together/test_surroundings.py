@@ -138,6 +138,24 @@ def in_a_helper():
     return cell, lambda: factors.__setitem__(0, 3.0)
 
 
+def in_a_property():
+    class Box:
+        kept = 1.0
+
+        @property
+        def gain(self):
+            return self.kept
+
+    net, box = linear(), Box()
+
+    def cell(x, h):
+        h = torch.tanh(net(x + h)) * box.gain
+        return h, h
+
+    cell.net = net
+    return cell, lambda: setattr(box, "kept", 3.0)
+
+
 def another_mode(layer, train):
     def make():
         cell = Scaled(layer)
@@ -180,6 +198,7 @@ REPLACED = {
     "a global": (in_globals, "'SCALE' of the module"),
     "a default": (in_defaults, r"cell\.__defaults__"),
     "what a helper reads": (in_a_helper, "the variable 'factors'"),
+    "what a property reads": (in_a_property, r"Box\.kept"),
     "a hook": (hooked, r"Linear\._forward_hooks"),
 }
 
@@ -647,6 +666,18 @@ def test_a_captured_tensor_is_not_to_be_written_to():
     with pytest.raises(rg.CellError, match="writes in place to the variable 'count', a tensor"):
         rg.unroll(cell, *data(), memory="40%")
     assert count == 0
+
+
+def test_captured_statistics_are_not_to_be_written_to_though_no_version_counts_it():
+    wide = 40  # more than what is put back
+    net, mean, variance = nn.Linear(wide, wide), torch.zeros(wide), torch.ones(wide)
+
+    def cell(x, h):
+        h = nn.functional.batch_norm(net(x + h), mean, variance, training=True)
+        return h, h
+
+    with pytest.raises(rg.CellError, match=r"writes in place to the variable '(mean|variance)'"):
+        rg.unroll(cell, torch.randn(STEPS, SAMPLES, wide), torch.zeros(SAMPLES, wide), memory="40%")
 
 
 class Leaving(nn.Module):

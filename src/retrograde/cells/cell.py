@@ -63,7 +63,6 @@ class StepCore(AutogradCore):
     first_like: tuple[Like, ...] = ()
     made: int = 0
     settled: Settled = field(default_factory=Settled)
-    tried = True
 
     @property
     def parameters(self) -> Tensors:
@@ -79,9 +78,6 @@ class StepCore(AutogradCore):
 
     def recording(self) -> AbstractContextManager[Any]:
         return self.outside.cut()
-
-    def totals(self) -> list[Tensor | None]:
-        return [None] * len(self.parameters)
 
     @property
     def watched(self) -> bool:

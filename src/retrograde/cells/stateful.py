@@ -16,35 +16,21 @@ from torch.utils import _pytree as pytree
 from retrograde.cells.cell import as_pair
 from retrograde.errors import CellError
 from retrograde.replay.dry_run import assigned_values
-from retrograde.replay.places import Entries, HandsOn, Place
+from retrograde.replay.places import HandsOn, Slot
 from retrograde.replay.referents import find_referents
 from retrograde.replay.trees import flatten_state
 from retrograde.run.states import device_of, like_of
 
 __all__ = ["Stateful"]
 
-_ABSENT: Any = object()
-
 
 @dataclass(frozen=True)
-class _Slot:
-    """A name of a place, and its value before the first step. ``settled`` says whether that value
-    has the structure and shapes of later steps' values."""
+class _Slot(Slot):
+    """A slot, and its value before the first step. ``settled`` says whether that value has the
+    structure and shapes of later steps' values."""
 
-    place: Place
-    key: Any
     initial: Any
     settled: bool
-
-    def read(self) -> Any:
-        held = self.place.holder if isinstance(self.place, Entries) else self.place.read()
-        return held.get(self.key, _ABSENT)
-
-    def write(self, value: Any) -> None:
-        if value is _ABSENT:
-            self.place.write({}, (self.key,))
-        else:
-            self.place.write({self.key: value}, ())
 
     def cut(self) -> "_Slot":
         """Return the slot without the graph of its first value, which no step depends on."""
@@ -86,7 +72,9 @@ class Stateful(HandsOn):
         own, found = find_referents(modules).places, find_referents([step, *modules])
         device = device_of(*tensors)
         changes = assigned_values(lambda: step(*given), found, own, device)
-        slots = tuple(_Slot(p, key, then, _alike(then, now)) for p, key, then, now in changes)
+        slots = tuple(
+            _Slot(slot.place, slot.key, then, _alike(then, now)) for slot, then, now in changes
+        )
         if not slots:
             names = ", ".join(type(module).__name__ for module in modules)
             raise CellError(

@@ -20,7 +20,6 @@ from retrograde.run.autograd import (
     check_schedule,
     refuse_both,
     run_schedule,
-    run_unrecorded,
     run_without_gradient,
 )
 from retrograde.run.autograd_core import Settled, run_ordinary
@@ -174,7 +173,7 @@ class CellCall:
             return self._plainly(cell, state)
         if not torch.is_grad_enabled() and not self.compile:
             core, first, after = begin(cell, self.read[0], self.spec, states, state_spec)
-            outputs, after = run_unrecorded(core, self.read, first, after, self.layout)
+            outputs, after = run_without_gradient(core, self.read, after, self.layout, first)
         else:
             if self.asked:
                 refuse_transforms(given, self.asked)

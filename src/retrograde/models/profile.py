@@ -32,7 +32,8 @@ from retrograde.recurrent.base import BudgetedRNN
 from retrograde.recurrent.scheduled import measure_ranges
 from retrograde.replay.surroundings import autocast_as_now
 from retrograde.replay.trees import flatten, flatten_state
-from retrograde.run.inputs import Held, check_length
+from retrograde.run.inputs import check_length
+from retrograde.run.layout import Straight
 from retrograde.schedule import Chain
 from retrograde.sizes.footprint import footprint
 from retrograde.sizes.timing import time_steps
@@ -332,7 +333,8 @@ def profile(
     check_length([t.unsqueeze(0) for t in leaves])
     with autocast_as_now(leaves[0].device):
         core = examine(one_step, leaves, input_spec, states, state_spec)
-    inputs = Held([t.unsqueeze(0).expand(_LENGTH, *t.shape) for t in leaves])
+    repeated = [t.unsqueeze(0).expand(_LENGTH, *t.shape) for t in leaves]
+    inputs = Straight(_LENGTH, fused=False).read(repeated)
     later = later_state(core, inputs, states)
     sizes = footprint(core, inputs, later, first=states)
     costs = Costs(sizes, time_steps(core, inputs, later, repeats))

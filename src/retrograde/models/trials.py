@@ -137,8 +137,8 @@ def _check_trial(name: str, trial: DryRun[Any]) -> None:
     if trial.decides:
         raise CellError(_DECIDES.format(name))
     for left in trial.ambient.left:
-        for key in set(left.graphs) - _computed_names(left.place.holder):
-            raise CellError(_LEAVES.format(name, left.place.called(key)))
+        if left.graph and left.key not in _computed_names(left.place.holder):
+            raise CellError(_LEAVES.format(name, left.called))
 
 
 def _check_anchors(name: str, anchors: "Sequence[ref[Tensor]]") -> None:

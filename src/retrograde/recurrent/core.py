@@ -30,9 +30,9 @@ from retrograde.recurrent.pieces import Piece, cut
 from retrograde.recurrent.plan import HeldPlan
 from retrograde.recurrent.vendor import Layers
 from retrograde.replay.surroundings import Ambient
-from retrograde.run.core import Emit, Gate, Gradients, RangeCore, Tape, discard
+from retrograde.run.core import Core, Emit, Gate, Gradients, Tape, discard
 from retrograde.run.inputs import Inputs
-from retrograde.run.layout import Layout, RowInputs, Rows
+from retrograde.run.layout import Held, Layout, Rows
 
 __all__ = ["HeldLayers"]
 
@@ -54,12 +54,14 @@ class _Held(Tape):
     kept: dict[tuple[int, int, Piece], Kept] = field(default_factory=dict)
 
 
-class HeldLayers(RangeCore):
+class HeldLayers(Core):
     """Several layers in one direction, or one layer in two directions; without projections.
 
     The last ``plan.kept`` steps of each track of an LSTM keep their gates. ``at_once`` is as for
     :class:`~retrograde.recurrent.backward.LayerBackward`.
     """
+
+    strides = True
 
     def __init__(
         self,
@@ -74,7 +76,6 @@ class HeldLayers(RangeCore):
         self.tracks, self.rows, self.batch, self.chunk = tracks, rows, batch, plan.chunk
         self.kept, self.block = plan.kept, min(plan.block, rows.length * batch)
         self.masks, self.at_once = masks, at_once
-        self.parameters = [w for track in tracks for w in track.weights if w.requires_grad]
         weight = tracks[0].weights[1]
         self.ambient = Ambient(weight.device)
         self.kind, self.size, self.count = tracks[0].mode, weight.shape[1], tracks[0].count
@@ -93,13 +94,17 @@ class HeldLayers(RangeCore):
         self.follows = self.kind != "LSTM" or self.recall is not None
 
     @cached_property
+    def parameters(self) -> Tensors:
+        return [w for track in self.tracks for w in track.weights if w.requires_grad]
+
+    @cached_property
     def sizes(self) -> list[int] | None:
         """The number of sequences at each step of a packed batch, or None."""
         return None if self.rows.sizes is None else self.rows.sizes.tolist()
 
     def room(self, inputs: Inputs) -> Tensors:
         """Return buffers for the outputs of all steps, which this core writes itself."""
-        x = cast(RowInputs, inputs).x
+        (x,) = cast(Held, inputs).tensors
         return [x.new_empty(*x.shape[:-1], self.size * len(self.tracks))]
 
     def totals(self) -> list[Tensor | None]:
@@ -352,7 +357,8 @@ class HeldLayers(RangeCore):
         Those of the lowest layer need no tape.
         """
         if k == 0:
-            x = self._dropped(self._rows(cast(RowInputs, inputs).x.detach(), piece), 0, piece)
+            (x,) = cast(Held, inputs).tensors
+            x = self._dropped(self._rows(x.detach(), piece), 0, piece)
             return (x.flip(0) if number else x).contiguous()
         assert tape is not None
         return self._dropped(self._below(tape, k - 1, piece), k, piece)
@@ -368,7 +374,7 @@ class HeldLayers(RangeCore):
 
     def _output(self, inputs: Inputs, number: int, piece: Piece) -> Tensor:
         """Return a view of the outputs of a piece (L, n, H), in the order of the steps."""
-        return self._columns(cast(Tensor, cast(RowInputs, inputs).outputs), number, piece)
+        return self._columns(cast(Held, inputs).outputs[0], number, piece)
 
     def _dropped(self, x: Tensor, k: int, piece: Piece) -> Tensor:
         """Apply dropout to a layer's input, or to that input's gradient."""

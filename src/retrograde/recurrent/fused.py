@@ -9,10 +9,8 @@ torch's kernels (``vendor.py``) support every kind of layer and every option. Ou
 own kernels are in ``ranges.py``.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,8 +35,6 @@ class Fused(AutogradCore):
     numbers if there is dropout, then sizes if the batch is packed.
     """
 
-    fused, sums = True, False
-
     def __init__(
         self,
         nets: tuple[Layers, ...],
@@ -53,16 +49,6 @@ class Fused(AutogradCore):
     @cached_property
     def parameters(self) -> Tensors:
         return [w for net in self.nets for w in net.weights if w.requires_grad]
-
-    @property
-    def targets(self) -> Tensors:
-        return self.parameters
-
-    def recording(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def totals(self) -> list[Tensor | None]:
-        return [None] * len(self.parameters)
 
     def __call__(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
         nothing: list[Tensor | None] = [None] * len(self.nets)

@@ -44,10 +44,9 @@ def run_held(
     """
     core = HeldLayers(nets, rows, state[0].shape[1], plan)
     if not torch.is_grad_enabled() and len(nets) == 1:
-        inputs = rows.read([x], core.room(rows.read([x])))
-        (after,) = core.advance(inputs, 0, [rows.length], state, lambda *_: None)
-        assert inputs.outputs is not None
-        return inputs.outputs, after
+        (y,) = outputs = core.room(rows.read([x]))
+        (after,) = core.advance(rows.read([x], outputs), 0, [rows.length], state, lambda *_: None)
+        return y, after
     schedule = in_one_range(rows.length)
     (y,), after = run_schedule(core, schedule, [x], state, rows, budgeted=False)
     return y, after

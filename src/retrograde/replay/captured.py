@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Size, Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
@@ -71,8 +70,11 @@ def find_outside(found: Referents, results: Tensors, mark: int, own: Tensors) ->
     captured = [t for edge, t in known.items() if edge in older]
     arguments = {id(t) for t in own}
     direct = [t for t in leaves if id(t) not in arguments]
-    before_leaves, before_edges = _before(captured)
-    if before_edges & older or before_leaves & {id(t) for t in direct}:
+    nodes: list[Any] = [t.grad_fn for t in captured]
+    edges = [edge for node in nodes for edge in node.next_functions if edge[0] is not None]
+    before, used_before = foreign_tensors(edges, 0, older)
+    before_leaves = {id(t) for t in before}
+    if used_before or before_leaves & {id(t) for t in direct}:
         parameters = distinct([*owned, *captured, *direct])
         cut = {id(t) for t in captured}
         return Outside(
@@ -85,9 +87,7 @@ def find_outside(found: Referents, results: Tensors, mark: int, own: Tensors) ->
 
 
 def foreign_tensors(
-    outputs: Sequence[Tensor | GradientEdge],
-    mark: int,
-    known: Collection[Edge] = (),
+    roots: Sequence[Tensor | Edge | GradientEdge], mark: int, known: Collection[Edge] = ()
 ) -> tuple[Tensors, set[Edge]]:
     """Return the leaves of a graph, and its edges to nodes older than ``mark``.
 
@@ -96,12 +96,12 @@ def foreign_tensors(
     """
     leaves: Tensors = []
     older: set[Edge] = set()
-    roots = [
-        get_gradient_edge(t) if isinstance(t, Tensor) else t
-        for t in outputs
-        if not isinstance(t, Tensor) or t.requires_grad
-    ]
-    pending: list[Edge] = [(root.node, root.output_nr) for root in roots]
+    pending: list[Edge] = []
+    for root in roots:
+        if not isinstance(root, Tensor):
+            pending.append((root[0], root[1]))
+        elif root.requires_grad:
+            pending.append(get_gradient_edge(root)[:2])
     visited: set[Any] = set()
     while pending:  # the order is the same at every call, since fits are looked up by leaves
         edge = pending.pop()
@@ -123,69 +123,21 @@ def foreign_tensors(
 class LeafWatch:
     """Finds, step by step, the tensors that a recorded range uses but is not known to use.
 
-    A walk over a step's graph ends at the results of the step before it, and at known leaves.
+    A walk over a step's graph ends at the results of the step before it.
     """
 
     def __init__(self, known: Iterable[Tensor], targets: Iterable[Tensor], mark: int) -> None:
         self.leaves = {id(t) for t in known}
         self.edges = {(p.grad_fn, p.output_nr) for p in targets if p.grad_fn is not None}
         self.mark = mark
-        self.ends: set[Any] = set()  # nodes of known leaves
-        self.before: set[Any] = set()  # nodes of the previous step's results
+        self.before: set[Edge] = set()
 
     def foreign(self, results: Sequence[Tensor]) -> int:
         """Return how many unknown tensors the results of a step depend on."""
-        if self.edges:
-            leaves, older = foreign_tensors(results, self.mark, self.edges)
-            return sum(id(t) not in self.leaves for t in leaves) + len(older - self.edges)
-        nodes: set[Any] = {t.grad_fn for t in results if t.requires_grad}
-        if None in nodes:
-            nodes.remove(None)
-            mine = [t for t in results if t.requires_grad and t.grad_fn is None]
-            found = {id(t) for t in mine} - self.leaves
-        else:
-            found = set()
-        visited = self.before | nodes
-        pending = list(nodes - self.before)
-        ends, mark = self.ends, self.mark
-        while pending:
-            for node, _ in pending.pop().next_functions:
-                if node is None or node in ends or node in visited:
-                    continue
-                if type(node) is _ACCUMULATES:
-                    if id(node.variable) in self.leaves:
-                        ends.add(node)
-                    else:
-                        found.add(id(node.variable))
-                elif node._sequence_nr() < mark:
-                    found.add(id(node))
-                    visited.add(node)
-                else:
-                    visited.add(node)
-                    pending.append(node)
-        self.before = nodes
-        return len(found)
-
-
-_ACCUMULATES: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
-
-
-def _before(captured: Tensors) -> tuple[set[int], set[Edge]]:
-    """Return the leaves (as ids) and the edges that captured tensors were computed from."""
-    leaves: set[int] = set()
-    edges: set[Edge] = set()
-    nodes = {t.grad_fn for t in captured}
-    pending: list[Any] = list(nodes)
-    while pending:
-        node = pending.pop()
-        if node.name() == "torch::autograd::AccumulateGrad":
-            leaves.add(id(node.variable))
-        for edge in node.next_functions:
-            edges.add(edge)
-            if edge[0] is not None and edge[0] not in nodes:
-                nodes.add(edge[0])
-                pending.append(edge[0])
-    return leaves, edges
+        known = self.edges | self.before
+        leaves, older = foreign_tensors(results, self.mark, known)
+        self.before = {(t.grad_fn, t.output_nr) for t in results if t.grad_fn is not None}
+        return sum(id(t) not in self.leaves for t in leaves) + len(older - known)
 
 
 def distinct(tensors: Iterable[Tensor]) -> Tensors:

@@ -25,7 +25,17 @@ from retrograde.errors import CellError
 from retrograde.measure.allocations import MEASURING, unpacked
 from retrograde.replay.captured import distinct, foreign_tensors
 from retrograde.replay.generators import OwnDraws, Source, draws_python, is_alone, sources
-from retrograde.replay.places import Entries, HandsOn, Place, Seen, first_named, tensors_in
+from retrograde.replay.places import (
+    ABSENT,
+    HandsOn,
+    Place,
+    Slot,
+    changes,
+    first_named,
+    note,
+    restore,
+    tensors_in,
+)
 from retrograde.replay.referents import Referents, find_referents
 from retrograde.replay.surroundings import (
     Ambient,
@@ -34,7 +44,6 @@ from retrograde.replay.surroundings import (
     muted_hooks,
     muted_modules,
     put_back,
-    restore,
     version,
 )
 from retrograde.replay.trial_watch import watched
@@ -42,8 +51,6 @@ from retrograde.replay.trial_watch import watched
 __all__ = ["DryRun", "assigned_values", "try_out"]
 
 T = TypeVar("T")
-#: The names of places, by the places' numbers.
-Keys = set[tuple[int, Any]]
 
 
 @dataclass(frozen=True)
@@ -68,7 +75,7 @@ class DryRun(Generic[T]):
             owner.changed = changed
         buffers, others = owners.parted()
         steady = Steady(self.ambient.steady.sources, others, tuple(found.places), found)
-        return replace(self.ambient, buffers=buffers, steady=steady, modules=tuple(found.parts()))
+        return replace(self.ambient, buffers=buffers, steady=steady)
 
 
 def try_out(
@@ -105,7 +112,7 @@ def try_out(
                 return try_out(call, made_of, device, results, reruns=reruns, settled=True)
         except BaseException:
             trial.rewind()
-            restore(found.places, trial.before)
+            restore(trial.before)
             raise
     ambient = trial.ambient(made_of)
     changing = tuple(owner.changed for owner in trial.written.owners)
@@ -127,12 +134,9 @@ class _Trial(Generic[T]):
         self.sources = {source: source.copy() for source in sources(device, found.generators)}
         self.drawn: tuple[Source, ...] = ()
         self.written = _Rewritten(found)
-        self.before = self.notes()
-        self.left: list[tuple[Left, Seen]] = []  # and what was there before
-        self.cached: Keys = set()
-
-    def notes(self) -> list[Seen]:
-        return [place.note() for place in self.found.places]
+        self.before = note(found.places)
+        self.left: list[Left] = []
+        self.cached: set[Slot] = set()
 
     def run(self) -> tuple[int, T]:
         """Call until it is known what every change is.
@@ -140,27 +144,26 @@ class _Trial(Generic[T]):
         Return autograd's sequence number before the last call, and its result.
         """
         mark, value = self.once()
-        first = self.changes(self.before)
+        first = changes(self.before).keys()
         if first:
-            graphs = {key for key in first if self.is_left(key, graph=True)}
+            graphs = {slot for slot in first if _is_left(slot, graph=True)}
             shown = self.evidence(mark, value) if first - graphs else None
             del value  # so that only one call's graph is held
             self.leave(graphs)
-            noted = self.notes()
+            noted = note(self.found.places)
             mark, value = self.once()
-            again = self.changes(noted) - graphs
-            for key in again:
-                if not self.is_left(key):
-                    raise self.refusal({key})
+            again = changes(noted).keys() - graphs
+            if changing := {slot for slot in again if not _is_left(slot)}:
+                raise self.refusal(changing)
             self.cached = first - graphs - again
             if self.cached and not _alike(shown, self.evidence(mark, value)):
                 raise self.refusal(self.cached)
             if again and not self.cached:
                 del value
                 self.leave(again)
-                noted = self.notes()
+                noted = note(self.found.places)
                 mark, value = self.once()
-                if more := self.changes(noted) - again - graphs:
+                if more := changes(noted).keys() - again - graphs:
                     raise self.refusal(more)
         if self.drawn and not is_alone():
             del value
@@ -196,28 +199,18 @@ class _Trial(Generic[T]):
             source.restore(self.sources[source].capture())
         self.written.put_back()
 
-    def changes(self, before: list[Seen]) -> Keys:
-        pairs = enumerate(zip(self.found.places, before, strict=True))
-        return {(k, key) for k, (place, seen) in pairs for key in place.changed(seen)}
-
-    def is_left(self, key: tuple[int, Any], *, graph: bool = False) -> bool:
-        """Return whether a change may stay as what a step leaves: an attribute with tensors."""
-        place = self.found.places[key[0]]
-        if place.growing or getattr(place, "registered", None):
-            return False
-        tensors = tensors_in(place.read().get(key[1]))
-        return any(t.grad_fn is not None for t in tensors) if graph else bool(tensors)
-
-    def leave(self, keys: Keys) -> None:
+    def leave(self, slots: set[Slot]) -> None:
         """Make it an error to read what the last call left."""
-        for number in sorted({number for number, _ in keys}):
-            names = tuple(key for k, key in keys if k == number)
-            graphs = tuple(name for name in names if self.is_left((number, name), graph=True))
-            place, seen = self.found.places[number], self.before[number]
-            others = [v for key, v in place.read().items() if key in {*names} - {*graphs}]
-            sizes = {t.untyped_storage().data_ptr(): t.nbytes for t in tensors_in(others)}
-            left = Left(place, names, graphs, sum(sizes.values()))
-            self.left.append((left, {name: seen[name] for name in names if name in seen}))
+        counted = set[int]()
+        for slot in self.in_order(slots):
+            before = self.before[slot.place].get(slot.key, ABSENT)
+            graph = _is_left(slot, graph=True)
+            tensors = [] if graph else tensors_in(slot.read())
+            sizes = {t.untyped_storage().data_ptr(): t.nbytes for t in tensors}
+            nbytes = sum(size for at, size in sizes.items() if at not in counted)
+            counted |= sizes.keys()
+            self.left.append(Left(slot.place, slot.key, before, graph, nbytes))
+        for left in self.left:
             left.bar()
 
     def evidence(self, mark: int, value: T) -> list[Tensor | None]:
@@ -233,36 +226,45 @@ class _Trial(Generic[T]):
         positions = torch.tensor([hash(position) for position in drawn], device="cpu")
         return [positions, *(t.detach().clone() for t in results), *grads]
 
-    def refusal(self, keys: Keys) -> CellError:
+    def in_order(self, slots: set[Slot]) -> list[Slot]:
+        places = {place: number for number, place in enumerate(self.found.places)}
+        return sorted(slots, key=lambda slot: (places[slot.place], str(slot.key)))
+
+    def refusal(self, slots: set[Slot]) -> CellError:
         """Return the error for changes that are not replayed."""
-        number, key = min(keys, key=lambda pair: (pair[0], str(pair[1])))
-        place = self.found.places[number]
-        if isinstance(place, Entries) and place.registered:
-            return CellError(_REPLACES.format(place.registered, place.called(key)))
-        return CellError(_CHANGES.format(place.called(key)))
+        first = self.in_order(slots)[0]
+        if first.place.registered:
+            return CellError(_REPLACES.format(first.place.registered, first.called))
+        return CellError(_CHANGES.format(first.called))
 
     def ambient(self, made_of: Sequence[Any]) -> Ambient:
         """Return the surroundings, and put back what was where tensors are left."""
         self.rewind()
         changed, others = self.written.parted()
         held: dict[int, set[Any]] = {}
-        for left, _ in self.left:
+        for left in self.left:
             left.bar()
         ours = (slot for part in made_of if isinstance(part, HandsOn) for slot in part.slots)
-        names = [(left.place, name) for left, _ in self.left for name in left.keys]
-        for place, name in (*names, *((slot.place, slot.key) for slot in ours)):
-            held.setdefault(id(place.holder), set()).add(name)
+        for slot in (*self.left, *ours):
+            held.setdefault(id(slot.place.holder), set()).add(slot.key)
         if self.left:  # what only earlier calls left is not found now
             now = find_referents(made_of)
             stale = {id(t) for t in self.found.tensors} - {id(t) for t in now.tensors}
             others, self.found = tuple(t for t in others if id(t) not in stale), now
-        for left, seen in self.left:
-            left.put_back(seen)
+        for left in self.left:
+            left.write(left.before)
         places = (place.without(held.get(id(place.holder), ())) for place in self.found.places)
         still = tuple(source for source in self.sources if source not in self.drawn)
         steady = Steady(still, others, tuple(places), self.found)
-        lefts, parts = tuple(left for left, _ in self.left), tuple(self.found.parts())
-        return Ambient(self.device, self.drawn, changed, lefts, steady, parts)
+        return Ambient(self.device, self.drawn, changed, tuple(self.left), steady)
+
+
+def _is_left(slot: Slot, *, graph: bool = False) -> bool:
+    """Return whether a change may stay as what a step leaves: an attribute with tensors."""
+    if slot.place.growing or slot.place.registered:
+        return False
+    tensors = tensors_in(slot.read())
+    return any(t.grad_fn is not None for t in tensors) if graph else bool(tensors)
 
 
 def _alike(a: list[Tensor | None] | None, b: list[Tensor | None]) -> bool:
@@ -283,23 +285,19 @@ def _near(x: Tensor, y: Tensor) -> bool:
 
 def assigned_values(
     call: Callable[[], object], found: Referents, places: Sequence[Place], device: torch.device
-) -> list[tuple[Place, Any, Any, Any]]:
-    """Find where a call assigns other tensors, or counts, and restore everything. The results are a
-    place, a name there, and the values before and after."""
+) -> list[tuple[Slot, Any, Any]]:
+    """Find where a call assigns other tensors, or counts, and restore everything. The results are
+    slots, with their values before and after."""
     trial = _Trial(call, found, device, lambda _: ())
-    before = [place.note() for place in places]
+    before = note(places)
     with put_back(found.places):
         try:
             with MEASURING, unpacked(), torch.enable_grad():
                 trial.once()
         finally:
             trial.rewind()
-        changes = [
-            (place, key, then.get(key), place.read().get(key))
-            for place, then in zip(places, before, strict=True)
-            for key in place.changed(then)
-        ]
-        return [change for change in changes if tensors_in(change[3]) or _counts(*change[2:])]
+        found_changed = [(slot, then, slot.read()) for slot, then in changes(before).items()]
+        return [one for one in found_changed if tensors_in(one[2]) or _counts(*one[1:])]
 
 
 def _counts(then: Any, now: Any) -> bool:
@@ -353,23 +351,29 @@ class _Rewritten:
 
 
 class _Owner:
-    """Tensors of one owner, and their values before a call, but for large captured tensors."""
+    """Tensors of one owner, and their values before a call. Of a large captured tensor at most the
+    first few are noted, which are compared but not put back."""
 
     def __init__(self, tensors: list[Tensor], *, captured: bool = False) -> None:
         self.tensors, self.captured, self.changed = tensors, captured, False
         self.versions = list(map(version, tensors))
-        small = not captured or tensors[0].numel() <= _FEW
-        self.values = [t.detach().clone() for t in tensors] if small else []
+        self.whole = not captured or tensors[0].numel() <= _FEW
+        self.noted = tensors
+        if not self.whole:  # batch normalization writes to vectors, and counts no version
+            vectors = (t for t in tensors if t.dim() == 1 and t.layout is torch.strided)
+            self.noted = [t[:_FEW] for t in vectors]
+        self.values = [t.detach().clone() for t in self.noted]
 
     def put_back(self) -> None:
         """Restore the values, if any differs."""
         # A kernel may write without counting a version, and a write may leave the same value.
         written = self.versions != list(map(version, self.tensors))
-        pairs = zip(self.tensors, self.values, strict=False)
+        pairs = zip(self.noted, self.values, strict=True)
         if written or not all(torch.equal(t, value) for t, value in pairs):
             self.changed = True
-            device = torch.device("cpu")
-            Ambient(device, buffers=tuple(self.tensors)).restore(tuple(self.values))
+            if self.whole:
+                device = torch.device("cpu")
+                Ambient(device, buffers=tuple(self.tensors)).restore(tuple(self.values))
 
 
 _FEW = 16

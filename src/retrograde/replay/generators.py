@@ -18,7 +18,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +29,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "OwnDraws",
     "OwnRandom",
-    "PythonValue",
     "Source",
     "draws_python",
     "is_alone",
@@ -38,33 +38,14 @@ __all__ = [
 ]
 
 
-class Source(Protocol):
-    """A generator of random numbers; sources of the same generator are equal."""
-
-    def __hash__(self) -> int: ...
-
-    def position(self) -> Any:
-        """Return a value that changes when a number is drawn, and takes no memory of torch's."""
-        ...
-
-    def capture(self) -> Any:
-        """Return its state, with ``nbytes`` and ``is_cuda``, as a tensor has them."""
-        ...
-
-    def restore(self, state: Any) -> None:
-        """Restore a captured state."""
-        ...
-
-    def copy(self) -> "Source":
-        """Return another generator in the same state, without memory of torch's."""
-        ...
-
-
 @dataclass(frozen=True)
 class _Torch:
+    """A generator of torch's."""
+
     generator: torch.Generator
 
     def position(self) -> Any:
+        """Return a value that changes when a number is drawn, and takes no memory of torch's."""
         # A state has five thousand bytes, so a copy draws its next number instead.
         if self.generator.device.type == "cpu":
             ahead = self.generator.clone_state()
@@ -75,17 +56,19 @@ class _Torch:
         return bytes(self.generator.get_state().numpy())
 
     def capture(self) -> Tensor:
+        """Return its state, with ``nbytes`` and ``is_cuda``."""
         return self.generator.get_state()
 
-    def restore(self, state: Tensor) -> None:
+    def restore(self, state: Any) -> None:
         self.generator.set_state(state)
 
-    def copy(self) -> Source:
+    def copy(self) -> "_Torch":
+        """Return another generator in the same state, without memory of torch's."""
         return _Torch(self.generator.clone_state())
 
 
 @dataclass(frozen=True)
-class PythonValue:
+class _Value:
     """A part of a snapshot that takes none of torch's memory."""
 
     value: Any
@@ -105,15 +88,19 @@ class _Other:
     def position(self) -> Any:
         return self.take()
 
-    def capture(self) -> PythonValue:
-        return PythonValue(self.take())
+    def capture(self) -> _Value:
+        return _Value(self.take())
 
-    def restore(self, state: PythonValue) -> None:
+    def restore(self, state: Any) -> None:
         self.put(state.value)
 
-    def copy(self) -> Source:
+    def copy(self) -> "_Other":
         value = self.take()
         return _Other(self.generator, lambda: value, self.put)
+
+
+#: A generator of random numbers; sources of the same generator are equal.
+Source = _Torch | _Other
 
 
 def is_generator(value: Any) -> bool:
@@ -143,26 +130,12 @@ def _of_device(device: torch.device) -> list[torch.Generator]:
 def _other(generator: Any) -> _Other:
     if isinstance(generator, random.Random):
         return _Other(generator, generator.getstate, generator.setstate)
-    if isinstance(generator, np.random.RandomState):
-        return _numpy(generator)
-    bits = generator.bit_generator  # its state may hold arrays, which do not compare
-    return _Other(
-        bits,
-        lambda: pickle.dumps(bits.state),
-        lambda state: setattr(bits, "state", pickle.loads(state)),
-    )
-
-
-def _numpy(generator: Any) -> _Other:
-    def take() -> Any:
-        name, key, *rest = generator.get_state()
-        return name, key.tobytes(), *rest
-
-    def put(state: Any) -> None:
-        name, key, *rest = state
-        generator.set_state((name, np.frombuffer(key, np.uint32), *rest))
-
-    return _Other(generator._bit_generator, take, put)
+    old = isinstance(generator, np.random.RandomState)
+    bits = generator._bit_generator if old else generator.bit_generator
+    take = generator.get_state if old else lambda: bits.state
+    put = generator.set_state if old else partial(setattr, bits, "state")
+    # A state holds arrays, which do not compare.
+    return _Other(bits, lambda: pickle.dumps(take()), lambda state: put(pickle.loads(state)))
 
 
 def random_position(device: torch.device) -> tuple[int, ...]:

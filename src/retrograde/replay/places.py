@@ -9,8 +9,9 @@ value is a place of its own.
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from operator import is_
 from types import CellType
 from typing import Any
@@ -21,17 +22,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 __all__ = [
-    "ARRAY_BYTES",
-    "Attributes",
-    "Contents",
-    "Entries",
-    "Globals",
-    "HandsOn",
-    "Place",
-    "Seen",
-    "Unreadable",
-    "Variable",
-    "first_named",
+    "ABSENT", "ARRAY_BYTES", "Attributes", "Contents", "Entries", "Globals", "HandsOn", "Notes",
+    "Place", "Slot", "Unreadable", "Variable", "changes", "first_named", "note", "restore",
     "tensors_in",
 ]  # fmt: skip
 
@@ -40,6 +32,9 @@ ARRAY_BYTES = 65536
 
 #: The values of a place, by their names there.
 Seen = dict[Any, Any]
+
+#: Stands for the value of a name that has none.
+ABSENT: Any = object()
 
 _LONG = 1000  # a longer container is expected to grow only at its end, and noted by its length
 _LENGTH = object()  # the name of that length in a note
@@ -51,6 +46,10 @@ class Place(ABC):
 
     #: Whether a step could add values under new names.
     growing = False
+    #: A value's name in a message, from the place's name and the value's.
+    form = "{}.{}"
+    #: torch's word for the values, if the place is a table of a module.
+    registered: str | None = None
 
     def __init__(self, holder: Any, name: str, names: Collection[Any] | None = None) -> None:
         self.holder, self.name, self.names = holder, name, names
@@ -66,7 +65,7 @@ class Place(ABC):
 
     def called(self, key: Any) -> str:
         """Return the name of a value in a message."""
-        return f"{self.name}.{key}"
+        return self.form.format(self.name, key)
 
     def note(self) -> Seen:
         """Note the values, to compare and restore them later."""
@@ -100,10 +99,7 @@ class Place(ABC):
 
 
 class Entries(Place):
-    """Names of a dict that are an object's attributes.
-
-    ``registered`` is torch's word for the values, if it is a table of a module.
-    """
+    """Names of a dict that are an object's attributes."""
 
     def __init__(
         self,
@@ -125,15 +121,14 @@ class Entries(Place):
 
     def write(self, values: Seen, gone: Collection[Any] = ()) -> None:
         for key in gone:
-            del self.holder[key]
+            self.holder.pop(key, None)
         self.holder.update(values)
 
 
 class Globals(Entries):
     """The globals that a function reads."""
 
-    def called(self, key: Any) -> str:
-        return f"{key!r} of {self.name}"
+    form = "{1!r} of {0}"
 
 
 class Attributes(Place):
@@ -149,7 +144,7 @@ class Attributes(Place):
 
     def write(self, values: Seen, gone: Collection[Any] = ()) -> None:
         now = self.read()
-        for name in gone:
+        for name in now.keys() & gone:
             delattr(self.holder, name)
         for name, value in values.items():
             if name not in now or now[name] is not value:
@@ -160,6 +155,7 @@ class Variable(Place):
     """A variable of a function around the cell."""
 
     holder: CellType
+    form = "the variable {0!r}"
 
     def read(self) -> Seen:
         with suppress(ValueError):  # not bound yet
@@ -171,9 +167,6 @@ class Variable(Place):
             del self.holder.cell_contents
         for value in values.values():
             self.holder.cell_contents = value
-
-    def called(self, key: Any) -> str:
-        return f"the variable {self.name!r}"
 
 
 class Contents(Place):
@@ -241,10 +234,58 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge", "hash"):
     setattr(Unreadable, f"__{_name}__", Unreadable._refused)
 
 
-class HandsOn:
-    """A cell of ours whose state is the values of its ``slots``, each a place and a key."""
+@dataclass(frozen=True)
+class Slot:
+    """One name of a place. Its value is :data:`ABSENT` if there is none."""
 
-    slots: Sequence[Any]
+    place: Place
+    key: Any
+
+    def read(self) -> Any:
+        held = self.place.holder if isinstance(self.place, Entries) else self.place.read()
+        return held.get(self.key, ABSENT)
+
+    def write(self, value: Any) -> None:
+        if value is ABSENT:
+            self.place.write({}, (self.key,))
+        else:
+            self.place.write({self.key: value})
+
+    @property
+    def called(self) -> str:
+        """The name of the value in a message."""
+        return self.place.called(self.key)
+
+
+#: The values of places at one moment.
+Notes = dict[Place, Seen]
+
+
+def note(places: Iterable[Place]) -> Notes:
+    """Note the values of places, to compare and restore them later."""
+    return {place: place.note() for place in places}
+
+
+def changes(notes: Notes) -> dict[Slot, Any]:
+    """Return what has changed since the values were noted, and each value then."""
+    return {
+        Slot(place, key): seen.get(key, ABSENT)
+        for place, seen in notes.items()
+        for key in place.changed(seen)
+    }
+
+
+def restore(notes: Notes) -> None:
+    """Set the values that were noted."""
+    for place, seen in notes.items():
+        if place.changed(seen):
+            place.restore(seen)
+
+
+class HandsOn:
+    """A cell of ours whose state is the values of its ``slots``."""
+
+    slots: Sequence[Slot]
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -154,14 +154,14 @@ class _Walk:
             self.pending.append((value, name, depth))
 
     def run(self) -> None:
-        known = -1
-        while self.pending or len(self.found.codes) > known:
-            known = len(self.found.codes)
+        codes, known, names = self.found.codes, -1, {*_IMPLICIT}
+        while self.pending or len(codes) > known:
             while self.pending:
                 self.look(*self.pending.popleft())
-            names = _IMPLICIT.union(*map(_names, self.found.codes))
+            names.update(*map(_names, codes[max(known, 0) :]))
+            known = len(codes)
             for kind, (value, depth, done) in [*self.open.items()]:
-                for name in (names & _functions(kind)) - done:
+                for name in (names & _members(kind)) - done:
                     self.code(value, name, depth)
 
     def look(self, value: Any, name: str, depth: int) -> None:
@@ -254,24 +254,23 @@ class _Walk:
             if key not in _USUAL and type(value) not in _ATOMS and (names is None or key in names):
                 self.add(value, f"{kind}.{key}", depth - 1)
 
-    def code(self, value: Any, entry: str, depth: int) -> None:
-        """Add the methods that one method of an object reaches, and the class attributes in them.
-        A method that is being run is the cell's caller, and no part of the cell."""
+    def code(self, value: Any, name: str, depth: int) -> None:
+        """Add the method, property or class attribute of an object that some code names. A method
+        that is being run is the cell's caller, and no part of the cell."""
         kind = type(value)
-        if not inspect.isfunction(first := getattr(kind, entry, None)):
+        self.open.setdefault(kind, (value, depth, set()))[2].add(name)
+        owner = next((base for base in kind.__mro__ if name in vars(base)), None)
+        if owner is None or _is_library(owner.__module__):
             return
-        known = self.open.setdefault(kind, (value, depth, set()))[2]
-        known.add(entry)
-        if id(first.__code__) in self.running and _runs(first.__code__, value):
-            self.found.callers.add((id(value), entry))
-        if (id(value), entry) in self.found.callers:
-            return
-        methods, named = _methods(kind, entry, first)  # type: ignore[arg-type]
-        for owner, names in named:
-            self.held(Attributes(owner, owner.__name__, names), depth)
-        for method in methods:
-            known.add(method.__name__)
-            self.add(method, kind.__name__, depth)
+        found = vars(owner)[name]
+        found = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
+        if inspect.isfunction(found):
+            if id(found.__code__) in self.running and _runs(found.__code__, value):
+                self.found.callers.add((id(value), name))
+            if (id(value), name) not in self.found.callers:
+                self.add(found, kind.__name__, depth)
+        elif _is_data(found):
+            self.held(Attributes(owner, owner.__name__, [name]), depth)
 
     def function(self, value: FunctionType, depth: int) -> None:
         self.found.codes.append(value.__code__)
@@ -333,35 +332,7 @@ def _names(code: CodeType) -> frozenset[str]:
 
 
 @functools.lru_cache(maxsize=256)
-def _methods(
-    kind: type, entry: str, _: FunctionType
-) -> tuple[list[FunctionType], list[tuple[type, list[str]]]]:
-    """Return the functions that a method reaches in its class, and the class attributes they name.
-
-    The method itself is part of the key, so that a replaced method is searched again.
-    """
-    found: list[FunctionType] = []
-    named: dict[type, list[str]] = {}
-    seen = {entry}
-    pending = [entry]
-    while pending:
-        name = pending.pop()
-        owner = next((base for base in kind.__mro__ if name in vars(base)), None)
-        if owner is None or _is_library(owner.__module__):
-            continue
-        value = vars(owner)[name]
-        value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-        if inspect.isfunction(value):
-            found.append(value)
-            pending += _names(inspect.unwrap(value).__code__) - seen
-            seen |= _names(inspect.unwrap(value).__code__)
-        elif _is_data(value):
-            named.setdefault(owner, []).append(name)
-    return found, list(named.items())
-
-
-@functools.lru_cache(maxsize=256)
-def _functions(kind: type) -> frozenset[str]:
+def _members(kind: type) -> frozenset[str]:
     """Return the names in a class and its bases, without those of libraries."""
     return frozenset(n for b in kind.__mro__ if not _is_library(b.__module__) for n in vars(b))
 

@@ -9,9 +9,9 @@ an attribute may stay there, if no later step reads it.
 Most cells draw nothing and change nothing; then nothing is stored.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, cast
 
@@ -23,13 +23,22 @@ from torch.utils import _pytree as pytree
 from retrograde.errors import CellError, RetrogradeError
 from retrograde.measure.allocations import MEASURING, unpacked
 from retrograde.replay.generators import OwnDraws, Source, draws_python, is_alone
-from retrograde.replay.places import Place, Seen, Unreadable, first_named
+from retrograde.replay.places import (
+    ABSENT,
+    Notes,
+    Place,
+    Slot,
+    Unreadable,
+    changes,
+    first_named,
+    note,
+    restore,
+)
 from retrograde.replay.referents import Referents
 
 __all__ = [
     "Ambient", "Left", "Marks", "Snapshot", "Steady", "Trail",
-    "autocast_as_now", "autocast_of_caller", "muted_hooks", "muted_modules", "put_back", "restore",
-    "version",
+    "autocast_as_now", "muted_hooks", "muted_modules", "put_back", "version",
 ]  # fmt: skip
 
 #: The states of generators, and copies of buffers.
@@ -47,7 +56,7 @@ class Marks:
 
     positions: list[Any]
     versions: list[int]
-    seen: list[Seen]
+    notes: Notes
 
 
 @dataclass(frozen=True)
@@ -57,14 +66,14 @@ class Steady:
     sources: tuple[Source, ...] = ()
     tensors: tuple[Tensor, ...] = ()  # buffers, captured tensors, parameters without a gradient
     places: tuple[Place, ...] = ()
-    found: Referents | None = None  # the referents that they are from
+    found: Referents = field(default_factory=Referents)  # the referents that they are from
 
     def marks(self) -> Marks:
         """Return their present values, to be compared later."""
         return Marks(
             [source.position() for source in self.sources],
             [version(t) for t in self.tensors],
-            [place.note() for place in self.places],
+            note(self.places),
         )
 
     def changes(self, before: Marks, layer: str | None = None) -> tuple[Source, ...]:
@@ -73,8 +82,7 @@ class Steady:
         Returns generators of torch's that moved, where another thread may have drawn. ``layer``
         names the layer that ran since, if it was not a cell.
         """
-        changed, written = self._changed(before), self._written(before)
-        for name in self._read(changed, written):
+        for name in self._read(changes(before.notes), before):
             raise _unsteady(layer, f"changed {name}", "assign to it")
         pairs = zip(self.sources, before.positions, strict=True)
         moved = tuple(source for source, then in pairs if source.position() != then)
@@ -91,41 +99,29 @@ class Steady:
         Raises:
             RetrogradeError: something else that a step reads has changed since.
         """
-        changed, replayed = self._changed(then), list[tuple[Place, Seen, Seen]]()
-        for place, keys, seen in changed:
-            ours = {k for k in keys if k == "training" or getattr(place, "registered", None)}
-            now = place.read()
-            if ours and ours <= seen.keys() & now.keys():
-                before, after = ({key: one[key] for key in ours} for one in (seen, now))
-                replayed.append((place, before, after))
-                keys -= ours
-        for name in self._read(changed, self._written(then)):
+        changed = changes(then.notes)
+        ours = [slot for slot in changed if slot.key == "training" or slot.place.registered]
+        replayed = [(slot, changed[slot], slot.read()) for slot in ours]
+        replayed = [one for one in replayed if one[1] is not ABSENT and one[2] is not ABSENT]
+        others = changed.keys() - {slot for slot, *_ in replayed}
+        for name in self._read(others, then):
             raise RetrogradeError(_CHANGED.format(name))
-        for place, before, _ in replayed:
-            place.write(before)
+        for slot, before, _ in replayed:
+            slot.write(before)
         try:
             yield
         finally:
-            for place, _, after in replayed:
-                place.write(after)
+            for slot, _, now in replayed:
+                slot.write(now)
 
-    def _changed(self, then: Marks) -> list[tuple[Place, set[Any], Seen]]:
-        pairs = zip(self.places, then.seen, strict=True)
-        return [(place, keys, seen) for place, seen in pairs if (keys := place.changed(seen))]
-
-    def _written(self, then: Marks) -> list[Tensor]:
+    def _read(self, changed: Collection[Slot], then: Marks) -> Iterator[str]:
+        """Iterate over the names of what changed, or was written to, and the cell reads."""
         pairs = zip(self.tensors, then.versions, strict=True)
-        return [t for t, before in pairs if version(t) != before]
-
-    def _read(
-        self, changed: list[tuple[Place, set[Any], Seen]], written: list[Tensor]
-    ) -> Iterator[str]:
-        """Iterate over the names of what changed, without what the cell does not read."""
+        written = [t for t, before in pairs if version(t) != before]
         if not (changed or written):
             return
-        read = (self.found or Referents()).read()
-        for place, keys, _ in changed:
-            yield from (place.called(key) for key in keys if read.reads(place, key))
+        read = self.found.read()
+        yield from (slot.called for slot in changed if read.reads(slot.place, slot.key))
         for t in filter(read.holds, written):
             shape = f"a tensor of shape {tuple(t.shape)}"
             yield f"{first_named(self.places, t)}, {shape}, in place"
@@ -167,11 +163,6 @@ class Trail:
     def __init__(self, ambient: "Ambient") -> None:
         self.ambient = ambient
         self.found: dict[int, list[Any]] = {}
-        self.begin()
-
-    def begin(self) -> None:
-        """Check whether there are other threads, and whether the cell draws."""
-        self.watching = self.ambient.draws and not is_alone()
 
     def arrive(self, at: int) -> None:
         """Compare with the last time that this state was reached.
@@ -179,7 +170,7 @@ class Trail:
         Raises:
             CellError: another thread drew.
         """
-        if self.watching:
+        if self.ambient.draws and (self.found or not is_alone()):
             now = [source.position() for source in self.ambient.sources]
             if self.found.setdefault(at, now) != now:
                 raise CellError(
@@ -191,46 +182,36 @@ class Trail:
 
 
 @dataclass(frozen=True)
-class Left:
-    """Names of a place where a step leaves tensors.
+class Left(Slot):
+    """A name under which a step leaves tensors.
 
     A later step must not read them, since a rerun would read other tensors. So before a rerun, or a
-    recording, an object that raises on use replaces them. ``graphs`` are the names whose tensors
-    have a history; ``nbytes`` is the size of the others.
+    recording, an object that raises on use replaces them. ``before`` is what was there before the
+    call. ``graph`` says whether the tensors have a history, and if not, ``nbytes`` is their size.
     """
 
-    place: Place
-    keys: tuple[Any, ...]
-    graphs: tuple[Any, ...] = ()
+    before: Any
+    graph: bool
     nbytes: int = 0
 
     @cached_property
-    def _barred(self) -> Seen:
-        return {key: Unreadable.of(partial(self.refusal, key)) for key in self.keys}
+    def _barred(self) -> Unreadable:
+        return Unreadable.of(self.refusal)
 
     def bar(self) -> None:
         """Make reading from there an error."""
-        self.place.write(self._barred)
-
-    def read(self) -> Seen:
-        now = self.place.read()
-        return {key: now[key] for key in self.keys if key in now}
-
-    def put_back(self, before: Seen) -> None:
-        """Set what was read there before."""
-        self.place.write(before, self.read().keys() - before.keys())
+        self.write(self._barred)
 
     def cut(self) -> None:
         """Keep the tensors that a forward pass left from being differentiated."""
-        now = {key: value for key, value in self.read().items() if key in self.graphs}
-        names = {key: self.place.called(key) for key in now}
-        cut = {k: pytree.tree_map_only(Tensor, partial(_cut, names[k]), now[k]) for k in now}
-        self.place.write(cut)
+        value = self.read()
+        if self.graph and value is not ABSENT:
+            self.write(pytree.tree_map_only(Tensor, partial(_cut, self.called), value))
 
-    def refusal(self, key: Any) -> CellError:
+    def refusal(self) -> CellError:
         """Return the error for a later step that reads it."""
         return CellError(
-            f"the cell keeps a state of its own in {self.place.called(key)}, which a step writes "
+            f"the cell keeps a state of its own in {self.called}, which a step writes "
             "and a later one reads: expected the state to hold all that steps hand on; "
             "make it part of the state, or name its module in stateful="
         )
@@ -262,8 +243,8 @@ class _Cut(torch.autograd.Function):
 class Ambient:
     """The surroundings that matter to one cell.
 
-    Its steps draw from ``sources``, write to ``buffers``, and leave tensors in ``left``. Hooks of
-    ``modules`` are not called while it is measured.
+    Its steps draw from ``sources``, write to ``buffers``, and leave tensors in ``left``. The rest
+    is ``steady``.
     """
 
     device: torch.device
@@ -271,7 +252,6 @@ class Ambient:
     buffers: tuple[Tensor, ...] = ()
     left: tuple[Left, ...] = ()
     steady: Steady = Steady()
-    modules: tuple[nn.Module, ...] = ()
 
     @property
     def draws(self) -> bool:
@@ -289,8 +269,14 @@ class Ambient:
         return (*random, *(buffer.detach().clone() for buffer in self.buffers))
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Restore captured surroundings."""
-        self._restore_tensors(snapshot)
+        """Restore captured surroundings, and bar the tensors that other steps left."""
+        for source, state in zip(self.sources, snapshot, strict=False):
+            source.restore(state)
+        with torch.no_grad():
+            for buffer, value in zip(self.buffers, snapshot[len(self.sources) :], strict=False):
+                # A graph recorded earlier may hold this buffer; its version must not change.
+                with _unsafe_preserve_version_counter(buffer):
+                    buffer.copy_(value)
         self.bar()
 
     def bar(self) -> None:
@@ -304,15 +290,6 @@ class Ambient:
             for left in self.left:
                 left.cut()
 
-    def _restore_tensors(self, snapshot: Snapshot) -> None:
-        for source, state in zip(self.sources, snapshot, strict=False):
-            source.restore(state)
-        with torch.no_grad():
-            for buffer, value in zip(self.buffers, snapshot[len(self.sources) :], strict=False):
-                # A graph recorded earlier may hold this buffer; its version must not change.
-                with _unsafe_preserve_version_counter(buffer):
-                    buffer.copy_(value)
-
     @contextmanager
     def without_trace(self) -> Iterator[None]:
         """Restore the surroundings after the block."""
@@ -321,9 +298,9 @@ class Ambient:
         try:
             yield
         finally:
-            self._restore_tensors(before)
+            self.restore(before)
             for left, value in zip(self.left, values, strict=True):
-                left.put_back(value)
+                left.write(value)
 
     @contextmanager
     def measured(self) -> Iterator[None]:
@@ -331,7 +308,7 @@ class Ambient:
         with (
             MEASURING,
             unpacked(),
-            muted_modules(self.modules),
+            muted_modules(self.steady.found.parts()),
             put_back(self.steady.places),
             self.without_trace(),
             autocast_as_now(self.device),
@@ -362,18 +339,11 @@ class Ambient:
 @contextmanager
 def put_back(places: Sequence[Place]) -> Iterator[None]:
     """Restore the values of places when a block ends."""
-    before = [place.note() for place in places]
+    before = note(places)
     try:
         yield
     finally:
-        restore(places, before)
-
-
-def restore(places: Sequence[Place], before: Sequence[Seen]) -> None:
-    """Restore the noted values of places."""
-    for place, seen in zip(places, before, strict=True):
-        if place.changed(seen):
-            place.restore(seen)
+        restore(before)
 
 
 def autocast_as_now(device: torch.device) -> torch.autocast:
@@ -387,12 +357,6 @@ def autocast_as_now(device: torch.device) -> torch.autocast:
         enabled=torch.is_autocast_enabled(device.type),
         cache_enabled=False,
     )
-
-
-def autocast_of_caller(device: torch.device, *, replayed: bool) -> AbstractContextManager[Any]:
-    """Return the caller's autocast for use within a replay; nothing where neither uses any."""
-    on = replayed or torch.is_autocast_enabled(device.type)
-    return autocast_as_now(device) if on else nullcontext()
 
 
 @contextmanager

@@ -8,6 +8,7 @@ gradient are checked, since a cell may refer to a whole model and use a part. A 
 raised.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from torch import Tensor
 from retrograde.errors import CellError, RetrogradeError, ScheduleError
 from retrograde.replay.surroundings import (
     autocast_as_now,
-    autocast_of_caller,
     muted_hooks,
     version,
 )
@@ -29,9 +29,7 @@ from retrograde.run.transforms import NO_FORWARD_MODE, refuse_batches, uncompile
 from retrograde.schedule import Schedule
 from retrograde.units import Memory
 
-__all__ = [
-    "check_schedule", "refuse_both", "run_schedule", "run_unrecorded", "run_without_gradient",
-]  # fmt: skip
+__all__ = ["check_schedule", "refuse_both", "run_schedule", "run_without_gradient"]
 
 Tensors = list[Tensor]
 
@@ -77,24 +75,15 @@ def run_schedule(
 
 
 def run_without_gradient(
-    core: Core, inputs: Inputs, state: Tensors, layout: Layout
+    core: Core, inputs: Inputs, state: Tensors, layout: Layout, first: Tensors | None = None
 ) -> tuple[Tensors, Tensors]:
-    """Run a recurrence and keep nothing for a backward pass."""
+    """Run a recurrence and keep nothing for a backward pass. ``first`` are the outputs of step 0,
+    if that has run, and then ``state`` is the state after it."""
     outputs = _Outputs(core, layout)
-    (state,) = core.advance(inputs, 0, [len(inputs)], state, outputs.emit)
-    return outputs.tensors, state
-
-
-def run_unrecorded(
-    core: Core, inputs: Inputs, first: Tensors, state: Tensors, layout: Layout
-) -> tuple[Tensors, Tensors]:
-    """Run the steps after step 0 without autograd; ``first`` and ``state`` are step 0's results.
-
-    Returns the outputs of all steps, step 0 included, and the state after the last one.
-    """
-    outputs = _Outputs(core, layout)
-    outputs.emit(0, 1, first)
-    (state,) = core.advance(inputs, 1, [len(inputs)], state, outputs.emit)
+    if first is not None:
+        outputs.emit(0, 1, first)
+    start = 0 if first is None else 1
+    (state,) = core.advance(inputs, start, [len(inputs)], state, outputs.emit)
     return outputs.tensors, state
 
 
@@ -128,10 +117,7 @@ class _Recurrence(torch.autograd.Function):
         inputs, state = list(tensors[:n_inputs]), list(tensors[n_inputs : n_inputs + n_state])
         versions = [version(t) for t in tensors]
         device = tensors[0].device
-        ctx.autocast, ctx.autocasts = (
-            autocast_as_now(device),
-            torch.is_autocast_enabled(device.type),
-        )
+        ctx.autocast, ctx.casts = autocast_as_now(device), torch.is_autocast_enabled(device.type)
         ctx.same = [next(i for i, s in enumerate(state) if s is t) for t in state]
         ctx.before = core.ambient.capture()
         ctx.marks = core.ambient.steady.marks()
@@ -180,7 +166,8 @@ class _Recurrence(torch.autograd.Function):
         read = layout.read(inputs, held)
         count = len(grads) - run.states
         wanted = [x if needed else None for x, needed in zip(inputs, needs, strict=False)]
-        late = not run.core.fused
+        late, device = not run.core.fused, inputs[0].device
+        casts = ctx.casts or torch.is_autocast_enabled(device.type)
         gradients = Gradients(
             outputs=grads[:count],
             states=list(grads[count:]),
@@ -190,7 +177,7 @@ class _Recurrence(torch.autograd.Function):
             length=run.length,
             layout=layout,
             read=read,
-            outside=autocast_of_caller(inputs[0].device, replayed=ctx.autocasts),
+            outside=autocast_as_now(device) if casts else nullcontext(),
         )
         with rerun, ctx.autocast, muted_hooks(parameters):
             try:

@@ -11,9 +11,9 @@ from within the next step. So that gradient enters at a leaf of the range that c
 and not in the range that produced it.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,16 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from retrograde.errors import CellError, RetrogradeError
 from retrograde.replay.captured import LeafWatch
-from retrograde.replay.surroundings import Ambient
-from retrograde.run.core import (
-    NO_SECOND_ORDER,
-    Emit,
-    Gate,
-    Gradients,
-    Tape,
-    as_leaf,
-    window,
-)
+from retrograde.run.core import Core, Emit, Gate, Gradients, Tape, as_leaf, window
 from retrograde.run.inputs import Inputs
 from retrograde.run.layout import Layout
 from retrograde.run.states import Packed, apart, each_once, pack
@@ -44,6 +35,11 @@ Tensors = list[Tensor]
 Gradient = Tensor | None
 
 _NOTHING = torch.empty(0, device="cpu")
+_NO_SECOND_ORDER = (
+    "the gradient of this budgeted recurrence cannot itself be differentiated: expected "
+    "create_graph=False; for second derivatives use backward=None, memory=None and "
+    "schedule=None (ordinary BPTT)"
+)
 
 
 @dataclass
@@ -66,44 +62,32 @@ class Graph(Tape):
     state_edges: list[GradientEdge | None]
 
 
-class AutogradCore(ABC):
+class AutogradCore(Core):
     """A core that is a function of inputs and state: of one step, or of a range if it is fused.
 
     ``aliases`` names, for each output leaf, the state leaf that is the very same tensor, or None.
     """
 
-    fused: bool
-    sums: bool
     aliases: tuple[int | None, ...]
-    ambient: Ambient
-    strides = False
     made = 0  # leaves that step 0 makes itself
     per_call = 1  # steps of a call, if it is not fused
-    tried = False  # whether a trial step precedes every call
 
     @property
     def watched(self) -> bool:
         """Whether to check that steps use only known parameters."""
         return not self.fused
 
-    def room(self, inputs: Inputs) -> Tensors:
-        return []
-
     @property
-    @abstractmethod
-    def parameters(self) -> Tensors: ...
-
-    @property
-    @abstractmethod
     def targets(self) -> Tensors:
         """The parameters' counterparts in the graph of a recorded range."""
+        return self.parameters
 
-    @abstractmethod
     def recording(self) -> AbstractContextManager[Any]:
         """Return the context in which a range is recorded."""
+        return nullcontext()
 
-    @abstractmethod
-    def totals(self) -> list[Gradient]: ...
+    def totals(self) -> list[Gradient]:
+        return [None] * len(self.parameters)
 
     @abstractmethod
     def __call__(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
@@ -128,14 +112,11 @@ class AutogradCore(ABC):
 
     @property
     def joins(self) -> bool:
-        """Whether steps can share one graph: not if they change their surroundings."""
         return self.fused or not self.ambient.moves
 
     def cuts(self, actions: Iterable[Action], length: int) -> Sequence[int]:
-        if self.fused:
-            return ()
-        if not self.joins:
-            return range(length)
+        if self.fused or not self.joins:
+            return super().cuts(actions, length)
         loaded = {a.at for a in actions if isinstance(a, Load)}
         return sorted(loaded | {a.start for a in actions if isinstance(a, Backward)})
 
@@ -235,15 +216,12 @@ class AutogradCore(ABC):
         ]
         _accumulate(gradients.parameters, begun, list(shares), self.parameters)
 
-    def complete(self) -> None:  # noqa: B027
-        ...
-
     def ordinary(
         self, layout: Layout, inputs: Tensors, state: Tensors, gate: Gate
     ) -> tuple[Tensors, Tensors, Tensors]:
         """Return all steps as ordinary autograd records them, and the parameters in that graph."""
         if any(p is not t for p, t in zip(self.parameters, self.targets, strict=True)):
-            raise RetrogradeError(NO_SECOND_ORDER)  # one parameter was computed from another
+            raise RetrogradeError(_NO_SECOND_ORDER)  # one parameter was computed from another
         read = layout.read(inputs)
         return *run_ordinary(self, read[slice(0, len(read))], state), self.parameters
 

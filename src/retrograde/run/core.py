@@ -2,7 +2,7 @@
 
 A core advances steps and keeps only states; it records a range; it backpropagates a recorded range;
 and it provides totals for the parameters' gradients. It does so by ordinary autograd
-(:mod:`retrograde.run.autograd_core`), or by its own derivative (:class:`RangeCore`).
+(:mod:`retrograde.run.autograd_core`), or by its own derivative.
 """
 
 import threading
@@ -10,12 +10,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from retrograde.errors import RetrogradeError
 from retrograde.replay.surroundings import Ambient, Snapshot
 from retrograde.run.inputs import Inputs
 from retrograde.run.layout import Layout
@@ -23,12 +22,10 @@ from retrograde.run.states import Packed
 from retrograde.schedule import Action
 
 __all__ = [
-    "NO_SECOND_ORDER",
     "Core",
     "Emit",
     "Gate",
     "Gradients",
-    "RangeCore",
     "Tape",
     "as_leaf",
     "discard",
@@ -42,12 +39,6 @@ Gradient = Tensor | None
 Emit = Callable[[int, int, Tensors], None]
 #: Lets tensors into a graph of all steps; see :mod:`retrograde.run.second_order`.
 Gate = Callable[[Tensors], Tensors]
-
-NO_SECOND_ORDER = (
-    "the gradient of this budgeted recurrence cannot itself be differentiated: expected "
-    "create_graph=False; for second derivatives use backward=None, memory=None and "
-    "schedule=None (ordinary BPTT)"
-)
 
 
 def discard(start: int, stop: int, outputs: Tensors) -> None:
@@ -90,76 +81,66 @@ def unrecorded() -> Iterator[None]:
         yield
 
 
-class Core(Protocol):
-    """A recurrence on flat lists of tensors, as the executor runs it."""
+class Core(ABC):
+    """A recurrence on flat lists of tensors, as the executor runs it.
+
+    A ``fused`` core takes a range of steps in a call, time first, rather than one step. If it
+    ``sums``, an output is a tensor to sum over calls, rather than a part for each step. If it
+    ``strides``, advances with only a store between them may be one call.
+    """
+
+    fused = True
+    sums = False
+    strides = False
+    ambient: Ambient  # the surroundings that a step depends on
 
     @property
-    def fused(self) -> bool:
-        """Whether a call takes a range of steps, time first, rather than one step."""
-        ...
-
-    @property
-    def sums(self) -> bool:
-        """Whether an output is a tensor to sum over calls, rather than a part for each step."""
-        ...
-
-    @property
-    def strides(self) -> bool:
-        """Whether advances with only a store between them may be one call."""
-        ...
+    @abstractmethod
+    def parameters(self) -> Tensors:
+        """Every tensor, besides inputs and state, that receives a gradient."""
 
     @property
     def joins(self) -> bool:
         """Whether a tape can have several steps of a range."""
-        ...
+        return self.fused
 
-    @property
-    def parameters(self) -> Tensors:
-        """Every tensor, besides inputs and state, that receives a gradient."""
-        ...
-
-    @property
-    def ambient(self) -> Ambient:
-        """The surroundings that a step depends on."""
-        ...
-
-    def totals(self) -> list[Tensor | None]:
+    @abstractmethod
+    def totals(self) -> list[Gradient]:
         """Return the parameters' totals; None for one that the first share starts."""
-        ...
 
     def room(self, inputs: Inputs) -> Tensors:
         """Return the tensors for the outputs of all steps, if the core writes them itself. The
         backward pass reads them again. The list is empty if the core emits its outputs."""
-        ...
+        return []
 
     def cuts(self, actions: Iterable[Action], length: int) -> Sequence[int]:
         """Return the steps at which a recording is divided into tapes, ascending."""
-        ...
+        return () if self.joins else range(length)
 
     def stored(self, state: Tensors) -> Sequence[Tensor | Packed]:
         """Return the stored form of a state."""
-        ...
+        return state
 
+    @abstractmethod
     def advance(
         self, inputs: Inputs, start: int, stops: Sequence[int], state: Tensors, emit: Emit | None
     ) -> list[Tensors]:
         """Run steps from ``start`` to the last of some stops, and keep the state at each stop."""
-        ...
 
+    @abstractmethod
     def record(
         self, inputs: Inputs, start: int, stop: int, state: Tensors, emit: Emit | None
     ) -> "Tape":
         """Run a range of steps and keep what its backward pass needs; ``state`` may be emptied."""
-        ...
 
+    @abstractmethod
     def backpropagate(self, tape: Any, gradients: "Gradients") -> None:
         """Backpropagate the steps of a tape, collect their gradients, and consume the tape."""
-        ...
 
-    def complete(self) -> None:
+    def complete(self) -> None:  # noqa: B027
         """Note that every step was recorded and backpropagated."""
-        ...
 
+    @abstractmethod
     def ordinary(
         self, layout: Layout, inputs: Tensors, state: Tensors, gate: Gate
     ) -> tuple[Tensors, Tensors, Tensors]:
@@ -169,7 +150,6 @@ class Core(Protocol):
         Raises:
             RetrogradeError: second derivatives are not available.
         """
-        ...
 
 
 @dataclass
@@ -216,53 +196,6 @@ class Gradients:
             if x is not None and used and self.inputs[k] is None:
                 self.inputs[k] = torch.zeros_like(x)
         self.layout.take(self.inputs, index, shares)
-
-
-class RangeCore(ABC):
-    """A :class:`Core` with its own derivative and its own kind of tape."""
-
-    fused = True
-    sums = False
-    strides = True
-    parameters: Tensors
-    ambient: Ambient
-
-    @property
-    def joins(self) -> bool:
-        return self.fused
-
-    def cuts(self, actions: Iterable[Action], length: int) -> Sequence[int]:
-        return () if self.fused else range(length)
-
-    def stored(self, state: Tensors) -> Sequence[Tensor | Packed]:
-        return state
-
-    def room(self, inputs: Inputs) -> Tensors:
-        return []
-
-    @abstractmethod
-    def totals(self) -> list[Gradient]: ...
-
-    @abstractmethod
-    def advance(
-        self, inputs: Inputs, start: int, stops: Sequence[int], state: Tensors, emit: Emit | None
-    ) -> list[Tensors]: ...
-
-    @abstractmethod
-    def record(
-        self, inputs: Inputs, start: int, stop: int, state: Tensors, emit: Emit | None
-    ) -> Tape: ...
-
-    @abstractmethod
-    def backpropagate(self, tape: Any, gradients: Gradients) -> None: ...
-
-    def complete(self) -> None:
-        return None
-
-    def ordinary(
-        self, layout: Layout, inputs: Tensors, state: Tensors, gate: Gate
-    ) -> tuple[Tensors, Tensors, Tensors]:
-        raise RetrogradeError(NO_SECOND_ORDER)
 
 
 def window(core: Core, start: int, stop: int) -> int | slice:

@@ -43,9 +43,7 @@ class Run:
     tapes: list[Tape] = field(default_factory=list)
     cuts: Sequence[int] | None = None
     states: int = 0
-
-    def __post_init__(self) -> None:
-        self.trail = Trail(self.core.ambient)
+    trail: Trail = field(init=False)
 
     def forward(self, inputs: Inputs, state: Tensors, emit: Emit | None) -> Tensors:
         """Perform all actions before the first ``Backward``; return the state after all steps."""
@@ -60,7 +58,6 @@ class Run:
 
     def backward(self, inputs: Inputs, gradients: Gradients) -> None:
         """Perform the rest, from the first ``Backward`` on."""
-        self.trail.begin()
         while self.done < len(self.actions):
             match self.actions[self.done]:
                 case Backward(start, _):

@@ -1,18 +1,17 @@
 """The inputs of a recurrence, as the executor reads them: a step or a range of steps at a time.
 
-:class:`Held` slices tensors in memory. :mod:`retrograde.run.sources` reads other inputs as they are
-needed.
+:mod:`retrograde.run.layout` cuts tensors in memory. :mod:`retrograde.run.sources` reads other
+inputs as they are needed.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
 from retrograde.errors import CellError
 
-__all__ = ["Held", "Inputs", "check_length"]
+__all__ = ["Inputs", "check_length"]
 
 Tensors = list[Tensor]
 
@@ -32,30 +31,6 @@ class Inputs(Protocol):
     def __getitem__(self, index: int | slice) -> Tensors:
         """Return the leaves of one step, or of a range, with time first."""
         ...
-
-
-@dataclass(frozen=True)
-class Held:
-    """Tensors in memory, each with time as its first dimension.
-
-    Example:
-        >>> import torch
-        >>> inputs = Held([torch.zeros(5, 2), torch.ones(5, 3)])
-        >>> len(inputs), [tuple(t.shape) for t in inputs[1:4]], inputs[4][1].tolist()
-        (5, [(3, 2), (3, 3)], [1.0, 1.0, 1.0])
-    """
-
-    tensors: Tensors
-    differentiable: tuple[bool, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "differentiable", tuple(t.requires_grad for t in self.tensors))
-
-    def __len__(self) -> int:
-        return self.tensors[0].shape[0]
-
-    def __getitem__(self, index: int | slice) -> Tensors:
-        return [t[index] for t in self.tensors]
 
 
 def check_length(leaves: Tensors) -> int:

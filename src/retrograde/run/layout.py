@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from retrograde.run.inputs import Held, Inputs
+from retrograde.run.inputs import Inputs
 
-__all__ = ["BlockInputs", "Blocks", "Layout", "Ragged", "RowInputs", "Rows", "Straight"]
+__all__ = ["Blocks", "Held", "Layout", "Ragged", "Rows", "Straight"]
 
 Tensors = list[Tensor]
 Gradient = Tensor | None
@@ -27,10 +27,25 @@ Index = int | slice
 class Layout(Protocol):
     """Maps between tensors over all steps and the leaves of one call."""
 
-    def read(self, tensors: Tensors, outputs: Sequence[Tensor] = ()) -> Inputs:
+    length: int  # the number of steps
+
+    @property
+    def calls(self) -> int:
+        """The number of calls, or of steps if a call takes a range of them."""
+        return self.length
+
+    def wanted(self, tensors: Tensors) -> Sequence[bool]:
+        """Return which leaves of a call receive a gradient."""
+        ...
+
+    def leaves(self, tensors: Tensors, index: Index) -> Tensors:
+        """Return the leaves of a call, or of several."""
+        ...
+
+    def read(self, tensors: Tensors, outputs: Sequence[Tensor] = ()) -> "Held":
         """Return the inputs of all steps, for the executor. ``outputs`` are those that a core
         writes itself, and reads again."""
-        ...
+        return Held(self, tensors, outputs)
 
     def allocate(self, values: Tensors) -> Tensors:
         """Allocate the outputs of all steps, given those of one call."""
@@ -60,14 +75,42 @@ class Layout(Protocol):
 
 
 @dataclass(frozen=True)
+class Held(Inputs):
+    """The leaves of every call, cut from tensors in memory."""
+
+    layout: Layout
+    tensors: Tensors
+    outputs: Sequence[Tensor] = ()
+
+    @functools.cached_property
+    def differentiable(self) -> Sequence[bool]:
+        return self.layout.wanted(self.tensors)
+
+    def __len__(self) -> int:
+        return self.layout.calls
+
+    def __getitem__(self, index: Index) -> Tensors:
+        return self.layout.leaves(self.tensors, index)
+
+
+@dataclass(frozen=True)
 class Straight(Layout):
-    """Step t of every tensor is its row t."""
+    """Step t of every tensor is its row t.
+
+    Example:
+        >>> inputs = Straight(5, fused=False).read([torch.zeros(5, 2), torch.ones(5, 3)])
+        >>> len(inputs), [tuple(t.shape) for t in inputs[1:4]], inputs[4][1].tolist()
+        (5, [(3, 2), (3, 3)], [1.0, 1.0, 1.0])
+    """
 
     length: int
     fused: bool
 
-    def read(self, tensors: Tensors, outputs: Sequence[Tensor] = ()) -> Inputs:
-        return Held(tensors)
+    def wanted(self, tensors: Tensors) -> Sequence[bool]:
+        return [t.requires_grad for t in tensors]
+
+    def leaves(self, tensors: Tensors, index: Index) -> Tensors:
+        return [t[index] for t in tensors]
 
     def allocate(self, values: Tensors) -> Tensors:
         shapes = [y.shape[1:] if self.fused else y.shape for y in values]
@@ -131,8 +174,20 @@ class Rows(Layout):
         at = self.offsets
         return [slice(at[span.start], at[span.stop]) for span in self.spans(index)]
 
-    def read(self, tensors: Tensors, outputs: Sequence[Tensor] = ()) -> "RowInputs":
-        return RowInputs(self, tensors[0], *outputs)
+    def wanted(self, tensors: Tensors) -> Sequence[bool]:
+        directions = 2 if self.both else 1
+        others = self.numbered + (self.sizes is not None)
+        return [tensors[0].requires_grad] * directions + [False] * directions * others
+
+    def leaves(self, tensors: Tensors, index: Index) -> Tensors:
+        assert isinstance(index, slice)
+        (x,), spans = tensors, self.spans(index)
+        leaves = [x[at] for at in self.rows(index)]
+        if self.numbered:
+            leaves += [torch.arange(s.start, s.stop, device=x.device) for s in spans]
+        if self.sizes is not None:
+            leaves += [self.sizes[s] for s in spans]
+        return leaves
 
     def allocate(self, values: Tensors) -> Tensors:
         (_, *inner, _), rows = values[0].shape, self.rows(slice(0, self.length))[0].stop
@@ -166,34 +221,6 @@ class Rows(Layout):
 
 
 @dataclass(frozen=True)
-class RowInputs:
-    """The leaves of every call, cut from one tensor over all steps."""
-
-    layout: Rows
-    x: Tensor
-    outputs: Tensor | None = None
-
-    @property
-    def differentiable(self) -> Sequence[bool]:
-        directions = 2 if self.layout.both else 1
-        others = self.layout.numbered + (self.layout.sizes is not None)
-        return [self.x.requires_grad] * directions + [False] * directions * others
-
-    def __len__(self) -> int:
-        return self.layout.length
-
-    def __getitem__(self, index: Index) -> Tensors:
-        assert isinstance(index, slice)
-        spans = self.layout.spans(index)
-        leaves = [self.x[at] for at in self.layout.rows(index)]
-        if self.layout.numbered:
-            leaves += [torch.arange(s.start, s.stop, device=self.x.device) for s in spans]
-        if self.layout.sizes is not None:
-            leaves += [self.layout.sizes[s] for s in spans]
-        return leaves
-
-
-@dataclass(frozen=True)
 class Ragged(Layout):
     """A batch whose every step is a call with all samples, from one end or from both at once.
 
@@ -215,8 +242,14 @@ class Ragged(Layout):
     starts: Tensor | None = None
     both: bool = False
 
-    def read(self, tensors: Tensors, outputs: Sequence[Tensor] = ()) -> "RaggedInputs":
-        return RaggedInputs(self, tensors)
+    def wanted(self, tensors: Tensors) -> Sequence[bool]:
+        wanted = [t.requires_grad for t in tensors] * (2 if self.both else 1)
+        return wanted if self.lengths is None else [*wanted, False]
+
+    def leaves(self, tensors: Tensors, index: Index) -> Tensors:
+        ends = (False, True) if self.both else (False,)
+        leaves = [t[self.rows(index, back=back)] for back in ends for t in tensors]
+        return leaves if self.lengths is None else [*leaves, self.goes_on(index)]
 
     def goes_on(self, index: Index) -> Tensor:
         """Return which samples still have the steps of a call."""
@@ -322,27 +355,6 @@ class Ragged(Layout):
 
 
 @dataclass(frozen=True)
-class RaggedInputs:
-    """The leaves of every call of a :class:`Ragged` batch."""
-
-    layout: Ragged
-    tensors: Tensors
-
-    @property
-    def differentiable(self) -> Sequence[bool]:
-        wanted = [t.requires_grad for t in self.tensors] * (2 if self.layout.both else 1)
-        return wanted if self.layout.lengths is None else [*wanted, False]
-
-    def __len__(self) -> int:
-        return self.layout.length
-
-    def __getitem__(self, index: Index) -> Tensors:
-        ends = (False, True) if self.layout.both else (False,)
-        leaves = [t[self.layout.rows(index, back=back)] for back in ends for t in self.tensors]
-        return leaves if self.layout.lengths is None else [*leaves, self.layout.goes_on(index)]
-
-
-@dataclass(frozen=True)
 class Blocks(Layout):
     """Neighbouring steps in blocks of ``size``, of which a call runs one; the last may be shorter.
 
@@ -364,8 +376,15 @@ class Blocks(Layout):
         first, stop = (index.start, index.stop) if isinstance(index, slice) else (index, index + 1)
         return slice(first * self.size, min(stop * self.size, self.length))
 
-    def read(self, tensors: Tensors, outputs: Sequence[Tensor] = ()) -> "BlockInputs":
-        return BlockInputs(self, self.steps.read(tensors))
+    @property
+    def calls(self) -> int:
+        return math.ceil(self.length / self.size)
+
+    def wanted(self, tensors: Tensors) -> Sequence[bool]:
+        return self.steps.wanted(tensors)
+
+    def leaves(self, tensors: Tensors, index: Index) -> Tensors:
+        return self.steps.leaves(tensors, self.span(index))
 
     def allocate(self, values: Tensors) -> Tensors:
         return self.steps.allocate([y[0] for y in values])
@@ -384,21 +403,3 @@ class Blocks(Layout):
 
     def take(self, totals: Sequence[Gradient], index: Index, shares: Sequence[Gradient]) -> None:
         self.steps.take(totals, self.span(index), shares)
-
-
-@dataclass(frozen=True)
-class BlockInputs:
-    """The leaves of every block, cut from the ``steps``."""
-
-    layout: Blocks
-    steps: Inputs
-
-    @property
-    def differentiable(self) -> Sequence[bool]:
-        return self.steps.differentiable
-
-    def __len__(self) -> int:
-        return math.ceil(self.layout.length / self.layout.size)
-
-    def __getitem__(self, index: Index) -> Tensors:
-        return self.steps[self.layout.span(index)]

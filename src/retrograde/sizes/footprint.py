@@ -19,7 +19,7 @@ from retrograde.replay.surroundings import muted_hooks
 from retrograde.run.autograd_core import AutogradCore
 from retrograde.run.core import Core, Emit, Gradients, Tape
 from retrograde.run.inputs import Inputs
-from retrograde.run.layout import BlockInputs, Straight
+from retrograde.run.layout import Blocks, Held, Straight
 from retrograde.run.states import laid_bytes, like_of, pack, stored_memory
 from retrograde.schedule import Advance, Record, Schedule
 from retrograde.sizes.ordinary import (
@@ -113,8 +113,8 @@ def footprint(
         if [*map(like_of, begins)] != [*map(like_of, state)]:
             more = _measure_range(core, inputs, begins, 1).above(points[1])
         single, blocks = inputs, None
-        if isinstance(inputs, BlockInputs):
-            single, blocks = inputs.steps, inputs.layout
+        if isinstance(inputs, Held) and isinstance(inputs.layout, Blocks):
+            single, blocks = inputs.layout.steps.read(inputs.tensors), inputs.layout
         trial = _first_step_bytes(core, single, begins)
         stored, laid = (0, 0) if core.fused else _stored_bytes(core, inputs, state)
     # A state's plain numbers become tensors of ours, before the call and after it.
@@ -205,8 +205,8 @@ def _evenly(core: Core, inputs: Inputs, points: dict[int, _Bytes]) -> dict[int, 
     may hide that growth, while the bytes that the tape holds shrink. A number in the state may make
     a later step different.
     """
-    cell = isinstance(core, AutogradCore) and core.tried and not core.numbers
-    if core.fused or not cell or max(points) < 8:
+    cell = isinstance(core, AutogradCore) and not core.fused and not core.numbers
+    if not cell or max(points) < 8:
         return None
     two, four, eight = ([*map(int, astuple(points[n]))] for n in (2, 4, 8))
     _, held, record, backward = ((b - a) / 2 for a, b in zip(two, four, strict=True))
@@ -263,7 +263,7 @@ def _stored_bytes(core: Core, inputs: Inputs, state: Tensors) -> tuple[int, int]
 
 def _first_step_bytes(core: Core, inputs: Inputs, state: Tensors) -> int:
     """Return the peak bytes of the trial step that precedes every call of a cell."""
-    if core.fused or not (isinstance(core, AutogradCore) and core.tried):
+    if core.fused or not isinstance(core, AutogradCore):
         return 0
 
     def call() -> object:
