@@ -380,7 +380,7 @@ def counted_backward(case: scan_backward.Case) -> Row:
     gates, size, rows = gates_of(case.cell), case.hidden, case.length * case.batch
     shape: Any = (case.batch, case.inputs, size, torch.float32, "cuda")
     swept = sequential_block(kind, *shape)
-    scanned, _ = scan_lengths(kind, case.length, *shape)
+    scanned, chunk = scan_lengths(kind, case.length, *shape)
     state = size * (2 if gates == 4 else 1)
     whole, block = -(-case.length // scanned), min(case.length, scanned)
     row = {
@@ -394,7 +394,7 @@ def counted_backward(case: scan_backward.Case) -> Row:
         return row | {"sequential_launches": -(-case.length // block) * (2 + -(-block // GRAPH))}
     return row | {
         "scan_launches": 3 * whole,
-        "scan_depth": whole * (2 * scanned.chunk + -(-block // scanned.chunk)),
+        "scan_depth": whole * (2 * chunk + -(-block // chunk)),
         "scan_gflop": 2e-9 * rows * ((state + 1) * size**2 * (2 if gates == 4 else 1)
                                      + 2 * gates * size**2),
     }  # fmt: skip

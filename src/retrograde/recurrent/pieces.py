@@ -148,7 +148,7 @@ def scan_lengths(
 
     Example:
         >>> scan_lengths("RNN_TANH", 1000, 16, 24, 20, torch.float32, "cpu")
-        (1000, 22)
+        (1738, 22)
     """
     chunk = max(1, min(round(math.sqrt(length / 2)), length))
     state = size * (2 if kind == "LSTM" else 1)
