@@ -1,5 +1,6 @@
 """The table of :func:`retrograde.plan.calls.fastest`, filled by a kernel that compiles when this is
-first imported. Bytes are counted in levels. The rows of calls i … k − 1 are adjacent for each k.
+first imported. Bytes are counted in levels, and what is held in parts of them. The rows of calls
+i … k − 1 are adjacent for each k.
 """
 
 import numpy as np
@@ -10,6 +11,7 @@ __all__ = ["cell", "fill"]
 
 _Ints = NDArray[np.int64]
 _Reals = NDArray[np.float64]
+_Row = NDArray[np.float32]
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
@@ -19,9 +21,23 @@ def cell(i: int, k: int) -> int:
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
+def _lower(row: _Row, behind: _Row, seconds: np.float32, need: int, held: float) -> None:
+    """Lower a row, from level ``need`` on, to that of what follows with ``held`` levels less, plus
+    some seconds. A part of a level is interpolated, where both sides have a plan."""
+    by = int(held)
+    part = np.float32(held - by)
+    for m in range(max(need, by), len(row)):
+        high = behind[m - by]
+        if part > 0:
+            low = behind[m - by - 1] if m > by else np.float32(np.inf)
+            high = high + part * (low - high) if low < np.inf else low
+        row[m] = min(row[m], seconds + high)
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
 def fill(
-    after: _Ints, first: _Ints, back: _Ints, more: _Reals, keeps: _Ints, dropped: _Ints,
-    forward: _Reals, given: _Ints, runs: _Ints, noted: _Ints, waits: _Ints,
+    after: _Reals, first: _Ints, back: _Ints, more: _Reals, keeps: _Ints, dropped: _Ints,
+    forward: _Reals, given: _Reals, runs: _Ints, noted: _Ints, waits: _Ints,
     stores: bool, records: bool, best: NDArray[np.float32],
 ) -> None:  # fmt: skip
     """Fill ``best``, of shape (2, rows, levels), by the recurrence.
@@ -58,16 +74,13 @@ def fill(
                     runs_first = i + 1 < k or outer or not dropped[i, w]
                     need = max(back[held, i, w], first[held, i, w] + wait if runs_first else 0)
                     if i + 1 < k:
-                        by, taken = after[held, i, w], np.float32(more[0 if outer else 1, i, w])
+                        taken = np.float32(more[0 if outer else 1, i, w])
                         behind = best[keeps[i, w], cell(i + 1, k)]
-                        for m in range(max(need, by, 0), levels):
-                            row[m] = min(row[m], taken + behind[m - by])
+                        _lower(row, behind, taken, need, after[held, i, w])
                         continue
                     total = np.float32(more[0 if outer else 2, i, w])
                     for m in range(max(need, 0), levels):
                         row[m] = min(row[m], total)
                 if not (stores or held):
                     continue
-                by = 0 if held else given[i]
-                for m in range(by, levels):
-                    row[m] = min(row[m], group[m - by])
+                _lower(row, group, np.float32(0.0), 0, 0.0 if held else given[i])

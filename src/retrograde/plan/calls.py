@@ -17,8 +17,7 @@ with maxima.
 
 Bytes of F are counted in levels, and those of P are exact. A plan is read from both: of the moves
 that leave enough by P, it takes the fastest by F. So levels never break a budget, and never miss
-one that is enough. A plan may be slower than the fastest where levels are many bytes. So it is the
-best of three, read from levels that are shifted.
+one that is enough. A plan may be slower than the fastest where levels are many bytes.
 
 Complexity: O(n² (ways + n) · levels) additions in a compiled loop.
 """
@@ -264,24 +263,30 @@ class _Moves:
 
 
 class _Table:
-    """F(i, k, m) for each level of m, by whether the input of call i is held already."""
+    """F(i, k, m) for each level of m, by whether the input of call i is held already. Bytes are
+    rounded to the next level, or down if it is a bound."""
 
-    def __init__(self, moves: _Moves, room: int, rounded: Callable[[Any, int], Any]) -> None:
+    def __init__(self, moves: _Moves, room: int, *, is_bound: bool = False) -> None:
         from retrograde.plan.call_tables import cell, fill
 
         self.calls, self.moves, self.cell = moves.calls, moves, cell
         n, self.size = len(self.calls), level_bytes(self.calls, room)
         levels = -(-room // self.size) + 1
         self.best = np.empty((2, n * (n + 1) // 2, levels), np.float32)
-        columns = [*self._columns(rounded), self.best]
+        columns = [*self._columns(is_bound), self.best]
         fill(*columns)
 
-    def _columns(self, rounded: Callable[[Any, int], Any]) -> list[Any]:
+    def _columns(self, is_bound: bool) -> list[Any]:
         """Return arguments of the kernel, in levels."""
-        size = self.size
 
         def column(of: Callable[[CallSizes, Way], Any]) -> NDArray[Any]:
             return np.array([[of(call, way) for way in call.ways] for call in self.calls])
+
+        def levels(nbytes: Any) -> Any:
+            return (nbytes + (0 if is_bound else self.size // 2)) // self.size
+
+        def parts(nbytes: NDArray[Any]) -> Any:
+            return np.floor(nbytes / self.size) if is_bound else nbytes / self.size
 
         given = np.array([call.input_bytes for call in self.calls])
         # By whether the input is held already: what comes on top of a way's own bytes.
@@ -290,17 +295,17 @@ class _Table:
         )
         kept = on_top * column(lambda _, way: way.keeps_input)
         return [
-            rounded(kept + column(_after), size),
-            rounded(on_top + column(lambda _, way: way.first_bytes), size),
-            rounded(kept + column(lambda _, way: way.backward_bytes), size),
+            parts(kept + column(_after)),
+            levels(on_top + column(lambda _, way: way.first_bytes)),
+            levels(kept + column(lambda _, way: way.backward_bytes)),
             np.stack([column(_seconds_at[place]) for place in ("outside", "inside", "last")]),
             column(lambda _, way: int(way.keeps_output)),
             column(lambda _, way: int(way.dropped)),
             self.moves.seconds,
-            rounded(given, size),
-            rounded(self.moves.runs, size),
-            self.moves.noted // size,
-            rounded(np.array([call.gradient_bytes for call in self.calls]), size),
+            parts(given),
+            levels(self.moves.runs),
+            self.moves.noted // self.size,
+            levels(np.array([call.gradient_bytes for call in self.calls])),
             self.moves.kinds.stores,
             self.moves.kinds.records,
         ]
@@ -309,41 +314,39 @@ class _Table:
         """Return F between two levels, for some ranges at once. What has none, by rounding, is
         taken as slow."""
         row, top, run = self.cell(i, k), self.best.shape[2] - 1, self.moves.seconds
-        room = np.maximum(room, 0)
         level = np.minimum(room // self.size, top)
         low, high = (self.best[int(is_held), row, at] for at in (level, np.minimum(level + 1, top)))
         high = np.where(np.isfinite(high), high, (k - i) * (run[k] - run[i]))
         low = np.where(np.isfinite(low), low, high)
         return low + (room / self.size - level) * (high - low)
 
-    def plan(self, i: int, k: int, room: int, shift: int) -> tuple[Part, ...]:
-        """Return a plan for calls i … k − 1 within ``room`` bytes, the input of call i aside.
-        ``shift`` is of the levels that it is read from, in bytes."""
+    def plan(self, i: int, k: int, room: int) -> tuple[Part, ...]:
+        """Return a plan for calls i … k − 1 within ``room`` bytes, the input of call i aside."""
         parts, is_held, outer = [], 1, k == len(self.calls)
         run = self.moves.seconds
         while i < k:
-            call, about = self.calls[i], room + shift
+            call = self.calls[i]
             place = "outside" if outer else "inside" if i + 1 < k else "last"
             options: list[tuple[float, int, int, int]] = []  # seconds, end, way (−1: group), bytes
             for at, taken, peak in self.moves.ways(i, k, is_held):
                 if peak <= room:
                     behind = 0.0
                     if i + 1 < k:
-                        behind = self.seconds(i + 1, k, call.ways[at].keeps_output, about - taken)
+                        behind = self.seconds(i + 1, k, call.ways[at].keeps_output, room - taken)
                     options.append(
                         (_seconds_at[place](call, call.ways[at]) + behind, i + 1, at, taken)
                     )
             js, held, peaks = self.moves.groups(i, k, is_held)
             js, held = js[peaks <= room], held[peaks <= room]
             if len(js):
-                totals = self.seconds(i, js, True, about - held)
-                totals += self.seconds(js, k, False, about - held)
+                totals = self.seconds(i, js, True, room - held)
+                totals += self.seconds(js, k, False, room - held)
                 totals += 0 if outer else run[js] - run[i]
                 best = totals.argmin()
                 options.append((totals[best], int(js[best]), -1, int(held[best])))
             _, stop, way, taken = min(options)
             room -= taken
-            inside = self.plan(i, stop, room, shift) if way < 0 else ()
+            inside = self.plan(i, stop, room) if way < 0 else ()
             parts.append(Part(i, stop, max(way, 0), inside))
             i, is_held = stop, int(way >= 0 and call.ways[way].keeps_output)
         return tuple(parts)
@@ -372,10 +375,7 @@ def fastest(calls: Sequence[CallSizes], budget: int, kinds: Kinds = _ALL) -> tup
     moves, room = _Moves(calls, kinds), budget - _left(calls)
     if moves.least[1, 0, -1] > room:
         raise ValueError(f"{least(calls, kinds)} bytes are the least peak, not {budget}")
-    table = _Table(moves, room, lambda nbytes, size: (nbytes + size // 2) // size)
-    shifts = (0, -table.size, table.size) if table.size > 1 else (0,)
-    plans = (table.plan(0, len(calls), room, shift) for shift in shifts)
-    return min(plans, key=lambda parts: seconds_of(calls, parts))
+    return _Table(moves, room).plan(0, len(calls), room)
 
 
 def level_bytes(calls: Sequence[CallSizes], room: int) -> int:
@@ -385,7 +385,7 @@ def level_bytes(calls: Sequence[CallSizes], room: int) -> int:
 
 def least_seconds(calls: Sequence[CallSizes], budget: int, kinds: Kinds = _ALL) -> float:
     """Return a lower bound of what a plan within a budget takes beyond ordinary backpropagation."""
-    table = _Table(_Moves(calls, kinds), budget - _left(calls), lambda nbytes, size: nbytes // size)
+    table = _Table(_Moves(calls, kinds), budget - _left(calls), is_bound=True)
     return float(table.best[1, table.cell(0, len(calls)), -1]) * _ROUNDING
 
 
