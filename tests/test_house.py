@@ -38,16 +38,16 @@ LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names}
 ROOMS = {
     "top": (880, 900),
     "schedule": (1340, 1100),
-    "plan": (2800, 2000),
+    "plan": (2815, 2000),
     "measure": (590, 440),  # measuring is to be one room with sizes
     "sizes": (870, 860),
-    "replay": (2225, 1300),
-    "run": (2580, 1900),
+    "replay": (2130, 1300),
+    "run": (2445, 1900),
     "kernels": (3910, 3000),  # a cell will be data, written once
-    "recurrent": (3610, 2900),
-    "cells": (2200, 2200),
-    "models": (4805, 2400),  # a lean tape is a quarter of it
-    "scan": (4430, 3800),
+    "recurrent": (3450, 2900),
+    "cells": (1840, 2200),
+    "models": (4780, 2400),  # a lean tape is a quarter of it
+    "scan": (3910, 3800),
     "ranks": (1100, 1500),
     "jax": (1050, 1050),
     "figures": (450, 450),
