@@ -43,7 +43,7 @@ ROOMS = {
     "sizes": (870, 860),
     "replay": (2130, 1300),
     "run": (2445, 1900),
-    "kernels": (3910, 3000),  # a cell will be data, written once
+    "kernels": (3970, 3000),  # a cell will be data, written once
     "recurrent": (3450, 2900),
     "cells": (1840, 2200),
     "models": (4780, 2400),  # a lean tape is a quarter of it

@@ -9,18 +9,83 @@ thread runs the whole loop.
 
 import ctypes
 import functools
+import threading
+import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["Range", "ranges", "share"]
+try:
+    from resource import RUSAGE_THREAD, getrusage
+except ImportError:  # not on Linux
+    getrusage = None  # type: ignore[assignment]
+
+__all__ = ["Range", "paced", "ranges", "share"]
 
 _Part = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 Range = tuple[int, int]
+Run = TypeVar("Run", bound=Callable[..., Any])
+
+_LONG = 1e-3  # seconds of a call that is long enough to tell
+_RAN = 0.75  # the least share of its time for which a thread runs that has a processor of its own
+_PAUSES = 0.1, 5.0  # seconds on one thread: the first time, and the most
+
+
+class _Crew(threading.local):
+    """The number of threads that torch has otherwise, while this thread runs on one."""
+
+    size = 0
+
+
+_crew = _Crew()
+_alone = [0.0, _PAUSES[0]]  # until when calls run on one thread, and for how long the next time
+
+
+def paced(run: Run) -> Run:
+    """Let a core's method run on one thread for a while, where others want its processors.
+
+    A parallel region ends when its last thread has had a processor. Beside other busy processes
+    that takes milliseconds, whatever the region's own work takes. They are noticed by the calling
+    thread: it was ready to run, and did not for a good part of the time. Work is cut into the same
+    parts on one thread, and so results have the same bits.
+    """
+    if getrusage is None:
+        return run
+
+    @functools.wraps(run)
+    def within(self: Any, *args: Any, **options: Any) -> Any:
+        threads = torch.get_num_threads()
+        if threads == 1 or self.ambient.device.type != "cpu":
+            return run(self, *args, **options)
+        start, ran, switched = _clocks()
+        is_alone = start < _alone[0]
+        if is_alone:
+            _crew.size = threads
+            torch.set_num_threads(1)
+        try:
+            return run(self, *args, **options)
+        finally:
+            if is_alone:
+                torch.set_num_threads(threads)
+                _crew.size = 0
+            now, *spent = _clocks()
+            if now - start > _LONG:
+                is_crowded = spent[0] - ran < _RAN * (now - start) and spent[1] > switched
+                if is_crowded:
+                    _alone[:] = now + _alone[1], min(2 * _alone[1], _PAUSES[1])
+                elif not is_alone:
+                    _alone[:] = 0.0, _PAUSES[0]
+
+    return within  # type: ignore[return-value]
+
+
+def _clocks() -> tuple[float, float, int]:
+    """Return the time, that for which this thread ran, and how often it was made to stop."""
+    return time.perf_counter(), time.thread_time(), getrusage(RUSAGE_THREAD).ru_nivcsw
 
 
 def ranges(count: int, threads: int) -> list[Range]:
@@ -29,7 +94,7 @@ def ranges(count: int, threads: int) -> list[Range]:
     ``last`` is excluded. All lengths but the last are even. There are at most as many ranges as
     torch has threads, and as there are pairs of items.
     """
-    threads = min(threads, torch.get_num_threads(), count // 2)
+    threads = min(threads, _crew.size or torch.get_num_threads(), count // 2)
     if threads <= 1:
         return [(0, count)]
     bounds = [2 * round(i * count / threads / 2) for i in range(threads)] + [count]
@@ -42,7 +107,7 @@ def share(loop: Callable[[int, int], None], parts: list[Range]) -> None:
     The loop must not hold Python's lock (numba's ``nogil``), or the threads take turns. If it
     raises an exception on a thread, that exception is raised here.
     """
-    run = _entry() if len(parts) > 1 else None
+    run = _entry() if len(parts) > 1 and not _crew.size else None
     if run is None:
         for first, last in parts:
             loop(first, last)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from retrograde.kernels import blas_kernels, kernels
 from retrograde.kernels.cells import Block, Kept, Weights
+from retrograde.kernels.team import paced
 from retrograde.recurrent.backward import LayerBackward
 from retrograde.recurrent.bytes import Means
 from retrograde.recurrent.dropout import Masks
@@ -120,6 +121,7 @@ class HeldLayers(Core):
         rows = replace(self.rows, numbered=self.masks is not None)
         return core.ordinary(rows, inputs, state, gate)
 
+    @paced
     @torch.no_grad()
     def advance(
         self, inputs: Inputs, start: int, stops: Sequence[int], state: Tensors, emit: Emit | None
@@ -149,6 +151,7 @@ class HeldLayers(Core):
             found.append(after if b == stops[-1] else [s.clone() for s in after])
         return found
 
+    @paced
     @torch.no_grad()
     def record(
         self, inputs: Inputs, start: int, stop: int, state: Tensors, emit: Emit | None
@@ -161,6 +164,7 @@ class HeldLayers(Core):
                 self._record(tape, inputs, number, k, weights, emit)
         return tape
 
+    @paced
     @torch.no_grad()
     def backpropagate(self, tape: Any, gradients: Gradients) -> None:
         given = [
