@@ -4,9 +4,11 @@ The figures are those that the recipes print: peak bytes of an iteration, and me
 are taken in turns. One recipe compares accuracies instead.
 
     pip install '.[recipes]'
-    python benchmarks/recipes.py   # JSON into benchmarks/results/; three minutes
+    python benchmarks/recipes.py                       # JSON into benchmarks/results/; three minutes
+    python benchmarks/recipes.py --only with_trainer   # that row alone; the others stay
 """
 
+import argparse
 import importlib
 import json
 import sys
@@ -41,12 +43,18 @@ RECIPES: list[tuple[str, dict[str, Any], str, str, tuple[str, ...]]] = [
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=sorted({name for name, *_ in RECIPES}))
+    only = parser.parse_args().only
+    asked = [recipe for recipe in RECIPES if only in (None, recipe[0])]
     sys.path.insert(0, str(ROOT / "examples" / "recipes"))
-    absent = [p for *_, packages in RECIPES for p in packages if find_spec(p) is None]
+    absent = [p for *_, packages in asked for p in packages if find_spec(p) is None]
     if absent:
         sys.exit(f"not installed: {', '.join(absent)}; run pip install '.[recipes]'")
-    rows = []
-    for name, given, before, after, packages in RECIPES:
+    path = RESULTS / "recipes_cpu.json"
+    rows = [row for row in json.loads(path.read_text())["rows"] if row["recipe"] != only]
+    rows = rows if only else []
+    for name, given, before, after, packages in asked:
         print(f"\n{name}: from {before} to {after}".replace("`", ""), flush=True)
         rows.append({
             "recipe": name, "before": before, "after": after,
@@ -54,7 +62,7 @@ def main() -> None:
             **importlib.import_module(name).main(**given),
         })  # fmt: skip
     found = {"machine": machine_of("cpu"), "rows": rows}
-    (RESULTS / "recipes_cpu.json").write_text(json.dumps(found, indent=1) + "\n")
+    path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

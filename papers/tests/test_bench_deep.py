@@ -106,7 +106,7 @@ def test_the_command_writes_numbers_and_figures(tmp_path):
     names = {f"deep_resnet18_{what}" for what in ("losses", "memory", "schedule", "trade_off")}
     written = {f"{name}.{end}" for name in names for end in ("svg", "png", "csv")}
     assert {path.name for path in tmp_path.iterdir()} == written | {"deep_resnet18.json"}
-    assert "refused: 10%: memory is" in result.output
+    assert "refused: 10%: the memory of" in result.output
     numbers = json.loads((tmp_path / "deep_resnet18.json").read_text(encoding="utf-8"))
     assert numbers["machine"]["threads"] == 1
     assert numbers["settings"]["images"] == "noise"
