@@ -386,8 +386,7 @@ def recipes() -> str:
                 f"as many seconds; {row['before_right']:.0%} → {row['after_right']:.0%} right"
             )
         else:
-            timed = "after_ms" in row
-            time_ratio = f"{row['after_ms'] / row['before_ms']:.2f}×" if timed else "not measured"
+            time_ratio = f"{row['after_ms'] / row['before_ms']:.2f}×"
         peaks = f"{size(row['before_bytes'])} → {size(row['after_bytes'])}"
         rows.append([
             name, row["before"], row["after"], peaks, f"{saved:.0%}", time_ratio, *(told or ["–"])
