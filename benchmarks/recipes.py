@@ -4,7 +4,7 @@ The figures are those that the recipes print: peak bytes of an iteration, and me
 are taken in turns. One recipe compares accuracies instead.
 
     pip install '.[recipes]'
-    python benchmarks/recipes.py                       # JSON into benchmarks/results/; three minutes
+    python benchmarks/recipes.py                       # JSON into results/; three minutes
     python benchmarks/recipes.py --only with_trainer   # that row alone; the others stay
 """
 
