@@ -373,8 +373,9 @@ def fastest(calls: Sequence[CallSizes], budget: int, kinds: Kinds = _ALL) -> tup
     if kinds.records and peak_of(calls, whole) <= budget:
         return whole
     moves, room = _Moves(calls, kinds), budget - _left(calls)
-    if moves.least[1, 0, -1] > room:
-        raise ValueError(f"{least(calls, kinds)} bytes are the least peak, not {budget}")
+    smallest = int(moves.least[1, 0, -1]) + budget - room
+    if smallest > budget:
+        raise ValueError(f"{smallest} bytes are the least peak, not {budget}")
     return _Table(moves, room).plan(0, len(calls), room)
 
 
