@@ -260,6 +260,23 @@ def test_long_chains_of_every_policy(policy):
     assert plan(chain, "40%", policy, certify=True).gap < 0.02
 
 
+@pytest.mark.parametrize("share", ["50%", "80%"])
+def test_a_layer_of_a_part_of_a_level_is_not_free(share):
+    """Convolution, norm, activation, sum: 96 layers in 60 levels, beside a thousand."""
+    kinds = [k % 4 for k in range(96)]
+    sizes = [1000 - 5 * (k // 4 % 7) for k in range(96)]
+    seconds = [(12, 1.5, 1, 1.2)[kind] for kind in kinds]
+    chain = Chain(
+        seconds, seconds, sizes,
+        forward_transient_bytes=[n // 2 * (k == 0) for n, k in zip(sizes, kinds, strict=True)],
+        keeps_input=[kind < 2 for kind in kinds], keeps_output=[kind == 2 for kind in kinds],
+    )  # fmt: skip
+    fine = plan(chain, share)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["retrograde.plan.calls"], "_MOST_LEVELS", 60)
+        assert plan(chain, share).seconds <= 1.02 * fine.seconds
+
+
 def test_too_many_layers_are_refused():
     with pytest.raises(ScheduleError, match=f"{LONGEST + 1} layers: expected at most {LONGEST};"):
         plan(random_chain(LONGEST + 1, 0), "50%")
