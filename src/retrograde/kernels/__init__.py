@@ -125,7 +125,7 @@ def kernels(device: str, dtype: torch.dtype, size: int) -> Kernels:
 
 def blas_kernels() -> Kernels:
     """Return the CPU kernels that take least memory: they make no copy of the weights."""
-    from retrograde.kernels import cpu, cpu_blas
+    from retrograde.kernels import cpu
 
     slopes = cpu.gru_slopes, cpu.lstm_slopes
-    return Kernels("numba", cpu_blas.sweep, cpu.scan, slopes, cpu.products, cpu_blas.Forward)
+    return Kernels("numba", cpu.sweep_in_place, cpu.scan, slopes, cpu.products, cpu.ForwardInPlace)

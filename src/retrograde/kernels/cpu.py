@@ -8,7 +8,8 @@ whole block of steps. The dtype is float32 or float64.
 The references of the backward pass are the functions of the same names in
 :mod:`retrograde.kernels.sweep` and :mod:`retrograde.kernels.cells`. The reference of
 :class:`Forward` is torch's own kernel. The loops are in ``cpu_states``, ``cpu_backward``,
-``cpu_slopes`` and ``cpu_sweep``. Vectors are in ``lanes``, and matrix products in ``tiles``.
+``cpu_slopes`` and ``cpu_sweep``, and the formulas of the cells in ``cpu_cells``. Vectors are in
+``lanes``, and matrix products in ``tiles``.
 """
 
 import functools
@@ -30,6 +31,7 @@ __all__ = [
     "THREAD_WORK",
     "Backward",
     "Forward",
+    "ForwardInPlace",
     "gru_slopes",
     "lstm_slopes",
     "panels",
@@ -37,6 +39,7 @@ __all__ = [
     "recall",
     "scan",
     "sweep",
+    "sweep_in_place",
 ]
 
 State = tuple[Tensor, ...]
@@ -44,22 +47,26 @@ State = tuple[Tensor, ...]
 #: The multiplications for which one more thread pays; they take about a tenth of a millisecond.
 THREAD_WORK = 2_000_000
 _ELEMENT_WORK = 40  # the work of one element of the slopes, in multiplications
+_THREAD_ELEMENTS = 2**13  # the elements of one step for which one more thread pays
 
 
 class Forward:
     """A layer's forward pass for B samples, one range of steps at each call."""
 
+    in_panels = True
+
     def __init__(self, weights: Weights, samples: int) -> None:
-        self.weights, self.rows = weights, weights.inputs.shape[0]
-        self.bias, fixed = _biases(weights)
-        self.fixed: list[Any] = [t.numpy() for t in (*fixed, panels(weights.hidden.t()))]
-        self.sums = weights.hidden.new_empty(samples * int(whole_vectors(self.rows)))
-        self.work = samples * self.rows * (weights.size + _ELEMENT_WORK // 4)
+        self.weights, rows = weights, weights.inputs.shape[0]
+        self.bias, self.own = _biases(weights)
+        hidden = panels(weights.hidden.t()) if self.in_panels else _no_panels(weights.hidden)
+        self.fixed = [hidden.numpy()] if self.own is None else [self.own.numpy(), hidden.numpy()]
+        width = int(whole_vectors(rows)) if self.in_panels else rows
+        self.sums = weights.hidden.new_empty(samples, width)
+        self.work = samples * rows * (weights.size + _ELEMENT_WORK // 4)
 
     def room(self, steps: int) -> Tensor:
         """Return an uninitialized tensor for the gates of ``steps`` steps (L, B, K·H)."""
-        samples = len(self.sums) // int(whole_vectors(self.rows))
-        return self.sums.new_empty(steps, samples, self.rows)
+        return self.sums.new_empty(steps, len(self.sums), len(self.weights.inputs))
 
     def __call__(
         self, x: Tensor, state: State, outputs: Tensor, gates: Tensor, cells: Tensor | None = None
@@ -74,32 +81,56 @@ class Forward:
                 same tensor as the outputs.
             cells: receives an LSTM's c before each step (L, B, H), if given.
         """
-        kind = self.weights.kind
         _drive(self.weights.inputs, self.bias, x, gates)
-        arrays: list[Any] = [gates.numpy(), *self.fixed, *(t.numpy() for t in (*state, outputs))]
-        if kind == "LSTM":
-            arrays.append((outputs[:0] if cells is None else cells).numpy())
-        elif kind != "GRU":
-            arrays.append(kind == "RNN_RELU")
-        arrays.append(self.sums.numpy())
-        _share(functools.partial(_RUN[kind], *arrays), x.shape[1], len(x) * self.work)
+        by_step = [gates.numpy(), outputs.numpy()]
+        if self.weights.kind == "LSTM":
+            by_step.append((outputs[:0] if cells is None else cells).numpy())
+        self._run(by_step, [*self.fixed, *(s.numpy() for s in state), self.sums.numpy()], state[0])
+
+    def _run(self, by_step: list[Any], arrays: list[Any], h: Tensor) -> None:
+        """Run the loop, whose arrays are those ``by_step`` and others."""
+        loop = functools.partial(_RUN[self.weights.kind], *by_step, *arrays)
+        _share(loop, len(h), len(by_step[0]) * self.work)
 
 
-_RUN = {
-    "RNN_TANH": cpu_states.run_rnn,
-    "RNN_RELU": cpu_states.run_rnn,
+class ForwardInPlace(Forward):
+    """The same without a copy of the weights: BLAS reads them in place, a product at each step.
+
+    This is nearly as fast for layers of many units, and slower for small layers.
+    """
+
+    in_panels = False
+
+    def _run(self, by_step: list[Any], arrays: list[Any], h: Tensor) -> None:
+        kernel, hidden = _RUN[self.weights.kind], self.weights.hidden.t()
+        parts = ranges(len(h), 1 + h.numel() // _THREAD_ELEMENTS)
+        for t in range(len(by_step[0])):
+            if self.own is None:
+                torch.mm(h, hidden, out=self.sums)
+            else:
+                torch.addmm(self.own, h, hidden, out=self.sums)
+            share(functools.partial(kernel, *(a[t : t + 1] for a in by_step), *arrays), parts)
+
+
+_RUN: dict[Kind, Any] = {
+    "RNN_TANH": functools.partial(cpu_states.run_rnn, False),
+    "RNN_RELU": functools.partial(cpu_states.run_rnn, True),
     "GRU": cpu_states.run_gru,
     "LSTM": cpu_states.run_lstm,
 }
 
 
-def _biases(weights: Weights) -> tuple[Tensor | None, list[Tensor]]:
-    """Return the bias of the inputs' part of the gates, and a list with that of a GRU's state."""
+def _no_panels(like: Tensor) -> Tensor:
+    return like.new_empty(0, 0, 0)
+
+
+def _biases(weights: Weights) -> tuple[Tensor | None, Tensor | None]:
+    """Return the bias of the inputs' part of the gates, and that of a GRU's state."""
     inputs, hidden = weights.bias_inputs, weights.bias_hidden
     if weights.kind == "GRU":
         rows = weights.hidden.shape[0]
-        return inputs, [weights.hidden.new_zeros(rows) if hidden is None else hidden]
-    return inputs if hidden is None or inputs is None else inputs + hidden, []
+        return inputs, weights.hidden.new_zeros(rows) if hidden is None else hidden
+    return inputs if hidden is None or inputs is None else inputs + hidden, None
 
 
 def _drive(inputs: Tensor, bias: Tensor | None, x: Tensor, out: Tensor) -> None:
@@ -179,14 +210,19 @@ class Backward:
         """
         absent = block.after[:0]
         g = g.clone(memory_format=torch.contiguous_format)
-        given = [t.contiguous().numpy() for t in _given(self.weights.kind, block)]
+        kept = _kept(self.weights.kind, block)
+        given = [*self.constants, *(t.contiguous().numpy() for t in kept)]
+        shared = [block.x.contiguous().numpy(), block.before.contiguous().numpy()]
         more = [absent if dy is None else dy, g, absent if dx is None else dx]
-        arrays = [*self.constants, *given, *self.read, *(t.contiguous().numpy() for t in more)]
+        arrays = [*shared, *self.read, *(t.contiguous().numpy() for t in more)]
 
         def loop(first: int, last: int) -> None:
             number = self.parts.index((first, last))
-            own = [sums[number].numpy() for sums in self.sums.values()]
-            self.kernel(*arrays, *own, self.room[number].numpy(), first, last)
+            own = [
+                *(sums[number].numpy() for sums in self.sums.values()),
+                self.room[number].numpy(),
+            ]
+            self.kernel(*given, cpu_backward.Arrays(*arrays, *own), first, last)
 
         share(loop, self.parts)
         return g
@@ -237,13 +273,12 @@ def _loop(weights: Weights) -> tuple[Any, list[Any], Tensor]:
             return functools.partial(cpu_backward.backward_rnn, relu), [], weights.hidden
 
 
-def _given(kind: Kind, block: Block) -> list[Tensor]:
-    """Return the arrays of a block that a loop reads."""
-    inputs = [block.x, block.before]
+def _kept(kind: Kind, block: Block) -> list[Tensor]:
+    """Return what a cell's loop reads of a block, besides inputs and states."""
     if kind == "LSTM":
         assert block.kept is not None
-        return [block.kept.gates, block.after, block.kept.cells, *inputs]
-    return inputs if kind == "GRU" else [block.after, *inputs]
+        return [block.kept.gates, block.after, block.kept.cells]
+    return [] if kind == "GRU" else [block.after]
 
 
 # The rows of a tile of a product, and the most numbers of a matrix that is read without panels.
@@ -277,9 +312,10 @@ def recall(weights: Weights, x: Tensor, before: Tensor, c: Tensor) -> Kept:
     cells, (bias, _) = before.new_empty(before.shape), _biases(weights)
     _drive(weights.inputs, bias, x, gates)
     gates.flatten(0, 1).addmm_(before.flatten(0, 1), weights.hidden.t())
-    arrays = [t.numpy() for t in (gates, c, cells)]
+    unused = [_no_panels(c), c, c, c[:0]]  # hidden weights, h, …, sums
+    arrays = [t.numpy() for t in (gates, before[:0], cells, *unused)]
     work = before.numel() * _ELEMENT_WORK
-    _share(functools.partial(cpu_slopes.lstm_cells, *arrays), before.shape[1], work)
+    _share(functools.partial(cpu_states.run_lstm, *arrays), before.shape[1], work)
     return Kept(gates, cells)
 
 
@@ -289,19 +325,35 @@ def sweep(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor) -> Tenso
     The hidden weights may be in panels.
     """
     samples, size = slopes.gates.shape[1], slopes.gates.shape[3]
-    gates = slopes.gates.flatten(-2).numpy()
-    absent = np.empty((0, 0, 0), gates.dtype)
-    keep, inner, losses = (
-        absent if t is None else t.numpy() for t in (slopes.keep, slopes.inner, dy)
-    )
-    weights = (hidden if hidden.dim() == 3 else panels(hidden)).numpy()
     g = g.clone(memory_format=torch.contiguous_format)
-    kernel = cpu_sweep.sweep_lstm if g.shape[-1] == 2 * size else cpu_sweep.sweep_state
-    parts = ranges(samples, 1 + slopes.gates.numel() * size // THREAD_WORK)
-    numbers = cpu_sweep.room_to_sweep(max(b - a for a, b in parts), size)
-    arrays = gates, keep, inner, weights, losses, g.numpy()
-    _share_with_room(kernel, arrays, parts, numbers, g)
+    arrays = _arrays(slopes, hidden if hidden.dim() == 3 else panels(hidden), dy)
+    room = g.new_empty(samples, int(whole_vectors(size)))
+    loop = functools.partial(_sweep_of(g, size), arrays, g.numpy(), room.numpy())
+    _share(loop, samples, slopes.gates.numel() * size)
     return g
+
+
+def sweep_in_place(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor) -> Tensor:
+    """Do the same by one BLAS product at each step, which reads the weights in place."""
+    length, samples, _, size = slopes.gates.shape
+    g = g.clone(memory_format=torch.contiguous_format)
+    kernel, flat, past = _sweep_of(g, size), slopes.gates.flatten(-2), g.new_empty(samples, size)
+    *by_step, none = _arrays(slopes, _no_panels(hidden), dy)
+    known, room = g.numpy(), past.numpy()
+    parts = ranges(samples, 1 + past.numel() // _THREAD_ELEMENTS)
+    for t in range(length - 1, -1, -1):
+        step = cpu_sweep.Arrays(*(a[t : t + 1] for a in by_step), none)
+        share(functools.partial(kernel, step, known, room), parts)
+        if kernel is cpu_sweep.sweep_lstm:
+            torch.mm(flat[t], hidden, out=past)
+            g[:, :size] = past
+        else:
+            torch.addmm(past, flat[t], hidden, out=g)
+    return g
+
+
+def _sweep_of(g: Tensor, size: int) -> Any:
+    return cpu_sweep.sweep_lstm if g.shape[-1] == 2 * size else cpu_sweep.sweep_state
 
 
 def scan(
@@ -321,10 +373,10 @@ def scan(
     after, before = reference.carry(rows, g)
     if not reference.trusted(rows, after):
         return sweep(slopes, hidden, dy, g)
-    arrays, count = _arrays(chunks, hidden, losses), len(chunks.gates)
-    parts = ranges(count, 1 + chunks.gates.numel() * size // THREAD_WORK)
-    numbers = cpu_sweep.room_to_sweep(samples, size)
-    _share_with_room(cpu_sweep.sweep_chunks, (*arrays, after.numpy()), parts, numbers, g)
+    arrays = _arrays(chunks, panels(hidden), losses), after.numpy()
+    parts = ranges(len(chunks.gates), 1 + chunks.gates.numel() * size // THREAD_WORK)
+    room = g.new_empty(len(parts), samples, int(whole_vectors(size)))
+    _share_with_room(cpu_sweep.sweep_chunks, arrays, parts, room)
     return sweep(slopes.at(slice(0, rest)), hidden, None if dy is None else dy[:rest], before)
 
 
@@ -337,18 +389,17 @@ def products(chunks: Slopes, hidden: Tensor, losses: Tensor | None) -> Tensor:
     kernel = cpu_sweep.products_lstm if lstm else cpu_sweep.products_state
     parts = ranges(count, 1 + chunks.gates.numel() * size * n // THREAD_WORK)
     numbers = cpu_sweep.room_for_products(size, n // size)
-    arrays = (*_arrays(chunks, hidden, losses), rows.numpy())
-    _share_with_room(kernel, arrays, parts, numbers, hidden)
+    arrays = _arrays(chunks, panels(hidden), losses), rows.numpy()
+    _share_with_room(kernel, arrays, parts, hidden.new_empty(len(parts), numbers))
     return rows
 
 
-def _arrays(chunks: Slopes, hidden: Tensor, losses: Tensor | None) -> tuple[Any, ...]:
-    """Return the arrays of chunks, in the order of the loops' arguments."""
-    absent = np.empty((len(chunks.gates), 0, 0, 0), hidden.numpy().dtype)
-    keep, inner, terms = (
-        absent if t is None else t.numpy() for t in (chunks.keep, chunks.inner, losses)
-    )
-    return chunks.gates.flatten(-2).numpy(), keep, inner, panels(hidden).numpy(), terms
+def _arrays(slopes: Slopes, hidden: Tensor, losses: Tensor | None) -> cpu_sweep.Arrays:
+    """Return the arrays that the loops take. An absent one has no steps, in chunks or not."""
+    gates = slopes.gates.flatten(-2).numpy()
+    absent = np.empty((*gates.shape[:-3], 0, 0, 0), gates.dtype)
+    parts = (absent if t is None else t.numpy() for t in (slopes.keep, slopes.inner, losses))
+    return cpu_sweep.Arrays(gates, *parts, hidden.numpy())
 
 
 def gru_slopes(inputs: Tensor, hidden: Tensor, before: Tensor) -> Slopes:
@@ -380,14 +431,11 @@ def _share(kernel: Callable[[int, int], None], count: int, work: int) -> None:
     share(kernel, ranges(count, 1 + work // THREAD_WORK))
 
 
-def _share_with_room(
-    kernel: Any, arrays: tuple[Any, ...], parts: list[Range], numbers: int, like: Tensor
-) -> None:
-    """Call a kernel that needs scratch memory on ranges.
+def _share_with_room(kernel: Any, arrays: Any, parts: list[Range], room: Tensor) -> None:
+    """Call a kernel on ranges, each of which has scratch memory of its own.
 
     torch allocates that memory, so that measurements count it.
     """
-    room = like.new_empty(len(parts), numbers)
 
     def loop(first: int, last: int) -> None:
         kernel(*arrays, room[parts.index((first, last))].numpy(), first, last)

@@ -3,44 +3,39 @@
 A thread takes its samples from the last step to the first, a few steps at a time. For these steps
 it computes slopes, the recurrence, and the products with inputs, states and weights. So
 intermediate results stay in the cache of one core. Each core passes on only its sums of the
-weights' gradients.
-
-Array names are those of ``cpu_sweep`` and ``cpu_slopes``, and these:
-
-- ``x`` and ``dx`` (L, B, I): inputs and their gradients; ``dx`` may have no steps;
-- ``before`` and ``after`` (L, B, H): h before and after each step;
-- ``inputs`` and ``hidden``: the input weights (K·H, I) and the hidden weights (K·H, H), in panels
-  or, if small, with one dimension more (1, K·H, …);
-- ``g``: the gradient of the state after all steps, overwritten by that before them;
-- ``to_inputs`` (K·H, W), ``to_hidden`` (K·H, W') and ``to_biases`` (N,): receive the sums;
-- ``room``: scratch memory (:func:`room_for`).
-
-Arrays are single parameters, since numba takes 0.4 µs longer for each array in a tuple.
+weights' gradients. Array names are those of ``cpu_sweep`` and ``cpu_slopes``, and those of
+:class:`Arrays`.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
-from retrograde.kernels.lanes import (
-    LANES,
-    Reals,
-    compiled,
-    like,
-    load,
-    one_above,
-    quotient,
-    sigmoid,
-    store,
-    tanh,
-)
+from retrograde.kernels import cpu_cells as cell
+from retrograde.kernels.lanes import LANES, Reals, compiled, load, store
 from retrograde.kernels.tiles import PANEL, add_outer, product, whole_vectors
 
-__all__ = ["backward_gru", "backward_lstm", "backward_rnn", "room_for"]
+__all__ = ["Arrays", "backward_gru", "backward_lstm", "backward_rnn", "room_for"]
 
 # Gate gradients are buffered per thread, in rows (one row is one step of one sample). The buffer is
 # halved at four samples or fewer, where it would dominate.
 _ROWS = 64
 _ROWS_OF_FEW = 32
 _FEW = 4
+
+
+class Arrays(NamedTuple):
+    """What the backward pass of a block reads and writes, whatever the cell."""
+
+    x: Reals  # (L, B, I), the inputs
+    before: Reals  # (L, B, H), h before each step
+    inputs: Reals  # the input weights (K·H, I), in panels or, if small, (1, K·H, I)
+    hidden: Reals  # the hidden weights (K·H, H), likewise
+    losses: Reals  # (L, B, H), the loss's gradients of the outputs; no steps for zero
+    g: Reals  # (B, n), the gradient after all steps, overwritten by that before them
+    dx: Reals  # (L, B, I), receives the gradients of the inputs; no steps if not wanted
+    to_inputs: Reals  # (K·H, W), receives the sums of the weights' gradients
+    to_hidden: Reals  # (K·H, W')
+    to_biases: Reals  # (N,)
+    room: Reals  # scratch memory (:func:`room_for`)
 
 
 @compiled  # type: ignore[untyped-decorator]
@@ -78,134 +73,83 @@ def _divided(room: Reals, first: int, second: int) -> tuple[Reals, Reals, Reals]
 
 
 @compiled  # type: ignore[untyped-decorator]
-def backward_rnn(
-    relu: bool,
-    after: Reals,
-    x: Reals,
-    before: Reals,
-    inputs: Reals,
-    hidden: Reals,
-    losses: Reals,
-    g: Reals,
-    dx: Reals,
-    to_inputs: Reals,
-    to_hidden: Reals,
-    to_biases: Reals,
-    room: Reals,
-    first: int,
-    last: int,
-) -> None:
-    """Backpropagate an RNN with tanh or ReLU, for samples first … last − 1."""
-    samples, size = g.shape
-    stride, wide = row_length(size), whole_vectors(size)
-    steps = steps_at_once(last - first, before.shape[0])
-    s, into, rest = _divided(room, steps * (last - first) * stride, (last - first) * wide)
-    h, terms, known = after.reshape(-1), losses.reshape(-1), g.reshape(-1)
+def backward_rnn(relu: bool, after: Reals, of: Arrays, first: int, last: int) -> None:
+    """Backpropagate an RNN with tanh or ReLU, for samples first … last − 1.
+
+    ``after`` (L, B, H) is h after each step.
+    """
+    samples, size = of.g.shape
+    stride, wide, each = row_length(size), whole_vectors(size), last - first
+    steps = steps_at_once(each, of.before.shape[0])
+    s, into, rest = _divided(of.room, steps * each * stride, each * wide)
+    h, terms, known = after.reshape(-1), of.losses.reshape(-1), of.g.reshape(-1)
     for stop in range(after.shape[0], 0, -steps):
         start = max(0, stop - steps)
         for t in range(stop - 1, start - 1, -1):
-            top = (t - start) * (last - first) * stride
+            top = (t - start) * each * stride
             for b in range(first, last):
                 row, v = (t * samples + b) * size, top + (b - first) * stride
                 for j in range(0, size, LANES):
                     left = size - j
                     d = load(known, b * size + j, left)
-                    if losses.shape[0]:
+                    if of.losses.shape[0]:
                         d = d + load(terms, row + j, left)
-                    state = load(h, row + j, left)
-                    slope = one_above(state) if relu else like(state, 1) - state * state
+                    slope = cell.rnn_slope(load(h, row + j, left), relu)
                     store(s, v + j, d * slope, left)
             into[:] = 0
-            product(s, top, stride, last - first, hidden, wide, into)
-            for b in range(first, last):
-                g[b] = into[(b - first) * wide : (b - first) * wide + size]
-        rows = (stop - start) * (last - first)
-        _add_bias(s, stride, rows, to_biases)
-        _add_weights(s, stride, before[start:stop], to_hidden, rest, first, last)
-        _add_weights(s, stride, x[start:stop], to_inputs, rest, first, last)
-        if dx.shape[0]:
-            _to_inputs(s, stride, inputs, dx[start:stop], rest, first, last)
+            product(s, top, stride, each, of.hidden, wide, into)
+            for b in range(each):
+                of.g[first + b] = into[b * wide : b * wide + size]
+        _add_products(of, s, s, stride, start, stop, rest, first, last)
 
 
 @compiled  # type: ignore[untyped-decorator]
 def backward_lstm(
-    gates: Reals,
-    after: Reals,
-    cells: Reals,
-    x: Reals,
-    before: Reals,
-    inputs: Reals,
-    hidden: Reals,
-    losses: Reals,
-    g: Reals,
-    dx: Reals,
-    to_inputs: Reals,
-    to_hidden: Reals,
-    to_biases: Reals,
-    room: Reals,
-    first: int,
-    last: int,
+    gates: Reals, after: Reals, cells: Reals, of: Arrays, first: int, last: int
 ) -> None:
     """Backpropagate an LSTM, for samples first … last − 1.
 
-    ``gates`` are i, f, g, o (L, B, 4 H), ``cells`` is c before each step (L, B, H).
+    ``gates`` are i, f, g, o (L, B, 4 H), ``after`` is h after each step (L, B, H), and ``cells`` is
+    c before each step (L, B, H).
     """
-    samples, size = g.shape[0], g.shape[1] // 2
-    stride, wide = row_length(4 * size), whole_vectors(size)
-    steps = steps_at_once(last - first, before.shape[0])
-    s, into, rest = _divided(room, steps * (last - first) * stride, (last - first) * wide)
+    samples, size = of.g.shape[0], of.g.shape[1] // 2
+    stride, wide, each = row_length(4 * size), whole_vectors(size), last - first
+    steps = steps_at_once(each, of.before.shape[0])
+    s, into, rest = _divided(of.room, steps * each * stride, each * wide)
     given, h, c = gates.reshape(-1), after.reshape(-1), cells.reshape(-1)
-    terms, known = losses.reshape(-1), g.reshape(-1)
+    terms, known = of.losses.reshape(-1), of.g.reshape(-1)
     for stop in range(after.shape[0], 0, -steps):
         start = max(0, stop - steps)
         for t in range(stop - 1, start - 1, -1):
-            top = (t - start) * (last - first) * stride
+            top = (t - start) * each * stride
             for b in range(first, last):
                 row, v, of_h = (t * samples + b) * size, top + (b - first) * stride, 2 * b * size
                 for j in range(0, size, LANES):
                     left, at, u, w = size - j, row + j, 4 * row + j, v + j
                     i, f = load(given, u, left), load(given, u + size, left)
                     n, o = load(given, u + 2 * size, left), load(given, u + 3 * size, left)
-                    dh, one = load(known, of_h + j, left), like(i, 1)
-                    if losses.shape[0]:
+                    dh = load(known, of_h + j, left)
+                    if of.losses.shape[0]:
                         dh = dh + load(terms, at, left)
-                    tanh_c = quotient(load(h, at, left), o)  # h = o tanh c; 0 if o is 0
-                    dc = load(known, of_h + size + j, left) + dh * o * (one - tanh_c * tanh_c)
+                    s_i, s_f, s_g, s_o, e = cell.lstm_slopes(
+                        i, f, n, o, load(c, at, left), load(h, at, left)
+                    )
+                    dc = load(known, of_h + size + j, left) + dh * e
                     store(known, of_h + size + j, dc * f, left)
-                    store(s, w, dc * n * i * (one - i), left)
-                    store(s, w + size, dc * load(c, at, left) * f * (one - f), left)
-                    store(s, w + 2 * size, dc * i * (one - n * n), left)
-                    store(s, w + 3 * size, dh * tanh_c * o * (one - o), left)
+                    store(s, w, dc * s_i, left)
+                    store(s, w + size, dc * s_f, left)
+                    store(s, w + 2 * size, dc * s_g, left)
+                    store(s, w + 3 * size, dh * s_o, left)
             into[:] = 0
-            product(s, top, stride, last - first, hidden, wide, into)
-            for b in range(first, last):
-                g[b, :size] = into[(b - first) * wide : (b - first) * wide + size]
-        rows = (stop - start) * (last - first)
-        _add_bias(s, stride, rows, to_biases)
-        _add_weights(s, stride, before[start:stop], to_hidden, rest, first, last)
-        _add_weights(s, stride, x[start:stop], to_inputs, rest, first, last)
-        if dx.shape[0]:
-            _to_inputs(s, stride, inputs, dx[start:stop], rest, first, last)
+            product(s, top, stride, each, of.hidden, wide, into)
+            for b in range(each):
+                of.g[first + b, :size] = into[b * wide : b * wide + size]
+        _add_products(of, s, s, stride, start, stop, rest, first, last)
 
 
 @compiled  # type: ignore[untyped-decorator]
 def backward_gru(
-    from_inputs: Reals,
-    from_states: Reals,
-    biases: Reals,
-    x: Reals,
-    before: Reals,
-    inputs: Reals,
-    hidden: Reals,
-    losses: Reals,
-    g: Reals,
-    dx: Reals,
-    to_inputs: Reals,
-    to_hidden: Reals,
-    to_biases: Reals,
-    room: Reals,
-    first: int,
-    last: int,
+    from_inputs: Reals, from_states: Reals, biases: Reals, of: Arrays, first: int, last: int
 ) -> None:
     """Backpropagate a GRU, for samples first … last − 1.
 
@@ -217,14 +161,15 @@ def backward_gru(
     z. The last three are multiplied by ``inputs``. The rows of ``to_hidden`` and ``to_inputs`` are
     in the same orders, and ``to_biases`` is in the order of a buffered row.
     """
-    samples, size = g.shape
+    samples, size = of.g.shape
     stride, wide, each = row_length(4 * size), whole_vectors(size), last - first
-    width, three = x.shape[2], whole_vectors(3 * size)
-    steps = steps_at_once(each, before.shape[0])
-    s, into, rest = _divided(room, steps * each * stride, each * wide)
+    width, three = of.x.shape[2], whole_vectors(3 * size)
+    steps = steps_at_once(each, of.before.shape[0])
+    s, into, rest = _divided(of.room, steps * each * stride, each * wide)
     driven, recurrent, rest = _divided(rest, each * three, each * three)
-    read, h, terms, known = x.reshape(-1), before.reshape(-1), losses.reshape(-1), g.reshape(-1)
-    for stop in range(before.shape[0], 0, -steps):
+    read, h = of.x.reshape(-1), of.before.reshape(-1)
+    terms, known = of.losses.reshape(-1), of.g.reshape(-1)
+    for stop in range(of.before.shape[0], 0, -steps):
         start = max(0, stop - steps)
         for t in range(stop - 1, start - 1, -1):
             at, top = t * samples + first, (t - start) * each * stride
@@ -239,25 +184,41 @@ def backward_gru(
                     left, w = size - j, v + j
                     r = load(driven, u + j, left) + load(recurrent, u + j, left)
                     z = load(driven, u + size + j, left) + load(recurrent, u + size + j, left)
-                    r, z, m = sigmoid(r), sigmoid(z), load(recurrent, u + 2 * size + j, left)
-                    n = tanh(load(driven, u + 2 * size + j, left) + r * m)
-                    d, one = load(known, of_b + j, left), like(r, 1)
-                    if losses.shape[0]:
+                    m = load(recurrent, u + 2 * size + j, left)
+                    r, z, n = cell.gru_gates(r, z, load(driven, u + 2 * size + j, left), m)
+                    d = load(known, of_b + j, left)
+                    if of.losses.shape[0]:
                         d = d + load(terms, row + j, left)
-                    dn, state = d * (one - z) * (one - n * n), load(h, row + j, left)
-                    store(s, w, dn * r, left)
-                    store(s, w + size, dn * m * r * (one - r), left)
-                    store(s, w + 2 * size, d * (state - n) * z * (one - z), left)
-                    store(s, w + 3 * size, dn, left)
+                    s_r, s_z, s_m, s_n = cell.gru_slopes(r, z, n, m, load(h, row + j, left))
+                    store(s, w, d * s_m, left)
+                    store(s, w + size, d * s_r, left)
+                    store(s, w + 2 * size, d * s_z, left)
+                    store(s, w + 3 * size, d * s_n, left)
                     store(into, b * wide + j, d * z, LANES)
-            product(s, top, stride, each, hidden, wide, into)
+            product(s, top, stride, each, of.hidden, wide, into)
             for b in range(each):
-                g[first + b] = into[b * wide : b * wide + size]
-        _add_bias(s, stride, (stop - start) * each, to_biases)
-        _add_weights(s, stride, before[start:stop], to_hidden, rest, first, last)
-        _add_weights(s[size:], stride, x[start:stop], to_inputs, rest, first, last)
-        if dx.shape[0]:
-            _to_inputs(s[size:], stride, inputs, dx[start:stop], rest, first, last)
+                of.g[first + b] = into[b * wide : b * wide + size]
+        _add_products(of, s, s[size:], stride, start, stop, rest, first, last)
+
+
+@compiled  # type: ignore[untyped-decorator]
+def _add_products(
+    of: Arrays,
+    to_states: Reals,
+    to_inputs: Reals,
+    stride: int,
+    start: int,
+    stop: int,
+    room: Reals,
+    first: int,
+    last: int,
+) -> None:
+    """Add what the buffered rows of steps start … stop − 1 give to the weights, and write dx."""
+    _add_bias(to_states, stride, (stop - start) * (last - first), of.to_biases)
+    _add_weights(to_states, stride, of.before[start:stop], of.to_hidden, room, first, last)
+    _add_weights(to_inputs, stride, of.x[start:stop], of.to_inputs, room, first, last)
+    if of.dx.shape[0]:
+        _to_inputs(to_inputs, stride, of.inputs, of.dx[start:stop], room, first, last)
 
 
 @compiled  # type: ignore[untyped-decorator]

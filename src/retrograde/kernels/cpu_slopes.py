@@ -3,19 +3,10 @@
 A row is one step of one sample. Other names are those of :mod:`retrograde.kernels.cells`.
 """
 
-from retrograde.kernels.lanes import (
-    LANES,
-    Reals,
-    compiled,
-    like,
-    load,
-    quotient,
-    sigmoid,
-    store,
-    tanh,
-)
+from retrograde.kernels import cpu_cells as cell
+from retrograde.kernels.lanes import LANES, Reals, compiled, load, store
 
-__all__ = ["gru_slopes", "lstm_cells", "lstm_gates", "lstm_slopes"]
+__all__ = ["gru_slopes", "lstm_gates", "lstm_slopes"]
 
 
 @compiled  # type: ignore[untyped-decorator]
@@ -33,15 +24,14 @@ def gru_slopes(
     for row in range(first, last):
         for j in range(0, size, LANES):
             left, at, v = size - j, row * size + j, 3 * row * size + j
-            r = sigmoid(load(x, v, left) + load(u, v, left))
-            z = sigmoid(load(x, v + size, left) + load(u, v + size, left))
+            r = load(x, v, left) + load(u, v, left)
+            z = load(x, v + size, left) + load(u, v + size, left)
             m = load(u, v + 2 * size, left)
-            n = tanh(load(x, v + 2 * size, left) + r * m)
-            one = like(r, 1)
-            slope = (one - z) * (one - n * n)
-            store(u, v, slope * m * r * (one - r), left)
-            store(u, v + size, (load(h, at, left) - n) * z * (one - z), left)
-            store(u, v + 2 * size, slope * r, left)
+            r, z, n = cell.gru_gates(r, z, load(x, v + 2 * size, left), m)
+            s_r, s_z, s_m, slope = cell.gru_slopes(r, z, n, m, load(h, at, left))
+            store(u, v, s_r, left)
+            store(u, v + size, s_z, left)
+            store(u, v + 2 * size, s_m, left)
             store(s_n, at, slope, left)
             store(kept, at, z, left)
 
@@ -53,35 +43,13 @@ def lstm_gates(sums: Reals, first: int, last: int) -> None:
     for row in range(first, last):
         for j in range(0, size, LANES):
             left, v = size - j, 4 * row * size + j
-            store(flat, v, sigmoid(load(flat, v, left)), left)
-            store(flat, v + size, sigmoid(load(flat, v + size, left)), left)
-            store(flat, v + 2 * size, tanh(load(flat, v + 2 * size, left)), left)
-            store(flat, v + 3 * size, sigmoid(load(flat, v + 3 * size, left)), left)
-
-
-@compiled  # type: ignore[untyped-decorator]
-def lstm_cells(gates: Reals, c: Reals, cells: Reals, first: int, last: int) -> None:
-    """Compute an LSTM's gates and c, for samples first … last − 1.
-
-    ``gates`` are the sums that enter the gates, overwritten by i, f, g, o. ``cells`` receives c
-    before each step. ``c`` (B, H), before the first step, is overwritten by that after the last.
-    """
-    samples, size = c.shape
-    flat, state, before = gates.reshape(-1), c.reshape(-1), cells.reshape(-1)
-    for t in range(gates.shape[0]):
-        for b in range(first, last):
-            for j in range(0, size, LANES):
-                left, row = size - j, (t * samples + b) * size
-                v, at = 4 * row + j, b * size + j
-                i, f = sigmoid(load(flat, v, left)), sigmoid(load(flat, v + size, left))
-                g = tanh(load(flat, v + 2 * size, left))
-                cell = load(state, at, left)
-                store(flat, v, i, left)
-                store(flat, v + size, f, left)
-                store(flat, v + 2 * size, g, left)
-                store(flat, v + 3 * size, sigmoid(load(flat, v + 3 * size, left)), left)
-                store(before, row + j, cell, left)
-                store(state, at, f * cell + i * g, left)
+            i, f = load(flat, v, left), load(flat, v + size, left)
+            g, o = load(flat, v + 2 * size, left), load(flat, v + 3 * size, left)
+            i, f, g, o = cell.lstm_gates(i, f, g, o)
+            store(flat, v, i, left)
+            store(flat, v + size, f, left)
+            store(flat, v + 2 * size, g, left)
+            store(flat, v + 3 * size, o, left)
 
 
 @compiled  # type: ignore[untyped-decorator]
@@ -103,12 +71,12 @@ def lstm_slopes(
                 at, v, state = row + j, 4 * row + j, b * size + j
                 i, f = load(flat, v, left), load(flat, v + size, left)
                 g, o = load(flat, v + 2 * size, left), load(flat, v + 3 * size, left)
-                cell, one = load(cells, state, left), like(i, 1)
-                tanh_c = quotient(load(h, at, left), o)  # h = o tanh c; each use is times o
-                store(flat, v, g * i * (one - i), left)
-                store(flat, v + size, cell * f * (one - f), left)
-                store(flat, v + 2 * size, i * (one - g * g), left)
-                store(flat, v + 3 * size, tanh_c * o * (one - o), left)
-                store(e, at, o * (one - tanh_c * tanh_c), left)
+                c_now = load(cells, state, left)
+                s_i, s_f, s_g, s_o, through = cell.lstm_slopes(i, f, g, o, c_now, load(h, at, left))
+                store(flat, v, s_i, left)
+                store(flat, v + size, s_f, left)
+                store(flat, v + 2 * size, s_g, left)
+                store(flat, v + 3 * size, s_o, left)
+                store(e, at, through, left)
                 store(kept, at, f, left)
-                store(cells, state, f * cell + i * g, left)
+                store(cells, state, f * c_now + i * g, left)

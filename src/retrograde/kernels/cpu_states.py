@@ -3,44 +3,45 @@
 They run the samples first … last − 1. Their arrays are:
 
 - ``driven`` (L, B, K·H): the inputs' part of the gates, with the biases;
-- ``bias`` (3 H): a GRU's bias_hh, which is not a part of ``driven``;
-- ``hidden`` (H, K·H): the transposed hidden weights, in panels;
+- ``hidden`` (H, K·H): the transposed hidden weights, in panels; or none, and the caller wrote the
+  states' part of one step's gates to ``sums``;
+- ``bias`` (3 H): a GRU's bias_hh, which is not a part of ``driven`` but of the states' part;
 - ``h`` and ``c`` (B, H): the state before the first step, overwritten by that after the last;
 - ``outputs`` (L, B, H): receives h after each step;
-- ``sums``: scratch memory, a row of whole vectors for each sample.
+- ``sums``: scratch memory, a row for each sample; whole vectors if there are weights.
 """
 
-from retrograde.kernels.lanes import LANES, Reals, compiled, load, positive, sigmoid, store, tanh
-from retrograde.kernels.tiles import product, whole_vectors
+from retrograde.kernels.cpu_cells import gru_gates, lstm_gates, rnn_state
+from retrograde.kernels.lanes import LANES, Reals, compiled, load, store, tanh
+from retrograde.kernels.tiles import product
 
 __all__ = ["run_gru", "run_lstm", "run_rnn"]
 
 
 @compiled  # type: ignore[untyped-decorator]
 def run_rnn(
+    relu: bool,
     driven: Reals,
+    outputs: Reals,
     hidden: Reals,
     h: Reals,
-    outputs: Reals,
-    relu: bool,
     sums: Reals,
     first: int,
     last: int,
 ) -> None:
     """Run an RNN with tanh or ReLU."""
     samples, size = h.shape
-    width = whole_vectors(size)
+    width, own = sums.shape[1], sums[first:last].reshape(-1)
     x, states, y = driven.reshape(-1), h.reshape(-1), outputs.reshape(-1)
-    sums = sums[first * width : last * width]
     for t in range(driven.shape[0]):
-        sums[:] = 0
-        product(states, first * size, size, last - first, hidden, width, sums)
+        if hidden.shape[0]:
+            own[:] = 0
+            product(states, first * size, size, last - first, hidden, width, own)
         for b in range(first, last):
             at, row, z = (t * samples + b) * size, b * size, (b - first) * width
             for j in range(0, size, LANES):
                 left = size - j
-                total = load(sums, z + j, left) + load(x, at + j, left)
-                state = positive(total) if relu else tanh(total)
+                state = rnn_state(load(own, z + j, left) + load(x, at + j, left), relu)
                 store(states, row + j, state, left)
                 store(y, at + j, state, left)
 
@@ -48,31 +49,31 @@ def run_rnn(
 @compiled  # type: ignore[untyped-decorator]
 def run_gru(
     driven: Reals,
+    outputs: Reals,
     bias: Reals,
     hidden: Reals,
     h: Reals,
-    outputs: Reals,
     sums: Reals,
     first: int,
     last: int,
 ) -> None:
     """Run a GRU; ``bias`` (3 H) is added to U h."""
     samples, size = h.shape
-    width = whole_vectors(3 * size)
+    width, own = sums.shape[1], sums[first:last].reshape(-1)
     x, states, y = driven.reshape(-1), h.reshape(-1), outputs.reshape(-1)
-    sums = sums[first * width : last * width]
     for t in range(driven.shape[0]):
-        for b in range(last - first):
-            sums[b * width : b * width + 3 * size] = bias
-        product(states, first * size, size, last - first, hidden, width, sums)
+        if hidden.shape[0]:
+            for b in range(last - first):
+                own[b * width : b * width + 3 * size] = bias
+            product(states, first * size, size, last - first, hidden, width, own)
         for b in range(first, last):
             at, row, u = (t * samples + b) * size, b * size, (b - first) * width
             for j in range(0, size, LANES):
                 left, v, w = size - j, 3 * at + j, u + j
-                r = sigmoid(load(x, v, left) + load(sums, w, left))
-                z = sigmoid(load(x, v + size, left) + load(sums, w + size, left))
-                m = load(sums, w + 2 * size, left)
-                n = tanh(load(x, v + 2 * size, left) + r * m)
+                r = load(x, v, left) + load(own, w, left)
+                z = load(x, v + size, left) + load(own, w + size, left)
+                m = load(own, w + 2 * size, left)
+                r, z, n = gru_gates(r, z, load(x, v + 2 * size, left), m)
                 state = n + z * (load(states, row + j, left) - n)
                 store(states, row + j, state, left)
                 store(y, at + j, state, left)
@@ -81,11 +82,11 @@ def run_gru(
 @compiled  # type: ignore[untyped-decorator]
 def run_lstm(
     driven: Reals,
+    outputs: Reals,
+    before: Reals,
     hidden: Reals,
     h: Reals,
     c: Reals,
-    outputs: Reals,
-    before: Reals,
     sums: Reals,
     first: int,
     last: int,
@@ -93,33 +94,37 @@ def run_lstm(
     """Run an LSTM.
 
     The gates i, f, g, o overwrite ``driven``. ``before`` (L, B, H) receives c before each step,
-    unless it is empty.
+    unless it is empty. If ``outputs`` are empty, ``driven`` has the states' part too, and only the
+    gates and c are computed.
     """
-    samples, size = h.shape
-    width = whole_vectors(4 * size)
+    samples, size = c.shape
+    width, own = sums.shape[1], sums[first:last].reshape(-1)
     gates, states, y = driven.reshape(-1), h.reshape(-1), outputs.reshape(-1)
     cells, cells_before = c.reshape(-1), before.reshape(-1)
-    sums = sums[first * width : last * width]
     for t in range(driven.shape[0]):
-        sums[:] = 0
-        product(states, first * size, size, last - first, hidden, width, sums)
+        if hidden.shape[0]:
+            own[:] = 0
+            product(states, first * size, size, last - first, hidden, width, own)
         for b in range(first, last):
             at, row, u = (t * samples + b) * size, b * size, (b - first) * width
             for j in range(0, size, LANES):
                 left, v, w = size - j, 4 * at + j, u + j
-                i = sigmoid(load(gates, v, left) + load(sums, w, left))
-                f = sigmoid(load(gates, v + size, left) + load(sums, w + size, left))
-                g = tanh(load(gates, v + 2 * size, left) + load(sums, w + 2 * size, left))
-                o = sigmoid(load(gates, v + 3 * size, left) + load(sums, w + 3 * size, left))
+                i, f = load(gates, v, left), load(gates, v + size, left)
+                g, o = load(gates, v + 2 * size, left), load(gates, v + 3 * size, left)
+                if outputs.shape[0]:
+                    i, f = i + load(own, w, left), f + load(own, w + size, left)
+                    g, o = g + load(own, w + 2 * size, left), o + load(own, w + 3 * size, left)
+                i, f, g, o = lstm_gates(i, f, g, o)
                 cell = load(cells, row + j, left)
                 if before.shape[0]:
                     store(cells_before, at + j, cell, left)
                 cell = f * cell + i * g
-                state = o * tanh(cell)
                 store(gates, v, i, left)
                 store(gates, v + size, f, left)
                 store(gates, v + 2 * size, g, left)
                 store(gates, v + 3 * size, o, left)
                 store(cells, row + j, cell, left)
-                store(states, row + j, state, left)
-                store(y, at + j, state, left)
+                if outputs.shape[0]:
+                    state = o * tanh(cell)
+                    store(states, row + j, state, left)
+                    store(y, at + j, state, left)

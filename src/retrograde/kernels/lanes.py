@@ -31,6 +31,7 @@ __all__ = [
     "Reals",
     "broadcast",
     "compiled",
+    "inlined",
     "intrinsic",
     "like",
     "load",
@@ -52,6 +53,9 @@ _MATH = {"contract", "reassoc", "nsz", "arcp"}
 
 #: The decorator of all loops. They are compiled once, cached on disk, and hold no Python lock.
 compiled: Any = njit(cache=True, nogil=True, fastmath=_MATH, error_model="numpy")
+
+#: The decorator of functions of vectors, which become a part of the loops that call them.
+inlined: Any = njit(inline="always", fastmath=_MATH, error_model="numpy")
 
 #: The type of an array of real numbers.
 Reals = NDArray[np.floating[Any]]
