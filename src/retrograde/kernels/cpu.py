@@ -342,7 +342,7 @@ def sweep_in_place(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor)
     known, room = g.numpy(), past.numpy()
     parts = ranges(samples, 1 + past.numel() // _THREAD_ELEMENTS)
     for t in range(length - 1, -1, -1):
-        step = cpu_sweep.Arrays(*(a[t : t + 1] for a in by_step), none)
+        step = cpu_sweep.Arrays._make([*(a[t : t + 1] for a in by_step), none])
         share(functools.partial(kernel, step, known, room), parts)
         if kernel is cpu_sweep.sweep_lstm:
             torch.mm(flat[t], hidden, out=past)
@@ -398,8 +398,10 @@ def _arrays(slopes: Slopes, hidden: Tensor, losses: Tensor | None) -> cpu_sweep.
     """Return the arrays that the loops take. An absent one has no steps, in chunks or not."""
     gates = slopes.gates.flatten(-2).numpy()
     absent = np.empty((*gates.shape[:-3], 0, 0, 0), gates.dtype)
-    parts = (absent if t is None else t.numpy() for t in (slopes.keep, slopes.inner, losses))
-    return cpu_sweep.Arrays(gates, *parts, hidden.numpy())
+    keep, inner, terms = (
+        absent if t is None else t.numpy() for t in (slopes.keep, slopes.inner, losses)
+    )
+    return cpu_sweep.Arrays(gates, keep, inner, terms, hidden.numpy())
 
 
 def gru_slopes(inputs: Tensor, hidden: Tensor, before: Tensor) -> Slopes:
