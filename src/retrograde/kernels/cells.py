@@ -37,6 +37,7 @@ __all__ = [
     "GateSlopes",
     "Kept",
     "Kind",
+    "Resets",
     "Slopes",
     "Weights",
     "gru_slopes",
@@ -113,6 +114,35 @@ class Kept:
 
 
 @dataclass(frozen=True)
+class Resets:
+    """Where the samples of a layer begin anew, before some of its steps.
+
+    ``starts`` (L, B) is true before such a step. ``entry`` (B, n) is the state that it begins with,
+    and ``gradient`` (B, n) receives the sum of that state's gradients.
+    """
+
+    starts: Tensor
+    entry: Tensor
+    gradient: Tensor
+
+    def at(self, steps: slice) -> "Resets":
+        """Return views of some steps."""
+        return replace(self, starts=self.starts[steps])
+
+    def enter(self, t: int, state: Sequence[Tensor]) -> None:
+        """Overwrite the states, (B, H) each, of those samples that begin anew before step t."""
+        starts = self.starts[t].unsqueeze(-1)
+        for part, entry in zip(state, self.entry.split(state[0].shape[-1], -1), strict=True):
+            torch.where(starts, entry, part, out=part)
+
+    def leave(self, t: int, g: Tensor) -> None:
+        """Move the gradients (B, n) of the states before step t to those of the entries."""
+        starts = self.starts[t].unsqueeze(-1)
+        self.gradient.add_(torch.where(starts, g, 0.0))
+        g.masked_fill_(starts, 0)
+
+
+@dataclass(frozen=True)
 class Block:
     """A block of a layer's steps for its backward pass.
 
@@ -125,12 +155,14 @@ class Block:
     after: Tensor
     c: Tensor | None = None
     kept: Kept | None = None
+    resets: Resets | None = None
 
     def at(self, steps: slice) -> "Block":
         """Return views of some steps; c stays that before the whole block."""
-        kept = None if self.kept is None else self.kept.at(steps)
-        parts = {name: getattr(self, name)[steps] for name in ("x", "before", "after")}
-        return replace(self, **parts, kept=kept)
+        parts: Any = {name: getattr(self, name)[steps] for name in ("x", "before", "after")}
+        given = {"kept": self.kept, "resets": self.resets}
+        parts |= {name: part.at(steps) for name, part in given.items() if part is not None}
+        return replace(self, **parts)
 
     def cast(self, dtype: torch.dtype) -> "Block":
         """Return the block in another dtype."""

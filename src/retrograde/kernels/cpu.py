@@ -22,7 +22,7 @@ from torch import Tensor
 
 from retrograde.kernels import cpu_backward, cpu_slopes, cpu_states, cpu_sweep
 from retrograde.kernels import sweep as reference
-from retrograde.kernels.cells import Block, Kept, Kind, Slopes, Weights
+from retrograde.kernels.cells import Block, Kept, Kind, Resets, Slopes, Weights
 from retrograde.kernels.lanes import LANES
 from retrograde.kernels.team import Range, ranges, share
 from retrograde.kernels.tiles import panels, whole_vectors
@@ -69,7 +69,13 @@ class Forward:
         return self.sums.new_empty(steps, len(self.sums), len(self.weights.inputs))
 
     def __call__(
-        self, x: Tensor, state: State, outputs: Tensor, gates: Tensor, cells: Tensor | None = None
+        self,
+        x: Tensor,
+        state: State,
+        outputs: Tensor,
+        gates: Tensor,
+        cells: Tensor | None = None,
+        resets: Resets | None = None,
     ) -> None:
         """Run the layer on inputs x (L, B, I).
 
@@ -80,17 +86,21 @@ class Forward:
             gates: scratch memory (L, B, K·H). An LSTM's receive i, f, g, o. An RNN's may be the
                 same tensor as the outputs.
             cells: receives an LSTM's c before each step (L, B, H), if given.
+            resets: where samples begin anew.
         """
         _drive(self.weights.inputs, self.bias, x, gates)
         by_step = [gates.numpy(), outputs.numpy()]
         if self.weights.kind == "LSTM":
             by_step.append((outputs[:0] if cells is None else cells).numpy())
-        self._run(by_step, [*self.fixed, *(s.numpy() for s in state), self.sums.numpy()], state[0])
+        self._run(by_step, [*self.fixed, *(s.numpy() for s in state)], state, resets)
 
-    def _run(self, by_step: list[Any], arrays: list[Any], h: Tensor) -> None:
+    def _run(
+        self, by_step: list[Any], arrays: list[Any], state: State, resets: Resets | None
+    ) -> None:
         """Run the loop, whose arrays are those ``by_step`` and others."""
+        arrays += [*_starts(resets, self.sums)[:2], self.sums.numpy()]
         loop = functools.partial(_RUN[self.weights.kind], *by_step, *arrays)
-        _share(loop, len(h), len(by_step[0]) * self.work)
+        _share(loop, len(state[0]), len(by_step[0]) * self.work)
 
 
 class ForwardInPlace(Forward):
@@ -101,10 +111,15 @@ class ForwardInPlace(Forward):
 
     in_panels = False
 
-    def _run(self, by_step: list[Any], arrays: list[Any], h: Tensor) -> None:
-        kernel, hidden = _RUN[self.weights.kind], self.weights.hidden.t()
+    def _run(
+        self, by_step: list[Any], arrays: list[Any], state: State, resets: Resets | None
+    ) -> None:
+        kernel, hidden, h = _RUN[self.weights.kind], self.weights.hidden.t(), state[0]
+        arrays += [*_starts(None, self.sums)[:2], self.sums.numpy()]
         parts = ranges(len(h), 1 + h.numel() // _THREAD_ELEMENTS)
         for t in range(len(by_step[0])):
+            if resets is not None:
+                resets.enter(t, state)
             if self.own is None:
                 torch.mm(h, hidden, out=self.sums)
             else:
@@ -118,6 +133,19 @@ _RUN: dict[Kind, Any] = {
     "GRU": cpu_states.run_gru,
     "LSTM": cpu_states.run_lstm,
 }
+
+
+def _starts(resets: Resets | None, like: Tensor) -> tuple[Any, Any, Any]:
+    """Return the arrays of resets: ``starts``, ``entry`` and ``to_entry``."""
+    if resets is None:
+        return _no_starts(like.dtype)
+    return resets.starts.contiguous().numpy(), resets.entry.numpy(), resets.gradient.numpy()
+
+
+@functools.cache
+def _no_starts(dtype: torch.dtype) -> tuple[Any, Any, Any]:
+    none = torch.empty(0, 0, dtype=dtype, device="cpu").numpy()
+    return np.empty((0, 0), np.bool_), none, none
 
 
 def _no_panels(like: Tensor) -> Tensor:
@@ -213,8 +241,10 @@ class Backward:
         kept = _kept(self.weights.kind, block)
         given = [*self.constants, *(t.contiguous().numpy() for t in kept)]
         shared = [block.x.contiguous().numpy(), block.before.contiguous().numpy()]
-        more = [absent if dy is None else dy, g, absent if dx is None else dx]
-        arrays = [*shared, *self.read, *(t.contiguous().numpy() for t in more)]
+        losses = (absent if dy is None else dy).contiguous().numpy()
+        starts, _, to_entry = _starts(block.resets, g)
+        arrays = [*shared, *self.read, losses, g.numpy(), starts, to_entry]
+        arrays.append((absent if dx is None else dx).contiguous().numpy())
 
         def loop(first: int, last: int) -> None:
             number = self.parts.index((first, last))
@@ -301,7 +331,9 @@ def _has_whole_vectors(matrix: Tensor) -> bool:
     return matrix.is_contiguous() and matrix.shape[1] % LANES == 0
 
 
-def recall(weights: Weights, x: Tensor, before: Tensor, c: Tensor) -> Kept:
+def recall(
+    weights: Weights, x: Tensor, before: Tensor, c: Tensor, resets: Resets | None = None
+) -> Kept:
     """Recompute an LSTM's gates i, f, g, o, and c before each step, from the kept h.
 
     This takes matrix products, and a recurrence of c but none of h. ``x`` is (L, B, I), ``before``
@@ -312,43 +344,58 @@ def recall(weights: Weights, x: Tensor, before: Tensor, c: Tensor) -> Kept:
     cells, (bias, _) = before.new_empty(before.shape), _biases(weights)
     _drive(weights.inputs, bias, x, gates)
     gates.flatten(0, 1).addmm_(before.flatten(0, 1), weights.hidden.t())
-    unused = [_no_panels(c), c, c, c[:0]]  # hidden weights, h, …, sums
-    arrays = [t.numpy() for t in (gates, before[:0], cells, *unused)]
+    arrays = [t.numpy() for t in (gates, before[:0], cells, _no_panels(c), c, c)]
+    arrays += [*_starts(resets, c)[:2], c[:0].numpy()]
     work = before.numel() * _ELEMENT_WORK
     _share(functools.partial(cpu_states.run_lstm, *arrays), before.shape[1], work)
     return Kept(gates, cells)
 
 
-def sweep(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor) -> Tensor:
+def sweep(
+    slopes: Slopes,
+    hidden: Tensor,
+    dy: Tensor | None,
+    g: Tensor,
+    resets: Resets | None = None,
+) -> Tensor:
     """Do the same as :func:`retrograde.kernels.sweep.sweep`, for either dtype on a CPU.
 
     The hidden weights may be in panels.
     """
     samples, size = slopes.gates.shape[1], slopes.gates.shape[3]
     g = g.clone(memory_format=torch.contiguous_format)
-    arrays = _arrays(slopes, hidden if hidden.dim() == 3 else panels(hidden), dy)
+    arrays = _arrays(slopes, hidden if hidden.dim() == 3 else panels(hidden), dy, resets)
     room = g.new_empty(samples, int(whole_vectors(size)))
     loop = functools.partial(_sweep_of(g, size), arrays, g.numpy(), room.numpy())
     _share(loop, samples, slopes.gates.numel() * size)
     return g
 
 
-def sweep_in_place(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor) -> Tensor:
+def sweep_in_place(
+    slopes: Slopes,
+    hidden: Tensor,
+    dy: Tensor | None,
+    g: Tensor,
+    resets: Resets | None = None,
+) -> Tensor:
     """Do the same by one BLAS product at each step, which reads the weights in place."""
     length, samples, _, size = slopes.gates.shape
     g = g.clone(memory_format=torch.contiguous_format)
     kernel, flat, past = _sweep_of(g, size), slopes.gates.flatten(-2), g.new_empty(samples, size)
-    *by_step, none = _arrays(slopes, _no_panels(hidden), dy)
+    *by_step, none, starts, to_entry = _arrays(slopes, _no_panels(hidden), dy)
     known, room = g.numpy(), past.numpy()
     parts = ranges(samples, 1 + past.numel() // _THREAD_ELEMENTS)
     for t in range(length - 1, -1, -1):
-        step = cpu_sweep.Arrays._make([*(a[t : t + 1] for a in by_step), none])
+        given = [*(a[t : t + 1] for a in by_step), none, starts, to_entry]
+        step = cpu_sweep.Arrays._make(given)
         share(functools.partial(kernel, step, known, room), parts)
         if kernel is cpu_sweep.sweep_lstm:
             torch.mm(flat[t], hidden, out=past)
             g[:, :size] = past
         else:
             torch.addmm(past, flat[t], hidden, out=g)
+        if resets is not None:
+            resets.leave(t, g)
     return g
 
 
@@ -394,14 +441,17 @@ def products(chunks: Slopes, hidden: Tensor, losses: Tensor | None) -> Tensor:
     return rows
 
 
-def _arrays(slopes: Slopes, hidden: Tensor, losses: Tensor | None) -> cpu_sweep.Arrays:
+def _arrays(
+    slopes: Slopes, hidden: Tensor, losses: Tensor | None, resets: Resets | None = None
+) -> cpu_sweep.Arrays:
     """Return the arrays that the loops take. An absent one has no steps, in chunks or not."""
     gates = slopes.gates.flatten(-2).numpy()
     absent = np.empty((*gates.shape[:-3], 0, 0, 0), gates.dtype)
     keep, inner, terms = (
         absent if t is None else t.numpy() for t in (slopes.keep, slopes.inner, losses)
     )
-    return cpu_sweep.Arrays(gates, keep, inner, terms, hidden.numpy())
+    starts, _, to_entry = _starts(resets, hidden)
+    return cpu_sweep.Arrays(gates, keep, inner, terms, hidden.numpy(), starts, to_entry)
 
 
 def gru_slopes(inputs: Tensor, hidden: Tensor, before: Tensor) -> Slopes:

@@ -9,11 +9,14 @@ weights' gradients. Array names are those of ``cpu_sweep`` and ``cpu_slopes``, a
 
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from retrograde.kernels import cpu_cells as cell
 from retrograde.kernels.lanes import LANES, Reals, compiled, load, store
 from retrograde.kernels.tiles import PANEL, add_outer, product, whole_vectors
 
-__all__ = ["Arrays", "backward_gru", "backward_lstm", "backward_rnn", "room_for"]
+__all__ = ["Arrays", "backward_gru", "backward_lstm", "backward_rnn", "leave", "room_for"]
 
 # Gate gradients are buffered per thread, in rows (one row is one step of one sample). The buffer is
 # halved at four samples or fewer, where it would dominate.
@@ -31,6 +34,8 @@ class Arrays(NamedTuple):
     hidden: Reals  # the hidden weights (K·H, H), likewise
     losses: Reals  # (L, B, H), the loss's gradients of the outputs; no steps for zero
     g: Reals  # (B, n), the gradient after all steps, overwritten by that before them
+    starts: NDArray[np.bool_]  # (L, B), true before a step at which a sample begins anew
+    to_entry: Reals  # (B, n), receives the sums of the gradients of the states it begins with
     dx: Reals  # (L, B, I), receives the gradients of the inputs; no steps if not wanted
     to_inputs: Reals  # (K·H, W), receives the sums of the weights' gradients
     to_hidden: Reals  # (K·H, W')
@@ -100,6 +105,8 @@ def backward_rnn(relu: bool, after: Reals, of: Arrays, first: int, last: int) ->
             product(s, top, stride, each, of.hidden, wide, into)
             for b in range(each):
                 of.g[first + b] = into[b * wide : b * wide + size]
+            if of.starts.shape[0]:
+                leave(of.starts[t], of.g, of.to_entry, first, last)
         _add_products(of, s, s, stride, start, stop, rest, first, last)
 
 
@@ -144,6 +151,8 @@ def backward_lstm(
             product(s, top, stride, each, of.hidden, wide, into)
             for b in range(each):
                 of.g[first + b, :size] = into[b * wide : b * wide + size]
+            if of.starts.shape[0]:
+                leave(of.starts[t], of.g, of.to_entry, first, last)
         _add_products(of, s, s, stride, start, stop, rest, first, last)
 
 
@@ -198,7 +207,18 @@ def backward_gru(
             product(s, top, stride, each, of.hidden, wide, into)
             for b in range(each):
                 of.g[first + b] = into[b * wide : b * wide + size]
+            if of.starts.shape[0]:
+                leave(of.starts[t], of.g, of.to_entry, first, last)
         _add_products(of, s, s[size:], stride, start, stop, rest, first, last)
+
+
+@compiled  # type: ignore[untyped-decorator]
+def leave(starts: NDArray[np.bool_], g: Reals, to_entry: Reals, first: int, last: int) -> None:
+    """Move the gradients of those samples that begin anew from ``g`` to ``to_entry`` (B, n)."""
+    for b in range(first, last):
+        if starts[b]:
+            to_entry[b] += g[b]
+            g[b] = 0
 
 
 @compiled  # type: ignore[untyped-decorator]

@@ -8,8 +8,13 @@ They run the samples first … last − 1. Their arrays are:
 - ``bias`` (3 H): a GRU's bias_hh, which is not a part of ``driven`` but of the states' part;
 - ``h`` and ``c`` (B, H): the state before the first step, overwritten by that after the last;
 - ``outputs`` (L, B, H): receives h after each step;
+- ``starts`` (L, B): true before a step at which a sample begins anew, from its state ``entry``
+  (B, n); no steps if none does;
 - ``sums``: scratch memory, a row for each sample; whole vectors if there are weights.
 """
+
+import numpy as np
+from numpy.typing import NDArray
 
 from retrograde.kernels.cpu_cells import gru_gates, lstm_gates, rnn_state
 from retrograde.kernels.lanes import LANES, Reals, compiled, load, store, tanh
@@ -25,6 +30,8 @@ def run_rnn(
     outputs: Reals,
     hidden: Reals,
     h: Reals,
+    starts: NDArray[np.bool_],
+    entry: Reals,
     sums: Reals,
     first: int,
     last: int,
@@ -34,6 +41,8 @@ def run_rnn(
     width, own = sums.shape[1], sums[first:last].reshape(-1)
     x, states, y = driven.reshape(-1), h.reshape(-1), outputs.reshape(-1)
     for t in range(driven.shape[0]):
+        if starts.shape[0]:
+            _enter(starts[t], entry, h, 0, first, last)
         if hidden.shape[0]:
             own[:] = 0
             product(states, first * size, size, last - first, hidden, width, own)
@@ -53,6 +62,8 @@ def run_gru(
     bias: Reals,
     hidden: Reals,
     h: Reals,
+    starts: NDArray[np.bool_],
+    entry: Reals,
     sums: Reals,
     first: int,
     last: int,
@@ -62,6 +73,8 @@ def run_gru(
     width, own = sums.shape[1], sums[first:last].reshape(-1)
     x, states, y = driven.reshape(-1), h.reshape(-1), outputs.reshape(-1)
     for t in range(driven.shape[0]):
+        if starts.shape[0]:
+            _enter(starts[t], entry, h, 0, first, last)
         if hidden.shape[0]:
             for b in range(last - first):
                 own[b * width : b * width + 3 * size] = bias
@@ -87,6 +100,8 @@ def run_lstm(
     hidden: Reals,
     h: Reals,
     c: Reals,
+    starts: NDArray[np.bool_],
+    entry: Reals,
     sums: Reals,
     first: int,
     last: int,
@@ -102,6 +117,10 @@ def run_lstm(
     gates, states, y = driven.reshape(-1), h.reshape(-1), outputs.reshape(-1)
     cells, cells_before = c.reshape(-1), before.reshape(-1)
     for t in range(driven.shape[0]):
+        if starts.shape[0]:
+            _enter(starts[t], entry, c, size, first, last)
+            if outputs.shape[0]:
+                _enter(starts[t], entry, h, 0, first, last)
         if hidden.shape[0]:
             own[:] = 0
             product(states, first * size, size, last - first, hidden, width, own)
@@ -128,3 +147,13 @@ def run_lstm(
                     state = o * tanh(cell)
                     store(states, row + j, state, left)
                     store(y, at + j, state, left)
+
+
+@compiled  # type: ignore[untyped-decorator]
+def _enter(
+    starts: NDArray[np.bool_], entry: Reals, state: Reals, column: int, first: int, last: int
+) -> None:
+    """Overwrite the rows of ``state`` (B, H) that begin anew by ``entry``, from a column on."""
+    for b in range(first, last):
+        if starts[b]:
+            state[b] = entry[b, column : column + state.shape[1]]

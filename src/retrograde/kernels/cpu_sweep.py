@@ -2,6 +2,10 @@
 
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from retrograde.kernels.cpu_backward import leave
 from retrograde.kernels.lanes import LANES, Reals, compiled, load, store
 from retrograde.kernels.tiles import PANEL, product, whole_vectors
 
@@ -27,6 +31,8 @@ class Arrays(NamedTuple):
     inner: Reals  # (L, B, H), a GRU's overwritten too
     losses: Reals  # (L, B, H)
     hidden: Reals  # (K·H, H), in panels; or none, and the caller multiplies a step's gates by them
+    starts: NDArray[np.bool_]  # (L, B), with ``to_entry`` as in the whole backward pass
+    to_entry: Reals
 
 
 def room_for_products(size: int, parts: int) -> int:
@@ -69,6 +75,8 @@ def sweep_state(of: Arrays, g: Reals, room: Reals, first: int, last: int) -> Non
             product(s, to, width, last - first, of.hidden, wide, before)
             for b in range(last - first):
                 g[first + b] = before[b * wide : b * wide + size]
+        if of.starts.shape[0]:
+            leave(of.starts[t], g, of.to_entry, first, last)
 
 
 @compiled  # type: ignore[untyped-decorator]
@@ -102,6 +110,8 @@ def sweep_lstm(of: Arrays, g: Reals, room: Reals, first: int, last: int) -> None
             product(s, at, 4 * size, last - first, of.hidden, wide, before)
             for b in range(last - first):
                 g[first + b, :size] = before[b * wide : b * wide + size]
+        if of.starts.shape[0]:
+            leave(of.starts[t], g, of.to_entry, first, last)
 
 
 @compiled  # type: ignore[untyped-decorator]
@@ -111,7 +121,9 @@ def sweep_chunks(of: Arrays, after: Reals, room: Reals, first: int, last: int) -
     ``room`` (B, W) has whole vectors.
     """
     for c in range(first, last):
-        own = Arrays(of.gates[c], of.keep[c], of.inner[c], of.losses[c], of.hidden)
+        own = Arrays(
+            of.gates[c], of.keep[c], of.inner[c], of.losses[c], of.hidden, of.starts, of.to_entry
+        )
         if 2 * after.shape[2] == of.gates.shape[3]:  # four gates, and a state of two parts
             sweep_lstm(own, after[c], room, 0, after.shape[1])
         else:

@@ -29,7 +29,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from retrograde.kernels.cells import Slopes, pull
+from retrograde.kernels.cells import Resets, Slopes, pull
 
 __all__ = [
     "CANCELLATION", "at_step", "carry", "in_chunks", "products", "safe_chunk", "scan", "sweep",
@@ -41,7 +41,13 @@ __all__ = [
 CANCELLATION = 100.0
 
 
-def sweep(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor) -> Tensor:
+def sweep(
+    slopes: Slopes,
+    hidden: Tensor,
+    dy: Tensor | None,
+    g: Tensor,
+    resets: Resets | None = None,
+) -> Tensor:
     """Backpropagate a block step by step; return the gradient of the state before it.
 
     ``g`` (B, n) is the gradient of the state after the block, n = H, or 2 H for (h, c). ``dy``
@@ -53,6 +59,8 @@ def sweep(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor) -> Tenso
         if dy is not None:
             g = torch.cat([g[..., :size] + dy[t], g[..., size:]], -1)
         g = _step(slopes.at(t), hidden, g)
+        if resets is not None:
+            resets.leave(t, g)
     return g
 
 
