@@ -14,7 +14,6 @@ from oracles.strangers import watched
 from retrograde.plan.fit import whole_fit
 from retrograde.recurrent.bytes import Shape, sums_at_once
 from retrograde.recurrent.core import HeldLayers
-from retrograde.recurrent.dropout import Drawn
 from retrograde.recurrent.pieces import Sequences
 from retrograde.recurrent.plan import HeldPlan, Planner
 from retrograde.recurrent.vendor import Layers
@@ -54,15 +53,13 @@ class Case:
         self.seeds += [torch.randn(shape, dtype=dtype) for _ in self.state]
 
     def core(self, plan, **options):
-        weights, net = self.net._flat_weights, self.net
-        each = len(weights) // self.tracks
-        parts = [weights[k * each : (k + 1) * each] for k in range(self.tracks)]
-        tracks = tuple(Layers(net.mode, part, net.num_layers, net.bias) for part in parts)
-        rows = Rows(self.length, self.sizes, self.both)
-        return HeldLayers(tracks, rows, self.batch, plan, **options)
+        net = self.net
+        layers = Layers(net.mode, net._flat_weights, net.num_layers, net.bias, self.both)
+        rows = Rows(self.length, self.sizes)
+        return HeldLayers(layers, rows, self.batch, plan, **options)
 
     def ours(self, schedule, plan, x=None, **options):
-        x, rows = self.x if x is None else x, Rows(self.length, self.sizes, self.both)
+        x, rows = self.x if x is None else x, Rows(self.length, self.sizes)
         (y,), after = run_schedule(self.core(plan, **options), schedule, [x], self.state, rows)
         return [y, *after]
 
@@ -156,14 +153,6 @@ def test_outputs_that_are_written_to_are_noticed(kind):
     y.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
-
-
-def test_drawn_masks_are_torchs():
-    torch.manual_seed(5)
-    expected = nn.functional.dropout(torch.ones(6, 4), 0.3)
-    torch.manual_seed(5)
-    drawn = Drawn.like([1], torch.ones(6, 4), 0.3)
-    assert torch.equal(drawn.masks[1], expected > 0)
 
 
 @pytest.mark.quick(1)

@@ -12,7 +12,7 @@ gradient is wanted, or a tensor is not real (:func:`retrograde.run.transforms.is
 Known limit: ``backward="scan"`` refuses projections with an error.
 """
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +50,6 @@ class BudgetedRNN(nn.RNNBase):
     memory: Memory | None
     backward: Backward | None
     schedule: Schedule | None
-    public: ClassVar[bool]  # set by the classes of this library, not by those derived from them
 
     def __init__(
         self,
@@ -162,31 +161,11 @@ class BudgetedRNN(nn.RNNBase):
         return ", ".join([super().extra_repr(), *more])
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """Return the module that ``torch.jit.script`` compiles instead of this one.
-
-        It is torch's own, with the same parameters and hooks.
-
-        Raises:
-            RetrogradeError: an option is set, the class is derived from ours, or a weight has a
-                parametrization.
-        """
-        if self._options():
-            given = " and ".join(f"{name}=" for name in self._options())
-            raise RetrogradeError(
-                f"torch.jit.script cannot compile an rg.{type(self).__name__} with {given}: "
-                f"expected one that runs torch's own forward pass; script it without {given}"
-            )
-        if "public" not in vars(type(self)):
-            raise RetrogradeError(
-                f"torch.jit.script cannot compile a {type(self).__name__}: expected an rg.RNN, "
-                "rg.GRU or rg.LSTM itself, as of torch's, and none with a parametrization; remove "
-                "that, or derive the class from torch.nn"
-            )
-        plain: nn.Module = over_weights(self, [])
-        vars(plain).update(vars(self))
-        for name in ("memory", "backward", "schedule", "_fits"):
-            delattr(plain, name)
-        return plain
+        """Refuse ``torch.jit.script``, which would not see that options change the gradient."""
+        raise RetrogradeError(
+            f"torch.jit.script cannot compile an {type(self).__name__} of this library: expected "
+            "torch's own module; script that, with this one's state_dict()"
+        )
 
     def _check_asked(self) -> None:
         """Raise if an option is unknown, or two options exclude each other."""
@@ -206,10 +185,13 @@ class BudgetedRNN(nn.RNNBase):
                 f"got a schedule and backward={self.backward!r}: a schedule says itself how to go "
                 "backward; leave one out"
             )
-        if asked and self.memory is not None and self.bidirectional and self.num_layers > 1:
+        given = "a schedule" if self.schedule is not None else None
+        if asked and self.memory is not None:
+            given = f"memory={self.memory!r} and backward='scan'"
+        if given and self.bidirectional:
             raise CellError(
-                f"got memory={self.memory!r} and backward='scan' for several layers of two "
-                "directions: expected one of both, or one layer a module; leave one out"
+                f"got {given} for two directions, which do not run in ranges of steps: expected "
+                "memory= or backward='scan' alone, or one direction; leave one out"
             )
         refuse_both(self.memory, self.schedule)
 
@@ -219,7 +201,8 @@ class BudgetedRNN(nn.RNNBase):
             return None  # an empty batch needs no memory and no time
         if self.memory is None and self.schedule is None:
             # Torch's kernels know which part of a cell autocast runs in which type.
-            return None if torch.is_autocast_enabled(call.x.device.type) else call.run_scan()
+            autocast = torch.is_autocast_enabled(call.x.device.type)
+            return None if autocast else call.run_held(scans=True)
         if self.schedule is not None:
             check_schedule(self.schedule, call.length)
             return call.follow(self.schedule)

@@ -24,12 +24,11 @@ from retrograde.kernels.cells import Block, Kept, Weights
 from retrograde.kernels.team import paced
 from retrograde.recurrent.backward import LayerBackward
 from retrograde.recurrent.bytes import Means
-from retrograde.recurrent.dropout import Masks
+from retrograde.recurrent.dropout import Dropout
 from retrograde.recurrent.forward import LayerForward, room_for
-from retrograde.recurrent.fused import Fused
 from retrograde.recurrent.pieces import Piece, cut
 from retrograde.recurrent.plan import HeldPlan
-from retrograde.recurrent.vendor import Layers
+from retrograde.recurrent.vendor import Layers, one_by_one, run_torch
 from retrograde.replay.surroundings import Ambient
 from retrograde.run.core import Core, Emit, Gate, Gradients, Tape, discard
 from retrograde.run.inputs import Inputs
@@ -66,25 +65,24 @@ class HeldLayers(Core):
 
     def __init__(
         self,
-        tracks: tuple[Layers, ...],
+        net: Layers,
         rows: Rows,
         batch: int,
         plan: HeldPlan,
         *,
-        masks: Masks | None = None,
+        masks: Dropout | None = None,
         at_once: bool = False,
     ) -> None:
-        self.tracks, self.rows, self.batch, self.chunk = tracks, rows, batch, plan.chunk
+        self.net, self.rows, self.batch, self.chunk = net, rows, batch, plan.chunk
         self.kept, self.block = plan.kept, min(plan.block, rows.length * batch)
         self.masks, self.at_once = masks, at_once
-        weight = tracks[0].weights[1]
+        weight = net.weights[1]
         self.ambient = Ambient(weight.device)
-        self.kind, self.size, self.count = tracks[0].mode, weight.shape[1], tracks[0].count
+        self.kind, self.size, self.count = net.mode, weight.shape[1], net.count
         self.real = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        self.layers = [
-            [Weights.of(t.mode, [w.detach() for w in t[k].weights]) for k in range(t.count)]
-            for t in tracks
-        ]
+        parts = [Weights.of(one.mode, [w.detach() for w in one.weights]) for one in net.parts]
+        #: The layers of each track.
+        self.tracks = [[part] for part in parts] if net.both else [parts]
         loops: Means = "loops"
         self.back = plan.back or (loops,) * self.count
         use = kernels(weight.device.type, weight.dtype, self.size)
@@ -96,7 +94,7 @@ class HeldLayers(Core):
 
     @cached_property
     def parameters(self) -> Tensors:
-        return [w for track in self.tracks for w in track.weights if w.requires_grad]
+        return [w for w in self.net.weights if w.requires_grad]
 
     @cached_property
     def sizes(self) -> list[int] | None:
@@ -117,9 +115,10 @@ class HeldLayers(Core):
     def ordinary(
         self, layout: Layout, inputs: Tensors, state: Tensors, gate: Gate
     ) -> tuple[Tensors, Tensors, Tensors]:
-        core = Fused(self.tracks, dropout=self.masks, packed=self.rows.sizes is not None)
-        rows = replace(self.rows, numbered=self.masks is not None)
-        return core.ordinary(rows, inputs, state, gate)
+        net, (x,) = replace(self.net, weights=gate(self.net.weights)), inputs
+        steps = torch.arange(self.rows.length, device=x.device)
+        y, after = one_by_one(run_torch, self.masks, steps, net, x, state, self.rows.sizes)
+        return [y], after, [w for w in net.weights if w.requires_grad]
 
     @paced
     @torch.no_grad()
@@ -128,7 +127,7 @@ class HeldLayers(Core):
     ) -> list[Tensors]:
         """Run a few steps at a time through all layers; memory does not grow with their number."""
         found, after = [], [_copied(s) for s in state]
-        (track,) = self.layers
+        (track,) = self.tracks
         if emit is None and self.count == 1 and self.follows:
             for a, b in pairwise([start, *stops]):
                 for piece in self._pieces(0, a, b):
@@ -159,7 +158,7 @@ class HeldLayers(Core):
         after = [_copied(s) for s in state]
         wanted, passes = [*inputs.differentiable], [True] * len(state)
         tape = _Held(start, stop, [], wanted, passes, after, (), [*state], [])
-        for number, layers in enumerate(self.layers):
+        for number, layers in enumerate(self.tracks):
             for k, weights in enumerate(layers):
                 self._record(tape, inputs, number, k, weights, emit)
         return tape
@@ -254,7 +253,7 @@ class HeldLayers(Core):
         options: Any = {"chunk": self.chunk, "at_once": self.at_once}
         passes = [
             LayerBackward(w.cast(self.real), total, self.batch, self.block, means=means, **options)
-            for w, total, means in zip(self.layers[number], totals, self.back, strict=True)
+            for w, total, means in zip(self.tracks[number], totals, self.back, strict=True)
         ]
         (total_dx,), (seeds,) = gradients.inputs, gradients.outputs
         read = cast(Inputs, gradients.read)
@@ -275,7 +274,7 @@ class HeldLayers(Core):
                 dy = self._dropped(dx, k, piece) if k and dx is not None else dx
             if into is not None and dx is not None and dx.data_ptr() != into.data_ptr():
                 dx = self._dropped(dx.flip(0) if number else dx, 0, piece)
-                _ = into.add_(dx) if len(self.tracks) > 1 else into.copy_(dx)
+                _ = into.add_(dx) if number else into.copy_(dx)
         for one in passes:
             one.finish()
         tape.below.clear()
@@ -382,9 +381,10 @@ class HeldLayers(Core):
 
     def _dropped(self, x: Tensor, k: int, piece: Piece) -> Tensor:
         """Apply dropout to a layer's input, or to that input's gradient."""
-        if self.masks is None:
+        if self.masks is None or not (k or self.masks.first):
             return x
-        return self.masks.of_rows(x, k, piece.start, self._offset(piece.start))
+        steps = torch.arange(piece.start, piece.stop, device=x.device)
+        return self.masks(x.contiguous(), k, steps)
 
     def _totals(self, number: int, parameters: list[Tensor | None]) -> list[dict[str, Tensor]]:
         """Return, for each layer, the sums of its weights' gradients by name.
@@ -393,10 +393,10 @@ class HeldLayers(Core):
         """
         known = {id(w): t for w, t in zip(self.parameters, parameters, strict=True)}
         found = []
-        for k, weights in enumerate(self.layers[number]):
-            own = zip(weights.tensors().items(), self.tracks[number][k].weights, strict=True)
+        parts = self.net.parts[number * self.count :]
+        for weights, part in zip(self.tracks[number], parts, strict=False):
             totals = {}
-            for (name, w), given in own:
+            for (name, w), given in zip(weights.tensors().items(), part.weights, strict=True):
                 total = known.get(id(given))
                 totals[name] = torch.zeros_like(w, dtype=self.real) if total is None else total
             found.append(totals)

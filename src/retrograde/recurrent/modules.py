@@ -53,8 +53,6 @@ class RNN(BudgetedRNN, nn.RNN):
         torch.Size([8, 8])
     """
 
-    public = True
-
     def __init__(
         self,
         input_size: int,
@@ -142,8 +140,6 @@ class GRU(_Gated, nn.GRU):
         2
     """
 
-    public = True
-
 
 class LSTM(_Gated, nn.LSTM):
     """``torch.nn.LSTM`` whose gradient is computed in parallel, or within a memory budget.
@@ -159,5 +155,3 @@ class LSTM(_Gated, nn.LSTM):
         >>> lstm.fit(torch.randn(200, 8, 32)).schedule.length
         200
     """
-
-    public = True

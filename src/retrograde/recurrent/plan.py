@@ -23,7 +23,7 @@ from retrograde.recurrent.pieces import Sequences
 from retrograde.sizes.footprint import HEAP_BYTES
 from retrograde.units import Memory, as_bytes, asks_for_all
 
-__all__ = ["HeldPlan", "Planner"]
+__all__ = ["HeldPlan", "Planner", "ordinary_fit"]
 
 # Nominal costs, in forward steps: of a call that advances, and of one that records a range and
 # backpropagates it.
@@ -57,6 +57,12 @@ class HeldPlan:
     onward: Means = "loops"
     back: tuple[Means, ...] = ()
     chunk: int | None = None
+
+
+def ordinary_fit(length: int, **told: int) -> Fit:
+    """Return the fit of torch's own module."""
+    passes = {"forward_steps": length, "calls": 2, "time": 3.0 * length}
+    return replace(whole_fit(length, length, **passes, **told), ordinary=True)
 
 
 @dataclass(frozen=True)
@@ -119,8 +125,7 @@ class Planner:
             raise refusal(length, memory, budget, minimum, ordinary)
         told = {"budget_bytes": budget, "ordinary_bytes": ordinary, "minimum_bytes": minimum}
         if self.torchs and budget >= usual and (budget < least or self._is_large):
-            peak = {"peak_bytes": usual, "forward_steps": length, "calls": 2, "time": 3.0 * length}
-            return None, (replace(whole_fit(length, length, **peak, **told), ordinary=True),)
+            return None, (ordinary_fit(length, peak_bytes=usual, **told),)
         return self._fastest(lengths, budget, told)
 
     def _blocks(self, lengths: Sequences, *, certain: bool = False) -> list[int]:
