@@ -12,7 +12,7 @@ import retrograde as rg
 from oracles.networks import relative_error
 from oracles.strangers import watched
 from retrograde.plan.fit import whole_fit
-from retrograde.recurrent.bytes import Shape, sums_at_once
+from retrograde.recurrent.bytes import Layer, stacked, sums_at_once
 from retrograde.recurrent.core import HeldLayers
 from retrograde.recurrent.pieces import Sequences
 from retrograde.recurrent.plan import HeldPlan, Planner
@@ -220,14 +220,13 @@ def drawn_shape(dice):
         one(["loops", "blas"]),
         tuple(dice.choices(["loops", "sweeps", "blas"], k=layers)),
     )
-    shape = Shape(
-        case.net.mode, batch, width, size, layers, case.tracks, dtype.itemsize,
+    shape = Layer(
+        case.net.mode, batch, width, size, case.tracks, dtype.itemsize,
         torch.get_num_threads(), needs, straight, at_once=sums_at_once(length, batch),
-        onward=plan.onward, back=plan.back,
     )  # fmt: skip
     offsets = None if lengths is None else [0, *case.sizes.cumsum(0).tolist()]
     kept = plan.kept if kind is nn.LSTM else 0
-    peak = Planner((shape,), plan.block)._peak(
+    peak = Planner(stacked(shape, layers), plan.block).peak(
         Sequences(length, batch, offsets), replace(plan, kept=kept)
     )
     return case, x.requires_grad_(needs), replace(plan, kept=kept), shape, peak

@@ -62,9 +62,7 @@ class BudgetedRNN(nn.RNNBase):
         super().__init__(*args, **kwargs)
         if memory is not None:
             parse_memory(memory)
-        self.memory = memory
-        self.backward = backward
-        self.schedule = schedule
+        self.memory, self.backward, self.schedule = memory, backward, schedule
         self._fits: LRUCache[Any] = LRUCache()
         self._check_asked()
 

@@ -15,7 +15,7 @@ Measurements use leaves that share the weights' memory, so that the graph of com
 stays intact for the gradient.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -26,7 +26,7 @@ from torch import Tensor
 from retrograde.errors import BudgetError
 from retrograde.kernels.cells import Weights
 from retrograde.plan.fit import Curve, Fit, Footprint, refusal
-from retrograde.recurrent.bytes import Means, Shape
+from retrograde.recurrent.bytes import Layer, Means, stacked
 from retrograde.recurrent.call import Call, Plan, StackFit
 from retrograde.recurrent.fastest import candidate, fit_measured, footprints
 from retrograde.recurrent.forward import forward_bytes, forward_curve
@@ -83,13 +83,13 @@ def fit_held(call: Call, memory: Memory | None) -> Plan:
     usual = ordinary(call.length, len(call.x))
     planner = _held_planner(call, ordinary, memory)
     held, found = planner.fit(lengths, memory, usual)
-    if held is None and planner.shapes[0].onward == "torch" and not asks_for_all(memory):
+    if held is None and planner.layers[0].onward == "torch" and not asks_for_all(memory):
         # What is extrapolated would not show another phase that takes most at this length.
         usual = max(usual, measure_whole(call))
         held, found = planner.fit(lengths, memory, usual)
     while held is not None and held.onward == "torch":  # between measured lengths bytes are guessed
         steps = min(call.length, max(1, held.block // call.batch))
-        if steps in dict(planner.shapes[0].vendor[0].points):
+        if steps in dict(cast(Curve, planner.layers[0].vendor).points):
             break
         planner = _measured_at(planner, call, steps)
         held, found = planner.fit(lengths, memory, usual)
@@ -98,37 +98,36 @@ def fit_held(call: Call, memory: Memory | None) -> Plan:
 
 def _held_planner(call: Call, ordinary: Ordinary, memory: Memory | None) -> Planner:
     nets, x = call.nets(call.weights), call.x
-    first, many = nets[0], len(nets) > 1
+    first = nets[0]
     by: Means = "loops" if x.device.type == "cpu" else "torch"
-    vendor: list[tuple[Curve, ...]] = [()] * len(nets)
-    copied = 0
+    count, copied = call.module.num_layers, 0
+    vendor: Sequence[Curve | None] = [None] * count
     if by == "torch":
         curve = partial(forward_curve, call.length, memory)
         vendor = _known(call, memory, "forward", partial(_of_layers, call, curve))
         copied = sum(copied_bytes(net, apart=True) for net in nets)
-    shape = Shape(
+    lowest = Layer(
         kind=first.mode,
         batch=call.batch,
         width=x.shape[-1],
         size=call.module.hidden_size,
-        count=first.count,
         tracks=2 if first.both else 1,
         item=x.element_size(),
         threads=torch.get_num_threads(),
         needs_x=x.requires_grad,
         straight=x.is_contiguous(),
-        drops=call.has_dropout and not many,
+        drops=call.has_dropout and not first.both,
         at_once=call.at_once,
         onward=by,
-        back=(by,) * first.count,
-        vendor=vendor[0],
+        back=by,
     )
-    upper = replace(
-        shape, width=2 * shape.size, needs_x=True, straight=True, first=call.has_dropout
-    )
-    uppers = [replace(upper, vendor=own) for own in vendor[1:]]
+    layers = stacked(lowest, count, vendor)
+    if first.both:
+        upper = replace(lowest, width=2 * lowest.size, needs_x=True, straight=True)
+        upper = replace(upper, first=call.has_dropout)
+        layers = tuple(replace(upper if k else lowest, vendor=own) for k, own in enumerate(vendor))
     return Planner(
-        shapes=(shape, *uppers),
+        layers=layers,
         most=held_plan(first, call.length, call.batch).block,
         extra=_extra_bytes(call),
         copied=copied,
@@ -138,29 +137,25 @@ def _held_planner(call: Call, ordinary: Ordinary, memory: Memory | None) -> Plan
     )
 
 
-def _of_layers(call: Call, find: Callable[[Weights, Tensors], T]) -> list[tuple[T, ...]]:
-    """Return what is found of each layer, for each recurrence, given its weights and a state."""
+def _of_layers(call: Call, find: Callable[[Weights, Tensors], T]) -> list[T]:
+    """Return what is found of each layer, given its weights and a state."""
     found = []
     for net in call.nets(call.weights):
-        layers = []
         for one in net.parts[: net.count]:
-            own = [w.detach() for w in laid_out(one).weights]
-            weights = Weights.of(net.mode, own)
+            weights = Weights.of(net.mode, [w.detach() for w in laid_out(one).weights])
             state = [call.x.new_zeros(call.batch, weights.size) for _ in call.state]
-            layers.append(find(weights, state))
-        found.append(tuple(layers))
+            found.append(find(weights, state))
     return found
 
 
 def _measured_at(planner: Planner, call: Call, steps: int) -> Planner:
     """Return a planner for which the vendor's forward pass is measured at one more length."""
-    shapes = []
     sizes = _of_layers(call, partial(forward_bytes, steps))
-    for shape, own in zip(planner.shapes, sizes, strict=True):
-        curves = zip(shape.vendor, own, strict=True)
-        vendor = tuple(curve.through(steps, size) for curve, size in curves)
-        shapes.append(replace(shape, vendor=vendor))
-    return replace(planner, shapes=tuple(shapes))
+    layers = [
+        replace(layer, vendor=cast(Curve, layer.vendor).through(steps, size))
+        for layer, size in zip(planner.layers, sizes, strict=True)
+    ]
+    return replace(planner, layers=tuple(layers))
 
 
 @dataclass(frozen=True)
@@ -247,17 +242,17 @@ def _fit_whole(call: Call, memory: Memory) -> Plan:
             usual,
         )
     told = {"budget_bytes": budget, "ordinary_bytes": ordinary, "minimum_bytes": usual}
-    return _plan(call, None, (ordinary_fit(call.length, peak_bytes=usual, **told),))
+    return _plan(call, None, ordinary_fit(call.length, peak_bytes=usual, **told))
 
 
-def _plan(call: Call, held: HeldPlan | None, found: tuple[Fit, ...]) -> Plan:
-    """Return a plan with a fit for each recurrence; torch's own module runs if ``held`` is None."""
-    parts = () if held is None else tuple((held, one.schedule) for one in found)
-    fit = found[0]
+def _plan(call: Call, held: HeldPlan | None, fit: Fit) -> Plan:
+    """Return a plan that runs each recurrence alike; torch's own module if ``held`` is None."""
+    layers = call.module.num_layers if call.bidirectional else 1
+    parts = () if held is None else ((held, fit.schedule),) * layers
     if not call.is_stack:
         return Plan(parts, fit)
     sizes = fit.peak_bytes, fit.budget_bytes, fit.ordinary_bytes, fit.minimum_bytes
-    return Plan(parts, StackFit(found if parts else (), *sizes))
+    return Plan(parts, StackFit((fit,) * len(parts), *sizes))
 
 
 def _extra_bytes(call: Call) -> int:
