@@ -128,25 +128,24 @@ class HeldLayers(Core):
         """Run a few steps at a time through all layers; memory does not grow with their number."""
         found, after = [], [_copied(s) for s in state]
         (track,) = self.tracks
-        if emit is None and self.count == 1 and self.follows:
-            for a, b in pairwise([start, *stops]):
+        follows = emit is None and self.count == 1 and self.follows
+        passes = [] if follows else [LayerForward(self.forward, w, self.block) for w in track]
+        for a, b in pairwise([start, *stops]):
+            if follows:
                 for piece in self._pieces(0, a, b):
                     own = [s[0, : piece.samples] for s in after]
                     self._follow(None, inputs, 0, piece, track[0], own)
-                found.append(after if b == stops[-1] else [s.clone() for s in after])
-            return found
-        passes = [LayerForward(self.forward, weights, self.block) for weights in track]
-        most = min(p.rows for p in passes)
-        for a, b in pairwise([start, *stops]):
-            for piece in cut(a, b, most, self.batch, self.sizes):
-                y = self._given(None, inputs, 0, 0, piece)
-                for k, run in enumerate(passes):
-                    if k:
-                        y = self._dropped(y, k, piece)
-                    top = k == self.count - 1 and emit not in (None, discard)
-                    own, given = [s[k, : piece.samples] for s in after], y
-                    y = self._output(inputs, 0, piece) if top else _room(given, self.size)
-                    run(given, own, y)
+            else:
+                most = min(p.rows for p in passes)
+                for piece in cut(a, b, most, self.batch, self.sizes):
+                    y = self._given(None, inputs, 0, 0, piece)
+                    for k, run in enumerate(passes):
+                        if k:
+                            y = self._dropped(y, k, piece)
+                        top = k == self.count - 1 and emit not in (None, discard)
+                        own, given = [s[k, : piece.samples] for s in after], y
+                        y = self._output(inputs, 0, piece) if top else _room(given, self.size)
+                        run(given, own, y)
             found.append(after if b == stops[-1] else [s.clone() for s in after])
         return found
 
@@ -170,17 +169,12 @@ class HeldLayers(Core):
             torch.zeros_like(t) if g is None else g
             for t, g in zip(tape.state_after, gradients.states, strict=True)
         ]
-        firsts = []
+        g = torch.cat([s.to(self.real) for s in given], -1)
         for number in range(len(self.tracks)):
-            at = slice(number * self.count, (number + 1) * self.count)
-            g = torch.cat([s[at].to(self.real) for s in given], -1)
-            self._backpropagate(tape, gradients, number, g)
-            firsts.append(g)
-        g = torch.cat(firsts) if len(firsts) > 1 else firsts[0]
-        states: list[Any] = [
-            part.to(tape.first[0].dtype).contiguous() for part in g.split(self.size, -1)
-        ]
-        gradients.states = states
+            own = slice(number * self.count, (number + 1) * self.count)
+            self._backpropagate(tape, gradients, number, g[own])
+        dtype = tape.first[0].dtype
+        gradients.states = [part.to(dtype).contiguous() for part in g.split(self.size, -1)]
 
     def _record(
         self,
@@ -265,14 +259,12 @@ class HeldLayers(Core):
             into = None if total_dx is None else self._rows(total_dx, piece)
             for k in reversed(range(self.count)):
                 block = self._block(tape, read, number, k, piece, pieces)
-                dx = self._direct(into) if k == 0 else _room(block.x, block.x.shape[-1])
-                if dx is None and into is not None:
-                    dx = _room(block.x, block.x.shape[-1])
+                dx = into if k == 0 and (into is None or self._writes(into)) else _room(block.x)
                 at = g[k, : piece.samples]
                 at.copy_(passes[k].add(block, dy, at, dx))
                 del block  # before the next one is made
                 dy = self._dropped(dx, k, piece) if k and dx is not None else dx
-            if into is not None and dx is not None and dx.data_ptr() != into.data_ptr():
+            if dx is not None and into is not None and dx is not into:
                 dx = self._dropped(dx.flip(0) if number else dx, 0, piece)
                 _ = into.add_(dx) if number else into.copy_(dx)
         for one in passes:
@@ -346,11 +338,11 @@ class HeldLayers(Core):
         """
         return (t.flip(0) if number else t).to(self.real).contiguous()
 
-    def _direct(self, into: Tensor | None) -> Tensor | None:
-        """Return where the gradients of inputs can be written directly; None if they cannot."""
+    def _writes(self, into: Tensor) -> bool:
+        """Return whether the gradients of inputs can be written where they are collected."""
         drops = self.masks is not None and self.masks.first
-        alike = into is not None and into.is_contiguous() and into.dtype == self.real
-        return into if alike and len(self.tracks) == 1 and not drops else None
+        alike = into.is_contiguous() and into.dtype == self.real
+        return alike and not (self.net.both or drops)
 
     def _given(
         self, tape: _Held | None, inputs: Inputs, number: int, k: int, piece: Piece
@@ -407,5 +399,5 @@ def _copied(state: Tensor) -> Tensor:
     return state.detach().clone(memory_format=torch.contiguous_format)
 
 
-def _room(like: Tensor, width: int) -> Tensor:
-    return like.new_empty(*like.shape[:-1], width)
+def _room(like: Tensor, width: int | None = None) -> Tensor:
+    return like.new_empty(*like.shape[:-1], like.shape[-1] if width is None else width)
