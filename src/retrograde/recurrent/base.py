@@ -53,13 +53,31 @@ class BudgetedRNN(nn.RNNBase):
 
     def __init__(
         self,
-        *args: Any,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        proj_size: int = 0,
+        device: Any = None,
+        dtype: Any = None,
+        *,
         memory: Memory | None = None,
         backward: Backward | None = None,
         schedule: Schedule | None = None,
-        **kwargs: Any,
     ) -> None:
-        super().__init__(*args, **kwargs)
+        sizes, options = (input_size, hidden_size, num_layers), {"device": device, "dtype": dtype}
+        if proj_size:  # torch's RNN and GRU refuse the name
+            options["proj_size"] = proj_size
+        super().__init__(*sizes, bias, batch_first, dropout, bidirectional, **options)  # type: ignore[arg-type]
+        self._ask(memory, backward, schedule)
+
+    def _ask(
+        self, memory: Memory | None, backward: Backward | None, schedule: Schedule | None
+    ) -> None:
+        """Set the options, after torch's constructor."""
         if memory is not None:
             parse_memory(memory)
         self.memory, self.backward, self.schedule = memory, backward, schedule
