@@ -252,41 +252,36 @@ class BudgetedRNN(nn.RNNBase):
 
     def _read(self, input: Any, hidden: State, weights: list[Tensor] | None = None) -> Call:
         """Return the call with these arguments, its inputs time first or packed."""
-        given = bool(hidden)
-        if not isinstance(input, PackedSequence):
-            x, state = self._time_major(input, hidden)
-            return Call(self, x, state, weights=weights, given=given)
-        sizes, order = input.batch_sizes, input.sorted_indices
-        state = hidden or self._zeros(int(sizes[0]), input.data)
-        self._check_arguments(input.data, state, sizes)
+        given, sizes, order = bool(hidden), None, None
+        if isinstance(input, PackedSequence):
+            x, sizes, order = input.data, input.batch_sizes, input.sorted_indices
+        else:
+            x = self._time_major(input, hidden)
+            hidden = tuple(s.unsqueeze(1) for s in hidden) if input.dim() == 2 else hidden
+        state = hidden or self._zeros(x.shape[1] if sizes is None else int(sizes[0]), x)
+        self._check_arguments(x, state, sizes)
         if given:
             state = _ordered(state, order)
         sorts = order is not None
-        return Call(self, input.data, state, sizes, weights=weights, given=given, sorts=sorts)
+        return Call(self, x, state, sizes, weights=weights, given=given, sorts=sorts)
 
-    def _time_major(self, input: Tensor, hidden: State) -> tuple[Tensor, State]:
+    def _time_major(self, input: Tensor, hidden: State) -> Tensor:
         if input.dim() not in (2, 3):
             raise InputError(
                 f"the input has {input.dim()} dimensions {tuple(input.shape)}: expected "
                 "(T, B, I), (B, T, I) with batch_first, or (T, I)"
             )
-        x = input
-        if input.dim() == 2:
-            x = input.unsqueeze(1)
-        elif self.batch_first:
-            x = input.transpose(0, 1)
-        if x.shape[0] < 1:
-            raise InputError(f"the input {tuple(input.shape)} has 0 steps: expected at least one")
         if any(s.dim() != input.dim() for s in hidden):
             raise InputError(
                 f"the initial state is {', '.join(str(tuple(s.shape)) for s in hidden)}: expected "
                 f"{input.dim()} dimensions, as the input {tuple(input.shape)} has"
             )
-        state = hidden or self._zeros(x.shape[1], x)
-        if hidden and input.dim() == 2:
-            state = tuple(s.unsqueeze(1) for s in hidden)
-        self._check_arguments(x, state, None)
-        return x, state
+        x = input.unsqueeze(1) if input.dim() == 2 else input
+        if self.batch_first and input.dim() == 3:
+            x = input.transpose(0, 1)
+        if x.shape[0] < 1:
+            raise InputError(f"the input {tuple(input.shape)} has 0 steps: expected at least one")
+        return x
 
     def _check_arguments(self, x: Tensor, state: State, sizes: Tensor | None) -> None:
         """Check shapes as torch does, and that all tensors have one device and one dtype."""

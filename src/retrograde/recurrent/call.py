@@ -124,9 +124,9 @@ class Call:
     def runs_held(self) -> bool:
         """Whether held layers can run this call; their bytes are counted, not measured."""
         weight, module = self.weights[1], self.module
-        kind = weight.device.type
-        if module.proj_size or module.backward == "scan" or torch.is_autocast_enabled(kind):
+        if module.backward == "scan" or not has_slopes(self.nets(self.weights)[0]):
             return False
+        kind = weight.device.type
         if kind == "cpu":
             return weight.dtype in (torch.float32, torch.float64)
         compiled = kernels(kind, weight.dtype, module.hidden_size).name == "triton"

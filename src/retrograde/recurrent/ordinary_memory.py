@@ -34,21 +34,13 @@ class Ordinary:
     single: Highest | None = None
     gradient_copy: int = 0
 
-    def serves(self, steps: int) -> bool:
-        """Return whether measuring so many steps would give the same result."""
-        ends = [even_from(curves) for curves in self._measured]
-        return all(end is not None and end <= steps for end in ends)
-
     def is_certain(self, steps: int) -> bool:
         """Return whether the bytes of so many steps were measured, or follow from even growth."""
+        measured = [self.full] if self.single is None else [self.full, self.single]
         return all(
             even_from(each) is not None or each.curves[0].points[-1][0] >= steps
-            for each in self._measured
+            for each in measured
         )
-
-    @property
-    def _measured(self) -> list[Highest]:
-        return [self.full] if self.single is None else [self.full, self.single]
 
     def __call__(self, steps: int, rows: int) -> int:
         """Return the bytes for so many steps; ``rows`` are those of a packed batch."""

@@ -38,7 +38,6 @@ from retrograde.recurrent.vendor import Kernel, copied_bytes, is_too_long, laid_
 from retrograde.recurrent.weights import stand_ins
 from retrograde.run.inputs import Inputs
 from retrograde.run.layout import Rows
-from retrograde.sizes.ordinary import LONGEST_MEASURED
 from retrograde.units import Memory, as_bytes, asks_for_all
 
 __all__ = ["Ranges", "find_plan", "fit_held", "measure_ranges", "ordinary_bytes"]
@@ -264,16 +263,7 @@ def _extra_bytes(call: Call) -> int:
 
 
 def _ordinary(call: Call, memory: Memory | None) -> Ordinary:
-    """Return the bytes of ordinary backpropagation, by length.
-
-    A measurement at another length is reused if a new one would give the same result.
-    """
-    shapes, steps = call.shapes(), 1
-    while steps <= LONGEST_MEASURED:
-        found = call.module._fits.known(("ordinary", repr(memory), steps, shapes))
-        if isinstance(found, Ordinary) and found.serves(call.measured_length):
-            return found
-        steps *= 2
+    """Return the bytes of ordinary backpropagation, by length."""
     return _known(call, memory, "ordinary", partial(measure_ordinary, call, memory))
 
 
