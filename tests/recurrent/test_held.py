@@ -243,10 +243,10 @@ def test_what_is_counted_is_no_less_than_what_is_taken(seed):
             dy = torch.ones((), dtype=dy.dtype).expand(dy.shape)
         wanted = [t for t in (x, *case.net.parameters()) if t.requires_grad]
 
-        def call(case=case, x=x, plan=plan, shape=shape, dy=dy, wanted=wanted):
+        def call(case=case, x=x, plan=plan, dy=dy, wanted=wanted):
             case.state = [torch.zeros_like(s) for s in case.state]
             schedule = SCHEDULES["in one range"](case.length)
-            y, *after = case.ours(schedule, plan, x, at_once=shape.at_once)
+            y, *after = case.ours(schedule, plan, x)
             after = [t.detach() for t in after]
             return y.detach(), after, torch.autograd.grad(y, wanted, dy)
 

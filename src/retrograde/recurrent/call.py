@@ -17,7 +17,7 @@ from retrograde.kernels import kernels
 from retrograde.plan.fit import Fit, in_one_range
 from retrograde.recurrent.bytes import sums_at_once
 from retrograde.recurrent.core import HeldLayers
-from retrograde.recurrent.dropout import Dropout, draw_key
+from retrograde.recurrent.dropout import Dropout
 from retrograde.recurrent.fused import Fused, has_slopes, held_plan
 from retrograde.recurrent.plan import HeldPlan
 from retrograde.recurrent.vendor import Kernel, Layers, Mode, laid_out, run_torch
@@ -116,11 +116,6 @@ class Call:
         return other
 
     @property
-    def at_once(self) -> bool:
-        """Whether gradients of weights are summed in place."""
-        return sums_at_once(self.length, self.batch)
-
-    @property
     def runs_held(self) -> bool:
         """Whether held layers can run this call; their bytes are counted, not measured."""
         weight, module = self.weights[1], self.module
@@ -175,7 +170,9 @@ class Call:
 
         Returns the outputs, laid out as the inputs are, and the final state.
         """
-        key = draw_key(self.x.device) if self.has_dropout else None
+        key = None
+        if self.has_dropout:
+            key = torch.randint(2**62, (), device=self.x.device)
         x, finals = self.x, []
         nets = self.nets(_apart(self.weights))
         for number, (net, state) in enumerate(zip(nets, self.states(), strict=True)):
@@ -199,14 +196,12 @@ class Call:
         layout = Rows(self.length, self.sizes, numbered=masks is not None and not held)
         net = laid_out(net, apart=held or masks is not None)
         core: Core
-        budgeted = True
         if isinstance(runner, HeldPlan):
-            budgeted = self.module.memory is not None
-            at_once = self.at_once and budgeted
-            core = HeldLayers(net, layout, self.batch, runner, masks=masks, at_once=at_once)
+            core = HeldLayers(net, layout, self.batch, runner, masks=masks)
         else:
             core = Fused(net, runner, masks, self.sizes is not None)
         if held or torch.is_grad_enabled():
+            budgeted = not held or self.module.memory is not None
             (y,), final = run_schedule(core, schedule, [x], state, layout, budgeted=budgeted)
         else:
             (y,), final = run_without_gradient(core, layout.read([x]), state, layout)
@@ -217,7 +212,7 @@ class Call:
         module, x, kind = self.module, self.x, self.x.device.type
         return (
             (module.backward, self.has_dropout and module.dropout, x.shape[1:]),
-            (self.sizes is None, self.given, self.sorts, self.at_once),
+            (self.sizes is None, self.given, self.sorts, sums_at_once(self.length, self.batch)),
             *(tuple(s.shape) for s in self.state),
             *((t.is_contiguous(), t.stride(-1), 0 in t.stride()) for t in (x, *self.state)),
             *((t.dtype, t.requires_grad) for t in (x, *self.state)),

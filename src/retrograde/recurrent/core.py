@@ -23,7 +23,7 @@ from retrograde.kernels import blas_kernels, kernels
 from retrograde.kernels.cells import Block, Kept, Weights
 from retrograde.kernels.team import paced
 from retrograde.recurrent.backward import LayerBackward
-from retrograde.recurrent.bytes import Means
+from retrograde.recurrent.bytes import Means, sums_at_once
 from retrograde.recurrent.dropout import Dropout
 from retrograde.recurrent.forward import LayerForward, room_for
 from retrograde.recurrent.pieces import Piece, cut
@@ -57,8 +57,7 @@ class _Held(Tape):
 class HeldLayers(Core):
     """Several layers in one direction, or one layer in two directions; without projections.
 
-    The last ``plan.kept`` steps of each track of an LSTM keep their gates. ``at_once`` is as for
-    :class:`~retrograde.recurrent.backward.LayerBackward`.
+    The last ``plan.kept`` steps of each track of an LSTM keep their gates.
     """
 
     strides = True
@@ -71,11 +70,10 @@ class HeldLayers(Core):
         plan: HeldPlan,
         *,
         masks: Dropout | None = None,
-        at_once: bool = False,
     ) -> None:
         self.net, self.rows, self.batch, self.chunk = net, rows, batch, plan.chunk
         self.kept, self.block = plan.kept, min(plan.block, rows.length * batch)
-        self.masks, self.at_once = masks, at_once
+        self.masks, self.at_once = masks, sums_at_once(rows.length, batch)
         weight = net.weights[1]
         self.ambient = Ambient(weight.device)
         self.kind, self.size, self.count = net.mode, weight.shape[1], net.count

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Dropout", "draw_key"]
+__all__ = ["Dropout"]
 
 # Odd constants with well-spread bits: splitmix64's, and those of a 32-bit hash of low bias.
 _GAMMA, _MIX_1, _MIX_2 = (
@@ -22,16 +22,11 @@ _SPREAD, _SHORT_1, _SHORT_2 = 0x9E3779B9 - 2**32, 0x7FEB352D, 0x846CA68B - 2**32
 _ELEMENTS = {"cpu": 2**15, "cuda": 2**22}
 
 
-def draw_key(device: torch.device) -> Tensor:
-    """Draw the key of a call from the device's default generator."""
-    return torch.randint(2**62, (), device=device)
-
-
 @dataclass(frozen=True)
 class Dropout:
     """Dropout that zeroes elements with probability p and divides the others by 1 − p.
 
-    ``key`` is from :func:`draw_key`. ``layer`` is the number of the core's first layer in the
+    ``key`` is a random number below 2⁶². ``layer`` is the number of the core's first layer in the
     module. ``first`` says whether the core's own inputs are dropped too.
     """
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from retrograde.errors import BudgetError
 from retrograde.kernels.cells import Weights
 from retrograde.plan.fit import Curve, Fit, Footprint, refusal
-from retrograde.recurrent.bytes import Layer, Means, stacked
+from retrograde.recurrent.bytes import Layer, Means, stacked, sums_at_once
 from retrograde.recurrent.call import Call, Plan, StackFit
 from retrograde.recurrent.fastest import candidate, fit_measured, footprints
 from retrograde.recurrent.forward import forward_bytes, forward_curve
@@ -116,7 +116,7 @@ def _held_planner(call: Call, ordinary: Ordinary, memory: Memory | None) -> Plan
         needs_x=x.requires_grad,
         straight=x.is_contiguous(),
         drops=call.has_dropout and not first.both,
-        at_once=call.at_once,
+        at_once=sums_at_once(call.length, call.batch),
         onward=by,
         back=by,
     )
