@@ -16,7 +16,7 @@ import torch
 
 from retrograde.machine import machine_of
 from retrograde.recurrent.fastest import candidates
-from retrograde.recurrent.fused import Fused
+from retrograde.recurrent.fused import Fused, run_held
 from retrograde.recurrent.vendor import Layers
 from retrograde.run.core import Core
 from retrograde.run.layout import Straight
@@ -30,7 +30,7 @@ LENGTH = 64
 
 def name_of(core: Core) -> str:
     """What runs a core, by name."""
-    return getattr(cast(Fused, core).kernel, "__name__", "held layers")
+    return "held layers" if cast(Fused, core).kernel is run_held else "run_torch"
 
 
 def rows_of(kind: str, size: int, batch: int) -> list[dict]:
@@ -41,11 +41,13 @@ def rows_of(kind: str, size: int, batch: int) -> list[dict]:
     x = torch.randn(LENGTH, batch, size, requires_grad=True)
     state = [torch.zeros(1, batch, size) for _ in range(2 if kind == "LSTM" else 1)]
     rows = []
-    for one in candidates(layers, batch):
+    for core, costs in candidates(layers, batch):
         times = [
-            time_steps(one.core, Straight(len(x), fused=True).read([x]), state, repeats=9)
+            time_steps(core, Straight(len(x), fused=True).read([x]), state, repeats=9)
             for _ in range(3)
         ]
+
+        step_time = costs["step_time"]
 
         def least(part: str, what: str, times: list = times) -> float:
             found = statistics.median(getattr(getattr(p, part), what) for p in times)
@@ -58,15 +60,15 @@ def rows_of(kind: str, size: int, batch: int) -> list[dict]:
                 "kind": kind,
                 "hidden": size,
                 "batch": batch,
-                "kernel": name_of(one.core),
+                "kernel": name_of(core),
                 "step": step,
                 "call": call,
                 "recorded_step": round(sum(least(p, "step_seconds") for p in parts), 2),
                 "recorded_call": round(sum(least(p, "call_seconds") for p in parts), 2),
-                "nominal_step": round(one.step_time, 2),
-                "nominal_call": round(one.step_time * one.call_steps, 2),
-                "nominal_recorded_step": round(one.step_time * (1 + one.backward_steps), 2),
-                "nominal_recorded_call": round(one.step_time * one.record_steps, 2),
+                "nominal_step": round(step_time, 2),
+                "nominal_call": round(step_time * costs["call_steps"], 2),
+                "nominal_recorded_step": round(step_time * (1 + costs["backward_steps"]), 2),
+                "nominal_recorded_call": round(step_time * costs["record_steps"], 2),
             }
         )
     return rows

@@ -223,15 +223,15 @@ def test_no_trace_is_left():
 
 
 def test_what_is_no_single_recurrence_says_so():
-    module, x = nn.LSTM(6, 6, 2, bidirectional=True), torch.randn(9, 2, 6)
-    with pytest.raises(rg.CellError, match=r"bidirectional=True and num_layers=2.*module\.fit"):
+    module, x = nn.LSTM(6, 6, bidirectional=True), torch.randn(9, 2, 6)
+    with pytest.raises(rg.CellError, match=r"bidirectional=True: expected one .*module\.fit"):
         rg.profile(module, x)
 
 
 @pytest.mark.parametrize(
     "module",
     [
-        nn.LSTM(6, 6, bidirectional=True),
+        nn.LSTM(6, 6, 2),
         nn.GRU(6, 6, 2, dropout=0.1),
         rg.RNN(6, 6, backward="scan"),
     ],

@@ -12,9 +12,8 @@ import retrograde as rg
 from oracles.networks import relative_error
 from oracles.strangers import watched
 from retrograde.plan.fit import whole_fit
-from retrograde.recurrent.bytes import Shape, sums_at_once
+from retrograde.recurrent.bytes import Layer, stacked, sums_at_once
 from retrograde.recurrent.core import HeldLayers
-from retrograde.recurrent.dropout import Drawn
 from retrograde.recurrent.pieces import Sequences
 from retrograde.recurrent.plan import HeldPlan, Planner
 from retrograde.recurrent.vendor import Layers
@@ -54,15 +53,13 @@ class Case:
         self.seeds += [torch.randn(shape, dtype=dtype) for _ in self.state]
 
     def core(self, plan, **options):
-        weights, net = self.net._flat_weights, self.net
-        each = len(weights) // self.tracks
-        parts = [weights[k * each : (k + 1) * each] for k in range(self.tracks)]
-        tracks = tuple(Layers(net.mode, part, net.num_layers, net.bias) for part in parts)
-        rows = Rows(self.length, self.sizes, self.both)
-        return HeldLayers(tracks, rows, self.batch, plan, **options)
+        net = self.net
+        layers = Layers(net.mode, net._flat_weights, net.num_layers, net.bias, self.both)
+        rows = Rows(self.length, self.sizes)
+        return HeldLayers(layers, rows, self.batch, plan, **options)
 
     def ours(self, schedule, plan, x=None, **options):
-        x, rows = self.x if x is None else x, Rows(self.length, self.sizes, self.both)
+        x, rows = self.x if x is None else x, Rows(self.length, self.sizes)
         (y,), after = run_schedule(self.core(plan, **options), schedule, [x], self.state, rows)
         return [y, *after]
 
@@ -158,14 +155,6 @@ def test_outputs_that_are_written_to_are_noticed(kind):
         y.sum().backward()
 
 
-def test_drawn_masks_are_torchs():
-    torch.manual_seed(5)
-    expected = nn.functional.dropout(torch.ones(6, 4), 0.3)
-    torch.manual_seed(5)
-    drawn = Drawn.like([1], torch.ones(6, 4), 0.3)
-    assert torch.equal(drawn.masks[1], expected > 0)
-
-
 @pytest.mark.quick(1)
 @EVERY_KIND
 @pytest.mark.parametrize("chunk", [None, 3], ids=["sequential", "scan"])
@@ -231,14 +220,13 @@ def drawn_shape(dice):
         one(["loops", "blas"]),
         tuple(dice.choices(["loops", "sweeps", "blas"], k=layers)),
     )
-    shape = Shape(
-        case.net.mode, batch, width, size, layers, case.tracks, dtype.itemsize,
+    shape = Layer(
+        case.net.mode, batch, width, size, case.tracks, dtype.itemsize,
         torch.get_num_threads(), needs, straight, at_once=sums_at_once(length, batch),
-        onward=plan.onward, back=plan.back,
     )  # fmt: skip
     offsets = None if lengths is None else [0, *case.sizes.cumsum(0).tolist()]
     kept = plan.kept if kind is nn.LSTM else 0
-    peak = Planner((shape,), plan.block)._peak(
+    peak = Planner(stacked(shape, layers), plan.block).peak(
         Sequences(length, batch, offsets), replace(plan, kept=kept)
     )
     return case, x.requires_grad_(needs), replace(plan, kept=kept), shape, peak
@@ -255,10 +243,10 @@ def test_what_is_counted_is_no_less_than_what_is_taken(seed):
             dy = torch.ones((), dtype=dy.dtype).expand(dy.shape)
         wanted = [t for t in (x, *case.net.parameters()) if t.requires_grad]
 
-        def call(case=case, x=x, plan=plan, shape=shape, dy=dy, wanted=wanted):
+        def call(case=case, x=x, plan=plan, dy=dy, wanted=wanted):
             case.state = [torch.zeros_like(s) for s in case.state]
             schedule = SCHEDULES["in one range"](case.length)
-            y, *after = case.ours(schedule, plan, x, at_once=shape.at_once)
+            y, *after = case.ours(schedule, plan, x)
             after = [t.detach() for t in after]
             return y.detach(), after, torch.autograd.grad(y, wanted, dy)
 

@@ -353,15 +353,21 @@ def test_on_a_gpu(memory, size):
     assert grown <= budget + handed
 
 
+@pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("options", [{"proj_size": 3}, {"dtype": torch.bfloat16}], ids=str)
-def test_several_layers_of_two_directions_that_must_run_in_ranges_are_refused(options):
-    net = rg.LSTM(5, 7, 2, bidirectional=True, memory="60%", **options)
+def test_two_directions_that_would_run_in_ranges_are_refused(options, layers):
+    net = rg.LSTM(5, 7, layers, bidirectional=True, memory="60%", **options)
     x = torch.randn(60, 3, 5, dtype=net.weight_hh_l0.dtype)
-    with pytest.raises(rg.BudgetError, match="make each of the 2 layers of two dir") as refused:
+    with pytest.raises(rg.BudgetError, match="or use one direction: with projections") as refused:
         net(x)
     for memory in ("100%", refused.value.minimum_bytes):
         net.memory = memory
         assert net.fit(x).ordinary
         net(x)[0].sum().backward()
-    with pytest.raises(rg.CellError, match="got memory='50%' and backward='scan' for several"):
-        rg.GRU(5, 7, 2, bidirectional=True, memory="50%", backward="scan")
+    two = "for two directions, which do not run in ranges of steps: expected memory= or backward"
+    with pytest.raises(rg.CellError, match=f"got memory='50%' and backward='scan' {two}"):
+        rg.GRU(5, 7, layers, bidirectional=True, memory="50%", backward="scan")
+    net = rg.GRU(5, 7, layers, bidirectional=True)
+    net.schedule = rg.plan(60, 3)
+    with pytest.raises(rg.CellError, match=f"got a schedule {two}"):
+        net(x.float())

@@ -202,7 +202,7 @@ def _module(
         lightest = kernels[-1 if module.mode == "LSTM" else 0]
         part = RangeLoss(cast(Fused, lightest.core), loss, device)
         core, probed = examine_loss(part, stream, states, list_spec)
-    cores = [replace(one, core=_with_kernel(core, cast(Fused, one.core))) for one in kernels]
+    cores = [one._replace(core=_with_kernel(core, cast(Fused, one.core))) for one in kernels]
     return _Task(cores, stream, probed, states, state_spec)
 
 

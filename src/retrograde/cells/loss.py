@@ -83,7 +83,7 @@ class RangeLoss:
     @property
     def made_of(self) -> list[Any]:
         """The objects in which to search for what the core depends on."""
-        return [[net.weights for net in self.kernel.nets], self.loss]
+        return [self.kernel.net.weights, self.loss]
 
     def run(self, x: Any, state: Any) -> tuple[Tensor, Tensors]:
         """Return the outputs and the state after the range."""

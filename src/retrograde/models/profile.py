@@ -351,11 +351,10 @@ def _of_module(
             "tensor (T, B, I); for packed sequences, pad them"
         )
     call = cast(BudgetedRNN, twin(module))._call_of(input, hx)
-    if call.is_stack:
+    if call.bidirectional:
         raise CellError(
-            f"profile does not run a {type(module).__name__} with bidirectional=True and "
-            f"num_layers={module.num_layers}: expected one recurrence; module.fit(input) shows "
-            "the effect of its memory"
+            f"profile does not run a {type(module).__name__} with bidirectional=True: expected one "
+            "direction; module.fit(input) shows the effect of its memory"
         )
     found = measure_ranges(call, None)
     sizes = replace(found.size, ordinary=found.ordinary.full)

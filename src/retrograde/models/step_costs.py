@@ -9,10 +9,9 @@ from torch import Tensor
 
 from retrograde.plan.fit import Fit, Footprint, fit
 from retrograde.recurrent.call import Call
-from retrograde.recurrent.ranges import held_plan, run_held
+from retrograde.recurrent.fused import run_held
 from retrograde.recurrent.scheduled import fit_held, ordinary_bytes
 from retrograde.recurrent.weights import stand_ins
-from retrograde.run.layout import Rows
 from retrograde.schedule.actions import Verb
 from retrograde.sizes.timing import RangeTimes, time_calls
 from retrograde.units import Memory
@@ -80,9 +79,7 @@ def time_held(call: Call, repeats: int) -> RangeTimes:
 
     def record(steps: int) -> None:
         inputs[:] = [x := call.x[:steps].detach().requires_grad_(call.x.requires_grad)]
-        rows = Rows(steps, None, call.bidirectional)
-        plan = held_plan(net[0], steps, call.batch)
-        outputs[:] = [run_held(net, rows, x, state, plan)[0]]
+        outputs[:] = [run_held(net, x, state, None)[0]]
 
     def forward(steps: int) -> None:
         with torch.no_grad():
@@ -90,7 +87,7 @@ def time_held(call: Call, repeats: int) -> RangeTimes:
 
     def back(steps: int) -> None:
         y = outputs.pop()
-        leaves = [w for one in net for w in one.weights if w.requires_grad]
+        leaves = [w for w in net.weights if w.requires_grad]
         leaves += inputs if call.x.requires_grad else []
         torch.autograd.grad(y, leaves, torch.ones_like(y))
 

@@ -12,7 +12,7 @@ gradient is wanted, or a tensor is not real (:func:`retrograde.run.transforms.is
 Known limit: ``backward="scan"`` refuses projections with an error.
 """
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -50,22 +50,37 @@ class BudgetedRNN(nn.RNNBase):
     memory: Memory | None
     backward: Backward | None
     schedule: Schedule | None
-    public: ClassVar[bool]  # set by the classes of this library, not by those derived from them
 
     def __init__(
         self,
-        *args: Any,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        proj_size: int = 0,
+        device: Any = None,
+        dtype: Any = None,
+        *,
         memory: Memory | None = None,
         backward: Backward | None = None,
         schedule: Schedule | None = None,
-        **kwargs: Any,
     ) -> None:
-        super().__init__(*args, **kwargs)
+        sizes, options = (input_size, hidden_size, num_layers), {"device": device, "dtype": dtype}
+        if proj_size:  # torch's RNN and GRU refuse the name
+            options["proj_size"] = proj_size
+        super().__init__(*sizes, bias, batch_first, dropout, bidirectional, **options)  # type: ignore[arg-type]
+        self._ask(memory, backward, schedule)
+
+    def _ask(
+        self, memory: Memory | None, backward: Backward | None, schedule: Schedule | None
+    ) -> None:
+        """Set the options, after torch's constructor."""
         if memory is not None:
             parse_memory(memory)
-        self.memory = memory
-        self.backward = backward
-        self.schedule = schedule
+        self.memory, self.backward, self.schedule = memory, backward, schedule
         self._fits: LRUCache[Any] = LRUCache()
         self._check_asked()
 
@@ -162,31 +177,11 @@ class BudgetedRNN(nn.RNNBase):
         return ", ".join([super().extra_repr(), *more])
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """Return the module that ``torch.jit.script`` compiles instead of this one.
-
-        It is torch's own, with the same parameters and hooks.
-
-        Raises:
-            RetrogradeError: an option is set, the class is derived from ours, or a weight has a
-                parametrization.
-        """
-        if self._options():
-            given = " and ".join(f"{name}=" for name in self._options())
-            raise RetrogradeError(
-                f"torch.jit.script cannot compile an rg.{type(self).__name__} with {given}: "
-                f"expected one that runs torch's own forward pass; script it without {given}"
-            )
-        if "public" not in vars(type(self)):
-            raise RetrogradeError(
-                f"torch.jit.script cannot compile a {type(self).__name__}: expected an rg.RNN, "
-                "rg.GRU or rg.LSTM itself, as of torch's, and none with a parametrization; remove "
-                "that, or derive the class from torch.nn"
-            )
-        plain: nn.Module = over_weights(self, [])
-        vars(plain).update(vars(self))
-        for name in ("memory", "backward", "schedule", "_fits"):
-            delattr(plain, name)
-        return plain
+        """Refuse ``torch.jit.script``, which would not see that options change the gradient."""
+        raise RetrogradeError(
+            f"torch.jit.script cannot compile an {type(self).__name__} of this library: expected "
+            "torch's own module; script that, with this one's state_dict()"
+        )
 
     def _check_asked(self) -> None:
         """Raise if an option is unknown, or two options exclude each other."""
@@ -206,10 +201,13 @@ class BudgetedRNN(nn.RNNBase):
                 f"got a schedule and backward={self.backward!r}: a schedule says itself how to go "
                 "backward; leave one out"
             )
-        if asked and self.memory is not None and self.bidirectional and self.num_layers > 1:
+        given = "a schedule" if self.schedule is not None else None
+        if asked and self.memory is not None:
+            given = f"memory={self.memory!r} and backward='scan'"
+        if given and self.bidirectional:
             raise CellError(
-                f"got memory={self.memory!r} and backward='scan' for several layers of two "
-                "directions: expected one of both, or one layer a module; leave one out"
+                f"got {given} for two directions, which do not run in ranges of steps: expected "
+                "memory= or backward='scan' alone, or one direction; leave one out"
             )
         refuse_both(self.memory, self.schedule)
 
@@ -219,7 +217,8 @@ class BudgetedRNN(nn.RNNBase):
             return None  # an empty batch needs no memory and no time
         if self.memory is None and self.schedule is None:
             # Torch's kernels know which part of a cell autocast runs in which type.
-            return None if torch.is_autocast_enabled(call.x.device.type) else call.run_scan()
+            autocast = torch.is_autocast_enabled(call.x.device.type)
+            return None if autocast else call.run_held(scans=True)
         if self.schedule is not None:
             check_schedule(self.schedule, call.length)
             return call.follow(self.schedule)
@@ -253,41 +252,36 @@ class BudgetedRNN(nn.RNNBase):
 
     def _read(self, input: Any, hidden: State, weights: list[Tensor] | None = None) -> Call:
         """Return the call with these arguments, its inputs time first or packed."""
-        given = bool(hidden)
-        if not isinstance(input, PackedSequence):
-            x, state = self._time_major(input, hidden)
-            return Call(self, x, state, weights=weights, given=given)
-        sizes, order = input.batch_sizes, input.sorted_indices
-        state = hidden or self._zeros(int(sizes[0]), input.data)
-        self._check_arguments(input.data, state, sizes)
+        given, sizes, order = bool(hidden), None, None
+        if isinstance(input, PackedSequence):
+            x, sizes, order = input.data, input.batch_sizes, input.sorted_indices
+        else:
+            x = self._time_major(input, hidden)
+            hidden = tuple(s.unsqueeze(1) for s in hidden) if input.dim() == 2 else hidden
+        state = hidden or self._zeros(x.shape[1] if sizes is None else int(sizes[0]), x)
+        self._check_arguments(x, state, sizes)
         if given:
             state = _ordered(state, order)
         sorts = order is not None
-        return Call(self, input.data, state, sizes, weights=weights, given=given, sorts=sorts)
+        return Call(self, x, state, sizes, weights=weights, given=given, sorts=sorts)
 
-    def _time_major(self, input: Tensor, hidden: State) -> tuple[Tensor, State]:
+    def _time_major(self, input: Tensor, hidden: State) -> Tensor:
         if input.dim() not in (2, 3):
             raise InputError(
                 f"the input has {input.dim()} dimensions {tuple(input.shape)}: expected "
                 "(T, B, I), (B, T, I) with batch_first, or (T, I)"
             )
-        x = input
-        if input.dim() == 2:
-            x = input.unsqueeze(1)
-        elif self.batch_first:
-            x = input.transpose(0, 1)
-        if x.shape[0] < 1:
-            raise InputError(f"the input {tuple(input.shape)} has 0 steps: expected at least one")
         if any(s.dim() != input.dim() for s in hidden):
             raise InputError(
                 f"the initial state is {', '.join(str(tuple(s.shape)) for s in hidden)}: expected "
                 f"{input.dim()} dimensions, as the input {tuple(input.shape)} has"
             )
-        state = hidden or self._zeros(x.shape[1], x)
-        if hidden and input.dim() == 2:
-            state = tuple(s.unsqueeze(1) for s in hidden)
-        self._check_arguments(x, state, None)
-        return x, state
+        x = input.unsqueeze(1) if input.dim() == 2 else input
+        if self.batch_first and input.dim() == 3:
+            x = input.transpose(0, 1)
+        if x.shape[0] < 1:
+            raise InputError(f"the input {tuple(input.shape)} has 0 steps: expected at least one")
+        return x
 
     def _check_arguments(self, x: Tensor, state: State, sizes: Tensor | None) -> None:
         """Check shapes as torch does, and that all tensors have one device and one dtype."""

@@ -6,7 +6,8 @@ length of a piece, and the number of steps whose gates are kept.
 ``tests/recurrent/test_held.py`` compares it with the measured peak.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
 
@@ -16,7 +17,7 @@ from retrograde.kernels.lanes import LANES
 from retrograde.kernels.tiles import PANEL
 from retrograde.plan.fit import Curve
 
-__all__ = ["FORWARD_BYTES", "LAID_ROWS", "LARGE", "Means", "Shape", "sums_at_once"]
+__all__ = ["FORWARD_BYTES", "LAID_ROWS", "LARGE", "Layer", "Means", "stacked", "sums_at_once"]
 
 #: What runs the layers. ``"loops"`` is one loop for a whole backward pass. ``"sweeps"`` is loops
 #: for the recurrence, and matrix products for the rest. ``"blas"`` is one product per step, which
@@ -55,22 +56,21 @@ def _panels(count: int, width: int, samples: int) -> int:
 
 
 @dataclass(frozen=True)
-class Shape:
-    """The layers of one or two tracks (directions), and a batch of B samples.
+class Layer:
+    """A layer in one or two tracks (directions), and a batch of B samples.
 
     ``width`` is I and ``size`` is H. ``item`` is the bytes of a number. ``straight`` says whether
-    inputs are contiguous, ``drops`` whether there is dropout between layers, and ``first`` whether
-    inputs are dropped too. ``at_once`` is as for ``LayerBackward``. ``onward`` and ``back`` are as
-    for :class:`~retrograde.recurrent.plan.HeldPlan`. ``vendor`` has, for each layer, the
-    bytes of the vendor's forward pass by steps. These are measured, because they cannot be counted
-    here.
+    inputs are contiguous, ``lowest`` and ``top`` where it is in its recurrence. ``drops`` says
+    whether there is dropout between the layers of that, and ``first`` whether the inputs of the
+    lowest are dropped too. ``at_once`` is as for ``LayerBackward``. ``onward`` and ``back`` are
+    what runs the layer. ``vendor`` has the bytes of the vendor's forward pass by steps. These are
+    measured, because they cannot be counted here.
     """
 
     kind: Kind
     batch: int
     width: int
     size: int
-    count: int = 1
     tracks: int = 1
     item: int = 4
     threads: int = 1
@@ -79,18 +79,15 @@ class Shape:
     drops: bool = False
     first: bool = False
     at_once: bool = False
+    lowest: bool = True
+    top: bool = True
     onward: Means = "loops"
-    back: tuple[Means, ...] = ()
-    vendor: tuple[Curve, ...] = ()
-
-    @property
-    def widths(self) -> list[int]:
-        """The number of inputs of each layer, from the lowest up."""
-        return [self._width(k) for k in range(self.count)]
+    back: Means = "loops"
+    vendor: Curve | None = None
 
     @property
     def state(self) -> int:
-        """The bytes of a state of all layers and tracks."""
+        """The bytes of a state, in all tracks."""
         return self._units((1 + self._lstm) * self.batch)
 
     def mark(self, pieces: int) -> int:
@@ -98,100 +95,66 @@ class Shape:
         return self._units(self._lstm * pieces * self.batch)
 
     def gates(self, rows: int) -> int:
-        """Return the bytes of kept gates and cells, in all layers and tracks."""
-        return self._units(self._keeps * 5 * rows)
-
-    def top_gates(self, rows: int) -> int:
-        """Return the bytes of kept gates and cells in the top layer alone, in one direction."""
-        return self._keeps * 5 * rows * self.size * self.item
+        """Return the bytes of kept gates and cells; the vendor's forward pass cannot keep them."""
+        return self._units(5 * rows) if self._lstm and self.onward != "torch" else 0
 
     def along(self, rows: int) -> int:
         """Return the bytes of following existing outputs, besides kept gates: states and inputs."""
-        top = self.count - 1
-        numbers = rows * (self.size + self._width(top) * (self._copies_x(top) + self.drops))
+        numbers = rows * (self.size + self.width * (self._copies_x + self.drops))
         return (numbers + 4 * (self.batch + 1) * self.size) * self.item
 
-    @property
-    def _lstm(self) -> bool:
-        return self.kind == "LSTM"
-
-    @property
-    def _keeps(self) -> bool:
-        """Whether a forward pass can keep its gates; the vendor's cannot."""
-        return self._lstm and self.onward != "torch"
-
-    def _units(self, numbers: int) -> int:
-        """Return the bytes of so many numbers for each unit of all layers and tracks."""
-        return numbers * self.count * self.tracks * self.size * self.item
-
     def below(self, rows: int) -> int:
-        """Return the bytes of the outputs of all layers but the top one."""
-        return (self.count - 1) * rows * self.size * self.item
+        """Return the bytes of outputs that the caller does not hold."""
+        return 0 if self.top else rows * self.size * self.item
 
     def forward(self, rows: int, pass_rows: int) -> int:
-        """Return the peak of the working bytes of a layer's forward pass.
+        """Return the peak of the working bytes of a forward pass.
 
         A piece has ``rows`` rows, and ``pass_rows`` is the rows that the gates' buffer holds.
         """
-        most = 0
-        for k in range(self.count):
-            width = self._width(k)
-            numbers = self._pass(k, pass_rows)
-            numbers += rows * width * (self._copies_x(k) + (self.tracks > 1 or self.drops))
-            if self.tracks > 1:
-                numbers += 2 * rows * self.size
-            if self.onward == "torch":
-                numbers += rows * self.size  # outputs that the caller already holds
-            most = max(most, numbers * self.item)
-        return most
+        numbers = self._pass(pass_rows)
+        numbers += rows * self.width * (self._copies_x + (self.tracks > 1 or self.drops))
+        if self.tracks > 1:
+            numbers += 2 * rows * self.size
+        if self.onward == "torch":
+            numbers += rows * self.size  # outputs that the caller already holds
+        return numbers * self.item
 
     def advance(self, pass_rows: int) -> int:
         """Return the working bytes of running any number of steps without recording."""
-        numbers = 0
         rows = max(pass_rows, self.batch)
-        for k in range(self.count):
-            numbers += self._pass(k, pass_rows) + rows * (2 * self._width(k) + self.size)
-        return numbers * self.item
-
-    def fixed(self, rows: int) -> int:
-        """Return the bytes that a whole backward pass holds, besides the gradients."""
-        numbers = sum(self._fixed(k, rows) for k in range(self.count))
-        return numbers * self.item + self.state * 3
+        return (self._pass(pass_rows) + rows * (2 * self.width + self.size)) * self.item
 
     def piece(self, rows: int, *, kept: bool) -> int:
         """Return the peak of the working bytes of backpropagating a piece of ``rows`` rows."""
-        most = 0
-        size, lstm = self.size, self._lstm
-        for k in range(self.count):
-            width, gates = self._width(k), GATES[self.kind] * size
-            top = k == self.count - 1
-            numbers = rows * size + 2 * self.batch * 2 * size  # before steps; entering states
-            if self.tracks > 1 and top:
-                numbers += 2 * rows * size  # its states and their gradients, reversed in time
-            if top:
-                laid = {"blas": 0, "torch": rows}.get(self._means(k), min(rows, LAID_ROWS))
-                numbers += max(laid, self.batch) * size
-            if not top:
-                numbers += rows * size  # the gradient from the layer above
-            if self._copies_x(k):
-                numbers += rows * width * (2 if self.tracks > 1 or self.drops else 1)
-            if k or (self.needs_x and (self.tracks > 1 or not self.straight or self.first)):
-                numbers += rows * width * (3 if self.tracks > 1 or self.drops else 1)
-            if self._means(k) == "torch":
-                steps = (10 if lstm else 3) * self.batch * size  # of the sweep, step by step
-                numbers += self._slopes * rows * size + 2 * gates + steps
-            elif self.loops(k):
-                numbers += 0 if kept or not lstm else 5 * rows * size
-            elif lstm:
-                numbers += rows * size * (2 if kept else 6) + 2 * gates
-            elif self.kind == "GRU":
-                numbers += 8 * rows * size + 2 * gates
-            else:
-                numbers += 2 * rows * size + 2 * gates
-            if not (self.loops(k) or self.at_once or self._means(k) == "torch"):
-                numbers += gates * max(width, size)  # a product, before it is added
-            most = max(most, numbers * self.item)
-        return most
+        size, width, lstm, gates = self.size, self.width, self._lstm, GATES[self.kind] * self.size
+        dropped = self.tracks > 1 or self.drops
+        numbers = rows * size + 2 * self.batch * 2 * size  # before steps; entering states
+        if self.top:
+            laid = {"blas": 0, "torch": rows}.get(self.back, min(rows, LAID_ROWS))
+            numbers += max(laid, self.batch) * size
+            # With two tracks, its states and their gradients are reversed in time.
+            numbers += 2 * rows * size if self.tracks > 1 else 0
+        else:
+            numbers += rows * size  # the gradient from the layer above
+        if self._copies_x:
+            numbers += rows * width * (2 if dropped else 1)
+        aside = self.tracks > 1 or not self.straight or self.first
+        if not self.lowest or (self.needs_x and aside):
+            numbers += rows * width * (3 if dropped else 1)
+        if self.back == "torch":
+            steps = (10 if lstm else 3) * self.batch * size  # of the sweep, step by step
+            slopes = 2 if self.kind.startswith("RNN") else 9  # for each unit and row
+            numbers += slopes * rows * size + 2 * gates + steps
+        elif self.loops:
+            numbers += 0 if kept or not lstm else 5 * rows * size
+        elif lstm:
+            numbers += rows * size * (2 if kept else 6) + 2 * gates
+        else:
+            numbers += (8 if self.kind == "GRU" else 2) * rows * size + 2 * gates
+        if not (self.loops or self.at_once or self.back == "torch"):
+            numbers += gates * max(width, size)  # a product, before it is added
+        return numbers * self.item
 
     def pass_rows(self, block: int) -> int:
         """Return the rows that a forward pass processes at a time, in pieces of ``block`` rows."""
@@ -200,35 +163,37 @@ class Shape:
         wide = GATES[self.kind] * self.size * self.item
         return max(self.batch, min(FORWARD_BYTES // wide, block))
 
-    def loops(self, k: int) -> bool:
-        """Return whether one loop does the whole backward pass of layer k."""
-        return (
-            self._means(k) == "loops"
-            and self.batch > 1
-            and GATES[self.kind] * self.size * self.size <= LARGE
-        )
-
-    def _means(self, k: int) -> Means:
-        return self.back[k] if self.back else "loops"
+    def fixed(self, rows: int) -> int:
+        """Return the bytes that a whole backward pass holds, besides the gradients."""
+        return self._fixed(rows) * self.item + self.state * 3
 
     @property
-    def _slopes(self) -> int:
-        """The numbers for each unit and row while torch's operations compute slopes."""
-        return {"LSTM": 9, "GRU": 9}.get(self.kind, 2)
+    def loops(self) -> bool:
+        """Whether one loop does the whole backward pass."""
+        small = GATES[self.kind] * self.size * self.size <= LARGE
+        return self.back == "loops" and self.batch > 1 and small
 
-    def _width(self, k: int) -> int:
-        return self.size if k else self.width
+    @property
+    def _lstm(self) -> bool:
+        return self.kind == "LSTM"
 
-    def _copies_x(self, k: int) -> bool:
-        dropped = self.first if k == 0 else self.drops
-        return dropped or (k == 0 and (self.tracks > 1 or not self.straight))
+    def _units(self, numbers: int) -> int:
+        """Return the bytes of so many numbers for each unit of all tracks."""
+        return numbers * self.tracks * self.size * self.item
 
-    def _pass(self, k: int, rows: int) -> int:
-        """Return the numbers that a layer's forward pass allocates."""
+    @property
+    def _copies_x(self) -> bool:
+        if not self.lowest:
+            return self.drops
+        return self.first or self.tracks > 1 or not self.straight
+
+    def _pass(self, rows: int) -> int:
+        """Return the numbers that a forward pass allocates."""
         gates = GATES[self.kind] * self.size
         if self.onward == "torch":
+            assert self.vendor is not None
             steps = -(-rows // self.batch)
-            return -(-int(self.vendor[k](steps)) // self.item) if steps else 0
+            return -(-int(self.vendor(steps)) // self.item) if steps else 0
         if self.onward == "blas":
             return (rows * (gates > self.size) + self.batch) * gates + gates
         numbers = _whole(gates, PANEL) * self.size + self.batch * _whole(gates) + gates
@@ -236,12 +201,12 @@ class Shape:
             numbers += rows * gates
         return numbers
 
-    def _fixed(self, k: int, rows: int) -> int:
-        """Return the numbers that a layer's backward pass holds throughout."""
-        size, width, gates = self.size, self._width(k), GATES[self.kind] * self.size
-        if self._means(k) in ("blas", "torch"):
+    def _fixed(self, rows: int) -> int:
+        """Return the numbers that a backward pass holds throughout."""
+        size, width, gates = self.size, self.width, GATES[self.kind] * self.size
+        if self.back in ("blas", "torch"):
             return self.batch * size + 16  # a wide sweep's table, and the random state of its graph
-        if not self.loops(k):
+        if not self.loops:
             return gates * _whole(size, PANEL) + self.threads * self.batch * _whole(size)
         steps = max(1, rows // self.batch)
         parts = min(self.threads, max(1, self.batch // 2))
@@ -262,3 +227,12 @@ class Shape:
             for samples in (each, each - 1, each - 2)
         )
         return numbers + parts * room
+
+
+def stacked(layer: Layer, count: int, vendor: Sequence[Curve | None] = ()) -> tuple[Layer, ...]:
+    """Return ``count`` layers above one another in one recurrence, given the lowest of them."""
+    upper = replace(layer, width=layer.size, needs_x=True, straight=True, lowest=False)
+    return tuple(
+        replace(upper if k else layer, top=k == count - 1, vendor=own)
+        for k, own in zip(range(count), vendor or [None] * count, strict=True)
+    )

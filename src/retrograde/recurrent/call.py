@@ -17,10 +17,9 @@ from retrograde.kernels import kernels
 from retrograde.plan.fit import Fit, in_one_range
 from retrograde.recurrent.bytes import sums_at_once
 from retrograde.recurrent.core import HeldLayers
-from retrograde.recurrent.dropout import Drawn, Dropout, Masks, draw_key
-from retrograde.recurrent.fused import Fused
+from retrograde.recurrent.dropout import Dropout
+from retrograde.recurrent.fused import Fused, has_slopes, held_plan
 from retrograde.recurrent.plan import HeldPlan
-from retrograde.recurrent.ranges import held_plan
 from retrograde.recurrent.vendor import Kernel, Layers, Mode, laid_out, run_torch
 from retrograde.recurrent.weights import last_weights
 from retrograde.run.autograd import run_schedule, run_without_gradient
@@ -117,30 +116,23 @@ class Call:
         return other
 
     @property
-    def at_once(self) -> bool:
-        """Whether gradients of weights are summed in place."""
-        return sums_at_once(self.length, self.batch)
-
-    @property
     def runs_held(self) -> bool:
         """Whether held layers can run this call; their bytes are counted, not measured."""
         weight, module = self.weights[1], self.module
-        kind = weight.device.type
-        if module.proj_size or module.backward == "scan" or torch.is_autocast_enabled(kind):
+        if module.backward == "scan" or not has_slopes(self.nets(self.weights)[0]):
             return False
+        kind = weight.device.type
         if kind == "cpu":
             return weight.dtype in (torch.float32, torch.float64)
         compiled = kernels(kind, weight.dtype, module.hidden_size).name == "triton"
         return compiled and self.sizes is None
 
-    def nets(self, weights: Tensors) -> list[tuple[Layers, ...]]:
+    def nets(self, weights: Tensors) -> list[Layers]:
         """Return the layers of every recurrence, with the given weights."""
         module = self.module
-        count = module.num_layers * (2 if self.bidirectional else 1)
-        stack = Layers(cast(Mode, module.mode), weights, count, module.bias)
-        if not self.bidirectional:
-            return [(stack,)]
-        return [(stack[2 * k], stack[2 * k + 1]) for k in range(module.num_layers)]
+        mode, count = cast(Mode, module.mode), module.num_layers
+        stack = Layers(mode, weights, count, module.bias, self.bidirectional)
+        return [stack[k] for k in range(count)] if self.bidirectional else [stack]
 
     def states(self) -> list[Tensors]:
         """Return the initial state of every recurrence."""
@@ -148,48 +140,44 @@ class Call:
             return [list(self.state)]
         return [list(parts) for parts in zip(*(s.split(2) for s in self.state), strict=True)]
 
-    def masks(self, number: int, count: int, key: Tensor | None) -> Masks | None:
-        """Return the dropout before the ``count`` layers of the recurrence with this number.
-
-        It depends on the key; without one, it is drawn as torch draws it.
-        """
-        if not self.has_dropout or (self.bidirectional and number == 0):
+    def masks(self, number: int, key: Tensor | None) -> Dropout | None:
+        """Return the dropout before layers of the recurrence with this number."""
+        if key is None or (self.bidirectional and number == 0):
             return None
-        p = float(self.module.dropout)
-        if key is not None:
-            return Dropout(p, key, number, first=self.bidirectional)
-        layers = [0] if self.bidirectional else [*range(1, count)]
-        width = self.state[0].shape[-1] * (2 if self.bidirectional else 1)
-        return Drawn.like(layers, self.x.new_empty(*self.x.shape[:-1], width), p)
+        return Dropout(float(self.module.dropout), key, number, first=self.bidirectional)
 
     def follow(self, schedule: Schedule) -> tuple[Tensor, State]:
-        """Run every recurrence on torch's kernels by a given schedule."""
-        return self.run(Plan(((run_torch, schedule),) * len(self.nets(self.weights))))
+        """Run on torch's kernels by a given schedule."""
+        return self.run(Plan(((run_torch, schedule),)))
 
-    def run_chained(self) -> tuple[Tensor, State]:
-        """Run as torch's own module does, in as many calls as the vendor's kernel needs."""
-        return self.follow(in_one_range(self.length))
+    def run_held(self, *, scans: bool) -> tuple[Tensor, State]:
+        """Run held layers without a budget: gates are kept."""
+        nets, whole = self.nets(self.weights), in_one_range(self.length)
+        plans = [held_plan(net, self.length, self.batch, scans=scans) for net in nets]
+        return self.run(Plan(tuple((plan, whole) for plan in plans)))
 
-    def run_scan(self) -> tuple[Tensor, State]:
-        """Run without a budget: gates are kept, and the backward pass is a scan."""
-        whole, nets = in_one_range(self.length), self.nets(self.weights)
-        plans = [held_plan(net[0], self.length, self.batch, scans=True) for net in nets]
-        return self.run(Plan(tuple((plan, whole) for plan in plans)), scans=True)
+    def run_chained(self) -> tuple[Tensor, State] | None:
+        """Run as torch's own module does, in as many calls as the vendor's kernel needs.
 
-    def run(self, plan: Plan, *, scans: bool = False) -> tuple[Tensor, State]:
+        Return None if no call can be made.
+        """
+        if not self.bidirectional:
+            return self.follow(in_one_range(self.length))
+        return self.run_held(scans=False) if has_slopes(self.nets(self.weights)[0]) else None
+
+    def run(self, plan: Plan) -> tuple[Tensor, State]:
         """Run a plan, each recurrence on the outputs of the one before.
 
-        A scan has no budget, and draws dropout masks as torch does. Returns the outputs, laid out
-        as the inputs are, and the final state.
+        Returns the outputs, laid out as the inputs are, and the final state.
         """
-        key = draw_key(self.x.device) if self.has_dropout and not scans else None
+        key = None
+        if self.has_dropout:
+            key = torch.randint(2**62, (), device=self.x.device)
         x, finals = self.x, []
         nets = self.nets(_apart(self.weights))
         for number, (net, state) in enumerate(zip(nets, self.states(), strict=True)):
-            masks = self.masks(number, net[0].count, key)
-            x, final = self._run(*plan.parts[number], net, x, state, masks)
+            x, final = self._run(*plan.parts[number], net, x, state, self.masks(number, key))
             finals.append(final)
-            del masks  # before the next ones are drawn
         if len(finals) == 1:
             return x, tuple(finals[0])
         return x, tuple(torch.cat(parts) for parts in zip(*finals, strict=True))
@@ -198,24 +186,22 @@ class Call:
         self,
         runner: Kernel | HeldPlan,
         schedule: Schedule,
-        net: tuple[Layers, ...],
+        net: Layers,
         x: Tensor,
         state: Tensors,
-        masks: Masks | None,
+        masks: Dropout | None,
     ) -> tuple[Tensor, Tensors]:
         """Run one recurrence by a schedule. Returns the outputs and the last state."""
         held = isinstance(runner, HeldPlan)
-        layout = Rows(self.length, self.sizes, self.bidirectional, masks is not None and not held)
-        net = tuple(laid_out(one, apart=held or masks is not None) for one in net)
+        layout = Rows(self.length, self.sizes, numbered=masks is not None and not held)
+        net = laid_out(net, apart=held or masks is not None)
         core: Core
-        budgeted = True
         if isinstance(runner, HeldPlan):
-            budgeted = runner.chunk is None
-            at_once = self.at_once and budgeted
-            core = HeldLayers(net, layout, self.batch, runner, masks=masks, at_once=at_once)
+            core = HeldLayers(net, layout, self.batch, runner, masks=masks)
         else:
             core = Fused(net, runner, masks, self.sizes is not None)
-        if torch.is_grad_enabled():
+        if held or torch.is_grad_enabled():
+            budgeted = not held or self.module.memory is not None
             (y,), final = run_schedule(core, schedule, [x], state, layout, budgeted=budgeted)
         else:
             (y,), final = run_without_gradient(core, layout.read([x]), state, layout)
@@ -226,7 +212,7 @@ class Call:
         module, x, kind = self.module, self.x, self.x.device.type
         return (
             (module.backward, self.has_dropout and module.dropout, x.shape[1:]),
-            (self.sizes is None, self.given, self.sorts, self.at_once),
+            (self.sizes is None, self.given, self.sorts, sums_at_once(self.length, self.batch)),
             *(tuple(s.shape) for s in self.state),
             *((t.is_contiguous(), t.stride(-1), 0 in t.stride()) for t in (x, *self.state)),
             *((t.dtype, t.requires_grad) for t in (x, *self.state)),

@@ -23,13 +23,12 @@ from retrograde.kernels import blas_kernels, kernels
 from retrograde.kernels.cells import Block, Kept, Weights
 from retrograde.kernels.team import paced
 from retrograde.recurrent.backward import LayerBackward
-from retrograde.recurrent.bytes import Means
-from retrograde.recurrent.dropout import Masks
+from retrograde.recurrent.bytes import Means, sums_at_once
+from retrograde.recurrent.dropout import Dropout
 from retrograde.recurrent.forward import LayerForward, room_for
-from retrograde.recurrent.fused import Fused
 from retrograde.recurrent.pieces import Piece, cut
 from retrograde.recurrent.plan import HeldPlan
-from retrograde.recurrent.vendor import Layers
+from retrograde.recurrent.vendor import Layers, one_by_one, run_torch
 from retrograde.replay.surroundings import Ambient
 from retrograde.run.core import Core, Emit, Gate, Gradients, Tape, discard
 from retrograde.run.inputs import Inputs
@@ -58,33 +57,30 @@ class _Held(Tape):
 class HeldLayers(Core):
     """Several layers in one direction, or one layer in two directions; without projections.
 
-    The last ``plan.kept`` steps of each track of an LSTM keep their gates. ``at_once`` is as for
-    :class:`~retrograde.recurrent.backward.LayerBackward`.
+    The last ``plan.kept`` steps of each track of an LSTM keep their gates.
     """
 
     strides = True
 
     def __init__(
         self,
-        tracks: tuple[Layers, ...],
+        net: Layers,
         rows: Rows,
         batch: int,
         plan: HeldPlan,
         *,
-        masks: Masks | None = None,
-        at_once: bool = False,
+        masks: Dropout | None = None,
     ) -> None:
-        self.tracks, self.rows, self.batch, self.chunk = tracks, rows, batch, plan.chunk
+        self.net, self.rows, self.batch, self.chunk = net, rows, batch, plan.chunk
         self.kept, self.block = plan.kept, min(plan.block, rows.length * batch)
-        self.masks, self.at_once = masks, at_once
-        weight = tracks[0].weights[1]
+        self.masks, self.at_once = masks, sums_at_once(rows.length, batch)
+        weight = net.weights[1]
         self.ambient = Ambient(weight.device)
-        self.kind, self.size, self.count = tracks[0].mode, weight.shape[1], tracks[0].count
+        self.kind, self.size, self.count = net.mode, weight.shape[1], net.count
         self.real = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        self.layers = [
-            [Weights.of(t.mode, [w.detach() for w in t[k].weights]) for k in range(t.count)]
-            for t in tracks
-        ]
+        parts = [Weights.of(one.mode, [w.detach() for w in one.weights]) for one in net.parts]
+        #: The layers of each track.
+        self.tracks = [[part] for part in parts] if net.both else [parts]
         loops: Means = "loops"
         self.back = plan.back or (loops,) * self.count
         use = kernels(weight.device.type, weight.dtype, self.size)
@@ -96,7 +92,7 @@ class HeldLayers(Core):
 
     @cached_property
     def parameters(self) -> Tensors:
-        return [w for track in self.tracks for w in track.weights if w.requires_grad]
+        return [w for w in self.net.weights if w.requires_grad]
 
     @cached_property
     def sizes(self) -> list[int] | None:
@@ -117,9 +113,10 @@ class HeldLayers(Core):
     def ordinary(
         self, layout: Layout, inputs: Tensors, state: Tensors, gate: Gate
     ) -> tuple[Tensors, Tensors, Tensors]:
-        core = Fused(self.tracks, dropout=self.masks, packed=self.rows.sizes is not None)
-        rows = replace(self.rows, numbered=self.masks is not None)
-        return core.ordinary(rows, inputs, state, gate)
+        net, (x,) = replace(self.net, weights=gate(self.net.weights)), inputs
+        steps = torch.arange(self.rows.length, device=x.device)
+        y, after = one_by_one(run_torch, self.masks, steps, net, x, state, self.rows.sizes)
+        return [y], after, [w for w in net.weights if w.requires_grad]
 
     @paced
     @torch.no_grad()
@@ -128,26 +125,25 @@ class HeldLayers(Core):
     ) -> list[Tensors]:
         """Run a few steps at a time through all layers; memory does not grow with their number."""
         found, after = [], [_copied(s) for s in state]
-        (track,) = self.layers
-        if emit is None and self.count == 1 and self.follows:
-            for a, b in pairwise([start, *stops]):
+        (track,) = self.tracks
+        follows = emit is None and self.count == 1 and self.follows
+        passes = [] if follows else [LayerForward(self.forward, w, self.block) for w in track]
+        for a, b in pairwise([start, *stops]):
+            if follows:
                 for piece in self._pieces(0, a, b):
                     own = [s[0, : piece.samples] for s in after]
                     self._follow(None, inputs, 0, piece, track[0], own)
-                found.append(after if b == stops[-1] else [s.clone() for s in after])
-            return found
-        passes = [LayerForward(self.forward, weights, self.block) for weights in track]
-        most = min(p.rows for p in passes)
-        for a, b in pairwise([start, *stops]):
-            for piece in cut(a, b, most, self.batch, self.sizes):
-                y = self._given(None, inputs, 0, 0, piece)
-                for k, run in enumerate(passes):
-                    if k:
-                        y = self._dropped(y, k, piece)
-                    top = k == self.count - 1 and emit not in (None, discard)
-                    own, given = [s[k, : piece.samples] for s in after], y
-                    y = self._output(inputs, 0, piece) if top else _room(given, self.size)
-                    run(given, own, y)
+            else:
+                most = min(p.rows for p in passes)
+                for piece in cut(a, b, most, self.batch, self.sizes):
+                    y = self._given(None, inputs, 0, 0, piece)
+                    for k, run in enumerate(passes):
+                        if k:
+                            y = self._dropped(y, k, piece)
+                        top = k == self.count - 1 and emit not in (None, discard)
+                        own, given = [s[k, : piece.samples] for s in after], y
+                        y = self._output(inputs, 0, piece) if top else _room(given, self.size)
+                        run(given, own, y)
             found.append(after if b == stops[-1] else [s.clone() for s in after])
         return found
 
@@ -159,7 +155,7 @@ class HeldLayers(Core):
         after = [_copied(s) for s in state]
         wanted, passes = [*inputs.differentiable], [True] * len(state)
         tape = _Held(start, stop, [], wanted, passes, after, (), [*state], [])
-        for number, layers in enumerate(self.layers):
+        for number, layers in enumerate(self.tracks):
             for k, weights in enumerate(layers):
                 self._record(tape, inputs, number, k, weights, emit)
         return tape
@@ -171,17 +167,12 @@ class HeldLayers(Core):
             torch.zeros_like(t) if g is None else g
             for t, g in zip(tape.state_after, gradients.states, strict=True)
         ]
-        firsts = []
+        g = torch.cat([s.to(self.real) for s in given], -1)
         for number in range(len(self.tracks)):
-            at = slice(number * self.count, (number + 1) * self.count)
-            g = torch.cat([s[at].to(self.real) for s in given], -1)
-            self._backpropagate(tape, gradients, number, g)
-            firsts.append(g)
-        g = torch.cat(firsts) if len(firsts) > 1 else firsts[0]
-        states: list[Any] = [
-            part.to(tape.first[0].dtype).contiguous() for part in g.split(self.size, -1)
-        ]
-        gradients.states = states
+            own = slice(number * self.count, (number + 1) * self.count)
+            self._backpropagate(tape, gradients, number, g[own])
+        dtype = tape.first[0].dtype
+        gradients.states = [part.to(dtype).contiguous() for part in g.split(self.size, -1)]
 
     def _record(
         self,
@@ -254,7 +245,7 @@ class HeldLayers(Core):
         options: Any = {"chunk": self.chunk, "at_once": self.at_once}
         passes = [
             LayerBackward(w.cast(self.real), total, self.batch, self.block, means=means, **options)
-            for w, total, means in zip(self.layers[number], totals, self.back, strict=True)
+            for w, total, means in zip(self.tracks[number], totals, self.back, strict=True)
         ]
         (total_dx,), (seeds,) = gradients.inputs, gradients.outputs
         read = cast(Inputs, gradients.read)
@@ -266,16 +257,14 @@ class HeldLayers(Core):
             into = None if total_dx is None else self._rows(total_dx, piece)
             for k in reversed(range(self.count)):
                 block = self._block(tape, read, number, k, piece, pieces)
-                dx = self._direct(into) if k == 0 else _room(block.x, block.x.shape[-1])
-                if dx is None and into is not None:
-                    dx = _room(block.x, block.x.shape[-1])
+                dx = into if k == 0 and (into is None or self._writes(into)) else _room(block.x)
                 at = g[k, : piece.samples]
                 at.copy_(passes[k].add(block, dy, at, dx))
                 del block  # before the next one is made
                 dy = self._dropped(dx, k, piece) if k and dx is not None else dx
-            if into is not None and dx is not None and dx.data_ptr() != into.data_ptr():
+            if dx is not None and into is not None and dx is not into:
                 dx = self._dropped(dx.flip(0) if number else dx, 0, piece)
-                _ = into.add_(dx) if len(self.tracks) > 1 else into.copy_(dx)
+                _ = into.add_(dx) if number else into.copy_(dx)
         for one in passes:
             one.finish()
         tape.below.clear()
@@ -347,11 +336,11 @@ class HeldLayers(Core):
         """
         return (t.flip(0) if number else t).to(self.real).contiguous()
 
-    def _direct(self, into: Tensor | None) -> Tensor | None:
-        """Return where the gradients of inputs can be written directly; None if they cannot."""
+    def _writes(self, into: Tensor) -> bool:
+        """Return whether the gradients of inputs can be written where they are collected."""
         drops = self.masks is not None and self.masks.first
-        alike = into is not None and into.is_contiguous() and into.dtype == self.real
-        return into if alike and len(self.tracks) == 1 and not drops else None
+        alike = into.is_contiguous() and into.dtype == self.real
+        return alike and not (self.net.both or drops)
 
     def _given(
         self, tape: _Held | None, inputs: Inputs, number: int, k: int, piece: Piece
@@ -382,9 +371,10 @@ class HeldLayers(Core):
 
     def _dropped(self, x: Tensor, k: int, piece: Piece) -> Tensor:
         """Apply dropout to a layer's input, or to that input's gradient."""
-        if self.masks is None:
+        if self.masks is None or not (k or self.masks.first):
             return x
-        return self.masks.of_rows(x, k, piece.start, self._offset(piece.start))
+        steps = torch.arange(piece.start, piece.stop, device=x.device)
+        return self.masks(x.contiguous(), k, steps)
 
     def _totals(self, number: int, parameters: list[Tensor | None]) -> list[dict[str, Tensor]]:
         """Return, for each layer, the sums of its weights' gradients by name.
@@ -393,10 +383,10 @@ class HeldLayers(Core):
         """
         known = {id(w): t for w, t in zip(self.parameters, parameters, strict=True)}
         found = []
-        for k, weights in enumerate(self.layers[number]):
-            own = zip(weights.tensors().items(), self.tracks[number][k].weights, strict=True)
+        parts = self.net.parts[number * self.count :]
+        for weights, part in zip(self.tracks[number], parts, strict=False):
             totals = {}
-            for (name, w), given in own:
+            for (name, w), given in zip(weights.tensors().items(), part.weights, strict=True):
                 total = known.get(id(given))
                 totals[name] = torch.zeros_like(w, dtype=self.real) if total is None else total
             found.append(totals)
@@ -407,5 +397,5 @@ def _copied(state: Tensor) -> Tensor:
     return state.detach().clone(memory_format=torch.contiguous_format)
 
 
-def _room(like: Tensor, width: int) -> Tensor:
-    return like.new_empty(*like.shape[:-1], width)
+def _room(like: Tensor, width: int | None = None) -> Tensor:
+    return like.new_empty(*like.shape[:-1], like.shape[-1] if width is None else width)

@@ -1,11 +1,8 @@
 """Dropout between layers, where a step's mask is the same in whatever range it runs (rule 2).
 
-Under a budget only one number is drawn, the key of a call. Whether element k of sample b is dropped
-at step t before layer l is a hash of (key, l, t, b, k). So a step can be recomputed in another
-range. A backward pass recomputes the mask instead of keeping it.
-
-Without a budget torch draws the mask, so the same seed drops the same units as torch's own module.
-That mask is kept, at one byte per unit and step.
+Only one number is drawn, the key of a call. Whether element k of sample b is dropped at step t
+before layer l is a hash of (key, l, t, b, k). So a step can be recomputed in another range. A
+backward pass recomputes the mask instead of keeping it.
 """
 
 from dataclasses import dataclass
@@ -13,9 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-__all__ = ["Drawn", "Dropout", "Masks", "draw_key", "samples_of"]
+__all__ = ["Dropout"]
 
 # Odd constants with well-spread bits: splitmix64's, and those of a 32-bit hash of low bias.
 _GAMMA, _MIX_1, _MIX_2 = (
@@ -26,22 +22,11 @@ _SPREAD, _SHORT_1, _SHORT_2 = 0x9E3779B9 - 2**32, 0x7FEB352D, 0x846CA68B - 2**32
 _ELEMENTS = {"cpu": 2**15, "cuda": 2**22}
 
 
-def draw_key(device: torch.device) -> Tensor:
-    """Draw the key of a call from the device's default generator."""
-    return torch.randint(2**62, (), device=device)
-
-
-def samples_of(sizes: Tensor) -> Tensor:
-    """Return the sequence that every row of a packed batch belongs to; ``sizes`` is per step."""
-    first = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
-    return torch.arange(len(first), device=sizes.device) - first
-
-
 @dataclass(frozen=True)
 class Dropout:
     """Dropout that zeroes elements with probability p and divides the others by 1 − p.
 
-    ``key`` is from :func:`draw_key`. ``layer`` is the number of the core's first layer in the
+    ``key`` is a random number below 2⁶². ``layer`` is the number of the core's first layer in the
     module. ``first`` says whether the core's own inputs are dropped too.
     """
 
@@ -58,6 +43,8 @@ class Dropout:
         x is (L, B, H). If packed it is (rows, H), and ``sizes`` (L,) gives the sequences at each
         step.
         """
+        if number == 0 and not self.first:
+            return x
         real = x.dtype in (torch.float32, torch.float64) and not x.requires_grad
         if real and x.device.type == "cpu" and sizes is None and x.is_contiguous() and self.p < 1:
             from retrograde.kernels.cpu_masks import drop
@@ -68,60 +55,15 @@ class Dropout:
             sample = torch.arange(x.shape[1], device=x.device).repeat(len(steps))
         else:
             sizes = sizes.to(x.device)
-            step, sample = steps.repeat_interleave(sizes), samples_of(sizes)
+            step = steps.repeat_interleave(sizes)
+            first = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+            sample = torch.arange(len(first), device=x.device) - first
         seeds = _mixed(_mixed(self._seed(number) + _GAMMA * step) + _GAMMA * sample)
         return _Drop.apply(x, seeds, self.p)  # type: ignore[no-any-return, no-untyped-call]
-
-    def of_rows(self, x: Tensor, number: int, step: int, row: int) -> Tensor:
-        """Drop elements of consecutive steps (L, n, H) of a layer's input, or of its gradient.
-
-        They begin at step ``step``, which is row ``row`` of all rows.
-        """
-        if number == 0 and not self.first:
-            return x
-        steps = torch.arange(step, step + len(x), device=x.device)
-        return self(x.contiguous(), number, steps)
 
     def _seed(self, number: int) -> Tensor:
         """Return 64 bits that depend on the call and the layer."""
         return _mixed(self.key + (self.layer + number + 1))
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """Masks (rows, H) of all steps that are kept, by the number of the layer that each precedes.
-
-    They are called as :class:`Dropout` is, but only with all steps.
-    """
-
-    masks: dict[int, Tensor]
-    p: float
-
-    @classmethod
-    def like(cls, layers: list[int], x: Tensor, p: float) -> "Drawn":
-        """Draw masks for inputs of the form of ``x`` (…, H), as torch draws them."""
-        ones = torch.ones_like(x)
-        return cls({k: (functional.dropout(ones, p) > 0).flatten(0, -2) for k in layers}, p)
-
-    @property
-    def first(self) -> bool:
-        return 0 in self.masks
-
-    def __call__(
-        self, x: Tensor, number: int, steps: Tensor, sizes: Tensor | None = None
-    ) -> Tensor:
-        return self.of_rows(x, number, 0, 0)
-
-    def of_rows(self, x: Tensor, number: int, step: int, row: int) -> Tensor:
-        mask = self.masks.get(number)
-        if mask is None:
-            return x
-        scale = 1 / (1 - self.p) if self.p < 1 else 0.0
-        return x * mask[row : row + x.shape[:-1].numel()].view(x.shape) * scale
-
-
-#: Masks by a hash, or those that torch drew.
-Masks = Dropout | Drawn
 
 
 def _mixed(z: Tensor) -> Tensor:

@@ -11,18 +11,17 @@ schedule, and the same sums, on every run. In microseconds, for layers of W weig
     backward step = backward · forward step  beyond running it forward
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from retrograde.errors import BudgetError
 from retrograde.kernels import kernels
 from retrograde.plan.fit import Curve, Fit, Footprint, Highest, fit, predict_peak_bytes
-from retrograde.recurrent.dropout import Masks
-from retrograde.recurrent.fused import Fused
-from retrograde.recurrent.ranges import RunHeld, has_slopes
+from retrograde.recurrent.dropout import Dropout
+from retrograde.recurrent.fused import Fused, has_slopes, run_held
 from retrograde.recurrent.vendor import Kernel, Layers, run_torch
 from retrograde.run.core import Core
 from retrograde.run.inputs import Inputs
@@ -60,51 +59,46 @@ _CPU = {
 _CUDA = _Costs(step=5, rate=2e7, backward=2.0, call=100, record=400)
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A core as the executor would run it; the other fields are those of :class:`Footprint`."""
+class Candidate(NamedTuple):
+    """A core as the executor would run it, and its nominal costs by their names in
+    :class:`Footprint`."""
 
     core: Core
-    step_time: float = 1.0
-    call_steps: float = 0.0
-    record_steps: float = 0.0
-    backward_steps: float = 2.0
-    scheduled: bool = False
-    extra_bytes: int = 0
+    costs: Mapping[str, Any] = {}
 
 
 def candidate(
-    nets: tuple[Layers, ...],
+    net: Layers,
     batch: int,
     kernel: Kernel = run_torch,
-    dropout: Masks | None = None,
+    dropout: Dropout | None = None,
     packed: bool = False,
 ) -> Candidate:
-    """Return the core by which a kernel runs the layers of one direction, or one for each of two.
+    """Return the core by which a kernel runs layers of one direction.
 
     torch's own module may run them instead, if ``kernel`` is torch's.
     """
-    costs = _CUDA
-    if nets[0].weights[0].device.type == "cpu":
-        costs = _CPU[nets[0].mode.split("_")[0] if kernel is run_torch else "compiled"]
-    weights = sum(w.numel() for net in nets for w in net.weights if w.dim() == 2)
+    ours, costs = kernel is not run_torch, _CUDA
+    if net.weights[0].device.type == "cpu":
+        costs = _CPU["compiled" if ours else net.mode.split("_")[0]]
+    weights = sum(w.numel() for w in net.weights if w.dim() == 2)
     step = costs.step + 2.0 * batch * weights / costs.rate
-    return Candidate(
-        Fused(nets, kernel, dropout, packed),
-        step_time=step,
-        call_steps=(costs.call + costs.weight * weights) / step,
-        record_steps=(costs.record + costs.weighed * weights) / step,
-        backward_steps=costs.backward,
-        scheduled=kernel is not run_torch,
-    )
+    nominal = {
+        "step_time": step,
+        "call_steps": (costs.call + costs.weight * weights) / step,
+        "record_steps": (costs.record + costs.weighed * weights) / step,
+        "backward_steps": costs.backward,
+    }
+    more = {"scheduled": True} if ours else {}
+    return Candidate(Fused(net, kernel, dropout, packed), nominal | more)
 
 
 def candidates(net: Layers, batch: int) -> list[Candidate]:
     """Return the cores that can run layers of one direction: by torch's kernels, and by ours."""
-    weight, found = net.weights[1], [candidate((net,), batch)]
+    weight, found = net.weights[1], [candidate(net, batch)]
     use = kernels(weight.device.type, weight.dtype, weight.shape[1])
     if has_slopes(net) and use.backward is not None:
-        found.append(candidate((net,), batch, RunHeld()))
+        found.append(candidate(net, batch, run_held))
     return found
 
 
@@ -122,19 +116,10 @@ def footprints(
     the first candidate.
     """
     found: list[Footprint] = []
-    for one in several:
-        sizes = footprint(one.core, inputs, state, ordinary=ordinary, memory=memory, first=first)
+    for core, costs in several:
+        sizes = footprint(core, inputs, state, ordinary=ordinary, memory=memory, first=first)
         ordinary = sizes.ordinary
-        sizes = replace(
-            sizes,
-            extra_bytes=sizes.extra_bytes + one.extra_bytes,
-            step_time=one.step_time,
-            call_steps=one.call_steps,
-            record_steps=one.record_steps,
-            backward_steps=one.backward_steps,
-            scheduled=one.scheduled or one.core.sums,
-        )
-        found.append(sizes)
+        found.append(replace(sizes, **costs))
     return found
 
 

@@ -53,8 +53,6 @@ class RNN(BudgetedRNN, nn.RNN):
         torch.Size([8, 8])
     """
 
-    public = True
-
     def __init__(
         self,
         input_size: int,
@@ -73,62 +71,15 @@ class RNN(BudgetedRNN, nn.RNN):
         backward: Backward | None = None,
         schedule: Schedule | None = None,
     ) -> None:
-        super().__init__(
-            input_size,
-            hidden_size,
-            num_layers,
-            nonlinearity,
-            bias,
-            batch_first,
-            dropout,
-            bidirectional,
-            **({"proj_size": proj_size} if proj_size else {}),
-            device=device,
-            dtype=dtype,
-            memory=memory,
-            backward=backward,
-            schedule=schedule,
-        )
+        sizes, options = (input_size, hidden_size, num_layers), {"device": device, "dtype": dtype}
+        if proj_size:  # which torch refuses
+            options["proj_size"] = proj_size
+        more = nonlinearity, bias, batch_first, dropout, bidirectional
+        nn.RNN.__init__(self, *sizes, *more, **options)
+        self._ask(memory, backward, schedule)
 
 
-class _Gated(BudgetedRNN):
-    """The constructor of :class:`GRU` and :class:`LSTM`."""
-
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        num_layers: int = 1,
-        bias: bool = True,
-        batch_first: bool = False,
-        dropout: float = 0.0,
-        bidirectional: bool = False,
-        proj_size: int = 0,
-        device: Any = None,
-        dtype: Any = None,
-        *,
-        memory: Memory | None = None,
-        backward: Backward | None = None,
-        schedule: Schedule | None = None,
-    ) -> None:
-        super().__init__(
-            input_size,
-            hidden_size,
-            num_layers,
-            bias,
-            batch_first,
-            dropout,
-            bidirectional,
-            **({"proj_size": proj_size} if proj_size else {}),
-            device=device,
-            dtype=dtype,
-            memory=memory,
-            backward=backward,
-            schedule=schedule,
-        )
-
-
-class GRU(_Gated, nn.GRU):
+class GRU(BudgetedRNN, nn.GRU):
     """``torch.nn.GRU`` whose gradient is computed in parallel, or within a memory budget.
 
     Arguments and errors are those of :class:`RNN`, without ``nonlinearity``.
@@ -142,10 +93,8 @@ class GRU(_Gated, nn.GRU):
         2
     """
 
-    public = True
 
-
-class LSTM(_Gated, nn.LSTM):
+class LSTM(BudgetedRNN, nn.LSTM):
     """``torch.nn.LSTM`` whose gradient is computed in parallel, or within a memory budget.
 
     Arguments and errors are those of :class:`RNN`, without ``nonlinearity``. ``proj_size`` is the
@@ -159,5 +108,3 @@ class LSTM(_Gated, nn.LSTM):
         >>> lstm.fit(torch.randn(200, 8, 32)).schedule.length
         200
     """
-
-    public = True

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from retrograde.plan.fit import Highest
@@ -16,8 +16,6 @@ from retrograde.sizes.ordinary import even_from, expanded, measure_pass, ordinar
 from retrograde.units import Memory
 
 __all__ = ["Ordinary", "measure_ordinary", "measure_whole"]
-
-State = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -36,21 +34,13 @@ class Ordinary:
     single: Highest | None = None
     gradient_copy: int = 0
 
-    def serves(self, steps: int) -> bool:
-        """Return whether measuring so many steps would give the same result."""
-        ends = [even_from(curves) for curves in self._measured]
-        return all(end is not None and end <= steps for end in ends)
-
     def is_certain(self, steps: int) -> bool:
         """Return whether the bytes of so many steps were measured, or follow from even growth."""
+        measured = [self.full] if self.single is None else [self.full, self.single]
         return all(
             even_from(each) is not None or each.curves[0].points[-1][0] >= steps
-            for each in self._measured
+            for each in measured
         )
-
-    @property
-    def _measured(self) -> list[Highest]:
-        return [self.full] if self.single is None else [self.full, self.single]
 
     def __call__(self, steps: int, rows: int) -> int:
         """Return the bytes for so many steps; ``rows`` are those of a packed batch."""
@@ -88,60 +78,43 @@ def _apart(x: Tensor) -> Iterator[None]:
 def _taker(
     call: Call, batch: int, like: Callable[[Tensor], Tensor] = torch.ones_like
 ) -> Callable[[int], tuple[int, int]]:
-    """Return what measures the first steps of a call, for its first ``batch`` sequences."""
+    """Return what measures the first steps of a call, for its first ``batch`` sequences.
+
+    ``like`` makes the gradient of an output.
+    """
     x, packed = call.x, call.sizes is not None
     if packed:
         zeros = x.new_zeros(call.measured_length, call.batch, x.shape[1])
         x = zeros.requires_grad_(x.requires_grad)
-    kept = tuple(s[:, :batch] for s in call.state) if call.given else None
+    state = [s[:, :batch] for s in call.state] if call.given else []
     shell = over_weights(call.module, stand_ins(call.weights))
 
     def measured(steps: int) -> tuple[int, int]:
-        given = x[:steps, :batch].detach()
+        given: Any = x[:steps, :batch].detach()
+        leaf = given.flatten(0, 1) if packed else given
+        leaf.requires_grad_(x.requires_grad)
         if packed:
-            given = given.flatten(0, 1)
-        given.requires_grad_(x.requires_grad)
-        sizes = torch.full((steps,), batch, device="cpu") if packed else None
-        passing = _Pass(shell, given, kept, sizes, call.sorts, like)
-        return measure_pass(passing.forward, passing.backward, passing.handed.clear, x.device)
+            order = torch.arange(batch, device=x.device) if call.sorts else None
+            sizes = torch.full((steps,), batch, device="cpu")
+            given = PackedSequence(leaf, sizes, order, order)
+        elif shell.batch_first:
+            given = leaf.transpose(0, 1)
+        handed: list[Any] = []  # the tensors that the caller would be handed
+
+        def forward() -> None:
+            kept = tuple(s.detach().clone().requires_grad_(s.requires_grad) for s in state)
+            hx: Any = (kept if shell.mode == "LSTM" else kept[0]) if kept else None
+            handed.extend((*shell.forward(given, hx), kept))
+
+        def backward() -> None:
+            outputs, final, kept = handed
+            ends = final if isinstance(final, tuple) else (final,)
+            roots = [t for t in (outputs.data if packed else outputs, *ends) if t.requires_grad]
+            seeds = [like(t) for t in roots]
+            wanted = [t for t in (leaf, *kept, *shell._flat_weights) if t.requires_grad]
+            found = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
+            handed.extend((seeds, found))
+
+        return measure_pass(forward, backward, handed.clear, x.device)
 
     return measured
-
-
-@dataclass
-class _Pass:
-    """Ordinary backpropagation; ``handed`` keeps the tensors that the caller would be handed."""
-
-    shell: Any
-    x: Tensor
-    state: State | None
-    sizes: Tensor | None
-    sorts: bool
-    like: Callable[[Tensor], Tensor]  # makes the gradient of an output
-    handed: list[Any] = field(default_factory=list)
-
-    def forward(self) -> None:
-        kept = tuple(s.detach().clone().requires_grad_(s.requires_grad) for s in self.state or ())
-        hx: Any = kept or None
-        if kept and self.shell.mode != "LSTM":
-            hx = kept[0]
-        outputs, final = self.shell.forward(_given(self.shell, self.x, self.sizes, self.sorts), hx)
-        self.handed += outputs, final, kept
-
-    def backward(self) -> None:
-        outputs, final, kept = self.handed
-        y = outputs.data if isinstance(outputs, PackedSequence) else outputs
-        ends = (y, *(final if isinstance(final, tuple) else (final,)))
-        roots = [t for t in ends if t.requires_grad]
-        seeds = [self.like(t) for t in roots]
-        wanted = [t for t in (self.x, *kept, *self.shell._flat_weights) if t.requires_grad]
-        found = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
-        self.handed += seeds, found
-
-
-def _given(module: nn.RNNBase, x: Tensor, sizes: Tensor | None, sorts: bool) -> Any:
-    """Return the inputs in a caller's form."""
-    if sizes is None:
-        return x.transpose(0, 1) if module.batch_first else x
-    order = torch.arange(int(sizes[0]), device=x.device) if sorts else None
-    return PackedSequence(x, sizes, order, order)

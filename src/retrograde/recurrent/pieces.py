@@ -9,7 +9,6 @@ same sums.
 """
 
 import math
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -113,11 +112,6 @@ class Sequences:
             return steps * self.batch
         late = self.offsets[-1] - self.offsets[self.length - steps]
         return -(-(late + self.offsets[steps]) // 2) if both else late
-
-    def most_kept(self, rows: int, both: bool) -> int:
-        """Return the largest number of last steps that have at most ``rows`` rows."""
-        steps = range(self.length + 1)
-        return bisect_right(steps, rows, key=lambda k: self.last(k, both)) - 1
 
 
 def step_numbers(kind: Kind, inputs: int, size: int) -> int:

@@ -11,19 +11,22 @@ cores, plus the costs of pieces, calls and single steps. No clock is read, so a 
 plan.
 """
 
+from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import cycle
 from math import ceil, inf
 
 from retrograde.kernels.cells import GATES
 from retrograde.plan.fit import Curve, Fit, Footprint, fit, refusal, whole_fit
 from retrograde.plan.steps.closed_form import hsm_cost
-from retrograde.recurrent.bytes import Means, Shape
+from retrograde.recurrent.bytes import Layer, Means
 from retrograde.recurrent.pieces import Sequences
 from retrograde.sizes.footprint import HEAP_BYTES
 from retrograde.units import Memory, as_bytes, asks_for_all
 
-__all__ = ["HeldPlan", "Planner"]
+__all__ = ["HeldPlan", "Planner", "ordinary_fit"]
 
 # Nominal costs, in forward steps: of a call that advances, and of one that records a range and
 # backpropagates it.
@@ -59,12 +62,18 @@ class HeldPlan:
     chunk: int | None = None
 
 
+def ordinary_fit(length: int, **told: int) -> Fit:
+    """Return the fit of torch's own module."""
+    passes = {"forward_steps": length, "calls": 2, "time": 3.0 * length}
+    return replace(whole_fit(length, length, **passes, **told), ordinary=True)
+
+
 @dataclass(frozen=True)
 class Planner:
     """Plans for held layers, for any lengths.
 
     Attributes:
-        shapes: of one recurrence; with several layers in two directions, one for each layer.
+        layers: in one direction they are one recurrence; in two, each is a recurrence of its own.
         most: the rows of a piece that the cache allows.
         extra: bytes that may be added at any moment.
         copied: bytes of weights that are copied into the vendor's layout.
@@ -74,7 +83,7 @@ class Planner:
             extrapolated from too few steps, they are not taken for the smallest budget.
     """
 
-    shapes: tuple[Shape, ...]
+    layers: tuple[Layer, ...]
     most: int
     extra: int = 0
     copied: int = 0
@@ -84,34 +93,33 @@ class Planner:
 
     def least_bytes(self, lengths: Sequences) -> int:
         """Return the smallest budget for held layers."""
-        shape = self.shapes[0]
-        plan = replace(self._means[-1], block=shape.batch)
-        least = self._peak(lengths, plan)
+        plan = replace(self._means[-1], block=self.layers[0].batch)
+        least = self.peak(lengths, plan)
         for block in self._blocks(lengths, certain=True)[-2::-1]:
-            peak = self._peak(lengths, replace(plan, block=block))
+            peak = self.peak(lengths, replace(plan, block=block))
             if peak > 1.1 * least:
                 break  # fewer marks, but more for a piece than they take
             least = min(least, peak)
-        if self._ranges:
+        if not self._both:
             least = min(least, self._footprint(plan, lengths, 1).minimum_bytes())
         return least
 
     def fit(
         self, lengths: Sequences, memory: Memory | None, ordinary: int
-    ) -> tuple[HeldPlan | None, tuple[Fit, ...]]:
-        """Return the fastest plan within a budget, and a fit for each recurrence.
+    ) -> tuple[HeldPlan | None, Fit]:
+        """Return the fastest plan within a budget, and the fit of each recurrence.
 
-        The budget is ``ordinary`` bytes if ``memory`` is None. The plan is None, with one fit, if
-        torch's own module is to run. Raises BudgetError, which states the minimum, if the memory is
-        too small.
+        The fit's bytes are those of all recurrences together. The budget is ``ordinary`` bytes if
+        ``memory`` is None. The plan is None if torch's own module is to run. Raises BudgetError,
+        which states the minimum, if the memory is too small.
         """
         budget = ordinary if memory is None else as_bytes(memory, ordinary)
         least, length = self.least_bytes(lengths), lengths.length
         usual = ordinary + self.gradient_copy * length + self.extra
-        if self.shapes[0].onward == "torch":
+        if self.layers[0].onward == "torch":
             # A caller that drops the final state is not handed it. Then torch holds that state,
             # zeros for its gradient, and the gradient of the initial state.
-            usual += 3 * sum(shape.state for shape in self.shapes)
+            usual += 3 * sum(layer.state for layer in self.layers)
         minimum = min(least, usual) if self.torchs and self.certain else least
         if self.torchs and asks_for_all(memory):
             budget = max(budget, usual)  # all that torch's own pass takes
@@ -119,8 +127,7 @@ class Planner:
             raise refusal(length, memory, budget, minimum, ordinary)
         told = {"budget_bytes": budget, "ordinary_bytes": ordinary, "minimum_bytes": minimum}
         if self.torchs and budget >= usual and (budget < least or self._is_large):
-            peak = {"peak_bytes": usual, "forward_steps": length, "calls": 2, "time": 3.0 * length}
-            return None, (replace(whole_fit(length, length, **peak, **told), ordinary=True),)
+            return None, ordinary_fit(length, peak_bytes=usual, **told)
         return self._fastest(lengths, budget, told)
 
     def _blocks(self, lengths: Sequences, *, certain: bool = False) -> list[int]:
@@ -129,59 +136,57 @@ class Planner:
         The lengths at which the vendor's forward pass was measured are among them. If the bytes
         must be ``certain``, there are no others.
         """
-        batch = self.shapes[0].batch
+        batch = self.layers[0].batch
         longest = steps = max(1, min(self.most // batch, lengths.length))
-        curves = [dict(curve.points) for shape in self.shapes for curve in shape.vendor]
+        curves = [dict(one.vendor.points) for one in self.layers if one.vendor is not None]
         found = {n for n in (curves[0] if curves else ()) if all(n in one for one in curves)}
         while steps > 1 and not (certain and curves):
             found.add(steps)
             steps = steps * 2 // 3
         return [n * batch for n in sorted({1, *found}, reverse=True) if n <= longest]
 
-    def _run_by(self, plan: HeldPlan) -> list[Shape]:
-        """Return the shapes, with a plan's ``onward`` and ``back``."""
-        return [replace(s, onward=plan.onward, back=plan.back) for s in self.shapes]
+    def _run_by(self, plan: HeldPlan) -> list[list[Layer]]:
+        """Return the layers of every recurrence, with a plan's ``onward`` and ``back``."""
+        back: cycle[Means] = cycle(plan.back or ("loops",))
+        pairs = zip(self.layers, back, strict=False)
+        layers = [replace(layer, onward=plan.onward, back=means) for layer, means in pairs]
+        return [[layer] for layer in layers] if self._both else [layers]
 
     @property
-    def _ranges(self) -> bool:
-        """Whether a range can be a part of the steps."""
-        return len(self.shapes) == 1 and self.shapes[0].tracks == 1
+    def _both(self) -> bool:
+        """Whether the layers have two directions; then no range can be a part of the steps."""
+        return self.layers[0].tracks > 1
 
     @property
     def _is_large(self) -> bool:
         """Whether torch's own pass is faster, if there is memory for it."""
-        shape = self.shapes[0]
-        if shape.onward == "torch":
+        layer = self.layers[0]
+        if layer.onward == "torch":
             return True
-        work = 2 * 4 * shape.batch * shape.size * (shape.size + shape.width)
-        return shape.kind == "LSTM" and work > _TORCHS
+        work = 2 * 4 * layer.batch * layer.size * (layer.size + layer.width)
+        return layer.kind == "LSTM" and work > _TORCHS
 
     def _fastest(
         self, lengths: Sequences, budget: int, told: dict[str, int]
-    ) -> tuple[HeldPlan, tuple[Fit, ...]]:
+    ) -> tuple[HeldPlan, Fit]:
         """Return the plan of least nominal time.
 
         Ranges of a part of the steps are planned only if no plan with one range of all steps fits.
         """
-        shape, best, least = self.shapes[0], None, inf
+        layer, best, least = self.layers[0], None, inf
         blocks = self._blocks(lengths)
-        if all(shape.loops(k) for k in range(shape.count)):  # no pieces needed for the cache
-            whole = self._keeping(lengths, HeldPlan(lengths.length * shape.batch), budget)
+        if layer.loops:  # no pieces needed for the cache
+            whole = self._keeping(lengths, HeldPlan(lengths.length * layer.batch), budget)
             if whole is not None and not self._again(lengths, whole):
                 return whole, self._told(lengths, whole, told)
         for means in self._means:
-            longer = inf
             for block in blocks:
                 plan = self._keeping(lengths, replace(means, block=block), budget)
-                time = inf
                 if plan is not None:
                     again = self._again(lengths, plan) / lengths.length
                     time = self._pass_time(lengths, plan, onward=1.0, again=again)
-                if time < least:
-                    best, least = plan, time
-                elif time > longer:
-                    break  # shorter pieces save memory, but not time
-                longer = time
+                    if time < least:
+                        best, least = plan, time
             if best is not None and best.block == blocks[0]:
                 break  # no other means allows longer pieces
         if best is not None:
@@ -196,21 +201,21 @@ class Planner:
         copies of all layers at once. BLAS needs no copies, so it runs as many of the lower layers
         as the budget requires.
         """
-        shape = self.shapes[0]
-        if shape.onward == "torch":
-            return [HeldPlan(0, onward="torch", back=shape.back)]
-        sweeps: tuple[Means, ...] = tuple(["sweeps"] * shape.count)
-        blas: tuple[Means, ...] = tuple(["blas"] * shape.count)
+        layer, count = self.layers[0], 1 if self._both else len(self.layers)
+        if layer.onward == "torch":
+            return [HeldPlan(0, onward="torch", back=("torch",))]
+        sweeps: tuple[Means, ...] = tuple(["sweeps"] * count)
+        blas: tuple[Means, ...] = tuple(["blas"] * count)
         found = [HeldPlan(0)]
-        if any(shape.loops(k) for k in range(shape.count)):
+        if layer.loops:
             found.append(HeldPlan(0, back=sweeps))
-        for lower in range(1, shape.count + 1):
+        for lower in range(1, count + 1):
             found.append(HeldPlan(0, back=blas[:lower] + sweeps[lower:]))
         return [*found, HeldPlan(0, onward="blas", back=blas)]
 
     def _in_ranges(
         self, lengths: Sequences, blocks: list[int], budget: int, told: dict[str, int]
-    ) -> tuple[HeldPlan, tuple[Fit, ...]]:
+    ) -> tuple[HeldPlan, Fit]:
         """Return a plan in ranges of steps.
 
         First the means and the length of a piece are chosen, by nominal time. For this, ranges have
@@ -226,26 +231,26 @@ class Planner:
                     found.append((self._time_in_ranges(lengths, plan, budget, sizes), plan, sizes))
         _, plan, sizes = min(found, key=lambda one: one[0])
         fits = fit(lengths.length, budget, sizes)
-        return plan, (replace(fits, minimum_bytes=told["minimum_bytes"]),)
+        return plan, replace(fits, minimum_bytes=told["minimum_bytes"])
 
     def _keeping(self, lengths: Sequences, plan: HeldPlan, budget: int) -> HeldPlan | None:
         """Return the plan with as many gates kept as memory allows; None if it does not fit."""
-        held, first, later = self._sizes(lengths, plan)
-        room = budget - held
-        if max(first, later) > room:
+        peak = self._peaks(lengths, plan)
+        if peak(0) > budget:
             return None
-        whole = sum(shape.gates(1) for shape in self.shapes)
-        if whole == 0:
+        if not self._run_by(plan)[0][0].gates(1):
             return plan
-        rows = (room - first) // whole
-        if waiting := self._waiting(1):
-            rows = min(rows, int((room - later) / waiting))
-        kept = lengths.most_kept(rows, self.shapes[0].tracks > 1)
-        return replace(plan, kept=max(0, kept))
+        most = range(1, lengths.length)
+        kept = (
+            lengths.length
+            if peak(lengths.length) <= budget
+            else bisect_right(most, budget, key=peak)
+        )
+        return replace(plan, kept=kept)
 
     def _again(self, lengths: Sequences, plan: HeldPlan) -> int:
         """Return how many steps' gates are recomputed for lack of memory; only an LSTM's are."""
-        return lengths.length - plan.kept if self.shapes[0].kind == "LSTM" else 0
+        return lengths.length - plan.kept if self.layers[0].kind == "LSTM" else 0
 
     def _time_in_ranges(
         self, lengths: Sequences, plan: HeldPlan, budget: int, sizes: Footprint
@@ -256,19 +261,19 @@ class Planner:
         follow its outputs. If they have several layers, all but the top one run step by step. If a
         range has several pieces, the gates of most are computed again.
         """
-        shape, length, best = self.shapes[0], lengths.length, inf
-        steps = piece = max(1, plan.block // shape.batch)
-        weights = sum(4 * shape.size * (shape.size + width) for width in shape.widths)
+        lstm, length, best = self.layers[0].kind == "LSTM", lengths.length, inf
+        steps = piece = max(1, plan.block // self.layers[0].batch)
+        weights = sum(4 * one.size * (one.size + one.width) for one in self.layers)
         while (room := budget - sizes.overhead_bytes(min(steps, length))) >= 0:
             ranges = -(-length // steps)
             runs = int(hsm_cost(ranges, 1 + room // sizes.state_bytes))
             more, onward, again = runs / ranges - 1, 1.0, 0.0
-            if shape.count > 1:
+            if len(self.layers) > 1:
                 onward += more
-                again += shape.kind == "LSTM"
-            elif shape.kind == "LSTM":
+                again += lstm
+            elif lstm:
                 again += more + (steps > piece)
-            calls = (runs + ranges) * (_CALL * shape.count + 1e-3 * weights)
+            calls = (runs + ranges) * (_CALL * len(self.layers) + 1e-3 * weights)
             time = self._pass_time(lengths, plan, onward=onward, again=again) + calls
             best, steps = min(best, time), 2 * steps
             if ranges == 1:
@@ -283,35 +288,34 @@ class Planner:
         ``onward`` counts forward passes step by step. ``again`` is the share of gates that products
         recompute.
         """
-        shape = self._run_by(plan)[0]
-        pieces, gates, total = lengths.pieces(plan.block), GATES[shape.kind], 0.0
-        for k, width in enumerate(shape.widths):
-            weights, hidden = gates * shape.size * (shape.size + width), gates * shape.size**2
-            step = _STEP + _STEP_WEIGHT * hidden
-            run = 2 * weights * lengths.rows / _RATE + _ELEMENT * lengths.rows * gates * shape.size
-            each, of_weight = _PIECE[shape.loops(k)]
+        pieces, total = lengths.pieces(plan.block), 0.0
+        for layer in self._run_by(plan)[0]:
+            size, gates = layer.size, GATES[layer.kind]
+            weights = gates * size * (size + layer.width)
+            step = _STEP + _STEP_WEIGHT * gates * size**2
+            run = 2 * weights * lengths.rows / _RATE + _ELEMENT * lengths.rows * gates * size
+            each, of_weight = _PIECE[layer.loops]
             total += (again + onward - 1) * run + pieces * (each + of_weight * weights)
             if plan.onward == "blas":
                 total += onward * lengths.length * step
-            if plan.back and plan.back[k] == "blas":
+            if layer.back == "blas":
                 total += lengths.length * step
-            if shape.kind == "GRU" and plan.back and not shape.loops(k):
+            if layer.kind == "GRU" and plan.back and not layer.loops:
                 total += _SWEEPS * run
         return total
 
-    def _told(self, lengths: Sequences, plan: HeldPlan, told: dict[str, int]) -> tuple[Fit, ...]:
-        """Return the fit of each recurrence; its bytes are those of all recurrences together."""
+    def _told(self, lengths: Sequences, plan: HeldPlan, told: dict[str, int]) -> Fit:
+        """Return the fit of a plan with one range of all steps."""
         length, again = lengths.length, self._again(lengths, plan)
-        one = whole_fit(
+        return whole_fit(
             length,
-            max(1, plan.block // self.shapes[0].batch),
+            max(1, plan.block // self.layers[0].batch),
             forward_steps=length + again,
             calls=2,
             time=float(3 * length + again),
-            peak_bytes=self._peak(lengths, plan),
+            peak_bytes=self.peak(lengths, plan),
             **told,
         )
-        return (one,) * len(self.shapes)
 
     def _footprint(self, plan: HeldPlan, lengths: Sequences, ordinary: int) -> Footprint:
         """Return the bytes of ranges of steps, for any schedule over them.
@@ -319,39 +323,41 @@ class Planner:
         A range of one piece keeps the gates of its top layer. A longer range recomputes them in its
         backward pass.
         """
-        shape = self._run_by(plan)[0]
-        length, block = lengths.length, plan.block
-        step, most = shape.below(shape.batch), max(1, block // shape.batch)
+        (layers,) = self._run_by(plan)
+        length, block, top = lengths.length, plan.block, layers[-1]
+        state, step = sum(one.state for one in layers), sum(one.below(one.batch) for one in layers)
+        most = max(1, block // top.batch)
 
         def held(steps: int) -> int:
-            return without(steps) + shape.top_gates(min(steps, most) * shape.batch)
+            return without(steps) + top.gates(min(steps, most) * top.batch)
 
         def without(steps: int) -> int:
             pieces = 1 if steps <= most else steps // most + 1
-            return step * steps + shape.mark(pieces) + shape.state
+            return step * steps + sum(one.mark(pieces) for one in layers) + state
 
         def record(steps: int) -> int:
             return max(without(steps) + forward, held(steps) + keeping)
 
-        later = shape.piece(block, kept=False) - shape.top_gates(block)
-        work = shape.fixed(block) + max(shape.piece(block, kept=True), later)
-        along = shape.along(block)
+        later = max(one.piece(block, kept=False) for one in layers) - top.gates(block)
+        work = max(*(one.piece(block, kept=True) for one in layers), later)
+        work += sum(one.fixed(block) for one in layers)
+        along, rows = top.along(block), top.pass_rows(block)
         forward, keeping = (
-            max(along, shape.forward(block, rows)) for rows in (shape.pass_rows(block), 0)
+            max(along, *(one.forward(block, n) for one in layers)) for n in (rows, 0)
         )
-        advance = shape.advance(shape.pass_rows(block))
-        if shape.count == 1:
-            advance = max(advance, along + shape.top_gates(block))
-        advance += shape.state
+        advance = sum(one.advance(rows) for one in layers)
+        if len(layers) == 1:
+            advance = max(advance, along + top.gates(block))
+        advance += state
         points = sorted({n for n in (1, 2, most, most + 1, length) if n <= length})
         return Footprint(
-            state_bytes=shape.state,
+            state_bytes=state,
             advance=Curve(((1, advance),)),
             held=Curve(tuple((n, held(n)) for n in points)),
             record=Curve(tuple((n, record(n)) for n in points)),
             backward=Curve(((1, work),)),
             ordinary=Curve(((length, ordinary),)),
-            gradient_bytes=2 * shape.state,
+            gradient_bytes=2 * state,
             heap_bytes=HEAP_BYTES,
             call_steps=_CALL_STEPS,
             record_steps=_RECORD_STEPS,
@@ -364,46 +370,49 @@ class Planner:
 
         One gradient is held at a time, or two if there are more than two layers.
         """
-        shape, many = self.shapes[0], len(self.shapes)
-        if many == 1:
+        layer, many = self.layers[0], len(self.layers)
+        if many == 1 or not self._both:
             return 0
         sequences = many + (many > 2)
-        return lengths.rows * 2 * shape.size * shape.item * sequences + 2 * many * shape.state
+        return lengths.rows * 2 * layer.size * layer.item * sequences + 2 * many * layer.state
 
-    def _peak(self, lengths: Sequences, plan: HeldPlan) -> int:
+    def peak(self, lengths: Sequences, plan: HeldPlan) -> int:
         """Return the peak bytes of a call."""
-        held, first, later = self._sizes(lengths, plan)
-        rows = lengths.last(plan.kept, self.shapes[0].tracks > 1)
-        gates = sum(shape.gates(rows) for shape in self.shapes)
-        if plan.kept >= lengths.length:
-            later = first
-        return held + max(gates + first, ceil(self._waiting(rows)) + later)
+        return self._peaks(lengths, plan)(plan.kept)
 
-    def _waiting(self, rows: int) -> float:
-        """Return the bytes of gates that wait while others are backpropagated.
+    def _peaks(self, lengths: Sequences, plan: HeldPlan) -> Callable[[int], int]:
+        """Return the peak bytes of a call, by the number of steps that keep their gates.
 
-        These are the gates of another track, or of a lower layer.
+        There is a peak while gates are kept, and a later one. Gates are kept until the backward
+        pass has passed their pieces.
         """
-        *lower, top = (shape.gates(rows) for shape in self.shapes)
-        return sum(lower) + (top / 2 if self.shapes[0].tracks > 1 else 0)
-
-    def _sizes(self, lengths: Sequences, plan: HeldPlan) -> tuple[int, int, int]:
-        """Return the bytes held throughout, at the peak while gates are kept, and at a later peak.
-
-        Kept gates are not included. Gates are kept until the backward pass has passed their pieces.
-        """
-        shapes = self._run_by(plan)
+        nets, both = self._run_by(plan), self._both
+        layers = [one for net in nets for one in net]
         rows = threads = lengths.largest(plan.block)
         pieces = lengths.pieces(plan.block) + 1  # one more begins where gates begin to be kept
-        held = sum(s.mark(pieces) + s.below(lengths.rows) + 2 * s.state for s in shapes)
+        held = sum(one.mark(pieces) + one.below(lengths.rows) + 2 * one.state for one in layers)
         held += self._between(lengths) + self.extra + self.copied
         if lengths.offsets is not None:  # with fewer sequences a thread may have more rows
             threads = max(rows, min(plan.block, _THREAD_ROWS))
-            held += held // 64 + _THREAD_ROWS * shapes[0].item
-        forward = max(s.forward(rows, s.pass_rows(rows)) for s in shapes)
+            held += held // 64 + _THREAD_ROWS * layers[0].item
+
+        def backward(*, kept: bool) -> int:
+            pieces = [max(one.piece(rows, kept=kept) for one in net) for net in nets]
+            fixed = [sum(one.fixed(threads) for one in net) for net in nets]
+            return max(map(int.__add__, pieces, fixed))
+
+        forward = max(one.forward(rows, one.pass_rows(rows)) for one in layers)
         keeping = forward
-        if self._ranges and shapes[0].count == 1:  # no forward pass runs while gates are kept
-            keeping = shapes[0].forward(rows, 0)
-        first = max(s.fixed(threads) + s.piece(rows, kept=True) for s in shapes)
-        later = max(s.fixed(threads) + s.piece(rows, kept=False) for s in shapes)
-        return held, max(keeping, first), max(forward, later)
+        if not both and len(layers) == 1:  # no forward pass runs while gates are kept
+            keeping = layers[0].forward(rows, 0)
+        first, later = max(keeping, backward(kept=True)), max(forward, backward(kept=False))
+
+        def peak(kept: int) -> int:
+            last = lengths.last(kept, both)
+            *lower, top = (sum(one.gates(last) for one in net) for net in nets)
+            # The gates of another track, or of a lower layer, wait while others are backpropagated.
+            waiting = sum(lower) + (ceil(top / 2) if both else 0)
+            after = later if kept < lengths.length else first
+            return held + max(sum(lower) + top + first, waiting + after)
+
+        return peak

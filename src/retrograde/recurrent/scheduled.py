@@ -8,14 +8,14 @@ backpropagation, which a fraction refers to, and the forward pass of a GPU.
 All other calls run torch's kernels in ranges by a schedule. Among them are projections, autocast,
 and on a GPU float64 and packed batches. The bytes of their ranges are measured once for the shapes
 and the budget, and cached. All sequences of 256 steps and more share these measurements. Shorter
-ones share them if their lengths round down to the same power of two. Several layers of two
-directions are then refused within a budget, since each would need a share of its own.
+ones share them if their lengths round down to the same power of two. Layers in two directions are
+then refused below what torch's own module takes.
 
 Measurements use leaves that share the weights' memory, so that the graph of computed weights
 stays intact for the gradient.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -25,21 +25,19 @@ from torch import Tensor
 
 from retrograde.errors import BudgetError
 from retrograde.kernels.cells import Weights
-from retrograde.plan.fit import Curve, Footprint, refusal
-from retrograde.recurrent.bytes import Means, Shape
+from retrograde.plan.fit import Curve, Fit, Footprint, refusal
+from retrograde.recurrent.bytes import Layer, Means, stacked, sums_at_once
 from retrograde.recurrent.call import Call, Plan, StackFit
 from retrograde.recurrent.fastest import candidate, fit_measured, footprints
 from retrograde.recurrent.forward import forward_bytes, forward_curve
-from retrograde.recurrent.fused import Fused
+from retrograde.recurrent.fused import Fused, has_slopes, held_plan, run_held
 from retrograde.recurrent.ordinary_memory import Ordinary, measure_ordinary, measure_whole
 from retrograde.recurrent.pieces import Sequences
-from retrograde.recurrent.plan import Planner
-from retrograde.recurrent.ranges import RunHeld, has_slopes, held_plan
+from retrograde.recurrent.plan import HeldPlan, Planner, ordinary_fit
 from retrograde.recurrent.vendor import Kernel, copied_bytes, is_too_long, laid_out, run_torch
 from retrograde.recurrent.weights import stand_ins
 from retrograde.run.inputs import Inputs
 from retrograde.run.layout import Rows
-from retrograde.sizes.ordinary import LONGEST_MEASURED
 from retrograde.units import Memory, as_bytes, asks_for_all
 
 __all__ = ["Ranges", "find_plan", "fit_held", "measure_ranges", "ordinary_bytes"]
@@ -59,7 +57,7 @@ def find_plan(call: Call, memory: Memory) -> Plan:
     def find() -> Plan:
         if call.runs_held:
             return fit_held(call, memory)
-        return _fit_whole(call, memory) if call.is_stack else _fit_ranges(call, memory)
+        return _fit_whole(call, memory) if call.bidirectional else _fit_ranges(call, memory)
 
     key = repr(memory), call.length, len(call.x), call.shapes()
     return cast(Plan, call.module._fits.get(key, find))
@@ -84,58 +82,51 @@ def fit_held(call: Call, memory: Memory | None) -> Plan:
     usual = ordinary(call.length, len(call.x))
     planner = _held_planner(call, ordinary, memory)
     held, found = planner.fit(lengths, memory, usual)
-    if held is None and planner.shapes[0].onward == "torch" and not asks_for_all(memory):
+    if held is None and planner.layers[0].onward == "torch" and not asks_for_all(memory):
         # What is extrapolated would not show another phase that takes most at this length.
         usual = max(usual, measure_whole(call))
         held, found = planner.fit(lengths, memory, usual)
     while held is not None and held.onward == "torch":  # between measured lengths bytes are guessed
         steps = min(call.length, max(1, held.block // call.batch))
-        if steps in dict(planner.shapes[0].vendor[0].points):
+        if steps in dict(cast(Curve, planner.layers[0].vendor).points):
             break
         planner = _measured_at(planner, call, steps)
         held, found = planner.fit(lengths, memory, usual)
-    parts = () if held is None else tuple((held, one.schedule) for one in found)
-    fit = found[0]
-    if not call.is_stack:
-        return Plan(parts, fit)
-    layers = () if held is None else found
-    sizes = fit.peak_bytes, fit.budget_bytes, fit.ordinary_bytes, fit.minimum_bytes
-    return Plan(parts, StackFit(layers, *sizes))
+    return _plan(call, held, found)
 
 
 def _held_planner(call: Call, ordinary: Ordinary, memory: Memory | None) -> Planner:
     nets, x = call.nets(call.weights), call.x
-    first, many = nets[0][0], len(nets) > 1
+    first = nets[0]
     by: Means = "loops" if x.device.type == "cpu" else "torch"
-    vendor: list[tuple[Curve, ...]] = [()] * len(nets)
-    copied = 0
+    count, copied = call.module.num_layers, 0
+    vendor: Sequence[Curve | None] = [None] * count
     if by == "torch":
         curve = partial(forward_curve, call.length, memory)
         vendor = _known(call, memory, "forward", partial(_of_layers, call, curve))
-        copied = sum(copied_bytes(one, apart=True) for net in nets for one in net)
-    shape = Shape(
+        copied = sum(copied_bytes(net, apart=True) for net in nets)
+    lowest = Layer(
         kind=first.mode,
         batch=call.batch,
         width=x.shape[-1],
         size=call.module.hidden_size,
-        count=first.count,
-        tracks=len(nets[0]),
+        tracks=2 if first.both else 1,
         item=x.element_size(),
         threads=torch.get_num_threads(),
         needs_x=x.requires_grad,
         straight=x.is_contiguous(),
-        drops=call.has_dropout and not many,
-        at_once=call.at_once,
+        drops=call.has_dropout and not first.both,
+        at_once=sums_at_once(call.length, call.batch),
         onward=by,
-        back=(by,) * first.count,
-        vendor=vendor[0],
+        back=by,
     )
-    upper = replace(
-        shape, width=2 * shape.size, needs_x=True, straight=True, first=call.has_dropout
-    )
-    uppers = [replace(upper, vendor=own) for own in vendor[1:]]
+    layers = stacked(lowest, count, vendor)
+    if first.both:
+        upper = replace(lowest, width=2 * lowest.size, needs_x=True, straight=True)
+        upper = replace(upper, first=call.has_dropout)
+        layers = tuple(replace(upper if k else lowest, vendor=own) for k, own in enumerate(vendor))
     return Planner(
-        shapes=(shape, *uppers),
+        layers=layers,
         most=held_plan(first, call.length, call.batch).block,
         extra=_extra_bytes(call),
         copied=copied,
@@ -145,29 +136,25 @@ def _held_planner(call: Call, ordinary: Ordinary, memory: Memory | None) -> Plan
     )
 
 
-def _of_layers(call: Call, find: Callable[[Weights, Tensors], T]) -> list[tuple[T, ...]]:
-    """Return what is found of each layer, for each recurrence, given its weights and a state."""
+def _of_layers(call: Call, find: Callable[[Weights, Tensors], T]) -> list[T]:
+    """Return what is found of each layer, given its weights and a state."""
     found = []
-    for first, *_ in call.nets(call.weights):
-        layers = []
-        for k in range(first.count):
-            own = [w.detach() for w in laid_out(first[k]).weights]
-            weights = Weights.of(first.mode, own)
+    for net in call.nets(call.weights):
+        for one in net.parts[: net.count]:
+            weights = Weights.of(net.mode, [w.detach() for w in laid_out(one).weights])
             state = [call.x.new_zeros(call.batch, weights.size) for _ in call.state]
-            layers.append(find(weights, state))
-        found.append(tuple(layers))
+            found.append(find(weights, state))
     return found
 
 
 def _measured_at(planner: Planner, call: Call, steps: int) -> Planner:
     """Return a planner for which the vendor's forward pass is measured at one more length."""
-    shapes = []
     sizes = _of_layers(call, partial(forward_bytes, steps))
-    for shape, own in zip(planner.shapes, sizes, strict=True):
-        curves = zip(shape.vendor, own, strict=True)
-        vendor = tuple(curve.through(steps, size) for curve, size in curves)
-        shapes.append(replace(shape, vendor=vendor))
-    return replace(planner, shapes=tuple(shapes))
+    layers = [
+        replace(layer, vendor=cast(Curve, layer.vendor).through(steps, size))
+        for layer, size in zip(planner.layers, sizes, strict=True)
+    ]
+    return replace(planner, layers=tuple(layers))
 
 
 @dataclass(frozen=True)
@@ -205,21 +192,22 @@ def measure_ranges(call: Call, memory: Memory | None) -> Ranges:
     x.requires_grad_(call.x.requires_grad)
     (net,), (state,) = call.nets(stand_ins(call.weights)), call.states()
     key = torch.zeros((), dtype=torch.int64, device=x.device) if call.has_dropout else None
-    dropout = call.masks(0, net[0].count, key)
-    copied = sum(copied_bytes(one, apart=dropout is not None) for one in net)
-    net = tuple(laid_out(one, apart=dropout is not None) for one in net)
-    scans = call.module.backward == "scan" and has_slopes(net[0])
-    kernel: Kernel = RunHeld(scans=True) if scans else run_torch
+    dropout = call.masks(0, key)
+    extra = _extra_bytes(call) + copied_bytes(net, apart=dropout is not None)
+    net = laid_out(net, apart=dropout is not None)
+    scans = call.module.backward == "scan" and has_slopes(net)
+    kernel: Kernel = partial(run_held, scans=True) if scans else run_torch
     one = candidate(net, call.batch, kernel, dropout, packed is not None)
-    one = replace(
-        one,
-        scheduled=one.scheduled or call.has_dropout,
-        extra_bytes=_extra_bytes(call) + copied,
-    )
-    read = Rows(call.length, packed, call.bidirectional, dropout is not None).read([x])
+    read = Rows(call.length, packed, numbered=dropout is not None).read([x])
     start = [s.detach() for s in state]
-    alike = "ranges", *(w.requires_grad for one in net for w in one.weights)
-    known = _known(call, memory, alike, partial(footprints, [one], read, start, usual, memory))
+
+    def find() -> list[Footprint]:
+        (size,) = footprints([one], read, start, usual, memory)
+        scheduled = size.scheduled or call.has_dropout
+        return [replace(size, scheduled=scheduled, extra_bytes=size.extra_bytes + extra)]
+
+    alike = "ranges", *(w.requires_grad for w in net.weights)
+    known = _known(call, memory, alike, find)
     size = replace(known[0], ordinary=usual, gradient_copy=ordinary.gradient_copy)
     return Ranges(cast(Fused, one.core), read, start, ordinary, size, known)
 
@@ -247,12 +235,23 @@ def _fit_whole(call: Call, memory: Memory) -> Plan:
     if budget < usual:
         refused = refusal(call.length, memory, budget, usual, ordinary)
         raise BudgetError(
-            f"{refused}; or make each of the {call.module.num_layers} layers of two directions a "
-            "module of its own: with projections, autocast or half precision, and on a GPU with "
-            "float64 or packed batches, only a single one of these is run within a budget",
+            f"{refused}; or use one direction: with projections, autocast or half precision, and "
+            "on a GPU with float64 or packed batches, layers in two directions are run by torch's "
+            "own module only",
             usual,
         )
-    return Plan((), StackFit((), usual, budget, ordinary, usual))
+    told = {"budget_bytes": budget, "ordinary_bytes": ordinary, "minimum_bytes": usual}
+    return _plan(call, None, ordinary_fit(call.length, peak_bytes=usual, **told))
+
+
+def _plan(call: Call, held: HeldPlan | None, fit: Fit) -> Plan:
+    """Return a plan that runs each recurrence alike; torch's own module if ``held`` is None."""
+    layers = call.module.num_layers if call.bidirectional else 1
+    parts = () if held is None else ((held, fit.schedule),) * layers
+    if not call.is_stack:
+        return Plan(parts, fit)
+    sizes = fit.peak_bytes, fit.budget_bytes, fit.ordinary_bytes, fit.minimum_bytes
+    return Plan(parts, StackFit((fit,) * len(parts), *sizes))
 
 
 def _extra_bytes(call: Call) -> int:
@@ -264,16 +263,7 @@ def _extra_bytes(call: Call) -> int:
 
 
 def _ordinary(call: Call, memory: Memory | None) -> Ordinary:
-    """Return the bytes of ordinary backpropagation, by length.
-
-    A measurement at another length is reused if a new one would give the same result.
-    """
-    shapes, steps = call.shapes(), 1
-    while steps <= LONGEST_MEASURED:
-        found = call.module._fits.known(("ordinary", repr(memory), steps, shapes))
-        if isinstance(found, Ordinary) and found.serves(call.measured_length):
-            return found
-        steps *= 2
+    """Return the bytes of ordinary backpropagation, by length."""
     return _known(call, memory, "ordinary", partial(measure_ordinary, call, memory))
 
 

@@ -8,6 +8,7 @@ not in cuDNN's layout. So the weights of a part of a module are put into that la
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -16,7 +17,7 @@ from torch.backends import cudnn
 
 __all__ = [
     "MOST_STEPS", "Kernel", "Layers", "Mode",
-    "copied_bytes", "is_too_long", "laid_out", "run_alive", "run_torch",
+    "copied_bytes", "is_too_long", "laid_out", "one_by_one", "run_alive", "run_torch",
 ]  # fmt: skip
 
 Tensors = list[Tensor]
@@ -33,28 +34,38 @@ _NUMBERS: dict[Mode, int] = {"RNN_RELU": 0, "RNN_TANH": 1, "LSTM": 2, "GRU": 3}
 
 @dataclass(frozen=True)
 class Layers:
-    """Layers above one another, in one direction.
+    """Layers above one another, in one direction or in both.
 
-    ``weights`` are in torch's order, layer by layer: weight_ih, weight_hh, with biases bias_ih and
-    bias_hh, with projections weight_hr.
+    ``weights`` are in torch's order, layer by layer, each direction apart: weight_ih, weight_hh,
+    with biases bias_ih and bias_hh, with projections weight_hr.
     """
 
     mode: Mode
     weights: Tensors
     count: int
     bias: bool
+    both: bool = False
 
     def __getitem__(self, number: int) -> "Layers":
         """Return one of the layers."""
         each = len(self.weights) // self.count
         weights = self.weights[number * each : (number + 1) * each]
-        return Layers(self.mode, weights, 1, self.bias)
+        return Layers(self.mode, weights, 1, self.bias, self.both)
+
+    @cached_property
+    def parts(self) -> list["Layers"]:
+        """Each layer in each direction, by itself."""
+        number = self.count * (2 if self.both else 1)
+        apart = Layers(self.mode, self.weights, number, self.bias)
+        return [apart[k] for k in range(number)]
 
 
 #: ``kernel(layers, x, state, sizes) -> (outputs, state after)``. x is (L, B, I), or packed (rows,
 #: I). If packed, ``sizes`` gives the number of sequences at each step. Each part of the state is
 #: (count, B, H).
 Kernel = Callable[[Layers, Tensor, Tensors, Tensor | None], tuple[Tensor, Tensors]]
+#: ``masks(x, number, steps, sizes)``: dropout before a layer, as of ``dropout.py``.
+Masks = Callable[[Tensor, int, Tensor, Tensor | None], Tensor]
 
 
 def is_too_long(x: Tensor, steps: int) -> bool:
@@ -70,8 +81,8 @@ def run_torch(
         return _chained(net, x, state, sizes)
     call = getattr(torch._VF, net.mode.lower())
     hx: Any = tuple(state) if net.mode == "LSTM" else state[0]
-    dropout, train, bidirectional, batch_first = 0.0, torch.is_grad_enabled(), False, False
-    options = (net.weights, net.bias, net.count, dropout, train, bidirectional)
+    dropout, train, batch_first = 0.0, torch.is_grad_enabled(), False
+    options = (net.weights, net.bias, net.count, dropout, train, net.both)
     if sizes is None:
         y, *after = call(x, hx, *options, batch_first)
     else:
@@ -105,26 +116,48 @@ def run_alive(
     return y, after
 
 
+def one_by_one(
+    run: Kernel,
+    masks: Masks | None,
+    steps: Tensor,
+    net: Layers,
+    x: Tensor,
+    state: Tensors,
+    sizes: Tensor | None,
+) -> tuple[Tensor, Tensors]:
+    """Run one layer after the other, with dropout before them; ``steps`` are numbers (L,)."""
+    afters, ways = [], 2 if net.both else 1
+    for k in range(net.count):
+        if masks is not None:
+            x = masks(x, k, steps, sizes)
+        own = [s[k * ways : (k + 1) * ways] for s in state]
+        x, after = run(net[k], x, own, sizes)
+        afters.append(after)
+    return x, [torch.cat(parts) for parts in zip(*afters, strict=True)]
+
+
 def laid_out(net: Layers, *, apart: bool = False) -> Layers:
     """Return layers whose weights are in the vendor's layout.
 
     All weights are laid out together, or with ``apart`` each layer's by itself. Gradients flow back
     to the given weights. Weights that are in that layout already are returned as they are.
     """
-    if apart and net.count > 1:
-        each = [laid_out(net[k]).weights for k in range(net.count)]
-        return replace(net, weights=[w for weights in each for w in weights])
-    if not copied_bytes(net):
+    if not copied_bytes(net, apart=apart):
         return net
-    return replace(net, weights=list(_Laid.apply(net, *net.weights)))  # type: ignore[no-untyped-call]
+    weights: Tensors = []
+    for one in net.parts if apart else [net]:
+        weights += _Laid.apply(one, *one.weights) if copied_bytes(one) else one.weights  # type: ignore[no-untyped-call]
+    return replace(net, weights=weights)
 
 
 def copied_bytes(net: Layers, *, apart: bool = False) -> int:
     """Return the bytes that :func:`laid_out` allocates."""
-    if apart and net.count > 1:
-        return sum(copied_bytes(net[k]) for k in range(net.count))
+    if net.weights[0].device.type == "cpu":
+        return 0
+    if apart and len(net.parts) > 1:
+        return sum(map(copied_bytes, net.parts))
     first, memory = net.weights[0], net.weights[0].untyped_storage()
-    if first.device.type == "cpu" or not cudnn.is_acceptable(first):
+    if not cudnn.is_acceptable(first):
         return 0
     whole = sum(w.nbytes for w in net.weights)
     alike = all(w.untyped_storage().data_ptr() == memory.data_ptr() for w in net.weights)
