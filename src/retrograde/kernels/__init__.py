@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from retrograde.kernels import cells, sweep
-from retrograde.kernels.cells import Block, GateSlopes, Kept, Slopes, Weights
+from retrograde.kernels.cells import Block, GateSlopes, Kept, Resets, Slopes, Weights
 from retrograde.kernels.cuda.limits import LARGEST_SIZE
 from retrograde.kernels.fallback import Fallback
 
@@ -18,10 +18,10 @@ __all__ = [
     "LARGEST_SIZE", "Backward", "BlockSweep", "Forward", "Kernels", "blas_kernels", "kernels",
 ]  # fmt: skip
 
-Sweep = Callable[[Slopes, Tensor, Tensor | None, Tensor], Tensor]
+Sweep = Callable[..., Tensor]
 Scan = Callable[..., Tensor]
-Recall = Callable[[Weights, Tensor, Tensor, Tensor], Kept]
-BlockSweep = Callable[[Slopes, Tensor | None, Tensor], Tensor]
+Recall = Callable[..., Kept]
+BlockSweep = Callable[..., Tensor]
 Products = Callable[[Slopes, Tensor, Tensor | None], Tensor]
 State = tuple[Tensor, ...]
 
@@ -34,7 +34,13 @@ class Forward(Protocol):
     def room(self, steps: int) -> Tensor: ...
 
     def __call__(
-        self, x: Tensor, state: State, outputs: Tensor, gates: Tensor, cells: Tensor | None = None
+        self,
+        x: Tensor,
+        state: State,
+        outputs: Tensor,
+        gates: Tensor,
+        cells: Tensor | None = None,
+        resets: Resets | None = None,
     ) -> None: ...
 
 
@@ -86,7 +92,12 @@ class Kernels:
         if self.wide is not None:
             return self.wide(hidden)
         prepared = self.prepare(hidden)
-        return lambda slopes, dy, g: self.sweep(slopes, prepared, dy, g)
+        return lambda slopes, dy, g, *resets: self.sweep(slopes, prepared, dy, g, *resets)
+
+    @property
+    def resetting(self) -> "Kernels":
+        """The implementation for samples that begin anew: torch's operations on a GPU."""
+        return self if self.name == "numba" else _plain()
 
 
 @functools.cache
@@ -119,6 +130,10 @@ def kernels(device: str, dtype: torch.dtype, size: int) -> Kernels:
             return Kernels("triton", *loops, wide=wide)
         scanned = either.join(cuda.scan, sweep.scan)
         return Kernels("triton", swept, scanned, gates, sweep.products)
+    return _plain()
+
+
+def _plain() -> Kernels:
     slopes = cells.gru_slopes, cells.lstm_slopes
     return Kernels("torch", sweep.sweep, sweep.scan, slopes, sweep.products)
 

@@ -129,11 +129,16 @@ class Resets:
         """Return views of some steps."""
         return replace(self, starts=self.starts[steps])
 
-    def enter(self, t: int, state: Sequence[Tensor]) -> None:
-        """Overwrite the states, (B, H) each, of those samples that begin anew before step t."""
+    def enter(self, t: int | slice, h: Tensor | None = None, c: Tensor | None = None) -> None:
+        """Overwrite the states of those samples that begin anew before step t.
+
+        States are (B, H), or (L, B, H) for a slice of L steps.
+        """
         starts = self.starts[t].unsqueeze(-1)
-        for part, entry in zip(state, self.entry.split(state[0].shape[-1], -1), strict=True):
-            torch.where(starts, entry, part, out=part)
+        if h is not None:
+            torch.where(starts, self.entry[:, : h.shape[-1]], h, out=h)
+        if c is not None:
+            torch.where(starts, self.entry[:, -c.shape[-1] :], c, out=c)
 
     def leave(self, t: int, g: Tensor) -> None:
         """Move the gradients (B, n) of the states before step t to those of the entries."""
@@ -204,6 +209,7 @@ def slopes(
     c: Tensor | None = None,
     gates: GateSlopes | None = None,
     known: Tensor | None = None,
+    resets: Resets | None = None,
 ) -> Slopes:
     """Return the slopes of all L steps, computed at once.
 
@@ -226,14 +232,15 @@ def slopes(
                 return by_gru(inputs, hidden, before)
             case "LSTM":
                 assert c is not None
+                anew = () if resets is None else (resets,)
                 if known is not None:
-                    return by_lstm(known, after, c, True)
+                    return by_lstm(known, after, c, True, *anew)
                 bias = weights.bias_hidden
                 if bias is not None and weights.bias_inputs is not None:
                     bias = bias + weights.bias_inputs
                 total = functional.linear(x, weights.inputs, bias)
                 total.flatten(0, 1).addmm_(before.flatten(0, 1), weights.hidden.t())
-                return by_lstm(total, after, c)
+                return by_lstm(total, after, c, False, *anew)
 
 
 def gru_slopes(inputs: Tensor, hidden: Tensor, before: Tensor) -> Slopes:
@@ -257,7 +264,9 @@ def gru_slopes(inputs: Tensor, hidden: Tensor, before: Tensor) -> Slopes:
     return Slopes(hidden.unflatten(-1, (3, size)), keep, inner)
 
 
-def lstm_slopes(gates: Tensor, after: Tensor, c: Tensor, known: bool = False) -> Slopes:
+def lstm_slopes(
+    gates: Tensor, after: Tensor, c: Tensor, known: bool = False, resets: Resets | None = None
+) -> Slopes:
     """Return an LSTM's slopes.
 
     ``gates`` (L, B, 4 H) are the sums that enter the gates, or i, f, g, o themselves if ``known``.
@@ -271,7 +280,7 @@ def lstm_slopes(gates: Tensor, after: Tensor, c: Tensor, known: bool = False) ->
         g.tanh_()
         o.sigmoid_()
     keep = f.clone(memory_format=torch.contiguous_format)
-    before_c, after_c = _cell_states(keep, i * g, c)
+    before_c, after_c = _cell_states(keep, i * g, c, resets)
     tanh_c = after_c.tanh_()
     inner = torch.ops.aten.tanh_backward(o, tanh_c)
     torch.ops.aten.sigmoid_backward.grad_input(tanh_c, o, grad_input=o)
@@ -282,13 +291,17 @@ def lstm_slopes(gates: Tensor, after: Tensor, c: Tensor, known: bool = False) ->
     return Slopes(gates.unflatten(-1, (4, size)), keep, inner)
 
 
-def _cell_states(keep: Tensor, gain: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+def _cell_states(
+    keep: Tensor, gain: Tensor, c: Tensor, resets: Resets | None
+) -> tuple[Tensor, Tensor]:
     """Return an LSTM's c before and after each step: c_t = f_t c_{t−1} + (i g)_t."""
-    states = c.new_empty(len(keep) + 1, *c.shape)
-    states[0] = c
+    before, after = c.new_empty(keep.shape), c.new_empty(keep.shape)
     for t in range(len(keep)):
-        torch.addcmul(gain[t], keep[t], states[t], out=states[t + 1])
-    return states[:-1].clone(), states[1:]
+        before[t] = after[t - 1] if t else c
+        if resets is not None:
+            resets.enter(t, c=before[t])
+        torch.addcmul(gain[t], keep[t], before[t], out=after[t])
+    return before, after
 
 
 def pull(step: Slopes, hidden: Tensor, rows: Tensor) -> Tensor:

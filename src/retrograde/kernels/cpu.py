@@ -119,7 +119,7 @@ class ForwardInPlace(Forward):
         parts = ranges(len(h), 1 + h.numel() // _THREAD_ELEMENTS)
         for t in range(len(by_step[0])):
             if resets is not None:
-                resets.enter(t, state)
+                resets.enter(t, *state)
             if self.own is None:
                 torch.mm(h, hidden, out=self.sums)
             else:
@@ -465,7 +465,9 @@ def gru_slopes(inputs: Tensor, hidden: Tensor, before: Tensor) -> Slopes:
     return Slopes(hidden.unflatten(-1, (3, size)), keep, inner)
 
 
-def lstm_slopes(gates: Tensor, after: Tensor, c: Tensor, known: bool = False) -> Slopes:
+def lstm_slopes(
+    gates: Tensor, after: Tensor, c: Tensor, known: bool = False, resets: Resets | None = None
+) -> Slopes:
     """Do the same as :func:`retrograde.kernels.cells.lstm_slopes`, for either dtype on a CPU."""
     length, samples, size = after.shape
     work = length * samples * size * _ELEMENT_WORK
@@ -474,6 +476,7 @@ def lstm_slopes(gates: Tensor, after: Tensor, c: Tensor, known: bool = False) ->
         _share(functools.partial(cpu_slopes.lstm_gates, flat), length * samples, work)
     keep, inner = (after.new_empty(after.shape) for _ in range(2))
     arrays = [t.numpy() for t in (gates, after.contiguous(), c.clone(), keep, inner)]
+    arrays += _starts(resets, c)[:2]
     _share(functools.partial(cpu_slopes.lstm_slopes, *arrays), samples, work)
     return Slopes(gates.unflatten(-1, (4, size)), keep, inner)
 

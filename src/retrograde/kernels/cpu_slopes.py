@@ -3,7 +3,11 @@
 A row is one step of one sample. Other names are those of :mod:`retrograde.kernels.cells`.
 """
 
+import numpy as np
+from numpy.typing import NDArray
+
 from retrograde.kernels import cpu_cells as cell
+from retrograde.kernels.cpu_states import enter
 from retrograde.kernels.lanes import LANES, Reals, compiled, load, store
 
 __all__ = ["gru_slopes", "lstm_gates", "lstm_slopes"]
@@ -54,17 +58,28 @@ def lstm_gates(sums: Reals, first: int, last: int) -> None:
 
 @compiled  # type: ignore[untyped-decorator]
 def lstm_slopes(
-    gates: Reals, after: Reals, c: Reals, keep: Reals, inner: Reals, first: int, last: int
+    gates: Reals,
+    after: Reals,
+    c: Reals,
+    keep: Reals,
+    inner: Reals,
+    starts: NDArray[np.bool_],
+    entry: Reals,
+    first: int,
+    last: int,
 ) -> None:
     """Compute an LSTM's slopes for samples first … last − 1.
 
     ``gates`` are i, f, g, o, overwritten by s_i, s_f, s_g, s_o. ``inner`` receives e, and ``keep``
     receives f. ``c`` (B, H), before the first step, is overwritten by that after the last.
+    ``starts`` and ``entry`` are those of ``cpu_states``.
     """
     samples, size = c.shape
     flat, h, cells = gates.reshape(-1), after.reshape(-1), c.reshape(-1)
     kept, e = keep.reshape(-1), inner.reshape(-1)
     for t in range(gates.shape[0]):
+        if starts.shape[0]:
+            enter(starts[t], entry, c, size, first, last)
         for b in range(first, last):
             for j in range(0, size, LANES):
                 left, row = size - j, (t * samples + b) * size

@@ -20,7 +20,7 @@ from retrograde.kernels.cpu_cells import gru_gates, lstm_gates, rnn_state
 from retrograde.kernels.lanes import LANES, Reals, compiled, load, store, tanh
 from retrograde.kernels.tiles import product
 
-__all__ = ["run_gru", "run_lstm", "run_rnn"]
+__all__ = ["enter", "run_gru", "run_lstm", "run_rnn"]
 
 
 @compiled  # type: ignore[untyped-decorator]
@@ -42,7 +42,7 @@ def run_rnn(
     x, states, y = driven.reshape(-1), h.reshape(-1), outputs.reshape(-1)
     for t in range(driven.shape[0]):
         if starts.shape[0]:
-            _enter(starts[t], entry, h, 0, first, last)
+            enter(starts[t], entry, h, 0, first, last)
         if hidden.shape[0]:
             own[:] = 0
             product(states, first * size, size, last - first, hidden, width, own)
@@ -74,7 +74,7 @@ def run_gru(
     x, states, y = driven.reshape(-1), h.reshape(-1), outputs.reshape(-1)
     for t in range(driven.shape[0]):
         if starts.shape[0]:
-            _enter(starts[t], entry, h, 0, first, last)
+            enter(starts[t], entry, h, 0, first, last)
         if hidden.shape[0]:
             for b in range(last - first):
                 own[b * width : b * width + 3 * size] = bias
@@ -118,9 +118,9 @@ def run_lstm(
     cells, cells_before = c.reshape(-1), before.reshape(-1)
     for t in range(driven.shape[0]):
         if starts.shape[0]:
-            _enter(starts[t], entry, c, size, first, last)
+            enter(starts[t], entry, c, size, first, last)
             if outputs.shape[0]:
-                _enter(starts[t], entry, h, 0, first, last)
+                enter(starts[t], entry, h, 0, first, last)
         if hidden.shape[0]:
             own[:] = 0
             product(states, first * size, size, last - first, hidden, width, own)
@@ -150,7 +150,7 @@ def run_lstm(
 
 
 @compiled  # type: ignore[untyped-decorator]
-def _enter(
+def enter(
     starts: NDArray[np.bool_], entry: Reals, state: Reals, column: int, first: int, last: int
 ) -> None:
     """Overwrite the rows of ``state`` (B, H) that begin anew by ``entry``, from a column on."""

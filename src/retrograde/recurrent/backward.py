@@ -30,7 +30,7 @@ class LayerBackward:
     ``totals``, by the names of the weights, are complete after ``finish``. ``rows`` is the most
     rows of a piece of several steps. ``chunk`` is the steps in a chunk of a scan; None runs no
     scan. ``at_once`` sums gradients of weights in place, which takes
-    less memory and rounds more.
+    less memory and rounds more. ``resets`` says whether blocks have them.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class LayerBackward:
         chunk: int | None = None,
         means: Means = "loops",
         at_once: bool = False,
+        resets: bool = False,
     ) -> None:
         hidden = weights.hidden
         on_cpu = hidden.device.type == "cpu"
@@ -51,6 +52,8 @@ class LayerBackward:
         self.use = kernels(hidden.device.type, hidden.dtype, weights.size)
         if means == "blas":
             self.use = blas_kernels()
+        if resets:
+            self.use = self.use.resetting
         if chunk is not None and on_cpu:  # a GPU would have to be waited for
             self.chunk = safe_chunk(hidden, chunk)
         small = batch > 1 and hidden.numel() <= LARGE  # there are samples to divide among threads
@@ -73,8 +76,9 @@ class LayerBackward:
         if self.in_one_loop:
             return self._in_one_loop(block, dy, g, dx)
         weights, known = self.weights, None if block.kept is None else block.kept.gates
-        c = block.c if block.kept is None else block.kept.cells[0]
-        steps = slopes(weights, block.x, block.before, block.after, c, self.use.gates, known)
+        c, anew = block.c if block.kept is None else block.kept.cells[0], block.resets
+        given = weights, block.x, block.before, block.after, c, self.use.gates, known
+        steps = slopes(*given, anew)
         if self.chunk is not None:
             losses = None if dy is None else _laid(dy, g)
             g = self.use.scan(steps, weights.hidden, losses, g, self.chunk)
@@ -82,7 +86,8 @@ class LayerBackward:
             self.sweep = self.sweep or self.use.sweep_with(weights.hidden)
             for part in self._parts(dy, samples=len(g)):
                 losses = None if dy is None else _laid(dy[part], g)
-                g = self.sweep(steps.at(part), losses, g)
+                resets = () if anew is None else (anew.at(part),)
+                g = self.sweep(steps.at(part), losses, g, *resets)
                 del losses  # before the next copy is made
         self._add_products(steps, block, dx)
         return g
@@ -105,7 +110,7 @@ class LayerBackward:
         if self.weights.kind == "LSTM" and block.kept is None:
             assert self.use.recall is not None
             assert block.c is not None
-            kept = self.use.recall(self.weights, block.x, block.before, block.c)
+            kept = self.use.recall(self.weights, block.x, block.before, block.c, block.resets)
             block = replace(block, kept=kept)
         for part in self._parts(dy, samples=len(g)):
             losses = None if dy is None else _laid(dy[part], g)

@@ -21,6 +21,8 @@ from torch.nn.utils.rnn import PackedSequence
 from retrograde.errors import CellError, InputError, RetrogradeError
 from retrograde.plan.fit import Fit
 from retrograde.recurrent.call import Call, StackFit
+from retrograde.recurrent.fused import has_slopes
+from retrograde.recurrent.resets import Anew, read_starts
 from retrograde.recurrent.scheduled import find_plan
 from retrograde.recurrent.vendor import is_too_long
 from retrograde.recurrent.weights import over_weights
@@ -84,7 +86,9 @@ class BudgetedRNN(nn.RNNBase):
         self._fits: LRUCache[Any] = LRUCache()
         self._check_asked()
 
-    def forward(self, input: Any, hx: Any = None) -> Any:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, input: Any, hx: Any = None, *, reset: Any = None, reset_state: Any = None
+    ) -> Any:
         """Run the layers as torch's module does; the options decide how the gradient is computed.
 
         Args:
@@ -92,6 +96,10 @@ class BudgetedRNN(nn.RNNBase):
                 ``PackedSequence``. The outputs have the same layout.
             hx: the initial state, (layers · directions, B, H), or without B; for an LSTM, the pair
                 (h, c). None means zeros.
+            reset: a bool tensor (T, B), or (B, T) with ``batch_first``, true before each step at
+                which a sample begins anew; packed as the input if that is. Nothing crosses such a
+                boundary, in either direction.
+            reset_state: the state with which it does, in the form of ``hx``. None means zeros.
 
         Raises:
             CellError: the options exclude each other.
@@ -101,6 +109,10 @@ class BudgetedRNN(nn.RNNBase):
             BudgetError: the budget is too small for these shapes; the message names the least one.
             RetrogradeError: the call is transformed or traced, as by ``torch.func``.
         """
+        if reset is not None:
+            return self._forward_anew(input, hx, reset, reset_state)
+        if reset_state is not None:
+            raise InputError("got reset_state without reset: expected both, or neither")
         if is_exporting() or not (self._options() or self._is_long(input)):
             return super().forward(input, hx)
         return self._forward_as_asked(input, hx)
@@ -130,6 +142,29 @@ class BudgetedRNN(nn.RNNBase):
         if found is None:
             return super(BudgetedRNN, over_weights(self, weights, type(self))).forward(input, hx)
         return self._laid_out(input, *found)
+
+    @uncompiled
+    def _forward_anew(self, input: Any, hx: Any, reset: Any, reset_state: Any) -> Any:
+        self._check_asked()
+        self._update_flat_weights()  # type: ignore[no-untyped-call]
+        weights: Any = self._flat_weights
+        call = self._call_of(input, hx, weights, reset, reset_state)
+        assert call.resets is not None
+        tensors = [call.x, *call.state, *call.resets.state, *weights]
+        refuse_transforms(tensors, ["reset"])
+        refuse_sharded([self], tensors)
+        held = has_slopes(call.nets(weights)[0]) and (self.memory is None or call.runs_held)
+        if not held or self.schedule is not None or self.backward or is_unreal(tensors):
+            options = [name for name in self._options() if name != "memory"]
+            raise CellError(
+                f"got reset= with {' and '.join(f'{name}=' for name in options) or 'these layers'}"
+                ": expected float32 or float64 layers of real numbers, without projections and "
+                "outside autocast, with memory= or no option; leave reset= out, or the rest"
+            )
+        wanted = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        if wanted and self.memory is not None:
+            return self._laid_out(input, *call.run(find_plan(call, self.memory)))
+        return self._laid_out(input, *call.run_held(scans=False))
 
     def _options(self) -> list[str]:
         """Return the names of the options that are set."""
@@ -240,15 +275,30 @@ class BudgetedRNN(nn.RNNBase):
             return (hx,) if isinstance(hx, Tensor) else None
         return tuple(hx) if isinstance(hx, tuple | list) and len(hx) == 2 else None
 
-    def _call_of(self, input: Any, hx: Any) -> Call:
+    def _call_of(
+        self,
+        input: Any,
+        hx: Any,
+        weights: list[Tensor] | None = None,
+        reset: Any = None,
+        reset_state: Any = None,
+    ) -> Call:
         """Return the call with these arguments, with the weights as they were last computed."""
-        hidden = self._state_of(hx)
-        if hidden is None:
+        hidden, entry = self._state_of(hx), self._state_of(reset_state)
+        if hidden is None or entry is None:
+            given = hx if hidden is None else reset_state
             raise InputError(
-                f"the initial state is a {type(hx).__name__}: expected "
+                f"the {'initial' if hidden is None else 'reset'} state is a "
+                f"{type(given).__name__}: expected "
                 + ("the pair (h, c)" if self.mode == "LSTM" else "a tensor")
             )
-        return self._read(input, hidden)
+        call = self._read(input, hidden, weights)
+        if reset is not None:
+            begun = call if not entry else self._read(input, entry, weights)
+            state = begun.state if entry else self._zeros(call.batch, call.x)
+            starts = read_starts(reset, input, self.batch_first, bool(self.bidirectional))
+            call.resets = Anew(starts, [*state])
+        return call
 
     def _read(self, input: Any, hidden: State, weights: list[Tensor] | None = None) -> Call:
         """Return the call with these arguments, its inputs time first or packed."""

@@ -20,6 +20,7 @@ from retrograde.recurrent.core import HeldLayers
 from retrograde.recurrent.dropout import Dropout
 from retrograde.recurrent.fused import Fused, has_slopes, held_plan
 from retrograde.recurrent.plan import HeldPlan
+from retrograde.recurrent.resets import Anew
 from retrograde.recurrent.vendor import Kernel, Layers, Mode, laid_out, run_torch
 from retrograde.recurrent.weights import last_weights
 from retrograde.run.autograd import run_schedule, run_without_gradient
@@ -84,6 +85,7 @@ class Call:
         weights: in torch's order; None for the weights that were last computed.
         given: whether the caller gave the state; otherwise it is zeros.
         sorts: whether a packed batch had to be sorted.
+        resets: where samples begin anew.
     """
 
     def __init__(
@@ -96,10 +98,11 @@ class Call:
         weights: Tensors | None = None,
         given: bool = True,
         sorts: bool = False,
+        resets: Anew | None = None,
     ) -> None:
         self.module, self.x, self.state, self.sizes = module, x, state, sizes
         self.weights = last_weights(module) if weights is None else weights
-        self.given, self.sorts = given, sorts
+        self.given, self.sorts, self.resets = given, sorts, resets
         self.length = len(x) if sizes is None else len(sizes)
         # Lengths are rounded down to a power of two, 256 at most, so that few of them are measured.
         self.measured_length = 1 << min(self.length, LONGEST_MEASURED).bit_length() - 1
@@ -140,6 +143,12 @@ class Call:
             return [list(self.state)]
         return [list(parts) for parts in zip(*(s.split(2) for s in self.state), strict=True)]
 
+    def anew(self, number: int) -> Anew | None:
+        """Return where samples begin anew in the recurrence with this number."""
+        if self.resets is None or not self.is_stack:
+            return self.resets
+        return self.resets.divided()[number]
+
     def masks(self, number: int, key: Tensor | None) -> Dropout | None:
         """Return the dropout before layers of the recurrence with this number."""
         if key is None or (self.bidirectional and number == 0):
@@ -176,7 +185,8 @@ class Call:
         x, finals = self.x, []
         nets = self.nets(_apart(self.weights))
         for number, (net, state) in enumerate(zip(nets, self.states(), strict=True)):
-            x, final = self._run(*plan.parts[number], net, x, state, self.masks(number, key))
+            given = self.masks(number, key), self.anew(number)
+            x, final = self._run(*plan.parts[number], net, x, state, *given)
             finals.append(final)
         if len(finals) == 1:
             return x, tuple(finals[0])
@@ -190,6 +200,7 @@ class Call:
         x: Tensor,
         state: Tensors,
         masks: Dropout | None,
+        resets: Anew | None,
     ) -> tuple[Tensor, Tensors]:
         """Run one recurrence by a schedule. Returns the outputs and the last state."""
         held = isinstance(runner, HeldPlan)
@@ -197,7 +208,7 @@ class Call:
         net = laid_out(net, apart=held or masks is not None)
         core: Core
         if isinstance(runner, HeldPlan):
-            core = HeldLayers(net, layout, self.batch, runner, masks=masks)
+            core = HeldLayers(net, layout, self.batch, runner, masks=masks, resets=resets)
         else:
             core = Fused(net, runner, masks, self.sizes is not None)
         if held or torch.is_grad_enabled():
@@ -210,7 +221,9 @@ class Call:
     def shapes(self) -> Any:
         """Return everything that the bytes of a range depend on, except its length."""
         module, x, kind = self.module, self.x, self.x.device.type
+        resets = None if self.resets is None else [t.requires_grad for t in self.resets.state]
         return (
+            repr(resets),
             (module.backward, self.has_dropout and module.dropout, x.shape[1:]),
             (self.sizes is None, self.given, self.sorts, sums_at_once(self.length, self.batch)),
             *(tuple(s.shape) for s in self.state),

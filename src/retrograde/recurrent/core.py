@@ -19,8 +19,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from retrograde.errors import RetrogradeError
 from retrograde.kernels import blas_kernels, kernels
-from retrograde.kernels.cells import Block, Kept, Weights
+from retrograde.kernels.cells import Block, Kept, Resets, Weights
 from retrograde.kernels.team import paced
 from retrograde.recurrent.backward import LayerBackward
 from retrograde.recurrent.bytes import Means, sums_at_once
@@ -28,6 +29,7 @@ from retrograde.recurrent.dropout import Dropout
 from retrograde.recurrent.forward import LayerForward, room_for
 from retrograde.recurrent.pieces import Piece, cut
 from retrograde.recurrent.plan import HeldPlan
+from retrograde.recurrent.resets import Anew
 from retrograde.recurrent.vendor import Layers, one_by_one, run_torch
 from retrograde.replay.surroundings import Ambient
 from retrograde.run.core import Core, Emit, Gate, Gradients, Tape, discard
@@ -70,10 +72,14 @@ class HeldLayers(Core):
         plan: HeldPlan,
         *,
         masks: Dropout | None = None,
+        resets: Anew | None = None,
     ) -> None:
         self.net, self.rows, self.batch, self.chunk = net, rows, batch, plan.chunk
         self.kept, self.block = plan.kept, min(plan.block, rows.length * batch)
         self.masks, self.at_once = masks, sums_at_once(rows.length, batch)
+        self.resets = resets
+        #: The gradients of the states with which samples begin anew, while a range goes backward.
+        self.to_entries: Tensor | None = None
         weight = net.weights[1]
         self.ambient = Ambient(weight.device)
         self.kind, self.size, self.count = net.mode, weight.shape[1], net.count
@@ -92,7 +98,8 @@ class HeldLayers(Core):
 
     @cached_property
     def parameters(self) -> Tensors:
-        return [w for w in self.net.weights if w.requires_grad]
+        entry = () if self.resets is None else self.resets.state
+        return [t for t in (*self.net.weights, *entry) if t.requires_grad]
 
     @cached_property
     def sizes(self) -> list[int] | None:
@@ -113,6 +120,11 @@ class HeldLayers(Core):
     def ordinary(
         self, layout: Layout, inputs: Tensors, state: Tensors, gate: Gate
     ) -> tuple[Tensors, Tensors, Tensors]:
+        if self.resets is not None:
+            raise RetrogradeError(
+                "a second derivative with reset=: expected a first one only; leave out reset=, or "
+                "run each episode by itself"
+            )
         net, (x,) = replace(self.net, weights=gate(self.net.weights)), inputs
         steps = torch.arange(self.rows.length, device=x.device)
         y, after = one_by_one(run_torch, self.masks, steps, net, x, state, self.rows.sizes)
@@ -143,7 +155,7 @@ class HeldLayers(Core):
                         top = k == self.count - 1 and emit not in (None, discard)
                         own, given = [s[k, : piece.samples] for s in after], y
                         y = self._output(inputs, 0, piece) if top else _room(given, self.size)
-                        run(given, own, y)
+                        run(given, own, y, None, self._anew(0, k, piece))
             found.append(after if b == stops[-1] else [s.clone() for s in after])
         return found
 
@@ -168,11 +180,21 @@ class HeldLayers(Core):
             for t, g in zip(tape.state_after, gradients.states, strict=True)
         ]
         g = torch.cat([s.to(self.real) for s in given], -1)
+        if self.resets is not None:
+            self.to_entries = torch.zeros_like(self.resets.entries)
         for number in range(len(self.tracks)):
             own = slice(number * self.count, (number + 1) * self.count)
             self._backpropagate(tape, gradients, number, g[own])
         dtype = tape.first[0].dtype
         gradients.states = [part.to(dtype).contiguous() for part in g.split(self.size, -1)]
+        if self.resets is not None and self.to_entries is not None:
+            totals = {id(t): g for t, g in zip(self.parameters, gradients.parameters, strict=True)}
+            parts = self.to_entries.split(self.size, -1)
+            for t, part in zip(self.resets.state, parts, strict=True):
+                total = totals.get(id(t))
+                if total is not None:
+                    total += part
+            self.to_entries = None
 
     def _record(
         self,
@@ -209,7 +231,7 @@ class HeldLayers(Core):
             # In a second run the caller's outputs exist already.
             direct = not top or (emits and y.is_contiguous() and len(self.tracks) == 1)
             into = y if direct else _room(x, self.size)
-            run(x, state, into, room)
+            run(x, state, into, room, self._anew(number, k, piece))
             if emits and not direct:
                 y.copy_(into.flip(0) if number else into)
             del x, into  # before the next ones are made
@@ -235,14 +257,18 @@ class HeldLayers(Core):
         after = self._read(self._output(inputs, number, piece), number)
         before = torch.cat([h.unsqueeze(0), after[:-1]])
         h.copy_(after[-1])
+        resets = self._anew(number, self.count - 1, piece)
+        if resets is not None:
+            resets.enter(slice(None), before)
         x = self._given(tape, inputs, number, self.count - 1, piece)
-        return self.recall(weights, x, before, *c)
+        return self.recall(weights, x, before, *c, resets)
 
     def _backpropagate(self, tape: _Held, gradients: Gradients, number: int, g: Tensor) -> None:
         """Backpropagate a track; g (layers, B, n) goes from after the range to before it."""
         pieces = self._pieces(number, tape.start, tape.stop)
         totals = self._totals(number, gradients.parameters)
         options: Any = {"chunk": self.chunk, "at_once": self.at_once}
+        options["resets"] = self.resets is not None
         passes = [
             LayerBackward(w.cast(self.real), total, self.batch, self.block, means=means, **options)
             for w, total, means in zip(self.tracks[number], totals, self.back, strict=True)
@@ -283,8 +309,21 @@ class HeldLayers(Core):
         before = torch.cat([entering.unsqueeze(0), after[:-1]])
         c = tape.marks.pop((number, k, piece), None)
         kept = tape.kept.pop((number, k, piece), None)
-        x = self._given(tape, read, number, k, piece)
-        return Block(x, before, after, c, kept).cast(self.real)
+        x, resets = self._given(tape, read, number, k, piece), self._anew(number, k, piece)
+        if resets is not None:
+            resets.enter(slice(None), before)
+        return Block(x, before, after, c, kept, resets).cast(self.real)
+
+    def _anew(self, number: int, k: int, piece: Piece) -> Resets | None:
+        """Return where the samples of a piece begin anew, in the order of a track."""
+        if self.resets is None:
+            return None
+        starts = self._rows(self.resets.starts[number], piece)[..., 0]
+        starts = (starts.flip(0) if number else starts).contiguous()
+        own = number * self.count + k, slice(piece.samples)
+        entries = self.resets.entries
+        into = entries if self.to_entries is None else self.to_entries
+        return Resets(starts, entries[own], into[own])
 
     def _states(self, tape: _Held, inputs: Inputs, number: int, k: int, piece: Piece) -> Tensor:
         """Return h after every step of a piece (L, n, H)."""

@@ -1,13 +1,14 @@
 """The forward pass of one layer in one direction; it records at most an LSTM's gates."""
 
 from functools import partial
+from itertools import pairwise
 from math import inf
 
 import torch
 from torch import Tensor
 
 from retrograde.kernels import Forward, kernels
-from retrograde.kernels.cells import Kept, Weights
+from retrograde.kernels.cells import Kept, Resets, Weights
 from retrograde.measure.allocations import measure
 from retrograde.plan.fit import Curve
 from retrograde.recurrent.bytes import FORWARD_BYTES
@@ -61,14 +62,25 @@ class LayerForward:
         self.forward: Forward | None = None
         self.samples = -1
 
-    def __call__(self, x: Tensor, state: Tensors, y: Tensor, kept: Kept | None = None) -> None:
+    def __call__(
+        self,
+        x: Tensor,
+        state: Tensors,
+        y: Tensor,
+        kept: Kept | None = None,
+        resets: Resets | None = None,
+    ) -> None:
         """Run inputs x (L, n, I) and write the outputs to y (L, n, H).
 
         The state is (h,) or (h, c), each (n, H), and is overwritten. ``kept`` receives an LSTM's
         gates and cells.
         """
         if self.make is None:
-            run_by_torch(self.weights, x, state, y)
+            anew = [] if resets is None else resets.starts.any(-1).nonzero().flatten().tolist()
+            for a, b in pairwise(sorted({0, *anew, len(x)})):
+                if resets is not None:
+                    resets.enter(a, *state)
+                run_by_torch(self.weights, x[a:b], state, y[a:b])
             return
         if self.samples != x.shape[1]:
             self.samples, self.forward = x.shape[1], None  # release the old one first
@@ -83,7 +95,8 @@ class LayerForward:
             cells = None
             if kept is not None:
                 gates, cells = kept.gates[part], kept.cells[part]
-            self.forward(x[part].contiguous(), tuple(state), y[part], gates, cells)
+            own = None if resets is None else resets.at(part)
+            self.forward(x[part].contiguous(), tuple(state), y[part], gates, cells, own)
 
 
 @torch.no_grad()

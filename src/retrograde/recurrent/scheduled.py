@@ -131,7 +131,7 @@ def _held_planner(call: Call, ordinary: Ordinary, memory: Memory | None) -> Plan
         extra=_extra_bytes(call),
         copied=copied,
         gradient_copy=ordinary.gradient_copy,
-        torchs=not (call.has_dropout or is_too_long(x, call.length)),
+        torchs=not (call.has_dropout or call.resets or is_too_long(x, call.length)),
         certain=by == "loops" or ordinary.is_certain(call.length),
     )
 
@@ -256,10 +256,13 @@ def _plan(call: Call, held: HeldPlan | None, fit: Fit) -> Plan:
 
 def _extra_bytes(call: Call) -> int:
     """Return the additional bytes of a packed batch: states of sequences that have ended, their
-    gradients, and sorted copies."""
-    if call.sizes is None:
-        return 0
-    return (6 if call.sorts else 3) * sum(s.nbytes for s in call.state)
+    gradients, and sorted copies. Return also those of resets: the states, in two forms, their
+    gradients, and where samples begin anew."""
+    state = sum(s.nbytes for s in call.state)
+    extra = 0 if call.sizes is None else (6 if call.sorts else 3) * state
+    if call.resets is not None:
+        extra += 4 * state + 2 * sum(starts.nbytes for starts in call.resets.starts)
+    return extra
 
 
 def _ordinary(call: Call, memory: Memory | None) -> Ordinary:
