@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from oracles.networks import relative_error
-from retrograde.kernels import cpu, cpu_backward, cpu_slopes, cpu_states, cpu_sweep
+from retrograde.kernels import cpu, cpu_backward, cpu_layer, cpu_slopes, cpu_states, cpu_sweep
 from retrograde.kernels import sweep as plain
 from retrograde.kernels.cells import GATES, Block, Kept, Weights, slopes
 from retrograde.recurrent.forward import run, run_by_torch
@@ -56,7 +56,7 @@ class Layer:
 
 
 def go_back(layer, block, dy, g, dx, totals, at_once=False):
-    loops = cpu.Backward(layer.weights, totals, g.shape[0], len(block.x), at_once=at_once)
+    loops = cpu_layer.Backward(layer.weights, totals, g.shape[0], len(block.x), at_once=at_once)
     first = loops.add(block, dy, g, dx)
     loops.finish()
     return first
@@ -167,7 +167,7 @@ def test_blocks_are_added_to_one_another_and_to_the_totals(kind, dtype, sizes, a
     first = go_back(layer, block, layer.dy, layer.g, whole, expected)
     found, dx, g = layer.zeros(), torch.empty_like(layer.x), layer.g
     for rounds in (1, 2):  # what is finished is not added again
-        loops, g = cpu.Backward(layer.weights, found, sizes[1], 50, at_once=at_once), layer.g
+        loops, g = cpu_layer.Backward(layer.weights, found, sizes[1], 50, at_once=at_once), layer.g
         for start, stop in ((43, sizes[0]), (42, 43), (0, 42)):
             steps = slice(start, stop)
             kept = layer.kept and layer.kept.at(steps)

@@ -9,6 +9,7 @@ import torch
 from retrograde.kernels import cpu, kernels
 from retrograde.kernels.cells import GATES, Slopes, Weights, jacobians, slopes
 from retrograde.kernels.sweep import carry, products, safe_chunk, scan, sweep, trusted
+from retrograde.kernels.team import share
 from retrograde.scan.blelloch import blelloch, chunked, gradients, hybrid, linear
 from retrograde.scan.elements import Dense
 
@@ -175,7 +176,7 @@ def test_a_threads_error_is_the_callers(monkeypatch):
             raise MemoryError("in a thread")
 
     with pytest.raises(MemoryError, match="in a thread"):
-        cpu._share(kernel, 4, 10)
+        share(kernel, cpu.parts_for(4, 10))
 
 
 def amid(tensor, poison):

@@ -8,6 +8,9 @@ import torch
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import retrograde as rg
+from retrograde.errors import InputError
+from retrograde.kernels import kernels
+from retrograde.recurrent import backward, core, forward
 
 KINDS = {"RNN": {}, "ReLU": {"nonlinearity": "relu"}, "GRU": {}, "LSTM": {}}
 
@@ -158,3 +161,64 @@ def test_drawn_modules_against_a_loop(seed):
         del y, last, found
         if net.memory is not None and budget == 1:
             assert rg.measure(call).working_bytes <= net.memory
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("memory", [None, "100%", "20%"])
+def test_torchs_operations_begin_anew_as_the_loops_do(kind, memory, monkeypatch):
+    """Those are what a GPU runs."""
+    net = made(kind, 3, 5, 2, memory=memory, dtype=torch.float64)
+    x = torch.randn(300, 4, 3, dtype=torch.float64, requires_grad=True)
+    starts = torch.rand(300, 4) < 0.1
+    entry = [torch.randn(2, 4, 5, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    entry = entry if kind == "LSTM" else entry[:1]
+    found = []
+    for plain in (False, True):
+        if plain:
+            for module in (backward, core, forward):
+                monkeypatch.setattr(module, "kernels", lambda *_: kernels("cpu", torch.half, 5))
+        y, _ = net(x, reset=starts, reset_state=as_given(net, entry))
+        leaves = [x, *entry, *net.parameters()]
+        found.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
+    for a, b in zip(*found, strict=True):
+        assert (a - b).norm() <= 1e-12 * (1 + b.norm())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_where_nothing_begins_anew_the_call_is_the_same(kind):
+    net = made(kind, 3, 8, memory="20%")
+    x = torch.randn(300, 4, 3, requires_grad=True)
+    y, _ = net(x)
+    (expected,) = torch.autograd.grad(y.square().sum(), x)
+    z, _ = net(x, reset=torch.zeros(300, 4, dtype=torch.bool))
+    (found,) = torch.autograd.grad(z.square().sum(), x)
+    assert torch.equal(y, z)
+    assert torch.equal(found, expected)
+    with torch.no_grad():
+        assert torch.equal(net(x, reset=torch.zeros(300, 4, dtype=torch.bool))[0], z)
+    one = net(x[:, 0], reset=torch.zeros(300, dtype=torch.bool))[0]  # without a batch
+    assert (one - z[:, 0]).abs().max() <= 1e-5
+
+
+def test_refusals():
+    x, starts = torch.randn(20, 2, 3), torch.zeros(20, 2, dtype=torch.bool)
+    lstm = rg.LSTM(3, 4)
+    with pytest.raises(InputError, match=r"expected a bool tensor \(20, 2\)"):
+        lstm(x, reset=starts.t())
+    with pytest.raises(InputError, match=r"torch.float32 \(20, 2\)"):
+        lstm(x, reset=starts.float())
+    with pytest.raises(InputError, match="without reset"):
+        lstm(x, reset_state=(torch.zeros(1, 2, 4),) * 2)
+    with pytest.raises(InputError, match="the reset state is a Tensor: expected the pair"):
+        lstm(x, reset=starts, reset_state=torch.zeros(1, 2, 4))
+    with pytest.raises(RuntimeError, match="Expected hidden"):
+        lstm(x, reset=starts, reset_state=(torch.zeros(1, 3, 4),) * 2)
+    with pytest.raises(rg.CellError, match="got reset= with backward="):
+        rg.LSTM(3, 4, backward="scan")(x, reset=starts)
+    with pytest.raises(rg.CellError, match="got reset= with schedule="):
+        rg.LSTM(3, 4, schedule=rg.plan(20, 3))(x, reset=starts)
+    with pytest.raises(rg.CellError, match="without projections"):
+        rg.LSTM(3, 4, proj_size=2)(x, reset=starts)
+    y, _ = lstm(x.requires_grad_(), reset=starts)
+    with pytest.raises(rg.RetrogradeError, match="a second derivative with reset="):
+        torch.autograd.grad(y.sum(), x, create_graph=True)

@@ -27,7 +27,7 @@ State = tuple[Tensor, ...]
 
 
 class Forward(Protocol):
-    """The interface of :class:`retrograde.kernels.cpu.Forward`."""
+    """The interface of :class:`retrograde.kernels.cpu_layer.Forward`."""
 
     def __init__(self, weights: Weights, samples: int) -> None: ...
 
@@ -45,7 +45,7 @@ class Forward(Protocol):
 
 
 class Backward(Protocol):
-    """The interface of :class:`retrograde.kernels.cpu.Backward`."""
+    """The interface of :class:`retrograde.kernels.cpu_layer.Backward`."""
 
     def __init__(
         self,
@@ -104,10 +104,10 @@ class Kernels:
 def kernels(device: str, dtype: torch.dtype, size: int) -> Kernels:
     """Return the fastest implementation for a device type, a dtype and H hidden units."""
     if device == "cpu" and dtype in (torch.float32, torch.float64):
-        from retrograde.kernels import cpu
+        from retrograde.kernels import cpu, cpu_layer
 
         slopes = cpu.gru_slopes, cpu.lstm_slopes
-        layer = cpu.Forward, cpu.Backward, cpu.recall, cpu.panels
+        layer = cpu_layer.Forward, cpu_layer.Backward, cpu_layer.recall, cpu.panels
         return Kernels("numba", cpu.sweep, cpu.scan, slopes, cpu.products, *layer)
     if device == "cuda" and dtype == torch.float32 and importlib.util.find_spec("triton"):
         from retrograde.kernels.cuda import launch as cuda
@@ -140,7 +140,7 @@ def _plain() -> Kernels:
 
 def blas_kernels() -> Kernels:
     """Return the CPU kernels that take least memory: they make no copy of the weights."""
-    from retrograde.kernels import cpu
+    from retrograde.kernels import cpu, cpu_layer
 
-    slopes = cpu.gru_slopes, cpu.lstm_slopes
-    return Kernels("numba", cpu.sweep_in_place, cpu.scan, slopes, cpu.products, cpu.ForwardInPlace)
+    slopes, forward = (cpu.gru_slopes, cpu.lstm_slopes), cpu_layer.ForwardInPlace
+    return Kernels("numba", cpu.sweep_in_place, cpu.scan, slopes, cpu.products, forward)

@@ -1,4 +1,4 @@
-"""The loops of :mod:`retrograde.kernels.cpu` that do a layer's whole backward pass.
+"""The loops of :mod:`retrograde.kernels.cpu_layer` that do a layer's whole backward pass.
 
 A thread takes its samples from the last step to the first, a few steps at a time. For these steps
 it computes slopes, the recurrence, and the products with inputs, states and weights. So
@@ -116,8 +116,8 @@ def backward_lstm(
 ) -> None:
     """Backpropagate an LSTM, for samples first … last − 1.
 
-    ``gates`` are i, f, g, o (L, B, 4 H), ``after`` is h after each step (L, B, H), and ``cells`` is
-    c before each step (L, B, H).
+    ``gates`` are i, f, g, o (L, B, 4 H). ``after`` is h after each step, and ``cells`` is c before
+    it, each (L, B, H).
     """
     samples, size = of.g.shape[0], of.g.shape[1] // 2
     stride, wide, each = row_length(4 * size), whole_vectors(size), last - first

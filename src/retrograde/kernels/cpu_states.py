@@ -1,4 +1,4 @@
-"""The loops of :mod:`retrograde.kernels.cpu` that run a layer forward.
+"""The loops of :mod:`retrograde.kernels.cpu_layer` that run a layer forward.
 
 They run the samples first … last − 1. Their arrays are:
 

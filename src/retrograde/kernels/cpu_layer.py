@@ -1,0 +1,313 @@
+"""A recurrent layer on a CPU: its forward and backward passes, by compiled loops.
+
+A step of a sample is a few elementwise products, and one product of a short vector with the hidden
+weights. The call of each takes torch microseconds. Here a step is a compiled loop, and each thread
+takes its samples through all steps. The inputs' part of the gates is one matrix product for a
+whole block of steps. The dtype is float32 or float64.
+
+The references are torch's own kernel for :class:`Forward`, and for :class:`Backward` the functions
+of :mod:`retrograde.kernels.sweep` and :mod:`retrograde.kernels.cells`. The loops are in
+``cpu_states`` and ``cpu_backward``, and the formulas of the cells in ``cpu_cells``. Vectors are in
+``lanes``, and matrix products in ``tiles``.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retrograde.kernels import cpu_backward, cpu_states
+from retrograde.kernels.cells import Block, Kept, Kind, Resets, Weights
+from retrograde.kernels.cpu import ELEMENT_WORK, no_panels, parts_for, starts_of, steps_parts
+from retrograde.kernels.lanes import LANES
+from retrograde.kernels.team import share
+from retrograde.kernels.tiles import panels, whole_vectors
+
+__all__ = ["Backward", "Forward", "ForwardInPlace", "recall"]
+
+State = tuple[Tensor, ...]
+
+
+class Forward:
+    """A layer's forward pass for B samples, one range of steps at each call."""
+
+    in_panels = True
+
+    def __init__(self, weights: Weights, samples: int) -> None:
+        self.weights, rows = weights, weights.inputs.shape[0]
+        self.bias, self.own = _biases(weights)
+        hidden = panels(weights.hidden.t()) if self.in_panels else no_panels(weights.hidden)
+        self.fixed = [hidden.numpy()] if self.own is None else [self.own.numpy(), hidden.numpy()]
+        width = int(whole_vectors(rows)) if self.in_panels else rows
+        self.sums = weights.hidden.new_empty(samples, width)
+        self.work = samples * rows * (weights.size + ELEMENT_WORK // 4)
+
+    def room(self, steps: int) -> Tensor:
+        """Return an uninitialized tensor for the gates of ``steps`` steps (L, B, K·H)."""
+        return self.sums.new_empty(steps, len(self.sums), len(self.weights.inputs))
+
+    def __call__(
+        self,
+        x: Tensor,
+        state: State,
+        outputs: Tensor,
+        gates: Tensor,
+        cells: Tensor | None = None,
+        resets: Resets | None = None,
+    ) -> None:
+        """Run the layer on inputs x (L, B, I).
+
+        Args:
+            x: the inputs.
+            state: (h,) or (h, c), each (B, H) and contiguous; overwritten by the state after.
+            outputs: receives h after each step (L, B, H).
+            gates: scratch memory (L, B, K·H). An LSTM's receive i, f, g, o. An RNN's may be the
+                same tensor as the outputs.
+            cells: receives an LSTM's c before each step (L, B, H), if given.
+            resets: where samples begin anew.
+        """
+        _drive(self.weights.inputs, self.bias, x, gates)
+        by_step = [gates.numpy(), outputs.numpy()]
+        if self.weights.kind == "LSTM":
+            by_step.append((outputs[:0] if cells is None else cells).numpy())
+        self._run(by_step, [*self.fixed, *(s.numpy() for s in state)], state, resets)
+
+    def _run(
+        self, by_step: list[Any], arrays: list[Any], state: State, resets: Resets | None
+    ) -> None:
+        """Run the loop, whose arrays are those ``by_step`` and others."""
+        arrays += [*starts_of(resets, self.sums)[:2], self.sums.numpy()]
+        loop = functools.partial(_RUN[self.weights.kind], *by_step, *arrays)
+        share(loop, parts_for(len(state[0]), len(by_step[0]) * self.work))
+
+
+class ForwardInPlace(Forward):
+    """The same without a copy of the weights: BLAS reads them in place, a product at each step.
+
+    This is nearly as fast for layers of many units, and slower for small layers.
+    """
+
+    in_panels = False
+
+    def _run(
+        self, by_step: list[Any], arrays: list[Any], state: State, resets: Resets | None
+    ) -> None:
+        kernel, hidden, h = _RUN[self.weights.kind], self.weights.hidden.t(), state[0]
+        arrays += [*starts_of(None, self.sums)[:2], self.sums.numpy()]
+        parts = steps_parts(h)
+        for t in range(len(by_step[0])):
+            if resets is not None:
+                resets.enter(t, *state)
+            if self.own is None:
+                torch.mm(h, hidden, out=self.sums)
+            else:
+                torch.addmm(self.own, h, hidden, out=self.sums)
+            share(functools.partial(kernel, *(a[t : t + 1] for a in by_step), *arrays), parts)
+
+
+_RUN: dict[Kind, Any] = {
+    "RNN_TANH": functools.partial(cpu_states.run_rnn, False),
+    "RNN_RELU": functools.partial(cpu_states.run_rnn, True),
+    "GRU": cpu_states.run_gru,
+    "LSTM": cpu_states.run_lstm,
+}
+
+
+def _biases(weights: Weights) -> tuple[Tensor | None, Tensor | None]:
+    """Return the bias of the inputs' part of the gates, and that of a GRU's state."""
+    inputs, hidden = weights.bias_inputs, weights.bias_hidden
+    if weights.kind == "GRU":
+        rows = weights.hidden.shape[0]
+        return inputs, weights.hidden.new_zeros(rows) if hidden is None else hidden
+    return inputs if hidden is None or inputs is None else inputs + hidden, None
+
+
+def _drive(inputs: Tensor, bias: Tensor | None, x: Tensor, out: Tensor) -> None:
+    """Write x Wᵀ + bias to ``out``."""
+    flat, into = x.flatten(0, 1), out.flatten(0, 1)
+    if bias is None:
+        torch.mm(flat, inputs.t(), out=into)
+    else:
+        torch.addmm(bias, flat, inputs.t(), out=into)
+
+
+class Backward:
+    """A layer's backward pass, one block of steps at a time, from the last block to the first.
+
+    Each thread sums the gradients of the weights in its own arrays. :meth:`finish` adds these to
+    the totals, since adding each small number to a large total would round more.
+
+    Args:
+        weights: the layer's parameters.
+        totals: the gradients of the weights, by name, to which those of the blocks are added.
+        samples: B.
+        steps: the most steps of a block.
+        at_once: let the first thread add directly to totals whose rows are whole vectors, every
+            few dozen steps. This takes less memory and rounds more.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        totals: dict[str, Tensor],
+        samples: int,
+        steps: int,
+        *,
+        at_once: bool = False,
+    ) -> None:
+        size, width = weights.size, weights.inputs.shape[1]
+        self.weights, self.totals = weights, totals
+        self.kernel, self.constants, hidden = _loop(weights)
+        rows, numbers = hidden.shape[0], _ROW[weights.kind] * size
+        work = steps * samples * rows * (2 * size + width)
+        self.parts = parts_for(samples, work)
+        each = max(last - first for first, last in self.parts)
+        self.read = [_readable(w, each).numpy() for w in (weights.inputs, hidden)]
+        self.direct = {
+            name: at_once and _has_whole_vectors(totals[name])
+            for name in (("inputs",) if weights.kind == "GRU" else ("inputs", "hidden"))
+        }
+        shapes = {
+            "inputs": (rows if weights.kind != "GRU" else 3 * size, int(whole_vectors(width))),
+            "hidden": (rows, int(whole_vectors(size))),
+            "biases": (numbers,),
+        }
+        self.sums = {
+            name: [
+                totals[name] if number == 0 and self.direct.get(name) else hidden.new_zeros(shape)
+                for number in range(len(self.parts))
+            ]
+            for name, shape in shapes.items()
+        }
+        numbers_between = max(  # a thread with fewer samples may have more rows
+            cpu_backward.room_for(weights.kind, steps, last - first, width, size)
+            for first, last in self.parts
+        )
+        self.room = hidden.new_empty(len(self.parts), numbers_between)
+
+    def add(self, block: Block, dy: Tensor | None, g: Tensor, dx: Tensor | None) -> Tensor:
+        """Backpropagate a block.
+
+        Args:
+            block: the inputs and states; an LSTM's must have its kept gates and cells.
+            dy: the loss's gradient of each output (L, B, H), or None for zero.
+            g: the gradient of the state after the block (B, n).
+            dx: receives the gradients of the inputs (L, B, I); None if they are not needed.
+
+        Returns:
+            The gradient of the state before the block.
+        """
+        absent = block.after[:0]
+        g = g.clone(memory_format=torch.contiguous_format)
+        kept = _kept(self.weights.kind, block)
+        given = [*self.constants, *(t.contiguous().numpy() for t in kept)]
+        shared = [block.x.contiguous().numpy(), block.before.contiguous().numpy()]
+        losses = (absent if dy is None else dy).contiguous().numpy()
+        starts, _, to_entry = starts_of(block.resets, g)
+        arrays = [*shared, *self.read, losses, g.numpy(), starts, to_entry]
+        arrays.append((absent if dx is None else dx).contiguous().numpy())
+
+        def loop(first: int, last: int) -> None:
+            number = self.parts.index((first, last))
+            own = [
+                *(sums[number].numpy() for sums in self.sums.values()),
+                self.room[number].numpy(),
+            ]
+            self.kernel(*given, cpu_backward.Arrays(*arrays, *own), first, last)
+
+        share(loop, self.parts)
+        return g
+
+    def finish(self) -> None:
+        """Add the sums of all threads to the totals, and set the sums to zero."""
+        for first, *others in self.sums.values():
+            for other in others:
+                first += other
+        kind, size, totals = self.weights.kind, self.weights.size, self.totals
+        inputs, hidden, biases = (first for first, *_ in self.sums.values())
+        if not self.direct["inputs"]:
+            totals["inputs"] += inputs[:, : totals["inputs"].shape[1]]
+        if kind == "GRU":  # the rows of the sums are m, r, z, n
+            totals["hidden"][: 2 * size] += hidden[size:, :size]
+            totals["hidden"][2 * size :] += hidden[:size, :size]
+        elif not self.direct["hidden"]:
+            totals["hidden"] += hidden[:, :size]
+        if "bias_inputs" in totals:
+            gru = kind == "GRU"
+            totals["bias_inputs"] += biases[size:] if gru else biases
+            if gru:
+                biases = torch.cat([biases[size : 3 * size], biases[:size]])
+            totals["bias_hidden"] += biases
+        for name, (first, *others) in self.sums.items():
+            for part in others if self.direct.get(name) else (first, *others):
+                part.zero_()
+
+
+# Gate gradients in a row, in multiples of H. A GRU has four: those of m = U_n h + b, r, z and n.
+_ROW = {"RNN_TANH": 1, "RNN_RELU": 1, "GRU": 4, "LSTM": 4}
+
+
+def _loop(weights: Weights) -> tuple[Any, list[Any], Tensor]:
+    """Return the loop of a cell, its first arguments, and the hidden weights in its order."""
+    match weights.kind:
+        case "GRU":
+            zero = weights.hidden.new_zeros(weights.hidden.shape[0])
+            given = [weights.bias_inputs, weights.bias_hidden]
+            biases = torch.stack([zero if bias is None else bias for bias in given])
+            forward = panels(weights.inputs.t()), panels(weights.hidden.t()), biases
+            r_z, n = weights.hidden.split([2 * weights.size, weights.size])
+            return cpu_backward.backward_gru, [t.numpy() for t in forward], torch.cat([n, r_z])
+        case "LSTM":
+            return cpu_backward.backward_lstm, [], weights.hidden
+        case _:
+            relu = weights.kind == "RNN_RELU"
+            return functools.partial(cpu_backward.backward_rnn, relu), [], weights.hidden
+
+
+def _kept(kind: Kind, block: Block) -> list[Tensor]:
+    """Return what a cell's loop reads of a block, besides inputs and states."""
+    if kind == "LSTM":
+        assert block.kept is not None
+        return [block.kept.gates, block.after, block.kept.cells]
+    return [] if kind == "GRU" else [block.after]
+
+
+# The rows of a tile of a product, and the most numbers of a matrix that is read without panels.
+# Such a matrix stays in the caches although its rows are not in panels.
+_TILE_ROWS = 4
+_COMPACT = 2**15
+
+
+def _readable(w: Tensor, rows: int) -> Tensor:
+    """Return a matrix (R, N) for products with ``rows`` rows.
+
+    It is in panels, unless copying does not pay: it is then returned as (1, R, N). That is so if it
+    is small, its rows are whole vectors, and each of its numbers is read only once.
+    """
+    read_once = rows <= _TILE_ROWS and w.numel() <= _COMPACT
+    return w.detach().unsqueeze(0) if read_once and _has_whole_vectors(w) else panels(w)
+
+
+def _has_whole_vectors(matrix: Tensor) -> bool:
+    return matrix.is_contiguous() and matrix.shape[1] % LANES == 0
+
+
+def recall(
+    weights: Weights, x: Tensor, before: Tensor, c: Tensor, resets: Resets | None = None
+) -> Kept:
+    """Recompute an LSTM's gates i, f, g, o, and c before each step, from the kept h.
+
+    This takes matrix products, and a recurrence of c but none of h. ``x`` is (L, B, I), ``before``
+    is h before each step (L, B, H). ``c`` (B, H), before the first step, is overwritten by that
+    after the last.
+    """
+    gates = before.new_empty(*before.shape[:2], 4 * weights.size)
+    cells, (bias, _) = before.new_empty(before.shape), _biases(weights)
+    _drive(weights.inputs, bias, x, gates)
+    gates.flatten(0, 1).addmm_(before.flatten(0, 1), weights.hidden.t())
+    arrays = [t.numpy() for t in (gates, before[:0], cells, no_panels(c), c, c)]
+    arrays += [*starts_of(resets, c)[:2], c[:0].numpy()]
+    work = before.numel() * ELEMENT_WORK
+    share(functools.partial(cpu_states.run_lstm, *arrays), parts_for(before.shape[1], work))
+    return Kept(gates, cells)
