@@ -30,6 +30,7 @@ RECIPES: list[tuple[str, dict[str, Any], str, str, tuple[str, ...]]] = [
     ("checkpoint", {}, "16 checkpoints", '`rg.Sequential(memory="25%")`', ()),
     ("padded", {}, "a loop with a mask, bfloat16", '`rg.Recurrent(memory="10%")`', ()),
     ("padded", {"packed": True}, "`nn.LSTM`, packed", '`rg.LSTM(memory="10%")`, packed', ()),
+    ("episodes", {}, "TorchRL's `LSTMModule`", '`rg.LSTM(memory="20%")`, `reset=`', ("torchrl",)),
     ("with_lightning", {}, "`lightning.Trainer`", '`rg.LSTM(memory="5%")`', ("lightning",)),
     ("with_accelerate", {}, "`Accelerator`", '`rg.budget(model, "10%")`', ("accelerate",)),
     ("with_skorch", {}, "`NeuralNetClassifier`", '`module__memory="5%"`', ("skorch",)),

@@ -1,0 +1,44 @@
+"""A recurrent policy over episodes that begin in the middle of a sequence, as TorchRL collects them.
+
+TorchRL's ``LSTMModule`` splits a batch at ``is_init``, pads the pieces and joins them again.
+``rg.LSTM`` takes the same flags as ``reset``: there each sample begins anew, and nothing is padded.
+
+    python examples/recipes/episodes.py
+"""
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from torchrl.modules import LSTMModule
+
+import retrograde as rg
+from compare import compare
+
+
+def main(steps: int = 500, rounds: int = 5) -> dict[str, float]:
+    """Compare TorchRL's module with ``rg.LSTM``, on episodes of a tenth of the steps."""
+    torch.manual_seed(0)
+    observations = torch.randn(16, steps, 24)  # (batch, time, features)
+    starts = torch.rand(16, steps) < 10 / steps
+    starts[:, 0] = True
+    batch = TensorDict(
+        {"observation": observations, "is_init": starts.unsqueeze(-1)}, batch_size=[16, steps]
+    )
+    names = {"in_key": "observation", "out_key": "features", "default_recurrent_mode": True}
+    theirs = LSTMModule(input_size=24, hidden_size=64, **names)
+    ours = rg.LSTM(24, 64, batch_first=True, memory="20%")
+    ours.load_state_dict(theirs.lstm.state_dict())
+
+    def before() -> list[Tensor]:
+        loss = theirs(batch.clone())["features"].square().mean()
+        return [*torch.autograd.grad(loss, [*theirs.lstm.parameters()])]
+
+    def after() -> list[Tensor]:
+        features, _ = ours(observations, reset=starts)
+        return [*torch.autograd.grad(features.square().mean(), [*ours.parameters()])]
+
+    return compare(("LSTMModule", before), ("rg.LSTM within 20%", after), rounds)
+
+
+if __name__ == "__main__":
+    main()
