@@ -1,7 +1,7 @@
 """Recurrent layers as a function of a range of steps that autograd differentiates.
 
 Several layers of one direction are one call of a kernel. With dropout between them they run one
-after the other, because a mask belongs to its step (``dropout.py``). torch's kernels
+after the other, because a mask belongs to its step (``dropout.py``). The kernels of torch
 (``vendor.py``) support every kind of layer. Our own is :func:`run_held`.
 """
 
