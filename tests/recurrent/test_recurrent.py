@@ -367,6 +367,8 @@ def test_two_directions_that_would_run_in_ranges_are_refused(options, layers):
     two = "for two directions, which do not run in ranges of steps: expected memory= or backward"
     with pytest.raises(rg.CellError, match=f"got memory='50%' and backward='scan' {two}"):
         rg.GRU(5, 7, layers, bidirectional=True, memory="50%", backward="scan")
+    with pytest.raises(rg.CellError, match=f"got memory='50%' and backward='scan' {two}"):
+        rg.fit(rg.GRU(5, 7, layers, bidirectional=True, backward="scan"), x.float(), memory="50%")
     net = rg.GRU(5, 7, layers, bidirectional=True)
     net.schedule = rg.plan(60, 3)
     with pytest.raises(rg.CellError, match=f"got a schedule {two}"):

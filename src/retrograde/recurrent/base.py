@@ -198,7 +198,7 @@ class BudgetedRNN(nn.RNNBase):
 
     def _fit_within(self, memory: Memory, input: Any, hx: Any = None) -> Fit | StackFit:
         """Return the result of :meth:`fit` for another budget; nothing is changed."""
-        self._check_asked()
+        self._check_asked(memory)
         call = self._call_of(input, hx)
         call.check_measurable()
         found = find_plan(call, memory).fit
@@ -218,28 +218,30 @@ class BudgetedRNN(nn.RNNBase):
             "torch's own module; script that, with this one's state_dict()"
         )
 
-    def _check_asked(self) -> None:
-        """Raise if an option is unknown, or two options exclude each other."""
+    def _check_asked(self, memory: Memory | None = None) -> None:
+        """Raise if an option is unknown, or two options exclude each other.
+
+        ``memory`` may be another budget than that of the module.
+        """
+        memory = self.memory if memory is None else memory
         asked: Any = self.backward
         if asked not in (None, "scan"):
             raise CellError(
                 f"unknown backward={asked!r}: expected 'scan', or None; the fastest sequential "
                 "backward pass is memory='100%'"
             )
-        if asked is not None and self.proj_size:
+        if asked and self.proj_size:
             raise CellError(
                 f"proj_size={self.proj_size} has no Jacobian here: expected an LSTM without "
                 "projections; use backward=None, or a Linear layer after the LSTM"
             )
-        if self.backward is not None and self.schedule is not None:
+        if asked and self.schedule is not None:
             raise CellError(
-                f"got a schedule and backward={self.backward!r}: a schedule says itself how to go "
+                f"got a schedule and backward={asked!r}: a schedule says itself how to go "
                 "backward; leave one out"
             )
-        given = "a schedule" if self.schedule is not None else None
-        if asked and self.memory is not None:
-            given = f"memory={self.memory!r} and backward='scan'"
-        if given and self.bidirectional:
+        if self.bidirectional and (self.schedule is not None or (asked and memory is not None)):
+            given = f"memory={memory!r} and backward='scan'" if asked else "a schedule"
             raise CellError(
                 f"got {given} for two directions, which do not run in ranges of steps: expected "
                 "memory= or backward='scan' alone, or one direction; leave one out"

@@ -210,7 +210,7 @@ class Call:
         if isinstance(runner, HeldPlan):
             core = HeldLayers(net, layout, self.batch, runner, masks=masks, resets=resets)
         else:
-            core = Fused(net, runner, masks, self.sizes is not None)
+            core = Fused(net, runner, masks)
         if held or torch.is_grad_enabled():
             budgeted = not held or self.module.memory is not None
             (y,), final = run_schedule(core, schedule, [x], state, layout, budgeted=budgeted)

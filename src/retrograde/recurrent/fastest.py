@@ -72,7 +72,6 @@ def candidate(
     batch: int,
     kernel: Kernel = run_torch,
     dropout: Dropout | None = None,
-    packed: bool = False,
 ) -> Candidate:
     """Return the core by which a kernel runs layers of one direction.
 
@@ -90,7 +89,7 @@ def candidate(
         "backward_steps": costs.backward,
     }
     more = {"scheduled": True} if ours else {}
-    return Candidate(Fused(net, kernel, dropout, packed), nominal | more)
+    return Candidate(Fused(net, kernel, dropout), nominal | more)
 
 
 def candidates(net: Layers, batch: int) -> list[Candidate]:

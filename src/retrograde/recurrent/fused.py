@@ -1,7 +1,7 @@
 """Recurrent layers as a function of a range of steps that autograd differentiates.
 
 Several layers of one direction are one call of a kernel. With dropout between them they run one
-after the other, because a mask belongs to its step (``dropout.py``). torch's kernels
+after the other, because a mask belongs to its step (``dropout.py``). The kernels of torch
 (``vendor.py``) support every kind of layer. Our own is :func:`run_held`.
 """
 
@@ -39,13 +39,9 @@ class Fused(AutogradCore):
     aliases = (None,)
 
     def __init__(
-        self,
-        net: Layers,
-        kernel: Kernel = run_torch,
-        dropout: Dropout | None = None,
-        packed: bool = False,
+        self, net: Layers, kernel: Kernel = run_torch, dropout: Dropout | None = None
     ) -> None:
-        self.net, self.kernel, self.dropout, self.packed = net, kernel, dropout, packed
+        self.net, self.kernel, self.dropout = net, kernel, dropout
         self.ambient = Ambient(net.weights[0].device)
 
     @cached_property
@@ -57,7 +53,7 @@ class Fused(AutogradCore):
         x = next(leaves)
         if self.dropout:
             run = partial(one_by_one, run, self.dropout, next(leaves))
-        y, after = run_alive(run, self.net, x, state, next(leaves) if self.packed else None)
+        y, after = run_alive(run, self.net, x, state, next(leaves, None))
         return [y], after
 
     def carry(self, inputs: Tensors, state: Tensors) -> Tensors:
@@ -67,8 +63,7 @@ class Fused(AutogradCore):
         self, layout: Layout, inputs: Tensors, state: Tensors, gate: Gate
     ) -> tuple[Tensors, Tensors, Tensors]:
         net = replace(self.net, weights=gate(self.net.weights))
-        core = Fused(net, dropout=self.dropout, packed=self.packed)
-        read = layout.read(inputs)
+        core, read = Fused(net, dropout=self.dropout), layout.read(inputs)
         return *core(read[slice(0, len(read))], state), core.parameters
 
 

@@ -197,7 +197,7 @@ def measure_ranges(call: Call, memory: Memory | None) -> Ranges:
     net = laid_out(net, apart=dropout is not None)
     scans = call.module.backward == "scan" and has_slopes(net)
     kernel: Kernel = partial(run_held, scans=True) if scans else run_torch
-    one = candidate(net, call.batch, kernel, dropout, packed is not None)
+    one = candidate(net, call.batch, kernel, dropout)
     read = Rows(call.length, packed, numbered=dropout is not None).read([x])
     start = [s.detach() for s in state]
 
