@@ -18,8 +18,15 @@ from torch.utils import _pytree as pytree
 from retrograde.errors import BudgetError
 from retrograde.machine import now
 from retrograde.measure.allocations import Phase, measure_phases
-from retrograde.models.lean import lean
-from retrograde.models.refill import Dropped, Unit, tensors_in
+from retrograde.models.refill import (
+    DROPPED,
+    DROPPED_LEAN,
+    KEPT,
+    LEAN,
+    Row,
+    Unit,
+    tensors_in,
+)
 from retrograde.models.trials import Tried, enter, make_of, parts_of, try_call, wants_of
 from retrograde.plan.calls import CallSizes, Part, Way, fastest, kept_whole, least, peak_of
 from retrograde.replay.surroundings import Steady, muted_hooks
@@ -81,7 +88,11 @@ class _Measurement:
         self.gradients: list[int] = []
         self.apart = 0
 
-    def begin(self) -> None:
+    def begin(self, *, turned: bool = False) -> None:
+        self.turned = turned
+        if turned:  # the very state, for a copy would be one more beside a turned gradient's
+            self.state = [*self.given]
+            return
         copies: dict[int, torch.UntypedStorage] = {}
         for t in self.given:
             memory = t.untyped_storage()
@@ -94,10 +105,6 @@ class _Measurement:
             at = t.storage_offset(), t.shape, t.stride()
             self.state.append(copy.set_(copies[memory.data_ptr()], *at))  # type: ignore[call-overload]
 
-    def begin_turned(self) -> None:
-        """Begin on the very state, for a copy would be one more beside a turned gradient's."""
-        self.state, self.turned = [*self.given], True
-
     def advance(self) -> None:
         args, kwargs, _ = self._arguments()
         with unrecorded():
@@ -108,32 +115,14 @@ class _Measurement:
         given = {s.data_ptr() for s in _memory(tensors_in((args, kwargs)))}
         self.hands_on = not given.isdisjoint(handed)
 
-    def keep(self) -> None:
-        self._record(self.unit.forward)
-
-    def keep_turned(self) -> None:
-        self.keep()
-
-    def keep_lean(self) -> None:
-        with lean():
-            self._record(self.unit.forward)
-
-    def drop(self) -> None:
-        self._record(partial(self._dropped, lean=False))
-
-    def drop_lean(self) -> None:
-        self._record(partial(self._dropped, lean=True))
-
-    def _dropped(self, *args: Any, lean: bool, **kwargs: Any) -> Any:
-        call = Dropped(self.unit, args, kwargs, lean=lean)
-        return call.run(self.unit.forward, args, kwargs)
-
-    def _record(self, run: Callable[..., Any]) -> None:
+    def record(self, way: int) -> None:
+        """Run the call as a plan that keeps it in this way does."""
         with torch.enable_grad():
             args, kwargs, wanted = self._arguments()
             self.edges = [get_gradient_edge(t) for t in wanted]
             wanted.clear()
-            self.result = run(*args, **kwargs)
+            row = Row((Part(0, 1, way),))
+            self.result, _ = row.run(0, self.unit, self.unit.forward, args, kwargs, (), None)
 
     def _arguments(self) -> tuple[Any, Any, list[Tensor]]:
         """Return the arguments, and those of them that want a gradient."""
@@ -173,7 +162,7 @@ class _Measurement:
             self.for_caller = list(found[len(edges) :])
 
     def clear(self) -> None:
-        self.result, self.turned = None, False
+        self.result = None
         self.state, self.root, self.edges, self.for_caller = [], [], [], []
 
 
@@ -181,9 +170,10 @@ def _memory(tensors: Sequence[Tensor]) -> list[torch.UntypedStorage]:
     return [t.untyped_storage() for t in tensors]
 
 
-_WAYS = ("keep", "keep_lean", "drop", "drop_lean")
-_AGAIN = {"keep": "drop", "keep_lean": "drop_lean"}  # ways of which both reruns are alike
-_ORDER = ("keep_turned", *reversed(_WAYS))  # in which they are measured
+_AGAIN = {KEPT: DROPPED, LEAN: DROPPED_LEAN}  # ways of which both reruns are alike
+_TURNED, _FORWARD = -1, -2  # kept, with a turned gradient; and run without a graph
+#: The order of measuring. What the others are compared with comes last, when all kernels were used.
+_ORDER = (_TURNED, DROPPED_LEAN, DROPPED, LEAN, KEPT)
 
 
 class Meter:
@@ -227,9 +217,10 @@ class Meter:
             shapes = [[t.shape for t in part.parameters(recurse=False)] for part in parts]
             alike = tuple(map(type, parts)), str(shapes), kind
             with unit.ambient.measured():
-                found, taken = _phases(one, one.device)
+                phases, taken = _phases(one)
+                found = measure_phases(phases, device=one.device)
                 if alike not in self.seconds:
-                    self.seconds[alike] = _seconds(one, taken, repeats, one.device)
+                    self.seconds[alike] = _seconds(phases, taken, repeats)
             self.sizes[key] = _sizes(one, found, self.seconds[alike])
         return self.sizes[key]
 
@@ -323,36 +314,46 @@ def _peak(way: Way) -> int:
     return max(way.first_bytes, way.backward_bytes)
 
 
-def _phases(one: _Measurement, device: torch.device) -> tuple[list[Phase], dict[str, float]]:
-    """Return the phases of a call, and the seconds that each way took while they were watched.
+def _phases(one: _Measurement) -> tuple[list[Callable[[], None]], dict[int, float]]:
+    """Return the phases of a call, and the seconds of a forward pass, and of forward and backward
+    passes in each way, which a run of the phases adds to."""
+    taken = dict.fromkeys((_FORWARD, *_ORDER), 0.0)
 
-    The way that is compared with the others comes last, when all kernels were used before.
-    """
-    taken = dict.fromkeys(("", *_ORDER), 0.0)
-
-    def clocked(way: str, step: Callable[[], None]) -> Callable[[], None]:
+    def clocked(way: int, step: Callable[[], None]) -> Callable[[], None]:
         def run() -> None:
-            start = now(device)
+            start = now(one.device)
             step()
-            taken[way] += now(device) - start
+            taken[way] += now(one.device) - start
 
         return run
 
-    phases = [one.begin, clocked("", one.advance), one.release_result, one.clear]
+    phases = [one.begin, clocked(_FORWARD, one.advance), one.release_result, one.clear]
     for way in _ORDER:
+        record = partial(one.record, max(way, KEPT))
         phases += [
-            _begin(one, way), clocked(way, getattr(one, way)), one.release_result,
-            one.release_state,
-            clocked(way, one.backpropagate), one.clear,
+            partial(one.begin, turned=way == _TURNED), clocked(way, record), one.release_result,
+            one.release_state, clocked(way, one.backpropagate), one.clear,
         ]  # fmt: skip
-    return measure_phases(phases, device=device), taken
+    return phases, taken
 
 
-def _begin(one: _Measurement, way: str) -> Callable[[], None]:
-    return one.begin_turned if way == "keep_turned" else one.begin
+def _seconds(
+    phases: Sequence[Callable[[], None]], taken: dict[int, float], repeats: int | None
+) -> dict[int, float]:
+    """Return the least seconds of some runs of the phases. Those of a long call are of the run that
+    was watched, since watching takes little of them."""
+    if repeats is None and sum(taken.values()) > _MORE_SECONDS:
+        return taken
+    rounds = []
+    for _ in range(repeats or _ROUNDS):
+        taken.update(dict.fromkeys(taken, 0.0))
+        for phase in phases:
+            phase()
+        rounds.append({**taken})
+    return {way: min(each[way] for each in rounds) for way in taken}
 
 
-def _sizes(one: _Measurement, found: Sequence[Phase], seconds: dict[str, float]) -> CallSizes:
+def _sizes(one: _Measurement, found: Sequence[Phase], seconds: dict[int, float]) -> CallSizes:
     """Return what the phases of a call showed."""
     given, output = found[0].growth(), -found[2].growth()
     on_gpu = one.device.type == "cuda"
@@ -369,19 +370,19 @@ def _sizes(one: _Measurement, found: Sequence[Phase], seconds: dict[str, float])
             held_bytes=max(0, remains - (output if keeps_output else 0)),
             first_bytes=record.peak() + noted,
             backward_bytes=remains + back.peak(first, last),
-            seconds=max(0.0, seconds[way] - seconds["keep"]),
-            again_seconds=max(seconds[""], seconds[_AGAIN.get(way, way)] - seconds["keep"]),
+            seconds=max(0.0, seconds[way] - seconds[KEPT]),
+            again_seconds=max(seconds[_FORWARD], seconds[_AGAIN.get(way, way)] - seconds[KEPT]),
             keeps_input=-less_state.growth() < given,
             keeps_output=keeps_output,
-            dropped=way.startswith("drop"),
+            dropped=way in (DROPPED, DROPPED_LEAN),
         )
-    turned = ways["keep_turned"].backward_bytes - ways["keep"].backward_bytes
+    turned = ways[_TURNED].backward_bytes - ways[KEPT].backward_bytes
     return CallSizes(
         input_bytes=given,
         output_bytes=output,
         forward_bytes=found[1].peak() + noted + _MARK_BYTES,
-        forward_seconds=seconds[""],
-        ways=tuple(ways[way] for way in _WAYS),
+        forward_seconds=seconds[_FORWARD],
+        ways=tuple(ways[way] for way in (KEPT, LEAN, DROPPED, DROPPED_LEAN)),
         noted_bytes=noted,
         left_bytes=sum(left.nbytes for left in one.unit.ambient.left),
         turns=tuple(one.turns),
@@ -390,31 +391,5 @@ def _sizes(one: _Measurement, found: Sequence[Phase], seconds: dict[str, float])
         handed_bytes=one.handed,
         gradient_bytes=sum(one.gradients) + _MARK_BYTES,
         apart_bytes=one.apart,
-        backward_seconds=max(0.0, seconds["keep"] - seconds[""]),
+        backward_seconds=max(0.0, seconds[KEPT] - seconds[_FORWARD]),
     )
-
-
-def _seconds(
-    one: _Measurement, watched: dict[str, float], rounds: int | None, device: torch.device
-) -> dict[str, float]:
-    """Return the seconds of a forward pass, and of forward and backward passes in each way. Those
-    of a long call are the ``watched`` ones, since watching takes little of them."""
-    if rounds is None and sum(watched.values()) > _MORE_SECONDS:
-        return watched
-
-    def timed(begin: Callable[[], None], *steps: Callable[[], None]) -> float:
-        begin()
-        start = now(device)
-        for step in steps:
-            step()
-        taken = now(device) - start
-        one.clear()
-        return taken
-
-    taken: dict[str, list[float]] = {way: [] for way in watched}
-    for _ in range(rounds or _ROUNDS):
-        taken[""].append(timed(one.begin, one.advance))
-        for way in _ORDER:
-            steps = getattr(one, way), one.release_result, one.backpropagate
-            taken[way].append(timed(_begin(one, way), *steps))
-    return {way: min(each) for way, each in taken.items()}
