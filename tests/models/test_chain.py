@@ -883,7 +883,8 @@ def test_a_rerun_that_ends_early_notices_draws_of_another_thread():
     done = threading.Event()
     threading.Thread(target=done.wait, daemon=True).start()
     try:
-        unit = trials.try_call("0", Disturbed(), [Disturbed()], (torch.ones(9, 9),), {}).unit
+        given = trials.Given((torch.ones(9, 9),), {}, 0)
+        unit = trials.try_call("0", Disturbed(), [Disturbed()], given).unit
         x = torch.ones(9, 9, requires_grad=True)
         call = Dropped(unit, (x,), {}, lean=False)
         y = call.run(unit.forward, (x,), {})

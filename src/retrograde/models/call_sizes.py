@@ -27,15 +27,13 @@ from retrograde.models.refill import (
     Unit,
     tensors_in,
 )
-from retrograde.models.trials import Tried, enter, make_of, parts_of, try_call, wants_of
+from retrograde.models.trials import Given, Tried, enter, make_of, parts_of, try_call, wants_of
 from retrograde.plan.calls import CallSizes, Part, Way, fastest, kept_whole, least, peak_of
 from retrograde.replay.surroundings import Steady, muted_hooks
 from retrograde.run.core import unrecorded
 from retrograde.units import format_bytes
 
 __all__ = ["Kind", "Meter"]
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 _MARK_BYTES = 8  # one number, which tells a generator's position before and after a run
 _ROUNDS = 3
@@ -67,10 +65,9 @@ class _Measurement:
     ``turned``, the gradient of the result has reversed strides.
     """
 
-    def __init__(self, unit: Unit, call: Call, state: Sequence[Tensor], *, first: bool) -> None:
+    def __init__(self, unit: Unit, given: Given, state: Sequence[Tensor], *, first: bool) -> None:
         self.unit, self.given, self.first, self.turned = unit, state, first, False
-        args, kwargs = call
-        leaves, self.spec = pytree.tree_flatten((args, kwargs))
+        leaves, self.spec = pytree.tree_flatten((given.args, given.kwargs))
         self.device = next(t.device for t in leaves if isinstance(t, Tensor))
         ours = {id(t): n for n, t in enumerate(state)}
         self.places = [ours.get(id(leaf)) for leaf in leaves]
@@ -186,34 +183,35 @@ class Meter:
         self.seconds: dict[Hashable, dict[str, float]] = {}
 
     def try_call(
-        self, name: str, forward: Callable[..., Any], layers: Sequence[nn.Module], kind: Hashable,
-        call: Call,
-    ) -> Tried:  # fmt: skip
-        """Return what a trial of a call shows, whose arguments are of some kind.
+        self, name: str, forward: Callable[..., Any], layers: Sequence[nn.Module], given: Given
+    ) -> Tried:
+        """Return what a trial of a call shows.
 
         Raises:
             CellError: the call cannot be run again.
         """
-        key = make_of(parts_of(layers)), kind
+        key = make_of(parts_of(layers)), given.kind()
         known = self.tried[key].on(name, forward, layers) if key in self.tried else None
         if known is not None:
             return known
-        found = try_call(name, forward, layers, *call)
+        found = try_call(name, forward, layers, given)
         if key[0] is not None:
             self.tried[key] = found
         return found
 
     def measure(
-        self, unit: Unit, layers: Sequence[nn.Module], kind: Hashable, call: Call,
-        state: Sequence[Tensor], *, first: bool, repeats: int | None = None,
+        self, unit: Unit, layers: Sequence[nn.Module], given: Given,
+        made: Sequence[Tensor | None] | None, repeats: int | None = None,
     ) -> CallSizes:  # fmt: skip
-        """Return the sizes of a call. ``state`` are the arguments that the call before made, or
-        those of the ``first`` call."""
-        parts = parts_of(layers)
-        memory = first or tuple(s.nbytes() for s in _memory(state))
+        """Return the sizes of a call. ``made`` are the tensors that the call before made, None for
+        one that lies in memory of its own input; or None for the first call."""
+        parts, kind, first = parts_of(layers), given.kind(), made is None
+        made = tensors_in(given.state) if made is None else made
+        state = [t for t in made if t is not None]
+        memory = first or tuple(t if t is None else t.untyped_storage().nbytes() for t in made)
         key = make_of(parts), kind, memory
         if key[0] is None or key not in self.sizes:
-            one = _Measurement(unit, call, state, first=first)
+            one = _Measurement(unit, given, state, first=first)
             shapes = [[t.shape for t in part.parameters(recurse=False)] for part in parts]
             alike = tuple(map(type, parts)), str(shapes), kind
             with unit.ambient.measured():
@@ -233,23 +231,23 @@ class Kind:
     """What is known of the passes with one kind of input.
 
     Attributes:
-        active: the layers that do not just return their input.
-        sizes: of their calls, as far as they were measured.
-        units: of their calls.
+        active: of called layers, those that do not just return their input.
+        units: of their calls, as far as they were measured.
+        sizes: of these.
         passes: whether a gradient goes through each of them, where that is known.
         plans: by budget.
         still: the generators that no unit draws from, where they are checked once over all.
     """
 
-    active: list[int]
-    sizes: list[CallSizes] = field(default_factory=list)
+    active: Sequence[int] = ()
     units: list[Unit] = field(default_factory=list)
+    sizes: list[CallSizes] = field(default_factory=list)
     passes: list[bool] = field(default_factory=list)
     plans: dict[int, tuple[Part, ...]] = field(default_factory=dict)
     still: Steady = field(default_factory=Steady)
 
-    def add(self, found: CallSizes, *, last: bool) -> None:
-        """Add the sizes of the next call. What it hands on of what the call before made is held
+    def add(self, unit: Unit, found: CallSizes, *, last: bool) -> None:
+        """Add the next call. What it hands on of what the call before made is held
         throughout. A gradient that it hands on may wait in larger memory, or have to be copied."""
         handed = found.handed_bytes if self.sizes else 0
         for at in range(len(self.sizes) - 1, -1, -1) if found.apart_bytes else ():
@@ -262,6 +260,7 @@ class Kind:
         found = replace(
             found, input_bytes=found.input_bytes - handed, left_bytes=found.left_bytes + handed
         )
+        self.units.append(unit)
         self.sizes.append(found)
         turned = last  # the caller's gradient may lie in memory in any way
         for at in range(len(self.sizes) - 1, -1, -1) if last else ():

@@ -22,8 +22,7 @@ from torch.utils import _pytree as pytree
 from retrograde.errors import CellError
 from retrograde.models.call_sizes import Kind, Meter
 from retrograde.models.refill import Row, made_by, tensors_in
-from retrograde.models.rows import Given
-from retrograde.models.trials import Tried, parts_of, tensors_of, texts_of
+from retrograde.models.trials import Given, Tried, parts_of, tensors_of, texts_of
 from retrograde.plan.calls import CallSizes, Part, kept_whole, peak_of, seconds_of
 from retrograde.replay.surroundings import Steady
 from retrograde.run.core import unrecorded
@@ -285,9 +284,9 @@ class _Walk:
     """The units of the layers so far, of which the last is not measured yet."""
 
     def __init__(self, input: Any, meter: Meter, repeats: int | None, together: int) -> None:
-        self.kind, self.meter, self.repeats, self.together = Kind([]), meter, repeats, together
+        self.kind, self.meter, self.repeats, self.together = Kind(), meter, repeats, together
         self.given = self.value = _alone(input, None)  # before and after the last unit
-        self.made: list[Tensor | None] = []
+        self.made: list[Tensor | None] | None = None  # by the unit before the last one
         self.layers: list[nn.Module] = []
         self.names: list[str] = []
         self.tried: Tried | None = None
@@ -324,27 +323,20 @@ class _Walk:
         """Measure the last unit. Its result is not held meanwhile, but computed once more."""
         assert self.tried is not None
         self.value = None
-        args, unit = (self.given,), self.tried.unit
-        first, of = not self.kind.units, Given(args, {}, 0).kind()
-        state = tensors_in(args) if first else [t for t in self.made if t is not None]
-        found = self.meter.measure(
-            unit, self.layers, (of, tuple(t is None for t in self.made)), (args, {}), state,
-            first=first, repeats=self.repeats,
-        )  # fmt: skip
-        self.kind.active.append(len(self.kind.units))
-        self.kind.units.append(unit)
-        self.kind.add(found, last=last)
+        unit, given = self.tried.unit, Given((self.given,), {}, 0)
+        found = self.meter.measure(unit, self.layers, given, self.made, self.repeats)
+        self.kind.add(unit, found, last=last)
         self.kind.passes.append(any(self.tried.wants))
         if not last:
             self._advance()
-            self.made = made_by(self.value, args)
+            self.made = made_by(self.value, given.args)
             self.given, self.layers = self.value, []
 
     def _try(self, names: Sequence[str], layers: Sequence[nn.Module], value: Any) -> Tried:
         given, name = Given((value,), {}, 0), "-".join([*names[:1], *names[1:][-1:]])
         if (reason := given.refusal()) is not None:
             raise CellError(f"layer {name} {reason}")
-        return self.meter.try_call(name, _in_turn([*layers]), layers, given.kind(), ((value,), {}))
+        return self.meter.try_call(name, _in_turn([*layers]), layers, given)
 
 
 def _in_turn(layers: Sequence[nn.Module]) -> Callable[[Any], Any]:

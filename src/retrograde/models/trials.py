@@ -21,10 +21,51 @@ from retrograde.replay.dry_run import DryRun, try_out
 from retrograde.replay.referents import MODULE_TABLES, Referents, find_referents
 from retrograde.replay.surroundings import Ambient, version
 from retrograde.run.states import device_of
+from retrograde.sizes.cache import signature
 
 __all__ = [
-    "Tried", "enter", "make_of", "parts_of", "tensors_of", "texts_of", "try_call", "wants_of",
+    "Given", "Tried", "enter", "make_of", "parts_of", "tensors_of", "texts_of", "try_call",
+    "wants_of",
 ]  # fmt: skip
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+@dataclass(frozen=True)
+class Given:
+    """The arguments of a layer. ``slot`` is the position or name of the state among them."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    slot: int | str
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], slot: int | str) -> "Given":
+        """Return the arguments of a call, with copies of the caller's lists and dicts."""
+        args, kwargs = pytree.tree_map(lambda leaf: leaf, (args, kwargs))
+        return cls(args, kwargs, slot)
+
+    @property
+    def state(self) -> Any:
+        """The state, or None if there is no such argument."""
+        held: Any = dict(enumerate(self.args)) if isinstance(self.slot, int) else self.kwargs
+        return held.get(self.slot)
+
+    def kind(self) -> Hashable:
+        """Return their key: the structure, the tensors' signatures, and the other values."""
+        leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
+        known = (signature(v) if isinstance(v, Tensor) else (type(v), v) for v in leaves)
+        return str(spec), tuple(known)
+
+    def refusal(self) -> str | None:
+        """Return the reason why a layer cannot be recomputed with these arguments, or None."""
+        for leaf in pytree.tree_leaves((self.args, self.kwargs)):
+            if not isinstance(leaf, (Tensor, *_PLAIN)):
+                return (
+                    f"is given a {type(leaf).__name__}, which it may change: expected tensors and "
+                    "numbers; of a language model, call it with use_cache=False"
+                )
+        return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,20 +98,16 @@ class Tried:
 
 
 def try_call(
-    name: str,
-    forward: Callable[..., Any],
-    layers: Sequence[nn.Module],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    name: str, forward: Callable[..., Any], layers: Sequence[nn.Module], given: Given
 ) -> Tried:
     """Run a call of some layers once.
 
     Raises:
         CellError: the call cannot be run again.
     """
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    given = tensors_in(leaves)
-    versions = [version(t) for t in given]
+    leaves, spec = pytree.tree_flatten((given.args, given.kwargs))
+    tensors = tensors_in(leaves)
+    versions = [version(t) for t in tensors]
     anchors: list[ref[Tensor]] = []
 
     def call() -> Any:
@@ -78,17 +115,17 @@ def try_call(
         anchors.append(ref(anchor))
         return forward(*args, **kwargs)
 
-    trial = try_out(call, layers, device_of(*given), tensors_in)
+    trial = try_out(call, layers, device_of(*tensors), tensors_in)
     outputs = tensors_in(trial.value)
-    if any(t.layout is not torch.strided for t in (*given, *outputs)):
+    if any(t.layout is not torch.strided for t in (*tensors, *outputs)):
         raise CellError(f"layer {name} is given or returns a sparse tensor: expected dense ones")
-    inside = {t.untyped_storage().data_ptr() for t in given}
+    inside = {t.untyped_storage().data_ptr() for t in tensors}
     apart = (t.untyped_storage() for t in outputs)
     tried = Tried(
         Unit(name, forward, trial.ambient, _reads_of(trial.found, trial.ambient)),
         wants=tuple(t.requires_grad for t in outputs),
         is_apart=any(s.nbytes() and s.data_ptr() not in inside for s in apart),
-        writes=versions != [version(t) for t in given],
+        writes=versions != [version(t) for t in tensors],
         trial=replace(trial, value=None),  # type: ignore[arg-type]
     )
     del trial, outputs, apart
