@@ -359,7 +359,7 @@ def test_frozen_layers_before_the_others_take_part_in_a_group():
         model.blocks[:3].requires_grad_(False)
     rg.budget(ours, 10**9, x)
     row, _ = vars(ours.embed)["forward"].places[0]
-    (known,) = (found.result for found in row.kinds._found.values())
+    (known,) = (found.result for found in row.plans.kinds._found.values())
     one = [Part(k, k + 1, 2) for k in range(len(known.sizes))]
     known.plans[row.memory] = (Part(0, len(one), 0, tuple(one)),)
     same(trained(ours, x), trained(theirs, x))
@@ -395,7 +395,7 @@ def test_the_first_step_in_training_measures_nothing_again(in_sequence, memory, 
     division = rg.budget(model, least_of(model, x) if memory == "least" else memory, x)
     assert division.total_bytes < division.ordinary_bytes
     for name in ("Meter.try_call", "Meter.measure"):
-        monkeypatch.setattr(f"retrograde.models.rows.{name}", lambda *_: pytest.fail("again"))
+        monkeypatch.setattr(f"retrograde.models.call_sizes.{name}", lambda *_: pytest.fail("again"))
     trained(model, x)
 
 
@@ -743,7 +743,7 @@ def test_a_number_that_is_annealed_is_not_measured_again(monkeypatch):
     plain = copy.deepcopy(model)
     rg.budget(model, "60%", x)
     monkeypatch.setattr(
-        "retrograde.models.rows.Meter.measure", lambda *_, **__: pytest.fail("again")
+        "retrograde.models.call_sizes.Meter.measure", lambda *_, **__: pytest.fail("again")
     )
     for p in (0.1, 0.2, 0.3):
         for block in (*model.blocks, *plain.blocks):

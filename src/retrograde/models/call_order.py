@@ -115,7 +115,8 @@ def noted(model: nn.Module) -> Iterator[ModuleCall]:
     def after(module: nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         call, begun = stack.pop()
         assert call.module is module
-        for slot, value in (*enumerate(args), *kwargs.items()):
+        named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        for slot, value in named:
             if isinstance(value, Tensor):
                 call.given[slot] = number(value, begun)
             else:

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from retrograde.errors import BudgetError
+from retrograde.errors import BudgetError, CellError
 from retrograde.machine import now
 from retrograde.measure.allocations import Phase, measure_phases
 from retrograde.models.refill import (
@@ -27,13 +28,25 @@ from retrograde.models.refill import (
     Unit,
     tensors_in,
 )
-from retrograde.models.trials import Given, Tried, enter, make_of, parts_of, try_call, wants_of
+from retrograde.models.trials import (
+    Given,
+    Tried,
+    enter,
+    make_of,
+    parts_of,
+    tensors_of,
+    texts_of,
+    try_call,
+    wants_of,
+)
 from retrograde.plan.calls import CallSizes, Part, Way, fastest, kept_whole, least, peak_of
 from retrograde.replay.surroundings import Steady, muted_hooks
 from retrograde.run.core import unrecorded
+from retrograde.run.transforms import is_unreal, refuse_sharded, refuse_transforms
+from retrograde.sizes.cache import LRUCache
 from retrograde.units import format_bytes
 
-__all__ = ["Kind", "Meter"]
+__all__ = ["Kind", "Meter", "Plans"]
 
 _MARK_BYTES = 8  # one number, which tells a generator's position before and after a run
 _ROUNDS = 3
@@ -180,7 +193,7 @@ class Meter:
     def __init__(self) -> None:
         self.tried: dict[Hashable, Tried] = {}
         self.sizes: dict[Hashable, CallSizes] = {}
-        self.seconds: dict[Hashable, dict[str, float]] = {}
+        self.seconds: dict[Hashable, dict[int, float]] = {}
 
     def try_call(
         self, name: str, forward: Callable[..., Any], layers: Sequence[nn.Module], given: Given
@@ -234,7 +247,6 @@ class Kind:
         active: of called layers, those that do not just return their input.
         units: of their calls, as far as they were measured.
         sizes: of these.
-        passes: whether a gradient goes through each of them, where that is known.
         plans: by budget.
         still: the generators that no unit draws from, where they are checked once over all.
     """
@@ -242,7 +254,6 @@ class Kind:
     active: Sequence[int] = ()
     units: list[Unit] = field(default_factory=list)
     sizes: list[CallSizes] = field(default_factory=list)
-    passes: list[bool] = field(default_factory=list)
     plans: dict[int, tuple[Part, ...]] = field(default_factory=dict)
     still: Steady = field(default_factory=Steady)
 
@@ -307,6 +318,36 @@ class Kind:
         room = memory - sum(call.noted_bytes for call in self.sizes)
         parts = fastest(self.sizes, max(room, least(self.sizes)))
         return (Part(0, len(self.sizes), 0, parts),)
+
+
+class Plans:
+    """The measurements and plans of the recent passes through some layers."""
+
+    def __init__(self) -> None:
+        self.kinds: LRUCache[Kind] = LRUCache()
+        self.meter = Meter()
+
+    def kind_of(
+        self, layers: Sequence[nn.Module], given: Given, find: Callable[[], Kind], *,
+        fractions: bool,
+    ) -> Kind | None:  # fmt: skip
+        """Return what is known of passes with arguments of this kind; ``find`` it if nothing is.
+        The result is None if there is nothing to backpropagate, or no memory to measure."""
+        parts = parts_of(layers)
+        tensors = tensors_of(parts)
+        used = (*tensors_in(given.state), *tensors)
+        if is_unreal(used) or not any(t.requires_grad for t in used):
+            return None
+        if any(map(is_lazy, tensors)):
+            raise CellError(
+                "the layers have parameters without a shape yet: expected all of them; call the "
+                "lazy model once before, with memory=None"
+            )
+        refuse_transforms(used)
+        refuse_sharded(parts, used)
+        texts = texts_of(parts, tensors, fractions=fractions)
+        key = given.kind(), texts, tuple(map(id, layers))
+        return self.kinds.get(key, find, (*parts, *tensors))
 
 
 def _peak(way: Way) -> int:

@@ -10,35 +10,28 @@ follow another plan; its gradient is the same, bit for bit.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from retrograde.errors import CellError
-from retrograde.models.call_sizes import Kind, Meter
+from retrograde.models.call_sizes import Kind, Meter, Plans
 from retrograde.models.refill import Row, made_by, tensors_in
-from retrograde.models.trials import Given, Tried, parts_of, tensors_of, texts_of
+from retrograde.models.trials import Given, Tried
 from retrograde.plan.calls import CallSizes, Part, kept_whole, peak_of, seconds_of
 from retrograde.replay.surroundings import Steady
 from retrograde.run.core import unrecorded
-from retrograde.run.transforms import is_unreal, refuse_sharded, refuse_transforms
 from retrograde.schedule import Chain
-from retrograde.sizes.cache import LRUCache
 from retrograde.units import Memory, as_bytes, format_bytes
 
-__all__ = ["ChainFit", "Plans", "measure_network", "named_layers"]
+__all__ = ["ChainFit", "ChainPlans", "measure_network", "named_layers"]
 
 _MOST_UNITS = 200  # a plan for more takes long: neighbours are taken together
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GONE = (
-    "a ChainFit has no chain and no schedule any more: rg.profile(net, input) returns the chain, "
-    "and rg.plan(chain, memory) its schedule"
-)
 _WRITES = (
     "layer {} writes in place to {}, which is used again: expected it to leave that as it is; give "
     "it inplace=False, or let it return a new tensor"
@@ -97,10 +90,6 @@ class ChainFit:
         ]
         return len(units) + round(seconds_of(units, self.parts))
 
-    def __getattr__(self, name: str) -> Any:
-        gone = name in ("chain", "schedule")
-        raise AttributeError(_GONE if gone else f"'ChainFit' object has no attribute {name!r}")
-
     def __str__(self) -> str:
         ratio = self.seconds / (self.ordinary_seconds or 1.0)
         return (
@@ -112,12 +101,8 @@ class ChainFit:
         )
 
 
-@dataclass
-class Plans:
-    """The measurements and plans of the recent calls of one module."""
-
-    kinds: LRUCache[Kind] = field(default_factory=LRUCache)
-    meter: Meter = field(default_factory=Meter)
+class ChainPlans(Plans):
+    """The plans of a ``Sequential``."""
 
     def fit(self, net: nn.Sequential, memory: Memory, input: Any) -> ChainFit:
         """Return the plan of the layers for a budget and an input of this kind.
@@ -126,12 +111,9 @@ class Plans:
             BudgetError: the budget is too small; the message names the least budget.
             CellError: a layer cannot be run exactly, or nothing requires a gradient.
         """
-        layers = _apart(net)
-        parts = _parts_of(layers)
-        tensors = tensors_of(parts)
-        if not any(t.requires_grad for t in (*tensors_in(input), *tensors)):
+        kind = self._kind(net, input)
+        if kind is None:
             raise CellError(_NOTHING)
-        kind = self._kind(layers, parts, tensors, input)
         room = as_bytes(memory, kind.ordinary_bytes)
         plan = kind.plan(room)
         return ChainFit(
@@ -154,17 +136,9 @@ class Plans:
             BudgetError: the budget is too small; the message names the least budget.
             CellError: a layer cannot be run exactly.
         """
-        if not torch.is_grad_enabled():
+        kind = self._kind(net, input) if torch.is_grad_enabled() else None
+        if kind is None:
             return None
-        layers = _apart(net)
-        parts = _parts_of(layers)
-        tensors = tensors_of(parts)
-        used = (*tensors_in(input), *tensors)
-        if is_unreal(used) or not any(t.requires_grad for t in used):
-            return None
-        refuse_transforms(used)
-        refuse_sharded(parts, used)
-        kind = self._kind(layers, parts, tensors, input)
         plan = kind.plan(as_bytes(memory, kind.ordinary_bytes))
         if plan == kept_whole(kind.sizes):
             return None
@@ -182,43 +156,31 @@ class Plans:
                 call.moved += moved
         return value
 
-    def _kind(
-        self, layers: "Layers", parts: Sequence[nn.Module], tensors: Sequence[Tensor], input: Any
-    ) -> Kind:
-        """Return what is known of calls with an input of this kind."""
-        if any(map(is_lazy, tensors)):
-            raise CellError(
-                "the layers have parameters without a shape yet: expected all of them; call the "
-                "lazy model once before, with memory=None"
-            )
-        key = (
-            Given((input,), {}, 0).kind(),
-            texts_of(parts, tensors, fractions=True),
-            tuple(id(one) for _, one in layers),
-        )
-        return self.kinds.get(key, lambda: measured(layers, input, self.meter), (*parts, *tensors))
+    def _kind(self, net: nn.Sequential, input: Any) -> Kind | None:
+        layers = _apart(net)
+        return self.kind_of(
+            [layer for _, layer in layers], Given((input,), {}, 0),
+            lambda: measured(layers, input, self.meter), fractions=True,
+        )  # fmt: skip
 
 
 Layers = Sequence[tuple[str, nn.Module]]
 _NOTHING = (
     "there is nothing to backpropagate: expected a layer with a parameter, or an input, that "
-    "requires a gradient"
+    "requires a gradient, and no meta or fake tensors"
 )
 
 
 def measure_network(net: nn.Sequential, input: Any, repeats: int) -> Chain:
-    """Measure the layers of a network from the first gradient on, and time each ``repeats`` times.
+    """Measure the layers of a network, and time each ``repeats`` times.
 
     Raises:
         CellError: a layer cannot be run exactly, or nothing requires a gradient.
     """
-    layers = _apart(net)
-    kind = measured(layers, input, Meter(), repeats)
-    stopped = (k for k, wants in enumerate(kind.passes) if not wants)
-    start = 1 + max(stopped, default=-1)
-    if start == len(kind.sizes):
+    if not any(t.requires_grad for t in (*tensors_in(input), *net.parameters())):
         raise CellError(_NOTHING)
-    return chain_of([unit.name for unit in kind.units[start:]], kind.sizes[start:])
+    kind = measured(_apart(net), input, Meter(), repeats)
+    return chain_of([unit.name for unit in kind.units], kind.sizes)
 
 
 def chain_of(names: Sequence[str], sizes: Sequence[CallSizes]) -> Chain:
@@ -326,7 +288,6 @@ class _Walk:
         unit, given = self.tried.unit, Given((self.given,), {}, 0)
         found = self.meter.measure(unit, self.layers, given, self.made, self.repeats)
         self.kind.add(unit, found, last=last)
-        self.kind.passes.append(any(self.tried.wants))
         if not last:
             self._advance()
             self.made = made_by(self.value, given.args)
@@ -358,10 +319,6 @@ def _alone(value: Any, wants: Sequence[bool] | None) -> Any:
         for leaf in leaves
     ]
     return pytree.tree_unflatten(alone, spec)
-
-
-def _parts_of(layers: Layers) -> list[nn.Module]:
-    return parts_of([layer for _, layer in layers])
 
 
 def named_layers(

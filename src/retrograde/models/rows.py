@@ -28,13 +28,12 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from retrograde.errors import CellError
 from retrograde.measure.allocations import MEASURING
-from retrograde.models.call_sizes import Kind, Meter
+from retrograde.models.call_sizes import Kind, Plans
 from retrograde.models.refill import Dropped, Row, made_by, tensors_in
-from retrograde.models.trials import Given, parts_of, tensors_of, texts_of
+from retrograde.models.trials import Given
 from retrograde.plan.calls import kept_whole
 from retrograde.replay.surroundings import version
-from retrograde.run.transforms import is_unreal, refuse_sharded, refuse_transforms, uncompiled
-from retrograde.sizes.cache import LRUCache
+from retrograde.run.transforms import uncompiled
 
 __all__ = ["CalledRow", "RefusedLayerError", "Turn", "passes_through", "release", "rides"]
 
@@ -117,8 +116,7 @@ class CalledRow:
             self.layers.append([module for _, module in calls[start:stop]])
             self.slots.append(slots[start])
             self.parts += [(k, part) for part in range(stop - start)]
-        self.kinds: LRUCache[Kind] = LRUCache()
-        self.meter = Meter()
+        self.plans = Plans()
         self.seen: list[Kind] | None = None  # of all passes, during the run on a sample
 
     def install(self) -> None:
@@ -198,18 +196,14 @@ class CalledRow:
         return None
 
     def _begin(self, active: list[int], given: Given) -> _Pass:
-        parts = parts_of([layer for one in self.layers for layer in one])
-        x, tensors = given.state, tensors_of(parts)
-        if is_unreal([x]) or not (x.requires_grad or any(t.requires_grad for t in tensors)):
+        layers = [layer for one in self.layers for layer in one]
+        kind = self.plans.kind_of(layers, given, lambda: Kind(active), fractions=False)
+        if kind is None:
             return _Pass(self, Kind(active), None)
-        refuse_transforms([x])
-        refuse_sharded(parts, tensors)
-        key = given.kind(), texts_of(parts, tensors, fractions=False)
-        kind = self.kinds.get(key, lambda: Kind(active), of=(*parts, *tensors))
         if self.seen is not None:
             self.seen.append(kind)
         if self.seen is not None or not kind.is_measured:
-            return _Pass(self, kind, Row((), lambda: kind.late_plan(self.memory)))
+            return _Pass(self, kind, Row((), partial(kind.late_plan, self.memory)))
         plan = kind.plan(self.memory)
         return _Pass(self, kind, None if plan == kept_whole(kind.sizes) else Row(plan))
 
@@ -231,8 +225,8 @@ class CalledRow:
 
         with MEASURING:  # another thread may be measuring the same
             if len(kind.sizes) == at:
-                unit = self.meter.try_call(self.names[k], forward, layers, given).unit
-                found = self.meter.measure(unit, layers, given, made)
+                unit = self.plans.meter.try_call(self.names[k], forward, layers, given).unit
+                found = self.plans.meter.measure(unit, layers, given, made)
                 kind.add(unit, found, last=at + 1 == len(kind.active))
 
 

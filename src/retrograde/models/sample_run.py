@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import Any
 from weakref import ref
 
@@ -22,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from retrograde.errors import BudgetError, CellError
 from retrograde.models.call_order import CallOrder, Layers, noted
+from retrograde.models.call_sizes import Kind
 from retrograde.models.refill import tensors_in
 from retrograde.models.replace_modules import (
     Budgeted,
@@ -202,13 +204,12 @@ class WatchedRow(Watched):
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        self.row.seen = seen = []
+        self.row.seen = seen = list[Kind]()
         self.row.install()
         yield
         self.row.seen = None
-        for kind in seen:
-            if kind.is_measured:  # else the model went another way before the end
-                self._seen(id(kind), lambda kind=kind: (kind.least_bytes, kind.ordinary_bytes))
+        for kind in filter(attrgetter("is_measured"), seen):  # the model ran these to their end
+            self._seen(id(kind), partial(attrgetter("least_bytes", "ordinary_bytes"), kind))
 
 
 def run_name(run: Layers) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from retrograde.errors import CellError, ScanError
-from retrograde.models.chain_plans import ChainFit, Plans, named_layers
+from retrograde.models.chain_plans import ChainFit, ChainPlans, named_layers
 from retrograde.run.transforms import uncompiled
 from retrograde.scan.chain_scan import SCAN_CHOICES, ChainScan, ScanChoice
 from retrograde.scan.sparse.composition import Residual
@@ -81,7 +81,7 @@ class Sequential(nn.Sequential):
         self.backward, self.algorithm, self.levels = backward, algorithm, levels
         self.memory = memory
         self._scan_choices: LRUCache[ScanChoice] = LRUCache(most=SCAN_CHOICES)
-        self._plans = Plans()
+        self._plans = ChainPlans()
 
     @uncompiled
     def forward(self, input: Any) -> Any:
@@ -181,7 +181,7 @@ class Sequential(nn.Sequential):
         return ", ".join(f"{k}={v!r}" for k, v in options.items() if v not in (None, "auto"))
 
     def __getstate__(self) -> dict[str, Any]:
-        fresh = {"_scan_choices": LRUCache(most=SCAN_CHOICES), "_plans": Plans()}
+        fresh = {"_scan_choices": LRUCache(most=SCAN_CHOICES), "_plans": ChainPlans()}
         return {**super().__getstate__(), **fresh}  # type: ignore[misc, no-untyped-call]
 
 
