@@ -185,31 +185,24 @@ def measure_network(net: nn.Sequential, input: Any, repeats: int) -> Chain:
 
 def chain_of(names: Sequence[str], sizes: Sequence[CallSizes]) -> Chain:
     """Return the sizes of calls that are kept whole, as a chain."""
-    ways = [size.ways[0] for size in sizes]
-    pairs = [*zip(sizes, ways, strict=True)]
-    whole = [way.held_bytes + size.output_bytes for size, way in pairs]
+    held, forward, record, backward = [], [], [], []
+    for size in sizes:
+        way, output = size.ways[0], size.output_bytes
+        held.append(way.held_bytes + output)
+        forward.append(max(0, size.forward_bytes - size.noted_bytes - output))
+        record.append(max(0, way.first_bytes - size.noted_bytes - held[-1]))
+        ends = size.input_bytes + output * (1 + way.keeps_output)
+        backward.append(max(0, way.backward_bytes - way.held_bytes - ends))
     return Chain(
         forward_seconds=[size.forward_seconds for size in sizes],
         backward_seconds=[size.backward_seconds for size in sizes],
         output_bytes=[size.output_bytes for size in sizes],
-        internal_bytes=whole,
-        forward_transient_bytes=[
-            max(0, size.forward_bytes - size.noted_bytes - size.output_bytes) for size in sizes
-        ],
-        record_transient_bytes=[
-            max(0, way.first_bytes - size.noted_bytes - held)
-            for (size, way), held in zip(pairs, whole, strict=True)
-        ],
-        backward_transient_bytes=[
-            max(
-                0,
-                way.backward_bytes - way.held_bytes - size.input_bytes - size.output_bytes * times,
-            )
-            for size, way in pairs
-            for times in (1 + way.keeps_output,)
-        ],
-        keeps_input=[way.keeps_input for way in ways],
-        keeps_output=[way.keeps_output for way in ways],
+        internal_bytes=held,
+        forward_transient_bytes=forward,
+        record_transient_bytes=record,
+        backward_transient_bytes=backward,
+        keeps_input=[size.ways[0].keeps_input for size in sizes],
+        keeps_output=[size.ways[0].keeps_output for size in sizes],
         names=names,
         input_bytes=sizes[0].input_bytes,
         overhead_bytes=sum(size.noted_bytes + size.left_bytes for size in sizes),
@@ -222,11 +215,67 @@ def measured(layers: Layers, input: Any, meter: Meter, repeats: int | None = Non
     Raises:
         CellError: a layer cannot be run exactly; the message names it.
     """
-    walk = _Walk(input, meter, repeats, -(-len(layers) // _MOST_UNITS))
-    for name, layer in layers:
-        walk.add(name, layer)
-    walk.close(last=True)
-    return _parted(walk.kind)
+    together = -(-len(layers) // _MOST_UNITS)
+    kind, made, value = Kind(), None, _alone(input, None)
+    tried = _try(layers[:1], value, meter)
+    if tried.writes:
+        raise CellError(_WRITES.format(layers[0][0], "the chain's input"))
+    while layers:
+        after, size = tried, 1
+        while size < len(layers):
+            after = _try(layers[size : size + 1], _result(tried, value), meter)
+            begins = not kind.units and not tried.is_apart
+            if after.is_apart and not (after.writes or begins or size < together):
+                break
+            size += 1
+            tried = _try(layers[:size], value, meter)
+            if tried.writes:
+                whose = (
+                    f"what layer {layers[0][0]} was given" if kind.units else "the chain's input"
+                )
+                raise CellError(_WRITES.format(layers[size - 1][0], whose))
+        modules, given = [layer for _, layer in layers[:size]], Given((value,), {}, 0)
+        # The unit's result is not held meanwhile, but computed once more.
+        found = meter.measure(tried.unit, modules, given, made, repeats)
+        kind.add(tried.unit, found, last=size == len(layers))
+        if size < len(layers):
+            value = _result(tried, value)
+            made = made_by(value, given.args)
+        layers, tried = layers[size:], after
+    return _parted(kind)
+
+
+def _try(layers: Layers, value: Any, meter: Meter) -> Tried:
+    """Try a unit of some layers."""
+    given, name = Given((value,), {}, 0), "-".join(dict.fromkeys((layers[0][0], layers[-1][0])))
+    if (reason := given.refusal()) is not None:
+        raise CellError(f"layer {name} {reason}")
+    modules = [layer for _, layer in layers]
+
+    def forward(value: Any) -> Any:
+        for layer in modules:
+            value = layer(value)
+        return value
+
+    return meter.try_call(name, forward, modules, given)
+
+
+def _result(tried: Tried, value: Any) -> Any:
+    """Run a unit, and leave no trace."""
+    with tried.unit.ambient.measured(), unrecorded():
+        return _alone(tried.unit.forward(value), tried.wants)
+
+
+def _alone(value: Any, wants: Sequence[bool] | None) -> Any:
+    """Return a value without the graph that it came from; its tensors require what they did."""
+    leaves, spec = pytree.tree_flatten(value)
+    found = [leaf.requires_grad for leaf in tensors_in(leaves)] if wants is None else wants
+    rest = iter(found)
+    alone = [
+        leaf.detach().requires_grad_(next(rest)) if isinstance(leaf, Tensor) else leaf
+        for leaf in leaves
+    ]
+    return pytree.tree_unflatten(alone, spec)
 
 
 def _parted(kind: Kind) -> Kind:
@@ -240,85 +289,6 @@ def _parted(kind: Kind) -> Kind:
         steady = replace(steady, sources=tuple(s for s in steady.sources if s in drawn))
         units.append(replace(unit, ambient=replace(unit.ambient, steady=steady)))
     return replace(kind, units=units, still=Steady(tuple(still)))
-
-
-class _Walk:
-    """The units of the layers so far, of which the last is not measured yet."""
-
-    def __init__(self, input: Any, meter: Meter, repeats: int | None, together: int) -> None:
-        self.kind, self.meter, self.repeats, self.together = Kind(), meter, repeats, together
-        self.given = self.value = _alone(input, None)  # before and after the last unit
-        self.made: list[Tensor | None] | None = None  # by the unit before the last one
-        self.layers: list[nn.Module] = []
-        self.names: list[str] = []
-        self.tried: Tried | None = None
-
-    def add(self, name: str, layer: nn.Module) -> None:
-        """Add one more layer to the last unit, or as the next one."""
-        tried, first = self._try([name], [layer], self.value), not self.kind.units
-        if not self.layers and tried.writes:
-            raise CellError(_WRITES.format(name, "the chain's input"))
-        begins = first and self.tried is not None and not self.tried.is_apart
-        begins = begins or len(self.layers) < self.together
-        if self.layers and (tried.writes or begins or not tried.is_apart):
-            self.names.append(name)
-            self.layers.append(layer)
-            tried = self._try(self.names, self.layers, self.given)
-            if tried.writes:
-                whose = "the chain's input" if first else f"what layer {self.names[0]} was given"
-                raise CellError(_WRITES.format(name, whose))
-        else:
-            if self.layers:
-                self.close()
-            self.names, self.layers = [name], [layer]
-        self.tried = tried
-        self._advance()
-
-    def _advance(self) -> None:
-        """Run the last unit."""
-        assert self.tried is not None
-        self.value = None
-        with self.tried.unit.ambient.measured(), unrecorded():
-            self.value = _alone(self.tried.unit.forward(self.given), self.tried.wants)
-
-    def close(self, *, last: bool = False) -> None:
-        """Measure the last unit. Its result is not held meanwhile, but computed once more."""
-        assert self.tried is not None
-        self.value = None
-        unit, given = self.tried.unit, Given((self.given,), {}, 0)
-        found = self.meter.measure(unit, self.layers, given, self.made, self.repeats)
-        self.kind.add(unit, found, last=last)
-        if not last:
-            self._advance()
-            self.made = made_by(self.value, given.args)
-            self.given, self.layers = self.value, []
-
-    def _try(self, names: Sequence[str], layers: Sequence[nn.Module], value: Any) -> Tried:
-        given, name = Given((value,), {}, 0), "-".join([*names[:1], *names[1:][-1:]])
-        if (reason := given.refusal()) is not None:
-            raise CellError(f"layer {name} {reason}")
-        return self.meter.try_call(name, _in_turn([*layers]), layers, given)
-
-
-def _in_turn(layers: Sequence[nn.Module]) -> Callable[[Any], Any]:
-    def forward(value: Any) -> Any:
-        for layer in layers:
-            value = layer(value)
-        return value
-
-    return forward
-
-
-def _alone(value: Any, wants: Sequence[bool] | None) -> Any:
-    """Return a value without the graph that it came from; its tensors require what they did."""
-    leaves, spec = pytree.tree_flatten(value)
-    found = [leaf.requires_grad for leaf in tensors_in(leaves)] if wants is None else wants
-    rest = iter(found)
-    alone = [
-        leaf.detach().requires_grad_(next(rest)) if isinstance(leaf, Tensor) else leaf
-        for leaf in leaves
-    ]
-    return pytree.tree_unflatten(alone, spec)
 
 
 def named_layers(
